@@ -1,0 +1,32 @@
+// swift-tools-version: 6.0
+
+// The trainer's core and `mesp-engine`, the program around it.
+//
+// Module `MLX` is mlx-swift, or, where MESP_HOST_MLX names the folder of the `mlx` wheel, ios/HostMLX: the same
+// API over the wheel's C++ library (see its Package.swift).
+
+import PackageDescription
+
+let hostMLX = Context.environment["MESP_HOST_MLX"] != nil
+let mlx: Package.Dependency =
+    hostMLX
+    ? .package(path: "ios/HostMLX")
+    : .package(url: "https://github.com/ml-explore/mlx-swift", exact: "0.31.6")
+
+let package = Package(
+    name: "MeSP",
+    platforms: [.iOS(.v17), .macOS(.v14)],
+    products: [
+        .library(name: "MeSPCore", targets: ["MeSPCore"]),
+        .executable(name: "mesp-engine", targets: ["mesp-engine"]),
+    ],
+    dependencies: [mlx],
+    targets: [
+        .target(
+            name: "MeSPCore",
+            dependencies: [.product(name: "MLX", package: hostMLX ? "HostMLX" : "mlx-swift")],
+            path: "ios/MeSPTrainer/Core"),
+        .executableTarget(name: "mesp-engine", dependencies: ["MeSPCore"], path: "ios/MeSPTrainer/Engine"),
+        .testTarget(name: "MeSPCoreTests", dependencies: ["MeSPCore"], path: "ios/MeSPTrainer/Tests"),
+    ]
+)

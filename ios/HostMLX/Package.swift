@@ -1,0 +1,50 @@
+// swift-tools-version: 6.0
+
+// HostMLX: a module `MLX` for machines where mlx-swift cannot be used.
+//
+// It spells a subset of mlx-swift 0.31.6's API and runs on the MLX C++ library inside the `mlx` wheel of PyPI
+// (`mlx/include`, `mlx/lib`), so the numbers are MLX's own. Build with the wheel's folder in one variable:
+//
+//     pip install 'mlx[cpu]==0.31.1' scipy-openblas32
+//     MESP_HOST_MLX=/path/to/site-packages/mlx swift build -c release
+//
+// Where `scipy_openblas32` lies beside `mlx`, matrix products go through its OpenBLAS: the Linux wheel brings the
+// reference BLAS, some fifty times slower. (SwiftPM caches manifests: after installing it later, delete `.build`.)
+
+import Foundation
+import PackageDescription
+
+guard let wheel = Context.environment["MESP_HOST_MLX"] else {
+    fatalError("HostMLX: set MESP_HOST_MLX to the folder `site-packages/mlx` of the wheel mlx==0.31.1")
+}
+
+#if os(Linux)
+    let openBLAS = wheel + "/../scipy_openblas32/lib"
+    let hasOpenBLAS = FileManager.default.fileExists(atPath: openBLAS + "/libscipy_openblas.so")
+#else
+    let openBLAS = ""
+    let hasOpenBLAS = false  // the macOS wheel uses Accelerate
+#endif
+
+func link(_ folder: String) -> [String] {
+    ["-L" + folder, "-Xlinker", "-rpath", "-Xlinker", folder]
+}
+
+var cxxSettings: [CXXSetting] = [.unsafeFlags(["-isystem", wheel + "/include"])]
+var linkerSettings: [LinkerSetting] = [.unsafeFlags(link(wheel + "/lib")), .linkedLibrary("mlx")]
+if hasOpenBLAS {
+    cxxSettings.append(.define("HOST_OPENBLAS"))
+    linkerSettings += [.unsafeFlags(link(openBLAS)), .linkedLibrary("scipy_openblas")]
+}
+
+let package = Package(
+    name: "HostMLX",
+    platforms: [.iOS(.v17), .macOS(.v14)],
+    products: [.library(name: "MLX", targets: ["MLX"])],
+    targets: [
+        .target(name: "CHostMLX", cxxSettings: cxxSettings, linkerSettings: linkerSettings),
+        .target(name: "MLX", dependencies: ["CHostMLX"]),
+        .testTarget(name: "MLXTests", dependencies: ["MLX"]),
+    ],
+    cxxLanguageStandard: .cxx20
+)

@@ -1,0 +1,667 @@
+#include "CHostMLX.h"
+
+#include <unistd.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <optional>
+#include <sstream>
+#include <stdexcept>
+
+#include "mlx/compile_impl.h"
+#include "mlx/mlx.h"
+
+#ifdef __GLIBC__
+#include <malloc.h>
+#endif
+
+namespace mx = mlx::core;
+
+// MARK: Helpers
+
+namespace {
+
+using Arrays = std::vector<mx::array>;
+
+void (*error_handler)(const char *) = nullptr;
+
+void report(const char *message) {
+    if (!error_handler) {
+        std::fprintf(stderr, "MLX error: %s\n", message);
+        std::abort();
+    }
+    error_handler(message);
+}
+
+/// Runs `f`; an exception is reported and becomes a zero result.
+template <class F>
+auto guarded(F &&f) -> decltype(f()) {
+    try {
+        return f();
+    } catch (const std::exception &e) {
+        report(e.what());
+    } catch (...) {
+        report("unknown C++ exception");
+    }
+    return decltype(f())();
+}
+
+template <class F>
+bool done(F &&f) {
+    return guarded([&] {
+        f();
+        return true;
+    });
+}
+
+mx::array &get(HostArray a) {
+    if (!a) {
+        throw std::runtime_error("expected a non-empty array");
+    }
+    return *reinterpret_cast<mx::array *>(a);
+}
+
+Arrays &get(HostVector v) {
+    if (!v) {
+        throw std::runtime_error("expected a list of arrays");
+    }
+    return *reinterpret_cast<Arrays *>(v);
+}
+
+std::optional<mx::array> maybe(HostArray a) { return a ? std::make_optional(get(a)) : std::nullopt; }
+std::optional<int> maybe(HostOptionalInt i) { return i.has_value ? std::make_optional<int>(i.value) : std::nullopt; }
+
+HostArray wrap(mx::array a) { return reinterpret_cast<HostArray>(new mx::array(std::move(a))); }
+HostVector wrap(Arrays v) { return reinterpret_cast<HostVector>(new Arrays(std::move(v))); }
+
+/// Evaluates `expression`, an array or a vector of arrays, to a handle.
+#define WRAP(expression) guarded([&] { return wrap(expression); })
+
+mx::Device device(int32_t type) { return type == 1 ? mx::Device::gpu : mx::Device::cpu; }
+mx::Stream get(HostStream s) { return mx::Stream(s.index, device(s.device)); }
+HostStream wrap(mx::Stream s) { return {s.device == mx::Device::gpu ? 1 : 0, s.index}; }
+
+mx::Shape shape(const int32_t *values, size_t count) { return mx::Shape(values, values + count); }
+std::vector<int> list(const int32_t *values, size_t count) { return std::vector<int>(values, values + count); }
+
+mx::Dtype dtype(int32_t value) {
+    static const mx::Dtype all[] = {mx::bool_,   mx::uint8,   mx::uint16,  mx::uint32,   mx::uint64,
+                                    mx::int8,    mx::int16,   mx::int32,   mx::int64,    mx::float16,
+                                    mx::float32, mx::float64, mx::bfloat16, mx::complex64};
+    if (value < 0 || value >= static_cast<int32_t>(std::size(all))) {
+        throw std::invalid_argument("unknown dtype");
+    }
+    return all[value];
+}
+
+/// A Swift function as a C++ one; the last copy releases it.
+class Closure {
+   public:
+    explicit Closure(HostClosure f) : call_(f.call), context_(f.context, f.release) {}
+
+    Arrays operator()(const Arrays &arguments) const {
+        auto handle = reinterpret_cast<HostVector>(const_cast<Arrays *>(&arguments));
+        HostVector result = call_(context_.get(), handle);
+        if (!result) {
+            throw std::runtime_error("the function failed");
+        }
+        Arrays values = std::move(get(result));
+        host_vector_free(result);
+        return values;
+    }
+
+   private:
+    HostVector (*call_)(void *, HostVector);
+    std::shared_ptr<void> context_;
+};
+
+using ArrayMap = std::unordered_map<std::string, mx::array>;
+
+ArrayMap array_map(const char *const *names, size_t count, HostVector arrays) {
+    ArrayMap map;
+    for (size_t i = 0; i < count; i++) {
+        map.insert({names[i], get(arrays).at(i)});
+    }
+    return map;
+}
+
+/// Copies the elements behind `source`, from `axis` on, one after the other.
+void copy_in_order(const char *source, char *&destination, const mx::array &a, int axis) {
+    const auto item = static_cast<int64_t>(a.itemsize());
+    if (axis == static_cast<int>(a.ndim())) {
+        std::memcpy(destination, source, item);
+        destination += item;
+        return;
+    }
+    for (int i = 0; i < a.shape(axis); i++) {
+        copy_in_order(source + i * a.strides(axis) * item, destination, a, axis + 1);
+    }
+}
+
+}  // namespace
+
+#ifdef __GLIBC__
+// MLX has no cache on the CPU, and glibc would keep what MLX frees: larger blocks go straight back to the system, and
+// one arena serves all threads, so that host_clear_cache trims all of it.
+__attribute__((constructor)) static void set_up_malloc() {
+    mallopt(M_MMAP_THRESHOLD, 64 * 1024);
+    mallopt(M_ARENA_MAX, 1);
+}
+#endif
+
+void host_set_error_handler(void (*handler)(const char *)) { error_handler = handler; }
+const char *host_mlx_version(void) { return mx::version(); }
+
+// MARK: Arrays
+
+HostArray host_array_new(const void *data, const int32_t *dims, size_t ndim, int32_t type) {
+    return guarded([&] {
+        mx::Shape s = shape(dims, ndim);
+        size_t bytes = dtype(type).size();
+        for (int dim : s) {
+            bytes *= dim;
+        }
+        auto buffer = mx::allocator::malloc(bytes);
+        if (bytes > 0) {
+            std::memcpy(buffer.raw_ptr(), data, bytes);
+        }
+        return wrap(mx::array(buffer, std::move(s), dtype(type)));
+    });
+}
+
+namespace {
+
+/// Whether MLX's allocator is the plain CPU one, whose blocks are a word with the size and then the data.
+bool size_word_precedes_data() {
+    static const bool answer = [] {
+        if (mx::is_available(mx::Device::gpu)) {
+            return false;
+        }
+        auto buffer = mx::allocator::malloc(40);
+        auto *words = static_cast<size_t *>(buffer.ptr());
+        bool answer = buffer.raw_ptr() == words + 1 && *words == 40;
+        mx::allocator::free(buffer);
+        return answer;
+    }();
+    return answer;
+}
+
+/// The word before `data`, or nothing where that memory cannot be read: the kernel copies it through a pipe and
+/// answers EFAULT where a load would fault.
+std::optional<size_t> word_before(const void *data) {
+    int ends[2];
+    if (pipe(ends) != 0) {
+        return std::nullopt;
+    }
+    size_t word = 0;
+    const auto size = static_cast<ssize_t>(sizeof(word));
+    bool read_it = write(ends[1], static_cast<const size_t *>(data) - 1, sizeof(word)) == size &&
+                   read(ends[0], &word, sizeof(word)) == size;
+    close(ends[0]);
+    close(ends[1]);
+    return read_it ? std::make_optional(word) : std::nullopt;
+}
+
+}  // namespace
+
+// With a GPU the constructor for foreign memory wraps pages without a copy. The CPU allocator can only copy, as
+// mlx-swift does on Linux. But a block of that allocator is a size word and the data behind it, so pages that follow
+// such a word *are* a block: whoever maps a file behind an anonymous page, and writes the length into its last word,
+// gets a zero-copy array. Only page-aligned data with exactly that word is taken for one (no block of malloc looks
+// like this: its pages begin 16 bytes before its data); everything else is copied.
+//
+// An adopted array must outlive the evaluation of whatever reads it: MLX writes results over inputs that nobody else
+// refers to.
+HostArray host_array_adopt(
+    void *data, const int32_t *dims, size_t ndim, int32_t type, void *context, void (*release)(void *)) {
+    return guarded([&] {
+        mx::Shape s = shape(dims, ndim);
+        size_t bytes = dtype(type).size();
+        for (int dim : s) {
+            bytes *= dim;
+        }
+        const bool aligned = reinterpret_cast<uintptr_t>(data) % getpagesize() == 0;
+        if (aligned && bytes > 0 && size_word_precedes_data() && word_before(data) == bytes) {
+            mx::allocator::Buffer block(static_cast<size_t *>(data) - 1);
+            return wrap(mx::array(block, std::move(s), dtype(type), [=](mx::allocator::Buffer) { release(context); }));
+        }
+        return wrap(mx::array(data, std::move(s), dtype(type), [=](void *) { release(context); }));
+    });
+}
+
+HostArray host_array_retain(HostArray a) { return WRAP(get(a)); }
+void host_array_free(HostArray a) { delete reinterpret_cast<mx::array *>(a); }
+
+void host_array_assign(HostArray *a, HostArray other) {
+    done([&] {
+        if (*a) {
+            get(*a) = get(other);
+        } else {
+            *a = wrap(get(other));
+        }
+    });
+}
+
+size_t host_array_ndim(HostArray a) {
+    return guarded([&] { return get(a).ndim(); });
+}
+size_t host_array_size(HostArray a) {
+    return guarded([&] { return get(a).size(); });
+}
+size_t host_array_nbytes(HostArray a) {
+    return guarded([&] { return get(a).nbytes(); });
+}
+size_t host_array_itemsize(HostArray a) {
+    return guarded([&] { return get(a).itemsize(); });
+}
+int32_t host_array_dtype(HostArray a) {
+    return guarded([&] { return static_cast<int32_t>(get(a).dtype().val()); });
+}
+int32_t host_array_dim(HostArray a, int32_t axis) {
+    return guarded([&] { return get(a).shape(axis); });
+}
+const int32_t *host_array_shape(HostArray a) {
+    return guarded([&] { return static_cast<const int32_t *>(get(a).shape().data()); });
+}
+const int64_t *host_array_strides(HostArray a) {
+    return guarded([&] { return static_cast<const int64_t *>(get(a).strides().data()); });
+}
+size_t host_dtype_size(int32_t type) {
+    return guarded([&] { return static_cast<size_t>(dtype(type).size()); });
+}
+
+void host_array_eval(HostArray a) {
+    done([&] { get(a).eval(); });
+}
+const void *host_array_data(HostArray a) {
+    return guarded([&] { return static_cast<const void *>(get(a).data<char>()); });
+}
+void host_array_copy_bytes(HostArray handle, void *destination) {
+    done([&] {
+        const mx::array &a = get(handle);
+        if (a.flags().row_contiguous) {
+            std::memcpy(destination, a.data<char>(), a.nbytes());
+        } else {
+            auto *out = static_cast<char *>(destination);
+            copy_in_order(a.data<char>(), out, a, 0);
+        }
+    });
+}
+char *host_array_description(HostArray a) {
+    return guarded([&] {
+        std::ostringstream text;
+        text << get(a);
+        return strdup(text.str().c_str());
+    });
+}
+
+HostVector host_vector_new(const HostArray *arrays, size_t count) {
+    return guarded([&] {
+        Arrays values;
+        values.reserve(count);
+        for (size_t i = 0; i < count; i++) {
+            values.push_back(get(arrays[i]));
+        }
+        return wrap(std::move(values));
+    });
+}
+void host_vector_free(HostVector v) { delete reinterpret_cast<Arrays *>(v); }
+size_t host_vector_count(HostVector v) { return v ? get(v).size() : 0; }
+HostArray host_vector_get(HostVector v, size_t index) { return WRAP(get(v).at(index)); }
+
+// MARK: Operations
+
+#define HOST_DEFINE(name) \
+    HostArray host_##name(HostArray a, HostStream s) { return WRAP(mx::name(get(a), get(s))); }
+HOST_UNARY_OPERATIONS(HOST_DEFINE)
+#undef HOST_DEFINE
+
+#define HOST_DEFINE(name) \
+    HostArray host_##name(HostArray a, HostArray b, HostStream s) { return WRAP(mx::name(get(a), get(b), get(s))); }
+HOST_BINARY_OPERATIONS(HOST_DEFINE)
+#undef HOST_DEFINE
+
+#define HOST_DEFINE(name) \
+    HostArray host_##name(HostArray a, const int32_t *axes, ptrdiff_t count, bool keep_dims, HostStream s) { \
+        return count < 0 ? WRAP(mx::name(get(a), keep_dims, get(s))) \
+                         : WRAP(mx::name(get(a), list(axes, count), keep_dims, get(s))); \
+    }
+HOST_REDUCTIONS(HOST_DEFINE)
+#undef HOST_DEFINE
+
+#define HOST_DEFINE(name) \
+    HostArray host_##name( \
+        HostArray a, const int32_t *axes, ptrdiff_t count, bool keep_dims, int32_t ddof, HostStream s) { \
+        return count < 0 ? WRAP(mx::name(get(a), keep_dims, ddof, get(s))) \
+                         : WRAP(mx::name(get(a), list(axes, count), keep_dims, ddof, get(s))); \
+    }
+HOST_VARIANCES(HOST_DEFINE)
+#undef HOST_DEFINE
+
+#define HOST_DEFINE(name) \
+    HostArray host_##name(HostArray a, int32_t axis, bool reverse, bool inclusive, HostStream s) { \
+        return WRAP(mx::name(get(a), axis, reverse, inclusive, get(s))); \
+    }
+HOST_SCANS(HOST_DEFINE)
+#undef HOST_DEFINE
+
+#define HOST_DEFINE(name) \
+    HostArray host_##name##_1(HostArray a, int32_t first, HostStream s) { return WRAP(mx::name(get(a), first, get(s))); }
+HOST_INT_OPERATIONS(HOST_DEFINE)
+#undef HOST_DEFINE
+
+#define HOST_DEFINE(name) \
+    HostArray host_##name##_2(HostArray a, int32_t first, int32_t second, HostStream s) { \
+        return WRAP(mx::name(get(a), first, second, get(s))); \
+    }
+HOST_INT2_OPERATIONS(HOST_DEFINE)
+#undef HOST_DEFINE
+
+// A brace-made list converts to MLX's Shape or to std::vector<int>, whichever the operation takes.
+struct IntList {
+    const int32_t *values;
+    size_t count;
+    operator mx::Shape() const { return shape(values, count); }
+    operator std::vector<int>() const { return list(values, count); }
+};
+
+#define HOST_DEFINE(name) \
+    HostArray host_##name##_list(HostArray a, const int32_t *values, size_t count, HostStream s) { \
+        return WRAP(mx::name(get(a), IntList{values, count}, get(s))); \
+    }
+HOST_LIST_OPERATIONS(HOST_DEFINE)
+#undef HOST_DEFINE
+
+HostArray host_addmm(HostArray c, HostArray a, HostArray b, float alpha, float beta, HostStream s) {
+    return WRAP(mx::addmm(get(c), get(a), get(b), alpha, beta, get(s)));
+}
+HostArray host_allclose(HostArray a, HostArray b, double rtol, double atol, bool equal_nan, HostStream s) {
+    return WRAP(mx::allclose(get(a), get(b), rtol, atol, equal_nan, get(s)));
+}
+HostArray host_isclose(HostArray a, HostArray b, double rtol, double atol, bool equal_nan, HostStream s) {
+    return WRAP(mx::isclose(get(a), get(b), rtol, atol, equal_nan, get(s)));
+}
+HostArray host_array_equal(HostArray a, HostArray b, bool equal_nan, HostStream s) {
+    return WRAP(mx::array_equal(get(a), get(b), equal_nan, get(s)));
+}
+HostArray host_argmax(HostArray a, HostOptionalInt axis, bool keep_dims, HostStream s) {
+    return axis.has_value ? WRAP(mx::argmax(get(a), axis.value, keep_dims, get(s)))
+                          : WRAP(mx::argmax(get(a), keep_dims, get(s)));
+}
+HostArray host_argmin(HostArray a, HostOptionalInt axis, bool keep_dims, HostStream s) {
+    return axis.has_value ? WRAP(mx::argmin(get(a), axis.value, keep_dims, get(s)))
+                          : WRAP(mx::argmin(get(a), keep_dims, get(s)));
+}
+HostArray host_astype(HostArray a, int32_t type, HostStream s) { return WRAP(mx::astype(get(a), dtype(type), get(s))); }
+HostArray host_view(HostArray a, int32_t type, HostStream s) { return WRAP(mx::view(get(a), dtype(type), get(s))); }
+HostArray host_clip(HostArray a, HostArray min, HostArray max, HostStream s) {
+    return WRAP(mx::clip(get(a), maybe(min), maybe(max), get(s)));
+}
+HostArray host_contiguous(HostArray a, bool allow_col_major, HostStream s) {
+    return WRAP(mx::contiguous(get(a), allow_col_major, get(s)));
+}
+HostArray host_where(HostArray condition, HostArray a, HostArray b, HostStream s) {
+    return WRAP(mx::where(get(condition), get(a), get(b), get(s)));
+}
+HostArray host_softmax(HostArray a, const int32_t *axes, ptrdiff_t count, bool precise, HostStream s) {
+    return count < 0 ? WRAP(mx::softmax(get(a), precise, get(s)))
+                     : WRAP(mx::softmax(get(a), list(axes, count), precise, get(s)));
+}
+HostArray host_concatenate(HostVector arrays, int32_t axis, HostStream s) {
+    return WRAP(mx::concatenate(get(arrays), axis, get(s)));
+}
+HostArray host_stack(HostVector arrays, int32_t axis, HostStream s) {
+    return WRAP(mx::stack(get(arrays), axis, get(s)));
+}
+HostVector host_split_parts(HostArray a, int32_t parts, int32_t axis, HostStream s) {
+    return WRAP(mx::split(get(a), parts, axis, get(s)));
+}
+HostVector host_split_at(HostArray a, const int32_t *indices, size_t count, int32_t axis, HostStream s) {
+    return WRAP(mx::split(get(a), shape(indices, count), axis, get(s)));
+}
+HostVector host_broadcast_arrays(HostVector arrays, HostStream s) {
+    return WRAP(mx::broadcast_arrays(get(arrays), get(s)));
+}
+HostVector host_depends(HostVector inputs, HostVector dependencies) {
+    return WRAP(mx::depends(get(inputs), get(dependencies)));
+}
+HostArray host_take_axis(HostArray a, HostArray indices, int32_t axis, HostStream s) {
+    return WRAP(mx::take(get(a), get(indices), axis, get(s)));
+}
+HostArray host_take_along_axis(HostArray a, HostArray indices, int32_t axis, HostStream s) {
+    return WRAP(mx::take_along_axis(get(a), get(indices), axis, get(s)));
+}
+HostArray host_put_along_axis(HostArray a, HostArray indices, HostArray values, int32_t axis, HostStream s) {
+    return WRAP(mx::put_along_axis(get(a), get(indices), get(values), axis, get(s)));
+}
+HostArray host_gather(
+    HostArray a, HostVector indices, const int32_t *axes, size_t count, const int32_t *slice_sizes, HostStream s) {
+    return WRAP(mx::gather(get(a), get(indices), list(axes, count), shape(slice_sizes, get(a).ndim()), get(s)));
+}
+HostArray host_scatter(HostArray a, HostVector indices, HostArray updates, const int32_t *axes, HostStream s) {
+    return WRAP(mx::scatter(get(a), get(indices), get(updates), list(axes, get(indices).size()), get(s)));
+}
+HostArray host_slice(HostArray a, const int32_t *start, const int32_t *end, const int32_t *strides, HostStream s) {
+    return guarded([&] {
+        const size_t n = get(a).ndim();
+        return wrap(mx::slice(get(a), shape(start, n), shape(end, n), shape(strides, n), get(s)));
+    });
+}
+HostArray host_slice_update(
+    HostArray a, HostArray update, const int32_t *start, const int32_t *end, const int32_t *strides, HostStream s) {
+    return guarded([&] {
+        const size_t n = get(a).ndim();
+        return wrap(
+            mx::slice_update(get(a), get(update), shape(start, n), shape(end, n), shape(strides, n), get(s)));
+    });
+}
+
+HostVector host_quantize(
+    HostArray w, HostOptionalInt group_size, HostOptionalInt bits, const char *mode, HostArray global_scale,
+    HostStream s) {
+    return WRAP(mx::quantize(get(w), maybe(group_size), maybe(bits), mode, maybe(global_scale), get(s)));
+}
+HostArray host_dequantize(
+    HostArray w, HostArray scales, HostArray biases, HostOptionalInt group_size, HostOptionalInt bits,
+    const char *mode, HostArray global_scale, HostOptionalInt type, HostStream s) {
+    return WRAP(mx::dequantize(
+        get(w), get(scales), maybe(biases), maybe(group_size), maybe(bits), mode, maybe(global_scale),
+        type.has_value ? std::make_optional(dtype(type.value)) : std::nullopt, get(s)));
+}
+HostArray host_quantized_matmul(
+    HostArray x, HostArray w, HostArray scales, HostArray biases, bool transpose, HostOptionalInt group_size,
+    HostOptionalInt bits, const char *mode, HostStream s) {
+    return WRAP(mx::quantized_matmul(
+        get(x), get(w), get(scales), maybe(biases), transpose, maybe(group_size), maybe(bits), mode, get(s)));
+}
+
+HostArray host_arange(double start, double stop, double step, int32_t type, HostStream s) {
+    return WRAP(mx::arange(start, stop, step, dtype(type), get(s)));
+}
+HostArray host_linspace(double start, double stop, int32_t count, int32_t type, HostStream s) {
+    return WRAP(mx::linspace(start, stop, count, dtype(type), get(s)));
+}
+HostArray host_eye(int32_t n, int32_t m, int32_t k, int32_t type, HostStream s) {
+    return WRAP(mx::eye(n, m, k, dtype(type), get(s)));
+}
+HostArray host_tri(int32_t n, int32_t m, int32_t k, int32_t type, HostStream s) {
+    return WRAP(mx::tri(n, m, k, dtype(type), get(s)));
+}
+HostArray host_full(const int32_t *dims, size_t ndim, HostArray values, int32_t type, HostStream s) {
+    return WRAP(mx::full(shape(dims, ndim), get(values), dtype(type), get(s)));
+}
+HostArray host_zeros(const int32_t *dims, size_t ndim, int32_t type, HostStream s) {
+    return WRAP(mx::zeros(shape(dims, ndim), dtype(type), get(s)));
+}
+HostArray host_ones(const int32_t *dims, size_t ndim, int32_t type, HostStream s) {
+    return WRAP(mx::ones(shape(dims, ndim), dtype(type), get(s)));
+}
+
+// MARK: Random numbers
+
+HostArray host_random_key(uint64_t seed) { return WRAP(mx::random::key(seed)); }
+HostArray host_random_split(HostArray key, int32_t count, HostStream s) {
+    return WRAP(mx::random::split(get(key), count, get(s)));
+}
+HostArray host_random_uniform(
+    HostArray low, HostArray high, const int32_t *dims, size_t ndim, int32_t type, HostArray key, HostStream s) {
+    return WRAP(mx::random::uniform(get(low), get(high), shape(dims, ndim), dtype(type), get(key), get(s)));
+}
+HostArray host_random_normal(
+    const int32_t *dims, size_t ndim, int32_t type, float loc, float scale, HostArray key, HostStream s) {
+    return WRAP(mx::random::normal(shape(dims, ndim), dtype(type), loc, scale, get(key), get(s)));
+}
+HostArray host_random_randint(
+    HostArray low, HostArray high, const int32_t *dims, size_t ndim, int32_t type, HostArray key, HostStream s) {
+    return WRAP(mx::random::randint(get(low), get(high), shape(dims, ndim), dtype(type), get(key), get(s)));
+}
+HostArray host_random_bernoulli(HostArray p, const int32_t *dims, size_t ndim, HostArray key, HostStream s) {
+    return WRAP(mx::random::bernoulli(get(p), shape(dims, ndim), get(key), get(s)));
+}
+HostArray host_random_categorical(HostArray logits, int32_t axis, HostArray key, HostStream s) {
+    return WRAP(mx::random::categorical(get(logits), axis, get(key), get(s)));
+}
+HostArray host_random_categorical_shape(
+    HostArray logits, int32_t axis, const int32_t *dims, size_t ndim, HostArray key, HostStream s) {
+    return WRAP(mx::random::categorical(get(logits), axis, shape(dims, ndim), get(key), get(s)));
+}
+HostArray host_random_categorical_count(HostArray logits, int32_t axis, int32_t count, HostArray key, HostStream s) {
+    return WRAP(mx::random::categorical(get(logits), axis, count, get(key), get(s)));
+}
+
+// MARK: Evaluation, transformations, exported functions
+
+bool host_eval(HostVector arrays) {
+    return done([&] { mx::eval(get(arrays)); });
+}
+bool host_async_eval(HostVector arrays) {
+    return done([&] { mx::async_eval(get(arrays)); });
+}
+
+bool host_vjp(HostClosure f, HostVector primals, HostVector cotangents, HostVector *values, HostVector *gradients) {
+    Closure function(f);
+    return done([&] {
+        auto [outputs, vjps] = mx::vjp(function, get(primals), get(cotangents));
+        *values = wrap(std::move(outputs));
+        *gradients = wrap(std::move(vjps));
+    });
+}
+bool host_jvp(HostClosure f, HostVector primals, HostVector tangents, HostVector *values, HostVector *derivatives) {
+    Closure function(f);
+    return done([&] {
+        auto [outputs, jvps] = mx::jvp(function, get(primals), get(tangents));
+        *values = wrap(std::move(outputs));
+        *derivatives = wrap(std::move(jvps));
+    });
+}
+bool host_value_and_grad(
+    HostClosure f, const int32_t *arguments, size_t count, HostVector inputs, HostVector *values,
+    HostVector *gradients) {
+    Closure function(f);
+    return done([&] {
+        auto [outputs, grads] = mx::value_and_grad(function, list(arguments, count))(get(inputs));
+        *values = wrap(std::move(outputs));
+        *gradients = wrap(std::move(grads));
+    });
+}
+
+HostVector host_compiled_call(HostClosure f, uintptr_t id, bool shapeless, HostVector inputs) {
+    Closure function(f);
+    return WRAP(mx::detail::compile(function, id, shapeless)(get(inputs)));
+}
+void host_compile_erase(uintptr_t id) {
+    done([&] { mx::detail::compile_erase(id); });
+}
+void host_compile_enable(bool enable) { enable ? mx::enable_compile() : mx::disable_compile(); }
+
+HostFunction host_import_function(const char *path) {
+    return guarded([&] {
+        return reinterpret_cast<HostFunction>(new mx::ImportedFunction(mx::import_function(path)));
+    });
+}
+void host_function_free(HostFunction f) { delete reinterpret_cast<mx::ImportedFunction *>(f); }
+HostVector host_function_call(
+    HostFunction f, HostVector arguments, const char *const *names, size_t count, HostVector named) {
+    return guarded([&] {
+        auto &function = *reinterpret_cast<mx::ImportedFunction *>(f);
+        return wrap(function(get(arguments), array_map(names, count, named)));
+    });
+}
+bool host_export_function(
+    const char *path, HostClosure f, HostVector arguments, const char *const *names, size_t count, HostVector named,
+    bool shapeless) {
+    Closure function(f);
+    return done([&] {
+        std::vector<std::string> order(names, names + count);
+        std::function<Arrays(const mx::Args &, const mx::Kwargs &)> both = [&](const auto &args, const auto &kwargs) {
+            Arrays all = args;
+            for (const auto &name : order) {
+                all.push_back(kwargs.at(name));
+            }
+            return function(all);
+        };
+        mx::export_function(path, both, get(arguments), array_map(names, count, named), shapeless);
+    });
+}
+
+// MARK: Files
+
+bool host_save(const char *path, HostArray a) {
+    return done([&] { mx::save(path, get(a)); });
+}
+HostArray host_load(const char *path, HostStream s) { return WRAP(mx::load(path, get(s))); }
+bool host_save_safetensors(
+    const char *path, const char *const *names, size_t count, HostVector arrays, const char *const *keys,
+    const char *const *values, size_t metadata_count) {
+    return done([&] {
+        std::unordered_map<std::string, std::string> metadata;
+        for (size_t i = 0; i < metadata_count; i++) {
+            metadata[keys[i]] = values[i];
+        }
+        mx::save_safetensors(path, array_map(names, count, arrays), metadata);
+    });
+}
+bool host_load_safetensors(
+    const char *path, HostStream s, void *context, void (*array)(void *, const char *, HostArray),
+    void (*metadata)(void *, const char *, const char *)) {
+    return done([&] {
+        auto [arrays, texts] = mx::load_safetensors(path, get(s));
+        for (auto &[name, value] : arrays) {
+            array(context, name.c_str(), wrap(value));
+        }
+        for (auto &[key, value] : texts) {
+            metadata(context, key.c_str(), value.c_str());
+        }
+    });
+}
+
+// MARK: Memory, devices, streams
+
+size_t host_active_memory(void) { return mx::get_active_memory(); }
+size_t host_cache_memory(void) { return mx::get_cache_memory(); }
+size_t host_peak_memory(void) { return mx::get_peak_memory(); }
+void host_reset_peak_memory(void) { mx::reset_peak_memory(); }
+size_t host_memory_limit(void) { return mx::get_memory_limit(); }
+void host_set_memory_limit(size_t limit) { mx::set_memory_limit(limit); }
+size_t host_set_cache_limit(size_t limit) { return mx::set_cache_limit(limit); }
+void host_clear_cache(void) {
+    mx::clear_cache();
+#ifdef __GLIBC__
+    malloc_trim(0);
+#endif
+}
+
+int32_t host_default_device(void) { return mx::default_device() == mx::Device::gpu ? 1 : 0; }
+void host_set_default_device(int32_t type) {
+    done([&] { mx::set_default_device(device(type)); });
+}
+bool host_default_stream(int32_t type, HostStream *stream) {
+    return done([&] { *stream = wrap(mx::default_stream(device(type))); });
+}
+bool host_new_stream(int32_t type, HostStream *stream) {
+    return done([&] { *stream = wrap(mx::new_stream(device(type))); });
+}
+void host_synchronize(HostStream s) {
+    done([&] { mx::synchronize(get(s)); });
+}

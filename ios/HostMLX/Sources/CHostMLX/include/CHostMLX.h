@@ -1,0 +1,251 @@
+// A C interface to the part of MLX's C++ library that module `MLX` needs.
+//
+// Handles own what they point to and are freed with the matching `…_free`. A function that fails reports the message
+// to the handler of `host_set_error_handler` and returns null, zero or false; no C++ exception leaves this library.
+
+#ifndef C_HOST_MLX_H
+#define C_HOST_MLX_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef struct HostArrayStorage *HostArray;        // mlx::core::array
+typedef struct HostVectorStorage *HostVector;      // std::vector<mlx::core::array>
+typedef struct HostFunctionStorage *HostFunction;  // mlx::core::ImportedFunction
+
+typedef struct {
+    int32_t device;  // 0: CPU, 1: GPU
+    int32_t index;
+} HostStream;
+
+typedef struct {
+    int32_t value;
+    bool has_value;
+} HostOptionalInt;
+
+/// A Swift function. Whatever takes one by value also takes over `context`, and releases it.
+typedef struct {
+    void *context;
+    HostVector (*call)(void *context, HostVector arguments);  // returns a new vector, or null on failure
+    void (*release)(void *context);
+} HostClosure;
+
+void host_set_error_handler(void (*handler)(const char *message));
+const char *host_mlx_version(void);
+
+// MARK: Arrays
+
+/// A copy of `data`; `dtype` is the number of MLX's Dtype::Val.
+HostArray host_array_new(const void *data, const int32_t *shape, size_t ndim, int32_t dtype);
+/// An array over memory the caller owns, copied where it cannot be adopted; see the implementation.
+HostArray host_array_adopt(
+    void *data, const int32_t *shape, size_t ndim, int32_t dtype, void *context, void (*release)(void *context));
+HostArray host_array_retain(HostArray a);
+void host_array_free(HostArray a);
+void host_array_assign(HostArray *a, HostArray other);
+
+size_t host_array_ndim(HostArray a);
+size_t host_array_size(HostArray a);
+size_t host_array_nbytes(HostArray a);
+size_t host_array_itemsize(HostArray a);
+int32_t host_array_dtype(HostArray a);
+int32_t host_array_dim(HostArray a, int32_t axis);
+const int32_t *host_array_shape(HostArray a);
+const int64_t *host_array_strides(HostArray a);
+size_t host_dtype_size(int32_t dtype);
+
+void host_array_eval(HostArray a);
+/// The bytes of an evaluated array, in whatever layout its strides say.
+const void *host_array_data(HostArray a);
+/// Copies an evaluated array to `destination` in row-major order.
+void host_array_copy_bytes(HostArray a, void *destination);
+/// Text to be released with free().
+char *host_array_description(HostArray a);
+
+HostVector host_vector_new(const HostArray *arrays, size_t count);
+void host_vector_free(HostVector v);
+size_t host_vector_count(HostVector v);
+HostArray host_vector_get(HostVector v, size_t index);
+
+// MARK: Operations
+
+#define HOST_UNARY_OPERATIONS(X) \
+    X(abs) X(arccos) X(arccosh) X(arcsin) X(arcsinh) X(arctan) X(arctanh) X(bitwise_invert) X(ceil) X(conjugate) \
+    X(cos) X(cosh) X(degrees) X(erf) X(erfinv) X(exp) X(expm1) X(floor) X(isfinite) X(isinf) X(isnan) X(isneginf) \
+    X(isposinf) X(log) X(log10) X(log1p) X(log2) X(logical_not) X(negative) X(ones_like) X(radians) X(reciprocal) \
+    X(rsqrt) X(sigmoid) X(sign) X(sin) X(sinh) X(sort) X(argsort) X(sqrt) X(square) X(squeeze) X(stop_gradient) \
+    X(tan) X(tanh) X(transpose) X(zeros_like)
+
+#define HOST_BINARY_OPERATIONS(X) \
+    X(add) X(arctan2) X(bitwise_and) X(bitwise_or) X(bitwise_xor) X(divide) X(equal) X(floor_divide) X(greater) \
+    X(greater_equal) X(inner) X(kron) X(left_shift) X(less) X(less_equal) X(logaddexp) X(logical_and) X(logical_or) \
+    X(matmul) X(maximum) X(minimum) X(multiply) X(not_equal) X(outer) X(power) X(remainder) X(right_shift) \
+    X(subtract) X(take)
+
+/// `count < 0` reduces over all axes.
+#define HOST_REDUCTIONS(X) X(all) X(any) X(logsumexp) X(max) X(mean) X(min) X(prod) X(sum)
+#define HOST_VARIANCES(X) X(std) X(var)
+
+#define HOST_SCANS(X) X(cummax) X(cummin) X(cumprod) X(cumsum) X(logcumsumexp)
+
+/// (array, int) and (array, int, int), the ints being an axis, a count, a diagonal …
+#define HOST_INT_OPERATIONS(X) X(argpartition) X(argsort) X(partition) X(repeat) X(round) X(sort) X(topk) X(tril) X(triu)
+#define HOST_INT2_OPERATIONS(X) X(argpartition) X(flatten) X(moveaxis) X(partition) X(repeat) X(swapaxes) X(topk)
+
+/// (array, list of ints): axes or a shape.
+#define HOST_LIST_OPERATIONS(X) X(broadcast_to) X(expand_dims) X(reshape) X(squeeze) X(tile) X(transpose)
+
+#define HOST_DECLARE(name) HostArray host_##name(HostArray a, HostStream s);
+HOST_UNARY_OPERATIONS(HOST_DECLARE)
+#undef HOST_DECLARE
+#define HOST_DECLARE(name) HostArray host_##name(HostArray a, HostArray b, HostStream s);
+HOST_BINARY_OPERATIONS(HOST_DECLARE)
+#undef HOST_DECLARE
+#define HOST_DECLARE(name) \
+    HostArray host_##name(HostArray a, const int32_t *axes, ptrdiff_t count, bool keep_dims, HostStream s);
+HOST_REDUCTIONS(HOST_DECLARE)
+#undef HOST_DECLARE
+#define HOST_DECLARE(name) \
+    HostArray host_##name(HostArray a, const int32_t *axes, ptrdiff_t count, bool keep_dims, int32_t ddof, HostStream s);
+HOST_VARIANCES(HOST_DECLARE)
+#undef HOST_DECLARE
+#define HOST_DECLARE(name) HostArray host_##name(HostArray a, int32_t axis, bool reverse, bool inclusive, HostStream s);
+HOST_SCANS(HOST_DECLARE)
+#undef HOST_DECLARE
+#define HOST_DECLARE(name) HostArray host_##name##_1(HostArray a, int32_t first, HostStream s);
+HOST_INT_OPERATIONS(HOST_DECLARE)
+#undef HOST_DECLARE
+#define HOST_DECLARE(name) HostArray host_##name##_2(HostArray a, int32_t first, int32_t second, HostStream s);
+HOST_INT2_OPERATIONS(HOST_DECLARE)
+#undef HOST_DECLARE
+#define HOST_DECLARE(name) HostArray host_##name##_list(HostArray a, const int32_t *list, size_t count, HostStream s);
+HOST_LIST_OPERATIONS(HOST_DECLARE)
+#undef HOST_DECLARE
+
+HostArray host_addmm(HostArray c, HostArray a, HostArray b, float alpha, float beta, HostStream s);
+HostArray host_allclose(HostArray a, HostArray b, double rtol, double atol, bool equal_nan, HostStream s);
+HostArray host_isclose(HostArray a, HostArray b, double rtol, double atol, bool equal_nan, HostStream s);
+HostArray host_array_equal(HostArray a, HostArray b, bool equal_nan, HostStream s);
+HostArray host_argmax(HostArray a, HostOptionalInt axis, bool keep_dims, HostStream s);
+HostArray host_argmin(HostArray a, HostOptionalInt axis, bool keep_dims, HostStream s);
+HostArray host_astype(HostArray a, int32_t dtype, HostStream s);
+HostArray host_view(HostArray a, int32_t dtype, HostStream s);
+HostArray host_clip(HostArray a, HostArray min, HostArray max, HostStream s);  // min and max may be null
+HostArray host_contiguous(HostArray a, bool allow_col_major, HostStream s);
+HostArray host_where(HostArray condition, HostArray a, HostArray b, HostStream s);
+HostArray host_softmax(HostArray a, const int32_t *axes, ptrdiff_t count, bool precise, HostStream s);
+HostArray host_concatenate(HostVector arrays, int32_t axis, HostStream s);
+HostArray host_stack(HostVector arrays, int32_t axis, HostStream s);
+HostVector host_split_parts(HostArray a, int32_t parts, int32_t axis, HostStream s);
+HostVector host_split_at(HostArray a, const int32_t *indices, size_t count, int32_t axis, HostStream s);
+HostVector host_broadcast_arrays(HostVector arrays, HostStream s);
+HostVector host_depends(HostVector inputs, HostVector dependencies);
+HostArray host_take_axis(HostArray a, HostArray indices, int32_t axis, HostStream s);
+HostArray host_take_along_axis(HostArray a, HostArray indices, int32_t axis, HostStream s);
+HostArray host_put_along_axis(HostArray a, HostArray indices, HostArray values, int32_t axis, HostStream s);
+HostArray host_gather(
+    HostArray a, HostVector indices, const int32_t *axes, size_t count, const int32_t *slice_sizes, HostStream s);
+HostArray host_scatter(HostArray a, HostVector indices, HostArray updates, const int32_t *axes, HostStream s);
+/// `start`, `end` and `strides` have one entry for each axis of `a`.
+HostArray host_slice(HostArray a, const int32_t *start, const int32_t *end, const int32_t *strides, HostStream s);
+HostArray host_slice_update(
+    HostArray a, HostArray update, const int32_t *start, const int32_t *end, const int32_t *strides, HostStream s);
+
+HostVector host_quantize(
+    HostArray w, HostOptionalInt group_size, HostOptionalInt bits, const char *mode, HostArray global_scale,
+    HostStream s);
+HostArray host_dequantize(
+    HostArray w, HostArray scales, HostArray biases, HostOptionalInt group_size, HostOptionalInt bits,
+    const char *mode, HostArray global_scale, HostOptionalInt dtype, HostStream s);
+HostArray host_quantized_matmul(
+    HostArray x, HostArray w, HostArray scales, HostArray biases, bool transpose, HostOptionalInt group_size,
+    HostOptionalInt bits, const char *mode, HostStream s);
+
+HostArray host_arange(double start, double stop, double step, int32_t dtype, HostStream s);
+HostArray host_linspace(double start, double stop, int32_t count, int32_t dtype, HostStream s);
+HostArray host_eye(int32_t n, int32_t m, int32_t k, int32_t dtype, HostStream s);
+HostArray host_tri(int32_t n, int32_t m, int32_t k, int32_t dtype, HostStream s);
+HostArray host_full(const int32_t *shape, size_t ndim, HostArray values, int32_t dtype, HostStream s);
+HostArray host_zeros(const int32_t *shape, size_t ndim, int32_t dtype, HostStream s);
+HostArray host_ones(const int32_t *shape, size_t ndim, int32_t dtype, HostStream s);
+
+// MARK: Random numbers
+
+HostArray host_random_key(uint64_t seed);
+HostArray host_random_split(HostArray key, int32_t count, HostStream s);
+HostArray host_random_uniform(
+    HostArray low, HostArray high, const int32_t *shape, size_t ndim, int32_t dtype, HostArray key, HostStream s);
+HostArray host_random_normal(
+    const int32_t *shape, size_t ndim, int32_t dtype, float loc, float scale, HostArray key, HostStream s);
+HostArray host_random_randint(
+    HostArray low, HostArray high, const int32_t *shape, size_t ndim, int32_t dtype, HostArray key, HostStream s);
+HostArray host_random_bernoulli(HostArray p, const int32_t *shape, size_t ndim, HostArray key, HostStream s);
+HostArray host_random_categorical(HostArray logits, int32_t axis, HostArray key, HostStream s);
+HostArray host_random_categorical_shape(
+    HostArray logits, int32_t axis, const int32_t *shape, size_t ndim, HostArray key, HostStream s);
+HostArray host_random_categorical_count(HostArray logits, int32_t axis, int32_t count, HostArray key, HostStream s);
+
+// MARK: Evaluation, transformations, exported functions
+
+bool host_eval(HostVector arrays);
+bool host_async_eval(HostVector arrays);
+
+bool host_vjp(HostClosure f, HostVector primals, HostVector cotangents, HostVector *values, HostVector *gradients);
+bool host_jvp(HostClosure f, HostVector primals, HostVector tangents, HostVector *values, HostVector *derivatives);
+bool host_value_and_grad(
+    HostClosure f, const int32_t *arguments, size_t count, HostVector inputs, HostVector *values,
+    HostVector *gradients);
+
+/// Calls `f` compiled; `id` names the compiled code, which `host_compile_erase` drops.
+HostVector host_compiled_call(HostClosure f, uintptr_t id, bool shapeless, HostVector inputs);
+void host_compile_erase(uintptr_t id);
+void host_compile_enable(bool enable);
+
+HostFunction host_import_function(const char *path);
+void host_function_free(HostFunction f);
+/// `named` holds one array for each of the `count` names.
+HostVector host_function_call(
+    HostFunction f, HostVector arguments, const char *const *names, size_t count, HostVector named);
+/// `f` gets the arguments, then the named arrays in the order of `names`.
+bool host_export_function(
+    const char *path, HostClosure f, HostVector arguments, const char *const *names, size_t count, HostVector named,
+    bool shapeless);
+
+// MARK: Files
+
+bool host_save(const char *path, HostArray a);
+HostArray host_load(const char *path, HostStream s);
+bool host_save_safetensors(
+    const char *path, const char *const *names, size_t count, HostVector arrays, const char *const *keys,
+    const char *const *values, size_t metadata_count);
+bool host_load_safetensors(
+    const char *path, HostStream s, void *context, void (*array)(void *context, const char *name, HostArray a),
+    void (*metadata)(void *context, const char *key, const char *value));
+
+// MARK: Memory, devices, streams
+
+size_t host_active_memory(void);
+size_t host_cache_memory(void);
+size_t host_peak_memory(void);
+void host_reset_peak_memory(void);
+size_t host_memory_limit(void);
+void host_set_memory_limit(size_t limit);
+size_t host_set_cache_limit(size_t limit);  // returns the former limit
+void host_clear_cache(void);
+
+int32_t host_default_device(void);
+void host_set_default_device(int32_t device);
+bool host_default_stream(int32_t device, HostStream *stream);
+bool host_new_stream(int32_t device, HostStream *stream);
+void host_synchronize(HostStream s);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

@@ -1,0 +1,92 @@
+// The overloads are mlx-swift's.
+// swift-format-ignore-file: AmbiguousTrailingClosureOverload
+
+import CHostMLX
+import Foundation
+
+/// Runs `body` with `handler` called for each of MLX's errors in it.
+public func withErrorHandler<R>(
+    _ handler: @escaping @Sendable (String) -> Void, _ body: () throws -> R
+) rethrows -> R {
+    try ErrorHandler.$handlers.withValue(ErrorHandler.handlers + [handler], operation: body)
+}
+
+/// Runs `body` with `handler` called for each of MLX's errors in it.
+public func withErrorHandler<R>(
+    _ handler: @escaping @Sendable (String) -> Void, _ body: () async throws -> R
+) async rethrows -> R {
+    try await ErrorHandler.$handlers.withValue(ErrorHandler.handlers + [handler], operation: body)
+}
+
+/// Runs `body` and then throws the first of MLX's errors in it, if there was one.
+///
+/// `body` may look earlier: ``ErrorBox/check()``.
+public func withError<R>(_ body: (ErrorBox) throws -> R) throws -> R {
+    let box = ErrorBox()
+    let result = try withErrorHandler({ box.firstError = MLXError.caught($0) }, { try body(box) })
+    try box.check()
+    return result
+}
+
+/// Runs `body` and then throws the first of MLX's errors in it, if there was one.
+public func withError<R>(_ body: () throws -> R) throws -> R {
+    try withError { _ in try body() }
+}
+
+/// Runs `body` and then throws the first of MLX's errors in it, if there was one.
+public func withError<R>(_ body: (ErrorBox) async throws -> R) async throws -> R {
+    let box = ErrorBox()
+    let result = try await withErrorHandler({ box.firstError = MLXError.caught($0) }, { try await body(box) })
+    try box.check()
+    return result
+}
+
+/// Runs `body` and then throws the first of MLX's errors in it, if there was one.
+public func withError<R>(_ body: () async throws -> R) async throws -> R {
+    try await withError { _ in try await body() }
+}
+
+/// An error of the MLX library.
+public enum MLXError: LocalizedError, Sendable, Equatable {
+    case caught(String)
+
+    public var errorDescription: String? {
+        switch self {
+        case .caught(let message): "MLX Error: \(message)"
+        }
+    }
+}
+
+/// The first error inside ``withError(_:)-(()->_)``.
+public final class ErrorBox: @unchecked Sendable {
+    private let lock = NSLock()
+    private var first: Error?
+
+    /// The first error; setting another has no effect.
+    public var firstError: Error? {
+        get { lock.withLock { first } }
+        set { lock.withLock { first = first ?? newValue } }
+    }
+
+    /// Throws the error, if there was one.
+    public func check() throws {
+        if let firstError {
+            throw firstError
+        }
+    }
+}
+
+private enum ErrorHandler {
+    @TaskLocal static var handlers: [@Sendable (String) -> Void] = []
+
+    /// Directs the library's errors to the innermost handler; without one they end the program.
+    static let installed: Void = host_set_error_handler { message in
+        let message = message.map { String(cString: $0) } ?? ""
+        guard let handler = handlers.last else { fatalError(message) }
+        handler(message)
+    }
+}
+
+func initError() {
+    ErrorHandler.installed
+}

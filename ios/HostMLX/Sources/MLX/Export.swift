@@ -1,0 +1,82 @@
+import CHostMLX
+import Foundation
+
+/// The positional and the named arguments of a dynamic call; of a name given twice the first counts.
+private func withArguments<R>(
+    _ arguments: KeyValuePairs<String, MLXArray>,
+    _ body: (_ positional: HostVector?, _ names: UnsafePointer<UnsafePointer<CChar>?>, _ count: Int, HostVector?) throws
+        -> R
+) rethrows -> R {
+    let named = arguments.filter { !$0.key.isEmpty }
+    return try withVector(arguments.filter { $0.key.isEmpty }.map { $0.value }) { positional in
+        try withVector(named.map { $0.value }) { values in
+            try withCStrings(named.map { $0.key }) { try body(positional, $0, named.count, values) }
+        }
+    }
+}
+
+/// Writes a function to a file when it is called with example arguments.
+///
+/// ```swift
+/// try exportFunction(to: url, f)(x, scale: y)
+/// ```
+public func exportFunction(
+    to url: URL, shapeless: Bool = false, _ f: @escaping ([MLXArray]) -> [MLXArray]
+) -> FunctionExporterSingle {
+    FunctionExporterSingle(url: url, shapeless: shapeless, f: f)
+}
+
+/// See ``exportFunction(to:shapeless:_:)``.
+@dynamicCallable
+public final class FunctionExporterSingle {
+    let url: URL
+    let shapeless: Bool
+    let f: ([MLXArray]) -> [MLXArray]
+
+    init(url: URL, shapeless: Bool, f: @escaping ([MLXArray]) -> [MLXArray]) {
+        self.url = url
+        self.shapeless = shapeless
+        self.f = f
+    }
+
+    public func dynamicallyCall(withKeywordArguments args: KeyValuePairs<String, MLXArray>) throws {
+        _ = try withError {
+            withArguments(args) {
+                host_export_function(url.path, newClosure(f), $0, $1, $2, $3, shapeless)
+            }
+        }
+    }
+}
+
+/// Reads a function that was written by ``exportFunction(to:shapeless:_:)`` or Python's `mx.export_function`.
+public func importFunction(from url: URL) throws -> ImportedFunction {
+    try ImportedFunction(url: url)
+}
+
+/// A function from a file.
+///
+/// ```swift
+/// let f = try importFunction(from: url)
+/// let outputs = try f(x, scale: y)
+/// ```
+@dynamicCallable
+public final class ImportedFunction {
+    private let ctx: HostFunction?
+
+    public init(url: URL) throws {
+        ctx = try withError {
+            initError()
+            return host_import_function(url.path)
+        }
+    }
+
+    deinit {
+        host_function_free(ctx)
+    }
+
+    public func dynamicallyCall(withKeywordArguments args: KeyValuePairs<String, MLXArray>) throws -> [MLXArray] {
+        try withError {
+            withArguments(args) { arrays(consuming: host_function_call(ctx, $0, $1, $2, $3)) }
+        }
+    }
+}

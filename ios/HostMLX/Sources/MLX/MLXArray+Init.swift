@@ -1,0 +1,238 @@
+import CHostMLX
+import Foundation
+
+/// The dimensions: `shape`, whose product must be `count`, or a vector.
+private func dims(_ shape: (some Collection<Int>)?, count: Int) -> [Int32] {
+    guard let shape else { return [count.int32] }
+    let total = shape.reduce(1, *)
+    precondition(total == count, "shape \(shape) total \(total) != \(count) (actual)")
+    return shape.asInt32
+}
+
+private func newArray(_ bytes: UnsafeRawPointer?, _ dims: [Int32], _ dtype: DType) -> HostArray? {
+    initError()
+    return host_array_new(bytes, dims, dims.count, dtype.code)
+}
+
+private final class Finalizer {
+    let run: () -> Void
+
+    init(_ run: @escaping () -> Void) {
+        self.run = run
+    }
+}
+
+extension MLXArray {
+
+    /// An array over memory that stays the caller's until `finalizer` is called.
+    ///
+    /// On a GPU the memory is used in place if its address and length are multiples of the page size. On the CPU it is
+    /// copied, unless the eight bytes before it hold its length (see `host_array_adopt`): then it is used in place.
+    public convenience init(
+        rawPointer: UnsafeMutableRawPointer, _ shape: (some Collection<Int>)? = [Int]?.none, dtype: DType,
+        finalizer: @escaping () -> Void
+    ) {
+        initError()
+        let dims = shape?.asInt32 ?? []
+        let context = Unmanaged.passRetained(Finalizer(finalizer)).toOpaque()
+        self.init(
+            host_array_adopt(rawPointer, dims, dims.count, dtype.code, context) { context in
+                guard let context else { return }
+                Unmanaged<Finalizer>.fromOpaque(context).takeRetainedValue().run()
+            })
+    }
+
+    // MARK: Scalars
+
+    public convenience init(_ value: Int32) {
+        self.init(scalar: value, .int32)
+    }
+
+    /// An `int32`.
+    public convenience init(_ value: Int) {
+        precondition(
+            Int32(exactly: value) != nil,
+            "\(value) is out of range for Int32 -- please use MLXArray(int64: Int) if you need 64 bits.")
+        self.init(Int32(value))
+    }
+
+    public convenience init(int64 value: Int) {
+        self.init(scalar: value, .int64)
+    }
+
+    public convenience init(_ value: Bool) {
+        self.init(scalar: value, .bool)
+    }
+
+    public convenience init(_ value: Float) {
+        self.init(scalar: value, .float32)
+    }
+
+    public convenience init(float64 value: Double) {
+        self.init(scalar: value, .float64)
+    }
+
+    /// A scalar of the value's type; a `Double` becomes a `float32`.
+    public convenience init<T: HasDType>(_ value: T) {
+        if let double = value as? Double, Swift.abs(double) < Double(Float.greatestFiniteMagnitude) {
+            self.init(Float(double))
+        } else {
+            self.init(scalar: value, T.dtype)
+        }
+    }
+
+    public convenience init(bfloat16 value: Float32) {
+        let array = MLXArray(value)
+        self.init(
+            withExtendedLifetime(array) { host_astype(array.ctx, DType.bfloat16.code, StreamOrDevice.default.ctx) })
+    }
+
+    public convenience init(real: Float, imaginary: Float) {
+        self.init(scalar: (real, imaginary), .complex64)
+    }
+
+    /// A scalar of type `dtype`, which the value must fit.
+    public convenience init<T: HasDType>(_ value: T, dtype: DType) {
+        if T.dtype == dtype {
+            self.init(scalar: value, dtype)
+        } else if let value = value as? any BinaryFloatingPoint {
+            self.init(converting: value, dtype: dtype)
+        } else if let value = value as? any BinaryInteger {
+            self.init(converting: value, dtype: dtype)
+        } else {
+            fatalError("unable to coerce \(T.dtype) to \(dtype)")
+        }
+    }
+
+    private convenience init(converting value: some BinaryFloatingPoint, dtype: DType) {
+        switch dtype {
+        case .bool: self.init(!value.isZero)
+        case .uint8: self.init(UInt8(value))
+        case .uint16: self.init(UInt16(value))
+        case .uint32: self.init(UInt32(value))
+        case .uint64: self.init(UInt64(value))
+        case .int8: self.init(Int8(value))
+        case .int16: self.init(Int16(value))
+        case .int32: self.init(Int32(value))
+        case .int64: self.init(Int64(value))
+        case .float16: self.init(float16: Float(value))
+        case .float32: self.init(Float(value))
+        case .bfloat16: self.init(bfloat16: Float(value))
+        case .complex64: self.init(real: Float(value), imaginary: 0)
+        case .float64: self.init(Double(value))  // a float32, as in mlx-swift 0.31.6
+        }
+    }
+
+    private convenience init(converting value: some BinaryInteger, dtype: DType) {
+        switch dtype {
+        case .bool: self.init(value != 0)
+        case .uint8: self.init(UInt8(value))
+        case .uint16: self.init(UInt16(value))
+        case .uint32: self.init(UInt32(value))
+        case .uint64: self.init(UInt64(value))
+        case .int8: self.init(Int8(value))
+        case .int16: self.init(Int16(value))
+        case .int32: self.init(Int32(value))
+        case .int64: self.init(Int64(value))
+        case .float16: self.init(float16: Float(value))
+        case .float32: self.init(Float(value))
+        case .bfloat16: self.init(bfloat16: Float(value))
+        case .complex64: self.init(real: Float(value), imaginary: 0)
+        case .float64: self.init(Double(value))  // a float32, as in mlx-swift 0.31.6
+        }
+    }
+
+    /// Swift has no `Float16` on x86-64, and mlx-swift no such scalars there.
+    private convenience init(float16 value: Float) {
+        #if arch(x86_64)
+            fatalError("dtype \(DType.float16) not supported")
+        #else
+            self.init(Float16(value))
+        #endif
+    }
+
+    private convenience init<T>(scalar value: T, _ dtype: DType) {
+        self.init(withUnsafeBytes(of: value) { newArray($0.baseAddress, [], dtype) })
+    }
+
+    // MARK: Lists
+
+    public convenience init<T: HasDType>(_ value: [T], _ shape: (some Collection<Int>)? = [Int]?.none) {
+        self.init(value.withUnsafeBytes { newArray($0.baseAddress, dims(shape, count: value.count), T.dtype) })
+    }
+
+    /// An `int32` array.
+    public convenience init(_ value: [Int], _ shape: (some Collection<Int>)? = [Int]?.none) {
+        precondition(
+            value.allSatisfy { Int32(exactly: $0) != nil },
+            "\(value) is out of range for Int32 -- please use MLXArray(int64: [Int]]) if you need 64 bits.")
+        self.init(value.asInt32, shape)
+    }
+
+    public convenience init(int64 value: [Int], _ shape: (some Collection<Int>)? = [Int]?.none) {
+        self.init(value.map { Int64($0) }, shape)
+    }
+
+    /// A `float32` array.
+    public convenience init(converting value: [Double], _ shape: (some Collection<Int>)? = [Int]?.none) {
+        self.init(value.map { Float($0) }, shape)
+    }
+
+    @available(
+        *, unavailable, renamed: "MLXArray(converting:shape:)",
+        message: "Use MLXArray(converting: [1.0, 2.0, ...]) instead"
+    )
+    public convenience init(_ value: [Double], _ shape: (some Collection<Int>)? = [Int]?.none) {
+        fatalError("unavailable")
+    }
+
+    public convenience init<S: Sequence>(
+        _ sequence: S, _ shape: (some Collection<Int>)? = [Int]?.none
+    ) where S.Element: HasDType {
+        if let integers = Array(sequence) as? [Int] {
+            self.init(integers, shape)
+        } else {
+            self.init(Array(sequence), shape)
+        }
+    }
+
+    public convenience init(int64 sequence: some Sequence<Int>, _ shape: (some Collection<Int>)? = [Int]?.none) {
+        self.init(sequence.map { Int64($0) }, shape)
+    }
+
+    public convenience init<T: HasDType>(
+        _ ptr: UnsafeBufferPointer<T>, _ shape: (some Collection<Int>)? = [Int]?.none
+    ) {
+        self.init(newArray(ptr.baseAddress, dims(shape, count: ptr.count), T.dtype))
+    }
+
+    public convenience init(
+        _ ptr: UnsafeRawBufferPointer, _ shape: (some Collection<Int>)? = [Int]?.none, type: (some HasDType).Type
+    ) {
+        self.init(ptr.assumingMemoryBound(to: type), shape)
+    }
+
+    public convenience init(
+        _ data: Data, _ shape: (some Collection<Int>)? = [Int]?.none, type: (some HasDType).Type
+    ) {
+        self.init(
+            data.withUnsafeBytes {
+                newArray($0.baseAddress, dims(shape, count: $0.count / type.dtype.size), type.dtype)
+            })
+    }
+
+    public convenience init(_ data: Data, _ shape: (some Collection<Int>)? = [Int]?.none, dtype: DType) {
+        precondition(data.count % dtype.size == 0)
+        self.init(data.withUnsafeBytes { newArray($0.baseAddress, dims(shape, count: $0.count / dtype.size), dtype) })
+    }
+
+    public convenience init(data: MLXArrayData) {
+        self.init(data.data, data.shape, dtype: data.dType)
+    }
+}
+
+extension MLXArray: ExpressibleByArrayLiteral {
+    public convenience init(arrayLiteral elements: Int32...) {
+        self.init(elements)
+    }
+}

@@ -1,0 +1,219 @@
+import CHostMLX
+import Foundation
+
+/// An n-dimensional array, computed when it is needed.
+public final class MLXArray {
+
+    /// The C++ array; nil after an operation that failed.
+    var ctx: HostArray?
+
+    init(_ ctx: HostArray?) {
+        initError()
+        self.ctx = ctx
+    }
+
+    /// An empty array, which no operation takes.
+    public static var mlxNone: MLXArray { .init(nil) }
+
+    deinit {
+        host_array_free(ctx)
+    }
+
+    /// Bytes an element takes.
+    public var itemSize: Int { host_array_itemsize(ctx) }
+
+    /// Number of elements.
+    public var size: Int { host_array_size(ctx) }
+
+    /// Length of the first dimension.
+    public var count: Int { dim(0) }
+
+    /// Bytes the elements take.
+    public var nbytes: Int { host_array_nbytes(ctx) }
+
+    public var ndim: Int { host_array_ndim(ctx) }
+
+    public var dtype: DType { DType(code: host_array_dtype(ctx)) }
+
+    public var shape: [Int] {
+        guard ndim > 0, let dims = host_array_shape(ctx) else { return [] }
+        return (0..<ndim).map { Int(dims[$0]) }
+    }
+
+    public var shape2: (Int, Int) {
+        precondition(ndim == 2)
+        return (dim(0), dim(1))
+    }
+
+    public var shape3: (Int, Int, Int) {
+        precondition(ndim == 3)
+        return (dim(0), dim(1), dim(2))
+    }
+
+    public var shape4: (Int, Int, Int, Int) {
+        precondition(ndim == 4)
+        return (dim(0), dim(1), dim(2), dim(3))
+    }
+
+    var strides: [Int] {
+        guard ndim > 0, let strides = host_array_strides(ctx) else { return [] }
+        return (0..<ndim).map { Int(strides[$0]) }
+    }
+
+    /// Length of a dimension; negative ones count from the last.
+    public func dim(_ dim: Int) -> Int {
+        Int(host_array_dim(ctx, resolve(axis: dim, ndim: ndim).int32))
+    }
+
+    public func asType(_ type: DType, stream: StreamOrDevice = .default) -> MLXArray {
+        guard type != self.dtype else { return self }
+        return MLXArray(host_astype(ctx, type.code, stream.ctx))
+    }
+
+    public func asType(_ type: (some HasDType).Type, stream: StreamOrDevice = .default) -> MLXArray {
+        asType(type.dtype, stream: stream)
+    }
+
+    /// Computes the array now.
+    public func eval() {
+        evalLock.withLock { host_array_eval(ctx) }
+    }
+
+    /// Makes this the other array.
+    public func _updateInternal(_ array: MLXArray) {
+        withExtendedLifetime(array) { host_array_assign(&ctx, array.ctx) }
+    }
+
+    func copyContext() -> MLXArray {
+        MLXArray(host_array_retain(ctx))
+    }
+}
+
+// MARK: - Contents
+
+extension MLXArray {
+
+    /// The element of an array that has one.
+    public func item<T: HasDType>() -> T {
+        item(T.self)
+    }
+
+    /// The element of an array that has one, converted to `type`.
+    public func item<T: HasDType>(_ type: T.Type) -> T {
+        precondition(size == 1)
+        eval()
+
+        // An integer from any integer type is read without an operation, and must fit.
+        if dtype.isInteger, let integer = type as? any (BinaryInteger & HasDType).Type {
+            func convert<I: BinaryInteger>(_ type: I.Type) -> I {
+                switch dtype {
+                case .uint8: I(scalar(UInt8.self))
+                case .uint16: I(scalar(UInt16.self))
+                case .uint32: I(scalar(UInt32.self))
+                case .uint64: I(scalar(UInt64.self))
+                case .int8: I(scalar(Int8.self))
+                case .int16: I(scalar(Int16.self))
+                case .int32: I(scalar(Int32.self))
+                default: I(scalar(Int64.self))
+                }
+            }
+            if let value = convert(integer) as? T {
+                return value
+            }
+        }
+        guard type.dtype == dtype else { return asType(type).item(type) }
+        return scalar(type)
+    }
+
+    /// The first element of an evaluated array that holds elements of type `T`.
+    private func scalar<T>(_ type: T.Type) -> T {
+        guard let data = host_array_data(ctx) else { fatalError("the array is empty") }
+        return data.loadUnaligned(as: T.self)
+    }
+
+    /// The elements in row-major order, converted to `type`.
+    public func asArray<T: HasDType>(_ type: T.Type) -> [T] {
+        guard type.dtype == dtype else { return asType(type).asArray(type) }
+        eval()
+        return [T](unsafeUninitializedCapacity: size) { destination, count in
+            host_array_copy_bytes(ctx, destination.baseAddress)
+            count = size
+        }
+    }
+
+    /// How ``asData(access:)`` gives the bytes.
+    public enum AccessMethod {
+        /// Contiguous, in a copy.
+        case copy
+        /// The array's own memory where that is contiguous; valid as long as the array.
+        case noCopyIfContiguous
+        /// The array's own memory, laid out by the strides; valid as long as the array.
+        case noCopy
+    }
+
+    /// The bytes of an array.
+    public struct MLXArrayData {
+        public let data: Data
+        public let shape: [Int]
+        public let strides: [Int]
+        public let dType: DType
+    }
+
+    /// The bytes of the array.
+    public func asData(access: AccessMethod = .copy) -> MLXArrayData {
+        eval()
+        let packed = packedStrides
+        if access == .noCopy || (access == .noCopyIfContiguous && strides == packed),
+            let bytes = UnsafeMutableRawPointer(mutating: host_array_data(ctx))
+        {
+            let data = Data(bytesNoCopy: bytes, count: nbytes, deallocator: .none)
+            return MLXArrayData(data: data, shape: shape, strides: strides, dType: dtype)
+        }
+        var data = Data(count: nbytes)
+        data.withUnsafeMutableBytes { host_array_copy_bytes(ctx, $0.baseAddress) }
+        return MLXArrayData(data: data, shape: shape, strides: packed, dType: dtype)
+    }
+
+    /// The strides of a contiguous array of this shape.
+    private var packedStrides: [Int] {
+        var stride = 1
+        let reversed = shape.reversed().map { dim in
+            defer { stride *= dim }
+            return stride
+        }
+        return reversed.reversed()
+    }
+}
+
+// MARK: - Protocols
+
+extension MLXArray: Updatable, Evaluatable {
+    public func innerState() -> [MLXArray] { [self] }
+}
+
+extension MLXArray: CustomStringConvertible {
+    public var description: String {
+        evalLock.withLock { string(consuming: host_array_description(ctx)) }
+    }
+}
+
+extension MLXArray: Sequence {
+    /// The slices along the first dimension.
+    public func makeIterator() -> some IteratorProtocol<MLXArray> {
+        (0..<dim(0)).lazy.map { self[$0] }.makeIterator()
+    }
+}
+
+/// Something with arrays inside that ``compile(inputs:outputs:shapeless:_:)-(_,_,_,([MLXArray])->[MLXArray])`` traces.
+public protocol Updatable {
+    func innerState() -> [MLXArray]
+}
+
+/// Something with arrays inside that ``eval(_:)-(Any...)`` computes.
+public protocol Evaluatable {
+    func innerState() -> [MLXArray]
+}
+
+extension [MLXArray]: Updatable, Evaluatable {
+    public func innerState() -> [MLXArray] { self }
+}

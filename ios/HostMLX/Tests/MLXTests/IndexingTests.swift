@@ -1,0 +1,85 @@
+import MLX
+import Testing
+
+/// The expected values are NumPy's (and Python's MLX).
+extension AllTests {
+    @Suite struct IndexingTests {
+        let a = MLXArray(0..<24, [2, 3, 4])
+        let i = MLXArray([1, 0])
+
+        func expect(
+            _ array: MLXArray, _ shape: [Int], _ expected: [Int32]? = nil,
+            sourceLocation: SourceLocation = #_sourceLocation
+        ) {
+            #expect(array.shape == shape, sourceLocation: sourceLocation)
+            if let expected {
+                #expect(array.asArray(Int32.self) == expected, sourceLocation: sourceLocation)
+            }
+        }
+
+        @Test func slices() {
+            expect(a[1], [3, 4], Array(12..<24))
+            expect(a[-1], [3, 4], Array(12..<24))
+            expect(a[1, 2], [4], [20, 21, 22, 23])
+            expect(a[1, -1, -1], [], [23])
+            expect(a[0..<1], [1, 3, 4], Array(0..<12))
+            expect(a[0, 1...], [2, 4], Array(4..<12))
+            expect(a[0, ..<1], [1, 4], [0, 1, 2, 3])
+            expect(a[0, 0, ...1], [2], [0, 1])
+            expect(a[0, 0, -2 ..< -1], [1], [2])
+            expect(a[0, 0, (-3)...], [3], [1, 2, 3])
+            expect(a[.ellipsis, 0], [2, 3], [0, 4, 8, 12, 16, 20])
+            expect(a[0, .ellipsis, 1], [3], [1, 5, 9])
+            expect(a[.ellipsis, .newAxis], [2, 3, 4, 1])
+            expect(a[.newAxis], [1, 2, 3, 4])
+            expect(a[0, .newAxis, 1], [1, 4], [4, 5, 6, 7])
+            expect(a[0, 0, .stride(by: 2)], [2], [0, 2])
+            expect(a[0, 0, .stride(by: -1)], [4], [3, 2, 1, 0])
+            expect(a[0, 0, stride(from: 1, to: 4, by: 2)], [2], [1, 3])
+            expect(a[[0, 1]], [4], [4, 5, 6, 7])
+        }
+
+        @Test func arraysOfIndices() {
+            expect(a[i], [2, 3, 4], Array(12..<24) + Array(0..<12))
+            expect(a[0..., i], [2, 2, 4], [4, 5, 6, 7, 0, 1, 2, 3, 16, 17, 18, 19, 12, 13, 14, 15])
+            expect(a[0, 0..., i], [2, 3], [1, 5, 9, 0, 4, 8])
+            expect(a[0..., i, i], [2, 2], [5, 0, 17, 12])
+            expect(a[i, 0..., i], [2, 3])
+            expect(a[.newAxis, i, .ellipsis], [1, 2, 3, 4])
+            expect(a[0..., .newAxis, i, 0...], [2, 1, 2, 4])
+            expect(a[0..., i, .newAxis, 0...], [2, 2, 1, 4])
+            expect(a[i, .newAxis, 0..., i], [2, 1, 3])
+            expect(a[.ellipsis, 0, i], [2, 2])
+            expect(a[1..., i, 1..<3], [1, 2, 2], [17, 18, 13, 14])
+            expect(a[0..., MLXArray([0, 2], [2, 1]), 1...], [2, 2, 1, 3])
+        }
+
+        /// Unlike NumPy, but the same in mlx-swift 0.31.6.
+        @Test func newAxesThatAreIgnored() {
+            expect(a[.newAxis, 1...], [1, 3, 4])
+            expect(a[.newAxis, 0..., i], [2, 2, 4])
+            expect(a[i, .newAxis, 1], [2, 4])
+            expect(a[.newAxis, 1], [1, 3, 4])
+            expect(a[.newAxis, .newAxis, .newAxis, 1...], [1, 1, 1, 1, 3, 4])
+        }
+
+        @Test func replacing() {
+            let x = MLXArray.zeros([2, 3], dtype: .int32)
+            x[0] = MLXArray([1, 2, 3])
+            x[1, 1...] = MLXArray(7)
+            expect(x, [2, 3], [1, 2, 3, 0, 7, 7])
+            x[.ellipsis, 0] = MLXArray([8, 9])
+            expect(x, [2, 3], [8, 2, 3, 9, 7, 7])
+            x[0..., .stride(by: 2)] = MLXArray([0, 1, 2, 3], [2, 2])
+            expect(x, [2, 3], [0, 2, 1, 2, 7, 3])
+            x[i] = MLXArray([1, 1, 1, 2, 2, 2], [2, 3])
+            expect(x, [2, 3], [2, 2, 2, 1, 1, 1])
+            x[1..., MLXArray([0, 2])] = MLXArray([5, 6])
+            expect(x, [2, 3], [2, 2, 2, 5, 1, 6])
+            x[1, MLXArray([1])] = MLXArray(4)
+            expect(x, [2, 3], [2, 2, 2, 5, 4, 6])
+            x[.newAxis, 0, 0..<2] = MLXArray([3, 4], [1, 2])
+            expect(x, [2, 3], [3, 4, 2, 5, 4, 6])
+        }
+    }
+}

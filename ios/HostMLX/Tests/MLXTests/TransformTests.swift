@@ -1,0 +1,168 @@
+import Foundation
+import MLX
+import Testing
+
+/// A file that is removed when the test is over.
+final class TemporaryFile {
+    let url: URL
+
+    init(_ fileExtension: String) {
+        url = FileManager.default.temporaryDirectory.appending(path: "\(UUID().uuidString).\(fileExtension)")
+    }
+
+    deinit {
+        try? FileManager.default.removeItem(at: url)
+    }
+}
+
+extension AllTests {
+    @Suite struct TransformTests {
+
+        @Test func gradients() {
+            let x = MLXArray([1, 2, 3] as [Float])
+            let y = MLXArray([4, 5, 6] as [Float])
+            let (values, gradients) = vjp(
+                { [$0[0] * $0[1], sum($0[0])] }, primals: [x, y], cotangents: [MLXArray.ones([3]), MLXArray(2.0)])
+            expectClose(values[0], [4, 10, 18])
+            expectClose(gradients[0], [6, 7, 8])
+            expectClose(gradients[1], [1, 2, 3])
+            let loss: ([MLXArray]) -> [MLXArray] = { [($0[0] * $0[1]).sum()] }
+            let (value, both) = valueAndGrad(loss, argumentNumbers: [0, 1])([x, y])
+            expectClose(value[0], [32], [])
+            expectClose(both[0], [4, 5, 6])
+            expectClose(both[1], [1, 2, 3])
+            expectClose(grad { (x: MLXArray) in x.square().sum() }(x), [2, 4, 6])
+            expectClose(jvp({ [$0[0].square()] }, primals: [x], tangents: [MLXArray.ones([3])]).1[0], [2, 4, 6])
+            expectClose(grad { (x: MLXArray) in (stopGradient(x) * x).sum() }(x), [1, 2, 3])
+        }
+
+        @Test func compiledFunctions() {
+            let state = MLXArray([0] as [Float])
+            let f = compile(inputs: [state], outputs: [state]) { (x: MLXArray) in
+                state._updateInternal(state + 1)
+                return x * 2 + state
+            }
+            expectClose(f(MLXArray([1, 2] as [Float])), [3, 5])
+            expectClose(f(MLXArray([1, 2] as [Float])), [4, 6])
+            expectClose(state, [2])
+        }
+
+        @Test func evaluation() throws {
+            let x = MLXArray(1) + 1
+            eval(x, [x, x], ["a": x], (1, x))
+            asyncEval([x + 1])
+            try checkedEval(x)
+            #expect(x.item(Int.self) == 2)
+        }
+
+        @Test func functionsInFiles() throws {
+            let file = TemporaryFile("mlxfn")
+            let x = MLXArray([1, 2] as [Float])
+            try exportFunction(to: file.url) { [$0[0] * $0[1] + $0[2]] }(x, x, bias: MLXArray(1.0))
+            let f = try importFunction(from: file.url)
+            expectClose(try f(x, MLXArray([3, 4] as [Float]), bias: MLXArray(2.0))[0], [5, 10])
+            #expect(throws: MLXError.self) { try f(x) }
+
+            var failure: Error?
+            let (_, gradients) = vjp(
+                { arguments in
+                    do {
+                        return try f(arguments[0], arguments[1], bias: MLXArray(0.0))
+                    } catch {
+                        failure = error
+                        return []
+                    }
+                }, primals: [x, MLXArray([3, 4] as [Float])], cotangents: [MLXArray.ones([2])])
+            #expect(failure == nil)
+            expectClose(gradients[0], [3, 4])
+            expectClose(gradients[1], [1, 2])
+            #expect(throws: MLXError.self) { try importFunction(from: URL(filePath: "/nowhere.mlxfn")) }
+        }
+
+        @Test func safetensors() throws {
+            let file = TemporaryFile("safetensors")
+            let arrays = ["a": MLXArray([1, 2] as [Float]), "b": MLXArray.zeros([2, 1], dtype: .bfloat16)]
+            try save(arrays: arrays, metadata: ["key": "värde"], url: file.url)
+            let (loaded, metadata) = try loadArraysAndMetadata(url: file.url)
+            #expect(metadata["key"] == "värde")
+            #expect(Set(loaded.keys) == ["a", "b"])
+            expectClose(try #require(loaded["a"]), [1, 2])
+            #expect(loaded["b"]?.shape == [2, 1] && loaded["b"]?.dtype == .bfloat16)
+            #expect(try loadArrays(url: file.url).count == 2)
+            try save(arrays: [:], url: file.url)
+            #expect(try loadArrays(url: file.url).isEmpty)
+            #expect(throws: LoadSaveError.self) { try save(arrays: arrays, url: URL(filePath: "/tmp/a.bin")) }
+            #expect(throws: MLXError.self) { try loadArrays(url: URL(filePath: "/nowhere.safetensors")) }
+        }
+
+        @Test func npy() throws {
+            let file = TemporaryFile("npy")
+            try save(array: MLXArray([1, 2, 3]), url: file.url)
+            #expect(try loadArray(url: file.url).asArray(Int.self) == [1, 2, 3])
+        }
+
+        /// Python: `k = mx.random.key(7)` and the functions of the same names.
+        @Test func randomNumbersAreThoseOfPython() {
+            let k = MLXRandom.key(7)
+            let keys = MLXRandom.split(key: k, into: 3).flatMap { $0.asArray(UInt32.self) }
+            #expect(keys == [276_534_068, 861_967_409, 1_905_761_346, 1_641_862_660, 2_900_896_126, 1_402_713_516])
+            expectClose(MLXRandom.normal([3], key: k), [-0.7554662, -0.18615793, -0.11654735])
+            expectClose(uniform(-2.0..<3.0, [3], key: k), [-0.8750769, 0.13080215, 0.26804686])
+            #expect(randInt(Int32(0)..<100, [5], key: k).asArray(Int.self) == [6, 20, 65, 38, 67])
+            #expect(bernoulli(0.3, [6], key: k).asArray(Bool.self) == [true, true, false, false, false, false])
+            let logits = MLXArray([0.1, 2, 0.3] as [Float], [1, 3])
+            #expect(categorical(logits, count: 5, key: k).asArray(Int.self) == [1, 1, 1, 1, 2])
+            MLXRandom.seed(3)
+            let first = normal([2]).asArray(Float.self)
+            MLXRandom.seed(3)
+            #expect(normal([2]).asArray(Float.self) == first)
+            withRandomState(MLXRandom.RandomState(seed: 3)) { #expect(normal([2]).asArray(Float.self) == first) }
+        }
+
+        @Test func errors() throws {
+            let x = MLXArray.ones([2, 3])
+            #expect(throws: MLXError.self) { try withError { _ = matmul(x, x) } }
+            #expect(throws: MLXError.self) { try withError { x.reshaped(5).eval() } }
+            try withError { outer in
+                #expect(throws: MLXError.self) {
+                    try withError { inner in
+                        _ = x.reshaped(5) + 1
+                        try inner.check()
+                        Issue.record("not reached")
+                    }
+                }
+                try outer.check()
+            }
+            do {
+                try withError { _ = x.reshaped(5) }
+            } catch let error as MLXError {
+                #expect(error.localizedDescription.hasPrefix("MLX Error: [reshape] Cannot reshape"))
+            }
+            #expect(throws: MLXError.self) {
+                try withError { _ = vjp({ [matmul($0[0], x)] }, primals: [x], cotangents: [x]) }
+            }
+            #expect(try withError { matmul(x, x.T).shape } == [2, 2])
+        }
+
+        @Test func asynchronousErrors() async throws {
+            await #expect(throws: MLXError.self) {
+                try await withError { () async throws in
+                    await Task.yield()
+                    _ = MLXArray.ones([2]).reshaped(5)
+                }
+            }
+        }
+
+        @Test func devices() {
+            #expect(Device.withDefaultDevice(.cpu) { Device.defaultDevice() } == .cpu)
+            #expect(Device.cpu.deviceType == .cpu && Device(.gpu) != Device(.cpu))
+            let x = MLXArray([1, 2])
+            #expect(add(x, 1, stream: .cpu).asArray(Int.self) == [2, 3])
+            Stream.withNewDefaultStream(device: .cpu) {
+                #expect(StreamOrDevice.default.stream != .cpu)
+                #expect((x + 1).asArray(Int.self) == [2, 3])
+            }
+            Stream.cpu.synchronize()
+        }
+    }
+}

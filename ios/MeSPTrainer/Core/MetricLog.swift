@@ -1,0 +1,120 @@
+import Foundation
+import MLX
+
+/// One line of `metrics.jsonl`. See `docs/architecture.md` for the fields.
+public enum Record: Sendable {
+    case start(Start)
+    case step(Step)
+    case eval(Eval)
+    case event(Event)
+    case end(End)
+
+    public struct Start: Codable, Sendable {
+        public var version: String
+        public var mlxVersion: String
+        public var device: String
+        public var host: String
+        public var model: Model
+        public var settings: RunSettings
+
+        public struct Model: Codable, Sendable {
+            public var name: String
+            public var id: String
+            public var layers: Int
+        }
+    }
+    public struct Step: Codable, Sendable {
+        public var step: Int
+        public var loss: Float
+        public var seconds: Double
+        public var tokens: Int
+        public var learningRate: Float
+        public var footprintBytes: Int
+        public var footprintPeakBytes: Int
+        public var mlxActiveBytes: Int
+        public var mlxPeakBytes: Int
+        public var mlxCacheBytes: Int
+        public var thermalState: String
+    }
+    public struct Eval: Codable, Sendable {
+        public var step: Int
+        public var loss: Float
+        public var tokens: Int
+    }
+    public struct Event: Codable, Sendable {
+        public var event: String
+        public var message: String
+    }
+    public struct End: Codable, Sendable {
+        public var reason: Reason
+        public var step: Int
+        public var seconds: Double
+        public var footprintPeakBytes: Int
+
+        public enum Reason: String, Codable, Sendable { case finished, stopped, failed }
+    }
+
+    private var body: (type: String, fields: any Encodable) {
+        switch self {
+        case .start(let fields): ("start", fields)
+        case .step(let fields): ("step", fields)
+        case .eval(let fields): ("eval", fields)
+        case .event(let fields): ("event", fields)
+        case .end(let fields): ("end", fields)
+        }
+    }
+
+    /// The record as one line of JSON with a line feed, stamped with the present time.
+    func line() throws -> Data {
+        struct Line: Encodable {
+            let type: String
+            let time: String
+            let fields: any Encodable
+
+            func encode(to encoder: any Encoder) throws {
+                var container = encoder.container(keyedBy: Key.self)
+                try container.encode(type, forKey: .type)
+                try container.encode(time, forKey: .time)
+                try fields.encode(to: encoder)
+            }
+            enum Key: String, CodingKey { case type, time }
+        }
+        let encoder = JSONEncoder()
+        encoder.keyEncodingStrategy = .convertToSnakeCase
+        encoder.outputFormatting = [.sortedKeys, .withoutEscapingSlashes]
+        let (type, fields) = body
+        return try encoder.encode(Line(type: type, time: Date.now.formatted(.iso8601), fields: fields))
+            + Data("\n".utf8)
+    }
+}
+
+/// `metrics.jsonl` in a run's output folder: a line a record, handed to the system at once.
+struct MetricLog {
+    private let file: FileHandle
+    private let url: URL
+
+    /// Starts the log in `folder`, which is made if it isn't there and must not hold a run already.
+    init(folder: URL) throws {
+        url = folder.appendingPathComponent("metrics.jsonl")
+        do {
+            try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)
+        } catch {
+            throw MeSPError("Cannot make the output folder \(folder.path): \(error.plainSentence).")
+        }
+        let descriptor = open(url.path, O_WRONLY | O_CREAT | O_EXCL | O_APPEND, 0o644)
+        guard descriptor >= 0 else {
+            throw errno == EEXIST
+                ? MeSPError("\(folder.path) already holds a run; choose another output folder.")
+                : MeSPError("Cannot write \(url.path): \(String(cString: strerror(errno))).")
+        }
+        file = FileHandle(fileDescriptor: descriptor, closeOnDealloc: true)
+    }
+
+    func append(_ line: Data) throws {
+        do {
+            try file.write(contentsOf: line)
+        } catch {
+            throw MeSPError("Cannot write \(url.path): \(error.plainSentence).")
+        }
+    }
+}

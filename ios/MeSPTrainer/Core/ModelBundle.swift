@@ -1,0 +1,327 @@
+import Foundation
+import MLX
+
+/// The shape of a model: dimensions and constants from its Hugging Face `config.json`.
+public struct Architecture: Codable, Sendable, Equatable {
+    public let modelType: String
+    public let hiddenSize: Int
+    public let numHiddenLayers: Int
+    public let intermediateSize: Int
+    public let numAttentionHeads: Int
+    public let numKeyValueHeads: Int
+    public let headDim: Int
+    public let vocabSize: Int
+    public let rmsNormEps: Float
+    public let ropeTheta: Float
+    public let tieWordEmbeddings: Bool
+}
+
+/// `manifest.json`: what a bundle holds. See `docs/architecture.md`.
+public struct Manifest: Codable, Sendable {
+    /// The bundle format and the MLX version this build reads. A `.mlxfn` of another MLX version can crash on import.
+    public static let format = 1
+    public static let mlxVersion = "0.31.1"
+
+    public struct Model: Codable, Sendable {
+        public let id: String
+        public let revision: String?
+        public let license: String?
+    }
+    public struct Quantization: Codable, Sendable, Equatable {
+        public let bits: Int
+        public let groupSize: Int
+    }
+    /// Where an array lies in a file of words. `offset` counts 32-bit words.
+    public struct PackedArray: Codable, Sendable {
+        public let name: String
+        public let offset: Int
+        public let shape: [Int]
+        public let dtype: String
+    }
+    public struct Block: Codable, Sendable {
+        public let function: String
+        public let plainFunction: String
+        public let words: Int
+        public let arrays: [PackedArray]
+    }
+    public struct PackedFile: Codable, Sendable {
+        public let file: String
+        public let words: Int
+        public let arrays: [PackedArray]
+    }
+    public struct Tokens: Codable, Sendable {
+        public let file: String
+        public let tokens: Int
+    }
+    public struct File: Codable, Sendable {
+        public let path: String
+        public let size: Int
+        public let sha256: String
+    }
+
+    public let name: String
+    public let model: Model
+    public let mlxVersion: String
+    public let device: String
+    public let dtype: String
+    public let architecture: Architecture
+    public let quantization: Quantization
+    public let seqLens: [Int]
+    public let ranks: [Int]
+    public let block: Block
+    public let embedding: PackedFile
+    public let head: PackedFile
+    public let data: [String: Tokens]?
+    public let files: [File]
+}
+
+/// An exported model, opened and checked. Weights are mapped when they are asked for, never copied.
+public struct ModelBundle {
+    public let url: URL
+    public let manifest: Manifest
+    /// The dtype of activations, scales, biases and norms.
+    let dtype: DType
+    private let sizes: [String: Int]
+
+    public var architecture: Architecture { manifest.architecture }
+
+    /// Opens the bundle at `url` and checks it: format and MLX version, a device that is there, every file's size and
+    /// SHA-256, and that each packed array has the shape that the architecture asks for.
+    public init(url: URL) throws {
+        self.url = url
+        let path = url.appendingPathComponent("manifest.json")
+        guard let json = try? Data(contentsOf: path) else {
+            throw MeSPError("\(url.path) is not a bundle: it has no manifest.json. Make one with mesp-export.")
+        }
+        struct Version: Decodable {
+            let format: Int
+            let mlxVersion: String
+            let device: String
+        }
+        let decoder = JSONDecoder()
+        decoder.keyDecodingStrategy = .convertFromSnakeCase
+        guard let version = try? decoder.decode(Version.self, from: json) else {
+            throw MeSPError("\(path.path) is damaged; export the bundle again.")
+        }
+        guard version.format == Manifest.format else {
+            throw MeSPError(
+                "\(url.path) has bundle format \(version.format), this build reads format \(Manifest.format); export it again with a matching mesp-export."
+            )
+        }
+        guard version.mlxVersion == Manifest.mlxVersion else {
+            throw MeSPError(
+                "\(url.path) was exported with MLX \(version.mlxVersion), this build runs MLX \(Manifest.mlxVersion); export it again with mlx==\(Manifest.mlxVersion)."
+            )
+        }
+        guard version.device == "cpu" || Device.defaultDevice().deviceType == .gpu else {
+            throw MeSPError(
+                "\(url.path) was exported for a GPU and this machine has none that MLX can use; export it again with --device cpu."
+            )
+        }
+        do {
+            manifest = try decoder.decode(Manifest.self, from: json)
+        } catch {
+            throw MeSPError("\(path.path) is damaged (\(error.plainSentence)); export the bundle again.")
+        }
+        switch manifest.dtype {
+        case "float32": dtype = .float32
+        case "bfloat16": dtype = .bfloat16
+        default: throw MeSPError("\(path.path) names an unknown dtype, \(manifest.dtype); export the bundle again.")
+        }
+        sizes = Dictionary(manifest.files.map { ($0.path, $0.size) }, uniquingKeysWith: { first, _ in first })
+        try checkFiles()
+        try checkLayout()
+    }
+
+    // MARK: - Weights
+
+    /// The device that the functions were exported for, and that everything runs on.
+    var device: Device { manifest.device == "gpu" ? .gpu : .cpu }
+
+    /// Calls `body` with block `index`'s file as one flat `uint32` array, mapped for as long as `body` runs. What `body` returns
+    /// must be evaluated.
+    func withBlock<R>(_ index: Int, _ body: (PackedWeights) throws -> R) throws -> R {
+        try withWeights(Self.blockFile(index), manifest.block.words, manifest.block.arrays, body)
+    }
+
+    func withEmbedding<R>(_ body: (PackedWeights) throws -> R) throws -> R {
+        try withWeights(manifest.embedding.file, manifest.embedding.words, manifest.embedding.arrays, body)
+    }
+
+    func withHead<R>(_ body: (PackedWeights) throws -> R) throws -> R {
+        try withWeights(manifest.head.file, manifest.head.words, manifest.head.arrays, body)
+    }
+
+    private func withWeights<R>(
+        _ path: String, _ count: Int, _ arrays: [Manifest.PackedArray], _ body: (PackedWeights) throws -> R
+    ) throws -> R {
+        let words = try mappedWords(url.appendingPathComponent(path), size: count * 4)
+        // While this reference lives, MLX can't donate the mapped buffer and write a result into it.
+        return try withExtendedLifetime(words) {
+            try body(
+                PackedWeights(
+                    words: words, arrays: arrays, quantization: manifest.quantization, dense: manifest.device == "cpu"))
+        }
+    }
+
+    static func blockFile(_ index: Int) -> String { String(format: "blocks/%02d.bin", index) }
+
+    // MARK: - Data
+
+    /// The token stream of a split (`train`, `valid`), or nil where the bundle has none.
+    public func tokens(_ split: String) throws -> TokenStream? {
+        guard let entry = manifest.data?[split] else { return nil }
+        let data = try Data(contentsOf: url.appendingPathComponent(entry.file), options: .mappedIfSafe)
+        let tokens = data.withUnsafeBytes { bytes in
+            (0..<bytes.count / 4).map {
+                Int32(truncatingIfNeeded: bytes.loadUnaligned(fromByteOffset: $0 * 4, as: UInt32.self))
+            }
+        }
+        guard tokens.count == entry.tokens, tokens.allSatisfy({ (0..<Int32(architecture.vocabSize)).contains($0) })
+        else {
+            throw MeSPError("\(entry.file) in \(url.path) holds tokens that the model doesn't have; export it again.")
+        }
+        return TokenStream(tokens: tokens)
+    }
+
+    // MARK: - Checks
+
+    private func checkFiles() throws {
+        let arch = architecture
+        var needed = [
+            manifest.block.function, manifest.block.plainFunction, manifest.embedding.file, manifest.head.file,
+        ]
+        needed += (0..<arch.numHiddenLayers).map(Self.blockFile)
+        needed += (manifest.data ?? [:]).values.map(\.file)
+        for path in needed where sizes[path] == nil {
+            throw MeSPError("\(url.path): the manifest does not list \(path); export the bundle again.")
+        }
+        for file in manifest.files {
+            let parts = file.path.split(separator: "/", omittingEmptySubsequences: false)
+            guard !parts.contains(where: { $0.isEmpty || $0 == ".." || $0 == "." }) else {
+                throw MeSPError("\(url.path): the manifest names a file outside the bundle, \(file.path).")
+            }
+            let location = url.appendingPathComponent(file.path)
+            guard let attributes = try? FileManager.default.attributesOfItem(atPath: location.path) else {
+                throw MeSPError("\(url.path) lacks \(file.path); export the bundle again.")
+            }
+            guard attributes[.type] as? FileAttributeType == .typeRegular, attributes[.size] as? Int == file.size else {
+                throw MeSPError(
+                    "\(file.path) in \(url.path) is not the \(file.size) bytes the manifest says; copy or export the bundle again."
+                )
+            }
+        }
+        for file in manifest.files {
+            guard try sha256(of: url.appendingPathComponent(file.path)) == file.sha256 else {
+                throw MeSPError(
+                    "\(file.path) in \(url.path) is damaged (its SHA-256 differs); copy or export the bundle again.")
+            }
+        }
+    }
+
+    private func checkLayout() throws {
+        let a = architecture
+        let q = manifest.quantization
+        let counts = [
+            a.hiddenSize, a.numHiddenLayers, a.intermediateSize, a.numAttentionHeads, a.numKeyValueHeads, a.headDim,
+            a.vocabSize, q.bits, q.groupSize, manifest.block.words, manifest.embedding.words, manifest.head.words,
+        ]
+        // 2^31 words is far above any block; with it no product below can overflow.
+        guard counts.allSatisfy({ (1...(1 << 31)).contains($0) }), a.numAttentionHeads % a.numKeyValueHeads == 0,
+            a.headDim % 2 == 0, a.hiddenSize % q.groupSize == 0, a.intermediateSize % q.groupSize == 0,
+            (a.numAttentionHeads * a.headDim) % q.groupSize == 0
+        else { throw MeSPError("\(url.path): the manifest's dimensions don't fit together; export the bundle again.") }
+
+        for (file, words) in [
+            (manifest.embedding.file, manifest.embedding.words), (manifest.head.file, manifest.head.words),
+        ]
+            + (0..<a.numHiddenLayers).map({ (Self.blockFile($0), manifest.block.words) })
+        where sizes[file] != words * 4 {
+            throw MeSPError("\(file) in \(url.path) doesn't have the length of its layout; export the bundle again.")
+        }
+
+        func quantizedMatrix(_ name: String, _ rows: Int, _ columns: Int) -> [(String, [Int], String)] {
+            [
+                (name + "weight", [rows, columns * q.bits / 32], "uint32"),
+                (name + "scales", [rows, columns / q.groupSize], manifest.dtype),
+                (name + "biases", [rows, columns / q.groupSize], manifest.dtype),
+            ]
+        }
+        var block: [(String, [Int], String)] = [
+            ("input_layernorm.weight", [a.hiddenSize], manifest.dtype),
+            ("post_attention_layernorm.weight", [a.hiddenSize], manifest.dtype),
+        ]
+        for projection in Projection.allCases {
+            let (columns, rows) = projection.dimensions(a)
+            block += quantizedMatrix(projection.rawValue + ".", rows, columns)
+            if projection.hasBias { block.append((projection.rawValue + ".bias", [rows], manifest.dtype)) }
+        }
+        let embedding = quantizedMatrix("", a.vocabSize, a.hiddenSize)
+        let head = embedding + [("norm", [a.hiddenSize], manifest.dtype)]
+        for (expected, arrays, words) in [
+            (block, manifest.block.arrays, manifest.block.words),
+            (embedding, manifest.embedding.arrays, manifest.embedding.words),
+            (head, manifest.head.arrays, manifest.head.words),
+        ] {
+            for (name, shape, dtype) in expected {
+                guard let array = arrays.first(where: { $0.name == name }), array.shape == shape, array.dtype == dtype,
+                    array.offset >= 0, array.offset + array.words <= words
+                else {
+                    throw MeSPError(
+                        "\(url.path): the manifest's entry for \(name) is missing or wrong; export the bundle again.")
+                }
+            }
+        }
+    }
+}
+
+extension Manifest.PackedArray {
+    /// The array's length in 32-bit words.
+    var words: Int { (shape.reduce(1, *) * (dtype == "bfloat16" ? 2 : 4) + 3) / 4 }
+}
+
+/// Typed views into a file of words, by name. No view copies.
+struct PackedWeights {
+    let words: MLXArray
+    let arrays: [Manifest.PackedArray]
+    let quantization: Manifest.Quantization
+    /// Whether to multiply by dequantized tiles (CPU) or with `quantizedMM` (GPU).
+    let dense: Bool
+
+    /// The array called `name`, in its shape and dtype. `ModelBundle` has checked that it is there.
+    subscript(name: String) -> MLXArray {
+        guard let array = arrays.first(where: { $0.name == name }) else {
+            preconditionFailure("no array \(name) in the layout")
+        }
+        let flat = words[array.offset..<(array.offset + array.words)]
+        switch array.dtype {
+        case "uint32": return flat.reshaped(array.shape)
+        case "float32": return flat.view(dtype: .float32).reshaped(array.shape)
+        default: return flat.view(dtype: .bfloat16)[0..<array.shape.reduce(1, *)].reshaped(array.shape)
+        }
+    }
+
+    /// The quantized matrix whose three arrays start with `prefix`.
+    func matrix(_ prefix: String) -> QuantizedMatrix {
+        QuantizedMatrix(
+            weight: self[prefix + "weight"], scales: self[prefix + "scales"], biases: self[prefix + "biases"],
+            groupSize: quantization.groupSize, bits: quantization.bits, dense: dense)
+    }
+}
+
+extension Error {
+    /// The error in words, without a final full stop.
+    var plainSentence: String {
+        if let decoding = self as? DecodingError {
+            switch decoding {
+            case .keyNotFound(let key, _): return "\(key.stringValue) is missing"
+            case .typeMismatch(_, let context), .valueNotFound(_, let context), .dataCorrupted(let context):
+                let path = context.codingPath.map(\.stringValue).joined(separator: ".")
+                return path.isEmpty ? "it is not JSON" : "\(path) is not what it should be"
+            @unknown default: break
+            }
+        }
+        let text = localizedDescription
+        return text.hasSuffix(".") ? String(text.dropLast()) : text
+    }
+}

@@ -1,0 +1,219 @@
+import Foundation
+import MLX
+
+/// How gradients are made.
+public enum Method: String, Codable, Sendable, CaseIterable {
+    /// The structured backward pass, written out by hand.
+    case mesp
+    /// The same loop over blocks, with gradients from automatic differentiation.
+    case mebp
+    /// Zeroth order: two forward passes with a seeded perturbation.
+    case mezo
+}
+
+/// LoRA training on a bundle, one block at a time. Not for use from several threads at once.
+public final class Trainer {
+    let bundle: ModelBundle
+    let layout: LoRALayout
+    /// α / rank
+    let scale: Float
+    /// The parameters: one flat float32 vector `[P]` a block.
+    private(set) var lora: [MLXArray]
+
+    private let function: ImportedFunction
+    private let plainFunction: ImportedFunction?
+    private let tile: TileSizes
+
+    /// - Parameters:
+    ///   - length: T, tokens in a sequence; one of the bundle's.
+    ///   - rank: of the LoRA matrices; one of the bundle's.
+    ///   - seed: of the initial parameters.
+    init(bundle: ModelBundle, method: Method, length: Int, rank: Int, alpha: Float, seed: UInt64) throws {
+        let manifest = bundle.manifest
+        guard manifest.seqLens.contains(length) else {
+            throw MeSPError(
+                "\(manifest.name) has no trace for sequences of \(length) tokens, only for \(list(manifest.seqLens)); choose one of these or export it with --seq-len \(length)."
+            )
+        }
+        guard manifest.ranks.contains(rank) else {
+            throw MeSPError(
+                "\(manifest.name) has no trace for rank \(rank), only for \(list(manifest.ranks)); choose one of these or export it with --rank \(rank)."
+            )
+        }
+        self.bundle = bundle
+        layout = LoRALayout(architecture: bundle.architecture, rank: rank)
+        scale = alpha / Float(rank)
+        lora = layout.initial(seed: seed)
+        tile = TileSizes(bundle.architecture, group: manifest.quantization.groupSize, length: length)
+        function = try importFunction(from: bundle.url.appendingPathComponent(manifest.block.function))
+        plainFunction =
+            method == .mebp
+            ? try importFunction(from: bundle.url.appendingPathComponent(manifest.block.plainFunction)) : nil
+    }
+
+    // MARK: - MeSP and MeBP
+
+    /// One forward and backward pass over `tokens` (`[T + 1]`). `update` gets each block's gradient `[P]`, from the last block to the
+    /// first, as soon as it is there, and may change that block's parameters.
+    ///
+    /// - Returns: the mean loss in nats a token.
+    func backpropagate(
+        _ tokens: ArraySlice<Int32>, method: Method, update: (_ block: Int, _ gradient: MLXArray) throws -> Void
+    )
+        throws -> Float
+    {
+        let (inputTokens, targets) = split(tokens)
+
+        // Forward: keep only each block's input.
+        var inputs = [try embedded(inputTokens)]
+        for block in lora.indices {
+            inputs.append(try forward(block, inputs[block], lora[block]))
+        }
+
+        let (loss, dLast) = try head(inputs.removeLast(), targets: targets, wantsGradient: true)
+        guard var dy = dLast else { preconditionFailure("the head was asked for a gradient") }
+
+        // Backward, from the last block: recompute, differentiate, update, free.
+        for block in lora.indices.reversed() {
+            let x = inputs.removeLast()
+            let (dx, gradient) =
+                method == .mebp
+                ? try automaticBackward(block, x, dy: dy)
+                : try structuredBackward(block, x, dy: dy, wantsInput: block > 0)
+            try update(block, gradient)
+            if let dx { dy = dx }
+            Memory.clearCache()
+        }
+        return loss
+    }
+
+    /// One step of stochastic gradient descent: `lora ← lora − η ∂loss/∂lora`, block by block within the backward pass.
+    func step(_ tokens: ArraySlice<Int32>, method: Method, learningRate: Float) throws -> Float {
+        try backpropagate(tokens, method: method) { block, gradient in
+            lora[block] = lora[block] - learningRate * gradient
+            eval(lora[block])
+        }
+    }
+
+    /// The block's output `[1, T, hidden]`, evaluated.
+    private func forward(_ block: Int, _ x: MLXArray, _ lora: MLXArray) throws -> MLXArray {
+        let y = try bundle.withBlock(block) { weights in
+            let y = try call(function, x, lora, weights.words)[0]
+            eval(y)
+            return y
+        }
+        Memory.clearCache()
+        return y
+    }
+
+    /// MeSP: the block's forward pass again up to `x_mid`, then the derivatives by hand.
+    private func structuredBackward(_ block: Int, _ x: MLXArray, dy: MLXArray, wantsInput: Bool) throws
+        -> (dx: MLXArray?, gradient: MLXArray)
+    {
+        try bundle.withBlock(block) { weights in
+            let intermediates = try recompute(x, lora[block], weights.words)
+            let backward = BlockBackward(
+                architecture: bundle.architecture, weights: weights, lora: lora[block], layout: layout, scale: scale,
+                tile: tile)
+            return backward(x: x, intermediates, dy: dy, wantsInput: wantsInput)
+        }
+    }
+
+    /// The outputs that nobody evaluates (y, gate, up) cost nothing, but hold the graph: they end with this function.
+    private func recompute(_ x: MLXArray, _ lora: MLXArray, _ words: MLXArray) throws -> Intermediates {
+        let out = try call(function, x, lora, words)
+        eval(out[1...6])
+        return Intermediates(attnIn: out[1], q: out[2], k: out[3], v: out[4], attnOut: out[5], xMid: out[6])
+    }
+
+    /// MeBP: automatic differentiation of the block in plain operations, from its input.
+    private func automaticBackward(_ block: Int, _ x: MLXArray, dy: MLXArray) throws -> (
+        dx: MLXArray?, gradient: MLXArray
+    ) {
+        guard let plainFunction else { preconditionFailure("the trainer was made for another method") }
+        return try bundle.withBlock(block) { weights in
+            let (_, gradients) = vjp(
+                { [scale] primals in
+                    let arguments: KeyValuePairs<String, MLXArray> = [
+                        "": primals[0], "": primals[1], "": MLXArray(scale), "": weights.words,
+                    ]
+                    // The call fails only for shapes that the file has no trace for; `init` has checked these.
+                    return (try? plainFunction.dynamicallyCall(withKeywordArguments: arguments)[0]).map { [$0] } ?? []
+                }, primals: [x, lora[block]], cotangents: [dy])
+            eval(gradients)
+            return (gradients[0], gradients[1])
+        }
+    }
+
+    // MARK: - MeZO
+
+    /// One step of MeZO: with z ~ N(0, 1) from the seed, `g = (L(lora + ε z) − L(lora − ε z)) / 2ε` and `lora ← lora − η g z`. z is drawn
+    /// again, block by block, each time it is needed.
+    ///
+    /// - Returns: the mean of the two losses.
+    func zerothOrderStep(_ tokens: ArraySlice<Int32>, epsilon: Float, learningRate: Float, seed: UInt64) throws -> Float
+    {
+        let keys = MLXRandom.split(key: MLXRandom.key(seed), into: lora.count)
+        func z(_ block: Int) -> MLXArray { MLXRandom.normal([layout.count], key: keys[block]) }
+
+        let plus = try loss(tokens) { lora[$0] + epsilon * z($0) }
+        let minus = try loss(tokens) { lora[$0] - epsilon * z($0) }
+        let slope = (plus - minus) / (2 * epsilon)
+        for block in lora.indices {
+            lora[block] = lora[block] - learningRate * slope * z(block)
+            eval(lora[block])
+        }
+        return (plus + minus) / 2
+    }
+
+    // MARK: - Loss
+
+    /// The mean loss of `tokens` (`[T + 1]`) in nats a token.
+    func loss(_ tokens: ArraySlice<Int32>) throws -> Float {
+        try loss(tokens) { lora[$0] }
+    }
+
+    private func loss(_ tokens: ArraySlice<Int32>, parameters: (_ block: Int) -> MLXArray) throws -> Float {
+        let (inputTokens, targets) = split(tokens)
+        var x = try embedded(inputTokens)
+        for block in lora.indices {
+            x = try forward(block, x, parameters(block))
+        }
+        return try head(x, targets: targets, wantsGradient: false).loss
+    }
+
+    private func embedded(_ tokens: MLXArray) throws -> MLXArray {
+        try bundle.withEmbedding { weights in
+            let x = embed(tokens, weights)
+            eval(x)
+            return x
+        }
+    }
+
+    private func head(_ y: MLXArray, targets: MLXArray, wantsGradient: Bool) throws -> (loss: Float, dy: MLXArray?) {
+        let (loss, dy) = try bundle.withHead { weights in
+            let head = Head(weights: weights, eps: bundle.architecture.rmsNormEps, tile: tile.vocabulary)
+            return head(y, targets: targets, wantsGradient: wantsGradient)
+        }
+        Memory.clearCache()
+        return (loss.item(Float.self), dy)
+    }
+
+    private func split(_ tokens: ArraySlice<Int32>) -> (inputs: MLXArray, targets: MLXArray) {
+        (MLXArray(Array(tokens.dropLast())), MLXArray(Array(tokens.dropFirst())))
+    }
+
+    private func call(_ function: ImportedFunction, _ x: MLXArray, _ lora: MLXArray, _ words: MLXArray) throws
+        -> [MLXArray]
+    {
+        try function.dynamicallyCall(withKeywordArguments: ["": x, "": lora, "": MLXArray(scale), "": words])
+    }
+
+    /// Replaces the parameters: one flat vector `[P]` a block.
+    func load(_ parameters: [MLXArray]) {
+        precondition(parameters.map(\.shape) == lora.map(\.shape))
+        lora = parameters
+    }
+}
+
+private func list(_ numbers: [Int]) -> String { numbers.map(String.init).joined(separator: ", ") }

@@ -1,0 +1,121 @@
+import Foundation
+import MLX
+import Testing
+
+@testable import MeSPCore
+
+/// A whole run through the public interface.
+@Suite(.serialized) struct RunTests {
+    private func settings(_ output: URL) throws -> RunSettings {
+        let bundle = try #require(TrainerTests.cases.first).appendingPathComponent("bundle.mesp")
+        let manifest = try ModelBundle(url: bundle).manifest
+        var settings = RunSettings(bundle: bundle.path, output: output.path)
+        settings.seqLen = try #require(manifest.seqLens.max())
+        settings.rank = try #require(manifest.ranks.first)
+        settings.steps = 6
+        settings.learningRate = 0.1
+        settings.valBatches = 2
+        return settings
+    }
+
+    private func temporaryFolder() -> URL {
+        FileManager.default.temporaryDirectory.appendingPathComponent(UUID().uuidString)
+    }
+
+    private func lines(_ folder: URL) throws -> [[String: Any]] {
+        try String(contentsOf: folder.appendingPathComponent("metrics.jsonl"), encoding: .utf8).split(separator: "\n")
+            .map {
+                try #require(try JSONSerialization.jsonObject(with: Data($0.utf8)) as? [String: Any])
+            }
+    }
+
+    @Test func writesLogAndAdapters() throws {
+        let output = temporaryFolder()
+        defer { try? FileManager.default.removeItem(at: output) }
+        let settings = try settings(output)
+        try Run.run(settings)
+
+        let records = try lines(output)
+        let types = records.compactMap { $0["type"] as? String }
+        #expect(types == ["start", "eval"] + Array(repeating: "step", count: 6) + ["eval", "end"])
+        #expect(records.last?["reason"] as? String == "finished")
+        let steps = records.filter { $0["type"] as? String == "step" }
+        #expect(steps.compactMap { $0["step"] as? Int } == Array(1...6))
+        #expect(
+            steps.allSatisfy { ($0["footprint_peak_bytes"] as? Int ?? 0) >= ($0["footprint_bytes"] as? Int ?? 0) / 2 })
+
+        let adapters = try loadArrays(url: output.appendingPathComponent("adapters/adapters.safetensors"))
+        let architecture = try ModelBundle(url: URL(fileURLWithPath: settings.bundle)).architecture
+        #expect(adapters.count == architecture.numHiddenLayers * Projection.allCases.count * 2)
+        for (name, array) in adapters where name.hasSuffix("lora_b") {
+            #expect(array.square().sum().item(Float.self) > 0, "\(name) was trained")
+        }
+        let files = try FileManager.default.contentsOfDirectory(atPath: output.appendingPathComponent("adapters").path)
+        #expect(Set(files) == ["adapters.safetensors", "adapter_config.json"])
+    }
+
+    @Test func stopsWhenAskedAndSaves() throws {
+        let output = temporaryFolder()
+        defer { try? FileManager.default.removeItem(at: output) }
+        var steps = 0
+        try Run.run(
+            try settings(output), report: { record, _ in if case .step = record { steps += 1 } },
+            shouldStop: { steps == 2 })
+        let end = try #require(try lines(output).last)
+        #expect(end["reason"] as? String == "stopped")
+        #expect(end["step"] as? Int == 2)
+        #expect(
+            FileManager.default.fileExists(atPath: output.appendingPathComponent("adapters/adapters.safetensors").path))
+    }
+
+    @Test func refusesAnOutputThatHoldsARun() throws {
+        let output = temporaryFolder()
+        defer { try? FileManager.default.removeItem(at: output) }
+        try Run.run(try settings(output))
+        let before = try Data(contentsOf: output.appendingPathComponent("metrics.jsonl"))
+        #expect(throws: MeSPError("\(output.path) already holds a run; choose another output folder.")) {
+            try Run.run(try settings(output))
+        }
+        #expect(try Data(contentsOf: output.appendingPathComponent("metrics.jsonl")) == before)
+    }
+
+    struct BadSetting: Sendable, CustomTestStringConvertible {
+        let named: String
+        let change: @Sendable (inout RunSettings) -> Void
+
+        init(_ named: String, _ change: @escaping @Sendable (inout RunSettings) -> Void) {
+            self.named = named
+            self.change = change
+        }
+
+        var testDescription: String { named }
+    }
+
+    @Test(arguments: [
+        BadSetting("steps") { $0.steps = 0 }, BadSetting("rank") { $0.rank = 0 }, BadSetting("--rank 3") { $0.rank = 3 },
+        BadSetting("--seq-len 5") { $0.seqLen = 5 }, BadSetting("learning_rate") { $0.learningRate = -1 },
+        BadSetting("learning_rate") { $0.learningRate = .nan }, BadSetting("alpha") { $0.alpha = 0 },
+        BadSetting("/nowhere") { $0.bundle = "/nowhere" }, BadSetting("/dev/null/x") { $0.output = "/dev/null/x" },
+    ]) func refuses(_ bad: BadSetting) throws {
+        let output = temporaryFolder()
+        defer { try? FileManager.default.removeItem(at: output) }
+        var settings = try settings(output)
+        bad.change(&settings)
+        do {
+            try Run.run(settings)
+            Issue.record("a run with bad settings went through")
+        } catch {
+            #expect(error.localizedDescription.contains(bad.named), "\(error.localizedDescription)")
+        }
+        #expect(!FileManager.default.fileExists(atPath: output.path))
+    }
+
+    @Test func aRateThatDivergesFailsWithASentence() throws {
+        let output = temporaryFolder()
+        defer { try? FileManager.default.removeItem(at: output) }
+        var settings = try settings(output)
+        settings.learningRate = 1e30
+        #expect(throws: MeSPError.self) { try Run.run(settings) }
+        #expect(try lines(output).last?["reason"] as? String == "failed")
+    }
+}
