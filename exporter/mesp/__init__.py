@@ -1,0 +1,3 @@
+"""MeSP: exact, memory-efficient LoRA fine-tuning of quantized language models."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,222 @@
+"""The bundle: a model as the trainer reads it (docs/architecture.md has the format)."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from mesp.errors import MespError
+from mesp.models import BIASED, NORMS, Architecture
+
+FORMAT = 1
+PAGE = 16384  # bytes: the page of Apple's processors; weight files are whole pages, to be mapped
+ALIGNMENT = 16  # words: every array starts on a 64-byte boundary
+
+DTYPES = {"uint32": mx.uint32, "float32": mx.float32, "bfloat16": mx.bfloat16}
+
+
+@dataclass(frozen=True)
+class ArraySpec:
+    """Where an array lies in a weight file: `offset` in 32-bit words."""
+
+    name: str
+    offset: int
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def words(self) -> int:
+        return math.ceil(math.prod(self.shape) * DTYPES[self.dtype].size / 4)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The arrays of a weight file and its length in 32-bit words."""
+
+    words: int
+    arrays: tuple[ArraySpec, ...]
+
+    @classmethod
+    def of(cls, arrays: Iterable[tuple[str, tuple[int, ...], str]]) -> Layout:
+        """Lays (name, shape, dtype) out one after another."""
+        specs, offset = [], 0
+        for name, shape, dtype in arrays:
+            spec = ArraySpec(name, offset, tuple(shape), dtype)
+            specs.append(spec)
+            offset += math.ceil(spec.words / ALIGNMENT) * ALIGNMENT
+        return cls(math.ceil(offset * 4 / PAGE) * PAGE // 4, tuple(specs))
+
+    def __getitem__(self, name: str) -> ArraySpec:
+        return next(spec for spec in self.arrays if spec.name == name)
+
+    @classmethod
+    def from_manifest(cls, entry: dict[str, Any]) -> Layout:
+        arrays = (ArraySpec(**{**a, "shape": tuple(a["shape"])}) for a in entry["arrays"])
+        return cls(entry["words"], tuple(arrays))
+
+    def to_manifest(self) -> dict[str, Any]:
+        return {"words": self.words, "arrays": [asdict(a) for a in self.arrays]}
+
+    def unpack(self, words: mx.array) -> dict[str, mx.array]:
+        """The arrays in `words` (uint32 [self.words]), as views of the same memory."""
+        arrays = {}
+        for spec in self.arrays:
+            dtype = DTYPES[spec.dtype]
+            flat = words[spec.offset : spec.offset + spec.words].view(dtype)
+            # A bfloat16 array of odd length is padded to a whole word.
+            arrays[spec.name] = flat[: math.prod(spec.shape)].reshape(spec.shape)
+        return arrays
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """MLX's affine quantization: `bits` a weight, a scale and a bias per `group_size` weights."""
+
+    bits: int = 4
+    group_size: int = 64
+
+    def arrays(self, prefix: str, rows: int, columns: int, dtype: str) -> list:
+        """(name, shape, dtype) of the three arrays of a quantized [rows, columns] matrix."""
+        groups = (rows, columns // self.group_size)
+        return [
+            (prefix + "weight", (rows, columns * self.bits // 32), "uint32"),
+            (prefix + "scales", groups, dtype),
+            (prefix + "biases", groups, dtype),
+        ]
+
+
+def block_layout(arch: Architecture, quantization: Quantization, dtype: str) -> Layout:
+    """The layout of every ``blocks/NN.bin``; array names are mlx-lm's."""
+    arrays: list = [(name, (arch.hidden_size,), dtype) for name in NORMS]
+    for name, (rows, columns) in arch.projections().items():
+        arrays += quantization.arrays(name + ".", rows, columns, dtype)
+        if name in BIASED:
+            arrays.append((name + ".bias", (rows,), dtype))
+    return Layout.of(arrays)
+
+
+def table_layout(
+    arch: Architecture, quantization: Quantization, dtype: str, norm: bool
+) -> Layout:
+    """The layout of ``embedding.bin`` or ``head.bin``; the one used as head has the `norm`."""
+    arrays = quantization.arrays("", arch.vocab_size, arch.hidden_size, dtype)
+    if norm:
+        arrays.append(("norm", (arch.hidden_size,), dtype))
+    return Layout.of(arrays)
+
+
+def sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        digest = hashlib.sha256()
+        while piece := file.read(1 << 20):
+            digest.update(piece)
+    return digest.hexdigest()
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """The manifest of the bundle at `path`, after checking that this machine can run it.
+
+    Raises MespError where the folder is no bundle, is of another format or MLX version, needs a
+    GPU that is not there, or lacks a file or part of one. Contents are checked by `Bundle.verify`.
+    """
+    try:
+        manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
+        version, mlx_version = manifest["format"], manifest["mlx_version"]
+    except FileNotFoundError as error:
+        raise MespError(
+            f"{path} is not a bundle (it has no manifest.json); write one with mesp-export."
+        ) from error
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise MespError(
+            f"{path / 'manifest.json'} cannot be read; write the bundle again with mesp-export."
+        ) from error
+    if version != FORMAT:
+        raise MespError(
+            f"{path} has bundle format {version}, and this version reads format {FORMAT}; "
+            "write the bundle again with this version's mesp-export."
+        )
+    if mlx_version != mx.__version__:
+        raise MespError(
+            f"{path} was exported with MLX {mlx_version}, and this is MLX {mx.__version__}; "
+            f"write the bundle again, or install mlx=={mlx_version}."
+        )
+    if manifest["device"] == "gpu" and not mx.metal.is_available():
+        raise MespError(
+            f"{path} was exported for a GPU, and this machine has none that MLX can use; "
+            "write the bundle again with --device cpu."
+        )
+    for entry in manifest["files"]:
+        file = path / entry["path"]
+        size = file.stat().st_size if file.is_file() else None
+        if size != entry["size"]:
+            found = "missing" if size is None else f"{size:,} bytes long, not {entry['size']:,}"
+            raise MespError(f"{file} is {found}; write the bundle again with mesp-export.")
+    return manifest
+
+
+class Bundle:
+    """A bundle, read from its folder. Weights are mapped, and copied when they become arrays."""
+
+    def __init__(self, path: Path | str):
+        """Raises MespError where the bundle cannot be used; see `read_manifest`."""
+        self.path = Path(path)
+        self.manifest = read_manifest(self.path)
+        self.architecture = Architecture(**self.manifest["architecture"])
+        self.quantization = Quantization(**self.manifest["quantization"])
+        self.layout = Layout.from_manifest(self.manifest["block"])
+
+    def block_words(self, index: int) -> mx.array:
+        """A block's file as the block function takes it: uint32 [layout.words]."""
+        return self._words(f"blocks/{index:02d}.bin")
+
+    def block(self, index: int) -> dict[str, mx.array]:
+        """A block's arrays by mlx-lm's names, such as ``self_attn.q_proj.weight``."""
+        return self.layout.unpack(self.block_words(index))
+
+    def embedding(self) -> dict[str, mx.array]:
+        """The embedding's ``weight`` (packed [vocab_size, …]), ``scales`` and ``biases``."""
+        return self._table("embedding")
+
+    def head(self) -> dict[str, mx.array]:
+        """The output projection's arrays as in `embedding`, and ``norm``, the final RMSNorm's."""
+        return self._table("head")
+
+    def function(self, plain: bool = False) -> Any:
+        """The block function, or its plain twin: (x, lora, scale, weights) to nine arrays."""
+        entry = self.manifest["block"]
+        return mx.import_function(
+            str(self.path / entry["plain_function" if plain else "function"])
+        )
+
+    def tokens(self, split: str) -> np.ndarray:
+        """The token stream ``train`` or ``valid``: uint32 [N], mapped."""
+        if split not in self.manifest.get("data", {}):
+            raise MespError(f"{self.path} holds no {split} data; export it with --data.")
+        return self._map(self.manifest["data"][split]["file"])
+
+    def verify(self) -> None:
+        """Raises MespError naming the first file whose content is not what was exported."""
+        for entry in self.manifest["files"]:
+            if sha256(self.path / entry["path"]) != entry["sha256"]:
+                raise MespError(
+                    f"{self.path / entry['path']} is damaged (its SHA-256 is not the manifest's); "
+                    "write the bundle again with mesp-export."
+                )
+
+    def _table(self, which: str) -> dict[str, mx.array]:
+        entry = self.manifest[which]
+        return Layout.from_manifest(entry).unpack(self._words(entry["file"]))
+
+    def _words(self, name: str) -> mx.array:
+        return mx.array(self._map(name))
+
+    def _map(self, name: str) -> np.ndarray:
+        return np.memmap(self.path / name, dtype="<u4", mode="r")

@@ -1,0 +1,606 @@
+"""mesp-export: quantizes a model and writes it as a bundle."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import shutil
+import sys
+import zlib
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import click
+import mlx.core as mx
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+from mesp import data as text_data
+from mesp.block import block_function, export_block, tiles
+from mesp.bundle import (
+    DTYPES,
+    FORMAT,
+    Layout,
+    Quantization,
+    block_layout,
+    sha256,
+    table_layout,
+)
+from mesp.errors import MespError, plain_os_errors
+from mesp.models import KNOWN, NORMS, Architecture
+
+TILE = 1 << 22  # elements of a matrix that are quantized at a time
+DEMO = Path(__file__).parent / "demo_model"
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a model comes from; `folder` is None for random weights of a built-in geometry."""
+
+    name: str
+    id: str
+    config: dict[str, Any]
+    folder: Path | None
+    revision: str | None = None
+    license: str | None = None
+
+
+def find_source(model: str, random_weights: bool) -> Source:
+    """Finds a model by short name, folder, Hub id or ``demo``, downloading it where need be.
+
+    With `random_weights` only its geometry and its tokenizer are needed, and neither is downloaded
+    for a short name.
+    """
+    if model == "demo":
+        return replace(_local_source(DEMO, random_weights), name="demo")
+    if os.path.isdir(model):
+        return _local_source(Path(model), random_weights)
+    known = KNOWN.get(model) or next((k for k in KNOWN.values() if k[0] == model), None)
+    if known and random_weights:
+        return Source(known[0].split("/")[1], known[0], known[1], None)
+    if known or re.fullmatch(r"[\w.-]+/[\w.-]+", model):
+        return _hub_source(known[0] if known else model, random_weights)
+    raise MespError(
+        f"There is no model {model}; name a folder, a model on the Hugging Face Hub such as "
+        f"Qwen/Qwen2.5-0.5B, demo, or one of {', '.join(KNOWN)}."
+    )
+
+
+def _local_source(folder: Path, random_weights: bool) -> Source:
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise MespError(f"{folder} has no config.json, so it is not a Hugging Face model.") from error
+    except (OSError, ValueError) as error:
+        raise MespError(f"{folder / 'config.json'} cannot be read as JSON.") from error
+    name = folder.resolve().name
+    return Source(name, name, config, folder, license=_license(folder))
+
+
+def _hub_source(repo: str, random_weights: bool) -> Source:
+    import huggingface_hub as hub
+    from huggingface_hub import errors
+
+    patterns = ["config.json", *TOKENIZER_FILES, "README.md", "LICENSE*"]
+    if not random_weights:
+        patterns += ["*.safetensors", "*.safetensors.index.json"]
+    if not sys.stderr.isatty():
+        hub.utils.disable_progress_bars()
+    try:
+        folder = Path(hub.snapshot_download(repo, allow_patterns=patterns))
+    except errors.GatedRepoError as error:
+        raise MespError(
+            f"{repo} asks its users to accept terms; accept them on https://huggingface.co/{repo} "
+            "and log in with `hf auth login`."
+        ) from error
+    except errors.RepositoryNotFoundError as error:
+        raise MespError(
+            f"There is no model {repo} on the Hugging Face Hub (or it is private: log in with "
+            "`hf auth login`), nor a folder of that name."
+        ) from error
+    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, OSError) as error:
+        raise MespError(
+            f"{repo} could not be downloaded, as the Hugging Face Hub does not answer; "
+            "check the network, or give a folder that holds the model."
+        ) from error
+    source = _local_source(folder, random_weights)
+    return replace(source, name=repo.split("/")[1], id=repo, revision=folder.name)
+
+
+def _license(folder: Path) -> str | None:
+    from huggingface_hub import ModelCard
+
+    try:
+        return ModelCard.load(folder / "README.md").data.get("license")
+    except Exception:  # no model card, or one that is not in order: it only informs
+        return None
+
+
+class RandomWeights:
+    """Weights of a geometry, drawn at random as they are asked for."""
+
+    def __init__(self, seed: int):
+        self.seed = seed
+        self.generators: dict[str, np.random.Generator] = {}
+
+    def is_quantized(self, name: str) -> bool:
+        return False
+
+    def rows(self, name: str, shape: tuple[int, ...], rows: slice) -> mx.array:
+        size = (rows.stop - rows.start, *shape[1:])
+        if "norm" in name:
+            return mx.ones(size)
+        seed = (self.seed, zlib.crc32(name.encode()))
+        generator = self.generators.setdefault(name, np.random.default_rng(seed))
+        return mx.array(0.02 * generator.standard_normal(size, dtype=np.float32))
+
+
+class SafetensorsWeights:
+    """The tensors of a model folder, mapped, and read by rows."""
+
+    DTYPES = {
+        "F32": (np.float32, mx.float32),
+        "F16": (np.float16, mx.float16),
+        "BF16": (np.uint16, mx.bfloat16),
+        "U32": (np.uint32, mx.uint32),
+    }
+
+    def __init__(self, folder: Path):
+        """Raises MespError where a file is missing or truncated."""
+        self.folder = folder
+        self.tensors: dict[str, tuple[np.ndarray, mx.Dtype]] = {}
+        index = folder / "model.safetensors.index.json"
+        if index.is_file():
+            names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+            files = [folder / name for name in sorted(names)]
+        else:
+            files = sorted(folder.glob("*.safetensors"))
+        if not files:
+            raise MespError(f"{folder} holds no weights (*.safetensors).")
+        for file in files:
+            self._map(file)
+
+    def _map(self, file: Path) -> None:
+        """Adds the tensors of one file: after its length, a JSON header says where each lies."""
+        if not file.is_file():
+            raise MespError(f"The weights {file} are missing; download the model again.")
+        try:
+            with open(file, "rb") as opened:
+                start = 8 + int.from_bytes(opened.read(8), "little")
+                header = json.loads(opened.read(start - 8))
+            data = np.memmap(file, mode="r", offset=start)
+            header.pop("__metadata__", None)
+            for name, tensor in header.items():
+                if tensor["dtype"] in self.DTYPES:
+                    stored, dtype = self.DTYPES[tensor["dtype"]]
+                    begin, end = tensor["data_offsets"]
+                    array = data[begin:end].view(stored).reshape(tensor["shape"])
+                    self.tensors[name] = (array, dtype)
+        except (ValueError, KeyError, TypeError, AttributeError, MemoryError) as error:
+            raise MespError(
+                f"The weights {file} are truncated or damaged; download the model again."
+            ) from error
+
+    def is_quantized(self, name: str) -> bool:
+        return name + ".scales" in self.tensors
+
+    def rows(self, name: str, shape: tuple[int, ...], rows: slice) -> mx.array:
+        """Some rows of a tensor. Raises MespError unless it is there, in this `shape`."""
+        if name not in self.tensors:
+            raise MespError(f"The weights in {self.folder} lack {name}; download the model again.")
+        array, dtype = self.tensors[name]
+        if array.shape != shape:
+            raise MespError(
+                f"The weights in {self.folder} do not fit its config.json: {name} is "
+                f"{list(array.shape)}, not {list(shape)}."
+            )
+        return mx.array(array[rows]).view(dtype)
+
+
+Weights = RandomWeights | SafetensorsWeights
+Piece = tuple[str, int, mx.array]  # name in the layout, its first row, the rows
+
+
+def block_pieces(weights: Weights, index: int, layout: Layout, quantization: Quantization):
+    """Everything that goes into a block's file."""
+    for spec in layout.arrays:
+        name = f"model.layers.{index}.{spec.name}"
+        if spec.name in NORMS or spec.name.endswith(".bias"):
+            yield spec.name, 0, weights.rows(name, spec.shape, slice(0, spec.shape[0]))
+        elif spec.name.endswith(".weight"):
+            prefix = spec.name.removesuffix("weight")
+            yield from matrix_pieces(
+                weights, name.removesuffix(".weight"), layout, prefix, quantization
+            )
+
+
+def table_pieces(weights: Weights, name: str, layout: Layout, quantization: Quantization):
+    """Everything that goes into the embedding's file, or the head's."""
+    yield from matrix_pieces(weights, name, layout, "", quantization)
+    for spec in layout.arrays:
+        if spec.name == "norm":
+            yield "norm", 0, weights.rows("model.norm.weight", spec.shape, slice(0, spec.shape[0]))
+
+
+def matrix_pieces(
+    weights: Weights, source: str, layout: Layout, prefix: str, quantization: Quantization
+) -> Iterator[Piece]:
+    """The matrix `source` quantized, a few rows at a time; as it is where it comes quantized."""
+    names = [prefix + part for part in ("weight", "scales", "biases")]
+    count, words = layout[names[0]].shape
+    columns = words * 32 // quantization.bits
+    for rows in tiles(count, TILE // columns):
+        if weights.is_quantized(source):
+            parts = [
+                weights.rows(f"{source}.{name.removeprefix(prefix)}", layout[name].shape, rows)
+                for name in names
+            ]
+        else:
+            matrix = weights.rows(source + ".weight", (count, columns), rows)
+            parts = mx.quantize(
+                matrix.astype(mx.float32), quantization.group_size, quantization.bits
+            )
+        for name, part in zip(names, parts, strict=True):
+            yield name, rows.start, part
+
+
+def write_weights(path: Path, layout: Layout, pieces: Iterable[Piece], progress) -> None:
+    """Writes a weight file; `progress` is called with the number of bytes after each piece."""
+    with open(path, "xb") as file:
+        file.truncate(layout.words * 4)
+        for name, row, array in pieces:
+            spec = layout[name]
+            data = np.array(array.astype(DTYPES[spec.dtype]).flatten().view(mx.uint8))
+            file.seek(spec.offset * 4 + row * data.size // array.shape[0])
+            file.write(data)
+            progress(data.size)
+
+
+@contextmanager
+def new_folder(path: Path, overwrite: bool) -> Iterator[Path]:
+    """A folder beside `path` to write into, which becomes `path` when all went well.
+
+    Otherwise it is removed. What a killed export left behind is removed by the next one.
+    """
+    if path.exists() and not overwrite and (not path.is_dir() or any(path.iterdir())):
+        raise MespError(f"{path} exists; name another --out, or replace it with --overwrite.")
+    if overwrite and path.exists() and not (path / "manifest.json").is_file():
+        raise MespError(f"{path} exists and is not a bundle; remove it yourself, or name another.")
+    partial = path.parent / f".{path.name}.partial"
+    replaced = path.parent / f".{path.name}.replaced"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial.mkdir(exist_ok=True)
+    lock = os.open(partial, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise MespError(f"Another mesp-export is writing {path}; wait for it.") from error
+        try:
+            for left in partial.iterdir():
+                shutil.rmtree(left) if left.is_dir() else left.unlink()
+            yield partial
+            for file in partial.rglob("*"):
+                _sync(file)
+            shutil.rmtree(replaced, ignore_errors=True)
+            if path.exists():
+                os.rename(path, replaced)
+            os.rename(partial, path)
+            _sync(path.parent)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+        shutil.rmtree(replaced, ignore_errors=True)
+    finally:
+        os.close(lock)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to write, all of it checked."""
+
+    out: Path
+    data: str | None
+    seq_lens: list[int]
+    ranks: list[int]
+    quantization: Quantization
+    dtype: str
+    device: str
+    seed: int
+    overwrite: bool
+
+
+def export(source: Source, weights: Weights, arch: Architecture, options: Options) -> dict:
+    """Writes the bundle `options.out` and returns its manifest."""
+    quantization, dtype = options.quantization, options.dtype
+    check_quantization(arch, quantization)
+    block = block_layout(arch, quantization, dtype)
+    embedding = table_layout(arch, quantization, dtype, norm=arch.tie_word_embeddings)
+    head = None if arch.tie_word_embeddings else table_layout(arch, quantization, dtype, norm=True)
+    layouts = {f"blocks/{i:02d}.bin": block for i in range(arch.num_hidden_layers)}
+    layouts["embedding.bin"] = embedding
+    if head:
+        layouts["head.bin"] = head
+    total = sum(layout.words * 4 for layout in layouts.values())
+
+    with plain_os_errors(f"Cannot write {options.out}"), new_folder(
+        options.out, options.overwrite
+    ) as folder:
+        check_disk(options.out, folder, total)
+        streams = token_streams(source, weights, arch, options)
+        (folder / "blocks").mkdir()
+        functions = {"function": "block.mlxfn", "plain_function": "block.plain.mlxfn"}
+        for key, file in functions.items():
+            function = block_function(
+                arch, quantization, block, options.device, plain=key == "plain_function"
+            )
+            export_block(
+                str(folder / file), function, arch, block, DTYPES[dtype], options.device,
+                options.seq_lens, options.ranks,
+            )  # fmt: skip
+        with _progress(options.out.name, total) as advance:
+            for i in range(arch.num_hidden_layers):
+                pieces = block_pieces(weights, i, block, quantization)
+                write_weights(folder / f"blocks/{i:02d}.bin", block, pieces, advance)
+            for file, name, layout in (
+                ("embedding.bin", "model.embed_tokens", embedding),
+                ("head.bin", "lm_head", head),
+            ):
+                if layout:
+                    pieces = table_pieces(weights, name, layout, quantization)
+                    write_weights(folder / file, layout, pieces, advance)
+        data = write_streams(folder, streams)
+        copy_texts(source, folder, arch, quantization)
+        manifest = {
+            "format": FORMAT,
+            "name": source.name,
+            "model": {"id": source.id, "revision": source.revision, "license": source.license},
+            "mlx_version": mx.__version__,
+            "device": options.device,
+            "dtype": dtype,
+            "architecture": asdict(arch),
+            "quantization": asdict(quantization),
+            "seq_lens": options.seq_lens,
+            "ranks": options.ranks,
+            "block": {**functions, **block.to_manifest()},
+            "embedding": {"file": "embedding.bin", **embedding.to_manifest()},
+            "head": {
+                "file": "head.bin" if head else "embedding.bin",
+                **(head or embedding).to_manifest(),
+            },
+            "data": data,
+            "files": [
+                {
+                    "path": file.relative_to(folder).as_posix(),
+                    "size": file.stat().st_size,
+                    "sha256": sha256(file),
+                }
+                for file in sorted(folder.rglob("*"))
+                if file.is_file()
+            ],
+        }
+        text = json.dumps(manifest, indent=1, ensure_ascii=False)
+        (folder / "manifest.json").write_text(text + "\n", encoding="utf-8")
+    return manifest
+
+
+def check_quantization(arch: Architecture, quantization: Quantization) -> None:
+    """Raises MespError unless groups divide the rows of every matrix."""
+    for columns in {columns for _, columns in arch.projections().values()}:
+        if columns % quantization.group_size:
+            raise MespError(
+                f"Groups of {quantization.group_size} weights do not divide the model's rows of "
+                f"{columns}; take another --group-size, such as 32."
+            )
+
+
+def check_disk(out: Path, folder: Path, size: int) -> None:
+    free = shutil.disk_usage(folder).free
+    if free < size:
+        raise MespError(
+            f"Cannot write {out}: it takes {size / 1e6:,.0f} MB, and its disk has "
+            f"{free / 1e6:,.0f} MB free; free some space or name another --out."
+        )
+
+
+def token_streams(
+    source: Source, weights: Weights, arch: Architecture, options: Options
+) -> dict[str, np.ndarray]:
+    """The tokenized data by split; empty where there is none."""
+    longest = max(options.seq_lens)
+    if options.data is None:
+        if isinstance(weights, RandomWeights):
+            return text_data.random_streams(arch.vocab_size, longest, options.seed)
+        return {}
+    streams = text_data.load(options.data, load_tokenizer(source), longest)
+    largest = max(int(stream.max()) for stream in streams.values())
+    if largest >= arch.vocab_size:
+        raise MespError(
+            f"The tokenizer of {source.name} gives id {largest}, and the model knows "
+            f"{arch.vocab_size} ids; the two do not belong together."
+        )
+    return streams
+
+
+def load_tokenizer(source: Source) -> Any:
+    if source.folder is None or not (source.folder / "tokenizer_config.json").is_file():
+        raise MespError(
+            f"{source.name} has no tokenizer here, so --data cannot be used with it; leave out "
+            "--data (random weights then get random tokens), or give a folder with a tokenizer."
+        )
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(source.folder, local_files_only=True)
+    except Exception as error:
+        raise MespError(f"The tokenizer in {source.folder} cannot be loaded: {error}") from error
+
+
+def write_streams(folder: Path, streams: dict[str, np.ndarray]) -> dict[str, Any]:
+    """Writes the streams to ``data/`` and returns the manifest's ``data``."""
+    entries = {}
+    for split, stream in streams.items():
+        file = f"data/{split}.bin"
+        (folder / "data").mkdir(exist_ok=True)
+        (folder / file).write_bytes(stream.astype("<u4").tobytes())
+        entries[split] = {"file": file, "tokens": len(stream)}
+    return entries
+
+
+def copy_texts(
+    source: Source, folder: Path, arch: Architecture, quantization: Quantization
+) -> None:
+    """Writes config.json as of the bundle's weights; copies the tokenizer and the licence."""
+    config = {
+        **source.config,
+        "num_hidden_layers": arch.num_hidden_layers,
+        "quantization": asdict(quantization),
+    }
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    if source.folder:
+        licenses = [f.name for f in source.folder.glob("LICENSE*") if f.is_file()]
+        for name in (*TOKENIZER_FILES, *licenses):
+            if (source.folder / name).is_file():
+                shutil.copyfile(source.folder / name, folder / name)
+
+
+@contextmanager
+def _progress(title: str, total: int) -> Iterator[Any]:
+    """A progress bar of bytes on a terminal; yields the function that advances it."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(f"Writing {title}", total=total)
+        yield lambda size: bar.advance(task, size)
+
+
+def summary(out: Path, manifest: dict[str, Any]) -> str:
+    """What was written, for people."""
+    arch = Architecture(**manifest["architecture"])
+    size = sum(file["size"] for file in manifest["files"])
+    quantization = manifest["quantization"]
+    lora = {r: arch.num_hidden_layers * arch.lora_size(r) for r in manifest["ranks"]}
+    data = ", ".join(f"{d['tokens']:,} {split}" for split, d in manifest["data"].items())
+    lines = {
+        "model": f"{manifest['model']['id']}, {arch.num_hidden_layers} blocks, hidden size "
+        f"{arch.hidden_size}, vocabulary {arch.vocab_size:,}",
+        "weights": f"{quantization['bits']} bits in groups of {quantization['group_size']}, "
+        f"{manifest['dtype']} on the {manifest['device'].upper()}",
+        "size": f"{size / 1e6:,.1f} MB: blocks of {manifest['block']['words'] * 4 / 1e6:,.2f} MB, "
+        f"embedding {manifest['embedding']['words'] * 4 / 1e6:,.2f} MB",
+        "sequences": " or ".join(map(str, manifest["seq_lens"])) + " tokens",
+        "LoRA": "; ".join(f"rank {r}: {n:,} parameters" for r, n in lora.items()),
+        "data": f"{data} tokens" if data else "none (training needs --data)",
+    }
+    return "\n".join([f"Wrote {out}", *(f"  {key:10} {value}" for key, value in lines.items())])
+
+
+class ListOptions(click.Command):
+    """A command without positional arguments whose options may be given several values:
+
+    ``--rank 4 8`` is ``--rank 4 --rank 8``.
+    """
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        repeatable = {o for p in self.params if getattr(p, "multiple", False) for o in p.opts}
+        spelled, current = [], None
+        for arg in args:
+            if arg.startswith("-"):
+                current = arg if arg in repeatable else None
+            elif current and spelled[-1] != current:
+                spelled.append(current)
+            spelled.append(arg)
+        return super().parse_args(ctx, spelled)
+
+
+@click.command(cls=ListOptions, context_settings={"show_default": True})
+@click.option("--model", required=True, metavar="NAME|HUB_ID|DIR|demo", help="The model to export.")
+@click.option(
+    "--out", type=click.Path(path_type=Path), metavar="DIR", show_default="NAME.mesp",
+    help="The bundle to write.",
+)  # fmt: skip
+@click.option(
+    "--data", metavar="FILE|DIR|NAME", show_default="python-docs for demo",
+    help="Text to train on: a text file, a JSONL file of {\"text\": …}, a folder with train, valid "
+    "and test as .txt or .jsonl, or python-docs.",
+)  # fmt: skip
+@click.option(
+    "--seq-len", "seq_lens", multiple=True, type=click.IntRange(min=1), default=[256],
+    metavar="N ...", help="Sequence lengths to train with.",
+)  # fmt: skip
+@click.option("--bits", type=click.Choice(["4", "8"]), default="4", help="Bits a weight.")
+@click.option(
+    "--group-size", type=click.Choice(["32", "64", "128"]), default="64",
+    help="Weights that share a scale.",
+)  # fmt: skip
+@click.option(
+    "--rank", "ranks", multiple=True, type=click.IntRange(min=1), default=[8], metavar="R ...",
+    help="LoRA ranks to train with.",
+)  # fmt: skip
+@click.option(
+    "--dtype", type=click.Choice(["float32", "bfloat16"]),
+    show_default="float32 on the CPU, bfloat16 on the GPU", help="Type of activations.",
+)  # fmt: skip
+@click.option(
+    "--device", type=click.Choice(["auto", "cpu", "gpu"]), default="auto",
+    help="Device the bundle runs on.",
+)  # fmt: skip
+@click.option("--random-weights", is_flag=True, help="The model's geometry with random weights.")
+@click.option("--layers", type=click.IntRange(min=1), help="Keep only the first N blocks.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, help="Of --random-weights.")
+@click.option("--overwrite", is_flag=True, help="Replace --out where it is a bundle.")
+def main(
+    model, out, data, seq_lens, bits, group_size, ranks, dtype, device, random_weights, layers,
+    seed, overwrite,
+):  # fmt: skip
+    """Quantize a model and write it as a bundle to fine-tune on an iPhone, a Mac or Linux."""
+    if device == "auto":
+        device = "gpu" if mx.metal.is_available() else "cpu"
+    elif device == "gpu" and not mx.metal.is_available():
+        raise MespError("There is no GPU that MLX can use here; export with --device cpu.")
+    source = find_source(model, random_weights)
+    arch = Architecture.from_config(source.config)
+    if layers and layers > arch.num_hidden_layers:
+        raise MespError(f"{source.name} has {arch.num_hidden_layers} blocks, fewer than --layers.")
+    arch = replace(arch, num_hidden_layers=layers or arch.num_hidden_layers)
+    weights = RandomWeights(seed) if random_weights else SafetensorsWeights(source.folder)
+    if random_weights:
+        source = replace(source, name=f"{source.name}-random", revision=None)
+    out = out or Path(f"{source.name}.mesp")
+    options = Options(
+        out=out,
+        data=data or ("python-docs" if model == "demo" else None),
+        seq_lens=sorted(set(seq_lens)),
+        ranks=sorted(set(ranks)),
+        quantization=Quantization(int(bits), int(group_size)),
+        dtype=dtype or {"cpu": "float32", "gpu": "bfloat16"}[device],
+        device=device,
+        seed=seed,
+        overwrite=overwrite,
+    )
+    click.echo(summary(out, export(source, weights, arch, options)))

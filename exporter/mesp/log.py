@@ -1,0 +1,156 @@
+"""Reads a run's log, `metrics.jsonl`: one JSON object a line, described in docs/architecture.md.
+
+Sizes are bytes, times seconds, losses nats a token. An MB in what people read is 1,000,000 bytes.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+
+from mesp.errors import MespError, plain_os_errors
+
+LOG_NAME = "metrics.jsonl"
+
+# A log without an end record is of a run that goes on, unless nothing was added for this long.
+SILENCE = timedelta(minutes=10)
+
+
+@dataclass
+class Run:
+    """What a log says so far, sorted by the kind of record."""
+
+    start: dict = field(default_factory=dict)
+    steps: list[dict] = field(default_factory=list)
+    evals: list[dict] = field(default_factory=list)
+    events: list[dict] = field(default_factory=list)
+    end: dict = field(default_factory=dict)
+    last_time: str | None = None
+
+    def add(self, record: dict) -> None:
+        """Takes the next record; kinds that this version does not know are passed over."""
+        kind = record.get("type")
+        if kind in ("start", "end"):
+            setattr(self, kind, record)
+        elif kind in ("step", "eval", "event"):
+            getattr(self, kind + "s").append(record)
+        self.last_time = record.get("time", self.last_time)
+
+    @property
+    def settings(self) -> dict:
+        return self.start.get("settings", {})
+
+    @property
+    def model(self) -> str:
+        return self.start.get("model", {}).get("name", "?")
+
+    @property
+    def last_step(self) -> int:
+        """The last finished step, counted from 1; 0 before the first."""
+        return self.steps[-1]["step"] if self.steps else 0
+
+    @property
+    def losses(self) -> list[float]:
+        """Training loss of each step, nats a token."""
+        return [step["loss"] for step in self.steps]
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        seconds = sum(step["seconds"] for step in self.steps)
+        return sum(step["tokens"] for step in self.steps) / seconds if seconds else None
+
+    @property
+    def peak_footprint(self) -> int | None:
+        """The highest footprint of the run, bytes."""
+        peaks = [step["footprint_peak_bytes"] for step in self.steps]
+        return max([*peaks, self.end.get("footprint_peak_bytes") or 0]) or None
+
+    @property
+    def held_out(self) -> tuple[float | None, float | None]:
+        """Held-out loss before the first step and the latest one after it, nats a token."""
+        before = [record["loss"] for record in self.evals if record["step"] == 0]
+        after = [record["loss"] for record in self.evals if record["step"] > 0]
+        return (before[0] if before else None, after[-1] if after else None)
+
+    def state(self, now: datetime | None = None) -> str:
+        """How the run ended, says its end record; without one `running`, or `killed` if silent."""
+        if self.end:
+            return self.end.get("reason", "?")
+        if self.last_time is None:
+            return "killed"
+        now = now or datetime.now(timezone.utc)
+        last = datetime.fromisoformat(self.last_time.replace("Z", "+00:00"))
+        return "running" if now - last < SILENCE else "killed"
+
+
+def read_run(folder: Path) -> Run:
+    """Reads the log in a run's folder.
+
+    A last line that is cut off is left out: its writer was killed, or is writing it.
+    """
+    path = folder / LOG_NAME
+    with plain_os_errors(f"Cannot read the log {path}"):
+        lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    run = Run()
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+            if not isinstance(record, dict):
+                raise ValueError("not an object")
+        except ValueError:
+            if number == len(lines):
+                break
+            raise MespError(f"Line {number} of {path} is not a log record.") from None
+        run.add(record)
+    return run
+
+
+def find_runs(root: Path) -> list[Path]:
+    """Folders at or below `root` that hold a log, in order of name."""
+    return sorted(path.parent for path in root.rglob(LOG_NAME))
+
+
+def decimal(value: float | None, digits: int = 2) -> str:
+    """A number for a table, a dash where there is none."""
+    return "-" if value is None else f"{value:,.{digits}f}"
+
+
+def megabytes(size: float | None) -> str:
+    """Bytes as MB of 1,000,000 bytes."""
+    return decimal(None if size is None else size / 1e6, 1)
+
+
+COLUMNS = (
+    "model",
+    "method",
+    "seq",
+    "rank",
+    "steps",
+    "loss",
+    "held-out",
+    "tok/s",
+    "peak MB",
+    "state",
+)
+
+
+def table_row(run: Run) -> list[str]:
+    """One run under `COLUMNS`: losses as first → last, footprint in MB."""
+    losses = run.losses
+    before, after = run.held_out
+    return [
+        run.model,
+        str(run.settings.get("method", "?")),
+        str(run.settings.get("seq_len", "?")),
+        str(run.settings.get("rank", "?")),
+        str(run.last_step),
+        f"{decimal(losses[0])} → {decimal(losses[-1])}" if losses else "-",
+        f"{decimal(before)} → {decimal(after)}",
+        decimal(run.tokens_per_second, 0),
+        megabytes(run.peak_footprint),
+        run.state(),
+    ]

@@ -1,0 +1,106 @@
+#!/usr/bin/env python3
+"""Stands in for mesp-engine: keeps the contract of docs/architecture.md, trains nothing.
+
+FAKE_ENGINE chooses how it goes: `slow` (a step takes 20 ms, until a signal), `deaf` (the same,
+and signals are ignored), `refuse` (fails before it has a log), `fail` (fails after three steps),
+`crash` (after three steps) or `noisy` (a line that is no record, and a warning). Every SIGINT and
+SIGTERM is noted in OUTPUT/signals.
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+from datetime import datetime, timezone
+from pathlib import Path
+
+how = os.environ.get("FAKE_ENGINE", "")
+settings = json.loads(Path(sys.argv[1]).read_text())
+output = Path(settings["output"])
+stopped = False
+
+
+def note_signal(number, _frame):
+    global stopped
+    with (output / "signals").open("a") as file:
+        file.write(signal.Signals(number).name + "\n")
+    stopped = how != "deaf"
+
+
+def fail(sentence):
+    print(sentence, file=sys.stderr)
+    sys.exit(2)
+
+
+for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, note_signal)
+if how == "refuse":
+    fail("blocks/00.bin is damaged; write the bundle again.")
+if (output / "metrics.jsonl").exists():
+    fail("The output folder already holds a run.")
+log = (output / "metrics.jsonl").open("w")
+
+
+def write(kind, **fields):
+    line = json.dumps(
+        {"type": kind, "time": f"{datetime.now(timezone.utc):%Y-%m-%dT%H:%M:%SZ}", **fields}
+    )
+    print(line, file=log, flush=True)
+    print(line, flush=True)
+
+
+def save():
+    (output / "adapters").mkdir(exist_ok=True)
+    (output / "adapters" / "adapters.safetensors").write_bytes(b"weights")
+    (output / "adapters" / "adapter_config.json").write_text("{}")
+
+
+def end(reason, step):
+    write("end", reason=reason, step=step, seconds=0.5 * step, footprint_peak_bytes=45_600_000)
+
+
+model = {"name": "demo", "id": "mesp/demo", "layers": 4}
+write(
+    "start",
+    version="0",
+    mlx_version="0.31.1",
+    device="cpu",
+    host="test",
+    model=model,
+    settings=settings,
+)
+write("eval", step=0, loss=4.5, tokens=settings["val_batches"] * settings["seq_len"])
+if how == "noisy":
+    print("a library says hello", flush=True)
+    print("The bundle was exported for the CPU.", file=sys.stderr)
+step = 0
+while step < settings["steps"] and not stopped:
+    if how in ("slow", "deaf"):
+        time.sleep(0.02)
+    step += 1
+    write(
+        "step",
+        step=step,
+        loss=4.0 - 0.01 * step,
+        seconds=0.5,
+        tokens=settings["seq_len"],
+        learning_rate=settings["learning_rate"],
+        footprint_bytes=30_000_000,
+        footprint_peak_bytes=45_000_000,
+        mlx_active_bytes=1,
+        mlx_peak_bytes=2,
+        mlx_cache_bytes=3,
+        thermal_state="nominal",
+    )
+    if settings["save_every"] and step % settings["save_every"] == 0:
+        save()
+    if step == 3 and how == "crash":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    if step == 3 and how == "fail":
+        end("failed", step)
+        fail("There is no space left on the disk.")
+save()
+if not stopped:
+    write("eval", step=step, loss=3.8, tokens=settings["val_batches"] * settings["seq_len"])
+end("stopped" if stopped else "finished", step)

@@ -1,0 +1,297 @@
+"""tools/collect.py as a user runs it, from a folder and from a stand-in phone."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+APP = "org.mesp.MeSPTrainer"
+
+
+def write_run(
+    folder: Path,
+    steps: int = 4,
+    end: str | None = "finished",
+    seed: int = 0,
+    ago: timedelta = timedelta(0),
+) -> Path:
+    """A run of 256-token steps of 0.5 s; the loss falls from 4 by 0.1 a step."""
+    time = f"{datetime.now(timezone.utc) - ago:%Y-%m-%dT%H:%M:%SZ}"
+    settings = {"method": "mesp", "seq_len": 256, "rank": 8, "seed": seed}
+    start = {"type": "start", "model": {"name": "Qwen2.5-0.5B"}, "settings": settings}
+    # When a run began is what tells it from another: the same however often this is called.
+    records = [{**start, "time": "2026-01-01T00:00:00Z"}]
+    records.append({"type": "eval", "time": time, "step": 0, "loss": 4.51, "tokens": 256})
+    memory = {"footprint_bytes": 40_000_000, "footprint_peak_bytes": 50_000_000}
+    for step in range(1, steps + 1):
+        figures = {"step": step, "loss": 4.1 - 0.1 * step, "seconds": 0.5, "tokens": 256}
+        records.append({"type": "step", "time": time, **figures, **memory})
+    if end:
+        records.append({"type": "eval", "time": time, "step": steps, "loss": 3.77, "tokens": 256})
+        peak = {"footprint_peak_bytes": 61_200_000}
+        records.append(
+            {"type": "end", "time": time, "reason": end, "step": steps, "seconds": 3, **peak}
+        )
+    (folder / "adapters").mkdir(parents=True, exist_ok=True)
+    (folder / "adapters" / "adapters.safetensors").write_text(f"weights after {steps} steps")
+    (folder / "activations.bin").write_text("what the trainer spilled, of no use elsewhere")
+    text = "".join(json.dumps(record) + "\n" for record in records)
+    (folder / "metrics.jsonl").write_text(text)
+    return folder
+
+
+def collect(*arguments: object, **environment: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, HERE.parent / "tools" / "collect.py", *map(str, arguments)],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def refused(done: subprocess.CompletedProcess) -> str:
+    """The one sentence of a command that failed as it should."""
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.startswith("Error: ") and len(done.stderr.splitlines()) == 1, done.stderr
+    return done.stderr.removeprefix("Error: ").rstrip()
+
+
+def rows(done: subprocess.CompletedProcess) -> dict[str, list[str]]:
+    """The table's columns by run, split where the spaces are wide."""
+    assert done.returncode == 0, done.stderr
+    lines = [line.split("  ") for line in done.stdout.splitlines()[1:]]
+    cells = [[cell.strip() for cell in line if cell.strip()] for line in lines]
+    return {run: columns for run, *columns in cells}
+
+
+def test_a_folder_of_runs_is_copied_and_listed(tmp_path: Path):
+    source, out = tmp_path / "runs", tmp_path / "out"
+    write_run(source / "a")
+    write_run(source / "deep" / "b", end="stopped")
+    write_run(source / "c", end="failed")
+    write_run(source / "d", end=None)
+    write_run(source / "e", end=None, ago=timedelta(hours=2))
+    table = rows(collect("--from", source, "--out", out))
+    common = ["Qwen2.5-0.5B", "mesp", "256", "8", "4", "4.00 → 3.70"]
+    assert table == {
+        "a": [*common, "4.51 → 3.77", "512", "61.2", "finished"],
+        "c": [*common, "4.51 → 3.77", "512", "61.2", "failed"],
+        "d": [*common, "4.51 → -", "512", "50.0", "running"],
+        "b": [*common, "4.51 → 3.77", "512", "61.2", "stopped"],
+        "e": [*common, "4.51 → -", "512", "50.0", "killed"],
+    }
+    assert sorted(path.name for path in out.iterdir()) == ["a", "b", "c", "d", "e"]
+    files = {path.relative_to(out / "a") for path in (out / "a").rglob("*") if path.is_file()}
+    assert files == {Path("metrics.jsonl"), Path("adapters/adapters.safetensors")}
+
+
+@pytest.mark.parametrize("cut", [1, 2, 30])
+def test_a_last_line_that_is_cut_off_is_left_out(tmp_path: Path, cut: int):
+    run = write_run(tmp_path / "runs" / "a", end=None)
+    log = run / "metrics.jsonl"
+    log.write_bytes(log.read_bytes()[:-cut])
+    steps = rows(collect("--from", tmp_path / "runs", "--out", tmp_path / "out"))["a"][4]
+    assert steps == ("4" if cut == 1 else "3"), "one byte less is a whole record without its end"
+
+
+def test_a_damaged_line_in_the_middle_is_named(tmp_path: Path):
+    run = write_run(tmp_path / "runs" / "a")
+    log = run / "metrics.jsonl"
+    lines = log.read_text().splitlines()
+    log.write_text("\n".join([*lines[:3], lines[3][:20], *lines[4:]]) + "\n")
+    sentence = refused(collect("--from", tmp_path / "runs", "--out", tmp_path / "out"))
+    assert sentence == f"Line 4 of {tmp_path / 'out' / 'a' / 'metrics.jsonl'} is not a log record."
+
+
+def test_a_log_with_nothing_in_it_is_listed(tmp_path: Path):
+    (tmp_path / "runs" / "a").mkdir(parents=True)
+    (tmp_path / "runs" / "a" / "metrics.jsonl").touch()
+    row = rows(collect("--from", tmp_path / "runs", "--out", tmp_path / "out"))["a"]
+    assert row == ["?", "?", "?", "?", "0", "-", "- → -", "-", "-", "killed"]
+
+
+def test_a_run_that_went_on_is_refreshed(tmp_path: Path):
+    source, out = tmp_path / "runs", tmp_path / "out"
+    write_run(source / "a", steps=2, end=None)
+    collect("--from", source, "--out", out)
+    write_run(source / "a", steps=9)
+    assert rows(collect("--from", source, "--out", out))["a"][4] == "9"
+    weights = (out / "a" / "adapters" / "adapters.safetensors").read_text()
+    assert weights == "weights after 9 steps"
+    assert [path.name for path in out.iterdir()] == ["a"]
+
+
+def test_a_newer_copy_is_kept(tmp_path: Path):
+    source, out = tmp_path / "runs", tmp_path / "out"
+    write_run(source / "a", steps=9)
+    collect("--from", source, "--out", out)
+    write_run(source / "a", steps=2, end=None)
+    done = collect("--from", source, "--out", out)
+    assert "is further on than" in done.stderr
+    assert rows(done)["a"][4] == "9"
+    weights = (out / "a" / "adapters" / "adapters.safetensors").read_text()
+    assert weights == "weights after 9 steps"
+
+
+def test_another_run_of_the_same_name_gets_a_place_of_its_own(tmp_path: Path):
+    source, out = tmp_path / "runs", tmp_path / "out"
+    write_run(source / "a", steps=3)
+    collect("--from", source, "--out", out)
+    write_run(source / "a", steps=5, seed=1)
+    for _ in range(2):  # and finds it again
+        assert rows(collect("--from", source, "--out", out))["a-2"][4] == "5"
+    assert sorted(path.name for path in out.iterdir()) == ["a", "a-2"]
+    weights = (out / "a" / "adapters" / "adapters.safetensors").read_text()
+    assert weights == "weights after 3 steps"
+
+
+def test_a_folder_that_is_no_run_is_not_replaced(tmp_path: Path):
+    write_run(tmp_path / "runs" / "a")
+    (tmp_path / "out" / "a").mkdir(parents=True)
+    (tmp_path / "out" / "a" / "thesis.txt").write_text("precious")
+    collect("--from", tmp_path / "runs", "--out", tmp_path / "out")
+    assert (tmp_path / "out" / "a" / "thesis.txt").read_text() == "precious"
+    assert (tmp_path / "out" / "a-2" / "metrics.jsonl").exists()
+
+
+def test_out_within_the_source_is_not_collected_again(tmp_path: Path):
+    write_run(tmp_path / "a")
+    for _ in range(2):
+        table = rows(collect("--from", tmp_path, "--out", tmp_path / "out"))
+        assert list(table) == ["a"]
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["a"]
+
+
+def test_out_that_holds_the_source_is_refused(tmp_path: Path):
+    write_run(tmp_path / "runs" / "a")
+    sentence = refused(collect("--from", tmp_path / "runs", "--out", tmp_path))
+    assert sentence == f"--out {tmp_path} holds what is to be collected: choose another folder."
+
+
+def test_a_folder_without_runs(tmp_path: Path):
+    done = collect("--from", tmp_path, "--out", tmp_path / "out")
+    assert (done.returncode, done.stdout) == (0, "There are no runs yet.\n")
+    assert refused(collect("--from", tmp_path / "none", "--out", tmp_path / "out")) == (
+        f"There is no folder {tmp_path / 'none'}."
+    )
+
+
+# From a phone
+
+
+class Phones:
+    """What the stand-in xcrun finds attached."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.world = {"devices": [], "nests": False}
+
+    def add(self, name: str, **more: object) -> Path:
+        """Attaches a phone; returns the runs folder of its app."""
+        number = len(self.world["devices"])
+        container = self.folder / f"container-{number}"
+        (container / "Documents").mkdir(parents=True)
+        device = {"name": name, "identifier": f"ID-{number}", "udid": f"0000-{number}"}
+        device |= {"apps": {APP: str(container)}, **more}
+        self.world["devices"].append(device)
+        return container / "Documents" / "runs"
+
+    def collect(self, *arguments: object) -> subprocess.CompletedProcess:
+        described = self.folder / "phones.json"
+        described.write_text(json.dumps(self.world))
+        path = f"{HERE / 'fake_xcrun'}:{os.environ['PATH']}"
+        out = self.folder / "out"
+        return collect(*arguments, "--out", out, FAKE_XCRUN=str(described), PATH=path)
+
+
+@pytest.fixture
+def phones(tmp_path: Path) -> Phones:
+    return Phones(tmp_path)
+
+
+@pytest.mark.parametrize("nests", [True, False])
+def test_the_only_phone_is_read(phones: Phones, nests: bool):
+    runs = phones.add("Ada's iPhone")
+    phones.add("A Watch", platform="watchOS")
+    phones.add("Left at home", tunnelState="unavailable")
+    phones.world["nests"] = nests
+    write_run(runs / "a", end=None)
+    write_run(runs / "b")
+    assert list(rows(phones.collect())) == ["a", "b"]
+    assert (phones.folder / "out" / "a" / "adapters" / "adapters.safetensors").exists()
+    write_run(runs / "a", steps=8)
+    assert rows(phones.collect())["a"][4] == "8"
+
+
+@pytest.mark.parametrize("name", ["Grace's iPhone", "ID-1", "0000-1"])
+def test_one_of_several_phones_is_chosen(phones: Phones, name: str):
+    write_run(phones.add("Ada's iPhone") / "a")
+    write_run(phones.add("Grace's iPhone") / "g")
+    assert refused(phones.collect()) == (
+        "Several phones can be reached, choose one with --device: "
+        "Ada's iPhone (ID-0), Grace's iPhone (ID-1)."
+    )
+    assert list(rows(phones.collect("--device", name))) == ["g"]
+
+
+def test_no_phone(phones: Phones):
+    phones.add("Left at home", tunnelState="unavailable")
+    assert refused(phones.collect()).startswith("No phone can be reached: connect it with a cable")
+
+
+def test_an_unknown_phone(phones: Phones):
+    phones.add("Ada's iPhone")
+    assert refused(phones.collect("--device", "Alan")) == (
+        "There is no phone Alan: `xcrun devicectl list devices` shows which there are."
+    )
+
+
+def test_a_locked_phone(phones: Phones):
+    write_run(phones.add("Ada's iPhone", locked=True) / "a")
+    assert refused(phones.collect()) == "The phone ID-0 is locked: unlock it and try again."
+    assert not (phones.folder / "out").exists()
+
+
+def test_the_app_is_not_installed(phones: Phones):
+    phones.add("Ada's iPhone", apps={"org.example.Other": str(phones.folder)})
+    assert refused(phones.collect()) == (
+        f"The app {APP} is not on the phone ID-0, or was not installed from Xcode: "
+        "build it onto the phone, or name another one with --app."
+    )
+
+
+def test_another_app_is_read(phones: Phones):
+    other = phones.folder / "other"
+    write_run(other / "Documents" / "runs" / "o")
+    phones.add("Ada's iPhone", apps={"org.example.Other": str(other)})
+    assert list(rows(phones.collect("--app", "org.example.Other"))) == ["o"]
+
+
+def test_a_phone_without_runs(phones: Phones):
+    phones.add("Ada's iPhone")
+    done = phones.collect()
+    assert (done.returncode, done.stdout) == (0, "There are no runs yet.\n")
+
+
+def test_a_mac_without_xcode(tmp_path: Path):
+    path = f"{HERE / 'fake_xcrun'}:{os.environ['PATH']}"
+    environment = {key: value for key, value in os.environ.items() if key != "FAKE_XCRUN"}
+    assert refused(collect("--out", tmp_path / "out", **{**environment, "PATH": path})).startswith(
+        "xcrun finds no devicectl: install Xcode 15 or later"
+    )
+
+
+def test_a_machine_without_xcrun(tmp_path: Path):
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    (programs / "python3").symlink_to(shutil.which("python3"))
+    assert refused(collect("--out", tmp_path / "out", PATH=str(programs))).startswith(
+        "A phone is read with xcrun, which comes with Xcode on a Mac"
+    )
