@@ -1,8 +1,9 @@
 import MLX
 
-/// What the block function returns and the backward pass reads: `[1, T, features]`, or `[1, heads, T, head_dim]`.
+/// What the backward pass reads of what the block function returns: `[1, T, features]`, or `[1, heads, T, head_dim]`. The other
+/// three are made again where they are needed: attn_in is a norm of x, gate and up come tile by tile.
 struct Intermediates {
-    let attnIn, q, k, v, attnOut, xMid: MLXArray
+    let q, k, v, attnOut, xMid: MLXArray
 }
 
 /// How much of a matrix is worked on at once. Smaller tiles need less memory and more time.
@@ -89,16 +90,16 @@ struct BlockBackward {
 
             let gate = wGateF.apply(mlpIn) + matmul(hGate, bGate)
             let up = wUpF.apply(mlpIn) + matmul(hUp, bUp)
-            let dAct = wDownF.applyTransposed(dy) + matmul(dyB, aDown.T)
+            let dAct = wDownF.applyTransposed(dy, addedTo: matmul(dyB, aDown.T))
             let (act, dGate, dUp) = swigluBackward(gate: gate, up: up, dAct: dAct)
 
-            hDown = hDown + matmul(act, aDown)
+            hDown = addMM(hDown, act, aDown)
             dADown.append(matmul(act.T, dyB))
             dBGate.append(matmul(hGate.T, dGate))
             dBUp.append(matmul(hUp.T, dUp))
-            dGateB = dGateB + matmul(dGate, bGate.T)
-            dUpB = dUpB + matmul(dUp, bUp.T)
-            dMlpIn = dMlpIn + wGateF.applyTransposed(dGate) + wUpF.applyTransposed(dUp)
+            dGateB = addMM(dGateB, dGate, bGate.T)
+            dUpB = addMM(dUpB, dUp, bUp.T)
+            dMlpIn = wUpF.applyTransposed(dUp, addedTo: wGateF.applyTransposed(dGate, addedTo: dMlpIn))
             eval([dMlpIn, hDown, dGateB, dUpB] + [dADown, dBGate, dBUp].compactMap(\.last))
         }
 
@@ -121,37 +122,33 @@ struct BlockBackward {
         let a = architecture
         let (length, dtype) = (x.dim(0), x.dtype)
 
-        func backward(_ projection: Projection, _ input: MLXArray, dy: MLXArray, wantsInput: Bool) -> MLXArray? {
+        func backward(_ projection: Projection, _ input: MLXArray, dy: MLXArray, addedTo sum: MLXArray?) -> MLXArray? {
             let (dx, gradient) = linearBackward(
                 input, matrix(projection), matrices(projection, dtype), scale: scale, dy: dy, tile: tile.projection,
-                wantsInput: wantsInput)
+                addedTo: sum)
             gradients[projection] = gradient
             return dx
         }
         func byHead(_ x: MLXArray) -> MLXArray {
             x.reshaped([length, a.numAttentionHeads, a.headDim]).swappedAxes(0, 1)
         }
-        func byToken(_ x: MLXArray) -> MLXArray { x.swappedAxes(0, 1).reshaped([length, -1]) }
 
         let attnOut = forward.attnOut.reshaped([length, a.numAttentionHeads * a.headDim])
-        guard let dAttnOut = backward(.o, attnOut, dy: dMid, wantsInput: true) else { return nil }
+        let zeros = MLXArray.zeros(attnOut.shape, dtype: dtype)
+        guard let dAttnOut = backward(.o, attnOut, dy: dMid, addedTo: zeros) else { return nil }
         let (dq, dk, dv) = attentionBackward(
             q: forward.q[0], k: forward.k[0], v: forward.v[0], out: byHead(attnOut), dOut: byHead(dAttnOut),
-            tile: tile.attention)
+            base: a.ropeTheta, tile: tile.attention)
 
-        let attnIn = forward.attnIn.reshaped([length, a.hiddenSize])
-        let dAttnIn = [
-            backward(.q, attnIn, dy: byToken(ropeBackward(dy: dq, base: a.ropeTheta)), wantsInput: wantsInput),
-            backward(.k, attnIn, dy: byToken(ropeBackward(dy: dk, base: a.ropeTheta)), wantsInput: wantsInput),
-            backward(.v, attnIn, dy: byToken(dv), wantsInput: wantsInput),
-        ].compactMap { $0 }
-        guard wantsInput, dAttnIn.count == 3 else { return nil }
+        let norm = weights["input_layernorm.weight"]
+        let attnIn = rmsNorm(x, weight: norm, eps: a.rmsNormEps)
+        var dAttnIn: MLXArray? = wantsInput ? MLXArray.zeros(x.shape, dtype: dtype) : nil
+        for (projection, dy) in [(Projection.q, dq), (.k, dk), (.v, dv)] {
+            dAttnIn = backward(projection, attnIn, dy: concatenated(dy), addedTo: dAttnIn)
+        }
+        guard let dAttnIn else { return nil }
 
-        let dx =
-            dMid
-            + rmsNormBackward(
-                x, weight: weights["input_layernorm.weight"], eps: a.rmsNormEps,
-                dy: dAttnIn[0] + dAttnIn[1] + dAttnIn[2])
+        let dx = dMid + rmsNormBackward(x, weight: norm, eps: a.rmsNormEps, dy: dAttnIn)
         eval(dx)
         return dx
     }

@@ -2,7 +2,7 @@ import MLX
 
 /// Token ids `[T]` to embeddings `[1, T, hidden]`. Only the rows of the tokens are read.
 func embed(_ tokens: MLXArray, _ embedding: PackedWeights) -> MLXArray {
-    embedding.matrix("").take(tokens).dequantizedMatrix().asType(embedding["scales"].dtype).expandedDimensions(axis: 0)
+    embedding.matrix("").take(tokens).asType(embedding["scales"].dtype).expandedDimensions(axis: 0)
 }
 
 /// Cross-entropy of the output projection, and its gradient, in one pass over the vocabulary.
@@ -33,22 +33,17 @@ struct Head {
         var sum = MLXArray.zeros([shape[1], shape[2]])
         for rows in tiles(of: w.rows, size: tile) {
             let wTile = w.rows(rows)
-            // Where the tile is dequantized, it is so once for both products.
-            let dense = wTile.dense ? wTile.dequantizedMatrix() : nil
-            let z = dense.map { matmul(h.asType(.float32), $0.T) } ?? wTile.apply(h).asType(.float32)
+            let z = wTile.apply(h).asType(.float32)
             let mNew = maximum(m, z.max(axis: -1, keepDims: true))
             let p = exp(z - mNew)
             let rescale = exp(m - mNew)
             l = l * rescale + p.sum(axis: -1, keepDims: true)
-            if wantsGradient {
-                let pW = dense.map { matmul(p, $0) } ?? wTile.applyTransposed(p.asType(h.dtype)).asType(.float32)
-                sum = sum * rescale + pW
-            }
+            if wantsGradient { sum = wTile.applyTransposed(p, addedTo: sum * rescale) }
             m = mNew
             eval(m, l, sum)
         }
 
-        let wTarget = w.take(targets).dequantizedMatrix()
+        let wTarget = w.take(targets)
         let zTarget = (h.asType(.float32) * wTarget).sum(axis: -1, keepDims: true)
         let loss = (m + log(l) - zTarget).mean()
         guard wantsGradient else {

@@ -160,7 +160,7 @@ public struct ModelBundle {
         return try withExtendedLifetime(words) {
             try body(
                 PackedWeights(
-                    words: words, arrays: arrays, quantization: manifest.quantization, dense: manifest.device == "cpu"))
+                    words: words, arrays: arrays, quantization: manifest.quantization, onCPU: manifest.device == "cpu"))
         }
     }
 
@@ -285,8 +285,7 @@ struct PackedWeights {
     let words: MLXArray
     let arrays: [Manifest.PackedArray]
     let quantization: Manifest.Quantization
-    /// Whether to multiply by dequantized tiles (CPU) or with `quantizedMM` (GPU).
-    let dense: Bool
+    let onCPU: Bool
 
     /// The array called `name`, in its shape and dtype. `ModelBundle` has checked that it is there.
     subscript(name: String) -> MLXArray {
@@ -305,7 +304,7 @@ struct PackedWeights {
     func matrix(_ prefix: String) -> QuantizedMatrix {
         QuantizedMatrix(
             weight: self[prefix + "weight"], scales: self[prefix + "scales"], biases: self[prefix + "biases"],
-            groupSize: quantization.groupSize, bits: quantization.bits, dense: dense)
+            groupSize: quantization.groupSize, bits: quantization.bits, onCPU: onCPU)
     }
 }
 

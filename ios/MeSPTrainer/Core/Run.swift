@@ -28,7 +28,8 @@ public enum Run {
     }
 
     private static func run(
-        _ settings: RunSettings, _ bundle: ModelBundle, _ report: (Record, Data) throws -> Void, _ shouldStop: () -> Bool
+        _ settings: RunSettings, _ bundle: ModelBundle, _ report: (Record, Data) throws -> Void,
+        _ shouldStop: () -> Bool
     ) throws {
         let length = settings.seqLen
         guard let train = try bundle.tokens("train") else {

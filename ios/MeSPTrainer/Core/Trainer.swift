@@ -119,11 +119,11 @@ public final class Trainer {
         }
     }
 
-    /// The outputs that nobody evaluates (y, gate, up) cost nothing, but hold the graph: they end with this function.
+    /// The outputs that nobody evaluates cost nothing, but hold the graph: they end with this function.
     private func recompute(_ x: MLXArray, _ lora: MLXArray, _ words: MLXArray) throws -> Intermediates {
         let out = try call(function, x, lora, words)
-        eval(out[1...6])
-        return Intermediates(attnIn: out[1], q: out[2], k: out[3], v: out[4], attnOut: out[5], xMid: out[6])
+        eval(out[2...6])
+        return Intermediates(q: out[2], k: out[3], v: out[4], attnOut: out[5], xMid: out[6])
     }
 
     /// MeBP: automatic differentiation of the block in plain operations, from its input.

@@ -92,7 +92,8 @@ import Testing
     }
 
     @Test(arguments: [
-        BadSetting("steps") { $0.steps = 0 }, BadSetting("rank") { $0.rank = 0 }, BadSetting("--rank 3") { $0.rank = 3 },
+        BadSetting("steps") { $0.steps = 0 }, BadSetting("rank") { $0.rank = 0 },
+        BadSetting("--rank 3") { $0.rank = 3 },
         BadSetting("--seq-len 5") { $0.seqLen = 5 }, BadSetting("learning_rate") { $0.learningRate = -1 },
         BadSetting("learning_rate") { $0.learningRate = .nan }, BadSetting("alpha") { $0.alpha = 0 },
         BadSetting("/nowhere") { $0.bundle = "/nowhere" }, BadSetting("/dev/null/x") { $0.output = "/dev/null/x" },

@@ -38,11 +38,11 @@ public enum DType: Hashable, Sendable, CaseIterable {
     }
 
     init(code: Int32) {
-        guard let type = Self.allCases.first(where: { $0.code == code }) else {
-            fatalError("Unsupported dtype: \(code)")
-        }
-        self = type
+        guard Self.byCode.indices.contains(Int(code)) else { fatalError("Unsupported dtype: \(code)") }
+        self = Self.byCode[Int(code)]
     }
+
+    private static let byCode = allCases.sorted { $0.code < $1.code }
 
     public var isFloatingPoint: Bool {
         switch self {

@@ -13,11 +13,13 @@ public final class Device: @unchecked Sendable, Equatable {
 
     private let type: DeviceType
 
-    /// The device's ordinary stream, made when it is first asked for.
-    var defaultStream: Stream { Stream.defaultStream(self) }
+    /// The device's ordinary stream.
+    let defaultStream: Stream
 
+    /// The device; an error where there is no such device.
     public init(_ deviceType: DeviceType, index: Int32 = 0) {
         type = deviceType
+        defaultStream = deviceType == .gpu ? .gpu : .cpu
     }
 
     public static let cpu: Device = Device(.cpu)
@@ -102,8 +104,8 @@ public final class Stream: @unchecked Sendable, Equatable {
     }
 
     /// The ordinary stream of the default device.
-    public convenience init() {
-        self.init(defaultOf: Device.defaultDevice().deviceType ?? .cpu)
+    public init() {
+        ctx = Stream.defaultStream(Device.defaultDevice()).ctx
     }
 
     /// A new stream.

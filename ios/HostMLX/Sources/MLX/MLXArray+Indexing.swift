@@ -171,10 +171,14 @@ extension MLXArray {
     }
 }
 
-/// The indices of a subscript, sorted by what has to be done: cut, gather, reorder and reshape.
+/// The indices of a subscript, sorted by what has to be done: slice, gather, squeeze and expand.
 ///
-/// With an array among them, integers are arrays of one index too. Their common shape stands in the result where they
-/// stood, or in front if other indices are between them.
+/// With an array among them, integers are arrays of one index too. The arrays' common shape stands in the result where
+/// they stood, or in front if other indices are between them.
+///
+/// As in mlx-swift 0.31.6, unlike NumPy: a new axis is ignored in an assignment without arrays of indices, and when
+/// reading a part where no integer drops an axis and as many axes of the array have no index. And in an assignment an
+/// integer beside an array does not count as one.
 private struct Selection {
     /// The slice along each axis of the array; an integer's is one long.
     var start: [Int32] = []
@@ -246,9 +250,6 @@ private struct Selection {
         }
         if scattered { (gatheredAxis, newAxesBefore) = (0, 0) }
 
-        // As in mlx-swift 0.31.6, unlike NumPy: a new axis is ignored in an assignment without arrays of indices, and
-        // when reading a part where no integer drops an axis and as many axes of the array have no index. And in an
-        // assignment an integer beside an array does not count as one.
         if forReading {
             let withoutIndex = shape.count - axis
             if operations.count > 1 && droppedAxes.isEmpty && newAxes.count <= withoutIndex { newAxes = [] }
@@ -257,8 +258,10 @@ private struct Selection {
         }
     }
 
-    private static func expandingEllipsis(_ operations: [MLXArrayIndexOperation], ndim: Int) -> [MLXArrayIndexOperation]
-    {
+    /// The operations with full ranges in place of an ellipsis.
+    private static func expandingEllipsis(
+        _ operations: [MLXArrayIndexOperation], ndim: Int
+    ) -> [MLXArrayIndexOperation] {
         guard let position = operations.firstIndex(where: { $0.isEllipsis }) else { return operations }
         let consumed = operations.filter { !$0.isNewAxis }.count - 1
         let full = Array(repeating: MLXArrayIndexOperation.slice(MLXSlice()), count: Swift.max(0, ndim - consumed))
