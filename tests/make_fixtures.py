@@ -23,6 +23,7 @@ import argparse
 from pathlib import Path
 
 import mlx.core as mx
+
 from mesp import reference
 from mesp.bundle import Bundle
 

@@ -5,13 +5,14 @@ from dataclasses import asdict
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from mesp import reference
-from mesp.models import PROJECTIONS, Architecture
 from mlx.utils import tree_flatten
 from mlx_lm.models import qwen2
 from mlx_lm.models.base import create_attention_mask
 from mlx_lm.tuner.lora import LoRALinear
 from mlx_lm.tuner.trainer import default_loss
+
+from mesp import reference
+from mesp.models import PROJECTIONS, Architecture
 
 TOLERANCE = 1e-5
 SCALE = 2.0

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from test_collect import write_run
 
 pytest.importorskip("matplotlib")

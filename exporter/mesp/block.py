@@ -24,8 +24,9 @@ import mlx.core as mx
 from mesp.bundle import Layout, Quantization
 from mesp.models import Architecture
 
-# Elements of the largest array that a tile makes: weights, activations or attention scores.
-TILE = 1 << 19
+# Outputs of a projection computed at a time. Smaller tiles take less memory but make a larger
+# graph, which MLX keeps in memory.
+WIDTH = 256
 # Query rows in a tile of attention. Few, because a tile reads no key after its last row.
 ATTENTION_ROWS = 32
 
@@ -47,22 +48,29 @@ def block_function(
         p = _projections(arch, quantization, device, arrays, lora, scale)
 
         def norm(name: str, x: mx.array) -> mx.array:
-            return rms_norm(x, arrays[name + ".weight"], arch.rms_norm_eps)
+            function = rms_norm if plain else mx.fast.rms_norm
+            return function(x, arrays[name + ".weight"], arch.rms_norm_eps)
+
+        def rotate(x: mx.array) -> mx.array:
+            if plain:
+                return rope(x, arch.rope_theta)
+            options = {"traditional": False, "base": arch.rope_theta, "scale": 1.0, "offset": 0}
+            return mx.fast.rope(x, arch.head_dim, **options)
 
         def heads(x: mx.array) -> mx.array:  # [1, T, n·head_dim] -> [1, n, T, head_dim]
             return x.reshape(1, x.shape[1], -1, arch.head_dim).swapaxes(1, 2)
 
         apply = Projection.__call__ if plain or device == "gpu" else Projection.by_rows
         attend = plain_attention if plain else fused_attention if device == "gpu" else attention
+        mlp = plain_mlp if plain else tiled_mlp
 
         attn_in = norm("input_layernorm", x)
-        q = rope(heads(apply(p["q_proj"], attn_in)), arch.rope_theta).astype(x.dtype)
-        k = rope(heads(apply(p["k_proj"].after(q), attn_in)), arch.rope_theta).astype(x.dtype)
+        q = rotate(heads(apply(p["q_proj"], attn_in))).astype(x.dtype)
+        k = rotate(heads(apply(p["k_proj"].after(q), attn_in))).astype(x.dtype)
         v = heads(apply(p["v_proj"].after(k), attn_in)).astype(x.dtype)
         attn_out = attend(q, k, v).astype(x.dtype)
         x_mid = apply(p["o_proj"].after(attn_out), attn_out, x).astype(x.dtype)
 
-        mlp = plain_mlp if plain else tiled_mlp
         mlp_in = norm("post_attention_layernorm", x_mid)
         y, gate, up = mlp(x_mid, mlp_in, p["gate_proj"], p["up_proj"], p["down_proj"])
         return [a.astype(x.dtype) for a in (y, attn_in, q, k, v, attn_out, x_mid, gate, up)]
@@ -80,8 +88,11 @@ def export_block(
     seq_lens: list[int],
     ranks: list[int],
 ) -> None:
-    """Writes `function` to `path` (``….mlxfn``) with a trace for each sequence length and rank."""
-    with mx.stream(mx.Device(getattr(mx.DeviceType, device))), mx.exporter(path, function) as trace:
+    """Writes `function` to `path` (``….mlxfn``) with a trace for each sequence length and rank.
+
+    Raises RuntimeError where the file cannot be written.
+    """
+    with mx.stream(getattr(mx, device)), mx.exporter(path, function) as trace:
         weights = mx.zeros(layout.words, mx.uint32)  # only the shape is read
         for rank in ranks:
             lora = mx.zeros(arch.lora_size(rank))
@@ -112,9 +123,9 @@ class Projection:
     device: str
 
     def __call__(self, x: mx.array, plus: mx.array | None = None) -> mx.array:
-        """y + plus: x [1, T, in] -> float32 [1, T, out]"""
-        added = [a.astype(mx.float32) for a in (self.bias, plus) if a is not None]
-        total = sum(added[1:], start=added[0]) if added else mx.array(0.0)
+        """y, or y + plus where there is no bias: x [1, T, in] -> float32 [1, T, out]"""
+        plus = self.bias if plus is None else plus
+        total = mx.array(0.0) if plus is None else plus.astype(mx.float32)
         wide = x.astype(mx.float32)
         packed = (self.weight, self.scales, self.biases)
         if self.device == "gpu":
@@ -127,7 +138,7 @@ class Projection:
     def by_rows(self, x: mx.array, plus: mx.array | None = None) -> mx.array:
         """The same, unpacking few rows of W at a time."""
         parts: list[mx.array] = []
-        for rows in tiles(self.b.shape[1], TILE // self.a.shape[0]):
+        for rows in tiles(self.b.shape[1], WIDTH):
             tile = self.outputs(rows).after(*parts[-1:])
             parts.append(tile(x, None if plus is None else plus[..., rows]))
         return mx.concatenate(parts, axis=-1)
@@ -197,14 +208,14 @@ def dequantize(weight: mx.array, scales: mx.array, biases: mx.array, bits: int) 
 
 
 def rms_norm(x: mx.array, weight: mx.array, eps: float) -> mx.array:
-    """RMSNorm over the last axis, computed in float32; x's dtype."""
+    """`mx.fast.rms_norm` in plain operations: computed in float32, x's dtype."""
     wide = x.astype(mx.float32)
     wide = wide * mx.rsqrt(mx.mean(mx.square(wide), axis=-1, keepdims=True) + eps)
     return wide.astype(x.dtype) * weight
 
 
 def rope(x: mx.array, theta: float) -> mx.array:
-    """Rotary position embedding of x, float32 [1, heads, T, head_dim]: i turns with i + half."""
+    """`mx.fast.rope` in plain operations, of x float32 [1, heads, T, head_dim]."""
     half = x.shape[-1] // 2
     frequency = mx.exp(mx.arange(half, dtype=mx.float32) * (-math.log(theta) / half))
     angle = mx.arange(x.shape[-2], dtype=mx.float32)[:, None] * frequency
@@ -266,8 +277,7 @@ def tiled_mlp(
     By tiles of the intermediate dimension: each weight is unpacked once however long the sequence.
     """
     y, gates, ups = x_mid.astype(mx.float32), [], []
-    largest = TILE // max(x.shape[1:])
-    for tile in tiles(down.a.shape[0], largest, down.quantization.group_size):
+    for tile in tiles(down.a.shape[0], WIDTH, down.quantization.group_size):
         gates.append(gate.outputs(tile).after(y)(x))
         ups.append(up.outputs(tile).after(gates[-1])(x))
         y = down.inputs(tile).after(ups[-1])(swiglu(gates[-1], ups[-1]), plus=y)

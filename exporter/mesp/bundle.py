@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import math
-from collections.abc import Iterable
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -57,6 +61,9 @@ class Layout:
     def __getitem__(self, name: str) -> ArraySpec:
         return next(spec for spec in self.arrays if spec.name == name)
 
+    def __contains__(self, name: str) -> bool:
+        return any(spec.name == name for spec in self.arrays)
+
     @classmethod
     def from_manifest(cls, entry: dict[str, Any]) -> Layout:
         arrays = (ArraySpec(**{**a, "shape": tuple(a["shape"])}) for a in entry["arrays"])
@@ -103,9 +110,7 @@ def block_layout(arch: Architecture, quantization: Quantization, dtype: str) -> 
     return Layout.of(arrays)
 
 
-def table_layout(
-    arch: Architecture, quantization: Quantization, dtype: str, norm: bool
-) -> Layout:
+def table_layout(arch: Architecture, quantization: Quantization, dtype: str, norm: bool) -> Layout:
     """The layout of ``embedding.bin`` or ``head.bin``; the one used as head has the `norm`."""
     arrays = quantization.arrays("", arch.vocab_size, arch.hidden_size, dtype)
     if norm:
@@ -113,12 +118,7 @@ def table_layout(
     return Layout.of(arrays)
 
 
-def sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        digest = hashlib.sha256()
-        while piece := file.read(1 << 20):
-            digest.update(piece)
-    return digest.hexdigest()
+# Reading
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
@@ -192,9 +192,7 @@ class Bundle:
     def function(self, plain: bool = False) -> Any:
         """The block function, or its plain twin: (x, lora, scale, weights) to nine arrays."""
         entry = self.manifest["block"]
-        return mx.import_function(
-            str(self.path / entry["plain_function" if plain else "function"])
-        )
+        return mx.import_function(str(self.path / entry["plain_function" if plain else "function"]))
 
     def tokens(self, split: str) -> np.ndarray:
         """The token stream ``train`` or ``valid``: uint32 [N], mapped."""
@@ -220,3 +218,97 @@ class Bundle:
 
     def _map(self, name: str) -> np.ndarray:
         return np.memmap(self.path / name, dtype="<u4", mode="r")
+
+
+# Writing
+
+Piece = tuple[str, int, mx.array]  # an array of the layout, a row of it, the rows from there on
+
+
+def write_weights(
+    path: Path, layout: Layout, pieces: Iterable[Piece], progress: Callable[[int], Any]
+) -> None:
+    """Writes a weight file; `progress` is called with the number of bytes after each piece."""
+    with open(path, "xb") as file:
+        file.truncate(layout.words * 4)
+        for name, row, array in pieces:
+            spec = layout[name]
+            data = np.array(array.astype(DTYPES[spec.dtype]).flatten().view(mx.uint8))
+            file.seek(spec.offset * 4 + row * data.size // array.shape[0])
+            file.write(data)
+            progress(data.size)
+
+
+@contextmanager
+def new_folder(path: Path, overwrite: bool) -> Iterator[Path]:
+    """A folder beside `path` to write into, which becomes `path` once all went well.
+
+    Otherwise it is removed; what a killed export left behind is removed by the next one.
+    """
+    if overwrite and path.exists() and not (path / "manifest.json").is_file():
+        raise MespError(f"{path} is not a bundle, so it is not replaced; name another --out.")
+    if not overwrite and path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise MespError(f"{path} exists; name another --out, or replace it with --overwrite.")
+    parents = [parent for parent in path.parents if not parent.exists()]
+    unfinished = path.parent / f".{path.name}.partial"
+    unfinished.mkdir(parents=True, exist_ok=True)
+    lock = os.open(unfinished, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(lock)
+        raise MespError(f"Another mesp-export is writing {path}; wait for it.") from error
+    try:
+        _empty(unfinished)
+        yield unfinished
+        for written in (*unfinished.rglob("*"), unfinished):
+            _sync(written)
+        replaced = path.parent / f".{path.name}.replaced"
+        if path.exists() and overwrite:
+            shutil.rmtree(replaced, ignore_errors=True)
+            os.rename(path, replaced)
+        os.rename(unfinished, path)
+        _sync(path.parent)
+        shutil.rmtree(replaced, ignore_errors=True)
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        for parent in parents:
+            with suppress(OSError):
+                parent.rmdir()
+        raise
+    finally:
+        os.close(lock)
+
+
+def _empty(folder: Path) -> None:
+    for left in folder.iterdir():
+        shutil.rmtree(left) if left.is_dir() else left.unlink()
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def describe_files(folder: Path) -> list[dict[str, Any]]:
+    """The manifest's ``files``: every file in the folder."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return [
+        {
+            "path": file.relative_to(folder).as_posix(),
+            "size": file.stat().st_size,
+            "sha256": sha256(file),
+        }
+        for file in files
+    ]
+
+
+def sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        digest = hashlib.sha256()
+        while piece := file.read(1 << 20):
+            digest.update(piece)
+    return digest.hexdigest()

@@ -6,6 +6,8 @@ from contextlib import contextmanager
 
 import click
 
+FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
 
 class MespError(click.ClickException):
     """Something the user can mend: one plain sentence naming the thing and the remedy.
@@ -22,6 +24,6 @@ def plain_os_errors(doing: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        if error.errno in FULL_DISK:
             raise MespError(f"{doing}: the disk is full; free some space and try again.") from error
         raise MespError(f"{doing}: {error.strerror or error}.") from error

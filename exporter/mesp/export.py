@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import re
 import shutil
 import sys
 import zlib
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,16 +26,22 @@ from mesp.bundle import (
     DTYPES,
     FORMAT,
     Layout,
+    Piece,
     Quantization,
     block_layout,
-    sha256,
+    describe_files,
+    new_folder,
     table_layout,
+    write_weights,
 )
-from mesp.errors import MespError, plain_os_errors
-from mesp.models import KNOWN, NORMS, Architecture
+from mesp.errors import FULL_DISK, MespError, plain_os_errors
+from mesp.models import BIASED, KNOWN, NORMS, PROJECTIONS, Architecture
 
 TILE = 1 << 22  # elements of a matrix that are quantized at a time
 DEMO = Path(__file__).parent / "demo_model"
+BITS = (4, 8)
+CONSOLE = Console(stderr=True)
+COLUMNS = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -56,7 +61,7 @@ class Source:
     name: str
     id: str
     config: dict[str, Any]
-    folder: Path | None
+    folder: Path | None = None
     revision: str | None = None
     license: str | None = None
 
@@ -64,46 +69,48 @@ class Source:
 def find_source(model: str, random_weights: bool) -> Source:
     """Finds a model by short name, folder, Hub id or ``demo``, downloading it where need be.
 
-    With `random_weights` only its geometry and its tokenizer are needed, and neither is downloaded
-    for a short name.
+    With `random_weights` only its geometry and tokenizer are needed, and for a short name nothing
+    is downloaded.
     """
     if model == "demo":
-        return replace(_local_source(DEMO, random_weights), name="demo")
+        return replace(_local_source(DEMO), name="demo", id="demo")
     if os.path.isdir(model):
-        return _local_source(Path(model), random_weights)
-    known = KNOWN.get(model) or next((k for k in KNOWN.values() if k[0] == model), None)
-    if known and random_weights:
-        return Source(known[0].split("/")[1], known[0], known[1], None)
-    if known or re.fullmatch(r"[\w.-]+/[\w.-]+", model):
-        return _hub_source(known[0] if known else model, random_weights)
+        return _local_source(Path(model))
+    for short, (repo, config) in KNOWN.items():
+        if model.lower() in (short.lower(), repo.lower()):
+            return Source(short, repo, config) if random_weights else _hub_source(repo)
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", model):
+        return _hub_source(model, random_weights)
     raise MespError(
         f"There is no model {model}; name a folder, a model on the Hugging Face Hub such as "
         f"Qwen/Qwen2.5-0.5B, demo, or one of {', '.join(KNOWN)}."
     )
 
 
-def _local_source(folder: Path, random_weights: bool) -> Source:
+def _local_source(folder: Path) -> Source:
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        if not isinstance(config, dict):
+            raise ValueError("not an object")
     except FileNotFoundError as error:
-        raise MespError(f"{folder} has no config.json, so it is not a Hugging Face model.") from error
+        raise MespError(f"{folder} is not a Hugging Face model: it has no config.json.") from error
     except (OSError, ValueError) as error:
-        raise MespError(f"{folder / 'config.json'} cannot be read as JSON.") from error
+        raise MespError(f"{folder / 'config.json'} cannot be read as a JSON object.") from error
     name = folder.resolve().name
-    return Source(name, name, config, folder, license=_license(folder))
+    return Source(name, name, config, folder, license=_license(folder / "README.md"))
 
 
-def _hub_source(repo: str, random_weights: bool) -> Source:
-    import huggingface_hub as hub
-    from huggingface_hub import errors
+def _hub_source(repo: str, random_weights: bool = False) -> Source:
+    from huggingface_hub import errors, snapshot_download
+    from huggingface_hub.utils import disable_progress_bars
 
     patterns = ["config.json", *TOKENIZER_FILES, "README.md", "LICENSE*"]
     if not random_weights:
         patterns += ["*.safetensors", "*.safetensors.index.json"]
     if not sys.stderr.isatty():
-        hub.utils.disable_progress_bars()
+        disable_progress_bars()
     try:
-        folder = Path(hub.snapshot_download(repo, allow_patterns=patterns))
+        folder = Path(snapshot_download(repo, allow_patterns=patterns))
     except errors.GatedRepoError as error:
         raise MespError(
             f"{repo} asks its users to accept terms; accept them on https://huggingface.co/{repo} "
@@ -114,22 +121,52 @@ def _hub_source(repo: str, random_weights: bool) -> Source:
             f"There is no model {repo} on the Hugging Face Hub (or it is private: log in with "
             "`hf auth login`), nor a folder of that name."
         ) from error
-    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, OSError) as error:
+    except Exception as error:  # what a broken connection raises differs from library to library
+        if isinstance(error, OSError) and error.errno in FULL_DISK:
+            raise MespError(f"The disk is full, so {repo} could not be downloaded.") from error
         raise MespError(
-            f"{repo} could not be downloaded, as the Hugging Face Hub does not answer; "
-            "check the network, or give a folder that holds the model."
+            f"{repo} could not be downloaded from the Hugging Face Hub: check the network and try "
+            "again, or give a folder that holds the model."
         ) from error
-    source = _local_source(folder, random_weights)
-    return replace(source, name=repo.split("/")[1], id=repo, revision=folder.name)
+    return replace(_local_source(folder), name=repo.split("/")[1], id=repo, revision=folder.name)
 
 
-def _license(folder: Path) -> str | None:
+def _license(model_card: Path) -> str | None:
     from huggingface_hub import ModelCard
 
     try:
-        return ModelCard.load(folder / "README.md").data.get("license")
-    except Exception:  # no model card, or one that is not in order: it only informs
+        return ModelCard(model_card.read_text(encoding="utf-8")).data.get("license")
+    except Exception:  # there is no model card, or it is not in order: it only informs
         return None
+
+
+def find_quantization(source: Source, bits: int | None, group_size: int | None) -> Quantization:
+    """The quantization asked for (None: the default), or that of a model that has one already."""
+    config = source.config
+    method = (config.get("quantization_config") or {}).get("quant_method")
+    given = config.get("quantization")
+    if method or (given and given.get("mode", "affine") != "affine"):
+        raise MespError(
+            f"{source.name} is quantized by {method or given['mode']}, which is not supported; "
+            "take the model it was made from, or one quantized by mlx-lm."
+        )
+    if not given:
+        return Quantization(bits or 4, group_size or 64)
+    quantization = Quantization(given["bits"], given["group_size"])
+    if any(isinstance(value, dict) for value in given.values()) or quantization.bits not in BITS:
+        raise MespError(
+            f"{source.name} is quantized to other widths than {' or '.join(map(str, BITS))} bits "
+            "throughout, which is not supported; take the model it was made from."
+        )
+    if (bits or quantization.bits, group_size or quantization.group_size) != (
+        quantization.bits,
+        quantization.group_size,
+    ):
+        raise MespError(
+            f"{source.name} is quantized already, to {quantization.bits} bits in groups of "
+            f"{quantization.group_size}; leave out --bits and --group-size."
+        )
+    return quantization
 
 
 class RandomWeights:
@@ -151,23 +188,29 @@ class RandomWeights:
         return mx.array(0.02 * generator.standard_normal(size, dtype=np.float32))
 
 
+# Types in a safetensors file: as NumPy reads them (it has no bfloat16), and what they are.
+TENSOR_DTYPES = {
+    "F32": (np.float32, mx.float32),
+    "F16": (np.float16, mx.float16),
+    "BF16": (np.uint16, mx.bfloat16),
+    "U32": (np.uint32, mx.uint32),
+}
+
+
 class SafetensorsWeights:
     """The tensors of a model folder, mapped, and read by rows."""
-
-    DTYPES = {
-        "F32": (np.float32, mx.float32),
-        "F16": (np.float16, mx.float16),
-        "BF16": (np.uint16, mx.bfloat16),
-        "U32": (np.uint32, mx.uint32),
-    }
 
     def __init__(self, folder: Path):
         """Raises MespError where a file is missing or truncated."""
         self.folder = folder
         self.tensors: dict[str, tuple[np.ndarray, mx.Dtype]] = {}
+        self.unreadable: dict[str, str] = {}  # the dtypes of those that cannot be used
         index = folder / "model.safetensors.index.json"
         if index.is_file():
-            names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+            try:
+                names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+            except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+                raise MespError(f"{index} cannot be read; download the model again.") from error
             files = [folder / name for name in sorted(names)]
         else:
             files = sorted(folder.glob("*.safetensors"))
@@ -177,9 +220,10 @@ class SafetensorsWeights:
             self._map(file)
 
     def _map(self, file: Path) -> None:
-        """Adds the tensors of one file: after its length, a JSON header says where each lies."""
-        if not file.is_file():
-            raise MespError(f"The weights {file} are missing; download the model again.")
+        """Adds a file's tensors: after its length, a JSON header says where in the rest each lies.
+
+        The safetensors package is not used as it cannot read part of a bfloat16 tensor.
+        """
         try:
             with open(file, "rb") as opened:
                 start = 8 + int.from_bytes(opened.read(8), "little")
@@ -187,12 +231,18 @@ class SafetensorsWeights:
             data = np.memmap(file, mode="r", offset=start)
             header.pop("__metadata__", None)
             for name, tensor in header.items():
-                if tensor["dtype"] in self.DTYPES:
-                    stored, dtype = self.DTYPES[tensor["dtype"]]
-                    begin, end = tensor["data_offsets"]
-                    array = data[begin:end].view(stored).reshape(tensor["shape"])
-                    self.tensors[name] = (array, dtype)
-        except (ValueError, KeyError, TypeError, AttributeError, MemoryError) as error:
+                if tensor["dtype"] not in TENSOR_DTYPES:
+                    self.unreadable[name] = tensor["dtype"]
+                    continue
+                stored, dtype = TENSOR_DTYPES[tensor["dtype"]]
+                begin, end = tensor["data_offsets"]
+                array = data[begin:end].view(stored).reshape(tensor["shape"])
+                self.tensors[name] = (array, dtype)
+        except OSError as error:
+            raise MespError(
+                f"The weights {file} cannot be read ({error.strerror}); download the model again."
+            ) from error
+        except Exception as error:  # a damaged header can say anything
             raise MespError(
                 f"The weights {file} are truncated or damaged; download the model again."
             ) from error
@@ -202,6 +252,11 @@ class SafetensorsWeights:
 
     def rows(self, name: str, shape: tuple[int, ...], rows: slice) -> mx.array:
         """Some rows of a tensor. Raises MespError unless it is there, in this `shape`."""
+        if name in self.unreadable:
+            raise MespError(
+                f"{name} in {self.folder} is of type {self.unreadable[name]}, which is not "
+                f"supported; take a model of one of {', '.join(TENSOR_DTYPES)}."
+            )
         if name not in self.tensors:
             raise MespError(f"The weights in {self.folder} lack {name}; download the model again.")
         array, dtype = self.tensors[name]
@@ -214,109 +269,50 @@ class SafetensorsWeights:
 
 
 Weights = RandomWeights | SafetensorsWeights
-Piece = tuple[str, int, mx.array]  # name in the layout, its first row, the rows
 
 
-def block_pieces(weights: Weights, index: int, layout: Layout, quantization: Quantization):
-    """Everything that goes into a block's file."""
-    for spec in layout.arrays:
-        name = f"model.layers.{index}.{spec.name}"
-        if spec.name in NORMS or spec.name.endswith(".bias"):
-            yield spec.name, 0, weights.rows(name, spec.shape, slice(0, spec.shape[0]))
-        elif spec.name.endswith(".weight"):
-            prefix = spec.name.removesuffix("weight")
-            yield from matrix_pieces(
-                weights, name.removesuffix(".weight"), layout, prefix, quantization
-            )
+def block_pieces(
+    weights: Weights, index: int, layout: Layout, quantization: Quantization
+) -> Iterator[Piece]:
+    """What goes into a block's file."""
+    prefix = f"model.layers.{index}."
+    for name in (*NORMS, *(f"{name}.bias" for name in BIASED)):
+        yield name, 0, vector(weights, prefix + name, layout[name].shape)
+    for name in PROJECTIONS:
+        yield from matrix_pieces(weights, prefix + name, layout, f"{name}.", quantization)
 
 
-def table_pieces(weights: Weights, name: str, layout: Layout, quantization: Quantization):
-    """Everything that goes into the embedding's file, or the head's."""
-    yield from matrix_pieces(weights, name, layout, "", quantization)
-    for spec in layout.arrays:
-        if spec.name == "norm":
-            yield "norm", 0, weights.rows("model.norm.weight", spec.shape, slice(0, spec.shape[0]))
+def table_pieces(
+    weights: Weights, source: str, layout: Layout, quantization: Quantization
+) -> Iterator[Piece]:
+    """What goes into the file of the embedding or the head; the one used as head has the norm."""
+    yield from matrix_pieces(weights, source, layout, "", quantization)
+    if "norm" in layout:
+        yield "norm", 0, vector(weights, "model.norm.weight", layout["norm"].shape)
+
+
+def vector(weights: Weights, source: str, shape: tuple[int]) -> mx.array:
+    return weights.rows(source, shape, slice(0, shape[0]))
 
 
 def matrix_pieces(
     weights: Weights, source: str, layout: Layout, prefix: str, quantization: Quantization
 ) -> Iterator[Piece]:
-    """The matrix `source` quantized, a few rows at a time; as it is where it comes quantized."""
-    names = [prefix + part for part in ("weight", "scales", "biases")]
-    count, words = layout[names[0]].shape
-    columns = words * 32 // quantization.bits
+    """The matrix `source` quantized, some rows at a time; as it is where it comes quantized."""
+    parts = ("weight", "scales", "biases")
+    shapes = [layout[prefix + part].shape for part in parts]
+    count, columns = shapes[0][0], shapes[0][1] * 32 // quantization.bits
     for rows in tiles(count, TILE // columns):
         if weights.is_quantized(source):
-            parts = [
-                weights.rows(f"{source}.{name.removeprefix(prefix)}", layout[name].shape, rows)
-                for name in names
+            arrays = [
+                weights.rows(f"{source}.{part}", shape, rows)
+                for part, shape in zip(parts, shapes, strict=True)
             ]
         else:
-            matrix = weights.rows(source + ".weight", (count, columns), rows)
-            parts = mx.quantize(
-                matrix.astype(mx.float32), quantization.group_size, quantization.bits
-            )
-        for name, part in zip(names, parts, strict=True):
-            yield name, rows.start, part
-
-
-def write_weights(path: Path, layout: Layout, pieces: Iterable[Piece], progress) -> None:
-    """Writes a weight file; `progress` is called with the number of bytes after each piece."""
-    with open(path, "xb") as file:
-        file.truncate(layout.words * 4)
-        for name, row, array in pieces:
-            spec = layout[name]
-            data = np.array(array.astype(DTYPES[spec.dtype]).flatten().view(mx.uint8))
-            file.seek(spec.offset * 4 + row * data.size // array.shape[0])
-            file.write(data)
-            progress(data.size)
-
-
-@contextmanager
-def new_folder(path: Path, overwrite: bool) -> Iterator[Path]:
-    """A folder beside `path` to write into, which becomes `path` when all went well.
-
-    Otherwise it is removed. What a killed export left behind is removed by the next one.
-    """
-    if path.exists() and not overwrite and (not path.is_dir() or any(path.iterdir())):
-        raise MespError(f"{path} exists; name another --out, or replace it with --overwrite.")
-    if overwrite and path.exists() and not (path / "manifest.json").is_file():
-        raise MespError(f"{path} exists and is not a bundle; remove it yourself, or name another.")
-    partial = path.parent / f".{path.name}.partial"
-    replaced = path.parent / f".{path.name}.replaced"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial.mkdir(exist_ok=True)
-    lock = os.open(partial, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise MespError(f"Another mesp-export is writing {path}; wait for it.") from error
-        try:
-            for left in partial.iterdir():
-                shutil.rmtree(left) if left.is_dir() else left.unlink()
-            yield partial
-            for file in partial.rglob("*"):
-                _sync(file)
-            shutil.rmtree(replaced, ignore_errors=True)
-            if path.exists():
-                os.rename(path, replaced)
-            os.rename(partial, path)
-            _sync(path.parent)
-        except BaseException:
-            shutil.rmtree(partial, ignore_errors=True)
-            raise
-        shutil.rmtree(replaced, ignore_errors=True)
-    finally:
-        os.close(lock)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+            matrix = weights.rows(f"{source}.weight", (count, columns), rows)
+            arrays = mx.quantize(matrix.astype(mx.float32), **asdict(quantization))
+        for part, array in zip(parts, arrays, strict=True):
+            yield prefix + part, rows.start, array
 
 
 @dataclass(frozen=True)
@@ -341,38 +337,31 @@ def export(source: Source, weights: Weights, arch: Architecture, options: Option
     block = block_layout(arch, quantization, dtype)
     embedding = table_layout(arch, quantization, dtype, norm=arch.tie_word_embeddings)
     head = None if arch.tie_word_embeddings else table_layout(arch, quantization, dtype, norm=True)
-    layouts = {f"blocks/{i:02d}.bin": block for i in range(arch.num_hidden_layers)}
-    layouts["embedding.bin"] = embedding
-    if head:
-        layouts["head.bin"] = head
-    total = sum(layout.words * 4 for layout in layouts.values())
+    weight_files = [
+        (f"blocks/{i:02d}.bin", block, block_pieces(weights, i, block, quantization))
+        for i in range(arch.num_hidden_layers)
+    ]
+    for file, name, layout in (
+        ("embedding.bin", "model.embed_tokens", embedding),
+        ("head.bin", "lm_head", head),
+    ):
+        if layout:
+            weight_files.append((file, layout, table_pieces(weights, name, layout, quantization)))
+    total = sum(layout.words * 4 for _, layout, _ in weight_files)
 
-    with plain_os_errors(f"Cannot write {options.out}"), new_folder(
-        options.out, options.overwrite
-    ) as folder:
+    with (
+        plain_os_errors(f"Cannot write {options.out}"),
+        new_folder(options.out.resolve(), options.overwrite) as folder,
+        Progress(*COLUMNS, transient=True, disable=not CONSOLE.is_terminal, console=CONSOLE) as bar,
+    ):
         check_disk(options.out, folder, total)
+        task = bar.add_task("Tokenizing", total=None)
         streams = token_streams(source, weights, arch, options)
         (folder / "blocks").mkdir()
-        functions = {"function": "block.mlxfn", "plain_function": "block.plain.mlxfn"}
-        for key, file in functions.items():
-            function = block_function(
-                arch, quantization, block, options.device, plain=key == "plain_function"
-            )
-            export_block(
-                str(folder / file), function, arch, block, DTYPES[dtype], options.device,
-                options.seq_lens, options.ranks,
-            )  # fmt: skip
-        with _progress(options.out.name, total) as advance:
-            for i in range(arch.num_hidden_layers):
-                pieces = block_pieces(weights, i, block, quantization)
-                write_weights(folder / f"blocks/{i:02d}.bin", block, pieces, advance)
-            for file, name, layout in (
-                ("embedding.bin", "model.embed_tokens", embedding),
-                ("head.bin", "lm_head", head),
-            ):
-                if layout:
-                    pieces = table_pieces(weights, name, layout, quantization)
-                    write_weights(folder / file, layout, pieces, advance)
+        functions = write_functions(folder, arch, block, options)
+        bar.update(task, description=f"Writing {options.out.name}", total=total)
+        for file, layout, pieces in weight_files:
+            write_weights(folder / file, layout, pieces, partial(bar.advance, task))
         data = write_streams(folder, streams)
         copy_texts(source, folder, arch, quantization)
         manifest = {
@@ -393,24 +382,34 @@ def export(source: Source, weights: Weights, arch: Architecture, options: Option
                 **(head or embedding).to_manifest(),
             },
             "data": data,
-            "files": [
-                {
-                    "path": file.relative_to(folder).as_posix(),
-                    "size": file.stat().st_size,
-                    "sha256": sha256(file),
-                }
-                for file in sorted(folder.rglob("*"))
-                if file.is_file()
-            ],
+            "files": describe_files(folder),
         }
         text = json.dumps(manifest, indent=1, ensure_ascii=False)
         (folder / "manifest.json").write_text(text + "\n", encoding="utf-8")
     return manifest
 
 
+def write_functions(
+    folder: Path, arch: Architecture, layout: Layout, options: Options
+) -> dict[str, str]:
+    """Writes the block function and its plain twin; their names, as in the manifest's ``block``."""
+    functions = {"function": "block.mlxfn", "plain_function": "block.plain.mlxfn"}
+    for key, file in functions.items():
+        plain = key == "plain_function"
+        function = block_function(arch, options.quantization, layout, options.device, plain)
+        try:
+            export_block(
+                str(folder / file), function, arch, layout, DTYPES[options.dtype], options.device,
+                options.seq_lens, options.ranks,
+            )  # fmt: skip
+        except RuntimeError as error:
+            raise MespError(f"Cannot write {options.out}: is the disk full? ({error})") from error
+    return functions
+
+
 def check_quantization(arch: Architecture, quantization: Quantization) -> None:
     """Raises MespError unless groups divide the rows of every matrix."""
-    for columns in {columns for _, columns in arch.projections().values()}:
+    for columns in sorted({columns for _, columns in arch.projections().values()}):
         if columns % quantization.group_size:
             raise MespError(
                 f"Groups of {quantization.group_size} weights do not divide the model's rows of "
@@ -458,7 +457,8 @@ def load_tokenizer(source: Source) -> Any:
     try:
         return AutoTokenizer.from_pretrained(source.folder, local_files_only=True)
     except Exception as error:
-        raise MespError(f"The tokenizer in {source.folder} cannot be loaded: {error}") from error
+        reason = str(error).partition("\n")[0]
+        raise MespError(f"The tokenizer in {source.folder} cannot be loaded: {reason}") from error
 
 
 def write_streams(folder: Path, streams: dict[str, np.ndarray]) -> dict[str, Any]:
@@ -489,16 +489,6 @@ def copy_texts(
                 shutil.copyfile(source.folder / name, folder / name)
 
 
-@contextmanager
-def _progress(title: str, total: int) -> Iterator[Any]:
-    """A progress bar of bytes on a terminal; yields the function that advances it."""
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task(f"Writing {title}", total=total)
-        yield lambda size: bar.advance(task, size)
-
-
 def summary(out: Path, manifest: dict[str, Any]) -> str:
     """What was written, for people."""
     arch = Architecture(**manifest["architecture"])
@@ -507,7 +497,7 @@ def summary(out: Path, manifest: dict[str, Any]) -> str:
     lora = {r: arch.num_hidden_layers * arch.lora_size(r) for r in manifest["ranks"]}
     data = ", ".join(f"{d['tokens']:,} {split}" for split, d in manifest["data"].items())
     lines = {
-        "model": f"{manifest['model']['id']}, {arch.num_hidden_layers} blocks, hidden size "
+        "model": f"{manifest['name']}, {arch.num_hidden_layers} blocks, hidden size "
         f"{arch.hidden_size}, vocabulary {arch.vocab_size:,}",
         "weights": f"{quantization['bits']} bits in groups of {quantization['group_size']}, "
         f"{manifest['dtype']} on the {manifest['device'].upper()}",
@@ -553,9 +543,11 @@ class ListOptions(click.Command):
     "--seq-len", "seq_lens", multiple=True, type=click.IntRange(min=1), default=[256],
     metavar="N ...", help="Sequence lengths to train with.",
 )  # fmt: skip
-@click.option("--bits", type=click.Choice(["4", "8"]), default="4", help="Bits a weight.")
 @click.option(
-    "--group-size", type=click.Choice(["32", "64", "128"]), default="64",
+    "--bits", type=click.Choice(list(map(str, BITS))), show_default="4", help="Bits a weight.",
+)  # fmt: skip
+@click.option(
+    "--group-size", type=click.Choice(["32", "64", "128"]), show_default="64",
     help="Weights that share a scale.",
 )  # fmt: skip
 @click.option(
@@ -588,19 +580,22 @@ def main(
     if layers and layers > arch.num_hidden_layers:
         raise MespError(f"{source.name} has {arch.num_hidden_layers} blocks, fewer than --layers.")
     arch = replace(arch, num_hidden_layers=layers or arch.num_hidden_layers)
-    weights = RandomWeights(seed) if random_weights else SafetensorsWeights(source.folder)
+    quantization = find_quantization(source, bits and int(bits), group_size and int(group_size))
     if random_weights:
         source = replace(source, name=f"{source.name}-random", revision=None)
-    out = out or Path(f"{source.name}.mesp")
+        weights = RandomWeights(seed)
+    else:
+        weights = SafetensorsWeights(source.folder)
     options = Options(
-        out=out,
-        data=data or ("python-docs" if model == "demo" else None),
+        out=out or Path(f"{source.name}.mesp"),
+        data=data or ("python-docs" if model == "demo" and not random_weights else None),
         seq_lens=sorted(set(seq_lens)),
         ranks=sorted(set(ranks)),
-        quantization=Quantization(int(bits), int(group_size)),
+        quantization=quantization,
         dtype=dtype or {"cpu": "float32", "gpu": "bfloat16"}[device],
         device=device,
         seed=seed,
         overwrite=overwrite,
     )
-    click.echo(summary(out, export(source, weights, arch, options)))
+    manifest = export(source, weights, arch, options)
+    click.echo(summary(options.out, manifest))

@@ -1,28 +1,29 @@
 import MLX
 
-/// What the backward pass reads of what the block function returns: `[1, T, features]`, or `[1, heads, T, head_dim]`. The other
-/// three are made again where they are needed: attn_in is a norm of x, gate and up come tile by tile.
+/// What the backward pass reads of what the block function returns: `[1, T, features]`, or `[1, heads, T, head_dim]`. attn_in is made
+/// again, a norm of x; so are gate and up, tile by tile, where they were not kept.
 struct Intermediates {
     let q, k, v, attnOut, xMid: MLXArray
+    let gate, up: MLXArray?
 }
 
-/// How much of a matrix is worked on at once. Smaller tiles need less memory and more time.
+/// How much of a matrix is worked on at once.
 struct TileSizes {
     /// Rows of a projection's weight.
-    var projection: Int
+    let projection: Int
     /// Intermediate features of the MLP, a multiple of the quantization group.
-    var mlp: Int
+    let mlp: Int
     /// Query rows of attention.
-    var attention: Int
+    let attention: Int
     /// Rows of the vocabulary in the loss.
-    var vocabulary: Int
+    let vocabulary: Int
 
-    /// Sizes that keep each temporary near `bytes`.
-    init(_ a: Architecture, group: Int, length: Int, bytes: Int = 4 << 20) {
+    /// Sizes that keep each temporary near `bytes`, for sequences of `length` tokens.
+    init(_ a: Architecture, group: Int, length: Int, bytes: Int) {
         let floats = bytes / 4
-        projection = max(64, floats / max(a.hiddenSize, a.numAttentionHeads * a.headDim))
+        projection = max(64, floats / max(a.hiddenSize, a.numAttentionHeads * a.headDim, length))
         mlp = max(1, floats / max(a.hiddenSize, length) / group) * group
-        attention = max(16, floats / (a.numAttentionHeads * length))
+        attention = max(8, floats / (a.numAttentionHeads * length))
         vocabulary = max(64, floats / max(a.hiddenSize, length))
     }
 }
@@ -45,20 +46,24 @@ struct BlockBackward {
     let tile: TileSizes
 
     /// - Parameters:
-    ///   - x, dy: `[1, T, hidden]`
-    ///   - wantsInput: false for the first block, whose dx nobody reads
-    /// - Returns: dx `[1, T, hidden]` and the flat gradient of the LoRA parameters `[P]` in float32, both evaluated.
-    func callAsFunction(x: MLXArray, _ forward: Intermediates, dy: MLXArray, wantsInput: Bool)
-        -> (dx: MLXArray?, gradient: MLXArray)
+    ///   - x: `[1, T, hidden]`
+    ///   - forward: given away, so that each array goes when it has been used
+    ///   - d: dy `[1, T, hidden]`, replaced by dx
+    ///   - wantsInput: false for the first block, whose dx nobody reads; d then ends as d_x_mid
+    /// - Returns: the flat gradient of the LoRA parameters `[P]` in float32. It and d are evaluated.
+    func callAsFunction(x: MLXArray, _ forward: consuming Intermediates, d: inout MLXArray, wantsInput: Bool)
+        -> MLXArray
     {
-        let rows = [x.dim(1), architecture.hiddenSize]
-        let x = x.reshaped(rows)
+        let shape = x.shape
+        let x = x.reshaped([shape[1], shape[2]])
         var gradients = [Projection: LoRAMatrices]()
-        let dMid = mlp(xMid: forward.xMid.reshaped(rows), dy: dy.reshaped(rows), &gradients)
-        let dx = attention(x: x, forward, dMid: dMid, wantsInput: wantsInput, &gradients)
+        d = d.reshaped([shape[1], shape[2]])
+        d = mlp(forward, dy: d, &gradients)
+        if let dx = attention(x: x, consume forward, dMid: d, wantsInput: wantsInput, &gradients) { d = dx }
+        d = d.reshaped(shape)
         let gradient = layout.packed(gradients)
-        eval(gradient)
-        return (dx?.reshaped(dy.shape), gradient)
+        eval(d, gradient)
+        return gradient
     }
 
     // MARK: - y = x_mid + down(silu(gate(mlp_in)) ∘ up(mlp_in))
@@ -67,7 +72,11 @@ struct BlockBackward {
     /// each weight is dequantized once, whatever the sequence length.
     ///
     /// - Returns: d_x_mid `[T, hidden]`, evaluated.
-    private func mlp(xMid: MLXArray, dy: MLXArray, _ gradients: inout [Projection: LoRAMatrices]) -> MLXArray {
+    private func mlp(_ forward: borrowing Intermediates, dy: MLXArray, _ gradients: inout [Projection: LoRAMatrices])
+        -> MLXArray
+    {
+        let xMid = forward.xMid.reshaped(dy.shape)
+        let (gateKept, upKept) = (forward.gate?[0], forward.up?[0])
         let dtype = xMid.dtype
         let norm = weights["post_attention_layernorm.weight"]
         let (wGate, wUp, wDown) = (matrix(.gate), matrix(.up), matrix(.down))
@@ -88,8 +97,8 @@ struct BlockBackward {
             let (wGateF, wUpF, wDownF) = (wGate.rows(f), wUp.rows(f), wDown.columns(f))
             let (bGate, bUp, aDown) = (gateLoRA.b[0..., f], upLoRA.b[0..., f], downLoRA.a[f])
 
-            let gate = wGateF.apply(mlpIn) + matmul(hGate, bGate)
-            let up = wUpF.apply(mlpIn) + matmul(hUp, bUp)
+            let gate = gateKept?[0..., f] ?? wGateF.apply(mlpIn) + matmul(hGate, bGate)
+            let up = upKept?[0..., f] ?? wUpF.apply(mlpIn) + matmul(hUp, bUp)
             let dAct = wDownF.applyTransposed(dy, addedTo: matmul(dyB, aDown.T))
             let (act, dGate, dUp) = swigluBackward(gate: gate, up: up, dAct: dAct)
 
@@ -114,42 +123,48 @@ struct BlockBackward {
 
     // MARK: - x_mid = x + o(attention(RoPE(q(attn_in)), RoPE(k(attn_in)), v(attn_in)))
 
-    /// - Returns: dx `[T, hidden]`, evaluated.
+    /// - Returns: dx `[T, hidden]`, evaluated, or nil where it is not wanted.
     private func attention(
-        x: MLXArray, _ forward: Intermediates, dMid: MLXArray, wantsInput: Bool,
+        x: MLXArray, _ forward: consuming Intermediates, dMid: MLXArray, wantsInput: Bool,
         _ gradients: inout [Projection: LoRAMatrices]
     ) -> MLXArray? {
+        let norm = weights["input_layernorm.weight"]
+        let (dq, dk, dv) = heads(consume forward, dMid: dMid, &gradients)
+        let attnIn = rmsNorm(x, weight: norm, eps: architecture.rmsNormEps)
+        var dAttnIn: MLXArray? = wantsInput ? MLXArray.zeros(x.shape, dtype: x.dtype) : nil
+        dAttnIn = projection(.q, attnIn, dy: dq, addedTo: dAttnIn, &gradients)
+        dAttnIn = projection(.k, attnIn, dy: dk, addedTo: dAttnIn, &gradients)
+        dAttnIn = projection(.v, attnIn, dy: dv, addedTo: dAttnIn, &gradients)
+        guard let dAttnIn else { return nil }
+        let dx = dMid + rmsNormBackward(x, weight: norm, eps: architecture.rmsNormEps, dy: dAttnIn)
+        eval(dx)
+        return dx
+    }
+
+    /// - Returns: the gradients of the q, k and v projections' outputs, `[T, features]`, evaluated.
+    private func heads(
+        _ forward: consuming Intermediates, dMid: MLXArray, _ gradients: inout [Projection: LoRAMatrices]
+    ) -> (dq: MLXArray, dk: MLXArray, dv: MLXArray) {
         let a = architecture
-        let (length, dtype) = (x.dim(0), x.dtype)
-
-        func backward(_ projection: Projection, _ input: MLXArray, dy: MLXArray, addedTo sum: MLXArray?) -> MLXArray? {
-            let (dx, gradient) = linearBackward(
-                input, matrix(projection), matrices(projection, dtype), scale: scale, dy: dy, tile: tile.projection,
-                addedTo: sum)
-            gradients[projection] = gradient
-            return dx
-        }
-        func byHead(_ x: MLXArray) -> MLXArray {
-            x.reshaped([length, a.numAttentionHeads, a.headDim]).swappedAxes(0, 1)
-        }
-
-        let attnOut = forward.attnOut.reshaped([length, a.numAttentionHeads * a.headDim])
-        let zeros = MLXArray.zeros(attnOut.shape, dtype: dtype)
-        guard let dAttnOut = backward(.o, attnOut, dy: dMid, addedTo: zeros) else { return nil }
-        let (dq, dk, dv) = attentionBackward(
+        let shape = [dMid.dim(0), a.numAttentionHeads, a.headDim]
+        let attnOut = forward.attnOut.reshaped([shape[0], shape[1] * shape[2]])
+        let zeros = MLXArray.zeros(attnOut.shape, dtype: dMid.dtype)
+        let dAttnOut = projection(.o, attnOut, dy: dMid, addedTo: zeros, &gradients) ?? zeros
+        func byHead(_ x: MLXArray) -> MLXArray { x.reshaped(shape).swappedAxes(0, 1) }
+        return attentionBackward(
             q: forward.q[0], k: forward.k[0], v: forward.v[0], out: byHead(attnOut), dOut: byHead(dAttnOut),
             base: a.ropeTheta, tile: tile.attention)
+    }
 
-        let norm = weights["input_layernorm.weight"]
-        let attnIn = rmsNorm(x, weight: norm, eps: a.rmsNormEps)
-        var dAttnIn: MLXArray? = wantsInput ? MLXArray.zeros(x.shape, dtype: dtype) : nil
-        for (projection, dy) in [(Projection.q, dq), (.k, dk), (.v, dv)] {
-            dAttnIn = backward(projection, attnIn, dy: concatenated(dy), addedTo: dAttnIn)
-        }
-        guard let dAttnIn else { return nil }
-
-        let dx = dMid + rmsNormBackward(x, weight: norm, eps: a.rmsNormEps, dy: dAttnIn)
-        eval(dx)
+    /// The derivative of one projection of `input`: see `linearBackward`.
+    private func projection(
+        _ projection: Projection, _ input: MLXArray, dy: MLXArray, addedTo sum: MLXArray?,
+        _ gradients: inout [Projection: LoRAMatrices]
+    ) -> MLXArray? {
+        let (dx, gradient) = linearBackward(
+            input, matrix(projection), matrices(projection, input.dtype), scale: scale, dy: dy, tile: tile.projection,
+            addedTo: sum)
+        gradients[projection] = gradient
         return dx
     }
 

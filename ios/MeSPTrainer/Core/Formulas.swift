@@ -145,10 +145,10 @@ func ropeBackward(dy: MLXArray, start: Int, base: Float) -> MLXArray {
 ///   - out: attn_out by head, `[heads, T, d]`; dOut: its gradient, alike
 ///   - base: the model's `rope_theta`
 ///   - tile: query rows a tile
-/// - Returns: dq `[T, heads·d]`, dk and dv `[T, kv_heads·d]`, by tiles of rows from the first to the last; evaluated.
+/// - Returns: dq `[T, heads·d]`, dk and dv `[T, kv_heads·d]`, evaluated.
 func attentionBackward(
     q: MLXArray, k: MLXArray, v: MLXArray, out: MLXArray, dOut: MLXArray, base: Float, tile: Int
-) -> (dq: [MLXArray], dk: [MLXArray], dv: [MLXArray]) {
+) -> (dq: MLXArray, dk: MLXArray, dv: MLXArray) {
     let (heads, length, d) = (q.dim(0), q.dim(1), q.dim(2))
     let (groups, perGroup) = (k.dim(0), heads / k.dim(0))
     let scale = 1 / Float(d).squareRoot()
@@ -182,7 +182,9 @@ func attentionBackward(
         dvTiles.append(byToken(dv[0..., rows]))
         eval([dk, dv] + [dqTiles, dkTiles, dvTiles].compactMap(\.last))
     }
-    return (dqTiles.reversed(), dkTiles.reversed(), dvTiles.reversed())
+    let whole = [dqTiles, dkTiles, dvTiles].map { concatenated($0.reversed()) }
+    eval(whole)
+    return (whole[0], whole[1], whole[2])
 }
 
 // MARK: - SwiGLU:  act = silu(gate) ∘ up,  silu(x) = x σ(x)

@@ -9,17 +9,10 @@ import MLX
 
 /// Maps a file of 32-bit words into memory as one flat `uint32` array `[bytes / 4]`, without copying it.
 ///
-/// The pages are clean and file-backed: the system can drop and reread them, and they don't count in
-/// `phys_footprint`. The mapping goes when the last array that uses it does.
-///
-/// An anonymous page lies in front of the file, whose last word holds the file's size: MLX's CPU allocator keeps
-/// the size of a buffer there, so that it can take the mapping for one of its own.
-///
 /// - Parameters:
 ///   - url: a file whose length is a multiple of 16 KiB, as Metal wants it.
 ///   - size: the length it must have, in bytes.
 func mappedWords(_ url: URL, size: Int) throws -> MLXArray {
-    let page = Int(getpagesize())
     let file = open(url.path, O_RDONLY)
     guard file >= 0 else { throw MeSPError("Cannot open \(url.path): \(lastError()).") }
     defer { close(file) }
@@ -27,19 +20,84 @@ func mappedWords(_ url: URL, size: Int) throws -> MLXArray {
     guard fstat(file, &status) == 0, Int(status.st_size) == size else {
         throw MeSPError("\(url.path) has changed since the bundle was opened; export the bundle again.")
     }
-
-    let flags = MAP_PRIVATE | MAP_ANON
-    guard let start = mmap(nil, page + size, PROT_READ | PROT_WRITE, flags, -1, 0), start != MAP_FAILED else {
+    guard let words = mapArray(file, offset: 0, [size / 4], .uint32) else {
         throw MeSPError("Cannot map \(url.path): \(lastError()).")
     }
+    return words
+}
+
+/// Arrays of one shape, kept in a file instead of in memory: written once, read back as a mapping.
+///
+/// The file has no name, and goes with the process.
+final class ArrayFile {
+    private let file: Int32
+    private let shape: [Int]
+    private let dtype: DType
+    /// From one array to the next, in bytes: a multiple of every system's page size.
+    private let stride: Int
+    /// Bytes written since the start.
+    private(set) var written = 0
+
+    /// - Parameter folder: where the file is made; it must be on a disk for the file not to take memory.
+    init(in folder: URL, shape: [Int], dtype: DType) throws {
+        let path = folder.appendingPathComponent("inputs.\(ProcessInfo.processInfo.processIdentifier)").path
+        file = open(path, O_RDWR | O_CREAT | O_EXCL, 0o600)
+        guard file >= 0 else { throw MeSPError("Cannot make a file in \(folder.path): \(lastError()).") }
+        unlink(path)
+        (self.shape, self.dtype) = (shape, dtype)
+        stride = (shape.reduce(dtype.size, *) + 16383) / 16384 * 16384
+    }
+
+    deinit { close(file) }
+
+    func write(_ array: MLXArray, at index: Int) throws {
+        let data = array.asData(access: .noCopyIfContiguous).data
+        let done = data.withUnsafeBytes { bytes in
+            var done = 0
+            while done < bytes.count {
+                let count = pwrite(
+                    file, bytes.baseAddress.map { $0 + done }, bytes.count - done, off_t(index * stride + done))
+                if count <= 0 { break }
+                done += count
+            }
+            return done
+        }
+        guard done == data.count else { throw MeSPError("Cannot write the block inputs to disk: \(lastError()).") }
+        written += done
+    }
+
+    /// The array at `index`, mapped. The caller keeps it for as long as anything computed from it isn't evaluated.
+    func read(_ index: Int) throws -> MLXArray {
+        guard let array = mapArray(file, offset: index * stride, shape, dtype) else {
+            throw MeSPError("Cannot map the block inputs: \(lastError()).")
+        }
+        return array
+    }
+}
+
+/// Maps part of an open file as an array, read-only and without a copy, or nil where the system refuses (`errno`).
+///
+/// The pages are clean and file-backed: the system can drop and reread them, and they don't count in `phys_footprint`. The mapping
+/// goes when the last array that uses it does.
+///
+/// An anonymous page lies in front, whose last word holds the data's size: MLX's CPU allocator keeps the size of a buffer there,
+/// so that it can take the mapping for one of its own.
+private func mapArray(_ file: Int32, offset: Int, _ shape: [Int], _ dtype: DType) -> MLXArray? {
+    let page = Int(getpagesize())
+    let size = shape.reduce(dtype.size, *)
+    let (none, anonymous) = (Int32(-1), MAP_PRIVATE | MAP_ANON)
+    guard let start = mmap(nil, page + size, PROT_READ | PROT_WRITE, anonymous, none, 0), start != MAP_FAILED else {
+        return nil
+    }
     let data = start + page
-    guard mmap(data, size, PROT_READ, MAP_PRIVATE | MAP_FIXED, file, 0) == data else {
-        let reason = lastError()
+    guard mmap(data, size, PROT_READ, MAP_SHARED | MAP_FIXED, file, off_t(offset)) == data else {
+        let error = errno
         munmap(start, page + size)
-        throw MeSPError("Cannot map \(url.path): \(reason).")
+        errno = error
+        return nil
     }
     (data - MemoryLayout<Int>.size).storeBytes(of: size, as: Int.self)
-    return MLXArray(rawPointer: data, [size / 4], dtype: .uint32) { munmap(start, page + size) }
+    return MLXArray(rawPointer: data, shape, dtype: dtype) { munmap(start, page + size) }
 }
 
 private func lastError() -> String { String(cString: strerror(errno)) }

@@ -4,6 +4,7 @@ import MLX
 /// One line of `metrics.jsonl`. See `docs/architecture.md` for the fields.
 public enum Record: Sendable {
     case start(Start)
+    case plan(Plan)
     case step(Step)
     case eval(Eval)
     case event(Event)
@@ -23,6 +24,17 @@ public enum Record: Sendable {
             public var layers: Int
         }
     }
+    public struct Plan: Codable, Sendable {
+        public var method: Method
+        public var seqLen: Int
+        public var rank: Int
+        public var tileBytes: Int
+        public var keptBlocks: Int
+        public var offload: Bool
+        public var predictedPeakBytes: Int
+        public var leastPeakBytes: Int
+        public var mappedBytes: Int
+    }
     public struct Step: Codable, Sendable {
         public var step: Int
         public var loss: Float
@@ -34,6 +46,7 @@ public enum Record: Sendable {
         public var mlxActiveBytes: Int
         public var mlxPeakBytes: Int
         public var mlxCacheBytes: Int
+        public var writtenBytes: Int
         public var thermalState: String
     }
     public struct Eval: Codable, Sendable {
@@ -57,6 +70,7 @@ public enum Record: Sendable {
     private var body: (type: String, fields: any Encodable) {
         switch self {
         case .start(let fields): ("start", fields)
+        case .plan(let fields): ("plan", fields)
         case .step(let fields): ("step", fields)
         case .eval(let fields): ("eval", fields)
         case .event(let fields): ("event", fields)

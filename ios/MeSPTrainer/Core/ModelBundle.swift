@@ -152,6 +152,12 @@ public struct ModelBundle {
         try withWeights(manifest.head.file, manifest.head.words, manifest.head.arrays, body)
     }
 
+    /// The size of all weight files, in bytes.
+    var mappedBytes: Int {
+        let table = manifest.head.file == manifest.embedding.file ? 0 : manifest.head.words
+        return (architecture.numHiddenLayers * manifest.block.words + manifest.embedding.words + table) * 4
+    }
+
     private func withWeights<R>(
         _ path: String, _ count: Int, _ arrays: [Manifest.PackedArray], _ body: (PackedWeights) throws -> R
     ) throws -> R {
@@ -274,6 +280,24 @@ public struct ModelBundle {
         }
     }
 }
+
+extension Manifest {
+    /// Throws where the block function has no trace for sequences of `length` tokens or for `rank`.
+    func checkTrace(length: Int, rank: Int) throws {
+        guard seqLens.contains(length) else {
+            throw MeSPError(
+                "\(name) has no trace for sequences of \(length) tokens, only for \(list(seqLens)); choose one of these or export it with --seq-len \(length)."
+            )
+        }
+        guard ranks.contains(rank) else {
+            throw MeSPError(
+                "\(name) has no trace for rank \(rank), only for \(list(ranks)); choose one of these or export it with --rank \(rank)."
+            )
+        }
+    }
+}
+
+private func list(_ numbers: [Int]) -> String { numbers.map(String.init).joined(separator: ", ") }
 
 extension Manifest.PackedArray {
     /// The array's length in 32-bit words.

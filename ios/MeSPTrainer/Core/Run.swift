@@ -32,6 +32,18 @@ public enum Run {
         _ shouldStop: () -> Bool
     ) throws {
         let length = settings.seqLen
+        let manifest = bundle.manifest
+        try manifest.checkTrace(length: length, rank: settings.rank)
+        let planner = Planner(manifest, method: settings.method, length: length, rank: settings.rank)
+        let plan = try planner.plan(
+            limit: settings.memoryLimitMb.map { Int($0 * 1e6) }, offload: settings.offload)
+        let planned = Record.plan(
+            .init(
+                method: settings.method, seqLen: length, rank: settings.rank, tileBytes: plan.tileBytes,
+                keptBlocks: plan.keptBlocks, offload: plan.offload, predictedPeakBytes: planner.peak(plan),
+                leastPeakBytes: planner.leastPeak(offload: settings.offload), mappedBytes: bundle.mappedBytes))
+        if settings.dryRun { return try report(planned, planned.line()) }
+
         guard let train = try bundle.tokens("train") else {
             throw MeSPError("\(bundle.url.path) holds no training data; export it with --data.")
         }
@@ -41,9 +53,6 @@ public enum Run {
             )
         }
         let valid = try bundle.tokens("valid")
-        let trainer = try Trainer(
-            bundle: bundle, method: settings.method, length: length, rank: settings.rank, alpha: settings.alpha,
-            seed: settings.seed)
 
         let output = URL(fileURLWithPath: settings.output)
         let log = try MetricLog(folder: output)
@@ -52,6 +61,9 @@ public enum Run {
             try log.append(line)
             try report(record, line)
         }
+        let trainer = try Trainer(
+            bundle: bundle, method: settings.method, length: length, rank: settings.rank, alpha: settings.alpha,
+            seed: settings.seed, plan: plan, folder: output)
         func save() throws {
             try saveAdapters(
                 trainer.lora, layout: trainer.layout, alpha: settings.alpha,
@@ -64,7 +76,6 @@ public enum Run {
             try append(.eval(.init(step: step, loss: total / Float(windows), tokens: windows * length)))
         }
 
-        let manifest = bundle.manifest
         try append(
             .start(
                 .init(
@@ -72,6 +83,7 @@ public enum Run {
                     model: .init(
                         name: manifest.name, id: manifest.model.id, layers: bundle.architecture.numHiddenLayers),
                     settings: settings)))
+        try append(planned)
 
         let sampler = FootprintSampler()
         defer { sampler.stop() }
@@ -91,7 +103,7 @@ public enum Run {
             while done < settings.steps && !shouldStop() {
                 peak = max(peak, sampler.takePeak())
                 Memory.peakMemory = 0
-                let start = Date.now
+                let (start, written) = (Date.now, trainer.writtenBytes)
                 let tokens = train.trainingWindow(step: done, seed: settings.seed, length: length)
                 let loss =
                     settings.method == .mezo
@@ -115,6 +127,7 @@ public enum Run {
                             learningRate: settings.learningRate, footprintBytes: memoryFootprint(),
                             footprintPeakBytes: stepPeak, mlxActiveBytes: memory.activeMemory,
                             mlxPeakBytes: memory.peakMemory, mlxCacheBytes: memory.cacheMemory,
+                            writtenBytes: trainer.writtenBytes - written,
                             thermalState: thermalState)))
                 let last = done == settings.steps
                 if settings.saveEvery > 0, done % settings.saveEvery == 0, !last { try save() }

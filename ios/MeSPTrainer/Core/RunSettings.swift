@@ -23,6 +23,12 @@ public struct RunSettings: Codable, Sendable, Equatable {
     public var evalEvery: Int = 0
     /// Steps between saves of the adapters; 0 for one at the end only.
     public var saveEvery: Int = 100
+    /// The peak footprint to stay below, in megabytes (10⁶ bytes); nil for the default plan.
+    public var memoryLimitMb: Double?
+    /// Whether the block inputs wait for the backward pass in a file on disk; nil leaves it to the planner.
+    public var offload: Bool?
+    /// Report the plan and end.
+    public var dryRun = false
 
     public enum Optimizer: String, Codable, Sendable { case sgd }
 
@@ -59,5 +65,6 @@ public struct RunSettings: Codable, Sendable, Equatable {
         try require(valBatches >= 0, "val_batches", "0 or more")
         try require(evalEvery >= 0, "eval_every", "0 or more")
         try require(saveEvery >= 0, "save_every", "0 or more")
+        try require(memoryLimitMb ?? 1 > 0 && memoryLimitMb ?? 1 < 1e9, "memory_limit_mb", "a positive number")
     }
 }

@@ -22,29 +22,32 @@ public final class Trainer {
 
     private let function: ImportedFunction
     private let plainFunction: ImportedFunction?
+    private let plan: Plan
     private let tile: TileSizes
+    /// The block inputs, where the plan has them in a file.
+    private let inputFile: ArrayFile?
 
     /// - Parameters:
     ///   - length: T, tokens in a sequence; one of the bundle's.
     ///   - rank: of the LoRA matrices; one of the bundle's.
     ///   - seed: of the initial parameters.
-    init(bundle: ModelBundle, method: Method, length: Int, rank: Int, alpha: Float, seed: UInt64) throws {
+    ///   - folder: where the file of block inputs is made, if the plan asks for one.
+    init(
+        bundle: ModelBundle, method: Method, length: Int, rank: Int, alpha: Float, seed: UInt64, plan: Plan, folder: URL
+    ) throws {
         let manifest = bundle.manifest
-        guard manifest.seqLens.contains(length) else {
-            throw MeSPError(
-                "\(manifest.name) has no trace for sequences of \(length) tokens, only for \(list(manifest.seqLens)); choose one of these or export it with --seq-len \(length)."
-            )
-        }
-        guard manifest.ranks.contains(rank) else {
-            throw MeSPError(
-                "\(manifest.name) has no trace for rank \(rank), only for \(list(manifest.ranks)); choose one of these or export it with --rank \(rank)."
-            )
-        }
+        try manifest.checkTrace(length: length, rank: rank)
         self.bundle = bundle
         layout = LoRALayout(architecture: bundle.architecture, rank: rank)
         scale = alpha / Float(rank)
         lora = layout.initial(seed: seed)
-        tile = TileSizes(bundle.architecture, group: manifest.quantization.groupSize, length: length)
+        self.plan = plan
+        let architecture = bundle.architecture
+        tile = TileSizes(
+            architecture, group: manifest.quantization.groupSize, length: length, bytes: plan.tileBytes)
+        inputFile =
+            plan.offload && method != .mezo
+            ? try ArrayFile(in: folder, shape: [1, length, architecture.hiddenSize], dtype: bundle.dtype) : nil
         function = try importFunction(from: bundle.url.appendingPathComponent(manifest.block.function))
         plainFunction =
             method == .mebp
@@ -64,28 +67,36 @@ public final class Trainer {
     {
         let (inputTokens, targets) = split(tokens)
 
-        // Forward: keep only each block's input.
-        var inputs = [try embedded(inputTokens)]
+        // Forward: keep only each block's input, and the intermediates of the last few where the plan has memory for them.
+        var x = try embedded(inputTokens)
+        var inputs = [MLXArray]()
+        var kept = [Int: Intermediates]()
         for block in lora.indices {
-            inputs.append(try forward(block, inputs[block], lora[block]))
+            if let inputFile { try inputFile.write(x, at: block) } else { inputs.append(x) }
+            let keep = method == .mesp && block >= lora.count - plan.keptBlocks
+            (x, kept[block]) = try forward(block, x, lora[block], keep: keep)
         }
 
-        let (loss, dLast) = try head(inputs.removeLast(), targets: targets, wantsGradient: true)
-        guard var dy = dLast else { preconditionFailure("the head was asked for a gradient") }
+        let (loss, dLast) = try head(x, targets: targets, wantsGradient: true)
+        guard var d = dLast else { preconditionFailure("the head was asked for a gradient") }
 
-        // Backward, from the last block: recompute, differentiate, update, free.
+        // Backward, from the last block: recompute, differentiate, update, free. d goes from dy to dx.
         for block in lora.indices.reversed() {
-            let x = inputs.removeLast()
-            let (dx, gradient) =
-                method == .mebp
-                ? try automaticBackward(block, x, dy: dy)
-                : try structuredBackward(block, x, dy: dy, wantsInput: block > 0)
-            try update(block, gradient)
-            if let dx { dy = dx }
+            x = try inputFile?.read(block) ?? inputs.removeLast()
+            try withExtendedLifetime(x) {
+                let gradient =
+                    method == .mebp
+                    ? try automaticBackward(block, x, d: &d)
+                    : try structuredBackward(block, x, kept.removeValue(forKey: block), d: &d)
+                try update(block, gradient)
+            }
             Memory.clearCache()
         }
         return loss
     }
+
+    /// Bytes written to the file of block inputs since the start.
+    var writtenBytes: Int { inputFile?.written ?? 0 }
 
     /// One step of stochastic gradient descent: `lora ← lora − η ∂loss/∂lora`, block by block within the backward pass.
     func step(_ tokens: ArraySlice<Int32>, method: Method, learningRate: Float) throws -> Float {
@@ -95,27 +106,38 @@ public final class Trainer {
         }
     }
 
-    /// The block's output `[1, T, hidden]`, evaluated.
-    private func forward(_ block: Int, _ x: MLXArray, _ lora: MLXArray) throws -> MLXArray {
-        let y = try bundle.withBlock(block) { weights in
-            let y = try call(function, x, lora, weights.words)[0]
-            eval(y)
-            return y
+    /// The block's output `[1, T, hidden]` and, where they are to be kept, its intermediates; evaluated.
+    private func forward(_ block: Int, _ x: MLXArray, _ lora: MLXArray, keep: Bool = false) throws
+        -> (y: MLXArray, kept: Intermediates?)
+    {
+        defer { Memory.clearCache() }
+        return try bundle.withBlock(block) { weights in
+            guard keep else {
+                // Without a reference to the others, each goes as soon as y no longer needs it.
+                let y = try call(function, x, lora, weights.words)[0]
+                eval(y)
+                return (y, nil)
+            }
+            let out = try call(function, x, lora, weights.words)
+            eval([out[0]] + out[2...8])
+            return (
+                out[0],
+                Intermediates(
+                    q: out[2], k: out[3], v: out[4], attnOut: out[5], xMid: out[6], gate: out[7], up: out[8])
+            )
         }
-        Memory.clearCache()
-        return y
     }
 
-    /// MeSP: the block's forward pass again up to `x_mid`, then the derivatives by hand.
-    private func structuredBackward(_ block: Int, _ x: MLXArray, dy: MLXArray, wantsInput: Bool) throws
-        -> (dx: MLXArray?, gradient: MLXArray)
-    {
+    /// MeSP: the block's forward pass again up to x_mid, unless it was kept, then the derivatives by hand.
+    private func structuredBackward(
+        _ block: Int, _ x: MLXArray, _ kept: Intermediates?, d: inout MLXArray
+    ) throws -> MLXArray {
         try bundle.withBlock(block) { weights in
-            let intermediates = try recompute(x, lora[block], weights.words)
+            let intermediates = try kept ?? recompute(x, lora[block], weights.words)
             let backward = BlockBackward(
                 architecture: bundle.architecture, weights: weights, lora: lora[block], layout: layout, scale: scale,
                 tile: tile)
-            return backward(x: x, intermediates, dy: dy, wantsInput: wantsInput)
+            return backward(x: x, consume intermediates, d: &d, wantsInput: block > 0)
         }
     }
 
@@ -123,13 +145,11 @@ public final class Trainer {
     private func recompute(_ x: MLXArray, _ lora: MLXArray, _ words: MLXArray) throws -> Intermediates {
         let out = try call(function, x, lora, words)
         eval(out[2...6])
-        return Intermediates(q: out[2], k: out[3], v: out[4], attnOut: out[5], xMid: out[6])
+        return Intermediates(q: out[2], k: out[3], v: out[4], attnOut: out[5], xMid: out[6], gate: nil, up: nil)
     }
 
     /// MeBP: automatic differentiation of the block in plain operations, from its input.
-    private func automaticBackward(_ block: Int, _ x: MLXArray, dy: MLXArray) throws -> (
-        dx: MLXArray?, gradient: MLXArray
-    ) {
+    private func automaticBackward(_ block: Int, _ x: MLXArray, d: inout MLXArray) throws -> MLXArray {
         guard let plainFunction else { preconditionFailure("the trainer was made for another method") }
         return try bundle.withBlock(block) { weights in
             let (_, gradients) = vjp(
@@ -139,9 +159,10 @@ public final class Trainer {
                     ]
                     // The call fails only for shapes that the file has no trace for; `init` has checked these.
                     return (try? plainFunction.dynamicallyCall(withKeywordArguments: arguments)[0]).map { [$0] } ?? []
-                }, primals: [x, lora[block]], cotangents: [dy])
+                }, primals: [x, lora[block]], cotangents: [d])
             eval(gradients)
-            return (gradients[0], gradients[1])
+            d = gradients[0]
+            return gradients[1]
         }
     }
 
@@ -177,7 +198,7 @@ public final class Trainer {
         let (inputTokens, targets) = split(tokens)
         var x = try embedded(inputTokens)
         for block in lora.indices {
-            x = try forward(block, x, parameters(block))
+            x = try forward(block, x, parameters(block)).y
         }
         return try head(x, targets: targets, wantsGradient: false).loss
     }
@@ -215,5 +236,3 @@ public final class Trainer {
         lora = parameters
     }
 }
-
-private func list(_ numbers: [Int]) -> String { numbers.map(String.init).joined(separator: ", ") }

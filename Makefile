@@ -1,0 +1,63 @@
+# make demo    fine-tunes the demo model and shows what that changed
+# make test    runs every check
+# make engine  builds mesp-engine, the trainer
+# make setup   makes .venv with everything the others need (each calls it)
+
+PYTHON ?= python3
+
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/ready
+FIXTURES := $(CURDIR)/.build/fixtures
+
+# SwiftPM compiles no Metal shaders, and mlx-swift needs them: on the command line the engine and
+# the tests use the MLX library in the wheel instead (ios/HostMLX), on every system.
+HOST_MLX = MESP_HOST_MLX="$$($(BIN)/python -m mesp.engine --mlx)"
+
+.PHONY: setup engine demo test test-format test-python test-swift fixtures clean
+
+setup: $(READY)
+
+$(READY): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
+		echo "MeSP needs Python 3.10 or newer: name one, as in make setup PYTHON=python3.12" >&2; \
+		exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' || { \
+		echo "Python's venv module is missing: on Debian, apt install python3-venv" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[report,dev]'
+	@touch $@
+
+engine: $(READY)
+	$(BIN)/python -m mesp.engine
+
+demo: $(READY)
+	$(BIN)/python tools/demo.py
+
+test: test-format test-python test-swift
+	@echo "== All tests passed"
+
+test-format: $(READY)
+	@echo "== Style: ruff, swift format"
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	swift format lint --strict --recursive Package.swift ios
+
+test-python: engine
+	@echo "== Tests of the Python package and the commands"
+	$(BIN)/python -m pytest -q
+
+test-swift: fixtures
+	@echo "== Tests of the trainer core, against mesp.reference"
+	$(HOST_MLX) MESP_FIXTURES=$(FIXTURES) swift test
+	@echo "== Tests of HostMLX"
+	$(HOST_MLX) swift test --package-path ios/HostMLX
+
+# What the Swift tests compare with is computed by the Python reference each time.
+fixtures: $(READY)
+	@echo "== Fixtures for the Swift tests"
+	rm -rf $(FIXTURES)
+	$(BIN)/python tests/make_cases.py $(FIXTURES)
+
+clean:
+	rm -rf .build ios/HostMLX/.build build $(VENV)

@@ -1,0 +1,518 @@
+"""mesp-export through its command line."""
+
+import errno
+import http.server
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from click.testing import CliRunner, Result
+from mlx.utils import tree_flatten
+from mlx_lm.utils import load_model
+
+from conftest import TINY, random_tensors, write_model, write_tokenizer
+from mesp import reference
+from mesp.bundle import Bundle
+from mesp.export import main
+
+COMMAND = str(Path(sys.executable).with_name("mesp-export"))
+
+
+def export(*arguments: object) -> Result:
+    result = CliRunner().invoke(main, [str(a) for a in arguments])
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result
+
+
+def exported(*arguments: object) -> Bundle:
+    """Exports to ``out.mesp`` in the working folder."""
+    result = export(*arguments, "--out", "out.mesp", "--overwrite")
+    assert result.exit_code == 0, result.output
+    bundle = Bundle("out.mesp")
+    bundle.verify()
+    return bundle
+
+
+def refused(*arguments: object) -> str:
+    """The one sentence that an export is refused with, having left nothing behind."""
+    before = sorted(Path().rglob("*"))
+    result = export(*arguments)
+    assert result.exit_code == 2, result.output
+    assert sorted(Path().rglob("*")) == before
+    assert result.stdout == ""
+    *_, line = result.stderr.splitlines()
+    assert line.startswith("Error: ")
+    return line
+
+
+@pytest.fixture(autouse=True)
+def working_folder(tmp_path_factory, monkeypatch):
+    folder = tmp_path_factory.mktemp("work")
+    monkeypatch.chdir(folder)
+    return folder
+
+
+def test_bundle_computes_what_mlx_lm_computes(tiny, text):
+    """Embedding, every block's function and the head give the logits of the quantized model."""
+    bundle = exported("--model", tiny, "--data", text, "--seq-len", 24, "--rank", 4)
+    model, _ = load_model(tiny)
+    nn.quantize(model, 64, 4)
+    tokens = mx.array(bundle.tokens("train")[:24])
+    expected = model(tokens[None])
+
+    arch = bundle.architecture
+    rows = {name: a[tokens] for name, a in bundle.embedding().items() if name != "norm"}
+    x = reference.dequantize(rows, "", arch.hidden_size)[None]
+    function = bundle.function()
+    lora = mx.zeros(arch.lora_size(4))
+    for i in range(arch.num_hidden_layers):
+        x = function(x, lora, mx.array(1.0), bundle.block_words(i))[0]
+    head = bundle.head()
+    x = reference.rms_norm(x, head["norm"], arch.rms_norm_eps)
+    logits = x @ reference.dequantize(head, "", arch.hidden_size).T
+    assert mx.linalg.norm(logits - expected) <= 1e-5 * mx.linalg.norm(expected)
+
+
+def test_summary_and_manifest(tiny, text):
+    result = export(
+        "--model", tiny, "--data", text, "--seq-len", 16, 8, "--rank", 4, 2, "--rank", 4
+    )  # fmt: skip
+    assert result.exit_code == 0 and result.stderr == ""
+    manifest = Bundle("tiny.mesp").manifest
+    assert manifest["seq_lens"] == [8, 16] and manifest["ranks"] == [2, 4]
+    assert manifest["name"] == manifest["model"]["id"] == "tiny"
+    for part in ("Wrote tiny.mesp", "3 blocks", "8 or 16 tokens", "rank 4: 26,880 parameters"):
+        assert part in result.stdout
+    for split, entry in manifest["data"].items():
+        assert f"{entry['tokens']:,} {split}" in result.stdout
+    assert (
+        Path("tiny.mesp", "tokenizer.json").read_bytes() == (tiny / "tokenizer.json").read_bytes()
+    )
+    bundle = Bundle("tiny.mesp")
+    for plain in (False, True):
+        function = bundle.function(plain)
+        for rank in (2, 4):
+            lora = mx.zeros(bundle.architecture.lora_size(rank))
+            for seq_len in (8, 16):
+                x = mx.ones((1, seq_len, 128))
+                y = function(x, lora, mx.array(1.0), bundle.block_words(0))[0]
+                assert mx.isfinite(y).all()
+
+
+def test_sources_of_one_model_give_one_bundle():
+    """Whatever the file's dtype, sharded, or quantized before by mlx-lm."""
+    tensors = {k: v.astype(mx.bfloat16) for k, v in random_tensors(TINY).items()}
+    halves = {k: v.astype(mx.float16).astype(mx.bfloat16) for k, v in tensors.items()}
+    # Values that float16 and bfloat16 both hold.
+    tensors = {k: mx.where(halves[k] == v, v, 0) for k, v in tensors.items()}
+    wide = {k: v.astype(mx.float32) for k, v in tensors.items()}
+    sources = {
+        "float32": write_model(Path("float32"), TINY, wide),
+        "bfloat16": write_model(Path("bfloat16"), TINY, tensors),
+        "float16": write_model(
+            Path("float16"), TINY, {k: v.astype(mx.float16) for k, v in tensors.items()}
+        ),
+        "sharded": write_model(Path("sharded"), TINY, tensors, shards=3),
+    }
+    model, _ = load_model(sources["float32"])
+    nn.quantize(model, 64, 4)
+    quantized = dict(tree_flatten(model.parameters()))
+    config = {**TINY, "quantization": {"bits": 4, "group_size": 64}}
+    sources["quantized"] = write_model(Path("quantized"), config, quantized)
+
+    digests = {}
+    for name, folder in sources.items():
+        bundle = exported("--model", folder, "--seq-len", 8)
+        digests[name] = {
+            f["path"]: f["sha256"] for f in bundle.manifest["files"] if f["path"].endswith(".bin")
+        }
+    assert len(digests["float32"]) == 4
+    for name, files in digests.items():
+        assert files == digests["float32"], name
+
+
+def test_other_quantization(tiny):
+    bundle = exported("--model", tiny, "--bits", 8, "--group-size", 32, "--seq-len", 8)
+    name = "model.layers.1.self_attn.o_proj.weight"
+    expected = mx.quantize(random_tensors(TINY)[name], 32, 8)
+    for part, array in zip(("weight", "scales", "biases"), expected, strict=True):
+        assert mx.array_equal(bundle.block(1)[f"self_attn.o_proj.{part}"], array)
+
+
+def test_bfloat16(tiny):
+    bundle = exported("--model", tiny, "--dtype", "bfloat16", "--seq-len", 8)
+    name = "model.layers.1.mlp.up_proj.weight"
+    weight, scales, _ = mx.quantize(random_tensors(TINY)[name], 64, 4)
+    block = bundle.block(1)
+    assert mx.array_equal(block["mlp.up_proj.weight"], weight)
+    assert mx.array_equal(block["mlp.up_proj.scales"], scales.astype(mx.bfloat16))
+    x = mx.ones((1, 8, 128), mx.bfloat16)
+    lora = mx.zeros(bundle.architecture.lora_size(8))
+    assert bundle.function()(x, lora, mx.array(1.0), bundle.block_words(0))[0].dtype == mx.bfloat16
+
+
+def test_head_that_is_not_the_embedding():
+    config = {**TINY, "num_hidden_layers": 1, "tie_word_embeddings": False}
+    bundle = exported("--model", write_model(Path("untied"), config), "--seq-len", 8)
+    tensors = random_tensors(config)
+    for table, name in ((bundle.embedding(), "model.embed_tokens"), (bundle.head(), "lm_head")):
+        assert mx.array_equal(table["weight"], mx.quantize(tensors[name + ".weight"], 64, 4)[0])
+    assert "norm" in bundle.head() and "norm" not in bundle.embedding()
+
+
+def test_first_layers_only(tiny):
+    bundle = exported("--model", tiny, "--layers", 2, "--seq-len", 8)
+    assert bundle.architecture.num_hidden_layers == 2
+    assert json.loads(Path("out.mesp/config.json").read_text())["num_hidden_layers"] == 2
+    assert not Path("out.mesp/blocks/02.bin").exists()
+    assert "has 3 blocks" in refused("--model", tiny, "--layers", 4)
+
+
+def test_model_without_data_has_none(tiny):
+    result = export("--model", tiny, "--seq-len", 8)
+    assert result.exit_code == 0 and "--data" in result.stdout
+    assert Bundle("tiny.mesp").manifest["data"] == {}
+
+
+def test_random_weights_of_a_folder_need_no_weights(tiny):
+    Path("geometry").mkdir()
+    shutil.copy(tiny / "config.json", "geometry")
+    bundles = []
+    for seed in (0, 0, 1):
+        exported("--model", "geometry", "--random-weights", "--seq-len", 16, "--seed", seed)
+        bundles.append(Path("out.mesp/blocks/01.bin").read_bytes())
+    assert bundles[0] == bundles[1] != bundles[2]
+    bundle = Bundle("out.mesp")
+    weight = reference.dequantize(bundle.block(0), "mlp.up_proj.", 128)
+    assert 0.018 < mx.std(weight).item() < 0.022
+    for split in ("train", "valid"):
+        assert (len(bundle.tokens(split)) - 1) // 16 >= 64
+
+
+def test_random_weights_of_a_known_model_need_no_network(monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    result = export(
+        "--model", "Qwen2.5-0.5B", "--random-weights", "--layers", 1, "--seq-len", 8,
+        "--out", "out.mesp",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    arch = Bundle("out.mesp").architecture
+    assert (arch.hidden_size, arch.vocab_size, arch.num_hidden_layers) == (896, 151936, 1)
+
+
+@pytest.mark.skipif(mx.metal.is_available(), reason="there is a GPU")
+def test_auto_device_is_the_cpu_where_there_is_no_gpu(tiny):
+    assert exported("--model", tiny, "--seq-len", 8).manifest["device"] == "cpu"
+    assert "--device cpu" in refused("--model", tiny, "--device", "gpu")
+
+
+# The Hub
+
+
+class Hub(http.server.BaseHTTPRequestHandler):
+    """Serves one model as the Hugging Face Hub does."""
+
+    files: dict[str, bytes]
+    revision = "0123456789abcdef0123456789abcdef01234567"
+
+    def do_GET(self):
+        path = self.path.split("?")[0].removeprefix("/api/models/org/model")
+        if path.startswith("/api/"):
+            self.reply(404, b"{}", {"X-Error-Code": "RepoNotFound"})
+        elif "/revision/" in path or path == "":
+            siblings = [{"rfilename": name} for name in self.files]
+            info = {"_id": "0", "id": "org/model", "sha": self.revision, "siblings": siblings}
+            self.reply(200, json.dumps(info).encode())
+        elif "/tree/" in path:
+            tree = [
+                {"type": "file", "path": name, "size": len(content), "oid": name}
+                for name, content in self.files.items()
+            ]
+            self.reply(200, json.dumps(tree).encode())
+        else:
+            name = path.rsplit("/", 1)[-1]
+            headers = {"ETag": f'"{name}"', "X-Repo-Commit": self.revision}
+            self.reply(200, self.files[name], headers)
+
+    do_HEAD = do_GET
+
+    def reply(self, status: int, body: bytes, headers: dict[str, str] | None = None):
+        self.send_response(status)
+        for key, value in {"Content-Type": "application/json", **(headers or {})}.items():
+            self.send_header(key, value)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    def log_message(self, *_):
+        pass
+
+
+def export_from_hub(endpoint: str, *arguments: object) -> subprocess.CompletedProcess:
+    environment = {**os.environ, "HF_ENDPOINT": endpoint, "HF_HOME": str(Path("hub").absolute())}
+    command = [COMMAND, *map(str, arguments)]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+
+
+@pytest.fixture
+def hub(tiny):
+    Hub.files = {p.name: p.read_bytes() for p in tiny.iterdir()}
+    Hub.files["README.md"] = b"---\nlicense: apache-2.0\n---\n# A model\n"
+    Hub.files["model.gguf"] = b"not wanted"
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def test_model_from_the_hub(hub, tiny):
+    result = export_from_hub(hub, "--model", "org/model", "--seq-len", 8)
+    assert result.returncode == 0, result.stderr
+    assert result.stderr == ""
+    bundle = Bundle("model.mesp")
+    assert bundle.manifest["model"] == {
+        "id": "org/model",
+        "revision": Hub.revision,
+        "license": "apache-2.0",
+    }
+    assert not list(Path("hub").rglob("*.gguf"))
+    here = exported("--model", tiny, "--seq-len", 8)
+    assert mx.array_equal(bundle.block_words(2), here.block_words(2))
+
+
+def test_model_that_the_hub_does_not_have(hub):
+    result = export_from_hub(hub, "--model", "org/nothing")
+    assert result.returncode == 2
+    assert "no model org/nothing on the Hugging Face Hub" in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_no_network():
+    result = export_from_hub("http://127.0.0.1:9", "--model", "Qwen2.5-0.5B")
+    assert result.returncode == 2
+    assert "check the network" in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+    assert not list(Path().glob("*.mesp"))
+
+
+# Writing
+
+
+def test_existing_folder_is_kept(tiny):
+    exported("--model", tiny, "--seq-len", 8)
+    assert "--overwrite" in refused("--model", tiny, "--out", "out.mesp")
+    Path("folder").mkdir()
+    Path("folder/precious").touch()
+    assert "exists" in refused("--model", tiny, "--out", "folder")
+    assert "not a bundle" in refused("--model", tiny, "--out", "folder", "--overwrite")
+
+
+def test_failed_overwrite_keeps_the_old_bundle(tiny):
+    exported("--model", tiny, "--seq-len", 8)
+    refused("--model", tiny, "--data", "nothing.txt", "--out", "out.mesp", "--overwrite")
+    Bundle("out.mesp").verify()
+    assert exported("--model", tiny, "--seq-len", 16).manifest["seq_lens"] == [16]
+    assert [path.name for path in Path().iterdir()] == ["out.mesp"]
+
+
+def test_killed_export_leaves_no_bundle(tiny):
+    """Killed while it writes, it leaves nothing under the final name; the next one cleans up."""
+    config = {**TINY, "vocab_size": 400_000}
+    Path("large").mkdir()
+    Path("large/config.json").write_text(json.dumps(config))
+    command = ["--model", "large", "--random-weights", "--seq-len", "8", "--out", "out.mesp"]
+    process = subprocess.Popen([COMMAND, *command])
+    deadline = time.monotonic() + 60
+    while not Path(".out.mesp.partial/embedding.bin").exists():
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.01)
+    assert "Another mesp-export is writing" in refused("--model", tiny, "--out", "out.mesp")
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert not Path("out.mesp").exists()
+    exported("--model", tiny, "--seq-len", 8)
+    assert not Path(".out.mesp.partial").exists()
+
+
+def test_interrupted_export_leaves_nothing(tiny, monkeypatch):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("mesp.export.describe_files", interrupt)
+    assert export("--model", tiny, "--out", "a/b/out.mesp").exit_code == 1
+    assert not list(Path().iterdir())
+
+
+def test_disk_without_room(tiny, monkeypatch):
+    usage = shutil.disk_usage(".")._replace(free=100_000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    assert "it takes 0 MB" in refused("--model", tiny)
+
+
+@pytest.mark.parametrize("limit", [50_000, 8_000])
+def test_disk_that_becomes_full(tiny, limit):
+    """As seen through a limit on the size of files: in a block's file, or in the function's."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limits[1]))
+        assert "disk" in refused("--model", tiny, "--seq-len", 8)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_full_disk_in_the_middle(tiny, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("mesp.export.copy_texts", full)
+    assert "the disk is full" in refused("--model", tiny)
+
+
+def test_output_that_cannot_be_written(tiny):
+    Path("file").touch()
+    assert "Cannot write file/out.mesp" in refused("--model", tiny, "--out", "file/out.mesp")
+    assert "exists" in refused("--model", tiny, "--out", "file")
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ([], "--model"),
+        (["--model", "nothing"], "There is no model nothing"),
+        (["--model", "./no/folder"], "There is no model ./no/folder"),
+        (["--model", "Qwen2.5-7B"], "Qwen2.5-0.5B"),
+        (["--model", "TINY", "--rank", "0"], "--rank"),
+        (["--model", "TINY", "--rank", "8", "x"], "--rank"),
+        (["--model", "TINY", "--seq-len", "0"], "--seq-len"),
+        (["--model", "TINY", "--seq-len", "8", "-1"], "-1"),
+        (["--model", "TINY", "--layers", "0"], "--layers"),
+        (["--model", "TINY", "--bits", "3"], "--bits"),
+        (["--model", "TINY", "--group-size", "48"], "--group-size"),
+        (["--model", "TINY", "--group-size", "128"], "rows of 320"),
+        (["--model", "TINY", "--dtype", "float16"], "--dtype"),
+        (["--model", "TINY", "--data", "nothing.txt"], "nothing.txt"),
+        (["--model", "TINY", "stray"], "stray"),
+        (["--model", "Qwen2.5-0.5B", "--random-weights", "--data", "python-docs"], "tokenizer"),
+    ],
+)
+def test_bad_arguments(tiny, arguments, named):
+    assert named in refused(*(str(tiny) if a == "TINY" else a for a in arguments))
+
+
+def test_bad_data(tiny):
+    for name, content, named in (
+        ("empty.txt", "", "no text"),
+        ("short.txt", "A few words.", "too few to train on"),
+        ("chat.jsonl", '{"messages": []}', "messages"),
+    ):
+        Path(name).write_text(content)
+        assert named in refused("--model", tiny, "--data", name)
+
+
+@pytest.fixture
+def model():
+    return write_model(Path("model"), TINY, shards=2)
+
+
+def damage(path: Path, keep: int) -> None:
+    path.write_bytes(path.read_bytes()[:keep])
+
+
+def test_missing_shard(model):
+    (model / "model-00002-of-00002.safetensors").unlink()
+    assert "model-00002-of-00002.safetensors" in refused("--model", model)
+
+
+@pytest.mark.parametrize("keep", [0, 4, 100, 20_000, -1])
+def test_truncated_weights(model, keep):
+    damage(model / "model-00001-of-00002.safetensors", keep)
+    message = refused("--model", model)
+    assert "model-00001-of-00002.safetensors are truncated" in message
+
+
+def test_damaged_index(model):
+    damage(model / "model.safetensors.index.json", 20)
+    assert "model.safetensors.index.json cannot be read" in refused("--model", model)
+
+
+def test_missing_tensor():
+    tensors = random_tensors(TINY)
+    del tensors["model.layers.2.mlp.up_proj.weight"]
+    folder = write_model(Path("model"), TINY, tensors)
+    assert "lack model.layers.2.mlp.up_proj.weight" in refused("--model", folder)
+
+
+def test_tensor_of_a_type_that_is_not_supported():
+    tensors = random_tensors(TINY)
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].astype(mx.int8)
+    folder = write_model(Path("model"), TINY, tensors)
+    assert "model.norm.weight in model is of type I8" in refused("--model", folder)
+
+
+def test_weights_that_do_not_fit_the_config(model):
+    config = {**TINY, "intermediate_size": 384}
+    (model / "config.json").write_text(json.dumps(config))
+    assert "mlp.gate_proj.weight is [320, 128], not [384, 128]" in refused("--model", model)
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        ("{", "config.json cannot be read"),
+        ("[]", "config.json cannot be read"),
+        (json.dumps({**TINY, "model_type": "gemma3"}), "gemma3"),
+        (json.dumps({**TINY, "quantization_config": {"quant_method": "gptq"}}), "gptq"),
+        (json.dumps({**TINY, "quantization": {"bits": 3, "group_size": 64}}), "4 or 8 bits"),
+        (
+            json.dumps({**TINY, "quantization": {"bits": 4, "group_size": 32, "mode": "mxfp4"}}),
+            "mxfp4",
+        ),
+    ],
+)
+def test_bad_config(model, config, named):
+    (model / "config.json").write_text(config)
+    assert named in refused("--model", model)
+
+
+def test_quantized_model_stays_as_it_is(model):
+    config = {**TINY, "quantization": {"bits": 4, "group_size": 64}}
+    (model / "config.json").write_text(json.dumps(config))
+    assert "leave out --bits" in refused("--model", model, "--bits", 8)
+
+
+def test_folder_that_holds_no_model():
+    Path("folder").mkdir()
+    assert "no config.json" in refused("--model", "folder")
+    Path("folder/config.json").write_text(json.dumps(TINY))
+    assert "no weights" in refused("--model", "folder")
+
+
+def test_model_without_tokenizer():
+    folder = write_model(Path("model"), TINY, tokenizer=False)
+    assert "has no tokenizer" in refused("--model", folder, "--data", "python-docs")
+
+
+def test_damaged_tokenizer(model):
+    damage(model / "tokenizer.json", 100)
+    message = refused("--model", model, "--data", "python-docs")
+    assert "tokenizer in model cannot be loaded" in message
+
+
+def test_tokenizer_of_another_model():
+    folder = write_model(Path("model"), {**TINY, "vocab_size": 100}, tokenizer=False)
+    write_tokenizer(folder, 512)
+    assert "do not belong together" in refused("--model", folder, "--data", "python-docs")

@@ -1,0 +1,128 @@
+"""The demo behind `make demo`: fine-tunes the demo model on Python's language reference.
+
+Exports the model, trains it with MeSP, collects the run's log and draws it. What the model writes
+is shown before and after, through mlx-lm, which loads the adapters as they are.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+import time
+from datetime import datetime, timezone
+from pathlib import Path
+
+import click
+import mlx_lm
+from mlx import nn
+from mlx_lm.models import qwen2
+from mlx_lm.tuner.utils import load_adapters
+from mlx_lm.utils import load_tokenizer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from mesp.bundle import Bundle
+from mesp.log import decimal, megabytes, read_run
+
+STEPS = 400
+SEQ_LEN = 256
+RANK = 8
+LEARNING_RATE = 0.1
+VAL_BATCHES = 40
+
+PROMPT = "The following statement"
+SAMPLE_TOKENS = 80
+
+TOOLS = Path(__file__).resolve().parent
+OUT = TOOLS.parent / "build" / "demo"
+WIDTH = 100  # columns of what is printed
+
+
+def main() -> None:
+    began = time.monotonic()
+    bundle = OUT / "demo.mesp"
+    OUT.mkdir(parents=True, exist_ok=True)
+    call(
+        *(program("mesp-export"), "--model", "demo", "--out", bundle, "--overwrite"),
+        *("--seq-len", SEQ_LEN, "--rank", RANK),
+    )
+    before = sample(bundle)
+
+    run = OUT / "runs" / f"{datetime.now(timezone.utc):%Y%m%dT%H%M%SZ}"
+    call(
+        *(program("mesp-train"), bundle, "--steps", STEPS, "--seq-len", SEQ_LEN, "--rank", RANK),
+        *("--learning-rate", LEARNING_RATE, "--val-batches", VAL_BATCHES, "--output", run),
+    )
+    after = sample(bundle, run / "adapters")
+
+    collected = OUT / "collected"
+    call(sys.executable, TOOLS / "collect.py", "--from", run.parent, "--out", collected)
+    picture = OUT / "report.png"
+    call(sys.executable, TOOLS / "report.py", collected / run.name, "--out", picture)
+
+    console = Console(width=WIDTH, highlight=False)
+    console.print(side_by_side(before, after))
+    result = read_run(run)
+    loss_before, loss_after = result.held_out
+    console.print(
+        f"Held-out loss {decimal(loss_before)} before, {decimal(loss_after)} after, nats a token.\n"
+        f"Peak footprint of the trainer {megabytes(result.peak_footprint)} MB, "
+        f"{result.end['seconds']:.0f} s for {result.last_step} steps of {SEQ_LEN} tokens; "
+        f"{time.monotonic() - began:.0f} s in all.\n"
+        f"Loss and memory by step: {picture}",
+        soft_wrap=True,
+    )
+
+
+def program(name: str) -> Path:
+    return Path(sys.executable).with_name(name)
+
+
+def call(*command: object) -> None:
+    """Runs one of the project's own commands, showing it as a user would type it."""
+    arguments = [str(argument) for argument in command]
+    shown = [Path(part).name if Path(part).is_absolute() else part for part in arguments]
+    click.echo(f"\n$ {shlex.join(shown)}")
+    status = subprocess.run(arguments).returncode
+    if status != 0:
+        raise SystemExit(status)
+
+
+def sample(bundle: Path, adapters: Path | None = None) -> str:
+    """What the bundle's model writes after the prompt, always its likeliest token."""
+    model = load_model(Bundle(bundle))
+    if adapters is not None:
+        load_adapters(model, str(adapters))
+    model.eval()
+    return mlx_lm.generate(model, load_tokenizer(bundle), PROMPT, max_tokens=SAMPLE_TOKENS)
+
+
+def load_model(bundle: Bundle) -> nn.Module:
+    """The bundle's weights, quantized as they are, as mlx-lm's model."""
+    config = json.loads((bundle.path / "config.json").read_text(encoding="utf-8"))
+    model = qwen2.Model(qwen2.ModelArgs.from_dict(config))
+    quantization = bundle.quantization
+    nn.quantize(model, quantization.group_size, quantization.bits)
+    weights = {"model.norm.weight": bundle.head()["norm"]}
+    for name in ("weight", "scales", "biases"):
+        weights[f"model.embed_tokens.{name}"] = bundle.embedding()[name]
+    for index in range(bundle.architecture.num_hidden_layers):
+        for name, array in bundle.block(index).items():
+            weights[f"model.layers.{index}.{name}"] = array
+    model.load_weights(list(weights.items()))
+    return model
+
+
+def side_by_side(before: str, after: str) -> Table:
+    table = Table(title=f"After “{PROMPT}” the model writes", width=WIDTH, title_justify="left")
+    table.add_column("before fine-tuning", ratio=1)
+    table.add_column("after fine-tuning", ratio=1)
+    table.add_row(Text(before.strip()), Text(after.strip()))
+    return table
+
+
+if __name__ == "__main__":
+    main()
