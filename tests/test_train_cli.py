@@ -69,6 +69,8 @@ def test_writes_every_setting_and_reports_the_run(bundle: Path, tmp_path: Path):
         "eval_every": 0,
         "save_every": 100,
         "memory_limit_mb": None,
+        "offload": None,
+        "dry_run": False,
     }
     assert done.stdout.splitlines() == [
         "Finished after 20 steps in 10 s: 512 tokens/s, peak footprint 45.6 MB.",

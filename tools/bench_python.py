@@ -44,10 +44,16 @@ def report(event: str, **fields: Any) -> None:
     print(json.dumps({"event": event, **fields}), file=sys.__stdout__, flush=True)
 
 
+def report_and_wait(event: str) -> None:
+    """For the reader to look at this process's memory; it answers with a line."""
+    report(event)
+    sys.stdin.readline()
+
+
 def warm_up() -> None:
     """Brings up MLX and its BLAS, so that what they take counts as the baseline."""
     mx.eval(mx.ones((256, 256)) @ mx.ones((256, 256)))
-    report("baseline")
+    report_and_wait("baseline")
 
 
 def windows(bundle: Bundle, seq_len: int, seed: int, steps: int) -> Iterator[mx.array]:
@@ -70,14 +76,15 @@ def paper(settings: dict[str, Any]) -> None:
 
     A block's weights are read into memory and dequantized whole, attention has its [heads, T, T]
     weights and the loss its [T, V] logits whole, and all eight intermediates are there before the
-    backward pass begins. The output matrix is kinder than whole: read and dequantized by rows.
+    backward pass begins. The output matrix is read and dequantized by rows, which is kinder than whole, and the gradient
+    by the logits takes their place.
     """
     warm_up()
     bundle = Bundle(settings["bundle"])
     scale, rate = settings["alpha"] / settings["rank"], settings["learning_rate"]
     lora = reference.init_lora(bundle.architecture, settings["rank"], settings["seed"])
     mx.eval(lora)
-    report("begin")
+    report_and_wait("begin")
     for window in windows(bundle, settings["seq_len"], settings["seed"], settings["steps"]):
         mx.reset_peak_memory()
         began = time.perf_counter()
@@ -147,18 +154,20 @@ def whole_loss(bundle: Bundle, x: mx.array, targets: mx.array) -> tuple[float, m
 
     norm = table_rows(bundle, "head", slice(0))["norm"]
     normed = reference.rms_norm(x, norm, arch.rms_norm_eps)
-    pieces = []
+    z = mx.zeros((1, targets.size, arch.vocab_size))
     for rows in tiles:
-        pieces.append(normed @ matrix(rows).T)
-        mx.eval(pieces[-1])
-    z = mx.concatenate(pieces, axis=-1)
-    mx.eval(z)
-    del pieces
+        z[..., rows] = normed @ matrix(rows).T
+        mx.eval(z)
     target = mx.take_along_axis(z, targets[None, :, None], axis=-1)[..., 0]
     loss = mx.mean(mx.logsumexp(z, axis=-1) - target)
-    dz = (mx.softmax(z, axis=-1) - (mx.arange(z.shape[-1]) == targets[:, None])) / targets.size
-    mx.eval(loss, dz)
-    del z, target
+    mx.eval(loss)
+    del target
+    # dz = (softmax(z) - onehot(target)) / T, in the place of z
+    z = mx.softmax(z, axis=-1) / targets.size
+    mx.eval(z)
+    dz = z.at[0, mx.arange(targets.size), targets].add(-1 / targets.size)
+    del z
+    mx.eval(dz)
     d_normed = mx.zeros(x.shape)
     for rows in tiles:
         d_normed = d_normed + dz[..., rows] @ matrix(rows)
@@ -230,7 +239,7 @@ def mlx_lm(settings: dict[str, Any]) -> None:
     with contextlib.redirect_stdout(sys.stderr):
         # On a CPU, MLX has a C++ compiler make the kernels that mlx-lm's step needs.
         train(min(seq_len, COMPILED_WITH), 1, 0.0, None)
-        report("begin")
+        report_and_wait("begin")
         train(seq_len, settings["steps"], settings["learning_rate"], Report())
 
 
@@ -276,7 +285,7 @@ def h(settings: dict[str, Any]) -> None:
     report(
         "h",
         h_seconds=measured(recompute_h, settings["steps"]),
-        block_seconds=measured(gradient, settings["steps"]),
+        gradient_seconds=measured(gradient, settings["steps"]),
     )
 
 
@@ -309,7 +318,7 @@ def mezo_quality(settings: dict[str, Any]) -> None:
     """MeZO's estimate of each block's gradient against the exact one, averaged over draws of z."""
     bundle = Bundle(settings["bundle"])
     model, seed = reference.Model.of(bundle), settings["seed"]
-    scale, epsilon = settings["alpha"] / settings["rank"], settings["epsilon"]
+    scale, epsilon = settings["alpha"] / settings["rank"], settings["mezo_epsilon"]
     lora = reference.init_lora(bundle.architecture, settings["rank"], seed)
     *training, window = windows(bundle, settings["seq_len"], seed, WARM_UP_STEPS + 1)
     for each in training:

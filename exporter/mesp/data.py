@@ -58,18 +58,21 @@ def random_streams(vocab_size: int, seq_len: int, seed: int) -> dict[str, np.nda
 
 
 def python_docs() -> Documents:
-    """Python's own language reference, which comes with Python (`help("topics")`).
+    """The prose of Python's language reference, which comes with Python (`help("topics")`).
 
-    Topics repeat each other's passages; each is kept once, so that none is on both sides. One
-    section in ten is held out.
+    Code and grammar are left out, and lines are joined: a small model would learn little from their
+    layout but spaces. Topics repeat each other's passages; each is kept once, so that none is on
+    both sides. One section in ten is held out.
     """
     from pydoc_data.topics import topics
 
     sections, seen = [], set()
     for _, text in sorted(topics.items()):
         section: list[str] = []
-        for paragraph in re.split(r"\n{2,}", text.strip()):
-            if paragraph not in seen:
+        for block in re.split(r"\n{2,}", text.strip()):
+            paragraph = " ".join(block.split())
+            prose = not block.startswith("      ") and re.match(r"[A-Z].{40,}\.$", paragraph)
+            if prose and paragraph not in seen:
                 seen.add(paragraph)
                 section.append(paragraph)
             if sum(map(len, section)) > 4000:

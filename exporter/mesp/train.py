@@ -94,6 +94,19 @@ class Positive(click.FloatRange):
 )
 @click.option("--mezo-epsilon", type=Positive(), default=1e-3, help="Size of MeZO's perturbation.")
 @click.option(
+    "--memory-limit",
+    "memory_limit_mb",
+    type=Positive(),
+    metavar="MB",
+    help="Peak footprint to stay below, in 10⁶ bytes; room to spare is used for speed.",
+)
+@click.option(
+    "--offload/--no-offload",
+    default=None,
+    help="Keep block inputs in a file on disk.  [default: only where the limit asks for it]",
+)
+@click.option("--dry-run", is_flag=True, help="Print the plan and its predicted memory, and end.")
+@click.option(
     "--output",
     type=click.Path(path_type=Path),
     help="Folder of the run.  [default: runs/BUNDLE-METHOD-TIME]",
@@ -117,10 +130,12 @@ def main(bundle: Path, output: Path | None, **options: object) -> None:
         "bundle": str(bundle.resolve()),
         "output": str(output.resolve()),
         **options,
-        "memory_limit_mb": None,
     }
 
     engine = find_engine()
+    if options["dry_run"]:
+        click.echo(dry_run(engine, settings))
+        return
     with settings_file(output, settings) as path:
         run, status = drive(engine, path, options["method"], options["steps"])
     click.echo(summary(run, output))
@@ -135,6 +150,27 @@ def choose(available: list[int], wanted: int | None, what: str, preferred: int) 
         listed = ", ".join(str(value) for value in available)
         raise MespError(f"The bundle has no {what} {wanted}; it was exported for {listed}.")
     return wanted
+
+
+def dry_run(engine: Path, settings: dict) -> str:
+    """The engine's plan for these settings, in words. Nothing is written."""
+    with tempfile.NamedTemporaryFile("w", suffix=".json", encoding="utf-8") as file:
+        json.dump(settings, file)
+        file.flush()
+        done = subprocess.run([engine, file.name], capture_output=True, text=True)
+    if done.returncode != 0:
+        raise MespError(done.stderr.strip() or f"mesp-engine failed ({done.returncode}).")
+    plan = json.loads(done.stdout)
+    where = "a file on disk" if plan["offload"] else "memory"
+    return "\n".join(
+        [
+            f"Predicted peak footprint: {megabytes(plan['predicted_peak_bytes'])} MB "
+            f"(the least possible: {megabytes(plan['least_peak_bytes'])} MB).",
+            f"Tiles of {plan['tile_bytes'] // 1024} KiB; block inputs in {where}; "
+            f"intermediates of {plan['kept_blocks']} blocks kept.",
+            f"Mapped weights: {megabytes(plan['mapped_bytes'])} MB, not in the footprint.",
+        ]
+    )
 
 
 @contextmanager

@@ -10,10 +10,12 @@ public enum Run {
     ///
     /// - Parameters:
     ///   - report: gets each record and its line in the log.
-    ///   - shouldStop: asked before each step. After `true` the adapters are saved and the run ends as `stopped`.
+    ///   - shouldStop: asked at every block of a forward pass. After `true` the step is dropped, or finished where its updates have
+    ///     begun, the adapters are saved, and the run ends as `stopped`.
     /// - Throws: `MeSPError`. What was saved before stands.
     public static func run(
-        _ settings: RunSettings, report: (Record, Data) throws -> Void = { _, _ in }, shouldStop: () -> Bool = { false }
+        _ settings: RunSettings, report: (Record, Data) throws -> Void = { _, _ in },
+        shouldStop: @escaping () -> Bool = { false }
     ) throws {
         try settings.check()
         let bundle = try ModelBundle(url: URL(fileURLWithPath: settings.bundle))
@@ -29,7 +31,7 @@ public enum Run {
 
     private static func run(
         _ settings: RunSettings, _ bundle: ModelBundle, _ report: (Record, Data) throws -> Void,
-        _ shouldStop: () -> Bool
+        _ shouldStop: @escaping () -> Bool
     ) throws {
         let length = settings.seqLen
         let manifest = bundle.manifest
@@ -64,6 +66,7 @@ public enum Run {
         let trainer = try Trainer(
             bundle: bundle, method: settings.method, length: length, rank: settings.rank, alpha: settings.alpha,
             seed: settings.seed, plan: plan, folder: output)
+        trainer.shouldStop = shouldStop
         func save() throws {
             try saveAdapters(
                 trainer.lora, layout: trainer.layout, alpha: settings.alpha,
@@ -100,7 +103,7 @@ public enum Run {
 
         do {
             try evaluate(at: 0)
-            while done < settings.steps && !shouldStop() {
+            while done < settings.steps {
                 peak = max(peak, sampler.takePeak())
                 Memory.peakMemory = 0
                 let (start, written) = (Date.now, trainer.writtenBytes)
@@ -134,8 +137,11 @@ public enum Run {
                 if settings.evalEvery > 0, done % settings.evalEvery == 0, !last { try evaluate(at: done) }
             }
             try save()
-            if done == settings.steps { try evaluate(at: done) }
-            try end(done == settings.steps ? .finished : .stopped)
+            try evaluate(at: done)
+            try end(.finished)
+        } catch is CancellationError {
+            try save()
+            try end(.stopped)
         } catch {
             // The log's disk may be the one that is full: the first error is the one to tell.
             try? append(.event(.init(event: "error", message: error.localizedDescription)))

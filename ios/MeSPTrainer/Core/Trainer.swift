@@ -20,6 +20,10 @@ public final class Trainer {
     /// The parameters: one flat float32 vector `[P]` a block.
     private(set) var lora: [MLXArray]
 
+    /// Asked before each block of a forward pass, when the step has changed nothing yet. After `true` the step throws
+    /// `CancellationError`.
+    var shouldStop: () -> Bool = { false }
+
     private let function: ImportedFunction
     private let plainFunction: ImportedFunction?
     private let plan: Plan
@@ -59,7 +63,7 @@ public final class Trainer {
     /// One forward and backward pass over `tokens` (`[T + 1]`). `update` gets each block's gradient `[P]`, from the last block to the
     /// first, as soon as it is there, and may change that block's parameters.
     ///
-    /// - Returns: the mean loss in nats a token.
+    /// - Returns: the mean loss in nats a token. Where it is not finite, nothing was updated.
     func backpropagate(
         _ tokens: ArraySlice<Int32>, method: Method, update: (_ block: Int, _ gradient: MLXArray) throws -> Void
     )
@@ -79,6 +83,7 @@ public final class Trainer {
 
         let (loss, dLast) = try head(x, targets: targets, wantsGradient: true)
         guard var d = dLast else { preconditionFailure("the head was asked for a gradient") }
+        guard loss.isFinite else { return loss }  // no update can come of it
 
         // Backward, from the last block: recompute, differentiate, update, free. d goes from dy to dx.
         for block in lora.indices.reversed() {
@@ -110,6 +115,7 @@ public final class Trainer {
     private func forward(_ block: Int, _ x: MLXArray, _ lora: MLXArray, keep: Bool = false) throws
         -> (y: MLXArray, kept: Intermediates?)
     {
+        if shouldStop() { throw CancellationError() }
         defer { Memory.clearCache() }
         return try bundle.withBlock(block) { weights in
             guard keep else {
@@ -171,7 +177,7 @@ public final class Trainer {
     /// One step of MeZO: with z ~ N(0, 1) from the seed, `g = (L(lora + ε z) − L(lora − ε z)) / 2ε` and `lora ← lora − η g z`. z is drawn
     /// again, block by block, each time it is needed.
     ///
-    /// - Returns: the mean of the two losses.
+    /// - Returns: the mean of the two losses. Where it is not finite, nothing was updated.
     func zerothOrderStep(_ tokens: ArraySlice<Int32>, epsilon: Float, learningRate: Float, seed: UInt64) throws -> Float
     {
         let keys = MLXRandom.split(key: MLXRandom.key(seed), into: lora.count)
@@ -180,6 +186,7 @@ public final class Trainer {
         let plus = try loss(tokens) { lora[$0] + epsilon * z($0) }
         let minus = try loss(tokens) { lora[$0] - epsilon * z($0) }
         let slope = (plus - minus) / (2 * epsilon)
+        guard slope.isFinite else { return slope }  // no update can come of it
         for block in lora.indices {
             lora[block] = lora[block] - learningRate * slope * z(block)
             eval(lora[block])

@@ -2,8 +2,14 @@
 
 #ifdef HOST_OPENBLAS
 
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdlib>
+
 extern "C" {
 
+void scipy_openblas_set_num_threads(int count);
 void scipy_cblas_sgemm(
     int order, int trans_a, int trans_b, int m, int n, int k, float alpha, const float *a, int lda, const float *b,
     int ldb, float beta, float *c, int ldc);
@@ -33,5 +39,12 @@ void cblas_cgemm(
 }
 
 }  // extern "C"
+
+// OpenBLAS's threads spin while they wait: where another program takes one core, all stand still. So half of the cores,
+// unless the user has said how many.
+__attribute__((constructor)) static void set_up_threads() {
+    if (std::getenv("OPENBLAS_NUM_THREADS")) return;
+    scipy_openblas_set_num_threads(std::max(1, static_cast<int>(sysconf(_SC_NPROCESSORS_ONLN)) / 2));
+}
 
 #endif
