@@ -14,7 +14,9 @@ public struct Planner: Sendable {
     private let method: Method
     private let length: Int
     private let rank: Int
+    private let group: Int
     private let itemSize: Int
+    private let functionBytes: Int
 
     /// From the largest, which the default plan takes: larger ones are no faster.
     static let tileSizes = [2 << 20, 1 << 20, 512 << 10, 256 << 10]
@@ -22,7 +24,9 @@ public struct Planner: Sendable {
     public init(_ manifest: Manifest, method: Method, length: Int, rank: Int) {
         architecture = manifest.architecture
         (self.method, self.length, self.rank) = (method, length, rank)
+        group = manifest.quantization.groupSize
         itemSize = manifest.dtype == "float32" ? 4 : 2
+        functionBytes = manifest.files.first { $0.path == manifest.block.function }?.size ?? 0
     }
 
     /// The fastest plan that stays within `limit` bytes; without a limit, large tiles and everything in memory.
@@ -54,16 +58,17 @@ public struct Planner: Sendable {
 
     /// The predicted peak footprint of a step, in bytes.
     public func peak(_ plan: Plan) -> Int {
-        let a = architecture
-        let held = method == .mezo || plan.offload ? 0 : a.numHiddenLayers * hidden
-        return process + a.numHiddenLayers * loraBytes + held + plan.keptBlocks * keptBytes
-            + max(forward, loss(plan), backward(plan))
+        let layers = architecture.numHiddenLayers
+        let tile = TileSizes(architecture, group: group, length: length, bytes: plan.tileBytes)
+        let inputs = method == .mezo || plan.offload ? 0 : layers * hidden
+        return process + layers * loraBytes + inputs + plan.keptBlocks * keptBytes
+            + max(forward, loss(tile), backward(tile))
     }
 
-    // MARK: - What is alive at once
+    // MARK: - What is alive at once. Counts of arrays follow the code; the few constants were fitted to measurements on Linux.
 
-    /// The process with MLX started and a bundle open: measured on Linux.
-    private var process: Int { 10_500_000 }
+    /// The process with MLX started and the block function imported, whose graph takes several times the file.
+    private var process: Int { 4_400_000 + 15 * functionBytes / 2 }
 
     /// One array `[T, features]`.
     private func activation(_ features: Int) -> Int { length * features * itemSize }
@@ -72,27 +77,43 @@ public struct Planner: Sendable {
     private var keyValue: Int { activation(architecture.numKeyValueHeads * architecture.headDim) }
     private var intermediate: Int { activation(architecture.intermediateSize) }
 
+    /// `rows` of a weight `[rows, hidden]`, dequantized.
+    private func weight(_ rows: Int) -> Int { rows * architecture.hiddenSize * 4 }
+
     /// The LoRA parameters of a block, or their gradient.
     private var loraBytes: Int { LoRALayout(architecture: architecture, rank: rank).count * 4 }
 
     /// q, k, v, attn_out, x_mid, gate and up.
     private var keptBytes: Int { 2 * query + 2 * keyValue + hidden + 2 * intermediate }
 
-    /// The block function: x, attn_in, q, k, v, attn_out, x_mid and y, and the tiles of its trace.
-    private var forward: Int { 3 * hidden + 2 * query + 2 * keyValue + 8_000_000 }
+    /// The block function: x, attn_in, q, attn_out, x_mid and y, and the tiles of its trace, 256 outputs each.
+    private var forward: Int { 4 * hidden + 2 * query + 2 * keyValue + 3 * weight(256) + 2 * activation(256) }
 
-    /// y, h, its gradient and the running sum before and after a tile.
-    private func loss(_ plan: Plan) -> Int { 5 * hidden + 4 * plan.tileBytes }
+    /// y, h, dh and the running sum before and after a tile, in float32; of the tile, W while it is dequantized, and z and p.
+    private func loss(_ tile: TileSizes) -> Int {
+        let rows = min(tile.vocabulary, architecture.vocabSize)
+        return 5 * length * architecture.hiddenSize * 4 + 3 * weight(rows) + 4 * length * rows * 4
+    }
 
-    private func backward(_ plan: Plan) -> Int {
+    private func backward(_ tile: TileSizes) -> Int {
+        let a = architecture
         switch method {
         case .mesp:
-            // Of the MLP: q, k, v, attn_out and x_mid wait, with dy, mlp_in and its gradient before and after a tile.
-            return 2 * query + 2 * keyValue + 5 * hidden + 8 * plan.tileBytes + 2 * loraBytes
+            let features = min(tile.mlp, a.intermediateSize)
+            // q, k, v and attn_out wait; x_mid, dy, mlp_in and its gradient before and after a tile; of the tile, three weights, one
+            // of them while it is dequantized, and gate, up and what becomes of them.
+            let mlp = 2 * query + 2 * keyValue + 5 * hidden + 5 * weight(features) + 9 * activation(features)
+            // The same, with d_x_mid, d_attn_out, and dq before and after its tiles are joined; scores, P, dP and dS of a tile.
+            let scores = a.numAttentionHeads * min(tile.attention, length) * length * 4
+            let attention = 4 * query + 6 * keyValue + 2 * hidden + 6 * scores
+            return max(mlp, attention) + 3 * loraBytes
         case .mebp:
-            return 0
+            // All of the block's weights dequantized, six arrays as wide as the MLP, the scores and P of all heads.
+            let weights = Projection.allCases.reduce(0) { $0 + $1.dimensions(a).0 * $1.dimensions(a).1 } * 4
+            return weights + 6 * intermediate + 2 * a.numAttentionHeads * length * length * 4
         case .mezo:
-            return 0
+            // z, and the parameters moved by it, on the way into the block function.
+            return forward + 3 * loraBytes
         }
     }
 }

@@ -1,0 +1,169 @@
+"""The demo model, exported and trained by the real engine, as a user does it."""
+
+import json
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import mlx.core as mx
+import mlx_lm
+import pytest
+from mlx import nn
+from mlx_lm.tuner.trainer import default_loss
+from mlx_lm.tuner.utils import load_adapters
+
+import mesp
+from mesp.bundle import Bundle
+from mesp.engine import find_engine
+
+DEMO_MODEL = Path(mesp.__file__).parent / "demo_model"
+SEQ_LEN = 64
+VAL_BATCHES = 8
+
+
+def run(module: str, *arguments: object, **options: object) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-c", f"from mesp.{module} import main; main()"]
+    return subprocess.run(
+        command + [str(argument) for argument in arguments],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        **options,
+    )
+
+
+def train(bundle: Path, output: Path, *options: object) -> subprocess.CompletedProcess:
+    settings = ("--val-batches", VAL_BATCHES, "--learning-rate", 0.1, "--output", output)
+    return run("train", bundle, "--steps", 20, *settings, *options)
+
+
+def records(output: Path, kind: str) -> list[dict]:
+    lines = (output / "metrics.jsonl").read_text().splitlines()
+    return [record for record in map(json.loads, lines) if record["type"] == kind]
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    find_engine()
+    path = tmp_path_factory.mktemp("demo") / "demo.mesp"
+    done = run("export", "--model", "demo", "--out", path, "--seq-len", SEQ_LEN)
+    assert done.returncode == 0, done.stderr
+    return path
+
+
+@pytest.fixture(scope="module")
+def trained(bundle: Path) -> Path:
+    output = bundle.parent / "run"
+    done = train(bundle, output)
+    assert done.returncode == 0, done.stderr
+    return output
+
+
+def test_training_lowers_the_held_out_loss(trained: Path):
+    before, after = (record["loss"] for record in records(trained, "eval"))
+    assert after < before - 0.1
+
+
+def test_the_adapters_give_the_same_loss_in_mlx_lm(bundle: Path, trained: Path):
+    model, _ = mlx_lm.load(str(DEMO_MODEL))
+    model.set_dtype(mx.float32)
+    nn.quantize(model, group_size=64, bits=4)
+    tokens = mx.array(Bundle(bundle).tokens("valid"))
+
+    def held_out_loss() -> float:
+        windows = [tokens[i * SEQ_LEN : (i + 1) * SEQ_LEN + 1] for i in range(VAL_BATCHES)]
+        # default_loss counts targets by their position in the padded sequence, from 1.
+        lengths = mx.array([[0, SEQ_LEN]])
+        losses = [default_loss(model, w[None].astype(mx.int32), lengths)[0] for w in windows]
+        return mx.mean(mx.stack(losses)).item()
+
+    before, after = (record["loss"] for record in records(trained, "eval"))
+    assert held_out_loss() == pytest.approx(before, abs=1e-3)
+    load_adapters(model, str(trained / "adapters"))
+    model.eval()
+    assert held_out_loss() == pytest.approx(after, abs=1e-3)
+
+
+@pytest.mark.parametrize("options", [("--offload",), ("--memory-limit", 30), ("--method", "mebp")])
+def test_no_plan_changes_a_loss(bundle: Path, trained: Path, tmp_path: Path, options: tuple):
+    done = train(bundle, tmp_path / "run", *options)
+    assert done.returncode == 0, done.stderr
+    pairs = zip(records(trained, "step"), records(tmp_path / "run", "step"), strict=True)
+    for expected, step in pairs:
+        assert step["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+    plan = records(tmp_path / "run", "plan")[0]
+    assert plan["offload"] == ("--offload" in options)
+    assert (step["written_bytes"] > 0) == plan["offload"]
+
+
+def test_dry_run_prints_the_plan_and_writes_nothing(bundle: Path, tmp_path: Path):
+    done = train(bundle, tmp_path / "run", "--dry-run")
+    assert done.returncode == 0, done.stderr
+    assert "Predicted peak footprint" in done.stdout
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_memory_limit_that_is_too_low_names_the_least(bundle: Path, tmp_path: Path):
+    done = train(bundle, tmp_path / "run", "--memory-limit", 2)
+    assert done.returncode == 2
+    assert "at least" in done.stderr and done.stderr.count("\n") == 1
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "file", ["blocks/03.bin", "embedding.bin", "block.mlxfn", "data/train.bin"]
+)
+def test_a_flipped_byte_is_found(bundle: Path, tmp_path: Path, file: str):
+    damaged = shutil.copytree(bundle, tmp_path / "damaged.mesp")
+    data = bytearray((damaged / file).read_bytes())
+    data[len(data) // 2] ^= 1
+    (damaged / file).write_bytes(data)
+    done = train(damaged, tmp_path / "run")
+    assert done.returncode == 2
+    assert file in done.stderr and done.stderr.count("\n") == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_full_disk_is_one_sentence(bundle: Path, tmp_path: Path):
+    """A file that may not grow stands in for a disk that is full."""
+    assert train(bundle, tmp_path / "first").returncode == 0
+    settings = json.loads((tmp_path / "first" / "settings.json").read_text())
+    settings |= {"output": str(tmp_path / "run"), "steps": 1, "val_batches": 0}
+    path = tmp_path / "settings.json"
+    path.write_text(json.dumps(settings))
+    done = subprocess.run(
+        [find_engine(), path],
+        capture_output=True,
+        text=True,
+        restore_signals=False,  # SIGXFSZ stays ignored, and writing fails instead
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, 1 << 16)),
+    )
+    assert done.returncode == 2, done.stderr
+    assert "Cannot save the adapters" in done.stderr and done.stderr.count("\n") == 1
+    assert not list((tmp_path / "run" / "adapters").glob("*.safetensors"))
+    assert records(tmp_path / "run", "end")[0]["reason"] == "failed"
+
+
+def test_ctrl_c_saves_the_adapters(bundle: Path, tmp_path: Path):
+    output = tmp_path / "run"
+    command = [sys.executable, "-c", "from mesp.train import main; main()", str(bundle)]
+    process = subprocess.Popen(
+        [*command, "--steps", "100000", "--val-batches", "0", "--output", str(output)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        if (output / "metrics.jsonl").exists() and records(output, "step"):
+            break
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130, errors
+    assert records(output, "end")[0]["reason"] == "stopped"
+    assert (output / "adapters" / "adapters.safetensors").exists()
