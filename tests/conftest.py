@@ -1,6 +1,7 @@
 """Tiny random models, written as the Hugging Face folders that users have."""
 
 import json
+import signal
 from pathlib import Path
 
 import mlx.core as mx
@@ -8,6 +9,9 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from mesp.models import Architecture
+
+# A shell that starts the tests in the background has SIGINT ignored, and children inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 TINY = {
     "model_type": "qwen2",

@@ -115,7 +115,7 @@ def test_a_memory_limit_that_is_too_low_names_the_least(bundle: Path, tmp_path: 
 
 
 @pytest.mark.parametrize(
-    "file", ["blocks/03.bin", "embedding.bin", "block.mlxfn", "data/train.bin"]
+    "file", ["blocks/03.bin", "embedding.bin", f"block.{SEQ_LEN}.mlxfn", "data/train.bin"]
 )
 def test_a_flipped_byte_is_found(bundle: Path, tmp_path: Path, file: str):
     damaged = shutil.copytree(bundle, tmp_path / "damaged.mesp")

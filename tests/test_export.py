@@ -73,7 +73,7 @@ def test_bundle_computes_what_mlx_lm_computes(tiny, text):
     arch = bundle.architecture
     rows = {name: a[tokens] for name, a in bundle.embedding().items() if name != "norm"}
     x = reference.dequantize(rows, "", arch.hidden_size)[None]
-    function = bundle.function()
+    function = bundle.function(24)
     lora = mx.zeros(arch.lora_size(4))
     for i in range(arch.num_hidden_layers):
         x = function(x, lora, mx.array(1.0), bundle.block_words(i))[0]
@@ -100,10 +100,10 @@ def test_summary_and_manifest(tiny, text):
     )
     bundle = Bundle("tiny.mesp")
     for plain in (False, True):
-        function = bundle.function(plain)
         for rank in (2, 4):
             lora = mx.zeros(bundle.architecture.lora_size(rank))
             for seq_len in (8, 16):
+                function = bundle.function(seq_len, plain)
                 x = mx.ones((1, seq_len, 128))
                 y = function(x, lora, mx.array(1.0), bundle.block_words(0))[0]
                 assert mx.isfinite(y).all()
@@ -158,7 +158,8 @@ def test_bfloat16(tiny):
     assert mx.array_equal(block["mlp.up_proj.scales"], scales.astype(mx.bfloat16))
     x = mx.ones((1, 8, 128), mx.bfloat16)
     lora = mx.zeros(bundle.architecture.lora_size(8))
-    assert bundle.function()(x, lora, mx.array(1.0), bundle.block_words(0))[0].dtype == mx.bfloat16
+    function = bundle.function(8)
+    assert function(x, lora, mx.array(1.0), bundle.block_words(0))[0].dtype == mx.bfloat16
 
 
 def test_head_that_is_not_the_embedding():

@@ -33,7 +33,7 @@ RANK = 8
 LEARNING_RATE = 0.1
 VAL_BATCHES = 40
 
-PROMPT = "The following statement"
+PROMPT = "A class definition"
 SAMPLE_TOKENS = 80
 
 TOOLS = Path(__file__).resolve().parent

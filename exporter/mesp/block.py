@@ -1,4 +1,4 @@
-"""The forward pass of a block as the trainer runs it; exported as ``block.mlxfn``.
+"""The forward pass of a block as the trainer runs it; exported as ``block.T.mlxfn``.
 
     f(x, lora, scale, weights) -> [y, attn_in, q, k, v, attn_out, x_mid, gate, up]
 
@@ -8,7 +8,7 @@ would be free to unpack every tile's weights first. On the CPU a tile's weights 
 multiplied, as `quantized_matmul` is some 50 times slower there. On the GPU `quantized_matmul` and
 the fused attention make no large arrays, and only the MLP is cut.
 
-The twin for MeBP, ``block.plain.mlxfn``, is the same in plain, differentiable operations, uncut.
+The twin for MeBP, ``block.plain.T.mlxfn``, is the same in plain, differentiable operations, uncut.
 
 Arithmetic between the nine arrays is float32 (the GPU's fused primitives accumulate in it).
 """

@@ -189,10 +189,10 @@ class Bundle:
         """The output projection's arrays as in `embedding`, and ``norm``, the final RMSNorm's."""
         return self._table("head")
 
-    def function(self, plain: bool = False) -> Any:
+    def function(self, seq_len: int, plain: bool = False) -> Any:
         """The block function, or its plain twin: (x, lora, scale, weights) to nine arrays."""
-        entry = self.manifest["block"]
-        return mx.import_function(str(self.path / entry["plain_function" if plain else "function"]))
+        files = self.manifest["block"]["plain_functions" if plain else "functions"]
+        return mx.import_function(str(self.path / files[str(seq_len)]))
 
     def tokens(self, split: str) -> np.ndarray:
         """The token stream ``train`` or ``valid``: uint32 [N], mapped."""

@@ -60,9 +60,9 @@ def random_streams(vocab_size: int, seq_len: int, seed: int) -> dict[str, np.nda
 def python_docs() -> Documents:
     """The prose of Python's language reference, which comes with Python (`help("topics")`).
 
-    Code, grammar and markup are left out, and lines are joined: a small model would learn little
-    but their punctuation. Topics repeat each other's passages; each is kept once, so that none is
-    on both sides. One section in ten is held out.
+    Code and grammar are left out, and lines are joined: a small model would learn little but their
+    layout. Topics repeat each other's passages; each is kept once, so that none is on both sides.
+    One section in ten is held out.
     """
     from pydoc_data.topics import topics
 
@@ -70,7 +70,7 @@ def python_docs() -> Documents:
     for _, text in sorted(topics.items()):
         section: list[str] = []
         for block in re.split(r"\n{2,}", text.strip()):
-            paragraph = " ".join(re.sub(r"[*\"\[\]]", "", block).split())
+            paragraph = " ".join(block.split())
             prose = not block.startswith("      ") and re.match(r"[A-Z].{40,}\.$", paragraph)
             if prose and paragraph not in seen:
                 seen.add(paragraph)

@@ -391,19 +391,27 @@ def export(source: Source, weights: Weights, arch: Architecture, options: Option
 
 def write_functions(
     folder: Path, arch: Architecture, layout: Layout, options: Options
-) -> dict[str, str]:
-    """Writes the block function and its plain twin; their names, as in the manifest's ``block``."""
-    functions = {"function": "block.mlxfn", "plain_function": "block.plain.mlxfn"}
-    for key, file in functions.items():
-        plain = key == "plain_function"
+) -> dict[str, dict[str, str]]:
+    """Writes the block function and its plain twin, a file for each sequence length.
+
+    Returns the files' names by length, as in the manifest's ``block``.
+    """
+    functions: dict[str, dict[str, str]] = {"functions": {}, "plain_functions": {}}
+    for key, files in functions.items():
+        plain = key == "plain_functions"
         function = block_function(arch, options.quantization, layout, options.device, plain)
-        try:
-            export_block(
-                str(folder / file), function, arch, layout, DTYPES[options.dtype], options.device,
-                options.seq_lens, options.ranks,
-            )  # fmt: skip
-        except RuntimeError as error:
-            raise MespError(f"Cannot write {options.out}: is the disk full? ({error})") from error
+        for seq_len in options.seq_lens:
+            file = f"block.{'plain.' if plain else ''}{seq_len}.mlxfn"
+            try:
+                export_block(
+                    str(folder / file), function, arch, layout, DTYPES[options.dtype],
+                    options.device, [seq_len], options.ranks,
+                )  # fmt: skip
+            except RuntimeError as error:
+                raise MespError(
+                    f"Cannot write {options.out}: is the disk full? ({error})"
+                ) from error
+            files[str(seq_len)] = file
     return functions
 
 

@@ -39,8 +39,9 @@ public struct Manifest: Codable, Sendable {
         public let dtype: String
     }
     public struct Block: Codable, Sendable {
-        public let function: String
-        public let plainFunction: String
+        /// Files by sequence length.
+        public let functions: [String: String]
+        public let plainFunctions: [String: String]
         public let words: Int
         public let arrays: [PackedArray]
     }
@@ -135,6 +136,12 @@ public struct ModelBundle {
 
     // MARK: - Weights
 
+    /// Imports the function for sequences of `length` tokens. `Manifest.checkTrace` has found that there is one.
+    func function(_ files: [String: String], length: Int) throws -> ImportedFunction {
+        guard let file = files["\(length)"] else { preconditionFailure("no function for \(length) tokens") }
+        return try importFunction(from: url.appendingPathComponent(file))
+    }
+
     /// The device that the functions were exported for, and that everything runs on.
     var device: Device { manifest.device == "gpu" ? .gpu : .cpu }
 
@@ -194,9 +201,16 @@ public struct ModelBundle {
 
     private func checkFiles() throws {
         let arch = architecture
-        var needed = [
-            manifest.block.function, manifest.block.plainFunction, manifest.embedding.file, manifest.head.file,
-        ]
+        var needed = [manifest.embedding.file, manifest.head.file]
+        for length in manifest.seqLens {
+            guard let function = manifest.block.functions["\(length)"],
+                let plain = manifest.block.plainFunctions["\(length)"]
+            else {
+                throw MeSPError(
+                    "\(url.path): the manifest has no function for \(length) tokens; export the bundle again.")
+            }
+            needed += [function, plain]
+        }
         needed += (0..<arch.numHiddenLayers).map(Self.blockFile)
         needed += (manifest.data ?? [:]).values.map(\.file)
         for path in needed where sizes[path] == nil {

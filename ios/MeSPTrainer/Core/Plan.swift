@@ -26,7 +26,7 @@ public struct Planner: Sendable {
         (self.method, self.length, self.rank) = (method, length, rank)
         group = manifest.quantization.groupSize
         itemSize = manifest.dtype == "float32" ? 4 : 2
-        functionBytes = manifest.files.first { $0.path == manifest.block.function }?.size ?? 0
+        functionBytes = manifest.files.first { $0.path == manifest.block.functions["\(length)"] }?.size ?? 0
     }
 
     /// The fastest plan that stays within `limit` bytes; without a limit, large tiles and everything in memory.

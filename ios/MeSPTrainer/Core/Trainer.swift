@@ -52,10 +52,9 @@ public final class Trainer {
         inputFile =
             plan.offload && method != .mezo
             ? try ArrayFile(in: folder, shape: [1, length, architecture.hiddenSize], dtype: bundle.dtype) : nil
-        function = try importFunction(from: bundle.url.appendingPathComponent(manifest.block.function))
+        function = try bundle.function(manifest.block.functions, length: length)
         plainFunction =
-            method == .mebp
-            ? try importFunction(from: bundle.url.appendingPathComponent(manifest.block.plainFunction)) : nil
+            method == .mebp ? try bundle.function(manifest.block.plainFunctions, length: length) : nil
     }
 
     // MARK: - MeSP and MeBP

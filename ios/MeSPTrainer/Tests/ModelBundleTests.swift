@@ -28,7 +28,7 @@ import Testing
     }
 
     @Test(arguments: [
-        ("blocks/00.bin", "damaged"), ("block.mlxfn", "damaged"), ("embedding.bin", "damaged"),
+        ("blocks/00.bin", "damaged"), ("embedding.bin", "damaged"),
     ]) func noticesAFlippedByte(_ file: String, _ expected: String) throws {
         let folder = try copy()
         defer { try? FileManager.default.removeItem(at: folder) }
@@ -56,7 +56,7 @@ import Testing
         ("\"mlx_version\": \"0.31.1\"", "\"mlx_version\": \"0.32.0\"", "MLX 0.32.0"),
         ("\"device\": \"cpu\"", "\"device\": \"gpu\"", "--device cpu"),
         ("\"num_attention_heads\":", "\"heads\":", "num"),
-        ("\"path\": \"block.mlxfn\"", "\"path\": \"../block.mlxfn\"", "block.mlxfn"),
+        ("\"path\": \"embedding.bin\"", "\"path\": \"../embedding.bin\"", "embedding.bin"),
         ("\"hidden_size\": ", "\"hidden_size\": 64", "export the bundle again"),
         ("{", "", "damaged"),
     ]) func refusesAWrongManifest(_ text: String, _ replacement: String, _ expected: String) throws {
