@@ -62,7 +62,7 @@ public struct Planner: Sendable {
         let tile = TileSizes(architecture, group: group, length: length, bytes: plan.tileBytes)
         let inputs = method == .mezo || plan.offload ? 0 : layers * hidden
         return process + layers * loraBytes + inputs + plan.keptBlocks * keptBytes
-            + max(forward, loss(tile), backward(tile))
+            + max(plan.keptBlocks > 0 ? forward + 2 * intermediate : forward, loss(tile), backward(tile))
     }
 
     // MARK: - What is alive at once. Counts of arrays follow the code; the few constants were fitted to measurements on Linux.

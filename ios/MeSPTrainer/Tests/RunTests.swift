@@ -37,7 +37,7 @@ import Testing
 
         let records = try lines(output)
         let types = records.compactMap { $0["type"] as? String }
-        #expect(types == ["start", "eval"] + Array(repeating: "step", count: 6) + ["eval", "end"])
+        #expect(types == ["start", "plan", "eval"] + Array(repeating: "step", count: 6) + ["eval", "end"])
         #expect(records.last?["reason"] as? String == "finished")
         let steps = records.filter { $0["type"] as? String == "step" }
         #expect(steps.compactMap { $0["step"] as? Int } == Array(1...6))
