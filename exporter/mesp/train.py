@@ -165,7 +165,7 @@ def dry_run(engine: Path, settings: dict) -> str:
     return "\n".join(
         [
             f"Predicted peak footprint: {megabytes(plan['predicted_peak_bytes'])} MB "
-            f"(the least possible: {megabytes(plan['least_peak_bytes'])} MB).",
+            f"(the lowest --memory-limit: {megabytes(plan['least_peak_bytes'])} MB).",
             f"Tiles of {plan['tile_bytes'] // 1024} KiB; block inputs in {where}; "
             f"intermediates of {plan['kept_blocks']} blocks kept.",
             f"Mapped weights: {megabytes(plan['mapped_bytes'])} MB, not in the footprint.",

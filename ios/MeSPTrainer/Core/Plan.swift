@@ -39,9 +39,9 @@ public struct Planner: Sendable {
         for offload in choices {
             for tileBytes in Self.tileSizes {
                 var plan = Plan(tileBytes: tileBytes, offload: offload)
-                let room = limit - peak(plan)
+                let room = limit - withMargin(peak(plan))
                 guard room >= 0 else { continue }
-                if method == .mesp { plan.keptBlocks = min(architecture.numHiddenLayers, room / keptBytes) }
+                if method == .mesp { plan.keptBlocks = min(architecture.numHiddenLayers, room / withMargin(keptBytes)) }
                 return plan
             }
         }
@@ -51,10 +51,13 @@ public struct Planner: Sendable {
         )
     }
 
-    /// The lowest peak that any plan reaches, in bytes.
+    /// The lowest limit that some plan stays within, in bytes.
     public func leastPeak(offload: Bool? = nil) -> Int {
-        peak(Plan(tileBytes: Self.tileSizes.last ?? 0, offload: offload ?? true))
+        withMargin(peak(Plan(tileBytes: Self.tileSizes.last ?? 0, offload: offload ?? true)))
     }
+
+    /// What to leave free for a prediction to hold as a limit: a prediction is some 8% off.
+    private func withMargin(_ bytes: Int) -> Int { bytes * 108 / 100 }
 
     /// The predicted peak footprint of a step, in bytes.
     public func peak(_ plan: Plan) -> Int {
