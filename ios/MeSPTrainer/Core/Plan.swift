@@ -19,7 +19,7 @@ public struct Planner: Sendable {
     private let functionBytes: Int
 
     /// From the largest, which the default plan takes: larger ones are no faster.
-    static let tileSizes = [2 << 20, 1 << 20, 512 << 10, 256 << 10]
+    static let tileSizes = [1 << 20, 512 << 10, 256 << 10]
 
     public init(_ manifest: Manifest, method: Method, length: Int, rank: Int) {
         architecture = manifest.architecture
