@@ -89,6 +89,7 @@ SIZES = ("Qwen2.5-0.5B", "Qwen2.5-1.5B", "Qwen2.5-3B")
 METHODS = (*ENGINE_METHODS, *PYTHON_METHODS)
 OFFLOADS = {"auto": [None], "on": [True], "off": [False], "both": [False, True]}
 PAPER_TIME_TO_MEBP = 1.28
+LOG_FROM = 10  # ratio of peaks above which a plot is logarithmic
 TABLE_WIDTH = 250  # columns, where there is no terminal
 
 # MeZO's estimate is so noisy that it diverges at the exact methods' learning rate.
@@ -457,6 +458,8 @@ def plot_rows(figure: Any, rows: list[dict[str, Any]]) -> None:
     rows = [row for row in rows if row["footprint_peak_bytes"] is not None]
     if not rows:
         return
+    from matplotlib import colormaps
+
     models, lengths, ranks = (
         sorted({row[name] for row in rows}) for name in ("model", "seq_len", "rank")
     )
@@ -469,6 +472,8 @@ def plot_rows(figure: Any, rows: list[dict[str, Any]]) -> None:
         return row["variant"] + blocks + (f", rank {row['rank']}" if several_ranks else "")
 
     names = list(dict.fromkeys(map(name, rows)))
+    all_peaks = [row["footprint_peak_bytes"] for row in rows]
+    scale = "log" if max(all_peaks) > LOG_FROM * min(all_peaks) else "linear"
     for axes, model in zip(figure.subplots(2, len(models), squeeze=False).T, models, strict=True):
         mine = sorted((row for row in rows if row["model"] == model), key=lambda row: row[x])
         for number, line in enumerate(names):
@@ -476,15 +481,17 @@ def plot_rows(figure: Any, rows: list[dict[str, Any]]) -> None:
             xs = [row[x] for row in points]
             peaks = [row["footprint_peak_bytes"] / 1e6 for row in points]
             for each, ys in zip(axes, (peaks, [row["seconds"] for row in points]), strict=True):
-                each.plot(xs, ys, "o-", color=f"C{number % 10}", label=line)
+                color = colormaps["tab20"](number % 20)
+                each.plot(xs, ys, "o-", color=color, label=line)
         paper = {row[x]: row["paper_bytes"] / 1e6 for row in mine if row["paper_bytes"]}
         if paper:
             axes[0].plot(*zip(*paper.items(), strict=True), "ks--", label="paper's MeSP, iPhone")
         axes[0].set(title=model, ylabel="peak, MB")
         axes[1].set(ylabel="seconds a step", xlabel="rank" if x == "rank" else "tokens")
+        axes[0].set_yscale(scale)
+        axes[1].set_ylim(bottom=0)
         for each in axes:
             each.set(xticks=ranks if x == "rank" else lengths)
-            each.set_ylim(bottom=0)
         axes[0].legend(fontsize="x-small")
 
 
