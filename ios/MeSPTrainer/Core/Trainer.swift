@@ -12,7 +12,7 @@ public enum Method: String, Codable, Sendable, CaseIterable {
 }
 
 /// LoRA training on a bundle, one block at a time. Not for use from several threads at once.
-public final class Trainer {
+final class Trainer {
     let bundle: ModelBundle
     let layout: LoRALayout
     /// α / rank
