@@ -39,10 +39,11 @@ public struct Planner: Sendable {
         for offload in choices {
             for tileBytes in Self.tileSizes {
                 var plan = Plan(tileBytes: tileBytes, offload: offload)
-                let room = limit - withMargin(peak(plan))
-                guard room >= 0 else { continue }
-                if method == .mesp { plan.keptBlocks = min(architecture.numHiddenLayers, room / withMargin(keptBytes)) }
-                return plan
+                let most = method == .mesp ? architecture.numHiddenLayers : 0
+                for keptBlocks in (0...most).reversed() {
+                    plan.keptBlocks = keptBlocks
+                    if withMargin(peak(plan)) <= limit { return plan }
+                }
             }
         }
         let least = megabytes(leastPeak(offload: offload))

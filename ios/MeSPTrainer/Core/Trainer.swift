@@ -32,15 +32,14 @@ final class Trainer {
     private let inputFile: ArrayFile?
 
     /// - Parameters:
-    ///   - length: T, tokens in a sequence; one of the bundle's.
-    ///   - rank: of the LoRA matrices; one of the bundle's.
+    ///   - length: T, tokens in a sequence. `Manifest.checkTrace` must have found it and the rank in the bundle.
+    ///   - rank: of the LoRA matrices.
     ///   - seed: of the initial parameters.
     ///   - folder: where the file of block inputs is made, if the plan asks for one.
     init(
         bundle: ModelBundle, method: Method, length: Int, rank: Int, alpha: Float, seed: UInt64, plan: Plan, folder: URL
     ) throws {
         let manifest = bundle.manifest
-        try manifest.checkTrace(length: length, rank: rank)
         self.bundle = bundle
         layout = LoRALayout(architecture: bundle.architecture, rank: rank)
         scale = alpha / Float(rank)
@@ -162,7 +161,7 @@ final class Trainer {
                     let arguments: KeyValuePairs<String, MLXArray> = [
                         "": primals[0], "": primals[1], "": MLXArray(scale), "": weights.words,
                     ]
-                    // The call fails only for shapes that the file has no trace for; `init` has checked these.
+                    // The call fails only for shapes that the file has no trace for; `Manifest.checkTrace` has found these.
                     return (try? plainFunction.dynamicallyCall(withKeywordArguments: arguments)[0]).map { [$0] } ?? []
                 }, primals: [x, lora[block]], cotangents: [d])
             eval(gradients)
