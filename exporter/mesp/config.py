@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import click
@@ -11,34 +10,26 @@ import yaml
 from mesp.errors import MespError, plain_os_errors
 
 
-class Loader(yaml.SafeLoader):
-    """YAML 1.1's safe loader, which also takes 1e-4 for a number; 1.1 asks for 1.0e-4."""
-
-
-Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"[-+]?[0-9][0-9_]*[eE][-+]?[0-9]+$"),
-    list("-+0123456789"),
-)
-
-
 def read_config(context: click.Context, _: click.Parameter, path: Path | None) -> None:
     """The callback of an eager `--config`: what the file says stands where no option is typed.
 
-    A key is the name of an option or argument, with `_` or `-`; `null` leaves the default. Raises MespError, in a sentence naming the file and the key.
+    A key is the name of an option or argument, with `_` or `-`; `null` leaves the default.
+    Raises MespError, in a sentence that names the file and the key.
     """
     if path is None:
         return
     with plain_os_errors(f"Cannot read {path}"):
         text = path.read_bytes()
     try:
-        entries = yaml.load(text, Loader) or {}
+        entries = yaml.safe_load(text)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         where = f", line {mark.line + 1}" if mark else ""
         raise MespError(f"{path}{where} is not valid YAML: {error.problem}.") from error
     except yaml.YAMLError as error:  # bytes that are no text
         raise MespError(f"{path} is not valid YAML: it is not a text file.") from error
+    if entries is None:
+        entries = {}
     if not isinstance(entries, dict):
         raise MespError(f"{path} must be a list of options, one `name: value` a line.")
 
@@ -58,7 +49,7 @@ def read_config(context: click.Context, _: click.Parameter, path: Path | None) -
             )
         if value is None:
             continue
-        # As it would be typed, so that a file is as strict as the command line: 2.5 is no count.
+        # As it would be typed: click takes the text 2.5 for no count, but the number for 2.
         listed = value if isinstance(value, list) else [value]
         if not all(isinstance(each, str | int | float) for each in listed):
             raise MespError(f"{path} sets {key} to {value}, which must be a plain value or a list.")
