@@ -10,19 +10,20 @@ public enum Run {
     ///
     /// - Parameters:
     ///   - report: gets each record and its line in the log.
-    ///   - shouldStop: asked at every block of a forward pass. After `true` the step is dropped, or finished where its updates have
-    ///     begun, the adapters are saved, and the run ends as `stopped`.
+    ///   - atBlock: called at every block boundary with a function that appends an event to the log. It may wait, and the half-done
+    ///     step with it. After `CancellationError` the step is dropped, or finished where its updates have begun, the adapters are
+    ///     saved, and the run ends as `stopped`.
     /// - Throws: `MeSPError`. What was saved before stands.
     public static func run(
-        _ settings: RunSettings, report: (Record, Data) throws -> Void = { _, _ in },
-        shouldStop: @escaping () -> Bool = { false }
+        _ settings: RunSettings, report: @escaping (Record, Data) throws -> Void = { _, _ in },
+        atBlock: @escaping (_ log: (Record.Event) throws -> Void) throws -> Void = { _ in }
     ) throws {
         try settings.check()
         let bundle = try ModelBundle(url: URL(fileURLWithPath: settings.bundle))
         try Device.withDefaultDevice(bundle.device) {
             do {
                 // Outside, an error in MLX ends the process.
-                try withError { try run(settings, bundle, report, shouldStop) }
+                try withError { try run(settings, bundle, report, atBlock) }
             } catch let error as MLXError {
                 throw MeSPError(error.plainSentence + ".")
             }
@@ -30,8 +31,8 @@ public enum Run {
     }
 
     private static func run(
-        _ settings: RunSettings, _ bundle: ModelBundle, _ report: (Record, Data) throws -> Void,
-        _ shouldStop: @escaping () -> Bool
+        _ settings: RunSettings, _ bundle: ModelBundle, _ report: @escaping (Record, Data) throws -> Void,
+        _ atBlock: @escaping (_ log: (Record.Event) throws -> Void) throws -> Void
     ) throws {
         let length = settings.seqLen
         let manifest = bundle.manifest
@@ -66,7 +67,7 @@ public enum Run {
         let trainer = try Trainer(
             bundle: bundle, method: settings.method, length: length, rank: settings.rank, alpha: settings.alpha,
             seed: settings.seed, plan: plan, folder: output)
-        trainer.shouldStop = shouldStop
+        trainer.atBlock = { try atBlock { try append(.event($0)) } }
         func save() throws {
             try saveAdapters(
                 trainer.lora, layout: trainer.layout, alpha: settings.alpha,
@@ -106,7 +107,7 @@ public enum Run {
             while done < settings.steps {
                 peak = max(peak, sampler.takePeak())
                 Memory.peakMemory = 0
-                let (start, written) = (Date.now, trainer.writtenBytes)
+                let (start, waited, written) = (Date.now, trainer.waitedSeconds, trainer.writtenBytes)
                 let tokens = train.trainingWindow(step: done, seed: settings.seed, length: length)
                 let loss =
                     settings.method == .mezo
@@ -120,13 +121,14 @@ public enum Run {
                     )
                 }
                 done += 1
+                let seconds = Date.now.timeIntervalSince(start) - (trainer.waitedSeconds - waited)
                 let stepPeak = sampler.takePeak()
                 peak = max(peak, stepPeak)
                 let memory = Memory.snapshot()
                 try append(
                     .step(
                         .init(
-                            step: done, loss: loss, seconds: Date.now.timeIntervalSince(start), tokens: length,
+                            step: done, loss: loss, seconds: seconds, tokens: length,
                             learningRate: settings.learningRate, footprintBytes: memoryFootprint(),
                             footprintPeakBytes: stepPeak, mlxActiveBytes: memory.activeMemory,
                             mlxPeakBytes: memory.peakMemory, mlxCacheBytes: memory.cacheMemory,

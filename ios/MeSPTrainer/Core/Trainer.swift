@@ -20,9 +20,11 @@ final class Trainer {
     /// The parameters: one flat float32 vector `[P]` a block.
     private(set) var lora: [MLXArray]
 
-    /// Asked before each block of a forward pass, when the step has changed nothing yet. After `true` the step throws
-    /// `CancellationError`.
-    var shouldStop: () -> Bool = { false }
+    /// Called at every block boundary, forward and backward. It may wait (a pause, with the half-done step in memory) or throw
+    /// `CancellationError`, which ends the step while that has changed nothing yet, and is not heeded afterwards.
+    var atBlock: () throws -> Void = {}
+    /// The time that `atBlock` has taken since the start, in seconds.
+    private(set) var waitedSeconds = 0.0
 
     private let function: ImportedFunction
     private let plainFunction: ImportedFunction?
@@ -85,6 +87,7 @@ final class Trainer {
 
         // Backward, from the last block: recompute, differentiate, update, free. d goes from dy to dx.
         for block in lora.indices.reversed() {
+            try boundary(changed: block < lora.count - 1)
             x = try inputFile?.read(block) ?? inputs.removeLast()
             try withExtendedLifetime(x) {
                 let gradient =
@@ -113,7 +116,7 @@ final class Trainer {
     private func forward(_ block: Int, _ x: MLXArray, _ lora: MLXArray, keep: Bool = false) throws
         -> (y: MLXArray, kept: Intermediates?)
     {
-        if shouldStop() { throw CancellationError() }
+        try boundary()
         defer { Memory.clearCache() }
         return try bundle.withBlock(block) { weights in
             guard keep else {
@@ -186,6 +189,7 @@ final class Trainer {
         let slope = (plus - minus) / (2 * epsilon)
         guard slope.isFinite else { return slope }  // no update can come of it
         for block in lora.indices {
+            try boundary(changed: block > 0)
             lora[block] = lora[block] - learningRate * slope * z(block)
             eval(lora[block])
         }
@@ -208,6 +212,13 @@ final class Trainer {
         return try head(x, targets: targets, wantsGradient: false).loss
     }
 
+    /// - Parameter changed: whether the step has changed parameters, and so must be finished.
+    private func boundary(changed: Bool = false) throws {
+        let start = Date.now
+        defer { waitedSeconds += Date.now.timeIntervalSince(start) }
+        do { try atBlock() } catch is CancellationError where changed {}
+    }
+
     private func embedded(_ tokens: MLXArray) throws -> MLXArray {
         try bundle.withEmbedding { weights in
             let x = embed(tokens, weights)
@@ -217,6 +228,7 @@ final class Trainer {
     }
 
     private func head(_ y: MLXArray, targets: MLXArray, wantsGradient: Bool) throws -> (loss: Float, dy: MLXArray?) {
+        try boundary()
         let (loss, dy) = try bundle.withHead { weights in
             let head = Head(weights: weights, eps: bundle.architecture.rmsNormEps, tile: tile.vocabulary)
             return head(y, targets: targets, wantsGradient: wantsGradient)

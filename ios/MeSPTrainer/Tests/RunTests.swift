@@ -60,7 +60,7 @@ import Testing
         var steps = 0
         try Run.run(
             try settings(output), report: { record, _ in if case .step = record { steps += 1 } },
-            shouldStop: { steps == 2 })
+            atBlock: { _ in if steps == 2 { throw CancellationError() } })
         let end = try #require(try lines(output).last)
         #expect(end["reason"] as? String == "stopped")
         #expect(end["step"] as? Int == 2)
