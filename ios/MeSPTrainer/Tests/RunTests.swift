@@ -72,7 +72,7 @@ import Testing
     @Test(arguments: ["sgd", "momentum", "adamw", "adamw offloaded", "accumulation", "mezo", "bfloat16"])
     func resumesAsIfNothingHadHappened(_ kind: String) throws {
         let (whole, parts) = (temporaryFolder(), temporaryFolder())
-        defer { [whole, parts].forEach { try? FileManager.default.removeItem(at: $0) } }
+        defer { for folder in [whole, parts] { try? FileManager.default.removeItem(at: folder) } }
         func settings(_ output: URL) throws -> RunSettings {
             var settings = try self.settings(output)
             (settings.evalEvery, settings.saveEvery, settings.schedule) = (2, 1, .cosine)
