@@ -12,6 +12,14 @@ enum Projection: String, CaseIterable {
     case up = "mlp.up_proj"
     case down = "mlp.down_proj"
 
+    /// The short name: `q`, …, `down`.
+    var name: String { String(rawValue.split(separator: ".")[1].dropLast("_proj".count)) }
+
+    init?(name: String) {
+        guard let projection = Self.allCases.first(where: { $0.name == name }) else { return nil }
+        self = projection
+    }
+
     var hasBias: Bool { self == .q || self == .k || self == .v }
 
     /// (input, output) features.
@@ -58,22 +66,27 @@ struct LoRALayout {
                 .flatMap { [$0.a.flattened().asType(.float32), $0.b.flattened().asType(.float32)] })
     }
 
-    /// Initial parameters of every block: A uniform in ±1/√in, B zero, as in mlx-lm.
-    func initial(seed: UInt64) -> [MLXArray] {
-        MLXRandom.split(key: MLXRandom.key(seed), into: architecture.numHiddenLayers).map { key in
-            let keys = MLXRandom.split(key: key, into: Projection.allCases.count)
-            var pairs = [Projection: LoRAMatrices]()
-            for (projection, key) in zip(Projection.allCases, keys) {
-                let (inputs, outputs) = projection.dimensions(architecture)
-                let bound = 1 / Float(inputs).squareRoot()
-                pairs[projection] = LoRAMatrices(
-                    a: MLXRandom.uniform(low: -bound, high: bound, [inputs, rank], key: key),
-                    b: MLXArray.zeros([rank, outputs]))
-            }
-            let flat = packed(pairs)
-            eval(flat)
-            return flat
+    /// Initial parameters of a block, float32 `[P]`: A uniform in ±1/√in, B zero, as in mlx-lm.
+    func initial(seed: UInt64, block: Int) -> MLXArray {
+        let key = MLXRandom.split(key: MLXRandom.key(seed), into: architecture.numHiddenLayers)[block]
+        let keys = MLXRandom.split(key: key, into: Projection.allCases.count)
+        var pairs = [Projection: LoRAMatrices]()
+        for (projection, key) in zip(Projection.allCases, keys) {
+            let (inputs, outputs) = projection.dimensions(architecture)
+            let bound = 1 / Float(inputs).squareRoot()
+            pairs[projection] = LoRAMatrices(
+                a: MLXRandom.uniform(low: -bound, high: bound, [inputs, rank], key: key),
+                b: MLXArray.zeros([rank, outputs]))
         }
+        return packed(pairs)
+    }
+
+    /// 1 for each parameter of these projections, 0 for the others: `[P]`.
+    func mask(_ projections: [Projection]) -> MLXArray {
+        concatenated(
+            Projection.allCases.map {
+                MLXArray.full([size($0)], values: MLXArray(projections.contains($0) ? 1 : Float(0)))
+            })
     }
 }
 
@@ -84,37 +97,32 @@ struct LoRAMatrices {
 }
 
 /// Writes `lora` (one flat vector a block) as an adapter folder that mlx-lm and mlx-swift-lm load: float32
-/// `model.layers.N.….lora_a` `[in, rank]`, `.lora_b` `[rank, out]`, and `adapter_config.json`. Each file is replaced at once or
-/// not at all.
-func saveAdapters(_ lora: [MLXArray], layout: LoRALayout, alpha: Float, to folder: URL) throws {
+/// `model.layers.N.….lora_a` `[in, rank]`, `.lora_b` `[rank, out]` of the last `trained` blocks and of `projections`, and
+/// `adapter_config.json`. Each file is replaced at once or not at all.
+func saveAdapters(
+    _ lora: [MLXArray], layout: LoRALayout, trained: Range<Int>, projections: [Projection], scale: Float, to folder: URL
+) throws {
     var arrays = [String: MLXArray]()
-    for (index, flat) in lora.enumerated() {
-        for projection in Projection.allCases {
-            let pair = layout.matrices(projection, in: flat)
+    for index in trained {
+        for projection in projections {
+            let pair = layout.matrices(projection, in: lora[index])
             arrays["model.layers.\(index).\(projection.rawValue).lora_a"] = pair.a
             arrays["model.layers.\(index).\(projection.rawValue).lora_b"] = pair.b
         }
     }
     let config: [String: Any] = [
-        "fine_tune_type": "lora", "num_layers": lora.count,
+        "fine_tune_type": "lora", "num_layers": trained.count,
         "lora_parameters": [
-            "rank": layout.rank, "scale": alpha / Float(layout.rank), "dropout": 0.0,
-            "keys": Projection.allCases.map(\.rawValue),
+            "rank": layout.rank, "scale": scale, "dropout": 0.0, "keys": projections.map(\.rawValue),
         ] as [String: Any],
     ]
     do {
         try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)
         let json = try JSONSerialization.data(withJSONObject: config, options: [.prettyPrinted, .sortedKeys])
         try json.write(to: folder.appendingPathComponent("adapter_config.json"), options: .atomic)
-
-        let partial = folder.appendingPathComponent("partial.safetensors")
-        defer { try? FileManager.default.removeItem(at: partial) }
-        try save(arrays: arrays, url: partial)
-        // MLX does not report a short write.
-        let size = try FileManager.default.attributesOfItem(atPath: partial.path)[.size] as? Int ?? 0
-        guard size > lora.reduce(0, { $0 + $1.nbytes }) else { throw MeSPError("No space left on device") }
-        let target = folder.appendingPathComponent("adapters.safetensors")
-        guard rename(partial.path, target.path) == 0 else { throw MeSPError(String(cString: strerror(errno))) }
+        try replace(folder.appendingPathComponent("adapters.safetensors"), with: arrays)
+    } catch let error as MeSPError {
+        throw error
     } catch {
         throw MeSPError("Cannot save the adapters in \(folder.path): \(error.plainSentence).")
     }

@@ -3,7 +3,7 @@
 import Foundation
 import MeSPCore
 
-// Set by a signal; read between steps.
+// Set by a signal; read at every block.
 nonisolated(unsafe) var stopRequested: sig_atomic_t = 0
 signal(SIGINT) { _ in stopRequested = 1 }
 signal(SIGTERM) { _ in stopRequested = 1 }
@@ -18,7 +18,7 @@ do {
     let settings = try RunSettings(contentsOf: URL(fileURLWithPath: CommandLine.arguments[1]))
     try Run.run(
         settings, report: { _, line in try FileHandle.standardOutput.write(contentsOf: line) },
-        shouldStop: { stopRequested != 0 })
+        atBlock: { _ in if stopRequested != 0 { throw CancellationError() } })
 } catch {
     fail(error.localizedDescription)
 }
