@@ -42,7 +42,9 @@ if resume and not (output / "state").exists():
     fail("The run was not saved.")
 if (output / "metrics.jsonl").exists() and not resume:
     fail("The output folder already holds a run.")
+saved = json.loads((output / "state").read_text()) if resume else {"step": 0, "log_bytes": 0}
 log = (output / "metrics.jsonl").open("a")
+log.truncate(saved["log_bytes"])
 
 
 def write(kind, **fields):
@@ -54,8 +56,8 @@ def write(kind, **fields):
 
 
 def save(step):
-    (output / "state").mkdir(exist_ok=True)
-    (output / "state" / "step").write_text(str(step))
+    state = {"step": step, "log_bytes": (output / "metrics.jsonl").stat().st_size}
+    (output / "state").write_text(json.dumps(state))
     (output / "adapters").mkdir(exist_ok=True)
     (output / "adapters" / "adapters.safetensors").write_bytes(b"weights")
     (output / "adapters" / "adapter_config.json").write_text("{}")
@@ -71,21 +73,23 @@ def end(reason, step):
 
 
 model = {"name": "demo", "id": "mesp/demo", "layers": 4}
-write(
-    "start",
-    version="0",
-    mlx_version="0.31.1",
-    device="cpu",
-    host="test",
-    model=model,
-    settings=settings,
-)
-if not resume:
+if resume:
+    write("event", event="resumed", message=f"after step {saved['step']}")
+else:
+    write(
+        "start",
+        version="0",
+        mlx_version="0.31.1",
+        device="cpu",
+        host="test",
+        model=model,
+        settings=settings,
+    )
     evaluate(0, 4.5)
 if how == "noisy":
     print("a library says hello", flush=True)
     print("The bundle was exported for the CPU.", file=sys.stderr)
-step = int((output / "state" / "step").read_text()) if resume else 0
+step = saved["step"]
 while step < settings["steps"] and not stopped:
     if how in ("slow", "deaf"):
         time.sleep(0.02)

@@ -16,16 +16,16 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from mesp.errors import MespError, plain_os_errors
-from mesp.log import LOG_NAME, Run, decimal, megabytes, perplexity
+from mesp.log import LOG_NAME, Run, decimal, megabytes, perplexity, read_run
 
 # Steps over which the displayed loss and speed are averaged.
 SMOOTHING = 10
 
 
-def drive(engine: Path, settings: Path, run: Run, method: str, steps: int) -> int:
-    """Runs the engine, showing its records and adding them to `run`.
+def drive(engine: Path, settings: Path, method: str, steps: int) -> tuple[Run, int]:
+    """Runs the engine, showing its records; returns the log and this command's exit status.
 
-    Returns this command's exit status. Raises MespError where the run failed.
+    Raises MespError where the run failed.
     """
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors:
         with plain_os_errors(f"Cannot start {engine}"):
@@ -46,7 +46,6 @@ def drive(engine: Path, settings: Path, run: Run, method: str, steps: int) -> in
                     except ValueError:
                         click.echo(line, nl=False, err=True)
                         continue
-                    run.add(record)
                     display.show(record)
                 process.wait()
         finally:
@@ -56,13 +55,14 @@ def drive(engine: Path, settings: Path, run: Run, method: str, steps: int) -> in
         errors.seek(0)
         said = errors.read().strip()
 
+    # The log, not what was printed: that of a run that goes on begins with what it had done before.
+    output = settings.parent
+    run = read_run(output) if (output / LOG_NAME).exists() else Run()
     if process.returncode == 0 and run.end:
         if said:
             click.echo(said, err=True)
-        return 128 + received[0] if received and run.end.get("reason") == "stopped" else 0
-    raise MespError(
-        failure(process.returncode, said, run, settings.parent, killed=len(received) > 1)
-    )
+        return run, 128 + received[0] if received and run.end.get("reason") == "stopped" else 0
+    raise MespError(failure(process.returncode, said, run, output, killed=len(received) > 1))
 
 
 @contextmanager

@@ -32,18 +32,8 @@ class Run:
     last_time: str | None = None
 
     def add(self, record: dict) -> None:
-        """Takes the next record; kinds that this version does not know are passed over.
-
-        A run that was resumed starts again in its log, after the last step that was saved: what
-        had been done after that counts no more.
-        """
+        """Takes the next record; kinds that this version does not know are passed over."""
         kind = record.get("type")
-        if kind == "start":
-            self.end = {}
-        if kind == "step":
-            for redone in (self.steps, self.evals):
-                while redone and redone[-1]["step"] >= record["step"]:
-                    del redone[-1]
         if kind in ("start", "plan", "end"):
             setattr(self, kind, record)
         elif kind in ("step", "eval", "event"):

@@ -23,12 +23,14 @@ from mesp.config import read_config
 from mesp.drive import drive, summary
 from mesp.engine import find_engine
 from mesp.errors import MespError, plain_os_errors
-from mesp.log import LOG_NAME, Run, megabytes, read_run
+from mesp.log import LOG_NAME, megabytes
 
 PREFERRED_SEQ_LEN = 256
 SETTINGS_NAME = "settings.json"
 PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
 
+# What a run that goes on may have different: all of it changes nothing that is computed.
+MAY_CHANGE = ("bundle", "steps", "save_every", "memory_limit_mb", "offload", "resume")
 # Options that count only where another one has this value.
 ONLY_WITH = {
     "momentum": ("optimizer", "sgd"),
@@ -203,7 +205,8 @@ def refuse(context: click.Context, parameter: click.Parameter, value: object) ->
 @click.option(
     "--resume",
     is_flag=True,
-    help="Go on with the run in --output, with its settings; only --steps may change.",
+    help="Go on with the run in --output, with its settings; what may change is --steps, "
+    "--save-every and where memory goes.",
 )
 @click.option(
     "--memory-limit",
@@ -264,9 +267,8 @@ def main(context: click.Context, output: Path | None, **options: object) -> None
     if options["dry_run"]:
         click.echo(dry_run(engine, settings))
         return
-    run = read_run(output) if options["resume"] else Run()
     with settings_file(output, settings) as path:
-        status = drive(engine, path, run, options["method"], options["steps"])
+        run, status = drive(engine, path, options["method"], options["steps"])
     click.echo(summary(run, output))
     raise SystemExit(status)
 
@@ -281,7 +283,7 @@ def flag(context: click.Context, name: str) -> str:
 
 
 def resumed(context: click.Context, output: Path | None, given: dict) -> dict:
-    """The settings of the run in `output`, with the steps that are given.
+    """The settings of the run in `output`, with what is given of `MAY_CHANGE`.
 
     Raises MespError where there is no run, or where another option would change it.
     """
@@ -298,16 +300,15 @@ def resumed(context: click.Context, output: Path | None, given: dict) -> dict:
     except (ValueError, TypeError, KeyError) as error:
         raise MespError(f"{path} is not the settings of a run; start a new one.") from error
     for name, value in given.items():
-        if (
-            name not in ("steps", "resume")
-            and value != recorded[name]
-            and context.get_parameter_source(name) != ParameterSource.DEFAULT
-        ):
+        if context.get_parameter_source(name) == ParameterSource.DEFAULT:
+            continue
+        if name not in MAY_CHANGE and value != recorded[name]:
             raise MespError(
                 f"A run that goes on keeps its settings: {flag(context, name)} is "
-                f"{recorded[name]} and cannot become {value}; only --steps can change."
+                f"{recorded[name]} and cannot become {value}."
             )
-    return recorded | {"steps": given["steps"] or recorded["steps"], "resume": True}
+        recorded[name] = value
+    return recorded
 
 
 def choose(available: list[int], wanted: int | None, what: str, preferred: int) -> int:
