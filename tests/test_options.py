@@ -13,6 +13,7 @@ import math
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -245,13 +246,13 @@ def agree(run: Run, output: Path, expected: Trained, tolerance: float = 1e-4) ->
 
 SGD, ADAMW = optim.SGD, optim.AdamW
 RATE = LEARNING_RATE
-# mlx-lm's build_schedule gives the warm-up one step more than its length, at the full rate.
-COSINE = optim.join_schedules(
-    [optim.linear_schedule(0, RATE, 2), optim.cosine_decay(RATE, STEPS - 3)], [3]
-)
-LINEAR = optim.join_schedules(
-    [optim.linear_schedule(0, RATE, 2), optim.linear_schedule(RATE, 0, STEPS - 3)], [3]
-)
+
+
+def warm_up_and(decay: Callable, rate: float = RATE) -> Callable:
+    # As mlx-lm's build_schedule: the step after the warm-up has the full rate before any decay.
+    return optim.join_schedules([optim.linear_schedule(0, rate, 2), decay], [3])
+
+
 SLOW = ("--learning-rate", 1e-3)  # AdamW moves each parameter by about its rate
 
 CASES = {
@@ -275,10 +276,10 @@ CASES = {
     "linear": (("--schedule", "linear"), Recipe(SGD(optim.linear_schedule(RATE, 0, STEPS)))),
     "warm-up": (
         ("--warmup", 2),
-        Recipe(SGD(optim.join_schedules([optim.linear_schedule(0, RATE, 2), lambda _: RATE], [3]))),
+        Recipe(SGD(warm_up_and(lambda _: RATE))),
     ),
-    "warm-up and cosine": (("--warmup", 2, "--schedule", "cosine"), Recipe(SGD(COSINE))),
-    "warm-up and linear": (("--warmup", 2, "--schedule", "linear"), Recipe(SGD(LINEAR))),
+    "warm-up and cosine": (("--warmup", 2, "--schedule", "cosine"), Recipe(SGD(warm_up_and(optim.cosine_decay(RATE, STEPS - 3))))),
+    "warm-up and linear": (("--warmup", 2, "--schedule", "linear"), Recipe(SGD(warm_up_and(optim.linear_schedule(RATE, 0, STEPS - 3))))),
     "batch": (("--batch-size", 2), Recipe(SGD(RATE), batch_size=2)),
     "accumulation": (("--grad-accumulation-steps", 2), Recipe(SGD(RATE), accumulation=2)),
     "clipping": (("--max-grad-norm", 0.5), Recipe(SGD(RATE), max_grad_norm=0.5)),
@@ -295,8 +296,8 @@ CASES = {
     "all at once, on disk": (
         ("--optimizer", "adamw", "--schedule", "cosine", "--warmup", 2, "--batch-size", 2,
          "--grad-accumulation-steps", 2, "--max-grad-norm", 0.5, "--projections", "q,k,v,o",
-         "--num-layers", 2, "--rslora", "--offload", "all"),
-        Recipe(ADAMW(COSINE, weight_decay=0), batch_size=2, accumulation=2, max_grad_norm=0.5,
+         "--num-layers", 2, "--rslora", "--offload", "all", *SLOW),
+        Recipe(ADAMW(warm_up_and(optim.cosine_decay(1e-3, STEPS - 3), 1e-3), weight_decay=0), batch_size=2, accumulation=2, max_grad_norm=0.5,
                projections=("q", "k", "v", "o"), num_layers=2, scale=ALPHA / math.sqrt(RANK)),
     ),
 }  # fmt: skip
