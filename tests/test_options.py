@@ -253,6 +253,9 @@ def warm_up_and(decay: Callable, rate: float = RATE) -> Callable:
     return optim.join_schedules([optim.linear_schedule(0, rate, 2), decay], [3])
 
 
+COSINE = warm_up_and(optim.cosine_decay(RATE, STEPS - 3))
+LINEAR = warm_up_and(optim.linear_schedule(RATE, 0, STEPS - 3))
+SLOW_COSINE = warm_up_and(optim.cosine_decay(1e-3, STEPS - 3), 1e-3)
 SLOW = ("--learning-rate", 1e-3)  # AdamW moves each parameter by about its rate
 
 CASES = {
@@ -278,8 +281,8 @@ CASES = {
         ("--warmup", 2),
         Recipe(SGD(warm_up_and(lambda _: RATE))),
     ),
-    "warm-up and cosine": (("--warmup", 2, "--schedule", "cosine"), Recipe(SGD(warm_up_and(optim.cosine_decay(RATE, STEPS - 3))))),
-    "warm-up and linear": (("--warmup", 2, "--schedule", "linear"), Recipe(SGD(warm_up_and(optim.linear_schedule(RATE, 0, STEPS - 3))))),
+    "warm-up and cosine": (("--warmup", 2, "--schedule", "cosine"), Recipe(SGD(COSINE))),
+    "warm-up and linear": (("--warmup", 2, "--schedule", "linear"), Recipe(SGD(LINEAR))),
     "batch": (("--batch-size", 2), Recipe(SGD(RATE), batch_size=2)),
     "accumulation": (("--grad-accumulation-steps", 2), Recipe(SGD(RATE), accumulation=2)),
     "clipping": (("--max-grad-norm", 0.5), Recipe(SGD(RATE), max_grad_norm=0.5)),
@@ -297,7 +300,7 @@ CASES = {
         ("--optimizer", "adamw", "--schedule", "cosine", "--warmup", 2, "--batch-size", 2,
          "--grad-accumulation-steps", 2, "--max-grad-norm", 0.5, "--projections", "q,k,v,o",
          "--num-layers", 2, "--rslora", "--offload", "all", *SLOW),
-        Recipe(ADAMW(warm_up_and(optim.cosine_decay(1e-3, STEPS - 3), 1e-3), weight_decay=0), batch_size=2, accumulation=2, max_grad_norm=0.5,
+        Recipe(ADAMW(SLOW_COSINE, weight_decay=0), batch_size=2, accumulation=2, max_grad_norm=0.5,
                projections=("q", "k", "v", "o"), num_layers=2, scale=ALPHA / math.sqrt(RANK)),
     ),
 }  # fmt: skip
