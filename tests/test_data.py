@@ -164,7 +164,9 @@ def test_pieces_add_up():
 
 # A template in the manner of Qwen2.5's: tools, tool calls, and a prompt that asks for an answer.
 TEMPLATE = """{% if tools %}Tools:{% for tool in tools %} {{ tool | tojson }}{% endfor %}
-{% endif %}{% for m in messages %}{{ m.role }}: {{ m.content }}{% for call in m.tool_calls or [] %} call {{ call.function | tojson }}{% endfor %}{{ eos_token }}
+{% endif %}{% for m in messages %}{% if m.role == "owner" %}{{ raise_exception("No owners.") }}\
+{% endif %}{{ m.role }}: {{ m.content }}{% for call in m.tool_calls or [] %} call \
+{{ call.function | tojson }}{% endfor %}{{ eos_token }}
 {% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"""
 TOOLS = [{"type": "function", "function": {"name": "capital", "parameters": {"type": "object"}}}]
 CALL = [{"type": "function", "function": {"name": "capital", "arguments": {"of": "France"}}}]
@@ -262,7 +264,7 @@ def test_packed_records_follow_each_other(chat_tokenizer, tmp_path, kind):
     path = write_records(tmp_path / "data.jsonl", RECORDS[kind])
     splits = load(path, chat_tokenizer, 16, pack=True)
     dataset = create_dataset(RECORDS[kind], chat_tokenizer, Config(mask_prompt=False))
-    whole = sum((dataset.process(record)[0] for record in RECORDS[kind]), [])
+    whole = [token for record in RECORDS[kind] for token in dataset.process(record)[0]]
     assert tokens(splits).tolist() == whole
     assert splits["train"].examples is None
 
@@ -307,9 +309,8 @@ def test_long_records(chat_tokenizer, tmp_path, capsys, mask_prompt, long):
     if long == "cut":
         whole = [(ids[: seq_len + 1], prompt) for ids, prompt in whole]
         assert examples(split) == [each for each in whole if targets(*each)]
-    assert sum((targets(*each) for each in examples(split)), []) == sum(
-        (targets(*each) for each in whole), []
-    )
+    counted = [target for each in examples(split) for target in targets(*each)]
+    assert counted == [target for each in whole for target in targets(*each)]
     for ids, prompt in examples(split):
         assert 2 <= len(ids) <= seq_len + 1 and prompt < len(ids)
     lost = sum(not targets(*each) for each in whole)
@@ -326,14 +327,15 @@ def test_long_records(chat_tokenizer, tmp_path, capsys, mask_prompt, long):
 @pytest.mark.parametrize("pack", [False, True])
 def test_empty_records_are_left_out_and_counted(chat_tokenizer, tmp_path, capsys, pack):
     records = [{"text": ""}, *RECORDS["text"] * 2, {"text": ""}]
-    splits = load(write_records(tmp_path / "a.jsonl", records), chat_tokenizer, 16, pack=pack)
-    full = load(
-        write_records(tmp_path / "b.jsonl", RECORDS["text"] * 2), chat_tokenizer, 16, pack=pack
-    )
+    splits = load(write_records(tmp_path / "a.jsonl", records), chat_tokenizer, 40, pack=pack)
+    full = load(write_records(tmp_path / "b.jsonl", records[1:-1]), chat_tokenizer, 40, pack=pack)
     assert tokens(splits).tolist() == tokens(full).tolist()
     (line,) = capsys.readouterr().err.splitlines()
     counts = "2 in train" if pack else "1 in train, 1 in valid"
     assert line == f"Records with nothing to predict were left out: {counts}."
+
+
+LONG = [message("user", "long " * 90), message("assistant", "a")]
 
 
 @pytest.mark.parametrize(
@@ -343,8 +345,8 @@ def test_empty_records_are_left_out_and_counted(chat_tokenizer, tmp_path, capsys
         ("text", {"mask_prompt": True, "pack": False}, "records of text, .* leave out --mask-pro"),
         ("chat", {"mask_prompt": True, "pack": True}, "one example a sequence: leave out --pack"),
         ([message("user", "Alone.")], {"mask_prompt": True}, "Line 1 .* has one message"),
-        ([message("user", "a"), message("owner", 3)], {}, "Line 1 .* cannot be tokenized: .*list"),
-        ([message("user", "long " * 90), message("assistant", "a")], {"mask_prompt": True}, "long"),
+        ([message("owner", "a")], {}, "Line 1 .* cannot be tokenized: No owners"),
+        (LONG, {"mask_prompt": True}, "no example with something to predict in its first"),
     ],
 )
 def test_records_that_cannot_be_taken(chat_tokenizer, tmp_path, records, options, named):
@@ -485,23 +487,17 @@ def test_data_is_replaced_with_the_bundles_tokenizer(bundle, tmp_path):
 
 def test_export_takes_the_same_options(exported, tmp_path):
     chat = write_records(tmp_path / "chat.jsonl", RECORDS["chat"])
-    arguments = [
-        "--model",
-        exported.parent / "model",
-        "--seq-len",
-        24,
-        "--out",
-        tmp_path / "b.mesp",
-    ]
+    model, out = exported.parent / "model", tmp_path / "b.mesp"
+    arguments = ["--model", model, "--seq-len", 24, "--out", out]
     arguments += ["--data", chat, "--mask-prompt", "--long", "split"]
     result = CliRunner().invoke(export.main, list(map(str, arguments)), catch_exceptions=False)
     assert result.exit_code == 0, result.output
     tokenizer = data.load_tokenizer(exported)
     expected = load(chat, tokenizer, 24, mask_prompt=True, long="split")
-    assert_same(assert_whole(tmp_path / "b.mesp"), expected)
+    assert_same(assert_whole(out), expected)
     assert f"{len(expected['train'].examples)} train examples" in result.stdout
     assert "were split" in result.stderr
-    without = CliRunner().invoke(export.main, ["--model", str(exported), "--mask-prompt"])
+    without = CliRunner().invoke(export.main, ["--model", str(model), "--mask-prompt"])
     assert without.exit_code == 2 and "name it too" in without.stderr
 
 

@@ -457,8 +457,7 @@ def replace_data(bundle: Path, splits: dict[str, Split]) -> dict[str, Any]:
     """
     with plain_os_errors(f"Cannot write the data to {bundle}"), locked(bundle):
         manifest = read_manifest(bundle, to_run=False)
-        _remove_unused(bundle)
-        new = next(folder for folder in FOLDERS if not (bundle / folder).exists())
+        new = _remove_unused(bundle)
         try:
             data = write_data(bundle, new, splits)
             kept = [f for f in manifest["files"] if f["path"].split("/")[0] not in FOLDERS]
@@ -473,13 +472,13 @@ def replace_data(bundle: Path, splits: dict[str, Split]) -> dict[str, Any]:
     return data
 
 
-def _remove_unused(bundle: Path) -> None:
-    """Removes what replacing the data left: the folder for data that is not the manifest's."""
+def _remove_unused(bundle: Path) -> str:
+    """Removes the folder for data that is not the manifest's, if it is there; returns its name."""
     files = json.loads((bundle / "manifest.json").read_text(encoding="utf-8"))["files"]
     used = {file["path"].split("/")[0] for file in files}
-    for folder in FOLDERS:
-        if folder not in used:
-            shutil.rmtree(bundle / folder, ignore_errors=True)
+    unused = next(folder for folder in FOLDERS if folder not in used)
+    shutil.rmtree(bundle / unused, ignore_errors=True)
+    return unused
 
 
 def describe(data: dict[str, Any]) -> str:
