@@ -6,6 +6,7 @@ import shutil
 import sys
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import mlx.core as mx
 import numpy as np
@@ -204,13 +205,6 @@ RECORDS = {
 }
 
 
-class Config:
-    """What mlx-lm's create_dataset reads of its settings."""
-
-    def __init__(self, mask_prompt: bool):
-        self.mask_prompt = mask_prompt
-
-
 @pytest.fixture(scope="session")
 def chat_tokenizer():
     """The demo model's, with a chat template."""
@@ -218,6 +212,10 @@ def chat_tokenizer():
     tokenizer.chat_template = TEMPLATE
     tokenizer.has_chat_template = True
     return tokenizer
+
+
+def mlx_lm_dataset(records: list[dict], tokenizer, mask_prompt: bool):
+    return create_dataset(records, tokenizer, SimpleNamespace(mask_prompt=mask_prompt))
 
 
 def write_records(path: Path, records: list[dict]) -> Path:
@@ -250,7 +248,7 @@ def test_examples_are_what_mlx_lm_makes_of_the_records(
         write_records(tmp_path / f"{split}.jsonl", RECORDS[kind])
     pack = False if kind == "text" else None
     splits = load(tmp_path, chat_tokenizer, 512, pack=pack, mask_prompt=mask_prompt)
-    dataset = create_dataset(RECORDS[kind], chat_tokenizer, Config(mask_prompt))
+    dataset = mlx_lm_dataset(RECORDS[kind], chat_tokenizer, mask_prompt)
     expected = [dataset.process(record) for record in RECORDS[kind]]
     assert any(prompt for _, prompt in expected) == mask_prompt
     for split in splits.values():
@@ -263,7 +261,7 @@ def test_examples_are_what_mlx_lm_makes_of_the_records(
 def test_packed_records_follow_each_other(chat_tokenizer, tmp_path, kind):
     path = write_records(tmp_path / "data.jsonl", RECORDS[kind])
     splits = load(path, chat_tokenizer, 16, pack=True)
-    dataset = create_dataset(RECORDS[kind], chat_tokenizer, Config(mask_prompt=False))
+    dataset = mlx_lm_dataset(RECORDS[kind], chat_tokenizer, mask_prompt=False)
     whole = [token for record in RECORDS[kind] for token in dataset.process(record)[0]]
     assert tokens(splits).tolist() == whole
     assert splits["train"].examples is None
@@ -279,7 +277,7 @@ def test_the_last_tenth_of_the_records_is_held_out(chat_tokenizer, tmp_path):
     records = RECORDS["completions"] * 3
     path = write_records(tmp_path / "data.jsonl", records)
     splits = load(path, chat_tokenizer, 512)
-    dataset = create_dataset(records, chat_tokenizer, Config(mask_prompt=False))
+    dataset = mlx_lm_dataset(records, chat_tokenizer, mask_prompt=False)
     assert examples(splits["valid"]) == [dataset.process(record) for record in records[-4:]]
     assert len(splits["train"].examples) == len(records) - 4
     with pytest.raises(MespError, match="has one record, too few"):
@@ -298,7 +296,7 @@ def test_long_records(chat_tokenizer, tmp_path, capsys, mask_prompt, long):
     for split in ("train", "valid"):
         write_records(tmp_path / f"{split}.jsonl", records)
     split = load(tmp_path, chat_tokenizer, seq_len, mask_prompt=mask_prompt, long=long)["train"]
-    dataset = create_dataset(records, chat_tokenizer, Config(mask_prompt))
+    dataset = mlx_lm_dataset(records, chat_tokenizer, mask_prompt)
     whole = [dataset.process(record) for record in records]
     longer = [(ids, prompt) for ids, prompt in whole if len(ids) > seq_len + 1]
 
@@ -341,8 +339,8 @@ LONG = [message("user", "long " * 90), message("assistant", "a")]
 @pytest.mark.parametrize(
     ("records", "options", "named"),
     [
-        ("text", {"mask_prompt": True}, "records of text, .* leave out --mask-prompt"),
-        ("text", {"mask_prompt": True, "pack": False}, "records of text, .* leave out --mask-pro"),
+        ("text", {"mask_prompt": True}, "has text, .* leave out --mask-prompt"),
+        ("text", {"mask_prompt": True, "pack": False}, "has text, .* leave out --mask-prompt"),
         ("chat", {"mask_prompt": True, "pack": True}, "one example a sequence: leave out --pack"),
         ([message("user", "Alone.")], {"mask_prompt": True}, "Line 1 .* has one message"),
         ([message("owner", "a")], {}, "Line 1 .* cannot be tokenized: No owners"),
@@ -381,13 +379,13 @@ def test_the_loss_is_mlx_lms(chat_tokenizer, tmp_path):
             count += 1
 
     # The same records in mlx-lm's batch: those with a target left, cut to as many tokens.
-    dataset = create_dataset(RECORDS["chat"], chat_tokenizer, Config(mask_prompt=True))
+    dataset = mlx_lm_dataset(RECORDS["chat"], chat_tokenizer, mask_prompt=True)
     usable = [
         record
         for record in RECORDS["chat"]
         if dataset.process(record)[1] < min(len(dataset.process(record)[0]), seq_len + 1)
     ]
-    dataset = CacheDataset(create_dataset(usable, chat_tokenizer, Config(mask_prompt=True)))
+    dataset = CacheDataset(mlx_lm_dataset(usable, chat_tokenizer, mask_prompt=True))
     ((batch, ranges),) = iterate_batches(dataset, len(usable), seq_len + 1)
     # default_loss of mlx-lm 0.31.1 counts the targets `offset` to `length`, both included: of an
     # example that is padded, also the first token of the padding. Ours ends at length - 1.

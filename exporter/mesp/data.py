@@ -90,12 +90,7 @@ def load(
     documents = _read(data)
     kind = _kind(documents)
     pack = kind == "text" if options.pack is None else options.pack
-    if options.mask_prompt and (pack or kind == "text"):
-        raise MespError(
-            f"{data} has records of text, which have no prompt: leave out --mask-prompt."
-            if kind == "text"
-            else "--mask-prompt needs one example a sequence: leave out --pack."
-        )
+    _check_options(data, documents, kind, pack, options.mask_prompt)
     if kind != "text" and not tokenizer.has_chat_template:
         raise MespError(
             f"The model's tokenizer has no chat template, which the {kind} of {data} need; take "
@@ -279,12 +274,23 @@ def _kind(documents: dict[str, list[Document]]) -> str:
     return first.kind
 
 
-def _hold_out_records(data: str, documents: dict[str, list[Document]]) -> None:
-    if any(isinstance(each.content, str) for split in documents.values() for each in split):
+def _check_options(
+    data: str, documents: dict[str, list[Document]], kind: str, pack: bool, mask_prompt: bool
+) -> None:
+    """Raises MespError where the data cannot be taken in the way asked for."""
+    if mask_prompt and kind == "text":
+        raise MespError(f"{data} has text, which has no prompt: leave out --mask-prompt.")
+    if mask_prompt and pack:
+        raise MespError("--mask-prompt needs one example a sequence: leave out --pack.")
+    files = any(isinstance(each.content, str) for split in documents.values() for each in split)
+    if files and not pack:
         raise MespError(
             f"{data} has text without records, so it is packed: leave out --no-pack, or write it "
             'as a JSONL file of {"text": …}.'
         )
+
+
+def _hold_out_records(data: str, documents: dict[str, list[Document]]) -> None:
     if "valid" not in documents:
         train = documents["train"]
         held_out = max(len(train) // HELD_OUT, 1)
@@ -363,7 +369,8 @@ def _examples(data: str, split: str, encoded: Iterable[Encoded], seq_len: int, l
     """One example a sequence, none longer than `seq_len` tokens and the token after.
 
     A longer one is cut to that, or split into examples that follow each other as windows do: each
-    begins with the last token of the one before, so every token that counts counts once.
+    begins with the last token of the one before, and those in which nothing counts are left out,
+    so every token that counts counts once.
     """
     longest = seq_len + 1
     parts, examples = [], []
