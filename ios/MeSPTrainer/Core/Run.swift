@@ -69,7 +69,7 @@ public enum Run {
         trainer.shouldStop = shouldStop
         func save() throws {
             try saveAdapters(
-                trainer.lora, layout: trainer.layout, alpha: settings.alpha,
+                Adapters(layout: trainer.layout, scale: trainer.scale, lora: trainer.lora), model: manifest.model.id,
                 to: output.appendingPathComponent("adapters"))
         }
         func evaluate(at step: Int) throws {

@@ -38,18 +38,7 @@ public struct RunSettings: Codable, Sendable, Equatable {
     }
 
     /// Reads a settings file (snake-case JSON, every key present).
-    public init(contentsOf url: URL) throws {
-        guard let json = try? Data(contentsOf: url) else {
-            throw MeSPError("Cannot read the settings file \(url.path).")
-        }
-        let decoder = JSONDecoder()
-        decoder.keyDecodingStrategy = .convertFromSnakeCase
-        do {
-            self = try decoder.decode(RunSettings.self, from: json)
-        } catch {
-            throw MeSPError("The settings file \(url.path) is not valid: \(error.plainSentence).")
-        }
-    }
+    public init(contentsOf url: URL) throws { self = try readSettings(url) }
 
     /// Throws a sentence about the first setting that is out of range.
     public func check() throws {
@@ -66,5 +55,18 @@ public struct RunSettings: Codable, Sendable, Equatable {
         try require(evalEvery >= 0, "eval_every", "0 or more")
         try require(saveEvery >= 0, "save_every", "0 or more")
         try require(memoryLimitMb ?? 1 > 0 && memoryLimitMb ?? 1 < 1e9, "memory_limit_mb", "a positive number")
+    }
+}
+
+func readSettings<Settings: Decodable>(_ url: URL) throws -> Settings {
+    guard let json = try? Data(contentsOf: url) else {
+        throw MeSPError("Cannot read the settings file \(url.path).")
+    }
+    let decoder = JSONDecoder()
+    decoder.keyDecodingStrategy = .convertFromSnakeCase
+    do {
+        return try decoder.decode(Settings.self, from: json)
+    } catch {
+        throw MeSPError("The settings file \(url.path) is not valid: \(error.plainSentence).")
     }
 }
