@@ -13,14 +13,20 @@ struct QuantizedMatrix {
     let biases: MLXArray
     let groupSize: Int
     let bits: Int
-    /// W in float32, made when the first product asks for it and shared by all (MLX is lazy); nil on the GPU. On the CPU,
-    /// dequantizing a tile and multiplying is some 50 times as fast as `quantizedMM`; on the GPU it is the other way round.
-    let dense: MLXArray?
+    /// W in float32, made when the first product asks for it and shared by all; nil on the GPU. On the CPU, dequantizing a tile
+    /// and multiplying is some 50 times as fast as `quantizedMM`; on the GPU it is the other way round.
+    private let dense: Dense?
+
+    private final class Dense {
+        lazy var array = make()
+        private let make: () -> MLXArray
+        init(_ make: @escaping () -> MLXArray) { self.make = make }
+    }
 
     init(weight: MLXArray, scales: MLXArray, biases: MLXArray, groupSize: Int, bits: Int, onCPU: Bool) {
         (self.weight, self.scales, self.biases) = (weight, scales, biases)
         (self.groupSize, self.bits) = (groupSize, bits)
-        dense = onCPU ? Self.dequantize(weight, scales, biases, groupSize, bits) : nil
+        dense = onCPU ? Dense { Self.dequantize(weight, scales, biases, groupSize, bits) } : nil
     }
 
     /// With bfloat16 scales `dequantized` would round W to bfloat16.
@@ -61,7 +67,7 @@ struct QuantizedMatrix {
     func apply(_ x: MLXArray, as dtype: DType? = nil) -> MLXArray {
         let product: MLXArray
         if let dense, x.dim(0) > Self.fewRows {
-            product = matmul(x.asType(.float32), dense.T)
+            product = matmul(x.asType(.float32), dense.array.T)
         } else {
             let type = dense == nil ? scales.dtype : .float32
             product = quantizedMM(
@@ -76,7 +82,7 @@ struct QuantizedMatrix {
 
     /// sum + dy W, `[T, in]`, in sum's dtype.
     func applyTransposed(_ dy: MLXArray, addedTo sum: MLXArray) -> MLXArray {
-        if let dense { return addMM(sum.asType(.float32), dy.asType(.float32), dense).asType(sum.dtype) }
+        if let dense { return addMM(sum.asType(.float32), dy.asType(.float32), dense.array).asType(sum.dtype) }
         let dx = quantizedMM(
             dy, weight, scales: scales, biases: biases, transpose: false, groupSize: groupSize, bits: bits)
         return sum + dx.asType(sum.dtype)

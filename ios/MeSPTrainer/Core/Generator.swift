@@ -115,9 +115,11 @@ public struct Generator {
             for block in cache.indices {
                 try atBlock()
                 x = try forward(block, x, &cache[block])
+                if range.count > 1 { Memory.clearCache() }
             }
             last = x[(range.count - 1)...]
         }
+        Memory.clearCache()
         return try bundle.withHead { weights in
             let h = rmsNorm(last, weight: weights["norm"], eps: bundle.architecture.rmsNormEps)
             let head = LoRALinear(weight: weights.matrix(""), bias: nil, lora: nil, scale: 0)
@@ -136,8 +138,7 @@ public struct Generator {
     }
 
     private func forward(_ block: Int, _ x: MLXArray, _ cache: inout KeyValues) throws -> MLXArray {
-        defer { Memory.clearCache() }
-        return try bundle.withBlock(block) { weights in
+        try bundle.withBlock(block) { weights in
             let architecture = bundle.architecture
             let bytes = x.dim(0) <= QuantizedMatrix.fewRows ? Int.max / 2 : Self.tileBytes
             let forward = BlockForward(
