@@ -78,7 +78,7 @@ struct QuantizedMatrix {
     }
 
     /// Rows of x up to which `quantizedMM` in float32 is the faster on the CPU too, as dequantizing W takes longer than they do.
-    static let fewRows = 8
+    static let fewRows = 4
 
     /// sum + dy W, `[T, in]`, in sum's dtype.
     func applyTransposed(_ dy: MLXArray, addedTo sum: MLXArray) -> MLXArray {
