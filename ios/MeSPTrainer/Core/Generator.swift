@@ -191,7 +191,18 @@ public struct GenerationSettings: Decodable, Sendable {
     public let request: Generator.Request
 
     /// Reads a settings file (snake-case JSON, every key present).
-    public init(contentsOf url: URL) throws { self = try readSettings(url) }
+    public init(contentsOf url: URL) throws {
+        guard let json = try? Data(contentsOf: url) else {
+            throw MeSPError("Cannot read the settings file \(url.path).")
+        }
+        let decoder = JSONDecoder()
+        decoder.keyDecodingStrategy = .convertFromSnakeCase
+        do {
+            self = try decoder.decode(GenerationSettings.self, from: json)
+        } catch {
+            throw MeSPError("The settings file \(url.path) is not valid: \(error.plainSentence).")
+        }
+    }
 
     public init(from decoder: any Decoder) throws {
         enum Key: String, CodingKey { case bundle, adapters }

@@ -12,6 +12,14 @@ enum Projection: String, CaseIterable {
     case up = "mlp.up_proj"
     case down = "mlp.down_proj"
 
+    /// The short name: `q`, …, `down`.
+    var name: String { String(rawValue.split(separator: ".")[1].dropLast("_proj".count)) }
+
+    init?(name: String) {
+        guard let projection = Self.allCases.first(where: { $0.name == name }) else { return nil }
+        self = projection
+    }
+
     var hasBias: Bool { self == .q || self == .k || self == .v }
 
     /// (input, output) features.
@@ -58,22 +66,27 @@ struct LoRALayout {
                 .flatMap { [$0.a.flattened().asType(.float32), $0.b.flattened().asType(.float32)] })
     }
 
-    /// Initial parameters of every block: A uniform in ±1/√in, B zero, as in mlx-lm.
-    func initial(seed: UInt64) -> [MLXArray] {
-        MLXRandom.split(key: MLXRandom.key(seed), into: architecture.numHiddenLayers).map { key in
-            let keys = MLXRandom.split(key: key, into: Projection.allCases.count)
-            var pairs = [Projection: LoRAMatrices]()
-            for (projection, key) in zip(Projection.allCases, keys) {
-                let (inputs, outputs) = projection.dimensions(architecture)
-                let bound = 1 / Float(inputs).squareRoot()
-                pairs[projection] = LoRAMatrices(
-                    a: MLXRandom.uniform(low: -bound, high: bound, [inputs, rank], key: key),
-                    b: MLXArray.zeros([rank, outputs]))
-            }
-            let flat = packed(pairs)
-            eval(flat)
-            return flat
+    /// Initial parameters of a block, float32 `[P]`: A uniform in ±1/√in, B zero, as in mlx-lm.
+    func initial(seed: UInt64, block: Int) -> MLXArray {
+        let key = MLXRandom.split(key: MLXRandom.key(seed), into: architecture.numHiddenLayers)[block]
+        let keys = MLXRandom.split(key: key, into: Projection.allCases.count)
+        var pairs = [Projection: LoRAMatrices]()
+        for (projection, key) in zip(Projection.allCases, keys) {
+            let (inputs, outputs) = projection.dimensions(architecture)
+            let bound = 1 / Float(inputs).squareRoot()
+            pairs[projection] = LoRAMatrices(
+                a: MLXRandom.uniform(low: -bound, high: bound, [inputs, rank], key: key),
+                b: MLXArray.zeros([rank, outputs]))
         }
+        return packed(pairs)
+    }
+
+    /// 1 for each parameter of these projections, 0 for the others: `[P]`.
+    func mask(_ projections: [Projection]) -> MLXArray {
+        concatenated(
+            Projection.allCases.map {
+                MLXArray.full([size($0)], values: MLXArray(projections.contains($0) ? 1 : Float(0)))
+            })
     }
 }
 
@@ -110,7 +123,7 @@ private enum AdapterFormat: CaseIterable {
 
 private let configFile = "adapter_config.json"
 
-/// Trained parameters and what they count.
+/// Adapters that were read.
 struct Adapters {
     let layout: LoRALayout
     /// What a projection's adapter is multiplied by: α / rank.
@@ -123,61 +136,65 @@ struct Adapters {
 /// once or not at all, and one matrix at a time is in memory.
 ///
 /// - Parameters:
-///   - projections: those that were trained, in every one of `blocks`, which end with the last block; only these are written
+///   - blocks: those that were trained, up to the last of the model
+///   - projections: those of them that were trained; only these are written
 ///   - model: the Hugging Face id of the base model
+///   - lora: a block's parameters `[P]`
 func saveAdapters(
-    _ adapters: Adapters, projections: [Projection] = Projection.allCases, blocks: Range<Int>? = nil, model: String,
-    to folder: URL
+    layout: LoRALayout, blocks: Range<Int>, projections: [Projection], scale: Float, model: String, to folder: URL,
+    lora: @escaping (_ block: Int) throws -> MLXArray
 ) throws {
-    let (rank, scale, count) = (adapters.layout.rank, adapters.scale, adapters.lora.count)
-    let blocks = blocks ?? 0..<count
+    let rank = layout.rank
+    func tensors(_ format: AdapterFormat) -> [Tensor] {
+        blocks.flatMap { block in
+            projections.flatMap { projection -> [Tensor] in
+                let (inputs, outputs) = projection.dimensions(layout.architecture)
+                return [("A", [inputs, rank], \LoRAMatrices.a), ("B", [rank, outputs], \.b)].map {
+                    matrix, shape, path in
+                    Tensor(name: format.name(matrix, projection, block), shape: format.turned(shape)) {
+                        format.turned(layout.matrices(projection, in: try lora(block))[keyPath: path])
+                    }
+                }
+            }
+        }
+    }
     let mlxConfig: [String: Any] = [
         "fine_tune_type": "lora", "num_layers": blocks.count,
         "lora_parameters": [
             "rank": rank, "scale": Double(scale), "dropout": 0.0, "keys": projections.map(\.rawValue),
         ] as [String: Any],
     ]
+    let allBlocks = blocks.count == layout.architecture.numHiddenLayers
     let peftConfig: [String: Any] = [
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": model, "r": rank,
         "lora_alpha": Double(scale) * Double(rank), "use_rslora": false, "use_dora": false, "lora_dropout": 0.0,
         "bias": "none", "fan_in_fan_out": false, "inference_mode": true,
-        "target_modules": projections.compactMap { $0.rawValue.split(separator: ".").last.map(String.init) },
-        "layers_to_transform": blocks.count < count ? Array(blocks) as Any : NSNull(),
+        "target_modules": projections.map { $0.name + "_proj" },
+        "layers_to_transform": allBlocks ? NSNull() : Array(blocks) as Any,
     ]
+    func write(_ format: AdapterFormat, _ config: [String: Any], to folder: URL) throws {
+        try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)
+        try writeSafetensors(tensors(format), to: folder.appendingPathComponent(format.file))
+        let json = try JSONSerialization.data(withJSONObject: config, options: [.prettyPrinted, .sortedKeys])
+        try json.write(to: folder.appendingPathComponent(configFile), options: .atomic)
+    }
     do {
-        for (format, config) in [(AdapterFormat.mlx, mlxConfig), (.peft, peftConfig)] {
-            let folder = format == .mlx ? folder : folder.appendingPathComponent("peft")
-            try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)
-            let tensors = blocks.flatMap { block in
-                projections.flatMap { projection -> [Tensor] in
-                    let (inputs, outputs) = projection.dimensions(adapters.layout.architecture)
-                    func pair() -> LoRAMatrices { adapters.layout.matrices(projection, in: adapters.lora[block]) }
-                    return [
-                        Tensor(name: format.name("A", projection, block), shape: format.turned([inputs, rank])) {
-                            format.turned(pair().a)
-                        },
-                        Tensor(name: format.name("B", projection, block), shape: format.turned([rank, outputs])) {
-                            format.turned(pair().b)
-                        },
-                    ]
-                }
-            }
-            try writeSafetensors(tensors, to: folder.appendingPathComponent(format.file))
-            let json = try JSONSerialization.data(withJSONObject: config, options: [.prettyPrinted, .sortedKeys])
-            try json.write(to: folder.appendingPathComponent(configFile), options: .atomic)
-        }
+        try write(.mlx, mlxConfig, to: folder)
+        try write(.peft, peftConfig, to: folder.appendingPathComponent("peft"))
     } catch {
         throw MeSPError("Cannot save the adapters in \(folder.path): \(error.plainSentence).")
     }
 }
 
-/// Reads an adapter folder as mlx-lm or PEFT writes it. Matrices that it lacks are zero.
+/// Reads an adapter folder as mlx-lm or PEFT writes it.
 ///
-/// - Parameter rank: the rank that the adapters must have; nil for any.
-func loadAdapters(from folder: URL, architecture: Architecture, rank wanted: Int? = nil) throws -> Adapters {
+/// - Parameter absent: a block's parameters `[P]`, from which the matrices that the folder lacks are taken; zero by default
+func loadAdapters(
+    from folder: URL, architecture: Architecture,
+    absent: (LoRALayout, _ block: Int) -> MLXArray = { layout, _ in MLXArray.zeros([layout.count]) }
+) throws -> Adapters {
     do {
         let (format, rank, scale) = try readConfig(folder)
-        guard wanted ?? rank == rank else { throw MeSPError("their rank is \(rank), not \(wanted ?? rank)") }
         let layout = LoRALayout(architecture: architecture, rank: rank)
         var tensors = try readSafetensors(folder.appendingPathComponent(format.file))
         guard !tensors.isEmpty else { throw MeSPError("\(format.file) is empty") }
@@ -191,6 +208,7 @@ func loadAdapters(from folder: URL, architecture: Architecture, rank wanted: Int
             return format.turned(array)
         }
         let lora = try (0..<architecture.numHiddenLayers).map { block in
+            let absent = absent(layout, block)
             var pairs = [Projection: LoRAMatrices]()
             for projection in Projection.allCases {
                 let (inputs, outputs) = projection.dimensions(architecture)
@@ -199,8 +217,8 @@ func loadAdapters(from folder: URL, architecture: Architecture, rank wanted: Int
                 guard (a == nil) == (b == nil) else {
                     throw MeSPError("\(format.name(a == nil ? "A" : "B", projection, block)) is missing")
                 }
-                pairs[projection] = LoRAMatrices(
-                    a: a ?? MLXArray.zeros([inputs, rank]), b: b ?? MLXArray.zeros([rank, outputs]))
+                let initial = layout.matrices(projection, in: absent)
+                pairs[projection] = LoRAMatrices(a: a ?? initial.a, b: b ?? initial.b)
             }
             let flat = layout.packed(pairs)
             eval(flat)
@@ -282,7 +300,7 @@ private func readConfig(_ folder: URL) throws -> (format: AdapterFormat, rank: I
 private struct Tensor {
     let name: String
     let shape: [Int]
-    let make: () -> MLXArray
+    let make: () throws -> MLXArray
 }
 
 /// Writes a safetensors file under another name, then renames it. MLX's own writer would hold every tensor at once, and doesn't report
@@ -296,7 +314,8 @@ private func writeSafetensors(_ tensors: [Tensor], to url: URL) throws {
         header[tensor.name] = ["dtype": "F32", "shape": tensor.shape, "data_offsets": [start, end]] as [String: Any]
     }
     var json = try JSONSerialization.data(withJSONObject: header, options: .sortedKeys)
-    json.append(Data(repeating: UInt8(ascii: " "), count: -json.count & 7))  // the tensors start at a multiple of 8 bytes
+    // The tensors start at a multiple of 8 bytes.
+    json.append(Data(repeating: UInt8(ascii: " "), count: -json.count & 7))
 
     let partial = url.appendingPathExtension("partial")
     defer { try? FileManager.default.removeItem(at: partial) }
@@ -305,10 +324,11 @@ private func writeSafetensors(_ tensors: [Tensor], to url: URL) throws {
     try file.write(contentsOf: withUnsafeBytes(of: UInt64(json.count).littleEndian) { Data($0) })
     try file.write(contentsOf: json)
     for tensor in tensors {
-        let array = tensor.make()
+        let array = try tensor.make()
         precondition(array.shape == tensor.shape && array.dtype == .float32)
         try file.write(contentsOf: array.asData(access: .noCopyIfContiguous).data)
     }
+    try file.synchronize()
     try file.close()
     guard rename(partial.path, url.path) == 0 else { throw MeSPError(String(cString: strerror(errno))) }
 }

@@ -26,9 +26,9 @@ func mappedWords(_ url: URL, size: Int) throws -> MLXArray {
     return words
 }
 
-/// Arrays of one shape, kept in a file instead of in memory: written once, read back as a mapping.
+/// Arrays of one shape, kept in a file instead of in memory: written whole, read back as a mapping.
 ///
-/// The file has no name, and goes with the process.
+/// The file has no name, and goes with the process. Not for use from several threads at once.
 final class ArrayFile {
     private let file: Int32
     private let shape: [Int]
@@ -37,10 +37,12 @@ final class ArrayFile {
     private let stride: Int
     /// Bytes written since the start.
     private(set) var written = 0
+    /// While this reference lives, MLX can't donate the mapped buffer and write a result into it.
+    private var last: MLXArray?
 
     /// - Parameter folder: where the file is made; it must be on a disk for the file not to take memory.
     init(in folder: URL, shape: [Int], dtype: DType) throws {
-        let path = folder.appendingPathComponent("inputs.\(ProcessInfo.processInfo.processIdentifier)").path
+        let path = folder.appendingPathComponent("arrays.\(UUID().uuidString)").path
         file = open(path, O_RDWR | O_CREAT | O_EXCL, 0o600)
         guard file >= 0 else { throw MeSPError("Cannot make a file in \(folder.path): \(lastError()).") }
         unlink(path)
@@ -62,16 +64,56 @@ final class ArrayFile {
             }
             return done
         }
-        guard done == data.count else { throw MeSPError("Cannot write the block inputs to disk: \(lastError()).") }
+        guard done == data.count else { throw MeSPError("Cannot write the training state to disk: \(lastError()).") }
         written += done
     }
 
-    /// The array at `index`, mapped. The caller keeps it for as long as anything computed from it isn't evaluated.
+    /// The array at `index`, mapped. What is computed from it is evaluated before the next array is read.
     func read(_ index: Int) throws -> MLXArray {
         guard let array = mapArray(file, offset: index * stride, shape, dtype) else {
-            throw MeSPError("Cannot map the block inputs: \(lastError()).")
+            throw MeSPError("Cannot map the training state: \(lastError()).")
         }
+        last = array
         return array
+    }
+}
+
+/// Arrays of one shape, one for each block, in memory or in a file.
+struct BlockArrays {
+    private var arrays: [MLXArray?]
+    private let file: ArrayFile?
+
+    var indices: Range<Int> { arrays.indices }
+    /// Bytes written to the file since the start.
+    var written: Int { file?.written ?? 0 }
+
+    /// - Parameter file: where the arrays are kept; nil for memory.
+    init(count: Int, file: ArrayFile?) {
+        arrays = Array(repeating: nil, count: count)
+        self.file = file
+    }
+
+    /// The array of a block that was set before.
+    func read(_ block: Int) throws -> MLXArray {
+        if let file { return try file.read(block) }
+        guard let array = arrays[block] else { preconditionFailure("block \(block) was never set") }
+        return array
+    }
+
+    /// Keeps an array, which is evaluated first.
+    mutating func write(_ array: MLXArray, _ block: Int) throws {
+        if let file {
+            try file.write(array, at: block)
+        } else {
+            eval(array)
+            arrays[block] = array
+        }
+    }
+
+    /// Hands a block's array over, and keeps it no longer.
+    mutating func take(_ block: Int) throws -> MLXArray {
+        defer { arrays[block] = nil }
+        return try read(block)
     }
 }
 

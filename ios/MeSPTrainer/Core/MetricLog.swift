@@ -30,7 +30,7 @@ public enum Record: Sendable {
         public var rank: Int
         public var tileBytes: Int
         public var keptBlocks: Int
-        public var offload: Bool
+        public var offload: RunSettings.Offload
         public var predictedPeakBytes: Int
         public var leastPeakBytes: Int
         public var mappedBytes: Int
@@ -39,7 +39,11 @@ public enum Record: Sendable {
         public var step: Int
         public var loss: Float
         public var seconds: Double
+        public var forwardSeconds: Double
+        public var lossSeconds: Double
+        public var backwardSeconds: Double
         public var tokens: Int
+        public var gradNorm: Float?
         public var learningRate: Float
         public var footprintBytes: Int
         public var footprintPeakBytes: Int
@@ -51,6 +55,7 @@ public enum Record: Sendable {
     }
     public struct Eval: Codable, Sendable {
         public var step: Int
+        public var split: String
         public var loss: Float
         public var tokens: Int
     }
@@ -107,22 +112,34 @@ struct MetricLog {
     private let file: FileHandle
     private let url: URL
 
-    /// Starts the log in `folder`, which is made if it isn't there and must not hold a run already.
-    init(folder: URL) throws {
+    /// Starts the log in `folder`, which is made if it isn't there and must not hold a run already; or goes on with the one that is
+    /// there, after its first `resumeAt` bytes.
+    init(folder: URL, resumeAt: UInt64? = nil) throws {
         url = folder.appendingPathComponent("metrics.jsonl")
         do {
             try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)
         } catch {
             throw MeSPError("Cannot make the output folder \(folder.path): \(error.plainSentence).")
         }
-        let descriptor = open(url.path, O_WRONLY | O_CREAT | O_EXCL | O_APPEND, 0o644)
+        let flags = resumeAt == nil ? O_CREAT | O_EXCL : 0
+        let descriptor = open(url.path, O_WRONLY | O_APPEND | flags, 0o644)
         guard descriptor >= 0 else {
             throw errno == EEXIST
-                ? MeSPError("\(folder.path) already holds a run; choose another output folder.")
+                ? MeSPError("\(folder.path) already holds a run; resume it or choose another output folder.")
                 : MeSPError("Cannot write \(url.path): \(String(cString: strerror(errno))).")
         }
         file = FileHandle(fileDescriptor: descriptor, closeOnDealloc: true)
+        if let resumeAt {
+            guard try file.seekToEnd() >= resumeAt else {
+                throw MeSPError(
+                    "\(url.path) is shorter than when the state was saved; start the run again in another folder.")
+            }
+            try file.truncate(atOffset: resumeAt)
+        }
     }
+
+    /// The log's length in bytes.
+    func length() throws -> UInt64 { try file.seekToEnd() }
 
     func append(_ line: Data) throws {
         do {

@@ -53,6 +53,13 @@ public struct Manifest: Codable, Sendable {
     public struct Tokens: Codable, Sendable {
         public let file: String
         public let tokens: Int
+        /// Where the data is one example a sequence.
+        public let examples: Examples?
+
+        public struct Examples: Codable, Sendable {
+            public let file: String
+            public let count: Int
+        }
     }
     public struct File: Codable, Sendable {
         public let path: String
@@ -192,20 +199,25 @@ public struct ModelBundle {
 
     // MARK: - Data
 
-    /// The token stream of a split (`train`, `valid`), or nil where the bundle has none.
+    /// The tokens of a split (`train`, `valid`, `test`), mapped, or nil where the bundle has none.
     public func tokens(_ split: String) throws -> TokenStream? {
         guard let entry = manifest.data?[split] else { return nil }
-        let data = try Data(contentsOf: url.appendingPathComponent(entry.file), options: .mappedIfSafe)
-        let tokens = data.withUnsafeBytes { bytes in
-            (0..<bytes.count / 4).map {
-                Int32(truncatingIfNeeded: bytes.loadUnaligned(fromByteOffset: $0 * 4, as: UInt32.self))
+        func data(_ file: String, _ count: Int, width: Int) throws -> Data {
+            let data = try Data(contentsOf: url.appendingPathComponent(file), options: .mappedIfSafe)
+            guard data.count % width == 0, data.count / width == count else {
+                throw MeSPError("\(file) in \(url.path) does not have the length the manifest says; export it again.")
             }
+            return data
         }
-        guard tokens.count == entry.tokens, tokens.allSatisfy({ (0..<Int32(architecture.vocabSize)).contains($0) })
-        else {
-            throw MeSPError("\(entry.file) in \(url.path) holds tokens that the model doesn't have; export it again.")
+        let stream = TokenStream(
+            tokens: try data(entry.file, entry.tokens, width: 4),
+            examples: try entry.examples.map { try data($0.file, $0.count, width: 12) })
+        do {
+            try stream.check(vocabulary: architecture.vocabSize)
+        } catch {
+            throw MeSPError("The \(split) data of \(url.path) \(error.plainSentence); export it again.")
         }
-        return TokenStream(tokens: tokens)
+        return stream
     }
 
     // MARK: - Checks
@@ -223,7 +235,7 @@ public struct ModelBundle {
             needed += [function, plain]
         }
         needed += (0..<arch.numHiddenLayers).map(Self.blockFile)
-        needed += (manifest.data ?? [:]).values.map(\.file)
+        needed += (manifest.data ?? [:]).values.flatMap { [$0.file, $0.examples?.file].compactMap { $0 } }
         for path in needed where sizes[path] == nil {
             throw MeSPError("\(url.path): the manifest does not list \(path); export the bundle again.")
         }

@@ -1,19 +1,17 @@
 /// How a step trades time for memory. No choice changes the mathematics, only the order of sums.
-public struct Plan: Sendable, Equatable {
+public struct Plan: Codable, Sendable, Equatable {
     /// The size that temporaries are cut to, in bytes.
     public var tileBytes: Int
     /// The last blocks, whose intermediates stay in memory from the forward to the backward pass and aren't recomputed (MeSP).
     public var keptBlocks = 0
-    /// Whether the block inputs wait for the backward pass in a file instead of in memory.
-    public var offload = false
+    /// What is kept in a file instead of in memory.
+    public var offload = RunSettings.Offload.none
 }
 
 /// Predicts the peak footprint of a step, and chooses the plan.
 public struct Planner: Sendable {
     private let architecture: Architecture
-    private let method: Method
-    private let length: Int
-    private let rank: Int
+    private let settings: RunSettings
     private let group: Int
     private let itemSize: Int
     private let functionBytes: Int
@@ -21,40 +19,50 @@ public struct Planner: Sendable {
     /// From the largest, which the default plan takes: larger ones are no faster.
     static let tileSizes = [1 << 20, 512 << 10, 256 << 10]
 
-    public init(_ manifest: Manifest, method: Method, length: Int, rank: Int) {
+    public init(_ manifest: Manifest, _ settings: RunSettings) {
         architecture = manifest.architecture
-        (self.method, self.length, self.rank) = (method, length, rank)
+        self.settings = settings
         group = manifest.quantization.groupSize
         itemSize = manifest.dtype == "float32" ? 4 : 2
-        functionBytes = manifest.files.first { $0.path == manifest.block.functions["\(length)"] }?.size ?? 0
+        functionBytes = manifest.files.first { $0.path == manifest.block.functions["\(settings.seqLen)"] }?.size ?? 0
     }
 
-    /// The fastest plan that stays within `limit` bytes; without a limit, large tiles and everything in memory.
+    private var method: Method { settings.method }
+    private var length: Int { settings.seqLen }
+    private var rank: Int { settings.rank }
+    private var trainedBlocks: Int { min(settings.numLayers ?? .max, architecture.numHiddenLayers) }
+
+    /// The fastest plan that stays within `memoryLimitMb`; without a limit, large tiles and everything in memory. `offload` restricts
+    /// the choice; it is the planner's last resort.
     ///
-    /// - Parameter offload: whether the block inputs go to a file; nil leaves it to the planner, whose last resort it is.
     /// - Throws: `MeSPError` with the least possible peak, where the limit is below it.
-    public func plan(limit: Int? = nil, offload: Bool? = nil) throws -> Plan {
-        let choices = offload.map { [$0] } ?? [false, true]
-        guard let limit else { return Plan(tileBytes: Self.tileSizes[0], offload: choices[0]) }
-        for offload in choices {
+    public func plan() throws -> Plan {
+        guard let megabytes = settings.memoryLimitMb else {
+            return Plan(tileBytes: Self.tileSizes[0], offload: settings.offload ?? .none)
+        }
+        let limit = Int(megabytes * 1e6)
+        for offload in offloads {
             for tileBytes in Self.tileSizes {
                 var plan = Plan(tileBytes: tileBytes, offload: offload)
-                let most = method == .mesp ? architecture.numHiddenLayers : 0
-                for keptBlocks in (0...most).reversed() {
+                for keptBlocks in (0...(method == .mesp ? trainedBlocks : 0)).reversed() {
                     plan.keptBlocks = keptBlocks
                     if withMargin(peak(plan)) <= limit { return plan }
                 }
             }
         }
-        let least = megabytes(leastPeak(offload: offload))
         throw MeSPError(
-            "A memory limit of \(megabytes(limit)) MB is too low: sequences of \(length) tokens at rank \(rank) need at least \(least) MB; raise it or take shorter sequences."
+            "A memory limit of \(rounded(limit)) MB is too low: sequences of \(length) tokens at rank \(rank) need at least \(rounded(leastPeak)) MB; raise it or take shorter sequences."
         )
     }
 
+    private var offloads: [RunSettings.Offload] {
+        if let choice = settings.offload { return [choice] }
+        return method == .mezo ? [.none, .all] : [.none, .inputs, .all]
+    }
+
     /// The lowest limit that some plan stays within, in bytes.
-    public func leastPeak(offload: Bool? = nil) -> Int {
-        withMargin(peak(Plan(tileBytes: Self.tileSizes.last ?? 0, offload: offload ?? true)))
+    public var leastPeak: Int {
+        withMargin(peak(Plan(tileBytes: Self.tileSizes.last ?? 0, offload: offloads.last ?? .all)))
     }
 
     /// What to leave free for a prediction to hold as a limit: a prediction is some 8% off.
@@ -62,10 +70,9 @@ public struct Planner: Sendable {
 
     /// The predicted peak footprint of a step, in bytes.
     public func peak(_ plan: Plan) -> Int {
-        let layers = architecture.numHiddenLayers
         let tile = TileSizes(architecture, group: group, length: length, bytes: plan.tileBytes)
-        let inputs = method == .mezo || plan.offload ? 0 : layers * hidden
-        return process + layers * loraBytes + inputs + plan.keptBlocks * keptBytes
+        let inputs = method == .mezo || plan.offload != .none ? 0 : trainedBlocks * hidden
+        return process + (plan.offload == .all ? 0 : vectors) + inputs + plan.keptBlocks * keptBytes
             + max(plan.keptBlocks > 0 ? forward + 2 * intermediate : forward, loss(tile), backward(tile))
     }
 
@@ -86,6 +93,13 @@ public struct Planner: Sendable {
 
     /// The LoRA parameters of a block, or their gradient.
     private var loraBytes: Int { LoRALayout(architecture: architecture, rank: rank).count * 4 }
+
+    /// The parameters of all blocks, the optimizer's state and the sums of gradients.
+    private var vectors: Int {
+        let parameters = architecture.numHiddenLayers * loraBytes * settings.loraDtype.dtype.size / 4
+        let others = Optimizer.stateCount(settings) + (settings.gathersGradients ? 1 : 0)
+        return parameters + trainedBlocks * others * loraBytes
+    }
 
     /// q, k, v, attn_out, x_mid, gate and up.
     private var keptBytes: Int { 2 * query + 2 * keyValue + hidden + 2 * intermediate }
@@ -123,4 +137,4 @@ public struct Planner: Sendable {
 }
 
 /// Bytes in megabytes (10⁶), rounded up.
-private func megabytes(_ bytes: Int) -> Int { (bytes + 999_999) / 1_000_000 }
+private func rounded(_ bytes: Int) -> Int { (bytes + 999_999) / 1_000_000 }

@@ -10,19 +10,20 @@ public enum Run {
     ///
     /// - Parameters:
     ///   - report: gets each record and its line in the log.
-    ///   - shouldStop: asked at every block of a forward pass. After `true` the step is dropped, or finished where its updates have
-    ///     begun, the adapters are saved, and the run ends as `stopped`.
+    ///   - atBlock: called at every block boundary with a function that appends an event to the log. It may wait, and the half-done
+    ///     step with it. After `CancellationError` the step is dropped, or finished where its updates have begun, the adapters are
+    ///     saved, and the run ends as `stopped`.
     /// - Throws: `MeSPError`. What was saved before stands.
     public static func run(
-        _ settings: RunSettings, report: (Record, Data) throws -> Void = { _, _ in },
-        shouldStop: @escaping () -> Bool = { false }
+        _ settings: RunSettings, report: @escaping (Record, Data) throws -> Void = { _, _ in },
+        atBlock: @escaping (_ log: (Record.Event) throws -> Void) throws -> Void = { _ in }
     ) throws {
         try settings.check()
         let bundle = try ModelBundle(url: URL(fileURLWithPath: settings.bundle))
         try Device.withDefaultDevice(bundle.device) {
             do {
                 // Outside, an error in MLX ends the process.
-                try withError { try run(settings, bundle, report, shouldStop) }
+                try withError { try run(settings, bundle, report, atBlock) }
             } catch let error as MLXError {
                 throw MeSPError(error.plainSentence + ".")
             }
@@ -30,114 +31,130 @@ public enum Run {
     }
 
     private static func run(
-        _ settings: RunSettings, _ bundle: ModelBundle, _ report: (Record, Data) throws -> Void,
-        _ shouldStop: @escaping () -> Bool
+        _ settings: RunSettings, _ bundle: ModelBundle, _ report: @escaping (Record, Data) throws -> Void,
+        _ atBlock: @escaping (_ log: (Record.Event) throws -> Void) throws -> Void
     ) throws {
-        let length = settings.seqLen
         let manifest = bundle.manifest
-        try manifest.checkTrace(length: length, rank: settings.rank)
-        let planner = Planner(manifest, method: settings.method, length: length, rank: settings.rank)
-        let plan = try planner.plan(
-            limit: settings.memoryLimitMb.map { Int($0 * 1e6) }, offload: settings.offload)
+        try manifest.checkTrace(length: settings.seqLen, rank: settings.rank)
+        let output = URL(fileURLWithPath: settings.output)
+        let saved = settings.resume ? try State.load(from: output, settings) : nil
+        let planner = Planner(manifest, settings)
+        let plan = try saved?.1 ?? planner.plan()
         let planned = Record.plan(
             .init(
-                method: settings.method, seqLen: length, rank: settings.rank, tileBytes: plan.tileBytes,
+                method: settings.method, seqLen: settings.seqLen, rank: settings.rank, tileBytes: plan.tileBytes,
                 keptBlocks: plan.keptBlocks, offload: plan.offload, predictedPeakBytes: planner.peak(plan),
-                leastPeakBytes: planner.leastPeak(offload: settings.offload), mappedBytes: bundle.mappedBytes))
+                leastPeakBytes: planner.leastPeak, mappedBytes: bundle.mappedBytes))
         if settings.dryRun { return try report(planned, planned.line()) }
 
-        guard let train = try bundle.tokens("train") else {
-            throw MeSPError("\(bundle.url.path) holds no training data; export it with --data.")
-        }
-        guard train.windowCount(length: length) > 0 else {
-            throw MeSPError(
-                "The training data has \(train.tokens.count) tokens, one sequence needs \(length + 1); use more data or a shorter sequence."
-            )
-        }
-        let valid = try bundle.tokens("valid")
-
-        let output = URL(fileURLWithPath: settings.output)
-        let log = try MetricLog(folder: output)
+        let data = try Splits(bundle, settings)
+        let log = try MetricLog(folder: output, resumeAt: saved?.0.logBytes)
         func append(_ record: Record) throws {
             let line = try record.line()
             try log.append(line)
             try report(record, line)
         }
-        let trainer = try Trainer(
-            bundle: bundle, method: settings.method, length: length, rank: settings.rank, alpha: settings.alpha,
-            seed: settings.seed, plan: plan, folder: output)
-        trainer.shouldStop = shouldStop
-        func save() throws {
-            try saveAdapters(
-                Adapters(layout: trainer.layout, scale: trainer.scale, lora: trainer.lora), model: manifest.model.id,
-                to: output.appendingPathComponent("adapters"))
+        let trainer = try Trainer(bundle: bundle, settings: settings, plan: plan, folder: output)
+        var state = State()
+        if let (savedState, _, vectors) = saved {
+            state = savedState
+            try trainer.restore(vectors)
+            try append(.event(.init(event: "resumed", message: "after step \(state.step)")))
+        } else {
+            if let adapters = settings.adapters { try trainer.startFrom(URL(fileURLWithPath: adapters)) }
+            try append(
+                .start(
+                    .init(
+                        version: version, mlxVersion: Manifest.mlxVersion, device: manifest.device, host: host,
+                        model: .init(
+                            name: manifest.name, id: manifest.model.id, layers: bundle.architecture.numHiddenLayers),
+                        settings: settings)))
+            try append(planned)
         }
-        func evaluate(at step: Int) throws {
-            let windows = min(settings.valBatches, valid?.windowCount(length: length) ?? 0)
-            guard let valid, windows > 0 else { return }
-            let total = try (0..<windows).reduce(Float(0)) { try $0 + trainer.loss(valid.window($1, length: length)) }
-            try append(.eval(.init(step: step, loss: total / Float(windows), tokens: windows * length)))
-        }
+        trainer.atBlock = { try atBlock { try append(.event($0)) } }
 
-        try append(
-            .start(
-                .init(
-                    version: version, mlxVersion: Manifest.mlxVersion, device: manifest.device, host: host,
-                    model: .init(
-                        name: manifest.name, id: manifest.model.id, layers: bundle.architecture.numHiddenLayers),
-                    settings: settings)))
-        try append(planned)
+        func save() throws {
+            try trainer.saveAdapters(to: output.appendingPathComponent("adapters"))
+            state.logBytes = try log.length()
+            try state.save(trainer, plan: plan, settings: settings, in: output)
+        }
+        /// The mean loss of the first sequences of a split, in nats a token.
+        func evaluate(_ split: String, _ sequences: TokenStream.Sequences) throws -> Float {
+            var (loss, tokens) = (Float(0), 0)
+            for index in 0..<min(settings.valBatches, sequences.count) {
+                let example = sequences[index]
+                loss += try trainer.loss(example)
+                tokens += example.counted.count
+            }
+            try append(.eval(.init(step: state.step, split: split, loss: loss / Float(tokens), tokens: tokens)))
+            return loss / Float(tokens)
+        }
+        func evaluate() throws {
+            guard let valid = data.valid else { return }
+            let loss = try evaluate("valid", valid)
+            state.evaluated = state.step
+            state.evaluationsSinceBest += 1
+            guard loss < state.best else { return }
+            (state.best, state.evaluationsSinceBest) = (loss, 0)
+            if settings.evalEvery > 0, state.step > 0 {
+                try trainer.saveAdapters(to: output.appendingPathComponent("best"))
+            }
+        }
+        func step() throws -> Record.Step {
+            let (start, before, written) = (Date.now, trainer.time, trainer.writtenBytes)
+            Memory.peakMemory = 0
+            let batches = data.batches(step: state.step, settings)
+            let result = try trainer.step(batches, number: state.step)
+            guard result.loss.isFinite else {
+                throw MeSPError(
+                    "The loss of step \(state.step + 1) is not a finite number; start again with a lower learning rate. What was saved last is still there."
+                )
+            }
+            let (memory, time) = (Memory.snapshot(), trainer.time)
+            state.step += 1
+            return .init(
+                step: state.step, loss: result.loss,
+                seconds: Date.now.timeIntervalSince(start) - (time.waiting - before.waiting),
+                forwardSeconds: time.forward - before.forward, lossSeconds: time.loss - before.loss,
+                backwardSeconds: time.backward - before.backward, tokens: result.tokens,
+                gradNorm: result.gradientNorm, learningRate: trainer.optimizer.learningRate(step: state.step - 1),
+                footprintBytes: memoryFootprint(), footprintPeakBytes: 0, mlxActiveBytes: memory.activeMemory,
+                mlxPeakBytes: memory.peakMemory, mlxCacheBytes: memory.cacheMemory,
+                writtenBytes: trainer.writtenBytes - written, thermalState: thermalState)
+        }
 
         let sampler = FootprintSampler()
         defer { sampler.stop() }
         let begin = Date.now
-        var (done, peak) = (0, 0)
+        var peak = 0
         func end(_ reason: Record.End.Reason) throws {
+            peak = max(peak, sampler.takePeak())
             let seconds = Date.now.timeIntervalSince(begin)
-            try append(
-                .end(
-                    .init(
-                        reason: reason, step: done, seconds: seconds, footprintPeakBytes: max(peak, sampler.takePeak()))
-                ))
+            try append(.end(.init(reason: reason, step: state.step, seconds: seconds, footprintPeakBytes: peak)))
         }
 
         do {
-            try evaluate(at: 0)
-            while done < settings.steps {
-                peak = max(peak, sampler.takePeak())
-                Memory.peakMemory = 0
-                let (start, written) = (Date.now, trainer.writtenBytes)
-                let tokens = train.trainingWindow(step: done, seed: settings.seed, length: length)
-                let loss =
-                    settings.method == .mezo
-                    ? try trainer.zerothOrderStep(
-                        tokens, epsilon: settings.mezoEpsilon, learningRate: settings.learningRate,
-                        seed: settings.seed &+ 1 &+ UInt64(done))
-                    : try trainer.step(tokens, method: settings.method, learningRate: settings.learningRate)
-                guard loss.isFinite else {
-                    throw MeSPError(
-                        "The loss of step \(done + 1) is not a finite number; start again with a lower learning rate. The adapters saved last are still there."
-                    )
+            while true {
+                let last = state.step >= settings.steps
+                let due = settings.evalEvery > 0 && state.step % settings.evalEvery == 0
+                if state.step == 0 || last || due, state.evaluated != state.step { try evaluate() }
+                let early = settings.earlyStopping > 0 && state.evaluationsSinceBest >= settings.earlyStopping
+                if last || early || (settings.saveEvery > 0 && state.step > 0 && state.step % settings.saveEvery == 0) {
+                    try save()
                 }
-                done += 1
-                let stepPeak = sampler.takePeak()
-                peak = max(peak, stepPeak)
-                let memory = Memory.snapshot()
-                try append(
-                    .step(
-                        .init(
-                            step: done, loss: loss, seconds: Date.now.timeIntervalSince(start), tokens: length,
-                            learningRate: settings.learningRate, footprintBytes: memoryFootprint(),
-                            footprintPeakBytes: stepPeak, mlxActiveBytes: memory.activeMemory,
-                            mlxPeakBytes: memory.peakMemory, mlxCacheBytes: memory.cacheMemory,
-                            writtenBytes: trainer.writtenBytes - written,
-                            thermalState: thermalState)))
-                let last = done == settings.steps
-                if settings.saveEvery > 0, done % settings.saveEvery == 0, !last { try save() }
-                if settings.evalEvery > 0, done % settings.evalEvery == 0, !last { try evaluate(at: done) }
+                if early, !last {
+                    let message = "no lower held-out loss in \(state.evaluationsSinceBest) evaluations"
+                    try append(.event(.init(event: "early_stopping", message: message)))
+                }
+                if last || early { break }
+
+                peak = max(peak, sampler.takePeak())
+                var record = try step()
+                record.footprintPeakBytes = sampler.takePeak()
+                peak = max(peak, record.footprintPeakBytes)
+                try append(.step(record))
             }
-            try save()
-            try evaluate(at: done)
+            if let test = data.test { _ = try evaluate("test", test) }
             try end(.finished)
         } catch is CancellationError {
             try save()
@@ -147,6 +164,49 @@ public enum Run {
             try? append(.event(.init(event: "error", message: error.localizedDescription)))
             try? end(.failed)
             throw error
+        }
+    }
+
+    /// The sequences of a run.
+    private struct Splits {
+        let train: TokenStream.Sequences
+        let valid: TokenStream.Sequences?
+        let test: TokenStream.Sequences?
+
+        init(_ bundle: ModelBundle, _ settings: RunSettings) throws {
+            func sequences(_ split: String) throws -> TokenStream.Sequences? {
+                let sequences = try bundle.tokens(split)?.sequences(length: settings.seqLen)
+                return sequences.flatMap { $0.count > 0 ? $0 : nil }
+            }
+            guard let stream = try bundle.tokens("train") else {
+                throw MeSPError("\(bundle.url.path) holds no training data; add it with mesp-data.")
+            }
+            train = stream.sequences(length: settings.seqLen)
+            guard train.count > 0 else {
+                throw MeSPError(
+                    "The training data has \(stream.tokenCount) tokens, and not one sequence of \(settings.seqLen + 1); use more data or a shorter sequence."
+                )
+            }
+            valid = settings.valBatches > 0 ? try sequences("valid") : nil
+            guard valid != nil || settings.earlyStopping == 0 else {
+                throw MeSPError(
+                    "Early stopping needs held-out data, and \(bundle.url.path) has none for sequences of \(settings.seqLen) tokens; add it with mesp-data."
+                )
+            }
+            test = settings.test ? try sequences("test") : nil
+            guard test != nil || !settings.test else {
+                throw MeSPError(
+                    "\(bundle.url.path) has no test data for sequences of \(settings.seqLen) tokens; add it with mesp-data."
+                )
+            }
+        }
+
+        /// The sequences of step `step` (from 0), in batches.
+        func batches(step: Int, _ settings: RunSettings) -> [[Example]] {
+            let (size, count) = (settings.batchSize, settings.gradAccumulationSteps)
+            return (0..<count).map { batch in
+                (0..<size).map { train.training((step * count + batch) * size + $0, seed: settings.seed) }
+            }
         }
     }
 

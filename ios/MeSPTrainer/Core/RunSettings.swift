@@ -1,4 +1,5 @@
 import Foundation
+import MLX
 
 /// Everything that a run depends on: the app's form and `mesp-engine`'s settings file.
 public struct RunSettings: Codable, Sendable, Equatable {
@@ -12,8 +13,36 @@ public struct RunSettings: Codable, Sendable, Equatable {
     public var seqLen: Int = 256
     public var rank: Int = 8
     public var alpha: Float = 16
+    /// Scales the adapters' output by α / √rank instead of α / rank (rank-stabilized LoRA).
+    public var rslora = false
+    /// How the parameters are kept; bfloat16 with stochastic rounding of the updates.
+    public var loraDtype: LoRADtype = .float32
+    /// The projections that are trained: `q`, `k`, `v`, `o`, `gate`, `up`, `down`.
+    public var projections: [String] = Projection.allCases.map(\.name)
+    /// Only the last so many blocks are trained; nil for all.
+    public var numLayers: Int?
+    /// A folder of adapters to start from, as mlx-lm or PEFT writes it.
+    public var adapters: String?
+
+    public var optimizer: OptimizerKind = .sgd
     public var learningRate: Float = 1e-4
-    public var optimizer: Optimizer = .sgd
+    public var schedule: Schedule = .constant
+    /// Steps over which the rate rises from 0.
+    public var warmup: Int = 0
+    /// μ of SGD.
+    public var momentum: Float = 0
+    /// β₁, β₂ and ε of AdamW.
+    public var beta1: Float = 0.9
+    public var beta2: Float = 0.999
+    public var epsilon: Float = 1e-8
+    /// λ
+    public var weightDecay: Float = 0
+    /// The largest norm of the whole gradient; a larger one is scaled down. nil for no limit.
+    public var maxGradNorm: Float?
+    /// Sequences of a batch; its loss is the mean over all their tokens.
+    public var batchSize: Int = 1
+    /// Batches of a step; its gradient is the mean of theirs.
+    public var gradAccumulationSteps: Int = 1
     public var seed: UInt64 = 0
     /// ε of MeZO's perturbation.
     public var mezoEpsilon: Float = 1e-3
@@ -21,24 +50,74 @@ public struct RunSettings: Codable, Sendable, Equatable {
     public var valBatches: Int = 25
     /// Steps between evaluations; 0 for one before the first step and one after the last only.
     public var evalEvery: Int = 0
-    /// Steps between saves of the adapters; 0 for one at the end only.
+    /// Evaluations without a lower held-out loss after which the run ends; 0 for never.
+    public var earlyStopping: Int = 0
+    /// Evaluate the test split at the end.
+    public var test = false
+    /// Steps between saves of the adapters and of the state to resume from; 0 for one at the end only.
     public var saveEvery: Int = 100
+    /// Go on from the state that the output folder holds.
+    public var resume = false
     /// The peak footprint to stay below, in megabytes (10⁶ bytes); nil for the default plan.
     public var memoryLimitMb: Double?
-    /// Whether the block inputs wait for the backward pass in a file on disk; nil leaves it to the planner.
-    public var offload: Bool?
+    /// What is kept in a file on disk instead of in memory; nil leaves it to the planner.
+    public var offload: Offload?
     /// Report the plan and end.
     public var dryRun = false
 
-    public enum Optimizer: String, Codable, Sendable { case sgd }
+    public enum OptimizerKind: String, Codable, Sendable, CaseIterable { case sgd, adamw }
+
+    public enum Schedule: String, Codable, Sendable, CaseIterable { case constant, linear, cosine }
+
+    public enum Offload: String, Codable, Sendable, CaseIterable {
+        case none
+        /// The block inputs, from the forward to the backward pass.
+        case inputs
+        /// Also the adapters' parameters, the optimizer's state and sums of gradients.
+        case all
+    }
+
+    public enum LoRADtype: String, Codable, Sendable, CaseIterable {
+        case float32, bfloat16
+
+        var dtype: DType { self == .float32 ? .float32 : .bfloat16 }
+    }
+
+    /// What the adapters' output is multiplied by.
+    var scale: Float { alpha / (rslora ? Float(rank).squareRoot() : Float(rank)) }
+
+    var trainsEverything: Bool { Set(projections).count == Projection.allCases.count }
+
+    /// Whether an update needs all gradients at once, or those of several sequences.
+    var gathersGradients: Bool {
+        method != .mezo && (batchSize * gradAccumulationSteps > 1 || maxGradNorm != nil)
+    }
 
     public init(bundle: String, output: String) {
         self.bundle = bundle
         self.output = output
     }
 
-    /// Reads a settings file (snake-case JSON, every key present).
-    public init(contentsOf url: URL) throws { self = try readSettings(url) }
+    /// Reads a settings file: snake-case JSON with `bundle` and `output`; a key that is absent has its default.
+    public init(contentsOf url: URL) throws {
+        guard let json = try? Data(contentsOf: url) else {
+            throw MeSPError("Cannot read the settings file \(url.path).")
+        }
+        let (encoder, decoder) = (JSONEncoder(), JSONDecoder())
+        encoder.keyEncodingStrategy = .convertToSnakeCase
+        decoder.keyDecodingStrategy = .convertFromSnakeCase
+        do {
+            let defaults = try encoder.encode(RunSettings(bundle: "", output: ""))
+            guard var keys = try JSONSerialization.jsonObject(with: defaults) as? [String: Any],
+                let given = try? JSONSerialization.jsonObject(with: json) as? [String: Any],
+                given["bundle"] != nil, given["output"] != nil
+            else { throw MeSPError("it is no JSON object with a bundle and an output") }
+            keys.merge(given) { $1 }
+            self = try decoder.decode(RunSettings.self, from: JSONSerialization.data(withJSONObject: keys))
+        } catch {
+            throw MeSPError("The settings file \(url.path) is not valid: \(error.plainSentence).")
+        }
+    }
 
     /// Throws a sentence about the first setting that is out of range.
     public func check() throws {
@@ -49,24 +128,28 @@ public struct RunSettings: Codable, Sendable, Equatable {
         try require(seqLen >= 1, "seq_len", "at least 1")
         try require(rank >= 1, "rank", "at least 1")
         try require(alpha.isFinite && alpha > 0, "alpha", "a positive number")
+        for name in projections where Projection(name: name) == nil {
+            let names = Projection.allCases.map(\.name).joined(separator: ", ")
+            throw MeSPError("There is no projection \(name); projections must be of \(names).")
+        }
+        try require(!projections.isEmpty, "projections", "one or more")
+        try require(numLayers ?? 1 >= 1, "num_layers", "at least 1")
         try require(learningRate.isFinite && learningRate > 0, "learning_rate", "a positive number")
+        try require((0..<steps).contains(warmup), "warmup", "0 or more and less than steps")
+        try require((0..<1).contains(momentum), "momentum", "0 or more and less than 1")
+        try require((0..<1).contains(beta1), "beta1", "0 or more and less than 1")
+        try require((0..<1).contains(beta2), "beta2", "0 or more and less than 1")
+        try require(epsilon.isFinite && epsilon > 0, "epsilon", "a positive number")
+        try require(weightDecay.isFinite && weightDecay >= 0, "weight_decay", "0 or more")
+        try require(maxGradNorm.map { $0.isFinite && $0 > 0 } ?? true, "max_grad_norm", "a positive number")
+        try require(batchSize >= 1, "batch_size", "at least 1")
+        try require(gradAccumulationSteps >= 1, "grad_accumulation_steps", "at least 1")
         try require(mezoEpsilon.isFinite && mezoEpsilon > 0, "mezo_epsilon", "a positive number")
         try require(valBatches >= 0, "val_batches", "0 or more")
         try require(evalEvery >= 0, "eval_every", "0 or more")
+        try require(earlyStopping >= 0, "early_stopping", "0 or more")
+        try require(earlyStopping == 0 || evalEvery > 0, "eval_every", "above 0 with early_stopping")
         try require(saveEvery >= 0, "save_every", "0 or more")
         try require(memoryLimitMb ?? 1 > 0 && memoryLimitMb ?? 1 < 1e9, "memory_limit_mb", "a positive number")
-    }
-}
-
-func readSettings<Settings: Decodable>(_ url: URL) throws -> Settings {
-    guard let json = try? Data(contentsOf: url) else {
-        throw MeSPError("Cannot read the settings file \(url.path).")
-    }
-    let decoder = JSONDecoder()
-    decoder.keyDecodingStrategy = .convertFromSnakeCase
-    do {
-        return try decoder.decode(Settings.self, from: json)
-    } catch {
-        throw MeSPError("The settings file \(url.path) is not valid: \(error.plainSentence).")
     }
 }

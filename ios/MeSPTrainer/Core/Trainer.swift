@@ -15,120 +15,235 @@ public enum Method: String, Codable, Sendable, CaseIterable {
 final class Trainer {
     let bundle: ModelBundle
     let layout: LoRALayout
-    /// α / rank
+    /// What the adapters' output is multiplied by: α / rank, or α / √rank.
     let scale: Float
-    /// The parameters: one flat float32 vector `[P]` a block.
-    private(set) var lora: [MLXArray]
+    /// The parameters: one flat vector `[P]` a block, in float32 or bfloat16.
+    private(set) var lora: BlockArrays
+    private(set) var optimizer: Optimizer
 
-    /// Asked before each block of a forward pass, when the step has changed nothing yet. After `true` the step throws
-    /// `CancellationError`.
-    var shouldStop: () -> Bool = { false }
+    /// Called at every block boundary, forward and backward. It may wait (a pause, with the half-done step in memory) or throw
+    /// `CancellationError`, which ends the step while that has changed nothing yet, and is not heeded afterwards.
+    var atBlock: () throws -> Void = {}
 
+    /// Where the time since the start went, in seconds.
+    private(set) var time = Phases()
+
+    struct Phases {
+        var forward = 0.0
+        var loss = 0.0
+        var backward = 0.0
+        /// What `atBlock` has taken; not in the others.
+        var waiting = 0.0
+    }
+
+    private let settings: RunSettings
     private let function: ImportedFunction
     private let plainFunction: ImportedFunction?
     private let plan: Plan
     private let tile: TileSizes
-    /// The block inputs, where the plan has them in a file.
-    private let inputFile: ArrayFile?
+    /// The blocks whose parameters are trained.
+    private let trained: Range<Int>
+    /// 1 for each parameter of a trained projection, 0 for the others, `[P]`; nil where all are trained.
+    private let mask: MLXArray?
+    /// The block inputs, from the forward to the backward pass.
+    private var inputs: BlockArrays
+    /// Sums of gradients, float32 `[P]` a block, where an update needs more than one backward pass gives at a time.
+    private var gradients: BlockArrays?
 
     /// - Parameters:
-    ///   - length: T, tokens in a sequence. `Manifest.checkTrace` must have found it and the rank in the bundle.
-    ///   - rank: of the LoRA matrices.
-    ///   - seed: of the initial parameters.
-    ///   - folder: where the file of block inputs is made, if the plan asks for one.
-    init(
-        bundle: ModelBundle, method: Method, length: Int, rank: Int, alpha: Float, seed: UInt64, plan: Plan, folder: URL
-    ) throws {
+    ///   - settings: `Manifest.checkTrace` must have found their length and rank in the bundle.
+    ///   - folder: where the files of offloaded arrays are made, if the plan asks for any.
+    init(bundle: ModelBundle, settings: RunSettings, plan: Plan, folder: URL) throws {
         let manifest = bundle.manifest
-        self.bundle = bundle
-        layout = LoRALayout(architecture: bundle.architecture, rank: rank)
-        scale = alpha / Float(rank)
-        lora = layout.initial(seed: seed)
-        self.plan = plan
         let architecture = bundle.architecture
+        let (length, blocks) = (settings.seqLen, architecture.numHiddenLayers)
+        self.bundle = bundle
+        self.settings = settings
+        self.plan = plan
+        layout = LoRALayout(architecture: architecture, rank: settings.rank)
+        scale = settings.scale
         tile = TileSizes(
             architecture, group: manifest.quantization.groupSize, length: length, bytes: plan.tileBytes)
-        inputFile =
-            plan.offload && method != .mezo
-            ? try ArrayFile(in: folder, shape: [1, length, architecture.hiddenSize], dtype: bundle.dtype) : nil
+        trained = max(0, blocks - (settings.numLayers ?? blocks))..<blocks
+        mask = settings.trainsEverything ? nil : layout.mask(settings.projections.compactMap(Projection.init(name:)))
         function = try bundle.function(manifest.block.functions, length: length)
         plainFunction =
-            method == .mebp ? try bundle.function(manifest.block.plainFunctions, length: length) : nil
+            settings.method == .mebp ? try bundle.function(manifest.block.plainFunctions, length: length) : nil
+
+        let count = layout.count
+        func vectors(_ dtype: DType) throws -> BlockArrays {
+            let file = plan.offload == .all ? try ArrayFile(in: folder, shape: [count], dtype: dtype) : nil
+            return BlockArrays(count: blocks, file: file)
+        }
+        let trained = trained
+        func zeros() throws -> BlockArrays {
+            var arrays = try vectors(.float32)
+            for block in trained { try arrays.write(MLXArray.zeros([count]), block) }
+            return arrays
+        }
+        let inputShape = [1, length, architecture.hiddenSize]
+        inputs = BlockArrays(
+            count: blocks,
+            file: plan.offload == .none || settings.method == .mezo
+                ? nil : try ArrayFile(in: folder, shape: inputShape, dtype: bundle.dtype))
+        optimizer = try Optimizer(settings, zeros: zeros)
+        gradients = settings.gathersGradients ? try zeros() : nil
+        lora = try vectors(settings.loraDtype.dtype)
+        for block in 0..<blocks {
+            try lora.write(layout.initial(seed: settings.seed, block: block).asType(settings.loraDtype.dtype), block)
+        }
+    }
+
+    /// Bytes written to offloaded arrays since the start.
+    var writtenBytes: Int {
+        [inputs, lora, gradients, optimizer.first, optimizer.second].reduce(0) { $0 + ($1?.written ?? 0) }
+    }
+
+    // MARK: - A step
+
+    struct StepResult {
+        /// Nats a token. Where it is not finite, nothing was updated.
+        let loss: Float
+        /// The targets that counted.
+        let tokens: Int
+        /// ‖∂loss/∂lora‖₂ over all blocks, before clipping; nil where it isn't clipped.
+        var gradientNorm: Float?
+    }
+
+    /// One update from some batches of sequences.
+    ///
+    /// A batch's loss is the mean over all its counted targets, the step's the mean of its batches'. Sequences go one after the
+    /// other, so that a step of any size takes the memory of one sequence and, where there are several, of a sum of gradients.
+    /// - Parameter number: of the step, from 0.
+    func step(_ batches: [[Example]], number: Int) throws -> StepResult {
+        let parts = batches.flatMap { batch in
+            let counted = batch.reduce(0) { $0 + $1.counted.count }
+            return batch.map { Part(example: $0, weight: 1 / Float(counted * batches.count)) }
+        }
+        let tokens = parts.reduce(0) { $0 + $1.example.counted.count }
+        let keys = MLXRandom.split(key: MLXRandom.key(settings.seed &+ 1 &+ UInt64(number)), into: blocks)
+
+        if settings.method == .mezo {
+            let (loss, slope) = try directionalDerivative(parts, keys: keys)
+            guard slope.isFinite else { return StepResult(loss: slope, tokens: tokens) }
+            let norm = try updateAll(number, keys) { slope * z($0, keys) }
+            return StepResult(loss: loss, tokens: tokens, gradientNorm: norm)
+        }
+
+        var loss: Float = 0
+        for (index, part) in parts.enumerated() {
+            let sum = try backpropagate(part) { block, gradient in
+                guard let sums = gradients else { return try update(block, gradient, number, keys[block]) }
+                let sum = index == 0 ? gradient : try sums.read(block) + gradient
+                try gradients?.write(sum, block)
+            }
+            loss += part.weight * sum
+            guard loss.isFinite else { return StepResult(loss: loss, tokens: tokens) }  // no update can come of it
+        }
+        let norm = try gradients.map { sums in try updateAll(number, keys) { try sums.read($0) } }
+        return StepResult(loss: loss, tokens: tokens, gradientNorm: norm ?? nil)
+    }
+
+    /// A sequence of a step, and the weight of each of its targets in the step's loss.
+    struct Part {
+        let example: Example
+        let weight: Float
+    }
+
+    /// Updates every trained block, once all gradients are there, with their norm limited to `maxGradNorm`.
+    ///
+    /// - Returns: the norm before, nil where it isn't limited.
+    private func updateAll(_ number: Int, _ keys: [MLXArray], gradient: (_ block: Int) throws -> MLXArray) throws
+        -> Float?
+    {
+        var (factor, norm) = (Float(1), Float?.none)
+        if let limit = settings.maxGradNorm {
+            let squares = try trained.reduce(Float(0)) { try $0 + gradient($1).square().sum().item(Float.self) }
+            norm = squares.squareRoot()
+            factor = min(1, limit / (squares.squareRoot() + 1e-6))
+        }
+        for block in trained {
+            try boundary(changed: block > trained.lowerBound)
+            try update(block, factor * gradient(block), number, keys[block])
+        }
+        return norm
+    }
+
+    /// One block's update, from its gradient `[P]`.
+    private func update(_ block: Int, _ gradient: MLXArray, _ number: Int, _ key: MLXArray) throws {
+        guard gradient.sum().item(Float.self).isFinite else {
+            throw MeSPError(
+                "The gradient of block \(block) is not finite at step \(number + 1); start again with a lower learning rate. What was saved last is still there."
+            )
+        }
+        let stored = try lora.read(block)
+        let old = stored.asType(.float32)
+        var new = try optimizer.update(old, gradient, block: block, rate: optimizer.learningRate(step: number))
+        if let mask { new = which(mask, new, old) }
+        if settings.loraDtype == .bfloat16 {
+            new = stochasticallyRounded(new, key: MLXRandom.split(key: key).0)
+        }
+        try lora.write(new, block)
     }
 
     // MARK: - MeSP and MeBP
 
-    /// One forward and backward pass over `tokens` (`[T + 1]`). `update` gets each block's gradient `[P]`, from the last block to the
-    /// first, as soon as it is there, and may change that block's parameters.
+    /// One forward and backward pass. `update` gets each trained block's gradient `[P]`, from the last block to the first, as soon as
+    /// it is there, and may change that block's parameters.
     ///
-    /// - Returns: the mean loss in nats a token. Where it is not finite, nothing was updated.
-    func backpropagate(
-        _ tokens: ArraySlice<Int32>, method: Method, update: (_ block: Int, _ gradient: MLXArray) throws -> Void
-    )
-        throws -> Float
-    {
-        let (inputTokens, targets) = split(tokens)
-
+    /// - Returns: the sum of the losses of the counted targets, in nats. Where it is not finite, nothing was updated.
+    func backpropagate(_ part: Part, update: (_ block: Int, _ gradient: MLXArray) throws -> Void) throws -> Float {
         // Forward: keep only each block's input, and the intermediates of the last few where the plan has memory for them.
-        var x = try embedded(inputTokens)
-        var inputs = [MLXArray]()
+        var x = try embedded(part.example)
         var kept = [Int: Intermediates]()
-        for block in lora.indices {
-            if let inputFile { try inputFile.write(x, at: block) } else { inputs.append(x) }
-            let keep = method == .mesp && block >= lora.count - plan.keptBlocks
-            (x, kept[block]) = try forward(block, x, lora[block], keep: keep)
+        for block in 0..<blocks {
+            if trained.contains(block) { try inputs.write(x, block) }
+            let keep = settings.method == .mesp && block >= blocks - plan.keptBlocks
+            (x, kept[block]) = try forward(block, x, parameters(block), keep: keep)
         }
 
-        let (loss, dLast) = try head(x, targets: targets, wantsGradient: true)
+        let (loss, dLast) = try head(x, part.example, gradientScale: part.weight)
         guard var d = dLast else { preconditionFailure("the head was asked for a gradient") }
-        guard loss.isFinite else { return loss }  // no update can come of it
+        guard loss.isFinite else { return loss }
 
         // Backward, from the last block: recompute, differentiate, update, free. d goes from dy to dx.
-        for block in lora.indices.reversed() {
-            x = try inputFile?.read(block) ?? inputs.removeLast()
-            try withExtendedLifetime(x) {
+        for block in trained.reversed() {
+            try boundary(changed: gradients == nil && block < blocks - 1)
+            try timed(\.backward) {
+                x = try inputs.take(block)
                 let gradient =
-                    method == .mebp
+                    settings.method == .mebp
                     ? try automaticBackward(block, x, d: &d)
                     : try structuredBackward(block, x, kept.removeValue(forKey: block), d: &d)
-                try update(block, gradient)
+                try update(block, mask.map { gradient * $0 } ?? gradient)
+                Memory.clearCache()
             }
-            Memory.clearCache()
         }
         return loss
-    }
-
-    /// Bytes written to the file of block inputs since the start.
-    var writtenBytes: Int { inputFile?.written ?? 0 }
-
-    /// One step of stochastic gradient descent: `lora ← lora − η ∂loss/∂lora`, block by block within the backward pass.
-    func step(_ tokens: ArraySlice<Int32>, method: Method, learningRate: Float) throws -> Float {
-        try backpropagate(tokens, method: method) { block, gradient in
-            lora[block] = lora[block] - learningRate * gradient
-            eval(lora[block])
-        }
     }
 
     /// The block's output `[1, T, hidden]` and, where they are to be kept, its intermediates; evaluated.
     private func forward(_ block: Int, _ x: MLXArray, _ lora: MLXArray, keep: Bool = false) throws
         -> (y: MLXArray, kept: Intermediates?)
     {
-        if shouldStop() { throw CancellationError() }
-        defer { Memory.clearCache() }
-        return try bundle.withBlock(block) { weights in
-            guard keep else {
-                // Without a reference to the others, each goes as soon as y no longer needs it.
-                let y = try call(function, x, lora, weights.words)[0]
-                eval(y)
-                return (y, nil)
+        try boundary()
+        return try timed(\.forward) {
+            defer { Memory.clearCache() }
+            return try bundle.withBlock(block) { weights in
+                guard keep else {
+                    // Without a reference to the others, each goes as soon as y no longer needs it.
+                    let y = try call(x, lora, weights.words)[0]
+                    eval(y)
+                    return (y, nil)
+                }
+                let out = try call(x, lora, weights.words)
+                eval([out[0]] + out[2...8])
+                return (
+                    out[0],
+                    Intermediates(
+                        q: out[2], k: out[3], v: out[4], attnOut: out[5], xMid: out[6], gate: out[7], up: out[8])
+                )
             }
-            let out = try call(function, x, lora, weights.words)
-            eval([out[0]] + out[2...8])
-            return (
-                out[0],
-                Intermediates(
-                    q: out[2], k: out[3], v: out[4], attnOut: out[5], xMid: out[6], gate: out[7], up: out[8])
-            )
         }
     }
 
@@ -136,18 +251,19 @@ final class Trainer {
     private func structuredBackward(
         _ block: Int, _ x: MLXArray, _ kept: Intermediates?, d: inout MLXArray
     ) throws -> MLXArray {
-        try bundle.withBlock(block) { weights in
-            let intermediates = try kept ?? recompute(x, lora[block], weights.words)
+        let lora = try parameters(block)
+        return try bundle.withBlock(block) { weights in
+            let intermediates = try kept ?? recompute(x, lora, weights.words)
             let backward = BlockBackward(
-                architecture: bundle.architecture, weights: weights, lora: lora[block], layout: layout, scale: scale,
+                architecture: bundle.architecture, weights: weights, lora: lora, layout: layout, scale: scale,
                 tile: tile)
-            return backward(x: x, consume intermediates, d: &d, wantsInput: block > 0)
+            return backward(x: x, consume intermediates, d: &d, wantsInput: block > trained.lowerBound)
         }
     }
 
     /// The outputs that nobody evaluates cost nothing, but hold the graph: they end with this function.
     private func recompute(_ x: MLXArray, _ lora: MLXArray, _ words: MLXArray) throws -> Intermediates {
-        let out = try call(function, x, lora, words)
+        let out = try call(x, lora, words)
         eval(out[2...6])
         return Intermediates(q: out[2], k: out[3], v: out[4], attnOut: out[5], xMid: out[6], gate: nil, up: nil)
     }
@@ -155,6 +271,7 @@ final class Trainer {
     /// MeBP: automatic differentiation of the block in plain operations, from its input.
     private func automaticBackward(_ block: Int, _ x: MLXArray, d: inout MLXArray) throws -> MLXArray {
         guard let plainFunction else { preconditionFailure("the trainer was made for another method") }
+        let lora = try parameters(block)
         return try bundle.withBlock(block) { weights in
             let (_, gradients) = vjp(
                 { [scale] primals in
@@ -163,7 +280,7 @@ final class Trainer {
                     ]
                     // The call fails only for shapes that the file has no trace for; `Manifest.checkTrace` has found these.
                     return (try? plainFunction.dynamicallyCall(withKeywordArguments: arguments)[0]).map { [$0] } ?? []
-                }, primals: [x, lora[block]], cotangents: [d])
+                }, primals: [x, lora], cotangents: [d])
             eval(gradients)
             d = gradients[0]
             return gradients[1]
@@ -172,72 +289,145 @@ final class Trainer {
 
     // MARK: - MeZO
 
-    /// One step of MeZO: with z ~ N(0, 1) from the seed, `g = (L(lora + ε z) − L(lora − ε z)) / 2ε` and `lora ← lora − η g z`. z is drawn
-    /// again, block by block, each time it is needed.
+    /// MeZO's estimate of the gradient: with z ~ N(0, 1) from the seed, `g = (L(lora + ε z) − L(lora − ε z)) / 2ε`, and the gradient is
+    /// `g z`. z is drawn again, block by block, each time it is needed.
     ///
-    /// - Returns: the mean of the two losses. Where it is not finite, nothing was updated.
-    func zerothOrderStep(_ tokens: ArraySlice<Int32>, epsilon: Float, learningRate: Float, seed: UInt64) throws -> Float
-    {
-        let keys = MLXRandom.split(key: MLXRandom.key(seed), into: lora.count)
-        func z(_ block: Int) -> MLXArray { MLXRandom.normal([layout.count], key: keys[block]) }
-
-        let plus = try loss(tokens) { lora[$0] + epsilon * z($0) }
-        let minus = try loss(tokens) { lora[$0] - epsilon * z($0) }
-        let slope = (plus - minus) / (2 * epsilon)
-        guard slope.isFinite else { return slope }  // no update can come of it
-        for block in lora.indices {
-            lora[block] = lora[block] - learningRate * slope * z(block)
-            eval(lora[block])
+    /// - Returns: the mean of the two losses, and g.
+    private func directionalDerivative(_ parts: [Part], keys: [MLXArray]) throws -> (loss: Float, slope: Float) {
+        let epsilon = settings.mezoEpsilon
+        func loss(_ move: Float) throws -> Float {
+            try parts.reduce(0) { sum, part in
+                try sum + part.weight
+                    * self.loss(part.example) { block, lora in
+                        trained.contains(block) ? lora + move * z(block, keys) : lora
+                    }
+            }
         }
-        return (plus + minus) / 2
+        let (plus, minus) = (try loss(epsilon), try loss(-epsilon))
+        return ((plus + minus) / 2, (plus - minus) / (2 * epsilon))
+    }
+
+    private func z(_ block: Int, _ keys: [MLXArray]) -> MLXArray {
+        let z = MLXRandom.normal([layout.count], key: keys[block])
+        return mask.map { z * $0 } ?? z
     }
 
     // MARK: - Loss
 
-    /// The mean loss of `tokens` (`[T + 1]`) in nats a token.
-    func loss(_ tokens: ArraySlice<Int32>) throws -> Float {
-        try loss(tokens) { lora[$0] }
-    }
-
-    private func loss(_ tokens: ArraySlice<Int32>, parameters: (_ block: Int) -> MLXArray) throws -> Float {
-        let (inputTokens, targets) = split(tokens)
-        var x = try embedded(inputTokens)
-        for block in lora.indices {
-            x = try forward(block, x, parameters(block)).y
+    /// The sum of the losses of the counted targets, in nats, with the parameters as they are or moved.
+    func loss(_ example: Example, parameters moved: (_ block: Int, _ lora: MLXArray) -> MLXArray = { $1 }) throws
+        -> Float
+    {
+        var x = try embedded(example)
+        for block in 0..<blocks {
+            x = try forward(block, x, moved(block, try parameters(block))).y
         }
-        return try head(x, targets: targets, wantsGradient: false).loss
+        return try head(x, example, gradientScale: nil).loss
     }
 
-    private func embedded(_ tokens: MLXArray) throws -> MLXArray {
+    private func embedded(_ example: Example) throws -> MLXArray {
         try bundle.withEmbedding { weights in
-            let x = embed(tokens, weights)
+            let x = embed(MLXArray(example.inputs), weights)
             eval(x)
             return x
         }
     }
 
-    private func head(_ y: MLXArray, targets: MLXArray, wantsGradient: Bool) throws -> (loss: Float, dy: MLXArray?) {
-        let (loss, dy) = try bundle.withHead { weights in
-            let head = Head(weights: weights, eps: bundle.architecture.rmsNormEps, tile: tile.vocabulary)
-            return head(y, targets: targets, wantsGradient: wantsGradient)
+    private func head(_ y: MLXArray, _ example: Example, gradientScale: Float?) throws -> (loss: Float, dy: MLXArray?) {
+        try boundary()
+        return try timed(\.loss) {
+            let targets = MLXArray(Array(example.targets))
+            let (loss, dy) = try bundle.withHead { weights in
+                let head = Head(weights: weights, eps: bundle.architecture.rmsNormEps, tile: tile.vocabulary)
+                return head(y, targets: targets, counted: example.counted, gradientScale: gradientScale)
+            }
+            Memory.clearCache()
+            return (loss.item(Float.self), dy)
         }
-        Memory.clearCache()
-        return (loss.item(Float.self), dy)
     }
 
-    private func split(_ tokens: ArraySlice<Int32>) -> (inputs: MLXArray, targets: MLXArray) {
-        (MLXArray(Array(tokens.dropLast())), MLXArray(Array(tokens.dropFirst())))
-    }
+    // MARK: -
 
-    private func call(_ function: ImportedFunction, _ x: MLXArray, _ lora: MLXArray, _ words: MLXArray) throws
-        -> [MLXArray]
-    {
+    private var blocks: Int { bundle.architecture.numHiddenLayers }
+
+    /// A block's parameters in float32, as the block function takes them.
+    private func parameters(_ block: Int) throws -> MLXArray { try lora.read(block).asType(.float32) }
+
+    private func call(_ x: MLXArray, _ lora: MLXArray, _ words: MLXArray) throws -> [MLXArray] {
         try function.dynamicallyCall(withKeywordArguments: ["": x, "": lora, "": MLXArray(scale), "": words])
     }
 
-    /// Replaces the parameters: one flat vector `[P]` a block.
-    func load(_ parameters: [MLXArray]) {
-        precondition(parameters.map(\.shape) == lora.map(\.shape))
-        lora = parameters
+    /// - Parameter changed: whether the step has changed parameters, and so must be finished.
+    private func boundary(changed: Bool = false) throws {
+        let start = Date.now
+        defer { time.waiting += Date.now.timeIntervalSince(start) }
+        do { try atBlock() } catch is CancellationError where changed {}
+    }
+
+    private func timed<R>(_ phase: WritableKeyPath<Phases, Double>, _ body: () throws -> R) rethrows -> R {
+        let start = Date.now
+        defer { time[keyPath: phase] += Date.now.timeIntervalSince(start) }
+        return try body()
+    }
+
+    // MARK: - Saving
+
+    /// Every vector that the next step depends on, by name.
+    func vectors() throws -> [String: MLXArray] {
+        var vectors = [String: MLXArray]()
+        for block in 0..<blocks { vectors["lora.\(block)"] = try lora.read(block) }
+        for block in trained {
+            vectors["first.\(block)"] = try optimizer.first?.read(block)
+            vectors["second.\(block)"] = try optimizer.second?.read(block)
+        }
+        return vectors
+    }
+
+    /// Takes vectors that `vectors()` gave.
+    func restore(_ vectors: [String: MLXArray]) throws {
+        let expected = try self.vectors()
+        guard expected.allSatisfy({ vectors[$0]?.shape == $1.shape && vectors[$0]?.dtype == $1.dtype }) else {
+            throw MeSPError("The saved state is of another model or rank; start the run again in another folder.")
+        }
+        for block in 0..<blocks {
+            if let vector = vectors["lora.\(block)"] { try lora.write(vector, block) }
+            if let vector = vectors["first.\(block)"] { try optimizer.first?.write(vector, block) }
+            if let vector = vectors["second.\(block)"] { try optimizer.second?.write(vector, block) }
+        }
+    }
+
+    /// Takes the parameters of adapters, as mlx-lm or PEFT wrote them, instead of the initial ones.
+    func startFrom(_ folder: URL) throws {
+        let adapters = try loadAdapters(from: folder, architecture: bundle.architecture) { [settings] in
+            $0.initial(seed: settings.seed, block: $1)
+        }
+        guard adapters.layout.rank == layout.rank else {
+            throw MeSPError(
+                "The adapters in \(folder.path) have rank \(adapters.layout.rank), the run has \(layout.rank); choose theirs."
+            )
+        }
+        guard abs(adapters.scale - scale) <= 1e-6 * abs(adapters.scale) else {
+            throw MeSPError(
+                "The adapters in \(folder.path) are scaled by \(adapters.scale), the run's by \(scale); set alpha to \(settings.alpha * adapters.scale / scale)."
+            )
+        }
+        for (block, vector) in adapters.lora.enumerated() {
+            for projection in Projection.allCases
+            where !trained.contains(block) || !settings.projections.contains(projection.name) {
+                guard layout.matrices(projection, in: vector).b.abs().max().item(Float.self) == 0 else {
+                    throw MeSPError(
+                        "The adapters in \(folder.path) have a \(projection.name) in block \(block), which this run does not train and would lose; train it too."
+                    )
+                }
+            }
+            try lora.write(vector.asType(settings.loraDtype.dtype), block)
+        }
+    }
+
+    /// Writes the trained adapters for mlx-lm and PEFT.
+    func saveAdapters(to folder: URL) throws {
+        try MeSPCore.saveAdapters(
+            layout: layout, blocks: trained, projections: settings.projections.compactMap(Projection.init(name:)),
+            scale: scale, model: bundle.manifest.model.id, to: folder, lora: lora.read)
     }
 }

@@ -14,10 +14,12 @@ func fail(_ message: String) -> Never {
     exit(2)
 }
 
+func checkStop() throws { if stopRequested != 0 { throw CancellationError() } }
+
 func train(_ file: URL) throws {
     try Run.run(
         RunSettings(contentsOf: file), report: { _, line in try FileHandle.standardOutput.write(contentsOf: line) },
-        shouldStop: { stopRequested != 0 })
+        atBlock: { _ in try checkStop() })
 }
 
 func generate(_ file: URL) throws {
@@ -26,7 +28,7 @@ func generate(_ file: URL) throws {
         ModelBundle(url: URL(fileURLWithPath: settings.bundle)),
         adapters: settings.adapters.map { URL(fileURLWithPath: $0) })
     let summary = try generator.generate(
-        settings.request, atBlock: { if stopRequested != 0 { throw CancellationError() } },
+        settings.request, atBlock: checkStop,
         onToken: { try print("token", ["token": $0]) })
     try print("end", summary)
 }

@@ -96,10 +96,38 @@ import Testing
     @Test(arguments: [1, 2, 7, 10, 97, 100]) func anEpochVisitsEachWindowOnce(_ count: Int) {
         let length = 3
         let stream = TokenStream(tokens: (0..<Int32(count * length + 1)).map { $0 })
-        #expect(stream.windowCount(length: length) == count)
-        let first = (0..<count).map { stream.trainingWindow(step: $0, seed: 5, length: length) }
-        #expect(Set(first.map { $0.first }).count == count)
-        #expect(first.allSatisfy { $0.count == length + 1 })
-        #expect(stream.trainingWindow(step: count, seed: 5, length: length) == first[0])
+        let windows = stream.sequences(length: length)
+        #expect(windows.count == count)
+        let first = (0..<count).map { windows.training($0, seed: 5) }
+        #expect(Set(first.map { $0.tokens[0] }).count == count)
+        #expect(first.allSatisfy { $0.tokens.count == length + 1 && $0.counted == 0..<length })
+        #expect(windows.training(count, seed: 5) == first[0])
+    }
+
+    /// Five tokens with two of context; three without; three that are all context once cut to four.
+    private let stream = TokenStream(
+        tokens: data([1, 2, 3, 4, 5, 6, 7, 8, 9, 9, 9, 9, 9]), examples: data([0, 5, 2, 5, 3, 0, 8, 5, 4]))
+
+    @Test func anExampleIsCutOrPaddedAndItsContextDoesNotCount() {
+        let short = stream.sequences(length: 3)
+        #expect(short.count == 2)
+        #expect(short[0] == Example(tokens: [1, 2, 3, 4], counted: 1..<3))
+        #expect(short[1] == Example(tokens: [6, 7, 8, 0], counted: 0..<2))
+        #expect(short[0].targets == [3, 4])
+        let long = stream.sequences(length: 8)
+        #expect(long.count == 3)
+        #expect(long[0] == Example(tokens: [1, 2, 3, 4, 5, 0, 0, 0, 0], counted: 1..<4))
+        #expect(long[2].targets == [9])
+    }
+
+    @Test(arguments: [[0, 14, 0], [0, 1, 0], [2, 3, 3], [UInt32.max, 2, 0]]) func refusesAnExampleOutsideTheStream(
+        _ bounds: [UInt32]
+    ) {
+        let stream = TokenStream(tokens: data((0..<13).map { $0 }), examples: data(bounds))
+        #expect(throws: MeSPError.self) { try stream.check(vocabulary: 100) }
+        #expect(throws: MeSPError.self) { try self.stream.check(vocabulary: 9) }
+        #expect(throws: Never.self) { try self.stream.check(vocabulary: 10) }
     }
 }
+
+private func data(_ numbers: [UInt32]) -> Data { numbers.withUnsafeBytes { Data($0) } }

@@ -60,7 +60,7 @@ import Testing
         var steps = 0
         try Run.run(
             try settings(output), report: { record, _ in if case .step = record { steps += 1 } },
-            shouldStop: { steps == 2 })
+            atBlock: { _ in if steps == 2 { throw CancellationError() } })
         let end = try #require(try lines(output).last)
         #expect(end["reason"] as? String == "stopped")
         #expect(end["step"] as? Int == 2)
@@ -68,12 +68,93 @@ import Testing
             FileManager.default.fileExists(atPath: output.appendingPathComponent("adapters/adapters.safetensors").path))
     }
 
+    /// A run that is stopped and resumed logs the same losses, to the last bit, as one that is not.
+    @Test(arguments: ["sgd", "momentum", "adamw", "adamw offloaded", "accumulation", "mezo", "bfloat16"])
+    func resumesAsIfNothingHadHappened(_ kind: String) throws {
+        let (whole, parts) = (temporaryFolder(), temporaryFolder())
+        defer { for folder in [whole, parts] { try? FileManager.default.removeItem(at: folder) } }
+        func settings(_ output: URL) throws -> RunSettings {
+            var settings = try self.settings(output)
+            (settings.evalEvery, settings.saveEvery, settings.schedule) = (2, 1, .cosine)
+            switch kind {
+            case "momentum": settings.momentum = 0.9
+            case "adamw": (settings.optimizer, settings.learningRate) = (.adamw, 1e-3)
+            case "adamw offloaded":
+                (settings.optimizer, settings.learningRate, settings.offload) = (.adamw, 1e-3, .all)
+            case "accumulation":
+                (settings.batchSize, settings.gradAccumulationSteps, settings.maxGradNorm) = (2, 2, 0.5)
+            case "mezo": (settings.method, settings.learningRate) = (.mezo, 1e-3)
+            case "bfloat16": settings.loraDtype = .bfloat16
+            default: break
+            }
+            return settings
+        }
+        func losses(_ folder: URL) throws -> [String] {
+            try lines(folder).compactMap { record in
+                (record["loss"] as? Double).map { "\(record["type"] ?? "") \(record["step"] ?? "") \($0)" }
+            }
+        }
+        try Run.run(try settings(whole))
+        for blocks in [3, 7, 2] {  // stops at the first, a later, and soon after the first block
+            var (left, resumed) = (blocks * 10, try settings(parts))
+            resumed.resume = FileManager.default.fileExists(atPath: State.url(in: parts).path)
+            try Run.run(
+                resumed,
+                atBlock: { _ in
+                    left -= 1
+                    if left <= 0 { throw CancellationError() }
+                })
+        }
+        var last = try settings(parts)
+        last.resume = true
+        try Run.run(last)
+        #expect(try losses(parts) == losses(whole))
+        func adapters(_ folder: URL) throws -> [String: MLXArray] {
+            try loadArrays(url: folder.appendingPathComponent("adapters/adapters.safetensors"))
+        }
+        let (ours, expected) = (try adapters(parts), try adapters(whole))
+        #expect(ours.keys == expected.keys)
+        for (name, array) in expected { #expect(ours[name]?.arrayEqual(array).item(Bool.self) == true, "\(name)") }
+    }
+
+    @Test func refusesToResumeWhatItCannot() throws {
+        let output = temporaryFolder()
+        defer { try? FileManager.default.removeItem(at: output) }
+        var resumed = try settings(output)
+        resumed.resume = true
+        func message() -> String {
+            do { try Run.run(resumed) } catch { return error.localizedDescription }
+            return ""
+        }
+        #expect(message().contains("no saved state"))
+        try Run.run(try settings(output))
+        resumed.learningRate = 0.2
+        #expect(message().contains("other settings"))
+        resumed.learningRate = 0.1
+        try Data("{}".utf8).write(to: State.url(in: output))
+        #expect(message().contains("damaged"))
+    }
+
+    /// The best adapters are kept, and a run that no longer gets better ends.
+    @Test func stopsEarly() throws {
+        let output = temporaryFolder()
+        defer { try? FileManager.default.removeItem(at: output) }
+        var settings = try settings(output)
+        (settings.evalEvery, settings.earlyStopping, settings.steps) = (1, 2, 50)
+        settings.learningRate = 20  // so high that the loss rises
+        try Run.run(settings)
+        let records = try lines(output)
+        #expect(records.contains { $0["event"] as? String == "early_stopping" })
+        #expect(records.last?["reason"] as? String == "finished")
+        #expect(records.last?["step"] as? Int ?? 50 < 50)
+    }
+
     @Test func refusesAnOutputThatHoldsARun() throws {
         let output = temporaryFolder()
         defer { try? FileManager.default.removeItem(at: output) }
         try Run.run(try settings(output))
         let before = try Data(contentsOf: output.appendingPathComponent("metrics.jsonl"))
-        #expect(throws: MeSPError("\(output.path) already holds a run; choose another output folder.")) {
+        #expect(throws: MeSPError("\(output.path) already holds a run; resume it or choose another output folder.")) {
             try Run.run(try settings(output))
         }
         #expect(try Data(contentsOf: output.appendingPathComponent("metrics.jsonl")) == before)

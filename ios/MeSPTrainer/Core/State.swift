@@ -1,0 +1,89 @@
+import Foundation
+import MLX
+
+/// What a run needs to go on as if it had never ended: `state.safetensors` in its output folder. The order of the data and every random
+/// number follow from the number of the step.
+struct State {
+    /// Steps done.
+    var step = 0
+    /// The step of the last evaluation.
+    var evaluated: Int?
+    /// The lowest held-out loss so far, and how many evaluations have come after it.
+    var best = Float.infinity
+    var evaluationsSinceBest = 0
+    /// The length of `metrics.jsonl` when this was saved; what comes after is done again.
+    var logBytes: UInt64 = 0
+
+    static func url(in folder: URL) -> URL { folder.appendingPathComponent("state.safetensors") }
+
+    private struct Saved: Codable {
+        var format = 1
+        var step: Int
+        var evaluated: Int?
+        var best: Float?
+        var evaluationsSinceBest: Int
+        var logBytes: UInt64
+        var plan: Plan
+        var settings: RunSettings
+    }
+
+    /// Replaces the saved state in `folder` at once or not at all.
+    func save(_ trainer: Trainer, plan: Plan, settings: RunSettings, in folder: URL) throws {
+        let saved = Saved(
+            step: step, evaluated: evaluated, best: best.isFinite ? best : nil,
+            evaluationsSinceBest: evaluationsSinceBest, logBytes: logBytes, plan: plan, settings: settings)
+        let json = String(decoding: try JSONEncoder().encode(saved), as: UTF8.self)
+        try replace(Self.url(in: folder), with: try trainer.vectors(), metadata: ["state": json])
+    }
+
+    /// Reads the state that a run with these settings left in `folder`.
+    ///
+    /// - Returns: it, the plan that the run had, where the memory settings are the same still, and the trainer's vectors by name.
+    static func load(from folder: URL, _ settings: RunSettings) throws -> (State, Plan?, [String: MLXArray]) {
+        let url = url(in: folder)
+        guard FileManager.default.fileExists(atPath: url.path) else {
+            throw MeSPError("\(folder.path) holds no saved state to resume from; start the run without resume.")
+        }
+        guard let (arrays, metadata) = try? withError({ try loadArraysAndMetadata(url: url) }),
+            let saved = try? JSONDecoder().decode(Saved.self, from: Data((metadata["state"] ?? "").utf8)),
+            saved.format == 1
+        else { throw MeSPError("\(url.path) is damaged; start the run again in another folder.") }
+
+        var same = saved.settings
+        // What may change from one part of a run to the next.
+        (same.bundle, same.output, same.steps, same.resume) = (
+            settings.bundle, settings.output, settings.steps, settings.resume
+        )
+        (same.saveEvery, same.memoryLimitMb, same.offload) = (
+            settings.saveEvery, settings.memoryLimitMb, settings.offload
+        )
+        guard same == settings else {
+            throw MeSPError("The run in \(folder.path) had other settings; resume it with those it was started with.")
+        }
+        let state = State(
+            step: saved.step, evaluated: saved.evaluated, best: saved.best ?? .infinity,
+            evaluationsSinceBest: saved.evaluationsSinceBest, logBytes: saved.logBytes)
+        let samePlan =
+            saved.settings.memoryLimitMb == settings.memoryLimitMb && saved.settings.offload == settings.offload
+        return (state, samePlan ? saved.plan : nil, arrays)
+    }
+}
+
+/// Writes a safetensors file that takes the place of `url` when all of it is on the disk, and not before.
+func replace(_ url: URL, with arrays: [String: MLXArray], metadata: [String: String] = [:]) throws {
+    let partial = url.deletingLastPathComponent().appendingPathComponent("partial.safetensors")
+    defer { try? FileManager.default.removeItem(at: partial) }
+    do {
+        try save(arrays: arrays, metadata: metadata, url: partial)
+        let file = try FileHandle(forUpdating: partial)
+        // MLX does not report a short write.
+        guard try file.seekToEnd() > arrays.values.reduce(0, { $0 + $1.nbytes }) else {
+            throw MeSPError("No space left on device")
+        }
+        try file.synchronize()
+        try file.close()
+        guard rename(partial.path, url.path) == 0 else { throw MeSPError(String(cString: strerror(errno))) }
+    } catch {
+        throw MeSPError("Cannot save \(url.path): \(error.plainSentence).")
+    }
+}
