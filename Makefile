@@ -1,5 +1,6 @@
 # make demo    fine-tunes the demo model and shows what that changed
 # make test    runs every check
+# make test-peft  checks the adapters with PEFT, for which it installs PyTorch, some gigabytes
 # make engine  builds mesp-engine, the trainer
 # make setup   makes .venv with everything the others need (each calls it)
 
@@ -14,7 +15,7 @@ FIXTURES := $(CURDIR)/.build/fixtures
 # the tests use the MLX library in the wheel instead (ios/HostMLX), on every system.
 HOST_MLX = MESP_HOST_MLX="$$($(BIN)/python -m mesp.engine --mlx)"
 
-.PHONY: setup engine demo test test-format test-python test-swift fixtures clean
+.PHONY: setup engine demo test test-format test-python test-swift test-peft fixtures clean
 
 setup: $(READY)
 
@@ -52,6 +53,13 @@ test-swift: fixtures
 	$(HOST_MLX) MESP_FIXTURES=$(FIXTURES) swift test
 	@echo "== Tests of HostMLX"
 	$(HOST_MLX) swift test --package-path ios/HostMLX
+
+# PyTorch is large: it has an environment of its own, and no part in `make test`.
+test-peft: engine
+	@echo "== Tests of the adapters in PEFT"
+	$(BIN)/python -m venv $(VENV)/peft
+	$(VENV)/peft/bin/python -m pip install --quiet --disable-pip-version-check torch peft --editable '.[dev]'
+	$(VENV)/peft/bin/python -m pytest -q tests/check_peft.py
 
 # What the Swift tests compare with is computed by the Python reference each time.
 fixtures: $(READY)
