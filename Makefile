@@ -14,7 +14,7 @@ FIXTURES := $(CURDIR)/.build/fixtures
 # the tests use the MLX library in the wheel instead (ios/HostMLX), on every system.
 HOST_MLX = MESP_HOST_MLX="$$($(BIN)/python -m mesp.engine --mlx)"
 
-.PHONY: setup engine demo test test-format test-python test-swift fixtures clean
+.PHONY: setup engine demo test test-format test-python test-swift test-peft fixtures clean
 
 setup: $(READY)
 
@@ -52,6 +52,11 @@ test-swift: fixtures
 	$(HOST_MLX) MESP_FIXTURES=$(FIXTURES) swift test
 	@echo "== Tests of HostMLX"
 	$(HOST_MLX) swift test --package-path ios/HostMLX
+
+# Not part of `test`: PyTorch is large.
+test-peft: engine
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch peft
+	$(BIN)/python -m pytest -q tests/test_peft.py
 
 # What the Swift tests compare with is computed by the Python reference each time.
 fixtures: $(READY)
