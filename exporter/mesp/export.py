@@ -44,8 +44,10 @@ from mesp.data import (
     random_data,
     write_data,
 )
+from mesp.engine import CHECKOUT, built_engine, find_plan
 from mesp.errors import MespError, plain_os_errors
 from mesp.hub import download
+from mesp.log import megabytes
 from mesp.models import BIASED, KNOWN, NORMS, PROJECTIONS, Architecture
 
 TILE = 1 << 22  # elements of a matrix that are quantized at a time
@@ -474,7 +476,27 @@ def summary(out: Path, manifest: dict[str, Any]) -> str:
         "LoRA": "; ".join(f"rank {r}: {n:,} parameters" for r, n in lora.items()),
         "data": describe(manifest["data"]) or "none (training needs --data)",
     }
+    if memory := predicted_memory(out, manifest):
+        lines["memory"] = memory
     return "\n".join([f"Wrote {out}", *(f"  {key:10} {value}" for key, value in lines.items())])
+
+
+def predicted_memory(out: Path, manifest: dict[str, Any]) -> str | None:
+    """The trainer's predicted peak for each length with its default plan, and the least possible.
+
+    None where the engine has not been built: exporting does not need it.
+    """
+    engine = Path(os.environ.get("MESP_ENGINE") or built_engine(CHECKOUT))
+    peaks = []
+    for length in manifest["seq_lens"]:
+        size = {"bundle": str(out.resolve()), "seq_len": length, "rank": manifest["ranks"][0]}
+        try:
+            plan = find_plan(engine, size)
+        except (MespError, OSError):
+            return None
+        default, least = plan["predicted_peak_bytes"], plan["least_peak_bytes"]
+        peaks.append(f"{length} tokens {megabytes(default)} MB (at least {megabytes(least)})")
+    return "training peaks at " + ", ".join(peaks)
 
 
 class ListOptions(click.Command):

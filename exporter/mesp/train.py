@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime, timezone
@@ -21,7 +19,7 @@ from click.core import ParameterSource
 from mesp.bundle import read_manifest
 from mesp.config import read_config
 from mesp.drive import drive, summary
-from mesp.engine import find_engine
+from mesp.engine import find_engine, find_plan
 from mesp.errors import MespError, plain_os_errors
 from mesp.log import LOG_NAME, megabytes
 
@@ -265,7 +263,7 @@ def main(context: click.Context, output: Path | None, **options: object) -> None
 
     engine = find_engine()
     if options["dry_run"]:
-        click.echo(dry_run(engine, settings))
+        click.echo(describe(find_plan(engine, settings)))
         return
     with settings_file(output, settings) as path:
         run, status = drive(engine, path, options["method"], options["steps"])
@@ -353,15 +351,8 @@ def check(context: click.Context, options: dict, manifest: dict) -> None:
         raise MespError("--test needs test data, and the bundle has none: export it with some.")
 
 
-def dry_run(engine: Path, settings: dict) -> str:
-    """The engine's plan for these settings, in words. Nothing is written."""
-    with tempfile.NamedTemporaryFile("w", suffix=".json", encoding="utf-8") as file:
-        json.dump(settings, file)
-        file.flush()
-        done = subprocess.run([engine, file.name], capture_output=True, text=True)
-    if done.returncode != 0:
-        raise MespError(done.stderr.strip() or f"mesp-engine failed ({done.returncode}).")
-    plan = json.loads(done.stdout)
+def describe(plan: dict) -> str:
+    """The engine's plan in words."""
     return "\n".join(
         [
             f"Predicted peak footprint: {megabytes(plan['predicted_peak_bytes'])} MB "

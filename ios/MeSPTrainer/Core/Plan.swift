@@ -83,7 +83,7 @@ public struct Planner: Sendable {
     // MARK: - What is alive at once. Counts of arrays follow the code; the few constants were fitted to measurements on Linux.
 
     /// The process with MLX started and the block function imported, whose graph takes several times the file.
-    private var process: Int { 5_200_000 + 15 * functionBytes / 2 }
+    private var process: Int { 6_700_000 + 15 * functionBytes / 2 }
 
     /// One array `[T, features]`.
     private func activation(_ features: Int) -> Int { length * features * itemSize }

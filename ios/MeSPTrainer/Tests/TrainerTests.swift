@@ -146,7 +146,7 @@ func relativeError(_ a: MLXArray, _ b: MLXArray) -> Float {
     ((a - b).square().sum().sqrt() / b.square().sum().sqrt()).item(Float.self)
 }
 
-private struct Fixture {
+struct Fixture {
     let bundle: ModelBundle
     private let arrays: [String: MLXArray]
     private let metadata: [String: String]
