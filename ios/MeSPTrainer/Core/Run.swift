@@ -120,7 +120,7 @@ public enum Run {
                 gradNorm: result.gradientNorm, learningRate: trainer.optimizer.learningRate(step: state.step - 1),
                 footprintBytes: memoryFootprint(), footprintPeakBytes: 0, mlxActiveBytes: memory.activeMemory,
                 mlxPeakBytes: memory.peakMemory, mlxCacheBytes: memory.cacheMemory,
-                writtenBytes: trainer.writtenBytes - written, thermalState: thermalState)
+                writtenBytes: trainer.writtenBytes - written, thermalState: ThermalState.current.rawValue)
         }
 
         let sampler = FootprintSampler()
@@ -216,18 +216,5 @@ public enum Run {
         uname(&name)
         let machine = withUnsafeBytes(of: &name.machine) { String(decoding: $0.prefix { $0 != 0 }, as: UTF8.self) }
         return "\(machine), \(system)"
-    }
-
-    private static var thermalState: String {
-        #if canImport(Darwin)
-            switch ProcessInfo.processInfo.thermalState {
-            case .fair: return "fair"
-            case .serious: return "serious"
-            case .critical: return "critical"
-            default: return "nominal"
-            }
-        #else
-            return "nominal"
-        #endif
     }
 }
