@@ -19,7 +19,8 @@ public enum Run {
         atBlock: @escaping (_ log: (Record.Event) throws -> Void) throws -> Void = { _ in }
     ) throws {
         try settings.check()
-        let bundle = try ModelBundle(url: URL(fileURLWithPath: settings.bundle))
+        let bundle = try ModelBundle(
+            url: URL(fileURLWithPath: settings.bundle), text: settings.data.map { URL(fileURLWithPath: $0) })
         try Device.withDefaultDevice(bundle.device) {
             do {
                 // Outside, an error in MLX ends the process.
@@ -54,6 +55,8 @@ public enum Run {
             try log.append(line)
             try report(record, line)
         }
+        // The first work for the GPU, and so a block boundary too; a stop waits for the next.
+        try? atBlock { _ in }
         let trainer = try Trainer(bundle: bundle, settings: settings, plan: plan, folder: output)
         var state = State()
         if let (savedState, _, vectors) = saved {

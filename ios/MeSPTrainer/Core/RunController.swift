@@ -87,7 +87,12 @@ public enum PauseReason: String, Sendable, CaseIterable {
 
     /// Begins a run, or goes on with one (`settings.resume`). Does nothing while another is in progress.
     public func start(_ settings: RunSettings) {
-        guard !isRunning else { return }
+        if !isRunning { _ = start(settings, mailbox: nil) }
+    }
+
+    /// - Parameter mailbox: gets the records too.
+    /// - Returns: what stops this run, and no later one.
+    func start(_ settings: RunSettings, mailbox: Mailbox?) -> @Sendable () -> Void {
         self.settings = settings
         (pauseWanted, stopWanted, state) = (false, false, .preparing)
         log = settings.resume ? (try? RunLog(folder: URL(fileURLWithPath: settings.output))) ?? RunLog() : RunLog()
@@ -116,7 +121,19 @@ public enum PauseReason: String, Sendable, CaseIterable {
         thread.stackSize = Self.stackSize
         thread.qualityOfService = .userInitiated
         thread.start()
-        Task { for await message in messages { receive(message) } }
+        Task {
+            var failure: MeSPError?
+            for await message in messages {
+                receive(message)
+                switch message {
+                case .record(let record): await mailbox?.put(record)
+                case .failed(let sentence): failure = MeSPError(sentence)
+                case .waits: break
+                }
+            }
+            await mailbox?.end(failure)
+        }
+        return { gate.stop() }
     }
 
     /// Waits at the next block until `resume()`.

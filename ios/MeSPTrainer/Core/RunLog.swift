@@ -40,8 +40,13 @@ public struct RunLog: Sendable {
         switch record {
         case .start(let start): self.start = start
         case .plan(let plan): self.plan = plan
-        case .step(let step): steps.append(step)
-        case .eval(let eval): evals.append(eval)
+        case .step(let step):
+            // A resumed run does again what came after its last saved state.
+            if let last = steps.last, last.step >= step.step { steps.removeAll { $0.step >= step.step } }
+            steps.append(step)
+        case .eval(let eval):
+            evals.removeAll { $0.step >= eval.step && $0.split == eval.split }
+            evals.append(eval)
         case .event(let event):
             events.append(Event(id: events.count, time: time, name: event.event, message: event.message))
         case .end(let end): self.end = end
