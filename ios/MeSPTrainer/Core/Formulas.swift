@@ -13,14 +13,20 @@ struct QuantizedMatrix {
     let biases: MLXArray
     let groupSize: Int
     let bits: Int
-    /// W in float32, made when the first product asks for it and shared by all (MLX is lazy); nil on the GPU. On the CPU,
-    /// dequantizing a tile and multiplying is some 50 times as fast as `quantizedMM`; on the GPU it is the other way round.
-    let dense: MLXArray?
+    /// W in float32, made when the first product asks for it and shared by all; nil on the GPU. On the CPU, dequantizing a tile
+    /// and multiplying is some 50 times as fast as `quantizedMM`; on the GPU it is the other way round.
+    private let dense: Dense?
+
+    private final class Dense {
+        lazy var array = make()
+        private let make: () -> MLXArray
+        init(_ make: @escaping () -> MLXArray) { self.make = make }
+    }
 
     init(weight: MLXArray, scales: MLXArray, biases: MLXArray, groupSize: Int, bits: Int, onCPU: Bool) {
         (self.weight, self.scales, self.biases) = (weight, scales, biases)
         (self.groupSize, self.bits) = (groupSize, bits)
-        dense = onCPU ? Self.dequantize(weight, scales, biases, groupSize, bits) : nil
+        dense = onCPU ? Dense { Self.dequantize(weight, scales, biases, groupSize, bits) } : nil
     }
 
     /// With bfloat16 scales `dequantized` would round W to bfloat16.
@@ -57,15 +63,26 @@ struct QuantizedMatrix {
         )
     }
 
-    /// x Wᵀ, `[T, out]`, in x's dtype.
-    func apply(_ x: MLXArray) -> MLXArray {
-        if let dense { return matmul(x.asType(.float32), dense.T).asType(x.dtype) }
-        return quantizedMM(x, weight, scales: scales, biases: biases, transpose: true, groupSize: groupSize, bits: bits)
+    /// x Wᵀ, `[T, out]`, in `dtype`, by default x's.
+    func apply(_ x: MLXArray, as dtype: DType? = nil) -> MLXArray {
+        let product: MLXArray
+        if let dense, x.dim(0) > Self.fewRows {
+            product = matmul(x.asType(.float32), dense.array.T)
+        } else {
+            let type = dense == nil ? scales.dtype : .float32
+            product = quantizedMM(
+                x.asType(type), weight, scales: scales.asType(type), biases: biases.asType(type), transpose: true,
+                groupSize: groupSize, bits: bits)
+        }
+        return product.asType(dtype ?? x.dtype)
     }
+
+    /// Rows of x up to which `quantizedMM` in float32 is the faster on the CPU too, as dequantizing W takes longer than they do.
+    static let fewRows = 4
 
     /// sum + dy W, `[T, in]`, in sum's dtype.
     func applyTransposed(_ dy: MLXArray, addedTo sum: MLXArray) -> MLXArray {
-        if let dense { return addMM(sum.asType(.float32), dy.asType(.float32), dense).asType(sum.dtype) }
+        if let dense { return addMM(sum.asType(.float32), dy.asType(.float32), dense.array).asType(sum.dtype) }
         let dx = quantizedMM(
             dy, weight, scales: scales, biases: biases, transpose: false, groupSize: groupSize, bits: bits)
         return sum + dx.asType(sum.dtype)
@@ -73,6 +90,49 @@ struct QuantizedMatrix {
 }
 
 // MARK: - LoRA linear:  y = x Wᵀ + b + s (x A) B
+
+/// A projection with its adapter, if it has one. s = α / rank.
+struct LoRALinear {
+    let weight: QuantizedMatrix
+    let bias: MLXArray?
+    let lora: LoRAMatrices?
+    let scale: Float
+
+    /// x `[T, in]` to y `[T, out]`, in float32.
+    func callAsFunction(_ x: MLXArray) -> MLXArray {
+        var y = weight.apply(x, as: .float32)
+        if let bias { y = y + bias }
+        guard let lora else { return y }
+        return addMM(y, matmul(x.asType(.float32), lora.a) * scale, lora.b)
+    }
+
+    /// The same, `tile` rows of W at a time; evaluated where these are not all.
+    func callAsFunction(_ x: MLXArray, tile: Int) -> MLXArray {
+        let rows = tiles(of: weight.rows, size: tile)
+        guard rows.count > 1 else { return self(x) }
+        return concatenated(
+            rows.map {
+                let y = outputs($0)(x)
+                eval(y)
+                return y
+            }, axis: -1)
+    }
+
+    /// The projection to some of the outputs.
+    func outputs(_ range: Range<Int>) -> LoRALinear {
+        LoRALinear(
+            weight: weight.rows(range), bias: bias?[range],
+            lora: lora.map { LoRAMatrices(a: $0.a, b: $0.b[0..., range]) }, scale: scale)
+    }
+
+    /// The projection, which has no bias, from some of the inputs, whose bounds are multiples of the group size. Over all
+    /// inputs, what these give adds up to what the whole projection gives.
+    func inputs(_ range: Range<Int>) -> LoRALinear {
+        LoRALinear(
+            weight: weight.columns(range), bias: nil, lora: lora.map { LoRAMatrices(a: $0.a[range], b: $0.b) },
+            scale: scale)
+    }
+}
 
 /// The derivative of a LoRA projection. `h = x A` is recomputed, never stored:
 ///
@@ -120,20 +180,60 @@ func rmsNormBackward(_ x: MLXArray, weight: MLXArray, eps: Float, dy: MLXArray) 
 
 // MARK: - RoPE:  (y₁, y₂) = (x₁ cos θ − x₂ sin θ, x₁ sin θ + x₂ cos θ),  θ = t base^(−2i/d)
 
-/// The derivative of a rotation is the rotation by the opposite angle.
 /// - Parameters:
-///   - dy: `[heads, n, d]`, positions `start ..< start + n`; x₁ and x₂ are the halves of a head
+///   - x: `[heads, n, d]`, positions `start ..< start + n`; x₁ and x₂ are the halves of a head
 ///   - base: the model's `rope_theta`
+func rope(_ x: MLXArray, start: Int, base: Float) -> MLXArray { rotate(x, start: start, base: base, sign: 1) }
+
+/// The derivative of a rotation is the rotation by the opposite angle.
 func ropeBackward(dy: MLXArray, start: Int, base: Float) -> MLXArray {
-    let half = dy.dim(-1) / 2
+    rotate(dy, start: start, base: base, sign: -1)
+}
+
+private func rotate(_ x: MLXArray, start: Int, base: Float, sign: Float) -> MLXArray {
+    let half = x.dim(-1) / 2
     let frequencies = exp(MLXArray.arange(half).asType(.float32) * (-logf(base) / Float(half)))
-    let angles = MLXArray.arange(start, start + dy.dim(-2)).asType(.float32)[0..., .newAxis] * frequencies
-    let (cosine, sine) = (cos(angles), sin(angles))
-    let (dy1, dy2) = (dy[.ellipsis, 0..<half], dy[.ellipsis, half...])
-    return concatenated([dy1 * cosine + dy2 * sine, dy2 * cosine - dy1 * sine], axis: -1)
+    let angles = MLXArray.arange(start, start + x.dim(-2)).asType(.float32)[0..., .newAxis] * frequencies
+    let (cosine, sine) = (cos(angles), sin(angles) * sign)
+    let (x1, x2) = (x[.ellipsis, 0..<half], x[.ellipsis, half...])
+    return concatenated([x1 * cosine - x2 * sine, x1 * sine + x2 * cosine], axis: -1)
 }
 
 // MARK: - Attention:  S = q kᵀ / √d + causal mask,  P = softmax(S),  attn_out = P v
+
+/// Grouped-query attention, a tile of query rows at a time.
+/// - Parameters:
+///   - q: `[heads, n, d]`, the last n of N positions; k, v: `[kv_heads, N, d]`; q and k after RoPE
+///   - tile: query rows a tile
+/// - Returns: attn_out `[n, heads·d]`, in float32; evaluated where there is more than one tile.
+func attention(q: MLXArray, k: MLXArray, v: MLXArray, tile: Int) -> MLXArray {
+    let (heads, length, d, groups) = (q.dim(0), q.dim(1), q.dim(2), k.dim(0))
+    let start = k.dim(1) - length
+    let (k, v) = (k.asType(.float32), v.asType(.float32))
+    let rows = tiles(of: length, size: tile)
+    let parts = rows.map { rows in
+        let keys = start + rows.upperBound
+        let qTile = q[0..., rows].reshaped([groups, -1, d]).asType(.float32) / Float(d).squareRoot()
+        let p = probabilities(qTile, k[0..., 0..<keys], rows: start + rows.lowerBound..<keys)
+        let out = matmul(p, v[0..., 0..<keys]).reshaped([heads, rows.count, d])
+        let part = out.swappedAxes(0, 1).reshaped([rows.count, heads * d])
+        if rows.count < length { eval(part) }
+        return part
+    }
+    return concatenated(parts)
+}
+
+/// P of the queries at positions `rows` over all positions before the last of them.
+/// - Parameters:
+///   - q: `[kv_heads, m, d]`, divided by √d; the query heads that share a key-value head lie below each other
+///   - k: `[kv_heads, rows.upperBound, d]`
+/// - Returns: `[kv_heads, m, rows.upperBound]`
+private func probabilities(_ q: MLXArray, _ k: MLXArray, rows: Range<Int>) -> MLXArray {
+    let (groups, keys) = (q.dim(0), rows.upperBound)
+    let visible = MLXArray.arange(rows.lowerBound, keys)[0..., .newAxis] .>= MLXArray.arange(keys)
+    let scores = matmul(q, k.swappedAxes(-1, -2)).reshaped([groups, -1, rows.count, keys])
+    return softmax(which(visible, scores, -Float.infinity), axis: -1).reshaped(q.shape.dropLast() + [keys])
+}
 
 /// The derivative of grouped-query attention from what the forward pass left, a tile of query rows at a time:
 ///
@@ -167,10 +267,7 @@ func attentionBackward(
         let (kTile, vTile) = (k[0..., 0..<keys].asType(.float32), v[0..., 0..<keys].asType(.float32))
         let (qTile, oTile, dO) = (stacked(q) * scale, stacked(out), stacked(dOut))
 
-        let visible = MLXArray.arange(rows.lowerBound, rows.upperBound)[0..., .newAxis] .>= MLXArray.arange(keys)
-        let scores = matmul(qTile, kTile.swappedAxes(-1, -2)).reshaped([groups, perGroup, rows.count, keys])
-        let p = softmax(which(visible, scores, -Float.infinity), axis: -1)
-            .reshaped([groups, perGroup * rows.count, keys])
+        let p = probabilities(qTile, kTile, rows: rows)
         let dP = matmul(dO, vTile.swappedAxes(-1, -2))
         let dS = p * (dP - (dO * oTile).sum(axis: -1, keepDims: true))
 
@@ -188,6 +285,8 @@ func attentionBackward(
 }
 
 // MARK: - SwiGLU:  act = silu(gate) ∘ up,  silu(x) = x σ(x)
+
+func swiglu(gate: MLXArray, up: MLXArray) -> MLXArray { gate * sigmoid(gate) * up }
 
 /// d_gate = d_act up (σ + gate σ (1 − σ)),  d_up = d_act silu(gate)
 func swigluBackward(gate: MLXArray, up: MLXArray, dAct: MLXArray) -> (act: MLXArray, dGate: MLXArray, dUp: MLXArray) {

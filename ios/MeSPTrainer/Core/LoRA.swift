@@ -96,34 +96,253 @@ struct LoRAMatrices {
     let b: MLXArray
 }
 
-/// Writes `lora` (one flat vector a block) as an adapter folder that mlx-lm and mlx-swift-lm load: float32
-/// `model.layers.N.….lora_a` `[in, rank]`, `.lora_b` `[rank, out]` of the last `trained` blocks and of `projections`, and
-/// `adapter_config.json`. Each file is replaced at once or not at all.
-func saveAdapters(
-    _ lora: [MLXArray], layout: LoRALayout, trained: Range<Int>, projections: [Projection], scale: Float, to folder: URL
-) throws {
-    var arrays = [String: MLXArray]()
-    for index in trained {
-        for projection in projections {
-            let pair = layout.matrices(projection, in: lora[index])
-            arrays["model.layers.\(index).\(projection.rawValue).lora_a"] = pair.a
-            arrays["model.layers.\(index).\(projection.rawValue).lora_b"] = pair.b
+// MARK: - Adapter folders
+
+/// How two libraries name and lay out adapters in a folder.
+private enum AdapterFormat: CaseIterable {
+    /// mlx-lm and mlx-swift-lm: A `[in, rank]`, B `[rank, out]`, and the scale in the configuration.
+    case mlx
+    /// Hugging Face PEFT: A `[rank, in]`, B `[out, rank]`, and α in the configuration.
+    case peft
+
+    var file: String { self == .mlx ? "adapters.safetensors" : "adapter_model.safetensors" }
+
+    func name(_ matrix: String, _ projection: Projection, _ block: Int) -> String {
+        let module = "model.layers.\(block).\(projection.rawValue)"
+        switch self {
+        case .mlx: return "\(module).lora_\(matrix.lowercased())"
+        case .peft: return "base_model.model.\(module).lora_\(matrix).weight"
         }
     }
-    let config: [String: Any] = [
-        "fine_tune_type": "lora", "num_layers": trained.count,
+
+    /// A matrix as the trainer has it in this format, or the other way round.
+    func turned(_ matrix: MLXArray) -> MLXArray { self == .mlx ? matrix : matrix.T }
+
+    func turned(_ shape: [Int]) -> [Int] { self == .mlx ? shape : shape.reversed() }
+}
+
+private let configFile = "adapter_config.json"
+
+/// Adapters that were read.
+struct Adapters {
+    let layout: LoRALayout
+    /// What a projection's adapter is multiplied by: α / rank.
+    let scale: Float
+    /// One flat vector `[P]` a block.
+    let lora: [MLXArray]
+}
+
+/// Writes adapters as a folder that mlx-lm and mlx-swift-lm load, with a folder `peft` in it that PEFT loads. Each file is replaced at
+/// once or not at all, and one matrix at a time is in memory.
+///
+/// - Parameters:
+///   - blocks: those that were trained, up to the last of the model
+///   - projections: those of them that were trained; only these are written
+///   - model: the Hugging Face id of the base model
+///   - lora: a block's parameters `[P]`
+func saveAdapters(
+    layout: LoRALayout, blocks: Range<Int>, projections: [Projection], scale: Float, model: String, to folder: URL,
+    lora: @escaping (_ block: Int) throws -> MLXArray
+) throws {
+    let rank = layout.rank
+    func tensors(_ format: AdapterFormat) -> [Tensor] {
+        blocks.flatMap { block in
+            projections.flatMap { projection -> [Tensor] in
+                let (inputs, outputs) = projection.dimensions(layout.architecture)
+                return [("A", [inputs, rank], \LoRAMatrices.a), ("B", [rank, outputs], \.b)].map {
+                    matrix, shape, path in
+                    Tensor(name: format.name(matrix, projection, block), shape: format.turned(shape)) {
+                        format.turned(layout.matrices(projection, in: try lora(block))[keyPath: path])
+                    }
+                }
+            }
+        }
+    }
+    let mlxConfig: [String: Any] = [
+        "fine_tune_type": "lora", "num_layers": blocks.count,
         "lora_parameters": [
-            "rank": layout.rank, "scale": scale, "dropout": 0.0, "keys": projections.map(\.rawValue),
+            "rank": rank, "scale": Double(scale), "dropout": 0.0, "keys": projections.map(\.rawValue),
         ] as [String: Any],
     ]
-    do {
+    let allBlocks = blocks.count == layout.architecture.numHiddenLayers
+    let peftConfig: [String: Any] = [
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": model, "r": rank,
+        "lora_alpha": Double(scale) * Double(rank), "use_rslora": false, "use_dora": false, "lora_dropout": 0.0,
+        "bias": "none", "fan_in_fan_out": false, "inference_mode": true,
+        "target_modules": projections.map { $0.name + "_proj" },
+        "layers_to_transform": allBlocks ? NSNull() : Array(blocks) as Any,
+    ]
+    func write(_ format: AdapterFormat, _ config: [String: Any], to folder: URL) throws {
         try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)
+        try writeSafetensors(tensors(format), to: folder.appendingPathComponent(format.file))
         let json = try JSONSerialization.data(withJSONObject: config, options: [.prettyPrinted, .sortedKeys])
-        try json.write(to: folder.appendingPathComponent("adapter_config.json"), options: .atomic)
-        try replace(folder.appendingPathComponent("adapters.safetensors"), with: arrays)
-    } catch let error as MeSPError {
-        throw error
+        try json.write(to: folder.appendingPathComponent(configFile), options: .atomic)
+    }
+    do {
+        try write(.mlx, mlxConfig, to: folder)
+        try write(.peft, peftConfig, to: folder.appendingPathComponent("peft"))
     } catch {
         throw MeSPError("Cannot save the adapters in \(folder.path): \(error.plainSentence).")
     }
+}
+
+/// Reads an adapter folder as mlx-lm or PEFT writes it.
+///
+/// - Parameter absent: a block's parameters `[P]`, from which the matrices that the folder lacks are taken; zero by default
+func loadAdapters(
+    from folder: URL, architecture: Architecture,
+    absent: (LoRALayout, _ block: Int) -> MLXArray = { layout, _ in MLXArray.zeros([layout.count]) }
+) throws -> Adapters {
+    do {
+        let (format, rank, scale) = try readConfig(folder)
+        let layout = LoRALayout(architecture: architecture, rank: rank)
+        var tensors = try readSafetensors(folder.appendingPathComponent(format.file))
+        guard !tensors.isEmpty else { throw MeSPError("\(format.file) is empty") }
+
+        func take(_ matrix: String, _ projection: Projection, _ block: Int, _ shape: [Int]) throws -> MLXArray? {
+            let name = format.name(matrix, projection, block)
+            guard let array = tensors.removeValue(forKey: name) else { return nil }
+            guard array.shape == format.turned(shape) else {
+                throw MeSPError("\(name) has the shape \(array.shape), where the model needs \(format.turned(shape))")
+            }
+            return format.turned(array)
+        }
+        let lora = try (0..<architecture.numHiddenLayers).map { block in
+            let absent = absent(layout, block)
+            var pairs = [Projection: LoRAMatrices]()
+            for projection in Projection.allCases {
+                let (inputs, outputs) = projection.dimensions(architecture)
+                let a = try take("A", projection, block, [inputs, rank])
+                let b = try take("B", projection, block, [rank, outputs])
+                guard (a == nil) == (b == nil) else {
+                    throw MeSPError("\(format.name(a == nil ? "A" : "B", projection, block)) is missing")
+                }
+                let initial = layout.matrices(projection, in: absent)
+                pairs[projection] = LoRAMatrices(a: a ?? initial.a, b: b ?? initial.b)
+            }
+            let flat = layout.packed(pairs)
+            eval(flat)
+            return flat
+        }
+        if let name = tensors.keys.min() {
+            throw MeSPError("it holds \(name), which is not a LoRA matrix of one of this model's projections")
+        }
+        return Adapters(layout: layout, scale: scale, lora: lora)
+    } catch {
+        throw MeSPError("Cannot load the adapters in \(folder.path): \(error.plainSentence).")
+    }
+}
+
+/// The folder's format, and the adapters' rank and scale.
+private func readConfig(_ folder: URL) throws -> (format: AdapterFormat, rank: Int, scale: Float) {
+    struct Config: Decodable {
+        struct Parameters: Decodable {
+            let rank: Int
+            let scale: Float
+        }
+        // mlx-lm
+        let fineTuneType: String?
+        let loraParameters: Parameters?
+        // PEFT
+        let peftType: String?
+        let r: Int?
+        let loraAlpha: Float?
+        let useRslora: Bool?
+        let useDora: Bool?
+        let bias: String?
+        let rankPattern: [String: Int]?
+        let alphaPattern: [String: Float]?
+        let modulesToSave: [String]?
+    }
+    guard let json = try? Data(contentsOf: folder.appendingPathComponent(configFile)) else {
+        throw MeSPError("it has no \(configFile)")
+    }
+    let decoder = JSONDecoder()
+    decoder.keyDecodingStrategy = .convertFromSnakeCase
+    let config: Config
+    do {
+        config = try decoder.decode(Config.self, from: json)
+    } catch {
+        throw MeSPError("\(configFile) is not valid: \(error.plainSentence)")
+    }
+    func supported(_ condition: Bool, _ kind: String) throws {
+        guard condition else { throw MeSPError("they use \(kind), which is not supported; train plain LoRA adapters") }
+    }
+    let result: (format: AdapterFormat, rank: Int, scale: Float)
+    if let type = config.peftType {
+        try supported(type == "LORA", type)
+        try supported(config.useDora != true, "DoRA")
+        try supported(config.bias ?? "none" == "none", "trained biases")
+        try supported(config.modulesToSave?.isEmpty ?? true, "modules_to_save")
+        try supported(
+            (config.rankPattern?.isEmpty ?? true) && (config.alphaPattern?.isEmpty ?? true),
+            "ranks or alphas of their own"
+        )
+        guard let rank = config.r, let alpha = config.loraAlpha else {
+            throw MeSPError("\(configFile) lacks r or lora_alpha")
+        }
+        result = (.peft, rank, config.useRslora == true ? alpha / Float(rank).squareRoot() : alpha / Float(rank))
+    } else {
+        let type = config.fineTuneType ?? "lora"
+        try supported(type == "lora", type == "dora" ? "DoRA" : "fine_tune_type \(type)")
+        guard let parameters = config.loraParameters else { throw MeSPError("\(configFile) lacks lora_parameters") }
+        result = (.mlx, parameters.rank, parameters.scale)
+    }
+    guard result.rank >= 1, result.scale.isFinite else {
+        throw MeSPError("\(configFile) has a rank or scale that is not a positive number")
+    }
+    return result
+}
+
+// MARK: - Safetensors
+
+/// A float32 tensor that is made when it is written.
+private struct Tensor {
+    let name: String
+    let shape: [Int]
+    let make: () throws -> MLXArray
+}
+
+/// Writes a safetensors file under another name, then renames it. MLX's own writer would hold every tensor at once, and doesn't report
+/// a short write.
+private func writeSafetensors(_ tensors: [Tensor], to url: URL) throws {
+    var header: [String: Any] = ["__metadata__": ["format": "pt"]]
+    var end = 0
+    for tensor in tensors {
+        let start = end
+        end += tensor.shape.reduce(4, *)
+        header[tensor.name] = ["dtype": "F32", "shape": tensor.shape, "data_offsets": [start, end]] as [String: Any]
+    }
+    var json = try JSONSerialization.data(withJSONObject: header, options: .sortedKeys)
+    // The tensors start at a multiple of 8 bytes.
+    json.append(Data(repeating: UInt8(ascii: " "), count: -json.count & 7))
+
+    let partial = url.appendingPathExtension("partial")
+    defer { try? FileManager.default.removeItem(at: partial) }
+    try Data().write(to: partial)
+    let file = try FileHandle(forWritingTo: partial)
+    try file.write(contentsOf: withUnsafeBytes(of: UInt64(json.count).littleEndian) { Data($0) })
+    try file.write(contentsOf: json)
+    for tensor in tensors {
+        let array = try tensor.make()
+        precondition(array.shape == tensor.shape && array.dtype == .float32)
+        try file.write(contentsOf: array.asData(access: .noCopyIfContiguous).data)
+    }
+    try file.synchronize()
+    try file.close()
+    guard rename(partial.path, url.path) == 0 else { throw MeSPError(String(cString: strerror(errno))) }
+}
+
+/// The tensors of a safetensors file by name, each read when it is evaluated.
+private func readSafetensors(_ url: URL) throws -> [String: MLXArray] {
+    let name = url.lastPathComponent
+    guard let file = try? FileHandle(forReadingFrom: url) else { throw MeSPError("it has no \(name)") }
+    defer { try? file.close() }
+    let header = try file.read(upToCount: 8) ?? Data()
+    guard header.count == 8, let tensors = try? loadArrays(url: url) else { throw MeSPError("\(name) is damaged") }
+    // MLX finds out that the file is too short only when it reads a tensor.
+    let headerSize = header.withUnsafeBytes { UInt64(littleEndian: $0.loadUnaligned(as: UInt64.self)) }
+    let size = UInt64(tensors.values.reduce(8) { $0 + $1.nbytes }) + headerSize
+    guard try file.seekToEnd() == size else { throw MeSPError("\(name) is damaged") }
+    return tensors
 }

@@ -161,6 +161,17 @@ public struct ModelBundle {
     /// The device that the functions were exported for, and that everything runs on.
     var device: Device { manifest.device == "gpu" ? .gpu : .cpu }
 
+    /// Calls `body` with the bundle's device as MLX's default. An error in MLX, which ends the process elsewhere, is thrown.
+    func withDevice<R>(_ body: () throws -> R) throws -> R {
+        try Device.withDefaultDevice(device) {
+            do {
+                return try withError { try body() }
+            } catch let error as MLXError {
+                throw MeSPError(error.plainSentence + ".")
+            }
+        }
+    }
+
     /// Calls `body` with block `index`'s file as one flat `uint32` array, mapped for as long as `body` runs. What `body` returns
     /// must be evaluated.
     func withBlock<R>(_ index: Int, _ body: (PackedWeights) throws -> R) throws -> R {

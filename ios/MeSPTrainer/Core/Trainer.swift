@@ -396,12 +396,38 @@ final class Trainer {
         }
     }
 
-    func startFrom(_ folder: URL) throws {}
+    /// Takes the parameters of adapters, as mlx-lm or PEFT wrote them, instead of the initial ones.
+    func startFrom(_ folder: URL) throws {
+        let adapters = try loadAdapters(from: folder, architecture: bundle.architecture) { [settings] in
+            $0.initial(seed: settings.seed, block: $1)
+        }
+        guard adapters.layout.rank == layout.rank else {
+            throw MeSPError(
+                "The adapters in \(folder.path) have rank \(adapters.layout.rank), the run has \(layout.rank); choose theirs."
+            )
+        }
+        guard abs(adapters.scale - scale) <= 1e-6 * abs(adapters.scale) else {
+            throw MeSPError(
+                "The adapters in \(folder.path) are scaled by \(adapters.scale), the run's by \(scale); set alpha to \(settings.alpha * adapters.scale / scale)."
+            )
+        }
+        for (block, vector) in adapters.lora.enumerated() {
+            for projection in Projection.allCases
+            where !trained.contains(block) || !settings.projections.contains(projection.name) {
+                guard layout.matrices(projection, in: vector).b.abs().max().item(Float.self) == 0 else {
+                    throw MeSPError(
+                        "The adapters in \(folder.path) have a \(projection.name) in block \(block), which this run does not train and would lose; train it too."
+                    )
+                }
+            }
+            try lora.write(vector.asType(settings.loraDtype.dtype), block)
+        }
+    }
 
     /// Writes the trained adapters for mlx-lm and PEFT.
     func saveAdapters(to folder: URL) throws {
         try MeSPCore.saveAdapters(
-            try lora.indices.map { try lora.read($0).asType(.float32) }, layout: layout, trained: trained,
-            projections: settings.projections.compactMap(Projection.init(name:)), scale: scale, to: folder)
+            layout: layout, blocks: trained, projections: settings.projections.compactMap(Projection.init(name:)),
+            scale: scale, model: bundle.manifest.model.id, to: folder, lora: lora.read)
     }
 }
