@@ -41,10 +41,15 @@ public struct Battery: Sendable, Equatable {
     var battery: Battery? { get }
     /// Bytes that the process may still take; nil where there is no limit.
     var availableMemory: Int? { get }
-    /// To be called after each change of the scene, the thermal state or the battery.
-    var onChange: () -> Void { get set }
-    /// To be called when the system runs short of memory.
-    var onMemoryWarning: () -> Void { get set }
+    /// To be called at each event, at once and in order.
+    var observers: [(PhoneEvent) -> Void] { get set }
+}
+
+public enum PhoneEvent: Sendable {
+    /// The scene, the thermal state or the battery is another.
+    case change
+    /// The system runs short of memory.
+    case memoryWarning
 }
 
 #if os(iOS)
@@ -54,8 +59,7 @@ public struct Battery: Sendable, Equatable {
     /// The device that the app runs on.
     @MainActor public final class SystemPhone: Phone {
         public private(set) var scene = AppScene.active
-        public var onChange: () -> Void = {}
-        public var onMemoryWarning: () -> Void = {}
+        public var observers = [(PhoneEvent) -> Void]()
 
         public var thermalState: ThermalState { .current }
 
@@ -73,18 +77,22 @@ public struct Battery: Sendable, Equatable {
             observe(UIApplication.didEnterBackgroundNotification) { $0.enter(.background) }
             observe(UIApplication.willEnterForegroundNotification) { $0.enter(.inactive) }
             observe(UIApplication.didBecomeActiveNotification) { $0.enter(.active) }
-            observe(UIApplication.didReceiveMemoryWarningNotification) { $0.onMemoryWarning() }
-            observe(UIDevice.batteryLevelDidChangeNotification) { $0.onChange() }
-            observe(UIDevice.batteryStateDidChangeNotification) { $0.onChange() }
+            observe(UIApplication.didReceiveMemoryWarningNotification) { $0.tell(.memoryWarning) }
+            observe(UIDevice.batteryLevelDidChangeNotification) { $0.tell(.change) }
+            observe(UIDevice.batteryStateDidChangeNotification) { $0.tell(.change) }
             // Posted on any thread, unlike the others.
             NotificationCenter.default.addObserver(
                 forName: ProcessInfo.thermalStateDidChangeNotification, object: nil, queue: nil
-            ) { [weak self] _ in Task { @MainActor in self?.onChange() } }
+            ) { [weak self] _ in Task { @MainActor in self?.tell(.change) } }
         }
 
         private func enter(_ scene: AppScene) {
             self.scene = scene
-            onChange()
+            tell(.change)
+        }
+
+        private func tell(_ event: PhoneEvent) {
+            for observer in observers { observer(event) }
         }
 
         /// Without a queue `body` runs before the post returns: leaving the app has to take effect before iOS goes on.

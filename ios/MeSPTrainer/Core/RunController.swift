@@ -79,8 +79,12 @@ public enum PauseReason: String, Sendable, CaseIterable {
     /// - Parameter clock: what the pause after a memory warning is timed by.
     public init(phone: any Phone, clock: any Clock<Duration> = ContinuousClock()) {
         (self.phone, self.clock) = (phone, clock)
-        phone.onChange = { [weak self] in self?.update() }
-        phone.onMemoryWarning = { [weak self] in self?.memoryWarning() }
+        phone.observers.append { [weak self] event in
+            switch event {
+            case .change: self?.update()
+            case .memoryWarning: self?.memoryWarning()
+            }
+        }
     }
 
     // MARK: - What a person does

@@ -7,6 +7,8 @@ public protocol TextTokenizer: Sendable {
     /// The ids of `text` alone, without special tokens around it.
     func encode(_ text: String) -> [Int]
     func decode(_ tokens: [Int]) -> String
+    /// Whether the model knows conversations.
+    var hasChatTemplate: Bool { get }
     /// The ids of a conversation in the model's chat template, with the opening of an answer where `opensAnswer` is set.
     func encode(_ messages: [ChatMessage], opensAnswer: Bool) throws -> [Int]
 }
@@ -65,6 +67,11 @@ public struct TextData: Sendable {
             }
             splits = try holdOut(stream, of: name)
         } else {
+            guard tokenizer.hasChatTemplate else {
+                throw MeSPError(
+                    "The model has no chat template, which the records of \(name) need; take an -Instruct model, or write the records as text."
+                )
+            }
             var examples = [(tokens: [UInt32], prompt: Int)]()
             for (index, document) in documents.enumerated() {
                 if let example = try encode(document) { examples.append(example) }

@@ -6,12 +6,15 @@ import Testing
 
 /// A phone whose state the tests set.
 @MainActor final class TestPhone: Phone {
-    var scene = AppScene.active { didSet { onChange() } }
-    var thermalState = ThermalState.nominal { didSet { onChange() } }
-    var battery: Battery? = Battery(level: 0.8, isCharging: false) { didSet { onChange() } }
+    var scene = AppScene.active { didSet { tell(.change) } }
+    var thermalState = ThermalState.nominal { didSet { tell(.change) } }
+    var battery: Battery? = Battery(level: 0.8, isCharging: false) { didSet { tell(.change) } }
     var availableMemory: Int?
-    var onChange: () -> Void = {}
-    var onMemoryWarning: () -> Void = {}
+    var observers = [(PhoneEvent) -> Void]()
+
+    func tell(_ event: PhoneEvent) {
+        for observer in observers { observer(event) }
+    }
 }
 
 /// A clock that stands still until it is told to go on.
@@ -214,7 +217,7 @@ final class TestClock: Clock, @unchecked Sendable {
     @Test func aMemoryWarningPausesUntilThePhoneHasMemoryAgain() async throws {
         try await train()
         phone.availableMemory = -1_000_000_000
-        phone.onMemoryWarning()
+        phone.tell(.memoryWarning)
         try await reach(.paused(.memory))
         clock.advance(by: RunController.memoryPause)
         try await Task.sleep(for: .milliseconds(100))
@@ -227,11 +230,11 @@ final class TestClock: Clock, @unchecked Sendable {
 
     @Test func aSecondMemoryWarningBeginsThePauseAnew() async throws {
         try await train()
-        phone.onMemoryWarning()
+        phone.tell(.memoryWarning)
         try await reach(.paused(.memory))
         try await Task.sleep(for: .milliseconds(50))
         clock.advance(by: RunController.memoryPause * 0.6)
-        phone.onMemoryWarning()
+        phone.tell(.memoryWarning)
         try await Task.sleep(for: .milliseconds(50))
         clock.advance(by: RunController.memoryPause * 0.6)
         try await Task.sleep(for: .milliseconds(100))

@@ -290,6 +290,16 @@ import Testing
         #expect(!FileManager.default.fileExists(atPath: target.path))
     }
 
+    @Test func aModelWithoutAChatTemplateTakesNoConversations() throws {
+        defer { try? FileManager.default.removeItem(at: folder) }
+        try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)
+        let file = folder.appendingPathComponent("a.jsonl")
+        try #"{"prompt": "x", "completion": "y"}"#.write(to: file, atomically: true, encoding: .utf8)
+        let data = TextData(tokenizer: ByteTokenizer(hasChatTemplate: false), length: 16)
+        let found = message { try data.write(.file(file), to: target) }
+        #expect(found.hasPrefix("The model has no chat template, which the records of a.jsonl need"))
+    }
+
     @Test func endsWhenProgressThrows() throws {
         defer { try? FileManager.default.removeItem(at: folder) }
         let text = String(repeating: "A line.\n", count: 100)
