@@ -40,6 +40,8 @@ import Observation
     public var answersOnly = false
     /// How much of the text is tokenized, from 0 to 1; nil while none is being tokenized.
     public private(set) var tokenized: Double?
+    /// Whether the form for a new run is shown, and not the run in progress or the last one.
+    public var showsSetup = true
     /// What the person wants of the screen while a run is in progress.
     public var keepsAwake = true
     /// In front all night, with the screen dark.
@@ -66,7 +68,7 @@ import Observation
         bundles = store.bundles()
         runs = store.runs(
             running: controller.isRunning ? controller.settings.map { URL(fileURLWithPath: $0.output) } : nil)
-        let known = bundles.first { $0.url == bundle?.url && $0.problem == nil }
+        let known = bundles.first { $0.id == bundle?.id && $0.problem == nil }
         if known == nil || bundle == nil { select(known ?? bundles.first { $0.problem == nil }) }
     }
 
@@ -80,13 +82,22 @@ import Observation
         if !manifest.ranks.contains(settings.rank) { settings.rank = manifest.ranks.first ?? 1 }
     }
 
-    /// Copies a bundle that the person chose into the app.
+    /// Copies a bundle that the person chose into the app. One that is in Documents already is only chosen, and what AirDrop put into
+    /// the inbox moves from there.
     public func importBundle(at url: URL) async {
+        let folder = url.deletingLastPathComponent().resolvingSymlinksInPath().path
+        if folder == store.documents.resolvingSymlinksInPath().path {
+            refresh()
+            return select(bundles.first { $0.id == url.lastPathComponent })
+        }
         importing = url.lastPathComponent
         defer { importing = nil }
         let store = store
         await attempt {
             let bundle = try await Task.detached { try store.importBundle(at: url) }.value
+            if folder == store.documents.appendingPathComponent("Inbox").resolvingSymlinksInPath().path {
+                try? FileManager.default.removeItem(at: url)
+            }
             refresh()
             select(bundle)
         }
@@ -110,6 +121,9 @@ import Observation
             && Self.refusal == nil
     }
 
+    /// Whether a run with the form's settings can begin now.
+    public var canStart: Bool { isFree && (try? fit.get().fits) == true }
+
     /// The predicted peak and whether it fits now, or why there can be no such run.
     public var fit: Result<Fit, MeSPError> {
         guard let manifest = bundle?.manifest else {
@@ -124,13 +138,14 @@ import Observation
 
     /// Tokenizes the text, where it is not the bundle's, and begins the run.
     public func start() async {
-        guard isFree, let bundle else { return }
+        guard canStart, let bundle else { return }
         let folder = store.newRun(bundle: bundle.name, method: settings.method)
         var settings = settings
         (settings.bundle, settings.output, settings.resume) = (bundle.url.path, folder.path, false)
         await attempt {
             settings.data = try await tokenize(bundle, into: folder)?.path
             controller.start(settings)
+            showsSetup = false
         }
         if settings.data == nil, text != .bundle { try? FileManager.default.removeItem(at: folder) }
         refresh()
@@ -162,7 +177,10 @@ import Observation
     /// Goes on with a run from its last saved state.
     public func resume(_ run: StoredRun) async {
         guard isFree else { return }
-        await attempt { controller.start(try store.settingsToResume(run)) }
+        await attempt {
+            controller.start(try store.settingsToResume(run))
+            showsSetup = false
+        }
         refresh()
     }
 
@@ -188,7 +206,7 @@ import Observation
     public func bundle(of run: StoredRun) -> StoredBundle? {
         guard let path = run.log?.start?.settings.bundle else { return nil }
         let name = URL(fileURLWithPath: path).lastPathComponent
-        return bundles.first { $0.url.lastPathComponent == name && $0.problem == nil }
+        return bundles.first { $0.id == name && $0.problem == nil }
     }
 
     private func attempt(_ body: () async throws -> Void) async {

@@ -9,6 +9,13 @@ public struct RunLog: Sendable {
         public let message: String
     }
 
+    /// A point of a curve.
+    public struct Point: Sendable, Identifiable {
+        /// The last step of the stretch.
+        public let id: Int
+        public let value: Double
+    }
+
     public var start: Record.Start?
     public var plan: Record.Plan?
     public var steps = [Record.Step]()
@@ -75,11 +82,12 @@ public struct RunLog: Sendable {
     }
 
     /// The mean of `value` over stretches of steps, `points` at most: what a chart can draw of a long run.
-    public func curve(points: Int = 200, _ value: (Record.Step) -> Double) -> [(step: Int, value: Double)] {
+    public func curve(points: Int = 200, _ value: (Record.Step) -> Double) -> [Point] {
         let stretch = max(1, (steps.count + points - 1) / max(1, points))
         return stride(from: 0, to: steps.count, by: stretch).map { start in
             let part = steps[start..<min(start + stretch, steps.count)]
-            return (part[part.endIndex - 1].step, part.reduce(0) { $0 + value($1) } / Double(part.count))
+            return Point(
+                id: part[part.endIndex - 1].step, value: part.reduce(0) { $0 + value($1) } / Double(part.count))
         }
     }
 }

@@ -20,7 +20,7 @@ public struct RunStore: Sendable {
     /// - Parameter running: the folder of the run in progress.
     public func runs(running: URL? = nil) -> [StoredRun] {
         contents(runsFolder).map {
-            StoredRun(url: $0, isRunning: $0.standardizedFileURL == running?.standardizedFileURL)
+            StoredRun(url: $0, isRunning: $0.lastPathComponent == running?.lastPathComponent)
         }
         .sorted { $0.date > $1.date }
     }
@@ -163,8 +163,8 @@ public struct StoredRun: Identifiable, Sendable {
         }
     }
 
-    public var id: URL { url }
-    public var name: String { url.lastPathComponent }
+    public var id: String { url.lastPathComponent }
+    public var name: String { id }
 
     /// The adapters saved last; nil where there are none yet.
     public var adapters: URL? { existing("adapters") }
@@ -204,7 +204,7 @@ public struct StoredBundle: Identifiable, Sendable {
         }
     }
 
-    public var id: URL { url }
+    public var id: String { url.lastPathComponent }
     public var name: String { manifest?.name ?? url.deletingPathExtension().lastPathComponent }
 
     /// The size of all its files, in bytes.

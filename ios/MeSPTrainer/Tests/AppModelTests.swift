@@ -44,6 +44,18 @@ import Testing
         #expect(model.problem == "There is a bundle bundle.mesp already; delete it first.")
     }
 
+    @Test func aBundleFromAirDropMovesOutOfTheInbox() async throws {
+        let inbox = documents.appendingPathComponent("Inbox")
+        try FileManager.default.createDirectory(at: inbox, withIntermediateDirectories: true)
+        let dropped = inbox.appendingPathComponent("new.mesp")
+        try FileManager.default.copyItem(at: try fixture(), to: dropped)
+        await model.importBundle(at: dropped)
+        #expect(model.bundle?.id == "new.mesp")
+        #expect(!FileManager.default.fileExists(atPath: dropped.path))
+        await model.importBundle(at: documents.appendingPathComponent("new.mesp"))
+        #expect(model.problem == nil, "it is there already, and only chosen")
+    }
+
     @Test func trainsOnTheBundlesText() async throws {
         try await prepare(steps: 1_000_000)
         await model.start()
@@ -96,7 +108,7 @@ import Testing
         #expect(model.benchmark.rows.count == 3)
         #expect(model.runs.count == 3)
         let run = try #require(model.runs.first)
-        #expect(model.bundle(of: run)?.url == model.bundle?.url)
+        #expect(model.bundle(of: run)?.id == model.bundle?.id)
         var request = Comparison.Request()
         (request.prompt, request.maxTokens) = ("The", 1)
         await model.write(request, with: run)

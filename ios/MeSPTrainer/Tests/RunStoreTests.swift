@@ -199,7 +199,7 @@ import Testing
         try Run.run(try settings("run", steps: 5))
         let log = try RunLog(folder: store.runsFolder.appendingPathComponent("run"))
         let curve = log.curve(points: 3) { Double($0.step) }
-        #expect(curve.map(\.step) == [2, 4, 5])
+        #expect(curve.map(\.id) == [2, 4, 5])
         #expect(curve.map(\.value) == [1.5, 3.5, 5])
         #expect(log.peakFootprint ?? 0 >= log.steps.map(\.footprintPeakBytes).max() ?? .max)
         #expect(log.tokensPerSecond ?? 0 > 0 && log.stepSeconds ?? 0 > 0)
