@@ -1,7 +1,7 @@
 """mesp-generate: writes on from a prompt with a bundle's model, run by mesp-engine.
 
 The engine takes token ids and prints a record a token (docs/architecture.md); text is mlx-lm's
-part: its tokenizer, chat template and streaming detokenizer.
+part: tokenizer, chat template and streaming detokenizer.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -22,7 +22,9 @@ from mesp.bundle import read_manifest
 from mesp.engine import find_engine
 from mesp.errors import MespError, plain_os_errors
 from mesp.log import decimal, megabytes
-from mesp.train import Positive, forward_signals
+
+if TYPE_CHECKING:
+    from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 
 @click.command(context_settings={"show_default": True, "help_option_names": ["-h", "--help"]})
@@ -30,21 +32,21 @@ from mesp.train import Positive, forward_signals
 @click.option(
     "--adapters",
     type=click.Path(path_type=Path),
-    help="Adapter folder, as mesp-train, mlx-lm or PEFT writes it.  [default: none]",
+    help="Folder of adapters, of mesp-train, mlx-lm or PEFT.  [default: the base model]",
 )
 @click.option("--prompt", required=True, help="What to write on from; - reads standard input.")
 @click.option("--max-tokens", type=click.IntRange(min=1), default=256)
 @click.option(
     "--temperature",
-    type=click.FloatRange(min=0) | None if False else click.FloatRange(min=0),
+    type=click.FloatRange(min=0, max=100),
     default=0.0,
-    help="0 always takes the likeliest token.",
+    help="0 takes the likeliest token each time.",
 )
 @click.option(
     "--top-p",
     type=click.FloatRange(min=0, max=1, min_open=True),
     default=1.0,
-    help="Draw only from the likeliest tokens, which have this probability together.",
+    help="Draw from the fewest tokens that are together as likely as this.",
 )
 @click.option("--seed", type=click.IntRange(0, 2**31 - 1), default=0, help="Of the draws.")
 @click.option(
@@ -53,9 +55,150 @@ from mesp.train import Positive, forward_signals
     help="Put the prompt into the chat template.  [default: where the tokenizer has one]",
 )
 def main(
-    bundle: Path, adapters: Path | None, prompt: str, chat: bool | None, **options: Any
+    bundle: Path,
+    adapters: Path | None,
+    prompt: str,
+    max_tokens: int,
+    temperature: float,
+    top_p: float,
+    seed: int,
+    chat: bool | None,
 ) -> None:
     """Write on from a prompt with the model in BUNDLE, a folder that mesp-export wrote.
 
-    The text goes to standard output as it comes. Ctrl-C ends it.
+    The text goes to standard output as it comes; Ctrl-C ends it.
     """
+    read_manifest(bundle)
+    tokenizer = load_tokenizer(bundle)
+    if prompt == "-":
+        prompt = click.get_text_stream("stdin").read()
+    tokens = encode(tokenizer, prompt, chat)
+    records = generate(
+        bundle,
+        tokens,
+        adapters=adapters,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        seed=seed,
+        stop=sorted(tokenizer.eos_token_ids),
+    )
+    detokenizer = tokenizer.detokenizer
+    for record in records:
+        if record["type"] == "token":
+            detokenizer.add_token(record["token"])
+            click.echo(detokenizer.last_segment, nl=False)
+    detokenizer.finalize()
+    click.echo(detokenizer.last_segment)
+    if sys.stderr.isatty():
+        click.echo(summary(record, len(tokens)), err=True)
+    if record["reason"] == "stopped":
+        raise SystemExit(128 + signal.SIGINT)
+
+
+def load_tokenizer(bundle: Path) -> TokenizerWrapper:
+    """The bundle's tokenizer, with the tokens that end a text as mlx-lm finds them."""
+    if not (bundle / "tokenizer_config.json").is_file():
+        raise MespError(
+            f"{bundle} has no tokenizer; export it from a model folder that has one to generate."
+        )
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    from mlx_lm import utils
+
+    try:
+        ends = utils.load_config(bundle).get("eos_token_id")
+        return utils.load_tokenizer(bundle, eos_token_ids=ends)
+    except Exception as error:
+        reason = str(error).partition("\n")[0]
+        raise MespError(f"The tokenizer in {bundle} cannot be loaded: {reason}") from error
+
+
+def encode(tokenizer: TokenizerWrapper, prompt: str, chat: bool | None) -> list[int]:
+    """Token ids of `prompt`, as mlx_lm.generate makes them.
+
+    With `chat` it is a user's message in the chat template; None means where there is a template.
+    """
+    if chat and not tokenizer.has_chat_template:
+        raise MespError("The bundle's tokenizer has no chat template; leave out --chat.")
+    if chat is not False and tokenizer.has_chat_template:
+        messages = [{"role": "user", "content": prompt}]
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        tokens = tokenizer.encode(text, add_special_tokens=False)
+    else:
+        tokens = tokenizer.encode(prompt)
+    if not tokens:
+        raise MespError("The prompt is empty; give at least one word.")
+    return tokens
+
+
+def generate(
+    bundle: Path,
+    prompt: Sequence[int],
+    *,
+    adapters: Path | None = None,
+    max_tokens: int = 256,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    stop: Sequence[int] = (),
+) -> Iterator[dict]:
+    """The engine's records as they come: ``token`` records, then one ``end`` record.
+
+    SIGINT ends the text early, with reason "stopped". Raises MespError where the engine fails.
+    """
+    settings = {
+        "bundle": str(bundle.resolve()),
+        "adapters": None if adapters is None else str(adapters.resolve()),
+        "prompt": list(prompt),
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "top_p": top_p,
+        "seed": seed,
+        "stop": list(stop),
+    }
+    engine = find_engine()
+    with (
+        tempfile.NamedTemporaryFile("w", suffix=".json", encoding="utf-8") as file,
+        tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors,
+    ):
+        json.dump(settings, file)
+        file.flush()
+        with plain_os_errors(f"Cannot start {engine}"):
+            process = subprocess.Popen(
+                [engine, "generate", file.name],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                encoding="utf-8",
+            )
+        # Typed, a Ctrl-C arrives at the engine too, where a second one changes nothing.
+        previous = signal.signal(signal.SIGINT, lambda number, _: process.send_signal(number))
+        record = {}
+        try:
+            for line in process.stdout:
+                record = json.loads(line)
+                yield record
+            process.wait()
+        finally:
+            signal.signal(signal.SIGINT, previous)
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+            process.stdout.close()
+        if process.returncode != 0 or record.get("type") != "end":
+            errors.seek(0)
+            said = errors.read().strip()
+            raise MespError(said or f"mesp-engine failed with exit status {process.returncode}.")
+
+
+def summary(end: dict, prompt_tokens: int) -> str:
+    """What an end record says, in a line."""
+
+    def speed(tokens: int, seconds: float) -> str:
+        return f"{tokens} tokens, {decimal(tokens / seconds if seconds else None, 1)} tokens/s"
+
+    return (
+        f"Prompt: {speed(prompt_tokens, end['prompt_seconds'])}. "
+        f"Text: {speed(end['tokens'], end['seconds'])}. "
+        f"Peak footprint {megabytes(end['footprint_peak_bytes'])} MB."
+    )
