@@ -51,7 +51,12 @@ def test_every_way_to_train_is_measured(model: Path, tmp_path: Path):
 
     written = json.loads((tmp_path / "rows.json").read_text())
     rows = {row["variant"]: row for row in written["rows"]}
-    assert list(rows) == ["mesp in memory", "mesp inputs on disk", "mesp state on disk", *methods.split(",")[1:]]
+    assert list(rows) == [
+        "mesp in memory",
+        "mesp inputs on disk",
+        "mesp state on disk",
+        *methods.split(",")[1:],
+    ]
     for row in rows.values():
         assert (row["model"], row["blocks"], row["seq_len"], row["rank"]) == ("tiny", 3, 16, 8)
         assert row["error"] is None and row["os"] and row["cpu"]

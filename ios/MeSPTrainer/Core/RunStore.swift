@@ -101,7 +101,7 @@ public struct RunStore: Sendable {
 
     public func delete(_ bundle: StoredBundle) throws {
         guard !bundle.isIncluded else { throw MeSPError("\(bundle.name) came with the app and stays with it.") }
-        try delete(bundle.url)
+        try delete(documents.appendingPathComponent(bundle.id))
     }
 
     // MARK: - Files
@@ -194,6 +194,9 @@ public struct StoredBundle: Identifiable, Sendable {
     public let problem: String?
 
     init(url: URL, isIncluded: Bool) {
+        // devicectl can put a folder into one of its name.
+        let nested = url.appendingPathComponent(url.lastPathComponent)
+        let url = FileManager.default.fileExists(atPath: nested.path) ? nested : url
         (self.url, self.isIncluded) = (url, isIncluded)
         do {
             manifest = try ModelBundle(url: url, checksums: false).manifest

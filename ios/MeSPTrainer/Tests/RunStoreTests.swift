@@ -168,6 +168,16 @@ import Testing
         #expect(bundle.problem == "bad.mesp lacks embedding.bin; export the bundle again.")
     }
 
+    @Test func aBundleInAFolderOfItsNameIsFoundAndDeletedWhole() throws {
+        let folder = documents.appendingPathComponent("bundle.mesp")
+        try files.createDirectory(at: folder, withIntermediateDirectories: true)
+        try files.copyItem(at: try fixture(), to: folder.appendingPathComponent("bundle.mesp"))
+        let bundle = try #require(store.bundles().first)
+        #expect(bundle.problem == nil)
+        try store.delete(bundle)
+        #expect(!files.fileExists(atPath: folder.path))
+    }
+
     @Test func bundlesThatCameWithTheAppGiveWayToOnesOfTheSameName() throws {
         let included = documents.appendingPathComponent("Resources")
         try files.createDirectory(at: included, withIntermediateDirectories: true)
