@@ -32,10 +32,7 @@ struct RootView: View {
             CompareView().tabItem { Label("Compare", systemImage: "gauge.with.needle") }
         }
         .overlay { if model.isDimmed { NightView() } }
-        .alert(
-            "That Did Not Work",
-            isPresented: Binding(get: { model.problem != nil }, set: { if !$0 { model.problem = nil } })
-        ) {
+        .alert("That Did Not Work", isPresented: $model.hasProblem) {
             Button("OK") {}
         } message: {
             Text(model.problem ?? "")

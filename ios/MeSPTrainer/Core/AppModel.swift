@@ -4,11 +4,7 @@ import Observation
 /// What the app shows and does: its views only lay this out.
 @MainActor @Observable public final class AppModel {
     /// Where the text to train on comes from.
-    public enum TextChoice: Sendable, Equatable {
-        case bundle
-        case file(URL)
-        case pasted(String)
-    }
+    public enum TextKind: Sendable, CaseIterable { case bundle, file, pasted }
 
     /// Why the app can't train here; nil where it can.
     public static var refusal: String? {
@@ -28,14 +24,33 @@ import Observation
     public private(set) var runs = [StoredRun]()
     /// What went wrong last, in a sentence, until it is set to nil.
     public var problem: String?
+    /// Setting it to false is reading it.
+    public var hasProblem: Bool {
+        get { problem != nil }
+        set { if !newValue { problem = nil } }
+    }
     /// The bundle that is being copied and checked.
     public private(set) var importing: String?
 
     /// The bundle to train.
     public private(set) var bundle: StoredBundle?
+    public var bundleID: StoredBundle.ID? {
+        get { bundle?.id }
+        set { select(bundles.first { $0.id == newValue }) }
+    }
     /// The next run's settings. The bundle, the output and the text are filled in by `start()`.
     public var settings = RunSettings(bundle: "", output: "")
-    public var text = TextChoice.bundle
+    /// Whether the run is to stay below a memory limit.
+    public var hasLimit: Bool {
+        get { settings.memoryLimitMb != nil }
+        set { settings.memoryLimitMb = newValue ? limit : nil }
+    }
+    /// The memory limit in MB.
+    public var limit = 100.0 { didSet { if hasLimit { settings.memoryLimitMb = limit } } }
+    public var textKind = TextKind.bundle
+    /// The text file that was chosen.
+    public var file: URL?
+    public var pasted = ""
     /// Of records with prompts, whether only the answers count in the loss.
     public var answersOnly = false
     /// How much of the text is tokenized, from 0 to 1; nil while none is being tokenized.
@@ -147,17 +162,19 @@ import Observation
             controller.start(settings)
             showsSetup = false
         }
-        if settings.data == nil, text != .bundle { try? FileManager.default.removeItem(at: folder) }
+        if settings.data == nil, textKind != .bundle { try? FileManager.default.removeItem(at: folder) }
         refresh()
     }
 
     /// - Returns: the folder with the tokens; nil where the bundle's text is wanted.
     private func tokenize(_ bundle: StoredBundle, into run: URL) async throws -> URL? {
         let source: TextData.Source
-        switch text {
+        switch textKind {
         case .bundle: return nil
-        case .file(let url): source = .file(url)
-        case .pasted(let pasted): source = .text(pasted)
+        case .file:
+            guard let file else { throw MeSPError("Choose a text file first.") }
+            source = .file(file)
+        case .pasted: source = .text(pasted)
         }
         tokenized = 0
         defer { tokenized = nil }

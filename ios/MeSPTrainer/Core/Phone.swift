@@ -81,7 +81,7 @@ public enum PhoneEvent: Sendable {
             observe(UIDevice.batteryLevelDidChangeNotification) { $0.tell(.change) }
             observe(UIDevice.batteryStateDidChangeNotification) { $0.tell(.change) }
             // Posted on any thread, unlike the others.
-            NotificationCenter.default.addObserver(
+            _ = NotificationCenter.default.addObserver(
                 forName: ProcessInfo.thermalStateDidChangeNotification, object: nil, queue: nil
             ) { [weak self] _ in Task { @MainActor in self?.tell(.change) } }
         }
@@ -97,7 +97,7 @@ public enum PhoneEvent: Sendable {
 
         /// Without a queue `body` runs before the post returns: leaving the app has to take effect before iOS goes on.
         private func observe(_ name: Notification.Name, _ body: @escaping @MainActor @Sendable (SystemPhone) -> Void) {
-            NotificationCenter.default.addObserver(forName: name, object: nil, queue: nil) { [weak self] _ in
+            _ = NotificationCenter.default.addObserver(forName: name, object: nil, queue: nil) { [weak self] _ in
                 MainActor.assumeIsolated {
                     if let self { body(self) }
                 }

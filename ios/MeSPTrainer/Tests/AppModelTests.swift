@@ -38,6 +38,13 @@ import Testing
         try await prepare(steps: 1)
         #expect(model.bundle?.url.lastPathComponent == "bundle.mesp")
         #expect(model.settings.seqLen == 32 && model.settings.rank == 8)
+        model.bundleID = nil
+        #expect(model.bundle == nil && !model.canStart)
+        model.bundleID = "bundle.mesp"
+        #expect(model.canStart)
+        (model.hasLimit, model.limit) = (true, 1)
+        #expect(throws: MeSPError.self) { _ = try model.fit.get() }
+        model.hasLimit = false
         phone.availableMemory = 1
         #expect(try !model.fit.get().fits)
         await model.importBundle(at: try fixture())
@@ -73,7 +80,7 @@ import Testing
     @Test func trainsOnPastedTextAndGoesOnWithItAfterAKill() async throws {
         try await prepare(steps: 1_000_000)
         model.settings.saveEvery = 1
-        model.text = .pasted(String(repeating: "A line of text.\n", count: 20))
+        (model.textKind, model.pasted) = (.pasted, String(repeating: "A line of text.\n", count: 20))
         await model.start()
         while model.controller.log.steps.count < 3 { try await Task.sleep(for: .milliseconds(5)) }
         model.controller.stop()
@@ -96,9 +103,14 @@ import Testing
 
     @Test func textThatCannotBeUsedLeavesNoRun() async throws {
         try await prepare(steps: 1)
-        model.text = .pasted("Too short.")
+        (model.textKind, model.pasted) = (.pasted, "Too short.")
         await model.start()
         #expect(model.problem?.hasPrefix("The text has 11 tokens, too few") == true)
+        model.hasProblem = false
+        #expect(model.problem == nil)
+        model.textKind = .file
+        await model.start()
+        #expect(model.problem == "Choose a text file first.")
         #expect(model.controller.state == .idle && model.runs.isEmpty && model.isFree)
     }
 

@@ -39,7 +39,7 @@ struct BundlesView: View {
                 case .failure(let error): model.problem = error.localizedDescription
                 }
             }
-            .refreshable { model.refresh() }
+            .refreshable { await model.refresh() }
         }
     }
 }

@@ -99,7 +99,7 @@ private struct BenchmarkFile: Transferable {
     let rows: String
 
     static var transferRepresentation: some TransferRepresentation {
-        DataRepresentation(exportedContentType: .commaSeparatedText) { Data($0.rows.utf8) }
+        DataRepresentation(exportedContentType: .commaSeparatedText) { (file: BenchmarkFile) in Data(file.rows.utf8) }
             .suggestedFileName("benchmark.csv")
     }
 }
@@ -108,6 +108,7 @@ private struct BenchmarkJSON: Transferable {
     let rows: Data
 
     static var transferRepresentation: some TransferRepresentation {
-        DataRepresentation(exportedContentType: .json) { $0.rows }.suggestedFileName("benchmark.json")
+        DataRepresentation(exportedContentType: .json) { (file: BenchmarkJSON) in file.rows }
+            .suggestedFileName("benchmark.json")
     }
 }

@@ -61,7 +61,7 @@ struct LogSections: View {
                     LineMark(x: .value("Step", $0.id), y: .value("Loss", $0.value), series: .value("Data", "Training"))
                         .foregroundStyle(by: .value("Data", "Training"))
                 }
-                ForEach(log.evals, id: \.step) {
+                ForEach(log.evals.filter { $0.split == "valid" }, id: \.step) {
                     PointMark(x: .value("Step", $0.step), y: .value("Loss", Double($0.loss)))
                         .foregroundStyle(by: .value("Data", "Held out"))
                 }

@@ -28,7 +28,7 @@ struct RunsView: View {
             .navigationDestination(for: StoredRun.ID.self) { id in
                 if let run = model.runs.first(where: { $0.id == id }) { RunDetailView(run: run) }
             }
-            .refreshable { model.refresh() }
+            .refreshable { await model.refresh() }
         }
     }
 }

@@ -55,8 +55,10 @@ struct Archive: Transferable {
     let folder: URL
 
     static var transferRepresentation: some TransferRepresentation {
-        FileRepresentation(exportedContentType: .zip) { SentTransferredFile(try $0.zipped()) }
-            .suggestedFileName { "\($0.folder.lastPathComponent).zip" }
+        FileRepresentation(exportedContentType: .zip) { (archive: Archive) in
+            SentTransferredFile(try archive.zipped())
+        }
+        .suggestedFileName { (archive: Archive) in "\(archive.folder.lastPathComponent).zip" }
     }
 
     /// The file coordinator zips a folder that is read for uploading; its file goes when the closure returns.

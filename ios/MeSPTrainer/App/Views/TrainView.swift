@@ -21,7 +21,6 @@ struct TrainView: View {
 struct SetupView: View {
     @Environment(AppModel.self) private var model
     @State private var choosesFile = false
-    @State private var pasted = ""
 
     var body: some View {
         @Bindable var model = model
@@ -69,11 +68,7 @@ struct SetupView: View {
     @ViewBuilder private var modelSection: some View {
         @Bindable var model = model
         Section("Model") {
-            Picker(
-                "Bundle",
-                selection: Binding(
-                    get: { model.bundle?.id }, set: { id in model.select(model.bundles.first { $0.id == id }) })
-            ) {
+            Picker("Bundle", selection: $model.bundleID) {
                 ForEach(model.bundles.filter { $0.problem == nil }) { Text($0.name).tag(Optional($0.id)) }
             }
             if let manifest = model.bundle?.manifest {
@@ -90,20 +85,21 @@ struct SetupView: View {
     @ViewBuilder private var textSection: some View {
         @Bindable var model = model
         Section("Text") {
-            Picker("Train on", selection: kind) {
-                ForEach(TextKind.allCases, id: \.self) { Text($0.rawValue).tag($0) }
+            Picker("Train on", selection: $model.textKind) {
+                Text("The bundle’s text").tag(AppModel.TextKind.bundle)
+                Text("A file").tag(AppModel.TextKind.file)
+                Text("Pasted text").tag(AppModel.TextKind.pasted)
             }
-            switch model.text {
+            switch model.textKind {
             case .bundle: EmptyView()
-            case .file(let url):
-                LabeledContent("File", value: url.lastPathComponent)
-                Button("Choose Another File") { choosesFile = true }
+            case .file:
+                if let file = model.file { LabeledContent("File", value: file.lastPathComponent) }
+                Button("Choose a File", systemImage: "doc") { choosesFile = true }
                 Toggle("Learn only from answers", isOn: $model.answersOnly)
             case .pasted:
-                TextEditor(text: $pasted)
+                TextEditor(text: $model.pasted)
                     .frame(minHeight: 120)
                     .accessibilityLabel("Text to train on")
-                    .onChange(of: pasted) { model.text = .pasted(pasted) }
             }
         }
     }
@@ -111,19 +107,9 @@ struct SetupView: View {
     @ViewBuilder private var memorySection: some View {
         @Bindable var model = model
         Section("Memory") {
-            Toggle(
-                "Stay below a limit",
-                isOn: Binding(
-                    get: { model.settings.memoryLimitMb != nil },
-                    set: { model.settings.memoryLimitMb = $0 ? 100 : nil }))
-            if model.settings.memoryLimitMb != nil {
-                number("Limit in MB") {
-                    TextField(
-                        "Limit in MB",
-                        value: Binding(
-                            get: { model.settings.memoryLimitMb ?? 100 }, set: { model.settings.memoryLimitMb = $0 }),
-                        format: .number)
-                }
+            Toggle("Stay below a limit", isOn: $model.hasLimit)
+            if model.hasLimit {
+                number("Limit in MB") { TextField("Limit in MB", value: $model.limit, format: .number) }
             }
             switch model.fit {
             case .success(let fit):
@@ -162,30 +148,6 @@ struct SetupView: View {
         }
     }
 
-    // MARK: - Text
-
-    private enum TextKind: String, CaseIterable {
-        case bundle = "The bundle’s text"
-        case file = "A file"
-        case pasted = "Pasted text"
-    }
-
-    private var kind: Binding<TextKind> {
-        Binding {
-            switch model.text {
-            case .bundle: .bundle
-            case .file: .file
-            case .pasted: .pasted
-            }
-        } set: {
-            switch $0 {
-            case .bundle: model.text = .bundle
-            case .file: choosesFile = true
-            case .pasted: model.text = .pasted(pasted)
-            }
-        }
-    }
-
     /// Access to the file ends with the choice, so it is copied.
     private func choose(_ url: URL) {
         let copy = URL.temporaryDirectory.appending(path: url.lastPathComponent)
@@ -194,7 +156,7 @@ struct SetupView: View {
         do {
             try? FileManager.default.removeItem(at: copy)
             try FileManager.default.copyItem(at: url, to: copy)
-            model.text = .file(copy)
+            model.file = copy
         } catch {
             model.problem = error.localizedDescription
         }

@@ -26,7 +26,8 @@ struct TryView: View {
                     if trained.isEmpty {
                         Text("Train a run first; until then only the base model writes.").foregroundStyle(.secondary)
                     } else {
-                        Picker("Run", selection: Binding(get: { run?.id }, set: { runID = $0 })) {
+                        Picker("Run", selection: $runID) {
+                            Text("The latest").tag(StoredRun.ID?.none)
                             ForEach(trained) { Text($0.name).tag(Optional($0.id)) }
                         }
                     }
