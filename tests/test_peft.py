@@ -13,7 +13,7 @@ peft = pytest.importorskip("peft", reason=REASON)
 from transformers import Qwen2ForCausalLM
 
 from mesp.bundle import Bundle
-from test_generate import ours
+from test_generate import adapters, bundle, ours
 
 PROMPT = [5, 6, 7]
 
