@@ -1,5 +1,6 @@
 # make demo    fine-tunes the demo model and shows what that changed
 # make test    runs every check
+# make test-peft  checks the adapters with PEFT, for which it installs PyTorch, some gigabytes
 # make engine  builds mesp-engine, the trainer
 # make setup   makes .venv with everything the others need (each calls it)
 
@@ -53,10 +54,12 @@ test-swift: fixtures
 	@echo "== Tests of HostMLX"
 	$(HOST_MLX) swift test --package-path ios/HostMLX
 
-# Not part of `test`: PyTorch is large.
+# PyTorch is large: it has an environment of its own, and no part in `make test`.
 test-peft: engine
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch peft
-	$(BIN)/python -m pytest -q tests/test_peft.py
+	@echo "== Tests of the adapters in PEFT"
+	$(BIN)/python -m venv $(VENV)/peft
+	$(VENV)/peft/bin/python -m pip install --quiet --disable-pip-version-check torch peft --editable '.[dev]'
+	$(VENV)/peft/bin/python -m pytest -q tests/check_peft.py
 
 # What the Swift tests compare with is computed by the Python reference each time.
 fixtures: $(READY)

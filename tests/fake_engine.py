@@ -37,9 +37,14 @@ for number in (signal.SIGINT, signal.SIGTERM):
     signal.signal(number, note_signal)
 if how == "refuse":
     fail("blocks/00.bin is damaged; write the bundle again.")
-if (output / "metrics.jsonl").exists():
+resume = settings["resume"]
+if resume and not (output / "state").exists():
+    fail("The run was not saved.")
+if (output / "metrics.jsonl").exists() and not resume:
     fail("The output folder already holds a run.")
-log = (output / "metrics.jsonl").open("w")
+saved = json.loads((output / "state").read_text()) if resume else {"step": 0, "log_bytes": 0}
+log = (output / "metrics.jsonl").open("a")
+log.truncate(saved["log_bytes"])
 
 
 def write(kind, **fields):
@@ -50,10 +55,17 @@ def write(kind, **fields):
     print(line, flush=True)
 
 
-def save():
+def save(step):
+    state = {"step": step, "log_bytes": (output / "metrics.jsonl").stat().st_size}
+    (output / "state").write_text(json.dumps(state))
     (output / "adapters").mkdir(exist_ok=True)
     (output / "adapters" / "adapters.safetensors").write_bytes(b"weights")
     (output / "adapters" / "adapter_config.json").write_text("{}")
+
+
+def evaluate(step, loss, split="valid"):
+    tokens = settings["val_batches"] * settings["seq_len"]
+    write("eval", step=step, loss=loss, tokens=tokens, split=split)
 
 
 def end(reason, step):
@@ -61,20 +73,23 @@ def end(reason, step):
 
 
 model = {"name": "demo", "id": "mesp/demo", "layers": 4}
-write(
-    "start",
-    version="0",
-    mlx_version="0.31.1",
-    device="cpu",
-    host="test",
-    model=model,
-    settings=settings,
-)
-write("eval", step=0, loss=4.5, tokens=settings["val_batches"] * settings["seq_len"])
+if resume:
+    write("event", event="resumed", message=f"after step {saved['step']}")
+else:
+    write(
+        "start",
+        version="0",
+        mlx_version="0.31.1",
+        device="cpu",
+        host="test",
+        model=model,
+        settings=settings,
+    )
+    evaluate(0, 4.5)
 if how == "noisy":
     print("a library says hello", flush=True)
     print("The bundle was exported for the CPU.", file=sys.stderr)
-step = 0
+step = saved["step"]
 while step < settings["steps"] and not stopped:
     if how in ("slow", "deaf"):
         time.sleep(0.02)
@@ -91,16 +106,24 @@ while step < settings["steps"] and not stopped:
         mlx_active_bytes=1,
         mlx_peak_bytes=2,
         mlx_cache_bytes=3,
+        forward_seconds=0.1,
+        loss_seconds=0.1,
+        backward_seconds=0.3,
+        grad_norm=None,
         thermal_state="nominal",
     )
     if settings["save_every"] and step % settings["save_every"] == 0:
-        save()
+        save(step)
     if step == 3 and how == "crash":
         os.kill(os.getpid(), signal.SIGSEGV)
     if step == 3 and how == "fail":
         end("failed", step)
         fail("There is no space left on the disk.")
-save()
+save(step)
 if not stopped:
-    write("eval", step=step, loss=3.8, tokens=settings["val_batches"] * settings["seq_len"])
+    evaluate(step, 3.8)
+    if settings["eval_every"]:
+        (output / "best").mkdir()
+    if settings["test"]:
+        evaluate(step, 3.9, "test")
 end("stopped" if stopped else "finished", step)

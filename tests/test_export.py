@@ -4,6 +4,7 @@ import errno
 import http.server
 import json
 import os
+import re
 import resource
 import shutil
 import signal
@@ -20,7 +21,7 @@ from click.testing import CliRunner, Result
 from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model
 
-from conftest import TINY, random_tensors, write_model, write_tokenizer
+from conftest import TEXT, TINY, random_tensors, write_model, write_tokenizer
 from mesp import reference
 from mesp.bundle import Bundle
 from mesp.export import main
@@ -221,29 +222,33 @@ def test_auto_device_is_the_cpu_where_there_is_no_gpu(tiny):
 
 
 class Hub(http.server.BaseHTTPRequestHandler):
-    """Serves one model as the Hugging Face Hub does."""
+    """Serves one model and one dataset as the Hugging Face Hub does."""
 
-    files: dict[str, bytes]
+    repositories: dict[str, dict[str, bytes]]  # files by name, by the repository's path
     revision = "0123456789abcdef0123456789abcdef01234567"
 
     def do_GET(self):
-        path = self.path.split("?")[0].removeprefix("/api/models/org/model")
-        if path.startswith("/api/"):
+        path = self.path.split("?")[0]
+        # /api/models/org/model/revision/main, /datasets/org/data/resolve/REVISION/train.jsonl
+        asked = re.fullmatch(r"(/api)?/(?:(models|datasets)/)?(org/\w+)(/.*)?", path)
+        api, kind, name, rest = asked.groups() if asked else (None, None, None, None)
+        files = self.repositories.get(f"{kind or 'models'}/{name}")
+        if files is None:
             self.reply(404, b"{}", {"X-Error-Code": "RepoNotFound"})
-        elif "/revision/" in path or path == "":
-            siblings = [{"rfilename": name} for name in self.files]
-            info = {"_id": "0", "id": "org/model", "sha": self.revision, "siblings": siblings}
-            self.reply(200, json.dumps(info).encode())
-        elif "/tree/" in path:
+        elif api and "/tree/" in (rest or ""):
             tree = [
-                {"type": "file", "path": name, "size": len(content), "oid": name}
-                for name, content in self.files.items()
+                {"type": "file", "path": path, "size": len(content), "oid": path}
+                for path, content in files.items()
             ]
             self.reply(200, json.dumps(tree).encode())
+        elif api:
+            siblings = [{"rfilename": path} for path in files]
+            info = {"_id": "0", "id": name, "sha": self.revision, "siblings": siblings}
+            self.reply(200, json.dumps(info).encode())
         else:
-            name = path.rsplit("/", 1)[-1]
-            headers = {"ETag": f'"{name}"', "X-Repo-Commit": self.revision}
-            self.reply(200, self.files[name], headers)
+            file = rest.split("/", 3)[3]
+            headers = {"ETag": f'"{name}/{file}"', "X-Repo-Commit": self.revision}
+            self.reply(200, files[file], headers)
 
     do_HEAD = do_GET
 
@@ -268,9 +273,16 @@ def export_from_hub(endpoint: str, *arguments: object) -> subprocess.CompletedPr
 
 @pytest.fixture
 def hub(tiny):
-    Hub.files = {p.name: p.read_bytes() for p in tiny.iterdir()}
-    Hub.files["README.md"] = b"---\nlicense: apache-2.0\n---\n# A model\n"
-    Hub.files["model.gguf"] = b"not wanted"
+    model = {p.name: p.read_bytes() for p in tiny.iterdir()}
+    model["README.md"] = b"---\nlicense: apache-2.0\n---\n# A model\n"
+    model["model.gguf"] = b"not wanted"
+    lines = "\n".join(json.dumps({"text": line}) for line in TEXT.splitlines() if line).encode()
+    texts = {f"data/{split}.jsonl": lines for split in ("train", "valid", "test")}
+    Hub.repositories = {
+        "models/org/model": model,
+        "datasets/org/texts": {**texts, "data/train.parquet": b"not wanted"},
+        "datasets/org/tables": {"data/train.parquet": b"not wanted"},
+    }
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}"
@@ -297,6 +309,20 @@ def test_model_that_the_hub_does_not_have(hub):
     assert result.returncode == 2
     assert "no model org/nothing on the Hugging Face Hub" in result.stderr
     assert len(result.stderr.splitlines()) == 1
+
+
+def test_data_from_the_hub(hub, tiny):
+    arguments = ("--model", tiny, "--seq-len", 8, "--out", "out.mesp")
+    result = export_from_hub(hub, *arguments, "--data", "org/texts")
+    assert result.returncode == 0, result.stderr
+    assert list(Bundle("out.mesp").manifest["data"]) == ["train", "valid", "test"]
+    assert not list(Path("hub").rglob("*.parquet"))
+    result = export_from_hub(hub, *arguments, "--overwrite", "--data", "org/tables")
+    assert result.returncode == 2
+    assert "dataset org/tables on the Hugging Face Hub has no train.jsonl" in result.stderr
+    result = export_from_hub(hub, *arguments, "--overwrite", "--data", "org/nothing")
+    assert result.returncode == 2
+    assert "no dataset org/nothing on the Hugging Face Hub" in result.stderr
 
 
 def test_no_network():

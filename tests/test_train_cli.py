@@ -14,6 +14,42 @@ import pytest
 FAKE_ENGINE = Path(__file__).parent / "fake_engine.py"
 MANIFEST = {"format": 1, "name": "demo", "mlx_version": "0.31.1", "device": "cpu"}
 MANIFEST |= {"seq_lens": [128, 256, 512], "ranks": [8, 16], "files": []}
+MANIFEST |= {"architecture": {"num_hidden_layers": 4}}
+MANIFEST |= {"data": {split: {"tokens": 5000} for split in ("train", "valid", "test")}}
+DEFAULTS = {
+    "method": "mesp",
+    "seq_len": 256,
+    "batch_size": 1,
+    "grad_accumulation_steps": 1,
+    "seed": 0,
+    "rank": 8,
+    "alpha": 16.0,
+    "rslora": False,
+    "projections": ["q", "k", "v", "o", "gate", "up", "down"],
+    "num_layers": None,
+    "lora_dtype": "float32",
+    "adapters": None,
+    "optimizer": "sgd",
+    "learning_rate": 1e-4,
+    "momentum": 0.0,
+    "beta1": 0.9,
+    "beta2": 0.999,
+    "epsilon": 1e-8,
+    "weight_decay": 0.0,
+    "schedule": "constant",
+    "warmup": 0,
+    "max_grad_norm": None,
+    "mezo_epsilon": 1e-3,
+    "val_batches": 25,
+    "eval_every": 0,
+    "early_stopping": 0,
+    "test": False,
+    "save_every": 100,
+    "resume": False,
+    "memory_limit_mb": None,
+    "offload": None,
+    "dry_run": False,
+}
 
 
 @pytest.fixture
@@ -25,7 +61,8 @@ def bundle(tmp_path: Path) -> Path:
 
 
 def command(*arguments: object) -> list[str]:
-    return [sys.executable, "-c", "from mesp.train import main; main()", *map(str, arguments)]
+    program = "from mesp.train import main; main(prog_name='mesp-train')"
+    return [sys.executable, "-c", program, *map(str, arguments)]
 
 
 def environment(how: str = "", **more: str) -> dict[str, str]:
@@ -49,29 +86,17 @@ def records(run: Path) -> list[dict]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
+def settings(run: Path) -> dict:
+    return json.loads((run / "settings.json").read_text())
+
+
 def test_writes_every_setting_and_reports_the_run(bundle: Path, tmp_path: Path):
     run = tmp_path / "run"
     done = train(bundle, "--steps", 20, "--output", run)
     assert done.returncode == 0, done.stderr
-    assert json.loads((run / "settings.json").read_text()) == {
-        "bundle": str(bundle),
-        "output": str(run),
-        "method": "mesp",
-        "steps": 20,
-        "seq_len": 256,
-        "rank": 8,
-        "alpha": 16.0,
-        "learning_rate": 1e-4,
-        "optimizer": "sgd",
-        "seed": 0,
-        "mezo_epsilon": 1e-3,
-        "val_batches": 25,
-        "eval_every": 0,
-        "save_every": 100,
-        "memory_limit_mb": None,
-        "offload": None,
-        "dry_run": False,
-    }
+    where = {"bundle": str(bundle), "output": str(run), "steps": 20}
+    assert settings(run) == DEFAULTS | where
+    assert records(run)[0]["settings"] == settings(run)
     assert done.stdout.splitlines() == [
         "Finished after 20 steps in 10 s: 512 tokens/s, peak footprint 45.6 MB.",
         "Held-out loss 4.500 before, 3.800 after (nats a token).",
@@ -80,32 +105,267 @@ def test_writes_every_setting_and_reports_the_run(bundle: Path, tmp_path: Path):
     ]
 
 
-def test_options_reach_the_engine(bundle: Path, tmp_path: Path):
+# Every option, away from its default, as it is typed and as the engine gets it.
+SGD = {"steps": 3, "seq-len": 128, "rank": 16, "alpha": 32.0, "seed": 7, "learning-rate": 0.5}
+SGD |= {"momentum": 0.5, "weight-decay": 0.25, "schedule": "linear", "warmup": 2}
+SGD |= {"batch-size": 2, "grad-accumulation-steps": 3, "max-grad-norm": 1.5, "num-layers": 2}
+SGD |= {"val-batches": 2, "eval-every": 1, "early-stopping": 4, "save-every": 2}
+SGD |= {"lora-dtype": "bfloat16", "offload": "all", "memory-limit": 60.0}
+ADAMW = {"steps": 3, "method": "mezo", "mezo-epsilon": 0.01, "optimizer": "adamw", "beta1": 0.5}
+ADAMW |= {"beta2": 0.75, "epsilon": 1e-3, "schedule": "cosine"}
+
+
+def typed(options: dict) -> list:
+    return [text for name, value in options.items() for text in (f"--{name}", value)]
+
+
+def passed_on(options: dict) -> dict:
+    named = {name.replace("-", "_"): value for name, value in options.items()}
+    if "memory_limit" in named:
+        named["memory_limit_mb"] = named.pop("memory_limit")
+    return named
+
+
+@pytest.mark.parametrize("options", [SGD, ADAMW], ids=["sgd", "adamw"])
+def test_options_reach_the_engine(bundle: Path, tmp_path: Path, options: dict):
     run = tmp_path / "run"
-    options = {
-        "method": "mezo",
-        "steps": 3,
-        "seq_len": 128,
-        "rank": 16,
-        "alpha": 32.0,
-        "learning_rate": 0.5,
-    }
-    options |= {"seed": 7, "mezo_epsilon": 0.01, "val_batches": 2, "eval_every": 1, "save_every": 2}
-    arguments = [
-        text for name, value in options.items() for text in (f"--{name.replace('_', '-')}", value)
+    flags = ["--rslora", "--test", "--projections", "v,q", "--adapters", tmp_path]
+    done = train(bundle, *typed(options), *flags, "--output", run)
+    assert done.returncode == 0, done.stderr
+    others = {"rslora": True, "test": True, "projections": ["q", "v"], "adapters": str(tmp_path)}
+    where = {"bundle": str(bundle), "output": str(run)}
+    assert settings(run) == DEFAULTS | where | others | passed_on(options)
+
+
+@pytest.mark.parametrize("options", [SGD, ADAMW], ids=["sgd", "adamw"])
+def test_a_config_file_says_the_same_as_the_command_line(
+    bundle: Path, tmp_path: Path, options: dict
+):
+    lines = [f"{name.replace('-', '_')}: {value}" for name, value in options.items()]
+    lines += ["rslora: true", "test: yes", "projections: [q, v]", "num_layers: null"]
+    config = tmp_path / "run.yaml"
+    config.write_text("\n".join([f"bundle: {bundle}", "# a comment", *lines[:-1]]))
+    assert train("--config", config, "--output", tmp_path / "a").returncode == 0
+    flags = ["--rslora", "--test", "--projections", "q,v"]
+    assert train(bundle, *typed(options), *flags, "--output", tmp_path / "b").returncode == 0
+    expected = settings(tmp_path / "b") | {"output": str(tmp_path / "a")}
+    assert settings(tmp_path / "a") == expected
+
+
+def test_the_command_line_counts_more_than_the_config(bundle: Path, tmp_path: Path):
+    config = tmp_path / "run.yaml"
+    config.write_text("steps: 5\nrank: 16\nlearning-rate: 1e-3\nmomentum: null\n")
+    run = tmp_path / "run"
+    done = train(bundle, "--rank", 8, "--config", config, "--output", run)
+    assert done.returncode == 0, done.stderr
+    taken = settings(run)
+    assert (taken["steps"], taken["rank"], taken["learning_rate"]) == (5, 8, 1e-3)
+
+
+def test_the_settings_of_a_run_are_a_config(bundle: Path, tmp_path: Path):
+    """JSON is YAML, and a run is done again with `--config RUN/settings.json --output OTHER`."""
+    again = tmp_path / "again"
+    assert train(bundle, *typed(SGD), "--output", tmp_path / "run").returncode == 0
+    done = train("--config", tmp_path / "run" / "settings.json", "--output", again)
+    assert done.returncode == 0, done.stderr
+    assert settings(again) == settings(tmp_path / "run") | {"output": str(again)}
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("stepz: 5", "sets stepz, which is no option; `mesp-train --help` lists what there is."),
+        ("config: other.yaml", "sets config, which is no option; `mesp-train --help` lists what"),
+        ("steps: 2.5", "sets steps to 2.5: '2.5' is not a valid integer range."),
+        ("steps: true", "sets steps to True: 'True' is not a valid integer range."),
+        ("steps: -1", "sets steps to -1: -1 is not in the range x>=1."),
+        ("rank: [8, 16]", "sets rank to [8, 16]: '8,16' is not a valid integer range."),
+        ("rslora: perhaps", "sets rslora to perhaps: 'perhaps' is not a valid boolean."),
+        ("schedule: {name: linear}", "sets schedule to {'name': 'linear'}, which must be a plain"),
+        ("projections: [q, z]", "sets projections to ['q', 'z']: 'z' is not one of q, k, v, o, "),
+        ("learning_rate: .nan", "sets learning_rate to nan: nan is not a finite number."),
+        ("steps: [", ", line 1 is not valid YAML: "),
+        ("steps: 5\n rank: 8", ", line 2 is not valid YAML: "),
+        ("- steps", "must be a list of options, one `name: value` a line."),
+        ("\0", "is not valid YAML: it is not a text file."),
+    ],
+)
+def test_a_bad_config_is_one_sentence(bundle: Path, tmp_path: Path, text: str, sentence: str):
+    config = tmp_path / "run.yaml"
+    config.write_text(text)
+    done = train(bundle, "--config", config, "--steps", 5, cwd=tmp_path)
+    assert done.returncode == 2 and done.stdout == ""
+    said = done.stderr.removeprefix(f"Error: {config}").removeprefix(" ")
+    assert said.startswith(sentence) and len(done.stderr.splitlines()) == 1, done.stderr
+    assert sorted(tmp_path.iterdir()) == [bundle, config]
+
+
+def test_a_config_that_is_not_there_is_named(bundle: Path, tmp_path: Path):
+    done = train(bundle, "--config", tmp_path / "no.yaml", cwd=tmp_path)
+    assert done.stderr == f"Error: Cannot read {tmp_path / 'no.yaml'}: No such file or directory.\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [
+        (["--dropout", 0.1], "LoRA dropout"),
+        (["--lora-dropout", 0.1], "LoRA dropout"),
+        (["--dora"], "DoRA"),
+        (["--use-dora"], "DoRA"),
+        (["--fine-tune-type", "dora"], "--fine-tune-type dora"),
+        (["--config", "run.yaml"], "DoRA"),
+    ],
+)
+def test_what_a_block_has_no_place_for_is_refused_by_name(
+    bundle: Path, tmp_path: Path, arguments: list, name: str
+):
+    (tmp_path / "run.yaml").write_text("dropout: 0.0\nuse_dora: true\n")
+    done = train(bundle, "--steps", 5, *arguments, cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"Error: {name} ") and done.stderr.count("\n") == 1
+    assert "block function" in done.stderr
+    assert sorted(tmp_path.iterdir()) == [bundle, tmp_path / "run.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (
+            ["--optimizer", "adamw", "--momentum", 0.9],
+            "--momentum has no use without --optimizer sgd: leave it out.",
+        ),
+        (["--beta2", 0.9], "--beta2 has no use without --optimizer adamw: leave it out."),
+        (["--epsilon", 1e-3], "--epsilon has no use without --optimizer adamw: leave it out."),
+        (["--mezo-epsilon", 1], "--mezo-epsilon has no use without --method mezo: leave it out."),
+        (["--warmup", 5], "--warmup 5 does not end within --steps 5."),
+        (["--num-layers", 5], "--num-layers 5 is more than the 4 blocks."),
+        (
+            ["--early-stopping", 2],
+            "--early-stopping needs evaluations on the way: --eval-every and --val-batches above "
+            "0, and a bundle with held-out data.",
+        ),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(
+    bundle: Path, tmp_path: Path, arguments: list, sentence: str
+):
+    done = train(bundle, "--steps", 5, *arguments, cwd=tmp_path)
+    assert (done.returncode, done.stderr, done.stdout) == (2, f"Error: {sentence}\n", "")
+    assert list(tmp_path.iterdir()) == [bundle]
+
+
+def test_a_test_without_test_data_is_refused(bundle: Path, tmp_path: Path):
+    manifest = MANIFEST | {"data": {"train": {"tokens": 5000}}}
+    (bundle / "manifest.json").write_text(json.dumps(manifest))
+    done = train(bundle, "--steps", 5, "--test", cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr == (
+        "Error: --test needs test data, and the bundle has none: export it with some.\n"
+    )
+
+
+def test_the_best_and_the_test_are_reported(bundle: Path, tmp_path: Path):
+    run = tmp_path / "run"
+    done = train(bundle, "--steps", 2, "--eval-every", 1, "--test", "--output", run)
+    assert done.returncode == 0, done.stderr
+    assert "step 2: test loss 3.900, perplexity 49.40" in done.stderr.splitlines()
+    assert done.stdout.splitlines()[1:-1] == [
+        "Held-out loss 4.500 before, 3.800 after (nats a token).",
+        "Test loss 3.900, perplexity 49.40.",
+        f"Adapters: {run / 'adapters'}",
+        f"Best:     {run / 'best'} (step 2, held-out loss 3.800)",
     ]
-    assert train(bundle, *arguments, "--output", run).returncode == 0
-    assert options.items() <= json.loads((run / "settings.json").read_text()).items()
+
+
+# Going on with a run.
+
+
+def test_a_run_goes_on_with_its_settings(bundle: Path, tmp_path: Path):
+    run = tmp_path / "run"
+    options = {"steps": 4, "rank": 16, "optimizer": "adamw", "beta1": 0.5}
+    assert train(bundle, *typed(options), "--output", run).returncode == 0
+    before = settings(run)
+    changes = ("--steps", 6, "--memory-limit", 50)
+    done = train("--resume", *changes, "--output", run)
+    assert done.returncode == 0, done.stderr
+    assert settings(run) == before | {"resume": True, "steps": 6, "memory_limit_mb": 50.0}
+    assert [each["step"] for each in records(run) if each["type"] == "step"] == [1, 2, 3, 4, 5, 6]
+    assert done.stdout.startswith("Finished after 6 steps")
+    assert "Held-out loss 4.500 before, 3.800 after" in done.stdout
+
+
+def test_a_run_goes_on_from_what_was_saved_last(bundle: Path, tmp_path: Path):
+    """A crash after step 3 leaves the state of step 2."""
+    run = tmp_path / "run"
+    options = {"steps": 5, "save-every": 2}
+    assert train(bundle, *typed(options), "--output", run, how="crash").returncode == 2
+    done = train(bundle, *typed(options), "--resume", "--output", run)
+    assert done.returncode == 0, done.stderr
+    assert [each["step"] for each in records(run) if each["type"] == "step"] == [1, 2, 3, 4, 5]
+    assert done.stderr.splitlines()[0] == "resumed: after step 2"
+    assert done.stdout.startswith("Finished after 5 steps")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (
+            ["--rank", 16],
+            "A run that goes on keeps its settings: --rank is 8 and cannot become 16.",
+        ),
+        (
+            ["--projections", "q"],
+            "A run that goes on keeps its settings: --projections is "
+            "['q', 'k', 'v', 'o', 'gate', 'up', 'down'] and cannot become ['q'].",
+        ),
+    ],
+)
+def test_a_run_that_goes_on_keeps_its_settings(
+    bundle: Path, tmp_path: Path, arguments: list, sentence: str
+):
+    run = tmp_path / "run"
+    assert train(bundle, "--steps", 2, "--output", run).returncode == 0
+    before = (run / "settings.json").read_bytes()
+    done = train("--resume", "--output", run, *arguments)
+    assert (done.returncode, done.stderr) == (2, f"Error: {sentence}\n")
+    assert (run / "settings.json").read_bytes() == before
+
+
+def test_resuming_where_there_is_no_run_is_refused(bundle: Path, tmp_path: Path):
+    run = tmp_path / "run"
+    done = train("--resume", "--output", run)
+    assert done.returncode == 2
+    assert done.stderr == (
+        f"Error: {run} holds no run to go on with; start one without --resume.\n"
+    )
+    assert train("--resume").stderr == (
+        "Error: Say which run to go on with: --resume --output FOLDER.\n"
+    )
+    assert train(bundle, "--steps", 2, "--output", run).returncode == 0
+    (run / "settings.json").write_text("{}")
+    done = train("--resume", "--output", run)
+    assert done.stderr == (
+        f"Error: {run / 'settings.json'} is not the settings of a run; start a new one.\n"
+    )
+
+
+@pytest.mark.parametrize("missing", ["BUNDLE", "--steps"])
+def test_what_is_missing_is_named(bundle: Path, tmp_path: Path, missing: str):
+    arguments = ["--steps", 5] if missing == "BUNDLE" else [bundle]
+    done = train(*arguments, cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith("Error: Missing ")
+    assert missing in done.stderr.splitlines()[-1]
 
 
 def test_without_a_terminal_a_line_is_printed_every_tenth_of_the_steps(
     bundle: Path, tmp_path: Path
 ):
     lines = train(bundle, "--steps", 40, "--output", tmp_path / "run").stderr.splitlines()
-    assert lines[0] == "step 0: held-out loss 4.500"
+    assert lines[0] == "step 0: held-out loss 4.500, perplexity 90.02"
     assert [line.split()[1] for line in lines[1:-1]] == [f"{step}/40" for step in range(4, 41, 4)]
     assert lines[1].startswith("step 4/40  loss 3.975  512 tok/s  30.0 MB  ")
-    assert lines[-1] == "step 40: held-out loss 3.800"
+    assert lines[-1] == "step 40: held-out loss 3.800, perplexity 44.70"
 
 
 def test_on_a_terminal_a_bar_shows_where_the_run_is(bundle: Path, tmp_path: Path):
@@ -188,7 +448,10 @@ def test_an_output_that_holds_a_run_is_refused(bundle: Path, tmp_path: Path):
     before = (run / "metrics.jsonl").read_bytes()
     again = train(bundle, "--steps", 2, "--output", run)
     assert again.returncode == 2
-    assert again.stderr == f"Error: {run} already holds a run: name another folder with --output.\n"
+    assert again.stderr == (
+        f"Error: {run} already holds a run: name another folder with --output, "
+        "or go on with it with --resume.\n"
+    )
     assert (run / "metrics.jsonl").read_bytes() == before
 
 

@@ -87,7 +87,13 @@ from mesp.models import KNOWN, Architecture
 WORK = Path(__file__).resolve().parents[1] / "build" / "bench"
 SIZES = ("Qwen2.5-0.5B", "Qwen2.5-1.5B", "Qwen2.5-3B")
 METHODS = (*ENGINE_METHODS, *PYTHON_METHODS)
-OFFLOADS = {"auto": [None], "on": [True], "off": [False], "both": [False, True]}
+OFFLOADS: dict[str, list[str | None]] = {
+    "auto": [None],
+    "none": ["none"],
+    "inputs": ["inputs"],
+    "all": ["all"],
+    "each": ["none", "inputs", "all"],
+}
 PAPER_TIME_TO_MEBP = 1.28
 LOG_FROM = 10  # ratio of peaks above which a plot is logarithmic
 TABLE_WIDTH = 250  # columns, where there is no terminal
@@ -202,7 +208,7 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
     "seq": lambda row: f"{row.seq_len:,}",
     "rank": lambda row: str(row.rank),
     "method": lambda row: row.variant,
-    "offload": lambda row: {None: "-", True: "yes", False: "no"}[row.offload],
+    "offload": lambda row: row.offload or "-",
     "kept": lambda row: decimal(row.kept_blocks, 0),
     "s/step": lambda row: decimal(row.seconds),
     "peak MB": lambda row: megabytes(row.footprint_peak_bytes),
@@ -587,7 +593,7 @@ class MemoryLimit(click.ParamType):
 )  # fmt: skip
 @click.option(
     "--offload", type=click.Choice(list(OFFLOADS)),
-    help="MeSP: block inputs in a file on disk; auto: as the trainer sees fit.",
+    help="MeSP: what is in a file on disk; auto: as the trainer sees fit.",
 )  # fmt: skip
 @click.option(
     "--memory-limit", "limits", multiple=True, type=MemoryLimit(), metavar="MB ...",

@@ -114,11 +114,15 @@ class Variant:
 
     method: str
     limit: str = "auto"
-    offload: bool | None = None
+    offload: str | None = None
 
     def __str__(self) -> str:
         limit = self.limit if self.limit in LIMITS else f"≤ {self.limit} MB"
-        offload = {None: None, True: "offloaded", False: "in memory"}[self.offload]
+        offload = {
+            "none": "in memory",
+            "inputs": "inputs on disk",
+            "all": "state on disk",
+        }.get(self.offload or "")
         parts = (self.method, None if limit == "auto" else limit, offload)
         return " ".join(part for part in parts if part)
 
@@ -161,7 +165,7 @@ class Row:
     os: str = field(default_factory=platform.platform)
     blas: str | None = None  # of a row that ran in Python
     memory_limit_mb: float | None = None
-    offload: bool | None = None
+    offload: str | None = None
     kept_blocks: int | None = None
     tile_bytes: int | None = None
     steps: int = 0
@@ -397,17 +401,11 @@ def run_engine(cell: Cell, work: Path, progress: Progress, **settings: Any) -> l
         everything = {
             "bundle": str(cell.bundle.resolve()),
             "output": str(Path(folder).resolve() / "output"),
-            "method": "mesp",
             "steps": 1,
             "seq_len": cell.seq_len,
             "rank": cell.rank,
-            "optimizer": "sgd",
             "val_batches": 0,
-            "eval_every": 0,
             "save_every": 0,
-            "memory_limit_mb": None,
-            "offload": None,
-            "dry_run": False,
             **SETTING,
             **settings,
         }

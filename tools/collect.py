@@ -25,7 +25,7 @@ from mesp.log import COLUMNS, LOG_NAME, find_runs, read_run, table_row
 
 APP = "org.mesp.MeSPTrainer"
 RUNS_ON_PHONE = "Documents/runs"
-KEPT = (LOG_NAME, "settings.json", "adapters")  # of a run's folder
+KEPT = (LOG_NAME, "settings.json", "samples.json", "adapters", "best")  # of a run's folder
 TIMEOUT = 600  # seconds that devicectl may take for one command
 
 

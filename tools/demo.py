@@ -51,11 +51,13 @@ def main() -> None:
         *("--learning-rate", LEARNING_RATE, "--val-batches", VAL_BATCHES, "--output", run),
     )
     after = sample(bundle, run / "adapters")
+    samples = [{"prompt": PROMPT, "before": before, "after": after}]
+    (run / "samples.json").write_text(json.dumps(samples, indent=2) + "\n", encoding="utf-8")
 
     collected = OUT / "collected"
     call(sys.executable, TOOLS / "collect.py", "--from", run.parent, "--out", collected)
-    picture = OUT / "report.png"
-    call(sys.executable, TOOLS / "report.py", collected / run.name, "--out", picture)
+    report = OUT / "report.html"
+    call(sys.executable, TOOLS / "report.py", collected / run.name, "--out", report)
 
     console = Console(width=WIDTH, highlight=False)
     console.print(side_by_side(before, after))
@@ -66,7 +68,7 @@ def main() -> None:
         f"Peak footprint of the trainer {megabytes(result.peak_footprint)} MB, "
         f"{result.end['seconds']:.0f} s for {result.last_step} steps of {SEQ_LEN} tokens; "
         f"{time.monotonic() - began:.0f} s in all.\n"
-        f"Loss and memory by step: {picture}",
+        f"Loss, memory and time by step: {report}",
         soft_wrap=True,
     )
 

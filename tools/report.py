@@ -1,44 +1,56 @@
-"""Draws loss and memory of one or several runs.
+"""Writes one page about one or several runs, with everything in it.
 
     python tools/report.py RUN... --out report.html
-    python tools/report.py RUN... --out report.png
 
-RUN is a run's folder, or a folder of runs such as tools/collect.py writes.
+RUN is a run's folder, or a folder of runs such as tools/collect.py writes. A run's `samples.json`,
+a list of `{"prompt", "before", "after"}`, is shown where there is one.
 """
 
 from __future__ import annotations
 
-import base64
 import html
 import io
+import json
+import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from mesp.errors import MespError, plain_os_errors
-from mesp.log import COLUMNS, Run, find_runs, read_run, table_row
+from mesp.log import COLUMNS, Run, decimal, find_runs, megabytes, read_run, table_row
 
-SMOOTHED_TO = 40  # points that a loss curve keeps: each step's loss is one sequence's, and noisy
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+POINTS = 40  # that a smoothed line keeps: each step's loss is a few sequences', and noisy
+PHASES = ("forward", "loss", "backward")
+WIDTH, HEIGHT = 5, 3.5  # of a picture, in inches of 72 points
+INK = "#010203"  # stands for the page's text colour in what matplotlib draws
+Row = tuple[str, list[str]]
+Paint = Callable[["Axes", str, Run, str], None]
 
 
 @click.command()
 @click.argument("folders", nargs=-1, required=True, type=click.Path(path_type=Path))
-@click.option("--out", type=click.Path(path_type=Path), required=True, help="*.html or *.png.")
+@click.option("--out", type=click.Path(path_type=Path), required=True, help="The page, *.html.")
 def main(folders: tuple[Path, ...], out: Path) -> None:
-    """Draw training and held-out loss and memory of the runs in FOLDERS."""
-    if out.suffix not in (".html", ".png"):
-        raise MespError(f"--out {out} must end in .html or .png.")
-    runs = {}
+    """Show loss, memory, time, settings, events and samples of the runs in FOLDERS."""
+    if out.suffix != ".html":
+        raise MespError(f"--out {out} must end in .html.")
+    runs, samples = {}, {}
     for folder in folders:
         found = find_runs(folder)
         if not found:
             raise MespError(f"There is no run in {folder}.")
         for path in found:
-            runs[unique(path.name, runs)] = read_run(path)
-    png = draw(runs)
+            name = unique(path.name, runs)
+            runs[name], samples[name] = read_run(path), read_samples(path / "samples.json")
+    text = page(runs, samples)
     with plain_os_errors(f"Cannot write {out}"):
         out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_bytes(page(runs, png).encode() if out.suffix == ".html" else png)
+        out.write_text(text, encoding="utf-8")
     click.echo(out)
 
 
@@ -49,74 +61,258 @@ def unique(name: str, taken: dict[str, Run]) -> str:
     return free
 
 
-def draw(runs: dict[str, Run]) -> bytes:
-    """A PNG of two plots above one another: loss, and footprint, both over steps."""
+def read_samples(path: Path) -> list[dict[str, str]]:
+    """What the model wrote before and after; nothing where the run has no samples."""
+    if not path.exists():
+        return []
+    with plain_os_errors(f"Cannot read {path}"):
+        text = path.read_text(encoding="utf-8", errors="replace")
     try:
+        return [
+            {key: str(each[key]) for key in ("prompt", "before", "after")}
+            for each in json.loads(text)
+        ]
+    except (ValueError, TypeError, KeyError) as error:
+        raise MespError(f"{path} is no list of samples with prompt, before and after.") from error
+
+
+# Pictures
+
+
+def smooth(run: Run, value: Callable[[dict], float]) -> tuple[list[float], list[float]]:
+    """Steps and values, as means over as many neighbours as leave some `POINTS` points."""
+    size = max(1, len(run.steps) // POINTS)
+    groups = [run.steps[i : i + size] for i in range(0, len(run.steps), size)]
+    return (
+        [sum(step["step"] for step in group) / len(group) for group in groups],
+        [sum(value(step) for step in group) / len(group) for group in groups],
+    )
+
+
+def picture(title: str, runs: dict[str, Run], paint: Paint, **axes_properties: object) -> str:
+    """An SVG that `paint(axes, name, run, color)` draws each run into, in the page's colours."""
+    try:
+        import matplotlib
         from matplotlib.figure import Figure
     except ImportError as error:
         raise MespError("Drawing needs matplotlib: `pip install 'mesp[report]'`.") from error
-    figure = Figure(figsize=(8, 7), layout="constrained")
-    loss, memory = figure.subplots(2, sharex=True)
-    for number, (name, run) in enumerate(runs.items()):
-        color = f"C{number % 10}"
-        steps = [step["step"] for step in run.steps]
-        if len(runs) == 1:
-            loss.plot(steps, run.losses, color=color, alpha=0.25, linewidth=0.8)
-        window = max(1, len(steps) // SMOOTHED_TO)
-        loss.plot(*averages(steps, run.losses, window), color=color, label=f"{name}, training")
-        if run.evals:
-            evals = [(record["step"], record["loss"]) for record in run.evals]
-            loss.plot(*zip(*evals, strict=True), "o--", color=color, label=f"{name}, held out")
-        peaks = [step["footprint_peak_bytes"] / 1e6 for step in run.steps]
-        memory.plot(steps, peaks, color=color, label=name)
-    loss.set(
-        ylabel="loss, nats a token", title=" · ".join(dict.fromkeys(map(title, runs.values())))
+    style = dict.fromkeys(
+        ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK
     )
-    memory.set(xlabel="step", ylabel="peak footprint of a step, MB")
-    memory.set_ylim(bottom=0)
-    for axes in (loss, memory):
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize="small")
-    image = io.BytesIO()
-    figure.savefig(image, format="png", dpi=150)
-    return image.getvalue()
+    style |= {
+        "svg.fonttype": "none",
+        "svg.hashsalt": "mesp",
+        "font.size": 9,
+        "text.parse_math": False,
+        "legend.frameon": False,
+    }
+    with matplotlib.rc_context(style):
+        figure = Figure(figsize=(WIDTH, HEIGHT), layout="constrained")
+        axes = figure.subplots()
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(color=INK, alpha=0.12)
+        for number, (name, run) in enumerate(runs.items()):
+            paint(axes, name, run, f"C{number % 10}")
+        axes.set(**axes_properties)
+        if axes.get_legend_handles_labels()[1]:
+            figure.legend(loc="outside lower center", ncols=2, fontsize="small")
+        file = io.BytesIO()
+        figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
+    svg = file.getvalue().decode()
+    drawing = svg[svg.index("<defs>") :].replace(INK, "currentColor").replace("xlink:", "")
+    # Names count for the whole page, which has several pictures.
+    drawing = re.sub(
+        r'(id="|href="#|url\(#)', rf"\g<1>{paint.__qualname__.split('.')[0]}-", drawing
+    )
+    svg = f'<svg role="img" aria-label="{title}" viewBox="0 0 {WIDTH * 72} {HEIGHT * 72}">{drawing}'
+    return f"<figure><figcaption>{title}</figcaption>{svg}</figure>"
 
 
-def averages(xs: list[int], ys: list[float], window: int) -> tuple[list[float], list[float]]:
-    """Means over as many values as `window` says, one after another."""
-    groups = range(0, len(xs) - window + 1, window)
-    return tuple([sum(v[i : i + window]) / window for i in groups] for v in (xs, ys))
+def loss_picture(runs: dict[str, Run]) -> str:
+    def paint(axes: Axes, name: str, run: Run, color: str) -> None:
+        if len(runs) == 1 and len(run.steps) > POINTS:
+            every = max(1, len(run.steps) // 1000)
+            some = run.steps[::every]
+            xs, ys = [step["step"] for step in some], [step["loss"] for step in some]
+            axes.plot(xs, ys, ".", color=color, alpha=0.3, markersize=2, linewidth=0)
+        axes.plot(*smooth(run, lambda step: step["loss"]), color=color, label=f"{name}, training")
+        for split, style in (("valid", "o--"), ("test", "*")):
+            evals = [(record["step"], record["loss"]) for record in run.evals_of(split)]
+            if evals:
+                label = f"{name}, {'held out' if split == 'valid' else 'test'}"
+                axes.plot(*zip(*evals, strict=True), style, color=color, markersize=4, label=label)
+
+    return picture("Loss", runs, paint, xlabel="step", ylabel="nats a token")
 
 
-def title(run: Run) -> str:
-    return f"{run.model}, {run.settings.get('seq_len', '?')} tokens, {run.start.get('host', '?')}"
+def memory_picture(runs: dict[str, Run]) -> str:
+    def paint(axes: Axes, name: str, run: Run, color: str) -> None:
+        steps = [step["step"] for step in run.steps]
+        peaks = [step["footprint_peak_bytes"] / 1e6 for step in run.steps]
+        axes.plot(steps, peaks, color=color, label=name)
+        if "predicted_peak_bytes" in run.plan:
+            predicted = run.plan["predicted_peak_bytes"] / 1e6
+            axes.axhline(predicted, color=color, linestyle=":", label=f"{name}, predicted")
+
+    return picture(
+        "Peak footprint of each step", runs, paint, xlabel="step", ylabel="MB", ylim=(0, None)
+    )
 
 
-def page(runs: dict[str, Run], png: bytes) -> str:
-    """One HTML page with the table and the figure in it."""
+def time_picture(runs: dict[str, Run]) -> str:
+    """Seconds a step: over the steps of one run, the mean of each of several; by phase."""
+    if len(runs) > 1:
+        return phases_picture(runs)
 
-    def cells(tag: str, texts: list[str]) -> str:
-        return "<tr>" + "".join(f"<{tag}>{html.escape(t)}</{tag}>" for t in texts) + "</tr>"
+    def paint(axes: Axes, _: str, run: Run, color: str) -> None:
+        if not run.steps:
+            return
+        steps, seconds = smooth(run, lambda step: step["seconds"])
+        if has_phases(run):
+            parts = [
+                smooth(run, lambda step, key=f"{phase}_seconds": step[key])[1] for phase in PHASES
+            ]
+            axes.stackplot(steps, parts, labels=PHASES, alpha=0.8)
+        axes.plot(steps, seconds, color=INK, linewidth=1, label="all")
 
-    rows = [cells("td", [name, *table_row(run)]) for name, run in runs.items()]
+    return picture("Time of a step", runs, paint, xlabel="step", ylabel="seconds", ylim=(0, None))
+
+
+def phases_picture(runs: dict[str, Run]) -> str:
+    def paint(axes: Axes, name: str, run: Run, _: str) -> None:
+        if not run.steps:
+            return
+        all_seconds = sum(step["seconds"] for step in run.steps) / len(run.steps)
+        left, named = 0.0, axes.get_legend_handles_labels()[1]
+        for number, phase in enumerate(PHASES if has_phases(run) else ()):
+            mean = sum(step[f"{phase}_seconds"] for step in run.steps) / len(run.steps)
+            label = None if phase in named else phase
+            axes.barh(name, mean, left=left, color=f"C{number}", alpha=0.8, label=label)
+            left += mean
+        label = None if "the rest" in named else "the rest"
+        axes.barh(name, max(0, all_seconds - left), left=left, color=INK, alpha=0.3, label=label)
+        axes.yaxis.set_inverted(True)
+
+    return picture("Time of a step, mean", runs, paint, xlabel="seconds")
+
+
+def has_phases(run: Run) -> bool:
+    return all(f"{phase}_seconds" in step for step in run.steps for phase in PHASES)
+
+
+# The page
+
+
+def page(runs: dict[str, Run], samples: dict[str, list[dict[str, str]]]) -> str:
+    """The page, which loads nothing: style and pictures are in it."""
+    pictures = [loss_picture(runs), memory_picture(runs), time_picture(runs)]
+    title = " · ".join(dict.fromkeys(run.model for run in runs.values()))
     return f"""<!doctype html>
 <html lang="en">
 <meta charset="utf-8">
-<title>MeSP runs</title>
-<style>
-body {{ font: 15px/1.4 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto }}
-table {{ border-collapse: collapse }}
-th, td {{ text-align: left; padding: .3rem .8rem .3rem 0 }}
-img {{ max-width: 100%; margin-top: 1.5rem }}
-</style>
-<h1>MeSP runs</h1>
-<table>
-{cells("th", ["run", *COLUMNS])}
-{chr(10).join(rows)}
-</table>
-<img alt="Loss and memory over steps" src="data:image/png;base64,{base64.b64encode(png).decode()}">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>MeSP: {html.escape(title)}</title>
+<style>{STYLE}</style>
+<h1>{html.escape(title)}</h1>
+{table(runs, summary(runs))}
+<div class="pictures">{"".join(pictures)}</div>
+{"".join(shown(name, each) for name, each in samples.items() if each)}
+<h2>Settings</h2>
+{table(runs, settings(runs), "settings")}
+{events(runs)}
 </html>
 """
+
+
+STYLE = """
+:root { color-scheme: light dark }
+body { font: 16px/1.45 system-ui, sans-serif; max-width: 64rem; margin: 0 auto; padding: 1rem;
+       background: light-dark(#fff, #16181c); color: light-dark(#1c1e21, #e4e6ea) }
+h1 { font-size: 1.5rem } h2 { font-size: 1.15rem; margin-top: 2rem }
+.wide { overflow-x: auto }
+table { border-collapse: collapse; font-size: .9rem }
+th, td { text-align: left; vertical-align: top; padding: .25rem .9rem .25rem 0;
+         border-bottom: 1px solid light-dark(#0002, #fff2) }
+th { font-weight: 600 } td { font-variant-numeric: tabular-nums; overflow-wrap: anywhere }
+tr > th:first-child { font-weight: 400; opacity: .7; white-space: nowrap }
+.settings .differs td { font-weight: 600 }
+.pictures, .sample {
+  display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 24rem), 1fr)); gap: 1rem }
+figure { margin: 1rem 0 0 } figcaption { font-weight: 600; margin-bottom: .3rem }
+svg { width: 100%; height: auto }
+.sample p { white-space: pre-wrap; overflow-wrap: anywhere; margin: .2rem 0 }
+blockquote { margin: 0; padding-left: .8rem; border-left: 3px solid light-dark(#0003, #fff4) }
+small { opacity: .7 }
+"""
+
+
+def table(runs: dict[str, Run], rows: list[Row], kind: str = "") -> str:
+    """A column for each run: on a phone one or two runs need no scrolling."""
+    head = "".join(f"<th>{html.escape(name)}</th>" for name in runs)
+    lines = [f"<tr><th></th>{head}</tr>"]
+    for name, values in rows:
+        differs = ' class="differs"' if len(set(values)) > 1 else ""
+        cells = "".join(f"<td>{html.escape(value)}</td>" for value in values)
+        lines.append(f"<tr{differs}><th>{html.escape(name)}</th>{cells}</tr>")
+    return f'<div class="wide"><table class="{kind}">{"".join(lines)}</table></div>'
+
+
+def summary(runs: dict[str, Run]) -> list[Row]:
+    rows = list(
+        zip(COLUMNS, map(list, zip(*map(table_row, runs.values()), strict=True)), strict=True)
+    )
+
+    def row(name: str, value: Callable[[Run], str]) -> None:
+        values = [value(run) for run in runs.values()]
+        if any(each != "-" for each in values):
+            rows.append((name, values))
+
+    row("test", lambda run: decimal(run.test))
+    row(
+        "best held-out",
+        lambda run: f"{decimal(run.best['loss'])} at step {run.best['step']}" if run.best else "-",
+    )
+    row("predicted MB", lambda run: megabytes(run.plan.get("predicted_peak_bytes")))
+    row("began", lambda run: run.start.get("time", "-").replace("T", " ").rstrip("Z"))
+    row("machine", lambda run: run.start.get("host", "-"))
+    return rows
+
+
+def settings(runs: dict[str, Run]) -> list[Row]:
+    names = dict.fromkeys(name for run in runs.values() for name in run.settings)
+
+    def said(value: object) -> str:
+        return (
+            ", ".join(map(str, value)) if isinstance(value, list) else json.dumps(value).strip('"')
+        )
+
+    return [
+        (name, [said(run.settings[name]) if name in run.settings else "-" for run in runs.values()])
+        for name in names
+    ]
+
+
+def events(runs: dict[str, Run]) -> str:
+    """What happened on the way, such as a pause or a failure."""
+    items = []
+    for name, run in runs.items():
+        for event in run.events:
+            what, when, message = (event.get(key, "") for key in ("event", "time", "message"))
+            text = f"{name}, {when}: {what}" if len(runs) > 1 else f"{when}: {what}"
+            items.append(f"<li>{html.escape(text)}<br>{html.escape(message)}</li>")
+    return f"<h2>Events</h2><ul>{''.join(items)}</ul>" if items else ""
+
+
+def shown(name: str, samples: list[dict[str, str]]) -> str:
+    """What the model of one run wrote before and after."""
+    parts = [f"<h2>Samples of {html.escape(name)}</h2>"]
+    for sample in samples:
+        parts.append(f"<p><b>{html.escape(sample['prompt'])}</b></p><div class='sample'>")
+        for when in ("before", "after"):
+            text = html.escape(sample[when].strip())
+            parts.append(f"<blockquote><small>{when}</small><p>{text}</p></blockquote>")
+        parts.append("</div>")
+    return "".join(parts)
 
 
 if __name__ == "__main__":

@@ -121,11 +121,12 @@ def table_layout(arch: Architecture, quantization: Quantization, dtype: str, nor
 # Reading
 
 
-def read_manifest(path: Path) -> dict[str, Any]:
+def read_manifest(path: Path, to_run: bool = True) -> dict[str, Any]:
     """The manifest of the bundle at `path`, after checking that this machine can run it.
 
-    Raises MespError where the folder is no bundle, is of another format or MLX version, needs a
-    GPU that is not there, or lacks a file or part of one. Contents are checked by `Bundle.verify`.
+    Raises MespError where the folder is no bundle, is of another format, lacks a file or part of
+    one, or, unless it is not `to_run`, is of another MLX version or needs a GPU that is not there.
+    Contents are checked by `Bundle.verify`.
     """
     try:
         manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
@@ -143,12 +144,12 @@ def read_manifest(path: Path) -> dict[str, Any]:
             f"{path} has bundle format {version}, and this version reads format {FORMAT}; "
             "write the bundle again with this version's mesp-export."
         )
-    if mlx_version != mx.__version__:
+    if to_run and mlx_version != mx.__version__:
         raise MespError(
             f"{path} was exported with MLX {mlx_version}, and this is MLX {mx.__version__}; "
             f"write the bundle again, or install mlx=={mlx_version}."
         )
-    if manifest["device"] == "gpu" and not mx.metal.is_available():
+    if to_run and manifest["device"] == "gpu" and not mx.metal.is_available():
         raise MespError(
             f"{path} was exported for a GPU, and this machine has none that MLX can use; "
             "write the bundle again with --device cpu."
@@ -195,10 +196,17 @@ class Bundle:
         return mx.import_function(str(self.path / files[str(seq_len)]))
 
     def tokens(self, split: str) -> np.ndarray:
-        """The token stream ``train`` or ``valid``: uint32 [N], mapped."""
-        if split not in self.manifest.get("data", {}):
-            raise MespError(f"{self.path} holds no {split} data; export it with --data.")
-        return self._map(self.manifest["data"][split]["file"])
+        """The token stream ``train``, ``valid`` or ``test``: uint32 [N], mapped."""
+        return self._map(self._data(split)["file"])
+
+    def examples(self, split: str) -> np.ndarray | None:
+        """Where in `tokens` each example lies: uint32 [M, 3], mapped; None for a packed stream.
+
+        A row is (start, length, prompt): the tokens [start, start + length), of which the
+        prediction of the first `prompt` is not in the loss.
+        """
+        entry = self._data(split).get("examples")
+        return None if entry is None else self._map(entry["file"]).reshape(-1, 3)
 
     def verify(self) -> None:
         """Raises MespError naming the first file whose content is not what was exported."""
@@ -208,6 +216,11 @@ class Bundle:
                     f"{self.path / entry['path']} is damaged (its SHA-256 is not the manifest's); "
                     "write the bundle again with mesp-export."
                 )
+
+    def _data(self, split: str) -> dict[str, Any]:
+        if split not in self.manifest.get("data", {}):
+            raise MespError(f"{self.path} holds no {split} data; add some with mesp-data.")
+        return self.manifest["data"][split]
 
     def _table(self, which: str) -> dict[str, mx.array]:
         entry = self.manifest[which]
@@ -252,23 +265,18 @@ def new_folder(path: Path, overwrite: bool) -> Iterator[Path]:
     parents = [parent for parent in path.parents if not parent.exists()]
     unfinished = path.parent / f".{path.name}.partial"
     unfinished.mkdir(parents=True, exist_ok=True)
-    lock = os.open(unfinished, os.O_RDONLY)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        os.close(lock)
-        raise MespError(f"Another mesp-export is writing {path}; wait for it.") from error
+    lock = _lock(unfinished, f"Another mesp-export is writing {path}; wait for it.")
     try:
         _empty(unfinished)
         yield unfinished
         for written in (*unfinished.rglob("*"), unfinished):
-            _sync(written)
+            sync(written)
         replaced = path.parent / f".{path.name}.replaced"
         if path.exists() and overwrite:
             shutil.rmtree(replaced, ignore_errors=True)
             os.rename(path, replaced)
         os.rename(unfinished, path)
-        _sync(path.parent)
+        sync(path.parent)
         shutil.rmtree(replaced, ignore_errors=True)
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -280,12 +288,33 @@ def new_folder(path: Path, overwrite: bool) -> Iterator[Path]:
         os.close(lock)
 
 
+@contextmanager
+def locked(bundle: Path) -> Iterator[None]:
+    """Keeps other processes from changing a finished bundle meanwhile."""
+    lock = _lock(bundle, f"Another mesp-data is writing to {bundle}; wait for it.")
+    try:
+        yield
+    finally:
+        os.close(lock)
+
+
+def _lock(folder: Path, taken: str) -> int:
+    """A lock on a folder, held until it is closed. Raises MespError where it is `taken`."""
+    lock = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(lock)
+        raise MespError(taken) from error
+    return lock
+
+
 def _empty(folder: Path) -> None:
     for left in folder.iterdir():
         shutil.rmtree(left) if left.is_dir() else left.unlink()
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -293,17 +322,22 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def describe_files(folder: Path) -> list[dict[str, Any]]:
-    """The manifest's ``files``: every file in the folder."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
+def describe_files(bundle: Path, folder: str = ".") -> list[dict[str, Any]]:
+    """The manifest's ``files``: every file in the bundle, or in a folder of it."""
+    files = sorted(path for path in (bundle / folder).rglob("*") if path.is_file())
     return [
         {
-            "path": file.relative_to(folder).as_posix(),
+            "path": file.relative_to(bundle).as_posix(),
             "size": file.stat().st_size,
             "sha256": sha256(file),
         }
         for file in files
     ]
+
+
+def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
+    text = json.dumps(manifest, indent=1, ensure_ascii=False)
+    (folder / "manifest.json").write_text(text + "\n", encoding="utf-8")
 
 
 def sha256(path: Path) -> str:

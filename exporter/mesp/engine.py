@@ -6,11 +6,14 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import shutil
 import subprocess
+import tempfile
 from collections import deque
 from pathlib import Path
+from typing import Any
 
 import click
 from rich.console import Console
@@ -40,6 +43,17 @@ def find_engine(checkout: Path = CHECKOUT) -> Path:
     if shutil.which("swift") and is_older_than_sources(engine, checkout):
         return build_engine(checkout)
     return engine
+
+
+def find_plan(engine: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    """The engine's plan for these settings, its `plan` record. Nothing is written."""
+    with tempfile.NamedTemporaryFile("w", suffix=".json", encoding="utf-8") as file:
+        json.dump({"output": "", **settings, "dry_run": True}, file)
+        file.flush()
+        done = subprocess.run([engine, file.name], capture_output=True, text=True)
+    if done.returncode != 0:
+        raise MespError(done.stderr.strip() or f"mesp-engine failed ({done.returncode}).")
+    return json.loads(done.stdout)
 
 
 def built_engine(checkout: Path) -> Path:

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shutil
-import sys
 import zlib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
@@ -20,7 +19,6 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-from mesp import data as text_data
 from mesp.block import block_function, export_block, tiles
 from mesp.bundle import (
     DTYPES,
@@ -32,9 +30,24 @@ from mesp.bundle import (
     describe_files,
     new_folder,
     table_layout,
+    write_manifest,
     write_weights,
 )
-from mesp.errors import FULL_DISK, MespError, plain_os_errors
+from mesp.data import (
+    SOURCES,
+    DataOptions,
+    Split,
+    data_options,
+    describe,
+    load,
+    load_tokenizer,
+    random_data,
+    write_data,
+)
+from mesp.engine import CHECKOUT, built_engine, find_plan
+from mesp.errors import MespError, plain_os_errors
+from mesp.hub import download
+from mesp.log import megabytes
 from mesp.models import BIASED, KNOWN, NORMS, PROJECTIONS, Architecture
 
 TILE = 1 << 22  # elements of a matrix that are quantized at a time
@@ -101,33 +114,10 @@ def _local_source(folder: Path) -> Source:
 
 
 def _hub_source(repo: str, random_weights: bool = False) -> Source:
-    from huggingface_hub import errors, snapshot_download
-    from huggingface_hub.utils import disable_progress_bars
-
     patterns = ["config.json", *TOKENIZER_FILES, "README.md", "LICENSE*"]
     if not random_weights:
         patterns += ["*.safetensors", "*.safetensors.index.json"]
-    if not sys.stderr.isatty():
-        disable_progress_bars()
-    try:
-        folder = Path(snapshot_download(repo, allow_patterns=patterns))
-    except errors.GatedRepoError as error:
-        raise MespError(
-            f"{repo} asks its users to accept terms; accept them on https://huggingface.co/{repo} "
-            "and log in with `hf auth login`."
-        ) from error
-    except errors.RepositoryNotFoundError as error:
-        raise MespError(
-            f"There is no model {repo} on the Hugging Face Hub (or it is private: log in with "
-            "`hf auth login`), nor a folder of that name."
-        ) from error
-    except Exception as error:  # what a broken connection raises differs from library to library
-        if isinstance(error, OSError) and error.errno in FULL_DISK:
-            raise MespError(f"The disk is full, so {repo} could not be downloaded.") from error
-        raise MespError(
-            f"{repo} could not be downloaded from the Hugging Face Hub: check the network and try "
-            "again, or give a folder that holds the model."
-        ) from error
+    folder = download("model", repo, patterns)
     return replace(_local_source(folder), name=repo.split("/")[1], id=repo, revision=folder.name)
 
 
@@ -321,6 +311,7 @@ class Options:
 
     out: Path
     data: str | None
+    data_options: DataOptions
     seq_lens: list[int]
     ranks: list[int]
     quantization: Quantization
@@ -356,13 +347,13 @@ def export(source: Source, weights: Weights, arch: Architecture, options: Option
     ):
         check_disk(options.out, folder, total)
         task = bar.add_task("Tokenizing", total=None)
-        streams = token_streams(source, weights, arch, options)
+        splits = tokenize(source, weights, arch, options)
         (folder / "blocks").mkdir()
         functions = write_functions(folder, arch, block, options)
         bar.update(task, description=f"Writing {options.out.name}", total=total)
         for file, layout, pieces in weight_files:
             write_weights(folder / file, layout, pieces, partial(bar.advance, task))
-        data = write_streams(folder, streams)
+        data = write_data(folder, "data", splits)
         copy_texts(source, folder, arch, quantization)
         manifest = {
             "format": FORMAT,
@@ -384,8 +375,7 @@ def export(source: Source, weights: Weights, arch: Architecture, options: Option
             "data": data,
             "files": describe_files(folder),
         }
-        text = json.dumps(manifest, indent=1, ensure_ascii=False)
-        (folder / "manifest.json").write_text(text + "\n", encoding="utf-8")
+        write_manifest(folder, manifest)
     return manifest
 
 
@@ -434,50 +424,22 @@ def check_disk(out: Path, folder: Path, size: int) -> None:
         )
 
 
-def token_streams(
+def tokenize(
     source: Source, weights: Weights, arch: Architecture, options: Options
-) -> dict[str, np.ndarray]:
+) -> dict[str, Split]:
     """The tokenized data by split; empty where there is none."""
     longest = max(options.seq_lens)
     if options.data is None:
         if isinstance(weights, RandomWeights):
-            return text_data.random_streams(arch.vocab_size, longest, options.seed)
+            return random_data(arch.vocab_size, longest, options.seed)
         return {}
-    streams = text_data.load(options.data, load_tokenizer(source), longest)
-    largest = max(int(stream.max()) for stream in streams.values())
-    if largest >= arch.vocab_size:
-        raise MespError(
-            f"The tokenizer of {source.name} gives id {largest}, and the model knows "
-            f"{arch.vocab_size} ids; the two do not belong together."
-        )
-    return streams
-
-
-def load_tokenizer(source: Source) -> Any:
-    if source.folder is None or not (source.folder / "tokenizer_config.json").is_file():
+    if source.folder is None:
         raise MespError(
             f"{source.name} has no tokenizer here, so --data cannot be used with it; leave out "
             "--data (random weights then get random tokens), or give a folder with a tokenizer."
         )
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(source.folder, local_files_only=True)
-    except Exception as error:
-        reason = str(error).partition("\n")[0]
-        raise MespError(f"The tokenizer in {source.folder} cannot be loaded: {reason}") from error
-
-
-def write_streams(folder: Path, streams: dict[str, np.ndarray]) -> dict[str, Any]:
-    """Writes the streams to ``data/`` and returns the manifest's ``data``."""
-    entries = {}
-    for split, stream in streams.items():
-        file = f"data/{split}.bin"
-        (folder / "data").mkdir(exist_ok=True)
-        (folder / file).write_bytes(stream.astype("<u4").tobytes())
-        entries[split] = {"file": file, "tokens": len(stream)}
-    return entries
+    tokenizer = load_tokenizer(source.folder)
+    return load(options.data, tokenizer, longest, arch.vocab_size, options.data_options)
 
 
 def copy_texts(
@@ -503,7 +465,6 @@ def summary(out: Path, manifest: dict[str, Any]) -> str:
     size = sum(file["size"] for file in manifest["files"])
     quantization = manifest["quantization"]
     lora = {r: arch.num_hidden_layers * arch.lora_size(r) for r in manifest["ranks"]}
-    data = ", ".join(f"{d['tokens']:,} {split}" for split, d in manifest["data"].items())
     lines = {
         "model": f"{manifest['name']}, {arch.num_hidden_layers} blocks, hidden size "
         f"{arch.hidden_size}, vocabulary {arch.vocab_size:,}",
@@ -513,9 +474,29 @@ def summary(out: Path, manifest: dict[str, Any]) -> str:
         f"embedding {manifest['embedding']['words'] * 4 / 1e6:,.2f} MB",
         "sequences": " or ".join(map(str, manifest["seq_lens"])) + " tokens",
         "LoRA": "; ".join(f"rank {r}: {n:,} parameters" for r, n in lora.items()),
-        "data": f"{data} tokens" if data else "none (training needs --data)",
+        "data": describe(manifest["data"]) or "none (training needs --data)",
     }
+    if memory := predicted_memory(out, manifest):
+        lines["memory"] = memory
     return "\n".join([f"Wrote {out}", *(f"  {key:10} {value}" for key, value in lines.items())])
+
+
+def predicted_memory(out: Path, manifest: dict[str, Any]) -> str | None:
+    """The trainer's predicted peak for each length with its default plan, and the least possible.
+
+    None where the engine has not been built: exporting does not need it.
+    """
+    engine = Path(os.environ.get("MESP_ENGINE") or built_engine(CHECKOUT))
+    peaks = []
+    for length in manifest["seq_lens"]:
+        size = {"bundle": str(out.resolve()), "seq_len": length, "rank": manifest["ranks"][0]}
+        try:
+            plan = find_plan(engine, size)
+        except (MespError, OSError):
+            return None
+        default, least = plan["predicted_peak_bytes"], plan["least_peak_bytes"]
+        peaks.append(f"{length} tokens {megabytes(default)} MB (at least {megabytes(least)})")
+    return "training peaks at " + ", ".join(peaks)
 
 
 class ListOptions(click.Command):
@@ -544,9 +525,9 @@ class ListOptions(click.Command):
 )  # fmt: skip
 @click.option(
     "--data", metavar="FILE|DIR|NAME", show_default="python-docs for demo",
-    help="Text to train on: a text file, a JSONL file of {\"text\": …}, a folder with train, valid "
-    "and test as .txt or .jsonl, or python-docs.",
+    help=f"Data to train on: {SOURCES}.",
 )  # fmt: skip
+@data_options
 @click.option(
     "--seq-len", "seq_lens", multiple=True, type=click.IntRange(min=1), default=[256],
     metavar="N ...", help="Sequence lengths to train with.",
@@ -575,8 +556,8 @@ class ListOptions(click.Command):
 @click.option("--seed", type=click.IntRange(min=0), default=0, help="Of --random-weights.")
 @click.option("--overwrite", is_flag=True, help="Replace --out where it is a bundle.")
 def main(
-    model, out, data, seq_lens, bits, group_size, ranks, dtype, device, random_weights, layers,
-    seed, overwrite,
+    model, out, data, data_options, seq_lens, bits, group_size, ranks, dtype, device,
+    random_weights, layers, seed, overwrite,
 ):  # fmt: skip
     """Quantize a model and write it as a bundle to fine-tune on an iPhone, a Mac or Linux."""
     if device == "auto":
@@ -594,9 +575,14 @@ def main(
         weights = RandomWeights(seed)
     else:
         weights = SafetensorsWeights(source.folder)
+    if data is None and data_options != DataOptions():
+        raise MespError("--pack, --mask-prompt and --long say how --data is taken; name it too.")
+    if data is None and model == "demo" and not random_weights:
+        data = "python-docs"
     options = Options(
         out=out or Path(f"{source.name}.mesp"),
-        data=data or ("python-docs" if model == "demo" and not random_weights else None),
+        data=data,
+        data_options=data_options,
         seq_lens=sorted(set(seq_lens)),
         ranks=sorted(set(ranks)),
         quantization=quantization,

@@ -6,6 +6,7 @@ Sizes are bytes, times seconds, losses nats a token. An MB in what people read i
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
@@ -23,6 +24,7 @@ class Run:
     """What a log says so far, sorted by the kind of record."""
 
     start: dict = field(default_factory=dict)
+    plan: dict = field(default_factory=dict)
     steps: list[dict] = field(default_factory=list)
     evals: list[dict] = field(default_factory=list)
     events: list[dict] = field(default_factory=list)
@@ -32,7 +34,7 @@ class Run:
     def add(self, record: dict) -> None:
         """Takes the next record; kinds that this version does not know are passed over."""
         kind = record.get("type")
-        if kind in ("start", "end"):
+        if kind in ("start", "plan", "end"):
             setattr(self, kind, record)
         elif kind in ("step", "eval", "event"):
             getattr(self, kind + "s").append(record)
@@ -67,11 +69,27 @@ class Run:
         peaks = [step["footprint_peak_bytes"] for step in self.steps]
         return max([*peaks, self.end.get("footprint_peak_bytes") or 0]) or None
 
+    def evals_of(self, split: str) -> list[dict]:
+        """The evaluations on `valid` or `test` data."""
+        return [record for record in self.evals if record.get("split", "valid") == split]
+
+    @property
+    def best(self) -> dict | None:
+        """The evaluation after a step with the lowest held-out loss."""
+        after = [record for record in self.evals_of("valid") if record["step"] > 0]
+        return min(after, key=lambda record: record["loss"], default=None)
+
+    @property
+    def test(self) -> float | None:
+        """The loss on the test data at the end, nats a token."""
+        return self.evals_of("test")[-1]["loss"] if self.evals_of("test") else None
+
     @property
     def held_out(self) -> tuple[float | None, float | None]:
         """Held-out loss before the first step and the latest one after it, nats a token."""
-        before = [record["loss"] for record in self.evals if record["step"] == 0]
-        after = [record["loss"] for record in self.evals if record["step"] > 0]
+        evals = self.evals_of("valid")
+        before = [record["loss"] for record in evals if record["step"] == 0]
+        after = [record["loss"] for record in evals if record["step"] > 0]
         return (before[0] if before else None, after[-1] if after else None)
 
     def state(self, now: datetime | None = None) -> str:
@@ -112,6 +130,11 @@ def read_run(folder: Path) -> Run:
 def find_runs(root: Path) -> list[Path]:
     """Folders at or below `root` that hold a log, in order of name."""
     return sorted(path.parent for path in root.rglob(LOG_NAME))
+
+
+def perplexity(loss: float) -> float:
+    """exp(loss), of a loss in nats a token."""
+    return math.exp(loss) if loss < 700 else math.inf
 
 
 def decimal(value: float | None, digits: int = 2) -> str:

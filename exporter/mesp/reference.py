@@ -14,7 +14,7 @@ elementwise product.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -525,6 +525,20 @@ def step_window(step: int, seed: int, windows: int) -> int:
     while math.gcd(stride, windows) != 1:
         stride += 1
     return (step * stride + seed) % windows
+
+
+def step_example(
+    step: int, seed: int, examples: Sequence[Sequence[int]], seq_len: int
+) -> tuple[int, int, int]:
+    """The example (start, length, prompt) of the split's `examples` that `step` (from 0) takes,
+
+    its length at most `seq_len` + 1, in the order of `step_window` over those that then have a
+    target left. It is tokens[start : start + length]; the loss is the mean over the predictions of
+    its tokens max(prompt, 1) to length - 1.
+    """
+    cut = [(start, min(length, seq_len + 1), prompt) for start, length, prompt in examples]
+    usable = [each for each in cut if max(each[2], 1) < each[1]]
+    return usable[step_window(step, seed, len(usable))]
 
 
 def _window(tokens: mx.array, index: int, seq_len: int) -> mx.array:

@@ -8,34 +8,39 @@ from __future__ import annotations
 
 import json
 import math
-import signal
-import subprocess
-import tempfile
-from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
 
 import click
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from click.core import ParameterSource
 
 from mesp.bundle import read_manifest
-from mesp.engine import find_engine
+from mesp.config import read_config
+from mesp.drive import drive, summary
+from mesp.engine import find_engine, find_plan
 from mesp.errors import MespError, plain_os_errors
-from mesp.log import LOG_NAME, Run, decimal, megabytes
+from mesp.log import LOG_NAME, megabytes
 
-# Steps over which the displayed loss and speed are averaged.
-SMOOTHING = 10
 PREFERRED_SEQ_LEN = 256
+SETTINGS_NAME = "settings.json"
+PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
+
+# What a run that goes on may have different: all of it changes nothing that is computed.
+MAY_CHANGE = ("bundle", "steps", "save_every", "memory_limit_mb", "offload", "resume")
+# Options that count only where another one has this value.
+ONLY_WITH = {
+    "momentum": ("optimizer", "sgd"),
+    "beta1": ("optimizer", "adamw"),
+    "beta2": ("optimizer", "adamw"),
+    "epsilon": ("optimizer", "adamw"),
+    "mezo_epsilon": ("method", "mezo"),
+}
 
 
-class Positive(click.FloatRange):
-    """A finite number above zero."""
-
-    def __init__(self) -> None:
-        super().__init__(min=0, min_open=True)
+class Number(click.FloatRange):
+    """A finite number in a range: click's own comparisons let `nan` through."""
 
     def convert(
         self, value: object, param: click.Parameter | None, ctx: click.Context | None
@@ -46,10 +51,56 @@ class Positive(click.FloatRange):
         return converted
 
 
+POSITIVE = Number(min=0, min_open=True)
+FROM_ZERO = Number(min=0)
+FRACTION = Number(min=0, max=1, max_open=True)
+
+
+class Projections(click.ParamType):
+    """Some of the seven projections, as in `q,v`; a list in the engine's order."""
+
+    name = "list"
+
+    def convert(
+        self, value: object, param: click.Parameter | None, ctx: click.Context | None
+    ) -> list[str]:
+        wanted = value if isinstance(value, list) else [part.strip() for part in value.split(",")]
+        for each in wanted:
+            if each not in PROJECTIONS:
+                self.fail(f"{each!r} is not one of {', '.join(PROJECTIONS)}.", param, ctx)
+        return [each for each in PROJECTIONS if each in wanted]
+
+
+def refuse(context: click.Context, parameter: click.Parameter, value: object) -> None:
+    """The callback of what other trainers have and a MeSP block can't."""
+    why = {
+        "dropout": "LoRA dropout needs a random mask at each projection's input",
+        "dora": "DoRA needs the length of each column of W + s A B",
+        "fine_tune_type": "--fine-tune-type {} is not LoRA",
+    }
+    if value and value != "lora":
+        raise MespError(
+            f"{why[parameter.name].format(value)}, and the block function, exported as "
+            "y = x Wᵀ + s (x A) B, has no place for it: leave it out."
+        )
+
+
 @click.command(context_settings={"show_default": True, "help_option_names": ["-h", "--help"]})
-@click.argument("bundle", type=click.Path(path_type=Path))
+@click.argument("bundle", required=False, type=click.Path(path_type=Path))
 @click.option(
-    "--steps", type=click.IntRange(min=1), required=True, help="Training steps, one sequence each."
+    "-c",
+    "--config",
+    type=click.Path(path_type=Path),
+    is_eager=True,
+    expose_value=False,
+    callback=read_config,
+    help="YAML file with any of these options by name, as in `seq_len: 128`, and `bundle`; "
+    "what is typed counts more.",
+)
+@click.option(
+    "--output",
+    type=click.Path(path_type=Path),
+    help="Folder of the run.  [default: runs/BUNDLE-METHOD-TIME]",
 )
 @click.option(
     "--method",
@@ -57,23 +108,73 @@ class Positive(click.FloatRange):
     default="mesp",
     help="How gradients are found.",
 )
+@click.option("--steps", type=click.IntRange(min=1), help="Updates of the adapters.  [required]")
 @click.option(
     "--seq-len",
     type=click.IntRange(min=1),
     help="Tokens a sequence.  [default: 256 or the bundle's longest]",
 )
 @click.option(
-    "--rank", type=click.IntRange(min=1), help="LoRA rank.  [default: the bundle's first]"
+    "--batch-size", type=click.IntRange(min=1), default=1, help="Sequences a gradient is made of."
 )
-@click.option("--alpha", type=Positive(), default=16.0, help="The adapters count alpha / rank.")
-@click.option("--learning-rate", type=Positive(), default=1e-4)
-@click.option("--optimizer", type=click.Choice(["sgd"]), default="sgd")
+@click.option(
+    "--grad-accumulation-steps",
+    type=click.IntRange(min=1),
+    default=1,
+    help="Batches whose mean gradient makes an update.",
+)
 @click.option(
     "--seed",
     type=click.IntRange(0, 2**31 - 1),
     default=0,
     help="Of the adapters' start and the data's order.",
 )
+@click.option(
+    "--rank", type=click.IntRange(min=1), help="LoRA rank.  [default: the bundle's first]"
+)
+@click.option("--alpha", type=POSITIVE, default=16.0, help="The adapters count alpha / rank.")
+@click.option("--rslora", is_flag=True, help="The adapters count alpha / √rank.")
+@click.option(
+    "--projections",
+    type=Projections(),
+    default=",".join(PROJECTIONS),
+    help="Which have adapters that are trained.",
+)
+@click.option(
+    "--num-layers", type=click.IntRange(min=1), help="Train the last N blocks only.  [default: all]"
+)
+@click.option(
+    "--lora-dtype",
+    type=click.Choice(["float32", "bfloat16"]),
+    default="float32",
+    help="Of the adapters in training; bfloat16 takes half the memory and rounds at random.",
+)
+@click.option(
+    "--adapters",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="Start from the adapters in this folder, of mlx-lm's or PEFT's form.",
+)
+@click.option("--optimizer", type=click.Choice(["sgd", "adamw"]), default="sgd")
+@click.option("--learning-rate", type=POSITIVE, default=1e-4)
+@click.option("--momentum", type=FRACTION, default=0.0, help="Of SGD.")
+@click.option("--beta1", type=FRACTION, default=0.9, help="Of AdamW.")
+@click.option("--beta2", type=FRACTION, default=0.999, help="Of AdamW.")
+@click.option("--epsilon", type=POSITIVE, default=1e-8, help="Of AdamW.")
+@click.option("--weight-decay", type=FROM_ZERO, default=0.0)
+@click.option(
+    "--schedule",
+    type=click.Choice(["constant", "linear", "cosine"]),
+    default="constant",
+    help="How the learning rate falls to zero after the warm-up.",
+)
+@click.option(
+    "--warmup",
+    type=click.IntRange(min=0),
+    default=0,
+    help="Steps over which the learning rate rises from zero.",
+)
+@click.option("--max-grad-norm", type=POSITIVE, help="Clip gradients to this norm over all blocks.")
+@click.option("--mezo-epsilon", type=POSITIVE, default=1e-3, help="Size of MeZO's perturbation.")
 @click.option(
     "--val-batches",
     type=click.IntRange(min=0),
@@ -84,62 +185,128 @@ class Positive(click.FloatRange):
     "--eval-every",
     type=click.IntRange(min=0),
     default=0,
-    help="Steps between evaluations; 0: before and after.",
+    help="Steps between evaluations, of which the best is kept; 0: before and after.",
 )
+@click.option(
+    "--early-stopping",
+    type=click.IntRange(min=0),
+    default=0,
+    help="End after so many evaluations without a better one; 0: never.",
+)
+@click.option("--test", is_flag=True, help="Evaluate on the test data at the end.")
 @click.option(
     "--save-every",
     type=click.IntRange(min=0),
     default=100,
     help="Steps between saves; 0: at the end only.",
 )
-@click.option("--mezo-epsilon", type=Positive(), default=1e-3, help="Size of MeZO's perturbation.")
+@click.option(
+    "--resume",
+    is_flag=True,
+    help="Go on with the run in --output, with its settings; what may change is --steps, "
+    "--save-every and where memory goes.",
+)
 @click.option(
     "--memory-limit",
     "memory_limit_mb",
-    type=Positive(),
+    type=POSITIVE,
     metavar="MB",
     help="Peak footprint to stay below, in 10⁶ bytes; room to spare is used for speed.",
 )
 @click.option(
-    "--offload/--no-offload",
-    default=None,
-    help="Keep block inputs in a file on disk.  [default: only where the limit asks for it]",
+    "--offload",
+    type=click.Choice(["none", "inputs", "all"]),
+    help="Keep block inputs, or the optimizer's state too, in a file on disk.  "
+    "[default: what the limit asks for]",
 )
 @click.option("--dry-run", is_flag=True, help="Print the plan and its predicted memory, and end.")
 @click.option(
-    "--output",
-    type=click.Path(path_type=Path),
-    help="Folder of the run.  [default: runs/BUNDLE-METHOD-TIME]",
+    "--dropout", "--lora-dropout", type=float, hidden=True, expose_value=False, callback=refuse
 )
-def main(bundle: Path, output: Path | None, **options: object) -> None:
+@click.option(
+    "--dora", "--use-dora", is_flag=True, hidden=True, expose_value=False, callback=refuse
+)
+@click.option("--fine-tune-type", hidden=True, expose_value=False, callback=refuse)
+@click.pass_context
+def main(context: click.Context, output: Path | None, **options: object) -> None:
     """Fine-tune BUNDLE, a folder that mesp-export wrote, with LoRA.
 
     Ctrl-C stops the run soon, with its adapters saved; a second Ctrl-C ends it at once.
     """
-    manifest = read_manifest(bundle)
+    for name in ("bundle", "adapters"):
+        if options[name] is not None:
+            options[name] = str(options[name].resolve())
+    if options["resume"]:
+        options = resumed(context, output, options)
+    for name in ("bundle", "steps"):
+        if options[name] is None:
+            raise click.MissingParameter(ctx=context, param=parameter(context, name))
+    manifest = read_manifest(Path(options["bundle"]))
     options["seq_len"] = choose(
         manifest["seq_lens"], options["seq_len"], "sequence length", PREFERRED_SEQ_LEN
     )
     options["rank"] = choose(manifest["ranks"], options["rank"], "rank", manifest["ranks"][0])
+    check(context, options, manifest)
     if output is None:
         stamp = datetime.now(timezone.utc).strftime("%Y%m%dT%H%M%SZ")
         output = Path("runs") / f"{manifest['name']}-{options['method']}-{stamp}"
-    if (output / LOG_NAME).exists():
-        raise MespError(f"{output} already holds a run: name another folder with --output.")
+    if (output / LOG_NAME).exists() and not options["resume"]:
+        raise MespError(
+            f"{output} already holds a run: name another folder with --output, "
+            "or go on with it with --resume."
+        )
+    settings = options | {"output": str(output.resolve())}
+    # In the order of --help, for those who read the file.
     settings = {
-        "bundle": str(bundle.resolve()),
-        "output": str(output.resolve()),
-        **options,
+        each.name: settings[each.name] for each in context.command.params if each.expose_value
     }
 
     engine = find_engine()
     if options["dry_run"]:
-        click.echo(dry_run(engine, settings))
+        click.echo(describe(find_plan(engine, settings)))
         return
     with settings_file(output, settings) as path:
         run, status = drive(engine, path, options["method"], options["steps"])
     click.echo(summary(run, output))
     raise SystemExit(status)
+
+
+def parameter(context: click.Context, name: str) -> click.Parameter:
+    return next(each for each in context.command.params if each.name == name)
+
+
+def flag(context: click.Context, name: str) -> str:
+    """What is typed for an option, as in `--seq-len`."""
+    return parameter(context, name).opts[-1]
+
+
+def resumed(context: click.Context, output: Path | None, given: dict) -> dict:
+    """The settings of the run in `output`, with what is given of `MAY_CHANGE`.
+
+    Raises MespError where there is no run, or where another option would change it.
+    """
+    if output is None:
+        raise MespError("Say which run to go on with: --resume --output FOLDER.")
+    path = output / SETTINGS_NAME
+    if not (output / LOG_NAME).exists():
+        raise MespError(f"{output} holds no run to go on with; start one without --resume.")
+    with plain_os_errors(f"Cannot read {path}"):
+        text = path.read_text(encoding="utf-8", errors="replace")
+    try:
+        settings = json.loads(text)
+        recorded = {name: settings[name] for name in given}
+    except (ValueError, TypeError, KeyError) as error:
+        raise MespError(f"{path} is not the settings of a run; start a new one.") from error
+    for name, value in given.items():
+        if context.get_parameter_source(name) == ParameterSource.DEFAULT:
+            continue
+        if name not in MAY_CHANGE and value != recorded[name]:
+            raise MespError(
+                f"A run that goes on keeps its settings: {flag(context, name)} is "
+                f"{recorded[name]} and cannot become {value}."
+            )
+        recorded[name] = value
+    return recorded
 
 
 def choose(available: list[int], wanted: int | None, what: str, preferred: int) -> int:
@@ -152,21 +319,45 @@ def choose(available: list[int], wanted: int | None, what: str, preferred: int) 
     return wanted
 
 
-def dry_run(engine: Path, settings: dict) -> str:
-    """The engine's plan for these settings, in words. Nothing is written."""
-    with tempfile.NamedTemporaryFile("w", suffix=".json", encoding="utf-8") as file:
-        json.dump(settings, file)
-        file.flush()
-        done = subprocess.run([engine, file.name], capture_output=True, text=True)
-    if done.returncode != 0:
-        raise MespError(done.stderr.strip() or f"mesp-engine failed ({done.returncode}).")
-    plan = json.loads(done.stdout)
-    where = "a file on disk" if plan["offload"] else "memory"
+def check(context: click.Context, options: dict, manifest: dict) -> None:
+    """Refuses, in a sentence, options that do not go together or that the bundle can't serve."""
+
+    def changed(name: str) -> bool:
+        # A default is no request, even where it is written out: settings.json may be a --config.
+        return options[name] not in (None, parameter(context, name).default)
+
+    for name, (other, value) in ONLY_WITH.items():
+        if changed(name) and options[other] != value:
+            raise MespError(
+                f"{flag(context, name)} has no use without {flag(context, other)} {value}: "
+                "leave it out."
+            )
+    if options["warmup"] >= options["steps"]:
+        raise MespError(
+            f"--warmup {options['warmup']} does not end within --steps {options['steps']}."
+        )
+    layers = manifest["architecture"]["num_hidden_layers"]
+    if (options["num_layers"] or 1) > layers:
+        raise MespError(f"--num-layers {options['num_layers']} is more than the {layers} blocks.")
+    held = manifest.get("data") or {}
+    if options["early_stopping"] and not (
+        options["eval_every"] and options["val_batches"] and "valid" in held
+    ):
+        raise MespError(
+            "--early-stopping needs evaluations on the way: --eval-every and --val-batches above "
+            "0, and a bundle with held-out data."
+        )
+    if options["test"] and "test" not in held:
+        raise MespError("--test needs test data, and the bundle has none: export it with some.")
+
+
+def describe(plan: dict) -> str:
+    """The engine's plan in words."""
     return "\n".join(
         [
             f"Predicted peak footprint: {megabytes(plan['predicted_peak_bytes'])} MB "
             f"(the lowest --memory-limit: {megabytes(plan['least_peak_bytes'])} MB).",
-            f"Tiles of {plan['tile_bytes'] // 1024} KiB; block inputs in {where}; "
+            f"Tiles of {plan['tile_bytes'] // 1024} KiB; on disk: {plan['offload']}; "
             f"intermediates of {plan['kept_blocks']} blocks kept.",
             f"Mapped weights: {megabytes(plan['mapped_bytes'])} MB, not in the footprint.",
         ]
@@ -176,14 +367,17 @@ def dry_run(engine: Path, settings: dict) -> str:
 @contextmanager
 def settings_file(output: Path, settings: dict) -> Iterator[Path]:
     """Writes OUTPUT/settings.json. A run that fails before it has a log leaves nothing behind."""
-    path = output / "settings.json"
+    path = output / SETTINGS_NAME
+    partial = path.with_name("partial.json")
     missing = [folder for folder in (output, *output.parents) if not folder.exists()]
     try:
         with plain_os_errors(f"Cannot write the run to {output}"):
             output.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+            partial.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+            partial.replace(path)
         yield path
     except BaseException:
+        partial.unlink(missing_ok=True)
         if not (output / LOG_NAME).exists():
             path.unlink(missing_ok=True)
             for folder in missing:
@@ -192,200 +386,3 @@ def settings_file(output: Path, settings: dict) -> Iterator[Path]:
                 except OSError:
                     break
         raise
-
-
-def drive(engine: Path, settings: Path, method: str, steps: int) -> tuple[Run, int]:
-    """Runs the engine, showing its records; returns them and this command's exit status."""
-    run = Run()
-    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors:
-        with plain_os_errors(f"Cannot start {engine}"):
-            process = subprocess.Popen(
-                [engine, settings],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                encoding="utf-8",
-                errors="replace",
-                start_new_session=True,
-            )
-        try:
-            with Display(method, steps) as display, forward_signals(process, display) as received:
-                for line in process.stdout:
-                    try:
-                        record = json.loads(line)
-                    except ValueError:
-                        click.echo(line, nl=False, err=True)
-                        continue
-                    run.add(record)
-                    display.show(record)
-                process.wait()
-        finally:
-            if process.poll() is None:
-                process.kill()
-                process.wait()
-        errors.seek(0)
-        said = errors.read().strip()
-
-    if process.returncode == 0 and run.end:
-        if said:
-            click.echo(said, err=True)
-        return run, 128 + received[0] if received and run.end.get("reason") == "stopped" else 0
-    raise MespError(
-        failure(process.returncode, said, run, settings.parent, killed=len(received) > 1)
-    )
-
-
-@contextmanager
-def forward_signals(process: subprocess.Popen, display: Display) -> Iterator[list[int]]:
-    """Passes signals on to the engine, and yields the list of those that asked for an end.
-
-    The engine has a session of its own: a Ctrl-C, whether typed or sent to this process alone,
-    arrives here only, and at the engine exactly once. The second one kills the engine.
-    """
-    received: list[int] = []
-
-    def end(number: int, _: object) -> None:
-        received.append(number)
-        if len(received) > 1:
-            process.kill()
-        else:
-            process.send_signal(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
-            display.stopping()
-
-    def suspend(_number: int, _frame: object) -> None:
-        process.send_signal(signal.SIGSTOP)
-        signal.raise_signal(signal.SIGSTOP)
-        process.send_signal(signal.SIGCONT)
-
-    handlers = {
-        signal.SIGINT: end,
-        signal.SIGTERM: end,
-        signal.SIGHUP: end,
-        signal.SIGTSTP: suspend,
-    }
-    # What nohup, or a shell that starts this in the background, has set to be ignored stays so.
-    previous = {
-        number: signal.signal(number, handler)
-        for number, handler in handlers.items()
-        if signal.getsignal(number) != signal.SIG_IGN
-    }
-    try:
-        yield received
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-
-
-class Display:
-    """Shows records on standard error: a live bar on a terminal, elsewhere ten lines a run."""
-
-    def __init__(self, method: str, steps: int) -> None:
-        self.steps = steps
-        self.recent: deque[dict] = deque(maxlen=SMOOTHING)
-        self.console = Console(stderr=True, highlight=False)
-        self.progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=16),
-            TextColumn("{task.completed}/{task.total}  {task.fields[figures]}"),
-            TimeRemainingColumn(compact=True),
-            console=self.console,
-        )
-        self.progress.add_task(method, total=steps, figures="")
-        (self.task,) = self.progress.tasks
-
-    def __enter__(self) -> Display:
-        if self.console.is_terminal:
-            self.progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self.console.is_terminal:
-            self.progress.stop()
-
-    def stopping(self) -> None:
-        """Called by a signal handler, so it only sets a field that the next refresh reads."""
-        self.task.description = "stopping"
-
-    def show(self, record: dict) -> None:
-        kind = record.get("type")
-        if kind == "step":
-            self.show_step(record)
-        elif kind == "eval":
-            self.console.print(
-                f"step {record['step']}: held-out loss {decimal(record['loss'], 3)}", soft_wrap=True
-            )
-        elif (
-            kind == "event" and record.get("event") != "error"
-        ):  # an error ends the run, and is said then
-            self.console.print(
-                f"{record.get('event')}: {record.get('message')}", markup=False, soft_wrap=True
-            )
-
-    def show_step(self, record: dict) -> None:
-        self.recent.append(record)
-        step = record["step"]
-        loss = sum(each["loss"] for each in self.recent) / len(self.recent)
-        seconds = sum(each["seconds"] for each in self.recent)
-        speed = sum(each["tokens"] for each in self.recent) / seconds if seconds else None
-        footprint = megabytes(record["footprint_bytes"])
-        figures = f"loss {decimal(loss, 3)}  {decimal(speed, 0)} tok/s  {footprint} MB"
-        self.progress.update(self.task.id, completed=step, figures=figures)
-        if not self.console.is_terminal and step * 10 // self.steps > (step - 1) * 10 // self.steps:
-            left = seconds / len(self.recent) * (self.steps - step)
-            self.console.print(
-                f"step {step}/{self.steps}  {figures}  {duration(left)} left", soft_wrap=True
-            )
-
-
-def duration(seconds: float) -> str:
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return (
-        f"{hours} h {minutes} min"
-        if hours
-        else f"{minutes} min {seconds} s"
-        if minutes
-        else f"{seconds} s"
-    )
-
-
-def summary(run: Run, output: Path) -> str:
-    """What a run came to, in a few lines."""
-    done = "Finished" if run.end["reason"] == "finished" else "Stopped"
-    lines = [
-        f"{done} after {run.last_step} steps in {duration(run.end['seconds'])}: "
-        f"{decimal(run.tokens_per_second, 0)} tokens/s, "
-        f"peak footprint {megabytes(run.peak_footprint)} MB."
-    ]
-    before, after = run.held_out
-    if before is not None and after is not None:
-        lines.append(
-            f"Held-out loss {decimal(before, 3)} before, {decimal(after, 3)} after (nats a token)."
-        )
-    return "\n".join([*lines, f"Adapters: {output / 'adapters'}", f"Log:      {output / LOG_NAME}"])
-
-
-def failure(status: int, said: str, run: Run, output: Path, killed: bool) -> str:
-    """Why the engine ended as it did, and what of the run is left."""
-    if killed:
-        reason = "The run was ended at once."
-    elif status < 0:
-        name = signal.Signals(-status).name
-        reason = f"mesp-engine was ended by {name} after step {run.last_step}."
-        if said:
-            reason = f"{said}\n{reason}"
-        if -status == signal.SIGKILL:
-            reason += " The system ends a program so when memory runs out."
-    elif status == 0:
-        reason = "mesp-engine ended without finishing its log."
-    else:
-        reason = said or f"mesp-engine failed with exit status {status}."
-    if not (output / LOG_NAME).exists():
-        return reason
-    saved = (output / "adapters" / "adapters.safetensors").exists()
-    left = (
-        f"the adapters last saved are in {output / 'adapters'}"
-        if saved
-        else "no adapters had been saved"
-    )
-    return f"{reason} The log is in {output / LOG_NAME}; {left}."

@@ -115,9 +115,11 @@ struct BlockBackward {
         gradients[.gate] = LoRAMatrices(a: matmul(mlpIn.T, dGateB) * scale, b: concatenated(dBGate, axis: 1))
         gradients[.up] = LoRAMatrices(a: matmul(mlpIn.T, dUpB) * scale, b: concatenated(dBUp, axis: 1))
         gradients[.down] = LoRAMatrices(a: concatenated(dADown), b: matmul((hDown * scale).T, dy))
-        dMlpIn = dMlpIn + (matmul(dGateB, gateLoRA.a.T) + matmul(dUpB, upLoRA.a.T)) * scale
+        eval([Projection.gate, .up, .down].compactMap { gradients[$0] }.flatMap { [$0.a, $0.b] })
+        dMlpIn = addMM(addMM(dMlpIn, dGateB * scale, gateLoRA.a.T), dUpB * scale, upLoRA.a.T)
+        eval(dMlpIn)
         let dMid = dy + rmsNormBackward(xMid, weight: norm, eps: architecture.rmsNormEps, dy: dMlpIn)
-        eval([dMid] + [Projection.gate, .up, .down].compactMap { gradients[$0] }.flatMap { [$0.a, $0.b] })
+        eval(dMid)
         return dMid
     }
 

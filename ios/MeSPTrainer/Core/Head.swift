@@ -48,20 +48,18 @@ struct Head {
         }
 
         let wTarget = w.take(targets)
-        let zTarget = (h.asType(.float32) * wTarget).sum(axis: -1, keepDims: true)
-        let loss = (m + log(l) - zTarget).sum()
-        guard let gradientScale else {
-            eval(loss)
-            return (loss, nil)
-        }
-        let dh = ((sum / l - wTarget) * gradientScale).asType(h.dtype)
-        var dy = rmsNormBackward(y, weight: norm, eps: eps, dy: dh)
+        let loss = (m + log(l) - (h.asType(.float32) * wTarget).sum(axis: -1, keepDims: true)).sum()
+        eval(loss, wTarget)
+        guard let gradientScale else { return (loss, nil) }
+        sum = (sum / l - wTarget) * gradientScale  // dh
+        eval(sum)
+        var dy = rmsNormBackward(y, weight: norm, eps: eps, dy: sum.asType(h.dtype))
         if counted.count < length {
             func zeros(_ count: Int) -> MLXArray { MLXArray.zeros([count, shape[1]], dtype: dy.dtype) }
             dy = concatenated([zeros(counted.lowerBound), dy, zeros(length - counted.upperBound)])
         }
         dy = dy.expandedDimensions(axis: 0)
-        eval(loss, dy)
+        eval(dy)
         return (loss, dy)
     }
 }

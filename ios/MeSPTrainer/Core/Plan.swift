@@ -72,14 +72,18 @@ public struct Planner: Sendable {
     public func peak(_ plan: Plan) -> Int {
         let tile = TileSizes(architecture, group: group, length: length, bytes: plan.tileBytes)
         let inputs = method == .mezo || plan.offload != .none ? 0 : trainedBlocks * hidden
-        return process + (plan.offload == .all ? 0 : vectors) + inputs + plan.keptBlocks * keptBytes
-            + max(plan.keptBlocks > 0 ? forward + 2 * intermediate : forward, loss(tile), backward(tile))
+        let kept = plan.keptBlocks * keptBytes
+        let forward = plan.keptBlocks > 0 ? forward + 2 * intermediate : forward
+        return process + (plan.offload == .all ? 0 : vectors) + inputs + kept
+            + max(forward, loss(tile), backward(tile))
+            // Small blocks of memory don't go back to the system at once.
+            + (plan.tileBytes < Self.tileSizes[0] ? 2_000_000 : 0)
     }
 
     // MARK: - What is alive at once. Counts of arrays follow the code; the few constants were fitted to measurements on Linux.
 
     /// The process with MLX started and the block function imported, whose graph takes several times the file.
-    private var process: Int { 4_400_000 + 15 * functionBytes / 2 }
+    private var process: Int { 6_700_000 + 15 * functionBytes / 2 }
 
     /// One array `[T, features]`.
     private func activation(_ features: Int) -> Int { length * features * itemSize }
@@ -118,13 +122,17 @@ public struct Planner: Sendable {
         switch method {
         case .mesp:
             let features = min(tile.mlp, a.intermediateSize)
-            // q, k, v and attn_out wait; x_mid, dy, mlp_in and its gradient before and after a tile; of the tile, three weights, one
-            // of them while it is dequantized, and gate, up and what becomes of them.
-            let mlp = 2 * query + 2 * keyValue + 5 * hidden + 5 * weight(features) + 9 * activation(features)
-            // The same, with d_x_mid, d_attn_out, and dq before and after its tiles are joined; scores, P, dP and dS of a tile.
             let scores = a.numAttentionHeads * min(tile.attention, length) * length * 4
-            let attention = 4 * query + 6 * keyValue + 2 * hidden + 6 * scores
-            return max(mlp, attention) + 3 * loraBytes
+            return max(
+                // d waits while the block function runs again.
+                hidden + forward,
+                // q, k, v and attn_out wait; x_mid, dy, mlp_in and its gradient before and after a tile; of the tile, three weights,
+                // one of them while it is dequantized, and gate, up and what becomes of them.
+                2 * query + 2 * keyValue + 5 * hidden + 5 * weight(features) + 9 * activation(features) + loraBytes,
+                // The same without the tile, but with the temporaries of the norm's derivative.
+                2 * query + 2 * keyValue + 9 * hidden + loraBytes,
+                // The same with d_x_mid, d_attn_out, and dq before and after its tiles are joined; scores, P, dP and dS of a tile.
+                4 * query + 6 * keyValue + 2 * hidden + 6 * scores + 3 * loraBytes)
         case .mebp:
             // All of the block's weights dequantized, six arrays as wide as the MLP, the scores and P of all heads.
             let weights = Projection.allCases.reduce(0) { $0 + $1.dimensions(a).0 * $1.dimensions(a).1 } * 4

@@ -19,7 +19,7 @@ public enum Run {
         atBlock: @escaping (_ log: (Record.Event) throws -> Void) throws -> Void = { _ in }
     ) throws {
         try settings.check()
-        let bundle = try ModelBundle(url: URL(fileURLWithPath: settings.bundle))
+        let bundle = try ModelBundle(url: URL(fileURLWithPath: settings.bundle), digests: !settings.dryRun)
         try Device.withDefaultDevice(bundle.device) {
             do {
                 // Outside, an error in MLX ends the process.

@@ -1,0 +1,61 @@
+"""`--config FILE`: a command's options from a YAML file, by their long names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+import yaml
+
+from mesp.errors import MespError, plain_os_errors
+
+
+def read_config(context: click.Context, _: click.Parameter, path: Path | None) -> None:
+    """The callback of an eager `--config`: what the file says stands where no option is typed.
+
+    A key is the name of an option or argument, with `_` or `-`; `null` leaves the default.
+    Raises MespError, in a sentence that names the file and the key.
+    """
+    if path is None:
+        return
+    with plain_os_errors(f"Cannot read {path}"):
+        text = path.read_bytes()
+    try:
+        entries = yaml.safe_load(text)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        where = f", line {mark.line + 1}" if mark else ""
+        raise MespError(f"{path}{where} is not valid YAML: {error.problem}.") from error
+    except yaml.YAMLError as error:  # bytes that are no text
+        raise MespError(f"{path} is not valid YAML: it is not a text file.") from error
+    if entries is None:
+        entries = {}
+    if not isinstance(entries, dict):
+        raise MespError(f"{path} must be a list of options, one `name: value` a line.")
+
+    parameters = {
+        name.lstrip("-").replace("-", "_"): parameter
+        for parameter in context.command.params
+        if not parameter.is_eager
+        for name in (parameter.name, *parameter.opts)
+    }
+    context.default_map = {}
+    for key, value in entries.items():
+        parameter = parameters.get(str(key).replace("-", "_"))
+        if parameter is None:
+            raise MespError(
+                f"{path} sets {key}, which is no option; "
+                f"`{context.info_name} --help` lists what there is."
+            )
+        if value is None:
+            continue
+        # As it would be typed: click takes the text 2.5 for no count, but the number for 2.
+        listed = value if isinstance(value, list) else [value]
+        if not all(isinstance(each, str | int | float) for each in listed):
+            raise MespError(f"{path} sets {key} to {value}, which must be a plain value or a list.")
+        typed = ",".join(str(each) for each in listed)
+        try:
+            parameter.type_cast_value(context, typed)
+        except click.BadParameter as error:
+            raise MespError(f"{path} sets {key} to {value}: {error.message}") from error
+        context.default_map[parameter.name] = typed

@@ -1,0 +1,41 @@
+"""Downloads from the Hugging Face Hub."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from mesp.errors import FULL_DISK, MespError
+
+
+def download(kind: str, repo: str, patterns: list[str]) -> Path:
+    """The folder with the files of a repository that match `patterns`; its name is the revision.
+
+    `kind` is ``model`` or ``dataset``. Raises MespError where the repository isn't there, isn't
+    open to the user, or can't be reached.
+    """
+    from huggingface_hub import errors, snapshot_download
+    from huggingface_hub.utils import disable_progress_bars
+
+    if not sys.stderr.isatty():
+        disable_progress_bars()
+    try:
+        return Path(snapshot_download(repo, repo_type=kind, allow_patterns=patterns))
+    except errors.GatedRepoError as error:
+        page = f"https://huggingface.co/{'datasets/' if kind == 'dataset' else ''}{repo}"
+        raise MespError(
+            f"{repo} asks its users to accept terms; accept them on {page} and log in with "
+            "`hf auth login`."
+        ) from error
+    except errors.RepositoryNotFoundError as error:
+        raise MespError(
+            f"There is no {kind} {repo} on the Hugging Face Hub (or it is private: log in with "
+            "`hf auth login`), nor a folder of that name."
+        ) from error
+    except Exception as error:  # what a broken connection raises differs from library to library
+        if isinstance(error, OSError) and error.errno in FULL_DISK:
+            raise MespError(f"The disk is full, so {repo} could not be downloaded.") from error
+        raise MespError(
+            f"{repo} could not be downloaded from the Hugging Face Hub: check the network and try "
+            f"again, or give a folder that holds the {kind}."
+        ) from error

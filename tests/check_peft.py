@@ -1,0 +1,149 @@
+"""The adapters in the real PEFT library, on PyTorch: `make test-peft`.
+
+The demo model is dequantized into an ordinary Qwen2ForCausalLM; with the adapters that the engine
+wrote, PEFT must find the engine's held-out loss, and the engine that of adapters that PEFT wrote.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM
+
+from mesp.bundle import Bundle
+from mesp.engine import find_engine
+from mesp.log import Run, read_run
+from mesp.reference import dequantize
+
+SEQ_LEN = 64
+VAL_BATCHES = 8
+# float32 on both sides: the sums' order differs, by 1e-6 of a loss near 5.
+TOLERANCE = 1e-4
+
+
+def call(command: str, *arguments: object) -> None:
+    program = f"from mesp.{command} import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", program, *map(str, arguments)], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def train(bundle: Path, output: Path, *options: object) -> Run:
+    fixed = ("--steps", 20, "--optimizer", "adamw", "--learning-rate", 5e-3)
+    fixed += ("--val-batches", VAL_BATCHES)
+    call("train", bundle, *fixed, "--output", output, *options)
+    return read_run(output)
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    find_engine()
+    path = tmp_path_factory.mktemp("demo") / "demo.mesp"
+    call("export", "--model", "demo", "--out", path, "--seq-len", SEQ_LEN)
+    return path
+
+
+@pytest.fixture(scope="module")
+def folder(bundle: Path) -> Path:
+    """The bundle's weights, dequantized, as a Hugging Face model in float32."""
+    opened, path = Bundle(bundle), bundle.parent / "dequantized"
+    arch = opened.architecture
+    norm = opened.head()["norm"]
+    embedding = dequantize(opened.embedding(), "", arch.hidden_size)
+    tensors = {"model.embed_tokens.weight": embedding, "model.norm.weight": norm}
+    for index in range(arch.num_hidden_layers):
+        weights, prefix = opened.block(index), f"model.layers.{index}."
+        for name, array in weights.items():
+            if name.endswith((".bias", "norm.weight")):
+                tensors[prefix + name] = array
+        for name, (_, in_size) in arch.projections().items():
+            tensors[f"{prefix}{name}.weight"] = dequantize(weights, f"{name}.", in_size)
+    config = json.loads((bundle / "config.json").read_text())
+    config.pop("quantization", None)
+    config.pop("quantization_config", None)
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(config))
+    mx.save_safetensors(str(path / "model.safetensors"), tensors, {"format": "pt"})
+    return path
+
+
+@pytest.fixture
+def model(folder: Path) -> torch.nn.Module:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def held_out_loss(model: torch.nn.Module, bundle: Path) -> float:
+    """Mean of the first windows, in nats a token."""
+    tokens = Bundle(bundle).tokens("valid")[: VAL_BATCHES * SEQ_LEN + 1].astype(np.int64)
+    inputs = torch.from_numpy(tokens[:-1].reshape(VAL_BATCHES, SEQ_LEN))
+    targets = torch.from_numpy(tokens[1:])
+    with torch.no_grad():
+        logits = model(input_ids=inputs).logits
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets).item()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [(), ("--projections", "q,v,down", "--num-layers", 2), ("--rslora", "--alpha", 8)],
+    ids=["all", "some projections and blocks", "rank-stabilized"],
+)
+def test_peft_finds_the_loss_of_the_engine(
+    bundle: Path, model: torch.nn.Module, tmp_path: Path, options: tuple
+):
+    run = train(bundle, tmp_path / "run", *options)
+    before, after = run.held_out
+    assert after < before - 0.05
+    assert held_out_loss(model, bundle) == pytest.approx(before, abs=TOLERANCE)
+    adapted = PeftModel.from_pretrained(model, tmp_path / "run" / "adapters" / "peft").eval()
+    assert held_out_loss(adapted, bundle) == pytest.approx(after, abs=TOLERANCE)
+    merged = adapted.merge_and_unload()
+    assert held_out_loss(merged, bundle) == pytest.approx(after, abs=TOLERANCE)
+
+
+def test_peft_has_a_matrix_for_every_tensor(bundle: Path, model: torch.nn.Module, tmp_path: Path):
+    """PEFT only warns of tensors that fit nothing: the loss alone might not tell."""
+    train(bundle, tmp_path / "run", "--num-layers", 2, "--projections", "o,gate")
+    folder = tmp_path / "run" / "adapters" / "peft"
+    adapted = PeftModel.from_pretrained(model, folder)
+    saved = mx.load(str(folder / "adapter_model.safetensors"))
+    parameters = {
+        name.replace(".default", ""): value
+        for name, value in adapted.named_parameters()
+        if "lora_" in name
+    }
+    assert saved.keys() == parameters.keys() and len(saved) == 2 * 2 * 2
+    for name, array in saved.items():
+        assert np.array_equal(np.array(array), parameters[name].detach().numpy()), name
+
+
+@pytest.mark.parametrize("rslora", [False, True])
+def test_the_engine_starts_from_what_peft_saved(
+    bundle: Path, model: torch.nn.Module, tmp_path: Path, rslora: bool
+):
+    torch.manual_seed(0)
+    config = LoraConfig(
+        r=8,
+        lora_alpha=16,
+        use_rslora=rslora,
+        target_modules=["q_proj", "up_proj"],
+        task_type="CAUSAL_LM",
+    )
+    adapted = get_peft_model(model, config)
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.3)
+    adapted.save_pretrained(tmp_path / "peft")
+    expected = held_out_loss(adapted.eval(), bundle)
+    options = ["--projections", "q,up", *(["--rslora"] if rslora else [])]
+    run = train(bundle, tmp_path / "run", "--adapters", tmp_path / "peft", *options)
+    assert abs(expected - held_out_loss(adapted.unload(), bundle)) > 0.05
+    assert run.held_out[0] == pytest.approx(expected, abs=TOLERANCE)
