@@ -6,6 +6,7 @@ model writes before and after.
 
 from __future__ import annotations
 
+import json
 import shlex
 import subprocess
 import sys
