@@ -51,6 +51,17 @@ import Testing
         #expect(model.problem == "There is a bundle bundle.mesp already; delete it first.")
     }
 
+    @Test func theBundleThatComesWithTheAppTrains() async throws {
+        let home = URL(fileURLWithPath: #filePath).deletingLastPathComponent().deletingLastPathComponent()
+        let store = RunStore(documents: documents, included: home)
+        let model = AppModel(phone: phone, store: store) { _ in ByteTokenizer() }
+        #expect(model.bundle?.isIncluded == true && model.bundle?.name == "demo")
+        (model.settings.seqLen, model.settings.steps, model.settings.valBatches) = (128, 1, 0)
+        await model.start()
+        while !model.isFree { try await Task.sleep(for: .milliseconds(5)) }
+        #expect(model.controller.state == .finished(.finished))
+    }
+
     @Test func aBundleFromAirDropMovesOutOfTheInbox() async throws {
         let inbox = documents.appendingPathComponent("Inbox")
         try FileManager.default.createDirectory(at: inbox, withIntermediateDirectories: true)
