@@ -57,7 +57,7 @@ import Observation
         let (messages, sender) = AsyncStream.makeStream(of: Message.self)
         let thread = Thread {
             do {
-                let bundle = try ModelBundle(url: bundle, checksums: false)
+                let bundle = try ModelBundle(url: bundle)
                 let message = ChatMessage(role: "user", content: request.prompt)
                 let tokens =
                     request.isChat
