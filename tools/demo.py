@@ -1,6 +1,6 @@
 """The demo behind `make demo`: fine-tunes the demo model on Python's language reference.
 
-Exports the model, trains it with MeSP, collects the run's log and draws it. What the model writes
+Exports the model, trains it with MeSP, collects the run's log and reports it. What the model writes
 is shown before and after, through mlx-lm, which loads the adapters as they are.
 """
 
