@@ -1,5 +1,6 @@
 """The demo model, exported and trained by the real engine, as a user does it."""
 
+import hashlib
 import json
 import resource
 import shutil
@@ -19,6 +20,7 @@ from mlx_lm.tuner.utils import load_adapters
 import mesp
 from mesp.bundle import Bundle
 from mesp.engine import find_engine
+from mesp.reference import step_example
 
 DEMO_MODEL = Path(mesp.__file__).parent / "demo_model"
 SEQ_LEN = 64
@@ -68,10 +70,15 @@ def test_training_lowers_the_held_out_loss(trained: Path):
     assert after < before - 0.1
 
 
-def test_the_adapters_give_the_same_loss_in_mlx_lm(bundle: Path, trained: Path):
+def quantized_demo_model() -> nn.Module:
     model, _ = mlx_lm.load(str(DEMO_MODEL))
     model.set_dtype(mx.float32)
     nn.quantize(model, group_size=64, bits=4)
+    return model
+
+
+def test_the_adapters_give_the_same_loss_in_mlx_lm(bundle: Path, trained: Path):
+    model = quantized_demo_model()
     tokens = mx.array(Bundle(bundle).tokens("valid"))
 
     def held_out_loss() -> float:
@@ -86,6 +93,58 @@ def test_the_adapters_give_the_same_loss_in_mlx_lm(bundle: Path, trained: Path):
     load_adapters(model, str(trained / "adapters"))
     model.eval()
     assert held_out_loss() == pytest.approx(after, abs=1e-3)
+
+
+def test_losses_of_masked_examples_are_mlx_lms(bundle: Path, tmp_path: Path):
+    copy = shutil.copytree(bundle, tmp_path / "copy.mesp")
+    records_of = {
+        split: [{"prompt": f"What is {i}?", "completion": f"It is {i} times one."} for i in numbers]
+        for split, numbers in (("train", range(40)), ("valid", range(100, 105)))
+    }
+    for split, lines in records_of.items():
+        path = tmp_path / "data" / f"{split}.jsonl"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("\n".join(map(json.dumps, lines)))
+    # The demo tokenizer's template for prompts and completions.
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    config = json.loads((copy / "tokenizer_config.json").read_text())
+    (copy / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": template}))
+    refresh_digest(copy, "tokenizer_config.json")
+    done = run("data", copy, "--data", tmp_path / "data", "--mask-prompt")
+    assert done.returncode == 0, done.stderr
+    done = train(copy, tmp_path / "run", "--batch-size", 2)
+    assert done.returncode == 0, done.stderr
+
+    model, opened = quantized_demo_model(), Bundle(copy)
+
+    def loss(split: str, rows: list[tuple[int, int, int]]) -> tuple[float, int]:
+        tokens = opened.tokens(split)
+        batch = [tokens[start : start + length].tolist() for start, length, _ in rows]
+        padded = mx.array([ids + [0] * (SEQ_LEN + 1 - len(ids)) for ids in batch])
+        # See test_data.py: default_loss would count one token of the padding.
+        ranges = mx.array([[prompt, length - 1] for _, length, prompt in rows])
+        loss, count = default_loss(model, padded, ranges)
+        return loss.item(), count.item()
+
+    first = records(tmp_path / "run", "eval")[0]
+    expected, count = loss("valid", opened.examples("valid").tolist())
+    assert first["tokens"] == count
+    assert first["loss"] == pytest.approx(expected, rel=1e-4)
+    examples = opened.examples("train").tolist()
+    taken = [step_example(sequence, 0, examples, SEQ_LEN) for sequence in (0, 1)]
+    expected, count = loss("train", taken)
+    step = records(tmp_path / "run", "step")[0]
+    assert (step["tokens"], step["loss"]) == (count, pytest.approx(expected, rel=1e-4))
+
+
+def refresh_digest(bundle: Path, name: str) -> None:
+    """Lets the manifest say what the changed file holds."""
+    manifest = json.loads((bundle / "manifest.json").read_text())
+    content = (bundle / name).read_bytes()
+    for entry in manifest["files"]:
+        if entry["path"] == name:
+            entry |= {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    (bundle / "manifest.json").write_text(json.dumps(manifest))
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,9 @@ public enum Run {
         atBlock: @escaping (_ log: (Record.Event) throws -> Void) throws -> Void = { _ in }
     ) throws {
         try settings.check()
-        let bundle = try ModelBundle(url: URL(fileURLWithPath: settings.bundle), digests: !settings.dryRun)
+        let bundle = try ModelBundle(
+            url: URL(fileURLWithPath: settings.bundle), text: settings.data.map { URL(fileURLWithPath: $0) },
+            checksums: !settings.dryRun)
         try Device.withDefaultDevice(bundle.device) {
             do {
                 // Outside, an error in MLX ends the process.
@@ -54,6 +56,8 @@ public enum Run {
             try log.append(line)
             try report(record, line)
         }
+        // The first work for the GPU, and so a block boundary too; a stop waits for the next.
+        try? atBlock { _ in }
         let trainer = try Trainer(bundle: bundle, settings: settings, plan: plan, folder: output)
         var state = State()
         if let (savedState, _, vectors) = saved {
@@ -120,7 +124,7 @@ public enum Run {
                 gradNorm: result.gradientNorm, learningRate: trainer.optimizer.learningRate(step: state.step - 1),
                 footprintBytes: memoryFootprint(), footprintPeakBytes: 0, mlxActiveBytes: memory.activeMemory,
                 mlxPeakBytes: memory.peakMemory, mlxCacheBytes: memory.cacheMemory,
-                writtenBytes: trainer.writtenBytes - written, thermalState: thermalState)
+                writtenBytes: trainer.writtenBytes - written, thermalState: ThermalState.current.rawValue)
         }
 
         let sampler = FootprintSampler()
@@ -216,18 +220,5 @@ public enum Run {
         uname(&name)
         let machine = withUnsafeBytes(of: &name.machine) { String(decoding: $0.prefix { $0 != 0 }, as: UTF8.self) }
         return "\(machine), \(system)"
-    }
-
-    private static var thermalState: String {
-        #if canImport(Darwin)
-            switch ProcessInfo.processInfo.thermalState {
-            case .fair: return "fair"
-            case .serious: return "serious"
-            case .critical: return "critical"
-            default: return "nominal"
-            }
-        #else
-            return "nominal"
-        #endif
     }
 }
