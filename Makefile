@@ -55,7 +55,8 @@ test-python: engine
 
 test-swift: fixtures
 	@echo "== Tests of the trainer core, against mesp.reference"
-	$(HOST_MLX) MESP_FIXTURES=$(FIXTURES) swift test
+	# One after the other: two cores, and a controller whose main thread must answer.
+	$(HOST_MLX) MESP_FIXTURES=$(FIXTURES) swift test --no-parallel
 	@echo "== Tests of HostMLX"
 	$(HOST_MLX) swift test --package-path ios/HostMLX
 

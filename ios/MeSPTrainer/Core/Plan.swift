@@ -77,7 +77,7 @@ public struct Planner: Sendable {
         return process + (plan.offload == .all ? 0 : vectors) + inputs + kept
             + max(forward, loss(tile), backward(tile))
             // Small blocks of memory don't go back to the system at once.
-            + (plan.tileBytes < Self.tileSizes[0] ? 2_000_000 : 0)
+            + (plan.tileBytes < Self.tileSizes[0] ? 4_000_000 : 0)
     }
 
     // MARK: - What is alive at once. Counts of arrays follow the code; the few constants were fitted to measurements on Linux.
@@ -142,7 +142,7 @@ public struct Planner: Sendable {
             return weights + 6 * intermediate + 2 * a.numAttentionHeads * length * length * 4
         case .mezo:
             // z, and the parameters moved by it, on the way into the block function.
-            return forward + 3 * loraBytes
+            return forward + 2 * loraBytes
         }
     }
 }
