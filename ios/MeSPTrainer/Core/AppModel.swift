@@ -73,6 +73,8 @@ import Observation
         controller = RunController(phone: phone)
         comparison = Comparison(phone: phone)
         benchmark = Benchmark(controller: controller)
+        // What shows within minutes; the trainer's own defaults are the paper's.
+        (settings.optimizer, settings.learningRate) = (.adamw, 5e-4)
         refresh()
     }
 

@@ -177,6 +177,21 @@ public struct StoredRun: Identifiable, Sendable {
         }
     }
 
+    /// Copies the log and the adapters into `folder`, which is replaced. What the run was trained on stays behind.
+    public func export(to folder: URL) throws {
+        do {
+            try? FileManager.default.removeItem(at: folder)
+            try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)
+            for name in ["metrics.jsonl", "adapters", "best"] {
+                if let file = existing(name) {
+                    try FileManager.default.copyItem(at: file, to: folder.appendingPathComponent(name))
+                }
+            }
+        } catch {
+            throw MeSPError("\(self.name) cannot be copied: \(error.plainSentence).")
+        }
+    }
+
     private func existing(_ name: String) -> URL? {
         let url = url.appendingPathComponent(name)
         return FileManager.default.fileExists(atPath: url.path) ? url : nil

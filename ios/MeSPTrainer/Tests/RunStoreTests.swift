@@ -42,6 +42,18 @@ import Testing
         #expect(store.runs().map(\.name) == ["second"])
     }
 
+    @Test func sharesLogAndAdaptersButNotTheText() throws {
+        var settings = try settings("run", steps: 2)
+        let folder = URL(fileURLWithPath: settings.output).appendingPathComponent("data")
+        let text = String(repeating: "A line of text.\n", count: 20)
+        try TextData(tokenizer: ByteTokenizer(), length: 32).write(.text(text), to: folder)
+        settings.data = folder.path
+        try Run.run(settings)
+        let target = documents.appendingPathComponent("export")
+        for _ in 0..<2 { try #require(store.runs().first).export(to: target) }
+        #expect(Set(try files.contentsOfDirectory(atPath: target.path)) == ["metrics.jsonl", "adapters"])
+    }
+
     @Test func aNewRunHasAFolderOfItsOwn() throws {
         let date = Date(timeIntervalSince1970: 1_700_000_000)
         let first = store.newRun(bundle: "Demo", method: .mebp, at: date)
@@ -77,18 +89,14 @@ import Testing
         try Run.run(uninterrupted)
 
         var settings = uninterrupted
-        let (phone, killed) = (TestPhone(), store.runsFolder.appendingPathComponent("killed"))
-        settings.output = documents.appendingPathComponent("original").path
-        let controller = RunController(phone: phone)
-        for try await record in try controller.train(settings) {
-            guard case .step(let step) = record, step.step == 5 else { continue }
-            phone.scene = .background
-            try files.createDirectory(at: store.runsFolder, withIntermediateDirectories: true)
-            try files.copyItem(at: URL(fileURLWithPath: settings.output), to: killed)
-            phone.scene = .active
-            break
+        let original = documents.appendingPathComponent("original")
+        let (files, killed) = (files, store.runsFolder.appendingPathComponent("killed"))
+        settings.output = original.path
+        try files.createDirectory(at: store.runsFolder, withIntermediateDirectories: true)
+        try Run.run(settings) { record, _ in
+            guard case .step(let step) = record, step.step == 5 else { return }
+            try files.copyItem(at: original, to: killed)
         }
-        while controller.isRunning { try await Task.sleep(for: .milliseconds(5)) }
 
         // The app was updated since, which moves its folders.
         try files.copyItem(at: try fixture(), to: documents.appendingPathComponent("bundle.mesp"))

@@ -69,11 +69,13 @@ struct RunDetailView: View {
                     }
                     .disabled(!model.isFree)
                 }
-                ShareLink(item: Archive(folder: run.url), preview: SharePreview(run.name)) {
+                ShareLink(item: Archive(run: run), preview: SharePreview(run.name)) {
                     Label("Share Log and Adapters", systemImage: "square.and.arrow.up")
                 }
-                if let adapters = run.adapters {
-                    ShareLink(item: Archive(folder: adapters), preview: SharePreview("\(run.name) adapters")) {
+                if run.adapters != nil {
+                    ShareLink(
+                        item: Archive(run: run, adaptersOnly: true), preview: SharePreview("\(run.name) adapters")
+                    ) {
                         Label("Share Adapters Only", systemImage: "square.and.arrow.up.on.square")
                     }
                 }

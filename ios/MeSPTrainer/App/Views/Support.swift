@@ -50,20 +50,26 @@ extension URL {
     }
 }
 
-/// A folder to share, as a ZIP file.
+/// A run to share, as a ZIP file of its log and adapters, or of the adapters alone.
 struct Archive: Transferable {
-    let folder: URL
+    let run: StoredRun
+    var adaptersOnly = false
+
+    private var name: String { adaptersOnly ? "\(run.name) adapters" : run.name }
 
     static var transferRepresentation: some TransferRepresentation {
         FileRepresentation(exportedContentType: .zip) { (archive: Archive) in
             SentTransferredFile(try archive.zipped())
         }
-        .suggestedFileName { (archive: Archive) in "\(archive.folder.lastPathComponent).zip" }
+        .suggestedFileName { (archive: Archive) in "\(archive.name).zip" }
     }
 
     /// The file coordinator zips a folder that is read for uploading; its file goes when the closure returns.
     private func zipped() throws -> URL {
-        let target = URL.temporaryDirectory.appending(path: "\(folder.lastPathComponent).zip")
+        let export = URL.temporaryDirectory.appending(path: name)
+        try run.export(to: export)
+        let folder = adaptersOnly ? export.appending(path: "adapters") : export
+        let target = URL.temporaryDirectory.appending(path: "\(name).zip")
         var coordination: NSError?
         var failure: (any Error)?
         NSFileCoordinator().coordinate(readingItemAt: folder, options: .forUploading, error: &coordination) { zip in

@@ -27,7 +27,7 @@ struct SetupView: View {
         Form {
             modelSection
             textSection
-            Section("Method") {
+            Section {
                 Picker("Gradients", selection: $model.settings.method) {
                     ForEach(MeSPCore.Method.allCases, id: \.self) { Text($0.name).tag($0) }
                 }
@@ -41,6 +41,10 @@ struct SetupView: View {
                         format: .number.precision(.significantDigits(1...4)))
                 }
                 number("Steps") { TextField("Steps", value: $model.settings.steps, format: .number) }
+            } header: {
+                Text("Method")
+            } footer: {
+                Text("SGD takes less memory than AdamW, and needs a rate some hundred times as high.")
             }
             memorySection
             Section {
