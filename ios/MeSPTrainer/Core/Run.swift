@@ -61,6 +61,10 @@ public enum Run {
 
         let data = try Splits(bundle, settings)
         if lock == nil { lock = try FolderLock(output) }
+        // The first work for the GPU, and so a block boundary too; a stop waits for the next.
+        try? atBlock { _ in }
+        var trainer = try Trainer(bundle: bundle, settings: settings, plan: plan, folder: output)
+        if saved == nil, let adapters = settings.adapters { try trainer.startFrom(URL(fileURLWithPath: adapters)) }
         // A run that ended before it had saved anything is begun again.
         let log = try MetricLog(folder: output, resumeAt: settings.resume ? saved?.state.logBytes ?? 0 : nil)
         func append(_ record: Record) throws {
@@ -68,21 +72,14 @@ public enum Run {
             try log.append(line)
             try report(record, line)
         }
-        func makeTrainer() throws -> Trainer {
-            let trainer = try Trainer(bundle: bundle, settings: settings, plan: plan, folder: output)
-            trainer.atBlock = { try atBlock { try append(.event($0)) } }
-            return trainer
-        }
-        // The first work for the GPU, and so a block boundary too; a stop waits for the next.
-        try? atBlock { _ in }
-        var trainer = try makeTrainer()
+        func letPause() { trainer.atBlock = { try atBlock { try append(.event($0)) } } }
+        letPause()
         var state = State()
         if let saved {
             state = saved.state
             try trainer.restore { saved.vectors[$0] }
             try append(.event(.init(event: "resumed", message: "after step \(state.step)")))
         } else {
-            if let adapters = settings.adapters { try trainer.startFrom(URL(fileURLWithPath: adapters)) }
             try append(
                 .start(
                     .init(
@@ -153,7 +150,8 @@ public enum Run {
             }
             let vectors = try trainer.vectors()
             plan = cheaper
-            trainer = try makeTrainer()
+            trainer = try Trainer(bundle: bundle, settings: settings, plan: plan, folder: output)
+            letPause()
             try trainer.restore { vectors[$0] }
             let message = "\(reason); the run goes on with a plan that takes less"
             try append(.event(.init(event: "cheaper_plan", message: message)))
