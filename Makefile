@@ -53,9 +53,9 @@ test-python: engine
 	@echo "== Tests of the Python package and the commands"
 	$(BIN)/python -m pytest -q
 
-# One after the other: tests that compute hold every thread that tests of the app's model wait on.
 test-swift: fixtures
 	@echo "== Tests of the trainer core, against mesp.reference"
+	# One after the other: two cores, and a controller whose main thread must answer.
 	$(HOST_MLX) MESP_FIXTURES=$(FIXTURES) swift test --no-parallel
 	@echo "== Tests of HostMLX"
 	$(HOST_MLX) swift test --package-path ios/HostMLX

@@ -39,6 +39,7 @@ DEFAULTS = {
     "schedule": "constant",
     "warmup": 0,
     "max_grad_norm": None,
+    "skip_bad_steps": False,
     "mezo_epsilon": 1e-3,
     "val_batches": 25,
     "eval_every": 0,

@@ -9,7 +9,6 @@ Xcode with `pymobiledevice3`.
 
 from __future__ import annotations
 
-import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -20,6 +19,7 @@ from phone import APP, connect, copying
 from rich.console import Console
 from rich.table import Table
 
+from mesp.bundle import replacing
 from mesp.errors import MespError, plain_os_errors
 from mesp.log import COLUMNS, LOG_NAME, find_runs, read_run, table_row
 
@@ -114,18 +114,12 @@ def is_newer(collected: Path, run: Path) -> bool:
 
 def replace(run: Path, target: Path) -> None:
     """Puts a copy of the run in the target's place. Whoever looks sees the old one or the new."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".collecting-", dir=target.parent) as folder:
-        fresh, old = Path(folder, "fresh"), Path(folder, "old")
-        fresh.mkdir()
+    with replacing(target, f"collect.py is writing {target}") as fresh:
         for name in KEPT:
             if (run / name).is_dir():
                 shutil.copytree(run / name, fresh / name)
             elif (run / name).exists():
                 shutil.copy2(run / name, fresh / name)
-        if target.exists():
-            os.rename(target, old)
-        os.rename(fresh, target)
 
 
 if __name__ == "__main__":

@@ -462,7 +462,10 @@ def replace_data(bundle: Path, splits: dict[str, Split]) -> dict[str, Any]:
     The new manifest, put in place by one rename, is what makes the new data the bundle's: ended at
     any time, this leaves a whole bundle. What else it leaves is removed by the next call.
     """
-    with plain_os_errors(f"Cannot write the data to {bundle}"), locked(bundle):
+    with (
+        plain_os_errors(f"Cannot write the data to {bundle}"),
+        locked(bundle, f"mesp-data is writing to {bundle}"),
+    ):
         manifest = read_manifest(bundle, to_run=False)
         new = _remove_unused(bundle)
         try:

@@ -174,6 +174,12 @@ def refuse(context: click.Context, parameter: click.Parameter, value: object) ->
     help="Steps over which the learning rate rises from zero.",
 )
 @click.option("--max-grad-norm", type=POSITIVE, help="Clip gradients to this norm over all blocks.")
+@click.option(
+    "--skip-bad-steps",
+    is_flag=True,
+    help="Take a step back whose loss or gradient is not finite, and go on; holds the parameters "
+    "twice.",
+)
 @click.option("--mezo-epsilon", type=POSITIVE, default=1e-3, help="Size of MeZO's perturbation.")
 @click.option(
     "--val-batches",
@@ -379,7 +385,8 @@ def settings_file(output: Path, settings: dict) -> Iterator[Path]:
     except BaseException:
         partial.unlink(missing_ok=True)
         if not (output / LOG_NAME).exists():
-            path.unlink(missing_ok=True)
+            for file in (path, output / ".lock"):  # the engine's, which has ended
+                file.unlink(missing_ok=True)
             for folder in missing:
                 try:
                     folder.rmdir()

@@ -1,5 +1,8 @@
 import Foundation
 
+#if os(iOS)
+    import os
+#endif
 #if canImport(Darwin)
     import Darwin
 #else
@@ -19,7 +22,39 @@ public func memoryFootprint() -> Int {
         }
         return result == KERN_SUCCESS ? Int(info.phys_footprint) : 0
     #else
-        return withUnsafeTemporaryAllocation(byteCount: 4096, alignment: 1) { buffer in
+        return processStatus(["RssAnon:", "VmSwap:"])
+    #endif
+}
+
+/// The footprint at which the system ends the process or gives it no more memory, in bytes; nil where it sets no limit.
+///
+/// On Linux the lower of `RLIMIT_DATA` and the memory limits of the process's control groups. The first counts memory that was asked for,
+/// used or not, so what it counts beyond the footprint is taken off, and the stacks of the threads that a run starts.
+public func systemMemoryLimit() -> Int? {
+    #if os(iOS)
+        let available = os_proc_available_memory()
+        return available > 0 ? memoryFootprint() + available : nil
+    #elseif canImport(Darwin)
+        return nil
+    #else
+        var (limit, stack) = (rlimit(), rlimit())
+        getrlimit(.init(RLIMIT_DATA.rawValue), &limit)
+        getrlimit(.init(RLIMIT_STACK.rawValue), &stack)
+        // As glibc does it; where there is no limit, a stack is 2 MiB.
+        let stacks = threadsToCome * (stack.rlim_cur < UInt(Int.max) ? Int(stack.rlim_cur) : 2 << 20)
+        let unused = processStatus(["VmData:"]) - memoryFootprint() + stacks
+        let data = limit.rlim_cur < UInt(Int.max) ? [max(0, Int(limit.rlim_cur) - unused)] : []
+        return (data + controlGroupLimits()).min()
+    #endif
+}
+
+/// Of MLX and `FootprintSampler`, counted.
+private let threadsToCome = 5
+
+#if !canImport(Darwin)
+    /// The sum of some fields of `/proc/self/status`, in bytes.
+    private func processStatus(_ fields: [String]) -> Int {
+        withUnsafeTemporaryAllocation(byteCount: 4096, alignment: 1) { buffer in
             let file = open("/proc/self/status", O_RDONLY)
             guard file >= 0 else { return 0 }
             defer { close(file) }
@@ -27,13 +62,36 @@ public func memoryFootprint() -> Int {
             guard length > 0 else { return 0 }
             let lines = UnsafeRawBufferPointer(buffer)[..<length].split(separator: UInt8(ascii: "\n"))
             return lines.reduce(0) { total, line in
-                guard line.starts(with: "RssAnon:".utf8) || line.starts(with: "VmSwap:".utf8) else { return total }
+                guard fields.contains(where: { line.starts(with: $0.utf8) }) else { return total }
                 let kibibytes = line.reduce(0) { (48...57).contains($1) ? $0 * 10 + Int($1) - 48 : $0 }
                 return total + kibibytes * 1024
             }
         }
-    #endif
-}
+    }
+
+    /// The memory limits of the process's control groups, from its own up, of version 1 or 2.
+    private func controlGroupLimits() -> [Int] {
+        func number(_ path: String) -> Int? {
+            let text = try? String(contentsOfFile: path, encoding: .utf8)
+            return text.flatMap { Int($0.trimmingCharacters(in: .whitespacesAndNewlines)) }
+        }
+        let groups = (try? String(contentsOfFile: "/proc/self/cgroup", encoding: .utf8)) ?? ""
+        return groups.split(separator: "\n").flatMap { line -> [Int] in
+            let parts = line.split(separator: ":", maxSplits: 2, omittingEmptySubsequences: false)
+            guard parts.count == 3, parts[1].isEmpty || ",\(parts[1]),".contains(",memory,") else {
+                return []
+            }
+            let (root, file) =
+                parts[1].isEmpty ? ("/sys/fs/cgroup", "memory.max") : ("/sys/fs/cgroup/memory", "memory.limit_in_bytes")
+            var path = parts[2].split(separator: "/").map(String.init)
+            var limits = [Int]()
+            while true {
+                if let limit = number(([root] + path + [file]).joined(separator: "/")) { limits.append(limit) }
+                if path.popLast() == nil { return limits }
+            }
+        }
+    }
+#endif
 
 /// Reads the footprint every 2 ms on a thread of its own and keeps the highest.
 final class FootprintSampler: @unchecked Sendable {

@@ -5,6 +5,7 @@ final class Gate: @unchecked Sendable {
     private let condition = NSCondition()
     private var reasons = Set<PauseReason>()
     private var stopped = false
+    private var memoryWarned = false
     /// Whether the thread waits here, or there is none.
     private var isAtRest = true
 
@@ -12,6 +13,16 @@ final class Gate: @unchecked Sendable {
         condition.withLock {
             self.reasons = reasons
             condition.broadcast()
+        }
+    }
+
+    func warnOfMemory() { condition.withLock { memoryWarned = true } }
+
+    /// Whether there was a memory warning since the last call.
+    func takeMemoryWarning() -> Bool {
+        condition.withLock {
+            defer { memoryWarned = false }
+            return memoryWarned
         }
     }
 

@@ -195,15 +195,19 @@ func loadAdapters(
 ) throws -> Adapters {
     do {
         let (format, rank, scale) = try readConfig(folder)
+        guard rank <= architecture.hiddenSize else {
+            throw MeSPError("their rank, \(rank), is above the model's width of \(architecture.hiddenSize)")
+        }
         let layout = LoRALayout(architecture: architecture, rank: rank)
-        var tensors = try readSafetensors(folder.appendingPathComponent(format.file))
-        guard !tensors.isEmpty else { throw MeSPError("\(format.file) is empty") }
+        let tensors = try Safetensors(folder.appendingPathComponent(format.file))
+        var names = tensors.names
+        guard !names.isEmpty else { throw MeSPError("\(format.file) is empty") }
 
         func take(_ matrix: String, _ projection: Projection, _ block: Int, _ shape: [Int]) throws -> MLXArray? {
             let name = format.name(matrix, projection, block)
-            guard let array = tensors.removeValue(forKey: name) else { return nil }
-            guard array.shape == format.turned(shape) else {
-                throw MeSPError("\(name) has the shape \(array.shape), where the model needs \(format.turned(shape))")
+            guard names.remove(name) != nil, let found = tensors.shape(name) else { return nil }
+            guard found == format.turned(shape), let array = tensors[name] else {
+                throw MeSPError("\(name) has the shape \(found), where the model needs \(format.turned(shape))")
             }
             return format.turned(array)
         }
@@ -224,7 +228,7 @@ func loadAdapters(
             eval(flat)
             return flat
         }
-        if let name = tensors.keys.min() {
+        if let name = names.min() {
             throw MeSPError("it holds \(name), which is not a LoRA matrix of one of this model's projections")
         }
         return Adapters(layout: layout, scale: scale, lora: lora)
@@ -254,7 +258,7 @@ private func readConfig(_ folder: URL) throws -> (format: AdapterFormat, rank: I
         let alphaPattern: [String: Float]?
         let modulesToSave: [String]?
     }
-    guard let json = try? Data(contentsOf: folder.appendingPathComponent(configFile)) else {
+    guard let json = regularFile(folder.appendingPathComponent(configFile)) else {
         throw MeSPError("it has no \(configFile)")
     }
     let decoder = JSONDecoder()
@@ -331,18 +335,4 @@ private func writeSafetensors(_ tensors: [Tensor], to url: URL) throws {
     try file.synchronize()
     try file.close()
     guard rename(partial.path, url.path) == 0 else { throw MeSPError(String(cString: strerror(errno))) }
-}
-
-/// The tensors of a safetensors file by name, each read when it is evaluated.
-private func readSafetensors(_ url: URL) throws -> [String: MLXArray] {
-    let name = url.lastPathComponent
-    guard let file = try? FileHandle(forReadingFrom: url) else { throw MeSPError("it has no \(name)") }
-    defer { try? file.close() }
-    let header = try file.read(upToCount: 8) ?? Data()
-    guard header.count == 8, let tensors = try? loadArrays(url: url) else { throw MeSPError("\(name) is damaged") }
-    // MLX finds out that the file is too short only when it reads a tensor.
-    let headerSize = header.withUnsafeBytes { UInt64(littleEndian: $0.loadUnaligned(as: UInt64.self)) }
-    let size = UInt64(tensors.values.reduce(8) { $0 + $1.nbytes }) + headerSize
-    guard try file.seekToEnd() == size else { throw MeSPError("\(name) is damaged") }
-    return tensors
 }

@@ -12,18 +12,44 @@ import MLX
 /// - Parameters:
 ///   - url: a file whose length is a multiple of 16 KiB, as Metal wants it.
 ///   - size: the length it must have, in bytes.
-func mappedWords(_ url: URL, size: Int) throws -> MLXArray {
+///   - version: what the file must still be.
+func mappedWords(_ url: URL, size: Int, version: FileVersion?) throws -> MLXArray {
     let file = open(url.path, O_RDONLY)
     guard file >= 0 else { throw MeSPError("Cannot open \(url.path): \(lastError()).") }
     defer { close(file) }
-    var status = stat()
-    guard fstat(file, &status) == 0, Int(status.st_size) == size else {
+    guard let now = FileVersion(file), now.size == size, version == nil || now == version else {
         throw MeSPError("\(url.path) has changed since the bundle was opened; export the bundle again.")
     }
     guard let words = mapArray(file, offset: 0, [size / 4], .uint32) else {
         throw MeSPError("Cannot map \(url.path): \(lastError()).")
     }
     return words
+}
+
+/// What tells whether a file has changed: its size, and when it was written last.
+struct FileVersion: Equatable {
+    let size: Int
+    private let seconds: Int
+    private let nanoseconds: Int
+
+    /// - Parameter file: an open file.
+    init?(_ file: Int32) {
+        var status = stat()
+        guard fstat(file, &status) == 0 else { return nil }
+        #if canImport(Darwin)
+            let written = status.st_mtimespec
+        #else
+            let written = status.st_mtim
+        #endif
+        (size, seconds, nanoseconds) = (Int(status.st_size), written.tv_sec, written.tv_nsec)
+    }
+
+    init?(_ url: URL) {
+        let file = open(url.path, O_RDONLY)
+        guard file >= 0 else { return nil }
+        defer { close(file) }
+        self.init(file)
+    }
 }
 
 /// Arrays of one shape, kept in a file instead of in memory: written whole, read back as a mapping.
@@ -79,23 +105,31 @@ final class ArrayFile {
 }
 
 /// Arrays of one shape, one for each block, in memory or in a file.
+///
+/// A copy of this value keeps the arrays that it has in memory. With `keepsPrevious` it also keeps those in the file while each is
+/// written once more at most.
 struct BlockArrays {
     private var arrays: [MLXArray?]
     private let file: ArrayFile?
+    /// Where in the file each array lies.
+    private var slots: [Int]
+    private let keepsPrevious: Bool
 
     var indices: Range<Int> { arrays.indices }
     /// Bytes written to the file since the start.
     var written: Int { file?.written ?? 0 }
 
     /// - Parameter file: where the arrays are kept; nil for memory.
-    init(count: Int, file: ArrayFile?) {
+    init(count: Int, file: ArrayFile?, keepsPrevious: Bool = false) {
         arrays = Array(repeating: nil, count: count)
+        slots = Array(0..<count)
         self.file = file
+        self.keepsPrevious = keepsPrevious
     }
 
     /// The array of a block that was set before.
     func read(_ block: Int) throws -> MLXArray {
-        if let file { return try file.read(block) }
+        if let file { return try file.read(slots[block]) }
         guard let array = arrays[block] else { preconditionFailure("block \(block) was never set") }
         return array
     }
@@ -103,7 +137,8 @@ struct BlockArrays {
     /// Keeps an array, which is evaluated first.
     mutating func write(_ array: MLXArray, _ block: Int) throws {
         if let file {
-            try file.write(array, at: block)
+            if keepsPrevious { slots[block] = (slots[block] + arrays.count) % (2 * arrays.count) }
+            try file.write(array, at: slots[block])
         } else {
             eval(array)
             arrays[block] = array

@@ -10,3 +10,9 @@ public struct MeSPError: LocalizedError, Sendable, Equatable {
 
     public var errorDescription: String? { message }
 }
+
+/// A number in a training step that is NaN or infinite.
+struct NotFinite: Error {
+    /// What it is part of, as the beginning of a sentence: a block and a tensor.
+    let what: String
+}

@@ -112,17 +112,14 @@ struct MetricLog {
     private let file: FileHandle
     private let url: URL
 
-    /// Starts the log in `folder`, which is made if it isn't there and must not hold a run already; or goes on with the one that is
-    /// there, after its first `resumeAt` bytes.
+    static func url(in folder: URL) -> URL { folder.appendingPathComponent("metrics.jsonl") }
+
+    /// Starts the log in `folder`, which must not hold a run already; or goes on with the one that is there, after its first `resumeAt`
+    /// bytes.
     init(folder: URL, resumeAt: UInt64? = nil) throws {
-        url = folder.appendingPathComponent("metrics.jsonl")
-        do {
-            try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)
-        } catch {
-            throw MeSPError("Cannot make the output folder \(folder.path): \(error.plainSentence).")
-        }
+        url = Self.url(in: folder)
         let flags = resumeAt == nil ? O_CREAT | O_EXCL : 0
-        let descriptor = open(url.path, O_WRONLY | O_APPEND | flags, 0o644)
+        let descriptor = open(url.path, O_RDWR | O_APPEND | O_CLOEXEC | flags, 0o644)
         guard descriptor >= 0 else {
             throw errno == EEXIST
                 ? MeSPError("\(folder.path) already holds a run; resume it or choose another output folder.")
@@ -130,9 +127,11 @@ struct MetricLog {
         }
         file = FileHandle(fileDescriptor: descriptor, closeOnDealloc: true)
         if let resumeAt {
-            guard try file.seekToEnd() >= resumeAt else {
+            var lineFeed = UInt8(ascii: "\n")
+            let atLineEnd = resumeAt == 0 || pread(descriptor, &lineFeed, 1, off_t(clamping: resumeAt) - 1) == 1
+            guard atLineEnd, lineFeed == UInt8(ascii: "\n") else {
                 throw MeSPError(
-                    "\(url.path) is shorter than when the state was saved; start the run again in another folder.")
+                    "\(url.path) is not as it was when the state was saved; start the run again in another folder.")
             }
             try file.truncate(atOffset: resumeAt)
         }

@@ -93,6 +93,8 @@ public struct ModelBundle {
     /// The token streams by split, and the folder that their files are in.
     private let splits: [String: Manifest.Tokens]
     private let dataFolder: URL
+    /// The files of weights as they were when they were checked.
+    private var versions = [String: FileVersion]()
 
     public var architecture: Architecture { manifest.architecture }
 
@@ -106,7 +108,7 @@ public struct ModelBundle {
     public init(url: URL, text: URL? = nil, checksums: Bool = true) throws {
         self.url = url
         let path = url.appendingPathComponent("manifest.json")
-        guard let json = try? Data(contentsOf: path) else {
+        guard let json = regularFile(path) else {
             throw MeSPError("\(url.path) is not a bundle: it has no manifest.json. Make one with mesp-export.")
         }
         struct Version: Decodable {
@@ -146,6 +148,7 @@ public struct ModelBundle {
         }
         sizes = Dictionary(manifest.files.map { ($0.path, $0.size) }, uniquingKeysWith: { first, _ in first })
         (splits, dataFolder) = try text.map { (try TextData.entries(in: $0), $0) } ?? (manifest.data ?? [:], url)
+        try checkDimensions()
         try checkFiles()
         if checksums { try checkSums() }
         try checkLayout()
@@ -196,7 +199,7 @@ public struct ModelBundle {
     private func withWeights<R>(
         _ path: String, _ count: Int, _ arrays: [Manifest.PackedArray], _ body: (PackedWeights) throws -> R
     ) throws -> R {
-        let words = try mappedWords(url.appendingPathComponent(path), size: count * 4)
+        let words = try mappedWords(url.appendingPathComponent(path), size: count * 4, version: versions[path])
         // While this reference lives, MLX can't donate the mapped buffer and write a result into it.
         return try withExtendedLifetime(words) {
             try body(
@@ -232,8 +235,7 @@ public struct ModelBundle {
 
     // MARK: - Checks
 
-    private func checkFiles() throws {
-        let arch = architecture
+    private mutating func checkFiles() throws {
         var needed = [manifest.embedding.file, manifest.head.file]
         for length in manifest.seqLens {
             guard let function = manifest.block.functions["\(length)"],
@@ -244,17 +246,23 @@ public struct ModelBundle {
             }
             needed += [function, plain]
         }
-        needed += (0..<arch.numHiddenLayers).map(Self.blockFile)
+        let weights = Set([manifest.embedding.file, manifest.head.file] + blockFiles)
+        needed += blockFiles
         needed += (manifest.data ?? [:]).values.flatMap { [$0.file, $0.examples?.file].compactMap { $0 } }
         for path in needed where sizes[path] == nil {
             throw MeSPError("\(url.path): the manifest does not list \(path); export the bundle again.")
         }
+        let root = url.resolvingSymlinksInPath()
         for file in manifest.files {
             let parts = file.path.split(separator: "/", omittingEmptySubsequences: false)
-            guard !parts.contains(where: { $0.isEmpty || $0 == ".." || $0 == "." }) else {
+            let location = url.appendingPathComponent(file.path)
+            // A link on the way could lead anywhere.
+            guard !parts.contains(where: { $0.isEmpty || $0 == ".." || $0 == "." }), !file.path.contains("\0"),
+                location.deletingLastPathComponent().resolvingSymlinksInPath().path
+                    == root.appendingPathComponent(file.path).deletingLastPathComponent().path
+            else {
                 throw MeSPError("\(url.path): the manifest names a file outside the bundle, \(file.path).")
             }
-            let location = url.appendingPathComponent(file.path)
             guard let attributes = try? FileManager.default.attributesOfItem(atPath: location.path) else {
                 throw MeSPError("\(url.path) lacks \(file.path); export the bundle again.")
             }
@@ -263,8 +271,11 @@ public struct ModelBundle {
                     "\(file.path) in \(url.path) is not the \(file.size) bytes the manifest says; copy or export the bundle again."
                 )
             }
+            if weights.contains(file.path) { versions[file.path] = FileVersion(location) }
         }
     }
+
+    private var blockFiles: [String] { (0..<architecture.numHiddenLayers).map(Self.blockFile) }
 
     private func checkSums() throws {
         for file in manifest.files {
@@ -275,23 +286,29 @@ public struct ModelBundle {
         }
     }
 
-    private func checkLayout() throws {
+    private func checkDimensions() throws {
         let a = architecture
         let q = manifest.quantization
-        let counts = [
-            a.hiddenSize, a.numHiddenLayers, a.intermediateSize, a.numAttentionHeads, a.numKeyValueHeads, a.headDim,
-            a.vocabSize, q.bits, q.groupSize, manifest.block.words, manifest.embedding.words, manifest.head.words,
-        ]
-        // 2^31 words is far above any block; with it no product below can overflow.
-        guard counts.allSatisfy({ (1...(1 << 31)).contains($0) }), a.numAttentionHeads % a.numKeyValueHeads == 0,
+        let lengths = [manifest.block.words, manifest.embedding.words, manifest.head.words]
+        let widths = [a.hiddenSize, a.intermediateSize, a.vocabSize] + manifest.seqLens
+        let counts = [a.numHiddenLayers, a.numAttentionHeads, a.numKeyValueHeads, a.headDim] + manifest.ranks
+        // Far above any model's; with these no product, here or in a plan, can overflow.
+        guard lengths.allSatisfy({ (1...(1 << 31)).contains($0) }), widths.allSatisfy({ (1...(1 << 20)).contains($0) }),
+            counts.allSatisfy({ (1...(1 << 12)).contains($0) }), [2, 3, 4, 5, 6, 8].contains(q.bits),
+            [32, 64, 128].contains(q.groupSize), !manifest.seqLens.isEmpty, !manifest.ranks.isEmpty,
+            a.numAttentionHeads % a.numKeyValueHeads == 0,
             a.headDim % 2 == 0, a.hiddenSize % q.groupSize == 0, a.intermediateSize % q.groupSize == 0,
             (a.numAttentionHeads * a.headDim) % q.groupSize == 0
         else { throw MeSPError("\(url.path): the manifest's dimensions don't fit together; export the bundle again.") }
+    }
 
+    private func checkLayout() throws {
+        let a = architecture
+        let q = manifest.quantization
         for (file, words) in [
             (manifest.embedding.file, manifest.embedding.words), (manifest.head.file, manifest.head.words),
         ]
-            + (0..<a.numHiddenLayers).map({ (Self.blockFile($0), manifest.block.words) })
+            + blockFiles.map({ ($0, manifest.block.words) })
         where sizes[file] != words * 4 {
             throw MeSPError("\(file) in \(url.path) doesn't have the length of its layout; export the bundle again.")
         }
@@ -321,7 +338,7 @@ public struct ModelBundle {
         ] {
             for (name, shape, dtype) in expected {
                 guard let array = arrays.first(where: { $0.name == name }), array.shape == shape, array.dtype == dtype,
-                    array.offset >= 0, array.offset + array.words <= words
+                    (0...words).contains(array.offset), array.words <= words - array.offset
                 else {
                     throw MeSPError(
                         "\(url.path): the manifest's entry for \(name) is missing or wrong; export the bundle again.")

@@ -19,7 +19,11 @@ public struct Planner: Sendable {
     /// From the largest, which the default plan takes: larger ones are no faster.
     static let tileSizes = [1 << 20, 512 << 10, 256 << 10]
 
-    public init(_ manifest: Manifest, _ settings: RunSettings) {
+    /// What the system allows the process, in bytes, nil for all there is.
+    private let systemLimit: Int?
+
+    public init(_ manifest: Manifest, _ settings: RunSettings, systemLimit: Int? = systemMemoryLimit()) {
+        self.systemLimit = systemLimit
         architecture = manifest.architecture
         self.settings = settings
         group = manifest.quantization.groupSize
@@ -32,27 +36,39 @@ public struct Planner: Sendable {
     private var rank: Int { settings.rank }
     private var trainedBlocks: Int { min(settings.numLayers ?? .max, architecture.numHiddenLayers) }
 
-    /// The fastest plan that stays within `memoryLimitMb`; without a limit, large tiles and everything in memory. `offload` restricts
-    /// the choice; it is the planner's last resort.
+    /// The fastest plan that stays within `memoryLimitMb` and what the system allows; where neither matters, large tiles and everything
+    /// in memory. `offload` restricts the choice; it is the planner's last resort.
     ///
     /// - Throws: `MeSPError` with the least possible peak, where the limit is below it.
     public func plan() throws -> Plan {
-        guard let megabytes = settings.memoryLimitMb else {
-            return Plan(tileBytes: Self.tileSizes[0], offload: settings.offload ?? .none)
-        }
-        let limit = Int(megabytes * 1e6)
-        for offload in offloads {
-            for tileBytes in Self.tileSizes {
-                var plan = Plan(tileBytes: tileBytes, offload: offload)
-                for keptBlocks in (0...(method == .mesp ? trainedBlocks : 0)).reversed() {
-                    plan.keptBlocks = keptBlocks
-                    if withMargin(peak(plan)) <= limit { return plan }
-                }
+        let asked = settings.memoryLimitMb.map { Int($0 * 1e6) }
+        let standard = Plan(tileBytes: Self.tileSizes[0], offload: settings.offload ?? .none)
+        if asked == nil, withMargin(peak(standard)) <= systemLimit ?? .max { return standard }
+        let limit = min(asked ?? .max, systemLimit ?? .max)
+        if let plan = plans.first(where: { withMargin(peak($0)) <= limit }) { return plan }
+        let (subject, remedy) =
+            limit == asked
+            ? ("A memory limit of \(rounded(limit)) MB is too low", "raise it")
+            : ("The system allows this process \(rounded(limit)) MB, which is too little", "allow it more")
+        throw MeSPError(
+            "\(subject): sequences of \(length) tokens at rank \(rank) need at least \(rounded(leastPeak)) MB; \(remedy) or take shorter sequences."
+        )
+    }
+
+    /// The next plan that takes less memory, nil where none does.
+    public func cheaper(than plan: Plan) -> Plan? {
+        let peak = peak(plan)
+        return plans.first { self.peak($0) < peak }
+    }
+
+    /// From the fastest to the slowest.
+    private var plans: [Plan] {
+        let most = method == .mesp ? trainedBlocks : 0
+        return offloads.flatMap { offload in
+            Self.tileSizes.flatMap { tileBytes in
+                (0...most).reversed().map { Plan(tileBytes: tileBytes, keptBlocks: $0, offload: offload) }
             }
         }
-        throw MeSPError(
-            "A memory limit of \(rounded(limit)) MB is too low: sequences of \(length) tokens at rank \(rank) need at least \(rounded(leastPeak)) MB; raise it or take shorter sequences."
-        )
     }
 
     private var offloads: [RunSettings.Offload] {
@@ -77,7 +93,7 @@ public struct Planner: Sendable {
         return process + (plan.offload == .all ? 0 : vectors) + inputs + kept
             + max(forward, loss(tile), backward(tile))
             // Small blocks of memory don't go back to the system at once.
-            + (plan.tileBytes < Self.tileSizes[0] ? 2_000_000 : 0)
+            + (plan.tileBytes < Self.tileSizes[0] ? 4_000_000 : 0)
     }
 
     // MARK: - What is alive at once. Counts of arrays follow the code; the few constants were fitted to measurements on Linux.
@@ -101,8 +117,10 @@ public struct Planner: Sendable {
     /// The parameters of all blocks, the optimizer's state and the sums of gradients.
     private var vectors: Int {
         let parameters = architecture.numHiddenLayers * loraBytes * settings.loraDtype.dtype.size / 4
-        let others = Optimizer.stateCount(settings) + (settings.gathersGradients ? 1 : 0)
-        return parameters + trainedBlocks * others * loraBytes
+        let state = trainedBlocks * Optimizer.stateCount(settings) * loraBytes
+        let sums = settings.gathersGradients ? trainedBlocks * loraBytes : 0
+        // A step can be taken back while the old values are there.
+        return (parameters + state) * (settings.skipBadSteps ? 2 : 1) + sums
     }
 
     /// q, k, v, attn_out, x_mid, gate and up.
@@ -142,7 +160,7 @@ public struct Planner: Sendable {
             return weights + 6 * intermediate + 2 * a.numAttentionHeads * length * length * 4
         case .mezo:
             // z, and the parameters moved by it, on the way into the block function.
-            return forward + 3 * loraBytes
+            return forward + 2 * loraBytes
         }
     }
 }

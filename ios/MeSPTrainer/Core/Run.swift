@@ -13,10 +13,13 @@ public enum Run {
     ///   - atBlock: called at every block boundary with a function that appends an event to the log. It may wait, and the half-done
     ///     step with it. After `CancellationError` the step is dropped, or finished where its updates have begun, the adapters are
     ///     saved, and the run ends as `stopped`.
+    ///   - besideBytes: the process's footprint without the run, as an app's own; the memory limit is for what comes on top.
+    ///   - memoryIsShort: asked before each step whether the system has warned since; the run then goes on with a cheaper plan.
     /// - Throws: `MeSPError`. What was saved before stands.
     public static func run(
         _ settings: RunSettings, report: @escaping (Record, Data) throws -> Void = { _, _ in },
-        atBlock: @escaping (_ log: (Record.Event) throws -> Void) throws -> Void = { _ in }
+        atBlock: @escaping (_ log: (Record.Event) throws -> Void) throws -> Void = { _ in },
+        besideBytes: Int = 0, memoryIsShort: () -> Bool = { false }
     ) throws {
         try settings.check()
         let bundle = try ModelBundle(
@@ -25,7 +28,7 @@ public enum Run {
         try Device.withDefaultDevice(bundle.device) {
             do {
                 // Outside, an error in MLX ends the process.
-                try withError { try run(settings, bundle, report, atBlock) }
+                try withError { try run(settings, bundle, report, atBlock, besideBytes, memoryIsShort) }
             } catch let error as MLXError {
                 throw MeSPError(error.plainSentence + ".")
             }
@@ -34,38 +37,51 @@ public enum Run {
 
     private static func run(
         _ settings: RunSettings, _ bundle: ModelBundle, _ report: @escaping (Record, Data) throws -> Void,
-        _ atBlock: @escaping (_ log: (Record.Event) throws -> Void) throws -> Void
+        _ atBlock: @escaping (_ log: (Record.Event) throws -> Void) throws -> Void, _ besideBytes: Int,
+        _ memoryIsShort: () -> Bool
     ) throws {
         let manifest = bundle.manifest
         try manifest.checkTrace(length: settings.seqLen, rank: settings.rank)
         let output = URL(fileURLWithPath: settings.output)
+        guard !settings.resume || FileManager.default.fileExists(atPath: MetricLog.url(in: output).path) else {
+            throw MeSPError("\(output.path) holds no run to resume; start the run without resume.")
+        }
+        // Held from before the state is read, so that it stays what it is.
+        var lock = settings.resume && !settings.dryRun ? try FolderLock(output) : nil
+        defer { withExtendedLifetime(lock) {} }
         let saved = settings.resume ? try State.load(from: output, settings) : nil
         let planner = Planner(manifest, settings)
-        let plan = try saved?.1 ?? planner.plan()
-        let planned = Record.plan(
-            .init(
-                method: settings.method, seqLen: settings.seqLen, rank: settings.rank, tileBytes: plan.tileBytes,
-                keptBlocks: plan.keptBlocks, offload: plan.offload, predictedPeakBytes: planner.peak(plan),
-                leastPeakBytes: planner.leastPeak, mappedBytes: bundle.mappedBytes))
-        if settings.dryRun { return try report(planned, planned.line()) }
+        var plan = try saved?.plan ?? planner.plan()
+        func planned() -> Record {
+            .plan(
+                .init(
+                    method: settings.method, seqLen: settings.seqLen, rank: settings.rank, tileBytes: plan.tileBytes,
+                    keptBlocks: plan.keptBlocks, offload: plan.offload, predictedPeakBytes: planner.peak(plan),
+                    leastPeakBytes: planner.leastPeak, mappedBytes: bundle.mappedBytes))
+        }
+        if settings.dryRun { return try report(planned(), planned().line()) }
 
         let data = try Splits(bundle, settings)
-        let log = try MetricLog(folder: output, resumeAt: saved?.0.logBytes)
+        if lock == nil { lock = try FolderLock(output) }
+        // The first work for the GPU, and so a block boundary too; a stop waits for the next.
+        try? atBlock { _ in }
+        var trainer = try Trainer(bundle: bundle, settings: settings, plan: plan, folder: output)
+        if saved == nil, let adapters = settings.adapters { try trainer.startFrom(URL(fileURLWithPath: adapters)) }
+        // A run that ended before it had saved anything is begun again.
+        let log = try MetricLog(folder: output, resumeAt: settings.resume ? saved?.state.logBytes ?? 0 : nil)
         func append(_ record: Record) throws {
             let line = try record.line()
             try log.append(line)
             try report(record, line)
         }
-        // The first work for the GPU, and so a block boundary too; a stop waits for the next.
-        try? atBlock { _ in }
-        let trainer = try Trainer(bundle: bundle, settings: settings, plan: plan, folder: output)
+        func letPause() { trainer.atBlock = { try atBlock { try append(.event($0)) } } }
+        letPause()
         var state = State()
-        if let (savedState, _, vectors) = saved {
-            state = savedState
-            try trainer.restore(vectors)
+        if let saved {
+            state = saved.state
+            try trainer.restore { saved.vectors[$0] }
             try append(.event(.init(event: "resumed", message: "after step \(state.step)")))
         } else {
-            if let adapters = settings.adapters { try trainer.startFrom(URL(fileURLWithPath: adapters)) }
             try append(
                 .start(
                     .init(
@@ -73,9 +89,8 @@ public enum Run {
                         model: .init(
                             name: manifest.name, id: manifest.model.id, layers: bundle.architecture.numHiddenLayers),
                         settings: settings)))
-            try append(planned)
+            try append(planned())
         }
-        trainer.atBlock = { try atBlock { try append(.event($0)) } }
 
         func save() throws {
             try trainer.saveAdapters(to: output.appendingPathComponent("adapters"))
@@ -89,6 +104,11 @@ public enum Run {
                 let example = sequences[index]
                 loss += try trainer.loss(example)
                 tokens += example.counted.count
+            }
+            guard loss.isFinite else {
+                throw MeSPError(
+                    "The loss on the \(split) data is not finite after step \(state.step); start again with a lower learning rate. What was saved last is still there."
+                )
             }
             try append(.eval(.init(step: state.step, split: split, loss: loss / Float(tokens), tokens: tokens)))
             return loss / Float(tokens)
@@ -109,11 +129,6 @@ public enum Run {
             Memory.peakMemory = 0
             let batches = data.batches(step: state.step, settings)
             let result = try trainer.step(batches, number: state.step)
-            guard result.loss.isFinite else {
-                throw MeSPError(
-                    "The loss of step \(state.step + 1) is not a finite number; start again with a lower learning rate. What was saved last is still there."
-                )
-            }
             let (memory, time) = (Memory.snapshot(), trainer.time)
             state.step += 1
             return .init(
@@ -127,10 +142,30 @@ public enum Run {
                 writtenBytes: trainer.writtenBytes - written, thermalState: ThermalState.current.rawValue)
         }
 
+        /// Goes on with the next cheaper plan. It is saved at once: what is resumed must repeat it.
+        func economize(_ reason: String) throws {
+            guard let cheaper = planner.cheaper(than: plan) else {
+                try save()
+                throw MeSPError(
+                    "\(reason), and no plan takes less memory. The state after step \(state.step) is saved; resume the run when there is more, or with a higher memory limit."
+                )
+            }
+            let vectors = try trainer.vectors()
+            plan = cheaper
+            trainer = try Trainer(bundle: bundle, settings: settings, plan: plan, folder: output)
+            letPause()
+            try trainer.restore { vectors[$0] }
+            let message = "\(reason); the run goes on with a plan that takes less"
+            try append(.event(.init(event: "cheaper_plan", message: message)))
+            try append(planned())
+            try save()
+        }
+
         let sampler = FootprintSampler()
         defer { sampler.stop() }
         let begin = Date.now
         var peak = 0
+        var overBudget: String?
         func end(_ reason: Record.End.Reason) throws {
             peak = max(peak, sampler.takePeak())
             let seconds = Date.now.timeIntervalSince(begin)
@@ -152,11 +187,33 @@ public enum Run {
                 }
                 if last || early { break }
 
+                if let reason = memoryIsShort() ? "The system is short of memory" : overBudget {
+                    overBudget = nil
+                    try economize(reason)
+                }
                 peak = max(peak, sampler.takePeak())
-                var record = try step()
+                var record: Record.Step
+                do {
+                    record = try step()
+                } catch let bad as NotFinite {
+                    guard settings.skipBadSteps else {
+                        throw MeSPError(
+                            "\(bad.what) is not finite in step \(state.step + 1); start again with a lower learning rate, or leave such steps out with skip_bad_steps. What was saved last is still there."
+                        )
+                    }
+                    state.step += 1
+                    let message = "\(bad.what) is not finite in step \(state.step), which was taken back"
+                    try append(.event(.init(event: "skipped_step", message: message)))
+                    continue
+                }
                 record.footprintPeakBytes = sampler.takePeak()
                 peak = max(peak, record.footprintPeakBytes)
                 try append(.step(record))
+                let own = Double(record.footprintPeakBytes - besideBytes)
+                if let limit = settings.memoryLimitMb, own > limit * 1e6 {
+                    let taken = String(format: "%.1f", own / 1e6)
+                    overBudget = "Step \(state.step) took \(taken) MB, more than the memory limit"
+                }
             }
             if let test = data.test { _ = try evaluate("test", test) }
             try end(.finished)

@@ -102,19 +102,21 @@ public enum PauseReason: String, Sendable, CaseIterable {
         log = settings.resume ? (try? RunLog(folder: URL(fileURLWithPath: settings.output))) ?? RunLog() : RunLog()
         log.end = nil
 
-        let gate = Gate()
+        let (gate, beside) = (Gate(), memoryFootprint())
         gate.threadBegins()
         self.gate = gate
         update()
         let (messages, sender) = AsyncStream.makeStream(of: Message.self)
         let thread = Thread {
             do {
-                try Run.run(settings, report: { record, _ in sender.yield(.record(record)) }) { log in
-                    try gate.pass { reason in
-                        try log(reason.event)
-                        sender.yield(.waits(reason))
-                    }
-                }
+                try Run.run(
+                    settings, report: { record, _ in sender.yield(.record(record)) },
+                    atBlock: { log in
+                        try gate.pass { reason in
+                            try log(reason.event)
+                            sender.yield(.waits(reason))
+                        }
+                    }, besideBytes: beside, memoryIsShort: gate.takeMemoryWarning)
             } catch {
                 sender.yield(.failed(error.localizedDescription))
             }
@@ -161,6 +163,7 @@ public enum PauseReason: String, Sendable, CaseIterable {
 
     private func memoryWarning() {
         memoryIsShort = true
+        gate.warnOfMemory()
         update()
         memoryCheck?.cancel()
         memoryCheck = Task { [clock] in

@@ -45,6 +45,8 @@ public struct RunSettings: Codable, Sendable, Equatable {
     public var batchSize: Int = 1
     /// Batches of a step; its gradient is the mean of theirs.
     public var gradAccumulationSteps: Int = 1
+    /// Take a step back in which a loss or a gradient is not finite, and go on, instead of ending the run.
+    public var skipBadSteps = false
     public var seed: UInt64 = 0
     /// ε of MeZO's perturbation.
     public var mezoEpsilon: Float = 1e-3
@@ -66,6 +68,8 @@ public struct RunSettings: Codable, Sendable, Equatable {
     public var offload: Offload?
     /// Report the plan and end.
     public var dryRun = false
+
+    static let mostSteps = 1_000_000
 
     public enum OptimizerKind: String, Codable, Sendable, CaseIterable { case sgd, adamw }
 
@@ -126,7 +130,12 @@ public struct RunSettings: Codable, Sendable, Equatable {
         func require(_ condition: Bool, _ name: String, _ wanted: String) throws {
             guard condition else { throw MeSPError("\(name) must be \(wanted).") }
         }
-        try require(steps >= 1, "steps", "at least 1")
+        // So high that nobody minds, and so low that no product of them overflows.
+        for (name, count) in [
+            ("steps", steps), ("batch_size", batchSize), ("grad_accumulation_steps", gradAccumulationSteps),
+        ] {
+            try require((1...Self.mostSteps).contains(count), name, "at least 1 and at most \(Self.mostSteps)")
+        }
         try require(seqLen >= 1, "seq_len", "at least 1")
         try require(rank >= 1, "rank", "at least 1")
         try require(alpha.isFinite && alpha > 0, "alpha", "a positive number")
@@ -144,8 +153,6 @@ public struct RunSettings: Codable, Sendable, Equatable {
         try require(epsilon.isFinite && epsilon > 0, "epsilon", "a positive number")
         try require(weightDecay.isFinite && weightDecay >= 0, "weight_decay", "0 or more")
         try require(maxGradNorm.map { $0.isFinite && $0 > 0 } ?? true, "max_grad_norm", "a positive number")
-        try require(batchSize >= 1, "batch_size", "at least 1")
-        try require(gradAccumulationSteps >= 1, "grad_accumulation_steps", "at least 1")
         try require(mezoEpsilon.isFinite && mezoEpsilon > 0, "mezo_epsilon", "a positive number")
         try require(valBatches >= 0, "val_batches", "0 or more")
         try require(evalEvery >= 0, "eval_every", "0 or more")

@@ -25,6 +25,13 @@ struct State {
         var logBytes: UInt64
         var plan: Plan
         var settings: RunSettings
+
+        /// Whether every number is one that a run could have saved.
+        var isValid: Bool {
+            format == 1 && (0...RunSettings.mostSteps).contains(step) && (0...step).contains(evaluated ?? 0)
+                && (0...step + 1).contains(evaluationsSinceBest) && (1...(1 << 30)).contains(plan.tileBytes)
+                && (0...1 << 20).contains(plan.keptBlocks) && (try? settings.check()) != nil
+        }
     }
 
     /// Replaces the saved state in `folder` at once or not at all.
@@ -38,15 +45,16 @@ struct State {
 
     /// Reads the state that a run with these settings left in `folder`.
     ///
-    /// - Returns: it, the plan that the run had, where the memory settings are the same still, and the trainer's vectors by name.
-    static func load(from folder: URL, _ settings: RunSettings) throws -> (State, Plan?, [String: MLXArray]) {
+    /// - Returns: it, the plan that the run had, where the memory settings are the same still, and the trainer's vectors by name; nil
+    ///   where there is none.
+    static func load(from folder: URL, _ settings: RunSettings) throws -> (
+        state: State, plan: Plan?, vectors: Safetensors
+    )? {
         let url = url(in: folder)
-        guard FileManager.default.fileExists(atPath: url.path) else {
-            throw MeSPError("\(folder.path) holds no saved state to resume from; start the run without resume.")
-        }
-        guard let (arrays, metadata) = try? withError({ try loadArraysAndMetadata(url: url) }),
-            let saved = try? JSONDecoder().decode(Saved.self, from: Data((metadata["state"] ?? "").utf8)),
-            saved.format == 1
+        guard FileManager.default.fileExists(atPath: url.path) else { return nil }
+        guard let tensors = try? Safetensors(url),
+            let saved = try? JSONDecoder().decode(Saved.self, from: Data((tensors.metadata["state"] ?? "").utf8)),
+            saved.isValid
         else { throw MeSPError("\(url.path) is damaged; start the run again in another folder.") }
 
         var same = saved.settings
@@ -65,7 +73,7 @@ struct State {
             evaluationsSinceBest: saved.evaluationsSinceBest, logBytes: saved.logBytes)
         let samePlan =
             saved.settings.memoryLimitMb == settings.memoryLimitMb && saved.settings.offload == settings.offload
-        return (state, samePlan ? saved.plan : nil, arrays)
+        return (state, samePlan ? saved.plan : nil, tensors)
     }
 }
 

@@ -73,7 +73,7 @@ final class Trainer {
         let count = layout.count
         func vectors(_ dtype: DType) throws -> BlockArrays {
             let file = plan.offload == .all ? try ArrayFile(in: folder, shape: [count], dtype: dtype) : nil
-            return BlockArrays(count: blocks, file: file)
+            return BlockArrays(count: blocks, file: file, keepsPrevious: settings.skipBadSteps)
         }
         let trained = trained
         func zeros() throws -> BlockArrays {
@@ -102,7 +102,7 @@ final class Trainer {
     // MARK: - A step
 
     struct StepResult {
-        /// Nats a token. Where it is not finite, nothing was updated.
+        /// Nats a token.
         let loss: Float
         /// The targets that counted.
         let tokens: Int
@@ -115,7 +115,18 @@ final class Trainer {
     /// A batch's loss is the mean over all its counted targets, the step's the mean of its batches'. Sequences go one after the
     /// other, so that a step of any size takes the memory of one sequence and, where there are several, of a sum of gradients.
     /// - Parameter number: of the step, from 0.
+    /// - Throws: `NotFinite`. With `skipBadSteps` nothing has changed then; otherwise some blocks may have been updated.
     func step(_ batches: [[Example]], number: Int) throws -> StepResult {
+        let before = settings.skipBadSteps ? (lora, optimizer) : nil
+        do {
+            return try update(batches, number)
+        } catch let error as NotFinite {
+            if let before { (lora, optimizer) = before }
+            throw error
+        }
+    }
+
+    private func update(_ batches: [[Example]], _ number: Int) throws -> StepResult {
         let parts = batches.flatMap { batch in
             let counted = batch.reduce(0) { $0 + $1.counted.count }
             return batch.map { Part(example: $0, weight: 1 / Float(counted * batches.count)) }
@@ -125,7 +136,7 @@ final class Trainer {
 
         if settings.method == .mezo {
             let (loss, slope) = try directionalDerivative(parts, keys: keys)
-            guard slope.isFinite else { return StepResult(loss: slope, tokens: tokens) }
+            guard slope.isFinite else { throw try notFinite(parts) }
             let norm = try updateAll(number, keys) { slope * z($0, keys) }
             return StepResult(loss: loss, tokens: tokens, gradientNorm: norm)
         }
@@ -138,7 +149,7 @@ final class Trainer {
                 try gradients?.write(sum, block)
             }
             loss += part.weight * sum
-            guard loss.isFinite else { return StepResult(loss: loss, tokens: tokens) }  // no update can come of it
+            guard loss.isFinite else { throw try notFinite([part]) }
         }
         let norm = try gradients.map { sums in try updateAll(number, keys) { try sums.read($0) } }
         return StepResult(loss: loss, tokens: tokens, gradientNorm: norm ?? nil)
@@ -160,6 +171,8 @@ final class Trainer {
         if let limit = settings.maxGradNorm {
             let squares = try trained.reduce(Float(0)) { try $0 + gradient($1).square().sum().item(Float.self) }
             norm = squares.squareRoot()
+            // Clipping would make zeros of the finite gradients, and spread what is not.
+            if !squares.isFinite { for block in trained { try check(gradient(block), block) } }
             factor = min(1, limit / (squares.squareRoot() + 1e-6))
         }
         for block in trained {
@@ -171,11 +184,7 @@ final class Trainer {
 
     /// One block's update, from its gradient `[P]`.
     private func update(_ block: Int, _ gradient: MLXArray, _ number: Int, _ key: MLXArray) throws {
-        guard gradient.sum().item(Float.self).isFinite else {
-            throw MeSPError(
-                "The gradient of block \(block) is not finite at step \(number + 1); start again with a lower learning rate. What was saved last is still there."
-            )
-        }
+        try check(gradient, block)
         let stored = try lora.read(block)
         let old = stored.asType(.float32)
         var new = try optimizer.update(old, gradient, block: block, rate: optimizer.learningRate(step: number))
@@ -184,6 +193,40 @@ final class Trainer {
             new = stochasticallyRounded(new, key: MLXRandom.split(key: key).0)
         }
         try lora.write(new, block)
+    }
+
+    // MARK: - Numbers that are not finite
+
+    private func check(_ gradient: MLXArray, _ block: Int) throws {
+        guard !isFinite(gradient) else { return }
+        throw NotFinite(what: "The gradient of \(firstNotFinite(gradient, block) ?? "block \(block)")")
+    }
+
+    private func isFinite(_ array: MLXArray) -> Bool { array.sum().item(Float.self).isFinite }
+
+    /// The name, as in a file of adapters, of the first matrix in a block's vector `[P]` that is not finite.
+    private func firstNotFinite(_ vector: MLXArray, _ block: Int) -> String? {
+        for projection in Projection.allCases {
+            let matrices = layout.matrices(projection, in: vector)
+            for (name, matrix) in [("lora_a", matrices.a), ("lora_b", matrices.b)] where !isFinite(matrix) {
+                return "model.layers.\(block).\(projection.rawValue).\(name)"
+            }
+        }
+        return nil
+    }
+
+    /// Where the numbers go wrong that make the loss of these sequences not finite, found by another forward pass.
+    private func notFinite(_ parts: [Part]) throws -> NotFinite {
+        for part in parts {
+            var x = try embedded(part.example)
+            for block in 0..<blocks {
+                let lora = try parameters(block)
+                if let name = firstNotFinite(lora, block) { return NotFinite(what: "The parameter \(name)") }
+                x = try forward(block, x, lora).y
+                guard isFinite(x) else { return NotFinite(what: "The output of block \(block)") }
+            }
+        }
+        return NotFinite(what: "The loss")
     }
 
     // MARK: - MeSP and MeBP
@@ -383,16 +426,16 @@ final class Trainer {
         return vectors
     }
 
-    /// Takes vectors that `vectors()` gave.
-    func restore(_ vectors: [String: MLXArray]) throws {
+    /// Takes vectors that `vectors()` gave, by name.
+    func restore(_ vectors: (_ name: String) -> MLXArray?) throws {
         let expected = try self.vectors()
-        guard expected.allSatisfy({ vectors[$0]?.shape == $1.shape && vectors[$0]?.dtype == $1.dtype }) else {
+        guard expected.allSatisfy({ vectors($0)?.shape == $1.shape && vectors($0)?.dtype == $1.dtype }) else {
             throw MeSPError("The saved state is of another model or rank; start the run again in another folder.")
         }
         for block in 0..<blocks {
-            if let vector = vectors["lora.\(block)"] { try lora.write(vector, block) }
-            if let vector = vectors["first.\(block)"] { try optimizer.first?.write(vector, block) }
-            if let vector = vectors["second.\(block)"] { try optimizer.second?.write(vector, block) }
+            if let vector = vectors("lora.\(block)") { try lora.write(vector, block) }
+            if let vector = vectors("first.\(block)") { try optimizer.first?.write(vector, block) }
+            if let vector = vectors("second.\(block)") { try optimizer.second?.write(vector, block) }
         }
     }
 

@@ -4,10 +4,38 @@
 import Foundation
 import MeSPCore
 
+#if canImport(Glibc)
+    import Glibc
+#endif
+
 // Set by a signal; read at every block.
 nonisolated(unsafe) var stopRequested: sig_atomic_t = 0
-signal(SIGINT) { _ in stopRequested = 1 }
-signal(SIGTERM) { _ in stopRequested = 1 }
+// Set by a warning of the system; read before each step.
+nonisolated(unsafe) var memoryIsShort: sig_atomic_t = 0
+// What a handler can print: it may not take memory.
+nonisolated(unsafe) let lostFile = strdup(
+    "A file of the bundle became shorter or unreadable while it was in use; copy or export the bundle again. What was saved last is still there.\n"
+)
+
+for number in [SIGINT, SIGTERM, SIGHUP] {
+    // What nohup, or a shell that starts this in the background, has set to be ignored stays so.
+    let previous = signal(number) { _ in stopRequested = 1 }
+    if unsafeBitCast(previous, to: Int.self) == unsafeBitCast(SIG_IGN, to: Int.self) { signal(number, SIG_IGN) }
+}
+signal(SIGUSR1) { _ in memoryIsShort = 1 }
+signal(SIGBUS) { _ in
+    if let lostFile { _ = write(STDERR_FILENO, lostFile, strlen(lostFile)) }
+    _exit(2)
+}
+// Writing then fails instead: on a full disk with a sentence, and where nobody reads any more as checked below.
+signal(SIGXFSZ, SIG_IGN)
+signal(SIGPIPE, SIG_IGN)
+
+#if canImport(Darwin)
+    let pressure = DispatchSource.makeMemoryPressureSource(eventMask: [.warning, .critical], queue: .global())
+    pressure.setEventHandler { memoryIsShort = 1 }
+    pressure.activate()
+#endif
 
 func fail(_ message: String) -> Never {
     FileHandle.standardError.write(Data((message + "\n").utf8))
@@ -18,8 +46,16 @@ func checkStop() throws { if stopRequested != 0 { throw CancellationError() } }
 
 func train(_ file: URL) throws {
     try Run.run(
-        RunSettings(contentsOf: file), report: { _, line in try FileHandle.standardOutput.write(contentsOf: line) },
-        atBlock: { _ in try checkStop() })
+        RunSettings(contentsOf: file),
+        report: { _, line in
+            // Without a reader the run is over, as by a signal.
+            do { try FileHandle.standardOutput.write(contentsOf: line) } catch { stopRequested = 1 }
+        },
+        atBlock: { _ in try checkStop() },
+        memoryIsShort: {
+            defer { memoryIsShort = 0 }
+            return memoryIsShort != 0
+        })
 }
 
 func generate(_ file: URL) throws {

@@ -13,7 +13,6 @@ import Testing
     settings.seqLen = 32
     settings.steps = steps
     settings.learningRate = 0.05
-    settings.memoryLimitMb = 60
 
     let tokens = folder.appendingPathComponent("tokens")
     try TextData(tokenizer: tokenizer, length: settings.seqLen).write(.file(text), to: tokens)

@@ -126,7 +126,7 @@ import Testing
             do { try Run.run(resumed) } catch { return error.localizedDescription }
             return ""
         }
-        #expect(message().contains("no saved state"))
+        #expect(message().contains("no run to resume"))
         try Run.run(try settings(output))
         resumed.learningRate = 0.2
         #expect(message().contains("other settings"))

@@ -170,7 +170,7 @@ struct Fixture {
     /// With the fixture's parameters and tokens; the mean loss.
     func backpropagate(_ trainer: Trainer, update: (_ block: Int, _ gradient: MLXArray) throws -> Void) throws -> Float
     {
-        try trainer.restore(arrays.filter { $0.key.hasPrefix("lora.") })
+        try trainer.restore { arrays[$0] }
         let weight = 1 / Float(length)
         return weight * (try trainer.backpropagate(.init(example: example(), weight: weight), update: update))
     }

@@ -1,0 +1,40 @@
+import Foundation
+
+#if canImport(Darwin)
+    import Darwin
+#else
+    import Glibc
+#endif
+
+/// The right to write a run into a folder, which one process has at a time: a lock on the file `.lock` in it. The system takes the lock
+/// back when its process ends, in whatever way; the file stays.
+final class FolderLock {
+    private let file: Int32
+
+    /// Takes the lock, and makes the folder if it isn't there.
+    ///
+    /// - Throws: `MeSPError` that says who has the lock.
+    init(_ folder: URL) throws {
+        do {
+            try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)
+        } catch {
+            throw MeSPError("Cannot make the output folder \(folder.path): \(error.plainSentence).")
+        }
+        let path = folder.appendingPathComponent(".lock").path
+        file = open(path, O_RDWR | O_CREAT | O_CLOEXEC, 0o644)
+        guard file >= 0 else { throw MeSPError("Cannot write \(path): \(String(cString: strerror(errno))).") }
+        guard flock(file, LOCK_EX | LOCK_NB) == 0 else {
+            let holder = (try? String(contentsOfFile: path, encoding: .utf8)) ?? ""
+            close(file)
+            throw MeSPError(
+                "\(holder.isEmpty ? "Another process" : holder) is writing to \(folder.path); wait for it, stop it, or choose another output folder."
+            )
+        }
+        let holder = "Process \(getpid()) on \(ProcessInfo.processInfo.hostName)"
+        // It only informs.
+        _ = ftruncate(file, 0)
+        _ = pwrite(file, holder, holder.utf8.count, 0)
+    }
+
+    deinit { close(file) }
+}

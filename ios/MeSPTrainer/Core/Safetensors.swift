@@ -1,0 +1,102 @@
+import Foundation
+import MLX
+
+/// The tensors of a safetensors file, mapped; one becomes an array when it is asked for.
+///
+/// MLX's own reader is not for files that may be damaged: it believes the header, and takes memory before it looks for the data.
+struct Safetensors {
+    let metadata: [String: String]
+    private let tensors: [String: Tensor]
+    private let data: Data
+
+    private struct Tensor: Decodable {
+        let dtype: String
+        let shape: [Int]
+        let dataOffsets: [Int]
+
+        enum CodingKeys: String, CodingKey {
+            case dtype, shape
+            case dataOffsets = "data_offsets"
+        }
+    }
+
+    private struct Header: Decodable {
+        var metadata = [String: String]()
+        var tensors = [String: Tensor]()
+
+        struct Key: CodingKey {
+            let stringValue: String
+            init(stringValue: String) { self.stringValue = stringValue }
+            var intValue: Int? { nil }
+            init?(intValue: Int) { nil }
+        }
+
+        init(from decoder: any Decoder) throws {
+            let container = try decoder.container(keyedBy: Key.self)
+            for key in container.allKeys {
+                if key.stringValue == "__metadata__" {
+                    metadata = try container.decode([String: String].self, forKey: key)
+                } else {
+                    tensors[key.stringValue] = try container.decode(Tensor.self, forKey: key)
+                }
+            }
+        }
+    }
+
+    private static let dtypes: [String: DType] = [
+        "F32": .float32, "F16": .float16, "BF16": .bfloat16, "U32": .uint32, "U8": .uint8, "I32": .int32, "I64": .int64,
+    ]
+
+    /// - Throws: `MeSPError` where the file isn't there, or its header and its length don't fit together. Messages continue “it …”.
+    init(_ url: URL) throws {
+        let name = url.lastPathComponent
+        guard let file = regularFile(url) else { throw MeSPError("it has no \(name)") }
+        guard let tensors = Self(file) else { throw MeSPError("\(name) is damaged") }
+        self = tensors
+    }
+
+    /// A file's contents, or nil unless the header is in order and its tensors' data fill the rest of the file.
+    init?(_ file: Data) {
+        guard file.count >= 8 else { return nil }
+        let length = file.withUnsafeBytes { UInt64(littleEndian: $0.loadUnaligned(as: UInt64.self)) }
+        guard length <= UInt64(file.count - 8) else { return nil }
+        let start = file.startIndex + 8 + Int(length)
+        guard let header = try? JSONDecoder().decode(Header.self, from: file[(file.startIndex + 8)..<start]) else {
+            return nil
+        }
+        (metadata, tensors, data) = (header.metadata, header.tensors, file[start...])
+
+        guard tensors.values.allSatisfy({ $0.dataOffsets.count == 2 }) else { return nil }
+        var end = 0
+        for tensor in tensors.values.sorted(by: { $0.dataOffsets[0] < $1.dataOffsets[0] }) {
+            guard let dtype = Self.dtypes[tensor.dtype], tensor.dataOffsets[0] == end else { return nil }
+            var size = dtype.size
+            for dimension in tensor.shape {
+                let (product, overflow) = size.multipliedReportingOverflow(by: dimension)
+                guard dimension >= 1, dimension <= Int32.max, !overflow else { return nil }
+                size = product
+            }
+            guard size <= data.count - end, tensor.dataOffsets[1] == end + size else { return nil }
+            end += size
+        }
+        guard end == data.count else { return nil }
+    }
+
+    var names: Set<String> { Set(tensors.keys) }
+
+    func shape(_ name: String) -> [Int]? { tensors[name]?.shape }
+
+    /// The tensor called `name`, copied; nil where there is none.
+    subscript(name: String) -> MLXArray? {
+        guard let tensor = tensors[name], let dtype = Self.dtypes[tensor.dtype] else { return nil }
+        let (start, end) = (tensor.dataOffsets[0], tensor.dataOffsets[1])
+        return MLXArray(Data(data[(data.startIndex + start)..<(data.startIndex + end)]), tensor.shape, dtype: dtype)
+    }
+}
+
+/// The contents of a regular file, mapped, or nil: a device or a pipe in its place would never end.
+func regularFile(_ url: URL) -> Data? {
+    var status = stat()
+    guard stat(url.path, &status) == 0, status.st_mode & S_IFMT == S_IFREG else { return nil }
+    return try? Data(contentsOf: url, options: .mappedIfSafe)
+}

@@ -1,0 +1,412 @@
+"""Real processes, ended and hindered in every way: what docs/reliability.md promises."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from safetensors import safe_open
+from safetensors.numpy import load_file
+
+from conftest import TEXT, TINY, write_model
+from mesp.bundle import Bundle
+from mesp.engine import find_engine
+
+COLLECT = Path(__file__).parents[1] / "tools" / "collect.py"
+SMALL = {**TINY, "hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 128}
+STEPS = 12
+EVAL_EVERY = 4
+DEADLINE = 120  # seconds; an end to what hangs
+
+
+def command(module: str, *arguments: object) -> list[str]:
+    program = [sys.executable, "-c", f"from mesp.{module} import main; main()"]
+    return program + [str(argument) for argument in arguments]
+
+
+def run(line: list, **options: object) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [str(part) for part in line], capture_output=True, text=True, timeout=DEADLINE, **options
+    )
+
+
+def refused(done: subprocess.CompletedProcess) -> str:
+    """The one sentence of a command that failed as it should."""
+    assert done.returncode == 2, (done.returncode, done.stderr)
+    assert len(done.stderr.splitlines()) == 1, done.stderr
+    return done.stderr.strip()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = write_model(tmp_path_factory.mktemp("models") / "small", SMALL)
+    (folder / "text.txt").write_text(TEXT)
+    return folder
+
+
+def export_command(model: Path, out: Path, seq_len: int = 8, *more: object) -> list[str]:
+    data = model / "text.txt"
+    lengths = ("--seq-len", seq_len, *more)
+    return command("export", "--model", model, "--data", data, "--out", out, *lengths)
+
+
+@pytest.fixture(scope="module")
+def bundle(model: Path) -> Path:
+    out = model.parent / "small.mesp"
+    done = run(export_command(model, out))
+    assert done.returncode == 0, done.stderr
+    return out
+
+
+@pytest.fixture(scope="module")
+def settings(bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> dict:
+    """Settings of a short run with every kind of state, as mesp-train writes them."""
+    output = tmp_path_factory.mktemp("settings") / "run"
+    options = ("--steps", 1, "--optimizer", "adamw", "--learning-rate", 0.01, "--val-batches", 2)
+    done = run(command("train", bundle, *options, "--output", output))
+    assert done.returncode == 0, done.stderr
+    settings = json.loads((output / "settings.json").read_text())
+    return settings | {"steps": STEPS, "eval_every": EVAL_EVERY}
+
+
+class Engine:
+    """The engine on some settings in a folder, to be started again and again."""
+
+    def __init__(self, folder: Path, settings: dict, **changes: object):
+        self.output = folder / "run"
+        self.file = folder / "settings.json"
+        self.settings = settings | {"output": str(self.output)} | changes
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def line(self) -> list[str]:
+        resume = (self.output / "metrics.jsonl").exists()
+        self.file.write_text(json.dumps(self.settings | {"resume": resume}))
+        return [str(find_engine()), str(self.file)]
+
+    def start(self, **options: object) -> subprocess.Popen:
+        streams = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+        return subprocess.Popen(self.line(), **(streams | options))
+
+    def finish(self, **options: object) -> subprocess.CompletedProcess:
+        return run(self.line(), **options)
+
+    def records(self) -> list[dict]:
+        """Those of the log, of which the last line may be cut off."""
+        if not (self.output / "metrics.jsonl").exists():
+            return []
+        lines = (self.output / "metrics.jsonl").read_text().split("\n")
+        return [json.loads(line) for line in lines[:-1]]
+
+    def losses(self) -> list[tuple]:
+        """What two runs must have in common to the last bit, in the order of the log."""
+        kinds = ("step", "eval")
+        return [(r["type"], r["step"], r["loss"]) for r in self.records() if r["type"] in kinds]
+
+    def last_step(self) -> int:
+        return max([step for kind, step, _ in self.losses() if kind == "step"], default=0)
+
+    def saved_step(self) -> int:
+        """What a resumed run goes on from."""
+        path = self.output / "state.safetensors"
+        if not path.exists():
+            return 0
+        with safe_open(path, "numpy") as file:
+            return json.loads(file.metadata()["state"])["step"]
+
+    def wait_for_step(self, process: subprocess.Popen, step: int) -> None:
+        deadline = time.monotonic() + DEADLINE
+        while self.last_step() < step:
+            assert process.poll() is None and time.monotonic() < deadline, process.communicate()
+            time.sleep(0.002)
+
+
+@pytest.fixture(scope="module")
+def whole(settings: dict, tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    """A run that nothing happens to."""
+    engine = Engine(tmp_path_factory.mktemp("whole"), settings)
+    assert engine.finish().returncode == 0
+    return engine
+
+
+def adapters(engine: Engine) -> dict[str, bytes]:
+    arrays = load_file(engine.output / "adapters" / "adapters.safetensors")
+    return {name: array.tobytes() for name, array in arrays.items()}
+
+
+# Killed anywhere. 100 kills in all: 64 of training, 16 of export, 20 of collecting.
+
+
+@pytest.mark.parametrize("save_every", [1, 2, 3])
+def test_a_killed_run_goes_on_as_if_nothing_had_happened(
+    settings: dict, whole: Engine, tmp_path: Path, save_every: int
+):
+    generator = random.Random(save_every)
+    started = time.monotonic()
+    assert Engine(tmp_path / "timed", settings, save_every=save_every).finish().returncode == 0
+    duration = time.monotonic() - started
+    kills = number = 0
+    while kills < (22 if save_every == 1 else 21):
+        number += 1
+        engine = Engine(tmp_path / str(number), settings, save_every=save_every)
+        finished = False
+        while not finished:
+            process = engine.start()
+            kill_at_random(generator, process, duration, engine.output)
+            _, errors = process.communicate(timeout=DEADLINE)
+            finished = process.returncode == 0
+            kills += not finished
+            assert process.returncode in (0, -signal.SIGKILL), errors
+            assert engine.last_step() - engine.saved_step() <= save_every
+            steps = [step for kind, step, _ in engine.losses() if kind == "step"]
+            assert steps == list(range(1, len(steps) + 1)), "a gap, or a repeat"
+            assert engine.losses() == whole.losses()[: len(engine.losses())]
+            for file in engine.output.rglob("*.safetensors"):
+                if not file.name.startswith("partial"):
+                    load_file(file)
+        assert engine.losses() == whole.losses()
+        assert adapters(engine) == adapters(whole)
+        assert engine.finish().returncode == 0, "a finished run can be finished again"
+
+
+def kill_at_random(
+    generator: random.Random, process: subprocess.Popen, duration: float, output: Path
+) -> None:
+    """Kills it at any moment of its life, or, one time in four, while it saves."""
+    if generator.random() < 0.25:
+        deadline = time.monotonic() + generator.uniform(0.2, 1) * duration
+        while process.poll() is None and time.monotonic() < deadline:
+            if any(output.rglob("*partial*")):
+                break
+    else:
+        time.sleep(generator.uniform(0, duration))
+    process.kill()
+
+
+def test_a_killed_export_leaves_the_old_bundle_or_the_new(model: Path, tmp_path: Path):
+    generator = random.Random(4)
+    out = tmp_path / "out.mesp"
+    unfinished = tmp_path / ".out.mesp.partial"
+    lengths = [8]
+    assert run(export_command(model, out)).returncode == 0
+    took = 1.0
+    for kill in range(16):
+        lengths.append(16 if lengths[-1] == 8 else 8)
+        process = subprocess.Popen(
+            export_command(model, out, lengths[-1], "--overwrite"),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        # Most of its life an export reads and computes: killed from the moment it writes.
+        while not unfinished.exists() and process.poll() is None:
+            time.sleep(0.001)
+        begun = time.monotonic()
+        if kill:
+            time.sleep(generator.uniform(0, took))
+            process.kill()
+        process.wait(DEADLINE)
+        took = time.monotonic() - begun if kill == 0 else took
+        manifest = json.loads((out / "manifest.json").read_text())
+        assert manifest["seq_lens"][0] in lengths[-2:]
+        lengths.append(manifest["seq_lens"][0])
+        Bundle(out).verify()
+    assert run(export_command(model, out, 8, "--overwrite")).returncode == 0
+    Bundle(out).verify()
+    assert [path.name for path in tmp_path.iterdir()] == ["out.mesp"], "nothing is left behind"
+
+
+def test_killed_collecting_leaves_whole_runs(whole: Engine, tmp_path: Path):
+    generator = random.Random(5)
+    source, out = tmp_path / "runs", tmp_path / "out"
+    for name in ("a", "b", "c"):
+        shutil.copytree(whole.output, source / name)
+    line = [sys.executable, str(COLLECT), "--from", str(source), "--out", str(out)]
+    begun = time.monotonic()
+    assert run(line).returncode == 0
+    took = time.monotonic() - begun
+    for _ in range(20):
+        process = subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        time.sleep(generator.uniform(took / 3, took))  # the first third, Python starts
+        process.kill()
+        process.wait()
+        for name in ("a", "b", "c"):
+            assert (out / name / "metrics.jsonl").read_bytes() == (
+                whole.output / "metrics.jsonl"
+            ).read_bytes()
+            load_file(out / name / "adapters" / "adapters.safetensors")
+    assert run(line).returncode == 0
+    assert sorted(path.name for path in out.iterdir()) == ["a", "b", "c"]
+
+
+# Two at once
+
+
+def test_a_second_run_in_the_same_folder_is_refused(settings: dict, whole: Engine, tmp_path: Path):
+    engine = Engine(tmp_path, settings, steps=100_000)
+    process = engine.start()
+    engine.wait_for_step(process, 1)
+    before = (engine.output / "settings.json").exists()
+    sentence = refused(engine.finish())
+    assert f"Process {process.pid} on {os.uname().nodename} is writing" in sentence
+    train = command("train", "--resume", "--output", engine.output)
+    (engine.output / "settings.json").write_text(json.dumps(engine.settings))
+    assert f"Process {process.pid} on" in refused(run(train)) and not before
+    process.kill()
+    process.wait()
+    engine.settings["steps"] = engine.last_step() + 1
+    assert engine.finish().returncode == 0, "the lock of a dead process is free"
+
+
+def test_a_second_export_into_the_same_folder_is_refused(model: Path, tmp_path: Path):
+    out = tmp_path / "out.mesp"
+    assert run(export_command(model, out)).returncode == 0
+    process = subprocess.Popen(
+        export_command(model, out, 8, "--overwrite"),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    while not (tmp_path / ".out.mesp.partial").exists():
+        assert process.poll() is None
+        time.sleep(0.001)
+    process.send_signal(signal.SIGSTOP)
+    sentence = refused(run(export_command(model, out, 16, "--overwrite")))
+    assert "Another mesp-export" in sentence
+    if sys.platform == "linux":
+        assert f"process {process.pid} on {os.uname().nodename}" in sentence
+    process.kill()
+    process.wait()
+    assert run(export_command(model, out, 16, "--overwrite")).returncode == 0
+    assert Bundle(out).manifest["seq_lens"] == [16]
+
+
+# Signals
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_saves_and_stops(settings: dict, whole: Engine, tmp_path: Path, number: int):
+    engine = Engine(tmp_path, settings, save_every=0)
+    process = engine.start()
+    engine.wait_for_step(process, 2)
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=DEADLINE)
+    assert process.returncode == 0 and not errors
+    assert engine.records()[-1]["reason"] in ("stopped", "finished")
+    assert engine.finish().returncode == 0
+    assert engine.losses() == whole.losses()
+
+
+def test_a_run_whose_reader_is_gone_is_saved(settings: dict, whole: Engine, tmp_path: Path):
+    engine = Engine(tmp_path, settings, save_every=0)
+    process = engine.start(stdout=subprocess.PIPE)
+    engine.wait_for_step(process, 2)
+    process.stdout.close()
+    process.stdout = None
+    _, errors = process.communicate(timeout=DEADLINE)
+    assert process.returncode == 0 and not errors
+    assert engine.finish().returncode == 0
+    assert engine.losses() == whole.losses()
+
+
+# Files that cannot be written, or change
+
+
+@pytest.mark.parametrize("limit", [100, 4_000, 40_000])
+def test_a_full_disk_is_one_sentence(settings: dict, whole: Engine, tmp_path: Path, limit: int):
+    """A limit on the size of files stands in: on the log, the adapters, the state."""
+    engine = Engine(tmp_path, settings, save_every=1)
+    done = engine.finish(
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    )
+    assert "Cannot" in refused(done)
+    assert not list(engine.output.rglob("*.safetensors"))
+    assert engine.finish().returncode == 0, "with room it goes on"
+    assert engine.losses() == whole.losses()
+
+
+def test_a_disk_that_becomes_full_leaves_the_last_state(
+    settings: dict, whole: Engine, tmp_path: Path
+):
+    engine = Engine(tmp_path, settings, save_every=1)
+    process = engine.start()
+    engine.wait_for_step(process, 2)
+    if not hasattr(resource, "prlimit"):
+        process.kill()
+        pytest.skip("only Linux can limit a process that runs")
+    resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (1000, 1000))
+    _, errors = process.communicate(timeout=DEADLINE)
+    assert process.returncode == 2 and len(errors.splitlines()) == 1, errors
+    assert engine.finish().returncode == 0
+    assert engine.losses() == whole.losses()
+
+
+def without_privileges() -> None:
+    """Root may write where it is forbidden: this gives that up (CAP_DAC_OVERRIDE, _READ_SEARCH)."""
+    if os.geteuid() == 0:
+        for capability in (1, 2):
+            ctypes.CDLL(None).prctl(24, capability, 0, 0, 0)  # PR_CAPBSET_DROP
+
+
+@pytest.mark.skipif(sys.platform != "linux" and os.geteuid() == 0, reason="root may write anywhere")
+def test_a_folder_that_is_read_only_is_one_sentence(
+    settings: dict, model: Path, whole: Engine, tmp_path: Path
+):
+    tmp_path.joinpath("closed").mkdir(mode=0o555)
+    engine = Engine(tmp_path, settings)
+    engine.settings["output"] = str(tmp_path / "closed" / "run")
+    sentence = refused(engine.finish(preexec_fn=without_privileges))
+    assert "Cannot make the output folder" in sentence and "closed/run" in sentence
+    line = export_command(model, tmp_path / "closed" / "out.mesp")
+    assert "Cannot write" in refused(run(line, preexec_fn=without_privileges))
+    line = [sys.executable, str(COLLECT), "--from", str(whole.output.parent), "--out"]
+    done = run([*line, str(tmp_path / "closed" / "runs")], preexec_fn=without_privileges)
+    assert "Cannot copy" in refused(done)
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path, 0)
+
+
+def overwrite(path: Path) -> None:
+    with open(path, "r+b") as file:
+        file.write(os.urandom(16))
+
+
+@pytest.mark.parametrize("change", [truncate, overwrite, Path.unlink])
+@pytest.mark.parametrize("file", ["blocks/01.bin", "embedding.bin"])
+def test_a_file_that_changes_in_use_is_one_sentence(
+    settings: dict, bundle: Path, tmp_path: Path, change: Callable[[Path], None], file: str
+):
+    copy = shutil.copytree(bundle, tmp_path / "copy.mesp")
+    engine = Engine(tmp_path, settings, save_every=1, steps=100_000, bundle=str(copy))
+    process = engine.start()
+    engine.wait_for_step(process, 2)
+    change(copy / file)
+    _, errors = process.communicate(timeout=DEADLINE)
+    assert process.returncode == 2 and len(errors.splitlines()) == 1, errors
+    shutil.rmtree(copy)
+    shutil.copytree(bundle, copy)
+    engine.settings["steps"] = engine.last_step() + 1
+    assert engine.finish().returncode == 0, "the last state stands"
+
+
+def test_a_lost_page_is_one_sentence(settings: dict, tmp_path: Path):
+    """The signal of a page that the system can't read, whenever it comes."""
+    engine = Engine(tmp_path, settings, save_every=1, steps=100_000)
+    process = engine.start()
+    engine.wait_for_step(process, 2)
+    process.send_signal(signal.SIGBUS)
+    _, errors = process.communicate(timeout=DEADLINE)
+    assert process.returncode == 2 and len(errors.splitlines()) == 1, errors
+    assert "What was saved last is still there" in errors
+    engine.settings["steps"] = engine.last_step() + 1
+    assert engine.finish().returncode == 0
