@@ -40,13 +40,12 @@ from __future__ import annotations
 import io
 import itertools
 import json
-import platform
 import shlex
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import mean
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
 from bench_runs import (
@@ -57,13 +56,11 @@ from bench_runs import (
     PAPER_PEAK_MB,
     PAPER_RANK,
     PYTHON_METHODS,
-    SETTING,
     Cell,
     Row,
     Tell,
     Variant,
     compare,
-    cpu,
     engine_program,
     engine_settings,
     extrapolate,
@@ -79,7 +76,6 @@ from rich.table import Table
 
 from mesp.errors import MespError, plain_os_errors
 from mesp.export import ListOptions
-from mesp.log import decimal, megabytes
 
 WORK = Path(__file__).resolve().parents[1] / "build" / "bench"
 SIZES = tuple(PAPER_PEAK_MB)
@@ -108,59 +104,83 @@ TABLES: dict[str, dict[str, Any]] = {
 }
 
 
+# What is shown of a row, where it has it: heading, key and form. Bytes are shown in MB.
+COLUMNS = {
+    "model": ("model", "{}"),
+    "blocks": ("blocks", "{}"),
+    "from blocks": ("extrapolated_from", "{}"),
+    "seq": ("seq_len", "{:,}"),
+    "rank": ("rank", "{}"),
+    "method": ("variant", "{}"),
+    "steps": ("steps", "{}"),
+    "BLAS": ("blas", "{}"),
+    "offload": ("offload", "{}"),
+    "kept": ("kept_blocks", "{}"),
+    "s/step": ("seconds", "{:,.2f}"),
+    "peak MB": ("footprint_peak_bytes", "{:,.1f}"),
+    "growth MB": ("growth_bytes", "{:,.1f}"),
+    "net MB": ("net_bytes", "{:,.1f}"),
+    "MLX MB": ("mlx_peak_bytes", "{:,.1f}"),
+    "predicted MB": ("predicted_peak_bytes", "{:,.1f}"),
+    "error": ("prediction_error", "{:+.0%}"),
+    "mapped MB": ("mapped_bytes", "{:,.1f}"),
+    "written MB": ("written_bytes", "{:,.1f}"),
+    "paper MB": ("paper_bytes", "{:,.1f}"),
+    "of paper": ("peak_to_paper", "{:.2f}"),
+    "of MeSP": ("peak_to_mesp", "{:.2f}"),
+    "time of MeBP": ("time_to_mebp", "{:.2f}"),
+    "h of a block MB": ("h_bytes_of_block", "{:,.3f}"),
+    "h of all MB": ("h_bytes", "{:,.2f}"),
+    "recomputing s": ("h_seconds_of_block", "{:.5f}"),
+    "gradient s": ("gradient_seconds_of_block", "{:.4f}"),
+    "share": ("share_of_time", "{:.2%}"),
+    "layer": ("layer", "{}"),
+    "draws": ("draws", "{}"),
+    "cosine": ("cosine", "{:.4f}"),
+    "equal signs": ("sign_agreement", "{:.1%}"),
+    "relative error": ("relative_error", "{:,.1f}"),
+    "learning rate": ("learning_rate", "{:g}"),
+    "step": ("step", "{:,}"),
+    "training loss": ("training_loss", "{:.4f}"),
+    "held-out loss": ("held_out_loss", "{:.4f}"),
+}
+SIZE = ("model", "blocks", "seq", "rank")
+AVERAGED = ("s/step", "peak MB", "of paper", "of MeSP", "time of MeBP", "cosine", "equal signs",
+            "relative error")  # fmt: skip
+
+
 class Bench:
     """The table's options, where its runs work, and how far they are, shown on a terminal."""
 
-    def __init__(self, options: dict[str, Any], work: Path) -> None:
-        self.options, self.steps, self.work = options, options["steps"], work
+    def __init__(self, table: str, options: dict[str, Any], work: Path) -> None:
+        self.table, self.options, self.work = table, options, work
+        self.steps = options["steps"]
+        self.layers = sorted(set(options.get("layers", ())))
         self.status = Console(stderr=True).status("Exporting")
 
-    def cells(self, layers: int | None = None) -> list[Cell]:
-        lengths, ranks = self.options["seq_lens"], self.options["ranks"]
-        data = self.options.get("data")
-        return find_cells(self.options["models"], layers, lengths, ranks, self.work, data)
+    def cells(self, whole: bool = False) -> list[Cell]:
+        counts = self.layers if self.layers and not whole else [None]
+        return [cell for count in counts for cell in find_cells(self.options, count, self.work)]
 
     def doing(self, cell: Cell, what: object) -> Tell:
         """Says what begins; what is returned says at which step it is."""
-        text = f"{cell.model} {cell.seq_len} {what}"
+        text = f"{cell.model}, {cell.seq_len} tokens, {what}"
         self.status.update(text)
         return lambda step: self.status.update(f"{text}: step {step} of {self.steps}")
 
 
-def size_of(row: Row) -> dict[str, str]:
-    """The columns that every table begins with."""
-    blocks = f"{row['blocks']}{'*' if row.get('extrapolated_from') else ''}"
-    size = {"model": row["model"], "blocks": blocks, "seq": f"{row['seq_len']:,}"}
-    return size | {"rank": str(row["rank"])}
-
-
-def average(rows: list[Row], names: tuple[str, ...]) -> Row:
-    """The first of these rows with the averages of these figures, where there are any."""
-    values = {name: [row[name] for row in rows if row[name] is not None] for name in names}
-    return rows[0] | {name: mean(each) if each else None for name, each in values.items()}
-
-
 # Runs
-
-AVERAGES = ("seconds", "footprint_peak_bytes", "peak_to_paper", "peak_to_mesp", "time_to_mebp")
-RUN_NOTES = """
-The paper's figures are of an iPhone 17 Pro, where its MeSP takes 1.28 times as long as MeBP.
-net: the peak without Python and MLX as they are before anything is loaded. OpenBLAS is what the
-trainer uses; MLX's own BLAS is some 50 times slower. *: extrapolated from the numbers of blocks
-that were run; the plan is its own."""
 
 
 def run_rows(bench: Bench) -> Iterator[Row]:
     options, rows = bench.options, []
     variants = find_variants(options["methods"], options["limits"], options["offload"])
-    layers = sorted(set(options["layers"]))
-    cells = [cell for count in layers or [None] for cell in bench.cells(count)]
-    for cell, variant in itertools.product(cells, variants):
+    for cell, variant in itertools.product(bench.cells(), variants):
         tell = bench.doing(cell, variant)
         rows.append(measure(cell, variant, rows, bench.steps, bench.work, tell))
         compare(rows)
         yield rows[-1]
-    whole = bench.cells() if len(layers) > 1 else []
+    whole = bench.cells(whole=True) if len(bench.layers) > 1 else []
     for cell, variant in itertools.product(whole, variants):
         if row := extrapolate(cell, variant, rows):
             rows.append(row)
@@ -182,125 +202,17 @@ def find_variants(methods: tuple, limits: tuple, offload: str) -> list[Variant]:
     return list(dict.fromkeys(variants))
 
 
-def run_line(row: Row) -> dict[str, str]:
-    peak, predicted = row["footprint_peak_bytes"], row["predicted_peak_bytes"]
-    return {
-        **size_of(row),
-        "method": row["variant"],
-        "steps": str(row["steps"] or "-"),
-        "BLAS": row["blas"] or "-",
-        "offload": row["offload"] or "-",
-        "kept": decimal(row["kept_blocks"], 0),
-        "s/step": decimal(row["seconds"]),
-        "peak MB": megabytes(peak),
-        "growth MB": megabytes(row["growth_bytes"]),
-        "net MB": megabytes(peak - row["baseline_bytes"] if row["baseline_bytes"] else None),
-        "MLX MB": megabytes(row["mlx_peak_bytes"]),
-        "predicted MB": megabytes(predicted),
-        "error": f"{predicted / peak - 1:+.0%}" if predicted and peak else "-",
-        "mapped MB": megabytes(row["mapped_bytes"]),
-        "written MB": megabytes(row["written_bytes"]),
-        "paper MB": megabytes(row["paper_bytes"]),
-        "of paper": decimal(row["peak_to_paper"]),
-        "of MeSP": decimal(row["peak_to_mesp"]),
-        "time of MeBP": decimal(row["time_to_mebp"]),
-    }
+# The other tables
 
 
-def show_runs(rows: list[Row]) -> None:
-    """The rows, and averages by method over those that were measured."""
-    show([run_line(row) for row in rows])
-    lines = []
-    for variant in dict.fromkeys(row["variant"] for row in rows if row["steps"]):
-        mine = [row for row in rows if row["variant"] == variant and row["steps"]]
-        line = run_line(average(mine, AVERAGES))
-        figures = ("s/step", "peak MB", "of paper", "of MeSP", "time of MeBP")
-        lines.append({"method": variant, "rows": str(len(mine)), **{c: line[c] for c in figures}})
-    show(lines, title="Averages")
-    kinds = " and ".join(dict.fromkeys(f"{row['device']} in {row['dtype']}" for row in rows))
-    click.echo(f"\nMeasured on the {kinds}: {cpu()}, {platform.platform()}.{RUN_NOTES}")
-    failed = [row for row in rows if row["error"]]
-    for row in failed:
-        what = f"{row['model']} {row['seq_len']} {row['variant']}"
-        click.echo(f"{what} failed: {row['error']}", err=True)
-    if failed:
-        raise SystemExit(1)
-
-
-# Storing h
-
-
-def h_rows(bench: Bench) -> Iterator[Row]:
+def python_rows(bench: Bench) -> Iterator[Row]:
+    """A row for each result of bench_python.py, which has a kind of run named like the table."""
     for cell in bench.cells():
-        settings = {"kind": "h", "steps": bench.steps}
-        run = run_python(cell, settings, bench.work, bench.doing(cell, "h"))
-        (figures,) = run.events
-        del figures["type"]
-        share = figures["h_seconds_of_block"] / figures["gradient_seconds_of_block"]
-        h_bytes = {"h_bytes": cell.blocks * figures["h_bytes_of_block"]}
-        yield {**cell.row(), "steps": bench.steps, **figures, **h_bytes, "share_of_time": share}
-
-
-def show_h(rows: list[Row]) -> None:
-    show(
-        [
-            {
-                **size_of(row),
-                "h of a block MB": decimal(row["h_bytes_of_block"] / 1e6, 3),
-                "h of all MB": decimal(row["h_bytes"] / 1e6),
-                "recomputing ms": decimal(row["h_seconds_of_block"] * 1e3),
-                "gradient ms": decimal(row["gradient_seconds_of_block"] * 1e3, 1),
-                "share": f"{row['share_of_time']:.2%}",
-            }
-            for row in rows
-        ]
-    )
-    click.echo(
-        "\nMB that storing h = xA of the seven projections would add, in float32, computed from "
-        f"the shapes. Times are of one block, medians of {rows[0]['steps']}, measured with "
-        f"mesp.reference on {cpu()}; the gradient's includes recomputing the block's forward pass."
-    )
-
-
-# MeZO's estimate
-
-QUALITIES = ("cosine", "sign_agreement", "relative_error")
-
-
-def mezo_rows(bench: Bench) -> Iterator[Row]:
-    cells = [cell for count in bench.options["layers"] or [None] for cell in bench.cells(count)]
-    draws = {"draws": bench.steps, "mezo_epsilon": SETTING["mezo_epsilon"]}
-    for cell in cells:
-        settings = {"kind": "mezo-quality", "steps": bench.steps}
-        run = run_python(cell, settings, bench.work, bench.doing(cell, "mezo"))
+        settings = {"kind": bench.table, "steps": bench.steps}
+        run = run_python(cell, settings, bench.work, bench.doing(cell, bench.table))
         for event in run.events:
             del event["type"]
-            yield {**cell.row(), **draws, **event}
-
-
-def show_mezo(rows: list[Row]) -> None:
-    cells = [list(members) for _, members in itertools.groupby(rows, size_of)]
-    with_means = [[*cell, average(cell, QUALITIES) | {"layer": "mean"}] for cell in cells]
-    show(
-        [
-            {
-                **size_of(row),
-                "layer": str(row["layer"]),
-                "cosine": decimal(row["cosine"], 4),
-                "equal signs": f"{row['sign_agreement']:.1%}",
-                "relative error": decimal(row["relative_error"], 1),
-            }
-            for row in itertools.chain(*with_means)
-        ]
-    )
-    click.echo(
-        f"\nMeans over {rows[0]['draws']} draws of z, ε = {rows[0]['mezo_epsilon']:g}, with "
-        f"mesp.reference in float32 on {cpu()}, after some exact steps (as B is zero at first, so "
-        "is A's gradient)."
-    )
-
-
-# Convergence
+            yield {**cell.row(), **event}
 
 
 def convergence_rows(bench: Bench) -> Iterator[Row]:
@@ -313,50 +225,130 @@ def convergence_rows(bench: Bench) -> Iterator[Row]:
             "eval_every": max(1, bench.steps // CONVERGENCE_REPORTS),
         }
         run = run_program([engine_program()], settings, bench.work, bench.doing(cell, method))
-        run_of = {"method": method, "data": bench.options["data"], "learning_rate": rate}
-        losses = {"steps": len(run.steps), "losses": run.losses}
-        held_out = [[record["step"], record["loss"]] for record in run.evals]
-        yield {**cell.row(), **run_of, **losses, "held_out": held_out}
+        yield cell.row() | {
+            "method": method,
+            "variant": method,
+            "data": bench.options["data"],
+            "learning_rate": rate,
+            "steps": len(run.steps),
+            "losses": run.losses,
+            "held_out": [[record["step"], record["loss"]] for record in run.evals],
+        }
 
 
-def show_convergence(rows: list[Row]) -> None:
-    """Losses; MespError where MeSP and MeBP differ."""
-    lines, differences = [], []
-    for cell, members in itertools.groupby(rows, size_of):
-        runs, since = list(members), 0
-        for number, (step, _) in enumerate(runs[0]["held_out"]):
-            training = [mean(run["losses"][since:step]) if step else None for run in runs]
-            held_out = [run["held_out"][number][1] for run in runs]
-            names = [f"{run['method']} {what}" for what in ("training", "held out") for run in runs]
-            losses = [decimal(loss, 4) for loss in training + held_out]
-            lines.append({**cell, "step": f"{step:,}", **dict(zip(names, losses, strict=True))})
-            since = step
-        mesp, mebp = (r["losses"] + [loss for _, loss in r["held_out"]] for r in runs[:2])
+def check_agreement(rows: list[Row]) -> None:
+    """Says how far MeSP's and MeBP's losses are from each other; MespError where too far."""
+    differences = []
+    for cell in grouped(rows, SIZE):
+        mesp, mebp = (r["losses"] + [loss for _, loss in r["held_out"]] for r in cell[:2])
         differences += [abs(a - b) / abs(b) for a, b in zip(mesp, mebp, strict=True)]
-    show(lines)
-    rates = ", ".join(dict.fromkeys(f"{row['method']} {row['learning_rate']:g}" for row in rows))
-    click.echo(
-        f"\nNats a token, on {rows[0]['data']}; training: the mean since the line before. SGD, "
-        f"learning rates: {rates}. Measured on {cpu()}.\n"
-        f"MeSP and MeBP: largest relative difference of a loss {max(differences):.1e}."
-    )
+    click.echo(f"MeSP and MeBP: largest relative difference of a loss {max(differences):.1e}.")
     if not all(difference <= AGREEMENT for difference in differences):
         raise MespError(f"MeSP and MeBP differ by more than {AGREEMENT:g}: one of them is wrong.")
 
 
 # Output
 
-RUN_PLOT = (None, {"peak, MB": "footprint_peak_bytes", "seconds a step": "seconds"})
-H_PLOT = (None, {"h of all blocks, MB": "h_bytes", "recomputing h, of the time": "share_of_time"})
-# By table: its rows, how they are shown, and of their plot x (None: the length or the rank) and y.
-KINDS: dict[str, tuple[Callable, Callable, tuple[str | None, dict[str, str]]]] = {
-    "h": (h_rows, show_h, H_PLOT),
-    "mezo-quality": (mezo_rows, show_mezo, ("layer", {name: name for name in QUALITIES})),
-    "convergence": (convergence_rows, show_convergence, ("step", {"held-out loss": "loss"})),
+
+class Kind(NamedTuple):
+    """How rows of a table are made, drawn by headings of COLUMNS, and explained."""
+
+    rows: Callable[[Bench], Iterator[Row]]
+    x: str | None  # None: the length, or the rank where only that varies
+    ys: tuple[str, ...]
+    note: str
+
+
+RUNS = Kind(
+    run_rows,
+    None,
+    ("peak MB", "s/step"),
+    """The paper's figures are of an iPhone 17 Pro, where its MeSP takes 1.28 times as long as MeBP.
+Net is the peak without Python and MLX as they are before anything is loaded. The trainer uses
+OpenBLAS; MLX's own BLAS is some 50 times slower. A row with "from blocks" has not been run, but is
+extrapolated from those numbers of blocks, beside the plan for all.""",
+)
+KINDS = {
+    "h": Kind(
+        python_rows,
+        None,
+        ("h of all MB", "share"),
+        """MB are what storing h = xA of the seven projections would add, in float32. Times are of
+one block, medians with mesp.reference; the gradient's includes recomputing its forward pass.""",
+    ),
+    "mezo-quality": Kind(
+        python_rows,
+        "layer",
+        ("cosine", "equal signs", "relative error"),
+        """Means over draws of z, with mesp.reference in float32, after some exact steps (as B is
+zero at first, so is A's gradient).""",
+    ),
+    "convergence": Kind(
+        convergence_rows,
+        "step",
+        ("held-out loss",),
+        "Nats a token, with SGD. Training: the mean since the line before of the same method.",
+    ),
 }
 
 
-def show(lines: list[dict[str, str]], title: str = "") -> None:
+def present(rows: list[Row], kind: Kind) -> None:
+    """The rows, averages over those that were measured, and what there is to note."""
+    show([texts(point) for point in drawn(rows)])
+    averaged = [heading for heading in AVERAGED if COLUMNS[heading][0] in rows[0]]
+    if averaged:
+        click.echo("\nAverages")
+        by = ("method",) if "variant" in rows[0] else SIZE
+        groups = grouped([row for row in rows if row.get("steps", 1)], by)
+        show([averages(each, by, averaged) for each in groups])
+    on = dict.fromkeys(f"{r['device']} in {r['dtype']}, {r['cpu']}, {r['os']}" for r in rows)
+    click.echo(f"\nMeasured on the {' and the '.join(on)}.\n{kind.note}")
+
+
+def drawn(rows: list[Row]) -> list[Row]:
+    """The rows; in the place of one with several held-out losses, one for each, by step."""
+    points = [row for row in rows if "held_out" not in row]
+    for row in rows:
+        since = 0
+        for step, loss in row.get("held_out", ()):
+            training = mean(row["losses"][since:step]) if step else None
+            now = {"step": step, "training_loss": training, "held_out_loss": loss}
+            points.append(row | now)
+            since = step
+    return sorted(points, key=lambda point: point.get("step", 0))
+
+
+def texts(row: Row) -> dict[str, str]:
+    """A row's line in a table: text by heading."""
+    return {
+        heading: "-" if row[key] is None else form.format(in_unit(heading, row[key]))
+        for heading, (key, form) in COLUMNS.items()
+        if key in row
+    }
+
+
+def in_unit(heading: str, value: Any) -> Any:
+    return value / 1e6 if heading.endswith("MB") else value
+
+
+def averages(rows: list[Row], by: tuple[str, ...], headings: list[str]) -> dict[str, str]:
+    """A line for rows that have the same under the headings `by`: how many, and their means."""
+    line = {name: texts(rows[0])[name] for name in by} | {"rows": str(len(rows))}
+    for key, _ in map(COLUMNS.get, headings):
+        values = [row[key] for row in rows if row[key] is not None]
+        line |= texts({key: mean(values) if values else None})
+    return line
+
+
+def grouped(rows: list[Row], headings: tuple[str, ...]) -> list[list[Row]]:
+    """The rows that have the same under these headings, together."""
+    groups: dict[tuple, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(tuple(row[COLUMNS[name][0]] for name in headings), []).append(row)
+    return list(groups.values())
+
+
+def show(lines: list[dict[str, str]]) -> None:
     """A table that can be pasted into Markdown, without the columns that hold nothing."""
     if not lines:
         return
@@ -369,49 +361,43 @@ def show(lines: list[dict[str, str]], title: str = "") -> None:
     console = Console(width=None if sys.stdout.isatty() else TABLE_WIDTH, highlight=False)
     with console.capture() as capture:
         console.print(table)
-    click.echo(f"\n{title}\n" if title else "")
+    click.echo()
     click.echo("\n".join(line.rstrip() for line in capture.get().strip().splitlines()))
 
 
-def points(row: Row) -> Iterator[Row]:
-    """What is drawn of a row: itself and the paper's figure, or each of its held-out losses."""
-    if "held_out" in row:
-        yield from (row | {"step": step, "loss": loss} for step, loss in row["held_out"])
-        return
-    yield row
-    if row.get("paper_bytes"):
-        paper = {"variant": "paper's MeSP, iPhone", "footprint_peak_bytes": row["paper_bytes"]}
-        yield row | paper | {"seconds": None}
-
-
-def draw(path: Path, rows: list[Row], x: str | None, ys: dict[str, str]) -> None:
+def draw(path: Path, rows: list[Row], kind: Kind) -> None:
     """A panel for each y, with a line for each combination of the things that rows differ in."""
     from matplotlib.figure import Figure
 
     lengths, ranks = ({row[name] for row in rows} for name in ("seq_len", "rank"))
-    x = x or ("rank" if len(ranks) > len(lengths) == 1 else "seq_len")
-    drawn = [point for row in rows for point in points(row)]
-    names = ("model", "variant" if "variant" in rows[0] else "method", "blocks", "seq_len", "rank")
-    names = [n for n in names if n != x and len({row.get(n) for row in drawn}) > 1]
-    figure = Figure(figsize=(9, 4 * len(ys)), layout="constrained")
-    panels = figure.subplots(len(ys), squeeze=False).flat
-    for axes, (label, y) in zip(panels, ys.items(), strict=True):
-        shown = [row for row in drawn if row[y] is not None]
-        lines: dict[str, set[tuple[float, float]]] = {}
-        for row in shown:
-            said = (f"{row[n]} {n}" if isinstance(row[n], int) else row[n] for n in names)
-            scale = 1e6 if label.endswith("MB") else 1
-            lines.setdefault(", ".join(said), set()).add((row[x], row[y] / scale))
-        for number, (name, line) in enumerate(lines.items()):
+    x = kind.x or ("rank" if len(ranks) > len(lengths) == 1 else "seq_len")
+    points = drawn(rows)
+    for row in rows:
+        if row.get("paper_bytes"):
+            paper = {"variant": "paper's MeSP, iPhone", "footprint_peak_bytes": row["paper_bytes"]}
+            points.append(row | paper | {"seconds": None})
+    names = ("model", "variant", "blocks", "seq_len", "rank")
+    names = [n for n in names if n != x and len({row.get(n) for row in points}) > 1]
+    figure = Figure(figsize=(9, 4 * len(kind.ys)), layout="constrained")
+    for axes, heading in zip(
+        figure.subplots(len(kind.ys), squeeze=False).flat, kind.ys, strict=True
+    ):
+        key, lines = COLUMNS[heading][0], {}
+        for row in points:
+            if row[key] is not None:
+                label = ", ".join(
+                    f"{row[n]} {n}" if isinstance(row[n], int) else row[n] for n in names
+                )
+                lines.setdefault(label, set()).add((row[x], in_unit(heading, row[key])))
+        for number, (label, line) in enumerate(lines.items()):
             dashes = "o--" if number % 2 else "o-"  # for lines that lie on each other
-            axes.plot(*zip(*sorted(line), strict=True), dashes, label=name or None)
-        lowest, highest = (pick((row[y] for row in shown), default=1) for pick in (min, max))
-        if 0 < LOG_FROM * lowest < highest:
+            axes.plot(*zip(*sorted(line), strict=True), dashes, label=label or heading)
+        heights = [height for line in lines.values() for _, height in line] or [1]
+        if 0 < LOG_FROM * min(heights) < max(heights):
             axes.set_yscale("log")
-        axes.set(xlabel=x.replace("seq_len", "tokens"), ylabel=label.replace("_", " "))
+        axes.set(xlabel=x.replace("seq_len", "tokens"), ylabel=heading)
         axes.grid(alpha=0.3)
-        if names:
-            axes.legend(fontsize="x-small")
+        axes.legend(fontsize="x-small")
     image = io.BytesIO()
     figure.savefig(image, format=path.suffix[1:], dpi=150)
     with plain_os_errors(f"Cannot write {path}"):
@@ -495,17 +481,24 @@ def main(table: str, json_file: Path | None, plot: Path | None, work: Path, **gi
             with plain_os_errors(f"Cannot write {json_file}"):
                 json_file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
-    make, show_table, axes = KINDS.get(table, (run_rows, show_runs, RUN_PLOT))
+    kind = KINDS.get(table, RUNS)
     rows: list[Row] = []
     save(rows)
-    bench = Bench(options, work)
+    bench = Bench(table, options, work)
     with bench.status:
-        for row in make(bench):
+        for row in kind.rows(bench):
             rows.append(row)
             save(rows)
     if plot:
-        draw(plot, rows, *axes)
-    show_table(rows)
+        draw(plot, rows, kind)
+    present(rows, kind)
+    if table == "convergence":
+        check_agreement(rows)
+    failed = [row for row in rows if row.get("error")]
+    for row in failed:
+        what = f"{row['model']} {row['seq_len']} {row['variant']}"
+        click.echo(f"{what} failed: {row['error']}", err=True)
+    raise SystemExit(1 if failed else 0)
 
 
 def find_options(table: str, given: dict[str, Any]) -> dict[str, Any]:

@@ -38,6 +38,7 @@ HEAD_ROWS = 8192  # of the vocabulary, dequantized at a time
 # MeZO's estimate is compared after some exact steps: with B = 0, as at first, A has no gradient.
 WARM_UP_STEPS = 3
 WARM_UP_LEARNING_RATE = 0.1
+QUALITIES = ("cosine", "sign_agreement", "relative_error")
 
 
 def report(kind: str, **fields: Any) -> None:
@@ -272,11 +273,18 @@ def h(bundle: Bundle, settings: dict[str, Any]) -> None:
     def gradient() -> tuple[mx.array, mx.array]:
         return reference.mesp_block_gradient(x, dy, lora, settings["scale"], weights, arch)
 
+    h_bytes = sum(array.nbytes for array in recompute_h())
+    h_seconds, gradient_seconds = (
+        measured(compute, settings["steps"]) for compute in (recompute_h, gradient)
+    )
     report(
         "event",
-        h_bytes_of_block=sum(array.nbytes for array in recompute_h()),
-        h_seconds_of_block=measured(recompute_h, settings["steps"]),
-        gradient_seconds_of_block=measured(gradient, settings["steps"]),
+        steps=settings["steps"],
+        h_bytes_of_block=h_bytes,
+        h_bytes=h_bytes * arch.num_hidden_layers,
+        h_seconds_of_block=h_seconds,
+        gradient_seconds_of_block=gradient_seconds,
+        share_of_time=h_seconds / gradient_seconds,
     )
 
 
@@ -314,8 +322,9 @@ def mezo_quality(bundle: Bundle, settings: dict[str, Any]) -> None:
         slope = (loss_at(epsilon, z) - loss_at(-epsilon, z)) / (2 * epsilon)
         draws.append([quality(slope * n, g) for n, g in zip(z, exact, strict=True)])
     for layer, of_layer in enumerate(zip(*draws, strict=True)):
-        cosine, signs, error = np.mean(of_layer, axis=0).tolist()
-        report("event", layer=layer, cosine=cosine, sign_agreement=signs, relative_error=error)
+        means = zip(QUALITIES, np.mean(of_layer, axis=0).tolist(), strict=True)
+        how = {"draws": len(draws), "mezo_epsilon": epsilon}
+        report("event", **how, layer=layer, **dict(means))
 
 
 def quality(estimate: mx.array, exact: mx.array) -> tuple[float, float, float]:

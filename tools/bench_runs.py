@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import ctypes.util
+import itertools
 import json
 import math
 import os
@@ -14,7 +15,7 @@ import platform
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -185,6 +186,8 @@ def new_row(cell: Cell, variant: Variant) -> Row:
         "written_bytes": None,  # a step
         "paper_bytes": paper if variant.method in ("mesp", "mesp-paper") else None,
         "bar_bytes": bar if variant.method == "mesp" else None,
+        "net_bytes": None,  # the peak without the baseline
+        "prediction_error": None,  # relative
         **dict.fromkeys(RATIOS),
         "extrapolated_from": None,  # block counts that were measured
         "error": None,
@@ -290,8 +293,13 @@ def first(row: Row, rows: list[Row], method: str) -> Row:
 
 
 def compare(rows: list[Row]) -> None:
-    """Fills in the ratios between the rows of a cell, and to the paper."""
+    """Fills in what follows from figures of a row and of others in its cell."""
     for row in rows:
+        peak = row["footprint_peak_bytes"]
+        if peak and row["baseline_bytes"]:
+            row["net_bytes"] = peak - row["baseline_bytes"]
+        if peak and row["predicted_peak_bytes"]:
+            row["prediction_error"] = row["predicted_peak_bytes"] / peak - 1
         for name, (figure, whose) in RATIOS.items():
             other = row["paper_bytes"] if whose == "paper" else first(row, rows, whose).get(figure)
             row[name] = row[figure] / other if row[figure] is not None and other else None
@@ -354,34 +362,30 @@ def find_openblas() -> str | None:
 # Bundles
 
 
-def find_cells(
-    models: Iterable[str], layers: int | None, seq_lens: Iterable[int], ranks: Iterable[int],
-    work: Path, data: str | None,
-) -> list[Cell]:  # fmt: skip
-    """Every model with every length and rank, its bundle ready."""
+def find_cells(options: dict[str, Any], layers: int | None, work: Path) -> list[Cell]:
+    """Every model with every length and rank of a table's options, its bundle ready."""
     cells = []
-    for model in models:
+    for model in options["models"]:
         bundle = Path(model)
         if not (bundle / "manifest.json").is_file():
-            bundle = export(model, layers, set(seq_lens), set(ranks), work, data)
-        elif layers or data:
+            bundle = export(model, options, layers, work)
+        elif layers or "data" in options:
             raise MespError(f"{model} is a bundle: --layers and --data are of its export.")
         manifest = read_manifest(bundle)
         name = manifest["name"].removesuffix("-random")
         blocks = manifest["architecture"]["num_hidden_layers"]
         kind = (manifest["device"], manifest["dtype"])
-        cells += [Cell(name, bundle, blocks, t, r, *kind) for t in seq_lens for r in ranks]
+        sizes = itertools.product(options["seq_lens"], options["ranks"])
+        cells += [Cell(name, bundle, blocks, *size, *kind) for size in sizes]
     return cells
 
 
-def export(
-    model: str, layers: int | None, seq_lens: set[int], ranks: set[int], work: Path,
-    data: str | None,
-) -> Path:  # fmt: skip
+def export(model: str, options: dict[str, Any], layers: int | None, work: Path) -> Path:
     """The model's bundle in `work`, with random weights but for the demo model.
 
     Of a known geometry, one that is there serves again, and keeps the lengths and ranks it has.
     """
+    data, seq_lens, ranks = options.get("data"), {*options["seq_lens"]}, {*options["ranks"]}
     parts = (model.strip("/").replace("/", "-"), layers and f"{layers}-blocks", data and "data")
     path = work / ("-".join(part for part in parts if part) + ".mesp")
     if model in KNOWN:
