@@ -379,9 +379,8 @@ def draw(path: Path, rows: list[Row], kind: Kind) -> None:
     names = ("model", "variant", "blocks", "seq_len", "rank")
     names = [n for n in names if n != x and len({row.get(n) for row in points}) > 1]
     figure = Figure(figsize=(9, 4 * len(kind.ys)), layout="constrained")
-    for axes, heading in zip(
-        figure.subplots(len(kind.ys), squeeze=False).flat, kind.ys, strict=True
-    ):
+    panels = figure.subplots(len(kind.ys), squeeze=False).flat
+    for axes, heading in zip(panels, kind.ys, strict=True):
         key, lines = COLUMNS[heading][0], {}
         for row in points:
             if row[key] is not None:
@@ -396,6 +395,8 @@ def draw(path: Path, rows: list[Row], kind: Kind) -> None:
         if 0 < LOG_FROM * min(heights) < max(heights):
             axes.set_yscale("log")
         axes.set(xlabel=x.replace("seq_len", "tokens"), ylabel=heading)
+        if kind.x is None:
+            axes.set_xticks(sorted({row[x] for row in points}))
         axes.grid(alpha=0.3)
         axes.legend(fontsize="x-small")
     image = io.BytesIO()
