@@ -2,6 +2,7 @@
 # make test    runs every check
 # make test-peft  checks the adapters with PEFT, for which it installs PyTorch, some gigabytes
 # make engine  builds mesp-engine, the trainer
+# make app-bundle  exports the demo model for the app: on a Mac for the phone's GPU, elsewhere for its CPU
 # make setup   makes .venv with everything the others need (each calls it)
 
 PYTHON ?= python3
@@ -15,7 +16,7 @@ FIXTURES := $(CURDIR)/.build/fixtures
 # the tests use the MLX library in the wheel instead (ios/HostMLX), on every system.
 HOST_MLX = MESP_HOST_MLX="$$($(BIN)/python -m mesp.engine --mlx)"
 
-.PHONY: setup engine demo test test-format test-python test-swift test-peft fixtures clean
+.PHONY: setup engine demo app-bundle test test-format test-python test-swift test-peft fixtures clean
 
 setup: $(READY)
 
@@ -35,6 +36,10 @@ engine: $(READY)
 demo: $(READY)
 	$(BIN)/python tools/demo.py
 
+# The app comes with this bundle; the one that is checked in runs on the CPU.
+app-bundle: $(READY)
+	$(BIN)/mesp-export --model demo --seq-len 128 --seq-len 256 --rank 8 --overwrite --out ios/MeSPTrainer/Demo.mesp
+
 test: test-format test-python test-swift
 	@echo "== All tests passed"
 
@@ -50,7 +55,8 @@ test-python: engine
 
 test-swift: fixtures
 	@echo "== Tests of the trainer core, against mesp.reference"
-	$(HOST_MLX) MESP_FIXTURES=$(FIXTURES) swift test
+	# One after the other: two cores, and a controller whose main thread must answer.
+	$(HOST_MLX) MESP_FIXTURES=$(FIXTURES) swift test --no-parallel
 	@echo "== Tests of HostMLX"
 	$(HOST_MLX) swift test --package-path ios/HostMLX
 

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-HERE = Path(__file__).parent
-APP = "org.mesp.MeSPTrainer"
+from stand_ins import APP, HERE, Phones
 
 
 def write_run(
@@ -186,34 +185,13 @@ def test_a_folder_without_runs(tmp_path: Path):
 # From a phone
 
 
-class Phones:
-    """What the stand-in xcrun finds attached."""
-
-    def __init__(self, folder: Path):
-        self.folder = folder
-        self.world = {"devices": [], "nests": False}
-
-    def add(self, name: str, **more: object) -> Path:
-        """Attaches a phone; returns the runs folder of its app."""
-        number = len(self.world["devices"])
-        container = self.folder / f"container-{number}"
-        (container / "Documents").mkdir(parents=True)
-        device = {"name": name, "identifier": f"ID-{number}", "udid": f"0000-{number}"}
-        device |= {"apps": {APP: str(container)}, **more}
-        self.world["devices"].append(device)
-        return container / "Documents" / "runs"
-
-    def collect(self, *arguments: object) -> subprocess.CompletedProcess:
-        described = self.folder / "phones.json"
-        described.write_text(json.dumps(self.world))
-        path = f"{HERE / 'fake_xcrun'}:{os.environ['PATH']}"
-        out = self.folder / "out"
-        return collect(*arguments, "--out", out, FAKE_XCRUN=str(described), PATH=path)
-
-
 @pytest.fixture
 def phones(tmp_path: Path) -> Phones:
     return Phones(tmp_path)
+
+
+def collect_phone(phones: Phones, *arguments: object) -> subprocess.CompletedProcess:
+    return collect(*arguments, "--out", phones.folder / "out", **phones.environment())
 
 
 @pytest.mark.parametrize("nests", [True, False])
@@ -224,44 +202,46 @@ def test_the_only_phone_is_read(phones: Phones, nests: bool):
     phones.world["nests"] = nests
     write_run(runs / "a", end=None)
     write_run(runs / "b")
-    assert list(rows(phones.collect())) == ["a", "b"]
+    assert list(rows(collect_phone(phones))) == ["a", "b"]
     assert (phones.folder / "out" / "a" / "adapters" / "adapters.safetensors").exists()
     write_run(runs / "a", steps=8)
-    assert rows(phones.collect())["a"][4] == "8"
+    assert rows(collect_phone(phones))["a"][4] == "8"
 
 
 @pytest.mark.parametrize("name", ["Grace's iPhone", "ID-1", "0000-1"])
 def test_one_of_several_phones_is_chosen(phones: Phones, name: str):
     write_run(phones.add("Ada's iPhone") / "a")
     write_run(phones.add("Grace's iPhone") / "g")
-    assert refused(phones.collect()) == (
+    assert refused(collect_phone(phones)) == (
         "Several phones can be reached, choose one with --device: "
         "Ada's iPhone (ID-0), Grace's iPhone (ID-1)."
     )
-    assert list(rows(phones.collect("--device", name))) == ["g"]
+    assert list(rows(collect_phone(phones, "--device", name))) == ["g"]
 
 
 def test_no_phone(phones: Phones):
     phones.add("Left at home", tunnelState="unavailable")
-    assert refused(phones.collect()).startswith("No phone can be reached: connect it with a cable")
+    assert refused(collect_phone(phones)).startswith(
+        "No phone can be reached: connect it with a cable"
+    )
 
 
 def test_an_unknown_phone(phones: Phones):
     phones.add("Ada's iPhone")
-    assert refused(phones.collect("--device", "Alan")) == (
+    assert refused(collect_phone(phones, "--device", "Alan")) == (
         "There is no phone Alan: `xcrun devicectl list devices` shows which there are."
     )
 
 
 def test_a_locked_phone(phones: Phones):
     write_run(phones.add("Ada's iPhone", locked=True) / "a")
-    assert refused(phones.collect()) == "The phone ID-0 is locked: unlock it and try again."
+    assert refused(collect_phone(phones)) == "The phone ID-0 is locked: unlock it and try again."
     assert not (phones.folder / "out").exists()
 
 
 def test_the_app_is_not_installed(phones: Phones):
     phones.add("Ada's iPhone", apps={"org.example.Other": str(phones.folder)})
-    assert refused(phones.collect()) == (
+    assert refused(collect_phone(phones)) == (
         f"The app {APP} is not on the phone ID-0, or was not installed from Xcode: "
         "build it onto the phone, or name another one with --app."
     )
@@ -271,12 +251,12 @@ def test_another_app_is_read(phones: Phones):
     other = phones.folder / "other"
     write_run(other / "Documents" / "runs" / "o")
     phones.add("Ada's iPhone", apps={"org.example.Other": str(other)})
-    assert list(rows(phones.collect("--app", "org.example.Other"))) == ["o"]
+    assert list(rows(collect_phone(phones, "--app", "org.example.Other"))) == ["o"]
 
 
 def test_a_phone_without_runs(phones: Phones):
     phones.add("Ada's iPhone")
-    done = phones.collect()
+    done = collect_phone(phones)
     assert (done.returncode, done.stdout) == (0, "There are no runs yet.\n")
 
 
@@ -292,6 +272,49 @@ def test_a_machine_without_xcrun(tmp_path: Path):
     programs = tmp_path / "bin"
     programs.mkdir()
     (programs / "python3").symlink_to(shutil.which("python3"))
-    assert refused(collect("--out", tmp_path / "out", PATH=str(programs))).startswith(
-        "A phone is read with xcrun, which comes with Xcode on a Mac"
+    assert refused(collect("--out", tmp_path / "out", PATH=str(programs))) == (
+        "A phone is read and written with xcrun, which comes with Xcode on a Mac, or elsewhere "
+        "with pymobiledevice3: pip install pymobiledevice3, or collect from a folder with --from."
+    )
+
+
+# The same without Xcode
+
+
+@pytest.fixture
+def others(phones: Phones) -> Phones:
+    phones.program = "pymobiledevice3"
+    return phones
+
+
+def test_without_xcode_the_only_phone_is_read(others: Phones):
+    runs = others.add("Ada's iPhone")
+    others.add("Left at home", tunnelState="unavailable")
+    write_run(runs / "a")
+    assert list(rows(collect_phone(others))) == ["a"]
+    assert [call[:2] for call in others.calls()] == [["usbmux", "list"], ["apps", "pull"]]
+
+
+@pytest.mark.parametrize("name", ["Grace's iPhone", "0000-1"])
+def test_without_xcode_one_of_several_phones_is_chosen(others: Phones, name: str):
+    write_run(others.add("Ada's iPhone") / "a")
+    write_run(others.add("Grace's iPhone") / "g")
+    assert refused(collect_phone(others)).startswith("Several phones can be reached")
+    assert list(rows(collect_phone(others, "--device", name))) == ["g"]
+    assert refused(collect_phone(others, "--device", "Alan")) == (
+        "There is no phone Alan: `pymobiledevice3 usbmux list` shows which there are."
+    )
+
+
+def test_without_xcode_what_is_wrong_is_said(others: Phones):
+    assert refused(collect_phone(others)).startswith("No phone can be reached")
+    others.add("Ada's iPhone")
+    done = collect_phone(others)
+    assert (done.returncode, done.stdout) == (0, "There are no runs yet.\n")
+    (phone,) = others.world["devices"]
+    phone["apps"] = {}
+    assert refused(collect_phone(others)).startswith(f"The app {APP} is not on the phone Ada's")
+    phone["locked"] = True
+    assert refused(collect_phone(others)) == (
+        "The phone Ada's iPhone is locked: unlock it and try again."
     )

@@ -77,22 +77,36 @@ def quantized_demo_model() -> nn.Module:
     return model
 
 
+def held_out_loss(model: nn.Module, bundle: Path) -> float:
+    tokens = mx.array(Bundle(bundle).tokens("valid"))
+    windows = [tokens[i * SEQ_LEN : (i + 1) * SEQ_LEN + 1] for i in range(VAL_BATCHES)]
+    # default_loss counts targets by their position in the padded sequence, from 1.
+    lengths = mx.array([[0, SEQ_LEN]])
+    losses = [default_loss(model, w[None].astype(mx.int32), lengths)[0] for w in windows]
+    return mx.mean(mx.stack(losses)).item()
+
+
 def test_the_adapters_give_the_same_loss_in_mlx_lm(bundle: Path, trained: Path):
     model = quantized_demo_model()
-    tokens = mx.array(Bundle(bundle).tokens("valid"))
-
-    def held_out_loss() -> float:
-        windows = [tokens[i * SEQ_LEN : (i + 1) * SEQ_LEN + 1] for i in range(VAL_BATCHES)]
-        # default_loss counts targets by their position in the padded sequence, from 1.
-        lengths = mx.array([[0, SEQ_LEN]])
-        losses = [default_loss(model, w[None].astype(mx.int32), lengths)[0] for w in windows]
-        return mx.mean(mx.stack(losses)).item()
-
     before, after = (record["loss"] for record in records(trained, "eval"))
-    assert held_out_loss() == pytest.approx(before, abs=1e-3)
+    assert held_out_loss(model, bundle) == pytest.approx(before, abs=1e-3)
     load_adapters(model, str(trained / "adapters"))
     model.eval()
-    assert held_out_loss() == pytest.approx(after, abs=1e-3)
+    assert held_out_loss(model, bundle) == pytest.approx(after, abs=1e-3)
+
+
+def test_mlx_lm_fuses_the_adapters(bundle: Path, trained: Path, tmp_path: Path):
+    quantized, fused = tmp_path / "quantized", tmp_path / "fused"
+    mlx_lm.convert(
+        str(DEMO_MODEL), str(quantized), quantize=True, q_group_size=64, q_bits=4, dtype="float32"
+    )
+    command = [sys.executable, "-m", "mlx_lm", "fuse", "--model", quantized, "--dequantize"]
+    command += ["--adapter-path", trained / "adapters", "--save-path", fused]
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    model, _ = mlx_lm.load(str(fused))
+    after = records(trained, "eval")[-1]["loss"]
+    assert held_out_loss(model, bundle) == pytest.approx(after, abs=1e-3)
 
 
 def test_losses_of_masked_examples_are_mlx_lms(bundle: Path, tmp_path: Path):

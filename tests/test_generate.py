@@ -255,6 +255,7 @@ def test_adapters_that_do_not_fit_the_run(
     done = train(bundle, tmp_path / "run", adapters=str(adapters), **settings)
     assert done.returncode == 2
     assert said in done.stderr and done.stderr.count("\n") == 1
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()  # the folder can be used again
 
 
 # What cannot be done

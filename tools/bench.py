@@ -40,62 +40,47 @@ from __future__ import annotations
 import io
 import itertools
 import json
-import platform
 import shlex
 import sys
-from collections.abc import Callable, Iterable
-from dataclasses import asdict
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import mean
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
 from bench_runs import (
-    DEVICE,
-    DTYPE,
     ENGINE_METHODS,
     EVERYTHING_MB,
     LIMITS,
+    OFFLOADS,
     PAPER_PEAK_MB,
     PAPER_RANK,
     PYTHON_METHODS,
-    SETTING,
     Cell,
     Row,
+    Tell,
     Variant,
     compare,
-    cpu,
     engine_program,
+    engine_settings,
     extrapolate,
     find_cells,
-    find_openblas,
     host,
     measure,
-    run_engine,
+    run_program,
     run_python,
 )
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from mesp.errors import MespError, plain_os_errors
 from mesp.export import ListOptions
-from mesp.log import decimal, megabytes
-from mesp.models import KNOWN, Architecture
 
 WORK = Path(__file__).resolve().parents[1] / "build" / "bench"
-SIZES = ("Qwen2.5-0.5B", "Qwen2.5-1.5B", "Qwen2.5-3B")
+SIZES = tuple(PAPER_PEAK_MB)
 METHODS = (*ENGINE_METHODS, *PYTHON_METHODS)
-OFFLOADS: dict[str, list[str | None]] = {
-    "auto": [None],
-    "none": ["none"],
-    "inputs": ["inputs"],
-    "all": ["all"],
-    "each": ["none", "inputs", "all"],
-}
-PAPER_TIME_TO_MEBP = 1.28
-LOG_FROM = 10  # ratio of peaks above which a plot is logarithmic
+LOG_FROM = 10  # ratio of largest to smallest above which a plot is logarithmic
 TABLE_WIDTH = 250  # columns, where there is no terminal
 
 # MeZO's estimate is so noisy that it diverges at the exact methods' learning rate.
@@ -104,13 +89,9 @@ CONVERGENCE_REPORTS = 10
 VAL_BATCHES = 25
 AGREEMENT = 1e-4  # relative: losses of MeSP and MeBP
 
-NO_OPENBLAS = (
-    "No OpenBLAS with cblas_sgemm was found to preload (Debian has it in libopenblas0): "
-    "mesp-paper and mlx-lm's fast rows ran on MLX's reference BLAS, some 50 times slower."
-)
-
 _SIZE = {"models": SIZES[:1], "seq_lens": (256,), "ranks": (PAPER_RANK,), "steps": 3}
 _RUNS = {**_SIZE, "methods": ("mesp",), "layers": (), "offload": "auto", "limits": ("auto",)}
+_DEMO = {**_SIZE, "models": ("demo",)}
 # The options that apply to a table, with their defaults.
 TABLES: dict[str, dict[str, Any]] = {
     "memory": {**_RUNS, "methods": ENGINE_METHODS},
@@ -118,427 +99,306 @@ TABLES: dict[str, dict[str, Any]] = {
     "rank": {**_RUNS, "models": SIZES, "ranks": (4, 8, 16, 32)},
     "time": {**_RUNS, "methods": ("mebp", "mesp"), "limits": ("auto", "bar", "mebp", "all")},
     "h": {**_SIZE, "models": SIZES, "steps": 10},
-    "mezo-quality": {**_SIZE, "models": ("demo",), "layers": (), "steps": 10},
-    "convergence": {
-        **_SIZE,
-        "models": ("demo",),
-        "steps": 1000,
-        "data": "python-docs",
-        "learning_rate": None,
-    },
+    "mezo-quality": {**_DEMO, "layers": (), "steps": 10},
+    "convergence": {**_DEMO, "steps": 1000, "data": "python-docs", "learning_rate": None},
 }
+
+
+# What is shown of a row, where it has it: heading, key and form. Bytes are shown in MB.
+COLUMNS = {
+    "model": ("model", "{}"),
+    "blocks": ("blocks", "{}"),
+    "from blocks": ("extrapolated_from", "{}"),
+    "seq": ("seq_len", "{:,}"),
+    "rank": ("rank", "{}"),
+    "method": ("variant", "{}"),
+    "steps": ("steps", "{}"),
+    "BLAS": ("blas", "{}"),
+    "offload": ("offload", "{}"),
+    "kept": ("kept_blocks", "{}"),
+    "s/step": ("seconds", "{:,.2f}"),
+    "peak MB": ("footprint_peak_bytes", "{:,.1f}"),
+    "growth MB": ("growth_bytes", "{:,.1f}"),
+    "net MB": ("net_bytes", "{:,.1f}"),
+    "MLX MB": ("mlx_peak_bytes", "{:,.1f}"),
+    "predicted MB": ("predicted_peak_bytes", "{:,.1f}"),
+    "error": ("prediction_error", "{:+.0%}"),
+    "mapped MB": ("mapped_bytes", "{:,.1f}"),
+    "written MB": ("written_bytes", "{:,.1f}"),
+    "paper MB": ("paper_bytes", "{:,.1f}"),
+    "of paper": ("peak_to_paper", "{:.2f}"),
+    "of MeSP": ("peak_to_mesp", "{:.2f}"),
+    "time of MeBP": ("time_to_mebp", "{:.2f}"),
+    "h of a block MB": ("h_bytes_of_block", "{:,.3f}"),
+    "h of all MB": ("h_bytes", "{:,.2f}"),
+    "recomputing s": ("h_seconds_of_block", "{:.5f}"),
+    "gradient s": ("gradient_seconds_of_block", "{:.4f}"),
+    "share": ("share_of_time", "{:.2%}"),
+    "layer": ("layer", "{}"),
+    "draws": ("draws", "{}"),
+    "cosine": ("cosine", "{:.4f}"),
+    "equal signs": ("sign_agreement", "{:.1%}"),
+    "relative error": ("relative_error", "{:,.1f}"),
+    "learning rate": ("learning_rate", "{:g}"),
+    "step": ("step", "{:,}"),
+    "training loss": ("training_loss", "{:.4f}"),
+    "held-out loss": ("held_out_loss", "{:.4f}"),
+}
+SIZE = ("model", "blocks", "seq", "rank")
+AVERAGED = ("s/step", "peak MB", "of paper", "of MeSP", "time of MeBP", "cosine", "equal signs",
+            "relative error")  # fmt: skip
 
 
 class Bench:
-    """Where runs work, how many steps they take, and how far they are, shown on a terminal."""
+    """The table's options, where its runs work, and how far they are, shown on a terminal."""
 
-    def __init__(self, work: Path, steps: int, save: Callable[[list[dict]], None]) -> None:
-        self.work, self.steps, self.save = work, steps, save
-        console = Console(stderr=True)
-        self.progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=16),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            console=console,
-            transient=True,
-            disable=not console.is_terminal,
-        )
-        self.task = self.progress.add_task("", total=None)
+    def __init__(self, table: str, options: dict[str, Any], work: Path) -> None:
+        self.table, self.options, self.work = table, options, work
+        self.steps = options["steps"]
+        self.layers = sorted(set(options.get("layers", ())))
+        self.status = Console(stderr=True).status("Exporting")
 
-    def say(self, what: str, total: int | None = None) -> None:
-        self.progress.update(self.task, description=what, total=total, completed=0)
+    def cells(self, whole: bool = False) -> list[Cell]:
+        counts = self.layers if self.layers and not whole else [None]
+        return [cell for count in counts for cell in find_cells(self.options, count, self.work)]
 
-    def step(self, number: int) -> None:
-        self.progress.update(self.task, completed=number)
-
-    def cells(
-        self, options: dict[str, Any], layers: int | None, data: str | None = None
-    ) -> list[Cell]:
-        self.say("Exporting")
-        size = (options["seq_lens"], options["ranks"])
-        return find_cells(options["models"], layers, *size, self.work, data)
+    def doing(self, cell: Cell, what: object) -> Tell:
+        """Says what begins; what is returned says at which step it is."""
+        text = f"{cell.model}, {cell.seq_len} tokens, {what}"
+        self.status.update(text)
+        return lambda step: self.status.update(f"{text}: step {step} of {self.steps}")
 
 
-# Tables of runs
+# Runs
 
 
-def run_rows(bench: Bench, options: dict[str, Any]) -> list[dict[str, Any]]:
+def run_rows(bench: Bench) -> Iterator[Row]:
+    options, rows = bench.options, []
     variants = find_variants(options["methods"], options["limits"], options["offload"])
-    layers = sorted(set(options["layers"]))
-    cells = [cell for count in layers or [None] for cell in bench.cells(options, count)]
-    rows: list[Row] = []
-
-    def add(row: Row | None) -> None:
-        if row:
+    for cell, variant in itertools.product(bench.cells(), variants):
+        tell = bench.doing(cell, variant)
+        rows.append(measure(cell, variant, rows, bench.steps, bench.work, tell))
+        compare(rows)
+        yield rows[-1]
+    whole = bench.cells(whole=True) if len(bench.layers) > 1 else []
+    for cell, variant in itertools.product(whole, variants):
+        if row := extrapolate(cell, variant, rows):
             rows.append(row)
             compare(rows)
-            bench.save([asdict(row) for row in rows])
-
-    for cell, variant in itertools.product(cells, variants):
-        bench.say(f"{cell.model} {cell.seq_len} {variant}", bench.steps)
-        add(measure(cell, variant, rows, bench.steps, bench.work, bench.step))
-    if len(layers) > 1:
-        for cell, variant in itertools.product(bench.cells(options, None), variants):
-            bench.say(f"{cell.model} {cell.seq_len} {variant}, whole")
-            add(extrapolate(cell, variant, rows, bench.work))
-    return [asdict(row) for row in rows]
+            yield row
 
 
-def find_variants(methods: Iterable[str], limits: Iterable[str], offload: str) -> list[Variant]:
+def find_variants(methods: tuple, limits: tuple, offload: str) -> list[Variant]:
     """In the order of the methods; MeBP first where its peak is a limit."""
-    methods = list(dict.fromkeys(methods))
     if "mebp" in limits:
         if "mebp" not in methods:
             raise MespError("--memory-limit mebp needs mebp among the --methods.")
-        methods.sort(key=lambda method: method != "mebp")
+        methods = sorted(methods, key=lambda method: method != "mebp")
     variants = []
     for method in methods:
-        if method == "mesp":
-            choices = itertools.product(dict.fromkeys(limits), OFFLOADS[offload])
-            variants += [Variant(method, *choice) for choice in choices]
-        else:
-            variants.append(Variant(method))
-    return variants
+        offloads = [each for each in OFFLOADS.get(method, ()) if offload in (each, "each")]
+        choices = itertools.product(limits if method == "mesp" else ["auto"], offloads or [None])
+        variants += [Variant(method, *choice) for choice in choices]
+    return list(dict.fromkeys(variants))
 
 
-COLUMNS: dict[str, Callable[[Row], str]] = {
-    "model": lambda row: row.model,
-    "blocks": lambda row: f"{row.blocks}*" if row.extrapolated_from else str(row.blocks),
-    "seq": lambda row: f"{row.seq_len:,}",
-    "rank": lambda row: str(row.rank),
-    "method": lambda row: row.variant,
-    "offload": lambda row: row.offload or "-",
-    "kept": lambda row: decimal(row.kept_blocks, 0),
-    "s/step": lambda row: decimal(row.seconds),
-    "peak MB": lambda row: megabytes(row.footprint_peak_bytes),
-    "growth MB": lambda row: megabytes(row.growth_bytes),
-    "net MB": lambda row: megabytes(row.net_bytes),
-    "MLX MB": lambda row: megabytes(row.mlx_peak_bytes),
-    "predicted MB": lambda row: megabytes(row.predicted_peak_bytes),
-    "error": lambda row: percent(row.prediction_error),
-    "mapped MB": lambda row: megabytes(row.mapped_bytes),
-    "written MB": lambda row: megabytes(row.written_bytes),
-    "paper MB": lambda row: megabytes(row.paper_bytes),
-    "of paper": lambda row: decimal(row.peak_to_paper),
-    "of MeSP": lambda row: decimal(row.peak_to_mesp),
-    "time of MeBP": lambda row: decimal(row.time_to_mebp),
-}
-AVERAGES: dict[str, tuple[str, Callable[[float | None], str]]] = {
-    "s/step": ("seconds", decimal),
-    "peak MB": ("footprint_peak_bytes", megabytes),
-    "of paper": ("peak_to_paper", decimal),
-    "of MeSP": ("peak_to_mesp", decimal),
-    "time of MeBP": ("time_to_mebp", decimal),
-}
+# The other tables
 
 
-def percent(value: float | None) -> str:
-    return "-" if value is None else f"{value:+.0%}"
+def python_rows(bench: Bench) -> Iterator[Row]:
+    """A row for each result of bench_python.py, which has a kind of run named like the table."""
+    for cell in bench.cells():
+        settings = {"kind": bench.table, "steps": bench.steps}
+        run = run_python(cell, settings, bench.work, bench.doing(cell, bench.table))
+        for event in run.events:
+            del event["type"]
+            yield {**cell.row(), **event}
 
 
-def show_rows(rows: list[dict[str, Any]]) -> None:
-    """The rows, averages by method over those that were measured, and what there is to note."""
-    rows = [Row(**row) for row in rows]
-    show(list(COLUMNS), [[text(row) for text in COLUMNS.values()] for row in rows])
-    measured = [row for row in rows if row.error is None and row.extrapolated_from is None]
-    lines = []
-    for variant in dict.fromkeys(row.variant for row in measured):
-        mine = [row for row in measured if row.variant == variant]
-        line = [variant, str(len(mine))]
-        for name, text in AVERAGES.values():
-            values = [value for row in mine if (value := getattr(row, name)) is not None]
-            line.append(text(mean(values) if values else None))
-        lines.append(line)
-    if lines:
-        show(["method", "rows", *AVERAGES], lines, title="Averages")
-
-    kinds = " and ".join(dict.fromkeys(f"{row.device} in {row.dtype}" for row in rows))
-    click.echo(f"\nMeasured on the {kinds}: {cpu()}, {platform.platform()}.")
-    if any(row.paper_bytes for row in rows):
-        click.echo(
-            "The paper's figures are of an iPhone 17 Pro; there, MeSP takes "
-            f"{PAPER_TIME_TO_MEBP} times as long as MeBP."
-        )
-    if any(row.baseline_bytes for row in rows):
-        click.echo("net: the peak without Python and MLX as they are before anything is loaded.")
-    if any(row.extrapolated_from for row in rows):
-        click.echo("*: extrapolated from the numbers of blocks that were run; the plan is its own.")
-    if sys.platform == "linux" and find_openblas() is None and any(row.blas for row in rows):
-        click.echo(NO_OPENBLAS)
-    for row in rows:
-        if row.error:
-            click.echo(f"{row.model} {row.seq_len} {row.variant} failed: {row.error}", err=True)
-    if any(row.error for row in rows):
-        raise SystemExit(1)
-
-
-def show(columns: list[str], lines: list[list[str]], title: str = "") -> None:
-    """A table that can be pasted into Markdown, without the columns that hold nothing."""
-    table = Table(box=box.MARKDOWN)
-    kept = [i for i in range(len(columns)) if any(line[i] != "-" for line in lines)]
-    for i in kept:
-        table.add_column(columns[i], justify="left" if lines[0][i][:1].isalpha() else "right")
-    for line in lines:
-        table.add_row(*(line[i] for i in kept))
-    console = Console(width=None if sys.stdout.isatty() else TABLE_WIDTH, highlight=False)
-    with console.capture() as capture:
-        console.print(table)
-    click.echo(f"\n{title}\n" if title else "")
-    click.echo("\n".join(line.rstrip() for line in capture.get().strip().splitlines()))
-
-
-# Storing h
-
-
-def h_rows(bench: Bench, options: dict[str, Any]) -> list[dict[str, Any]]:
-    rows = []
-    for model in options["models"]:
-        if model not in KNOWN:
-            raise MespError(f"The table h takes the models {', '.join(KNOWN)}, not {model}.")
-    for model, *size in itertools.product(*map(options.get, ("models", "seq_lens", "ranks"))):
-        bench.say(f"{model} {size[0]} h")
-        settings = {"kind": "h", "model": model, "steps": bench.steps}
-        settings |= dict(zip(("seq_len", "rank"), size, strict=True))
-        (event,), _, _ = run_python(settings, True, bench.work, bench.step)
-        arch = Architecture.from_config(KNOWN[model][1])
-        block = len(arch.projections()) * size[0] * size[1] * 4
-        rows.append(
-            {
-                **{name: settings[name] for name in ("model", "seq_len", "rank")},
-                "blocks": arch.num_hidden_layers,
-                "h_bytes_of_block": block,
-                "h_bytes": block * arch.num_hidden_layers,
-                "h_seconds_of_block": event["h_seconds"],
-                "gradient_seconds_of_block": event["gradient_seconds"],
-                "share_of_time": event["h_seconds"] / event["gradient_seconds"],
-                **measured_on(),
-            }
-        )
-        bench.save(rows)
-    return rows
-
-
-def measured_on() -> dict[str, str]:
-    return {"device": DEVICE, "dtype": DTYPE, "cpu": cpu(), "os": platform.platform()}
-
-
-def show_h(rows: list[dict[str, Any]]) -> None:
-    columns = {
-        "model": lambda row: row["model"],
-        "blocks": lambda row: str(row["blocks"]),
-        "seq": lambda row: f"{row['seq_len']:,}",
-        "rank": lambda row: str(row["rank"]),
-        "h of a block MB": lambda row: decimal(row["h_bytes_of_block"] / 1e6, 3),
-        "h of all MB": lambda row: decimal(row["h_bytes"] / 1e6),
-        "recomputing ms": lambda row: decimal(row["h_seconds_of_block"] * 1e3),
-        "gradient ms": lambda row: decimal(row["gradient_seconds_of_block"] * 1e3, 1),
-        "share": lambda row: f"{row['share_of_time']:.2%}",
-    }
-    show(list(columns), [[text(row) for text in columns.values()] for row in rows])
-    click.echo(
-        "\nMB that storing h = xA of the seven projections would add, in float32, computed from "
-        f"the shapes. Times are of one block, measured with mesp.reference on {cpu()}; the "
-        "gradient's includes recomputing the block's forward pass."
-    )
-
-
-# MeZO's estimate
-
-QUALITIES = ("cosine", "sign_agreement", "relative_error")
-
-
-def mezo_rows(bench: Bench, options: dict[str, Any]) -> list[dict[str, Any]]:
-    rows = []
-    for layers in options["layers"] or [None]:
-        for cell in bench.cells(options, layers):
-            bench.say(f"{cell.model} {cell.seq_len} mezo", bench.steps)
-            size = {"seq_len": cell.seq_len, "rank": cell.rank}
-            settings = {"kind": "mezo-quality", "bundle": str(cell.bundle), **size}
-            events, _, _ = run_python(
-                {**settings, "steps": bench.steps}, True, bench.work, bench.step
-            )
-            which = {"model": cell.model, "blocks": cell.blocks, **size}
-            draws = {"draws": bench.steps, "mezo_epsilon": SETTING["mezo_epsilon"]}
-            for event in events:
-                if event.pop("event") == "layer":
-                    rows.append({**which, **draws, **event, **measured_on()})
-            bench.save(rows)
-    return rows
-
-
-def by_cell(rows: list[dict[str, Any]]) -> list[tuple[list[str], list[dict[str, Any]]]]:
-    """Rows of one model, number of blocks, length and rank, with these as text."""
-    names = ("model", "blocks", "seq_len", "rank")
-    groups = itertools.groupby(rows, lambda row: [str(row[name]) for name in names])
-    return [(cell, list(members)) for cell, members in groups]
-
-
-def show_mezo(rows: list[dict[str, Any]]) -> None:
-    lines = []
-    for cell, members in by_cell(rows):
-        means = {name: mean(row[name] for row in members) for name in QUALITIES}
-        for row in (*members, {"layer": "mean", **means}):
-            cosine, signs, error = (row[name] for name in QUALITIES)
-            line = [str(row["layer"]), decimal(cosine, 4), f"{signs:.1%}", decimal(error, 1)]
-            lines.append(cell + line)
-    columns = ["model", "blocks", "seq", "rank", "layer", "cosine", "equal signs"]
-    show([*columns, "relative error"], lines)
-    click.echo(
-        f"\nMeans over {rows[0]['draws']} draws of z, ε = {rows[0]['mezo_epsilon']:g}, with "
-        "mesp.reference in float32, after some exact steps (as B is zero at first, so is A's "
-        "gradient)."
-    )
-
-
-# Convergence
-
-
-def convergence_rows(bench: Bench, options: dict[str, Any]) -> list[dict[str, Any]]:
-    rows = []
-    cells = bench.cells(options, None, options["data"])
-    for cell, method in itertools.product(cells, ENGINE_METHODS):
-        bench.say(f"{cell.model} {cell.seq_len} {method}", bench.steps)
-        settings = {
-            "method": method,
+def convergence_rows(bench: Bench) -> Iterator[Row]:
+    for cell, method in itertools.product(bench.cells(), ENGINE_METHODS):
+        rate = bench.options["learning_rate"] or CONVERGENCE_RATES[method]
+        settings = engine_settings(cell, Variant(method)) | {
             "steps": bench.steps,
-            "learning_rate": options["learning_rate"] or CONVERGENCE_RATES[method],
+            "learning_rate": rate,
             "val_batches": VAL_BATCHES,
             "eval_every": max(1, bench.steps // CONVERGENCE_REPORTS),
         }
-        records = run_engine(cell, bench.work, bench.step, **settings)
-        rows.append(
-            {
-                "model": cell.model,
-                "blocks": cell.blocks,
-                "seq_len": cell.seq_len,
-                "rank": cell.rank,
-                "method": method,
-                "data": options["data"],
-                "learning_rate": settings["learning_rate"],
-                "losses": [r["loss"] for r in records if r["type"] == "step"],
-                "held_out": [[r["step"], r["loss"]] for r in records if r["type"] == "eval"],
-                **measured_on(),
-            }
-        )
-        bench.save(rows)
-    return rows
+        run = run_program([engine_program()], settings, bench.work, bench.doing(cell, method))
+        yield cell.row() | {
+            "method": method,
+            "variant": method,
+            "data": bench.options["data"],
+            "learning_rate": rate,
+            "steps": len(run.steps),
+            "losses": run.losses,
+            "held_out": [[record["step"], record["loss"]] for record in run.evals],
+        }
 
 
-def show_convergence(rows: list[dict[str, Any]]) -> None:
-    """Losses; MespError where MeSP and MeBP differ."""
+def check_agreement(rows: list[Row]) -> None:
+    """Says how far MeSP's and MeBP's losses are from each other; MespError where too far."""
     differences = []
-    for cell, members in by_cell(rows):
-        steps = [step for step, _ in members[0]["held_out"]]
-        lines = []
-        for number, step in enumerate(steps):
-            since = slice(steps[number - 1] if number else 0, step)
-            training = [row["losses"][since] for row in members]
-            held_out = [row["held_out"][number][1] for row in members]
-            means = [decimal(mean(losses) if losses else None, 4) for losses in training]
-            lines.append([f"{step:,}", *means, *(decimal(loss, 4) for loss in held_out)])
-        columns = [f"{r['method']} {what}" for what in ("training", "held out") for r in members]
-        show(["step", *columns], lines, title=f"{cell[0]}, {cell[2]} tokens, rank {cell[3]}")
-        rates = ", ".join(f"{row['method']} {row['learning_rate']:g}" for row in members)
-        differences.append(difference(*members[:2]))
-        click.echo(
-            f"\nNats a token, on {members[0]['data']}; training: the mean since the line before. "
-            f"SGD, learning rates: {rates}.\n"
-            f"MeSP and MeBP: largest relative difference of a loss {differences[-1]:.1e}."
-        )
-    if not max(differences) <= AGREEMENT:
+    for cell in grouped(rows, SIZE):
+        mesp, mebp = (r["losses"] + [loss for _, loss in r["held_out"]] for r in cell[:2])
+        differences += [abs(a - b) / abs(b) for a, b in zip(mesp, mebp, strict=True)]
+    click.echo(f"MeSP and MeBP: largest relative difference of a loss {max(differences):.1e}.")
+    if not all(difference <= AGREEMENT for difference in differences):
         raise MespError(f"MeSP and MeBP differ by more than {AGREEMENT:g}: one of them is wrong.")
 
 
-def difference(row: dict[str, Any], other: dict[str, Any]) -> float:
-    """The largest relative difference of two runs' losses, training and held out."""
-    mine, its = (r["losses"] + [loss for _, loss in r["held_out"]] for r in (row, other))
-    return max(abs(a - b) / abs(b) for a, b in zip(mine, its, strict=True))
+# Output
 
 
-# Plots
+class Kind(NamedTuple):
+    """How rows of a table are made, drawn by headings of COLUMNS, and explained."""
+
+    rows: Callable[[Bench], Iterator[Row]]
+    x: str | None  # None: the length, or the rank where only that varies
+    ys: tuple[str, ...]
+    note: str
 
 
-def plot_rows(figure: Any, rows: list[dict[str, Any]]) -> None:
-    """Peak above time, a column a model, by length (by rank, where only that varies)."""
-    rows = [row for row in rows if row["footprint_peak_bytes"] is not None]
-    if not rows:
+RUNS = Kind(
+    run_rows,
+    None,
+    ("peak MB", "s/step"),
+    """The paper's figures are of an iPhone 17 Pro, where its MeSP takes 1.28 times as long as MeBP.
+Net is the peak without Python and MLX as they are before anything is loaded. The trainer uses
+OpenBLAS; MLX's own BLAS is some 50 times slower. A row with "from blocks" has not been run, but is
+extrapolated from those numbers of blocks, beside the plan for all.""",
+)
+KINDS = {
+    "h": Kind(
+        python_rows,
+        None,
+        ("h of all MB", "share"),
+        """MB are what storing h = xA of the seven projections would add, in float32. Times are of
+one block, medians with mesp.reference; the gradient's includes recomputing its forward pass.""",
+    ),
+    "mezo-quality": Kind(
+        python_rows,
+        "layer",
+        ("cosine", "equal signs", "relative error"),
+        """Means over draws of z, with mesp.reference in float32, after some exact steps (as B is
+zero at first, so is A's gradient).""",
+    ),
+    "convergence": Kind(
+        convergence_rows,
+        "step",
+        ("held-out loss",),
+        "Nats a token, with SGD. Training: the mean since the line before of the same method.",
+    ),
+}
+
+
+def present(rows: list[Row], kind: Kind) -> None:
+    """The rows, averages over those that were measured, and what there is to note."""
+    show([texts(point) for point in drawn(rows)])
+    averaged = [heading for heading in AVERAGED if COLUMNS[heading][0] in rows[0]]
+    if averaged:
+        click.echo("\nAverages")
+        by = ("method",) if "variant" in rows[0] else SIZE
+        groups = grouped([row for row in rows if row.get("steps", 1)], by)
+        show([averages(each, by, averaged) for each in groups])
+    on = dict.fromkeys(f"{r['device']} in {r['dtype']}, {r['cpu']}, {r['os']}" for r in rows)
+    click.echo(f"\nMeasured on the {' and the '.join(on)}.\n{kind.note}")
+
+
+def drawn(rows: list[Row]) -> list[Row]:
+    """The rows; in the place of one with several held-out losses, one for each, by step."""
+    points = [row for row in rows if "held_out" not in row]
+    for row in rows:
+        since = 0
+        for step, loss in row.get("held_out", ()):
+            training = mean(row["losses"][since:step]) if step else None
+            now = {"step": step, "training_loss": training, "held_out_loss": loss}
+            points.append(row | now)
+            since = step
+    return sorted(points, key=lambda point: point.get("step", 0))
+
+
+def texts(row: Row) -> dict[str, str]:
+    """A row's line in a table: text by heading."""
+    return {
+        heading: "-" if row[key] is None else form.format(in_unit(heading, row[key]))
+        for heading, (key, form) in COLUMNS.items()
+        if key in row
+    }
+
+
+def in_unit(heading: str, value: Any) -> Any:
+    return value / 1e6 if heading.endswith("MB") else value
+
+
+def averages(rows: list[Row], by: tuple[str, ...], headings: list[str]) -> dict[str, str]:
+    """A line for rows that have the same under the headings `by`: how many, and their means."""
+    line = {name: texts(rows[0])[name] for name in by} | {"rows": str(len(rows))}
+    for key, _ in map(COLUMNS.get, headings):
+        values = [row[key] for row in rows if row[key] is not None]
+        line |= texts({key: mean(values) if values else None})
+    return line
+
+
+def grouped(rows: list[Row], headings: tuple[str, ...]) -> list[list[Row]]:
+    """The rows that have the same under these headings, together."""
+    groups: dict[tuple, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(tuple(row[COLUMNS[name][0]] for name in headings), []).append(row)
+    return list(groups.values())
+
+
+def show(lines: list[dict[str, str]]) -> None:
+    """A table that can be pasted into Markdown, without the columns that hold nothing."""
+    if not lines:
         return
-    from matplotlib import colormaps
-
-    models, lengths, ranks = (
-        sorted({row[name] for row in rows}) for name in ("model", "seq_len", "rank")
-    )
-    x = "rank" if len(ranks) > len(lengths) == 1 else "seq_len"
-    several_ranks = x == "seq_len" and len(ranks) > 1
-    several_blocks = len({(row["model"], row["blocks"]) for row in rows}) > len(models)
-
-    def name(row: dict[str, Any]) -> str:
-        blocks = f", {row['blocks']} blocks" if several_blocks else ""
-        return row["variant"] + blocks + (f", rank {row['rank']}" if several_ranks else "")
-
-    names = list(dict.fromkeys(map(name, rows)))
-    all_peaks = [row["footprint_peak_bytes"] for row in rows]
-    scale = "log" if max(all_peaks) > LOG_FROM * min(all_peaks) else "linear"
-    for axes, model in zip(figure.subplots(2, len(models), squeeze=False).T, models, strict=True):
-        mine = sorted((row for row in rows if row["model"] == model), key=lambda row: row[x])
-        for number, line in enumerate(names):
-            points = [row for row in mine if name(row) == line]
-            xs = [row[x] for row in points]
-            peaks = [row["footprint_peak_bytes"] / 1e6 for row in points]
-            for each, ys in zip(axes, (peaks, [row["seconds"] for row in points]), strict=True):
-                color = colormaps["tab20"](number % 20)
-                each.plot(xs, ys, "o-", color=color, label=line)
-        paper = {row[x]: row["paper_bytes"] / 1e6 for row in mine if row["paper_bytes"]}
-        if paper:
-            axes[0].plot(*zip(*paper.items(), strict=True), "ks--", label="paper's MeSP, iPhone")
-        axes[0].set(title=model, ylabel="peak, MB")
-        axes[1].set(ylabel="seconds a step", xlabel="rank" if x == "rank" else "tokens")
-        axes[0].set_yscale(scale)
-        axes[1].set_ylim(bottom=0)
-        for each in axes:
-            each.set(xticks=ranks if x == "rank" else lengths)
-        axes[0].legend(fontsize="x-small")
+    table = Table(box=box.MARKDOWN)
+    columns = [name for name in lines[0] if any(line[name] != "-" for line in lines)]
+    for name in columns:
+        table.add_column(name, justify="left" if lines[0][name][:1].isalpha() else "right")
+    for line in lines:
+        table.add_row(*(line[name] for name in columns))
+    console = Console(width=None if sys.stdout.isatty() else TABLE_WIDTH, highlight=False)
+    with console.capture() as capture:
+        console.print(table)
+    click.echo()
+    click.echo("\n".join(line.rstrip() for line in capture.get().strip().splitlines()))
 
 
-def plot_h(figure: Any, rows: list[dict[str, Any]]) -> None:
-    stored, share = figure.subplots(2, 1, sharex=True)
-    names = [f"{row['model']}\n{row['seq_len']} tokens, rank {row['rank']}" for row in rows]
-    stored.bar(names, [row["h_bytes"] / 1e6 for row in rows])
-    stored.set(ylabel="h of all blocks, MB")
-    share.bar(names, [100 * row["share_of_time"] for row in rows])
-    share.set(ylabel="recomputing h, % of the gradient's time")
-    share.tick_params("x", labelsize="x-small", rotation=30)
-
-
-def plot_mezo(figure: Any, rows: list[dict[str, Any]]) -> None:
-    for axes, name in zip(figure.subplots(len(QUALITIES), 1, sharex=True), QUALITIES, strict=True):
-        for cell, members in by_cell(rows):
-            label = f"{cell[0]}, {cell[1]} blocks, {cell[2]} tokens, rank {cell[3]}"
-            axes.plot([r["layer"] for r in members], [r[name] for r in members], "o-", label=label)
-        axes.set(ylabel=name.replace("_", " "), xlabel="layer")
-        axes.legend(fontsize="x-small")
-
-
-def plot_convergence(figure: Any, rows: list[dict[str, Any]]) -> None:
-    axes = figure.subplots()
-    for cell, members in by_cell(rows):
-        for row in members:
-            line = "o--" if row["method"] == "mebp" else "o-"  # MeBP's lies on MeSP's
-            label = f"{cell[0]}, {row['method']}, learning rate {row['learning_rate']:g}"
-            axes.plot(*zip(*row["held_out"], strict=True), line, label=label)
-    axes.set(xlabel="step", ylabel="held-out loss, nats a token")
-    axes.legend()
-
-
-def draw(path: Path, plot: Callable[[Any, list[dict[str, Any]]], None], rows: list[dict]) -> None:
+def draw(path: Path, rows: list[Row], kind: Kind) -> None:
+    """A panel for each y, with a line for each combination of the things that rows differ in."""
     from matplotlib.figure import Figure
 
-    models = len({row["model"] for row in rows})
-    figure = Figure(figsize=(4.5 * max(2, models), 7), layout="constrained")
-    plot(figure, rows)
-    for axes in figure.axes:
+    lengths, ranks = ({row[name] for row in rows} for name in ("seq_len", "rank"))
+    x = kind.x or ("rank" if len(ranks) > len(lengths) == 1 else "seq_len")
+    points = drawn(rows)
+    for row in rows:
+        if row.get("paper_bytes"):
+            paper = {"variant": "paper's MeSP, iPhone", "footprint_peak_bytes": row["paper_bytes"]}
+            points.append(row | paper | {"seconds": None})
+    names = ("model", "variant", "blocks", "seq_len", "rank")
+    names = [n for n in names if n != x and len({row.get(n) for row in points}) > 1]
+    figure = Figure(figsize=(9, 4 * len(kind.ys)), layout="constrained")
+    panels = figure.subplots(len(kind.ys), squeeze=False).flat
+    for axes, heading in zip(panels, kind.ys, strict=True):
+        key, lines = COLUMNS[heading][0], {}
+        for row in points:
+            if row[key] is not None:
+                label = ", ".join(
+                    f"{row[n]} {n}" if isinstance(row[n], int) else row[n] for n in names
+                )
+                lines.setdefault(label, set()).add((row[x], in_unit(heading, row[key])))
+        for number, (label, line) in enumerate(lines.items()):
+            dashes = "o--" if number % 2 else "o-"  # for lines that lie on each other
+            axes.plot(*zip(*sorted(line), strict=True), dashes, label=label or heading)
+        heights = [height for line in lines.values() for _, height in line] or [1]
+        if 0 < LOG_FROM * min(heights) < max(heights):
+            axes.set_yscale("log")
+        axes.set(xlabel=x.replace("seq_len", "tokens"), ylabel=heading)
+        if kind.x is None:
+            axes.set_xticks(sorted({row[x] for row in points}))
         axes.grid(alpha=0.3)
+        axes.legend(fontsize="x-small")
     image = io.BytesIO()
     figure.savefig(image, format=path.suffix[1:], dpi=150)
     with plain_os_errors(f"Cannot write {path}"):
@@ -548,29 +408,22 @@ def draw(path: Path, plot: Callable[[Any, list[dict[str, Any]]], None], rows: li
 # The command
 
 
-class MethodList(click.ParamType):
-    name = "methods"
-
-    def convert(self, value: Any, param: Any, ctx: Any) -> tuple[str, ...]:
-        methods = tuple(value.split(",")) if isinstance(value, str) else value
-        for method in methods:
-            if method not in METHODS:
-                self.fail(f"there is no method {method!r}, only {', '.join(METHODS)}.", param, ctx)
-        return methods
+def method_list(value: str) -> tuple[str, ...]:
+    for method in value.split(","):
+        if method not in METHODS:
+            raise click.BadParameter(f"there is no method {method!r}, only {', '.join(METHODS)}.")
+    return tuple(value.split(","))
 
 
-class MemoryLimit(click.ParamType):
-    name = "limit"
-
-    def convert(self, value: Any, param: Any, ctx: Any) -> str:
-        if value in LIMITS:
-            return value
-        try:
-            if 0 < float(value) < EVERYTHING_MB:
-                return f"{float(value):g}"
-        except ValueError:
-            pass
-        self.fail(f"{value} is neither a number of MB nor one of {', '.join(LIMITS)}.", param, ctx)
+def memory_limit(value: str) -> str:
+    if value in LIMITS:
+        return value
+    try:
+        if 0 < float(value) < EVERYTHING_MB:
+            return f"{float(value):g}"
+    except ValueError:
+        pass
+    raise click.BadParameter(f"{value} is neither a number of MB nor one of {', '.join(LIMITS)}.")
 
 
 @click.command(cls=ListOptions, help=__doc__)
@@ -586,17 +439,17 @@ class MemoryLimit(click.ParamType):
 @click.option(
     "--rank", "ranks", multiple=True, type=click.IntRange(min=1), metavar="R ...", help="LoRA rank."
 )
-@click.option("--methods", type=MethodList(), metavar="METHOD,...", help="See above.")
+@click.option("--methods", type=method_list, metavar="METHOD,...", help="See above.")
 @click.option(
     "--layers", multiple=True, type=click.IntRange(min=1), metavar="N ...",
     help="Only the first N blocks; with several N, the whole model is extrapolated from them.",
 )  # fmt: skip
 @click.option(
-    "--offload", type=click.Choice(list(OFFLOADS)),
-    help="MeSP: what is in a file on disk; auto: as the trainer sees fit.",
+    "--offload", type=click.Choice(["auto", "none", "inputs", "all", "each"]),
+    help="What is in a file on disk, where the method has it; auto: as the trainer sees fit.",
 )  # fmt: skip
 @click.option(
-    "--memory-limit", "limits", multiple=True, type=MemoryLimit(), metavar="MB ...",
+    "--memory-limit", "limits", multiple=True, type=memory_limit, metavar="MB ...",
     help="MeSP: see above.",
 )  # fmt: skip
 @click.option(
@@ -622,25 +475,31 @@ def main(table: str, json_file: Path | None, plot: Path | None, work: Path, **gi
         with plain_os_errors(f"Cannot make {folder}"):
             folder.mkdir(parents=True, exist_ok=True)
 
-    def save(rows: list[dict[str, Any]]) -> None:
+    def save(rows: list[Row]) -> None:
         if json_file:
             command = shlex.join(["tools/bench.py", *sys.argv[1:]])
             content = {"table": table, "command": command, "rows": rows, "host": host()}
             with plain_os_errors(f"Cannot write {json_file}"):
                 json_file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
-    make, show_table, plot_table = {
-        "h": (h_rows, show_h, plot_h),
-        "mezo-quality": (mezo_rows, show_mezo, plot_mezo),
-        "convergence": (convergence_rows, show_convergence, plot_convergence),
-    }.get(table, (run_rows, show_rows, plot_rows))
-    save([])
-    bench = Bench(work, options["steps"], save)
-    with bench.progress:
-        rows = make(bench, options)
+    kind = KINDS.get(table, RUNS)
+    rows: list[Row] = []
+    save(rows)
+    bench = Bench(table, options, work)
+    with bench.status:
+        for row in kind.rows(bench):
+            rows.append(row)
+            save(rows)
     if plot:
-        draw(plot, plot_table, rows)
-    show_table(rows)
+        draw(plot, rows, kind)
+    present(rows, kind)
+    if table == "convergence":
+        check_agreement(rows)
+    failed = [row for row in rows if row.get("error")]
+    for row in failed:
+        what = f"{row['model']} {row['seq_len']} {row['variant']}"
+        click.echo(f"{what} failed: {row['error']}", err=True)
+    raise SystemExit(1 if failed else 0)
 
 
 def find_options(table: str, given: dict[str, Any]) -> dict[str, Any]:

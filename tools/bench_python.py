@@ -2,16 +2,18 @@
 
     python tools/bench_python.py SETTINGS.json
 
-Each runs in a process of its own, whose memory bench.py samples from outside. A result is a line
-of JSON on standard output. Everything is float32 on the CPU; sizes are bytes, times seconds.
+Prints a record a line, as the engine does: `start`, `step`, and `event` for other results.
+Everything is float32 on the CPU; sizes are bytes, times seconds.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,36 +26,61 @@ from mlx import nn, optimizers
 
 from mesp import reference
 from mesp.bundle import Bundle, Layout
-from mesp.models import KNOWN, PROJECTIONS, Architecture
+from mesp.models import PROJECTIONS
 
-QUANTIZATION = {"group_size": 64, "bits": 4}
 # A run ends early, with the steps it has, once it has taken this long: mlx-lm as shipped needs
 # minutes a step on a CPU.
 PATIENCE = 120.0
+SAMPLED_EVERY = 0.002  # seconds between two looks at this process's memory
 COMPILED_WITH = 8  # tokens of a first step, which is not measured
 HEAD_ROWS = 8192  # of the vocabulary, dequantized at a time
 
 # MeZO's estimate is compared after some exact steps: with B = 0, as at first, A has no gradient.
 WARM_UP_STEPS = 3
 WARM_UP_LEARNING_RATE = 0.1
-
-NUMPY_DTYPES = {"uint32": "<u4", "float32": "<f4"}
-
-
-def report(event: str, **fields: Any) -> None:
-    print(json.dumps({"event": event, **fields}), file=sys.__stdout__, flush=True)
+QUALITIES = ("cosine", "sign_agreement", "relative_error")
 
 
-def report_and_wait(event: str) -> None:
-    """For the reader to look at this process's memory; it answers with a line."""
-    report(event)
-    sys.stdin.readline()
+def report(kind: str, **fields: Any) -> None:
+    print(json.dumps({"type": kind, **fields}), file=sys.__stdout__, flush=True)
 
 
-def warm_up() -> None:
-    """Brings up MLX and its BLAS, so that what they take counts as the baseline."""
+def footprint() -> int:
+    """This process's memory: RssAnon + VmSwap on Linux, phys_footprint on a Mac."""
+    if sys.platform == "darwin":
+        usage = (ctypes.c_uint64 * 64)()  # rusage_info_v0: a UUID, then 64-bit counters
+        ctypes.CDLL("libproc.dylib").proc_pid_rusage(os.getpid(), 0, usage)
+        return usage[9]
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+    counted = (line for line in lines if line.startswith(("RssAnon:", "VmSwap:")))
+    return sum(int(line.split()[1]) * 1024 for line in counted)
+
+
+class Steps:
+    """Reports steps, with the highest footprint since the first began.
+
+    A thread looks at it: while MLX computes, Python is free.
+    """
+
+    def __init__(self) -> None:
+        self.count, self.peak = 0, 0
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def _watch(self) -> None:
+        while True:
+            self.peak = max(self.peak, footprint())
+            time.sleep(SAMPLED_EVERY)
+
+    def report(self, loss: float, seconds: float) -> None:
+        self.count += 1
+        memory = {"footprint_peak_bytes": self.peak, "mlx_peak_bytes": mx.get_peak_memory()}
+        report("step", step=self.count, loss=loss, seconds=seconds, **memory)
+
+
+def report_baseline() -> None:
+    """What Python, MLX and its BLAS take before anything is loaded."""
     mx.eval(mx.ones((256, 256)) @ mx.ones((256, 256)))
-    report_and_wait("baseline")
+    report("start", baseline_bytes=footprint())
 
 
 def windows(bundle: Bundle, seq_len: int, seed: int, steps: int) -> Iterator[mx.array]:
@@ -65,13 +92,14 @@ def windows(bundle: Bundle, seq_len: int, seed: int, steps: int) -> Iterator[mx.
         if time.monotonic() - began > PATIENCE:
             return
         start = reference.step_window(step, seed, count) * seq_len
+        mx.reset_peak_memory()
         yield mx.array(tokens[start : start + seq_len + 1].astype(np.int32))
 
 
 # The paper's own way
 
 
-def paper(settings: dict[str, Any]) -> None:
+def paper(bundle: Bundle, settings: dict[str, Any]) -> None:
     """Trains as the paper does, with the formulas of `mesp.reference`.
 
     A block's weights are read into memory and dequantized whole, attention has its [heads, T, T]
@@ -79,22 +107,14 @@ def paper(settings: dict[str, Any]) -> None:
     backward pass begins. The output matrix is read and dequantized by rows, and the gradient by
     the logits takes their place: whole, these would take several times as much.
     """
-    warm_up()
-    bundle = Bundle(settings["bundle"])
-    scale, rate = settings["alpha"] / settings["rank"], settings["learning_rate"]
+    report_baseline()
     lora = reference.init_lora(bundle.architecture, settings["rank"], settings["seed"])
     mx.eval(lora)
-    report_and_wait("begin")
+    steps = Steps()
     for window in windows(bundle, settings["seq_len"], settings["seed"], settings["steps"]):
-        mx.reset_peak_memory()
         began = time.perf_counter()
-        loss = paper_step(bundle, lora, window, scale, rate)
-        report(
-            "step",
-            loss=loss,
-            seconds=time.perf_counter() - began,
-            mlx_peak_bytes=mx.get_peak_memory(),
-        )
+        loss = paper_step(bundle, lora, window, settings["scale"], settings["learning_rate"])
+        steps.report(loss, time.perf_counter() - began)
 
 
 def paper_step(
@@ -102,16 +122,15 @@ def paper_step(
 ) -> float:
     """One step; updates `lora` and returns the loss before."""
     arch = bundle.architecture
-    rows = table_rows(bundle, "embedding", np.array(window[:-1]))
-    inputs = [reference.dequantize(rows, "", arch.hidden_size)[None]]
+    inputs = [Table(bundle, "embedding")[np.array(window[:-1])][None]]
     for index, block_lora in enumerate(lora):
-        x, weights = inputs[-1], read_block(bundle, index)
+        x, weights = inputs[-1], bundle.block(index)
         inputs.append(reference.block_forward(x, block_lora, scale, weights, arch)[0])
         mx.eval(inputs[-1])
         del x, weights
     loss, dy = whole_loss(bundle, inputs.pop(), window[1:])
     for index in reversed(range(len(lora))):
-        x, weights = inputs.pop(), read_block(bundle, index)
+        x, weights = inputs.pop(), bundle.block(index)
         intermediates = reference.block_forward(x, lora[index], scale, weights, arch)[1:]
         mx.eval(intermediates)
         dy, gradient = reference.block_backward(
@@ -124,37 +143,36 @@ def paper_step(
     return loss
 
 
-def read_block(bundle: Bundle, index: int) -> reference.Weights:
-    words = np.fromfile(bundle.path / f"blocks/{index:02d}.bin", dtype="<u4")
-    return bundle.layout.unpack(mx.array(words))
+class Table:
+    """The embedding or the head, of which only the rows that are asked for are read."""
 
+    def __init__(self, bundle: Bundle, which: str) -> None:
+        entry = bundle.manifest[which]
+        words = np.memmap(bundle.path / entry["file"], dtype="<u4", mode="r")
+        self.arrays = {
+            spec.name: words[spec.offset : spec.offset + spec.words]
+            .view("<u4" if spec.dtype == "uint32" else "<f4")
+            .reshape(spec.shape)
+            for spec in Layout.from_manifest(entry).arrays
+        }
+        self.columns = bundle.architecture.hidden_size
 
-def table_rows(bundle: Bundle, which: str, rows: np.ndarray | slice) -> reference.Weights:
-    """Some rows of the embedding or the head, read from the file."""
-    entry = bundle.manifest[which]
-    words = np.memmap(bundle.path / entry["file"], dtype="<u4", mode="r")
-    table = {}
-    for spec in Layout.from_manifest(entry).arrays:
-        array = words[spec.offset : spec.offset + spec.words].view(NUMPY_DTYPES[spec.dtype])
-        table[spec.name] = mx.array(
-            array if spec.name == "norm" else array.reshape(spec.shape)[rows]
-        )
-    return table
+    def __getitem__(self, rows: np.ndarray | slice) -> mx.array:
+        """These rows, dequantized: float32 [rows, hidden]."""
+        parts = ("weight", "scales", "biases")
+        packed = {part: mx.array(self.arrays[part][rows]) for part in parts}
+        return reference.dequantize(packed, "", self.columns)
 
 
 def whole_loss(bundle: Bundle, x: mx.array, targets: mx.array) -> tuple[float, mx.array]:
     """The loss and its gradient by x, as in `reference.cross_entropy`: logits whole."""
-    arch = bundle.architecture
+    arch, head = bundle.architecture, Table(bundle, "head")
     tiles = [slice(i, i + HEAD_ROWS) for i in range(0, arch.vocab_size, HEAD_ROWS)]
-
-    def matrix(rows: slice) -> mx.array:
-        return reference.dequantize(table_rows(bundle, "head", rows), "", arch.hidden_size)
-
-    norm = table_rows(bundle, "head", slice(0))["norm"]
+    norm = mx.array(head.arrays["norm"])
     normed = reference.rms_norm(x, norm, arch.rms_norm_eps)
     z = mx.zeros((1, targets.size, arch.vocab_size))
     for rows in tiles:
-        z[..., rows] = normed @ matrix(rows).T
+        z[..., rows] = normed @ head[rows].T
         mx.eval(z)
     target = mx.take_along_axis(z, targets[None, :, None], axis=-1)[..., 0]
     loss = mx.mean(mx.logsumexp(z, axis=-1) - target)
@@ -168,7 +186,7 @@ def whole_loss(bundle: Bundle, x: mx.array, targets: mx.array) -> tuple[float, m
     mx.eval(dz)
     d_normed = mx.zeros(x.shape)
     for rows in tiles:
-        d_normed = d_normed + dz[..., rows] @ matrix(rows)
+        d_normed = d_normed + dz[..., rows] @ head[rows]
         mx.eval(d_normed)
     del dz
     dx = reference.rms_norm_backward(x, d_normed, norm, arch.rms_norm_eps)
@@ -179,7 +197,7 @@ def whole_loss(bundle: Bundle, x: mx.array, targets: mx.array) -> tuple[float, m
 # mlx-lm's trainer
 
 
-def mlx_lm(settings: dict[str, Any]) -> None:
+def mlx_lm(bundle: Bundle, settings: dict[str, Any]) -> None:
     """Trains with mlx-lm's own trainer, on the same weights and windows."""
     # Here, as they take tens of MB that the other measurements have no use for.
     from demo import load_model
@@ -187,67 +205,47 @@ def mlx_lm(settings: dict[str, Any]) -> None:
     from mlx_lm.tuner.callbacks import TrainingCallback
     from mlx_lm.tuner.utils import linear_to_lora_layers
 
-    warm_up()
-    bundle = Bundle(settings["bundle"])
+    report_baseline()
     model = load_model(bundle)
     model.freeze()
-    rank = settings["rank"]
-    lora = {"rank": rank, "scale": settings["alpha"] / rank, "dropout": 0.0, "keys": PROJECTIONS}
-    linear_to_lora_layers(model, bundle.architecture.num_hidden_layers, lora)
+    lora = {"rank": settings["rank"], "scale": settings["scale"], "dropout": 0.0}
+    layers = bundle.architecture.num_hidden_layers
+    linear_to_lora_layers(model, layers, {**lora, "keys": PROJECTIONS})
     if settings["fast"]:
         nn.QuantizedLinear.__call__ = dequantized_linear
-        nn.QuantizedEmbedding.as_linear = dequantized_as_linear
+        nn.QuantizedEmbedding.as_linear = lambda self, x: x @ whole_matrix(self).T
     if settings["checkpoint"]:
         trainer.grad_checkpoint(model.layers[0])
     mx.eval(model.parameters())
 
-    seq_len, seed = settings["seq_len"], settings["seed"]
-
     class Report(TrainingCallback):
-        def on_train_loss_report(self, train_info: dict[str, Any]) -> None:
-            report(
-                "step",
-                loss=train_info["train_loss"],
-                seconds=1 / train_info["iterations_per_second"],
-                mlx_peak_bytes=mx.get_peak_memory(),
-            )
+        def __init__(self) -> None:
+            self.steps = Steps()
 
-    def train(
-        tokens: int, steps: int, learning_rate: float, callback: TrainingCallback | None
-    ) -> None:
+        def on_train_loss_report(self, info: dict[str, Any]) -> None:
+            self.steps.report(info["train_loss"], 1 / info["iterations_per_second"])
+
+    def train(tokens: int, steps: int, rate: float, callback: TrainingCallback | None) -> None:
         def batches(**_: Any) -> Iterator[tuple[mx.array, mx.array]]:
-            for window in windows(bundle, seq_len, seed, steps):
-                mx.reset_peak_memory()
+            for window in windows(bundle, settings["seq_len"], settings["seed"], steps):
                 yield window[None, : tokens + 1], mx.array([[0, tokens + 1]])
 
-        trainer.train(
-            model,
-            optimizers.SGD(learning_rate),
-            train_dataset=None,
-            args=trainer.TrainingArgs(
-                batch_size=1,
-                iters=steps,
-                steps_per_report=1,
-                adapter_file=os.path.join(settings["output"], "adapters.safetensors"),
-            ),
-            iterate_batches=batches,
-            training_callback=callback,
+        adapters = str(Path(settings["output"], "adapters.safetensors"))
+        args = trainer.TrainingArgs(
+            batch_size=1, iters=steps, steps_per_report=1, adapter_file=adapters
         )
+        sgd = optimizers.SGD(rate)
+        trainer.train(model, sgd, None, None, args, trainer.default_loss, batches, callback)
 
     with contextlib.redirect_stdout(sys.stderr):
         # On a CPU, MLX has a C++ compiler make the kernels that mlx-lm's step needs.
-        train(min(seq_len, COMPILED_WITH), 1, 0.0, None)
-        report_and_wait("begin")
-        train(seq_len, settings["steps"], settings["learning_rate"], Report())
+        train(min(settings["seq_len"], COMPILED_WITH), 1, 0.0, None)
+        train(settings["seq_len"], settings["steps"], settings["learning_rate"], Report())
 
 
 def dequantized_linear(self: nn.QuantizedLinear, x: mx.array) -> mx.array:
     y = x @ whole_matrix(self).T
     return y + self.bias if "bias" in self else y
-
-
-def dequantized_as_linear(self: nn.QuantizedEmbedding, x: mx.array) -> mx.array:
-    return x @ whole_matrix(self).T
 
 
 def whole_matrix(layer: nn.Module) -> mx.array:
@@ -259,44 +257,35 @@ def whole_matrix(layer: nn.Module) -> mx.array:
 # Recomputing h
 
 
-def h(settings: dict[str, Any]) -> None:
+def h(bundle: Bundle, settings: dict[str, Any]) -> None:
     """How long h = xA takes for a block's seven projections, and the block's whole gradient."""
-    _, config = KNOWN[settings["model"]]
-    arch = Architecture.from_config(config)
-    rank, seq_len = settings["rank"], settings["seq_len"]
-    weights = random_block(arch)
-    lora = mx.random.normal((arch.lora_size(rank),)) * 0.01
-    x, dy = mx.random.normal((2, 1, seq_len, arch.hidden_size))
-    inputs = {
-        n: mx.random.normal((seq_len, n)) for n in {n for _, n in arch.projections().values()}
-    }
+    arch, weights = bundle.architecture, bundle.block(0)
+    lora = mx.random.normal((arch.lora_size(settings["rank"]),)) * 0.01
+    x, dy = mx.random.normal((2, 1, settings["seq_len"], arch.hidden_size))
+    sizes = {size for _, size in arch.projections().values()}
+    inputs = {size: mx.random.normal((settings["seq_len"], size)) for size in sizes}
     mx.eval(weights, lora, x, dy, inputs)
 
     def recompute_h() -> list[mx.array]:
-        matrices = reference.unpack_lora(lora, arch, rank)
+        matrices = reference.unpack_lora(lora, arch, settings["rank"])
         return [inputs[a.shape[0]] @ a for a, _ in matrices.values()]
 
     def gradient() -> tuple[mx.array, mx.array]:
-        scale = settings["alpha"] / rank
-        return reference.mesp_block_gradient(x, dy, lora, scale, weights, arch)
+        return reference.mesp_block_gradient(x, dy, lora, settings["scale"], weights, arch)
 
-    report(
-        "h",
-        h_seconds=measured(recompute_h, settings["steps"]),
-        gradient_seconds=measured(gradient, settings["steps"]),
+    h_bytes = sum(array.nbytes for array in recompute_h())
+    h_seconds, gradient_seconds = (
+        measured(compute, settings["steps"]) for compute in (recompute_h, gradient)
     )
-
-
-def random_block(arch: Architecture) -> reference.Weights:
-    weights = {}
-    for name, (out_size, in_size) in arch.projections().items():
-        matrix = 0.02 * mx.random.normal((out_size, in_size))
-        parts = mx.quantize(matrix, **QUANTIZATION)
-        for part, array in zip(("weight", "scales", "biases"), parts, strict=True):
-            weights[f"{name}.{part}"] = array
-    for name in ("input_layernorm", "post_attention_layernorm"):
-        weights[f"{name}.weight"] = mx.ones(arch.hidden_size)
-    return weights
+    report(
+        "event",
+        steps=settings["steps"],
+        h_bytes_of_block=h_bytes,
+        h_bytes=h_bytes * arch.num_hidden_layers,
+        h_seconds_of_block=h_seconds,
+        gradient_seconds_of_block=gradient_seconds,
+        share_of_time=h_seconds / gradient_seconds,
+    )
 
 
 def measured(compute: Callable[[], Any], times: int) -> float:
@@ -312,11 +301,10 @@ def measured(compute: Callable[[], Any], times: int) -> float:
 # MeZO's estimate
 
 
-def mezo_quality(settings: dict[str, Any]) -> None:
+def mezo_quality(bundle: Bundle, settings: dict[str, Any]) -> None:
     """MeZO's estimate of each block's gradient against the exact one, averaged over draws of z."""
-    bundle = Bundle(settings["bundle"])
     model, seed = reference.Model.of(bundle), settings["seed"]
-    scale, epsilon = settings["alpha"] / settings["rank"], settings["mezo_epsilon"]
+    scale, epsilon = settings["scale"], settings["mezo_epsilon"]
     lora = reference.init_lora(bundle.architecture, settings["rank"], seed)
     *training, window = windows(bundle, settings["seq_len"], seed, WARM_UP_STEPS + 1)
     for each in training:
@@ -324,21 +312,19 @@ def mezo_quality(settings: dict[str, Any]) -> None:
     exact = reference.gradients(model, lora, window, scale).lora
     mx.eval(exact)
 
+    def loss_at(move: float, z: list[mx.array]) -> float:
+        moved = [w + move * noise for w, noise in zip(lora, z, strict=True)]
+        return reference.loss(model, moved, window, scale).item()
+
     draws = []
     for draw in range(settings["steps"]):
         z = reference.mezo_noise(lora, seed, draw)
-        plus, minus = (
-            reference.loss(
-                model, [w + move * n for w, n in zip(lora, z, strict=True)], window, scale
-            ).item()
-            for move in (epsilon, -epsilon)
-        )
-        slope = (plus - minus) / (2 * epsilon)
+        slope = (loss_at(epsilon, z) - loss_at(-epsilon, z)) / (2 * epsilon)
         draws.append([quality(slope * n, g) for n, g in zip(z, exact, strict=True)])
-        report("draw")
     for layer, of_layer in enumerate(zip(*draws, strict=True)):
-        cosine, signs, error = np.mean(of_layer, axis=0).tolist()
-        report("layer", layer=layer, cosine=cosine, sign_agreement=signs, relative_error=error)
+        means = zip(QUALITIES, np.mean(of_layer, axis=0).tolist(), strict=True)
+        how = {"draws": len(draws), "mezo_epsilon": epsilon}
+        report("event", **how, layer=layer, **dict(means))
 
 
 def quality(estimate: mx.array, exact: mx.array) -> tuple[float, float, float]:
@@ -355,7 +341,11 @@ KINDS = {"paper": paper, "mlx-lm": mlx_lm, "h": h, "mezo-quality": mezo_quality}
 def main() -> None:
     settings = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     mx.set_default_device(mx.cpu)
-    KINDS[settings["kind"]](settings)
+    bundle = Bundle(settings["bundle"])
+    if bundle.manifest["dtype"] != "float32":
+        sys.exit(f"{bundle.path} is not in float32, which is all that is measured in Python.")
+    settings["scale"] = settings["alpha"] / settings["rank"]
+    KINDS[settings["kind"]](bundle, settings)
 
 
 if __name__ == "__main__":

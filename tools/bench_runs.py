@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import ctypes.util
+import itertools
 import json
 import math
 import os
@@ -14,72 +15,79 @@ import platform
 import subprocess
 import sys
 import tempfile
-import threading
-import time
-import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
 import mesp.block
 import mesp.bundle
 import mesp.export
+import mesp.train
 from mesp.bundle import read_manifest
-from mesp.engine import find_engine
+from mesp.engine import find_engine, find_plan
 from mesp.errors import MespError
+from mesp.log import Run
 from mesp.models import KNOWN
 
-# The setting of the paper ("MeSP", 2026): SGD at 1e-4 on seven projections, batch 1, rank 8.
+# What is not set is as the paper has it, by default of the engine and of mesp-train alike: SGD at
+# 1e-4 on seven projections, batch 1. Runs in Python are told.
+SETTING = {
+    option.name: option.default
+    for option in mesp.train.main.params
+    if option.name in ("alpha", "learning_rate", "seed", "mezo_epsilon")
+}
 PAPER_RANK = 8
-SETTING = {"alpha": 16.0, "learning_rate": 1e-4, "seed": 0, "mezo_epsilon": 1e-3}
 # Peak memory of MeSP that the paper reports for an iPhone 17 Pro with 4-bit weights: MB by length.
 PAPER_PEAK_MB = {
     "Qwen2.5-0.5B": {128: 110.7, 256: 136.2, 512: 245.8, 1024: 513.6},
     "Qwen2.5-1.5B": {128: 165.2, 256: 262.6, 512: 432.8, 1024: 798.5},
     "Qwen2.5-3B": {128: 245.6, 256: 368.4, 512: 505.3, 1024: 925.8},
 }
-# The goal for MeSP's peak is this share of the paper's; at the first of these lengths, which the
-# paper does not report, it is the paper's own at the second, its longest.
-BAR_SHARE = 0.5
+# The goal for MeSP's peak is half of the paper's; at the first of these lengths, which the paper
+# does not report, it is the paper's own at the second, its longest.
 BAR_LENGTH, PAPER_LONGEST = 4096, 1024
 
-ENGINE_METHODS = ("mesp", "mebp", "mezo")
-# What bench_python.py is asked for, and whether OpenBLAS is preloaded.
-PYTHON_METHODS: dict[str, tuple[dict[str, Any], bool]] = {
-    "mesp-paper": ({"kind": "paper"}, True),
-    "mlx-lm": ({"kind": "mlx-lm", "checkpoint": False, "fast": False}, False),
-    "mlx-lm-checkpoint": ({"kind": "mlx-lm", "checkpoint": True, "fast": False}, False),
-    "mlx-lm-fast": ({"kind": "mlx-lm", "checkpoint": False, "fast": True}, True),
-    "mlx-lm-checkpoint-fast": ({"kind": "mlx-lm", "checkpoint": True, "fast": True}, True),
+# By method, what can be on disk: MeZO keeps no block inputs.
+OFFLOADS = {
+    "mesp": ("none", "inputs", "all"),
+    "mebp": ("none", "inputs", "all"),
+    "mezo": ("none", "all"),
+}
+ENGINE_METHODS = tuple(OFFLOADS)
+# What bench_python.py is asked for; OpenBLAS is preloaded but where mlx-lm is as shipped.
+MLX_LM = {"kind": "mlx-lm", "checkpoint": False, "fast": False}
+PYTHON_METHODS: dict[str, dict[str, Any]] = {
+    "mesp-paper": {"kind": "paper"},
+    "mlx-lm": MLX_LM,
+    "mlx-lm-checkpoint": {**MLX_LM, "checkpoint": True},
+    "mlx-lm-fast": {**MLX_LM, "fast": True},
+    "mlx-lm-checkpoint-fast": {**MLX_LM, "checkpoint": True, "fast": True},
 }
 LIMITS = ("auto", "least", "bar", "mebp", "all")
 EVERYTHING_MB = 1e6  # more than keeping every intermediate takes
 DEVICE, DTYPE = "cpu", "float32"  # of the bundles that are exported
+SETTLED_AFTER = 10  # steps before memory is compared with the last step's, to see whether it grows
 
-CODE = (mesp.block, mesp.bundle, mesp.export)  # what a bundle is made by
-PYTHON_RUNS = Path(__file__).with_name("bench_python.py")
-SAMPLED_EVERY = 0.002  # seconds between two looks at another process's memory
-# glibc's allocator much as the engine sets it: it gives memory back instead of keeping it.
-ALLOCATOR = {
+# glibc's allocator and OpenBLAS much as the engine sets them: memory is given back instead of
+# kept, and half of the cores are used.
+ENVIRONMENT = {
     "MALLOC_ARENA_MAX": "1",
     "MALLOC_MMAP_THRESHOLD_": "65536",
     "MALLOC_TRIM_THRESHOLD_": "65536",
+    "OPENBLAS_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // 2)),
 }
-# Steps before memory is compared with the last step's, to see whether it grows.
-SETTLED_AFTER = 10
 
-Progress = Callable[[int], None]  # gets the number of steps done
+Row = dict[str, Any]
+Tell = Callable[[int], None]  # gets the number of steps done
 engine_program = cache(find_engine)
 
 
-@dataclass(frozen=True)
-class Cell:
+class Cell(NamedTuple):
     """What is trained."""
 
     model: str
@@ -87,30 +95,30 @@ class Cell:
     blocks: int
     seq_len: int
     rank: int
-    device: str = DEVICE
-    dtype: str = DTYPE
+    device: str
+    dtype: str
 
-    def paper_bytes(self, seq_len: int | None = None) -> float | None:
-        """The peak that the paper reports for MeSP; it used whole models and rank 8."""
+    def row(self) -> Row:
+        """What every row begins with: its cell, and what it was measured on."""
+        row = self._asdict() | {"cpu": cpu(), "os": platform.platform()}
+        del row["bundle"]
+        return row
+
+    def paper_bytes(self) -> tuple[float | None, float | None]:
+        """The paper's peak of MeSP and the goal for ours; it used whole models and rank 8."""
         name = self.model.removesuffix("-Instruct")
-        if name not in PAPER_PEAK_MB or self.rank != PAPER_RANK:
-            return None
-        if self.blocks != KNOWN[name][1]["num_hidden_layers"]:
-            return None
-        size = PAPER_PEAK_MB[name].get(seq_len or self.seq_len)
-        return size and size * 1e6
-
-    def bar_bytes(self) -> float | None:
-        """The goal for MeSP's peak."""
-        if self.seq_len == BAR_LENGTH:
-            return self.paper_bytes(PAPER_LONGEST)
-        size = self.paper_bytes()
-        return size and size * BAR_SHARE
+        peaks = {t: mb * 1e6 for t, mb in PAPER_PEAK_MB.get(name, {}).items()}
+        if not peaks or (self.blocks, self.rank) != (
+            KNOWN[name][1]["num_hidden_layers"],
+            PAPER_RANK,
+        ):
+            return None, None
+        peak = peaks.get(self.seq_len)
+        return peak, peaks[PAPER_LONGEST] if self.seq_len == BAR_LENGTH else peak and peak / 2
 
 
-@dataclass(frozen=True)
-class Variant:
-    """How it is trained; limit (one of LIMITS, or MB) and offload are of MeSP only."""
+class Variant(NamedTuple):
+    """How it is trained. `limit`: one of LIMITS, or MB."""
 
     method: str
     limit: str = "auto"
@@ -118,12 +126,8 @@ class Variant:
 
     def __str__(self) -> str:
         limit = self.limit if self.limit in LIMITS else f"≤ {self.limit} MB"
-        offload = {
-            "none": "in memory",
-            "inputs": "inputs on disk",
-            "all": "state on disk",
-        }.get(self.offload or "")
-        parts = (self.method, None if limit == "auto" else limit, offload)
+        where = {"none": "in memory", "inputs": "inputs on disk", "all": "state on disk"}
+        parts = (self.method, limit != "auto" and limit, where.get(self.offload or ""))
         return " ".join(part for part in parts if part)
 
 
@@ -149,309 +153,200 @@ def host() -> dict[str, Any]:
     }
 
 
-@dataclass
-class Row:
-    """One measurement; None where there is no such figure."""
-
-    model: str
-    blocks: int
-    seq_len: int
-    rank: int
-    method: str
-    variant: str
-    device: str
-    dtype: str
-    cpu: str = field(default_factory=cpu)
-    os: str = field(default_factory=platform.platform)
-    blas: str | None = None  # of a row that ran in Python
-    memory_limit_mb: float | None = None
-    offload: str | None = None
-    kept_blocks: int | None = None
-    tile_bytes: int | None = None
-    steps: int = 0
-    seconds: float | None = None  # a step: the median, without the first where there are several
-    losses: list[float] = field(default_factory=list)
-    footprint_peak_bytes: float | None = None
-    growth_bytes: int | None = None  # of a step's peak, once settled, in a long run
-    baseline_bytes: int | None = None  # Python and MLX before anything is loaded; in the peak
-    mlx_peak_bytes: int | None = None
-    predicted_peak_bytes: int | None = None
-    least_peak_bytes: int | None = None
-    mapped_bytes: int | None = None
-    written_bytes: float | None = None  # a step
-    paper_bytes: float | None = None  # the paper's MeSP on an iPhone 17 Pro
-    bar_bytes: float | None = None  # the goal for MeSP
-    peak_to_paper: float | None = None
-    peak_to_mesp: float | None = None  # of the cell's first MeSP row
-    time_to_mebp: float | None = None  # of the cell's MeBP row
-    extrapolated_from: list[int] | None = None  # block counts that were measured
-    error: str | None = None
-
-    @classmethod
-    def of(cls, cell: Cell, variant: Variant) -> Row:
-        return cls(
-            model=cell.model,
-            blocks=cell.blocks,
-            seq_len=cell.seq_len,
-            rank=cell.rank,
-            method=variant.method,
-            variant=str(variant),
-            device=cell.device,
-            dtype=cell.dtype,
-            paper_bytes=cell.paper_bytes() if variant.method in ("mesp", "mesp-paper") else None,
-            bar_bytes=cell.bar_bytes() if variant.method == "mesp" else None,
-        )
-
-    @property
-    def cell(self) -> tuple[str, int, int, int]:
-        return self.model, self.blocks, self.seq_len, self.rank
-
-    @property
-    def prediction_error(self) -> float | None:
-        """Predicted against measured peak, relative."""
-        predicted = ratio(self.predicted_peak_bytes, self.footprint_peak_bytes)
-        return None if predicted is None else predicted - 1
-
-    @property
-    def net_bytes(self) -> float | None:
-        """The peak without the baseline."""
-        if self.baseline_bytes is None or self.footprint_peak_bytes is None:
-            return None
-        return self.footprint_peak_bytes - self.baseline_bytes
-
-    def take_steps(self, steps: list[dict[str, Any]]) -> None:
-        """What the `step` records of the engine and of bench_python.py have in common."""
-        seconds = [step["seconds"] for step in steps]
-        self.steps = len(steps)
-        self.seconds = median(seconds[1:] or seconds)
-        self.losses = [step["loss"] for step in steps]
-        self.mlx_peak_bytes = max(step["mlx_peak_bytes"] for step in steps)
-
-    def take_plan(self, plan: dict[str, Any]) -> None:
-        for name in ("offload", "kept_blocks", "tile_bytes", "mapped_bytes"):
-            setattr(self, name, plan[name])
-        self.predicted_peak_bytes = plan["predicted_peak_bytes"]
-        self.least_peak_bytes = plan["least_peak_bytes"]
-
-
-def ratio(value: float | None, of: float | None) -> float | None:
-    return value / of if value is not None and of else None
-
-
 # A row
 
+# What the engine's plan says of a run.
+PLANNED = ("offload", "kept_blocks", "tile_bytes", "mapped_bytes", "predicted_peak_bytes",
+           "least_peak_bytes")  # fmt: skip
+# Ratios: the value, and of what, the paper's or that of the cell's first row of a method.
+RATIOS = {
+    "peak_to_paper": ("footprint_peak_bytes", "paper"),
+    "peak_to_mesp": ("footprint_peak_bytes", "mesp"),
+    "time_to_mebp": ("seconds", "mebp"),
+}
 
-def measure(cell: Cell, variant: Variant, before: list[Row], steps: int, work: Path,
-            progress: Progress) -> Row:  # fmt: skip
+
+def new_row(cell: Cell, variant: Variant) -> Row:
+    """A row without a measurement; None where there is no such figure."""
+    paper, bar = cell.paper_bytes()
+    return {
+        **cell.row(),
+        "method": variant.method,
+        "variant": str(variant),
+        "blas": None,  # of a row that ran in Python
+        "memory_limit_mb": None,
+        **dict.fromkeys(PLANNED),
+        "steps": 0,
+        "seconds": None,  # a step: the median, without the first where there are several
+        "losses": [],
+        "footprint_peak_bytes": None,
+        "growth_bytes": None,  # of a step's peak, once settled, in a long run
+        "baseline_bytes": None,  # Python and MLX before anything is loaded; in the peak
+        "mlx_peak_bytes": None,
+        "written_bytes": None,  # a step
+        "paper_bytes": paper if variant.method in ("mesp", "mesp-paper") else None,
+        "bar_bytes": bar if variant.method == "mesp" else None,
+        "net_bytes": None,  # the peak without the baseline
+        "prediction_error": None,  # relative
+        **dict.fromkeys(RATIOS),
+        "extrapolated_from": None,  # block counts that were measured
+        "error": None,
+    }
+
+
+def measure(
+    cell: Cell, variant: Variant, before: list[Row], steps: int, work: Path, tell: Tell
+) -> Row:
     """Trains some steps in a process of its own. A run that fails gives a row with its error.
 
     `before` has the rows so far, MeBP's of the same cell among them where it is the limit.
     """
-    row = Row.of(cell, variant)
+    row = new_row(cell, variant)
     try:
         if variant.method in ENGINE_METHODS:
-            measure_engine(row, cell, variant, before, steps, work, progress)
+            settings = planned(row, cell, variant, before) | {"steps": steps}
+            run = run_program([engine_program()], settings, work, tell)
+            row |= {name: run.plan[name] for name in PLANNED}
+            row["written_bytes"] = median(step["written_bytes"] for step in run.steps)
         else:
-            measure_python(row, cell, steps, work, progress)
+            settings = PYTHON_METHODS[variant.method] | {"steps": steps}
+            preload = settings.get("fast", True)
+            row["blas"] = "OpenBLAS" if preload and find_openblas() else "MLX's"
+            run = run_python(cell, settings, work, tell, preload)
+            row["baseline_bytes"] = run.start["baseline_bytes"]
     except MespError as error:
-        row.error = error.message
-    return row
-
-
-def measure_engine(row: Row, cell: Cell, variant: Variant, before: list[Row], steps: int,
-                   work: Path, progress: Progress) -> None:  # fmt: skip
-    row.memory_limit_mb = memory_limit(cell, variant, before, work)
-    settings = {"memory_limit_mb": row.memory_limit_mb, "offload": variant.offload}
-    records = run_engine(cell, work, progress, method=variant.method, steps=steps, **settings)
-    done = [record for record in records if record["type"] == "step"]
-    row.take_plan(next(record for record in records if record["type"] == "plan"))
-    row.take_steps(done)
-    peaks = [step["footprint_peak_bytes"] for step in done]
-    row.footprint_peak_bytes = max(peaks)
-    if len(peaks) > SETTLED_AFTER:
-        row.growth_bytes = peaks[-1] - peaks[SETTLED_AFTER - 1]
-    row.written_bytes = median(step["written_bytes"] for step in done)
-
-
-def measure_python(row: Row, cell: Cell, steps: int, work: Path, progress: Progress) -> None:
-    settings, preload = PYTHON_METHODS[row.method]
-    size = {"bundle": str(cell.bundle), "seq_len": cell.seq_len, "rank": cell.rank}
-    events, baseline, peak = run_python(
-        {**settings, **size, "steps": steps}, preload, work, progress
+        return row | {"error": error.message}
+    seconds, peaks, mlx_peaks = (
+        [step[name] for step in run.steps]
+        for name in ("seconds", "footprint_peak_bytes", "mlx_peak_bytes")
     )
-    row.take_steps(events)
-    row.footprint_peak_bytes, row.baseline_bytes = peak, baseline
-    row.blas = "OpenBLAS" if preload and find_openblas() else "MLX's"
+    if len(peaks) > SETTLED_AFTER:
+        row["growth_bytes"] = peaks[-1] - peaks[SETTLED_AFTER - 1]
+    return row | {
+        "steps": len(seconds),
+        "seconds": median(seconds[1:] or seconds),
+        "losses": run.losses,
+        "footprint_peak_bytes": max(peaks),
+        "mlx_peak_bytes": max(mlx_peaks),
+    }
 
 
-def memory_limit(cell: Cell, variant: Variant, before: list[Row], work: Path) -> float | None:
-    """The variant's memory limit in MB; None for the engine's default."""
-    row = Row.of(cell, variant)
-    if variant.limit == "auto":
-        return None
-    if variant.limit == "all":
-        return EVERYTHING_MB
-    if variant.limit == "least":
-        plan = find_plan(cell, work, method=variant.method, offload=variant.offload)
-        size = plan["least_peak_bytes"]
-    elif variant.limit == "mebp":
-        mebp = first(row, before, "mebp")
-        size = mebp and mebp.footprint_peak_bytes
-    elif variant.limit == "bar":
-        size = row.bar_bytes
-    else:
-        return float(variant.limit)
-    if size is None:
-        raise MespError(f"There is no figure here for the memory limit {variant.limit}.")
-    return (math.ceil(size) + 1) / 1e6  # the engine cuts fractions of a byte off
-
-
-def first(row: Row, rows: list[Row], method: str) -> Row | None:
-    """The first row of this method in the row's cell."""
-    return next((r for r in rows if r.method == method and r.cell == row.cell), None)
-
-
-def extrapolate(full: Cell, variant: Variant, rows: list[Row], work: Path) -> Row | None:
+def extrapolate(full: Cell, variant: Variant, rows: list[Row]) -> Row | None:
     """The whole model's row: straight through the fewest and the most blocks that were run.
 
     The plan and the predicted peak beside it are the engine's for the whole model.
     """
-    row = Row.of(full, variant)
-    same = [
-        r
-        for r in rows
-        if r.error is None
-        and (r.model, r.seq_len, r.rank, r.variant)
-        == (row.model, row.seq_len, row.rank, row.variant)
-    ]
+    row = new_row(full, variant)
+    names = ("model", "seq_len", "rank", "variant")
+    same = [r for r in rows if all(r[n] == row[n] for n in names) and r["error"] is None]
     if len(same) < 2:
         return None
-    same.sort(key=lambda r: r.blocks)
+    same.sort(key=lambda r: r["blocks"])
     small, large = same[0], same[-1]
-    share = (row.blocks - small.blocks) / (large.blocks - small.blocks)
+    share = (row["blocks"] - small["blocks"]) / (large["blocks"] - small["blocks"])
     for name in ("seconds", "footprint_peak_bytes", "written_bytes"):
-        low, high = getattr(small, name), getattr(large, name)
-        setattr(row, name, None if low is None else low + share * (high - low))
-    row.extrapolated_from = [r.blocks for r in same]
+        if small[name] is not None:
+            row[name] = small[name] + share * (large[name] - small[name])
+    row["extrapolated_from"] = [r["blocks"] for r in same]
     if variant.method in ENGINE_METHODS:
         try:
-            row.memory_limit_mb = memory_limit(full, variant, rows, work)
-            settings = {"memory_limit_mb": row.memory_limit_mb, "offload": variant.offload}
-            row.take_plan(find_plan(full, work, method=variant.method, **settings))
+            plan = find_plan(engine_program(), planned(row, full, variant, rows))
+            row |= {name: plan[name] for name in PLANNED}
         except MespError as error:
-            row.error = error.message
+            row["error"] = error.message
     return row
 
 
+def planned(row: Row, cell: Cell, variant: Variant, before: list[Row]) -> dict[str, Any]:
+    """The engine's settings for the variant; its memory limit is noted in the row."""
+    settings = engine_settings(cell, variant)
+    if variant.limit == "auto":
+        return settings
+    if variant.limit in ("least", "mebp", "bar"):
+        if variant.limit == "least":
+            size = find_plan(engine_program(), settings)["least_peak_bytes"]
+        elif variant.limit == "mebp":
+            size = first(row, before, "mebp").get("footprint_peak_bytes")
+        else:
+            size = row["bar_bytes"]
+        if size is None:
+            raise MespError(f"There is no figure here for the memory limit {variant.limit}.")
+        limit = (math.ceil(size) + 1) / 1e6  # the engine cuts fractions of a byte off
+    else:
+        limit = EVERYTHING_MB if variant.limit == "all" else float(variant.limit)
+    row["memory_limit_mb"] = limit
+    return settings | {"memory_limit_mb": limit}
+
+
+def engine_settings(cell: Cell, variant: Variant) -> dict[str, Any]:
+    """What differs from the engine's defaults."""
+    what = {"bundle": str(cell.bundle.resolve()), "seq_len": cell.seq_len, "rank": cell.rank}
+    how = {"method": variant.method, "offload": variant.offload}
+    return {**what, **how, "val_batches": 0, "save_every": 0}
+
+
+def first(row: Row, rows: list[Row], method: str) -> Row:
+    """The first row of this method in the row's cell; empty where there is none."""
+    same = {name: row[name] for name in ("model", "blocks", "seq_len", "rank")}
+    same["method"] = method
+    return next((r for r in rows if all(r[n] == value for n, value in same.items())), {})
+
+
 def compare(rows: list[Row]) -> None:
-    """Fills in the ratios between the rows of a cell, and to the paper."""
+    """Fills in what follows from figures of a row and of others in its cell."""
     for row in rows:
-        mesp_row, mebp_row = first(row, rows, "mesp"), first(row, rows, "mebp")
-        row.peak_to_paper = ratio(row.footprint_peak_bytes, row.paper_bytes)
-        row.peak_to_mesp = mesp_row and ratio(
-            row.footprint_peak_bytes, mesp_row.footprint_peak_bytes
-        )
-        row.time_to_mebp = mebp_row and ratio(row.seconds, mebp_row.seconds)
+        peak = row["footprint_peak_bytes"]
+        if peak and row["baseline_bytes"]:
+            row["net_bytes"] = peak - row["baseline_bytes"]
+        if peak and row["predicted_peak_bytes"]:
+            row["prediction_error"] = row["predicted_peak_bytes"] / peak - 1
+        for name, (figure, whose) in RATIOS.items():
+            other = row["paper_bytes"] if whose == "paper" else first(row, rows, whose).get(figure)
+            row[name] = row[figure] / other if row[figure] is not None and other else None
 
 
 # Processes
 
 
-def listen(
-    command: Iterable[object],
-    hear: Callable[[dict[str, Any], subprocess.Popen], None],
+def run_python(
+    cell: Cell, settings: dict[str, Any], work: Path, tell: Tell, preload: bool = True
+) -> Run:
+    """What bench_python.py reports; `preload`: with OpenBLAS, where there is one."""
+    size = {"bundle": str(cell.bundle), "seq_len": cell.seq_len, "rank": cell.rank}
+    environment = {**ENVIRONMENT, **os.environ, "LD_PRELOAD": (preload and find_openblas()) or ""}
+    command = [sys.executable, Path(__file__).with_name("bench_python.py")]
+    return run_program(command, SETTING | size | settings, work, tell, environment)
+
+
+def run_program(
+    command: list[str | Path], settings: dict[str, Any], work: Path, tell: Tell,
     environment: dict[str, str] | None = None,
-) -> None:
-    """Runs a program, handing over each JSON object it prints; MespError where it fails."""
-    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors:
-        with subprocess.Popen(
-            [str(part) for part in command],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            encoding="utf-8",
-            env={**os.environ, **(environment or {})},
-        ) as process:
-            try:
-                for line in process.stdout:
-                    if line.startswith("{"):  # a library may have something to say, too
-                        hear(json.loads(line), process)
-            except BaseException:
-                process.kill()
-                raise
-        errors.seek(0)
-        said = errors.read().strip().splitlines()
+) -> Run:  # fmt: skip
+    """Runs a program with a file of settings, and sorts the records that it prints.
+
+    Raises MespError with the last line it said where it fails.
+    """
+    run = Run()
+    with tempfile.TemporaryDirectory(prefix="run-", dir=work.resolve()) as folder:
+        path, errors = Path(folder, "settings.json"), Path(folder, "errors")
+        path.write_text(json.dumps({"output": folder, **settings}), encoding="utf-8")
+        with (
+            open(errors, "wb") as file,
+            subprocess.Popen(
+                [*command, path], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=file,
+                encoding="utf-8", env=environment,
+            ) as process,
+        ):  # fmt: skip
+            for line in process.stdout:
+                if line.startswith("{"):  # a library may have something to say, too
+                    run.add(json.loads(line))
+                    tell(run.last_step)
+        said = errors.read_text(encoding="utf-8", errors="replace").strip().splitlines()
     if process.returncode < 0:
         raise MespError(f"The run was ended by signal {-process.returncode}.")
     if process.returncode > 0:
         raise MespError(said[-1] if said else f"The run failed ({process.returncode}).")
-
-
-def run_engine(cell: Cell, work: Path, progress: Progress, **settings: Any) -> list[dict]:
-    """The records of an engine's run with these settings."""
-    records = []
-
-    def hear(record: dict[str, Any], _: subprocess.Popen) -> None:
-        records.append(record)
-        if record["type"] == "step":
-            progress(record["step"])
-
-    with tempfile.TemporaryDirectory(prefix="run-", dir=work) as folder:
-        path = Path(folder) / "settings.json"
-        everything = {
-            "bundle": str(cell.bundle.resolve()),
-            "output": str(Path(folder).resolve() / "output"),
-            "steps": 1,
-            "seq_len": cell.seq_len,
-            "rank": cell.rank,
-            "val_batches": 0,
-            "save_every": 0,
-            **SETTING,
-            **settings,
-        }
-        path.write_text(json.dumps(everything), encoding="utf-8")
-        listen([engine_program(), path], hear)
-    return records
-
-
-def find_plan(cell: Cell, work: Path, **settings: Any) -> dict[str, Any]:
-    """The engine's plan for these settings, without a run."""
-    records = run_engine(cell, work, lambda _: None, dry_run=True, **settings)
-    return next(record for record in records if record["type"] == "plan")
-
-
-def run_python(
-    settings: dict[str, Any], preload: bool, work: Path, progress: Progress
-) -> tuple[list[dict[str, Any]], int | None, int]:
-    """What bench_python.py reports, its baseline, and its peak from `begin` on.
-
-    `preload`: with OpenBLAS, where there is one.
-    """
-    events: list[dict[str, Any]] = []
-    baseline, sampler = None, None
-
-    def hear(event: dict[str, Any], process: subprocess.Popen) -> None:
-        nonlocal baseline, sampler
-        if event["event"] not in ("baseline", "begin"):
-            events.append(event)
-            progress(len(events))
-            return
-        if event["event"] == "baseline":
-            baseline = footprint(process.pid)
-        else:
-            sampler = FootprintSampler(process.pid)
-        process.stdin.write("\n")  # it waits for this
-        process.stdin.flush()
-
-    environment = {**ALLOCATOR, "LD_PRELOAD": (preload and find_openblas()) or ""}
-    with tempfile.TemporaryDirectory(prefix="run-", dir=work) as folder:
-        path = Path(folder) / "settings.json"
-        path.write_text(json.dumps({**SETTING, "output": folder, **settings}), encoding="utf-8")
-        try:
-            listen([sys.executable, PYTHON_RUNS, path], hear, environment)
-        finally:
-            peak = sampler.stop() if sampler else 0
-    return events, baseline, peak
+    return run
 
 
 @cache
@@ -464,115 +359,53 @@ def find_openblas() -> str | None:
     return None
 
 
-class FootprintSampler:
-    """The highest footprint of another process, by a thread."""
-
-    def __init__(self, pid: int) -> None:
-        self.pid, self.peak, self.running = pid, 0, True
-        self.thread = threading.Thread(target=self.sample, daemon=True)
-        self.thread.start()
-
-    def sample(self) -> None:
-        while self.running:
-            self.peak = max(self.peak, footprint(self.pid))
-            time.sleep(SAMPLED_EVERY)
-
-    def stop(self) -> int:
-        self.running = False
-        self.thread.join()
-        return self.peak
-
-
-def footprint(pid: int) -> int:
-    """RssAnon + VmSwap on Linux, phys_footprint on a Mac; 0 once the process has ended."""
-    if sys.platform == "darwin":
-        usage = (ctypes.c_uint64 * 64)()  # rusage_info_v0: a UUID, then 64-bit counters
-        failed = ctypes.CDLL("libproc.dylib").proc_pid_rusage(pid, 0, usage)
-        return 0 if failed else usage[9]
-    try:
-        lines = Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return 0
-    counted = (line for line in lines.splitlines() if line.startswith(("RssAnon:", "VmSwap:")))
-    return sum(int(line.split()[1]) * 1024 for line in counted)
-
-
 # Bundles
 
 
-def find_cells(
-    models: Iterable[str],
-    layers: int | None,
-    seq_lens: Iterable[int],
-    ranks: Iterable[int],
-    work: Path,
-    data: str | None = None,
-) -> list[Cell]:
-    """Every model with every length and rank, its bundle ready."""
+def find_cells(options: dict[str, Any], layers: int | None, work: Path) -> list[Cell]:
+    """Every model with every length and rank of a table's options, its bundle ready."""
     cells = []
-    for model in models:
-        bundle = find_bundle(model, layers, set(seq_lens), set(ranks), work, data)
+    for model in options["models"]:
+        bundle = Path(model)
+        if not (bundle / "manifest.json").is_file():
+            bundle = export(model, options, layers, work)
+        elif layers or "data" in options:
+            raise MespError(f"{model} is a bundle: --layers and --data are of its export.")
         manifest = read_manifest(bundle)
         name = manifest["name"].removesuffix("-random")
         blocks = manifest["architecture"]["num_hidden_layers"]
         kind = (manifest["device"], manifest["dtype"])
-        cells += [Cell(name, bundle, blocks, t, r, *kind) for t in seq_lens for r in ranks]
+        sizes = itertools.product(options["seq_lens"], options["ranks"])
+        cells += [Cell(name, bundle, blocks, *size, *kind) for size in sizes]
     return cells
 
 
-def find_bundle(
-    model: str, layers: int | None, seq_lens: set[int], ranks: set[int], work: Path,
-    data: str | None,
-) -> Path:  # fmt: skip
-    """The model's bundle in `work`, exported where need be; or `model`, where it is a bundle."""
-    if (Path(model) / "manifest.json").is_file():
-        if layers or data:
-            raise MespError(f"{model} is a bundle: --layers and --data are of its export.")
-        manifest = read_manifest(Path(model))
-        for what, wanted, there in (
-            ("sequence length", seq_lens, manifest["seq_lens"]),
-            ("rank", ranks, manifest["ranks"]),
-        ):
-            if lacking := wanted.difference(there):
-                raise MespError(f"The bundle {model} has no {what} {min(lacking)}.")
-        return Path(model)
-    # Folders and models on the Hub can share their last name with others.
-    which = "/" in model and f"{zlib.crc32(str(Path(model).resolve()).encode()):08x}"
-    parts = (Path(model).name, which, layers and f"{layers}-blocks", data and "data")
+def export(model: str, options: dict[str, Any], layers: int | None, work: Path) -> Path:
+    """The model's bundle in `work`, with random weights but for the demo model.
+
+    Of a known geometry, one that is there serves again, and keeps the lengths and ranks it has.
+    """
+    data, seq_lens, ranks = options.get("data"), {*options["seq_lens"]}, {*options["ranks"]}
+    parts = (model.strip("/").replace("/", "-"), layers and f"{layers}-blocks", data and "data")
     path = work / ("-".join(part for part in parts if part) + ".mesp")
-    with suppress(MespError):
-        manifest = read_manifest(path)
-        seq_lens, ranks = seq_lens.union(manifest["seq_lens"]), ranks.union(manifest["ranks"])
-        covered = (sorted(seq_lens), sorted(ranks)) == (manifest["seq_lens"], manifest["ranks"])
-        random = model != "demo" and not data  # others are made quickly, and may have changed
-        if covered and random and not is_older_than_its_code(path):
-            return path
-    export(model, path, layers, seq_lens, ranks, data)
-    return path
-
-
-def is_older_than_its_code(bundle: Path) -> bool:
-    """Whether the block function or the format may have changed since it was written."""
-    written = (bundle / "manifest.json").stat().st_mtime
-    return any(Path(m.__file__).stat().st_mtime > written for m in CODE)
-
-
-def export(
-    model: str, path: Path, layers: int | None, seq_lens: set[int], ranks: set[int],
-    data: str | None,
-) -> None:  # fmt: skip
-    """mesp-export, in a process of its own; random weights for all but the demo model."""
+    if model in KNOWN:
+        with suppress(MespError):
+            manifest = read_manifest(path)
+            seq_lens, ranks = seq_lens | {*manifest["seq_lens"]}, ranks | {*manifest["ranks"]}
+            written = (path / "manifest.json").stat().st_mtime
+            code = (mesp.block, mesp.bundle, mesp.export)
+            current = all(Path(module.__file__).stat().st_mtime < written for module in code)
+            covered = (sorted(seq_lens), sorted(ranks)) == (manifest["seq_lens"], manifest["ranks"])
+            if current and covered:
+                return path
     command = ["--model", model, "--out", path, "--overwrite", "--device", DEVICE]
     command += ["--dtype", DTYPE, "--seq-len", *sorted(seq_lens), "--rank", *sorted(ranks)]
     command += ["--layers", layers] if layers else []
     command += ["--data", data] if data else []
     command += [] if model == "demo" else ["--random-weights"]
-    done = subprocess.run(
-        [sys.executable, "-c", "from mesp.export import main; main()", *map(str, command)],
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-    )
+    program = [sys.executable, "-c", "from mesp.export import main; main()", *map(str, command)]
+    done = subprocess.run(program, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     if done.returncode:
         said = done.stderr.strip().splitlines() or ["mesp-export failed."]
         raise MespError(said[-1].removeprefix("Error: "))
+    return path

@@ -3,19 +3,19 @@
     python tools/collect.py --from runs --out collected
     python tools/collect.py [--device ID] --out collected
 
-A phone is read with Apple's `xcrun devicectl` (Xcode 15 or later, iOS 17 or later).
+A phone is read with Apple's `xcrun devicectl` (Xcode 15 or later, iOS 17 or later), or without
+Xcode with `pymobiledevice3`.
 """
 
 from __future__ import annotations
 
-import json
 import shutil
-import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import click
+from phone import APP, connect, copying
 from rich.console import Console
 from rich.table import Table
 
@@ -23,10 +23,8 @@ from mesp.bundle import replacing
 from mesp.errors import MespError, plain_os_errors
 from mesp.log import COLUMNS, LOG_NAME, find_runs, read_run, table_row
 
-APP = "org.mesp.MeSPTrainer"
 RUNS_ON_PHONE = "Documents/runs"
 KEPT = (LOG_NAME, "settings.json", "samples.json", "adapters", "best")  # of a run's folder
-TIMEOUT = 600  # seconds that devicectl may take for one command
 
 
 @click.command()
@@ -46,7 +44,9 @@ def main(device: str | None, source: Path | None, out: Path, app: str) -> None:
         collected = collect(source, out)
     else:
         with tempfile.TemporaryDirectory(prefix="mesp-collect-") as folder:
-            pull(device or only_device(), app, Path(folder))
+            phone = connect(device, app, otherwise=", or collect from a folder with --from")
+            with copying(f"runs from {phone.name}"):
+                phone.pull(RUNS_ON_PHONE, Path(folder))
             collected = collect(Path(folder), out)
     if not collected:
         click.echo("There are no runs yet.")
@@ -120,102 +120,6 @@ def replace(run: Path, target: Path) -> None:
                 shutil.copytree(run / name, fresh / name)
             elif (run / name).exists():
                 shutil.copy2(run / name, fresh / name)
-
-
-# The phone
-
-
-def only_device() -> str:
-    """The identifier of the one phone or tablet that can be reached."""
-    devices = devicectl("list", "devices")["devices"]
-    reachable = []
-    for device in devices:
-        hardware, connection = device["hardwareProperties"], device["connectionProperties"]
-        if (
-            hardware.get("platform") in ("iOS", "iPadOS")
-            and hardware.get("reality", "physical") == "physical"
-            and connection.get("pairingState") == "paired"
-            and connection.get("tunnelState") != "unavailable"
-        ):
-            reachable.append((device["deviceProperties"]["name"], device["identifier"]))
-    if not reachable:
-        raise MespError(
-            "No phone can be reached: connect it with a cable, unlock it, tap Trust and turn on "
-            "Developer Mode, or collect from a folder with --from."
-        )
-    if len(reachable) > 1:
-        listed = ", ".join(f"{name} ({identifier})" for name, identifier in reachable)
-        raise MespError(f"Several phones can be reached, choose one with --device: {listed}.")
-    return reachable[0][1]
-
-
-def pull(device: str, app: str, destination: Path) -> None:
-    """Copies the app's runs into the folder `destination`, whole; nothing where there are none."""
-    try:
-        devicectl(
-            *("device", "copy", "from", "--device", device),
-            *("--domain-type", "appDataContainer", "--domain-identifier", app),
-            *("--source", RUNS_ON_PHONE, "--destination", str(destination)),
-        )
-    except DeviceError as error:
-        if not error.means("Failed to retrieve the file node"):
-            raise MespError(explain(error, device, app)) from error
-
-
-class DeviceError(MespError):
-    """A failure as devicectl reports it: text, and an error within an error within an error."""
-
-    def __init__(self, text: str, error: dict):
-        super().__init__(text)
-        self.everything = text + json.dumps(error)
-
-    def means(self, *signs: str) -> bool:
-        return any(sign in self.everything for sign in signs)
-
-
-def explain(error: DeviceError, device: str, app: str) -> str:
-    if error.means("DeviceLocked", "0xE80000E2", "device is locked", "could not be, unlocked"):
-        return f"The phone {device} is locked: unlock it and try again."
-    if error.means("ContainerLookupErrorDomain"):
-        return (
-            f"The app {app} is not on the phone {device}, or was not installed from Xcode: "
-            "build it onto the phone, or name another one with --app."
-        )
-    if error.means("The specified device was not found"):
-        return f"There is no phone {device}: `xcrun devicectl list devices` shows which there are."
-    return f"The phone {device} cannot be read: {error.message}"
-
-
-def devicectl(*arguments: str) -> dict:
-    """Runs `xcrun devicectl` and returns its result. It writes JSON for programs to a file."""
-    if shutil.which("xcrun") is None:
-        raise MespError(
-            "A phone is read with xcrun, which comes with Xcode on a Mac: "
-            "run this there, or collect from a folder with --from."
-        )
-    with tempfile.TemporaryDirectory(prefix="mesp-devicectl-") as folder:
-        path = Path(folder, "result.json")
-        done = subprocess.run(
-            ["xcrun", "devicectl", *arguments, "--timeout", str(TIMEOUT), "--json-output", path],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-        )
-        try:
-            answer = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            answer = {}
-    if done.returncode == 0 and "result" in answer:
-        return answer["result"]
-    if "unable to find utility" in done.stderr:
-        raise MespError(
-            "xcrun finds no devicectl: install Xcode 15 or later and choose it with "
-            "`sudo xcode-select -s /Applications/Xcode.app`."
-        )
-    said = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
-    text = said[0].removeprefix("ERROR: ") if said else done.stderr.strip() or "devicectl failed."
-    raise DeviceError(text, answer.get("error", {}))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """The demo behind `make demo`: fine-tunes the demo model on Python's language reference.
 
-Exports the model, trains it with MeSP, collects the run's log and draws it. What the model writes
-is shown before and after, through mlx-lm, which loads the adapters as they are.
+Exports the model, trains it with MeSP, collects the run's log and draws it, and shows what the
+model writes before and after.
 """
 
 from __future__ import annotations
@@ -15,16 +15,11 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 import click
-import mlx_lm
-from mlx import nn
-from mlx_lm.models import qwen2
-from mlx_lm.tuner.utils import load_adapters
-from mlx_lm.utils import load_tokenizer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from mesp.bundle import Bundle
+from mesp.generate import generate, load_tokenizer
 from mesp.log import decimal, megabytes, read_run
 
 STEPS = 400
@@ -95,27 +90,15 @@ def call(*command: object) -> None:
 
 def sample(bundle: Path, adapters: Path | None = None) -> str:
     """What the bundle's model writes after the prompt, always its likeliest token."""
-    model = load_model(Bundle(bundle))
-    if adapters is not None:
-        load_adapters(model, str(adapters))
-    model.eval()
-    return mlx_lm.generate(model, load_tokenizer(bundle), PROMPT, max_tokens=SAMPLE_TOKENS)
-
-
-def load_model(bundle: Bundle) -> nn.Module:
-    """The bundle's weights, quantized as they are, as mlx-lm's model."""
-    config = json.loads((bundle.path / "config.json").read_text(encoding="utf-8"))
-    model = qwen2.Model(qwen2.ModelArgs.from_dict(config))
-    quantization = bundle.quantization
-    nn.quantize(model, quantization.group_size, quantization.bits)
-    weights = {"model.norm.weight": bundle.head()["norm"]}
-    for name in ("weight", "scales", "biases"):
-        weights[f"model.embed_tokens.{name}"] = bundle.embedding()[name]
-    for index in range(bundle.architecture.num_hidden_layers):
-        for name, array in bundle.block(index).items():
-            weights[f"model.layers.{index}.{name}"] = array
-    model.load_weights(list(weights.items()))
-    return model
+    tokenizer = load_tokenizer(bundle)
+    *tokens, _ = generate(
+        bundle,
+        tokenizer.encode(PROMPT),
+        adapters=adapters,
+        max_tokens=SAMPLE_TOKENS,
+        stop=sorted(tokenizer.eos_token_ids),
+    )
+    return tokenizer.decode([record["token"] for record in tokens])
 
 
 def side_by_side(before: str, after: str) -> Table:

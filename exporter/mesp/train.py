@@ -385,7 +385,8 @@ def settings_file(output: Path, settings: dict) -> Iterator[Path]:
     except BaseException:
         partial.unlink(missing_ok=True)
         if not (output / LOG_NAME).exists():
-            path.unlink(missing_ok=True)
+            for file in (path, output / ".lock"):  # the engine's, which has ended
+                file.unlink(missing_ok=True)
             for folder in missing:
                 try:
                     folder.rmdir()

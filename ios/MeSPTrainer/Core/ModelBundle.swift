@@ -90,6 +90,9 @@ public struct ModelBundle {
     /// The dtype of activations, scales, biases and norms.
     let dtype: DType
     private let sizes: [String: Int]
+    /// The token streams by split, and the folder that their files are in.
+    private let splits: [String: Manifest.Tokens]
+    private let dataFolder: URL
     /// The files of weights as they were when they were checked.
     private var versions = [String: FileVersion]()
 
@@ -98,9 +101,11 @@ public struct ModelBundle {
     /// Opens the bundle at `url` and checks it: format and MLX version, a device that is there, every file's size and
     /// SHA-256, and that each packed array has the shape that the architecture asks for.
     ///
-    /// - Parameter digests: false leaves out the SHA-256 of the files, which takes seconds for gigabytes. Nothing in the files may then
-    ///   be used, only the manifest.
-    public init(url: URL, digests: Bool = true) throws {
+    /// - Parameters:
+    ///   - text: a folder that `TextData` wrote, to train on in place of the bundle's own text.
+    ///   - checksums: whether files are read and their SHA-256 compared, which takes seconds for gigabytes. Without, only the
+    ///     manifest may be used.
+    public init(url: URL, text: URL? = nil, checksums: Bool = true) throws {
         self.url = url
         let path = url.appendingPathComponent("manifest.json")
         guard let json = regularFile(path) else {
@@ -142,10 +147,11 @@ public struct ModelBundle {
         default: throw MeSPError("\(path.path) names an unknown dtype, \(manifest.dtype); export the bundle again.")
         }
         sizes = Dictionary(manifest.files.map { ($0.path, $0.size) }, uniquingKeysWith: { first, _ in first })
+        (splits, dataFolder) = try text.map { (try TextData.entries(in: $0), $0) } ?? (manifest.data ?? [:], url)
         try checkDimensions()
         try checkFiles()
+        if checksums { try checkSums() }
         try checkLayout()
-        if digests { try checkDigests() }
     }
 
     // MARK: - Weights
@@ -208,11 +214,11 @@ public struct ModelBundle {
 
     /// The tokens of a split (`train`, `valid`, `test`), mapped, or nil where the bundle has none.
     public func tokens(_ split: String) throws -> TokenStream? {
-        guard let entry = manifest.data?[split] else { return nil }
+        guard let entry = splits[split] else { return nil }
         func data(_ file: String, _ count: Int, width: Int) throws -> Data {
-            let data = try Data(contentsOf: url.appendingPathComponent(file), options: .mappedIfSafe)
-            guard data.count % width == 0, data.count / width == count else {
-                throw MeSPError("\(file) in \(url.path) does not have the length the manifest says; export it again.")
+            let data = try? Data(contentsOf: dataFolder.appendingPathComponent(file), options: .mappedIfSafe)
+            guard let data, data.count % width == 0, data.count / width == count else {
+                throw MeSPError("\(file) in \(dataFolder.path) does not have the length it should; export it again.")
             }
             return data
         }
@@ -222,7 +228,7 @@ public struct ModelBundle {
         do {
             try stream.check(vocabulary: architecture.vocabSize)
         } catch {
-            throw MeSPError("The \(split) data of \(url.path) \(error.plainSentence); export it again.")
+            throw MeSPError("The \(split) data of \(dataFolder.path) \(error.plainSentence); export it again.")
         }
         return stream
     }
@@ -274,7 +280,7 @@ public struct ModelBundle {
 
     private var blockFiles: [String] { (0..<architecture.numHiddenLayers).map(Self.blockFile) }
 
-    private func checkDigests() throws {
+    private func checkSums() throws {
         for file in manifest.files {
             guard try sha256(of: url.appendingPathComponent(file.path)) == file.sha256 else {
                 throw MeSPError(

@@ -91,13 +91,13 @@ public struct Planner: Sendable {
         return process + (plan.offload == .all ? 0 : vectors) + inputs + kept
             + max(forward, loss(tile), backward(tile))
             // Small blocks of memory don't go back to the system at once.
-            + (plan.tileBytes < Self.tileSizes[0] ? 2_000_000 : 0)
+            + (plan.tileBytes < Self.tileSizes[0] ? 4_000_000 : 0)
     }
 
     // MARK: - What is alive at once. Counts of arrays follow the code; the few constants were fitted to measurements on Linux.
 
     /// The process with MLX started and the block function imported, whose graph takes several times the file.
-    private var process: Int { 6_700_000 + 15 * functionBytes / 2 }
+    private var process: Int { 6_000_000 + 15 * functionBytes / 2 }
 
     /// One array `[T, features]`.
     private func activation(_ features: Int) -> Int { length * features * itemSize }
@@ -138,7 +138,8 @@ public struct Planner: Sendable {
         switch method {
         case .mesp:
             let features = min(tile.mlp, a.intermediateSize)
-            let scores = a.numAttentionHeads * min(tile.attention, length) * length * 4
+            let queries = min(tile.attention, length)
+            let scores = a.numAttentionHeads * queries * length * 4
             return max(
                 // d waits while the block function runs again.
                 hidden + forward,
@@ -147,15 +148,17 @@ public struct Planner: Sendable {
                 2 * query + 2 * keyValue + 5 * hidden + 5 * weight(features) + 9 * activation(features) + loraBytes,
                 // The same without the tile, but with the temporaries of the norm's derivative.
                 2 * query + 2 * keyValue + 9 * hidden + loraBytes,
-                // The same with d_x_mid, d_attn_out, and dq before and after its tiles are joined; scores, P, dP and dS of a tile.
-                4 * query + 6 * keyValue + 2 * hidden + 6 * scores + 3 * loraBytes)
+                // The same with d_x_mid, d_attn_out, and dq before and after its tiles are joined; of a tile, scores, P, dP and dS, and q,
+                // dq, O and dO in float32.
+                4 * query + 6 * keyValue + 2 * hidden + 6 * scores
+                    + 5 * queries * a.numAttentionHeads * a.headDim * 4 + 3 * loraBytes)
         case .mebp:
             // All of the block's weights dequantized, six arrays as wide as the MLP, the scores and P of all heads.
             let weights = Projection.allCases.reduce(0) { $0 + $1.dimensions(a).0 * $1.dimensions(a).1 } * 4
             return weights + 6 * intermediate + 2 * a.numAttentionHeads * length * length * 4
         case .mezo:
             // z, and the parameters moved by it, on the way into the block function.
-            return forward + 3 * loraBytes
+            return forward + 2 * loraBytes
         }
     }
 }

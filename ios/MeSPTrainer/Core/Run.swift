@@ -13,19 +13,22 @@ public enum Run {
     ///   - atBlock: called at every block boundary with a function that appends an event to the log. It may wait, and the half-done
     ///     step with it. After `CancellationError` the step is dropped, or finished where its updates have begun, the adapters are
     ///     saved, and the run ends as `stopped`.
+    ///   - besideBytes: the process's footprint without the run, as an app's own; the memory limit is for what comes on top.
     ///   - memoryIsShort: asked before each step whether the system has warned since; the run then goes on with a cheaper plan.
     /// - Throws: `MeSPError`. What was saved before stands.
     public static func run(
         _ settings: RunSettings, report: @escaping (Record, Data) throws -> Void = { _, _ in },
         atBlock: @escaping (_ log: (Record.Event) throws -> Void) throws -> Void = { _ in },
-        memoryIsShort: () -> Bool = { false }
+        besideBytes: Int = 0, memoryIsShort: () -> Bool = { false }
     ) throws {
         try settings.check()
-        let bundle = try ModelBundle(url: URL(fileURLWithPath: settings.bundle), digests: !settings.dryRun)
+        let bundle = try ModelBundle(
+            url: URL(fileURLWithPath: settings.bundle), text: settings.data.map { URL(fileURLWithPath: $0) },
+            checksums: !settings.dryRun)
         try Device.withDefaultDevice(bundle.device) {
             do {
                 // Outside, an error in MLX ends the process.
-                try withError { try run(settings, bundle, report, atBlock, memoryIsShort) }
+                try withError { try run(settings, bundle, report, atBlock, besideBytes, memoryIsShort) }
             } catch let error as MLXError {
                 throw MeSPError(error.plainSentence + ".")
             }
@@ -34,7 +37,8 @@ public enum Run {
 
     private static func run(
         _ settings: RunSettings, _ bundle: ModelBundle, _ report: @escaping (Record, Data) throws -> Void,
-        _ atBlock: @escaping (_ log: (Record.Event) throws -> Void) throws -> Void, _ memoryIsShort: () -> Bool
+        _ atBlock: @escaping (_ log: (Record.Event) throws -> Void) throws -> Void, _ besideBytes: Int,
+        _ memoryIsShort: () -> Bool
     ) throws {
         let manifest = bundle.manifest
         try manifest.checkTrace(length: settings.seqLen, rank: settings.rank)
@@ -59,6 +63,10 @@ public enum Run {
 
         let data = try Splits(bundle, settings)
         if lock == nil { lock = try FolderLock(output) }
+        // The first work for the GPU, and so a block boundary too; a stop waits for the next.
+        try? atBlock { _ in }
+        var trainer = try Trainer(bundle: bundle, settings: settings, plan: plan, folder: output)
+        if saved == nil, let adapters = settings.adapters { try trainer.startFrom(URL(fileURLWithPath: adapters)) }
         // A run that ended before it had saved anything is begun again.
         let log = try MetricLog(folder: output, resumeAt: settings.resume ? saved?.state.logBytes ?? 0 : nil)
         func append(_ record: Record) throws {
@@ -66,19 +74,14 @@ public enum Run {
             try log.append(line)
             try report(record, line)
         }
-        func makeTrainer() throws -> Trainer {
-            let trainer = try Trainer(bundle: bundle, settings: settings, plan: plan, folder: output)
-            trainer.atBlock = { try atBlock { try append(.event($0)) } }
-            return trainer
-        }
-        var trainer = try makeTrainer()
+        func letPause() { trainer.atBlock = { try atBlock { try append(.event($0)) } } }
+        letPause()
         var state = State()
         if let saved {
             state = saved.state
             try trainer.restore { saved.vectors[$0] }
             try append(.event(.init(event: "resumed", message: "after step \(state.step)")))
         } else {
-            if let adapters = settings.adapters { try trainer.startFrom(URL(fileURLWithPath: adapters)) }
             try append(
                 .start(
                     .init(
@@ -136,7 +139,7 @@ public enum Run {
                 gradNorm: result.gradientNorm, learningRate: trainer.optimizer.learningRate(step: state.step - 1),
                 footprintBytes: memoryFootprint(), footprintPeakBytes: 0, mlxActiveBytes: memory.activeMemory,
                 mlxPeakBytes: memory.peakMemory, mlxCacheBytes: memory.cacheMemory,
-                writtenBytes: trainer.writtenBytes - written, thermalState: thermalState)
+                writtenBytes: trainer.writtenBytes - written, thermalState: ThermalState.current.rawValue)
         }
 
         /// Goes on with the next cheaper plan. It is saved at once: what is resumed must repeat it.
@@ -149,7 +152,8 @@ public enum Run {
             }
             let vectors = try trainer.vectors()
             plan = cheaper
-            trainer = try makeTrainer()
+            trainer = try Trainer(bundle: bundle, settings: settings, plan: plan, folder: output)
+            letPause()
             try trainer.restore { vectors[$0] }
             let message = "\(reason); the run goes on with a plan that takes less"
             try append(.event(.init(event: "cheaper_plan", message: message)))
@@ -205,8 +209,9 @@ public enum Run {
                 record.footprintPeakBytes = sampler.takePeak()
                 peak = max(peak, record.footprintPeakBytes)
                 try append(.step(record))
-                if let limit = settings.memoryLimitMb, Double(record.footprintPeakBytes) > limit * 1e6 {
-                    let taken = String(format: "%.1f", Double(record.footprintPeakBytes) / 1e6)
+                let own = Double(record.footprintPeakBytes - besideBytes)
+                if let limit = settings.memoryLimitMb, own > limit * 1e6 {
+                    let taken = String(format: "%.1f", own / 1e6)
                     overBudget = "Step \(state.step) took \(taken) MB, more than the memory limit"
                 }
             }
@@ -272,18 +277,5 @@ public enum Run {
         uname(&name)
         let machine = withUnsafeBytes(of: &name.machine) { String(decoding: $0.prefix { $0 != 0 }, as: UTF8.self) }
         return "\(machine), \(system)"
-    }
-
-    private static var thermalState: String {
-        #if canImport(Darwin)
-            switch ProcessInfo.processInfo.thermalState {
-            case .fair: return "fair"
-            case .serious: return "serious"
-            case .critical: return "critical"
-            default: return "nominal"
-            }
-        #else
-            return "nominal"
-        #endif
     }
 }

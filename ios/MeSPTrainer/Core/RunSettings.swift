@@ -5,6 +5,8 @@ import MLX
 public struct RunSettings: Codable, Sendable, Equatable {
     /// The bundle's folder.
     public var bundle: String
+    /// A folder of tokens that `TextData` wrote, to train on; nil for the bundle's own text.
+    public var data: String?
     /// The folder that gets `metrics.jsonl` and `adapters/`.
     public var output: String
     public var method: Method = .mesp

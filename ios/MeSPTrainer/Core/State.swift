@@ -59,8 +59,8 @@ struct State {
 
         var same = saved.settings
         // What may change from one part of a run to the next.
-        (same.bundle, same.output, same.steps, same.resume) = (
-            settings.bundle, settings.output, settings.steps, settings.resume
+        (same.bundle, same.data, same.output, same.steps, same.resume) = (
+            settings.bundle, settings.data, settings.output, settings.steps, settings.resume
         )
         (same.saveEvery, same.memoryLimitMb, same.offload) = (
             settings.saveEvery, settings.memoryLimitMb, settings.offload

@@ -47,7 +47,7 @@ import Testing
         (request.topP, request.temperature) = (Float(topP), Float(temperature))
         let random = MLXRandom.RandomState(seed: 1)
 
-        let draws = 4000
+        let draws = 1000
         var counts = [Int](repeating: 0, count: 4)
         for _ in 0..<draws { counts[order[generator.choose(logits, request, random)]] += 1 }
         for (count, weight) in zip(counts, weights) {

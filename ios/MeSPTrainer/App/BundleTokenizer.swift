@@ -1,0 +1,31 @@
+import Foundation
+import MeSPCore
+import Tokenizers
+
+/// The tokenizer in a bundle, by swift-transformers.
+struct BundleTokenizer: TextTokenizer {
+    private let tokenizer: any Tokenizer
+
+    init(bundle: URL) async throws {
+        do {
+            tokenizer = try await AutoTokenizer.from(modelFolder: bundle)
+        } catch {
+            throw MeSPError(
+                "The tokenizer in \(bundle.lastPathComponent) cannot be read: \(error.localizedDescription) Train on the bundle's own text, or export the bundle again."
+            )
+        }
+    }
+
+    var endOfText: Int? { tokenizer.eosTokenId }
+    var hasChatTemplate: Bool { tokenizer.hasChatTemplate }
+
+    func encode(_ text: String) -> [Int] { tokenizer.encode(text: text, addSpecialTokens: false) }
+
+    func decode(_ tokens: [Int]) -> String { tokenizer.decode(tokens: tokens) }
+
+    func encode(_ messages: [ChatMessage], opensAnswer: Bool) throws -> [Int] {
+        try tokenizer.applyChatTemplate(
+            messages: messages.map { ["role": $0.role, "content": $0.content] }, chatTemplate: nil,
+            addGenerationPrompt: opensAnswer, truncation: false, maxLength: nil, tools: nil)
+    }
+}

@@ -1,0 +1,114 @@
+import MeSPCore
+import SwiftUI
+import UniformTypeIdentifiers
+
+/// MeSP, MeBP and MeZO on this phone, beside the paper's figures.
+struct CompareView: View {
+    @Environment(AppModel.self) private var model
+    @State private var steps = 5
+    @State private var work: Task<Void, Never>?
+
+    private var benchmark: Benchmark { model.benchmark }
+
+    var body: some View {
+        NavigationStack {
+            List {
+                Section {
+                    LabeledContent("Model", value: model.bundle?.name ?? "None")
+                    LabeledContent("Tokens in a sequence", value: model.settings.seqLen.formatted())
+                    LabeledContent("Rank", value: model.settings.rank.formatted())
+                    Stepper("\(steps) steps a method", value: $steps, in: 1...50)
+                    if let method = benchmark.running {
+                        ProgressView("\(method.name): step \(model.controller.log.lastStep) of \(steps)")
+                        Button("Stop", systemImage: "stop.fill", role: .destructive) { work?.cancel() }
+                    } else {
+                        Button("Measure", systemImage: "play.fill") {
+                            work = Task { await model.compareMethods(steps: steps) }
+                        }
+                        .disabled(!model.canStart)
+                    }
+                    if let problem = benchmark.problem {
+                        Label(problem, systemImage: "exclamationmark.triangle.fill").foregroundStyle(.orange)
+                    }
+                } footer: {
+                    Text("Length, rank and model are those of a new run. Let the phone cool down before.")
+                }
+                if !benchmark.rows.isEmpty {
+                    Section {
+                        ForEach(benchmark.rows) { BenchmarkRow(row: $0) }
+                        ShareLink(item: BenchmarkFile(rows: benchmark.csv), preview: SharePreview("benchmark.csv")) {
+                            Label("Share as CSV", systemImage: "square.and.arrow.up")
+                        }
+                        if let json = try? benchmark.json {
+                            ShareLink(item: BenchmarkJSON(rows: json), preview: SharePreview("benchmark.json")) {
+                                Label("Share as JSON", systemImage: "square.and.arrow.up")
+                            }
+                        }
+                    } header: {
+                        Text("This phone and the paper’s")
+                    } footer: {
+                        Text(
+                            "The paper’s figures are of MeSP on an iPhone 17 Pro with 4-bit weights at rank 8. Peaks here are of the whole app."
+                        )
+                    }
+                }
+            }
+            .navigationTitle("Compare")
+        }
+    }
+}
+
+private struct BenchmarkRow: View {
+    let row: Benchmark.Row
+
+    var body: some View {
+        VStack(alignment: .leading, spacing: 4) {
+            Text(row.method.name).font(.headline)
+            Grid(alignment: .trailing, horizontalSpacing: 16) {
+                GridRow {
+                    Text("")
+                    Text("Here")
+                    Text("Paper")
+                }
+                .foregroundStyle(.secondary)
+                figures("Peak", row.footprintPeakBytes.bytes, row.paperBytes?.bytes)
+                figures("Before the run", row.footprintBeforeBytes.bytes, nil)
+                figures("Predicted", row.predictedPeakBytes.bytes, nil)
+                figures("Time of a step", "\(row.seconds.formatted(.number.precision(.fractionLength(2)))) s", nil)
+                figures("Time of MeBP’s", row.timeOfMebp?.times, row.paperTimeOfMebp?.times)
+            }
+            .font(.callout).monospacedDigit()
+            if row.thermalState != "nominal" {
+                Text("Thermal state \(row.thermalState)").font(.caption).foregroundStyle(.orange)
+            }
+        }
+        .accessibilityElement(children: .combine)
+    }
+
+    private func figures(_ name: LocalizedStringKey, _ here: String?, _ paper: String?) -> some View {
+        GridRow {
+            Text(name).gridColumnAlignment(.leading)
+            Text(here ?? "–")
+            Text(paper ?? "–")
+        }
+    }
+}
+
+/// The rows of a benchmark as a file to share.
+private struct BenchmarkFile: Transferable {
+    let rows: String
+
+    static var transferRepresentation: some TransferRepresentation {
+        DataRepresentation(exportedContentType: .commaSeparatedText) { (file: BenchmarkFile) in Data(file.rows.utf8) }
+            .suggestedFileName("benchmark.csv")
+    }
+}
+
+private struct BenchmarkJSON: Transferable {
+    let rows: Data
+
+    static var transferRepresentation: some TransferRepresentation {
+        DataRepresentation(exportedContentType: .json) { (file: BenchmarkJSON) in file.rows }
+            .suggestedFileName("benchmark.json")
+    }
+}

@@ -1,0 +1,166 @@
+import Charts
+import MeSPCore
+import SwiftUI
+
+/// The run in progress, or the last one.
+struct RunView: View {
+    @Environment(AppModel.self) private var model
+
+    private var controller: RunController { model.controller }
+
+    var body: some View {
+        @Bindable var model = model
+        List {
+            Section {
+                StateLabel(state: controller.state)
+                if let total = controller.settings?.steps {
+                    ProgressView(value: Double(controller.log.lastStep), total: Double(max(total, 1))) {
+                        Text("Step \(controller.log.lastStep) of \(total)").monospacedDigit()
+                    }
+                }
+                buttons
+            }
+            LogSections(log: controller.log)
+            if controller.isRunning {
+                Section {
+                    Toggle("Overnight", isOn: $model.isOvernight)
+                    Toggle("Keep the screen on", isOn: $model.keepsAwake).disabled(model.isOvernight)
+                } footer: {
+                    Text(model.overnightAdvice)
+                }
+            }
+        }
+        .navigationTitle(controller.settings?.method.name ?? "Run")
+        .toolbar { Button("New Run") { model.showsSetup = true } }
+    }
+
+    private var buttons: some View {
+        HStack {
+            if controller.pauseWanted {
+                Button("Resume", systemImage: "play.fill") { controller.resume() }
+            } else {
+                Button("Pause", systemImage: "pause.fill") { controller.pause() }
+            }
+            Spacer()
+            Button("Stop", systemImage: "stop.fill", role: .destructive) { controller.stop() }
+                .accessibilityHint("Saves the adapters and ends the run")
+        }
+        .buttonStyle(.bordered)
+        .disabled(!controller.isRunning || controller.stopWanted)
+    }
+}
+
+/// Curves, figures and events of a log, for a run in progress and for one that has ended.
+struct LogSections: View {
+    let log: RunLog
+
+    var body: some View {
+        Section("Loss, nats a token") {
+            Chart {
+                ForEach(log.curve { Double($0.loss) }) {
+                    LineMark(x: .value("Step", $0.id), y: .value("Loss", $0.value), series: .value("Data", "Training"))
+                        .foregroundStyle(by: .value("Data", "Training"))
+                }
+                ForEach(log.evals.filter { $0.split == "valid" }, id: \.step) {
+                    PointMark(x: .value("Step", $0.step), y: .value("Loss", Double($0.loss)))
+                        .foregroundStyle(by: .value("Data", "Held out"))
+                }
+            }
+            .chartYScale(domain: .automatic(includesZero: false))
+            .frame(height: 180)
+            .accessibilityLabel("Loss by step")
+            .accessibilityValue(log.steps.last.map { "\($0.loss.formatted()) at step \($0.step)" } ?? "No step yet")
+        }
+        Section("Footprint, MB") {
+            Chart {
+                ForEach(log.curve { Double($0.footprintPeakBytes) / 1e6 }) {
+                    LineMark(x: .value("Step", $0.id), y: .value("Peak", $0.value))
+                }
+                if let plan = log.plan {
+                    RuleMark(y: .value("Predicted", Double(plan.predictedPeakBytes) / 1e6))
+                        .lineStyle(StrokeStyle(dash: [4]))
+                        .annotation(position: .top, alignment: .trailing) { Text("Predicted").font(.caption2) }
+                }
+            }
+            .frame(height: 140)
+            .accessibilityLabel("Peak footprint by step")
+            .accessibilityValue(log.peakFootprint?.bytes ?? "No step yet")
+        }
+        Section("Figures") {
+            if let loss = log.steps.last?.loss {
+                LabeledContent("Loss", value: loss.formatted(.number.precision(.fractionLength(3))))
+            }
+            if let peak = log.peakFootprint { LabeledContent("Peak footprint", value: peak.bytes) }
+            if let seconds = log.stepSeconds {
+                LabeledContent("Time of a step", value: "\(seconds.formatted(.number.precision(.fractionLength(2)))) s")
+            }
+            if let speed = log.tokensPerSecond {
+                LabeledContent("Tokens a second", value: speed.formatted(.number.precision(.fractionLength(0))))
+            }
+            if let state = log.steps.last?.thermalState { LabeledContent("Thermal state", value: state) }
+        }
+        if !log.events.isEmpty {
+            Section("Events") {
+                ForEach(log.events.reversed()) { event in
+                    VStack(alignment: .leading) {
+                        Text(event.message)
+                        Text(event.time, format: .dateTime.hour().minute().second())
+                            .font(.caption).foregroundStyle(.secondary)
+                    }
+                    .accessibilityElement(children: .combine)
+                }
+            }
+        }
+    }
+}
+
+/// The controller's state in words and a symbol.
+struct StateLabel: View {
+    let state: RunController.State
+
+    var body: some View {
+        switch state {
+        case .idle: Label("Ready", systemImage: "circle")
+        case .preparing: Label("Checking the bundle", systemImage: "checkmark.shield")
+        case .training: Label("Training", systemImage: "flame.fill").foregroundStyle(.green)
+        case .paused(let reason): Label(reason.sentence, systemImage: "pause.circle.fill").foregroundStyle(.orange)
+        case .finished(.stopped): Label("Stopped, adapters saved", systemImage: "stop.circle")
+        case .finished: Label("Finished, adapters saved", systemImage: "checkmark.circle.fill").foregroundStyle(.green)
+        case .failed(let sentence):
+            Label(sentence, systemImage: "exclamationmark.triangle.fill").foregroundStyle(.red)
+        }
+    }
+}
+
+/// The dark screen of a run overnight. A tap ends it.
+struct NightView: View {
+    @Environment(AppModel.self) private var model
+    @State private var brightness: CGFloat?
+
+    private var screen: UIScreen? {
+        UIApplication.shared.connectedScenes.compactMap { $0 as? UIWindowScene }.first?.screen
+    }
+
+    var body: some View {
+        VStack(spacing: 8) {
+            Text("Step \(model.controller.log.lastStep)").font(.title2).monospacedDigit()
+            StateLabel(state: model.controller.state).font(.footnote)
+            Text("Tap to light the screen").font(.caption)
+        }
+        .foregroundStyle(.gray)
+        .frame(maxWidth: .infinity, maxHeight: .infinity)
+        .background(.black)
+        .ignoresSafeArea()
+        .contentShape(.rect)
+        .onTapGesture { model.isOvernight = false }
+        .accessibilityElement(children: .combine)
+        .accessibilityAddTraits(.isButton)
+        .accessibilityAction { model.isOvernight = false }
+        .statusBarHidden()
+        .onAppear {
+            brightness = screen?.brightness
+            screen?.brightness = 0
+        }
+        .onDisappear { if let brightness { screen?.brightness = brightness } }
+    }
+}

@@ -1,0 +1,88 @@
+import MeSPCore
+import SwiftUI
+
+/// All runs, to look at, go on with, share and delete.
+struct RunsView: View {
+    @Environment(AppModel.self) private var model
+
+    var body: some View {
+        NavigationStack {
+            List {
+                ForEach(model.runs) { run in
+                    NavigationLink(value: run.id) { RunRow(run: run) }
+                        .deleteDisabled(run.status == .running)
+                }
+                .onDelete { rows in
+                    let chosen = rows.map { model.runs[$0] }
+                    Task { for run in chosen { await model.delete(run) } }
+                }
+            }
+            .overlay {
+                if model.runs.isEmpty {
+                    ContentUnavailableView(
+                        "No Runs Yet", systemImage: "list.bullet.rectangle",
+                        description: Text("What you train is kept here, and in the app’s folder in Files."))
+                }
+            }
+            .navigationTitle("Runs")
+            .navigationDestination(for: StoredRun.ID.self) { id in
+                if let run = model.runs.first(where: { $0.id == id }) { RunDetailView(run: run) }
+            }
+            .refreshable { await model.refresh() }
+        }
+    }
+}
+
+private struct RunRow: View {
+    let run: StoredRun
+
+    var body: some View {
+        VStack(alignment: .leading) {
+            Text(run.name)
+            HStack {
+                Text(run.status.name)
+                if let log = run.log {
+                    Text("\(log.lastStep) steps")
+                    if let loss = log.steps.last?.loss {
+                        Text("loss \(loss.formatted(.number.precision(.fractionLength(2))))")
+                    }
+                }
+            }
+            .font(.caption).foregroundStyle(.secondary)
+        }
+        .accessibilityElement(children: .combine)
+    }
+}
+
+struct RunDetailView: View {
+    @Environment(AppModel.self) private var model
+    let run: StoredRun
+
+    var body: some View {
+        List {
+            Section {
+                LabeledContent("State", value: run.status.name)
+                if case .unreadable(let reason) = run.status { Text(reason).foregroundStyle(.orange) }
+                if run.canResume {
+                    Button("Go On from the Last Saved State", systemImage: "play.fill") {
+                        Task { await model.resume(run) }
+                    }
+                    .disabled(!model.isFree)
+                }
+                ShareLink(item: Archive(run: run), preview: SharePreview(run.name)) {
+                    Label("Share Log and Adapters", systemImage: "square.and.arrow.up")
+                }
+                if run.adapters != nil {
+                    ShareLink(
+                        item: Archive(run: run, adaptersOnly: true), preview: SharePreview("\(run.name) adapters")
+                    ) {
+                        Label("Share Adapters Only", systemImage: "square.and.arrow.up.on.square")
+                    }
+                }
+            }
+            if let log = run.log { LogSections(log: log) }
+        }
+        .navigationTitle(run.name)
+        .navigationBarTitleDisplayMode(.inline)
+    }
+}

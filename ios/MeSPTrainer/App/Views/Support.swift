@@ -1,0 +1,86 @@
+import CoreTransferable
+import MeSPCore
+import SwiftUI
+import UniformTypeIdentifiers
+
+extension UTType {
+    /// As Info.plist declares it.
+    static let mespBundle = UTType(exportedAs: "org.mesp.bundle")
+}
+
+extension MeSPCore.Method {
+    var name: String {
+        switch self {
+        case .mesp: "MeSP"
+        case .mebp: "MeBP"
+        case .mezo: "MeZO"
+        }
+    }
+}
+
+extension StoredRun.Status {
+    var name: String {
+        switch self {
+        case .running: "Running"
+        case .finished: "Finished"
+        case .stopped: "Stopped"
+        case .failed: "Failed"
+        case .interrupted: "Interrupted"
+        case .unreadable: "Unreadable"
+        }
+    }
+}
+
+extension Int {
+    /// As a size, in units of a thousand.
+    var bytes: String { formatted(.byteCount(style: .file)) }
+}
+
+extension Double {
+    /// As a multiple.
+    var times: String { "\(formatted(.number.precision(.fractionLength(2))))×" }
+}
+
+extension URL {
+    /// Runs `body` with access to what the person chose outside of the app's folders.
+    @MainActor func accessed(_ body: () async -> Void) async {
+        let granted = startAccessingSecurityScopedResource()
+        await body()
+        if granted { stopAccessingSecurityScopedResource() }
+    }
+}
+
+/// A run to share, as a ZIP file of its log and adapters, or of the adapters alone.
+struct Archive: Transferable {
+    let run: StoredRun
+    var adaptersOnly = false
+
+    private var name: String { adaptersOnly ? "\(run.name) adapters" : run.name }
+
+    static var transferRepresentation: some TransferRepresentation {
+        FileRepresentation(exportedContentType: .zip) { (archive: Archive) in
+            SentTransferredFile(try archive.zipped())
+        }
+        .suggestedFileName { (archive: Archive) in "\(archive.name).zip" }
+    }
+
+    /// The file coordinator zips a folder that is read for uploading; its file goes when the closure returns.
+    private func zipped() throws -> URL {
+        let export = URL.temporaryDirectory.appending(path: name)
+        try run.export(to: export)
+        let folder = adaptersOnly ? export.appending(path: "adapters") : export
+        let target = URL.temporaryDirectory.appending(path: "\(name).zip")
+        var coordination: NSError?
+        var failure: (any Error)?
+        NSFileCoordinator().coordinate(readingItemAt: folder, options: .forUploading, error: &coordination) { zip in
+            do {
+                try? FileManager.default.removeItem(at: target)
+                try FileManager.default.copyItem(at: zip, to: target)
+            } catch {
+                failure = error
+            }
+        }
+        if let error = coordination ?? failure { throw error }
+        return target
+    }
+}

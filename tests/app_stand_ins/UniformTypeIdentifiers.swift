@@ -1,0 +1,11 @@
+// What the app uses of UniformTypeIdentifiers.
+
+public struct UTType: Sendable, Hashable {
+    public init(exportedAs: String, conformingTo: UTType? = nil) {}
+    public static var plainText: UTType { fatalError() }
+    public static var json: UTType { fatalError() }
+    public static var data: UTType { fatalError() }
+    public static var folder: UTType { fatalError() }
+    public static var zip: UTType { fatalError() }
+    public static var commaSeparatedText: UTType { fatalError() }
+}

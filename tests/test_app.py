@@ -1,0 +1,279 @@
+"""What can be checked of the iPhone app without a Mac: its project, its property lists, its views.
+
+There is no SwiftUI here: the views are type-checked against stand-ins of what they use of Apple's
+modules (app_stand_ins/). What they show and do is in the core's AppModel, whose Swift tests run
+everywhere.
+"""
+
+import json
+import plistlib
+import re
+import shutil
+import struct
+import subprocess
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from mesp.engine import find_engine
+
+ROOT = Path(__file__).parents[1]
+HOME = ROOT / "ios" / "MeSPTrainer"
+APP = HOME / "App"
+PROJECT = HOME / "MeSPTrainer.xcodeproj"
+HERE = Path(__file__).parent
+# Each after those that it imports.
+STAND_INS = (
+    *("UIKit", "os", "Tokenizers", "UniformTypeIdentifiers", "CoreTransferable", "SwiftUI"),
+    "Charts",
+)
+VIEWS = sorted(APP.rglob("*.swift"))
+
+
+def parse(text: str) -> dict:
+    """A property list in the old style that Xcode's projects have: {}, (), "…" and words."""
+    text = re.sub(r"/\*.*?\*/", "", text, flags=re.S)
+    text = re.sub(r"^//.*$", "", text, flags=re.M)
+    tokens = re.findall(r'"(?:[^"\\]|\\.)*"|[{}()=;,]|[^\s{}()=;,"]+', text)
+    tokens.reverse()
+
+    def expect(token: str) -> None:
+        found = tokens.pop()
+        assert found == token, f"{found} in place of {token}"
+
+    def value() -> object:
+        token = tokens.pop()
+        if token == "{":
+            result = {}
+            while tokens[-1] != "}":
+                key = tokens.pop().strip('"')
+                assert key not in result, f"{key} is there twice"
+                expect("=")
+                result[key] = value()
+                expect(";")
+            tokens.pop()
+            return result
+        if token == "(":
+            items = []
+            while tokens[-1] != ")":
+                items.append(value())
+                if tokens[-1] == ",":
+                    tokens.pop()
+            tokens.pop()
+            return items
+        assert token not in "})=;,", f"{token} where a value is due"
+        return json.loads(token) if token.startswith('"') else token
+
+    result = value()
+    assert not tokens, f"{tokens[-1]} after the end"
+    return result
+
+
+@pytest.fixture(scope="module")
+def project() -> dict:
+    return parse((PROJECT / "project.pbxproj").read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module")
+def objects(project: dict) -> dict[str, dict]:
+    return project["objects"]
+
+
+def of(objects: dict[str, dict], isa: str) -> list[dict]:
+    return [each for each in objects.values() if each["isa"] == isa]
+
+
+def test_every_identifier_in_the_project_is_of_an_object(project: dict, objects: dict[str, dict]):
+    identifier = re.compile(r"[0-9A-F]{24}")
+
+    def walk(value: object) -> None:
+        if isinstance(value, dict):
+            for each in value.values():
+                walk(each)
+        elif isinstance(value, list):
+            for each in value:
+                walk(each)
+        elif identifier.fullmatch(value):
+            assert value in objects, f"there is no object {value}"
+            used.add(value)
+
+    used = {project["rootObject"]}
+    walk(objects)
+    assert used == set(objects), "an object that nothing refers to"
+    assert objects[project["rootObject"]]["isa"] == "PBXProject"
+    assert project["objectVersion"] == "77", "synchronized groups came with Xcode 16"
+
+
+def test_every_path_in_the_project_exists(objects: dict[str, dict]):
+    (group,) = of(objects, "PBXFileSystemSynchronizedRootGroup")
+    assert (HOME / group["path"]).is_dir()
+    files = [f for f in of(objects, "PBXFileReference") if f["sourceTree"] == "<group>"]
+    assert [f["path"] for f in files] == ["Demo.mesp"]
+    assert all((HOME / f["path"]).exists() for f in files)
+    for exceptions in of(objects, "PBXFileSystemSynchronizedBuildFileExceptionSet"):
+        for path in exceptions["membershipExceptions"]:
+            assert (HOME / group["path"] / path).is_file(), path
+    for configuration in of(objects, "XCBuildConfiguration"):
+        for key in ("INFOPLIST_FILE", "CODE_SIGN_ENTITLEMENTS"):
+            if path := configuration["buildSettings"].get(key):
+                assert (HOME / path).is_file(), path
+
+
+def test_the_target_is_for_iphones_with_swift_6(objects: dict[str, dict]):
+    (target,) = of(objects, "PBXNativeTarget")
+    assert target["name"] == "MeSPTrainer"
+    assert target["productType"] == "com.apple.product-type.application"
+    configurations = {}
+    for lists in of(objects, "XCConfigurationList"):
+        for identifier in lists["buildConfigurations"]:
+            each = objects[identifier]
+            configurations.setdefault(each["name"], {}).update(each["buildSettings"])
+    assert set(configurations) == {"Debug", "Release"}
+    for settings in configurations.values():
+        assert settings["IPHONEOS_DEPLOYMENT_TARGET"] == "17.0"
+        assert settings["SWIFT_VERSION"] == "6.0"
+        assert settings["PRODUCT_BUNDLE_IDENTIFIER"] == "org.mesp.MeSPTrainer"
+        assert "DEVELOPMENT_TEAM" not in settings, "a team is each person's own"
+
+
+def test_the_packages_and_their_products_exist(objects: dict[str, dict]):
+    (local,) = of(objects, "XCLocalSwiftPackageReference")
+    manifest = (HOME / local["relativePath"] / "Package.swift").resolve()
+    assert manifest == ROOT / "Package.swift"
+    (remote,) = of(objects, "XCRemoteSwiftPackageReference")
+    assert remote["repositoryURL"] == "https://github.com/huggingface/swift-transformers"
+    products = {
+        each["productName"]: objects[each["package"]]["isa"]
+        for each in of(objects, "XCSwiftPackageProductDependency")
+    }
+    assert products == {
+        "MeSPCore": "XCLocalSwiftPackageReference",
+        "Tokenizers": "XCRemoteSwiftPackageReference",
+    }
+    text = manifest.read_text(encoding="utf-8")
+    assert '.library(name: "MeSPCore", targets: ["MeSPCore"])' in text
+    assert ".iOS(.v17)" in text
+
+
+def test_what_the_views_import_is_linked(objects: dict[str, dict]):
+    linked = {each["productName"] for each in of(objects, "XCSwiftPackageProductDependency")}
+    system = {"Charts", "CoreTransferable", "Foundation", "SwiftUI", "UniformTypeIdentifiers"}
+    text = "\n".join(view.read_text(encoding="utf-8") for view in VIEWS)
+    assert set(re.findall(r"^import (\w+)", text, flags=re.M)) == linked | system
+
+
+def test_the_scheme_is_of_the_target_and_shared(objects: dict[str, dict]):
+    scheme = ElementTree.parse(PROJECT / "xcshareddata/xcschemes/MeSPTrainer.xcscheme")
+    references = list(scheme.iter("BuildableReference"))
+    assert references
+    for reference in references:
+        assert objects[reference.get("BlueprintIdentifier")]["name"] == "MeSPTrainer"
+        assert reference.get("ReferencedContainer") == f"container:{PROJECT.name}"
+    assert scheme.find("LaunchAction").get("buildConfiguration") == "Release", "training is slow"
+
+
+def test_info_plist_shares_documents_and_declares_bundles():
+    info = plistlib.loads((APP / "Info.plist").read_bytes())
+    assert info["UIFileSharingEnabled"] is True
+    assert info["LSSupportsOpeningDocumentsInPlace"] is True
+    (document,) = info["CFBundleDocumentTypes"]
+    (exported,) = info["UTExportedTypeDeclarations"]
+    assert document["LSItemContentTypes"] == [exported["UTTypeIdentifier"]]
+    assert exported["UTTypeTagSpecification"] == {"public.filename-extension": ["mesp"]}
+    assert exported["UTTypeConformsTo"] == ["com.apple.package"], "Files shows it as one thing"
+    support = (APP / "Views" / "Support.swift").read_text(encoding="utf-8")
+    assert f'UTType(exportedAs: "{exported["UTTypeIdentifier"]}")' in support
+
+
+def test_entitlements_ask_for_the_memory_limit():
+    entitlements = plistlib.loads((APP / "MeSPTrainer.entitlements").read_bytes())
+    assert entitlements == {"com.apple.developer.kernel.increased-memory-limit": True}
+
+
+def test_the_privacy_manifest_gives_reasons_for_what_is_used():
+    privacy = plistlib.loads((APP / "PrivacyInfo.xcprivacy").read_bytes())
+    assert privacy["NSPrivacyTracking"] is False and privacy["NSPrivacyCollectedDataTypes"] == []
+    used = {
+        each["NSPrivacyAccessedAPIType"]: each["NSPrivacyAccessedAPITypeReasons"]
+        for each in privacy["NSPrivacyAccessedAPITypes"]
+    }
+    # RunStore sorts the app's own runs by their dates.
+    assert used == {"NSPrivacyAccessedAPICategoryFileTimestamp": ["C617.1"]}
+
+
+def test_the_icon_is_as_the_app_store_takes_it():
+    catalog = APP / "Assets.xcassets"
+    for contents in catalog.rglob("Contents.json"):
+        json.loads(contents.read_text(encoding="utf-8"))
+    icons = json.loads((catalog / "AppIcon.appiconset" / "Contents.json").read_text())
+    (icon,) = icons["images"]
+    header = (catalog / "AppIcon.appiconset" / icon["filename"]).read_bytes()[:26]
+    width, height, depth, color = struct.unpack(">IIBB", header[16:])
+    assert header[:8] == b"\x89PNG\r\n\x1a\n"
+    assert (width, height, depth, color) == (1024, 1024, 8, 2), "RGB without transparency"
+
+
+def test_the_demo_bundle_that_comes_with_the_app_is_whole():
+    from mesp.bundle import Bundle
+
+    bundle = Bundle(HOME / "Demo.mesp")
+    bundle.verify()
+    manifest = json.loads((HOME / "Demo.mesp" / "manifest.json").read_text())
+    assert manifest["device"] == "cpu", "a machine without a GPU reads it too"
+    assert {"train", "valid"} <= set(manifest["data"])
+
+
+def swiftc(*arguments: object) -> str:
+    """What the compiler says, without a word about how many warnings there were."""
+    compiler = shutil.which("swiftc")
+    assert compiler, "install Swift 6"
+    command = [compiler, "-parse-as-library", *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stderr
+
+
+@pytest.fixture(scope="module")
+def modules(tmp_path_factory: pytest.TempPathFactory) -> list[object]:
+    """The options that find the stand-ins and the core, compiled as for iOS."""
+    folder = tmp_path_factory.mktemp("modules")
+    build = find_engine().parent  # where the module MLX was built
+    options = ["-I", folder, "-I", build / "Modules"]
+    options += ["-Xcc", f"-fmodule-map-file={build / 'CHostMLX.build' / 'module.modulemap'}"]
+
+    def compile(name: str, version: int, *sources: Path) -> str:
+        target = folder / f"{name}.swiftmodule"
+        emit = ("-emit-module", "-emit-module-path", target, "-module-name", name)
+        return swiftc(*emit, "-swift-version", version, *options, *sources)
+
+    for name in STAND_INS:
+        compile(name, 5, HERE / "app_stand_ins" / f"{name}.swift")
+    core = folder / "Core"
+    shutil.copytree(HOME / "Core", core)
+    phone = core / "Phone.swift"
+    text = phone.read_text(encoding="utf-8")
+    assert text.count("#if os(iOS)") == 1
+    phone.write_text(text.replace("#if os(iOS)", "#if true"), encoding="utf-8")
+    assert "warning:" not in compile("MeSPCore", 6, *core.glob("*.swift"))
+    return ["-swift-version", 6, *options]
+
+
+def test_the_app_type_checks_against_stand_ins(modules: list[object]):
+    assert "warning:" not in swiftc("-typecheck", "-module-name", "MeSPTrainer", *modules, *VIEWS)
+
+
+def test_the_example_in_the_docs_type_checks(modules: list[object], tmp_path: Path):
+    text = (ROOT / "docs" / "app.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"```swift\n(.*?)```", text, flags=re.S)
+    source = tmp_path / "Example.swift"
+    source.write_text("import Foundation\n" + example, encoding="utf-8")
+    assert "warning:" not in swiftc("-typecheck", *modules, source)
+
+
+def test_views_say_what_their_symbols_mean():
+    """A symbol alone has no words for VoiceOver: Image is in a Label, or has a label."""
+    for view in VIEWS:
+        for line in view.read_text(encoding="utf-8").splitlines():
+            if "Image(systemName:" in line:
+                assert "accessibilityLabel" in line, f"{view.name}: {line.strip()}"

@@ -1,0 +1,247 @@
+"""The app's files on a phone, through `xcrun devicectl` or, without Xcode, `pymobiledevice3`.
+
+devicectl needs Xcode 15 and iOS 17 or later. pymobiledevice3 is an optional extra under the GPL,
+and is only ever run as a program.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Protocol
+
+from rich.console import Console
+
+from mesp.errors import MespError
+
+APP = "org.mesp.MeSPTrainer"
+TIMEOUT = 600  # seconds that devicectl may take for one command
+NO_PHONE = (
+    "No phone can be reached: connect it with a cable, unlock it, tap Trust and turn on "
+    "Developer Mode{otherwise}."
+)
+
+
+class Phone(Protocol):
+    """One phone, and one app on it. Raises MespError with what to do."""
+
+    name: str
+
+    def pull(self, source: str, destination: Path) -> None:
+        """Copies the folder `source` of the app's container, whole, into the folder `destination`;
+        nothing where there is none."""
+
+    def push(self, source: Path, folder: str) -> None:
+        """Copies the folder `source` into `folder` of the app's container."""
+
+
+def connect(device: str | None, app: str, otherwise: str) -> Phone:
+    """The phone `device`, or the only one. `otherwise` is what a person can do without a phone."""
+    if shutil.which("xcrun") is not None and (has_devicectl() or not pymobiledevice3()):
+        return Devicectl(device, app, otherwise)
+    if pymobiledevice3():
+        return PyMobileDevice3(device, app, otherwise)
+    raise MespError(
+        "A phone is read and written with xcrun, which comes with Xcode on a Mac, or elsewhere "
+        f"with pymobiledevice3: pip install pymobiledevice3{otherwise}."
+    )
+
+
+def copying(what: str):
+    """Shows that something is being copied, where there is a terminal."""
+    return Console(stderr=True).status(f"Copying {what}")
+
+
+def choose(reachable: list[tuple[str, str]], otherwise: str) -> tuple[str, str]:
+    """The one phone of some (name, identifier)."""
+    if not reachable:
+        raise MespError(NO_PHONE.format(otherwise=otherwise))
+    if len(reachable) > 1:
+        listed = ", ".join(f"{name} ({identifier})" for name, identifier in reachable)
+        raise MespError(f"Several phones can be reached, choose one with --device: {listed}.")
+    return reachable[0]
+
+
+def locked(device: str) -> MespError:
+    return MespError(f"The phone {device} is locked: unlock it and try again.")
+
+
+def not_installed(device: str, app: str) -> MespError:
+    return MespError(
+        f"The app {app} is not on the phone {device}, or was not installed from Xcode: "
+        "build it onto the phone, or name another one with --app."
+    )
+
+
+# devicectl
+
+
+def has_devicectl() -> bool:
+    """Whether Xcode is there, and not only its command line tools."""
+    return run(["xcrun", "--find", "devicectl"]).returncode == 0
+
+
+class Devicectl:
+    def __init__(self, device: str | None, app: str, otherwise: str):
+        self.app = app
+        self.name = device or self.only_device(otherwise)
+        self.container = (
+            *("--device", self.name),
+            *("--domain-type", "appDataContainer", "--domain-identifier", app),
+        )
+
+    def only_device(self, otherwise: str) -> str:
+        reachable = []
+        for device in devicectl("list", "devices")["devices"]:
+            hardware, connection = device["hardwareProperties"], device["connectionProperties"]
+            if (
+                hardware.get("platform") in ("iOS", "iPadOS")
+                and hardware.get("reality", "physical") == "physical"
+                and connection.get("pairingState") == "paired"
+                and connection.get("tunnelState") != "unavailable"
+            ):
+                reachable.append((device["deviceProperties"]["name"], device["identifier"]))
+        return choose(reachable, otherwise)[1]
+
+    def pull(self, source: str, destination: Path) -> None:
+        try:
+            devicectl(
+                *("device", "copy", "from", *self.container),
+                *("--source", source, "--destination", str(destination)),
+            )
+        except DevicectlError as error:
+            if not error.means("Failed to retrieve the file node"):
+                raise self.explained(error, "read") from error
+
+    def push(self, source: Path, folder: str) -> None:
+        try:
+            devicectl(
+                *("device", "copy", "to", *self.container),
+                *("--source", str(source), "--destination", f"{folder}/{source.name}"),
+            )
+        except DevicectlError as error:
+            raise self.explained(error, "written") from error
+
+    def explained(self, error: DevicectlError, done: str) -> MespError:
+        signs = ("DeviceLocked", "0xE80000E2", "device is locked", "could not be, unlocked")
+        if error.means(*signs):
+            return locked(self.name)
+        if error.means("ContainerLookupErrorDomain"):
+            return not_installed(self.name, self.app)
+        if error.means("The specified device was not found"):
+            return MespError(
+                f"There is no phone {self.name}: `xcrun devicectl list devices` "
+                "shows which there are."
+            )
+        return MespError(f"The phone {self.name} cannot be {done}: {error.message}")
+
+
+class DevicectlError(MespError):
+    """A failure as devicectl reports it: text, and an error within an error within an error."""
+
+    def __init__(self, text: str, error: dict):
+        super().__init__(text)
+        self.everything = text + json.dumps(error)
+
+    def means(self, *signs: str) -> bool:
+        return any(sign in self.everything for sign in signs)
+
+
+def devicectl(*arguments: str) -> dict:
+    """Runs `xcrun devicectl` and returns its result. It writes JSON for programs to a file."""
+    with tempfile.TemporaryDirectory(prefix="mesp-devicectl-") as folder:
+        path = Path(folder, "result.json")
+        options = ("--timeout", str(TIMEOUT), "--json-output", str(path))
+        done = run(["xcrun", "devicectl", *arguments, *options])
+        try:
+            answer = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            answer = {}
+    if done.returncode == 0 and "result" in answer:
+        return answer["result"]
+    if "unable to find utility" in done.stderr:
+        raise MespError(
+            "xcrun finds no devicectl: install Xcode 15 or later and choose it with "
+            "`sudo xcode-select -s /Applications/Xcode.app`."
+        )
+    said = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
+    text = said[0].removeprefix("ERROR: ") if said else done.stderr.strip() or "devicectl failed."
+    raise DevicectlError(text, answer.get("error", {}))
+
+
+# pymobiledevice3
+
+
+def pymobiledevice3() -> str | None:
+    """The program, on PATH or beside this Python."""
+    beside = Path(sys.executable).with_name("pymobiledevice3")
+    return shutil.which("pymobiledevice3") or (str(beside) if os.access(beside, os.X_OK) else None)
+
+
+class PyMobileDevice3:
+    """Reaches what an app shares with Files: its Documents."""
+
+    def __init__(self, device: str | None, app: str, otherwise: str):
+        self.app = app
+        listed = json.loads(self.call(None, "usbmux", "list") or "[]")
+        # A phone on a cable and on the same network is there twice.
+        phones = {
+            phone["Identifier"]: phone["DeviceName"]
+            for phone in listed
+            if phone.get("DeviceClass") in ("iPhone", "iPad")
+        }
+        matching = [
+            (name, identifier)
+            for identifier, name in phones.items()
+            if device in (None, name, identifier)
+        ]
+        if device is not None and not matching:
+            raise MespError(
+                f"There is no phone {device}: `pymobiledevice3 usbmux list` shows which there are."
+            )
+        self.name, self.identifier = choose(matching, otherwise)
+
+    def pull(self, source: str, destination: Path) -> None:
+        self.documents("pull", source, str(destination), absent_is_fine=True)
+
+    def push(self, source: Path, folder: str) -> None:
+        self.documents("push", str(source), folder)
+
+    def documents(self, verb: str, *paths: str, absent_is_fine: bool = False) -> None:
+        try:
+            self.call(self.identifier, "apps", verb, "--documents", self.app, *paths)
+        except MespError as error:
+            if "No such file on the device" in error.message and absent_is_fine:
+                return
+            if "No app with bundle ID" in error.message:
+                raise not_installed(self.name, self.app) from error
+            if "password protected" in error.message or "passcode" in error.message:
+                raise locked(self.name) from error
+            raise MespError(f"The phone {self.name} cannot be reached: {error.message}") from error
+
+    @staticmethod
+    def call(identifier: str | None, *arguments: str) -> str:
+        environment = {} if identifier is None else {"PYMOBILEDEVICE3_UDID": identifier}
+        done = run([pymobiledevice3() or "", *arguments], environment)
+        if done.returncode == 0:
+            return done.stdout
+        lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+        raise MespError(lines[-1] if lines else "pymobiledevice3 failed.")
+
+
+def run(
+    command: list[str], environment: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command,
+        env={**os.environ, **(environment or {})},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        errors="replace",
+    )

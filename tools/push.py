@@ -1,0 +1,46 @@
+"""Copies a bundle into the app on a phone, where its Models screen lists it.
+
+python tools/push.py qwen.mesp [--device ID]
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import click
+from phone import APP, connect, copying
+
+from mesp.bundle import read_manifest
+from mesp.errors import MespError
+from mesp.log import megabytes
+
+FOLDER_ON_PHONE = "Documents"
+
+
+@click.command()
+@click.argument("bundle", type=click.Path(path_type=Path))
+@click.option("--device", help="Which phone: name, UDID or identifier.  [default: the only one]")
+@click.option("--app", default=APP, show_default=True, help="Bundle identifier of the app.")
+def main(bundle: Path, device: str | None, app: str) -> None:
+    """Copy BUNDLE into the app on a phone."""
+    bundle = bundle.resolve()
+    manifest = read_manifest(bundle, to_run=False)
+    if bundle.suffix != ".mesp":
+        raise MespError(f"The app lists folders that end in .mesp: rename {bundle.name} first.")
+    size = sum(file["size"] for file in manifest["files"])
+    phone = connect(device, app, otherwise="")
+    began = time.monotonic()
+    with copying(f"{bundle.name}, {megabytes(size)} MB, to {phone.name}"):
+        phone.push(bundle, FOLDER_ON_PHONE)
+    seconds = time.monotonic() - began
+    click.echo(f"{bundle.name} is on {phone.name} ({megabytes(size)} MB, {seconds:.0f} s).")
+    if manifest["device"] == "cpu":
+        click.echo(
+            "It runs on the phone's CPU; for the GPU, export it on a Mac with --device gpu.",
+            err=True,
+        )
+
+
+if __name__ == "__main__":
+    main()
