@@ -6,6 +6,7 @@ import ctypes
 import json
 import os
 import random
+import re
 import resource
 import shutil
 import signal
@@ -410,3 +411,43 @@ def test_a_lost_page_is_one_sentence(settings: dict, tmp_path: Path):
     assert "What was saved last is still there" in errors
     engine.settings["steps"] = engine.last_step() + 1
     assert engine.finish().returncode == 0
+
+
+# Memory
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two blocks of Qwen2.5-0.5B's geometry."""
+    out = tmp_path_factory.mktemp("large") / "large.mesp"
+    options = ("--random-weights", "--layers", 2, "--seq-len", 64, "--out", out)
+    done = run(command("export", "--model", "Qwen2.5-0.5B", *options))
+    assert done.returncode == 0, done.stderr
+    return out
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has a limit that can be set")
+def test_a_hard_limit_is_kept_or_refused(settings: dict, large: Path, tmp_path: Path):
+    """RLIMIT_DATA counts what is reserved too, such as stacks: `reserved`, as the engine finds."""
+    changes = {"bundle": str(large), "seq_len": 64, "steps": 2, "val_batches": 0, "eval_every": 0}
+
+    def limited(name: str, limit: int, **more: object) -> subprocess.CompletedProcess:
+        engine = Engine(tmp_path / name, settings, **(changes | {"optimizer": "sgd"} | more))
+        limits = (int(limit), int(limit))
+        return engine.finish(preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_DATA, limits))
+
+    predicted = json.loads(limited("free", 10**10, dry_run=True).stdout)["predicted_peak_bytes"]
+    for limit in range(100_000_000, 10**9, 5_000_000):
+        # Below what the system's libraries take to start there is another message.
+        said = re.search(
+            r"allows this process (\d+) MB", limited("none", limit, dry_run=True).stderr
+        )
+        if said and int(said[1]) > 0:
+            reserved = limit - int(said[1]) * 1_000_000
+            break
+    done = limited("enough", reserved + 1.15 * predicted)
+    assert done.returncode == 0, done.stderr
+    assert "finished" in done.stdout
+    sentence = refused(limited("half", reserved + 0.575 * predicted))
+    assert "The system allows" in sentence and "need at least" in sentence
+    assert not (tmp_path / "half" / "run").exists()

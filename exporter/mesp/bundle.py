@@ -124,6 +124,56 @@ def table_layout(arch: Architecture, quantization: Quantization, dtype: str, nor
 # Reading
 
 
+# What commands read of a manifest, by its type; `Bundle` reads the rest.
+READ_BY_COMMANDS = {
+    "name": str,
+    "device": str,
+    "seq_lens": [int],
+    "ranks": [int],
+    "architecture": {"num_hidden_layers": int},
+    "files": [{"path": str, "size": int}],
+}
+_PACKED = {
+    "words": int,
+    "arrays": [{"name": str, "offset": int, "shape": [int], "dtype": str}],
+}
+READ_BY_BUNDLE = {
+    "architecture": {"hidden_size": int, "vocab_size": int},
+    "quantization": {"bits": int, "group_size": int},
+    "block": {"functions": dict, "plain_functions": dict, **_PACKED},
+    "embedding": {"file": str, **_PACKED},
+    "head": {"file": str, **_PACKED},
+}
+
+
+def _fits(value: Any, wanted: Any) -> bool:
+    """Whether a JSON value has the keys and types `wanted`; a number may not be negative."""
+    if isinstance(wanted, dict):
+        return isinstance(value, dict) and all(_fits(value.get(k), wanted[k]) for k in wanted)
+    if isinstance(wanted, list):
+        return isinstance(value, list) and all(_fits(each, wanted[0]) for each in value)
+    return type(value) is wanted and (wanted is not int or 0 <= value < 1 << 53)
+
+
+def _data_files(entry: dict[str, Any]) -> list[Any]:
+    """The files of a split."""
+    return [entry["file"], *([entry["examples"]["file"]] if "examples" in entry else [])]
+
+
+def _is_split(entry: Any) -> bool:
+    return _fits(entry, {"tokens": int}) and (
+        "examples" not in entry or _fits(entry["examples"], {"count": int})
+    )
+
+
+def _check_inside(bundle: Path, name: str) -> None:
+    """Raises MespError where a file's name, or a link on the way to it, leads out of the bundle."""
+    parts = name.split("/")
+    usable = "\0" not in name and not {"", ".", ".."}.intersection(parts)
+    if not usable or (bundle / name).resolve() != bundle.resolve().joinpath(*parts):
+        raise MespError(f"{bundle} names a file outside of it, {name!r}; do not use it.")
+
+
 def read_manifest(path: Path, to_run: bool = True) -> dict[str, Any]:
     """The manifest of the bundle at `path`, after checking that this machine can run it.
 
@@ -152,13 +202,21 @@ def read_manifest(path: Path, to_run: bool = True) -> dict[str, Any]:
             f"{path} was exported with MLX {mlx_version}, and this is MLX {mx.__version__}; "
             f"write the bundle again, or install mlx=={mlx_version}."
         )
-    if to_run and manifest["device"] == "gpu" and not mx.metal.is_available():
+    if to_run and manifest.get("device") == "gpu" and not mx.metal.is_available():
         raise MespError(
             f"{path} was exported for a GPU, and this machine has none that MLX can use; "
             "write the bundle again with --device cpu."
         )
+    data = manifest.get("data") or {}
+    if (
+        not _fits(manifest, READ_BY_COMMANDS)
+        or not (manifest["seq_lens"] and manifest["ranks"])
+        or not (isinstance(data, dict) and all(_is_split(split) for split in data.values()))
+    ):
+        raise MespError(f"{path / 'manifest.json'} is damaged; write the bundle again.")
     for entry in manifest["files"]:
         file = path / entry["path"]
+        _check_inside(path, entry["path"])
         size = file.stat().st_size if file.is_file() else None
         if size != entry["size"]:
             found = "missing" if size is None else f"{size:,} bytes long, not {entry['size']:,}"
@@ -173,9 +231,38 @@ class Bundle:
         """Raises MespError where the bundle cannot be used; see `read_manifest`."""
         self.path = Path(path)
         self.manifest = read_manifest(self.path)
-        self.architecture = Architecture(**self.manifest["architecture"])
-        self.quantization = Quantization(**self.manifest["quantization"])
-        self.layout = Layout.from_manifest(self.manifest["block"])
+        try:
+            self.architecture = Architecture(**self.manifest["architecture"])
+            self.quantization = Quantization(**self.manifest["quantization"])
+            self.layout = Layout.from_manifest(self.manifest["block"])
+            self._check_files()
+        except (TypeError, KeyError, AttributeError, ValueError) as error:
+            raise MespError(
+                f"The manifest of {path} is damaged; write the bundle again."
+            ) from error
+
+    def _check_files(self) -> None:
+        """Raises ValueError unless each file that the manifest names is in its list, and each
+        array within its file."""
+        sizes = {entry["path"]: entry["size"] for entry in self.manifest["files"]}
+        manifest = self.manifest
+        if not _fits(manifest, READ_BY_BUNDLE) or self.architecture.num_hidden_layers > len(sizes):
+            raise ValueError("it lacks something")
+        named = [file for split in manifest.get("data", {}).values() for file in _data_files(split)]
+        for functions in ("functions", "plain_functions"):
+            named += manifest["block"][functions].values()
+        if not sizes.keys() >= set(named):
+            raise ValueError("it names a file that it does not list")
+        packed = {
+            f"blocks/{i:02d}.bin": "block" for i in range(self.architecture.num_hidden_layers)
+        }
+        packed |= {manifest[table]["file"]: table for table in ("embedding", "head")}
+        for file, layout in packed.items():
+            layout = Layout.from_manifest(manifest[layout])
+            if sizes[file] != layout.words * 4 or any(
+                spec.offset + spec.words > layout.words for spec in layout.arrays
+            ):
+                raise ValueError("an array is not within its file")
 
     def block_words(self, index: int) -> mx.array:
         """A block's file as the block function takes it: uint32 [layout.words]."""

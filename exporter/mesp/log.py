@@ -19,6 +19,42 @@ LOG_NAME = "metrics.jsonl"
 SILENCE = timedelta(minutes=10)
 
 
+# The fields that are read without asking whether they are there, by the kind of record.
+FIELDS = {
+    "start": {},
+    "step": {
+        "step": int,
+        "loss": float,
+        "seconds": float,
+        "tokens": int,
+        "footprint_bytes": int,
+        "footprint_peak_bytes": int,
+    },
+    "eval": {"step": int, "loss": float},
+    "end": {"reason": str, "step": int, "seconds": float, "footprint_peak_bytes": int},
+}
+
+
+def is_record(value: object) -> bool:
+    """Whether a value is a record with what is read of its kind; other kinds may hold anything."""
+    if not isinstance(value, dict) or not isinstance(value.get("type"), str):
+        return False
+    if not isinstance(value.get("time", ""), str) or not all(
+        isinstance(value.get(name, {}), dict) for name in ("settings", "model")
+    ):
+        return False
+    return all(is_a(kind, value.get(name)) for name, kind in FIELDS.get(value["type"], {}).items())
+
+
+def is_a(kind: type, value: object) -> bool:
+    """Whether a JSON value is text, a count or a finite number."""
+    if kind is str or isinstance(value, bool):
+        return kind is str and isinstance(value, str)
+    if kind is int:
+        return isinstance(value, int) and 0 <= value < 1 << 63
+    return isinstance(value, int | float) and abs(value) < 1e300
+
+
 @dataclass
 class Run:
     """What a log says so far, sorted by the kind of record."""
@@ -99,7 +135,12 @@ class Run:
         if self.last_time is None:
             return "killed"
         now = now or datetime.now(timezone.utc)
-        last = datetime.fromisoformat(self.last_time.replace("Z", "+00:00"))
+        try:
+            last = datetime.fromisoformat(self.last_time.replace("Z", "+00:00"))
+        except ValueError:
+            return "killed"
+        if last.tzinfo is None:
+            last = last.replace(tzinfo=timezone.utc)
         return "running" if now - last < SILENCE else "killed"
 
 
@@ -117,9 +158,9 @@ def read_run(folder: Path) -> Run:
             continue
         try:
             record = json.loads(line)
-            if not isinstance(record, dict):
-                raise ValueError("not an object")
-        except ValueError:
+            if not is_record(record):
+                raise ValueError("not a record")
+        except (ValueError, RecursionError):
             if number == len(lines):
                 break
             raise MespError(f"Line {number} of {path} is not a log record.") from None

@@ -163,11 +163,12 @@ private func mapArray(_ file: Int32, offset: Int, _ shape: [Int], _ dtype: DType
     let page = Int(getpagesize())
     let size = shape.reduce(dtype.size, *)
     let (none, anonymous) = (Int32(-1), MAP_PRIVATE | MAP_ANON)
-    guard let start = mmap(nil, page + size, PROT_READ | PROT_WRITE, anonymous, none, 0), start != MAP_FAILED else {
-        return nil
-    }
+    // Reserved without access: all of it writable would count against a limit on data.
+    guard let start = mmap(nil, page + size, PROT_NONE, anonymous, none, 0), start != MAP_FAILED else { return nil }
     let data = start + page
-    guard mmap(data, size, PROT_READ, MAP_SHARED | MAP_FIXED, file, off_t(offset)) == data else {
+    guard mprotect(start, page, PROT_READ | PROT_WRITE) == 0,
+        mmap(data, size, PROT_READ, MAP_SHARED | MAP_FIXED, file, off_t(offset)) == data
+    else {
         let error = errno
         munmap(start, page + size)
         errno = error

@@ -253,16 +253,19 @@ public struct ModelBundle {
             throw MeSPError("\(url.path): the manifest does not list \(path); export the bundle again.")
         }
         let root = url.resolvingSymlinksInPath()
+        var inside: Set<[Substring]> = [[]]  // folders of the bundle that are no links, which could lead anywhere
         for file in manifest.files {
             let parts = file.path.split(separator: "/", omittingEmptySubsequences: false)
             let location = url.appendingPathComponent(file.path)
-            // A link on the way could lead anywhere.
-            guard !parts.contains(where: { $0.isEmpty || $0 == ".." || $0 == "." }), !file.path.contains("\0"),
-                location.deletingLastPathComponent().resolvingSymlinksInPath().path
-                    == root.appendingPathComponent(file.path).deletingLastPathComponent().path
+            let folder = parts.dropLast()
+            guard !parts.contains(where: { $0.isEmpty || $0 == ".." || $0 == "." || $0.contains("\0") }),
+                inside.contains(Array(folder))
+                    || location.deletingLastPathComponent().resolvingSymlinksInPath().path
+                        == root.appendingPathComponent(folder.joined(separator: "/")).path
             else {
                 throw MeSPError("\(url.path): the manifest names a file outside the bundle, \(file.path).")
             }
+            inside.insert(Array(folder))
             guard let attributes = try? FileManager.default.attributesOfItem(atPath: location.path) else {
                 throw MeSPError("\(url.path) lacks \(file.path); export the bundle again.")
             }

@@ -77,9 +77,7 @@ public struct Planner: Sendable {
     }
 
     /// The lowest limit that some plan stays within, in bytes.
-    public var leastPeak: Int {
-        withMargin(peak(Plan(tileBytes: Self.tileSizes.last ?? 0, offload: offloads.last ?? .all)))
-    }
+    public var leastPeak: Int { withMargin(plans.map(peak).min() ?? 0) }
 
     /// What to leave free for a prediction to hold as a limit: a prediction is some 8% off.
     private func withMargin(_ bytes: Int) -> Int { bytes * 108 / 100 }

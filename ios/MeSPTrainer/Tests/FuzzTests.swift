@@ -1,0 +1,259 @@
+import Foundation
+import MLX
+import Testing
+
+@testable import MeSPCore
+
+/// Everything that is read from a file, damaged in some thousand ways: each is refused with a sentence or read as something sound, and
+/// takes little memory. A crash ends the tests. 10,000 cases in all.
+@Suite(.serialized) struct FuzzTests {
+    /// SplitMix64: every run of the tests sees the same cases.
+    struct Generator: RandomNumberGenerator {
+        var state: UInt64
+
+        mutating func next() -> UInt64 {
+            state &+= 0x9e37_79b9_7f4a_7c15
+            var z = state
+            z = (z ^ (z >> 30)) &* 0xbf58_476d_1ce4_e5b9
+            z = (z ^ (z >> 27)) &* 0x94d0_49bb_1331_11eb
+            return z ^ (z >> 31)
+        }
+    }
+
+    private let hostile: [Any] = [
+        0, -1, 1, 2, 3, 65536, 1 << 31, (1 << 31) - 1, 1 << 53, Int.max, Int.min, 1e300, -1e-300, 0.5, "", "../x",
+        "/etc/passwd", "blocks",
+        "blocks/../../x", "a\0b", "U32", NSNull(), [Any](), [String: Any](), true, [0, -1, Int.max],
+        [String](repeating: "x", count: 1000), ["a": ["b": ["c": 1]]],
+    ]
+
+    /// JSON with one to three values replaced, removed or repeated.
+    private func mutated(_ value: Any, _ random: inout Generator) -> Any {
+        func change(_ value: Any, _ random: inout Generator) -> Any {
+            if Int.random(in: 0..<6, using: &random) == 0 { return hostile.randomElement(using: &random) ?? 0 }
+            if var list = value as? [Any], let index = list.indices.randomElement(using: &random) {
+                switch Int.random(in: 0..<8, using: &random) {
+                case 0: list.remove(at: index)
+                case 1: list.append(list[index])
+                default: list[index] = change(list[index], &random)
+                }
+                return list
+            }
+            if var object = value as? [String: Any], let key = object.keys.sorted().randomElement(using: &random) {
+                switch Int.random(in: 0..<12, using: &random) {
+                case 0: object[key] = nil
+                case 1: object["x" + key] = object[key]
+                default: object[key] = change(object[key] ?? 0, &random)
+                }
+                return object
+            }
+            return hostile.randomElement(using: &random) ?? 0
+        }
+        return (0..<Int.random(in: 1...3, using: &random)).reduce(value) { value, _ in change(value, &random) }
+    }
+
+    private func mutatedJSON(_ json: Data, _ random: inout Generator) throws -> Data {
+        if Int.random(in: 0..<4, using: &random) == 0 { return mutatedBytes(json, &random) }
+        let value = mutated(try JSONSerialization.jsonObject(with: json), &random)
+        return try JSONSerialization.data(withJSONObject: value, options: [.fragmentsAllowed, .sortedKeys])
+    }
+
+    /// Bytes with some flipped, cut off, put in or overwritten by a number.
+    private func mutatedBytes(_ data: Data, _ random: inout Generator) -> Data {
+        var data = Data(data)
+        for _ in 0..<Int.random(in: 1...4, using: &random) where !data.isEmpty {
+            let index = Int.random(in: 0..<min(data.count, 4096), using: &random)
+            switch Int.random(in: 0..<5, using: &random) {
+            case 0: data[index] ^= 1 << UInt8.random(in: 0..<8, using: &random)
+            case 1: data = data.prefix(index)
+            case 2: data.insert(contentsOf: Data(repeating: UInt8(ascii: "["), count: 600), at: index)
+            case 3: data.append(0)
+            default:
+                let numbers: [UInt64] = [.max, 1 << 63, 1 << 40, 0, UInt64(data.count)]
+                let number = numbers.randomElement(using: &random) ?? 0
+                let bytes = withUnsafeBytes(of: number.littleEndian) { Data($0) }
+                data.replaceSubrange(index..<min(index + 8, data.count), with: bytes.prefix(data.count - index))
+            }
+        }
+        return data
+    }
+
+    /// Runs `body` for each case; where it throws, the error must be a sentence.
+    private func fuzz(_ cases: Int, seed: UInt64, _ body: (inout Generator) throws -> Void) throws {
+        let sampler = FootprintSampler()
+        defer { sampler.stop() }
+        let before = memoryFootprint()
+        var random = Generator(state: seed)
+        var refused = 0
+        for _ in 0..<cases {
+            do {
+                try body(&random)
+            } catch let error as MeSPError {
+                refused += 1
+                #expect(error.message.hasSuffix(".") || !error.message.isEmpty)
+            }
+        }
+        #expect(refused > cases / 4 && refused < cases, "cases of both kinds")
+        #expect(sampler.takePeak() - before < 100_000_000, "memory by a number in a file")
+    }
+
+    private func bundle() throws -> (URL, Data) {
+        let source = try #require(TrainerTests.cases.first).appendingPathComponent("bundle.mesp")
+            .resolvingSymlinksInPath()
+        let folder = FileManager.default.temporaryDirectory.appendingPathComponent(UUID().uuidString)
+        try FileManager.default.copyItem(at: source, to: folder)
+        return (folder, try Data(contentsOf: folder.appendingPathComponent("manifest.json")))
+    }
+
+    private func settings(_ folder: URL) -> RunSettings { RunSettings(bundle: folder.path, output: folder.path) }
+
+    @Test func manifests() throws {
+        let (folder, manifest) = try bundle()
+        defer { try? FileManager.default.removeItem(at: folder) }
+        try fuzz(1500, seed: 1) { random in
+            try mutatedJSON(manifest, &random).write(to: folder.appendingPathComponent("manifest.json"))
+            let bundle = try ModelBundle(url: folder, digests: false)
+            for file in bundle.manifest.files { #expect(!file.path.contains("..") && !file.path.hasPrefix("/")) }
+            for split in ["train", "valid"] { _ = try bundle.tokens(split) }
+            var settings = settings(folder)
+            settings.seqLen = try #require(bundle.manifest.seqLens.max())
+            settings.rank = try #require(bundle.manifest.ranks.max())
+            settings.memoryLimitMb = Double.random(in: 1...100, using: &random)
+            _ = try Planner(bundle.manifest, settings, systemLimit: nil).plan()
+        }
+    }
+
+    @Test func tokensAndExamples() throws {
+        func data(_ numbers: [UInt32]) -> Data { numbers.withUnsafeBytes { Data($0) } }
+        let tokens = data((0..<200).map { $0 % 50 })
+        let examples = data((0..<20).flatMap { [$0 * 10, 10, $0 % 9] })
+        try fuzz(4000, seed: 2) { random in
+            let stream = TokenStream(
+                tokens: Bool.random(using: &random) ? mutatedBytes(tokens, &random) : tokens,
+                examples: Bool.random(using: &random) ? mutatedBytes(examples, &random) : nil)
+            try stream.check(vocabulary: 50)
+            for length in [1, 7, 300] {
+                let sequences = stream.sequences(length: length)
+                for index in 0..<sequences.count {
+                    let example = sequences[index]
+                    #expect(example.tokens.count == length + 1 && !example.counted.isEmpty)
+                    #expect(example.tokens.allSatisfy { (0..<50).contains($0) } && example.counted.upperBound <= length)
+                }
+                if sequences.count > 0 {
+                    _ = sequences.training(Int.random(in: 0...(1 << 60), using: &random), seed: .max)
+                }
+            }
+        }
+    }
+
+    @Test func runSettings() throws {
+        let file = FileManager.default.temporaryDirectory.appendingPathComponent(UUID().uuidString)
+        defer { try? FileManager.default.removeItem(at: file) }
+        let encoder = JSONEncoder()
+        encoder.keyEncodingStrategy = .convertToSnakeCase
+        let (folder, _) = try bundle()
+        defer { try? FileManager.default.removeItem(at: folder) }
+        let manifest = try ModelBundle(url: folder, digests: false).manifest
+        var sound = settings(folder)
+        sound.seqLen = try #require(manifest.seqLens.max())
+        sound.rank = try #require(manifest.ranks.max())
+        let json = try encoder.encode(sound)
+        try fuzz(2000, seed: 3) { random in
+            try mutatedJSON(json, &random).write(to: file)
+            let settings = try RunSettings(contentsOf: file)
+            try settings.check()
+            try manifest.checkTrace(length: settings.seqLen, rank: settings.rank)
+            _ = try Planner(manifest, settings, systemLimit: nil).plan()
+        }
+    }
+
+    @Test func savedStates() throws {
+        let (folder, _) = try bundle()
+        defer { try? FileManager.default.removeItem(at: folder) }
+        var settings = RunSettings(bundle: folder.path, output: folder.appendingPathComponent("run").path)
+        let bundle = try ModelBundle(url: folder)
+        settings.seqLen = try #require(bundle.manifest.seqLens.max())
+        settings.rank = try #require(bundle.manifest.ranks.first)
+        (settings.steps, settings.valBatches) = (1, 0)
+        try Run.run(settings)
+        let output = URL(fileURLWithPath: settings.output)
+        let file = try Data(contentsOf: State.url(in: output))
+        let trainer = try Trainer(bundle: bundle, settings: settings, plan: Plan(tileBytes: 1 << 20), folder: output)
+        let start = 8 + Int(file[0]) + Int(file[1]) << 8 + Int(file[2]) << 16
+        try fuzz(1500, seed: 4) { random in
+            var changed = mutatedBytes(file, &random)
+            if Bool.random(using: &random) {  // a header in order, with other numbers
+                var header = try JSONSerialization.jsonObject(with: file[8..<start]) as? [String: Any] ?? [:]
+                let state = (header["__metadata__"] as? [String: String])?["state"] ?? ""
+                let json = try mutatedJSON(Data(state.utf8), &random)
+                header["__metadata__"] = ["state": String(decoding: json, as: UTF8.self)]
+                let data = try JSONSerialization.data(withJSONObject: header)
+                changed = withUnsafeBytes(of: UInt64(data.count).littleEndian) { Data($0) } + data + file[start...]
+            }
+            try changed.write(to: State.url(in: output))
+            guard let (state, plan, vectors) = try State.load(from: output, settings) else { return }
+            #expect(state.step >= 0 && state.evaluationsSinceBest >= 0 && plan?.tileBytes ?? 1 > 0)
+            try trainer.restore { vectors[$0] }
+        }
+    }
+
+    @Test(arguments: ["", "peft"]) func adapters(_ format: String) throws {
+        let (folder, _) = try bundle()
+        defer { try? FileManager.default.removeItem(at: folder) }
+        let architecture = try ModelBundle(url: folder, digests: false).architecture
+        let layout = LoRALayout(architecture: architecture, rank: 2)
+        let adapters = folder.appendingPathComponent("adapters")
+        try saveAdapters(
+            layout: layout, blocks: 0..<architecture.numHiddenLayers, projections: [.q, .down], scale: 2, model: "m",
+            to: adapters, lora: { layout.initial(seed: 0, block: $0) })
+        let from = format.isEmpty ? adapters : adapters.appendingPathComponent(format)
+        let files = ["adapter_config.json", format.isEmpty ? "adapters.safetensors" : "adapter_model.safetensors"].map {
+            from.appendingPathComponent($0)
+        }
+        let contents = try files.map { try Data(contentsOf: $0) }
+        try fuzz(500, seed: 5) { random in
+            let config = Int.random(in: 0...1, using: &random)
+            try (config == 0 ? mutatedJSON(contents[0], &random) : contents[0]).write(to: files[0])
+            try (config == 1 ? mutatedBytes(contents[1], &random) : contents[1]).write(to: files[1])
+            let loaded = try loadAdapters(from: from, architecture: architecture)
+            #expect(loaded.lora.count == architecture.numHiddenLayers)
+        }
+    }
+
+    /// Safetensors headers that are JSON, but say what cannot be.
+    @Test(arguments: [
+        #"{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}"#,
+        #"{"a": {"dtype": "F32", "shape": [4611686018427387904, 4], "data_offsets": [0, 16]}}"#,
+        #"{"a": {"dtype": "F32", "shape": [-4], "data_offsets": [0, 16]}}"#,
+        #"{"a": {"dtype": "F32", "shape": [4], "data_offsets": [16, 0]}}"#,
+        #"{"a": {"dtype": "F32", "shape": [4], "data_offsets": [9223372036854775807, 16]}}"#,
+        #"{"a": {"dtype": "F99", "shape": [4], "data_offsets": [0, 16]}}"#,
+        #"{"a": {"dtype": "F32", "shape": [4], "data_offsets": []}}"#,
+        #"{"a": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}, "b": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}}"#,
+    ]) func headersThatLie(_ header: String) throws {
+        func file(_ header: String) -> Data {
+            withUnsafeBytes(of: UInt64(header.utf8.count).littleEndian) { Data($0) } + Data(header.utf8)
+                + Data(count: 16)
+        }
+        #expect(Safetensors(file(header)) == nil)
+        let sound = try #require(Safetensors(file(#"{"a": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}}"#)))
+        #expect(sound["a"]?.shape == [4])
+    }
+
+    /// A name in the manifest may not lead out of the bundle.
+    @Test(arguments: ["file", "folder", "manifest"]) func symbolicLinks(_ kind: String) throws {
+        let (folder, _) = try bundle()
+        let elsewhere = folder.appendingPathExtension("elsewhere")
+        defer { for url in [folder, elsewhere] { try? FileManager.default.removeItem(at: url) } }
+        let moved = folder.appendingPathComponent(
+            ["file": "embedding.bin", "folder": "blocks", "manifest": "manifest.json"][kind] ?? "")
+        if kind == "manifest" {  // which must be a file, whatever it leads to
+            try FileManager.default.removeItem(at: moved)
+            try FileManager.default.createSymbolicLink(atPath: moved.path, withDestinationPath: "/dev/zero")
+        } else {
+            try FileManager.default.moveItem(at: moved, to: elsewhere)
+            try FileManager.default.createSymbolicLink(at: moved, withDestinationURL: elsewhere)
+        }
+        #expect(throws: MeSPError.self) { _ = try ModelBundle(url: folder) }
+    }
+}
