@@ -1,6 +1,7 @@
 # make demo    fine-tunes the demo model and shows what that changed
 # make test    runs every check
 # make test-peft  checks the adapters with PEFT, for which it installs PyTorch, some gigabytes
+# make test-long  trains for 2,000 steps and looks whether memory grows
 # make engine  builds mesp-engine, the trainer
 # make app-bundle  exports the demo model for the app: on a Mac for the phone's GPU, elsewhere for its CPU
 # make setup   makes .venv with everything the others need (each calls it)
@@ -16,7 +17,7 @@ FIXTURES := $(CURDIR)/.build/fixtures
 # the tests use the MLX library in the wheel instead (ios/HostMLX), on every system.
 HOST_MLX = MESP_HOST_MLX="$$($(BIN)/python -m mesp.engine --mlx)"
 
-.PHONY: setup engine demo app-bundle test test-format test-python test-swift test-peft fixtures clean
+.PHONY: setup engine demo app-bundle test test-format test-python test-swift test-peft test-long fixtures clean
 
 setup: $(READY)
 
@@ -66,6 +67,10 @@ test-peft: engine
 	$(BIN)/python -m venv $(VENV)/peft
 	$(VENV)/peft/bin/python -m pip install --quiet --disable-pip-version-check torch peft --editable '.[dev]'
 	$(VENV)/peft/bin/python -m pytest -q tests/check_peft.py
+
+test-long: engine
+	@echo "== A long run"
+	$(BIN)/python tools/long_run.py
 
 # What the Swift tests compare with is computed by the Python reference each time.
 fixtures: $(READY)

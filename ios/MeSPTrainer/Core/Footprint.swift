@@ -29,29 +29,28 @@ public func memoryFootprint() -> Int {
 /// The footprint at which the system ends the process or gives it no more memory, in bytes; nil where it sets no limit.
 ///
 /// On Linux the lower of `RLIMIT_DATA` and the memory limits of the process's control groups. The first counts memory that was asked for,
-/// used or not, so what it counts beyond the footprint is taken off, and the stacks of the threads that a run starts.
+/// used or not, so what is reserved and not used is taken off.
 public func systemMemoryLimit() -> Int? {
     #if os(iOS)
-        let available = os_proc_available_memory()
-        return available > 0 ? memoryFootprint() + available : nil
+        // What an app holds already is not the run's.
+        let available = Int(os_proc_available_memory())
+        return available > 0 ? available : nil
     #elseif canImport(Darwin)
         return nil
     #else
-        var (limit, stack) = (rlimit(), rlimit())
+        var limit = rlimit()
         getrlimit(.init(RLIMIT_DATA.rawValue), &limit)
-        getrlimit(.init(RLIMIT_STACK.rawValue), &stack)
-        // As glibc does it; where there is no limit, a stack is 2 MiB.
-        let stacks = threadsToCome * (stack.rlim_cur < UInt(Int.max) ? Int(stack.rlim_cur) : 2 << 20)
-        let unused = processStatus(["VmData:"]) - memoryFootprint() + stacks
+        let unused = processStatus(["VmData:"]) - memoryFootprint() + reservedLater
         let data = limit.rlim_cur < UInt(Int.max) ? [max(0, Int(limit.rlim_cur) - unused)] : []
         return (data + controlGroupLimits()).min()
     #endif
 }
 
-/// Of MLX and `FootprintSampler`, counted.
-private let threadsToCome = 5
-
 #if !canImport(Darwin)
+    /// What a run reserves after it was planned and does not use: OpenBLAS's buffers of 32 MiB, of which it takes two at a time, and
+    /// the stacks of threads.
+    private let reservedLater = 76_000_000
+
     /// The sum of some fields of `/proc/self/status`, in bytes.
     private func processStatus(_ fields: [String]) -> Int {
         withUnsafeTemporaryAllocation(byteCount: 4096, alignment: 1) { buffer in

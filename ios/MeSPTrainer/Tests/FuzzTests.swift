@@ -112,7 +112,7 @@ import Testing
         defer { try? FileManager.default.removeItem(at: folder) }
         try fuzz(1500, seed: 1) { random in
             try mutatedJSON(manifest, &random).write(to: folder.appendingPathComponent("manifest.json"))
-            let bundle = try ModelBundle(url: folder, digests: false)
+            let bundle = try ModelBundle(url: folder, checksums: false)
             for file in bundle.manifest.files { #expect(!file.path.contains("..") && !file.path.hasPrefix("/")) }
             for split in ["train", "valid"] { _ = try bundle.tokens(split) }
             var settings = settings(folder)
@@ -153,7 +153,7 @@ import Testing
         encoder.keyEncodingStrategy = .convertToSnakeCase
         let (folder, _) = try bundle()
         defer { try? FileManager.default.removeItem(at: folder) }
-        let manifest = try ModelBundle(url: folder, digests: false).manifest
+        let manifest = try ModelBundle(url: folder, checksums: false).manifest
         var sound = settings(folder)
         sound.seqLen = try #require(manifest.seqLens.max())
         sound.rank = try #require(manifest.ranks.max())
@@ -200,7 +200,7 @@ import Testing
     @Test(arguments: ["", "peft"]) func adapters(_ format: String) throws {
         let (folder, _) = try bundle()
         defer { try? FileManager.default.removeItem(at: folder) }
-        let architecture = try ModelBundle(url: folder, digests: false).architecture
+        let architecture = try ModelBundle(url: folder, checksums: false).architecture
         let layout = LoRALayout(architecture: architecture, rank: 2)
         let adapters = folder.appendingPathComponent("adapters")
         try saveAdapters(
