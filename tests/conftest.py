@@ -6,11 +6,8 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
-from mlx import nn
-from mlx_lm.models import qwen2
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from mesp.bundle import Bundle
 from mesp.models import Architecture
 
 # A shell that starts the tests in the background has SIGINT ignored, and children inherit that.
@@ -100,23 +97,6 @@ def write_model(
     if tokenizer:
         write_tokenizer(folder, config["vocab_size"])
     return folder
-
-
-def load_bundle(bundle: Bundle) -> nn.Module:
-    """The bundle's weights, quantized as they are, as mlx-lm's model."""
-    config = json.loads((bundle.path / "config.json").read_text(encoding="utf-8"))
-    model = qwen2.Model(qwen2.ModelArgs.from_dict(config))
-    nn.quantize(model, bundle.quantization.group_size, bundle.quantization.bits)
-    weights = {"model.norm.weight": bundle.head()["norm"]}
-    for name in ("weight", "scales", "biases"):
-        weights[f"model.embed_tokens.{name}"] = bundle.embedding()[name]
-        if not config["tie_word_embeddings"]:
-            weights[f"lm_head.{name}"] = bundle.head()[name]
-    for index in range(bundle.architecture.num_hidden_layers):
-        for name, array in bundle.block(index).items():
-            weights[f"model.layers.{index}.{name}"] = array
-    model.load_weights(list(weights.items()))
-    return model
 
 
 @pytest.fixture(scope="session")

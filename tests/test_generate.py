@@ -14,7 +14,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.generate import generate_step
 from mlx_lm.tuner.utils import linear_to_lora_layers, load_adapters
 
-from conftest import TINY, load_bundle, write_model
+from conftest import TINY, write_model
 from mesp.bundle import Bundle
 from mesp.engine import find_engine
 from mesp.errors import MespError
@@ -80,7 +80,7 @@ def ours(bundle: Path, prompt: list[int], count: int, **options: object) -> list
 
 
 def theirs(bundle: Path, prompt: list[int], count: int, adapters: Path | None = None) -> list[int]:
-    model = load_bundle(Bundle(bundle))
+    model = Bundle(bundle).to_mlx_lm()
     if adapters is not None:
         load_adapters(model, str(adapters))
     model.eval()
@@ -121,7 +121,7 @@ def test_adapters_of_some_projections_and_blocks(bundle: Path, tmp_path: Path):
     """As mlx-lm trains them: another rank and scale, and not every block and projection."""
     keys = ["self_attn.q_proj", "self_attn.v_proj", "mlp.down_proj"]
     parameters = {"rank": 5, "scale": 20.0, "dropout": 0.0, "keys": keys}
-    model = load_bundle(Bundle(bundle))
+    model = Bundle(bundle).to_mlx_lm()
     model.freeze()
     linear_to_lora_layers(model, 2, parameters)
     weights = {
@@ -174,7 +174,7 @@ def test_a_stop_token_ends_the_text(bundle: Path):
 
 def test_the_command_prints_mlx_lms_text(bundle: Path, adapters: Path):
     tokenizer = load_tokenizer(bundle)
-    model = load_bundle(Bundle(bundle))
+    model = Bundle(bundle).to_mlx_lm()
     load_adapters(model, str(adapters))
     expected = mlx_lm.generate(model.eval() or model, tokenizer, PROMPT, max_tokens=40)
     options = ("--adapters", adapters, "--max-tokens", 40)

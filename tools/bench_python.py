@@ -200,13 +200,12 @@ def whole_loss(bundle: Bundle, x: mx.array, targets: mx.array) -> tuple[float, m
 def mlx_lm(bundle: Bundle, settings: dict[str, Any]) -> None:
     """Trains with mlx-lm's own trainer, on the same weights and windows."""
     # Here, as they take tens of MB that the other measurements have no use for.
-    from demo import load_model
     from mlx_lm.tuner import trainer
     from mlx_lm.tuner.callbacks import TrainingCallback
     from mlx_lm.tuner.utils import linear_to_lora_layers
 
     report_baseline()
-    model = load_model(bundle)
+    model = bundle.to_mlx_lm()
     model.freeze()
     lora = {"rank": settings["rank"], "scale": settings["scale"], "dropout": 0.0}
     layers = bundle.architecture.num_hidden_layers

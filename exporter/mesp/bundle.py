@@ -19,6 +19,7 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from mlx import nn
 
 from mesp.errors import MespError
 from mesp.models import BIASED, NORMS, Architecture
@@ -279,6 +280,24 @@ class Bundle:
     def head(self) -> dict[str, mx.array]:
         """The output projection's arrays as in `embedding`, and ``norm``, the final RMSNorm's."""
         return self._table("head")
+
+    def to_mlx_lm(self) -> nn.Module:
+        """The weights, quantized as they are, as mlx-lm's model."""
+        from mlx_lm.models import qwen2  # here, as it takes tens of MB
+
+        config = json.loads((self.path / "config.json").read_text(encoding="utf-8"))
+        model = qwen2.Model(qwen2.ModelArgs.from_dict(config))
+        nn.quantize(model, self.quantization.group_size, self.quantization.bits)
+        weights = {"model.norm.weight": self.head()["norm"]}
+        for name in ("weight", "scales", "biases"):
+            weights[f"model.embed_tokens.{name}"] = self.embedding()[name]
+            if not config["tie_word_embeddings"]:
+                weights[f"lm_head.{name}"] = self.head()[name]
+        for index in range(self.architecture.num_hidden_layers):
+            for name, array in self.block(index).items():
+                weights[f"model.layers.{index}.{name}"] = array
+        model.load_weights(list(weights.items()))
+        return model
 
     def function(self, seq_len: int, plain: bool = False) -> Any:
         """The block function, or its plain twin: (x, lora, scale, weights) to nine arrays."""
