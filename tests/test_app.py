@@ -263,8 +263,8 @@ def test_the_app_type_checks_against_stand_ins(modules: list[object]):
     assert "warning:" not in swiftc("-typecheck", "-module-name", "MeSPTrainer", *modules, *VIEWS)
 
 
-def test_the_example_in_the_docs_type_checks(modules: list[object], tmp_path: Path):
-    text = (ROOT / "docs" / "app.md").read_text(encoding="utf-8")
+def test_the_example_in_the_readme_type_checks(modules: list[object], tmp_path: Path):
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
     (example,) = re.findall(r"```swift\n(.*?)```", text, flags=re.S)
     source = tmp_path / "Example.swift"
     source.write_text("import Foundation\n" + example, encoding="utf-8")

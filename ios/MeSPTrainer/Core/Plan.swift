@@ -147,7 +147,7 @@ public struct Planner: Sendable {
                 // one of them while it is dequantized, and gate, up and what becomes of them.
                 2 * query + 2 * keyValue + 5 * hidden + 5 * weight(features) + 9 * activation(features) + loraBytes,
                 // The same without the tile, but with the temporaries of the norm's derivative.
-                2 * query + 2 * keyValue + 9 * hidden + loraBytes,
+                2 * query + 2 * keyValue + 10 * hidden + loraBytes,
                 // The same with d_x_mid, d_attn_out, and dq before and after its tiles are joined; of a tile, scores, P, dP and dS, and q,
                 // dq, O and dO in float32.
                 4 * query + 6 * keyValue + 2 * hidden + 6 * scores
