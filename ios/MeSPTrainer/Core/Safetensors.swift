@@ -35,7 +35,8 @@ struct Safetensors {
             let container = try decoder.container(keyedBy: Key.self)
             for key in container.allKeys {
                 if key.stringValue == "__metadata__" {
-                    metadata = try container.decode([String: String].self, forKey: key)
+                    // MLX writes null where there is none.
+                    metadata = try container.decodeIfPresent([String: String].self, forKey: key) ?? [:]
                 } else {
                     tensors[key.stringValue] = try container.decode(Tensor.self, forKey: key)
                 }
