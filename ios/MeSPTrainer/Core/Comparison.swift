@@ -51,11 +51,10 @@ import Observation
         guard writing == nil else { return }
         (base, tuned, problem, writing) = (Text(), Text(), nil, .base)
         let gate = Gate()
-        gate.threadBegins()
         self.gate = gate
         update()
         let (messages, sender) = AsyncStream.makeStream(of: Message.self)
-        let thread = Thread {
+        gate.startThread("writing") {
             do {
                 let bundle = try ModelBundle(url: bundle)
                 let message = ChatMessage(role: "user", content: request.prompt)
@@ -80,13 +79,8 @@ import Observation
             } catch {
                 sender.yield(.failed(error.localizedDescription))
             }
-            gate.threadEnds()
             sender.finish()
         }
-        thread.name = "writing"
-        thread.stackSize = RunController.stackSize
-        thread.qualityOfService = .userInitiated
-        thread.start()
         Task {
             for await message in messages { receive(message, tokenizer) }
             writing = nil

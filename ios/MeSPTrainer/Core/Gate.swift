@@ -2,6 +2,9 @@ import Foundation
 
 /// Where a thread that works block by block waits.
 final class Gate: @unchecked Sendable {
+    /// That of a main thread: MLX walks deep graphs recursively.
+    private static let stackSize = 16 << 20
+
     private let condition = NSCondition()
     private var reasons = Set<PauseReason>()
     private var stopped = false
@@ -63,13 +66,20 @@ final class Gate: @unchecked Sendable {
         return PauseReason.allCases.first { counted.contains($0) }
     }
 
-    func threadBegins() { condition.withLock { isAtRest = false } }
-
-    func threadEnds() {
-        condition.withLock {
-            isAtRest = true
-            condition.broadcast()
+    /// Runs `body` on a thread of its own, which is to call `pass` block by block.
+    func startThread(_ name: String, _ body: @escaping @Sendable () -> Void) {
+        condition.withLock { isAtRest = false }
+        let thread = Thread { [self] in
+            body()
+            condition.withLock {
+                isAtRest = true
+                condition.broadcast()
+            }
         }
+        thread.name = name
+        thread.stackSize = Self.stackSize
+        thread.qualityOfService = .userInitiated
+        thread.start()
     }
 
     func waitUntilAtRest(seconds: Double) {

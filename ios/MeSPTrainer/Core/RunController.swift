@@ -67,8 +67,6 @@ public enum PauseReason: String, Sendable, CaseIterable {
     static let memoryPause = Duration.seconds(15)
     /// How long leaving the app waits for the block in progress; iOS allows some five seconds.
     static let leaving = 3.0
-    /// The run's thread has the stack of a main thread: MLX walks deep graphs recursively.
-    static let stackSize = 16 << 20
 
     @ObservationIgnored private let phone: any Phone
     @ObservationIgnored private let clock: any Clock<Duration>
@@ -103,11 +101,10 @@ public enum PauseReason: String, Sendable, CaseIterable {
         log.end = nil
 
         let (gate, beside) = (Gate(), memoryFootprint())
-        gate.threadBegins()
         self.gate = gate
         update()
         let (messages, sender) = AsyncStream.makeStream(of: Message.self)
-        let thread = Thread {
+        gate.startThread("training") {
             do {
                 try Run.run(
                     settings, report: { record, _ in sender.yield(.record(record)) },
@@ -120,13 +117,8 @@ public enum PauseReason: String, Sendable, CaseIterable {
             } catch {
                 sender.yield(.failed(error.localizedDescription))
             }
-            gate.threadEnds()
             sender.finish()
         }
-        thread.name = "training"
-        thread.stackSize = Self.stackSize
-        thread.qualityOfService = .userInitiated
-        thread.start()
         Task {
             var failure: MeSPError?
             for await message in messages {
