@@ -426,16 +426,23 @@ final class Trainer {
         return vectors
     }
 
-    /// Takes vectors that `vectors()` gave, by name.
+    /// Takes vectors that `vectors()` gave, by name; each is asked for once, as it may be read from a file. A trainer that this throws on is
+    /// of no more use.
     func restore(_ vectors: (_ name: String) -> MLXArray?) throws {
-        let expected = try self.vectors()
-        guard expected.allSatisfy({ vectors($0)?.shape == $1.shape && vectors($0)?.dtype == $1.dtype }) else {
-            throw MeSPError("The saved state is of another model or rank; start the run again in another folder.")
+        func vector(_ name: String, like current: MLXArray) throws -> MLXArray {
+            guard let vector = vectors(name), vector.shape == current.shape, vector.dtype == current.dtype else {
+                throw MeSPError("The saved state is of another model or rank; start the run again in another folder.")
+            }
+            return vector
         }
-        for block in 0..<blocks {
-            if let vector = vectors("lora.\(block)") { try lora.write(vector, block) }
-            if let vector = vectors("first.\(block)") { try optimizer.first?.write(vector, block) }
-            if let vector = vectors("second.\(block)") { try optimizer.second?.write(vector, block) }
+        for block in 0..<blocks { try lora.write(vector("lora.\(block)", like: lora.read(block)), block) }
+        for block in trained {
+            if let first = try optimizer.first?.read(block) {
+                try optimizer.first?.write(vector("first.\(block)", like: first), block)
+            }
+            if let second = try optimizer.second?.read(block) {
+                try optimizer.second?.write(vector("second.\(block)", like: second), block)
+            }
         }
     }
 
