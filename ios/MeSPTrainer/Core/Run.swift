@@ -25,14 +25,7 @@ public enum Run {
         let bundle = try ModelBundle(
             url: URL(fileURLWithPath: settings.bundle), text: settings.data.map { URL(fileURLWithPath: $0) },
             checksums: !settings.dryRun)
-        try Device.withDefaultDevice(bundle.device) {
-            do {
-                // Outside, an error in MLX ends the process.
-                try withError { try run(settings, bundle, report, atBlock, besideBytes, memoryIsShort) }
-            } catch let error as MLXError {
-                throw MeSPError(error.plainSentence + ".")
-            }
-        }
+        try bundle.withDevice { try run(settings, bundle, report, atBlock, besideBytes, memoryIsShort) }
     }
 
     private static func run(
