@@ -145,13 +145,15 @@ func saveAdapters(
     lora: @escaping (_ block: Int) throws -> MLXArray
 ) throws {
     let rank = layout.rank
-    func tensors(_ format: AdapterFormat) -> [Tensor] {
+    func tensors(_ format: AdapterFormat) -> [NewTensor] {
         blocks.flatMap { block in
-            projections.flatMap { projection -> [Tensor] in
+            projections.flatMap { projection -> [NewTensor] in
                 let (inputs, outputs) = projection.dimensions(layout.architecture)
                 return [("A", [inputs, rank], \LoRAMatrices.a), ("B", [rank, outputs], \.b)].map {
                     matrix, shape, path in
-                    Tensor(name: format.name(matrix, projection, block), shape: format.turned(shape)) {
+                    NewTensor(
+                        name: format.name(matrix, projection, block), shape: format.turned(shape), dtype: .float32
+                    ) {
                         format.turned(layout.matrices(projection, in: try lora(block))[keyPath: path])
                     }
                 }
@@ -174,7 +176,8 @@ func saveAdapters(
     ]
     func write(_ format: AdapterFormat, _ config: [String: Any], to folder: URL) throws {
         try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)
-        try writeSafetensors(tensors(format), to: folder.appendingPathComponent(format.file))
+        try writeSafetensors(
+            tensors(format), metadata: ["format": "pt"], to: folder.appendingPathComponent(format.file))
         let json = try JSONSerialization.data(withJSONObject: config, options: [.prettyPrinted, .sortedKeys])
         try json.write(to: folder.appendingPathComponent(configFile), options: .atomic)
     }
@@ -296,43 +299,4 @@ private func readConfig(_ folder: URL) throws -> (format: AdapterFormat, rank: I
         throw MeSPError("\(configFile) has a rank or scale that is not a positive number")
     }
     return result
-}
-
-// MARK: - Safetensors
-
-/// A float32 tensor that is made when it is written.
-private struct Tensor {
-    let name: String
-    let shape: [Int]
-    let make: () throws -> MLXArray
-}
-
-/// Writes a safetensors file under another name, then renames it. MLX's own writer would hold every tensor at once, and doesn't report
-/// a short write.
-private func writeSafetensors(_ tensors: [Tensor], to url: URL) throws {
-    var header: [String: Any] = ["__metadata__": ["format": "pt"]]
-    var end = 0
-    for tensor in tensors {
-        let start = end
-        end += tensor.shape.reduce(4, *)
-        header[tensor.name] = ["dtype": "F32", "shape": tensor.shape, "data_offsets": [start, end]] as [String: Any]
-    }
-    var json = try JSONSerialization.data(withJSONObject: header, options: .sortedKeys)
-    // The tensors start at a multiple of 8 bytes.
-    json.append(Data(repeating: UInt8(ascii: " "), count: -json.count & 7))
-
-    let partial = url.appendingPathExtension("partial")
-    defer { try? FileManager.default.removeItem(at: partial) }
-    try Data().write(to: partial)
-    let file = try FileHandle(forWritingTo: partial)
-    try file.write(contentsOf: withUnsafeBytes(of: UInt64(json.count).littleEndian) { Data($0) })
-    try file.write(contentsOf: json)
-    for tensor in tensors {
-        let array = try tensor.make()
-        precondition(array.shape == tensor.shape && array.dtype == .float32)
-        try file.write(contentsOf: array.asData(access: .noCopyIfContiguous).data)
-    }
-    try file.synchronize()
-    try file.close()
-    guard rename(partial.path, url.path) == 0 else { throw MeSPError(String(cString: strerror(errno))) }
 }

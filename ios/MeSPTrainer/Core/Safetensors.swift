@@ -44,7 +44,7 @@ struct Safetensors {
         }
     }
 
-    private static let dtypes: [String: DType] = [
+    fileprivate static let dtypes: [String: DType] = [
         "F32": .float32, "F16": .float16, "BF16": .bfloat16, "U32": .uint32, "U8": .uint8, "I32": .int32, "I64": .int64,
     ]
 
@@ -93,6 +93,47 @@ struct Safetensors {
         let (start, end) = (tensor.dataOffsets[0], tensor.dataOffsets[1])
         return MLXArray(Data(data[(data.startIndex + start)..<(data.startIndex + end)]), tensor.shape, dtype: dtype)
     }
+}
+
+/// A tensor of a file to be, made when it is written.
+struct NewTensor {
+    let name: String
+    let shape: [Int]
+    let dtype: DType
+    let make: () throws -> MLXArray
+}
+
+/// Writes a safetensors file that takes the place of `url` when all of it is on the disk, and not before. MLX's own writer would hold
+/// every tensor at once, and doesn't report a short write.
+func writeSafetensors(_ tensors: [NewTensor], metadata: [String: String], to url: URL) throws {
+    var header: [String: Any] = ["__metadata__": metadata]
+    var end = 0
+    for tensor in tensors {
+        guard let dtype = Safetensors.dtypes.first(where: { $0.value == tensor.dtype })?.key else {
+            preconditionFailure("no file has tensors of \(tensor.dtype)")
+        }
+        let start = end
+        end += tensor.shape.reduce(tensor.dtype.size, *)
+        header[tensor.name] = ["dtype": dtype, "shape": tensor.shape, "data_offsets": [start, end]] as [String: Any]
+    }
+    var json = try JSONSerialization.data(withJSONObject: header, options: .sortedKeys)
+    // The tensors start at a multiple of 8 bytes.
+    json.append(Data(repeating: UInt8(ascii: " "), count: -json.count & 7))
+
+    let partial = url.appendingPathExtension("partial")
+    defer { try? FileManager.default.removeItem(at: partial) }
+    try Data().write(to: partial)
+    let file = try FileHandle(forWritingTo: partial)
+    try file.write(contentsOf: withUnsafeBytes(of: UInt64(json.count).littleEndian) { Data($0) })
+    try file.write(contentsOf: json)
+    for tensor in tensors {
+        let array = try tensor.make()
+        precondition(array.shape == tensor.shape && array.dtype == tensor.dtype)
+        try file.write(contentsOf: array.asData(access: .noCopyIfContiguous).data)
+    }
+    try file.synchronize()
+    try file.close()
+    guard rename(partial.path, url.path) == 0 else { throw MeSPError(String(cString: strerror(errno))) }
 }
 
 /// The contents of a regular file, mapped, or nil: a device or a pipe in its place would never end.

@@ -40,7 +40,15 @@ struct State {
             step: step, evaluated: evaluated, best: best.isFinite ? best : nil,
             evaluationsSinceBest: evaluationsSinceBest, logBytes: logBytes, plan: plan, settings: settings)
         let json = String(decoding: try JSONEncoder().encode(saved), as: UTF8.self)
-        try replace(Self.url(in: folder), with: try trainer.vectors(), metadata: ["state": json])
+        let url = Self.url(in: folder)
+        do {
+            let tensors = try trainer.vectors().map { name, vector in
+                NewTensor(name: name, shape: vector.shape, dtype: vector.dtype) { vector }
+            }
+            try writeSafetensors(tensors, metadata: ["state": json], to: url)
+        } catch {
+            throw MeSPError("Cannot save \(url.path): \(error.plainSentence).")
+        }
     }
 
     /// Reads the state that a run with these settings left in `folder`.
@@ -74,24 +82,5 @@ struct State {
         let samePlan =
             saved.settings.memoryLimitMb == settings.memoryLimitMb && saved.settings.offload == settings.offload
         return (state, samePlan ? saved.plan : nil, tensors)
-    }
-}
-
-/// Writes a safetensors file that takes the place of `url` when all of it is on the disk, and not before.
-func replace(_ url: URL, with arrays: [String: MLXArray], metadata: [String: String] = [:]) throws {
-    let partial = url.deletingLastPathComponent().appendingPathComponent("partial.safetensors")
-    defer { try? FileManager.default.removeItem(at: partial) }
-    do {
-        try save(arrays: arrays, metadata: metadata, url: partial)
-        let file = try FileHandle(forUpdating: partial)
-        // MLX does not report a short write.
-        guard try file.seekToEnd() > arrays.values.reduce(0, { $0 + $1.nbytes }) else {
-            throw MeSPError("No space left on device")
-        }
-        try file.synchronize()
-        try file.close()
-        guard rename(partial.path, url.path) == 0 else { throw MeSPError(String(cString: strerror(errno))) }
-    } catch {
-        throw MeSPError("Cannot save \(url.path): \(error.plainSentence).")
     }
 }
