@@ -16,13 +16,13 @@ struct KeyValues {
 /// length.
 ///
 ///     attn_in = RMSNorm(x)                      x_mid = x + o(attn_out)
-///     q, k, v = RoPE(q(attn_in)), …             mlp_in = RMSNorm(x_mid)
-///     attn_out = attention(q, k, v)             y = x_mid + down(silu(gate(mlp_in)) ∘ up(mlp_in))
+///     q, k, v = q(attn_in), …                   mlp_in = RMSNorm(x_mid)
+///     attn_out = attention(q, k, v)             y = x_mid + down(act(gate(mlp_in)) ∘ up(mlp_in))
 ///
-/// Each projection is a LoRA linear. Between these arrays arithmetic is float32, and they have the bundle's dtype.
+/// Each projection is a LoRA linear, and what is added to x and x_mid may go through an RMSNorm before. Between these arrays arithmetic is
+/// float32, and they have the bundle's dtype.
 struct BlockForward {
-    let architecture: Architecture
-    let weights: PackedWeights
+    let weights: BlockWeights
     /// The block's LoRA parameters `[P]`, or nil for the base model.
     let lora: MLXArray?
     let layout: LoRALayout
@@ -35,51 +35,45 @@ struct BlockForward {
     ///   - cache: of the tokens before; these are added
     /// - Returns: y `[n, hidden]`. It and the cache are evaluated.
     func callAsFunction(_ x: MLXArray, _ cache: inout KeyValues) -> MLXArray {
-        let xMid = (x + attention(x, &cache)).asType(x.dtype)
-        let y = mlp(xMid)
+        let xMid = (x + normed(weights.attentionPostNorm, attention(x, &cache))).asType(x.dtype)
+        let y = (xMid + normed(weights.mlpPostNorm, mlp(weights.mlpNorm(xMid)))).asType(x.dtype)
         eval(y, cache.keys, cache.values)
         return y
     }
 
+    private func normed(_ norm: RMSNorm?, _ output: MLXArray) -> MLXArray { norm.map { $0(output) } ?? output }
+
     /// o(attn_out), in float32.
     private func attention(_ x: MLXArray, _ cache: inout KeyValues) -> MLXArray {
-        let attnIn = norm("input_layernorm.weight", x)
-        let start = cache.count
+        let (attention, attnIn, start) = (weights.attention, weights.attentionNorm(x), cache.count)
         func heads(_ p: Projection) -> MLXArray {
-            projection(p)(attnIn, tile: tile.projection).reshaped([x.dim(0), -1, architecture.headDim]).swappedAxes(
-                0, 1)
+            projection(p)(attnIn, tile: tile.projection).reshaped([x.dim(0), -1, weights.architecture.headDim])
+                .swappedAxes(0, 1)
         }
-        func rotated(_ p: Projection) -> MLXArray {
-            rope(heads(p), start: start, base: architecture.ropeTheta).asType(x.dtype)
-        }
-        let q = rotated(.q)
-        cache.keys = concatenated([cache.keys, rotated(.k)], axis: 1)
+        let q = attention.query(heads(.q), start: start)
+        let k = attention.key(heads(.k), start: start)
+        cache.keys = concatenated([cache.keys, k.asType(x.dtype)], axis: 1)
         cache.values = concatenated([cache.values, heads(.v).asType(x.dtype)], axis: 1)
-        let attnOut = MeSPCore.attention(q: q, k: cache.keys, v: cache.values, tile: tile.attention).asType(x.dtype)
+        let attnOut = attention(q: q, k: cache.keys, v: cache.values, tile: tile.attention).asType(x.dtype)
         return projection(.o)(attnOut, tile: tile.projection)
     }
 
-    private func mlp(_ xMid: MLXArray) -> MLXArray {
-        let mlpIn = norm("post_attention_layernorm.weight", xMid)
+    /// down(act(gate) ∘ up), in float32.
+    private func mlp(_ mlpIn: MLXArray) -> MLXArray {
         let (gate, up, down) = (projection(.gate), projection(.up), projection(.down))
-        let features = tiles(of: architecture.intermediateSize, size: tile.mlp)
-        let y = features.reduce(xMid.asType(.float32)) { sum, f in
-            let act = swiglu(gate: gate.outputs(f)(mlpIn), up: up.outputs(f)(mlpIn))
+        let features = tiles(of: gate.weight.rows, size: tile.mlp)
+        let sum = features.reduce(MLXArray.zeros(mlpIn.shape)) { sum, f in
+            let act = weights.architecture.hiddenAct.gated(gate: gate.outputs(f)(mlpIn), up: up.outputs(f)(mlpIn))
             let y = sum + down.inputs(f)(act)
             if features.count > 1 { eval(y) }
             return y
         }
-        return y.asType(xMid.dtype)
-    }
-
-    private func norm(_ name: String, _ x: MLXArray) -> MLXArray {
-        rmsNorm(x, weight: weights[name], eps: architecture.rmsNormEps)
+        return down.bias.map { sum + $0 } ?? sum
     }
 
     private func projection(_ projection: Projection) -> LoRALinear {
         LoRALinear(
-            weight: weights.matrix(projection.rawValue + "."),
-            bias: projection.hasBias ? weights[projection.rawValue + ".bias"] : nil,
+            weight: weights.matrix(projection), bias: weights.bias(projection),
             lora: lora.map { layout.matrices(projection, in: $0) }, scale: scale)
     }
 }

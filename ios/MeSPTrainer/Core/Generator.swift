@@ -121,17 +121,13 @@ public struct Generator {
         }
         Memory.clearCache()
         return try bundle.withHead { weights in
-            let h = rmsNorm(last, weight: weights["norm"], eps: bundle.architecture.rmsNormEps)
-            let head = LoRALinear(weight: weights.matrix(""), bias: nil, lora: nil, scale: 0)
-            let logits = head(h, tile: Self.vocabularyTile)[0]
-            eval(logits)
-            return logits
+            Head(weights: weights, architecture: bundle.architecture, tile: Self.vocabularyTile).logits(last)[0]
         }
     }
 
     private func embedded(_ tokens: ArraySlice<Int>) throws -> MLXArray {
         try bundle.withEmbedding { weights in
-            let x = embed(MLXArray(tokens.map { Int32($0) }), weights)[0]
+            let x = embed(MLXArray(tokens.map { Int32($0) }), weights, bundle.architecture, dtype: bundle.dtype)[0]
             eval(x)
             return x
         }
@@ -142,11 +138,11 @@ public struct Generator {
             let architecture = bundle.architecture
             let bytes = x.dim(0) <= QuantizedMatrix.fewRows ? Int.max / 2 : Self.tileBytes
             let forward = BlockForward(
-                architecture: architecture, weights: weights, lora: adapters?.lora[block],
+                weights: weights, lora: adapters?.lora[block],
                 layout: adapters?.layout ?? LoRALayout(architecture: architecture, rank: 0),
                 scale: adapters?.scale ?? 0,
                 tile: TileSizes(
-                    architecture, group: bundle.manifest.quantization.groupSize, length: cache.count + x.dim(0),
+                    architecture, group: bundle.manifest.featureGroup, length: cache.count + x.dim(0),
                     bytes: bytes))
             return forward(x, &cache)
         }

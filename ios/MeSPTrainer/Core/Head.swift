@@ -1,22 +1,46 @@
 import MLX
 
-/// Token ids `[T]` to embeddings `[1, T, hidden]`. Only the rows of the tokens are read.
-func embed(_ tokens: MLXArray, _ embedding: PackedWeights) -> MLXArray {
-    embedding.matrix("").take(tokens).asType(embedding["scales"].dtype).expandedDimensions(axis: 0)
+/// Token ids `[T]` to embeddings `[1, T, hidden]` in `dtype`. Only the rows of the tokens are read.
+func embed(_ tokens: MLXArray, _ embedding: PackedWeights, _ architecture: Architecture, dtype: DType) -> MLXArray {
+    let rows = embedding.matrix("", inputs: architecture.hiddenSize).take(tokens).asType(dtype)
+    let x = architecture.embeddingScale == 1 ? rows : rows * architecture.embeddingScale
+    return x.expandedDimensions(axis: 0)
 }
 
 /// Cross-entropy of the output projection, and its gradient, in one pass over the vocabulary.
 ///
-///     h = RMSNorm(y),   z = h Wᵀ,   loss = Σ (logsumexp(z) − z[target])
-///     dh = softmax(z) W − W[target]
+///     h = RMSNorm(y),   z = cap(h Wᵀ),   loss = Σ (logsumexp(z) − z[target])
+///     dh = (softmax(z) ∘ cap′) W − cap′[target] W[target]
+///
+/// cap(z) = c tanh(z / c) and cap′ = 1 − (z / c)² where the model caps its logits, z and 1 otherwise.
 ///
 /// The sum `softmax(z) W` has the form of attention with K = V = W, so it goes like flash attention: a tile of W at a time, with a
 /// running maximum `m`, a running sum `l` of exponentials and a running `Σ exp(z − m) W`, rescaled as the maximum moves. The logits
 /// `[T, vocabulary]` never exist, and each row of W is read once.
 struct Head {
     let weights: PackedWeights
-    let eps: Float
+    let architecture: Architecture
     let tile: Int
+
+    private var matrix: QuantizedMatrix { weights.matrix("", inputs: architecture.hiddenSize) }
+    private var norm: RMSNorm { RMSNorm(weight: weights["norm"], eps: architecture.rmsNormEps) }
+
+    /// cap(z)
+    private func capped(_ z: MLXArray) -> MLXArray {
+        architecture.finalLogitSoftcapping.map { tanh(z / $0) * $0 } ?? z
+    }
+
+    /// p cap′, from capped logits.
+    private func sloped(_ p: MLXArray, _ z: MLXArray) -> MLXArray {
+        architecture.finalLogitSoftcapping.map { p * (1 - (z / $0).square()) } ?? p
+    }
+
+    /// The logits `[n, vocabulary]` of y `[n, hidden]`, in float32, evaluated; `tile` rows of W at a time.
+    func logits(_ y: MLXArray) -> MLXArray {
+        let logits = capped(LoRALinear(weight: matrix, bias: nil, lora: nil, scale: 0)(norm(y), tile: tile))
+        eval(logits)
+        return logits
+    }
 
     /// - Parameters:
     ///   - y: the last block's output, `[1, T, hidden]`
@@ -29,31 +53,32 @@ struct Head {
     {
         let (length, shape) = (y.dim(1), [counted.count, y.dim(2)])
         let y = y.reshaped([length, shape[1]])[counted]
-        let (w, norm) = (weights.matrix(""), weights["norm"])
-        let h = rmsNorm(y, weight: norm, eps: eps)
+        let (w, norm) = (matrix, norm)
+        let h = norm(y)
 
         var m = MLXArray.full([shape[0], 1], values: MLXArray(-Float.infinity))
         var l = MLXArray.zeros([shape[0], 1])
         var sum = MLXArray.zeros(shape)
         for rows in tiles(of: w.rows, size: tile) {
             let wTile = w.rows(rows)
-            let z = wTile.apply(h).asType(.float32)
+            let z = capped(wTile.apply(h).asType(.float32))
             let mNew = maximum(m, z.max(axis: -1, keepDims: true))
             let p = exp(z - mNew)
             let rescale = exp(m - mNew)
             l = l * rescale + p.sum(axis: -1, keepDims: true)
-            if gradientScale != nil { sum = wTile.applyTransposed(p, addedTo: sum * rescale) }
+            if gradientScale != nil { sum = wTile.applyTransposed(sloped(p, z), addedTo: sum * rescale) }
             m = mNew
             eval(m, l, sum)
         }
 
         let wTarget = w.take(targets)
-        let loss = (m + log(l) - (h.asType(.float32) * wTarget).sum(axis: -1, keepDims: true)).sum()
+        let zTarget = capped((h.asType(.float32) * wTarget).sum(axis: -1, keepDims: true))
+        let loss = (m + log(l) - zTarget).sum()
         eval(loss, wTarget)
         guard let gradientScale else { return (loss, nil) }
-        sum = (sum / l - wTarget) * gradientScale  // dh
+        sum = (sum / l - sloped(wTarget, zTarget)) * gradientScale  // dh
         eval(sum)
-        var dy = rmsNormBackward(y, weight: norm, eps: eps, dy: sum.asType(h.dtype))
+        var dy = norm.backward(y, dy: sum.asType(h.dtype))
         if counted.count < length {
             func zeros(_ count: Int) -> MLXArray { MLXArray.zeros([count, shape[1]], dtype: dy.dtype) }
             dy = concatenated([zeros(counted.lowerBound), dy, zeros(length - counted.upperBound)])

@@ -1,96 +1,77 @@
 import Foundation
 import MLX
 
-/// The seven projections of a block that LoRA adapts, in the order in which they lie in the flat parameter vector.
-/// The raw value is the module's name in Hugging Face and mlx-lm checkpoints.
-enum Projection: String, CaseIterable {
-    case q = "self_attn.q_proj"
-    case k = "self_attn.k_proj"
-    case v = "self_attn.v_proj"
-    case o = "self_attn.o_proj"
-    case gate = "mlp.gate_proj"
-    case up = "mlp.up_proj"
-    case down = "mlp.down_proj"
-
-    /// The short name: `q`, …, `down`.
-    var name: String { String(rawValue.split(separator: ".")[1].dropLast("_proj".count)) }
-
-    init?(name: String) {
-        guard let projection = Self.allCases.first(where: { $0.name == name }) else { return nil }
-        self = projection
-    }
-
-    var hasBias: Bool { self == .q || self == .k || self == .v }
-
-    /// (input, output) features.
-    func dimensions(_ a: Architecture) -> (Int, Int) {
-        let (attention, keyValue) = (a.numAttentionHeads * a.headDim, a.numKeyValueHeads * a.headDim)
-        switch self {
-        case .q: return (a.hiddenSize, attention)
-        case .k, .v: return (a.hiddenSize, keyValue)
-        case .o: return (attention, a.hiddenSize)
-        case .gate, .up: return (a.hiddenSize, a.intermediateSize)
-        case .down: return (a.intermediateSize, a.hiddenSize)
-        }
-    }
-}
-
-/// How a block's LoRA matrices lie in one flat float32 vector `[count]`: for each projection A `[in, rank]`, then B
-/// `[rank, out]`, row-major.
+/// How a block's LoRA matrices lie in one flat float32 vector `[count]`: for each module A `[in, rank]`, then B `[rank, out]`, row-major.
+/// The projections of a module share its A and have columns of its B each.
 struct LoRALayout {
     let architecture: Architecture
     let rank: Int
 
-    /// P, the number of LoRA parameters of a block.
-    var count: Int { Projection.allCases.reduce(0) { $0 + size($1) } }
+    var modules: [Module] { architecture.modules }
 
-    private func size(_ projection: Projection) -> Int {
-        let (inputs, outputs) = projection.dimensions(architecture)
+    /// P, the number of LoRA parameters of a block.
+    var count: Int { modules.reduce(0) { $0 + size($1) } }
+
+    private func size(_ module: Module) -> Int {
+        let (inputs, outputs) = architecture.dimensions(module)
         return (inputs + outputs) * rank
     }
 
-    /// The matrices of one projection as views of `flat`, in `dtype`.
-    func matrices(_ projection: Projection, in flat: MLXArray, dtype: DType = .float32) -> LoRAMatrices {
-        let start = Projection.allCases.prefix { $0 != projection }.reduce(0) { $0 + size($1) }
-        let (inputs, outputs) = projection.dimensions(architecture)
+    /// The matrices of one module as views of `flat`, in `dtype`.
+    func matrices(_ module: Module, in flat: MLXArray, dtype: DType = .float32) -> LoRAMatrices {
+        let start = modules.prefix { $0 != module }.reduce(0) { $0 + size($1) }
+        let (inputs, outputs) = architecture.dimensions(module)
         let middle = start + inputs * rank
         return LoRAMatrices(
             a: flat[start..<middle].reshaped([inputs, rank]).asType(dtype),
-            b: flat[middle..<start + size(projection)].reshaped([rank, outputs]).asType(dtype))
+            b: flat[middle..<start + size(module)].reshaped([rank, outputs]).asType(dtype))
     }
 
-    /// One flat vector from every projection's pair of matrices: the inverse of `matrices(_:in:)`.
-    func packed(_ matrices: [Projection: LoRAMatrices]) -> MLXArray {
+    /// The matrices of one projection, likewise.
+    func matrices(_ projection: Projection, in flat: MLXArray, dtype: DType = .float32) -> LoRAMatrices {
+        let (module, outputs) = architecture.place(projection)
+        let whole = matrices(module, in: flat, dtype: dtype)
+        return module.projections.count == 1 ? whole : LoRAMatrices(a: whole.a, b: whole.b[0..., outputs])
+    }
+
+    /// One flat vector from every module's pair of matrices: the inverse of `matrices(_:in:)`.
+    func packed(_ matrices: [LoRAMatrices]) -> MLXArray {
         concatenated(
-            Projection.allCases.compactMap { matrices[$0] }
-                .flatMap { [$0.a.flattened().asType(.float32), $0.b.flattened().asType(.float32)] })
+            matrices.flatMap { [$0.a.flattened().asType(.float32), $0.b.flattened().asType(.float32)] })
+    }
+
+    /// The flat gradient from every projection's: that of an A which several share is the sum.
+    func packed(_ gradients: [Projection: LoRAMatrices]) -> MLXArray {
+        packed(
+            modules.map { module in
+                let parts = module.projections.compactMap { gradients[$0] }
+                guard parts.count > 1 else { return parts[0] }
+                return LoRAMatrices(
+                    a: parts.dropFirst().reduce(parts[0].a) { $0 + $1.a }, b: concatenated(parts.map(\.b), axis: 1))
+            })
     }
 
     /// Initial parameters of a block, float32 `[P]`: A uniform in ±1/√in, B zero, as in mlx-lm.
     func initial(seed: UInt64, block: Int) -> MLXArray {
         let key = MLXRandom.split(key: MLXRandom.key(seed), into: architecture.numHiddenLayers)[block]
-        let keys = MLXRandom.split(key: key, into: Projection.allCases.count)
-        var pairs = [Projection: LoRAMatrices]()
-        for (projection, key) in zip(Projection.allCases, keys) {
-            let (inputs, outputs) = projection.dimensions(architecture)
-            let bound = 1 / Float(inputs).squareRoot()
-            pairs[projection] = LoRAMatrices(
-                a: MLXRandom.uniform(low: -bound, high: bound, [inputs, rank], key: key),
-                b: MLXArray.zeros([rank, outputs]))
-        }
-        return packed(pairs)
+        return packed(
+            zip(modules, MLXRandom.split(key: key, into: modules.count)).map { module, key in
+                let (inputs, outputs) = architecture.dimensions(module)
+                let bound = 1 / Float(inputs).squareRoot()
+                return LoRAMatrices(
+                    a: MLXRandom.uniform(low: -bound, high: bound, [inputs, rank], key: key),
+                    b: MLXArray.zeros([rank, outputs]))
+            })
     }
 
-    /// 1 for each parameter of these projections, 0 for the others: `[P]`.
-    func mask(_ projections: [Projection]) -> MLXArray {
+    /// 1 for each parameter of these modules, 0 for the others: `[P]`.
+    func mask(_ trained: [Module]) -> MLXArray {
         concatenated(
-            Projection.allCases.map {
-                MLXArray.full([size($0)], values: MLXArray(projections.contains($0) ? 1 : Float(0)))
-            })
+            modules.map { MLXArray.full([size($0)], values: MLXArray(trained.contains($0) ? 1 : Float(0))) })
     }
 }
 
-/// A `[in, rank]` and B `[rank, out]` of one projection, or their gradients.
+/// A `[in, rank]` and B `[rank, out]` of one module or projection, or their gradients.
 struct LoRAMatrices {
     let a: MLXArray
     let b: MLXArray
@@ -107,11 +88,11 @@ private enum AdapterFormat: CaseIterable {
 
     var file: String { self == .mlx ? "adapters.safetensors" : "adapter_model.safetensors" }
 
-    func name(_ matrix: String, _ projection: Projection, _ block: Int) -> String {
-        let module = "model.layers.\(block).\(projection.rawValue)"
+    func name(_ matrix: String, _ module: Module, _ block: Int) -> String {
+        let layer = "model.layers.\(block).\(module.name)"
         switch self {
-        case .mlx: return "\(module).lora_\(matrix.lowercased())"
-        case .peft: return "base_model.model.\(module).lora_\(matrix).weight"
+        case .mlx: return "\(layer).lora_\(matrix.lowercased())"
+        case .peft: return "base_model.model.\(layer).lora_\(matrix).weight"
         }
     }
 
@@ -137,24 +118,24 @@ struct Adapters {
 ///
 /// - Parameters:
 ///   - blocks: those that were trained, up to the last of the model
-///   - projections: those of them that were trained; only these are written
+///   - modules: those of them that were trained; only these are written
 ///   - model: the Hugging Face id of the base model
 ///   - lora: a block's parameters `[P]`
 func saveAdapters(
-    layout: LoRALayout, blocks: Range<Int>, projections: [Projection], scale: Float, model: String, to folder: URL,
+    layout: LoRALayout, blocks: Range<Int>, modules: [Module], scale: Float, model: String, to folder: URL,
     lora: @escaping (_ block: Int) throws -> MLXArray
 ) throws {
     let rank = layout.rank
     func tensors(_ format: AdapterFormat) -> [NewTensor] {
         blocks.flatMap { block in
-            projections.flatMap { projection -> [NewTensor] in
-                let (inputs, outputs) = projection.dimensions(layout.architecture)
+            modules.flatMap { module -> [NewTensor] in
+                let (inputs, outputs) = layout.architecture.dimensions(module)
                 return [("A", [inputs, rank], \LoRAMatrices.a), ("B", [rank, outputs], \.b)].map {
                     matrix, shape, path in
                     NewTensor(
-                        name: format.name(matrix, projection, block), shape: format.turned(shape), dtype: .float32
+                        name: format.name(matrix, module, block), shape: format.turned(shape), dtype: .float32
                     ) {
-                        format.turned(layout.matrices(projection, in: try lora(block))[keyPath: path])
+                        format.turned(layout.matrices(module, in: try lora(block))[keyPath: path])
                     }
                 }
             }
@@ -163,7 +144,7 @@ func saveAdapters(
     let mlxConfig: [String: Any] = [
         "fine_tune_type": "lora", "num_layers": blocks.count,
         "lora_parameters": [
-            "rank": rank, "scale": Double(scale), "dropout": 0.0, "keys": projections.map(\.rawValue),
+            "rank": rank, "scale": Double(scale), "dropout": 0.0, "keys": modules.map(\.name),
         ] as [String: Any],
     ]
     let allBlocks = blocks.count == layout.architecture.numHiddenLayers
@@ -171,7 +152,7 @@ func saveAdapters(
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": model, "r": rank,
         "lora_alpha": Double(scale) * Double(rank), "use_rslora": false, "use_dora": false, "lora_dropout": 0.0,
         "bias": "none", "fan_in_fan_out": false, "inference_mode": true,
-        "target_modules": projections.map { $0.name + "_proj" },
+        "target_modules": modules.compactMap { $0.name.split(separator: ".").last.map(String.init) },
         "layers_to_transform": allBlocks ? NSNull() : Array(blocks) as Any,
     ]
     func write(_ format: AdapterFormat, _ config: [String: Any], to folder: URL) throws {
@@ -206,8 +187,8 @@ func loadAdapters(
         var names = tensors.names
         guard !names.isEmpty else { throw MeSPError("\(format.file) is empty") }
 
-        func take(_ matrix: String, _ projection: Projection, _ block: Int, _ shape: [Int]) throws -> MLXArray? {
-            let name = format.name(matrix, projection, block)
+        func take(_ matrix: String, _ module: Module, _ block: Int, _ shape: [Int]) throws -> MLXArray? {
+            let name = format.name(matrix, module, block)
             guard names.remove(name) != nil, let found = tensors.shape(name) else { return nil }
             guard found == format.turned(shape), let array = tensors[name] else {
                 throw MeSPError("\(name) has the shape \(found), where the model needs \(format.turned(shape))")
@@ -216,23 +197,22 @@ func loadAdapters(
         }
         let lora = try (0..<architecture.numHiddenLayers).map { block in
             let absent = absent(layout, block)
-            var pairs = [Projection: LoRAMatrices]()
-            for projection in Projection.allCases {
-                let (inputs, outputs) = projection.dimensions(architecture)
-                let a = try take("A", projection, block, [inputs, rank])
-                let b = try take("B", projection, block, [rank, outputs])
-                guard (a == nil) == (b == nil) else {
-                    throw MeSPError("\(format.name(a == nil ? "A" : "B", projection, block)) is missing")
-                }
-                let initial = layout.matrices(projection, in: absent)
-                pairs[projection] = LoRAMatrices(a: a ?? initial.a, b: b ?? initial.b)
-            }
-            let flat = layout.packed(pairs)
+            let flat = layout.packed(
+                try layout.modules.map { module in
+                    let (inputs, outputs) = architecture.dimensions(module)
+                    let a = try take("A", module, block, [inputs, rank])
+                    let b = try take("B", module, block, [rank, outputs])
+                    guard (a == nil) == (b == nil) else {
+                        throw MeSPError("\(format.name(a == nil ? "A" : "B", module, block)) is missing")
+                    }
+                    let initial = layout.matrices(module, in: absent)
+                    return LoRAMatrices(a: a ?? initial.a, b: b ?? initial.b)
+                })
             eval(flat)
             return flat
         }
         if let name = names.min() {
-            throw MeSPError("it holds \(name), which is not a LoRA matrix of one of this model's projections")
+            throw MeSPError("it holds \(name), which is not a LoRA matrix of one of this model's layers")
         }
         return Adapters(layout: layout, scale: scale, lora: lora)
     } catch {

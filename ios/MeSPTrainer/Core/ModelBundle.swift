@@ -1,25 +1,10 @@
 import Foundation
 import MLX
 
-/// The shape of a model: dimensions and constants from its Hugging Face `config.json`.
-public struct Architecture: Codable, Sendable, Equatable {
-    public let modelType: String
-    public let hiddenSize: Int
-    public let numHiddenLayers: Int
-    public let intermediateSize: Int
-    public let numAttentionHeads: Int
-    public let numKeyValueHeads: Int
-    public let headDim: Int
-    public let vocabSize: Int
-    public let rmsNormEps: Float
-    public let ropeTheta: Float
-    public let tieWordEmbeddings: Bool
-}
-
 /// `manifest.json`: what a bundle holds. See `docs/architecture.md`.
 public struct Manifest: Codable, Sendable {
     /// The bundle format and the MLX version this build reads. A `.mlxfn` of another MLX version can crash on import.
-    public static let format = 1
+    public static let format = 2
     public static let mlxVersion = "0.31.1"
 
     public struct Model: Codable, Sendable {
@@ -27,9 +12,11 @@ public struct Manifest: Codable, Sendable {
         public let revision: String?
         public let license: String?
     }
+    /// Of most matrices. What each one has, its arrays tell.
     public struct Quantization: Codable, Sendable, Equatable {
         public let bits: Int
         public let groupSize: Int
+        public let mode: String
     }
     /// Where an array lies in a file of words. `offset` counts 32-bit words.
     public struct PackedArray: Codable, Sendable {
@@ -38,7 +25,9 @@ public struct Manifest: Codable, Sendable {
         public let shape: [Int]
         public let dtype: String
     }
-    public struct Block: Codable, Sendable {
+    /// Blocks whose files have one layout and whose attention is of one kind.
+    public struct Blocks: Codable, Sendable {
+        public let layers: [Int]
         /// Files by sequence length.
         public let functions: [String: String]
         public let plainFunctions: [String: String]
@@ -76,7 +65,7 @@ public struct Manifest: Codable, Sendable {
     public let quantization: Quantization
     public let seqLens: [Int]
     public let ranks: [Int]
-    public let block: Block
+    public let blocks: [Blocks]
     public let embedding: PackedFile
     public let head: PackedFile
     public let data: [String: Tokens]?
@@ -95,6 +84,8 @@ public struct ModelBundle {
     private let dataFolder: URL
     /// The files of weights as they were when they were checked.
     private var versions = [String: FileVersion]()
+    /// For each block the index of its kind in the manifest's `blocks`.
+    private var kinds = [Int]()
 
     public var architecture: Architecture { manifest.architecture }
 
@@ -156,10 +147,19 @@ public struct ModelBundle {
 
     // MARK: - Weights
 
-    /// Imports the function for sequences of `length` tokens. `Manifest.checkTrace` has found that there is one.
-    func function(_ files: [String: String], length: Int) throws -> ImportedFunction {
-        guard let file = files["\(length)"] else { preconditionFailure("no function for \(length) tokens") }
-        return try importFunction(from: url.appendingPathComponent(file))
+    /// Imports the functions for sequences of `length` tokens, for each block the one of its kind. `Manifest.checkTrace` has found that
+    /// there are some.
+    func functions(_ files: KeyPath<Manifest.Blocks, [String: String]>, length: Int) throws -> [ImportedFunction] {
+        var imported = [String: ImportedFunction]()
+        return try kinds.map { kind in
+            guard let file = manifest.blocks[kind][keyPath: files]["\(length)"] else {
+                preconditionFailure("no function for \(length) tokens")
+            }
+            if let function = imported[file] { return function }
+            let function = try importFunction(from: url.appendingPathComponent(file))
+            imported[file] = function
+            return function
+        }
     }
 
     /// The device that the functions were exported for, and that everything runs on.
@@ -176,10 +176,15 @@ public struct ModelBundle {
         }
     }
 
-    /// Calls `body` with block `index`'s file as one flat `uint32` array, mapped for as long as `body` runs. What `body` returns
-    /// must be evaluated.
-    func withBlock<R>(_ index: Int, _ body: (PackedWeights) throws -> R) throws -> R {
-        try withWeights(Self.blockFile(index), manifest.block.words, manifest.block.arrays, body)
+    /// Calls `body` with the weights of block `index`, whose file is mapped for as long as `body` runs. What `body` returns must be
+    /// evaluated.
+    func withBlock<R>(_ index: Int, _ body: (BlockWeights) throws -> R) throws -> R {
+        let kind = manifest.blocks[kinds[index]]
+        return try withWeights(Self.blockFile(index), kind.words, kind.arrays) {
+            try body(
+                BlockWeights(
+                    architecture: architecture, kind: architecture.attention[architecture.layers[index]], packed: $0))
+        }
     }
 
     func withEmbedding<R>(_ body: (PackedWeights) throws -> R) throws -> R {
@@ -193,7 +198,8 @@ public struct ModelBundle {
     /// The size of all weight files, in bytes.
     var mappedBytes: Int {
         let table = manifest.head.file == manifest.embedding.file ? 0 : manifest.head.words
-        return (architecture.numHiddenLayers * manifest.block.words + manifest.embedding.words + table) * 4
+        let blocks = manifest.blocks.reduce(0) { $0 + $1.layers.count * $1.words }
+        return (blocks + manifest.embedding.words + table) * 4
     }
 
     private func withWeights<R>(
@@ -202,9 +208,7 @@ public struct ModelBundle {
         let words = try mappedWords(url.appendingPathComponent(path), size: count * 4, version: versions[path])
         // While this reference lives, MLX can't donate the mapped buffer and write a result into it.
         return try withExtendedLifetime(words) {
-            try body(
-                PackedWeights(
-                    words: words, arrays: arrays, quantization: manifest.quantization, onCPU: manifest.device == "cpu"))
+            try body(PackedWeights(words: words, arrays: arrays, onCPU: manifest.device == "cpu"))
         }
     }
 
@@ -238,13 +242,14 @@ public struct ModelBundle {
     private mutating func checkFiles() throws {
         var needed = [manifest.embedding.file, manifest.head.file]
         for length in manifest.seqLens {
-            guard let function = manifest.block.functions["\(length)"],
-                let plain = manifest.block.plainFunctions["\(length)"]
-            else {
-                throw MeSPError(
-                    "\(url.path): the manifest has no function for \(length) tokens; export the bundle again.")
+            for blocks in manifest.blocks {
+                guard let function = blocks.functions["\(length)"], let plain = blocks.plainFunctions["\(length)"]
+                else {
+                    throw MeSPError(
+                        "\(url.path): the manifest has no function for \(length) tokens; export the bundle again.")
+                }
+                needed += [function, plain]
             }
-            needed += [function, plain]
         }
         let weights = Set([manifest.embedding.file, manifest.head.file] + blockFiles)
         needed += blockFiles
@@ -289,69 +294,78 @@ public struct ModelBundle {
         }
     }
 
-    private func checkDimensions() throws {
-        let a = architecture
-        let q = manifest.quantization
-        let lengths = [manifest.block.words, manifest.embedding.words, manifest.head.words]
-        let widths = [a.hiddenSize, a.intermediateSize, a.vocabSize] + manifest.seqLens
-        let counts = [a.numHiddenLayers, a.numAttentionHeads, a.numKeyValueHeads, a.headDim] + manifest.ranks
-        // Far above any model's; with these no product, here or in a plan, can overflow.
-        guard lengths.allSatisfy({ (1...(1 << 31)).contains($0) }), widths.allSatisfy({ (1...(1 << 20)).contains($0) }),
-            counts.allSatisfy({ (1...(1 << 12)).contains($0) }), [2, 3, 4, 5, 6, 8].contains(q.bits),
-            [32, 64, 128].contains(q.groupSize), !manifest.seqLens.isEmpty, !manifest.ranks.isEmpty,
-            a.numAttentionHeads % a.numKeyValueHeads == 0,
-            a.headDim % 2 == 0, a.hiddenSize % q.groupSize == 0, a.intermediateSize % q.groupSize == 0,
-            (a.numAttentionHeads * a.headDim) % q.groupSize == 0
+    private mutating func checkDimensions() throws {
+        let lengths = manifest.blocks.map(\.words) + [manifest.embedding.words, manifest.head.words]
+        // Every block must be of one kind.
+        let places = manifest.blocks.enumerated().flatMap { kind, blocks in
+            blocks.layers.map { (block: $0, kind: kind) }
+        }
+        .sorted { $0.block < $1.block }
+        guard architecture.isConsistent, lengths.allSatisfy({ (1...(1 << 31)).contains($0) }),
+            !manifest.seqLens.isEmpty, manifest.seqLens.allSatisfy({ (1...(1 << 20)).contains($0) }),
+            !manifest.ranks.isEmpty, manifest.ranks.allSatisfy({ (1...(1 << 12)).contains($0) }),
+            places.map(\.block) == Array(0..<architecture.numHiddenLayers)
         else { throw MeSPError("\(url.path): the manifest's dimensions don't fit together; export the bundle again.") }
+        kinds = places.map(\.kind)
     }
 
     private func checkLayout() throws {
         let a = architecture
-        let q = manifest.quantization
-        for (file, words) in [
-            (manifest.embedding.file, manifest.embedding.words), (manifest.head.file, manifest.head.words),
-        ]
-            + blockFiles.map({ ($0, manifest.block.words) })
-        where sizes[file] != words * 4 {
+        var words = [manifest.embedding.file: manifest.embedding.words, manifest.head.file: manifest.head.words]
+        for (file, kind) in zip(blockFiles, kinds) { words[file] = manifest.blocks[kind].words }
+        for (file, words) in words where sizes[file] != words * 4 {
             throw MeSPError("\(file) in \(url.path) doesn't have the length of its layout; export the bundle again.")
         }
-
-        func quantizedMatrix(_ name: String, _ rows: Int, _ columns: Int) -> [(String, [Int], String)] {
-            [
-                (name + "weight", [rows, columns * q.bits / 32], "uint32"),
-                (name + "scales", [rows, columns / q.groupSize], manifest.dtype),
-                (name + "biases", [rows, columns / q.groupSize], manifest.dtype),
-            ]
-        }
-        var block: [(String, [Int], String)] = [
-            ("input_layernorm.weight", [a.hiddenSize], manifest.dtype),
-            ("post_attention_layernorm.weight", [a.hiddenSize], manifest.dtype),
-        ]
-        for projection in Projection.allCases {
-            let (columns, rows) = projection.dimensions(a)
-            block += quantizedMatrix(projection.rawValue + ".", rows, columns)
-            if projection.hasBias { block.append((projection.rawValue + ".bias", [rows], manifest.dtype)) }
-        }
-        let embedding = quantizedMatrix("", a.vocabSize, a.hiddenSize)
-        let head = embedding + [("norm", [a.hiddenSize], manifest.dtype)]
-        for (expected, arrays, words) in [
-            (block, manifest.block.arrays, manifest.block.words),
-            (embedding, manifest.embedding.arrays, manifest.embedding.words),
-            (head, manifest.head.arrays, manifest.head.words),
-        ] {
-            for (name, shape, dtype) in expected {
-                guard let array = arrays.first(where: { $0.name == name }), array.shape == shape, array.dtype == dtype,
+        func check(
+            _ arrays: [Manifest.PackedArray], _ words: Int, vectors: [(name: String, size: Int)],
+            matrices: [(name: String, rows: Int, columns: Int)]
+        ) throws {
+            func array(_ name: String, _ rows: Int, dtype: String) throws -> Manifest.PackedArray {
+                guard let array = arrays.first(where: { $0.name == name }), array.dtype == dtype,
+                    array.shape.first == rows,
+                    array.shape.allSatisfy({ (1...(1 << 24)).contains($0) }),
                     (0...words).contains(array.offset), array.words <= words - array.offset
-                else {
-                    throw MeSPError(
-                        "\(url.path): the manifest's entry for \(name) is missing or wrong; export the bundle again.")
-                }
+                else { throw wrong(name) }
+                return array
+            }
+            func wrong(_ name: String) -> MeSPError {
+                MeSPError("\(url.path): the manifest's entry for \(name) is missing or wrong; export the bundle again.")
+            }
+            for (name, size) in vectors where try array(name, size, dtype: manifest.dtype).shape.count != 1 {
+                throw wrong(name)
+            }
+            for (name, rows, columns) in matrices {
+                let hasBiases = arrays.contains { $0.name == name + "biases" }
+                let weight = try array(name + "weight", rows, dtype: "uint32")
+                let scales = try array(name + "scales", rows, dtype: hasBiases ? manifest.dtype : "uint8")
+                guard weight.shape.count == 2, scales.shape.count == 2,
+                    QuantizationFormat(
+                        inputs: columns, words: weight.shape[1], groups: scales.shape[1], hasBiases: hasBiases) != nil,
+                    try !hasBiases || array(name + "biases", rows, dtype: manifest.dtype).shape == scales.shape
+                else { throw wrong(name + "weight") }
             }
         }
+        for blocks in manifest.blocks {
+            try check(
+                blocks.arrays, blocks.words,
+                vectors: a.norms
+                    + a.modules.filter { a.biases.contains($0.name) }.map { ($0.name + ".bias", a.dimensions($0).1) },
+                matrices: a.modules.map { ($0.name + ".", a.dimensions($0).1, a.dimensions($0).0) })
+        }
+        let table = [("", a.vocabSize, a.hiddenSize)]
+        try check(manifest.embedding.arrays, manifest.embedding.words, vectors: [], matrices: table)
+        try check(manifest.head.arrays, manifest.head.words, vectors: [("norm", a.hiddenSize)], matrices: table)
     }
 }
 
 extension Manifest {
+    /// The most weights that share a scale in a row of a down projection. Tiles of the intermediate features are multiples of it.
+    var featureGroup: Int {
+        let scales = architecture.place(.down).module.name + ".scales"
+        return blocks.compactMap { $0.arrays.first { $0.name == scales }?.shape.last }
+            .map { architecture.intermediateSize / $0 }.max() ?? 1
+    }
+
     /// Throws where the block function has no trace for sequences of `length` tokens or for `rank`.
     func checkTrace(length: Int, rank: Int) throws {
         guard seqLens.contains(length) else {
@@ -371,34 +385,81 @@ private func list(_ numbers: [Int]) -> String { numbers.map(String.init).joined(
 
 extension Manifest.PackedArray {
     /// The array's length in 32-bit words.
-    var words: Int { (shape.reduce(1, *) * (dtype == "bfloat16" ? 2 : 4) + 3) / 4 }
+    var words: Int { (shape.reduce(1, *) * (dtype == "bfloat16" ? 2 : dtype == "uint8" ? 1 : 4) + 3) / 4 }
 }
 
 /// Typed views into a file of words, by name. No view copies.
 struct PackedWeights {
     let words: MLXArray
     let arrays: [Manifest.PackedArray]
-    let quantization: Manifest.Quantization
     let onCPU: Bool
 
-    /// The array called `name`, in its shape and dtype. `ModelBundle` has checked that it is there.
-    subscript(name: String) -> MLXArray {
-        guard let array = arrays.first(where: { $0.name == name }) else {
-            preconditionFailure("no array \(name) in the layout")
-        }
+    /// The array called `name`, in its shape and dtype, or nil where there is none.
+    func array(_ name: String) -> MLXArray? {
+        guard let array = arrays.first(where: { $0.name == name }) else { return nil }
         let flat = words[array.offset..<(array.offset + array.words)]
+        let count = array.shape.reduce(1, *)
         switch array.dtype {
         case "uint32": return flat.reshaped(array.shape)
         case "float32": return flat.view(dtype: .float32).reshaped(array.shape)
-        default: return flat.view(dtype: .bfloat16)[0..<array.shape.reduce(1, *)].reshaped(array.shape)
+        case "uint8": return flat.view(dtype: .uint8)[0..<count].reshaped(array.shape)
+        default: return flat.view(dtype: .bfloat16)[0..<count].reshaped(array.shape)
         }
     }
 
-    /// The quantized matrix whose three arrays start with `prefix`.
-    func matrix(_ prefix: String) -> QuantizedMatrix {
-        QuantizedMatrix(
-            weight: self[prefix + "weight"], scales: self[prefix + "scales"], biases: self[prefix + "biases"],
-            groupSize: quantization.groupSize, bits: quantization.bits, onCPU: onCPU)
+    /// The array called `name`. `ModelBundle` has checked that it is there.
+    subscript(name: String) -> MLXArray {
+        guard let array = array(name) else { preconditionFailure("no array \(name) in the layout") }
+        return array
+    }
+
+    /// The quantized matrix `[rows, inputs]` whose arrays' names start with `prefix`.
+    func matrix(_ prefix: String, inputs: Int) -> QuantizedMatrix {
+        let (weight, scales, biases) = (self[prefix + "weight"], self[prefix + "scales"], array(prefix + "biases"))
+        guard
+            let format = QuantizationFormat(
+                inputs: inputs, words: weight.dim(1), groups: scales.dim(1), hasBiases: biases != nil)
+        else { preconditionFailure("no format for \(prefix)") }
+        return QuantizedMatrix(weight: weight, scales: scales, biases: biases, format: format, onCPU: onCPU)
+    }
+}
+
+/// A block's frozen weights, and the formulas that they are part of.
+struct BlockWeights {
+    let architecture: Architecture
+    let kind: AttentionKind
+    let packed: PackedWeights
+
+    /// W `[out, in]`
+    func matrix(_ projection: Projection) -> QuantizedMatrix {
+        let (module, outputs) = architecture.place(projection)
+        return packed.matrix(module.name + ".", inputs: architecture.inputs(projection)).rows(outputs)
+    }
+
+    /// `[out]`
+    func bias(_ projection: Projection) -> MLXArray? {
+        let (module, outputs) = architecture.place(projection)
+        return packed.array(module.name + ".bias")?[outputs]
+    }
+
+    /// Of the block's input.
+    var attentionNorm: RMSNorm { norm("input_layernorm") }
+    /// Of x_mid. Llama names it after its place, behind attention, which in a block with norms of the outputs is one of these's.
+    var mlpNorm: RMSNorm { norm(architecture.postNorms ? "pre_feedforward_layernorm" : "post_attention_layernorm") }
+    /// Of attention's and of the MLP's output.
+    var attentionPostNorm: RMSNorm? { architecture.postNorms ? norm("post_attention_layernorm") : nil }
+    var mlpPostNorm: RMSNorm? { architecture.postNorms ? norm("post_feedforward_layernorm") : nil }
+
+    var attention: Attention {
+        Attention(
+            scale: architecture.attentionScale, softcap: architecture.attnLogitSoftcapping, window: kind.slidingWindow,
+            rope: RoPE(frequencies: kind.frequencies, scale: kind.ropeScale),
+            qNorm: architecture.qkNorm ? norm("self_attn.q_norm") : nil,
+            kNorm: architecture.qkNorm ? norm("self_attn.k_norm") : nil)
+    }
+
+    private func norm(_ name: String) -> RMSNorm {
+        RMSNorm(weight: packed[name + ".weight"], eps: architecture.rmsNormEps)
     }
 }
 

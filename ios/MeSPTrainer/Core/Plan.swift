@@ -26,9 +26,10 @@ public struct Planner: Sendable {
         self.systemLimit = systemLimit
         architecture = manifest.architecture
         self.settings = settings
-        group = manifest.quantization.groupSize
+        group = manifest.featureGroup
         itemSize = manifest.dtype == "float32" ? 4 : 2
-        functionBytes = manifest.files.first { $0.path == manifest.block.functions["\(settings.seqLen)"] }?.size ?? 0
+        let functions = Set(manifest.blocks.compactMap { $0.functions["\(settings.seqLen)"] })
+        functionBytes = manifest.files.filter { functions.contains($0.path) }.reduce(0) { $0 + $1.size }
     }
 
     private var method: Method { settings.method }
@@ -96,7 +97,7 @@ public struct Planner: Sendable {
 
     // MARK: - What is alive at once. Counts of arrays follow the code; the few constants were fitted to measurements on Linux.
 
-    /// The process with MLX started and the block function imported, whose graph takes several times the file.
+    /// The process with MLX started and the block functions imported, whose graphs take several times the files.
     private var process: Int { 6_000_000 + 15 * functionBytes / 2 }
 
     /// One array `[T, features]`.
@@ -121,8 +122,11 @@ public struct Planner: Sendable {
         return (parameters + state) * (settings.skipBadSteps ? 2 : 1) + sums
     }
 
+    /// The outputs of attention and of the MLP, which the backward pass of post-norms reads.
+    private var postNormed: Int { architecture.postNorms ? 2 * hidden : 0 }
+
     /// q, k, v, attn_out, x_mid, gate and up.
-    private var keptBytes: Int { 2 * query + 2 * keyValue + hidden + 2 * intermediate }
+    private var keptBytes: Int { 2 * query + 2 * keyValue + hidden + 2 * intermediate + postNormed }
 
     /// The block function: x, attn_in, q, attn_out, x_mid and y, and the tiles of its trace, 256 outputs each.
     private var forward: Int { 4 * hidden + 2 * query + 2 * keyValue + 3 * weight(256) + 2 * activation(256) }
@@ -154,7 +158,7 @@ public struct Planner: Sendable {
                     + 5 * queries * a.numAttentionHeads * a.headDim * 4 + 3 * loraBytes)
         case .mebp:
             // All of the block's weights dequantized, six arrays as wide as the MLP, the scores and P of all heads.
-            let weights = Projection.allCases.reduce(0) { $0 + $1.dimensions(a).0 * $1.dimensions(a).1 } * 4
+            let weights = Projection.allCases.reduce(0) { $0 + a.inputs($1) * a.outputs($1) } * 4
             return weights + 6 * intermediate + 2 * a.numAttentionHeads * length * length * 4
         case .mezo:
             // z, and the parameters moved by it, on the way into the block function.

@@ -19,8 +19,9 @@ public struct RunSettings: Codable, Sendable, Equatable {
     public var rslora = false
     /// How the parameters are kept; bfloat16 with stochastic rounding of the updates.
     public var loraDtype: LoRADtype = .float32
-    /// The projections that are trained: `q`, `k`, `v`, `o`, `gate`, `up`, `down`.
-    public var projections: [String] = Projection.allCases.map(\.name)
+    /// The linear layers that are trained, by short names: `q`, `k`, `v`, `o`, `gate`, `up`, `down`, or where the model computes several
+    /// in one, `qkv`, `gate_up`; nil for all.
+    public var projections: [String]?
     /// Only the last so many blocks are trained; nil for all.
     public var numLayers: Int?
     /// A folder of adapters to start from, as mlx-lm or PEFT writes it.
@@ -92,7 +93,16 @@ public struct RunSettings: Codable, Sendable, Equatable {
     /// What the adapters' output is multiplied by.
     var scale: Float { alpha / (rslora ? Float(rank).squareRoot() : Float(rank)) }
 
-    var trainsEverything: Bool { Set(projections).count == Projection.allCases.count }
+    /// The modules that are trained.
+    func modules(of architecture: Architecture) throws -> [Module] {
+        guard let projections else { return architecture.modules }
+        let names = architecture.modules.map(\.shortName)
+        if let name = projections.first(where: { !names.contains($0) }) {
+            throw MeSPError(
+                "The model has no projection \(name); projections must be of \(names.joined(separator: ", ")).")
+        }
+        return architecture.modules.filter { projections.contains($0.shortName) }
+    }
 
     /// Whether an update needs all gradients at once, or those of several sequences.
     var gathersGradients: Bool {
@@ -139,11 +149,7 @@ public struct RunSettings: Codable, Sendable, Equatable {
         try require(seqLen >= 1, "seq_len", "at least 1")
         try require(rank >= 1, "rank", "at least 1")
         try require(alpha.isFinite && alpha > 0, "alpha", "a positive number")
-        for name in projections where Projection(name: name) == nil {
-            let names = Projection.allCases.map(\.name).joined(separator: ", ")
-            throw MeSPError("There is no projection \(name); projections must be of \(names).")
-        }
-        try require(!projections.isEmpty, "projections", "one or more")
+        try require(projections?.isEmpty != true, "projections", "one or more")
         try require(numLayers ?? 1 >= 1, "num_layers", "at least 1")
         try require(learningRate.isFinite && learningRate > 0, "learning_rate", "a positive number")
         try require((0..<steps).contains(warmup), "warmup", "0 or more and less than steps")

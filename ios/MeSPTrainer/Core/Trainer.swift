@@ -37,13 +37,16 @@ final class Trainer {
     }
 
     private let settings: RunSettings
-    private let function: ImportedFunction
-    private let plainFunction: ImportedFunction?
+    /// For each block the function of its kind.
+    private let functions: [ImportedFunction]
+    private let plainFunctions: [ImportedFunction]?
     private let plan: Plan
     private let tile: TileSizes
     /// The blocks whose parameters are trained.
     private let trained: Range<Int>
-    /// 1 for each parameter of a trained projection, 0 for the others, `[P]`; nil where all are trained.
+    /// The modules of these blocks that are trained.
+    private let modules: [Module]
+    /// 1 for each parameter of a trained module, 0 for the others, `[P]`; nil where all are trained.
     private let mask: MLXArray?
     /// The block inputs, from the forward to the backward pass.
     private var inputs: BlockArrays
@@ -63,12 +66,12 @@ final class Trainer {
         layout = LoRALayout(architecture: architecture, rank: settings.rank)
         scale = settings.scale
         tile = TileSizes(
-            architecture, group: manifest.quantization.groupSize, length: length, bytes: plan.tileBytes)
+            architecture, group: manifest.featureGroup, length: length, bytes: plan.tileBytes)
         trained = max(0, blocks - (settings.numLayers ?? blocks))..<blocks
-        mask = settings.trainsEverything ? nil : layout.mask(settings.projections.compactMap(Projection.init(name:)))
-        function = try bundle.function(manifest.block.functions, length: length)
-        plainFunction =
-            settings.method == .mebp ? try bundle.function(manifest.block.plainFunctions, length: length) : nil
+        modules = try settings.modules(of: architecture)
+        mask = modules == architecture.modules ? nil : layout.mask(modules)
+        functions = try bundle.functions(\.functions, length: length)
+        plainFunctions = settings.method == .mebp ? try bundle.functions(\.plainFunctions, length: length) : nil
 
         let count = layout.count
         func vectors(_ dtype: DType) throws -> BlockArrays {
@@ -206,10 +209,10 @@ final class Trainer {
 
     /// The name, as in a file of adapters, of the first matrix in a block's vector `[P]` that is not finite.
     private func firstNotFinite(_ vector: MLXArray, _ block: Int) -> String? {
-        for projection in Projection.allCases {
-            let matrices = layout.matrices(projection, in: vector)
+        for module in layout.modules {
+            let matrices = layout.matrices(module, in: vector)
             for (name, matrix) in [("lora_a", matrices.a), ("lora_b", matrices.b)] where !isFinite(matrix) {
-                return "model.layers.\(block).\(projection.rawValue).\(name)"
+                return "model.layers.\(block).\(module.name).\(name)"
             }
         }
         return nil
@@ -275,17 +278,14 @@ final class Trainer {
             return try bundle.withBlock(block) { weights in
                 guard keep else {
                     // Without a reference to the others, each goes as soon as y no longer needs it.
-                    let y = try call(x, lora, weights.words)[0]
+                    let y = try call(functions[block], x, lora, weights)[0]
                     eval(y)
                     return (y, nil)
                 }
-                let out = try call(x, lora, weights.words)
-                eval([out[0]] + out[2...8])
-                return (
-                    out[0],
-                    Intermediates(
-                        q: out[2], k: out[3], v: out[4], attnOut: out[5], xMid: out[6], gate: out[7], up: out[8])
-                )
+                let outputs = try call(functions[block], x, lora, weights)
+                let kept = Intermediates(outputs, kept: true)
+                eval([outputs[0]] + kept.arrays)
+                return (outputs[0], kept)
             }
         }
     }
@@ -296,33 +296,30 @@ final class Trainer {
     ) throws -> MLXArray {
         let lora = try parameters(block)
         return try bundle.withBlock(block) { weights in
-            let intermediates = try kept ?? recompute(x, lora, weights.words)
-            let backward = BlockBackward(
-                architecture: bundle.architecture, weights: weights, lora: lora, layout: layout, scale: scale,
-                tile: tile)
+            let intermediates = try kept ?? recompute(block, x, lora, weights)
+            let backward = BlockBackward(weights: weights, lora: lora, layout: layout, scale: scale, tile: tile)
             return backward(x: x, consume intermediates, d: &d, wantsInput: block > trained.lowerBound)
         }
     }
 
-    /// The outputs that nobody evaluates cost nothing, but hold the graph: they end with this function.
-    private func recompute(_ x: MLXArray, _ lora: MLXArray, _ words: MLXArray) throws -> Intermediates {
-        let out = try call(x, lora, words)
-        eval(out[2...6])
-        return Intermediates(q: out[2], k: out[3], v: out[4], attnOut: out[5], xMid: out[6], gate: nil, up: nil)
+    /// The outputs that nobody evaluates cost nothing, but hold the tiles they would be made of: they end before the others are evaluated.
+    private func recompute(_ block: Int, _ x: MLXArray, _ lora: MLXArray, _ weights: BlockWeights) throws
+        -> Intermediates
+    {
+        let intermediates = Intermediates(try call(functions[block], x, lora, weights), kept: false)
+        eval(intermediates.arrays)
+        return intermediates
     }
 
     /// MeBP: automatic differentiation of the block in plain operations, from its input.
     private func automaticBackward(_ block: Int, _ x: MLXArray, d: inout MLXArray) throws -> MLXArray {
-        guard let plainFunction else { preconditionFailure("the trainer was made for another method") }
+        guard let plain = plainFunctions?[block] else { preconditionFailure("the trainer was made for another method") }
         let lora = try parameters(block)
         return try bundle.withBlock(block) { weights in
             let (_, gradients) = vjp(
-                { [scale] primals in
-                    let arguments: KeyValuePairs<String, MLXArray> = [
-                        "": primals[0], "": primals[1], "": MLXArray(scale), "": weights.words,
-                    ]
+                { primals in
                     // The call fails only for shapes that the file has no trace for; `Manifest.checkTrace` has found these.
-                    return (try? plainFunction.dynamicallyCall(withKeywordArguments: arguments)[0]).map { [$0] } ?? []
+                    (try? self.call(plain, primals[0], primals[1], weights)[0]).map { [$0] } ?? []
                 }, primals: [x, lora], cotangents: [d])
             eval(gradients)
             d = gradients[0]
@@ -370,7 +367,7 @@ final class Trainer {
 
     private func embedded(_ example: Example) throws -> MLXArray {
         try bundle.withEmbedding { weights in
-            let x = embed(MLXArray(example.inputs), weights)
+            let x = embed(MLXArray(example.inputs), weights, bundle.architecture, dtype: bundle.dtype)
             eval(x)
             return x
         }
@@ -381,7 +378,7 @@ final class Trainer {
         return try timed(\.loss) {
             let targets = MLXArray(Array(example.targets))
             let (loss, dy) = try bundle.withHead { weights in
-                let head = Head(weights: weights, eps: bundle.architecture.rmsNormEps, tile: tile.vocabulary)
+                let head = Head(weights: weights, architecture: bundle.architecture, tile: tile.vocabulary)
                 return head(y, targets: targets, counted: example.counted, gradientScale: gradientScale)
             }
             Memory.clearCache()
@@ -396,8 +393,11 @@ final class Trainer {
     /// A block's parameters in float32, as the block function takes them.
     private func parameters(_ block: Int) throws -> MLXArray { try lora.read(block).asType(.float32) }
 
-    private func call(_ x: MLXArray, _ lora: MLXArray, _ words: MLXArray) throws -> [MLXArray] {
-        try function.dynamicallyCall(withKeywordArguments: ["": x, "": lora, "": MLXArray(scale), "": words])
+    private func call(_ function: ImportedFunction, _ x: MLXArray, _ lora: MLXArray, _ weights: BlockWeights) throws
+        -> [MLXArray]
+    {
+        try function.dynamicallyCall(
+            withKeywordArguments: ["": x, "": lora, "": MLXArray(scale), "": weights.packed.words])
     }
 
     /// - Parameter changed: whether the step has changed parameters, and so must be finished.
@@ -462,11 +462,10 @@ final class Trainer {
             )
         }
         for (block, vector) in adapters.lora.enumerated() {
-            for projection in Projection.allCases
-            where !trained.contains(block) || !settings.projections.contains(projection.name) {
-                guard layout.matrices(projection, in: vector).b.abs().max().item(Float.self) == 0 else {
+            for module in layout.modules where !trained.contains(block) || !modules.contains(module) {
+                guard layout.matrices(module, in: vector).b.abs().max().item(Float.self) == 0 else {
                     throw MeSPError(
-                        "The adapters in \(folder.path) have a \(projection.name) in block \(block), which this run does not train and would lose; train it too."
+                        "The adapters in \(folder.path) have a \(module.shortName) in block \(block), which this run does not train and would lose; train it too."
                     )
                 }
             }
@@ -477,7 +476,7 @@ final class Trainer {
     /// Writes the trained adapters for mlx-lm and PEFT.
     func saveAdapters(to folder: URL) throws {
         try MeSPCore.saveAdapters(
-            layout: layout, blocks: trained, projections: settings.projections.compactMap(Projection.init(name:)),
-            scale: scale, model: bundle.manifest.model.id, to: folder, lora: lora.read)
+            layout: layout, blocks: trained, modules: modules, scale: scale, model: bundle.manifest.model.id,
+            to: folder, lora: lora.read)
     }
 }

@@ -204,7 +204,8 @@ import Testing
         let layout = LoRALayout(architecture: architecture, rank: 2)
         let adapters = folder.appendingPathComponent("adapters")
         try saveAdapters(
-            layout: layout, blocks: 0..<architecture.numHiddenLayers, projections: [.q, .down], scale: 2, model: "m",
+            layout: layout, blocks: 0..<architecture.numHiddenLayers, modules: [layout.modules[0]], scale: 2,
+            model: "m",
             to: adapters, lora: { layout.initial(seed: 0, block: $0) })
         let from = format.isEmpty ? adapters : adapters.appendingPathComponent(format)
         let files = ["adapter_config.json", format.isEmpty ? "adapters.safetensors" : "adapter_model.safetensors"].map {

@@ -21,11 +21,14 @@ import Testing
         let logits = try generator.logits(tokens, &cache) {}
         let y = try fixture.array("y")
         let expected = try fixture.bundle.withHead { weights in
-            let h = rmsNorm(y[0], weight: weights["norm"], eps: fixture.bundle.architecture.rmsNormEps)
-            let all = MLXArray.arange(fixture.bundle.architecture.vocabSize)
-            let logits = matmul(h[(tokens.count - 1)...], weights.matrix("").take(all).T)[0]
-            eval(logits)
-            return logits
+            let architecture = fixture.bundle.architecture
+            let h = RMSNorm(weight: weights["norm"], eps: architecture.rmsNormEps)(y[0])
+            let all = MLXArray.arange(architecture.vocabSize)
+            let w = weights.matrix("", inputs: architecture.hiddenSize).take(all)
+            let logits = matmul(h[(tokens.count - 1)...], w.T)[0]
+            let capped = architecture.finalLogitSoftcapping.map { tanh(logits / $0) * $0 } ?? logits
+            eval(capped)
+            return capped
         }
         // The order of sums in float32.
         #expect(relativeError(logits, expected) < 1e-5)
@@ -76,15 +79,16 @@ import Testing
         let adapters = temporaryFolder()
         defer { try? FileManager.default.removeItem(at: adapters) }
         let last = fixture.layers - 1
-        try fixture.saveAdapters(blocks: last..<fixture.layers, projections: [.q, .down], to: adapters)
+        let modules = fixture.bundle.architecture.modules.filter { ["q", "down"].contains($0.shortName) }
+        try fixture.saveAdapters(blocks: last..<fixture.layers, modules: modules, to: adapters)
         let loaded = try loadAdapters(
             from: adapters.appendingPathComponent(format), architecture: fixture.bundle.architecture)
         for (block, vector) in loaded.lora.enumerated() {
             let expected = try fixture.array("lora.\(block)")
-            for projection in Projection.allCases {
-                let ours = loaded.layout.matrices(projection, in: vector)
-                let saved = loaded.layout.matrices(projection, in: expected)
-                let trained = block == last && [.q, .down].contains(projection)
+            for module in loaded.layout.modules {
+                let ours = loaded.layout.matrices(module, in: vector)
+                let saved = loaded.layout.matrices(module, in: expected)
+                let trained = block == last && modules.contains(module)
                 #expect(ours.a.arrayEqual(trained ? saved.a : MLXArray.zeros(saved.a.shape)).item(Bool.self))
                 #expect(ours.b.arrayEqual(trained ? saved.b : MLXArray.zeros(saved.b.shape)).item(Bool.self))
             }
@@ -98,12 +102,13 @@ import Testing
 
 extension Fixture {
     fileprivate func saveAdapters(
-        blocks: Range<Int>? = nil, projections: [Projection] = Projection.allCases, to folder: URL
+        blocks: Range<Int>? = nil, modules: [Module]? = nil, to folder: URL
     ) throws {
         let rank = try number("rank")
         try MeSPCore.saveAdapters(
             layout: LoRALayout(architecture: bundle.architecture, rank: Int(rank)), blocks: blocks ?? 0..<layers,
-            projections: projections, scale: try number("alpha") / rank, model: bundle.manifest.model.id, to: folder
+            modules: modules ?? bundle.architecture.modules, scale: try number("alpha") / rank,
+            model: bundle.manifest.model.id, to: folder
         ) { try array("lora.\($0)") }
     }
 }

@@ -46,7 +46,7 @@ import Testing
 
         let adapters = try loadArrays(url: output.appendingPathComponent("adapters/adapters.safetensors"))
         let architecture = try ModelBundle(url: URL(fileURLWithPath: settings.bundle)).architecture
-        #expect(adapters.count == architecture.numHiddenLayers * Projection.allCases.count * 2)
+        #expect(adapters.count == architecture.numHiddenLayers * architecture.modules.count * 2)
         for (name, array) in adapters where name.hasSuffix("lora_b") {
             #expect(array.square().sum().item(Float.self) > 0, "\(name) was trained")
         }

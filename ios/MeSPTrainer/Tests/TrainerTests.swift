@@ -32,10 +32,10 @@ import Testing
             #expect(relativeError(MLXArray([loss]), try fixture.array("loss")) < tolerance)
             for (block, gradient) in gradients {
                 let expected = try fixture.array("grad.\(block)")
-                for projection in Projection.allCases {
-                    let ours = trainer.layout.matrices(projection, in: gradient)
-                    let reference = trainer.layout.matrices(projection, in: expected)
-                    let name = "\(method) block \(block) \(projection)"
+                for module in trainer.layout.modules {
+                    let ours = trainer.layout.matrices(module, in: gradient)
+                    let reference = trainer.layout.matrices(module, in: expected)
+                    let name = "\(method) block \(block) \(module.name)"
                     #expect(relativeError(ours.a, reference.a) < tolerance, "\(name).A")
                     #expect(relativeError(ours.b, reference.b) < tolerance, "\(name).B")
                 }

@@ -142,12 +142,12 @@ void copy_in_order(const char *source, char *&destination, const mx::array &a, i
 }  // namespace
 
 #ifdef __GLIBC__
-// MLX has no cache on the CPU, and glibc would keep what MLX frees: larger blocks go straight back to the system, and
-// one arena serves all threads, so that host_clear_cache trims all of it. From 1 MiB on: below, the page faults of fresh
-// mappings cost more time (20% of a step) than the arena's gaps cost memory.
+// MLX has no cache on the CPU, and glibc would keep what MLX frees: the largest blocks go straight back to the system, and one
+// arena serves all threads, so that host_clear_cache trims all of it. From 16 MiB on: an activation or a tile comes and goes with
+// every operation, and the page faults of fresh mappings cost a fifth of a step, the arena's gaps some megabytes.
 __attribute__((constructor)) static void set_up_malloc() {
-    mallopt(M_MMAP_THRESHOLD, 1 << 20);
-    mallopt(M_TRIM_THRESHOLD, 2 << 20);
+    mallopt(M_MMAP_THRESHOLD, 16 << 20);
+    mallopt(M_TRIM_THRESHOLD, 8 << 20);
     mallopt(M_ARENA_MAX, 1);
 }
 #endif
