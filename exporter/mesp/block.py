@@ -76,12 +76,16 @@ def block_function(
                 x = norm(f"self_attn.{name}_norm", x)
             return (rope if plain else fast_rope)(x, kind)
 
+        def then(name: str, done: mx.array) -> Projection:
+            # In the twin, MLX would look for the gradient of a weight that depends on x.
+            return p[name] if plain else p[name].after(done)
+
         attn_in = norm("input_layernorm", x)
         q = heads(apply(p["q"], attn_in))
-        k = heads(apply(p["k"].after(q), attn_in))
-        v = heads(apply(p["v"].after(k), attn_in))
+        k = heads(apply(then("k", q), attn_in))
+        v = heads(apply(then("v", k), attn_in))
         attn_out = attend(place("q", q), place("k", k), v, window=window).astype(dtype)
-        o = p["o"].after(attn_out)
+        o = then("o", attn_out)
         if arch.post_norms:
             o_out = apply(o, attn_out).astype(dtype)
             x_mid = x + norm("post_attention_layernorm", o_out.astype(mx.float32))

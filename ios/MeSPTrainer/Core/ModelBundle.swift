@@ -311,9 +311,9 @@ public struct ModelBundle {
 
     private func checkLayout() throws {
         let a = architecture
-        var words = [manifest.embedding.file: manifest.embedding.words, manifest.head.file: manifest.head.words]
-        for (file, kind) in zip(blockFiles, kinds) { words[file] = manifest.blocks[kind].words }
-        for (file, words) in words where sizes[file] != words * 4 {
+        let tables = [manifest.embedding, manifest.head].map { ($0.file, $0.words) }
+        for (file, words) in tables + zip(blockFiles, kinds.map { manifest.blocks[$0].words })
+        where sizes[file] != words * 4 {
             throw MeSPError("\(file) in \(url.path) doesn't have the length of its layout; export the bundle again.")
         }
         func check(
