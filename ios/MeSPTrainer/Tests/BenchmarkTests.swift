@@ -8,7 +8,7 @@ import Testing
     deinit { try? FileManager.default.removeItem(at: folder) }
 
     private func settings() throws -> RunSettings {
-        let bundle = try #require(TrainerTests.cases.first).appendingPathComponent("bundle.mesp")
+        let bundle = try #require(TrainerTests.tied).appendingPathComponent("bundle.mesp")
         var settings = RunSettings(bundle: bundle.path, output: "")
         settings.seqLen = 32
         settings.steps = 2

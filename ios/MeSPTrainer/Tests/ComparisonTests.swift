@@ -9,7 +9,7 @@ import Testing
     private lazy var comparison = Comparison(phone: phone)
     deinit { try? FileManager.default.removeItem(at: folder) }
 
-    private func bundle() throws -> URL { try #require(TrainerTests.cases.first).appendingPathComponent("bundle.mesp") }
+    private func bundle() throws -> URL { try #require(TrainerTests.tied).appendingPathComponent("bundle.mesp") }
 
     private func request(_ tokens: Int) -> Comparison.Request {
         var request = Comparison.Request()

@@ -40,7 +40,7 @@ struct ByteTokenizer: TextTokenizer {
     private let folder = FileManager.default.temporaryDirectory.appendingPathComponent(UUID().uuidString)
     private let text = String(repeating: "The quick brown fox jumps over the lazy dog.\n", count: 40)
 
-    private func bundle() throws -> URL { try #require(TrainerTests.cases.first).appendingPathComponent("bundle.mesp") }
+    private func bundle() throws -> URL { try #require(TrainerTests.tied).appendingPathComponent("bundle.mesp") }
 
     private func textFile() throws -> URL {
         try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)

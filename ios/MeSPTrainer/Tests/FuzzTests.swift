@@ -98,7 +98,7 @@ import Testing
     }
 
     private func bundle() throws -> (URL, Data) {
-        let source = try #require(TrainerTests.cases.first).appendingPathComponent("bundle.mesp")
+        let source = try #require(TrainerTests.tied).appendingPathComponent("bundle.mesp")
             .resolvingSymlinksInPath()
         let folder = FileManager.default.temporaryDirectory.appendingPathComponent(UUID().uuidString)
         try FileManager.default.copyItem(at: source, to: folder)

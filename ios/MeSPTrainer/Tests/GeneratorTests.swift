@@ -42,7 +42,7 @@ import Testing
         (0.79, 0.5, [0.25, 0.09, 0, 0]), (1.0, 2.0, [0.7071, 0.5477, 0.3873, 0.2236]), (1e-9, 5.0, [1, 0, 0, 0]),
         (1.0, 1e-9, [1, 0, 0, 0]),
     ]) func drawsWithTheRightProbabilities(_ topP: Double, _ temperature: Double, _ weights: [Double]) throws {
-        let fixture = try Fixture(try #require(Self.cases.first), "gradients")
+        let fixture = try Fixture(try #require(TrainerTests.tied), "gradients")
         let generator = try Generator(fixture.bundle)
         let order = [2, 0, 3, 1]  // of the tokens in the logits
         let logits = log(MLXArray(order.map { [0.5, 0.3, 0.15, 0.05][$0] } as [Float])) + 3
@@ -75,7 +75,7 @@ import Testing
     }
 
     @Test(arguments: ["", "peft"]) func whatWasNotTrainedIsNotWritten(_ format: String) throws {
-        let fixture = try Fixture(try #require(Self.cases.first), "gradients")
+        let fixture = try Fixture(try #require(TrainerTests.tied), "gradients")
         let adapters = temporaryFolder()
         defer { try? FileManager.default.removeItem(at: adapters) }
         let last = fixture.layers - 1

@@ -6,7 +6,7 @@ import Testing
 @Suite(.serialized) struct ModelBundleTests {
     /// A private copy of the first fixture's bundle.
     private func copy() throws -> URL {
-        let source = try #require(TrainerTests.cases.first).appendingPathComponent("bundle.mesp")
+        let source = try #require(TrainerTests.tied).appendingPathComponent("bundle.mesp")
             .resolvingSymlinksInPath()
         let folder = FileManager.default.temporaryDirectory.appendingPathComponent(UUID().uuidString)
         try FileManager.default.copyItem(at: source, to: folder)

@@ -56,7 +56,7 @@ final class TestClock: Clock, @unchecked Sendable {
 
     /// A run that ends only when it is told to, unless `steps` are given.
     private func settings(_ name: String = "run", steps: Int = 1_000_000) throws -> RunSettings {
-        let bundle = try #require(TrainerTests.cases.first).appendingPathComponent("bundle.mesp")
+        let bundle = try #require(TrainerTests.tied).appendingPathComponent("bundle.mesp")
         let manifest = try ModelBundle(url: bundle).manifest
         var settings = RunSettings(bundle: bundle.path, output: folder.appendingPathComponent(name).path)
         settings.seqLen = try #require(manifest.seqLens.max())

@@ -12,7 +12,7 @@ import Testing
     deinit { try? FileManager.default.removeItem(at: documents) }
 
     private func fixture() throws -> URL {
-        try #require(TrainerTests.cases.first).appendingPathComponent("bundle.mesp").resolvingSymlinksInPath()
+        try #require(TrainerTests.tied).appendingPathComponent("bundle.mesp").resolvingSymlinksInPath()
     }
 
     private func settings(_ name: String, steps: Int) throws -> RunSettings {

@@ -7,7 +7,7 @@ import Testing
 /// A whole run through the public interface.
 @Suite(.serialized) struct RunTests {
     private func settings(_ output: URL) throws -> RunSettings {
-        let bundle = try #require(TrainerTests.cases.first).appendingPathComponent("bundle.mesp")
+        let bundle = try #require(TrainerTests.tied).appendingPathComponent("bundle.mesp")
         let manifest = try ModelBundle(url: bundle).manifest
         var settings = RunSettings(bundle: bundle.path, output: output.path)
         settings.seqLen = try #require(manifest.seqLens.max())

@@ -15,6 +15,9 @@ import Testing
         return (folders ?? []).sorted { $0.path < $1.path }
     }()
 
+    /// A plain model of three blocks, for tests of what doesn't depend on the family.
+    static let tied = cases.first { $0.lastPathComponent == "tied-32" }
+
     @Test func fixturesAreThere() {
         #expect(!Self.cases.isEmpty, "run the tests with `make test`, which makes the fixtures")
     }
