@@ -47,8 +47,9 @@ from mesp.data import (
 from mesp.engine import CHECKOUT, built_engine, find_plan
 from mesp.errors import MespError, plain_os_errors
 from mesp.hub import download
+from mesp.known import KNOWN
 from mesp.log import megabytes
-from mesp.models import BIASED, KNOWN, NORMS, PROJECTIONS, Architecture
+from mesp.models import BIASED, NORMS, PROJECTIONS, Architecture
 
 TILE = 1 << 22  # elements of a matrix that are quantized at a time
 DEMO = Path(__file__).parent / "demo_model"
@@ -89,7 +90,7 @@ def find_source(model: str, random_weights: bool) -> Source:
         return replace(_local_source(DEMO), name="demo", id="demo")
     if os.path.isdir(model):
         return _local_source(Path(model))
-    for short, (repo, config) in KNOWN.items():
+    for short, (repo, _, config) in KNOWN.items():
         if model.lower() in (short.lower(), repo.lower()):
             return Source(short, repo, config) if random_weights else _hub_source(repo)
     if re.fullmatch(r"[\w.-]+/[\w.-]+", model):

@@ -94,26 +94,3 @@ class Architecture:
     def lora_size(self, rank: int) -> int:
         """How many LoRA parameters of this rank one block has."""
         return rank * sum(out + inp for out, inp in self.projections().values())
-
-
-def _qwen25(hidden: int, layers: int, intermediate: int, heads: int, kv_heads: int) -> dict:
-    return {
-        "model_type": "qwen2", "hidden_size": hidden, "num_hidden_layers": layers,
-        "intermediate_size": intermediate, "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads, "vocab_size": 151936, "rms_norm_eps": 1e-6,
-        "rope_theta": 1e6, "tie_word_embeddings": True, "hidden_act": "silu",
-    }  # fmt: skip
-
-
-_CONFIGS = {
-    "Qwen2.5-0.5B": _qwen25(896, 24, 4864, 14, 2),
-    "Qwen2.5-1.5B": _qwen25(1536, 28, 8960, 12, 2),
-    "Qwen2.5-3B": _qwen25(2048, 36, 11008, 16, 2),
-}
-
-# Short names: (id on the Hugging Face Hub, config.json that is known without a download).
-KNOWN = {
-    name + suffix: (f"Qwen/{name}{suffix}", config)
-    for name, config in _CONFIGS.items()
-    for suffix in ("", "-Instruct")
-}
