@@ -2,10 +2,13 @@
 
 import json
 import signal
+import tempfile
 from pathlib import Path
 
 import mlx.core as mx
+import mlx.nn as nn
 import pytest
+from mlx.utils import tree_flatten
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from mesp.models import Architecture
@@ -25,30 +28,86 @@ TINY = {
     "rope_theta": 10000.0,
     "tie_word_embeddings": True,
 }
+_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+_COMMON = {**TINY, **_HEADS, "hidden_size": 64, "intermediate_size": 128, "vocab_size": 320}
+_COMMON |= {"max_position_embeddings": 512, "num_hidden_layers": 2}
+_LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+_GEMMA = {**_COMMON, "head_dim": 32, "hidden_activation": "gelu_pytorch_tanh"}
+_GEMMA |= {"query_pre_attn_scalar": 24, "sliding_window": 5}
+_LONG = {"type": "longrope", "short_factor": [1.0] * 6, "long_factor": [1, 1.1, 1.5, 2, 3, 4]}
+
+# A tiny config.json of each family, with every feature that it has.
+FAMILIES = {
+    "qwen2": {**TINY, "num_hidden_layers": 2},
+    "qwen3": {**_COMMON, "model_type": "qwen3", "head_dim": 32},
+    "llama": {
+        **_COMMON,
+        "model_type": "llama",
+        "attention_bias": True,
+        "mlp_bias": True,
+        "rope_scaling": {**_LLAMA3, "original_max_position_embeddings": 16},
+        "tie_word_embeddings": False,
+    },
+    "llama-window": {
+        **_COMMON,
+        "model_type": "llama",
+        "sliding_window": 5,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+    },
+    "smollm3": {**_COMMON, "model_type": "smollm3", "no_rope_layers": [1, 0]},
+    "mistral": {
+        **_COMMON,
+        "model_type": "mistral",
+        "sliding_window": 5,
+        "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+    },
+    "gemma2": {
+        **_GEMMA,
+        "model_type": "gemma2",
+        "attn_logit_softcapping": 3.0,
+        "final_logit_softcapping": 2.0,
+    },
+    "gemma3_text": {
+        **_GEMMA,
+        "model_type": "gemma3_text",
+        "sliding_window_pattern": 2,
+        "rope_local_base_freq": 100.0,
+    },
+    "phi3": {
+        **_COMMON,
+        "model_type": "phi3",
+        "partial_rotary_factor": 0.75,
+        "rope_scaling": _LONG,
+        "original_max_position_embeddings": 64,
+        "sliding_window": 5,
+        "rms_norm_eps": 1e-5,
+    },
+}
 TEXT = "The quick brown fox jumps over the lazy dog, and the dog does not mind at all.\n\n" * 80
 
 
 def random_tensors(config: dict, seed: int = 0) -> dict[str, mx.array]:
     """Weights of a model by their Hugging Face names, float32, such that every part matters."""
     arch = Architecture.from_config(config)
-    keys = iter(mx.random.split(mx.random.key(seed), 12 * arch.num_hidden_layers + 3))
+    keys = iter(mx.random.split(mx.random.key(seed), 20 * arch.num_hidden_layers + 3))
 
     def normal(*shape: int) -> mx.array:
         return mx.random.normal(shape, key=next(keys)) * shape[-1] ** -0.5
 
-    def norm() -> mx.array:
-        return 1 + 0.2 * mx.random.normal((arch.hidden_size,), key=next(keys))
+    def norm(size: int) -> mx.array:
+        return 1 + 0.2 * mx.random.normal((size,), key=next(keys)) - arch.norm_offset
 
     tensors = {"model.embed_tokens.weight": normal(arch.vocab_size, arch.hidden_size)}
     for i in range(arch.num_hidden_layers):
         prefix = f"model.layers.{i}."
-        for name, (out, inp) in arch.projections().items():
+        for name, (out, inp) in arch.sizes().items():
             tensors[f"{prefix}{name}.weight"] = normal(out, inp)
-            if name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"):
+            if name in arch.biases:
                 tensors[f"{prefix}{name}.bias"] = normal(out) * 3
-        tensors[prefix + "input_layernorm.weight"] = norm()
-        tensors[prefix + "post_attention_layernorm.weight"] = norm()
-    tensors["model.norm.weight"] = norm()
+        for name, size in arch.norms().items():
+            tensors[prefix + name] = norm(size)
+    tensors["model.norm.weight"] = norm(arch.hidden_size)
     if not arch.tie_word_embeddings:
         tensors["lm_head.weight"] = normal(arch.vocab_size, arch.hidden_size)
     mx.eval(tensors)
@@ -97,6 +156,22 @@ def write_model(
     if tokenizer:
         write_tokenizer(folder, config["vocab_size"])
     return folder
+
+
+def write_mixed_model(folder: Path, config: dict, recipe: str = "mixed_4_6") -> Path:
+    """Writes a model that mlx-lm quantized by a recipe of its own, but the head to 8 bits."""
+    from mlx_lm.convert import mixed_quant_predicate_builder
+    from mlx_lm.utils import load_model, quantize_model
+
+    with tempfile.TemporaryDirectory() as original:
+        model, _ = load_model(write_model(Path(original, "model"), config))
+    predicate = mixed_quant_predicate_builder(recipe, model)
+
+    def quantization(path: str, module: nn.Module) -> dict:
+        return predicate(path, module) | ({"bits": 8} if path == "lm_head" else {})
+
+    model, config = quantize_model(model, config, None, None, quant_predicate=quantization)
+    return write_model(folder, config, dict(tree_flatten(model.parameters())))
 
 
 @pytest.fixture(scope="session")

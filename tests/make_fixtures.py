@@ -9,7 +9,8 @@
     loss        [1]
     x.N         [1, T, hidden]      block N's input
     y, dy       [1, T, hidden]      the last block's output, and the loss's gradient by it
-    attn_in, q, k, v, attn_out, x_mid, gate, up     block 0's intermediates
+    attn_in, q, k, v, attn_out, x_mid, gate, up     block 0's intermediates,
+    o_out, mlp_out                                  and these where there are post norms
     dx.N        [1, T, hidden]      the loss's gradient by block N's input
     grad.N      [P]                 the loss's gradient by block N's LoRA parameters
 
@@ -31,12 +32,13 @@ from mesp.bundle import Bundle
 def random_lora(model: reference.Model, rank: int, seed: int) -> list[mx.array]:
     """Flat LoRA vectors with A as at the start and B normal, so that no gradient is zero."""
     lora = []
-    keys = mx.random.split(mx.random.key(seed + 1), model.arch.num_hidden_layers)
-    for flat, key in zip(reference.init_lora(model.arch, rank, seed), keys, strict=True):
+    block_keys = mx.random.split(mx.random.key(seed + 1), model.arch.num_hidden_layers)
+    for flat, key in zip(reference.init_lora(model.arch, rank, seed), block_keys, strict=True):
         matrices = reference.unpack_lora(flat, model.arch, rank)
-        for (name, (A, B)), b_key in zip(matrices.items(), mx.random.split(key, 7), strict=True):
+        keys = mx.random.split(key, len(matrices))
+        for (name, (A, B)), b_key in zip(matrices.items(), keys, strict=True):
             matrices[name] = (A, 0.02 * mx.random.normal(B.shape, key=b_key))
-        lora.append(reference.pack_lora(matrices))
+        lora.append(reference.pack_lora(matrices, model.arch))
     return lora
 
 
@@ -47,9 +49,11 @@ def gradient_arrays(
     g = reference.gradients(model, lora, window, scale)
     *x, y = g.x
     *dx, dy = g.dx
-    _, *intermediates = reference.block_forward(x[0], lora[0], scale, model.blocks[0], model.arch)
+    first = (lora[0], scale, model.blocks[0], model.arch, model.arch.kind(0))
+    _, *intermediates = reference.block_forward(x[0], *first)
+    names = reference.INTERMEDIATES + (reference.POST_NORMED if model.arch.post_norms else ())
     arrays = {"tokens": window.astype(mx.int32), "loss": g.loss[None], "y": y, "dy": dy}
-    arrays |= dict(zip(reference.INTERMEDIATES, intermediates, strict=True))
+    arrays |= dict(zip(names, intermediates, strict=True))
     for name, blocks in {"lora": lora, "x": x, "dx": dx, "grad": g.lora}.items():
         arrays |= {f"{name}.{i}": array for i, array in enumerate(blocks)}
     return arrays

@@ -2,15 +2,18 @@
 
     f(x, lora, scale, weights) -> [y, attn_in, q, k, v, attn_out, x_mid, gate, up]
 
+and with post norms two more, ``o_out`` and ``mlp_out``, which those take.
+
 MLX is lazy: evaluating only ``y`` computes, and holds, only what ``y`` needs. To keep that small
 the work is cut into tiles, each made to wait for the one before by `mx.depends`; otherwise MLX
 would be free to unpack every tile's weights first. On the CPU a tile's weights are dequantized and
 multiplied, as `quantized_matmul` is some 50 times slower there. On the GPU `quantized_matmul` and
-the fused attention make no large arrays, and only the MLP is cut.
+the fused attention make no large arrays, and only the MLP is cut (and attention with a soft cap,
+which the fused one lacks).
 
 The twin for MeBP, ``block.plain.T.mlxfn``, is the same in plain, differentiable operations, uncut.
 
-Arithmetic between the nine arrays is float32 (the GPU's fused primitives accumulate in it).
+Arithmetic between these arrays is float32 (the GPU's fused primitives accumulate in it).
 """
 
 from __future__ import annotations
@@ -18,11 +21,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
+from functools import partial, reduce
 
 import mlx.core as mx
 
 from mesp.bundle import Layout, Quantization
-from mesp.models import Architecture
+from mesp.models import Architecture, Attention
 
 # Outputs of a projection computed at a time. Smaller tiles take less memory but make a larger
 # graph, which MLX keeps in memory.
@@ -34,7 +38,7 @@ BlockFunction = Callable[[mx.array, mx.array, mx.array, mx.array], list[mx.array
 
 
 def block_function(
-    arch: Architecture, quantization: Quantization, layout: Layout, device: str, plain: bool = False
+    arch: Architecture, kind: Attention, layout: Layout, device: str, plain: bool = False
 ) -> BlockFunction:
     """The block function for `device` ("cpu" or "gpu"), or its plain twin.
 
@@ -42,38 +46,58 @@ def block_function(
     T, the LoRA rank and the dtype (x's) are read off the arguments. docs/architecture.md has the
     outputs' shapes.
     """
+    act = ACTIVATIONS[arch.hidden_act]
+    attend = partial(
+        attention if arch.attn_logit_softcapping or device == "cpu" else fused_attention,
+        scale=arch.attention_scale,
+        cap=arch.attn_logit_softcapping,
+    )
+    if plain:
+        attend = partial(plain_attention, **attend.keywords)
+    apply = Projection.__call__ if plain or device == "gpu" else Projection.by_rows
+    mlp = plain_mlp if plain else tiled_mlp
 
     def function(x, lora, scale, weights):
+        dtype = x.dtype
         arrays = layout.unpack(weights)
-        p = _projections(arch, quantization, device, arrays, lora, scale)
+        p = _projections(arch, layout, arrays, lora, scale, device, dtype)
+        window = kind.within(x.shape[1]).sliding_window
 
         def norm(name: str, x: mx.array) -> mx.array:
             function = rms_norm if plain else mx.fast.rms_norm
             return function(x, arrays[name + ".weight"], arch.rms_norm_eps)
 
-        def rotate(x: mx.array) -> mx.array:
-            if plain:
-                return rope(x, arch.rope_theta)
-            options = {"traditional": False, "base": arch.rope_theta, "scale": 1.0, "offset": 0}
-            return mx.fast.rope(x, arch.head_dim, **options)
-
         def heads(x: mx.array) -> mx.array:  # [1, T, n·head_dim] -> [1, n, T, head_dim]
-            return x.reshape(1, x.shape[1], -1, arch.head_dim).swapaxes(1, 2)
+            return x.reshape(1, x.shape[1], -1, arch.head_dim).swapaxes(1, 2).astype(dtype)
 
-        apply = Projection.__call__ if plain or device == "gpu" else Projection.by_rows
-        attend = plain_attention if plain else fused_attention if device == "gpu" else attention
-        mlp = plain_mlp if plain else tiled_mlp
+        def place(name: str, x: mx.array) -> mx.array:  # what attention takes of q or k
+            x = x.astype(mx.float32)
+            if arch.qk_norm:
+                x = norm(f"self_attn.{name}_norm", x)
+            return (rope if plain else fast_rope)(x, kind)
 
         attn_in = norm("input_layernorm", x)
-        q = rotate(heads(apply(p["q_proj"], attn_in))).astype(x.dtype)
-        k = rotate(heads(apply(p["k_proj"].after(q), attn_in))).astype(x.dtype)
-        v = heads(apply(p["v_proj"].after(k), attn_in)).astype(x.dtype)
-        attn_out = attend(q, k, v).astype(x.dtype)
-        x_mid = apply(p["o_proj"].after(attn_out), attn_out, x).astype(x.dtype)
+        q = heads(apply(p["q"], attn_in))
+        k = heads(apply(p["k"].after(q), attn_in))
+        v = heads(apply(p["v"].after(k), attn_in))
+        attn_out = attend(place("q", q), place("k", k), v, window=window).astype(dtype)
+        o = p["o"].after(attn_out)
+        if arch.post_norms:
+            o_out = apply(o, attn_out).astype(dtype)
+            x_mid = x + norm("post_attention_layernorm", o_out.astype(mx.float32))
+        else:
+            x_mid = apply(o, attn_out, x)
+        x_mid = x_mid.astype(dtype)
 
-        mlp_in = norm("post_attention_layernorm", x_mid)
-        y, gate, up = mlp(x_mid, mlp_in, p["gate_proj"], p["up_proj"], p["down_proj"])
-        return [a.astype(x.dtype) for a in (y, attn_in, q, k, v, attn_out, x_mid, gate, up)]
+        mlp_in = norm(arch.mlp_norm, x_mid)
+        plus = None if arch.post_norms else x_mid
+        y, gate, up = mlp(mlp_in, p["gate"], p["up"], p["down"], act, plus)
+        outputs = [attn_in, q, k, v, attn_out, x_mid, gate, up]
+        if arch.post_norms:
+            mlp_out = y.astype(dtype)
+            y = x_mid + norm("post_feedforward_layernorm", mlp_out.astype(mx.float32))
+            outputs += [o_out, mlp_out]
+        return [a.astype(dtype) for a in (y, *outputs)]
 
     return function
 
@@ -114,26 +138,32 @@ class Projection:
 
     weight: mx.array
     scales: mx.array
-    biases: mx.array
+    biases: mx.array | None
     bias: mx.array | None
     a: mx.array  # [in, rank]
     b: mx.array  # [rank, out]
     scale: mx.array
     quantization: Quantization
     device: str
+    dtype: mx.Dtype  # of what the GPU multiplies
 
     def __call__(self, x: mx.array, plus: mx.array | None = None) -> mx.array:
-        """y, or y + plus where there is no bias: x [1, T, in] -> float32 [1, T, out]"""
-        plus = self.bias if plus is None else plus
-        total = mx.array(0.0) if plus is None else plus.astype(mx.float32)
+        """y, or y + plus: x [1, T, in] -> float32 [1, T, out]"""
+        total = self.start(plus)
+        total = mx.array(0.0) if total is None else total
         wide = x.astype(mx.float32)
         packed = (self.weight, self.scales, self.biases)
         if self.device == "gpu":
-            x = x.astype(self.scales.dtype)
+            x = x.astype(self.dtype)
             total += mx.quantized_matmul(x, *packed, **asdict(self.quantization))
         else:
-            total = mx.addmm(total, wide, dequantize(*packed, self.quantization.bits).T)
+            total = mx.addmm(total, wide, dequantize(*packed, self.quantization).T)
         return mx.addmm(total, self.scale * (wide @ self.a), self.b)
+
+    def start(self, plus: mx.array | None) -> mx.array | None:
+        """What the products are added to: bias + plus, of which both may be missing."""
+        terms = [a.astype(mx.float32) for a in (plus, self.bias) if a is not None]
+        return reduce(mx.add, terms) if terms else None
 
     def by_rows(self, x: mx.array, plus: mx.array | None = None) -> mx.array:
         """The same, unpacking few rows of W at a time."""
@@ -149,13 +179,13 @@ class Projection:
             self,
             weight=self.weight[rows],
             scales=self.scales[rows],
-            biases=self.biases[rows],
+            biases=None if self.biases is None else self.biases[rows],
             bias=None if self.bias is None else self.bias[rows],
             b=self.b[:, rows],
         )
 
     def inputs(self, columns: slice) -> Projection:
-        """The projection from some of the inputs (whole groups), for a projection without bias.
+        """The projection from some of the inputs (whole groups), without the bias.
 
         Over all of the inputs, what these give adds up to what the whole projection gives.
         """
@@ -166,7 +196,8 @@ class Projection:
             self,
             weight=self.weight[:, words],
             scales=self.scales[:, groups],
-            biases=self.biases[:, groups],
+            biases=None if self.biases is None else self.biases[:, groups],
+            bias=None,
             a=self.a[columns],
         )
 
@@ -175,36 +206,72 @@ class Projection:
         return replace(self, weight=mx.depends([self.weight], [*done])[0]) if done else self
 
 
-def _projections(arch, quantization, device, arrays, lora, scale) -> dict[str, Projection]:
-    """The block's projections as views of `arrays` and the flat `lora`."""
-    projections, start = {}, 0
-    sizes = arch.projections()
-    rank = lora.size // sum(map(sum, sizes.values()))
+def _projections(arch, layout, arrays, lora, scale, device, dtype) -> dict[str, Projection]:
+    """The block's seven projections as views of `arrays` and the flat `lora`."""
+    modules, start = {}, 0
+    sizes = arch.sizes()
+    rank = lora.size // arch.lora_size(1)
     for name, (out, inp) in sizes.items():
         middle, stop = start + inp * rank, start + (inp + out) * rank
-        projections[name.split(".")[1]] = Projection(
-            *(arrays[f"{name}.{part}"] for part in ("weight", "scales", "biases")),
-            bias=arrays.get(f"{name}.bias"),
+        modules[name] = Projection(
+            *(arrays.get(f"{name}.{part}") for part in ("weight", "scales", "biases", "bias")),
             a=lora[start:middle].reshape(inp, rank),
             b=lora[middle:stop].reshape(rank, out),
             scale=scale,
-            quantization=quantization,
+            quantization=Quantization.of(layout, f"{name}.", inp),
             device=device,
+            dtype=dtype,
         )
         start = stop
-    return projections
+    places = arch.projections()
+    return {name: modules[module].outputs(rows) for name, (module, rows, _) in places.items()}
 
 
-def dequantize(weight: mx.array, scales: mx.array, biases: mx.array, bits: int) -> mx.array:
+def dequantize(
+    weight: mx.array, scales: mx.array, biases: mx.array | None, quantization: Quantization
+) -> mx.array:
     """W [out, in] float32 from its packed words.
 
-    As `mx.dequantize`, except that it takes half the memory and a third of the graph's nodes on
-    the CPU, and does not round to bfloat16 where the scales are that.
+    As `mx.dequantize`, except that on the CPU it takes less memory and fewer nodes of the graph,
+    does not round to bfloat16 where the scales are that, and can be exported in every mode.
     """
-    shifts = mx.arange(0, 32, bits, dtype=mx.uint32)
-    codes = (weight[..., None] >> shifts) & (2**bits - 1)
-    scales, biases = (a.astype(mx.float32)[..., None] for a in (scales, biases))
-    return (codes.reshape(*scales.shape[:2], -1) * scales + biases).flatten(1)
+    codes = unpack(weight, quantization.bits)
+    by_group = partial(mx.unflatten, axis=1, shape=(scales.shape[1], -1))
+    if biases is not None:
+        scales, biases = (a.astype(mx.float32)[..., None] for a in (scales, biases))
+        return (by_group(codes) * scales + biases).flatten(1)
+    if quantization.mode == "nvfp4":
+        factor = minifloat(scales.astype(mx.uint32), exponent=4, mantissa=3)
+    else:  # E8M0, the exponent of a float32
+        factor = mx.power(2.0, scales.astype(mx.float32) - 127)
+    exponent, mantissa = (2, 1) if quantization.bits == 4 else (4, 3)
+    return (by_group(minifloat(codes, exponent, mantissa)) * factor[..., None]).flatten(1)
+
+
+def unpack(words: mx.array, bits: int) -> mx.array:
+    """The codes in packed words, lowest bits first: uint32 [out, n] -> [out, n · 32 / bits]"""
+    length = 32
+    if 32 % bits:  # codes cross words: take as few bytes as hold whole codes for a word
+        length = math.lcm(8, bits)
+        dtype = mx.uint32 if length <= 32 else mx.uint64
+        pieces = words.view(mx.uint8).reshape(words.shape[0], -1, length // 8).astype(dtype)
+        words = (pieces << mx.arange(0, length, 8, dtype=dtype)).sum(axis=-1)
+    shifts = mx.arange(0, length, bits, dtype=words.dtype)
+    return ((words[..., None] >> shifts) & (2**bits - 1)).flatten(1)
+
+
+def minifloat(codes: mx.array, exponent: int, mantissa: int) -> mx.array:
+    """float32 from small floating-point numbers: a sign and so many bits; E2M1 and E4M3 are such.
+
+    (1 + m / 2^M) 2^(e - bias), and for e = 0, m / 2^M 2^(1 - bias), with bias = 2^(E-1) - 1. In
+    integers, which no setting of the processor flushes to zero, and exact.
+    """
+    e = (codes >> mantissa) & (2**exponent - 1)
+    normal = mx.minimum(e, 1)
+    magnitude = ((codes & (2**mantissa - 1)) + (normal << mantissa)) << (e - normal)
+    unit = 2.0 ** (2 - 2 ** (exponent - 1) - mantissa)
+    negative = (codes >> (exponent + mantissa)).astype(mx.float32)
+    return magnitude.astype(mx.float32) * (unit - 2 * unit * negative)
 
 
 def rms_norm(x: mx.array, weight: mx.array, eps: float) -> mx.array:
@@ -214,17 +281,45 @@ def rms_norm(x: mx.array, weight: mx.array, eps: float) -> mx.array:
     return wide.astype(x.dtype) * weight
 
 
-def rope(x: mx.array, theta: float) -> mx.array:
-    """`mx.fast.rope` in plain operations, of x float32 [1, heads, T, head_dim]."""
-    half = x.shape[-1] // 2
-    frequency = mx.exp(mx.arange(half, dtype=mx.float32) * (-math.log(theta) / half))
-    angle = mx.arange(x.shape[-2], dtype=mx.float32)[:, None] * frequency
-    cos, sin = mx.cos(angle), mx.sin(angle)
-    a, b = x[..., :half], x[..., half:]
-    return mx.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1)
+def fast_rope(x: mx.array, kind: Attention) -> mx.array:
+    """RoPE of the first dimensions of x float32 [1, heads, T, head_dim]; the rest stays."""
+    if not kind.frequencies:
+        return x
+    size, periods = 2 * len(kind.frequencies), mx.array([1 / f for f in kind.frequencies])
+    if kind.rope_scale != 1:
+        x = mx.concatenate([x[..., :size] * kind.rope_scale, x[..., size:]], axis=-1)
+    return mx.fast.rope(
+        x, size, traditional=False, base=None, scale=1.0, offset=0, freqs=periods
+    )  # fmt: skip
 
 
-def attention(q: mx.array, k: mx.array, v: mx.array) -> mx.array:
+def rope(x: mx.array, kind: Attention) -> mx.array:
+    """`fast_rope` in plain operations."""
+    half = len(kind.frequencies)
+    if not half:
+        return x
+    frequencies = mx.reciprocal(mx.array([1 / f for f in kind.frequencies]))
+    angle = mx.arange(x.shape[-2], dtype=mx.float32)[:, None] * frequencies
+    cos, sin = kind.rope_scale * mx.cos(angle), kind.rope_scale * mx.sin(angle)
+    a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    return mx.concatenate([a * cos - b * sin, a * sin + b * cos, rest], axis=-1)
+
+
+def soft_cap(scores: mx.array, cap: float | None) -> mx.array:
+    return scores if cap is None else cap * mx.tanh(scores / cap)
+
+
+def visible(rows: slice, keys: slice, window: int | None) -> mx.array:
+    """Which of the keys each query row sees: bool [rows, keys]"""
+    row, key = mx.arange(rows.start, rows.stop)[:, None], mx.arange(keys.start, keys.stop)
+    seen = row >= key
+    reaches_back = window is not None and keys.stop - keys.start > window
+    return seen & (row < key + window) if reaches_back else seen
+
+
+def attention(
+    q: mx.array, k: mx.array, v: mx.array, *, scale: float, cap: float | None, window: int | None
+) -> mx.array:
     """Causal grouped-query attention, by tiles of query rows over the keys that they see.
 
     q [1, heads, T, head_dim], k and v [1, kv_heads, T, head_dim] -> float32 [1, T, heads·head_dim]
@@ -234,59 +329,77 @@ def attention(q: mx.array, k: mx.array, v: mx.array) -> mx.array:
     k, v = k.astype(mx.float32)[0], v.astype(mx.float32)[0]
     parts = []
     for rows in tiles(length, ATTENTION_ROWS):
+        keys = slice(max(rows.start - (window or length) + 1, 0), rows.stop)
         tile = q[0, :, rows]
         if parts:
             tile = mx.depends(tile, parts[-1])
         # The query heads that share a key head are rows of one matrix.
-        tile = tile.astype(mx.float32).reshape(kv_heads, -1, head_dim) * head_dim**-0.5
-        scores = tile @ k[:, : rows.stop].swapaxes(1, 2)
-        scores = scores.reshape(heads, -1, rows.stop)
-        visible = mx.arange(rows.start, rows.stop)[:, None] >= mx.arange(rows.stop)
-        weights = mx.softmax(mx.where(visible, scores, -mx.inf), axis=-1)
-        out = weights.reshape(kv_heads, -1, rows.stop) @ v[:, : rows.stop]
+        tile = tile.astype(mx.float32).reshape(kv_heads, -1, head_dim) * scale
+        scores = soft_cap(tile @ k[:, keys].swapaxes(1, 2), cap)
+        scores = scores.reshape(heads, rows.stop - rows.start, -1)
+        weights = mx.softmax(mx.where(visible(rows, keys, window), scores, -mx.inf), axis=-1)
+        out = weights.reshape(kv_heads, -1, weights.shape[-1]) @ v[:, keys]
         parts.append(out.reshape(heads, -1, head_dim).swapaxes(0, 1).flatten(1)[None])
     return mx.concatenate(parts, axis=1)
 
 
-def fused_attention(q: mx.array, k: mx.array, v: mx.array) -> mx.array:
-    """`attention` by the GPU's fused primitive, in q's dtype."""
-    out = mx.fast.scaled_dot_product_attention(q, k, v, scale=q.shape[-1] ** -0.5, mask="causal")
+def fused_attention(
+    q: mx.array, k: mx.array, v: mx.array, *, scale: float, cap: None, window: int | None
+) -> mx.array:
+    """`attention` by the GPU's fused primitive, in v's dtype."""
+    everything = slice(0, q.shape[2])
+    mask = "causal" if window is None else visible(everything, everything, window)
+    q, k = q.astype(v.dtype), k.astype(v.dtype)
+    out = mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=mask)
     return out.swapaxes(1, 2).flatten(2)
 
 
-def plain_attention(q: mx.array, k: mx.array, v: mx.array) -> mx.array:
+def plain_attention(
+    q: mx.array, k: mx.array, v: mx.array, *, scale: float, cap: float | None, window: int | None
+) -> mx.array:
     """`attention` without tiles."""
     _, heads, length, head_dim = q.shape
     q, k, v = (a.astype(mx.float32) for a in (q, k, v))
-    q = q.reshape(1, k.shape[1], -1, length, head_dim) * head_dim**-0.5
-    visible = mx.arange(length)[:, None] >= mx.arange(length)
-    scores = mx.where(visible, q @ k[:, :, None].swapaxes(-1, -2), -mx.inf)
+    q = q.reshape(1, k.shape[1], -1, length, head_dim) * scale
+    everything = slice(0, length)
+    scores = soft_cap(q @ k[:, :, None].swapaxes(-1, -2), cap)
+    scores = mx.where(visible(everything, everything, window), scores, -mx.inf)
     out = mx.softmax(scores, axis=-1) @ v[:, :, None]
     return out.reshape(1, heads, length, head_dim).swapaxes(1, 2).flatten(2)
 
 
-def swiglu(gate: mx.array, up: mx.array) -> mx.array:
-    return gate * mx.sigmoid(gate) * up
+def silu(x: mx.array) -> mx.array:
+    return x * mx.sigmoid(x)
+
+
+def gelu(x: mx.array) -> mx.array:
+    """The approximation by tanh, `nn.gelu_approx`."""
+    return 0.5 * x * (1 + mx.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+
+ACTIVATIONS = {"silu": silu, "gelu": gelu}
 
 
 def tiled_mlp(
-    x_mid: mx.array, x: mx.array, gate: Projection, up: Projection, down: Projection
-) -> list[mx.array]:
-    """[x_mid + down(swiglu(gate(x), up(x))), gate(x), up(x)], float32, of x [1, T, hidden].
+    x: mx.array, gate: Projection, up: Projection, down: Projection,
+    act: Callable[[mx.array], mx.array], plus: mx.array | None,
+) -> list[mx.array]:  # fmt: skip
+    """[plus + down(act(gate(x)) ∘ up(x)), gate(x), up(x)], float32, of x [1, T, hidden].
 
     By tiles of the intermediate dimension: each weight is unpacked once however long the sequence.
     """
-    y, gates, ups = x_mid.astype(mx.float32), [], []
+    y, done, gates, ups = down.start(plus), x, [], []
     for tile in tiles(down.a.shape[0], WIDTH, down.quantization.group_size):
-        gates.append(gate.outputs(tile).after(y)(x))
+        gates.append(gate.outputs(tile).after(done)(x))
         ups.append(up.outputs(tile).after(gates[-1])(x))
-        y = down.inputs(tile).after(ups[-1])(swiglu(gates[-1], ups[-1]), plus=y)
+        y = done = down.inputs(tile).after(ups[-1])(act(gates[-1]) * ups[-1], plus=y)
     return [y, mx.concatenate(gates, axis=-1), mx.concatenate(ups, axis=-1)]
 
 
 def plain_mlp(
-    x_mid: mx.array, x: mx.array, gate: Projection, up: Projection, down: Projection
-) -> list[mx.array]:
+    x: mx.array, gate: Projection, up: Projection, down: Projection,
+    act: Callable[[mx.array], mx.array], plus: mx.array | None,
+) -> list[mx.array]:  # fmt: skip
     """`tiled_mlp` without tiles."""
     gates, ups = gate(x), up(x)
-    return [down(swiglu(gates, ups), plus=x_mid), gates, ups]
+    return [down(act(gates) * ups, plus), gates, ups]

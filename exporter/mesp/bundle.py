@@ -11,7 +11,7 @@ import os
 import shutil
 import socket
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,13 +22,18 @@ import numpy as np
 from mlx import nn
 
 from mesp.errors import MespError
-from mesp.models import BIASED, NORMS, Architecture
+from mesp.models import Architecture
 
-FORMAT = 1
+FORMAT = 2
 PAGE = 16384  # bytes: the page of Apple's processors; weight files are whole pages, to be mapped
 ALIGNMENT = 16  # words: every array starts on a 64-byte boundary
 
-DTYPES = {"uint32": mx.uint32, "float32": mx.float32, "bfloat16": mx.bfloat16}
+DTYPES = {
+    "uint32": mx.uint32,
+    "uint8": mx.uint8,
+    "float32": mx.float32,
+    "bfloat16": mx.bfloat16,
+}
 
 
 @dataclass(frozen=True)
@@ -82,34 +87,66 @@ class Layout:
         for spec in self.arrays:
             dtype = DTYPES[spec.dtype]
             flat = words[spec.offset : spec.offset + spec.words].view(dtype)
-            # A bfloat16 array of odd length is padded to a whole word.
+            # An array of 8 or 16 bits may be padded to a whole word.
             arrays[spec.name] = flat[: math.prod(spec.shape)].reshape(spec.shape)
         return arrays
 
 
+# MLX's modes: their (bits, group size), where the mode leaves no choice.
+MODES = {"affine": None, "mxfp4": (4, 32), "nvfp4": (4, 16), "mxfp8": (8, 32)}
+
+
 @dataclass(frozen=True)
 class Quantization:
-    """MLX's affine quantization: `bits` a weight, a scale and a bias per `group_size` weights."""
+    """One of MLX's: `bits` a weight, and for each `group_size` weights a scale.
+
+    ``affine`` has a bias for each group too; the other modes' weights are small floating-point
+    numbers, and their scales as well, in a `uint8` each.
+    """
 
     bits: int = 4
     group_size: int = 64
+    mode: str = "affine"
+
+    @classmethod
+    def of(cls, arrays: Mapping[str, Any], prefix: str, columns: int) -> Quantization:
+        """What the shapes of `prefix`weight, `prefix`scales and, where there are, `prefix`biases
+
+        say of the matrix of so many columns. Raises ValueError where they fit no quantization.
+        """
+        weight, scales = (arrays[prefix + part].shape[1] for part in ("weight", "scales"))
+        size = (32 * weight // columns, columns // scales)
+        if prefix + "biases" in arrays:
+            return cls(*size)
+        for mode, its_size in MODES.items():
+            if size == its_size:
+                return cls(*size, mode)
+        raise ValueError(f"{prefix}weight has {size[0]} bits in groups of {size[1]}")
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The arrays of a quantized matrix."""
+        return ("weight", "scales", "biases")[: 3 if self.mode == "affine" else 2]
 
     def arrays(self, prefix: str, rows: int, columns: int, dtype: str) -> list:
-        """(name, shape, dtype) of the three arrays of a quantized [rows, columns] matrix."""
+        """(name, shape, dtype) of the arrays of a quantized [rows, columns] matrix."""
         groups = (rows, columns // self.group_size)
-        return [
-            (prefix + "weight", (rows, columns * self.bits // 32), "uint32"),
-            (prefix + "scales", groups, dtype),
-            (prefix + "biases", groups, dtype),
+        kinds = [
+            ((rows, columns * self.bits // 32), "uint32"),
+            (groups, dtype if self.mode == "affine" else "uint8"),
+            (groups, dtype),
         ]
+        return [(prefix + part, *kind) for part, kind in zip(self.parts, kinds, strict=False)]
 
 
-def block_layout(arch: Architecture, quantization: Quantization, dtype: str) -> Layout:
-    """The layout of every ``blocks/NN.bin``; array names are mlx-lm's."""
-    arrays: list = [(name, (arch.hidden_size,), dtype) for name in NORMS]
-    for name, (rows, columns) in arch.projections().items():
-        arrays += quantization.arrays(name + ".", rows, columns, dtype)
-        if name in BIASED:
+def block_layout(
+    arch: Architecture, quantizations: Mapping[str, Quantization], dtype: str
+) -> Layout:
+    """The layout of a block whose modules are quantized so; array names are mlx-lm's."""
+    arrays: list = [(name, (size,), dtype) for name, size in arch.norms().items()]
+    for name, (rows, columns) in arch.sizes().items():
+        arrays += quantizations[name].arrays(name + ".", rows, columns, dtype)
+        if name in arch.biases:
             arrays.append((name + ".bias", (rows,), dtype))
     return Layout.of(arrays)
 
@@ -131,7 +168,7 @@ READ_BY_COMMANDS = {
     "device": str,
     "seq_lens": [int],
     "ranks": [int],
-    "architecture": {"num_hidden_layers": int},
+    "architecture": dict,
     "files": [{"path": str, "size": int}],
 }
 _PACKED = {
@@ -139,9 +176,8 @@ _PACKED = {
     "arrays": [{"name": str, "offset": int, "shape": [int], "dtype": str}],
 }
 READ_BY_BUNDLE = {
-    "architecture": {"hidden_size": int, "vocab_size": int},
-    "quantization": {"bits": int, "group_size": int},
-    "block": {"functions": dict, "plain_functions": dict, **_PACKED},
+    "quantization": {"bits": int, "group_size": int, "mode": str},
+    "blocks": [{"layers": [int], "functions": dict, "plain_functions": dict, **_PACKED}],
     "embedding": {"file": str, **_PACKED},
     "head": {"file": str, **_PACKED},
 }
@@ -154,6 +190,20 @@ def _fits(value: Any, wanted: Any) -> bool:
     if isinstance(wanted, list):
         return isinstance(value, list) and all(_fits(each, wanted[0]) for each in value)
     return type(value) is wanted and (wanted is not int or 0 <= value < 1 << 53)
+
+
+def _block_file(index: int) -> str:
+    return f"blocks/{index:02d}.bin"
+
+
+def _check_arrays(found: Layout, expected: Layout) -> None:
+    """Raises ValueError unless both hold the same arrays."""
+    described = [
+        {spec.name: (spec.shape, spec.dtype) for spec in layout.arrays}
+        for layout in (found, expected)
+    ]
+    if described[0] != described[1]:
+        raise ValueError("its arrays are not the architecture's")
 
 
 def _data_files(entry: dict[str, Any]) -> list[Any]:
@@ -214,7 +264,11 @@ def read_manifest(path: Path, to_run: bool = True) -> dict[str, Any]:
         or not (manifest["seq_lens"] and manifest["ranks"])
         or not (isinstance(data, dict) and all(_is_split(split) for split in data.values()))
     ):
-        raise MespError(f"{path / 'manifest.json'} is damaged; write the bundle again.")
+        raise _damaged(path)
+    try:
+        Architecture.from_manifest(manifest["architecture"])
+    except (TypeError, KeyError, ValueError) as error:
+        raise _damaged(path) from error
     for entry in manifest["files"]:
         file = path / entry["path"]
         _check_inside(path, entry["path"])
@@ -225,6 +279,29 @@ def read_manifest(path: Path, to_run: bool = True) -> dict[str, Any]:
     return manifest
 
 
+def _damaged(path: Path) -> MespError:
+    return MespError(f"{path / 'manifest.json'} is damaged; write the bundle again.")
+
+
+@dataclass(frozen=True)
+class BlockGroup:
+    """Blocks of one layout and one kind of attention, and their functions' files by length."""
+
+    layers: tuple[int, ...]
+    functions: dict[str, str]
+    plain_functions: dict[str, str]
+    layout: Layout
+
+    @classmethod
+    def from_manifest(cls, entry: dict[str, Any]) -> BlockGroup:
+        layers, layout = tuple(entry["layers"]), Layout.from_manifest(entry)
+        return cls(layers, entry["functions"], entry["plain_functions"], layout)
+
+    def to_manifest(self) -> dict[str, Any]:
+        described = {name: getattr(self, name) for name in ("functions", "plain_functions")}
+        return {"layers": self.layers, **described, **self.layout.to_manifest()}
+
+
 class Bundle:
     """A bundle, read from its folder. Weights are mapped, and copied when they become arrays."""
 
@@ -233,45 +310,70 @@ class Bundle:
         self.path = Path(path)
         self.manifest = read_manifest(self.path)
         try:
-            self.architecture = Architecture(**self.manifest["architecture"])
+            self.architecture = Architecture.from_manifest(self.manifest["architecture"])
+            if not _fits(self.manifest, READ_BY_BUNDLE):
+                raise ValueError("it lacks something")
             self.quantization = Quantization(**self.manifest["quantization"])
-            self.layout = Layout.from_manifest(self.manifest["block"])
+            self.groups = [BlockGroup.from_manifest(entry) for entry in self.manifest["blocks"]]
+            self._check_groups()
             self._check_files()
-        except (TypeError, KeyError, AttributeError, ValueError) as error:
-            raise MespError(
-                f"The manifest of {path} is damaged; write the bundle again."
-            ) from error
+        except (TypeError, KeyError, AttributeError, ValueError, ArithmeticError) as error:
+            raise _damaged(self.path) from error
+
+    def _check_groups(self) -> None:
+        """Raises ValueError unless each block is in one group, of one kind of attention, and every
+        layout holds the architecture's arrays."""
+        arch, dtype = self.architecture, self.manifest["dtype"]
+        layers = [layer for group in self.groups for layer in group.layers]
+        if sorted(layers) != list(range(arch.num_hidden_layers)):
+            raise ValueError("a block is in no group, or in several")
+        for group in self.groups:
+            if len({arch.kind(layer) for layer in group.layers}) != 1:
+                raise ValueError("blocks of a group differ in their attention")
+            quantizations = {
+                name: Quantization.of(group.layout, f"{name}.", columns)
+                for name, (_, columns) in arch.sizes().items()
+            }
+            _check_arrays(group.layout, block_layout(arch, quantizations, dtype))
+        for table in ("embedding", "head"):
+            layout = Layout.from_manifest(self.manifest[table])
+            quantization = Quantization.of(layout, "", arch.hidden_size)
+            norm = table == "head" or arch.tie_word_embeddings
+            _check_arrays(layout, table_layout(arch, quantization, dtype, norm))
 
     def _check_files(self) -> None:
         """Raises ValueError unless each file that the manifest names is in its list, and each
         array within its file."""
         sizes = {entry["path"]: entry["size"] for entry in self.manifest["files"]}
         manifest = self.manifest
-        if not _fits(manifest, READ_BY_BUNDLE) or self.architecture.num_hidden_layers > len(sizes):
-            raise ValueError("it lacks something")
         named = [file for split in manifest.get("data", {}).values() for file in _data_files(split)]
-        for functions in ("functions", "plain_functions"):
-            named += manifest["block"][functions].values()
+        for group in self.groups:
+            for functions in (group.functions, group.plain_functions):
+                if not functions.keys() >= set(map(str, manifest["seq_lens"])):
+                    raise ValueError("it lacks a function")
+                named += functions.values()
         if not sizes.keys() >= set(named):
             raise ValueError("it names a file that it does not list")
-        packed = {
-            f"blocks/{i:02d}.bin": "block" for i in range(self.architecture.num_hidden_layers)
-        }
-        packed |= {manifest[table]["file"]: table for table in ("embedding", "head")}
+        packed = {_block_file(i): group.layout for group in self.groups for i in group.layers}
+        for table in ("embedding", "head"):
+            packed[manifest[table]["file"]] = Layout.from_manifest(manifest[table])
         for file, layout in packed.items():
-            layout = Layout.from_manifest(manifest[layout])
             if sizes[file] != layout.words * 4 or any(
                 spec.offset + spec.words > layout.words for spec in layout.arrays
             ):
                 raise ValueError("an array is not within its file")
 
+    def group(self, index: int) -> BlockGroup:
+        """The group that block `index` is in."""
+        return next(group for group in self.groups if index in group.layers)
+
     def block_words(self, index: int) -> mx.array:
-        """A block's file as the block function takes it: uint32 [layout.words]."""
-        return self._words(f"blocks/{index:02d}.bin")
+        """A block's file as the block function takes it: uint32 [words]."""
+        return self._words(_block_file(index))
 
     def block(self, index: int) -> dict[str, mx.array]:
         """A block's arrays by mlx-lm's names, such as ``self_attn.q_proj.weight``."""
-        return self.layout.unpack(self.block_words(index))
+        return self.group(index).layout.unpack(self.block_words(index))
 
     def embedding(self) -> dict[str, mx.array]:
         """The embedding's ``weight`` (packed [vocab_size, …]), ``scales`` and ``biases``."""
@@ -283,25 +385,39 @@ class Bundle:
 
     def to_mlx_lm(self) -> nn.Module:
         """The weights, quantized as they are, as mlx-lm's model."""
-        from mlx_lm.models import qwen2  # here, as it takes tens of MB
+        from mlx_lm.utils import _get_classes  # here, as it takes tens of MB
 
+        arch = self.architecture
         config = json.loads((self.path / "config.json").read_text(encoding="utf-8"))
-        model = qwen2.Model(qwen2.ModelArgs.from_dict(config))
-        nn.quantize(model, self.quantization.group_size, self.quantization.bits)
-        weights = {"model.norm.weight": self.head()["norm"]}
-        for name in ("weight", "scales", "biases"):
-            weights[f"model.embed_tokens.{name}"] = self.embedding()[name]
-            if not config["tie_word_embeddings"]:
-                weights[f"lm_head.{name}"] = self.head()[name]
-        for index in range(self.architecture.num_hidden_layers):
-            for name, array in self.block(index).items():
-                weights[f"model.layers.{index}.{name}"] = array
+        model_class, arguments = _get_classes(config)
+        model = model_class(arguments.from_dict(config))
+
+        head = self.head()
+        weights = {"model.norm.weight": head.pop("norm") - arch.norm_offset}
+        tables = {"model.embed_tokens": self.embedding()}
+        tables |= {} if arch.tie_word_embeddings else {"lm_head": head}
+        for table, arrays in tables.items():
+            weights |= {f"{table}.{part}": a for part, a in arrays.items() if part != "norm"}
+        for index in range(arch.num_hidden_layers):
+            block = self.block(index)
+            block |= {name: block[name] - arch.norm_offset for name in arch.norms()}
+            weights |= {f"model.layers.{index}.{name}": array for name, array in block.items()}
+        if hasattr(model, "sanitize"):
+            weights = model.sanitize(weights)
+
+        def quantization(path: str, module: nn.Module) -> dict[str, Any] | bool:
+            if f"{path}.scales" not in weights:
+                return False
+            return asdict(Quantization.of(weights, f"{path}.", module.weight.shape[1]))
+
+        nn.quantize(model, class_predicate=quantization)
         model.load_weights(list(weights.items()))
         return model
 
-    def function(self, seq_len: int, plain: bool = False) -> Any:
-        """The block function, or its plain twin: (x, lora, scale, weights) to nine arrays."""
-        files = self.manifest["block"]["plain_functions" if plain else "functions"]
+    def function(self, seq_len: int, index: int = 0, plain: bool = False) -> Any:
+        """Block `index`'s function, or its plain twin: (x, lora, scale, weights) to its arrays."""
+        group = self.group(index)
+        files = group.plain_functions if plain else group.functions
         return mx.import_function(str(self.path / files[str(seq_len)]))
 
     def tokens(self, split: str) -> np.ndarray:

@@ -8,7 +8,7 @@ import re
 import shutil
 import zlib
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,10 +19,12 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-from mesp.block import block_function, export_block, tiles
+from mesp.block import BlockFunction, block_function, export_block, tiles
 from mesp.bundle import (
     DTYPES,
     FORMAT,
+    MODES,
+    BlockGroup,
     Layout,
     Piece,
     Quantization,
@@ -49,11 +51,12 @@ from mesp.errors import MespError, plain_os_errors
 from mesp.hub import download
 from mesp.known import KNOWN
 from mesp.log import megabytes
-from mesp.models import BIASED, NORMS, PROJECTIONS, Architecture
+from mesp.models import Architecture, Attention, complete
 
 TILE = 1 << 22  # elements of a matrix that are quantized at a time
 DEMO = Path(__file__).parent / "demo_model"
-BITS = (4, 8)
+BITS = (4, 8)  # that a model is quantized to here
+AFFINE = {2, 3, 4, 5, 6, 8}, {32, 64, 128}  # bits and group sizes that MLX has
 CONSOLE = Console(stderr=True)
 COLUMNS = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
 TOKENIZER_FILES = (
@@ -131,40 +134,106 @@ def _license(model_card: Path) -> str | None:
         return None
 
 
-def find_quantization(source: Source, bits: int | None, group_size: int | None) -> Quantization:
+@dataclass(frozen=True)
+class Quantizations:
+    """Of a model's matrices: the main one, and those of modules that differ, by their names.
+
+    A module that is named with None is not quantized.
+    """
+
+    main: Quantization
+    others: dict[str, Quantization | None] = field(default_factory=dict)
+    config: dict[str, Any] | None = None  # the model's own ``quantization``
+
+    def of(self, module: str) -> Quantization:
+        """Raises MespError where the module is not quantized."""
+        quantization = self.others.get(module, self.main)
+        if quantization is None:
+            raise _not_quantized(module)
+        return quantization
+
+
+def _not_quantized(module: str) -> MespError:
+    return MespError(
+        f"{module} is not quantized, unlike the rest of the model, which is not supported; take "
+        "the model it was made from."
+    )
+
+
+def find_quantizations(
+    source: Source, mode: str | None, bits: int | None, group_size: int | None
+) -> Quantizations:
     """The quantization asked for (None: the default), or that of a model that has one already."""
     config = source.config
     method = (config.get("quantization_config") or {}).get("quant_method")
+    if method:
+        raise MespError(
+            f"{source.name} is quantized by {method}, which is not supported; take the model it "
+            "was made from, or one quantized by mlx-lm."
+        )
     given = config.get("quantization")
-    if method or (given and given.get("mode", "affine") != "affine"):
-        raise MespError(
-            f"{source.name} is quantized by {method or given['mode']}, which is not supported; "
-            "take the model it was made from, or one quantized by mlx-lm."
-        )
+    asked = (mode, bits, group_size)
     if not given:
-        return Quantization(bits or 4, group_size or 64)
-    quantization = Quantization(given["bits"], given["group_size"])
-    if any(isinstance(value, dict) for value in given.values()) or quantization.bits not in BITS:
+        return Quantizations(choose_quantization(*asked))
+
+    def read(entry: dict[str, Any]) -> Quantization:
+        size, group, mode = entry.get("bits"), entry.get("group_size"), entry.get("mode", "affine")
+        default = MODES.get(mode) or (4, 64)
+        quantization = Quantization(size or default[0], group or default[1], mode)
+        if not is_of_mlx(quantization):
+            raise MespError(
+                f"{source.name} is quantized to {describe_quantization(quantization)}, which MLX "
+                "does not have; take the model it was made from."
+            )
+        return quantization
+
+    main = read(given)
+    had = (main.mode, main.bits, main.group_size)
+    if any(a is not None and a != b for a, b in zip(asked, had, strict=True)):
         raise MespError(
-            f"{source.name} is quantized to other widths than {' or '.join(map(str, BITS))} bits "
-            "throughout, which is not supported; take the model it was made from."
+            f"{source.name} is quantized already, to {describe_quantization(main)}; leave out "
+            "--mode, --bits and --group-size."
         )
-    if (bits or quantization.bits, group_size or quantization.group_size) != (
-        quantization.bits,
-        quantization.group_size,
-    ):
+    # As mlx-lm: a dictionary for a module's own, or whether it is quantized as the rest.
+    others = {
+        name: read(entry) if isinstance(entry, dict) else main if entry else None
+        for name, entry in given.items()
+        if isinstance(entry, dict | bool)
+    }
+    return Quantizations(main, others, given)
+
+
+def choose_quantization(mode: str | None, bits: int | None, group_size: int | None) -> Quantization:
+    mode = mode or "affine"
+    if mode == "affine":
+        return Quantization(bits or 4, group_size or 64)
+    quantization = Quantization(*MODES[mode], mode)
+    if (bits or quantization.bits, group_size or quantization.group_size) != MODES[mode]:
         raise MespError(
-            f"{source.name} is quantized already, to {quantization.bits} bits in groups of "
-            f"{quantization.group_size}; leave out --bits and --group-size."
+            f"--mode {mode} is {quantization.bits} bits in groups of {quantization.group_size}; "
+            "leave out --bits and --group-size."
         )
     return quantization
+
+
+def is_of_mlx(quantization: Quantization) -> bool:
+    bits, group_size = quantization.bits, quantization.group_size
+    if quantization.mode == "affine":
+        return bits in AFFINE[0] and group_size in AFFINE[1]
+    return MODES.get(quantization.mode) == (bits, group_size)
+
+
+def describe_quantization(quantization: Quantization) -> str:
+    mode = "" if quantization.mode == "affine" else f"{quantization.mode}, "
+    return f"{mode}{quantization.bits} bits in groups of {quantization.group_size}"
 
 
 class RandomWeights:
     """Weights of a geometry, drawn at random as they are asked for."""
 
-    def __init__(self, seed: int):
-        self.seed = seed
+    def __init__(self, seed: int, norm: float = 1.0):
+        """`norm` is what the norms' weights are."""
+        self.seed, self.norm = seed, norm
         self.generators: dict[str, np.random.Generator] = {}
 
     def is_quantized(self, name: str) -> bool:
@@ -173,7 +242,7 @@ class RandomWeights:
     def rows(self, name: str, shape: tuple[int, ...], rows: slice) -> mx.array:
         size = (rows.stop - rows.start, *shape[1:])
         if "norm" in name:
-            return mx.ones(size)
+            return mx.full(size, self.norm)
         seed = (self.seed, zlib.crc32(name.encode()))
         generator = self.generators.setdefault(name, np.random.default_rng(seed))
         return mx.array(0.02 * generator.standard_normal(size, dtype=np.float32))
@@ -185,6 +254,7 @@ TENSOR_DTYPES = {
     "F16": (np.float16, mx.float16),
     "BF16": (np.uint16, mx.bfloat16),
     "U32": (np.uint32, mx.uint32),
+    "U8": (np.uint8, mx.uint8),
 }
 
 
@@ -263,36 +333,44 @@ Weights = RandomWeights | SafetensorsWeights
 
 
 def block_pieces(
-    weights: Weights, index: int, layout: Layout, quantization: Quantization
+    weights: Weights, index: int, layout: Layout, arch: Architecture, quantizations: Quantizations
 ) -> Iterator[Piece]:
     """What goes into a block's file."""
     prefix = f"model.layers.{index}."
-    for name in (*NORMS, *(f"{name}.bias" for name in BIASED)):
-        yield name, 0, vector(weights, prefix + name, layout[name].shape)
-    for name in PROJECTIONS:
-        yield from matrix_pieces(weights, prefix + name, layout, f"{name}.", quantization)
+    for name in arch.norms():
+        yield name, 0, norm(weights, prefix + name, layout[name].shape, arch)
+    for name in arch.biases:
+        shape = layout[f"{name}.bias"].shape
+        yield f"{name}.bias", 0, weights.rows(f"{prefix}{name}.bias", shape, slice(0, *shape))
+    for name in arch.modules:
+        yield from matrix_pieces(weights, prefix + name, layout, f"{name}.", quantizations)
 
 
 def table_pieces(
-    weights: Weights, source: str, layout: Layout, quantization: Quantization
+    weights: Weights, source: str, layout: Layout, arch: Architecture, quantizations: Quantizations
 ) -> Iterator[Piece]:
     """What goes into the file of the embedding or the head; the one used as head has the norm."""
-    yield from matrix_pieces(weights, source, layout, "", quantization)
+    yield from matrix_pieces(weights, source, layout, "", quantizations)
     if "norm" in layout:
-        yield "norm", 0, vector(weights, "model.norm.weight", layout["norm"].shape)
+        yield "norm", 0, norm(weights, "model.norm.weight", layout["norm"].shape, arch)
 
 
-def vector(weights: Weights, source: str, shape: tuple[int]) -> mx.array:
-    return weights.rows(source, shape, slice(0, shape[0]))
+def norm(weights: Weights, source: str, shape: tuple[int], arch: Architecture) -> mx.array:
+    """What a normed vector is multiplied by."""
+    return weights.rows(source, shape, slice(0, *shape)).astype(mx.float32) + arch.norm_offset
 
 
 def matrix_pieces(
-    weights: Weights, source: str, layout: Layout, prefix: str, quantization: Quantization
+    weights: Weights, source: str, layout: Layout, prefix: str, quantizations: Quantizations
 ) -> Iterator[Piece]:
     """The matrix `source` quantized, some rows at a time; as it is where it comes quantized."""
-    parts = ("weight", "scales", "biases")
+    quantization = quantizations.of(source)
+    parts = quantization.parts
     shapes = [layout[prefix + part].shape for part in parts]
     count, columns = shapes[0][0], shapes[0][1] * 32 // quantization.bits
+    drawn = isinstance(weights, RandomWeights)
+    if quantizations.config and not (drawn or weights.is_quantized(source)):
+        raise _not_quantized(source)
     for rows in tiles(count, TILE // columns):
         if weights.is_quantized(source):
             arrays = [
@@ -315,7 +393,7 @@ class Options:
     data_options: DataOptions
     seq_lens: list[int]
     ranks: list[int]
-    quantization: Quantization
+    quantizations: Quantizations
     dtype: str
     device: str
     seed: int
@@ -324,21 +402,30 @@ class Options:
 
 def export(source: Source, weights: Weights, arch: Architecture, options: Options) -> dict:
     """Writes the bundle `options.out` and returns its manifest."""
-    quantization, dtype = options.quantization, options.dtype
-    check_quantization(arch, quantization)
-    block = block_layout(arch, quantization, dtype)
-    embedding = table_layout(arch, quantization, dtype, norm=arch.tie_word_embeddings)
-    head = None if arch.tie_word_embeddings else table_layout(arch, quantization, dtype, norm=True)
-    weight_files = [
-        (f"blocks/{i:02d}.bin", block, block_pieces(weights, i, block, quantization))
+    quantizations, dtype = options.quantizations, options.dtype
+    check_quantizations(arch, quantizations)
+    layouts = [
+        block_layout(
+            arch,
+            {name: quantizations.of(f"model.layers.{i}.{name}") for name in arch.modules},
+            dtype,
+        )
         for i in range(arch.num_hidden_layers)
+    ]
+    tied = arch.tie_word_embeddings
+    embedding = table_layout(arch, quantizations.of("model.embed_tokens"), dtype, norm=tied)
+    head = None if tied else table_layout(arch, quantizations.of("lm_head"), dtype, norm=True)
+    weight_files = [
+        (f"blocks/{i:02d}.bin", layout, block_pieces(weights, i, layout, arch, quantizations))
+        for i, layout in enumerate(layouts)
     ]
     for file, name, layout in (
         ("embedding.bin", "model.embed_tokens", embedding),
         ("head.bin", "lm_head", head),
     ):
         if layout:
-            weight_files.append((file, layout, table_pieces(weights, name, layout, quantization)))
+            pieces = table_pieces(weights, name, layout, arch, quantizations)
+            weight_files.append((file, layout, pieces))
     total = sum(layout.words * 4 for _, layout, _ in weight_files)
 
     with (
@@ -350,12 +437,12 @@ def export(source: Source, weights: Weights, arch: Architecture, options: Option
         task = bar.add_task("Tokenizing", total=None)
         splits = tokenize(source, weights, arch, options)
         (folder / "blocks").mkdir()
-        functions = write_functions(folder, arch, block, options)
+        groups = write_functions(folder, arch, layouts, options)
         bar.update(task, description=f"Writing {options.out.name}", total=total)
         for file, layout, pieces in weight_files:
             write_weights(folder / file, layout, pieces, partial(bar.advance, task))
         data = write_data(folder, "data", splits)
-        copy_texts(source, folder, arch, quantization)
+        copy_texts(source, folder, arch, quantizations)
         manifest = {
             "format": FORMAT,
             "name": source.name,
@@ -363,11 +450,11 @@ def export(source: Source, weights: Weights, arch: Architecture, options: Option
             "mlx_version": mx.__version__,
             "device": options.device,
             "dtype": dtype,
-            "architecture": asdict(arch),
-            "quantization": asdict(quantization),
+            "architecture": arch.to_manifest(),
+            "quantization": asdict(quantizations.main),
             "seq_lens": options.seq_lens,
             "ranks": options.ranks,
-            "block": {**functions, **block.to_manifest()},
+            "blocks": [group.to_manifest() for group in groups],
             "embedding": {"file": "embedding.bin", **embedding.to_manifest()},
             "head": {
                 "file": "head.bin" if head else "embedding.bin",
@@ -381,38 +468,61 @@ def export(source: Source, weights: Weights, arch: Architecture, options: Option
 
 
 def write_functions(
-    folder: Path, arch: Architecture, layout: Layout, options: Options
-) -> dict[str, dict[str, str]]:
-    """Writes the block function and its plain twin, a file for each sequence length.
+    folder: Path, arch: Architecture, layouts: list[Layout], options: Options
+) -> list[BlockGroup]:
+    """Writes the block functions and their plain twins, a file for each sequence length.
 
-    Returns the files' names by length, as in the manifest's ``block``.
+    Blocks of one layout and one kind of attention are a group, with functions of its own for the
+    lengths at which no group before has the same: a window counts only for longer sequences.
     """
-    functions: dict[str, dict[str, str]] = {"functions": {}, "plain_functions": {}}
-    for key, files in functions.items():
-        plain = key == "plain_functions"
-        function = block_function(arch, options.quantization, layout, options.device, plain)
-        for seq_len in options.seq_lens:
-            file = f"block.{'plain.' if plain else ''}{seq_len}.mlxfn"
-            try:
-                export_block(
-                    str(folder / file), function, arch, layout, DTYPES[options.dtype],
-                    options.device, [seq_len], options.ranks,
-                )  # fmt: skip
-            except RuntimeError as error:
-                raise MespError(
-                    f"Cannot write {options.out}: is the disk full? ({error})"
-                ) from error
-            files[str(seq_len)] = file
-    return functions
+    members: dict[tuple[Layout, Attention], list[int]] = {}
+    for i, layout in enumerate(layouts):
+        members.setdefault((layout, arch.kind(i)), []).append(i)
+    groups, written = [], {}
+    for number, ((layout, kind), layers) in enumerate(members.items()):
+        prefix = f"block.{number}." if number else "block."
+        group = BlockGroup(tuple(layers), {}, {}, layout)
+        for plain, files in ((False, group.functions), (True, group.plain_functions)):
+            function = block_function(arch, kind, layout, options.device, plain)
+            for seq_len in options.seq_lens:
+                same = (layout, kind.within(seq_len), plain, seq_len)
+                if same not in written:
+                    written[same] = f"{prefix}{'plain.' if plain else ''}{seq_len}.mlxfn"
+                    write_function(folder / written[same], function, arch, layout, seq_len, options)
+                files[str(seq_len)] = written[same]
+        groups.append(group)
+    return groups
 
 
-def check_quantization(arch: Architecture, quantization: Quantization) -> None:
-    """Raises MespError unless groups divide the rows of every matrix."""
-    for columns in sorted({columns for _, columns in arch.projections().values()}):
-        if columns % quantization.group_size:
+def write_function(
+    path: Path,
+    function: BlockFunction,
+    arch: Architecture,
+    layout: Layout,
+    seq_len: int,
+    options: Options,
+) -> None:
+    dtype, device, ranks = DTYPES[options.dtype], options.device, options.ranks
+    try:
+        export_block(str(path), function, arch, layout, dtype, device, [seq_len], ranks)
+    except RuntimeError as error:
+        raise MespError(f"Cannot write {options.out}: is the disk full? ({error})") from error
+
+
+def check_quantizations(arch: Architecture, quantizations: Quantizations) -> None:
+    """Raises MespError unless every matrix is quantized, and groups divide its rows."""
+    columns = {"model.embed_tokens": arch.hidden_size}
+    if not arch.tie_word_embeddings:
+        columns["lm_head"] = arch.hidden_size
+    for i in range(arch.num_hidden_layers):
+        for name, (_, inp) in arch.sizes().items():
+            columns[f"model.layers.{i}.{name}"] = inp
+    for name, size in columns.items():
+        group_size = quantizations.of(name).group_size
+        if size % group_size:
             raise MespError(
-                f"Groups of {quantization.group_size} weights do not divide the model's rows of "
-                f"{columns}; take another --group-size, such as 32."
+                f"Groups of {group_size} weights do not divide the rows of {size} of {name}; take "
+                "another --group-size, such as 32."
             )
 
 
@@ -444,14 +554,17 @@ def tokenize(
 
 
 def copy_texts(
-    source: Source, folder: Path, arch: Architecture, quantization: Quantization
+    source: Source, folder: Path, arch: Architecture, quantizations: Quantizations
 ) -> None:
     """Writes config.json as of the bundle's weights; copies the tokenizer and the licence."""
-    config = {
-        **source.config,
+    config = complete(source.config) | {
         "num_hidden_layers": arch.num_hidden_layers,
-        "quantization": asdict(quantization),
+        "tie_word_embeddings": arch.tie_word_embeddings,
+        "quantization": quantizations.config or asdict(quantizations.main),
     }
+    for key in ("layer_types", "no_rope_layers"):  # one entry a block
+        if isinstance(config.get(key), list):
+            config[key] = config[key][: arch.num_hidden_layers]
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     if source.folder:
         licenses = [f.name for f in source.folder.glob("LICENSE*") if f.is_file()]
@@ -462,16 +575,16 @@ def copy_texts(
 
 def summary(out: Path, manifest: dict[str, Any]) -> str:
     """What was written, for people."""
-    arch = Architecture(**manifest["architecture"])
+    arch = Architecture.from_manifest(manifest["architecture"])
     size = sum(file["size"] for file in manifest["files"])
-    quantization = manifest["quantization"]
     lora = {r: arch.num_hidden_layers * arch.lora_size(r) for r in manifest["ranks"]}
+    blocks = dict.fromkeys(f"{g['words'] * 4 / 1e6:,.2f}" for g in manifest["blocks"])
     lines = {
         "model": f"{manifest['name']}, {arch.num_hidden_layers} blocks, hidden size "
         f"{arch.hidden_size}, vocabulary {arch.vocab_size:,}",
-        "weights": f"{quantization['bits']} bits in groups of {quantization['group_size']}, "
+        "weights": f"{describe_weights(manifest)}, "
         f"{manifest['dtype']} on the {manifest['device'].upper()}",
-        "size": f"{size / 1e6:,.1f} MB: blocks of {manifest['block']['words'] * 4 / 1e6:,.2f} MB, "
+        "size": f"{size / 1e6:,.1f} MB: blocks of {' or '.join(blocks)} MB, "
         f"embedding {manifest['embedding']['words'] * 4 / 1e6:,.2f} MB",
         "sequences": " or ".join(map(str, manifest["seq_lens"])) + " tokens",
         "LoRA": "; ".join(f"rank {r}: {n:,} parameters" for r, n in lora.items()),
@@ -480,6 +593,21 @@ def summary(out: Path, manifest: dict[str, Any]) -> str:
     if memory := predicted_memory(out, manifest):
         lines["memory"] = memory
     return "\n".join([f"Wrote {out}", *(f"  {key:10} {value}" for key, value in lines.items())])
+
+
+def describe_weights(manifest: dict[str, Any]) -> str:
+    """The quantization, and whether some matrices have another."""
+    main = Quantization(**manifest["quantization"])
+    arch = Architecture.from_manifest(manifest["architecture"])
+    layouts = [(Layout.from_manifest(group), arch.sizes()) for group in manifest["blocks"]]
+    table = {"": (arch.vocab_size, arch.hidden_size)}
+    layouts += [(Layout.from_manifest(manifest[name]), table) for name in ("embedding", "head")]
+    differ = any(
+        Quantization.of(layout, f"{name}." if name else "", columns) != main
+        for layout, sizes in layouts
+        for name, (_, columns) in sizes.items()
+    )
+    return describe_quantization(main) + (", some matrices otherwise" if differ else "")
 
 
 def predicted_memory(out: Path, manifest: dict[str, Any]) -> str | None:
@@ -534,6 +662,10 @@ class ListOptions(click.Command):
     metavar="N ...", help="Sequence lengths to train with.",
 )  # fmt: skip
 @click.option(
+    "--mode", type=click.Choice(list(MODES)), show_default="affine",
+    help="Kind of quantization; those but affine set the bits and the groups.",
+)  # fmt: skip
+@click.option(
     "--bits", type=click.Choice(list(map(str, BITS))), show_default="4", help="Bits a weight.",
 )  # fmt: skip
 @click.option(
@@ -557,7 +689,7 @@ class ListOptions(click.Command):
 @click.option("--seed", type=click.IntRange(min=0), default=0, help="Of --random-weights.")
 @click.option("--overwrite", is_flag=True, help="Replace --out where it is a bundle.")
 def main(
-    model, out, data, data_options, seq_lens, bits, group_size, ranks, dtype, device,
+    model, out, data, data_options, seq_lens, mode, bits, group_size, ranks, dtype, device,
     random_weights, layers, seed, overwrite,
 ):  # fmt: skip
     """Quantize a model and write it as a bundle to fine-tune on an iPhone, a Mac or Linux."""
@@ -569,13 +701,17 @@ def main(
     arch = Architecture.from_config(source.config)
     if layers and layers > arch.num_hidden_layers:
         raise MespError(f"{source.name} has {arch.num_hidden_layers} blocks, fewer than --layers.")
-    arch = replace(arch, num_hidden_layers=layers or arch.num_hidden_layers)
-    quantization = find_quantization(source, bits and int(bits), group_size and int(group_size))
+    arch = arch.first(layers or arch.num_hidden_layers)
+    quantizations = find_quantizations(
+        source, mode, bits and int(bits), group_size and int(group_size)
+    )
     if random_weights:
         source = replace(source, name=f"{source.name}-random", revision=None)
-        weights = RandomWeights(seed)
+        weights = RandomWeights(seed, norm=1 - arch.norm_offset)
     else:
         weights = SafetensorsWeights(source.folder)
+        if arch.model_type == "gemma3_text" and weights.is_quantized("lm_head"):
+            arch = replace(arch, tie_word_embeddings=False)  # a copy that older mlx-lm made
     if data is None and data_options != DataOptions():
         raise MespError("--pack, --mask-prompt and --long say how --data is taken; name it too.")
     if data is None and model == "demo" and not random_weights:
@@ -586,7 +722,7 @@ def main(
         data_options=data_options,
         seq_lens=sorted(set(seq_lens)),
         ranks=sorted(set(ranks)),
-        quantization=quantization,
+        quantizations=quantizations,
         dtype=dtype or {"cpu": "float32", "gpu": "bfloat16"}[device],
         device=device,
         seed=seed,

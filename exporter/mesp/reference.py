@@ -4,13 +4,13 @@ Read it top to bottom. Right below each formula is its derivative, the backward 
 is the gradient of the loss by `y`. First the pieces of a block, then the head with the loss, then
 the block, then the three training methods:
 
-- MeSP: `block_backward`, written by hand from the block's input and eight intermediates;
+- MeSP: `block_backward`, written by hand from the block's input and its intermediates;
 - MeBP: the same loop over blocks, each differentiated by `mx.vjp`;
 - MeZO: two forward passes with a seeded perturbation.
 
-Everything is float32, whatever the bundle's dtype; nothing is tiled and nothing is tuned. Sizes: T
-tokens, heads (of queries), kv_heads (of keys and values), D = head_dim, V = vocabulary; ∘ is the
-elementwise product.
+Everything is float32, whatever the bundle's dtype; nothing is tiled and nothing is tuned. What a
+family of models lacks (QK-norm, a soft cap, …) its formula leaves out. Sizes: T tokens, heads (of
+queries), kv_heads (of keys and values), D = head_dim, V = vocabulary; ∘ is the elementwise product.
 """
 
 import math
@@ -20,10 +20,11 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from mesp.bundle import Bundle
-from mesp.models import PROJECTIONS, Architecture
+from mesp.bundle import Bundle, Quantization
+from mesp.models import Architecture, Attention
 
 INTERMEDIATES = ("attn_in", "q", "k", "v", "attn_out", "x_mid", "gate", "up")
+POST_NORMED = ("o_out", "mlp_out")  # more intermediates of a block with post norms
 
 Weights = dict[str, mx.array]
 
@@ -33,8 +34,8 @@ class Model:
     """Frozen weights, by mlx-lm's names (docs/architecture.md lists them).
 
     `blocks` has one dictionary a block. `embedding` and `head` hold `weight` [V, hidden] packed,
-    `scales` and `biases`; `head` also `norm` [hidden], the final RMSNorm. Both hold the embedding's
-    matrix in a model that ties them.
+    `scales` and, unless the quantization has none, `biases`; `head` also `norm` [hidden], the final
+    RMSNorm. Both hold the embedding's matrix in a model that ties them.
     """
 
     arch: Architecture
@@ -51,22 +52,30 @@ class Model:
 
 
 def dequantize(weights: Weights, name: str, in_size: int) -> mx.array:
-    """W [out, in] float32 from `name`weight, `name`scales and `name`biases.
+    """W [out, in] float32 from `name`weight, `name`scales and, where there are, `name`biases.
 
-    The arrays' shapes tell the bits and the group size.
+    The arrays' shapes tell the quantization.
     """
-    packed, scales, biases = (weights[name + part] for part in ("weight", "scales", "biases"))
+    quantization = Quantization.of(weights, name, in_size)
+    packed, scales, *biases = (weights[name + part] for part in quantization.parts)
+    if biases:
+        scales, biases = scales.astype(mx.float32), [biases[0].astype(mx.float32)]
     return mx.dequantize(
         packed,
-        scales.astype(mx.float32),
-        biases.astype(mx.float32),
-        group_size=in_size // scales.shape[-1],
-        bits=packed.shape[-1] * 32 // in_size,
+        scales,
+        *biases,
+        group_size=quantization.group_size,
+        bits=quantization.bits,
+        mode=quantization.mode,
+        dtype=mx.float32,
     )
 
 
 # LoRA parameters: one flat float32 vector a block, with A [in, rank] then B [rank, out] of each
-# projection in the order of `PROJECTIONS`.
+# module in the order of `Architecture.modules`. The projections of a fused module share its A, and
+# each has its columns of B.
+
+Matrices = dict[str, tuple[mx.array, mx.array]]
 
 
 def lora_rank(flat: mx.array, arch: Architecture) -> int:
@@ -74,12 +83,10 @@ def lora_rank(flat: mx.array, arch: Architecture) -> int:
     return flat.size // arch.lora_size(1)
 
 
-def unpack_lora(
-    flat: mx.array, arch: Architecture, rank: int
-) -> dict[str, tuple[mx.array, mx.array]]:
-    """The matrices A [in, rank] and B [rank, out] of each projection, from the flat vector [P]."""
+def unpack_lora(flat: mx.array, arch: Architecture, rank: int) -> Matrices:
+    """The matrices A [in, rank] and B [rank, out] of each module, from the flat vector [P]."""
     matrices, start = {}, 0
-    for name, (out_size, in_size) in arch.projections().items():
+    for name, (out_size, in_size) in arch.sizes().items():
         middle, end = start + in_size * rank, start + (in_size + out_size) * rank
         matrices[name] = (
             flat[start:middle].reshape(in_size, rank),
@@ -89,22 +96,22 @@ def unpack_lora(
     return matrices
 
 
-def pack_lora(matrices: dict[str, tuple[mx.array, mx.array]]) -> mx.array:
-    """The flat vector [P] of each projection's A and B (or of their gradients)."""
-    return mx.concatenate([m.reshape(-1) for name in PROJECTIONS for m in matrices[name]])
+def pack_lora(matrices: Matrices, arch: Architecture) -> mx.array:
+    """The flat vector [P] of each module's A and B (or of their gradients)."""
+    return mx.concatenate([m.reshape(-1) for name in arch.modules for m in matrices[name]])
 
 
 def init_lora(arch: Architecture, rank: int, seed: int) -> list[mx.array]:
     """Initial flat LoRA vectors, one a block: A uniform in ±1/√in, B zero."""
     blocks = []
     for block_key in mx.random.split(mx.random.key(seed), arch.num_hidden_layers):
-        keys = mx.random.split(block_key, len(PROJECTIONS))
+        keys = mx.random.split(block_key, len(arch.modules))
         matrices = {}
-        for key, (name, (out_size, in_size)) in zip(keys, arch.projections().items(), strict=True):
+        for key, (name, (out_size, in_size)) in zip(keys, arch.sizes().items(), strict=True):
             bound = 1 / math.sqrt(in_size)
             a = mx.random.uniform(-bound, bound, (in_size, rank), key=key)
             matrices[name] = (a, mx.zeros((rank, out_size)))
-        blocks.append(pack_lora(matrices))
+        blocks.append(pack_lora(matrices, arch))
     return blocks
 
 
@@ -162,23 +169,29 @@ def rms_norm_backward(x: mx.array, dy: mx.array, weight: mx.array, eps: float) -
     return dx_direct + dx_through_r
 
 
-def _rotate(x: mx.array, theta: float, direction: int) -> mx.array:
-    T, half = x.shape[-2], x.shape[-1] // 2
-    frequency = mx.exp(-mx.arange(half, dtype=mx.float32) * (math.log(theta) / half))
-    angle = direction * mx.arange(T, dtype=mx.float32)[:, None] * frequency
-    cos, sin = mx.cos(angle), mx.sin(angle)
-    first, second = x[..., :half], x[..., half:]
-    return mx.concatenate([first * cos - second * sin, first * sin + second * cos], axis=-1)
+def _turn(x: mx.array, kind: Attention, direction: int) -> mx.array:
+    half = len(kind.frequencies)
+    if half == 0:
+        return x
+    angle = (
+        direction * mx.arange(x.shape[-2], dtype=mx.float32)[:, None] * mx.array(kind.frequencies)
+    )
+    cos, sin = kind.rope_scale * mx.cos(angle), kind.rope_scale * mx.sin(angle)
+    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    return mx.concatenate([first * cos - second * sin, first * sin + second * cos, rest], axis=-1)
 
 
-def rope(x: mx.array, theta: float) -> mx.array:
-    """y_t = R(t) x_t: dimensions i and i + D/2 turn by the angle t θ^(-2i/D).   x, y [..., T, D]"""
-    return _rotate(x, theta, 1)
+def rope(x: mx.array, kind: Attention) -> mx.array:
+    """y_t = m R(t) x_t: dimensions i and i + n turn by the angle t f_i, i < n.   x, y [..., T, D]
+
+    f are the n frequencies and m the scale of this `kind` of attention. Dimensions from 2n on stay.
+    """
+    return _turn(x, kind, 1)
 
 
-def rope_backward(dy: mx.array, theta: float) -> mx.array:
-    """dx_t = R(t)ᵀ dy_t = R(-t) dy_t: turn back."""
-    return _rotate(dy, theta, -1)
+def rope_backward(dy: mx.array, kind: Attention) -> mx.array:
+    """dx_t = m R(t)ᵀ dy_t = m R(-t) dy_t: turn back."""
+    return _turn(dy, kind, -1)
 
 
 def split_heads(x: mx.array, heads: int) -> mx.array:
@@ -196,138 +209,249 @@ def _by_group(q: mx.array, kv_heads: int) -> mx.array:
     return q.reshape(1, kv_heads, -1, *q.shape[2:])
 
 
-def _probabilities(q: mx.array, k: mx.array) -> mx.array:
-    """P = softmax(q kᵀ / √D), causal.   q [1, kv_heads, group, T, D], k [1, kv_heads, 1, T, D]"""
-    T, D = q.shape[-2:]
-    scores = (q @ k.swapaxes(-1, -2)) / math.sqrt(D)
-    causal = mx.arange(T)[:, None] >= mx.arange(T)
-    return mx.softmax(mx.where(causal, scores, -mx.inf), axis=-1)
+def soft_cap(x: mx.array, cap: float | None) -> mx.array:
+    """y = c tanh(x / c), or x where there is no cap."""
+    return x if cap is None else cap * mx.tanh(x / cap)
 
 
-def attention(q: mx.array, k: mx.array, v: mx.array) -> mx.array:
-    """O = P v, P = softmax(q kᵀ / √D), causal and grouped-query; heads concatenated.
+def soft_cap_backward(y: mx.array, dy: mx.array, cap: float | None) -> mx.array:
+    """dx = dy ∘ (1 - (y / c)²)"""
+    return dy if cap is None else dy * (1 - (y / cap) ** 2)
+
+
+def _scores(
+    q: mx.array, k: mx.array, arch: Architecture, kind: Attention
+) -> tuple[mx.array, mx.array]:
+    """S = cap(a q kᵀ) and P = softmax(S) over the keys s that t sees: t - window < s ≤ t.
+
+    q [1, kv_heads, group, T, D], k [1, kv_heads, 1, T, D]; a is the attention scale.
+    """
+    t = mx.arange(q.shape[-2])[:, None]
+    s = mx.arange(q.shape[-2])
+    seen = s <= t
+    if kind.sliding_window is not None:
+        seen = seen & (s > t - kind.sliding_window)
+    S = soft_cap(arch.attention_scale * (q @ k.swapaxes(-1, -2)), arch.attn_logit_softcapping)
+    return S, mx.softmax(mx.where(seen, S, -mx.inf), axis=-1)
+
+
+def attention(
+    q: mx.array, k: mx.array, v: mx.array, arch: Architecture, kind: Attention
+) -> mx.array:
+    """O = P v, P = softmax(cap(a q kᵀ)), causal and grouped-query; heads concatenated.
 
     q [1, heads, T, D], k and v [1, kv_heads, T, D] -> attn_out [1, T, heads·D]
     """
     k, v = k[:, :, None], v[:, :, None]
-    P = _probabilities(_by_group(q, k.shape[1]), k)
+    _, P = _scores(_by_group(q, k.shape[1]), k, arch, kind)
     return merge_heads((P @ v).reshape(q.shape))
 
 
 def attention_backward(
-    q: mx.array, k: mx.array, v: mx.array, attn_out: mx.array, d_attn_out: mx.array
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    attn_out: mx.array,
+    d_attn_out: mx.array,
+    arch: Architecture,
+    kind: Attention,
 ) -> tuple[mx.array, mx.array, mx.array]:
-    """dq, dk, dv. P was not stored: it is computed again. Shapes as in `attention`.
+    """dq, dk, dv. S and P were not stored: they are computed again. Shapes as in `attention`.
 
-    dv = Pᵀ dO     dP = dO vᵀ     dS = P ∘ (dP - δ)     dq = dS k / √D     dk = dSᵀ q / √D
+    dv = Pᵀ dO     dP = dO vᵀ     dS = P ∘ (dP - δ)     dZ = cap'(S) ∘ dS, Z = a q kᵀ
 
-    δ = rowsum(P ∘ dP), the softmax's normalization, equals rowsum(O ∘ dO). S is q kᵀ / √D. dk and
-    dv sum over the query heads that share them.
+    dq = a dZ k     dk = a dZᵀ q
+
+    δ = rowsum(P ∘ dP), the softmax's normalization, equals rowsum(O ∘ dO). dk and dv sum over the
+    query heads that share them.
     """
     q_shape = q.shape
-    heads, kv_heads, D = q.shape[1], k.shape[1], q.shape[3]
+    heads, kv_heads = q.shape[1], k.shape[1]
     out, d_out = split_heads(attn_out, heads), split_heads(d_attn_out, heads)
     q, out, d_out = (_by_group(heads_array, kv_heads) for heads_array in (q, out, d_out))
     k, v = k[:, :, None], v[:, :, None]
-    P = _probabilities(q, k)
+    S, P = _scores(q, k, arch, kind)
     dv = (P.swapaxes(-1, -2) @ d_out).sum(axis=2)
     dP = d_out @ v.swapaxes(-1, -2)
     delta = (out * d_out).sum(axis=-1, keepdims=True)
     dS = P * (dP - delta)
-    dq = (dS @ k / math.sqrt(D)).reshape(q_shape)
-    dk = (dS.swapaxes(-1, -2) @ q / math.sqrt(D)).sum(axis=2)
+    dZ = soft_cap_backward(S, dS, arch.attn_logit_softcapping)
+    dq = (arch.attention_scale * (dZ @ k)).reshape(q_shape)
+    dk = (arch.attention_scale * (dZ.swapaxes(-1, -2) @ q)).sum(axis=2)
     return dq, dk, dv
 
 
-def swiglu(gate: mx.array, up: mx.array) -> mx.array:
-    """y = gate ∘ sigmoid(gate) ∘ up.   All [..., n]"""
-    return gate * mx.sigmoid(gate) * up
+def silu(x: mx.array) -> mx.array:
+    """y = x sigmoid(x)"""
+    return x * mx.sigmoid(x)
 
 
-def swiglu_backward(gate: mx.array, up: mx.array, dy: mx.array) -> tuple[mx.array, mx.array]:
-    """d_gate = dy ∘ up ∘ silu'(gate),   silu'(g) = sigmoid(g) (1 + g (1 - sigmoid(g)))
+def silu_derivative(x: mx.array) -> mx.array:
+    """sigmoid(x) (1 + x (1 - sigmoid(x)))"""
+    sigma = mx.sigmoid(x)
+    return sigma * (1 + x * (1 - sigma))
 
-    d_up = dy ∘ silu(gate)
-    """
-    sigma = mx.sigmoid(gate)
-    silu = gate * sigma
-    d_silu = sigma * (1 + gate * (1 - sigma))
-    return dy * up * d_silu, dy * silu
+
+def gelu(x: mx.array) -> mx.array:
+    """y = ½ x (1 + tanh u),   u = √(2/π) (x + 0.044715 x³)"""
+    u = math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)
+    return 0.5 * x * (1 + mx.tanh(u))
+
+
+def gelu_derivative(x: mx.array) -> mx.array:
+    """½ (1 + tanh u) + ½ x (1 - tanh² u) u',   u' = √(2/π) (1 + 3 · 0.044715 x²)"""
+    tanh = mx.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))
+    du = math.sqrt(2 / math.pi) * (1 + 3 * 0.044715 * x**2)
+    return 0.5 * (1 + tanh) + 0.5 * x * (1 - tanh**2) * du
+
+
+ACTIVATIONS = {"silu": (silu, silu_derivative), "gelu": (gelu, gelu_derivative)}
+
+
+def gated(gate: mx.array, up: mx.array, hidden_act: str) -> mx.array:
+    """y = act(gate) ∘ up.   All [..., n]"""
+    act, _ = ACTIVATIONS[hidden_act]
+    return act(gate) * up
+
+
+def gated_backward(
+    gate: mx.array, up: mx.array, dy: mx.array, hidden_act: str
+) -> tuple[mx.array, mx.array]:
+    """d_gate = dy ∘ up ∘ act'(gate)        d_up = dy ∘ act(gate)"""
+    act, derivative = ACTIVATIONS[hidden_act]
+    return dy * up * derivative(gate), dy * act(gate)
 
 
 # The head and the loss.
 
 
-def cross_entropy(x: mx.array, targets: mx.array, head: Weights, eps: float) -> mx.array:
-    """L = mean_t (logsumexp(z_t) - z_t[target_t]),   z = RMSNorm(x) Wᵀ.
+def cross_entropy(x: mx.array, targets: mx.array, head: Weights, arch: Architecture) -> mx.array:
+    """L = mean_t (logsumexp(z_t) - z_t[target_t]),   z = cap(RMSNorm(x) Wᵀ).
 
     x [1, T, hidden], the last block's output; targets [T] int -> L [], in nats per token
     """
-    z = _logits(x, head, eps)
+    z = _logits(x, head, arch)
     z_target = mx.take_along_axis(z, targets[None, :, None], axis=-1)[..., 0]
     return mx.mean(mx.logsumexp(z, axis=-1) - z_target)
 
 
-def cross_entropy_backward(x: mx.array, targets: mx.array, head: Weights, eps: float) -> mx.array:
-    """dz = (softmax(z) - onehot(target)) / T,   d_normed = dz W,   dx = RMSNorm's. W is frozen."""
-    z = _logits(x, head, eps)
+def cross_entropy_backward(
+    x: mx.array, targets: mx.array, head: Weights, arch: Architecture
+) -> mx.array:
+    """dz = cap'(z) ∘ (softmax(z) - onehot(target)) / T,   d_normed = dz W,   dx = RMSNorm's.
+
+    W is frozen.
+    """
+    z = _logits(x, head, arch)
     onehot = mx.arange(z.shape[-1]) == targets[:, None]
     dz = (mx.softmax(z, axis=-1) - onehot) / targets.size
-    d_normed = dz @ dequantize(head, "", x.shape[-1])
-    return rms_norm_backward(x, d_normed, head["norm"].astype(mx.float32), eps)
+    d_normed = soft_cap_backward(z, dz, arch.final_logit_softcapping) @ _matrix(head, x)
+    return rms_norm_backward(x, d_normed, head["norm"].astype(mx.float32), arch.rms_norm_eps)
 
 
-def _logits(x: mx.array, head: Weights, eps: float) -> mx.array:
-    normed = rms_norm(x, head["norm"].astype(mx.float32), eps)
-    return normed @ dequantize(head, "", x.shape[-1]).T
+def _logits(x: mx.array, head: Weights, arch: Architecture) -> mx.array:
+    normed = rms_norm(x, head["norm"].astype(mx.float32), arch.rms_norm_eps)
+    return soft_cap(normed @ _matrix(head, x).T, arch.final_logit_softcapping)
+
+
+def _matrix(head: Weights, x: mx.array) -> mx.array:
+    return dequantize(head, "", x.shape[-1])
 
 
 # A block.
 
 
-def _block_parts(
-    weights: Weights, lora: mx.array, arch: Architecture
-) -> tuple[dict[str, Projection], mx.array, mx.array]:
-    """The projections by their short names (`q`, …, `down`), and the weights of the two norms."""
-    matrices = unpack_lora(lora, arch, lora_rank(lora, arch))
-    projections = {}
-    for name, (_, in_size) in arch.projections().items():
-        bias = weights.get(f"{name}.bias")
-        projections[name.split(".")[1].removesuffix("_proj")] = Projection(
-            dequantize(weights, f"{name}.", in_size),
-            None if bias is None else bias.astype(mx.float32),
-            *matrices[name],
-        )
-    return (
-        projections,
-        weights["input_layernorm.weight"].astype(mx.float32),
-        weights["post_attention_layernorm.weight"].astype(mx.float32),
-    )
+class Parts(NamedTuple):
+    """What a block's formulas take: the projections by their short names, the norms by theirs."""
+
+    p: dict[str, Projection]
+    norm: dict[str, mx.array]
+
+    @classmethod
+    def of(cls, weights: Weights, lora: mx.array, arch: Architecture) -> "Parts":
+        """A projection of a fused module takes its rows of W and bias, and its columns of B."""
+        matrices = unpack_lora(lora, arch, lora_rank(lora, arch))
+        projections = {}
+        for name, (module, rows, (_, in_size)) in arch.projections().items():
+            bias = weights.get(f"{module}.bias")
+            A, B = matrices[module]
+            projections[name] = Projection(
+                dequantize(weights, f"{module}.", in_size)[rows],
+                None if bias is None else bias.astype(mx.float32)[rows],
+                A,
+                B[:, rows],
+            )
+        norms = {name: weights[f"{name}"].astype(mx.float32) for name in arch.norms()}
+        return cls(projections, norms)
+
+
+def fuse(gradients: Matrices, arch: Architecture) -> Matrices:
+    """The gradients by A and B of each module, from those of its projections.
+
+    Its outputs lie side by side, so dB does; they share A, so dA adds up.
+    """
+    fused = {}
+    for module, names in arch.modules.items():
+        dA, dB = zip(*(gradients[name] for name in names), strict=True)
+        fused[module] = (sum(dA[1:], dA[0]), mx.concatenate(dB, axis=1))
+    return fused
+
+
+def place(x: mx.array, weight: mx.array | None, arch: Architecture, kind: Attention) -> mx.array:
+    """y = RoPE(QKNorm(x)), what attention takes of q and k.   x, y [1, heads, T, D]"""
+    if weight is not None:
+        x = rms_norm(x, weight, arch.rms_norm_eps)
+    return rope(x, kind)
+
+
+def place_backward(
+    x: mx.array, dy: mx.array, weight: mx.array | None, arch: Architecture, kind: Attention
+) -> mx.array:
+    """dx, through RoPE and then QK-norm, where there is one"""
+    dy = rope_backward(dy, kind)
+    return dy if weight is None else rms_norm_backward(x, dy, weight, arch.rms_norm_eps)
 
 
 def block_forward(
-    x: mx.array, lora: mx.array, scale: float, weights: Weights, arch: Architecture
+    x: mx.array,
+    lora: mx.array,
+    scale: float,
+    weights: Weights,
+    arch: Architecture,
+    kind: Attention,
 ) -> list[mx.array]:
     """[y, attn_in, q, k, v, attn_out, x_mid, gate, up], shapes as in docs/architecture.md.
 
-    x_mid = x + o_proj(attention(RMSNorm(x)))        y = x_mid + down_proj(swiglu(RMSNorm(x_mid)))
+    x_mid = x + o(attention(RMSNorm(x)))        y = x_mid + down(act(gate) ∘ up)
+
+    With post norms (o and down are normed before they are added) also o_out and mlp_out, which
+    those take.
     """
-    p, attn_norm, mlp_norm = _block_parts(weights, lora, arch)
-    eps, theta = arch.rms_norm_eps, arch.rope_theta
+    p, norm = Parts.of(weights, lora, arch)
+    eps = arch.rms_norm_eps
     heads, kv_heads = arch.num_attention_heads, arch.num_key_value_heads
 
-    attn_in = rms_norm(x, attn_norm, eps)
-    q = rope(split_heads(linear(attn_in, p["q"], scale), heads), theta)
-    k = rope(split_heads(linear(attn_in, p["k"], scale), kv_heads), theta)
+    attn_in = rms_norm(x, norm["input_layernorm.weight"], eps)
+    q = split_heads(linear(attn_in, p["q"], scale), heads)
+    k = split_heads(linear(attn_in, p["k"], scale), kv_heads)
     v = split_heads(linear(attn_in, p["v"], scale), kv_heads)
-    attn_out = attention(q, k, v)
-    x_mid = x + linear(attn_out, p["o"], scale)
+    placed_q = place(q, norm.get("self_attn.q_norm.weight"), arch, kind)
+    placed_k = place(k, norm.get("self_attn.k_norm.weight"), arch, kind)
+    attn_out = attention(placed_q, placed_k, v, arch, kind)
+    o_out = linear(attn_out, p["o"], scale)
+    if arch.post_norms:
+        x_mid = x + rms_norm(o_out, norm["post_attention_layernorm.weight"], eps)
+    else:
+        x_mid = x + o_out
 
-    mlp_in = rms_norm(x_mid, mlp_norm, eps)
+    mlp_in = rms_norm(x_mid, norm[f"{arch.mlp_norm}.weight"], eps)
     gate = linear(mlp_in, p["gate"], scale)
     up = linear(mlp_in, p["up"], scale)
-    y = x_mid + linear(swiglu(gate, up), p["down"], scale)
-    return [y, attn_in, q, k, v, attn_out, x_mid, gate, up]
+    mlp_out = linear(gated(gate, up, arch.hidden_act), p["down"], scale)
+    if not arch.post_norms:
+        return [x_mid + mlp_out, attn_in, q, k, v, attn_out, x_mid, gate, up]
+    y = x_mid + rms_norm(mlp_out, norm["post_feedforward_layernorm.weight"], eps)
+    return [y, attn_in, q, k, v, attn_out, x_mid, gate, up, o_out, mlp_out]
 
 
 def block_backward(
@@ -338,33 +462,49 @@ def block_backward(
     scale: float,
     weights: Weights,
     arch: Architecture,
+    kind: Attention,
 ) -> tuple[mx.array, mx.array]:
     """dx [1, T, hidden] and the gradient [P] by the flat LoRA vector.
 
-    From x and the eight intermediates of `block_forward`, last formula first.
+    From x and the intermediates of `block_forward`, last formula first.
     """
-    p, attn_norm, mlp_norm = _block_parts(weights, lora, arch)
-    eps, theta = arch.rms_norm_eps, arch.rope_theta
-    attn_in, q, k, v, attn_out, x_mid, gate, up = intermediates
+    p, norm = Parts.of(weights, lora, arch)
+    eps = arch.rms_norm_eps
+    attn_in, q, k, v, attn_out, x_mid, gate, up, *post = intermediates
     grad = {}
 
-    # y = x_mid + down(swiglu(gate(mlp_in), up(mlp_in)))
-    d_act, *grad["mlp.down_proj"] = linear_backward(swiglu(gate, up), dy, p["down"], scale)
-    d_gate, d_up = swiglu_backward(gate, up, d_act)
+    # y = x_mid + down(act(gate(mlp_in)) ∘ up(mlp_in))
+    d_mlp_out = dy
+    if post:
+        o_out, mlp_out = post
+        weight = norm["post_feedforward_layernorm.weight"]
+        d_mlp_out = rms_norm_backward(mlp_out, dy, weight, eps)
+    gated_up = gated(gate, up, arch.hidden_act)
+    d_gated, *grad["down"] = linear_backward(gated_up, d_mlp_out, p["down"], scale)
+    d_gate, d_up = gated_backward(gate, up, d_gated, arch.hidden_act)
+    mlp_norm = norm[f"{arch.mlp_norm}.weight"]
     mlp_in = rms_norm(x_mid, mlp_norm, eps)
-    d_in_gate, *grad["mlp.gate_proj"] = linear_backward(mlp_in, d_gate, p["gate"], scale)
-    d_in_up, *grad["mlp.up_proj"] = linear_backward(mlp_in, d_up, p["up"], scale)
+    d_in_gate, *grad["gate"] = linear_backward(mlp_in, d_gate, p["gate"], scale)
+    d_in_up, *grad["up"] = linear_backward(mlp_in, d_up, p["up"], scale)
     d_x_mid = dy + rms_norm_backward(x_mid, d_in_gate + d_in_up, mlp_norm, eps)
 
-    # x_mid = x + o(attention(rope(q(attn_in)), rope(k(attn_in)), v(attn_in)))
-    d_attn_out, *grad["self_attn.o_proj"] = linear_backward(attn_out, d_x_mid, p["o"], scale)
-    dq, dk, dv = attention_backward(q, k, v, attn_out, d_attn_out)
-    dq, dk, dv = (merge_heads(d) for d in (rope_backward(dq, theta), rope_backward(dk, theta), dv))
-    d_in_q, *grad["self_attn.q_proj"] = linear_backward(attn_in, dq, p["q"], scale)
-    d_in_k, *grad["self_attn.k_proj"] = linear_backward(attn_in, dk, p["k"], scale)
-    d_in_v, *grad["self_attn.v_proj"] = linear_backward(attn_in, dv, p["v"], scale)
-    dx = d_x_mid + rms_norm_backward(x, d_in_q + d_in_k + d_in_v, attn_norm, eps)
-    return dx, pack_lora(grad)
+    # x_mid = x + o(attention(place(q(attn_in)), place(k(attn_in)), v(attn_in)))
+    d_o_out = d_x_mid
+    if post:
+        d_o_out = rms_norm_backward(o_out, d_x_mid, norm["post_attention_layernorm.weight"], eps)
+    d_attn_out, *grad["o"] = linear_backward(attn_out, d_o_out, p["o"], scale)
+    q_norm, k_norm = (norm.get(f"self_attn.{name}_norm.weight") for name in "qk")
+    placed_q, placed_k = place(q, q_norm, arch, kind), place(k, k_norm, arch, kind)
+    dq, dk, dv = attention_backward(placed_q, placed_k, v, attn_out, d_attn_out, arch, kind)
+    dq = place_backward(q, dq, q_norm, arch, kind)
+    dk = place_backward(k, dk, k_norm, arch, kind)
+    dq, dk, dv = (merge_heads(d) for d in (dq, dk, dv))
+    d_in_q, *grad["q"] = linear_backward(attn_in, dq, p["q"], scale)
+    d_in_k, *grad["k"] = linear_backward(attn_in, dk, p["k"], scale)
+    d_in_v, *grad["v"] = linear_backward(attn_in, dv, p["v"], scale)
+    d_attn_in = d_in_q + d_in_k + d_in_v
+    dx = d_x_mid + rms_norm_backward(x, d_attn_in, norm["input_layernorm.weight"], eps)
+    return dx, pack_lora(fuse(grad, arch), arch)
 
 
 # The model, and the three methods.
@@ -372,21 +512,24 @@ def block_backward(
 
 def forward(model: Model, lora: list[mx.array], tokens: mx.array, scale: float) -> list[mx.array]:
     """The input of each block and the output of the last, [1, T, hidden] each.   tokens [T] int"""
-    rows = {name: model.embedding[name][tokens] for name in ("weight", "scales", "biases")}
-    hidden = [dequantize(rows, "", model.arch.hidden_size)[None]]
-    for block_lora, weights in zip(lora, model.blocks, strict=True):
-        hidden.append(block_forward(hidden[-1], block_lora, scale, weights, model.arch)[0])
+    arch = model.arch
+    rows = {name: array[tokens] for name, array in model.embedding.items() if name != "norm"}
+    hidden = [arch.embedding_scale * dequantize(rows, "", arch.hidden_size)[None]]
+    for i, (block_lora, weights) in enumerate(zip(lora, model.blocks, strict=True)):
+        block = (block_lora, scale, weights, arch, arch.kind(i))
+        hidden.append(block_forward(hidden[-1], *block)[0])
     return hidden
 
 
 def loss(model: Model, lora: list[mx.array], window: mx.array, scale: float) -> mx.array:
     """Cross-entropy [] of a window of T + 1 tokens: T inputs and, shifted by one, T targets."""
     y = forward(model, lora, window[:-1], scale)[-1]
-    return cross_entropy(y, window[1:], model.head, model.arch.rms_norm_eps)
+    return cross_entropy(y, window[1:], model.head, model.arch)
 
 
 BlockGradient = Callable[
-    [mx.array, mx.array, mx.array, float, Weights, Architecture], tuple[mx.array, mx.array]
+    [mx.array, mx.array, mx.array, float, Weights, Architecture, Attention],
+    tuple[mx.array, mx.array],
 ]
 
 
@@ -397,10 +540,11 @@ def mesp_block_gradient(
     scale: float,
     weights: Weights,
     arch: Architecture,
+    kind: Attention,
 ) -> tuple[mx.array, mx.array]:
     """MeSP: dx and the flat LoRA gradient of a block by hand. Recomputes the intermediates."""
-    _, *intermediates = block_forward(x, lora, scale, weights, arch)
-    return block_backward(x, intermediates, dy, lora, scale, weights, arch)
+    _, *intermediates = block_forward(x, lora, scale, weights, arch, kind)
+    return block_backward(x, intermediates, dy, lora, scale, weights, arch, kind)
 
 
 def mebp_block_gradient(
@@ -410,11 +554,12 @@ def mebp_block_gradient(
     scale: float,
     weights: Weights,
     arch: Architecture,
+    kind: Attention,
 ) -> tuple[mx.array, mx.array]:
     """MeBP: the same by automatic differentiation."""
 
     def output(x: mx.array, lora: mx.array) -> mx.array:
-        return block_forward(x, lora, scale, weights, arch)[0]
+        return block_forward(x, lora, scale, weights, arch, kind)[0]
 
     _, (dx, d_lora) = mx.vjp(output, [x, lora], [dy])
     return dx, d_lora
@@ -439,11 +584,12 @@ def gradients(
     """Forward keeping only block inputs, then backward from the last block.   window [T + 1] int"""
     arch, targets = model.arch, window[1:]
     x = forward(model, lora, window[:-1], scale)
-    mean_loss = cross_entropy(x[-1], targets, model.head, arch.rms_norm_eps)
-    dx = [cross_entropy_backward(x[-1], targets, model.head, arch.rms_norm_eps)]
+    mean_loss = cross_entropy(x[-1], targets, model.head, arch)
+    dx = [cross_entropy_backward(x[-1], targets, model.head, arch)]
     d_lora = []
     for i in reversed(range(len(lora))):
-        d_input, d_block = block_gradient(x[i], dx[0], lora[i], scale, model.blocks[i], arch)
+        block = (lora[i], scale, model.blocks[i], arch, arch.kind(i))
+        d_input, d_block = block_gradient(x[i], dx[0], *block)
         dx.insert(0, d_input)
         d_lora.insert(0, d_block)
     return Gradients(mean_loss, x, dx, d_lora)
