@@ -3,6 +3,7 @@
 import pytest
 
 from mesp.known import KNOWN
+from mesp.models import Architecture
 
 # Of the safetensors files' metadata on the Hub; Qwen3's below 4B have the tied head a second time.
 PUBLISHED = {
@@ -27,23 +28,9 @@ PUBLISHED = {
 }
 
 
-def count(config: dict) -> int:
-    hidden, ff, heads = (
-        config[k] for k in ("hidden_size", "intermediate_size", "num_attention_heads")
-    )
-    dim = config.get("head_dim") or hidden // heads
-    rows = (heads + 2 * config["num_key_value_heads"]) * dim
-    block = hidden * (rows + heads * dim + 3 * ff)
-    block += rows * (config["model_type"] == "qwen2")
-    block += hidden * (4 if config["model_type"].startswith("gemma") else 2)
-    block += 2 * dim * (config["model_type"] in ("qwen3", "gemma3_text"))
-    tables = 1 if config.get("tie_word_embeddings", True) else 2
-    return config["num_hidden_layers"] * block + hidden + tables * hidden * config["vocab_size"]
-
-
 @pytest.mark.parametrize(("name", "parameters"), PUBLISHED.items())
 def test_a_model_has_the_published_number_of_parameters(name, parameters):
-    assert count(KNOWN[name][2]) == parameters
+    assert Architecture.from_config(KNOWN[name][2]).num_parameters == parameters
 
 
 def test_a_variant_for_chats_has_the_geometry_of_its_model():

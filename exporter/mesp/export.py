@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -384,6 +384,9 @@ def matrix_pieces(
             yield prefix + part, rows.start, array
 
 
+WeightFiles = dict[str, tuple[Layout, Iterable[Piece]]]  # by path
+
+
 @dataclass(frozen=True)
 class Options:
     """What to write, all of it checked."""
@@ -402,32 +405,9 @@ class Options:
 
 def export(source: Source, weights: Weights, arch: Architecture, options: Options) -> dict:
     """Writes the bundle `options.out` and returns its manifest."""
-    quantizations, dtype = options.quantizations, options.dtype
-    check_quantizations(arch, quantizations)
-    layouts = [
-        block_layout(
-            arch,
-            {name: quantizations.of(f"model.layers.{i}.{name}") for name in arch.modules},
-            dtype,
-        )
-        for i in range(arch.num_hidden_layers)
-    ]
-    tied = arch.tie_word_embeddings
-    embedding = table_layout(arch, quantizations.of("model.embed_tokens"), dtype, norm=tied)
-    head = None if tied else table_layout(arch, quantizations.of("lm_head"), dtype, norm=True)
-    weight_files = [
-        (f"blocks/{i:02d}.bin", layout, block_pieces(weights, i, layout, arch, quantizations))
-        for i, layout in enumerate(layouts)
-    ]
-    for file, name, layout in (
-        ("embedding.bin", "model.embed_tokens", embedding),
-        ("head.bin", "lm_head", head),
-    ):
-        if layout:
-            pieces = table_pieces(weights, name, layout, arch, quantizations)
-            weight_files.append((file, layout, pieces))
-    total = sum(layout.words * 4 for _, layout, _ in weight_files)
-
+    check_quantizations(arch, options.quantizations)
+    files = weight_files(weights, arch, options)
+    total = weight_bytes(files)
     with (
         plain_os_errors(f"Cannot write {options.out}"),
         new_folder(options.out.resolve(), options.overwrite) as folder,
@@ -436,35 +416,65 @@ def export(source: Source, weights: Weights, arch: Architecture, options: Option
         check_disk(options.out, folder, total)
         task = bar.add_task("Tokenizing", total=None)
         splits = tokenize(source, weights, arch, options)
-        (folder / "blocks").mkdir()
-        groups = write_functions(folder, arch, layouts, options)
         bar.update(task, description=f"Writing {options.out.name}", total=total)
-        for file, layout, pieces in weight_files:
-            write_weights(folder / file, layout, pieces, partial(bar.advance, task))
-        data = write_data(folder, "data", splits)
-        copy_texts(source, folder, arch, quantizations)
-        manifest = {
-            "format": FORMAT,
-            "name": source.name,
-            "model": {"id": source.id, "revision": source.revision, "license": source.license},
-            "mlx_version": mx.__version__,
-            "device": options.device,
-            "dtype": dtype,
-            "architecture": arch.to_manifest(),
-            "quantization": asdict(quantizations.main),
-            "seq_lens": options.seq_lens,
-            "ranks": options.ranks,
-            "blocks": [group.to_manifest() for group in groups],
-            "embedding": {"file": "embedding.bin", **embedding.to_manifest()},
-            "head": {
-                "file": "head.bin" if head else "embedding.bin",
-                **(head or embedding).to_manifest(),
-            },
-            "data": data,
-            "files": describe_files(folder),
-        }
+        manifest = write_model(folder, source, arch, files, options, partial(bar.advance, task))
+        manifest["data"] = write_data(folder, "data", splits)
+        copy_texts(source, folder, arch, options.quantizations)
+        manifest["files"] = describe_files(folder)
         write_manifest(folder, manifest)
     return manifest
+
+
+def weight_files(weights: Weights | None, arch: Architecture, options: Options) -> WeightFiles:
+    """The layout and the content of every weight file; no content where there are no `weights`."""
+    quantizations, files = options.quantizations, {}
+    for i in range(arch.num_hidden_layers):
+        modules = {name: quantizations.of(f"model.layers.{i}.{name}") for name in arch.modules}
+        layout = block_layout(arch, modules, options.dtype)
+        pieces = block_pieces(weights, i, layout, arch, quantizations) if weights else ()
+        files[f"blocks/{i:02d}.bin"] = layout, pieces
+    tied = arch.tie_word_embeddings
+    tables = [("embedding.bin", "model.embed_tokens", tied)]
+    if not tied:
+        tables.append(("head.bin", "lm_head", True))
+    for file, name, norm in tables:
+        layout = table_layout(arch, quantizations.of(name), options.dtype, norm)
+        pieces = table_pieces(weights, name, layout, arch, quantizations) if weights else ()
+        files[file] = layout, pieces
+    return files
+
+
+def weight_bytes(files: WeightFiles) -> int:
+    return sum(layout.words * 4 for layout, _ in files.values())
+
+
+def write_model(
+    folder: Path, source: Source, arch: Architecture, files: WeightFiles, options: Options,
+    progress: Callable[[int], Any],
+) -> dict[str, Any]:  # fmt: skip
+    """Writes functions and weights, and returns the manifest but for its data and files."""
+    (folder / "blocks").mkdir()
+    layouts = {file: layout for file, (layout, _) in files.items()}
+    blocks = [layouts[f"blocks/{i:02d}.bin"] for i in range(arch.num_hidden_layers)]
+    groups = write_functions(folder, arch, blocks, options)
+    for file, (layout, pieces) in files.items():
+        write_weights(folder / file, layout, pieces, progress)
+    head = "head.bin" if "head.bin" in files else "embedding.bin"
+    return {
+        "format": FORMAT,
+        "name": source.name,
+        "model": {"id": source.id, "revision": source.revision, "license": source.license},
+        "mlx_version": mx.__version__,
+        "device": options.device,
+        "dtype": options.dtype,
+        "architecture": arch.to_manifest(),
+        "quantization": asdict(options.quantizations.main),
+        "seq_lens": options.seq_lens,
+        "ranks": options.ranks,
+        "blocks": [group.to_manifest() for group in groups],
+        "embedding": {"file": "embedding.bin", **layouts["embedding.bin"].to_manifest()},
+        "head": {"file": head, **layouts[head].to_manifest()},
+    }
 
 
 def write_functions(

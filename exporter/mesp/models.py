@@ -306,6 +306,15 @@ class Architecture:
         """The norm before the MLP; where there are post norms, Llama's name for it is theirs."""
         return "pre_feedforward_layernorm" if self.post_norms else "post_attention_layernorm"
 
+    @property
+    def num_parameters(self) -> int:
+        """The numbers in the model, with those of a tied head counted once."""
+        sizes = self.sizes()
+        block = sum(out * inp for out, inp in sizes.values()) + sum(self.norms().values())
+        block += sum(sizes[name][0] for name in self.biases)
+        tables = 1 if self.tie_word_embeddings else 2
+        return self.num_hidden_layers * block + (tables * self.vocab_size + 1) * self.hidden_size
+
     def lora_size(self, rank: int) -> int:
         """How many LoRA parameters of this rank one block has."""
         return rank * sum(out + inp for out, inp in self.sizes().values())
