@@ -1,8 +1,16 @@
 """The built-in models against what is published of them."""
 
-import pytest
+import os
+import shutil
+from pathlib import Path
 
-from mesp.known import KNOWN
+import mlx.core as mx
+import pytest
+from click.testing import CliRunner, Result
+
+from mesp.engine import CHECKOUT, built_engine
+from mesp.export import main
+from mesp.known import KNOWN, geometries
 from mesp.models import Architecture
 
 # Of the safetensors files' metadata on the Hub; Qwen3's below 4B have the tied head a second time.
@@ -38,3 +46,63 @@ def test_a_variant_for_chats_has_the_geometry_of_its_model():
         base = name.replace("-Instruct", "").removesuffix("-it")
         assert base in PUBLISHED
         assert config is KNOWN[base][2]
+
+
+def listed(*options: object) -> Result:
+    result = CliRunner().invoke(main, ["--list-models", *map(str, options)])
+    assert result.exit_code == 0, result.output
+    return result
+
+
+def rows(text: str) -> list[list[str]]:
+    """The cells of a Markdown table, without the line below the heading."""
+    lines = [line for line in text.splitlines() if line.startswith("| ") and "---" not in line]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def test_without_an_engine_the_list_has_no_peaks(monkeypatch):
+    monkeypatch.setenv("MESP_ENGINE", "nowhere")
+    result = listed()
+    heading, *models = rows(result.stdout)
+    assert heading[0] == "model" and len(models) == len(geometries())
+    assert models[0] == ["Qwen2.5-0.5B, -Instruct", "494 M", "309.2", "apache-2.0", "-", "-"]
+    assert models[-1][0] == "Mistral-7B-v0.3, Mistral-7B-Instruct-v0.3"
+    assert all(model[4:] == ["-", "-"] for model in models)
+    assert result.stderr.count("\n") == 1 and "`make engine`" in result.stderr
+
+
+def test_the_list_plans_what_an_export_would(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MESP_ENGINE", str(Path(__file__).parent / "fake_engine.py"))
+    result = listed()
+    assert result.stderr == ""
+    peaks = {name.split(",")[0]: found for name, _, _, _, *found in rows(result.stdout)[1:]}
+    assert all(0 < number(short) < number(long) for short, long in peaks.values())
+
+    size = ["--model", "SmolLM2-135M", "--random-weights", "--seq-len", "256", "1024"]
+    exported = CliRunner().invoke(main, size)
+    short, long = peaks["SmolLM2-135M"]
+    assert f"256 tokens {short} MB" in exported.stdout
+    assert f"1024 tokens {long} MB" in exported.stdout
+
+
+def number(text: str) -> float:
+    return float(text.replace(",", ""))
+
+
+def test_what_cannot_be_planned_is_said(monkeypatch):
+    monkeypatch.setenv("MESP_ENGINE", shutil.which("false"))
+    monkeypatch.setattr("mesp.export.geometries", lambda: [["Qwen3-0.6B"]])
+    result = listed()
+    assert rows(result.stdout)[1] == ["Qwen3-0.6B", "596 M", "373.0", "apache-2.0", "-", "-"]
+    assert result.stderr == "Qwen3-0.6B: mesp-engine failed (1).\n"
+
+
+@pytest.mark.skipif(mx.metal.is_available(), reason="the README's list is of a CPU")
+def test_the_readme_has_the_list():
+    readme = (CHECKOUT / "README.md").read_text(encoding="utf-8")
+    table = readme.partition("<!-- models -->")[2].partition("<!-- /models -->")[0]
+    engine = Path(os.environ.get("MESP_ENGINE") or built_engine(CHECKOUT))
+    compared = slice(None if engine.exists() else 4)
+    listing = rows(listed().stdout)
+    assert [row[compared] for row in rows(table)] == [row[compared] for row in listing]

@@ -6,6 +6,7 @@ So `mesp-export` can list them, and export them with random weights, without a d
 from __future__ import annotations
 
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 
@@ -162,3 +163,8 @@ KNOWN: dict[str, tuple[str, str, dict[str, Any]]] = {
     for repos, license, config in _MODELS
     for repo in repos
 }
+
+
+def geometries() -> list[list[str]]:
+    """The short names, those of one geometry together."""
+    return [list(names) for _, names in groupby(KNOWN, key=lambda name: id(KNOWN[name][2]))]
