@@ -103,7 +103,7 @@ def find_source(model: str, random_weights: bool) -> Source:
         return _hub_source(model, random_weights)
     raise MespError(
         f"There is no model {model}; name a folder, a model on the Hugging Face Hub such as "
-        f"Qwen/Qwen2.5-0.5B, demo, or one of {', '.join(KNOWN)}."
+        "Qwen/Qwen2.5-0.5B, demo, or a short name that --list-models prints."
     )
 
 
