@@ -2,15 +2,18 @@
 
 import json
 import signal
-import tempfile
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from mlx.utils import tree_flatten
+from mlx_lm.utils import _get_classes
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from mesp.bundle import Quantization
 from mesp.models import Architecture
 
 # A shell that starts the tests in the background has SIGINT ignored, and children inherit that.
@@ -161,10 +164,9 @@ def write_model(
 def write_mixed_model(folder: Path, config: dict, recipe: str = "mixed_4_6") -> Path:
     """Writes a model that mlx-lm quantized by a recipe of its own, but the head to 8 bits."""
     from mlx_lm.convert import mixed_quant_predicate_builder
-    from mlx_lm.utils import load_model, quantize_model
+    from mlx_lm.utils import quantize_model
 
-    with tempfile.TemporaryDirectory() as original:
-        model, _ = load_model(write_model(Path(original, "model"), config))
+    model = mlx_lm_model(config)
     predicate = mixed_quant_predicate_builder(recipe, model)
 
     def quantization(path: str, module: nn.Module) -> dict:
@@ -172,6 +174,28 @@ def write_mixed_model(folder: Path, config: dict, recipe: str = "mixed_4_6") -> 
 
     model, config = quantize_model(model, config, None, None, quant_predicate=quantization)
     return write_model(folder, config, dict(tree_flatten(model.parameters())))
+
+
+def mlx_lm_model(
+    config: dict, quantization: Callable[[str], Quantization] | None = None, seed: int = 0
+) -> nn.Module:
+    """mlx-lm's model with `random_tensors`, each matrix quantized as said of its name."""
+    model_class, arguments = _get_classes(config)
+    model = model_class(arguments.from_dict(config))
+    weights = random_tensors(config, seed)
+    if hasattr(model, "sanitize"):
+        weights = model.sanitize(weights)
+    model.load_weights(list(weights.items()))
+    if quantization:
+        nn.quantize(
+            model,
+            class_predicate=lambda path, module: quantizable(module) and asdict(quantization(path)),
+        )
+    return model
+
+
+def quantizable(module: nn.Module) -> bool:
+    return hasattr(module, "to_quantized")
 
 
 @pytest.fixture(scope="session")

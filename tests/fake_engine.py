@@ -5,6 +5,8 @@ FAKE_ENGINE chooses how it goes: `slow` (a step takes 20 ms, until a signal), `d
 and signals are ignored), `refuse` (fails before it has a log), `fail` (fails after three steps),
 `crash` (after three steps) or `noisy` (a line that is no record, and a warning). Every SIGINT and
 SIGTERM is noted in OUTPUT/signals.
+
+A dry run predicts a thousandth of the block functions' bytes, in MB, and those of the weights.
 """
 
 import json
@@ -17,6 +19,16 @@ from pathlib import Path
 
 how = os.environ.get("FAKE_ENGINE", "")
 settings = json.loads(Path(sys.argv[1]).read_text())
+if settings.get("dry_run"):
+    bundle = Path(settings["bundle"])
+    manifest = json.loads((bundle / "manifest.json").read_text())
+    sizes = {file["path"]: file["size"] for file in manifest["files"]}
+    assert all((bundle / path).stat().st_size == size for path, size in sizes.items())
+    functions = {group["functions"][str(settings["seq_len"])] for group in manifest["blocks"]}
+    weights = [path for path in sizes if path.startswith(("blocks/", "embedding.", "head."))]
+    peak = 1000 * sum(sizes[path] for path in functions) + sum(sizes[path] for path in weights)
+    print(json.dumps({"type": "plan", "predicted_peak_bytes": peak, "least_peak_bytes": peak // 2}))
+    sys.exit()
 output = Path(settings["output"])
 stopped = False
 

@@ -4,103 +4,138 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from mlx.utils import tree_flatten
-from mlx_lm.models import qwen2
-from mlx_lm.models.base import create_attention_mask, scaled_dot_product_attention
+from mlx_lm.models.base import create_causal_mask
 from mlx_lm.tuner.lora import LoRALinear
 
-from conftest import TINY, random_tensors
+from conftest import FAMILIES, TINY, mlx_lm_model
 from mesp import block
 from mesp.bundle import Layout, Quantization, block_layout
-from mesp.models import PROJECTIONS, Architecture
+from mesp.models import Architecture
 
-OUTPUTS = ("y", "attn_in", "q", "k", "v", "attn_out", "x_mid", "gate", "up")
+OUTPUTS = ("y", "attn_in", "q", "k", "v", "attn_out", "x_mid", "gate", "up", "o_out", "mlp_out")
 TOLERANCE = 1e-5
 SCALE = 2.0
 
-# hidden size, intermediate size, heads, kv heads, group size, bits
-GEOMETRIES = {
-    "groups": (128, 320, 4, 2, 64, 4),
-    "three in a group": (192, 512, 6, 2, 32, 4),
-    "no groups": (128, 192, 2, 2, 64, 8),
-    "one head": (64, 192, 1, 1, 32, 4),
+
+def geometry(hidden: int, intermediate: int, heads: int, kv_heads: int) -> dict:
+    sizes = {"hidden_size": hidden, "intermediate_size": intermediate}
+    heads = {"num_attention_heads": heads, "num_key_value_heads": kv_heads}
+    return {**TINY, **sizes, **heads, "num_hidden_layers": 1}
+
+
+def mixed(path: str) -> Quantization:
+    """As mlx-lm's recipes, with what they don't mix as well."""
+    many = "v_proj" in path or "down_proj" in path
+    return Quantization(6, 64) if many else Quantization(8 if "q_proj" in path else 3, 32)
+
+
+GROUPS = geometry(128, 320, 4, 2)
+MODELS = {name: (config, lambda _: Quantization(4, 32)) for name, config in FAMILIES.items()}
+MODELS |= {
+    "groups": (GROUPS, lambda _: Quantization(4, 64)),
+    "three in a group": (geometry(192, 512, 6, 2), lambda _: Quantization(4, 32)),
+    "no groups": (geometry(128, 192, 2, 2), lambda _: Quantization(8, 64)),
+    "one head": (geometry(64, 192, 1, 1), lambda _: Quantization(2, 32)),
+    "wide": (geometry(256, 4096, 8, 2), lambda _: Quantization(4, 64)),
+    "3 bits": (GROUPS, lambda _: Quantization(3, 32)),
+    "5 bits": (GROUPS, lambda _: Quantization(5, 64)),
+    "mixed": (GROUPS, mixed),
+    "mxfp4": (GROUPS, lambda _: Quantization(4, 32, "mxfp4")),
+    "mxfp8": (GROUPS, lambda _: Quantization(8, 32, "mxfp8")),
+    "nvfp4": (FAMILIES["phi3"], lambda _: Quantization(4, 16, "nvfp4")),
 }
+# Each model's blocks, one of each kind of attention.
+BLOCKS = [
+    pytest.param(name, layer, id=f"{name} {layer}" if layer else name)
+    for name, (config, _) in MODELS.items()
+    for layer in range(len(Architecture.from_config(config).attention))
+    if name != "wide"
+]
+
+
+class Spy(nn.Module):
+    """A module that remembers what it was given, and gave."""
+
+    def __init__(self, module: nn.Module):
+        super().__init__()
+        self.module = module
+
+    def __call__(self, x: mx.array) -> mx.array:
+        self.seen = {"in": x, "out": self.module(x)}
+        return self.seen["out"]
 
 
 class Case:
     """A block of mlx-lm's with LoRA layers, and the same weights as the block function's arrays."""
 
-    def __init__(self, geometry: str, rank: int, lora: bool = True):
-        hidden, intermediate, heads, kv_heads, group_size, bits = GEOMETRIES[geometry]
-        config = {
-            **TINY,
-            "hidden_size": hidden,
-            "intermediate_size": intermediate,
-            "num_attention_heads": heads,
-            "num_key_value_heads": kv_heads,
-            "num_hidden_layers": 1,
-        }
+    def __init__(self, name: str, layer: int = 0, rank: int = 4, lora: bool = True):
+        config, quantization = MODELS[name]
         self.arch = Architecture.from_config(config)
-        self.quantization = Quantization(bits, group_size)
-        self.layout = block_layout(self.arch, self.quantization, "float32")
-        tensors = random_tensors(config, seed=1)
-
-        self.block = qwen2.TransformerBlock(qwen2.ModelArgs.from_dict(config))
-        prefix = "model.layers.0."
-        block_tensors = [
-            (k.removeprefix(prefix), v) for k, v in tensors.items() if k.startswith(prefix)
-        ]
-        self.block.load_weights(block_tensors)
-        nn.quantize(self.block, group_size, bits)
-        self.weights = pack(self.layout, dict(tree_flatten(self.block.parameters())))
+        self.kind = self.arch.kind(layer)
+        self.block = mlx_lm_model(config, quantization, seed=1).layers[layer]
+        arrays = dict(tree_flatten(self.block.parameters()))
+        for norm in self.arch.norms():
+            arrays[norm] = arrays[norm] + self.arch.norm_offset  # not in mlx-lm's array
+        quantizations = {name: quantization(name) for name in self.arch.modules}
+        self.layout = block_layout(self.arch, quantizations, "float32")
+        self.weights = pack(self.layout, arrays)
 
         flat = []
-        for name in PROJECTIONS:
-            parent = self.block
-            *path, last = name.split(".")
-            for part in path:
-                parent = parent[part]
-            layer = LoRALinear.from_base(parent[last], r=rank, scale=SCALE)
+        for name in self.arch.modules:
+            adapted = LoRALinear.from_base(self.module(name), r=rank, scale=SCALE)
             if lora:
-                layer.lora_b = mx.random.normal(layer.lora_b.shape) * 0.1
-            parent[last] = layer
-            flat += [layer.lora_a.flatten(), layer.lora_b.flatten()]
+                adapted.lora_b = mx.random.normal(adapted.lora_b.shape) * 0.1
+            self.replace(name, adapted)
+            flat += [adapted.lora_a.flatten(), adapted.lora_b.flatten()]
         self.lora = mx.concatenate(flat)
 
+    def module(self, name: str) -> nn.Module:
+        return dict(self.block.named_modules())[name]
+
+    def replace(self, name: str, module: nn.Module) -> None:
+        *parents, last = name.split(".")
+        parent = self.module(parents[0]) if parents else self.block
+        setattr(parent, last, module)
+
+    def run(self, x: mx.array) -> mx.array:
+        """mlx-lm's block, with the window that Hugging Face gives it."""
+        return self.block(x, create_causal_mask(x.shape[1], window_size=self.kind.sliding_window))
+
     def expected(self, x: mx.array) -> list[mx.array]:
-        """What mlx-lm computes, piece by piece, and y by the block as a whole."""
-        attention, mlp = self.block.self_attn, self.block.mlp
-        mask = create_attention_mask(x, None)
-
-        def heads(a: mx.array) -> mx.array:
-            return a.reshape(1, x.shape[1], -1, self.arch.head_dim).transpose(0, 2, 1, 3)
-
-        attn_in = self.block.input_layernorm(x)
-        q = attention.rope(heads(attention.q_proj(attn_in)))
-        k = attention.rope(heads(attention.k_proj(attn_in)))
-        v = heads(attention.v_proj(attn_in))
-        out = scaled_dot_product_attention(q, k, v, cache=None, scale=attention.scale, mask=mask)
-        attn_out = out.transpose(0, 2, 1, 3).flatten(2)
-        x_mid = x + attention.o_proj(attn_out)
-        mlp_in = self.block.post_attention_layernorm(x_mid)
-        gate, up = mlp.gate_proj(mlp_in), mlp.up_proj(mlp_in)
-        return [self.block(x, mask), attn_in, q, k, v, attn_out, x_mid, gate, up]
+        """What mlx-lm computes: y, and what goes into and comes out of its modules."""
+        norms = [name.removesuffix(".weight") for name in self.arch.norms() if "attn" not in name]
+        spies = {name: Spy(self.module(name)) for name in (*norms, *self.arch.modules)}
+        for name, spy in spies.items():
+            self.replace(name, spy)
+        found = {"y": self.run(x)}
+        for name, (module, rows, _) in self.arch.projections().items():
+            found[name] = spies[module].seen["out"][..., rows]
+        for name in "qkv":
+            found[name] = found[name].reshape(1, x.shape[1], -1, self.arch.head_dim)
+            found[name] = found[name].swapaxes(1, 2)
+        found["attn_in"] = spies["input_layernorm"].seen["out"]
+        found["attn_out"] = spies["self_attn.o_proj"].seen["in"]
+        found["x_mid"] = spies[self.arch.mlp_norm].seen["in"]
+        found["o_out"], found["mlp_out"] = found["o"], found["down"]
+        return [found[name] for name in OUTPUTS[: None if self.arch.post_norms else -2]]
 
     def export(self, folder, seq_len: int, plain: bool = False, device: str = "cpu"):
         """The block function, exported and imported again."""
         # A name of its own: MLX reads a function's constants when it first runs.
         path = str(folder / f"{plain}.mlxfn")
-        function = block.block_function(
-            self.arch, self.quantization, self.layout, device, plain=plain
-        )
         rank = self.lora.size // self.arch.lora_size(1)
         block.export_block(
-            path, function, self.arch, self.layout, mx.float32, device, [seq_len], [rank]
-        )
+            path, self.function(plain, device), self.arch, self.layout, mx.float32, device,
+            [seq_len], [rank],
+        )  # fmt: skip
         return mx.import_function(path)
+
+    def function(self, plain: bool = False, device: str = "cpu") -> block.BlockFunction:
+        return block.block_function(self.arch, self.kind, self.layout, device, plain=plain)
 
 
 def pack(layout: Layout, arrays: dict[str, mx.array]) -> mx.array:
-    """Lays float32 and uint32 arrays out as a block's file."""
+    """Lays arrays of 32 and 8 bits out as a block's file."""
     words = mx.zeros(layout.words, mx.uint32)
     for spec in layout.arrays:
         words[spec.offset : spec.offset + spec.words] = arrays[spec.name].flatten().view(mx.uint32)
@@ -112,13 +147,19 @@ def relative_error(a: mx.array, b: mx.array) -> float:
     return (mx.linalg.norm(a - b) / mx.linalg.norm(b)).item()
 
 
+def assert_same(case: Case, outputs: list[mx.array], x: mx.array) -> None:
+    names = OUTPUTS[: len(outputs)]
+    for name, a, b in zip(names, outputs, case.expected(x), strict=True):
+        assert relative_error(a, b) <= TOLERANCE, name
+
+
 @pytest.fixture(autouse=True)
 def seed():
     mx.random.seed(0)
 
 
 @pytest.fixture(params=["tiled", "one tile", "plain"])
-def kind(request, monkeypatch) -> str:
+def how(request, monkeypatch) -> str:
     """Sizes of tiles that cut these small shapes into many; the default sizes; the plain twin."""
     if request.param == "tiled":
         monkeypatch.setattr(block, "WIDTH", 24)
@@ -126,45 +167,40 @@ def kind(request, monkeypatch) -> str:
     return request.param
 
 
-@pytest.mark.parametrize("seq_len", [1, 7, 32])
-@pytest.mark.parametrize("geometry", GEOMETRIES)
-def test_equals_mlx_lm(tmp_path, kind, geometry, seq_len):
-    case = Case(geometry, rank=4)
-    function = case.export(tmp_path, seq_len, plain=kind == "plain")
+# The families' windows are 5 tokens.
+@pytest.mark.parametrize("seq_len", [1, 5, 7, 32])
+@pytest.mark.parametrize(("name", "layer"), BLOCKS)
+def test_equals_mlx_lm(tmp_path, how, name, layer, seq_len):
+    case = Case(name, layer)
+    function = case.export(tmp_path, seq_len, plain=how == "plain")
     x = mx.random.normal((1, seq_len, case.arch.hidden_size))
-    outputs = function(x, case.lora, mx.array(SCALE), case.weights)
-    for name, a, b in zip(OUTPUTS, outputs, case.expected(x), strict=True):
-        assert relative_error(a, b) <= TOLERANCE, name
+    assert_same(case, function(x, case.lora, mx.array(SCALE), case.weights), x)
 
 
-def test_without_lora_it_is_the_base_model(tmp_path, kind):
+def test_without_lora_it_is_the_base_model(tmp_path, how):
     case = Case("groups", rank=2, lora=False)
-    function = case.export(tmp_path, 9, plain=kind == "plain")
+    function = case.export(tmp_path, 9, plain=how == "plain")
     x = mx.random.normal((1, 9, case.arch.hidden_size))
-    outputs = function(x, case.lora, mx.array(SCALE), case.weights)
-    for name, a, b in zip(OUTPUTS, outputs, case.expected(x), strict=True):
-        assert relative_error(a, b) <= TOLERANCE, name
+    assert_same(case, function(x, case.lora, mx.array(SCALE), case.weights), x)
 
 
 @pytest.mark.parametrize("seq_len", [1, 7, 32])
-@pytest.mark.parametrize("geometry", GEOMETRIES)
-def test_plain_function_differentiates(tmp_path, geometry, seq_len):
-    case = Case(geometry, rank=4)
+@pytest.mark.parametrize(("name", "layer"), BLOCKS)
+def test_plain_function_differentiates(tmp_path, name, layer, seq_len):
+    case = Case(name, layer)
     function = case.export(tmp_path, seq_len, plain=True)
     x = mx.random.normal((1, seq_len, case.arch.hidden_size))
     dy = mx.random.normal(x.shape)
 
     def mlx_lm(x: mx.array, lora: mx.array) -> mx.array:
         start = 0
-        for name in PROJECTIONS:
-            layer = case.block
-            for part in name.split("."):
-                layer = layer[part]
+        for name in case.arch.modules:
+            layer = case.module(name)
             for matrix in ("lora_a", "lora_b"):
                 size = layer[matrix].size
                 layer[matrix] = lora[start : start + size].reshape(layer[matrix].shape)
                 start += size
-        return case.block(x, create_attention_mask(x, None))
+        return case.run(x)
 
     def imported(x: mx.array, lora: mx.array) -> mx.array:
         return function(x, lora, mx.array(SCALE), case.weights)[0]
@@ -175,10 +211,50 @@ def test_plain_function_differentiates(tmp_path, geometry, seq_len):
         assert relative_error(a, b) <= TOLERANCE, name
 
 
+@pytest.mark.parametrize("length", [5, 7, 32])
+@pytest.mark.parametrize("window", [None, 1, 4, 5])
+def test_fused_attention_sees_the_same_keys(monkeypatch, window, length):
+    """The GPU's attention, which the CPU has too: its mask is that of the tiles."""
+    monkeypatch.setattr(block, "ATTENTION_ROWS", 4)
+    q, k, v = (mx.random.normal((1, heads, length, 16)) for heads in (4, 2, 2))
+    how = {"scale": 0.3, "cap": None, "window": window}
+    fused, tiled = (f(q, k, v, **how) for f in (block.fused_attention, block.attention))
+    assert relative_error(fused, tiled) <= TOLERANCE
+
+
+@pytest.mark.parametrize("plain", [False, True])
+@pytest.mark.parametrize("name", ["qwen3", "gemma2", "gemma3_text", "phi3", "nvfp4", "mixed"])
+def test_the_gpu_function_computes_the_same(name, plain):
+    """Its operations are there on the CPU too, so that a mistake in them shows without a GPU."""
+    case = Case(name)
+    x = mx.random.normal((1, 12, case.arch.hidden_size))
+    outputs = case.function(plain, device="gpu")(x, case.lora, mx.array(SCALE), case.weights)
+    assert_same(case, outputs, x)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
+def test_every_code_is_unpacked(bits):
+    codes = mx.random.randint(0, 2**bits, (3, 320)).astype(mx.uint32)
+    planes = (codes[..., None] >> mx.arange(bits, dtype=mx.uint32)) & 1  # lowest bits first
+    words = planes.reshape(3, -1, 32) << mx.arange(32, dtype=mx.uint32)
+    unpacked = block.unpack(words.sum(axis=-1), bits)
+    assert mx.array_equal(unpacked.reshape(3, 320), codes)
+
+
+def test_every_small_float_is_exact():
+    """E4M3 as MLX converts it, and E2M1's 16 values."""
+    e4m3 = mx.arange(256, dtype=mx.uint32)
+    expected = mx.from_fp8(e4m3.astype(mx.uint8), dtype=mx.float32)
+    assert mx.array_equal(block.minifloat(e4m3, exponent=4, mantissa=3), expected)
+    positive = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
+    e2m1 = block.minifloat(mx.arange(16, dtype=mx.uint32), exponent=2, mantissa=1)
+    assert e2m1.tolist() == positive + [-value for value in positive]
+
+
 def test_one_file_serves_several_lengths_and_ranks(tmp_path):
-    case = Case("groups", rank=4)
+    case = Case("groups")
     path = str(tmp_path / "block.mlxfn")
-    function = block.block_function(case.arch, case.quantization, case.layout, "cpu")
+    function = case.function()
     block.export_block(path, function, case.arch, case.layout, mx.float32, "cpu", [3, 70], [2, 4])
     imported = mx.import_function(path)
     for seq_len in (3, 70):
@@ -191,11 +267,13 @@ def test_one_file_serves_several_lengths_and_ranks(tmp_path):
         imported(x[:, :5], lora, mx.array(SCALE), case.weights)
 
 
-def test_bfloat16(tmp_path):
+@pytest.mark.parametrize("name", ["groups", "gemma2", "nvfp4"])
+def test_bfloat16(tmp_path, name):
     """bfloat16 arrays and scales; the arithmetic between them is float32."""
-    case = Case("groups", rank=4)
+    case = Case(name)
     wide = case.layout.unpack(case.weights)
-    layout = block_layout(case.arch, case.quantization, "bfloat16")
+    quantizations = {module: MODELS[name][1](module) for module in case.arch.modules}
+    layout = block_layout(case.arch, quantizations, "bfloat16")
     words = mx.zeros(layout.words, mx.uint32)
     rounded = {}
     for spec in layout.arrays:
@@ -205,23 +283,21 @@ def test_bfloat16(tmp_path):
             rounded[spec.name] = array.astype(mx.float32)
         words[spec.offset : spec.offset + spec.words] = array.flatten().view(mx.uint32)
     path = str(tmp_path / "block.mlxfn")
-    function = block.block_function(case.arch, case.quantization, layout, "cpu")
+    function = block.block_function(case.arch, case.kind, layout, "cpu")
     block.export_block(path, function, case.arch, layout, mx.bfloat16, "cpu", [20], [4])
     x = mx.random.normal((1, 20, case.arch.hidden_size)).astype(mx.bfloat16)
     outputs = mx.import_function(path)(x, case.lora, mx.array(SCALE), words)
 
-    exact = block.block_function(case.arch, case.quantization, case.layout, "cpu")
     weights = pack(case.layout, {**wide, **rounded})
-    expected = exact(x.astype(mx.float32), case.lora, mx.array(SCALE), weights)
-    for name, a, b in zip(OUTPUTS, outputs, expected, strict=True):
+    expected = case.function()(x.astype(mx.float32), case.lora, mx.array(SCALE), weights)
+    for name, a, b in zip(OUTPUTS, outputs, expected, strict=False):
         assert a.dtype == mx.bfloat16
         assert relative_error(a.astype(mx.float32), b) <= 1e-2, name
 
 
-def test_y_alone_takes_little_memory(tmp_path, monkeypatch):
+def test_y_alone_takes_little_memory(tmp_path):
     """Evaluating y holds neither [T, intermediate] nor [heads, T, T], nor the unpacked weights."""
-    monkeypatch.setitem(GEOMETRIES, "wide", (256, 4096, 8, 2, 64, 4))
-    case = Case("wide", rank=4)
+    case = Case("wide")
     x = mx.random.normal((1, 256, case.arch.hidden_size))
     mx.eval(x, case.weights, case.lora)
     peaks = {}
@@ -232,5 +308,5 @@ def test_y_alone_takes_little_memory(tmp_path, monkeypatch):
         mx.eval(function(x, case.lora, mx.array(SCALE), case.weights)[0])
         peaks[plain] = mx.get_peak_memory() - before
     gate = 4 * x.shape[1] * case.arch.intermediate_size
-    unpacked = 4 * sum(out * inp for out, inp in case.arch.projections().values())
+    unpacked = 4 * sum(out * inp for out, inp in case.arch.sizes().values())
     assert peaks[False] < gate + x.nbytes < unpacked < peaks[True]

@@ -11,7 +11,7 @@ the process's anonymous memory (phys_footprint on a Mac), the highest during any
 \b
 Tables, each with its own defaults for the options that apply to it:
   memory        peak and time by method and size
-  length        MeSP by sequence length, all three sizes
+  length        MeSP by sequence length, the paper's sizes and other families
   rank          MeSP by LoRA rank, all three sizes
   time          MeSP's time against MeBP's, by memory limit
   h             what storing h = xA would take, and what recomputing it costs
@@ -79,6 +79,8 @@ from mesp.export import ListOptions
 
 WORK = Path(__file__).resolve().parents[1] / "build" / "bench"
 SIZES = tuple(PAPER_PEAK_MB)
+MODELS = (*SIZES, "Llama-3.2-1B", "Llama-3.2-3B", "Qwen3-0.6B", "Qwen3-1.7B", "Qwen3-4B",
+          "SmolLM2-135M", "SmolLM2-360M", "SmolLM2-1.7B", "Gemma-3-1B")  # fmt: skip
 METHODS = (*ENGINE_METHODS, *PYTHON_METHODS)
 LOG_FROM = 10  # ratio of largest to smallest above which a plot is logarithmic
 TABLE_WIDTH = 250  # columns, where there is no terminal
@@ -95,7 +97,7 @@ _DEMO = {**_SIZE, "models": ("demo",)}
 # The options that apply to a table, with their defaults.
 TABLES: dict[str, dict[str, Any]] = {
     "memory": {**_RUNS, "methods": ENGINE_METHODS},
-    "length": {**_RUNS, "models": SIZES, "seq_lens": tuple(PAPER_PEAK_MB[SIZES[0]])},
+    "length": {**_RUNS, "models": MODELS, "seq_lens": tuple(PAPER_PEAK_MB[SIZES[0]])},
     "rank": {**_RUNS, "models": SIZES, "ranks": (4, 8, 16, 32)},
     "time": {**_RUNS, "methods": ("mebp", "mesp"), "limits": ("auto", "bar", "mebp", "all")},
     "h": {**_SIZE, "models": SIZES, "steps": 10},

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
+import math
 import os
 import sys
 import threading
@@ -26,7 +27,6 @@ from mlx import nn, optimizers
 
 from mesp import reference
 from mesp.bundle import Bundle, Layout
-from mesp.models import PROJECTIONS
 
 # A run ends early, with the steps it has, once it has taken this long: mlx-lm as shipped needs
 # minutes a step on a CPU.
@@ -122,25 +122,28 @@ def paper_step(
 ) -> float:
     """One step; updates `lora` and returns the loss before."""
     arch = bundle.architecture
-    inputs = [Table(bundle, "embedding")[np.array(window[:-1])][None]]
+    inputs = [arch.embedding_scale * Table(bundle, "embedding")[np.array(window[:-1])][None]]
     for index, block_lora in enumerate(lora):
-        x, weights = inputs[-1], bundle.block(index)
-        inputs.append(reference.block_forward(x, block_lora, scale, weights, arch)[0])
+        x, weights, kind = inputs[-1], bundle.block(index), arch.kind(index)
+        inputs.append(reference.block_forward(x, block_lora, scale, weights, arch, kind)[0])
         mx.eval(inputs[-1])
         del x, weights
     loss, dy = whole_loss(bundle, inputs.pop(), window[1:])
     for index in reversed(range(len(lora))):
-        x, weights = inputs.pop(), bundle.block(index)
-        intermediates = reference.block_forward(x, lora[index], scale, weights, arch)[1:]
+        x, weights, kind = inputs.pop(), bundle.block(index), arch.kind(index)
+        block = (lora[index], scale, weights, arch, kind)
+        intermediates = reference.block_forward(x, *block)[1:]
         mx.eval(intermediates)
-        dy, gradient = reference.block_backward(
-            x, intermediates, dy, lora[index], scale, weights, arch
-        )
+        dy, gradient = reference.block_backward(x, intermediates, dy, *block)
         lora[index] = lora[index] - learning_rate * gradient
         mx.eval(dy, lora[index])
-        del x, weights, intermediates, gradient
+        del x, weights, block, intermediates, gradient
         mx.clear_cache()
     return loss
+
+
+# NumPy's types of the arrays in a bundle.
+STORED = {"uint32": "<u4", "uint8": "u1", "float32": "<f4"}
 
 
 class Table:
@@ -151,7 +154,7 @@ class Table:
         words = np.memmap(bundle.path / entry["file"], dtype="<u4", mode="r")
         self.arrays = {
             spec.name: words[spec.offset : spec.offset + spec.words]
-            .view("<u4" if spec.dtype == "uint32" else "<f4")
+            .view(STORED[spec.dtype])[: math.prod(spec.shape)]
             .reshape(spec.shape)
             for spec in Layout.from_manifest(entry).arrays
         }
@@ -159,30 +162,34 @@ class Table:
 
     def __getitem__(self, rows: np.ndarray | slice) -> mx.array:
         """These rows, dequantized: float32 [rows, hidden]."""
-        parts = ("weight", "scales", "biases")
-        packed = {part: mx.array(self.arrays[part][rows]) for part in parts}
+        packed = {
+            part: mx.array(array[rows]) for part, array in self.arrays.items() if part != "norm"
+        }
         return reference.dequantize(packed, "", self.columns)
 
 
 def whole_loss(bundle: Bundle, x: mx.array, targets: mx.array) -> tuple[float, mx.array]:
     """The loss and its gradient by x, as in `reference.cross_entropy`: logits whole."""
     arch, head = bundle.architecture, Table(bundle, "head")
+    cap = arch.final_logit_softcapping
     tiles = [slice(i, i + HEAD_ROWS) for i in range(0, arch.vocab_size, HEAD_ROWS)]
     norm = mx.array(head.arrays["norm"])
     normed = reference.rms_norm(x, norm, arch.rms_norm_eps)
     z = mx.zeros((1, targets.size, arch.vocab_size))
     for rows in tiles:
-        z[..., rows] = normed @ head[rows].T
+        z[..., rows] = reference.soft_cap(normed @ head[rows].T, cap)
         mx.eval(z)
     target = mx.take_along_axis(z, targets[None, :, None], axis=-1)[..., 0]
     loss = mx.mean(mx.logsumexp(z, axis=-1) - target)
     mx.eval(loss)
     del target
+    capped = None if cap is None else z
     # dz = (softmax(z) - onehot(target)) / T, in the place of z
     z = mx.softmax(z, axis=-1) / targets.size
     mx.eval(z)
     dz = z.at[0, mx.arange(targets.size), targets].add(-1 / targets.size)
-    del z
+    dz = reference.soft_cap_backward(capped, dz, cap)
+    del z, capped
     mx.eval(dz)
     d_normed = mx.zeros(x.shape)
     for rows in tiles:
@@ -208,8 +215,8 @@ def mlx_lm(bundle: Bundle, settings: dict[str, Any]) -> None:
     model = bundle.to_mlx_lm()
     model.freeze()
     lora = {"rank": settings["rank"], "scale": settings["scale"], "dropout": 0.0}
-    layers = bundle.architecture.num_hidden_layers
-    linear_to_lora_layers(model, layers, {**lora, "keys": PROJECTIONS})
+    arch = bundle.architecture
+    linear_to_lora_layers(model, arch.num_hidden_layers, {**lora, "keys": [*arch.modules]})
     if settings["fast"]:
         nn.QuantizedLinear.__call__ = dequantized_linear
         nn.QuantizedEmbedding.as_linear = lambda self, x: x @ whole_matrix(self).T
@@ -248,20 +255,19 @@ def dequantized_linear(self: nn.QuantizedLinear, x: mx.array) -> mx.array:
 
 
 def whole_matrix(layer: nn.Module) -> mx.array:
-    return mx.dequantize(
-        layer.weight, layer.scales, layer.biases, group_size=layer.group_size, bits=layer.bits
-    )
+    how = {name: getattr(layer, name) for name in ("group_size", "bits", "mode")}
+    return mx.dequantize(layer.weight, layer.scales, layer.get("biases"), **how)
 
 
 # Recomputing h
 
 
 def h(bundle: Bundle, settings: dict[str, Any]) -> None:
-    """How long h = xA takes for a block's seven projections, and the block's whole gradient."""
+    """How long h = xA takes for a block's modules, and the block's whole gradient."""
     arch, weights = bundle.architecture, bundle.block(0)
     lora = mx.random.normal((arch.lora_size(settings["rank"]),)) * 0.01
     x, dy = mx.random.normal((2, 1, settings["seq_len"], arch.hidden_size))
-    sizes = {size for _, size in arch.projections().values()}
+    sizes = {size for _, size in arch.sizes().values()}
     inputs = {size: mx.random.normal((settings["seq_len"], size)) for size in sizes}
     mx.eval(weights, lora, x, dy, inputs)
 
@@ -270,7 +276,8 @@ def h(bundle: Bundle, settings: dict[str, Any]) -> None:
         return [inputs[a.shape[0]] @ a for a, _ in matrices.values()]
 
     def gradient() -> tuple[mx.array, mx.array]:
-        return reference.mesp_block_gradient(x, dy, lora, settings["scale"], weights, arch)
+        block = (lora, settings["scale"], weights, arch, arch.kind(0))
+        return reference.mesp_block_gradient(x, dy, *block)
 
     h_bytes = sum(array.nbytes for array in recompute_h())
     h_seconds, gradient_seconds = (

@@ -31,8 +31,8 @@ import mesp.train
 from mesp.bundle import read_manifest
 from mesp.engine import find_engine, find_plan
 from mesp.errors import MespError
+from mesp.known import KNOWN
 from mesp.log import Run
-from mesp.models import KNOWN
 
 # What is not set is as the paper has it, by default of the engine and of mesp-train alike: SGD at
 # 1e-4 on seven projections, batch 1. Runs in Python are told.
@@ -108,10 +108,10 @@ class Cell(NamedTuple):
         """The paper's peak of MeSP and the goal for ours; it used whole models and rank 8."""
         name = self.model.removesuffix("-Instruct")
         peaks = {t: mb * 1e6 for t, mb in PAPER_PEAK_MB.get(name, {}).items()}
-        if not peaks or (self.blocks, self.rank) != (
-            KNOWN[name][1]["num_hidden_layers"],
-            PAPER_RANK,
-        ):
+        if not peaks:
+            return None, None
+        *_, config = KNOWN[name]
+        if (self.blocks, self.rank) != (config["num_hidden_layers"], PAPER_RANK):
             return None, None
         peak = peaks.get(self.seq_len)
         return peak, peaks[PAPER_LONGEST] if self.seq_len == BAR_LENGTH else peak and peak / 2
@@ -373,7 +373,7 @@ def find_cells(options: dict[str, Any], layers: int | None, work: Path) -> list[
             raise MespError(f"{model} is a bundle: --layers and --data are of its export.")
         manifest = read_manifest(bundle)
         name = manifest["name"].removesuffix("-random")
-        blocks = manifest["architecture"]["num_hidden_layers"]
+        blocks = len(manifest["architecture"]["layers"])
         kind = (manifest["device"], manifest["dtype"])
         sizes = itertools.product(options["seq_lens"], options["ranks"])
         cells += [Cell(name, bundle, blocks, *size, *kind) for size in sizes]

@@ -76,16 +76,15 @@ def block_function(
                 x = norm(f"self_attn.{name}_norm", x)
             return (rope if plain else fast_rope)(x, kind)
 
-        def then(name: str, done: mx.array) -> Projection:
-            # In the twin, MLX would look for the gradient of a weight that depends on x.
+        def after(done: mx.array, name: str) -> Projection:  # the twin's order is MLX's
             return p[name] if plain else p[name].after(done)
 
         attn_in = norm("input_layernorm", x)
         q = heads(apply(p["q"], attn_in))
-        k = heads(apply(then("k", q), attn_in))
-        v = heads(apply(then("v", k), attn_in))
+        k = heads(apply(after(q, "k"), attn_in))
+        v = heads(apply(after(k, "v"), attn_in))
         attn_out = attend(place("q", q), place("k", k), v, window=window).astype(dtype)
-        o = then("o", attn_out)
+        o = after(attn_out, "o")
         if arch.post_norms:
             o_out = apply(o, attn_out).astype(dtype)
             x_mid = x + norm("post_attention_layernorm", o_out.astype(mx.float32))
@@ -240,7 +239,7 @@ def dequantize(
     does not round to bfloat16 where the scales are that, and can be exported in every mode.
     """
     codes = unpack(weight, quantization.bits)
-    by_group = partial(mx.unflatten, axis=1, shape=(scales.shape[1], -1))
+    by_group = partial(mx.reshape, shape=(*scales.shape, -1))
     if biases is not None:
         scales, biases = (a.astype(mx.float32)[..., None] for a in (scales, biases))
         return (by_group(codes) * scales + biases).flatten(1)
@@ -253,7 +252,7 @@ def dequantize(
 
 
 def unpack(words: mx.array, bits: int) -> mx.array:
-    """The codes in packed words, lowest bits first: uint32 [out, n] -> [out, n · 32 / bits]"""
+    """The codes in packed words, lowest bits first: uint32 [out, n] -> [out, …], n·32/bits a row"""
     length = 32
     if 32 % bits:  # codes cross words: take as few bytes as hold whole codes for a word
         length = math.lcm(8, bits)
@@ -261,7 +260,7 @@ def unpack(words: mx.array, bits: int) -> mx.array:
         pieces = words.view(mx.uint8).reshape(words.shape[0], -1, length // 8).astype(dtype)
         words = (pieces << mx.arange(0, length, 8, dtype=dtype)).sum(axis=-1)
     shifts = mx.arange(0, length, bits, dtype=words.dtype)
-    return ((words[..., None] >> shifts) & (2**bits - 1)).flatten(1)
+    return (words[..., None] >> shifts) & (2**bits - 1)
 
 
 def minifloat(codes: mx.array, exponent: int, mantissa: int) -> mx.array:

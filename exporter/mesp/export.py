@@ -6,8 +6,9 @@ import json
 import os
 import re
 import shutil
+import tempfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -49,13 +50,16 @@ from mesp.data import (
 from mesp.engine import CHECKOUT, built_engine, find_plan
 from mesp.errors import MespError, plain_os_errors
 from mesp.hub import download
+from mesp.known import KNOWN, geometries
 from mesp.log import megabytes
-from mesp.models import KNOWN, Architecture, Attention, complete
+from mesp.models import Architecture, Attention, complete
 
 TILE = 1 << 22  # elements of a matrix that are quantized at a time
 DEMO = Path(__file__).parent / "demo_model"
 BITS = (4, 8)  # that a model is quantized to here
 AFFINE = {2, 3, 4, 5, 6, 8}, {32, 64, 128}  # bits and group sizes that MLX has
+DEVICE = "gpu" if mx.metal.is_available() else "cpu"
+DTYPE_OF = {"cpu": "float32", "gpu": "bfloat16"}  # where none is asked for
 CONSOLE = Console(stderr=True)
 COLUMNS = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
 TOKENIZER_FILES = (
@@ -92,14 +96,14 @@ def find_source(model: str, random_weights: bool) -> Source:
         return replace(_local_source(DEMO), name="demo", id="demo")
     if os.path.isdir(model):
         return _local_source(Path(model))
-    for short, (repo, config) in KNOWN.items():
+    for short, (repo, _, config) in KNOWN.items():
         if model.lower() in (short.lower(), repo.lower()):
             return Source(short, repo, config) if random_weights else _hub_source(repo)
     if re.fullmatch(r"[\w.-]+/[\w.-]+", model):
         return _hub_source(model, random_weights)
     raise MespError(
         f"There is no model {model}; name a folder, a model on the Hugging Face Hub such as "
-        f"Qwen/Qwen2.5-0.5B, demo, or one of {', '.join(KNOWN)}."
+        "Qwen/Qwen2.5-0.5B, demo, or a short name that --list-models prints."
     )
 
 
@@ -383,6 +387,9 @@ def matrix_pieces(
             yield prefix + part, rows.start, array
 
 
+WeightFiles = dict[str, tuple[Layout, Iterable[Piece]]]  # by path
+
+
 @dataclass(frozen=True)
 class Options:
     """What to write, all of it checked."""
@@ -401,32 +408,9 @@ class Options:
 
 def export(source: Source, weights: Weights, arch: Architecture, options: Options) -> dict:
     """Writes the bundle `options.out` and returns its manifest."""
-    quantizations, dtype = options.quantizations, options.dtype
-    check_quantizations(arch, quantizations)
-    layouts = [
-        block_layout(
-            arch,
-            {name: quantizations.of(f"model.layers.{i}.{name}") for name in arch.modules},
-            dtype,
-        )
-        for i in range(arch.num_hidden_layers)
-    ]
-    tied = arch.tie_word_embeddings
-    embedding = table_layout(arch, quantizations.of("model.embed_tokens"), dtype, norm=tied)
-    head = None if tied else table_layout(arch, quantizations.of("lm_head"), dtype, norm=True)
-    weight_files = [
-        (f"blocks/{i:02d}.bin", layout, block_pieces(weights, i, layout, arch, quantizations))
-        for i, layout in enumerate(layouts)
-    ]
-    for file, name, layout in (
-        ("embedding.bin", "model.embed_tokens", embedding),
-        ("head.bin", "lm_head", head),
-    ):
-        if layout:
-            pieces = table_pieces(weights, name, layout, arch, quantizations)
-            weight_files.append((file, layout, pieces))
-    total = sum(layout.words * 4 for _, layout, _ in weight_files)
-
+    check_quantizations(arch, options.quantizations)
+    files = weight_files(weights, arch, options)
+    total = weight_bytes(files)
     with (
         plain_os_errors(f"Cannot write {options.out}"),
         new_folder(options.out.resolve(), options.overwrite) as folder,
@@ -435,35 +419,65 @@ def export(source: Source, weights: Weights, arch: Architecture, options: Option
         check_disk(options.out, folder, total)
         task = bar.add_task("Tokenizing", total=None)
         splits = tokenize(source, weights, arch, options)
-        (folder / "blocks").mkdir()
-        groups = write_functions(folder, arch, layouts, options)
         bar.update(task, description=f"Writing {options.out.name}", total=total)
-        for file, layout, pieces in weight_files:
-            write_weights(folder / file, layout, pieces, partial(bar.advance, task))
-        data = write_data(folder, "data", splits)
-        copy_texts(source, folder, arch, quantizations)
-        manifest = {
-            "format": FORMAT,
-            "name": source.name,
-            "model": {"id": source.id, "revision": source.revision, "license": source.license},
-            "mlx_version": mx.__version__,
-            "device": options.device,
-            "dtype": dtype,
-            "architecture": arch.to_manifest(),
-            "quantization": asdict(quantizations.main),
-            "seq_lens": options.seq_lens,
-            "ranks": options.ranks,
-            "blocks": [group.to_manifest() for group in groups],
-            "embedding": {"file": "embedding.bin", **embedding.to_manifest()},
-            "head": {
-                "file": "head.bin" if head else "embedding.bin",
-                **(head or embedding).to_manifest(),
-            },
-            "data": data,
-            "files": describe_files(folder),
-        }
+        manifest = write_model(folder, source, arch, files, options, partial(bar.advance, task))
+        manifest["data"] = write_data(folder, "data", splits)
+        copy_texts(source, folder, arch, options.quantizations)
+        manifest["files"] = describe_files(folder)
         write_manifest(folder, manifest)
     return manifest
+
+
+def weight_files(weights: Weights | None, arch: Architecture, options: Options) -> WeightFiles:
+    """The layout and the content of every weight file; no content where there are no `weights`."""
+    quantizations, files = options.quantizations, {}
+    for i in range(arch.num_hidden_layers):
+        modules = {name: quantizations.of(f"model.layers.{i}.{name}") for name in arch.modules}
+        layout = block_layout(arch, modules, options.dtype)
+        pieces = block_pieces(weights, i, layout, arch, quantizations) if weights else ()
+        files[f"blocks/{i:02d}.bin"] = layout, pieces
+    tied = arch.tie_word_embeddings
+    tables = [("embedding.bin", "model.embed_tokens", tied)]
+    if not tied:
+        tables.append(("head.bin", "lm_head", True))
+    for file, name, is_head in tables:
+        layout = table_layout(arch, quantizations.of(name), options.dtype, norm=is_head)
+        pieces = table_pieces(weights, name, layout, arch, quantizations) if weights else ()
+        files[file] = layout, pieces
+    return files
+
+
+def weight_bytes(files: WeightFiles) -> int:
+    return sum(layout.words * 4 for layout, _ in files.values())
+
+
+def write_model(
+    folder: Path, source: Source, arch: Architecture, files: WeightFiles, options: Options,
+    progress: Callable[[int], Any],
+) -> dict[str, Any]:  # fmt: skip
+    """Writes functions and weights, and returns the manifest but for its data and files."""
+    (folder / "blocks").mkdir()
+    layouts = {file: layout for file, (layout, _) in files.items()}
+    blocks = [layouts[f"blocks/{i:02d}.bin"] for i in range(arch.num_hidden_layers)]
+    groups = write_functions(folder, arch, blocks, options)
+    for file, (layout, pieces) in files.items():
+        write_weights(folder / file, layout, pieces, progress)
+    head = "head.bin" if "head.bin" in files else "embedding.bin"
+    return {
+        "format": FORMAT,
+        "name": source.name,
+        "model": {"id": source.id, "revision": source.revision, "license": source.license},
+        "mlx_version": mx.__version__,
+        "device": options.device,
+        "dtype": options.dtype,
+        "architecture": arch.to_manifest(),
+        "quantization": asdict(options.quantizations.main),
+        "seq_lens": options.seq_lens,
+        "ranks": options.ranks,
+        "blocks": [group.to_manifest() for group in groups],
+        "embedding": {"file": "embedding.bin", **layouts["embedding.bin"].to_manifest()},
+        "head": {"file": head, **layouts[head].to_manifest()},
+    }
 
 
 def write_functions(
@@ -614,17 +628,108 @@ def predicted_memory(out: Path, manifest: dict[str, Any]) -> str | None:
 
     None where the engine has not been built: exporting does not need it.
     """
-    engine = Path(os.environ.get("MESP_ENGINE") or built_engine(CHECKOUT))
-    peaks = []
-    for length in manifest["seq_lens"]:
-        size = {"bundle": str(out.resolve()), "seq_len": length, "rank": manifest["ranks"][0]}
-        try:
-            plan = find_plan(engine, size)
-        except (MespError, OSError):
-            return None
-        default, least = plan["predicted_peak_bytes"], plan["least_peak_bytes"]
-        peaks.append(f"{length} tokens {megabytes(default)} MB (at least {megabytes(least)})")
+    try:
+        plans = find_plans(out, manifest)
+    except (MespError, OSError):
+        return None
+    peaks = (
+        f"{length} tokens {megabytes(plan['predicted_peak_bytes'])} MB "
+        f"(at least {megabytes(plan['least_peak_bytes'])})"
+        for length, plan in plans.items()
+    )
     return "training peaks at " + ", ".join(peaks)
+
+
+def find_plans(bundle: Path, manifest: dict[str, Any]) -> dict[int, dict[str, Any]]:
+    """The trainer's default plan by length, for the lowest rank.
+
+    Raises OSError where the engine has not been built, MespError where it refuses.
+    """
+    size = {"bundle": str(bundle.resolve()), "rank": manifest["ranks"][0]}
+    return {n: find_plan(engine_path(), {**size, "seq_len": n}) for n in manifest["seq_lens"]}
+
+
+def engine_path() -> Path:
+    return Path(os.environ.get("MESP_ENGINE") or built_engine(CHECKOUT))
+
+
+# The list of models
+
+LISTED_LENGTHS, LISTED_RANK = [256, 1024], 8
+# Columns of the list, and to which side their text goes.
+LISTED = {"model": "<", "parameters": ">", "MB on disk": ">", "licence": "<"}
+LISTED |= {f"peak MB, {length:,} tokens": ">" for length in LISTED_LENGTHS}
+
+
+def list_models(context: click.Context, _option: click.Parameter, wanted: bool) -> None:
+    """Prints the models that have short names as a Markdown table, row by row, and exits.
+
+    The size is that of the weights; peaks are of training with the default plan. Variants of one
+    geometry share a row.
+    """
+    if not wanted:
+        return
+    labels = {
+        first: ", ".join([first, *(name.removeprefix(first) for name in others)])
+        for first, *others in geometries()
+    }
+    longest = {"model": labels.values(), "licence": [license for _, license, _ in KNOWN.values()]}
+    widths = {title: max(map(len, (title, *longest.get(title, ())))) for title in LISTED}
+    console = Console()
+
+    def show(*cells: str) -> None:
+        padded = (
+            f"{cell:{side}{widths[title]}}"
+            for cell, (title, side) in zip(cells, LISTED.items(), strict=True)
+        )
+        console.out(f"| {' | '.join(padded)} |", highlight=False)
+
+    show(*LISTED)
+    show(*(f"{'-' * (widths[title] - 1)}{'-' if s == '<' else ':'}" for title, s in LISTED.items()))
+    built = os.access(engine_path(), os.X_OK)
+    with console.status("") as status:
+        for name, label in labels.items():
+            status.update(f"Planning {name}")
+            repo, license, config = KNOWN[name]
+            arch = Architecture.from_config(config)
+            options = Options(
+                out=Path(name), data=None, data_options=DataOptions(), seq_lens=LISTED_LENGTHS,
+                ranks=[LISTED_RANK], quantizations=Quantizations(Quantization()),
+                dtype=DTYPE_OF[DEVICE], device=DEVICE, seed=0, overwrite=False,
+            )  # fmt: skip
+            files = weight_files(None, arch, options)
+            peaks = ["-"] * len(LISTED_LENGTHS)
+            if built:
+                try:
+                    plans = plans_without_weights(Source(name, repo, config), arch, files, options)
+                    peaks = [megabytes(plan["predicted_peak_bytes"]) for plan in plans.values()]
+                except MespError as error:
+                    click.echo(f"{name}: {error.message}", err=True)
+            size = megabytes(weight_bytes(files))
+            show(label, f"{arch.num_parameters / 1e6:,.0f} M", size, license, *peaks)
+    if not built:
+        click.echo("The trainer predicts the peaks: build it with `make engine`.", err=True)
+    context.exit()
+
+
+def plans_without_weights(
+    source: Source, arch: Architecture, files: WeightFiles, options: Options
+) -> dict[int, dict[str, Any]]:
+    """`find_plans` of a bundle whose weight files are holes: planning reads none of them."""
+    with (
+        plain_os_errors("Cannot plan the training"),
+        tempfile.TemporaryDirectory(prefix="mesp-") as path,
+    ):
+        folder = Path(path)
+        manifest = write_model(folder, source, arch, files, options, lambda size: None)
+        manifest["data"] = {}
+        manifest["files"] = [
+            {"path": str(file.relative_to(folder)), "size": file.stat().st_size, "sha256": ""}
+            for file in folder.rglob("*")
+            if file.is_file()
+        ]
+        write_manifest(folder, manifest)
+        return find_plans(folder, manifest)
 
 
 class ListOptions(click.Command):
@@ -646,6 +751,10 @@ class ListOptions(click.Command):
 
 
 @click.command(cls=ListOptions, context_settings={"show_default": True})
+@click.option(
+    "--list-models", is_flag=True, is_eager=True, expose_value=False, callback=list_models,
+    help="List the models that have short names, with the memory that training takes, and exit.",
+)  # fmt: skip
 @click.option("--model", required=True, metavar="NAME|HUB_ID|DIR|demo", help="The model to export.")
 @click.option(
     "--out", type=click.Path(path_type=Path), metavar="DIR", show_default="NAME.mesp",
@@ -693,8 +802,8 @@ def main(
 ):  # fmt: skip
     """Quantize a model and write it as a bundle to fine-tune on an iPhone, a Mac or Linux."""
     if device == "auto":
-        device = "gpu" if mx.metal.is_available() else "cpu"
-    elif device == "gpu" and not mx.metal.is_available():
+        device = DEVICE
+    elif device == "gpu" and DEVICE == "cpu":
         raise MespError("There is no GPU that MLX can use here; export with --device cpu.")
     source = find_source(model, random_weights)
     arch = Architecture.from_config(source.config)
@@ -722,7 +831,7 @@ def main(
         seq_lens=sorted(set(seq_lens)),
         ranks=sorted(set(ranks)),
         quantizations=quantizations,
-        dtype=dtype or {"cpu": "float32", "gpu": "bfloat16"}[device],
+        dtype=dtype or DTYPE_OF[device],
         device=device,
         seed=seed,
         overwrite=overwrite,

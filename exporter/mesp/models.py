@@ -306,6 +306,15 @@ class Architecture:
         """The norm before the MLP; where there are post norms, Llama's name for it is theirs."""
         return "pre_feedforward_layernorm" if self.post_norms else "post_attention_layernorm"
 
+    @property
+    def num_parameters(self) -> int:
+        """The numbers in the model, with those of a tied head counted once."""
+        sizes = self.sizes()
+        block = sum(out * inp for out, inp in sizes.values()) + sum(self.norms().values())
+        block += sum(sizes[name][0] for name in self.biases)
+        tables = 1 if self.tie_word_embeddings else 2
+        return self.num_hidden_layers * block + (tables * self.vocab_size + 1) * self.hidden_size
+
     def lora_size(self, rank: int) -> int:
         """How many LoRA parameters of this rank one block has."""
         return rank * sum(out + inp for out, inp in self.sizes().values())
@@ -448,27 +457,4 @@ _SCALED: dict[str, Callable[[list[float], dict, dict], tuple[list[float], float]
     "longrope": _longrope,
     "su": _longrope,
     "yarn": _yarn,
-}
-
-
-def _qwen25(hidden: int, layers: int, intermediate: int, heads: int, kv_heads: int) -> dict:
-    return {
-        "model_type": "qwen2", "hidden_size": hidden, "num_hidden_layers": layers,
-        "intermediate_size": intermediate, "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads, "vocab_size": 151936, "rms_norm_eps": 1e-6,
-        "rope_theta": 1e6, "tie_word_embeddings": True, "hidden_act": "silu",
-    }  # fmt: skip
-
-
-_CONFIGS = {
-    "Qwen2.5-0.5B": _qwen25(896, 24, 4864, 14, 2),
-    "Qwen2.5-1.5B": _qwen25(1536, 28, 8960, 12, 2),
-    "Qwen2.5-3B": _qwen25(2048, 36, 11008, 16, 2),
-}
-
-# Short names: (id on the Hugging Face Hub, config.json that is known without a download).
-KNOWN = {
-    name + suffix: (f"Qwen/{name}{suffix}", config)
-    for name, config in _CONFIGS.items()
-    for suffix in ("", "-Instruct")
 }

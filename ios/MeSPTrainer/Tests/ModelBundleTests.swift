@@ -52,7 +52,7 @@ import Testing
     }
 
     @Test(arguments: [
-        ("\"format\": 1", "\"format\": 2", "format 2"),
+        ("\"format\": 2", "\"format\": 3", "format 3"),
         ("\"mlx_version\": \"0.31.1\"", "\"mlx_version\": \"0.32.0\"", "MLX 0.32.0"),
         ("\"device\": \"cpu\"", "\"device\": \"gpu\"", "--device cpu"),
         ("\"num_attention_heads\":", "\"heads\":", "num"),

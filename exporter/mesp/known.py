@@ -1,0 +1,170 @@
+"""Models that have a short name, with what their config.json says of geometry and arithmetic.
+
+So `mesp-export` can list them, and export them with random weights, without a download.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import groupby
+from typing import Any
+
+
+def _config(
+    model_type: str, hidden: int, layers: int, intermediate: int, heads: int, kv_heads: int,
+    **others: Any,
+) -> dict[str, Any]:  # fmt: skip
+    return {
+        "model_type": model_type, "hidden_size": hidden, "num_hidden_layers": layers,
+        "intermediate_size": intermediate, "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads, **others,
+    }  # fmt: skip
+
+
+_qwen25 = partial(
+    _config, "qwen2", vocab_size=151936, rms_norm_eps=1e-6, rope_theta=1e6,
+    tie_word_embeddings=True, hidden_act="silu",
+)  # fmt: skip
+_qwen3 = partial(
+    _config, "qwen3", head_dim=128, vocab_size=151936, max_position_embeddings=40960,
+    rms_norm_eps=1e-6, rope_theta=1e6, tie_word_embeddings=True, hidden_act="silu",
+)  # fmt: skip
+_llama32 = partial(
+    _config, "llama", vocab_size=128256, max_position_embeddings=131072, rms_norm_eps=1e-5,
+    rope_theta=5e5, tie_word_embeddings=True, hidden_act="silu",
+    rope_scaling={
+        "rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+)  # fmt: skip
+_smollm2 = partial(
+    _config, "llama", vocab_size=49152, max_position_embeddings=8192, rms_norm_eps=1e-5,
+    rope_scaling=None, tie_word_embeddings=True, hidden_act="silu",
+)  # fmt: skip
+_smollm3 = partial(
+    _config, "smollm3", vocab_size=128256, max_position_embeddings=65536, rms_norm_eps=1e-6,
+    rope_theta=5e6, rope_scaling=None, no_rope_layers=[1, 1, 1, 0] * 9, use_sliding_window=False,
+    sliding_window=None, tie_word_embeddings=True, hidden_act="silu",
+)  # fmt: skip
+_gemma3 = partial(
+    _config, "gemma3_text", head_dim=256, vocab_size=262144, max_position_embeddings=32768,
+    rms_norm_eps=1e-6, rope_theta=1e6, rope_local_base_freq=1e4, rope_scaling=None,
+    sliding_window=512, query_pre_attn_scalar=256, attn_logit_softcapping=None,
+    final_logit_softcapping=None, hidden_activation="gelu_pytorch_tanh",
+)  # fmt: skip
+_gemma2 = partial(
+    _config, "gemma2", head_dim=256, vocab_size=256000, max_position_embeddings=8192,
+    rms_norm_eps=1e-6, rope_theta=1e4, sliding_window=4096, query_pre_attn_scalar=256,
+    attn_logit_softcapping=50.0, final_logit_softcapping=30.0, hidden_act="gelu_pytorch_tanh",
+    hidden_activation="gelu_pytorch_tanh",
+)  # fmt: skip
+_phi3 = partial(
+    _config, "phi3", rms_norm_eps=1e-5, rope_theta=1e4, original_max_position_embeddings=4096,
+    hidden_act="silu",
+)  # fmt: skip
+_mistral = partial(
+    _config, "mistral", vocab_size=32768, max_position_embeddings=32768, rms_norm_eps=1e-5,
+    rope_theta=1e6, sliding_window=None, tie_word_embeddings=False, hidden_act="silu",
+)  # fmt: skip
+
+_PHI4_LONG_FACTOR = [
+    1, 1.118320672, 1.250641126, 1.398617824, 1.564103225, 1.74916897, 1.956131817, 2.187582649,
+    2.446418898, 2.735880826, 3.059592084, 3.421605075, 3.826451687, 4.279200023, 4.785517845,
+    5.351743533, 5.984965424, 6.693110555, 7.485043894, 8.370679318, 9.36110372, 10.4687158,
+    11.70738129, 13.09260651, 14.64173252, 16.37415215, 18.31155283, 20.47818807, 22.90118105,
+    25.61086418, 28.64115884, 32.03, 32.1, 32.13, 32.23, 32.6, 32.61, 32.64, 32.66, 32.7, 32.71,
+    32.93, 32.97, 33.28, 33.49, 33.5, 44.16, 47.77,
+]  # fmt: skip
+_PHI4_ROPE = {"type": "longrope", "short_factor": [1.0] * 48, "long_factor": _PHI4_LONG_FACTOR}
+
+
+def _tuned(repo: str, suffix: str = "-Instruct") -> tuple[str, str]:
+    """A model's id and that of its variant for chats."""
+    return repo, repo + suffix
+
+
+# Ids on the Hugging Face Hub, the licence that their cards name, and their common config.json.
+_MODELS = (
+    (_tuned("Qwen/Qwen2.5-0.5B"), "apache-2.0", _qwen25(896, 24, 4864, 14, 2)),
+    (_tuned("Qwen/Qwen2.5-1.5B"), "apache-2.0", _qwen25(1536, 28, 8960, 12, 2)),
+    (_tuned("Qwen/Qwen2.5-3B"), "qwen-research", _qwen25(2048, 36, 11008, 16, 2)),
+    (("Qwen/Qwen3-0.6B",), "apache-2.0", _qwen3(1024, 28, 3072, 16, 8)),
+    (("Qwen/Qwen3-1.7B",), "apache-2.0", _qwen3(2048, 28, 6144, 16, 8)),
+    (("Qwen/Qwen3-4B",), "apache-2.0", _qwen3(2560, 36, 9728, 32, 8)),
+    (_tuned("meta-llama/Llama-3.2-1B"), "llama3.2", _llama32(2048, 16, 8192, 32, 8, head_dim=64)),
+    (_tuned("meta-llama/Llama-3.2-3B"), "llama3.2", _llama32(3072, 28, 8192, 24, 8, head_dim=128)),
+    (
+        _tuned("HuggingFaceTB/SmolLM2-135M"),
+        "apache-2.0",
+        _smollm2(576, 30, 1536, 9, 3, rope_theta=1e5),
+    ),
+    (
+        _tuned("HuggingFaceTB/SmolLM2-360M"),
+        "apache-2.0",
+        _smollm2(960, 32, 2560, 15, 5, rope_theta=1e5),
+    ),
+    (
+        _tuned("HuggingFaceTB/SmolLM2-1.7B"),
+        "apache-2.0",
+        _smollm2(2048, 24, 8192, 32, 32, rope_theta=1.3e5),
+    ),
+    (("HuggingFaceTB/SmolLM3-3B",), "apache-2.0", _smollm3(2048, 36, 11008, 16, 4)),
+    (
+        _tuned("google/gemma-3-270m", "-it"),
+        "gemma",
+        _gemma3(
+            640, 18, 2048, 4, 1, layer_types=(["sliding_attention"] * 5 + ["full_attention"]) * 3
+        ),
+    ),
+    (
+        ("google/gemma-3-1b-pt", "google/gemma-3-1b-it"),
+        "gemma",
+        _gemma3(1152, 26, 6912, 4, 1, sliding_window_pattern=6),
+    ),
+    (_tuned("google/gemma-2-2b", "-it"), "gemma", _gemma2(2304, 26, 9216, 8, 4)),
+    (
+        ("microsoft/Phi-3-mini-4k-instruct",),
+        "mit",
+        _phi3(
+            3072, 32, 8192, 32, 32, vocab_size=32064, max_position_embeddings=4096,
+            rope_scaling=None, sliding_window=2047, tie_word_embeddings=False,
+        ),
+    ),
+    (
+        ("microsoft/Phi-4-mini-instruct",),
+        "mit",
+        _phi3(
+            3072, 32, 8192, 24, 8, vocab_size=200064, max_position_embeddings=131072,
+            rope_scaling=_PHI4_ROPE, partial_rotary_factor=0.75, sliding_window=262144,
+            tie_word_embeddings=True,
+        ),
+    ),
+    (
+        ("mistralai/Mistral-7B-v0.3", "mistralai/Mistral-7B-Instruct-v0.3"),
+        "apache-2.0",
+        _mistral(4096, 32, 14336, 32, 8),
+    ),
+)  # fmt: skip
+
+# Short names that are not the last part of the id.
+_SHORT_NAMES = {
+    "google/gemma-3-270m": "Gemma-3-270m",
+    "google/gemma-3-270m-it": "Gemma-3-270m-it",
+    "google/gemma-3-1b-pt": "Gemma-3-1B",
+    "google/gemma-3-1b-it": "Gemma-3-1B-it",
+    "google/gemma-2-2b": "Gemma-2-2B",
+    "google/gemma-2-2b-it": "Gemma-2-2B-it",
+}
+
+# By short name: the id on the Hub, the licence, and the config.json. Names of one geometry follow
+# each other and share the config.
+KNOWN: dict[str, tuple[str, str, dict[str, Any]]] = {
+    _SHORT_NAMES.get(repo, repo.split("/")[1]): (repo, license, config)
+    for repos, license, config in _MODELS
+    for repo in repos
+}
+
+
+def geometries() -> list[list[str]]:
+    """The short names, those of one geometry together."""
+    return [list(names) for _, names in groupby(KNOWN, key=lambda name: id(KNOWN[name][2]))]
