@@ -26,7 +26,6 @@ from mlx import nn, optimizers
 
 from mesp import reference
 from mesp.bundle import Bundle, Layout
-from mesp.models import PROJECTIONS
 
 # A run ends early, with the steps it has, once it has taken this long: mlx-lm as shipped needs
 # minutes a step on a CPU.
@@ -103,7 +102,7 @@ def paper(bundle: Bundle, settings: dict[str, Any]) -> None:
     """Trains as the paper does, with the formulas of `mesp.reference`.
 
     A block's weights are read into memory and dequantized whole, attention has its [heads, T, T]
-    weights and the loss its [T, V] logits whole, and all eight intermediates are there before the
+    weights and the loss its [T, V] logits whole, and all intermediates are there before the
     backward pass begins. The output matrix is read and dequantized by rows, and the gradient by
     the logits takes their place: whole, these would take several times as much.
     """
@@ -122,23 +121,23 @@ def paper_step(
 ) -> float:
     """One step; updates `lora` and returns the loss before."""
     arch = bundle.architecture
-    inputs = [Table(bundle, "embedding")[np.array(window[:-1])][None]]
+    inputs = [arch.embedding_scale * Table(bundle, "embedding")[np.array(window[:-1])][None]]
     for index, block_lora in enumerate(lora):
         x, weights = inputs[-1], bundle.block(index)
-        inputs.append(reference.block_forward(x, block_lora, scale, weights, arch)[0])
+        block = (block_lora, scale, weights, arch, arch.kind(index))
+        inputs.append(reference.block_forward(x, *block)[0])
         mx.eval(inputs[-1])
-        del x, weights
+        del x, weights, block
     loss, dy = whole_loss(bundle, inputs.pop(), window[1:])
     for index in reversed(range(len(lora))):
         x, weights = inputs.pop(), bundle.block(index)
-        intermediates = reference.block_forward(x, lora[index], scale, weights, arch)[1:]
+        block = (lora[index], scale, weights, arch, arch.kind(index))
+        intermediates = reference.block_forward(x, *block)[1:]
         mx.eval(intermediates)
-        dy, gradient = reference.block_backward(
-            x, intermediates, dy, lora[index], scale, weights, arch
-        )
+        dy, gradient = reference.block_backward(x, intermediates, dy, *block)
         lora[index] = lora[index] - learning_rate * gradient
         mx.eval(dy, lora[index])
-        del x, weights, intermediates, gradient
+        del x, weights, block, intermediates, gradient
         mx.clear_cache()
     return loss
 
@@ -151,7 +150,7 @@ class Table:
         words = np.memmap(bundle.path / entry["file"], dtype="<u4", mode="r")
         self.arrays = {
             spec.name: words[spec.offset : spec.offset + spec.words]
-            .view("<u4" if spec.dtype == "uint32" else "<f4")
+            .view({"uint32": "<u4", "uint8": "u1", "float32": "<f4"}[spec.dtype])
             .reshape(spec.shape)
             for spec in Layout.from_manifest(entry).arrays
         }
@@ -159,8 +158,9 @@ class Table:
 
     def __getitem__(self, rows: np.ndarray | slice) -> mx.array:
         """These rows, dequantized: float32 [rows, hidden]."""
-        parts = ("weight", "scales", "biases")
-        packed = {part: mx.array(self.arrays[part][rows]) for part in parts}
+        packed = {
+            part: mx.array(array[rows]) for part, array in self.arrays.items() if part != "norm"
+        }
         return reference.dequantize(packed, "", self.columns)
 
 
@@ -209,7 +209,7 @@ def mlx_lm(bundle: Bundle, settings: dict[str, Any]) -> None:
     model.freeze()
     lora = {"rank": settings["rank"], "scale": settings["scale"], "dropout": 0.0}
     layers = bundle.architecture.num_hidden_layers
-    linear_to_lora_layers(model, layers, {**lora, "keys": PROJECTIONS})
+    linear_to_lora_layers(model, layers, {**lora, "keys": [*bundle.architecture.modules]})
     if settings["fast"]:
         nn.QuantizedLinear.__call__ = dequantized_linear
         nn.QuantizedEmbedding.as_linear = lambda self, x: x @ whole_matrix(self).T
@@ -248,9 +248,8 @@ def dequantized_linear(self: nn.QuantizedLinear, x: mx.array) -> mx.array:
 
 
 def whole_matrix(layer: nn.Module) -> mx.array:
-    return mx.dequantize(
-        layer.weight, layer.scales, layer.biases, group_size=layer.group_size, bits=layer.bits
-    )
+    size = {"group_size": layer.group_size, "bits": layer.bits, "mode": layer.mode}
+    return mx.dequantize(layer.weight, layer.scales, layer.biases, **size, dtype=mx.float32)
 
 
 # Recomputing h
@@ -261,7 +260,7 @@ def h(bundle: Bundle, settings: dict[str, Any]) -> None:
     arch, weights = bundle.architecture, bundle.block(0)
     lora = mx.random.normal((arch.lora_size(settings["rank"]),)) * 0.01
     x, dy = mx.random.normal((2, 1, settings["seq_len"], arch.hidden_size))
-    sizes = {size for _, size in arch.projections().values()}
+    sizes = {size for _, size in arch.sizes().values()}
     inputs = {size: mx.random.normal((settings["seq_len"], size)) for size in sizes}
     mx.eval(weights, lora, x, dy, inputs)
 
@@ -270,7 +269,8 @@ def h(bundle: Bundle, settings: dict[str, Any]) -> None:
         return [inputs[a.shape[0]] @ a for a, _ in matrices.values()]
 
     def gradient() -> tuple[mx.array, mx.array]:
-        return reference.mesp_block_gradient(x, dy, lora, settings["scale"], weights, arch)
+        block = (lora, settings["scale"], weights, arch, arch.kind(0))
+        return reference.mesp_block_gradient(x, dy, *block)
 
     h_bytes = sum(array.nbytes for array in recompute_h())
     h_seconds, gradient_seconds = (
@@ -343,6 +343,8 @@ def main() -> None:
     bundle = Bundle(settings["bundle"])
     if bundle.manifest["dtype"] != "float32":
         sys.exit(f"{bundle.path} is not in float32, which is all that is measured in Python.")
+    if settings["kind"] == "paper" and bundle.architecture.final_logit_softcapping:
+        sys.exit(f"{bundle.path} caps its logits, which the paper's way here does not.")
     settings["scale"] = settings["alpha"] / settings["rank"]
     KINDS[settings["kind"]](bundle, settings)
 

@@ -373,7 +373,7 @@ def find_cells(options: dict[str, Any], layers: int | None, work: Path) -> list[
             raise MespError(f"{model} is a bundle: --layers and --data are of its export.")
         manifest = read_manifest(bundle)
         name = manifest["name"].removesuffix("-random")
-        blocks = manifest["architecture"]["num_hidden_layers"]
+        blocks = len(manifest["architecture"]["layers"])
         kind = (manifest["device"], manifest["dtype"])
         sizes = itertools.product(options["seq_lens"], options["ranks"])
         cells += [Cell(name, bundle, blocks, *size, *kind) for size in sizes]

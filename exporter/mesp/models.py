@@ -31,6 +31,15 @@ FUSED = {
 }
 
 
+def short(module: str) -> str:
+    """`q` of ``self_attn.q_proj``."""
+    return module.split(".")[-1].removesuffix("_proj")
+
+
+# The short names of all modules that some model has, in the order of the projections.
+TRAINABLE = ("q", "k", "v", "qkv", "o", "gate", "up", "gate_up", "down")
+
+
 @dataclass(frozen=True)
 class Family:
     """What a ``model_type`` says by its name alone; the rest is in the config.json."""
@@ -251,6 +260,11 @@ class Architecture:
             if not is_sound:
                 raise ValueError(f"its {what} cannot be used")
         return self
+
+    @property
+    def trainable(self) -> list[str]:
+        """The modules' short names, as in `q` and `gate_up`, in their order."""
+        return [short(module) for module in self.modules]
 
     @property
     def num_hidden_layers(self) -> int:
