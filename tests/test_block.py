@@ -8,7 +8,7 @@ from mlx_lm.models.base import create_causal_mask
 from mlx_lm.tuner.lora import LoRALinear
 
 from conftest import FAMILIES, TINY, mlx_lm_model
-from mesp import block
+from mesp import block, reference
 from mesp.bundle import Layout, Quantization, block_layout
 from mesp.models import Architecture
 
@@ -175,6 +175,15 @@ def test_equals_mlx_lm(tmp_path, how, name, layer, seq_len):
     function = case.export(tmp_path, seq_len, plain=how == "plain")
     x = mx.random.normal((1, seq_len, case.arch.hidden_size))
     assert_same(case, function(x, case.lora, mx.array(SCALE), case.weights), x)
+
+
+@pytest.mark.parametrize(("name", "layer"), BLOCKS)
+def test_the_reference_computes_the_same(name, layer):
+    case = Case(name, layer)
+    x, arrays = mx.random.normal((1, 12, case.arch.hidden_size)), case.layout.unpack(case.weights)
+    assert OUTPUTS[1:] == reference.INTERMEDIATES + reference.POST_NORMED
+    outputs = reference.block_forward(x, case.lora, SCALE, arrays, case.arch, case.kind)
+    assert_same(case, outputs, x)
 
 
 def test_without_lora_it_is_the_base_model(tmp_path, how):

@@ -4,9 +4,13 @@ import shutil
 import mlx.core as mx
 import pytest
 from click.testing import CliRunner
+from mlx.utils import tree_flatten
+from mlx_lm.tuner.trainer import default_loss
+from mlx_lm.tuner.utils import load_adapters
 
-from conftest import TINY, random_tensors
-from mesp.bundle import PAGE, Bundle, read_manifest
+from conftest import FAMILIES, TINY, mlx_lm_model, random_tensors, write_model
+from mesp import reference
+from mesp.bundle import PAGE, Bundle, Quantization, read_manifest
 from mesp.errors import MespError
 from mesp.export import main
 
@@ -59,18 +63,119 @@ def test_files_can_be_mapped(exported):
     files = {entry["path"]: entry["size"] for entry in manifest["files"]}
     on_disk = {p.relative_to(exported).as_posix() for p in exported.rglob("*") if p.is_file()}
     assert on_disk == {*files, "manifest.json"}
-    for name, entry in (("blocks/02.bin", "block"), ("embedding.bin", "embedding")):
-        assert files[name] == manifest[entry]["words"] * 4
+    packed = {"blocks/02.bin": manifest["blocks"][0], "embedding.bin": manifest["embedding"]}
+    for name, entry in packed.items():
+        assert files[name] == entry["words"] * 4
         assert files[name] % PAGE == 0
         end = 0
-        for array in manifest[entry]["arrays"]:
+        for array in entry["arrays"]:
             assert array["offset"] % 16 == 0 and array["offset"] >= end
             size = mx.zeros(array["shape"], getattr(mx, array["dtype"])).nbytes
             end = array["offset"] + size // 4
-        assert end <= manifest[entry]["words"]
+        assert end <= entry["words"]
     keys = "format name model mlx_version device dtype architecture quantization seq_lens ranks "
-    keys += "block embedding head data files"
+    keys += "blocks embedding head data files"
     assert list(manifest) == keys.split()
+
+
+FAMILY = {"num_hidden_layers": 4, "layer_types": None, "no_rope_layers": None}
+
+
+@pytest.fixture(scope="session", params=FAMILIES)
+def family(request, tmp_path_factory):
+    """A model of a family with four blocks, its folder and its bundle."""
+    folder = tmp_path_factory.mktemp(request.param)
+    config = {**FAMILIES[request.param], **FAMILY}
+    if request.param == "llama-window":
+        config["layer_types"] = ["sliding_attention", "sliding_attention", "full_attention"]
+        config["layer_types"] += ["sliding_attention"]
+    model = write_model(folder / "model", config)
+    arguments = ["--model", model, "--seq-len", 4, 9, "--rank", 2, "--out", folder / "out.mesp"]
+    arguments += ["--group-size", 32, "--data", "python-docs"]
+    result = CliRunner().invoke(main, list(map(str, arguments)), catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return config, model, Bundle(folder / "out.mesp")
+
+
+def test_to_mlx_lm_is_the_quantized_model(family):
+    config, _, bundle = family
+    expected = mlx_lm_model(config, lambda path: Quantization(4, 32))
+    expected, found = (dict(tree_flatten(m.parameters())) for m in (expected, bundle.to_mlx_lm()))
+    assert found.keys() == expected.keys()
+    for name, array in found.items():
+        # 1 + w - 1, where Gemma's norms lack 1, loses w's last bits.
+        close = mx.abs(array - expected[name]).max() <= (1e-7 if "norm" in name else 0)
+        assert array.dtype == expected[name].dtype and close, name
+
+
+def test_functions_give_the_logits_of_mlx_lm(family):
+    """Embedding, every block's function and the head, below the window and above it."""
+    config, _, bundle = family
+    arch, model = bundle.architecture, bundle.to_mlx_lm()
+    ignores_window = config["model_type"] in ("mistral", "phi3", "gemma2")
+    for length in (4,) if ignores_window else (4, 9):
+        tokens = mx.array(bundle.tokens("train")[:length])
+        rows = {name: a[tokens] for name, a in bundle.embedding().items() if name != "norm"}
+        x = arch.embedding_scale * reference.dequantize(rows, "", arch.hidden_size)[None]
+        lora = mx.zeros(arch.lora_size(2))
+        for i in range(arch.num_hidden_layers):
+            function = bundle.function(length, i)
+            x = function(x, lora, mx.array(1.0), bundle.block_words(i))[0]
+        head = bundle.head()
+        x = reference.rms_norm(x, head["norm"], arch.rms_norm_eps)
+        logits = x @ reference.dequantize(head, "", arch.hidden_size).T
+        logits = reference.soft_cap(logits, arch.final_logit_softcapping)
+        expected = model(tokens[None])
+        assert mx.linalg.norm(logits - expected) <= 1e-5 * mx.linalg.norm(expected)
+
+
+def test_adapters_load_into_mlx_lm(family, tmp_path):
+    """By the names of the modules, fused ones too: its loss is then the reference's."""
+    _, _, bundle = family
+    arch, rank = bundle.architecture, 2
+    lora = reference.init_lora(arch, rank, seed=1)
+    lora = [w + 0.05 * mx.random.normal(w.shape, key=mx.random.key(i)) for i, w in enumerate(lora)]
+    matrices = {}
+    for i, flat in enumerate(lora):
+        for name, (a, b) in reference.unpack_lora(flat, arch, rank).items():
+            matrices[f"model.layers.{i}.{name}.lora_a"] = a
+            matrices[f"model.layers.{i}.{name}.lora_b"] = b
+    mx.save_safetensors(str(tmp_path / "adapters.safetensors"), matrices)
+    parameters = {"rank": rank, "scale": 3.0, "dropout": 0.0, "keys": list(arch.modules)}
+    config = {"num_layers": arch.num_hidden_layers, "lora_parameters": parameters}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+
+    model = load_adapters(bundle.to_mlx_lm(), str(tmp_path))
+    window = mx.array(bundle.tokens("train")[:5])
+    ours = reference.loss(reference.Model.of(bundle), lora, window, 3.0)
+    theirs, _ = default_loss(model, window[None], mx.array([[1, 4]]))
+    assert abs(ours - theirs) <= 1e-5 * theirs
+    with_none = reference.loss(reference.Model.of(bundle), [0 * w for w in lora], window, 3.0)
+    assert abs(ours - with_none) > 1e-3
+
+
+def test_blocks_are_grouped_by_layout_and_attention(family):
+    """A window of 5 makes no difference to sequences of 4: both kinds have the same function."""
+    config, _, bundle = family
+    kinds = {
+        "llama": [(0, 1, 3), (2,)] if config["layer_types"] else [(0, 1, 2, 3)],
+        "smollm3": [(0, 1, 2), (3,)],
+        "gemma2": [(0, 2), (1, 3)],
+        "gemma3_text": [(0, 2), (1, 3)],
+    }
+    expected = kinds.get(config["model_type"], [(0, 1, 2, 3)])
+    assert [group.layers for group in bundle.groups] == expected
+    if len(expected) == 2:
+        first, second = bundle.groups
+        assert first.functions["9"] != second.functions["9"]
+        # Gemma 3's windowed layers turn by frequencies of their own, and NoPE's don't turn.
+        same = config["model_type"] in ("llama", "gemma2")
+        for functions in ("functions", "plain_functions"):
+            files = [getattr(group, functions)["4"] for group in bundle.groups]
+            assert (files[0] == files[1]) == same
+    listed = {file["path"] for file in bundle.manifest["files"] if ".mlxfn" in file["path"]}
+    named = [f for g in bundle.groups for f in (g.functions, g.plain_functions)]
+    assert listed == {file for files in named for file in files.values()}
 
 
 def test_tokens(exported):
@@ -96,7 +201,7 @@ def test_verify_names_the_damaged_file(copy):
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"format": 2}, "format 2"),
+        ({"format": 1}, "format 1"),
         ({"mlx_version": "0.32.0"}, r"MLX 0\.32\.0"),
         pytest.param(
             {"device": "gpu"},
@@ -109,6 +214,35 @@ def test_bundle_that_cannot_run_here(copy, changes, named):
     folder, edit = copy
     edit(**changes)
     with pytest.raises(MespError, match=named):
+        Bundle(folder)
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [[0, 1], [0, 1, 1, 2], [0, 1, 2, 3], [0, 1, 1]],
+    ids=["one in no group", "one twice", "one too many", "one for another"],
+)
+def test_every_block_is_in_one_group(copy, layers):
+    folder, edit = copy
+    group = json.loads((folder / "manifest.json").read_text())["blocks"][0]
+    edit(blocks=[{**group, "layers": layers}])
+    with pytest.raises(MespError, match="is damaged"):
+        Bundle(folder)
+
+
+@pytest.mark.parametrize("name", ["shape", "dtype", "name", "lacking", "functions"])
+def test_layouts_hold_the_arrays_of_the_architecture(copy, name):
+    folder, edit = copy
+    group = json.loads((folder / "manifest.json").read_text())["blocks"][0]
+    array = next(a for a in group["arrays"] if a["name"] == "self_attn.o_proj.scales")
+    if name == "functions":
+        group["functions"].pop("16")
+    elif name == "lacking":
+        group["arrays"].remove(array)
+    else:
+        array[name] = {"shape": [128, 4], "dtype": "uint8", "name": "other"}[name]
+    edit(blocks=[group])
+    with pytest.raises(MespError, match="is damaged"):
         Bundle(folder)
 
 
@@ -132,7 +266,7 @@ def test_folder_that_is_no_bundle(tmp_path):
         Bundle(tmp_path)
 
 
-@pytest.mark.parametrize("manifest", ["", "{", "[]", "{}", '{"format": 1}'])
+@pytest.mark.parametrize("manifest", ["", "{", "[]", "{}", '{"format": 2}'])
 def test_damaged_manifest(tmp_path, manifest):
     (tmp_path / "manifest.json").write_text(manifest)
     with pytest.raises(MespError, match=r"manifest\.json cannot be read"):

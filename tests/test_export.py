@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import mlx.core as mx
@@ -21,9 +22,18 @@ from click.testing import CliRunner, Result
 from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model
 
-from conftest import TEXT, TINY, random_tensors, write_model, write_tokenizer
+from conftest import (
+    FAMILIES,
+    TEXT,
+    TINY,
+    mlx_lm_model,
+    random_tensors,
+    write_mixed_model,
+    write_model,
+    write_tokenizer,
+)
 from mesp import reference
-from mesp.bundle import Bundle
+from mesp.bundle import Bundle, Quantization
 from mesp.export import main
 
 COMMAND = str(Path(sys.executable).with_name("mesp-export"))
@@ -104,7 +114,7 @@ def test_summary_and_manifest(tiny, text):
         for rank in (2, 4):
             lora = mx.zeros(bundle.architecture.lora_size(rank))
             for seq_len in (8, 16):
-                function = bundle.function(seq_len, plain)
+                function = bundle.function(seq_len, plain=plain)
                 x = mx.ones((1, seq_len, 128))
                 y = function(x, lora, mx.array(1.0), bundle.block_words(0))[0]
                 assert mx.isfinite(y).all()
@@ -150,6 +160,80 @@ def test_other_quantization(tiny):
         assert mx.array_equal(bundle.block(1)[f"self_attn.o_proj.{part}"], array)
 
 
+@pytest.mark.parametrize("mode", ["mxfp4", "nvfp4", "mxfp8"])
+def test_modes_of_mlx(tiny, mode):
+    bundle = exported("--model", tiny, "--mode", mode, "--seq-len", 8)
+    name = "model.layers.1.mlp.down_proj.weight"
+    weight, scales = mx.quantize(random_tensors(TINY)[name], mode=mode)
+    block = bundle.block(1)
+    assert mx.array_equal(block["mlp.down_proj.weight"], weight)
+    assert mx.array_equal(block["mlp.down_proj.scales"], scales)
+    assert "mlp.down_proj.biases" not in block and "biases" not in bundle.head()
+    assert bundle.manifest["quantization"] == asdict(bundle.quantization)
+    assert bundle.quantization.mode == mode
+    assert (
+        f"{mode}, {bundle.quantization.bits} bits" in export("--model", tiny, "--mode", mode).stdout
+    )
+    assert "leave out" in refused("--model", tiny, "--mode", mode, "--group-size", 64)
+
+
+# A model as mlx-lm quantizes it, by its name.
+QUANTIZED = {
+    **{recipe: recipe for recipe in ("mixed_2_6", "mixed_3_4", "mixed_3_6", "mixed_4_6")},
+    **{f"{bits} bits": Quantization(bits, 64) for bits in (2, 3, 5, 6, 8)},
+    "nvfp4": Quantization(4, 16, "nvfp4"),
+    "mxfp4": Quantization(4, 32, "mxfp4"),
+    "mxfp8": Quantization(8, 32, "mxfp8"),
+}
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_quantized_checkpoints_are_taken_as_they_are(name):
+    """Every mode, width and mixture of mlx-lm's, with a head of its own."""
+    config = {**TINY, "tie_word_embeddings": False, "hidden_size": 64, "intermediate_size": 128}
+    folder = Path("checkpoint")
+    how = QUANTIZED[name]
+    if isinstance(how, str):
+        write_mixed_model(folder, config, how)
+    else:
+        model = mlx_lm_model(config, lambda _: how)
+        tensors = dict(tree_flatten(model.parameters()))
+        write_model(folder, {**config, "quantization": asdict(how)}, tensors)
+    expected = mx.load(str(folder / "model.safetensors"))
+
+    bundle = exported("--model", folder, "--seq-len", 8)
+    found = dict(tree_flatten(bundle.to_mlx_lm().parameters()))
+    assert found.keys() == expected.keys()
+    for array in expected:
+        assert mx.array_equal(found[array], expected[array]), array
+    again = json.loads(Path("out.mesp/config.json").read_text())["quantization"]
+    assert again == json.loads((folder / "config.json").read_text())["quantization"]
+    assert len(bundle.groups) == (2 if isinstance(how, str) else 1)
+    other = "some matrices otherwise" in export("--model", folder, "--out", "b.mesp").stdout
+    assert other == isinstance(how, str)
+
+
+def test_gemma_3_with_a_head_of_its_own():
+    """Older versions of mlx-lm wrote the embedding a second time, quantized too."""
+    config = {**FAMILIES["gemma3_text"], "tie_word_embeddings": True}
+    tensors = random_tensors(config)
+    model = mlx_lm_model(config, lambda _: Quantization(4, 32))
+    tensors = dict(tree_flatten(model.parameters()))
+    wide = mx.quantize(random_tensors(config)["model.embed_tokens.weight"], 32, 8)
+    for part, array in zip(("weight", "scales", "biases"), wide, strict=True):
+        tensors[f"lm_head.{part}"] = array
+    quantization = {"bits": 4, "group_size": 32, "lm_head": {"bits": 8, "group_size": 32}}
+    write_model(Path("gemma"), {**config, "quantization": quantization}, tensors)
+    bundle = exported("--model", "gemma", "--seq-len", 8)
+    assert bundle.head()["weight"].shape == (320, 16) and bundle.embedding()["weight"].shape == (
+        320,
+        8,
+    )
+    tokens = mx.array([[1, 2, 3]])
+    expected, _ = load_model(Path("gemma"))
+    assert mx.array_equal(bundle.to_mlx_lm()(tokens), expected(tokens))
+
+
 def test_bfloat16(tiny):
     bundle = exported("--model", tiny, "--dtype", "bfloat16", "--seq-len", 8)
     name = "model.layers.1.mlp.up_proj.weight"
@@ -178,6 +262,10 @@ def test_first_layers_only(tiny):
     assert json.loads(Path("out.mesp/config.json").read_text())["num_hidden_layers"] == 2
     assert not Path("out.mesp/blocks/02.bin").exists()
     assert "has 3 blocks" in refused("--model", tiny, "--layers", 4)
+    folder = write_model(Path("smollm3"), FAMILIES["smollm3"])
+    bundle = exported("--model", folder, "--layers", 1, "--seq-len", 8)
+    assert len(bundle.architecture.attention) == 1
+    assert len(bundle.to_mlx_lm().layers) == 1
 
 
 def test_model_without_data_has_none(tiny):
@@ -233,7 +321,9 @@ class Hub(http.server.BaseHTTPRequestHandler):
         asked = re.fullmatch(r"(/api)?/(?:(models|datasets)/)?(org/\w+)(/.*)?", path)
         api, kind, name, rest = asked.groups() if asked else (None, None, None, None)
         files = self.repositories.get(f"{kind or 'models'}/{name}")
-        if files is None:
+        if name == "org/gated" and not api:
+            self.reply(403, b"{}", {"X-Error-Code": "GatedRepo"})
+        elif files is None:
             self.reply(404, b"{}", {"X-Error-Code": "RepoNotFound"})
         elif api and "/tree/" in (rest or ""):
             tree = [
@@ -280,6 +370,7 @@ def hub(tiny):
     texts = {f"data/{split}.jsonl": lines for split in ("train", "valid", "test")}
     Hub.repositories = {
         "models/org/model": model,
+        "models/org/gated": model,
         "datasets/org/texts": {**texts, "data/train.parquet": b"not wanted"},
         "datasets/org/tables": {"data/train.parquet": b"not wanted"},
     }
@@ -308,6 +399,14 @@ def test_model_that_the_hub_does_not_have(hub):
     result = export_from_hub(hub, "--model", "org/nothing")
     assert result.returncode == 2
     assert "no model org/nothing on the Hugging Face Hub" in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_model_whose_terms_are_not_accepted(hub):
+    result = export_from_hub(hub, "--model", "org/gated")
+    assert result.returncode == 2
+    assert "accept them on https://huggingface.co/org/gated" in result.stderr
+    assert "`hf auth login`" in result.stderr
     assert len(result.stderr.splitlines()) == 1
 
 
@@ -496,6 +595,13 @@ def test_weights_that_do_not_fit_the_config(model):
     assert "mlp.gate_proj.weight is [320, 128], not [384, 128]" in refused("--model", model)
 
 
+Q4 = {"bits": 4, "group_size": 64}
+
+
+def quantized(**quantization: object) -> str:
+    return json.dumps({**TINY, "quantization": quantization})
+
+
 @pytest.mark.parametrize(
     ("config", "named"),
     [
@@ -503,11 +609,12 @@ def test_weights_that_do_not_fit_the_config(model):
         ("[]", "config.json cannot be read"),
         (json.dumps({**TINY, "model_type": "gemma3"}), "gemma3"),
         (json.dumps({**TINY, "quantization_config": {"quant_method": "gptq"}}), "gptq"),
-        (json.dumps({**TINY, "quantization": {"bits": 3, "group_size": 64}}), "4 or 8 bits"),
-        (
-            json.dumps({**TINY, "quantization": {"bits": 4, "group_size": 32, "mode": "mxfp4"}}),
-            "mxfp4",
-        ),
+        (quantized(bits=7, group_size=64), "7 bits in groups of 64, which MLX does not have"),
+        (quantized(bits=4, group_size=64, mode="mxfp4"), "mxfp4, 4 bits in groups of 64, which"),
+        (quantized(bits=4, group_size=32, mode="int4"), "int4, 4 bits in groups of 32, which MLX"),
+        (quantized(**{**Q4, "model.layers.1.mlp.up_proj": {"bits": 1}}), "1 bits in groups of 64"),
+        (quantized(**{**Q4, "model.layers.1.mlp.up_proj": False}), "layers.1.mlp.up_proj is not"),
+        (quantized(**Q4), "model.layers.0.self_attn.q_proj is not quantized, unlike the rest"),
     ],
 )
 def test_bad_config(model, config, named):
@@ -518,7 +625,8 @@ def test_bad_config(model, config, named):
 def test_quantized_model_stays_as_it_is(model):
     config = {**TINY, "quantization": {"bits": 4, "group_size": 64}}
     (model / "config.json").write_text(json.dumps(config))
-    assert "leave out --bits" in refused("--model", model, "--bits", 8)
+    for option in (("--bits", 8), ("--group-size", 32), ("--mode", "nvfp4")):
+        assert "leave out --mode, --bits and --group-size" in refused("--model", model, *option)
 
 
 def test_folder_that_holds_no_model():

@@ -1,39 +1,236 @@
-import pytest
+import json
+import math
 
-from conftest import TINY
+import mlx.core as mx
+import pytest
+from mlx_lm.models.rope_utils import initialize_rope
+
+from conftest import FAMILIES, TINY, mlx_lm_model
+from mesp.block import fast_rope
 from mesp.errors import MespError
-from mesp.models import PROJECTIONS, Architecture
+from mesp.models import FUSED, PROJECTIONS, Architecture, Attention
 
 
 def test_geometry_of_a_config():
     arch = Architecture.from_config(TINY)
     assert (arch.hidden_size, arch.head_dim, arch.num_hidden_layers) == (128, 32, 3)
-    assert list(arch.projections()) == list(PROJECTIONS)
-    assert arch.projections()["self_attn.k_proj"] == (64, 128)
-    assert arch.projections()["mlp.down_proj"] == (128, 320)
+    assert tuple(arch.projections()) == PROJECTIONS
+    assert arch.sizes()["self_attn.k_proj"] == (64, 128)
+    assert arch.sizes()["mlp.down_proj"] == (128, 320)
     assert arch.lora_size(8) == 8 * (2 * 256 + 2 * 192 + 3 * 448)
+    assert arch.attention == (Attention(tuple(1e4 ** (-i / 32) for i in range(0, 32, 2))),)
+    assert arch.layers == (0, 0, 0)
+    assert arch.attention_scale == pytest.approx(32**-0.5)
 
 
-def test_rope_theta_as_transformers_5_writes_it():
-    config = {k: v for k, v in TINY.items() if k != "rope_theta"}
-    config["rope_parameters"] = {"rope_theta": 5000.0, "rope_type": "default"}
-    assert Architecture.from_config(config).rope_theta == 5000.0
+def test_fused_modules_hold_their_projections_one_below_the_other():
+    arch = Architecture.from_config(FAMILIES["phi3"])  # 4 heads of 16, 2 of keys
+    assert arch.modules == FUSED
+    assert arch.sizes() == {
+        "self_attn.qkv_proj": (128, 64),
+        "self_attn.o_proj": (64, 64),
+        "mlp.gate_up_proj": (256, 64),
+        "mlp.down_proj": (64, 128),
+    }
+    places = arch.projections()
+    assert places["k"] == ("self_attn.qkv_proj", slice(64, 96), (32, 64))
+    assert places["up"] == ("mlp.gate_up_proj", slice(128, 256), (128, 64))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_arrays_are_those_of_mlx_lm(name):
+    """Modules, biases and norms of every family, by name and size."""
+    arch = Architecture.from_config(FAMILIES[name])
+    block = mlx_lm_model(FAMILIES[name]).layers[0]
+    arrays = {f"{module}.weight": size for module, size in arch.sizes().items()}
+    arrays |= {f"{module}.bias": arch.sizes()[module][:1] for module in arch.biases}
+    arrays |= {norm: (size,) for norm, size in arch.norms().items()}
+    modules = dict(block.named_modules())
+    named = {n: modules[n.rpartition(".")[0]][n.rpartition(".")[2]].shape for n in arrays}
+    assert named == arrays
+    assert sum(map(math.prod, arrays.values())) == sum(
+        array.size for module in block.leaf_modules().values() for array in leaves(module)
+    )
+
+
+def leaves(tree) -> list[mx.array]:
+    if hasattr(tree, "parameters"):
+        tree = tree.parameters()
+    if isinstance(tree, dict):
+        return [leaf for value in tree.values() for leaf in leaves(value)]
+    return [tree]
+
+
+WINDOW = Attention((), sliding_window=5)
 
 
 @pytest.mark.parametrize(
-    ("change", "named"),
+    ("name", "windows", "layers"),
     [
-        ({"model_type": "llama"}, "llama"),
-        ({"model_type": None}, "None"),
-        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_scaling"),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6}}, "rope"),
-        ({"use_sliding_window": True}, "use_sliding_window"),
-        ({"hidden_act": "gelu"}, "hidden_act"),
+        ("qwen2", [None], (0, 0)),
+        ("llama-window", [5, None], (0, 1)),
+        ("smollm3", [None, None], (0, 1)),
+        ("mistral", [5], (0, 0)),
+        ("gemma2", [5, None], (0, 1)),
+        ("gemma3_text", [5, None], (0, 1)),
+        ("phi3", [5], (0, 0)),
     ],
 )
-def test_what_is_not_supported_is_named(change, named):
+def test_kinds_of_attention(name, windows, layers):
+    arch = Architecture.from_config(FAMILIES[name])
+    assert [kind.sliding_window for kind in arch.attention] == windows
+    assert arch.layers == layers
+    assert [arch.kind(i) for i in range(2)] == [arch.attention[kind] for kind in layers]
+
+
+def test_defaults_of_the_patterns():
+    """What a config.json leaves out, as Hugging Face fills it in."""
+    gemma3 = {k: v for k, v in FAMILIES["gemma3_text"].items() if k != "sliding_window_pattern"}
+    arch = Architecture.from_config({**gemma3, "num_hidden_layers": 14})
+    assert arch.layers == (0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 1, 0, 0)
+    smollm3 = {k: v for k, v in FAMILIES["smollm3"].items() if k != "no_rope_layers"}
+    arch = Architecture.from_config({**smollm3, "num_hidden_layers": 6})
+    assert arch.layers == (0, 0, 0, 1, 0, 0)
+    assert arch.attention[1] == Attention(())
+    assert arch.first(3).attention == arch.attention[:1]
+    mistral = Architecture.from_config({**FAMILIES["mistral"], "sliding_window": None})
+    assert mistral.attention[0].sliding_window is None
+
+
+def test_a_window_of_the_whole_sequence_is_none():
+    assert WINDOW.within(5) == Attention(())
+    assert WINDOW.within(6) == WINDOW
+
+
+def test_numbers_of_gemma():
+    gemma2, gemma3 = (Architecture.from_config(FAMILIES[n]) for n in ("gemma2", "gemma3_text"))
+    assert gemma2.attention_scale == gemma3.attention_scale == 24**-0.5
+    assert gemma2.embedding_scale == gemma3.embedding_scale == 8
+    # √1152 is 33.94; Gemma 3 rounds it to bfloat16.
+    scales = [
+        Architecture.from_config({**FAMILIES[name], "hidden_size": 1152}).embedding_scale
+        for name in ("gemma2", "gemma3_text")
+    ]
+    assert scales == [math.sqrt(1152), 34.0]
+    assert (gemma2.attn_logit_softcapping, gemma2.final_logit_softcapping) == (3.0, 2.0)
+    assert (gemma3.attn_logit_softcapping, gemma3.final_logit_softcapping) == (None, None)
+
+
+LLAMA3 = {"factor": 32.0, "original_max_position_embeddings": 8192, "rope_type": "llama3"}
+YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+LONG = {
+    "type": "longrope",
+    "short_factor": [1.0] * 32,
+    "long_factor": [1 + i / 8 for i in range(32)],
+}
+LONG |= {"original_max_position_embeddings": 4096}
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        None,
+        {"type": "default"},
+        {"rope_type": "linear", "factor": 8.0},
+        LLAMA3 | {"low_freq_factor": 1.0, "high_freq_factor": 4.0},
+        YARN,
+        YARN | {"beta_fast": 16, "beta_slow": 2, "mscale": 2.0, "mscale_all_dim": 1.0},
+        LONG,
+    ],
+)
+def test_rope_turns_as_in_mlx_lm(scaling):
+    config = {**FAMILIES["llama"], "rope_theta": 5e5, "head_dim": 64, "rope_scaling": scaling}
+    config["max_position_embeddings"] = 131072
+    kind = Architecture.from_config(config).kind(0)
+    rope = initialize_rope(64, 5e5, False, scaling, 131072)
+    x = mx.random.normal((1, 2, 40, 64), key=mx.random.key(0))
+    expected = rope(mx.array(x))  # some of mlx-lm's change what they are given
+    assert mx.linalg.norm(fast_rope(x, kind) - expected) <= 1e-5 * mx.linalg.norm(expected)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_manifest_keeps_everything(name):
+    arch = Architecture.from_config(FAMILIES[name])
+    entry = json.loads(json.dumps(arch.to_manifest()))
+    assert Architecture.from_manifest(entry) == arch
+    assert list(entry) == [
+        "model_type", "hidden_size", "intermediate_size", "num_attention_heads",
+        "num_key_value_heads", "head_dim", "vocab_size", "rms_norm_eps", "tie_word_embeddings",
+        "modules", "biases", "qk_norm", "post_norms", "hidden_act", "attention_scale",
+        "attn_logit_softcapping", "final_logit_softcapping", "embedding_scale", "attention",
+        "layers",
+    ]  # fmt: skip
+    assert entry["modules"][0] in (["self_attn.q_proj", ["q"]], ["self_attn.qkv_proj", [*"qkv"]])
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"hidden_size": 0},
+        {"head_dim": 8},  # fewer dimensions than are rotated
+        {"num_key_value_heads": 3},
+        {"layers": [0, 2]},
+        {"layers": []},
+        {"hidden_act": "relu"},
+        {"modules": [["self_attn.q_proj", ["q"]]]},
+        {"biases": ["lm_head"]},
+        {"embedding_scale": "1"},
+        {"attention": [{"frequencies": [1.0], "rope_scale": 1.0}, {}]},
+        {"attn_logit_softcapping": -1},
+        {"more": 1},
+    ],
+)
+def test_damaged_manifest_is_refused(damage):
+    entry = Architecture.from_config(FAMILIES["gemma2"]).to_manifest()
+    with pytest.raises((ValueError, TypeError, KeyError)):
+        Architecture.from_manifest(entry | damage)
+
+
+def test_rope_as_transformers_5_writes_it():
+    """It keeps theta, the scaling and the rotated part together."""
+    for name in ("qwen2", "llama", "phi3", "gemma3_text"):
+        config = dict(FAMILIES[name])
+        moved = {"rope_theta": config.pop("rope_theta"), "rope_type": "default"}
+        if scaling := config.pop("rope_scaling", None):
+            moved |= scaling | {"rope_type": scaling.get("rope_type") or scaling["type"]}
+            moved.pop("type", None)
+        if "partial_rotary_factor" in config:
+            moved["partial_rotary_factor"] = config.pop("partial_rotary_factor")
+        if local := config.pop("rope_local_base_freq", None):
+            sliding = {"rope_theta": local, "rope_type": "default"}
+            moved = {"full_attention": moved, "sliding_attention": sliding}
+        expected = Architecture.from_config(FAMILIES[name])
+        assert Architecture.from_config({**config, "rope_parameters": moved}) == expected
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "named"),
+    [
+        (
+            "qwen2",
+            {"model_type": "falcon"},
+            "'falcon' is not supported; supported are qwen2, qwen3",
+        ),
+        ("qwen2", {"model_type": None}, "None"),
+        ("qwen3", {"model_type": "qwen3_moe", "num_experts": 8}, "mixes experts"),
+        ("gemma2", {"model_type": "gemma3", "text_config": {}}, "several modalities"),
+        ("qwen2", {"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "rope_scaling.*dynamic"),
+        ("qwen2", {"rope_parameters": {"rope_type": "ntk", "rope_theta": 1e6}}, "ntk"),
+        ("qwen2", {"use_sliding_window": True}, "use_sliding_window"),
+        ("qwen2", {"hidden_act": "gelu"}, "hidden_act to 'gelu'"),
+        ("gemma2", {"hidden_activation": "relu"}, "hidden_act to 'relu'"),
+        ("qwen3", {"attention_bias": True}, "attention_bias"),
+        ("phi3", {"mlp_bias": True}, "mlp_bias"),
+        ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ("llama", {"rope_traditional": True}, "rope_traditional"),
+        ("llama", {"layer_types": ["chunked_attention"] * 2}, "chunked_attention"),
+        ("phi3", {"rope_scaling": {"type": "longrope", "long_factor": [1.0]}}, "not in order"),
+        ("llama", {"hidden_size": "64"}, "not in order"),
+    ],
+)
+def test_what_is_not_supported_is_named(family, change, named):
     with pytest.raises(MespError, match=named):
-        Architecture.from_config({**TINY, **change})
+        Architecture.from_config({**FAMILIES[family], **change})
 
 
 def test_missing_size_is_named():

@@ -26,7 +26,6 @@ from mesp import reference
 from mesp.bundle import Bundle
 from mesp.engine import find_engine
 from mesp.log import Run, read_run
-from mesp.models import PROJECTIONS
 
 SEQ_LEN = 64
 RANK = 8
@@ -167,7 +166,7 @@ class Oracle:
         arch, losses = self.model.arch, []
         nothing = {
             name: (mx.zeros((inp, RANK)), mx.zeros((RANK, out)))
-            for name, (out, inp) in arch.projections().items()
+            for name, (out, inp) in arch.sizes().items()
         }
         lora = []
         for index in range(arch.num_hidden_layers):
@@ -177,15 +176,13 @@ class Oracle:
                     parameters.get(f"{prefix}{name}.lora_a", nothing[name][0]),
                     parameters.get(f"{prefix}{name}.lora_b", nothing[name][1]),
                 )
-                for name in PROJECTIONS
+                for name in arch.modules
             }
-            lora.append(reference.pack_lora(matrices))
+            lora.append(reference.pack_lora(matrices, arch))
         for tokens, prompt in batch:
             y = reference.forward(self.model, lora, tokens[:-1], scale)[-1]
             counted = y[:, max(prompt, 1) - 1 :]
-            mean = reference.cross_entropy(
-                counted, tokens[max(prompt, 1) :], self.model.head, arch.rms_norm_eps
-            )
+            mean = reference.cross_entropy(counted, tokens[max(prompt, 1) :], self.model.head, arch)
             losses.append((mean * counted.shape[1], counted.shape[1]))
         return sum(total for total, _ in losses) / sum(count for _, count in losses)
 

@@ -1,18 +1,19 @@
 """`mesp.reference` against automatic differentiation of its own forward, of MLX's and mlx-lm's."""
 
-from dataclasses import asdict
+from dataclasses import replace
 
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from mlx.utils import tree_flatten
-from mlx_lm.models import qwen2
-from mlx_lm.models.base import create_attention_mask
+from mlx_lm.models.base import create_causal_mask
 from mlx_lm.tuner.lora import LoRALinear
 from mlx_lm.tuner.trainer import default_loss
 
+from conftest import FAMILIES, TINY, mlx_lm_model
 from mesp import reference
-from mesp.models import PROJECTIONS, Architecture
+from mesp.bundle import Quantization
+from mesp.models import Architecture, Attention
 
 TOLERANCE = 1e-5
 SCALE = 2.0
@@ -62,28 +63,29 @@ def seeded() -> None:
 # The pieces.
 
 
+QUANTIZATIONS = [Quantization(bits, 32) for bits in (2, 3, 4, 5, 6, 8)]
+QUANTIZATIONS += [Quantization(4, 64), Quantization(4, 128), Quantization(4, 32, "mxfp4")]
+QUANTIZATIONS += [Quantization(4, 16, "nvfp4"), Quantization(8, 32, "mxfp8")]
+
+
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize(
-    ("T", "in_size", "out_size", "rank", "bits", "group_size"),
-    [(1, 32, 8, 1, 4, 32), (7, 64, 96, 4, 4, 64), (33, 256, 40, 8, 4, 128), (5, 64, 64, 3, 8, 32)],
-)
-def test_linear(T, in_size, out_size, rank, bits, group_size, bias):
-    quantized = mx.quantize(normal(out_size, in_size), group_size, bits)
-    weights = dict(zip(("p.weight", "p.scales", "p.biases"), quantized, strict=True))
+@pytest.mark.parametrize("quantization", QUANTIZATIONS, ids=lambda q: f"{q.mode}-{q.bits}")
+@pytest.mark.parametrize(("T", "out_size", "rank"), [(1, 8, 1), (33, 40, 8)])
+def test_linear(T, out_size, rank, quantization, bias):
+    in_size = 128
+    layer = nn.Linear(in_size, out_size, bias)
+    layer = layer.to_quantized(quantization.group_size, quantization.bits, quantization.mode)
+    weights = {f"p.{name}": array for name, array in layer.parameters().items()}
     W = reference.dequantize(weights, "p.", in_size)
-    b = normal(out_size) if bias else None
+    b = weights.get("p.bias")
 
     def forward(x, A, B):
         return reference.linear(x, reference.Projection(W, b, A, B), SCALE)
 
     def oracle(x, A, B):
-        layer = LoRALinear(in_size, out_size, rank, scale=SCALE)
-        layer.linear = nn.QuantizedLinear(in_size, out_size, bias, group_size, bits)
-        layer.linear.load_weights(
-            [(name[2:], array) for name, array in weights.items()] + ([("bias", b)] if bias else [])
-        )
-        layer.lora_a, layer.lora_b = A, B
-        return layer(x)
+        adapted = LoRALinear.from_base(layer, rank, scale=SCALE)
+        adapted.lora_a, adapted.lora_b = A, B
+        return adapted(x)
 
     x, A, B = normal(1, T, in_size), normal(in_size, rank), normal(rank, out_size)
     check(
@@ -105,54 +107,106 @@ def test_rms_norm(T, n, size):
     )
 
 
+def frequencies(rotated: int, theta: float = 1e4) -> tuple[float, ...]:
+    return tuple(theta ** (-i / rotated) for i in range(0, rotated, 2))
+
+
 @pytest.mark.parametrize(
-    ("heads", "T", "D", "theta"), [(1, 1, 2, 1e4), (3, 7, 8, 1e4), (2, 65, 64, 1e6)]
+    ("heads", "T", "D", "rotated", "theta", "scale"),
+    [
+        (1, 1, 2, 2, 1e4, 1.0),
+        (3, 7, 8, 8, 1e4, 1.0),
+        (2, 65, 64, 64, 1e6, 1.0),
+        (2, 33, 16, 12, 1e4, 1.25),
+        (2, 9, 16, 0, 1e4, 1.0),
+    ],
 )
-def test_rope(heads, T, D, theta):
+def test_rope(heads, T, D, rotated, theta, scale):
+    kind = Attention(frequencies(rotated, theta), scale)
+
+    def oracle(x):
+        if not rotated:
+            return x
+        x = mx.concatenate([scale * x[..., :rotated], x[..., rotated:]], axis=-1)
+        return mx.fast.rope(x, rotated, traditional=False, base=theta, scale=1.0, offset=0)
+
     check(
-        lambda x: reference.rope(x, theta),
-        lambda y, dy: [reference.rope_backward(dy, theta)],
-        lambda x: mx.fast.rope(x, D, traditional=False, base=theta, scale=1.0, offset=0),
+        lambda x: reference.rope(x, kind),
+        lambda y, dy: [reference.rope_backward(dy, kind)],
+        oracle,
         {"x": normal(1, heads, T, D)},
     )
 
 
+@pytest.mark.parametrize("window", [None, 1, 5, 40])
 @pytest.mark.parametrize(
     ("T", "heads", "kv_heads", "D"),
     [(1, 2, 1, 8), (7, 1, 1, 16), (9, 4, 4, 8), (32, 4, 2, 16), (33, 14, 2, 64)],
 )
-def test_attention(T, heads, kv_heads, D):
+def test_attention(T, heads, kv_heads, D, window):
+    kind, scale = Attention((), sliding_window=window), 0.7 * D**-0.5
+    arch = replace(architecture(), attention_scale=scale)
     q, k, v = normal(1, heads, T, D), normal(1, kv_heads, T, D), normal(1, kv_heads, T, D)
+    alone = min(T, window or T) == 1  # each token sees itself only
     check(
-        reference.attention,
-        lambda attn_out, dy: reference.attention_backward(q, k, v, attn_out, dy),
+        lambda q, k, v: reference.attention(q, k, v, arch, kind),
+        lambda attn_out, dy: reference.attention_backward(q, k, v, attn_out, dy, arch, kind),
         lambda q, k, v: reference.merge_heads(
-            mx.fast.scaled_dot_product_attention(q, k, v, scale=D**-0.5, mask="causal")
+            mx.fast.scaled_dot_product_attention(
+                q, k, v, scale=scale, mask=create_causal_mask(T, window_size=window)
+            )
         ),
         {"q": q, "k": k, "v": v},
-        zeros=("q", "k") if T == 1 else (),
+        zeros=("q", "k") if alone else (),
     )
 
 
+@pytest.mark.parametrize("cap", [0.5, 3.0])
+def test_attention_with_a_soft_cap(cap):
+    """mlx-lm's Gemma 2 has one; here it is with heads repeated instead of grouped."""
+    T, D = 9, 16
+    kind, arch = (
+        Attention((), sliding_window=4),
+        replace(architecture(), attn_logit_softcapping=cap),
+    )
+    q, k, v = normal(1, 4, T, D), normal(1, 2, T, D), normal(1, 2, T, D)
+
+    def oracle(q, k, v):
+        k, v = (mx.repeat(heads, 2, axis=1) for heads in (k, v))
+        scores = mx.tanh(arch.attention_scale * q @ k.swapaxes(-1, -2) / cap) * cap
+        scores = mx.where(create_causal_mask(T, window_size=4), scores, mx.finfo(mx.float32).min)
+        return reference.merge_heads(mx.softmax(scores, axis=-1) @ v)
+
+    check(
+        lambda q, k, v: reference.attention(q, k, v, arch, kind),
+        lambda attn_out, dy: reference.attention_backward(q, k, v, attn_out, dy, arch, kind),
+        oracle,
+        {"q": q, "k": k, "v": v},
+    )
+
+
+@pytest.mark.parametrize(("act", "oracle"), [("silu", nn.silu), ("gelu", nn.gelu_approx)])
 @pytest.mark.parametrize(("T", "n", "size"), [(1, 8, 1.0), (7, 33, 10.0), (32, 96, 0.1)])
-def test_swiglu(T, n, size):
+def test_gated(T, n, size, act, oracle):
     gate, up = size * normal(1, T, n), normal(1, T, n)
     check(
-        reference.swiglu,
-        lambda y, dy: reference.swiglu_backward(gate, up, dy),
-        lambda gate, up: nn.silu(gate) * up,
+        lambda gate, up: reference.gated(gate, up, act),
+        lambda y, dy: reference.gated_backward(gate, up, dy, act),
+        lambda gate, up: oracle(gate) * up,
         {"gate": gate, "up": up},
     )
 
 
+@pytest.mark.parametrize("cap", [None, 2.0, 30.0])
 @pytest.mark.parametrize(
     ("T", "hidden", "vocab_size", "bits", "group_size"),
     [(1, 64, 50, 4, 64), (7, 128, 300, 4, 32), (32, 128, 1000, 8, 128)],
 )
-def test_cross_entropy(T, hidden, vocab_size, bits, group_size):
+def test_cross_entropy(T, hidden, vocab_size, bits, group_size, cap):
     weight, scales, biases = mx.quantize(normal(vocab_size, hidden), group_size, bits)
     norm = 0.2 * normal(hidden)
     head = {"weight": weight, "scales": scales, "biases": biases, "norm": norm}
+    arch = replace(architecture(), final_logit_softcapping=cap)
     targets = mx.random.randint(0, vocab_size, (T,))
 
     def oracle(x):
@@ -160,12 +214,13 @@ def test_cross_entropy(T, hidden, vocab_size, bits, group_size):
         logits = mx.quantized_matmul(
             normed, weight, scales, biases, group_size=group_size, bits=bits
         )
+        logits = mx.tanh(logits / cap) * cap if cap else logits
         return nn.losses.cross_entropy(logits[0], targets, reduction="mean")
 
     x = normal(1, T, hidden)
     check(
-        lambda x: reference.cross_entropy(x, targets, head, EPS),
-        lambda y, dy: [dy * reference.cross_entropy_backward(x, targets, head, EPS)],
+        lambda x: reference.cross_entropy(x, targets, head, arch),
+        lambda y, dy: [dy * reference.cross_entropy_backward(x, targets, head, arch)],
         oracle,
         {"x": x},
     )
@@ -174,20 +229,18 @@ def test_cross_entropy(T, hidden, vocab_size, bits, group_size):
 # LoRA parameters.
 
 
+SMALL = {
+    **TINY,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "intermediate_size": 128,
+    "vocab_size": 160,
+}
+
+
 def architecture(**changes) -> Architecture:
     """A small model: two layers of 4 heads in 2 groups."""
-    config = {
-        "model_type": "qwen2",
-        "hidden_size": 64,
-        "num_hidden_layers": 2,
-        "intermediate_size": 128,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": 160,
-        "rms_norm_eps": EPS,
-        "rope_theta": 1e4,
-    }
-    return Architecture.from_config(config | changes)
+    return Architecture.from_config(SMALL | changes)
 
 
 def random_lora(arch: Architecture, rank: int) -> list[mx.array]:
@@ -212,8 +265,19 @@ def test_lora_layout():
     A, B = matrices["self_attn.q_proj"]
     assert A[1, 2] == flat[1 * 4 + 2]
     assert B[1, 2] == flat[96 * 4 + 1 * 96 + 2]
-    assert mx.array_equal(reference.pack_lora(matrices), flat)
+    assert mx.array_equal(reference.pack_lora(matrices, arch), flat)
     assert reference.lora_rank(flat, arch) == rank
+
+
+def test_lora_of_fused_modules():
+    arch = Architecture.from_config(FAMILIES["phi3"])
+    matrices = reference.unpack_lora(random_lora(arch, 4)[1], arch, 4)
+    assert [(name, (A.shape, B.shape)) for name, (A, B) in matrices.items()] == [
+        ("self_attn.qkv_proj", ((64, 4), (4, 128))),
+        ("self_attn.o_proj", ((64, 4), (4, 64))),
+        ("mlp.gate_up_proj", ((64, 4), (4, 256))),
+        ("mlp.down_proj", ((128, 4), (4, 64))),
+    ]
 
 
 def test_init_lora():
@@ -235,28 +299,25 @@ def test_init_lora():
 # The block and the model, against mlx-lm.
 
 
-def mlx_lm_model(arch: Architecture, group_size: int = 32) -> qwen2.Model:
-    """A quantized Qwen2 model with random weights, biases and norms."""
-    model = qwen2.Model(qwen2.ModelArgs.from_dict(asdict(arch)))
-    vectors = [
-        (name, 0.3 * normal(*array.shape) + (1 if "norm" in name else 0))
-        for name, array in tree_flatten(model.parameters())
-        if array.ndim == 1
-    ]
-    model.load_weights(vectors, strict=False)
-    nn.quantize(model, group_size=group_size, bits=4)
-    return model
+def quantized(config: dict, group_size: int = 32) -> nn.Module:
+    """mlx-lm's model with random weights in 4 bits."""
+    return mlx_lm_model(config, lambda path: Quantization(4, group_size))
 
 
-def reference_model(model: qwen2.Model, arch: Architecture) -> reference.Model:
+def reference_model(model: nn.Module, arch: Architecture) -> reference.Model:
     """The same weights for the reference, taken before LoRA layers wrap them."""
     embedding = dict(model.model.embed_tokens.parameters())
+    head = embedding if arch.tie_word_embeddings else dict(model.lm_head.parameters())
     blocks = [dict(tree_flatten(layer.parameters())) for layer in model.layers]
-    return reference.Model(arch, blocks, embedding, embedding | {"norm": model.model.norm.weight})
+    for weights in blocks:
+        for name in arch.norms():
+            weights[name] = weights[name] + arch.norm_offset
+    norm = model.model.norm.weight + arch.norm_offset
+    return reference.Model(arch, blocks, embedding, head | {"norm": norm})
 
 
 def load_lora(layer: nn.Module, flat: mx.array, arch: Architecture, rank: int) -> None:
-    """Wraps an mlx-lm block's projections in LoRALinear; only `flat`'s parameters are trainable."""
+    """Wraps an mlx-lm block's modules in LoRALinear; only `flat`'s parameters are trainable."""
     modules = dict(layer.named_modules())
     wrapped = []
     for name, (A, B) in reference.unpack_lora(flat, arch, rank).items():
@@ -269,97 +330,88 @@ def load_lora(layer: nn.Module, flat: mx.array, arch: Architecture, rank: int) -
         setattr(layer[parent], child, lora)
 
 
-def flat_gradient(grads: dict) -> mx.array:
+def flat_gradient(grads: dict, arch: Architecture) -> mx.array:
     """mlx-lm's gradients of a block's LoRALinear modules as the flat vector."""
     arrays = dict(tree_flatten(grads))
     return reference.pack_lora(
-        {name: (arrays[f"{name}.lora_a"], arrays[f"{name}.lora_b"]) for name in PROJECTIONS}
+        {name: (arrays[f"{name}.lora_a"], arrays[f"{name}.lora_b"]) for name in arch.modules}, arch
     )
 
 
 def assert_same_gradient(actual, expected, arch, rank, T) -> None:
     """Flat LoRA gradients, matrix by matrix. One token attends to itself only: q, k get none."""
     actual, expected = (reference.unpack_lora(g, arch, rank) for g in (actual, expected))
-    for name in PROJECTIONS:
+    for name in arch.modules:
         for matrix, a, b in zip("AB", actual[name], expected[name], strict=True):
             if T == 1 and name in ("self_attn.q_proj", "self_attn.k_proj"):
-                assert mx.linalg.norm(a) <= TOLERANCE * mx.linalg.norm(actual["mlp.up_proj"][0])
+                limit = TOLERANCE * mx.linalg.norm(expected["mlp.down_proj"][0])
+                assert mx.linalg.norm(a) <= limit and mx.linalg.norm(b) <= limit
             else:
                 assert_close(f"{name} {matrix}", a, b)
 
 
-BLOCKS = [
+SHAPES = [
     (1, 8, 32, {}),
     (7, 1, 32, {"num_attention_heads": 1, "num_key_value_heads": 1}),
     (33, 4, 64, {"num_attention_heads": 8}),
     (32, 16, 128, {"hidden_size": 128, "intermediate_size": 256, "rope_theta": 1e6}),
 ]
+CASES = [pytest.param(T, r, g, SMALL | changes, id=f"qwen2-{T}") for T, r, g, changes in SHAPES]
+# The families' windows are 5 tokens.
+CASES += [pytest.param(T, 4, 32, FAMILIES[f], id=f"{f}-{T}") for f in FAMILIES for T in (1, 5, 12)]
 
 
-@pytest.mark.parametrize(("T", "rank", "group_size", "changes"), BLOCKS)
-def test_block(T, rank, group_size, changes):
-    arch = architecture(**changes)
-    model = mlx_lm_model(arch, group_size)
-    weights = reference_model(model, arch).blocks[0]
-    lora = random_lora(arch, rank)[0]
-    x, dy = normal(1, T, arch.hidden_size), normal(1, T, arch.hidden_size)
-    block = (lora, SCALE, weights, arch)
+@pytest.mark.parametrize(("T", "rank", "group_size", "config"), CASES)
+def test_block(T, rank, group_size, config):
+    arch = Architecture.from_config(config)
+    model = quantized(config, group_size)
+    ours = reference_model(model, arch)
+    for i in range(len(arch.attention)):  # the first blocks are one of each kind
+        kind, weights, lora = arch.kind(i), ours.blocks[i], random_lora(arch, rank)[i]
+        x, dy = normal(1, T, arch.hidden_size), normal(1, T, arch.hidden_size)
+        block = (lora, SCALE, weights, arch, kind)
 
-    y, *intermediates = reference.block_forward(x, *block)
-    dx, d_lora = reference.block_backward(x, intermediates, dy, *block)
-    dx_vjp, d_lora_vjp = reference.mebp_block_gradient(x, dy, *block)
-    assert_close("dx (vjp)", dx, dx_vjp)
-    assert_same_gradient(d_lora, d_lora_vjp, arch, rank, T)
+        y, *intermediates = reference.block_forward(x, *block)
+        dx, d_lora = reference.block_backward(x, intermediates, dy, *block)
+        dx_vjp, d_lora_vjp = reference.mebp_block_gradient(x, dy, *block)
+        assert_close("dx (vjp)", dx, dx_vjp)
+        assert_same_gradient(d_lora, d_lora_vjp, arch, rank, T)
 
-    layer = model.layers[0]
-    load_lora(layer, lora, arch, rank)
-    trainable = layer.trainable_parameters()
+        layer, mask = model.layers[i], create_causal_mask(T, window_size=kind.sliding_window)
+        load_lora(layer, lora, arch, rank)
 
-    def mlx_lm_block(x, parameters):
-        layer.update(parameters)
-        return (layer(x, create_attention_mask(x)) * dy).sum()
+        def mlx_lm_block(x, parameters, layer=layer, mask=mask, dy=dy):
+            layer.update(parameters)
+            return (layer(x, mask) * dy).sum()
 
-    assert_close("y", y, layer(x, create_attention_mask(x)))
-    dx_lm, grads = mx.grad(mlx_lm_block, argnums=(0, 1))(x, trainable)
-    assert_close("dx (mlx-lm)", dx, dx_lm)
-    assert_same_gradient(d_lora, flat_gradient(grads), arch, rank, T)
-
-
-@pytest.mark.parametrize(("T", "rank", "group_size", "changes"), BLOCKS)
-def test_block_intermediates(T, rank, group_size, changes):
-    arch = architecture(**changes)
-    model = mlx_lm_model(arch, group_size)
-    weights = reference_model(model, arch).blocks[0]
-    lora = random_lora(arch, rank)[0]
-    x = normal(1, T, arch.hidden_size)
-    _, *intermediates = reference.block_forward(x, lora, SCALE, weights, arch)
-
-    layer = model.layers[0]
-    load_lora(layer, lora, arch, rank)
-    attention, mlp = layer.self_attn, layer.mlp
-
-    def heads(x, count):
-        return x.reshape(1, T, count, arch.head_dim).transpose(0, 2, 1, 3)
-
-    attn_in = layer.input_layernorm(x)
-    q = attention.rope(heads(attention.q_proj(attn_in), arch.num_attention_heads))
-    k = attention.rope(heads(attention.k_proj(attn_in), arch.num_key_value_heads))
-    v = heads(attention.v_proj(attn_in), arch.num_key_value_heads)
-    attn_out = mx.fast.scaled_dot_product_attention(
-        q, k, v, scale=arch.head_dim**-0.5, mask="causal"
-    )
-    attn_out = attn_out.transpose(0, 2, 1, 3).reshape(1, T, -1)
-    x_mid = x + attention.o_proj(attn_out)
-    mlp_in = layer.post_attention_layernorm(x_mid)
-    expected = [attn_in, q, k, v, attn_out, x_mid, mlp.gate_proj(mlp_in), mlp.up_proj(mlp_in)]
-    for name, a, b in zip(reference.INTERMEDIATES, intermediates, expected, strict=True):
-        assert_close(name, a, b)
+        assert_close("y", y, layer(x, mask))
+        trainable = layer.trainable_parameters()
+        dx_lm, grads = mx.grad(mlx_lm_block, argnums=(0, 1))(x, trainable)
+        assert_close("dx (mlx-lm)", dx, dx_lm)
+        assert_same_gradient(d_lora, flat_gradient(grads, arch), arch, rank, T)
 
 
-@pytest.mark.parametrize(("T", "rank", "group_size", "changes"), BLOCKS)
-def test_model(T, rank, group_size, changes):
-    arch = architecture(**changes)
-    model = mlx_lm_model(arch, group_size)
+class Windowed(nn.Module):
+    """An mlx-lm model with the windows that Hugging Face gives it and mlx-lm does not."""
+
+    def __init__(self, model: nn.Module, arch: Architecture):
+        super().__init__()
+        self.model, self.arch = model.model, arch
+
+    def __call__(self, tokens: mx.array) -> mx.array:
+        h = self.arch.embedding_scale * self.model.embed_tokens(tokens)
+        for i, layer in enumerate(self.model.layers):
+            window = self.arch.kind(i).sliding_window
+            h = layer(h, create_causal_mask(tokens.shape[1], window_size=window))
+        logits = self.model.embed_tokens.as_linear(self.model.norm(h))
+        cap = self.arch.final_logit_softcapping
+        return cap * mx.tanh(logits / cap) if cap else logits
+
+
+@pytest.mark.parametrize(("T", "rank", "group_size", "config"), CASES)
+def test_model(T, rank, group_size, config):
+    arch = Architecture.from_config(config)
+    model = quantized(config, group_size)
     ours = reference_model(model, arch)
     lora = random_lora(arch, rank)
     window = mx.random.randint(0, arch.vocab_size, (T + 1,))
@@ -369,27 +421,33 @@ def test_model(T, rank, group_size, changes):
     for layer, flat in zip(model.layers, lora, strict=True):
         load_lora(layer, flat, arch, rank)
     lengths = mx.array([[1, T]])
+    if arch.model_type in ("mistral", "phi3", "gemma2") and T > 5:
+        without, _ = default_loss(model, window[None], lengths)
+        assert relative_error(ours_gradients.loss, without) > 10 * TOLERANCE, "the window counts"
+        model = Windowed(model, arch)
     (loss, _), grads = nn.value_and_grad(model, default_loss)(model, window[None], lengths)
 
     assert_close("loss", ours_gradients.loss, loss)
     assert_close("loss", reference.loss(ours, lora, window, SCALE), loss)
     for actual, layer_grads in zip(ours_gradients.lora, grads["model"]["layers"], strict=True):
-        assert_same_gradient(actual, flat_gradient(layer_grads), arch, rank, T)
+        assert_same_gradient(actual, flat_gradient(layer_grads, arch), arch, rank, T)
 
 
-def test_gradients_by_activations():
+@pytest.mark.parametrize("config", [SMALL, FAMILIES["gemma2"], FAMILIES["phi3"]])
+def test_gradients_by_activations(config):
     """`x` and `dx` of `gradients`: the loss as a function of any block's input, differentiated."""
-    arch = architecture(num_hidden_layers=3)
-    model = reference_model(mlx_lm_model(arch), arch)
+    arch = Architecture.from_config(config | {"num_hidden_layers": 3})
+    model = reference_model(quantized(config | {"num_hidden_layers": 3}), arch)
     lora = random_lora(arch, 4)
     window = mx.random.randint(0, arch.vocab_size, (10,))
     g = reference.gradients(model, lora, window, SCALE)
     assert len(g.x) == len(g.dx) == 4
 
     def loss_from(first, x):
-        for flat, weights in zip(lora[first:], model.blocks[first:], strict=True):
-            x = reference.block_forward(x, flat, SCALE, weights, arch)[0]
-        return reference.cross_entropy(x, window[1:], model.head, EPS)
+        for i in range(first, 3):
+            block = (lora[i], SCALE, model.blocks[i], arch, arch.kind(i))
+            x = reference.block_forward(x, *block)[0]
+        return reference.cross_entropy(x, window[1:], model.head, arch)
 
     for i in range(4):
         value, dx = mx.value_and_grad(lambda x, i=i: loss_from(i, x))(g.x[i])
@@ -400,7 +458,7 @@ def test_gradients_by_activations():
 def test_bfloat16_bundle():
     """Scales, biases and norms may be bfloat16; the reference computes in float32 all the same."""
     arch = architecture()
-    model = reference_model(mlx_lm_model(arch), arch)
+    model = reference_model(quantized(SMALL), arch)
 
     def cast(weights, dtype):
         return {k: w if w.dtype == mx.uint32 else w.astype(dtype) for k, w in weights.items()}
@@ -425,7 +483,7 @@ def test_bfloat16_bundle():
 def training():
     """A small model, a stream of tokens with something to learn, and the settings of `train`."""
     arch = architecture(vocab_size=64)
-    model = reference_model(mlx_lm_model(arch), arch)
+    model = reference_model(quantized(SMALL | {"vocab_size": 64}), arch)
     tokens = (mx.arange(400) * 7 + mx.random.randint(0, 3, (400,))) % 64
     return model, tokens, dict(seq_len=15, scale=SCALE, learning_rate=0.05)
 
@@ -511,15 +569,10 @@ def test_mezo_is_reproducible_by_seed(training):
 
 def test_mezo_follows_the_gradient():
     """Each step's coefficient is z · ∇L, so the mean update over many steps points along -∇L."""
-    arch = architecture(
-        hidden_size=32,
-        num_hidden_layers=1,
-        intermediate_size=32,
-        num_attention_heads=1,
-        num_key_value_heads=1,
-        vocab_size=32,
-    )
-    model = reference_model(mlx_lm_model(arch), arch)
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "vocab_size": 32}
+    sizes |= {"num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1}
+    arch = architecture(**sizes)
+    model = reference_model(quantized(SMALL | sizes), arch)
     lora, window = random_lora(arch, 1), mx.arange(9)
     gradient = reference.gradients(model, lora, window, SCALE).lora[0]
     total, slopes, coefficients = mx.zeros(gradient.shape), [], []

@@ -11,10 +11,14 @@ from pathlib import Path
 
 import pytest
 
+from conftest import FAMILIES, TINY
+from mesp.models import Architecture
+
 FAKE_ENGINE = Path(__file__).parent / "fake_engine.py"
-MANIFEST = {"format": 1, "name": "demo", "mlx_version": "0.31.1", "device": "cpu"}
+MANIFEST = {"format": 2, "name": "demo", "mlx_version": "0.31.1", "device": "cpu"}
 MANIFEST |= {"seq_lens": [128, 256, 512], "ranks": [8, 16], "files": []}
-MANIFEST |= {"architecture": {"num_hidden_layers": 4}}
+ARCHITECTURE = Architecture.from_config({**TINY, "num_hidden_layers": 4})
+MANIFEST |= {"architecture": ARCHITECTURE.to_manifest()}
 MANIFEST |= {"data": {split: {"tokens": 5000} for split in ("train", "valid", "test")}}
 DEFAULTS = {
     "method": "mesp",
@@ -25,7 +29,7 @@ DEFAULTS = {
     "rank": 8,
     "alpha": 16.0,
     "rslora": False,
-    "projections": ["q", "k", "v", "o", "gate", "up", "down"],
+    "projections": None,
     "num_layers": None,
     "lora_dtype": "float32",
     "adapters": None,
@@ -138,6 +142,19 @@ def test_options_reach_the_engine(bundle: Path, tmp_path: Path, options: dict):
     assert settings(run) == DEFAULTS | where | others | passed_on(options)
 
 
+def test_fused_modules_are_trained_as_one(bundle: Path, tmp_path: Path):
+    phi3 = Architecture.from_config(FAMILIES["phi3"]).to_manifest()
+    (bundle / "manifest.json").write_text(json.dumps(MANIFEST | {"architecture": phi3}))
+    run = tmp_path / "run"
+    done = train(bundle, "--steps", 1, "--projections", "gate_up,qkv", "--output", run)
+    assert done.returncode == 0, done.stderr
+    assert settings(run)["projections"] == ["qkv", "gate_up"]
+    done = train(bundle, "--steps", 1, "--projections", "q", "--output", tmp_path / "other")
+    assert done.stderr == (
+        "Error: --projections q is not in the model's blocks; they have qkv, o, gate_up, down.\n"
+    )
+
+
 @pytest.mark.parametrize("options", [SGD, ADAMW], ids=["sgd", "adamw"])
 def test_a_config_file_says_the_same_as_the_command_line(
     bundle: Path, tmp_path: Path, options: dict
@@ -183,7 +200,7 @@ def test_the_settings_of_a_run_are_a_config(bundle: Path, tmp_path: Path):
         ("rank: [8, 16]", "sets rank to [8, 16]: '8,16' is not a valid integer range."),
         ("rslora: perhaps", "sets rslora to perhaps: 'perhaps' is not a valid boolean."),
         ("schedule: {name: linear}", "sets schedule to {'name': 'linear'}, which must be a plain"),
-        ("projections: [q, z]", "sets projections to ['q', 'z']: 'z' is not one of q, k, v, o, "),
+        ("projections: [q, z]", "sets projections to ['q', 'z']: 'z' is not one of q, k, v, qkv"),
         ("learning_rate: .nan", "sets learning_rate to nan: nan is not a finite number."),
         ("steps: [", ", line 1 is not valid YAML: "),
         ("steps: 5\n rank: 8", ", line 2 is not valid YAML: "),
@@ -240,6 +257,10 @@ def test_what_a_block_has_no_place_for_is_refused_by_name(
         (["--mezo-epsilon", 1], "--mezo-epsilon has no use without --method mezo: leave it out."),
         (["--warmup", 5], "--warmup 5 does not end within --steps 5."),
         (["--num-layers", 5], "--num-layers 5 is more than the 4 blocks."),
+        (
+            ["--projections", "v,qkv"],
+            "--projections qkv is not in the model's blocks; they have q, k, v, o, gate, up, down.",
+        ),
         (
             ["--early-stopping", 2],
             "--early-stopping needs evaluations on the way: --eval-every and --val-batches above "
@@ -316,8 +337,8 @@ def test_a_run_goes_on_from_what_was_saved_last(bundle: Path, tmp_path: Path):
         ),
         (
             ["--projections", "q"],
-            "A run that goes on keeps its settings: --projections is "
-            "['q', 'k', 'v', 'o', 'gate', 'up', 'down'] and cannot become ['q'].",
+            "A run that goes on keeps its settings: --projections is not set and cannot become "
+            "['q'].",
         ),
     ],
 )

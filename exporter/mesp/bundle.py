@@ -68,7 +68,10 @@ class Layout:
         return cls(math.ceil(offset * 4 / PAGE) * PAGE // 4, tuple(specs))
 
     def __getitem__(self, name: str) -> ArraySpec:
-        return next(spec for spec in self.arrays if spec.name == name)
+        for spec in self.arrays:
+            if spec.name == name:
+                return spec
+        raise KeyError(name)
 
     def __contains__(self, name: str) -> bool:
         return any(spec.name == name for spec in self.arrays)
@@ -267,7 +270,7 @@ def read_manifest(path: Path, to_run: bool = True) -> dict[str, Any]:
         raise _damaged(path)
     try:
         Architecture.from_manifest(manifest["architecture"])
-    except (TypeError, KeyError, ValueError) as error:
+    except (TypeError, KeyError, ValueError, ArithmeticError) as error:
         raise _damaged(path) from error
     for entry in manifest["files"]:
         file = path / entry["path"]
@@ -317,7 +320,7 @@ class Bundle:
             self.groups = [BlockGroup.from_manifest(entry) for entry in self.manifest["blocks"]]
             self._check_groups()
             self._check_files()
-        except (TypeError, KeyError, AttributeError, ValueError, ArithmeticError) as error:
+        except (TypeError, LookupError, AttributeError, ValueError, ArithmeticError) as error:
             raise _damaged(self.path) from error
 
     def _check_groups(self) -> None:

@@ -82,7 +82,7 @@ class Run:
 
     @property
     def model(self) -> str:
-        return self.start.get("model", {}).get("name", "?")
+        return str(self.start.get("model", {}).get("name", "?"))
 
     @property
     def last_step(self) -> int:

@@ -31,6 +31,15 @@ FUSED = {
 }
 
 
+def short(module: str) -> str:
+    """`q` of ``self_attn.q_proj``."""
+    return module.split(".")[-1].removesuffix("_proj")
+
+
+# The short names of all modules that some model has, in the order of the projections.
+TRAINABLE = ("q", "k", "v", "qkv", "o", "gate", "up", "gate_up", "down")
+
+
 @dataclass(frozen=True)
 class Family:
     """What a ``model_type`` says by its name alone; the rest is in the config.json."""
@@ -158,7 +167,15 @@ class Architecture:
 
         Raises MespError where the architecture, or a variant of it, is not supported.
         """
-        config = complete(config)
+        try:
+            return cls._from_complete(complete(config))
+        except KeyError as error:
+            raise MespError(f"The model's config.json lacks {error.args[0]!r}.") from error
+        except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
+            raise MespError(f"The model's config.json is not in order ({error}).") from error
+
+    @classmethod
+    def _from_complete(cls, config: dict[str, Any]) -> Architecture:
         family = FAMILIES[config["model_type"]]
         for key, neutral in VARIANTS.items():
             if key not in family.takes and config.get(key) not in (None, neutral):
@@ -166,48 +183,43 @@ class Architecture:
         activation = config.get("hidden_activation") or config.get("hidden_act")
         if activation not in (None, family.activation):
             raise _unsupported("hidden_act", activation)
-        try:
-            hidden, heads = config["hidden_size"], config["num_attention_heads"]
-            head_dim = config.get("head_dim") or hidden // heads
-            kinds = _kinds(config, head_dim)
-            attention = tuple(dict.fromkeys(kinds))
-            return cls(
-                model_type=config["model_type"],
-                hidden_size=hidden,
-                intermediate_size=config["intermediate_size"],
-                num_attention_heads=heads,
-                num_key_value_heads=config.get("num_key_value_heads") or heads,
-                head_dim=head_dim,
-                vocab_size=config["vocab_size"],
-                rms_norm_eps=config["rms_norm_eps"],
-                tie_word_embeddings=config["tie_word_embeddings"],
-                modules=family.modules,
-                biases=tuple(
-                    name
-                    for name in family.modules
-                    if name in family.biases
-                    or config.get("mlp_bias" if name.startswith("mlp") else "attention_bias")
-                ),
-                qk_norm=family.qk_norm,
-                post_norms=family.post_norms,
-                hidden_act="gelu" if family.activation.startswith("gelu") else "silu",
-                attention_scale=(config.get("query_pre_attn_scalar") or head_dim) ** -0.5,
-                attn_logit_softcapping=config.get("attn_logit_softcapping"),
-                final_logit_softcapping=config.get("final_logit_softcapping"),
-                embedding_scale=family.embedding_scale(hidden),
-                attention=attention,
-                layers=tuple(attention.index(kind) for kind in kinds),
-            )
-        except KeyError as error:
-            raise MespError(f"The model's config.json lacks {error.args[0]!r}.") from error
-        except (TypeError, ValueError, ArithmeticError) as error:
-            raise MespError(f"The model's config.json is not in order ({error}).") from error
+        hidden, heads = config["hidden_size"], config["num_attention_heads"]
+        head_dim = config.get("head_dim") or hidden // heads
+        kinds = _kinds(config, head_dim)
+        attention = tuple(dict.fromkeys(kinds))
+        return cls(
+            model_type=config["model_type"],
+            hidden_size=hidden,
+            intermediate_size=config["intermediate_size"],
+            num_attention_heads=heads,
+            num_key_value_heads=config.get("num_key_value_heads") or heads,
+            head_dim=head_dim,
+            vocab_size=config["vocab_size"],
+            rms_norm_eps=config["rms_norm_eps"],
+            tie_word_embeddings=config["tie_word_embeddings"],
+            modules=family.modules,
+            biases=tuple(
+                name
+                for name in family.modules
+                if name in family.biases
+                or config.get("mlp_bias" if name.startswith("mlp") else "attention_bias")
+            ),
+            qk_norm=family.qk_norm,
+            post_norms=family.post_norms,
+            hidden_act="gelu" if family.activation.startswith("gelu") else "silu",
+            attention_scale=(config.get("query_pre_attn_scalar") or head_dim) ** -0.5,
+            attn_logit_softcapping=config.get("attn_logit_softcapping"),
+            final_logit_softcapping=config.get("final_logit_softcapping"),
+            embedding_scale=family.embedding_scale(hidden),
+            attention=attention,
+            layers=tuple(attention.index(kind) for kind in kinds),
+        )._checked()
 
     @classmethod
     def from_manifest(cls, entry: dict[str, Any]) -> Architecture:
         """The inverse of `to_manifest`. Raises ValueError, TypeError or KeyError where damaged."""
         attention = [Attention(**kind) for kind in entry["attention"]]
-        architecture = cls(
+        return cls(
             **{
                 **entry,
                 "modules": {name: tuple(computes) for name, computes in entry["modules"]},
@@ -215,16 +227,14 @@ class Architecture:
                 "attention": tuple(replace(a, frequencies=tuple(a.frequencies)) for a in attention),
                 "layers": tuple(entry["layers"]),
             }
-        )
-        if not architecture._is_sound():
-            raise ValueError("the architecture is damaged")
-        return architecture
+        )._checked()
 
     def to_manifest(self) -> dict[str, Any]:
         modules = [[name, list(computes)] for name, computes in self.modules.items()]
         return {**asdict(self), "modules": modules}
 
-    def _is_sound(self) -> bool:
+    def _checked(self) -> Architecture:
+        """Itself. Raises ValueError where a field can't be what it says."""
         sizes = [self.hidden_size, self.intermediate_size, self.num_attention_heads]
         sizes += [self.num_key_value_heads, self.head_dim, self.vocab_size]
         sizes += [a.sliding_window for a in self.attention if a.sliding_window is not None]
@@ -233,19 +243,28 @@ class Architecture:
         numbers += [cap for cap in caps if cap is not None]
         numbers += [n for a in self.attention for n in (a.rope_scale, *a.frequencies)]
         flags = (self.tie_word_embeddings, self.qk_norm, self.post_norms)
-        return (
-            self.model_type in FAMILIES
-            and all(type(n) is int and 0 < n < 1 << 31 for n in sizes)
-            and all(type(n) in (int, float) and 0 < n < math.inf for n in numbers)
-            and all(type(flag) is bool for flag in flags)
-            and self.hidden_act in ("silu", "gelu")
-            and self.num_attention_heads % self.num_key_value_heads == 0
-            and self.modules in (SEPARATE, FUSED)
-            and self.modules.keys() >= set(self.biases)
-            and all(2 * len(a.frequencies) <= self.head_dim for a in self.attention)
-            and all(type(i) is int and 0 <= i < len(self.attention) for i in self.layers)
-            and len(self.layers) > 0
-        )
+        checks = {
+            "model_type": self.model_type in FAMILIES,
+            "sizes": all(type(n) is int and 0 < n < 1 << 31 for n in sizes),
+            "numbers": all(type(n) in (int, float) and 0 < n < math.inf for n in numbers),
+            "flags": all(type(flag) is bool for flag in flags),
+            "hidden_act": self.hidden_act in ("silu", "gelu"),
+            "num_key_value_heads": self.num_attention_heads % self.num_key_value_heads == 0,
+            "modules": self.modules in (SEPARATE, FUSED),
+            "biases": self.modules.keys() >= set(self.biases),
+            "frequencies": all(2 * len(a.frequencies) <= self.head_dim for a in self.attention),
+            "layers": self.layers
+            and all(type(i) is int and 0 <= i < len(self.attention) for i in self.layers),
+        }
+        for what, is_sound in checks.items():
+            if not is_sound:
+                raise ValueError(f"its {what} cannot be used")
+        return self
+
+    @property
+    def trainable(self) -> list[str]:
+        """The modules' short names, as in `q` and `gate_up`, in their order."""
+        return [short(module) for module in self.modules]
 
     @property
     def num_hidden_layers(self) -> int:

@@ -22,10 +22,10 @@ from mesp.drive import drive, summary
 from mesp.engine import find_engine, find_plan
 from mesp.errors import MespError, plain_os_errors
 from mesp.log import LOG_NAME, megabytes
+from mesp.models import TRAINABLE, Architecture
 
 PREFERRED_SEQ_LEN = 256
 SETTINGS_NAME = "settings.json"
-PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
 
 # What a run that goes on may have different: all of it changes nothing that is computed.
 MAY_CHANGE = ("bundle", "steps", "save_every", "memory_limit_mb", "offload", "resume")
@@ -57,7 +57,7 @@ FRACTION = Number(min=0, max=1, max_open=True)
 
 
 class Projections(click.ParamType):
-    """Some of the seven projections, as in `q,v`; a list in the engine's order."""
+    """Some modules of a block, as in `q,v` or `qkv,gate_up`; a list in the engine's order."""
 
     name = "list"
 
@@ -66,9 +66,9 @@ class Projections(click.ParamType):
     ) -> list[str]:
         wanted = value if isinstance(value, list) else [part.strip() for part in value.split(",")]
         for each in wanted:
-            if each not in PROJECTIONS:
-                self.fail(f"{each!r} is not one of {', '.join(PROJECTIONS)}.", param, ctx)
-        return [each for each in PROJECTIONS if each in wanted]
+            if each not in TRAINABLE:
+                self.fail(f"{each!r} is not one of {', '.join(TRAINABLE)}.", param, ctx)
+        return [each for each in TRAINABLE if each in wanted]
 
 
 def refuse(context: click.Context, parameter: click.Parameter, value: object) -> None:
@@ -137,8 +137,8 @@ def refuse(context: click.Context, parameter: click.Parameter, value: object) ->
 @click.option(
     "--projections",
     type=Projections(),
-    default=",".join(PROJECTIONS),
-    help="Which have adapters that are trained.",
+    help="Which have adapters that are trained, as in q,v or, where q, k and v are one, qkv.  "
+    "[default: all]",
 )
 @click.option(
     "--num-layers", type=click.IntRange(min=1), help="Train the last N blocks only.  [default: all]"
@@ -307,9 +307,10 @@ def resumed(context: click.Context, output: Path | None, given: dict) -> dict:
         if context.get_parameter_source(name) == ParameterSource.DEFAULT:
             continue
         if name not in MAY_CHANGE and value != recorded[name]:
+            was = "not set" if recorded[name] is None else recorded[name]
             raise MespError(
                 f"A run that goes on keeps its settings: {flag(context, name)} is "
-                f"{recorded[name]} and cannot become {value}."
+                f"{was} and cannot become {value}."
             )
         recorded[name] = value
     return recorded
@@ -342,7 +343,14 @@ def check(context: click.Context, options: dict, manifest: dict) -> None:
         raise MespError(
             f"--warmup {options['warmup']} does not end within --steps {options['steps']}."
         )
-    layers = manifest["architecture"]["num_hidden_layers"]
+    arch = Architecture.from_manifest(manifest["architecture"])
+    for each in options["projections"] or ():
+        if each not in arch.trainable:
+            raise MespError(
+                f"--projections {each} is not in the model's blocks; "
+                f"they have {', '.join(arch.trainable)}."
+            )
+    layers = arch.num_hidden_layers
     if (options["num_layers"] or 1) > layers:
         raise MespError(f"--num-layers {options['num_layers']} is more than the {layers} blocks.")
     held = manifest.get("data") or {}

@@ -363,11 +363,14 @@ struct Attention {
             var dS = p * (dP - (dO * oTile).sum(axis: -1, keepDims: true))
             if let slope { dS = dS * slope }
 
-            let dq = (matmul(dS, kTile) * scale).reshaped([heads, rows.count, d])
+            var dq = (matmul(dS, kTile) * scale).reshaped([heads, rows.count, d])
             dv = added(dv, to: matmul(p.swappedAxes(-1, -2), dO))
             dk = added(dk, to: matmul(dS.swappedAxes(-1, -2), qTile))
+            eval(dq, dk, dv)
+
             let own = rows.lowerBound - keys.lowerBound  // where in dk and dv the tile's own positions begin
-            dqTiles.append(byToken(positionedBackward(q[0..., rows], qNorm, rows.lowerBound, dy: dq)))
+            dq = positionedBackward(q[0..., rows], qNorm, rows.lowerBound, dy: dq)
+            dqTiles.append(byToken(dq))
             dkTiles.append(byToken(positionedBackward(k[0..., rows], kNorm, rows.lowerBound, dy: dk[0..., own...])))
             dvTiles.append(byToken(dv[0..., own...]))
             (dk, dv) = (dk[0..., 0..<own], dv[0..., 0..<own])
