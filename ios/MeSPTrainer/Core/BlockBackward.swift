@@ -174,9 +174,11 @@ struct BlockBackward {
         let a = weights.architecture
         let shape = [dMid.dim(0), a.numAttentionHeads, a.headDim]
         let attnOut = forward.attnOut.reshaped([shape[0], shape[1] * shape[2]])
-        let zeros = MLXArray.zeros(attnOut.shape, dtype: dMid.dtype)
         let dOut = through(weights.attentionPostNorm, forward.oOut, dy: dMid)
-        let dAttnOut = projection(.o, attnOut, dy: dOut, addedTo: zeros, &gradients) ?? zeros
+        guard
+            let dAttnOut = projection(
+                .o, attnOut, dy: dOut, addedTo: MLXArray.zeros(attnOut.shape, dtype: dOut.dtype), &gradients)
+        else { preconditionFailure("a gradient was asked for") }
         func byHead(_ x: MLXArray) -> MLXArray { x.reshaped(shape).swappedAxes(0, 1) }
         return weights.attention.backward(
             q: forward.q[0], k: forward.k[0], v: forward.v[0], out: byHead(attnOut), dOut: byHead(dAttnOut),

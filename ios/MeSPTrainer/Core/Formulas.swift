@@ -354,23 +354,27 @@ struct Attention {
                 return new + (missing > 0 ? concatenated([MLXArray.zeros([groups, missing, d]), sum], axis: 1) : sum)
             }
 
-            let (kTile, vTile) = (kHat[0..., keys], v[0..., keys].asType(.float32))
-            let qTile = stacked(query(q[0..., rows], start: rows.lowerBound)) * scale
-            let (oTile, dO) = (stacked(out[0..., rows]), stacked(dOut[0..., rows]))
+            /// dq̂; evaluated, as are dk and dv, with which the scores go.
+            func scoresBackward() -> MLXArray {
+                let (kTile, vTile) = (kHat[0..., keys], v[0..., keys].asType(.float32))
+                let qTile = stacked(query(q[0..., rows], start: rows.lowerBound)) * scale
+                let (oTile, dO) = (stacked(out[0..., rows]), stacked(dOut[0..., rows]))
 
-            let (p, slope) = probabilities(qTile, kTile, rows, keys)
-            let dP = matmul(dO, vTile.swappedAxes(-1, -2))
-            var dS = p * (dP - (dO * oTile).sum(axis: -1, keepDims: true))
-            if let slope { dS = dS * slope }
+                let (p, slope) = probabilities(qTile, kTile, rows, keys)
+                let dP = matmul(dO, vTile.swappedAxes(-1, -2))
+                var dS = p * (dP - (dO * oTile).sum(axis: -1, keepDims: true))
+                if let slope { dS = dS * slope }
 
-            var dq = (matmul(dS, kTile) * scale).reshaped([heads, rows.count, d])
-            dv = added(dv, to: matmul(p.swappedAxes(-1, -2), dO))
-            dk = added(dk, to: matmul(dS.swappedAxes(-1, -2), qTile))
-            eval(dq, dk, dv)
+                let dq = (matmul(dS, kTile) * scale).reshaped([heads, rows.count, d])
+                dv = added(dv, to: matmul(p.swappedAxes(-1, -2), dO))
+                dk = added(dk, to: matmul(dS.swappedAxes(-1, -2), qTile))
+                eval(dq, dk, dv)
+                return dq
+            }
 
+            let dq = scoresBackward()
             let own = rows.lowerBound - keys.lowerBound  // where in dk and dv the tile's own positions begin
-            dq = positionedBackward(q[0..., rows], qNorm, rows.lowerBound, dy: dq)
-            dqTiles.append(byToken(dq))
+            dqTiles.append(byToken(positionedBackward(q[0..., rows], qNorm, rows.lowerBound, dy: dq)))
             dkTiles.append(byToken(positionedBackward(k[0..., rows], kNorm, rows.lowerBound, dy: dk[0..., own...])))
             dvTiles.append(byToken(dv[0..., own...]))
             (dk, dv) = (dk[0..., 0..<own], dv[0..., 0..<own])

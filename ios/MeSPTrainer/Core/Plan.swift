@@ -91,8 +91,8 @@ public struct Planner: Sendable {
         let forward = plan.keptBlocks > 0 ? forward + 2 * intermediate : forward
         return process + (plan.offload == .all ? 0 : vectors) + inputs + kept
             + max(forward, loss(tile), backward(tile))
-            // Small blocks of memory don't go back to the system at once.
-            + (plan.tileBytes < Self.tileSizes[0] ? 4_000_000 : 0)
+            // What is freed doesn't go back to the system at once: of small blocks, and of activations between others.
+            + (plan.tileBytes < Self.tileSizes[0] ? 4_000_000 : 0) + 2 * hidden
     }
 
     // MARK: - What is alive at once. Counts of arrays follow the code; the few constants were fitted to measurements on Linux.
@@ -128,8 +128,10 @@ public struct Planner: Sendable {
     /// q, k, v, attn_out, x_mid, gate and up.
     private var keptBytes: Int { 2 * query + 2 * keyValue + hidden + 2 * intermediate + postNormed }
 
-    /// The block function: x, attn_in, q, attn_out, x_mid and y, and the tiles of its trace, 256 outputs each.
-    private var forward: Int { 4 * hidden + 2 * query + 2 * keyValue + 3 * weight(256) + 2 * activation(256) }
+    /// The block function: x, attn_in, q, attn_out, x_mid and y, what QK-norm takes and makes, and the tiles of its trace, 256 outputs each.
+    private var forward: Int {
+        4 * hidden + (architecture.qkNorm ? 6 : 2) * query + 2 * keyValue + 3 * weight(256) + 2 * activation(256)
+    }
 
     /// y, h, dh and the running sum before and after a tile, in float32; of the tile, W while it is dequantized, and z and p.
     private func loss(_ tile: TileSizes) -> Int {
@@ -152,10 +154,10 @@ public struct Planner: Sendable {
                 2 * query + 2 * keyValue + 5 * hidden + 5 * weight(features) + 9 * activation(features) + loraBytes,
                 // The same without the tile, but with the temporaries of the norm's derivative.
                 2 * query + 2 * keyValue + 10 * hidden + loraBytes,
-                // The same with d_x_mid, d_attn_out, and dq before and after its tiles are joined; of a tile, scores, P, dP and dS, and q,
-                // dq, O and dO in float32.
-                4 * query + 6 * keyValue + 2 * hidden + 6 * scores
-                    + 5 * queries * a.numAttentionHeads * a.headDim * 4 + 3 * loraBytes)
+                // q, k, v and attn_out with d_x_mid, d_attn_out, k̂, and the tiles of dq, dk and dv; dk and dv before and after a tile;
+                // of the tile, scores, P, dP and dS, and q̂, dq, O and dO in float32.
+                4 * query + 9 * keyValue + hidden + 6 * scores
+                    + 5 * queries * a.numAttentionHeads * a.headDim * 4 + 3 * loraBytes) + postNormed
         case .mebp:
             // All of the block's weights dequantized, six arrays as wide as the MLP, the scores and P of all heads.
             let weights = Projection.allCases.reduce(0) { $0 + a.inputs($1) * a.outputs($1) } * 4
