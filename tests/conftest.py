@@ -2,6 +2,8 @@
 
 import json
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -88,6 +90,18 @@ FAMILIES = {
     },
 }
 TEXT = "The quick brown fox jumps over the lazy dog, and the dog does not mind at all.\n\n" * 80
+
+
+def run(module: str, *arguments: object, **options: object) -> subprocess.CompletedProcess:
+    """Runs a command of the package, such as `export`, in a process of its own."""
+    command = [sys.executable, "-c", f"from mesp.{module} import main; main()"]
+    return subprocess.run(
+        command + [str(argument) for argument in arguments],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        **options,
+    )
 
 
 def random_tensors(config: dict, seed: int = 0) -> dict[str, mx.array]:

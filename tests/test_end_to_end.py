@@ -18,6 +18,7 @@ from mlx_lm.tuner.trainer import default_loss
 from mlx_lm.tuner.utils import load_adapters
 
 import mesp
+from conftest import run
 from mesp.bundle import Bundle
 from mesp.engine import find_engine
 from mesp.reference import step_example
@@ -25,17 +26,6 @@ from mesp.reference import step_example
 DEMO_MODEL = Path(mesp.__file__).parent / "demo_model"
 SEQ_LEN = 64
 VAL_BATCHES = 8
-
-
-def run(module: str, *arguments: object, **options: object) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-c", f"from mesp.{module} import main; main()"]
-    return subprocess.run(
-        command + [str(argument) for argument in arguments],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        **options,
-    )
 
 
 def train(bundle: Path, output: Path, *options: object) -> subprocess.CompletedProcess:

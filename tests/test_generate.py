@@ -14,7 +14,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.generate import generate_step
 from mlx_lm.tuner.utils import linear_to_lora_layers, load_adapters
 
-from conftest import TINY, write_model
+from conftest import TINY, run, write_model
 from mesp.bundle import Bundle
 from mesp.engine import find_engine
 from mesp.errors import MespError
@@ -22,17 +22,6 @@ from mesp.generate import encode, generate, load_tokenizer
 
 SEQ_LEN = 64
 PROMPT = "A class definition"
-
-
-def run(module: str, *arguments: object, **options: object) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-c", f"from mesp.{module} import main; main()"]
-    return subprocess.run(
-        command + [str(argument) for argument in arguments],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        **options,
-    )
 
 
 def export(model: object, out: Path, *options: object) -> Path:
