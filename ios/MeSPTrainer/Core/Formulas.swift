@@ -335,6 +335,20 @@ struct Attention {
     func backward(q: MLXArray, k: MLXArray, v: MLXArray, out: MLXArray, dOut: MLXArray, tile: Int)
         -> (dq: MLXArray, dk: MLXArray, dv: MLXArray)
     {
+        var parts = tilesBackward(q: q, k: k, v: v, out: out, dOut: dOut, tile: tile)
+        func joined(_ tiles: inout [MLXArray]) -> MLXArray {
+            let whole = concatenated(tiles.reversed())
+            eval(whole)
+            tiles = []
+            return whole
+        }
+        return (joined(&parts.dq), joined(&parts.dk), joined(&parts.dv))
+    }
+
+    /// The tiles of dq, dk and dv, the last first; evaluated.
+    private func tilesBackward(q: MLXArray, k: MLXArray, v: MLXArray, out: MLXArray, dOut: MLXArray, tile: Int)
+        -> (dq: [MLXArray], dk: [MLXArray], dv: [MLXArray])
+    {
         let (heads, length, d) = (q.dim(0), q.dim(1), q.dim(2))
         let (groups, perGroup) = (k.dim(0), heads / k.dim(0))
         var (dqTiles, dkTiles, dvTiles) = ([MLXArray](), [MLXArray](), [MLXArray]())
@@ -380,9 +394,7 @@ struct Attention {
             (dk, dv) = (dk[0..., 0..<own], dv[0..., 0..<own])
             eval([dk, dv] + [dqTiles, dkTiles, dvTiles].compactMap(\.last))
         }
-        let whole = [dqTiles, dkTiles, dvTiles].map { concatenated($0.reversed()) }
-        eval(whole)
-        return (whole[0], whole[1], whole[2])
+        return (dqTiles, dkTiles, dvTiles)
     }
 }
 

@@ -92,7 +92,7 @@ public struct Planner: Sendable {
         return process + (plan.offload == .all ? 0 : vectors) + inputs + kept
             + max(forward, loss(tile), backward(tile))
             // What is freed doesn't go back to the system at once: of small blocks, and of activations between others.
-            + (plan.tileBytes < Self.tileSizes[0] ? 4_000_000 : 0) + 2 * hidden
+            + (plan.tileBytes < Self.tileSizes[0] ? 4_000_000 : 0) + 2 * max(hidden, query)
     }
 
     // MARK: - What is alive at once. Counts of arrays follow the code; the few constants were fitted to measurements on Linux.
@@ -159,9 +159,12 @@ public struct Planner: Sendable {
                 4 * query + 9 * keyValue + hidden + 6 * scores
                     + 5 * queries * a.numAttentionHeads * a.headDim * 4 + 3 * loraBytes) + postNormed
         case .mebp:
-            // All of the block's weights dequantized, six arrays as wide as the MLP, the scores and P of all heads.
+            // All of the block's weights dequantized, six arrays as wide as the MLP, the scores and P of all heads; what automatic
+            // differentiation keeps of QK-norm and of gelu.
             let weights = Projection.allCases.reduce(0) { $0 + a.inputs($1) * a.outputs($1) } * 4
-            return weights + 6 * intermediate + 2 * a.numAttentionHeads * length * length * 4
+            return weights + (a.hiddenAct == .gelu ? 15 : 6) * intermediate + 2 * a.numAttentionHeads * length * length
+                * 4
+                + (a.qkNorm ? 13 * (query + keyValue) : 0)
         case .mezo:
             // z, and the parameters moved by it, on the way into the block function.
             return forward + 2 * loraBytes
