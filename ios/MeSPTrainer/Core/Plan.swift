@@ -92,7 +92,7 @@ public struct Planner: Sendable {
         return process + (plan.offload == .all ? 0 : vectors) + inputs + kept
             + max(forward, loss(tile), backward(tile))
             // What is freed doesn't go back to the system at once: of small blocks, and of activations between others.
-            + (plan.tileBytes < Self.tileSizes[0] ? 4_000_000 : 0) + 2 * max(hidden, query)
+            + (plan.tileBytes < Self.tileSizes[0] ? 4_000_000 : 0) + (hidden < 8 << 20 ? 2 * max(hidden, query) : 0)
     }
 
     // MARK: - What is alive at once. Counts of arrays follow the code; the few constants were fitted to measurements on Linux.

@@ -143,10 +143,10 @@ void copy_in_order(const char *source, char *&destination, const mx::array &a, i
 
 #ifdef __GLIBC__
 // MLX has no cache on the CPU, and glibc would keep what MLX frees: the largest blocks go straight back to the system, and one
-// arena serves all threads, so that host_clear_cache trims all of it. From 16 MiB on: an activation or a tile comes and goes with
+// arena serves all threads, so that host_clear_cache trims all of it. From 8 MiB on: an activation or a tile comes and goes with
 // every operation, and the page faults of fresh mappings cost a fifth of a step, the arena's gaps some megabytes.
 __attribute__((constructor)) static void set_up_malloc() {
-    mallopt(M_MMAP_THRESHOLD, 16 << 20);
+    mallopt(M_MMAP_THRESHOLD, 8 << 20);
     mallopt(M_TRIM_THRESHOLD, 8 << 20);
     mallopt(M_ARENA_MAX, 1);
 }
