@@ -91,14 +91,15 @@ public struct Planner: Sendable {
         let forward = plan.keptBlocks > 0 ? forward + 2 * intermediate : forward
         return process + (plan.offload == .all ? 0 : vectors) + inputs + kept
             + max(forward, loss(tile), backward(tile))
-            // What is freed doesn't go back to the system at once: of small blocks, and of activations between others.
-            + (plan.tileBytes < Self.tileSizes[0] ? 4_000_000 : 0) + (hidden < 8 << 20 ? 2 * max(hidden, query) : 0)
+            // What is freed doesn't go back to the system at once: small blocks, and activations between others, up to a size.
+            + (plan.tileBytes < Self.tileSizes[0] ? 4_000_000 : 0)
+            + ((1 << 20..<8 << 20).contains(hidden) ? 3 * max(hidden, query) : 0)
     }
 
     // MARK: - What is alive at once. Counts of arrays follow the code; the few constants were fitted to measurements on Linux.
 
     /// The process with MLX started and the block functions imported, whose graphs take several times the files.
-    private var process: Int { 6_000_000 + 15 * functionBytes / 2 }
+    private var process: Int { 5_500_000 + 15 * functionBytes / 2 }
 
     /// One array `[T, features]`.
     private func activation(_ features: Int) -> Int { length * features * itemSize }
