@@ -7,6 +7,7 @@ from mlx_lm.models.rope_utils import initialize_rope
 
 from conftest import FAMILIES, TINY, mlx_lm_model
 from mesp.block import fast_rope
+from mesp.block import rope as rope_of
 from mesp.errors import MespError
 from mesp.models import FUSED, PROJECTIONS, Architecture, Attention
 
@@ -145,7 +146,12 @@ def test_rope_turns_as_in_mlx_lm(scaling):
     rope = initialize_rope(64, 5e5, False, scaling, 131072)
     x = mx.random.normal((1, 2, 40, 64), key=mx.random.key(0))
     expected = rope(mx.array(x))  # some of mlx-lm's change what they are given
-    assert mx.linalg.norm(fast_rope(x, kind) - expected) <= 1e-5 * mx.linalg.norm(expected)
+    rows = slice(0, 40)
+    for turn in (fast_rope(kind), rope_of(kind, rows)):
+        error = mx.linalg.norm(turn(x, rows) - expected)
+        assert error <= 1e-5 * mx.linalg.norm(expected)
+        tile = turn(x[:, :, 30:], slice(30, 40))
+        assert mx.linalg.norm(tile - expected[:, :, 30:]) <= 1e-5 * mx.linalg.norm(expected)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -70,11 +70,13 @@ def block_function(
         def heads(x: mx.array) -> mx.array:  # [1, T, n·head_dim] -> [1, n, T, head_dim]
             return x.reshape(1, x.shape[1], -1, arch.head_dim).swapaxes(1, 2).astype(dtype)
 
-        def place(name: str, x: mx.array) -> mx.array:  # what attention takes of q or k
+        everywhere = slice(0, x.shape[1])
+        turn = fast_rope(kind) if device == "gpu" and not plain else rope(kind, everywhere)
+
+        def place(name: str, x: mx.array, rows: slice = everywhere) -> mx.array:
+            """What attention takes of some rows of q or k."""
             x = x.astype(mx.float32)
-            if arch.qk_norm:
-                x = norm(f"self_attn.{name}_norm", x)
-            return (rope if plain else fast_rope)(x, kind)
+            return turn(norm(f"self_attn.{name}_norm", x) if arch.qk_norm else x, rows)
 
         def after(done: mx.array, name: str) -> Projection:  # the twin's order is MLX's
             return p[name] if plain else p[name].after(done)
@@ -83,7 +85,7 @@ def block_function(
         q = heads(apply(p["q"], attn_in))
         k = heads(apply(after(q, "k"), attn_in))
         v = heads(apply(after(k, "v"), attn_in))
-        attn_out = attend(place("q", q), place("k", k), v, window=window).astype(dtype)
+        attn_out = attend(q, place("k", k), v, partial(place, "q"), window=window).astype(dtype)
         o = after(attn_out, "o")
         if arch.post_norms:
             o_out = apply(o, attn_out).astype(dtype)
@@ -243,12 +245,12 @@ def dequantize(
     if biases is not None:
         scales, biases = (a.astype(mx.float32)[..., None] for a in (scales, biases))
         return (by_group(codes) * scales + biases).flatten(1)
+    values = e2m1(codes) if quantization.bits == 4 else E4M3[codes]
     if quantization.mode == "nvfp4":
-        factor = minifloat(scales.astype(mx.uint32), exponent=4, mantissa=3)
-    else:  # E8M0, the exponent of a float32
-        factor = mx.power(2.0, scales.astype(mx.float32) - 127)
-    exponent, mantissa = (2, 1) if quantization.bits == 4 else (4, 3)
-    return (by_group(minifloat(codes, exponent, mantissa)) * factor[..., None]).flatten(1)
+        factors = E4M3[scales]
+    else:  # E8M0, an exponent
+        factors = mx.power(2.0, scales.astype(mx.float32) - 127)
+    return (by_group(values) * factors[..., None]).flatten(1)
 
 
 def unpack(words: mx.array, bits: int) -> mx.array:
@@ -263,18 +265,30 @@ def unpack(words: mx.array, bits: int) -> mx.array:
     return (words[..., None] >> shifts) & (2**bits - 1)
 
 
-def minifloat(codes: mx.array, exponent: int, mantissa: int) -> mx.array:
-    """float32 from small floating-point numbers: a sign and so many bits; E2M1 and E4M3 are such.
+def e2m1(codes: mx.array) -> mx.array:
+    """float32 from floating-point numbers of 4 bits: ±0, ½, 1, 1½, 2, 3, 4, 6.
 
-    (1 + m / 2^M) 2^(e - bias), and for e = 0, m / 2^M 2^(1 - bias), with bias = 2^(E-1) - 1. In
-    integers, which no setting of the processor flushes to zero, and exact.
+    Twice these are the nibbles of one integer. A gather takes some three times as long on the CPU,
+    and multiplying the codes' bits as a float32 depends on subnormal numbers.
     """
-    e = (codes >> mantissa) & (2**exponent - 1)
-    normal = mx.minimum(e, 1)
-    magnitude = ((codes & (2**mantissa - 1)) + (normal << mantissa)) << (e - normal)
-    unit = 2.0 ** (2 - 2 ** (exponent - 1) - mantissa)
-    negative = (codes >> (exponent + mantissa)).astype(mx.float32)
-    return magnitude.astype(mx.float32) * (unit - 2 * unit * negative)
+    halves = (mx.array(0xC8643210, mx.uint32) >> ((codes & 7) << 2)) & 15
+    return halves.astype(mx.float32) * (0.5 - (codes >> 3).astype(mx.float32))
+
+
+def _e4m3() -> mx.array:
+    """float32 [256]: the floating-point numbers of 8 bits (4 of exponent, 3 of mantissa) by code.
+
+    `mx.from_fp8` cannot be exported.
+    """
+    values = []
+    for code in range(256):
+        exponent, mantissa = code >> 3 & 15, code & 7
+        magnitude = (mantissa / 8 + (exponent > 0)) * 2.0 ** (max(exponent, 1) - 7)
+        values.append(-magnitude if code & 128 else magnitude)
+    return mx.array(values)
+
+
+E4M3 = _e4m3()
 
 
 def rms_norm(x: mx.array, weight: mx.array, eps: float) -> mx.array:
@@ -284,28 +298,39 @@ def rms_norm(x: mx.array, weight: mx.array, eps: float) -> mx.array:
     return wide.astype(x.dtype) * weight
 
 
-def fast_rope(x: mx.array, kind: Attention) -> mx.array:
-    """RoPE of the first dimensions of x float32 [1, heads, T, head_dim]; the rest stays."""
+Turn = Callable[[mx.array, slice], mx.array]  # of rows of [1, heads, T, head_dim] by their angles
+
+
+def fast_rope(kind: Attention) -> Turn:
+    """RoPE of the first dimensions in float32, by the fused primitive; the rest stays."""
     if not kind.frequencies:
-        return x
+        return lambda x, rows: x
     size, periods = 2 * len(kind.frequencies), mx.array([1 / f for f in kind.frequencies])
-    if kind.rope_scale != 1:
-        x = mx.concatenate([x[..., :size] * kind.rope_scale, x[..., size:]], axis=-1)
-    return mx.fast.rope(
-        x, size, traditional=False, base=None, scale=1.0, offset=0, freqs=periods
-    )  # fmt: skip
+    options = {"traditional": False, "base": None, "scale": 1.0, "freqs": periods}
+
+    def turn(x: mx.array, rows: slice) -> mx.array:
+        if kind.rope_scale != 1:
+            x = mx.concatenate([x[..., :size] * kind.rope_scale, x[..., size:]], axis=-1)
+        return mx.fast.rope(x, size, offset=rows.start, **options)
+
+    return turn
 
 
-def rope(x: mx.array, kind: Attention) -> mx.array:
-    """`fast_rope` in plain operations."""
+def rope(kind: Attention, everywhere: slice) -> Turn:
+    """`fast_rope` in plain operations, which compute the angles once."""
     half = len(kind.frequencies)
     if not half:
-        return x
+        return lambda x, rows: x
     frequencies = mx.reciprocal(mx.array([1 / f for f in kind.frequencies]))
-    angle = mx.arange(x.shape[-2], dtype=mx.float32)[:, None] * frequencies
+    angle = mx.arange(everywhere.stop, dtype=mx.float32)[:, None] * frequencies
     cos, sin = kind.rope_scale * mx.cos(angle), kind.rope_scale * mx.sin(angle)
-    a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
-    return mx.concatenate([a * cos - b * sin, a * sin + b * cos, rest], axis=-1)
+
+    def turn(x: mx.array, rows: slice) -> mx.array:
+        a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+        c, s = cos[rows], sin[rows]
+        return mx.concatenate([a * c - b * s, a * s + b * c, rest], axis=-1)
+
+    return turn
 
 
 def soft_cap(scores: mx.array, cap: float | None) -> mx.array:
@@ -321,9 +346,18 @@ def visible(rows: slice, keys: slice, window: int | None) -> mx.array:
 
 
 def attention(
-    q: mx.array, k: mx.array, v: mx.array, *, scale: float, cap: float | None, window: int | None
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    place: Turn,
+    *,
+    scale: float,
+    cap: float | None,
+    window: int | None,
 ) -> mx.array:
     """Causal grouped-query attention, by tiles of query rows over the keys that they see.
+
+    `k` has been through QK-norm and RoPE; `place` takes each tile of `q` through them.
 
     q [1, heads, T, head_dim], k and v [1, kv_heads, T, head_dim] -> float32 [1, T, heads·head_dim]
     """
@@ -333,11 +367,11 @@ def attention(
     parts = []
     for rows in tiles(length, ATTENTION_ROWS):
         keys = slice(max(rows.start - (window or length) + 1, 0), rows.stop)
-        tile = q[0, :, rows]
+        tile = q[:, :, rows]
         if parts:
             tile = mx.depends(tile, parts[-1])
         # The query heads that share a key head are rows of one matrix.
-        tile = tile.astype(mx.float32).reshape(kv_heads, -1, head_dim) * scale
+        tile = place(tile, rows).reshape(kv_heads, -1, head_dim) * scale
         scores = soft_cap(tile @ k[:, keys].swapaxes(1, 2), cap)
         scores = scores.reshape(heads, rows.stop - rows.start, -1)
         weights = mx.softmax(mx.where(visible(rows, keys, window), scores, -mx.inf), axis=-1)
@@ -347,24 +381,38 @@ def attention(
 
 
 def fused_attention(
-    q: mx.array, k: mx.array, v: mx.array, *, scale: float, cap: None, window: int | None
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    place: Turn,
+    *,
+    scale: float,
+    cap: None,
+    window: int | None,
 ) -> mx.array:
     """`attention` by the GPU's fused primitive, in v's dtype."""
     everything = slice(0, q.shape[2])
     mask = "causal" if window is None else visible(everything, everything, window)
-    q, k = q.astype(v.dtype), k.astype(v.dtype)
+    q, k = place(q, everything).astype(v.dtype), k.astype(v.dtype)
     out = mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=mask)
     return out.swapaxes(1, 2).flatten(2)
 
 
 def plain_attention(
-    q: mx.array, k: mx.array, v: mx.array, *, scale: float, cap: float | None, window: int | None
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    place: Turn,
+    *,
+    scale: float,
+    cap: float | None,
+    window: int | None,
 ) -> mx.array:
     """`attention` without tiles."""
     _, heads, length, head_dim = q.shape
-    q, k, v = (a.astype(mx.float32) for a in (q, k, v))
-    q = q.reshape(1, k.shape[1], -1, length, head_dim) * scale
     everything = slice(0, length)
+    q, k, v = place(q, everything), k.astype(mx.float32), v.astype(mx.float32)
+    q = q.reshape(1, k.shape[1], -1, length, head_dim) * scale
     scores = soft_cap(q @ k[:, :, None].swapaxes(-1, -2), cap)
     scores = mx.where(visible(everything, everything, window), scores, -mx.inf)
     out = mx.softmax(scores, axis=-1) @ v[:, :, None]

@@ -56,7 +56,6 @@ class Family:
     defaults: dict[str, Any] = field(default_factory=dict)  # of keys that may be missing
 
 
-_QWEN = Family(biases=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"))
 _LLAMA = Family(takes=("attention_bias", "mlp_bias"))
 _GEMMA = Family(
     post_norms=True,
@@ -73,7 +72,10 @@ _GEMMA = Family(
     },
 )
 FAMILIES = {
-    "qwen2": replace(_QWEN, defaults={"rope_theta": 1e6}),
+    "qwen2": Family(
+        biases=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        defaults={"rope_theta": 1e6},
+    ),
     "qwen3": Family(qk_norm=True, defaults={"head_dim": 128}),
     "llama": _LLAMA,
     "smollm3": replace(_LLAMA, defaults={"rope_theta": 2e6}),
