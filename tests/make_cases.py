@@ -29,6 +29,8 @@ CASES = [
     ("mxfp4", TINY, 9, 4, "--mode", "mxfp4"),
     ("nvfp4", FAMILIES["phi3"], 9, 4, "--mode", "nvfp4"),
     ("mxfp8", FAMILIES["qwen3"], 9, 4, "--mode", "mxfp8"),
+    ("gemma2-bfloat16", FAMILIES["gemma2"], 9, 4, "--dtype", "bfloat16"),
+    ("qwen3-bfloat16", FAMILIES["qwen3"], 9, 4, "--mode", "mxfp4", "--dtype", "bfloat16"),
 ]
 
 

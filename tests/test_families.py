@@ -68,3 +68,35 @@ def test_what_is_trained_here_is_the_same_in_mlx_lm(family: str, tmp_path: Path)
     theirs = [int(token) for token, _ in generate_step(mx.array(prompt), model, max_tokens=20)]
     *ours, _ = generate(bundle, prompt, max_tokens=20, adapters=output / "adapters")
     assert [record["token"] for record in ours] == theirs
+
+
+def test_a_fused_module_is_trained_alone(tmp_path: Path):
+    text, bundle = tmp_path / "text.txt", tmp_path / "b.mesp"
+    text.write_text(TEXT)
+    source = write("phi3", tmp_path / "model")
+    options = ("--data", text, "--seq-len", SEQ_LEN, "--rank", 4)
+    assert run("export", "--model", source, "--out", bundle, *options).returncode == 0
+    options = ("--steps", 5, "--learning-rate", 0.05, "--projections", "qkv")
+    done = run("train", bundle, "--output", tmp_path / "first", *options)
+    assert done.returncode == 0, done.stderr
+    adapters = tmp_path / "first" / "adapters"
+    names = mx.load(str(adapters / "adapters.safetensors"))
+    assert {name.split(".", 3)[3] for name in names} == {
+        f"self_attn.qkv_proj.lora_{matrix}" for matrix in "ab"
+    }
+    model = Bundle(bundle).to_mlx_lm()
+    load_adapters(model, str(adapters))
+    model.eval()
+    tokens = mx.array(Bundle(bundle).tokens("valid")).astype(mx.int32)
+    # A run that starts from them begins where the first one ended.
+    options += ("--adapters", adapters, "--val-batches", VAL_BATCHES)
+    done = run("train", bundle, "--output", tmp_path / "second", *options)
+    assert done.returncode == 0, done.stderr
+    lines = (tmp_path / "second" / "metrics.jsonl").read_text().splitlines()
+    start = next(r["loss"] for r in map(json.loads, lines) if r["type"] == "eval")
+    assert held_out_loss(model, tokens) == pytest.approx(start, rel=1e-5)
+
+    done = run("train", bundle, "--output", tmp_path / "third", "--steps", 1, "--projections", "q")
+    assert done.returncode == 2
+    assert "qkv" in done.stderr and "Traceback" not in done.stderr
+    assert not (tmp_path / "third").exists()

@@ -127,13 +127,13 @@ extension Architecture {
 
     /// Whether the sizes can be a model's, and every part of a block is there. No product of the sizes, here or in a plan, overflows.
     var isConsistent: Bool {
-        let widths = [hiddenSize, intermediateSize, vocabSize]
         let counts = [numHiddenLayers, numAttentionHeads, numKeyValueHeads, headDim]
+        guard counts.allSatisfy({ (1...(1 << 12)).contains($0) }) else { return false }
+        let widths = [hiddenSize, intermediateSize, vocabSize, outputs(.q), outputs(.k)]
         let factors = [attentionScale, embeddingScale, attnLogitSoftcapping, finalLogitSoftcapping].compactMap { $0 }
         let parts = modules.flatMap(\.projections)
-        return widths.allSatisfy { (1...(1 << 20)).contains($0) } && counts.allSatisfy { (1...(1 << 12)).contains($0) }
-            && numAttentionHeads % numKeyValueHeads == 0 && factors.allSatisfy { $0.isFinite && $0 > 0 }
-            && layers.allSatisfy(attention.indices.contains)
+        return widths.allSatisfy { (1...(1 << 20)).contains($0) } && numAttentionHeads % numKeyValueHeads == 0
+            && factors.allSatisfy { $0.isFinite && $0 > 0 } && layers.allSatisfy(attention.indices.contains)
             && attention.allSatisfy { $0.frequencies.count * 2 <= headDim && $0.slidingWindow ?? 1 >= 1 }
             && parts.count == Projection.allCases.count && Set(parts) == Set(Projection.allCases)
             && modules.allSatisfy { Set($0.projections.map(inputs)).count == 1 }

@@ -35,25 +35,28 @@ struct BlockForward {
     ///   - cache: of the tokens before; these are added
     /// - Returns: y `[n, hidden]`. It and the cache are evaluated.
     func callAsFunction(_ x: MLXArray, _ cache: inout KeyValues) -> MLXArray {
-        let xMid = (x + normed(weights.attentionPostNorm, attention(x, &cache))).asType(x.dtype)
-        let y = (xMid + normed(weights.mlpPostNorm, mlp(weights.mlpNorm(xMid)))).asType(x.dtype)
+        let xMid = (x + normed(weights.attentionPostNorm, attention(x, &cache), x.dtype)).asType(x.dtype)
+        let y = (xMid + normed(weights.mlpPostNorm, mlp(weights.mlpNorm(xMid)), x.dtype)).asType(x.dtype)
         eval(y, cache.keys, cache.values)
         return y
     }
 
-    private func normed(_ norm: RMSNorm?, _ output: MLXArray) -> MLXArray { norm.map { $0(output) } ?? output }
+    /// What is added to x: the output, in float32, or its norm, of the output as it would be stored.
+    private func normed(_ norm: RMSNorm?, _ output: MLXArray, _ dtype: DType) -> MLXArray {
+        norm.map { $0(output.asType(dtype).asType(.float32)) } ?? output
+    }
 
     /// o(attn_out), in float32.
     private func attention(_ x: MLXArray, _ cache: inout KeyValues) -> MLXArray {
         let (attention, attnIn, start) = (weights.attention, weights.attentionNorm(x), cache.count)
         func heads(_ p: Projection) -> MLXArray {
-            projection(p)(attnIn, tile: tile.projection).reshaped([x.dim(0), -1, weights.architecture.headDim])
-                .swappedAxes(0, 1)
+            projection(p)(attnIn, tile: tile.projection).asType(x.dtype)
+                .reshaped([x.dim(0), -1, weights.architecture.headDim]).swappedAxes(0, 1)
         }
         let q = attention.query(heads(.q), start: start)
         let k = attention.key(heads(.k), start: start)
         cache.keys = concatenated([cache.keys, k.asType(x.dtype)], axis: 1)
-        cache.values = concatenated([cache.values, heads(.v).asType(x.dtype)], axis: 1)
+        cache.values = concatenated([cache.values, heads(.v)], axis: 1)
         let attnOut = attention(q: q, k: cache.keys, v: cache.values, tile: tile.attention).asType(x.dtype)
         return projection(.o)(attnOut, tile: tile.projection)
     }

@@ -10,7 +10,7 @@ public struct Fit: Sendable, Equatable {
     /// - Throws: `MeSPError` where no plan stays within `settings.memoryLimitMb`, or the bundle has no trace for the settings.
     public init(_ settings: RunSettings, _ manifest: Manifest, available: Int?) throws {
         try settings.check()
-        try manifest.checkTrace(length: settings.seqLen, rank: settings.rank)
+        try manifest.check(settings)
         let planner = Planner(manifest, settings)
         predictedPeak = planner.peak(try planner.plan())
         self.available = available

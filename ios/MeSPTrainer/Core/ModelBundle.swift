@@ -147,7 +147,7 @@ public struct ModelBundle {
 
     // MARK: - Weights
 
-    /// Imports the functions for sequences of `length` tokens, for each block the one of its kind. `Manifest.checkTrace` has found that
+    /// Imports the functions for sequences of `length` tokens, for each block the one of its kind. `Manifest.check` has found that
     /// there are some.
     func functions(_ files: KeyPath<Manifest.Blocks, [String: String]>, length: Int) throws -> [ImportedFunction] {
         var imported = [String: ImportedFunction]()
@@ -296,7 +296,7 @@ public struct ModelBundle {
 
     private mutating func checkDimensions() throws {
         let lengths = manifest.blocks.map(\.words) + [manifest.embedding.words, manifest.head.words]
-        // Every block must be of one kind.
+        // Every block must be of one kind, and have that kind of attention.
         let places = manifest.blocks.enumerated().flatMap { kind, blocks in
             blocks.layers.map { (block: $0, kind: kind) }
         }
@@ -304,7 +304,8 @@ public struct ModelBundle {
         guard architecture.isConsistent, lengths.allSatisfy({ (1...(1 << 31)).contains($0) }),
             !manifest.seqLens.isEmpty, manifest.seqLens.allSatisfy({ (1...(1 << 20)).contains($0) }),
             !manifest.ranks.isEmpty, manifest.ranks.allSatisfy({ (1...(1 << 12)).contains($0) }),
-            places.map(\.block) == Array(0..<architecture.numHiddenLayers)
+            places.map(\.block) == Array(0..<architecture.numHiddenLayers),
+            manifest.blocks.allSatisfy({ Set($0.layers.map { architecture.layers[$0] }).count == 1 })
         else { throw MeSPError("\(url.path): the manifest's dimensions don't fit together; export the bundle again.") }
         kinds = places.map(\.kind)
     }
@@ -320,9 +321,9 @@ public struct ModelBundle {
             _ arrays: [Manifest.PackedArray], _ words: Int, vectors: [(name: String, size: Int)],
             matrices: [(name: String, rows: Int, columns: Int)]
         ) throws {
-            func array(_ name: String, _ rows: Int, dtype: String) throws -> Manifest.PackedArray {
+            func array(_ name: String, _ rows: Int, dimensions: Int = 2, dtype: String) throws -> Manifest.PackedArray {
                 guard let array = arrays.first(where: { $0.name == name }), array.dtype == dtype,
-                    array.shape.first == rows,
+                    array.shape.count == dimensions, array.shape[0] == rows,
                     array.shape.allSatisfy({ (1...(1 << 24)).contains($0) }),
                     (0...words).contains(array.offset), array.words <= words - array.offset
                 else { throw wrong(name) }
@@ -331,14 +332,12 @@ public struct ModelBundle {
             func wrong(_ name: String) -> MeSPError {
                 MeSPError("\(url.path): the manifest's entry for \(name) is missing or wrong; export the bundle again.")
             }
-            for (name, size) in vectors where try array(name, size, dtype: manifest.dtype).shape.count != 1 {
-                throw wrong(name)
-            }
+            for (name, size) in vectors { _ = try array(name, size, dimensions: 1, dtype: manifest.dtype) }
             for (name, rows, columns) in matrices {
                 let hasBiases = arrays.contains { $0.name == name + "biases" }
                 let weight = try array(name + "weight", rows, dtype: "uint32")
                 let scales = try array(name + "scales", rows, dtype: hasBiases ? manifest.dtype : "uint8")
-                guard weight.shape.count == 2, scales.shape.count == 2,
+                guard
                     QuantizationFormat(
                         inputs: columns, words: weight.shape[1], groups: scales.shape[1], hasBiases: hasBiases) != nil,
                     try !hasBiases || array(name + "biases", rows, dtype: manifest.dtype).shape == scales.shape
@@ -366,8 +365,10 @@ extension Manifest {
             .map { architecture.intermediateSize / $0 }.max() ?? 1
     }
 
-    /// Throws where the block function has no trace for sequences of `length` tokens or for `rank`.
-    func checkTrace(length: Int, rank: Int) throws {
+    /// Throws where the block function has no trace for the settings' length or rank, or the blocks lack a projection to train.
+    func check(_ settings: RunSettings) throws {
+        let (length, rank) = (settings.seqLen, settings.rank)
+        _ = try settings.modules(of: architecture)
         guard seqLens.contains(length) else {
             throw MeSPError(
                 "\(name) has no trace for sequences of \(length) tokens, only for \(list(seqLens)); choose one of these or export it with --seq-len \(length)."
@@ -439,7 +440,7 @@ struct BlockWeights {
     /// `[out]`
     func bias(_ projection: Projection) -> MLXArray? {
         let (module, outputs) = architecture.place(projection)
-        return packed.array(module.name + ".bias")?[outputs]
+        return architecture.biases.contains(module.name) ? packed[module.name + ".bias"][outputs] : nil
     }
 
     /// Of the block's input.

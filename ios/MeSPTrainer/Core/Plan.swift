@@ -81,7 +81,7 @@ public struct Planner: Sendable {
     public var leastPeak: Int { withMargin(plans.map(peak).min() ?? 0) }
 
     /// What to leave free for a prediction to hold as a limit: a prediction is some 8% off.
-    private func withMargin(_ bytes: Int) -> Int { bytes * 108 / 100 }
+    private func withMargin(_ bytes: Int) -> Int { bytes + bytes / 100 * 8 }
 
     /// The predicted peak footprint of a step, in bytes.
     public func peak(_ plan: Plan) -> Int {

@@ -34,7 +34,7 @@ public enum Run {
         _ memoryIsShort: () -> Bool
     ) throws {
         let manifest = bundle.manifest
-        try manifest.checkTrace(length: settings.seqLen, rank: settings.rank)
+        try manifest.check(settings)
         let output = URL(fileURLWithPath: settings.output)
         guard !settings.resume || FileManager.default.fileExists(atPath: MetricLog.url(in: output).path) else {
             throw MeSPError("\(output.path) holds no run to resume; start the run without resume.")

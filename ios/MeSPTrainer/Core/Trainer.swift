@@ -54,7 +54,7 @@ final class Trainer {
     private var gradients: BlockArrays?
 
     /// - Parameters:
-    ///   - settings: `Manifest.checkTrace` must have found their length and rank in the bundle.
+    ///   - settings: `Manifest.check` must have found their length and rank in the bundle.
     ///   - folder: where the files of offloaded arrays are made, if the plan asks for any.
     init(bundle: ModelBundle, settings: RunSettings, plan: Plan, folder: URL) throws {
         let manifest = bundle.manifest
@@ -318,7 +318,7 @@ final class Trainer {
         return try bundle.withBlock(block) { weights in
             let (_, gradients) = vjp(
                 { primals in
-                    // The call fails only for shapes that the file has no trace for; `Manifest.checkTrace` has found these.
+                    // The call fails only for shapes that the file has no trace for; `Manifest.check` has found these.
                     (try? self.call(plain, primals[0], primals[1], weights)[0]).map { [$0] } ?? []
                 }, primals: [x, lora], cotangents: [d])
             eval(gradients)

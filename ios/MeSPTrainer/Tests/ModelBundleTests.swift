@@ -70,6 +70,45 @@ import Testing
         #expect(sentence.lowercased().contains(expected.lowercased()), "\(sentence)")
     }
 
+    /// What a manifest of format 2 can say that no bundle has, of a model with two kinds of attention.
+    @Test(arguments: [
+        "a block of two kinds", "a block of no kind", "a kind with two attentions", "many dimensions", "another dtype",
+        "scales of no format",
+    ]) func refusesBlocksThatDoNotFit(_ damage: String) throws {
+        let source = try #require(TrainerTests.cases.first { $0.lastPathComponent == "gemma3" })
+        let folder = FileManager.default.temporaryDirectory.appendingPathComponent(UUID().uuidString)
+        try FileManager.default.copyItem(
+            at: source.appendingPathComponent("bundle.mesp").resolvingSymlinksInPath(), to: folder)
+        defer { try? FileManager.default.removeItem(at: folder) }
+        let url = folder.appendingPathComponent("manifest.json")
+        let json = try JSONSerialization.jsonObject(with: Data(contentsOf: url))
+        var manifest = try #require(json as? [String: Any])
+        var blocks = try #require(manifest["blocks"] as? [[String: Any]])
+        var architecture = try #require(manifest["architecture"] as? [String: Any])
+        var arrays = try #require(blocks[0]["arrays"] as? [[String: Any]])
+        let index = try #require(arrays.firstIndex { ($0["name"] as? String)?.hasSuffix("q_proj.scales") == true })
+        let sound = try ModelBundle(url: folder)
+        #expect(sound.manifest.blocks.count == 2)
+        switch damage {
+        case "a block of two kinds": blocks[1]["layers"] = [0, 1]
+        case "a block of no kind": blocks[1]["layers"] = [Int]()
+        case "a kind with two attentions": architecture["layers"] = [1, 0]
+        case "many dimensions": arrays[index]["shape"] = [64, 1 << 24, 1 << 24, 1 << 24]
+        case "another dtype": arrays[index]["dtype"] = "uint8"
+        default: arrays[index]["shape"] = [(arrays[index]["shape"] as? [Int])?[0] ?? 0, 3]
+        }
+        if damage == "a kind with two attentions" {
+            blocks = [blocks[0]]
+            blocks[0]["layers"] = [0, 1]
+        }
+        blocks[0]["arrays"] = arrays
+        manifest["blocks"] = blocks
+        manifest["architecture"] = architecture
+        try JSONSerialization.data(withJSONObject: manifest).write(to: url)
+        let sentence = message { _ = try ModelBundle(url: folder) }
+        #expect(sentence.hasSuffix("export the bundle again."), "\(sentence)")
+    }
+
     @Test func sha256KnownAnswers() throws {
         let url = FileManager.default.temporaryDirectory.appendingPathComponent(UUID().uuidString)
         defer { try? FileManager.default.removeItem(at: url) }

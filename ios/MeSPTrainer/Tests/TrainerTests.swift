@@ -8,7 +8,9 @@ import Testing
 /// names their folder in `MESP_FIXTURES`.
 @Suite(.serialized) struct TrainerTests {
     /// Every case is a folder with `bundle.mesp`, `gradients.safetensors` and `losses.safetensors`.
-    static let cases: [URL] = {
+    static let cases = folders.filter { !$0.lastPathComponent.hasSuffix("bfloat16") }
+
+    private static let folders: [URL] = {
         guard let path = ProcessInfo.processInfo.environment["MESP_FIXTURES"] else { return [] }
         let folders = try? FileManager.default.contentsOfDirectory(
             at: URL(fileURLWithPath: path), includingPropertiesForKeys: nil)
@@ -44,6 +46,20 @@ import Testing
                 }
             }
             #expect(gradients.count == fixture.layers)
+        }
+    }
+
+    /// Activations, scales and norms of 8 bits; the reference computes from them in float32. A rounding is up to 1/256 off, and some
+    /// twenty lie between a block's input and a gradient: measured were 2.5%.
+    @Test(arguments: folders.filter { !cases.contains($0) })
+    func bfloat16FollowsTheReference(_ folder: URL) throws {
+        let fixture = try Fixture(folder, "gradients")
+        for method in [Method.mesp, .mebp] {
+            let loss = try fixture.backpropagate(try fixture.trainer(method)) { block, gradient in
+                let error = relativeError(gradient, try fixture.array("grad.\(block)"))
+                #expect(error < 0.05, "\(method) block \(block)")
+            }
+            #expect(relativeError(MLXArray([loss]), try fixture.array("loss")) < 0.01)
         }
     }
 
