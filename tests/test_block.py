@@ -231,13 +231,23 @@ def test_fused_attention_sees_the_same_keys(monkeypatch, window, length):
     assert relative_error(fused, tiled) <= TOLERANCE
 
 
-@pytest.mark.parametrize("plain", [False, True])
+@pytest.mark.parametrize("how", ["fused", "tiled", "plain"])
 @pytest.mark.parametrize("name", ["qwen3", "gemma2", "gemma3_text", "phi3", "nvfp4", "mixed"])
-def test_the_gpu_function_computes_the_same(name, plain):
+def test_the_gpu_function_computes_the_same(monkeypatch, name, how):
     """Its operations are there on the CPU too, so that a mistake in them shows without a GPU."""
-    case = Case(name)
+    case, calls = Case(name), []
+    fused = mx.fast.scaled_dot_product_attention
+    monkeypatch.setattr(
+        mx.fast,
+        "scaled_dot_product_attention",
+        lambda *args, **options: calls.append(args) or fused(*args, **options),
+    )
+    if how == "fused":
+        monkeypatch.setattr(block, "FUSED_HEADS", (case.arch.head_dim,))
     x = mx.random.normal((1, 12, case.arch.hidden_size))
-    outputs = case.function(plain, device="gpu")(x, case.lora, mx.array(SCALE), case.weights)
+    function = case.function(how == "plain", device="gpu")
+    outputs = function(x, case.lora, mx.array(SCALE), case.weights)
+    assert bool(calls) == (how == "fused" and case.arch.attn_logit_softcapping is None)
     assert_same(case, outputs, x)
 
 

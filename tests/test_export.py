@@ -609,6 +609,11 @@ def quantized(**quantization: object) -> str:
         ("[]", "config.json cannot be read"),
         (json.dumps({**TINY, "model_type": "gemma3"}), "gemma3"),
         (json.dumps({**TINY, "quantization_config": {"quant_method": "gptq"}}), "gptq"),
+        (json.dumps({**TINY, "quantization_config": "x"}), "its quantization_config cannot"),
+        (json.dumps({**TINY, "quantization": "4bit"}), "config.json is not in order"),
+        (json.dumps({**TINY, "quantization": [1]}), "config.json is not in order"),
+        (quantized(**Q4, mode=[]), "its quantization cannot be used"),
+        (quantized(bits=[4], group_size=64), "its quantization cannot be used"),
         (quantized(bits=7, group_size=64), "7 bits in groups of 64, which MLX does not have"),
         (quantized(bits=4, group_size=64, mode="mxfp4"), "mxfp4, 4 bits in groups of 64, which"),
         (quantized(bits=4, group_size=32, mode="int4"), "int4, 4 bits in groups of 32, which MLX"),
@@ -620,6 +625,22 @@ def quantized(**quantization: object) -> str:
 def test_bad_config(model, config, named):
     (model / "config.json").write_text(config)
     assert named in refused("--model", model)
+
+
+def test_float16_scales_in_bfloat16_are_noted():
+    tensors = dict(tree_flatten(mlx_lm_model(TINY, lambda _: Quantization()).parameters()))
+    tensors = {n: a.astype(mx.float16) if "scales" in n else a for n, a in tensors.items()}
+    write_model(Path("half"), {**TINY, "quantization": Q4}, tensors)
+    for dtype, noted in (("bfloat16", True), ("float32", False)):
+        done = export("--model", "half", "--dtype", dtype, "--seq-len", 8, "--out", dtype)
+        assert done.exit_code == 0, done.output
+        assert ("Note: the model's scales are float16" in done.stderr) == noted
+
+
+def test_part_of_a_multimodal_model():
+    tensors = {f"language_model.{name}": a for name, a in random_tensors(TINY).items()}
+    write_model(Path("part"), TINY, tensors)
+    assert "multimodal model; take a text-only one" in refused("--model", "part")
 
 
 def test_quantized_model_stays_as_it_is(model):

@@ -9,13 +9,13 @@ from conftest import FAMILIES, TINY, mlx_lm_model
 from mesp.block import fast_rope
 from mesp.block import rope as rope_of
 from mesp.errors import MespError
-from mesp.models import FUSED, PROJECTIONS, Architecture, Attention
+from mesp.models import FUSED, Architecture, Attention
 
 
 def test_geometry_of_a_config():
     arch = Architecture.from_config(TINY)
     assert (arch.hidden_size, arch.head_dim, arch.num_hidden_layers) == (128, 32, 3)
-    assert tuple(arch.projections()) == PROJECTIONS
+    assert [*arch.projections()] == ["q", "k", "v", "o", "gate", "up", "down"]
     assert arch.sizes()["self_attn.k_proj"] == (64, 128)
     assert arch.sizes()["mlp.down_proj"] == (128, 320)
     assert arch.lora_size(8) == 8 * (2 * 256 + 2 * 192 + 3 * 448)
@@ -229,8 +229,11 @@ def test_rope_as_transformers_5_writes_it():
         ("phi3", {"mlp_bias": True}, "mlp_bias"),
         ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ("llama", {"rope_traditional": True}, "rope_traditional"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
         ("llama", {"layer_types": ["chunked_attention"] * 2}, "chunked_attention"),
         ("phi3", {"rope_scaling": {"type": "longrope", "long_factor": [1.0]}}, "not in order"),
+        ("llama", {"layer_types": ["full_attention"]}, "layer_types has 1 entries"),
+        ("smollm3", {"no_rope_layers": [1] * 9}, "no_rope_layers has 9 .*; take an unchanged"),
         ("llama", {"hidden_size": "64"}, "not in order"),
     ],
 )

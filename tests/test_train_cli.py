@@ -364,11 +364,13 @@ def test_resuming_where_there_is_no_run_is_refused(bundle: Path, tmp_path: Path)
         "Error: Say which run to go on with: --resume --output FOLDER.\n"
     )
     assert train(bundle, "--steps", 2, "--output", run).returncode == 0
-    (run / "settings.json").write_text("{}")
-    done = train("--resume", "--output", run)
-    assert done.stderr == (
-        f"Error: {run / 'settings.json'} is not the settings of a run; start a new one.\n"
-    )
+    settings = json.loads((run / "settings.json").read_text())
+    for bad in ({}, settings | {"projections": 5}, settings | {"projections": "q,v"}):
+        (run / "settings.json").write_text(json.dumps(bad))
+        done = train("--resume", "--output", run)
+        assert done.stderr == (
+            f"Error: {run / 'settings.json'} is not the settings of a run; start a new one.\n"
+        )
 
 
 @pytest.mark.parametrize("missing", ["BUNDLE", "--steps"])

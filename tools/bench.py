@@ -275,7 +275,7 @@ KINDS = {
         python_rows,
         None,
         ("h of all MB", "share"),
-        """MB are what storing h = xA of the seven projections would add, in float32. Times are of
+        """MB are what storing h = xA of a block's modules would add, in float32. Times are of
 one block, medians with mesp.reference; the gradient's includes recomputing its forward pass.""",
     ),
     "mezo-quality": Kind(

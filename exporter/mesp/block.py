@@ -8,8 +8,8 @@ MLX is lazy: evaluating only ``y`` computes, and holds, only what ``y`` needs. T
 the work is cut into tiles, each made to wait for the one before by `mx.depends`; otherwise MLX
 would be free to unpack every tile's weights first. On the CPU a tile's weights are dequantized and
 multiplied, as `quantized_matmul` is some 50 times slower there. On the GPU `quantized_matmul` and
-the fused attention make no large arrays, and only the MLP is cut (and attention with a soft cap,
-which the fused one lacks).
+the fused attention make no large arrays, and only the MLP is cut, and attention where the fused
+one is not (it lacks the soft cap, and heads of other sizes than `FUSED_HEADS`).
 
 The twin for MeBP, ``block.plain.T.mlxfn``, is the same in plain, differentiable operations, uncut.
 
@@ -33,6 +33,9 @@ from mesp.models import Architecture, Attention
 WIDTH = 256
 # Query rows in a tile of attention. Few, because a tile reads no key after its last row.
 ATTENTION_ROWS = 32
+# The head_dim that MLX's fused attention has a kernel for on Metal; for others it holds all scores,
+# heads·T·T of them, rounded to the dtype.
+FUSED_HEADS = (64, 80, 128)
 
 BlockFunction = Callable[[mx.array, mx.array, mx.array, mx.array], list[mx.array]]
 
@@ -47,8 +50,9 @@ def block_function(
     outputs' shapes.
     """
     act = ACTIVATIONS[arch.hidden_act]
+    fused = device == "gpu" and arch.head_dim in FUSED_HEADS and not arch.attn_logit_softcapping
     attend = partial(
-        attention if arch.attn_logit_softcapping or device == "cpu" else fused_attention,
+        fused_attention if fused else attention,
         scale=arch.attention_scale,
         cap=arch.attn_logit_softcapping,
     )

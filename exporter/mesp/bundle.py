@@ -97,6 +97,7 @@ class Layout:
 
 # MLX's modes: their (bits, group size), where the mode leaves no choice.
 MODES = {"affine": None, "mxfp4": (4, 32), "nvfp4": (4, 16), "mxfp8": (8, 32)}
+AFFINE = {2, 3, 4, 5, 6, 8}, {32, 64, 128}  # bits and group sizes of the one that does
 
 
 @dataclass(frozen=True)
@@ -118,13 +119,20 @@ class Quantization:
         say of the matrix of so many columns. Raises ValueError where they fit no quantization.
         """
         weight, scales = (arrays[prefix + part].shape[1] for part in ("weight", "scales"))
-        size = (32 * weight // columns, columns // scales)
-        if prefix + "biases" in arrays:
-            return cls(*size)
-        for mode, its_size in MODES.items():
-            if size == its_size:
-                return cls(*size, mode)
-        raise ValueError(f"{prefix}weight has {size[0]} bits in groups of {size[1]}")
+        bits, group_size = 32 * weight // columns, columns // scales
+        if (32 * weight, columns) == (bits * columns, group_size * scales):
+            for mode in MODES:
+                found = cls(bits, group_size, mode)
+                if found.is_of_mlx and (mode == "affine") == (prefix + "biases" in arrays):
+                    return found
+        raise ValueError(f"{prefix}weight has {bits} bits in groups of {group_size}")
+
+    @property
+    def is_of_mlx(self) -> bool:
+        """Whether MLX has it."""
+        if self.mode == "affine":
+            return self.bits in AFFINE[0] and self.group_size in AFFINE[1]
+        return MODES.get(self.mode) == (self.bits, self.group_size)
 
     @property
     def parts(self) -> tuple[str, ...]:

@@ -57,7 +57,6 @@ from mesp.models import Architecture, Attention, complete
 TILE = 1 << 22  # elements of a matrix that are quantized at a time
 DEMO = Path(__file__).parent / "demo_model"
 BITS = (4, 8)  # that a model is quantized to here
-AFFINE = {2, 3, 4, 5, 6, 8}, {32, 64, 128}  # bits and group sizes that MLX has
 DEVICE = "gpu" if mx.metal.is_available() else "cpu"
 DTYPE_OF = {"cpu": "float32", "gpu": "bfloat16"}  # where none is asked for
 CONSOLE = Console(stderr=True)
@@ -123,7 +122,7 @@ def _local_source(folder: Path) -> Source:
 def _hub_source(repo: str, random_weights: bool = False) -> Source:
     patterns = ["config.json", *TOKENIZER_FILES, "README.md", "LICENSE*"]
     if not random_weights:
-        patterns += ["*.safetensors", "*.safetensors.index.json"]
+        patterns += ["model*.safetensors", "*.safetensors.index.json"]
     folder = download("model", repo, patterns)
     return replace(_local_source(folder), name=repo.split("/")[1], id=repo, revision=folder.name)
 
@@ -163,11 +162,21 @@ def _not_quantized(module: str) -> MespError:
     )
 
 
+def _not_in_order(key: str) -> MespError:
+    return MespError(
+        f"The model's config.json is not in order (its {key} cannot be used); take an unchanged "
+        "config.json."
+    )
+
+
 def find_quantizations(
     source: Source, mode: str | None, bits: int | None, group_size: int | None
 ) -> Quantizations:
     """The quantization asked for (None: the default), or that of a model that has one already."""
     config = source.config
+    for key in ("quantization_config", "quantization"):
+        if not isinstance(config.get(key) or {}, dict):
+            raise _not_in_order(key)
     method = (config.get("quantization_config") or {}).get("quant_method")
     if method:
         raise MespError(
@@ -181,9 +190,12 @@ def find_quantizations(
 
     def read(entry: dict[str, Any]) -> Quantization:
         size, group, mode = entry.get("bits"), entry.get("group_size"), entry.get("mode", "affine")
+        sound = all(n is None or type(n) is int for n in (size, group)) and isinstance(mode, str)
+        if not sound:
+            raise _not_in_order("quantization")
         default = MODES.get(mode) or (4, 64)
         quantization = Quantization(size or default[0], group or default[1], mode)
-        if not is_of_mlx(quantization):
+        if not quantization.is_of_mlx:
             raise MespError(
                 f"{source.name} is quantized to {describe_quantization(quantization)}, which MLX "
                 "does not have; take the model it was made from."
@@ -219,13 +231,6 @@ def choose_quantization(mode: str | None, bits: int | None, group_size: int | No
     return quantization
 
 
-def is_of_mlx(quantization: Quantization) -> bool:
-    bits, group_size = quantization.bits, quantization.group_size
-    if quantization.mode == "affine":
-        return bits in AFFINE[0] and group_size in AFFINE[1]
-    return MODES.get(quantization.mode) == (bits, group_size)
-
-
 def describe_quantization(quantization: Quantization) -> str:
     mode = "" if quantization.mode == "affine" else f"{quantization.mode}, "
     return f"{mode}{quantization.bits} bits in groups of {quantization.group_size}"
@@ -238,6 +243,8 @@ class RandomWeights:
         """`norm` is what the norms' weights are."""
         self.seed, self.norm = seed, norm
         self.generators: dict[str, np.random.Generator] = {}
+
+    has_float16_scales = False
 
     def is_quantized(self, name: str) -> bool:
         return False
@@ -277,9 +284,9 @@ class SafetensorsWeights:
                 raise MespError(f"{index} cannot be read; download the model again.") from error
             files = [folder / name for name in sorted(names)]
         else:
-            files = sorted(folder.glob("*.safetensors"))
+            files = sorted(folder.glob("model*.safetensors"))
         if not files:
-            raise MespError(f"{folder} holds no weights (*.safetensors).")
+            raise MespError(f"{folder} holds no weights (model*.safetensors).")
         for file in files:
             self._map(file)
 
@@ -314,6 +321,13 @@ class SafetensorsWeights:
     def is_quantized(self, name: str) -> bool:
         return name + ".scales" in self.tensors
 
+    @property
+    def has_float16_scales(self) -> bool:
+        return any(
+            dtype == mx.float16 and name.endswith(".scales")
+            for name, (_, dtype) in self.tensors.items()
+        )
+
     def rows(self, name: str, shape: tuple[int, ...], rows: slice) -> mx.array:
         """Some rows of a tensor. Raises MespError unless it is there, in this `shape`."""
         if name in self.unreadable:
@@ -322,6 +336,11 @@ class SafetensorsWeights:
                 f"supported; take a model of one of {', '.join(TENSOR_DTYPES)}."
             )
         if name not in self.tensors:
+            if any(each.startswith("language_model.") for each in self.tensors):
+                raise MespError(
+                    f"The weights in {self.folder} are part of a multimodal model; take a "
+                    "text-only one."
+                )
             raise MespError(f"The weights in {self.folder} lack {name}; download the model again.")
         array, dtype = self.tensors[name]
         if array.shape != shape:
@@ -366,13 +385,20 @@ def norm(weights: Weights, source: str, shape: tuple[int], arch: Architecture) -
 def matrix_pieces(
     weights: Weights, source: str, layout: Layout, prefix: str, quantizations: Quantizations
 ) -> Iterator[Piece]:
-    """The matrix `source` quantized, some rows at a time; as it is where it comes quantized."""
+    """The matrix `source` quantized, some rows at a time; as it is where it comes quantized.
+
+    A bfloat16 bundle rounds float16 scales and biases, by 3 bits of their mantissa.
+    """
     quantization = quantizations.of(source)
     parts = quantization.parts
     shapes = [layout[prefix + part].shape for part in parts]
     count, columns = shapes[0][0], shapes[0][1] * 32 // quantization.bits
-    drawn = isinstance(weights, RandomWeights)
-    if quantizations.config and not (drawn or weights.is_quantized(source)):
+    if (
+        quantizations.config
+        and not weights.is_quantized(source)
+        and isinstance(weights, SafetensorsWeights)
+        and f"{source}.weight" in weights.tensors
+    ):
         raise _not_quantized(source)
     for rows in tiles(count, TILE // columns):
         if weights.is_quantized(source):
@@ -837,4 +863,10 @@ def main(
         overwrite=overwrite,
     )
     manifest = export(source, weights, arch, options)
+    if options.dtype == "bfloat16" and quantizations.config and weights.has_float16_scales:
+        click.echo(
+            "Note: the model's scales are float16, and lose 3 bits of their mantissa in bfloat16; "
+            "--dtype float32 keeps them.",
+            err=True,
+        )
     click.echo(summary(options.out, manifest))

@@ -11,9 +11,7 @@ import mlx.core as mx
 
 from mesp.errors import MespError
 
-# The seven projections of a block, in the order of their rows in a module that computes several.
-PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
-
+# The linear layers of a block, and the projections that each computes, in the order of their rows.
 SEPARATE = {
     "self_attn.q_proj": ("q",),
     "self_attn.k_proj": ("k",),
@@ -110,6 +108,7 @@ VARIANTS = {
     "mlp_bias": False,
     "partial_rotary_factor": 1.0,
     "rope_traditional": False,
+    "use_bidirectional_attention": False,
 }
 
 
@@ -394,6 +393,12 @@ def _kinds(config: dict[str, Any], head_dim: int) -> list[Attention]:
     has_rope = [True] * count
     if config["model_type"] == "smollm3":
         has_rope = config.get("no_rope_layers") or [(i + 1) % interval for i in range(count)]
+    for key, each in (("layer_types", types), ("no_rope_layers", has_rope)):
+        if len(each) != count:
+            raise MespError(
+                f"The model's config.json is not in order: {key} has {len(each)} entries for "
+                f"{count} blocks; take an unchanged config.json."
+            )
 
     kinds = []
     for layer_type, rotates in zip(types, has_rope, strict=True):

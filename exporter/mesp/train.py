@@ -301,6 +301,11 @@ def resumed(context: click.Context, output: Path | None, given: dict) -> dict:
     try:
         settings = json.loads(text)
         recorded = {name: settings[name] for name in given}
+        projections = recorded["projections"]
+        if not (projections is None or isinstance(projections, list)) or not all(
+            isinstance(each, str) for each in projections or ()
+        ):
+            raise ValueError("its projections are no list of names")
     except (ValueError, TypeError, KeyError) as error:
         raise MespError(f"{path} is not the settings of a run; start a new one.") from error
     for name, value in given.items():
