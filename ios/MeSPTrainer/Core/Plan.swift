@@ -93,7 +93,7 @@ public struct Planner: Sendable {
             + max(forward, loss(tile), backward(tile))
             // What is freed doesn't go back to the system at once: small blocks, and activations between others, up to a size.
             + (plan.tileBytes < Self.tileSizes[0] ? 4_000_000 : 0)
-            + ((1 << 20..<8 << 20).contains(hidden) ? 3 * max(hidden, query) : 0)
+            + ((1_600_000..<8 << 20).contains(hidden) ? 3 * max(hidden, query) : 0)
     }
 
     // MARK: - What is alive at once. Counts of arrays follow the code; the few constants were fitted to measurements on Linux.
