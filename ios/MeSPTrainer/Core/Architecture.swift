@@ -65,8 +65,6 @@ struct Module: Codable, Sendable, Equatable {
         return last.hasSuffix("_proj") ? String(last.dropLast("_proj".count)) : last
     }
 
-    init(name: String, projections: [Projection]) { (self.name, self.projections) = (name, projections) }
-
     init(from decoder: any Decoder) throws {
         var pair = try decoder.unkeyedContainer()
         name = try pair.decode(String.self)

@@ -240,13 +240,23 @@ struct RoPE {
     }
 }
 
+// MARK: - Soft cap:  cap(s) = c tanh(s / c)
+
+struct SoftCap {
+    let c: Float
+
+    func callAsFunction(_ s: MLXArray) -> MLXArray { tanh(s / c) * c }
+
+    /// cap′(s) = 1 − (cap(s) / c)², from cap(s).
+    func slope(_ capped: MLXArray) -> MLXArray { 1 - (capped / c).square() }
+}
+
 // MARK: - Attention:  S = cap(q̂ k̂ᵀ · scale) + mask,  P = softmax(S),  attn_out = P v
 
 /// Grouped-query attention, causal, a tile of query rows at a time over the keys that they see.
 struct Attention {
     let scale: Float
-    /// c of cap(s) = c tanh(s / c); nil for none.
-    let softcap: Float?
+    let softcap: SoftCap?
     /// How many positions a query sees, its own included; nil for all.
     let window: Int?
     let rope: RoPE
@@ -308,9 +318,8 @@ struct Attention {
         var scores = matmul(q, k.swappedAxes(-1, -2)).reshaped([k.dim(0), -1, rows.count, keys.count])
         var slope: MLXArray?
         if let softcap {
-            let t = tanh(scores / softcap)
-            slope = (1 - t.square()).reshaped([k.dim(0), -1, keys.count])
-            scores = t * softcap
+            scores = softcap(scores)
+            slope = softcap.slope(scores).reshaped([k.dim(0), -1, keys.count])
         }
         let (queries, positions) = (
             MLXArray.arange(rows.lowerBound, rows.upperBound)[0..., .newAxis],

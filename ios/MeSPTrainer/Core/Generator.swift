@@ -42,6 +42,8 @@ public struct Generator {
 
     private let bundle: ModelBundle
     private let adapters: Adapters?
+    /// Of the manifest, which searches its layouts for it.
+    private let featureGroup: Int
     /// Tokens of the prompt that go through the blocks together.
     private let chunk: Int
     /// The size of temporary arrays in the prompt's forward pass, in bytes.
@@ -55,7 +57,7 @@ public struct Generator {
     }
 
     init(_ bundle: ModelBundle, adapters folder: URL?, chunk: Int) throws {
-        (self.bundle, self.chunk) = (bundle, chunk)
+        (self.bundle, self.chunk, featureGroup) = (bundle, chunk, bundle.manifest.featureGroup)
         adapters = try folder.map { folder in
             try bundle.withDevice { try loadAdapters(from: folder, architecture: bundle.architecture) }
         }
@@ -142,7 +144,7 @@ public struct Generator {
                 layout: adapters?.layout ?? LoRALayout(architecture: architecture, rank: 0),
                 scale: adapters?.scale ?? 0,
                 tile: TileSizes(
-                    architecture, group: bundle.manifest.featureGroup, length: cache.count + x.dim(0),
+                    architecture, group: featureGroup, length: cache.count + x.dim(0),
                     bytes: bytes))
             return forward(x, &cache)
         }

@@ -25,15 +25,13 @@ struct Head {
     private var matrix: QuantizedMatrix { weights.matrix("", inputs: architecture.hiddenSize) }
     private var norm: RMSNorm { RMSNorm(weight: weights["norm"], eps: architecture.rmsNormEps) }
 
+    private var softcap: SoftCap? { architecture.finalLogitSoftcapping.map(SoftCap.init) }
+
     /// cap(z)
-    private func capped(_ z: MLXArray) -> MLXArray {
-        architecture.finalLogitSoftcapping.map { tanh(z / $0) * $0 } ?? z
-    }
+    private func capped(_ z: MLXArray) -> MLXArray { softcap.map { $0(z) } ?? z }
 
     /// p cap′, from capped logits.
-    private func sloped(_ p: MLXArray, _ z: MLXArray) -> MLXArray {
-        architecture.finalLogitSoftcapping.map { p * (1 - (z / $0).square()) } ?? p
-    }
+    private func sloped(_ p: MLXArray, _ z: MLXArray) -> MLXArray { softcap.map { p * $0.slope(z) } ?? p }
 
     /// The logits `[n, vocabulary]` of y `[n, hidden]`, in float32, evaluated; `tile` rows of W at a time.
     func logits(_ y: MLXArray) -> MLXArray {

@@ -453,7 +453,8 @@ struct BlockWeights {
 
     var attention: Attention {
         Attention(
-            scale: architecture.attentionScale, softcap: architecture.attnLogitSoftcapping, window: kind.slidingWindow,
+            scale: architecture.attentionScale, softcap: architecture.attnLogitSoftcapping.map(SoftCap.init),
+            window: kind.slidingWindow,
             rope: RoPE(frequencies: kind.frequencies, scale: kind.ropeScale),
             qNorm: architecture.qkNorm ? norm("self_attn.q_norm") : nil,
             kNorm: architecture.qkNorm ? norm("self_attn.k_norm") : nil)

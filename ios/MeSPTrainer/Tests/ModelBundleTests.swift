@@ -4,22 +4,13 @@ import Testing
 @testable import MeSPCore
 
 @Suite(.serialized) struct ModelBundleTests {
-    /// A private copy of the first fixture's bundle.
-    private func copy() throws -> URL {
-        let source = try #require(TrainerTests.tied).appendingPathComponent("bundle.mesp")
+    /// A private copy of a fixture's bundle.
+    private func copy(_ fixture: URL? = TrainerTests.tied) throws -> URL {
+        let source = try #require(fixture).appendingPathComponent("bundle.mesp")
             .resolvingSymlinksInPath()
         let folder = FileManager.default.temporaryDirectory.appendingPathComponent(UUID().uuidString)
         try FileManager.default.copyItem(at: source, to: folder)
         return folder
-    }
-
-    private func message(_ body: () throws -> Void) -> String {
-        do {
-            try body()
-            return ""
-        } catch {
-            return error.localizedDescription
-        }
     }
 
     @Test func refusesWhatIsNoBundle() {
@@ -75,10 +66,7 @@ import Testing
         "a block of two kinds", "a block of no kind", "a kind with two attentions", "many dimensions", "another dtype",
         "scales of no format",
     ]) func refusesBlocksThatDoNotFit(_ damage: String) throws {
-        let source = try #require(TrainerTests.cases.first { $0.lastPathComponent == "gemma3" })
-        let folder = FileManager.default.temporaryDirectory.appendingPathComponent(UUID().uuidString)
-        try FileManager.default.copyItem(
-            at: source.appendingPathComponent("bundle.mesp").resolvingSymlinksInPath(), to: folder)
+        let folder = try copy(TrainerTests.cases.first { $0.lastPathComponent == "gemma3" })
         defer { try? FileManager.default.removeItem(at: folder) }
         let url = folder.appendingPathComponent("manifest.json")
         let json = try JSONSerialization.jsonObject(with: Data(contentsOf: url))

@@ -26,11 +26,6 @@ import Testing
             .filter { $0["type"] as? String == type }
     }
 
-    private func message(_ body: () throws -> Void) -> String {
-        do { try body() } catch { return error.localizedDescription }
-        return ""
-    }
-
     // MARK: - NaN and infinity
 
     /// Block 0's parameters are lost when the blocks after it have been updated.

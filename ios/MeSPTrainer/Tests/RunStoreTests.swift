@@ -242,15 +242,6 @@ import Testing
         }
     }
 
-    private func message(_ body: () throws -> Void) -> String {
-        do {
-            try body()
-            return ""
-        } catch {
-            return error.localizedDescription
-        }
-    }
-
     @Test func aTextIsOneStreamWithItsLastTenthHeldOut() throws {
         defer { try? FileManager.default.removeItem(at: folder) }
         // Long enough to be tokenized in several pieces.

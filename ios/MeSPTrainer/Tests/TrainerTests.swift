@@ -206,3 +206,13 @@ struct Fixture {
             bundle: bundle, settings: settings, plan: plan, folder: FileManager.default.temporaryDirectory)
     }
 }
+
+/// What an error says, or nothing where there is none.
+func message(_ body: () throws -> Void) -> String {
+    do {
+        try body()
+        return ""
+    } catch {
+        return error.localizedDescription
+    }
+}
