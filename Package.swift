@@ -1,6 +1,6 @@
 // swift-tools-version: 6.0
 
-// The trainer's core and `mesp-engine`, the program around it.
+// The trainer's core, `mesp-engine`, the program around it, and what the app's views show and do.
 //
 // Module `MLX` is mlx-swift, or, where MESP_HOST_MLX names the folder of the `mlx` wheel, ios/HostMLX: the same
 // API over the wheel's C++ library (see its Package.swift).
@@ -18,6 +18,7 @@ let package = Package(
     platforms: [.iOS(.v17), .macOS(.v14)],
     products: [
         .library(name: "MeSPCore", targets: ["MeSPCore"]),
+        .library(name: "MeSPAppModel", targets: ["MeSPAppModel"]),
         .executable(name: "mesp-engine", targets: ["mesp-engine"]),
     ],
     dependencies: [mlx],
@@ -27,6 +28,10 @@ let package = Package(
             dependencies: [.product(name: "MLX", package: hostMLX ? "HostMLX" : "mlx-swift")],
             path: "ios/MeSPTrainer/Core"),
         .executableTarget(name: "mesp-engine", dependencies: ["MeSPCore"], path: "ios/MeSPTrainer/Engine"),
-        .testTarget(name: "MeSPCoreTests", dependencies: ["MeSPCore"], path: "ios/MeSPTrainer/Tests"),
+        .target(
+            name: "MeSPAppModel", dependencies: ["MeSPCore"], path: "ios/MeSPTrainer/AppModel",
+            resources: [.process("paper.json")]),
+        .testTarget(
+            name: "MeSPTests", dependencies: ["MeSPCore", "MeSPAppModel"], path: "ios/MeSPTrainer/Tests"),
     ]
 )

@@ -1,8 +1,8 @@
 """What can be checked of the iPhone app without a Mac: its project, its property lists, its views.
 
 There is no SwiftUI here: the views are type-checked against stand-ins of what they use of Apple's
-modules (app_stand_ins/). What they show and do is in the core's AppModel, whose Swift tests run
-everywhere.
+modules (app_stand_ins/). What they show and do is in the target MeSPAppModel, whose Swift
+tests run everywhere.
 """
 
 import json
@@ -148,11 +148,13 @@ def test_the_packages_and_their_products_exist(objects: dict[str, dict]):
         for each in of(objects, "XCSwiftPackageProductDependency")
     }
     assert products == {
+        "MeSPAppModel": "XCLocalSwiftPackageReference",
         "MeSPCore": "XCLocalSwiftPackageReference",
         "Tokenizers": "XCRemoteSwiftPackageReference",
     }
     text = manifest.read_text(encoding="utf-8")
-    assert '.library(name: "MeSPCore", targets: ["MeSPCore"])' in text
+    for name in ("MeSPAppModel", "MeSPCore"):
+        assert f'.library(name: "{name}", targets: ["{name}"])' in text
     assert ".iOS(.v17)" in text
 
 
@@ -198,7 +200,7 @@ def test_the_privacy_manifest_gives_reasons_for_what_is_used():
         each["NSPrivacyAccessedAPIType"]: each["NSPrivacyAccessedAPITypeReasons"]
         for each in privacy["NSPrivacyAccessedAPITypes"]
     }
-    # RunStore sorts the app's own runs by their dates.
+    # DocumentsFolder sorts the app's own runs by their dates.
     assert used == {"NSPrivacyAccessedAPICategoryFileTimestamp": ["C617.1"]}
 
 
@@ -251,11 +253,19 @@ def modules(tmp_path_factory: pytest.TempPathFactory) -> list[object]:
         compile(name, 5, HERE / "app_stand_ins" / f"{name}.swift")
     core = folder / "Core"
     shutil.copytree(HOME / "Core", core)
-    phone = core / "Phone.swift"
+    phone = core / "Control" / "SystemPhone.swift"
     text = phone.read_text(encoding="utf-8")
     assert text.count("#if os(iOS)") == 1
     phone.write_text(text.replace("#if os(iOS)", "#if true"), encoding="utf-8")
-    assert "warning:" not in compile("MeSPCore", 6, *core.glob("*.swift"))
+    options += ["-package-name", "mesp"]
+    assert "warning:" not in compile("MeSPCore", 6, *core.rglob("*.swift"))
+    # As SwiftPM makes it of a target with resources.
+    resources = folder / "Resources.swift"
+    resources.write_text(
+        "import Foundation\nextension Bundle { static let module = Bundle.main }\n", encoding="utf-8"
+    )
+    model = (HOME / "AppModel").glob("*.swift")
+    assert "warning:" not in compile("MeSPAppModel", 6, *model, resources)
     return ["-swift-version", 6, *options]
 
 

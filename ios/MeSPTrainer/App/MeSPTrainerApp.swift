@@ -1,9 +1,10 @@
+import MeSPAppModel
 import MeSPCore
 import SwiftUI
 
 @main struct MeSPTrainerApp: App {
     @State private var model = AppModel(
-        phone: SystemPhone(), store: RunStore(documents: .documentsDirectory, included: Bundle.main.resourceURL)
+        phone: SystemPhone(), folder: DocumentsFolder(documents: .documentsDirectory, included: Bundle.main.resourceURL)
     ) { try await BundleTokenizer(bundle: $0) }
 
     var body: some Scene {
@@ -31,7 +32,7 @@ struct RootView: View {
             BundlesView().tabItem { Label("Models", systemImage: "shippingbox") }
             CompareView().tabItem { Label("Compare", systemImage: "gauge.with.needle") }
         }
-        .overlay { if model.isDimmed { NightView() } }
+        .overlay { if model.screen.isDimmed { NightView() } }
         .alert("That Did Not Work", isPresented: $model.hasProblem) {
             Button("OK") {}
         } message: {
@@ -40,8 +41,8 @@ struct RootView: View {
         .onOpenURL { url in Task { await url.accessed { await model.importBundle(at: url) } } }
         .onChange(of: scenePhase) { if scenePhase == .active { model.refresh() } }
         .onChange(of: model.controller.isRunning) { model.refresh() }
-        .onChange(of: model.staysAwake, initial: true) {
-            UIApplication.shared.isIdleTimerDisabled = model.staysAwake
+        .onChange(of: model.screen.staysAwake, initial: true) {
+            UIApplication.shared.isIdleTimerDisabled = model.screen.staysAwake
         }
     }
 }

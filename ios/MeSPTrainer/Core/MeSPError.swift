@@ -11,8 +11,19 @@ public struct MeSPError: LocalizedError, Sendable, Equatable {
     public var errorDescription: String? { message }
 }
 
-/// A number in a training step that is NaN or infinite.
-struct NotFinite: Error {
-    /// What it is part of, as the beginning of a sentence: a block and a tensor.
-    let what: String
+extension Error {
+    /// The error in words, without a final full stop.
+    package var plainSentence: String {
+        if let decoding = self as? DecodingError {
+            switch decoding {
+            case .keyNotFound(let key, _): return "\(key.stringValue) is missing"
+            case .typeMismatch(_, let context), .valueNotFound(_, let context), .dataCorrupted(let context):
+                let path = context.codingPath.map(\.stringValue).joined(separator: ".")
+                return path.isEmpty ? "it is not JSON" : "\(path) is not what it should be"
+            @unknown default: break
+            }
+        }
+        let text = localizedDescription
+        return text.hasSuffix(".") ? String(text.dropLast()) : text
+    }
 }

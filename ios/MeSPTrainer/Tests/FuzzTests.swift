@@ -98,7 +98,7 @@ import Testing
     }
 
     private func bundle() throws -> (URL, Data) {
-        let source = try #require(TrainerTests.tied).appendingPathComponent("bundle.mesp")
+        let source = try #require(Fixture.tied).appendingPathComponent("bundle.mesp")
             .resolvingSymlinksInPath()
         let folder = FileManager.default.temporaryDirectory.appendingPathComponent(UUID().uuidString)
         try FileManager.default.copyItem(at: source, to: folder)
@@ -177,7 +177,7 @@ import Testing
         (settings.steps, settings.valBatches) = (1, 0)
         try Run.run(settings)
         let output = URL(fileURLWithPath: settings.output)
-        let file = try Data(contentsOf: State.url(in: output))
+        let file = try Data(contentsOf: SavedState.url(in: output))
         let trainer = try Trainer(bundle: bundle, settings: settings, plan: Plan(tileBytes: 1 << 20), folder: output)
         let start = 8 + Int(file[0]) + Int(file[1]) << 8 + Int(file[2]) << 16
         try fuzz(1500, seed: 4) { random in
@@ -190,8 +190,8 @@ import Testing
                 let data = try JSONSerialization.data(withJSONObject: header)
                 changed = withUnsafeBytes(of: UInt64(data.count).littleEndian) { Data($0) } + data + file[start...]
             }
-            try changed.write(to: State.url(in: output))
-            guard let (state, plan, vectors) = try State.load(from: output, settings) else { return }
+            try changed.write(to: SavedState.url(in: output))
+            guard let (state, plan, vectors) = try SavedState.load(from: output, settings) else { return }
             #expect(state.step >= 0 && state.evaluationsSinceBest >= 0 && plan?.tileBytes ?? 1 > 0)
             try trainer.restore { vectors[$0] }
         }
@@ -203,7 +203,7 @@ import Testing
         let architecture = try ModelBundle(url: folder, checksums: false).architecture
         let layout = LoRALayout(architecture: architecture, rank: 2)
         let adapters = folder.appendingPathComponent("adapters")
-        try saveAdapters(
+        try saveAdapterFolder(
             layout: layout, blocks: 0..<architecture.numHiddenLayers, modules: [layout.modules[0]], scale: 2,
             model: "m",
             to: adapters, lora: { layout.initial(seed: 0, block: $0) })

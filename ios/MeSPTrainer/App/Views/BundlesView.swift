@@ -1,3 +1,4 @@
+import MeSPAppModel
 import MeSPCore
 import SwiftUI
 import UniformTypeIdentifiers
@@ -11,18 +12,18 @@ struct BundlesView: View {
         NavigationStack {
             List {
                 Section {
-                    ForEach(model.bundles) { bundle in
-                        BundleRow(bundle: bundle, isChosen: bundle.id == model.bundle?.id)
+                    ForEach(model.library.bundles) { bundle in
+                        BundleRow(bundle: bundle, isChosen: bundle.id == model.form.bundle?.id)
                             .contentShape(.rect)
-                            .onTapGesture { if bundle.problem == nil { model.select(bundle) } }
+                            .onTapGesture { if bundle.problem == nil { model.form.select(bundle) } }
                             .accessibilityAddTraits(.isButton)
                             .deleteDisabled(bundle.isIncluded)
                     }
                     .onDelete { rows in
-                        let chosen = rows.map { model.bundles[$0] }
+                        let chosen = rows.map { model.library.bundles[$0] }
                         Task { for bundle in chosen { await model.delete(bundle) } }
                     }
-                    if let name = model.importing { ProgressView("Copying and checking \(name)") }
+                    if let name = model.library.importing { ProgressView("Copying and checking \(name)") }
                 } footer: {
                     Text(
                         "Make a bundle with mesp-export on a computer. Bring it here by AirDrop, from Files, or with tools/push.py."
@@ -31,7 +32,8 @@ struct BundlesView: View {
             }
             .navigationTitle("Models")
             .toolbar {
-                Button("Add a Bundle", systemImage: "plus") { choosesBundle = true }.disabled(model.importing != nil)
+                Button("Add a Bundle", systemImage: "plus") { choosesBundle = true }.disabled(
+                    model.library.importing != nil)
             }
             .fileImporter(isPresented: $choosesBundle, allowedContentTypes: [.mespBundle, .folder]) { result in
                 switch result {

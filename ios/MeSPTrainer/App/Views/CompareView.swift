@@ -1,3 +1,4 @@
+import MeSPAppModel
 import MeSPCore
 import SwiftUI
 import UniformTypeIdentifiers
@@ -14,9 +15,9 @@ struct CompareView: View {
         NavigationStack {
             List {
                 Section {
-                    LabeledContent("Model", value: model.bundle?.name ?? "None")
-                    LabeledContent("Tokens in a sequence", value: model.settings.seqLen.formatted())
-                    LabeledContent("Rank", value: model.settings.rank.formatted())
+                    LabeledContent("Model", value: model.form.bundle?.name ?? "None")
+                    LabeledContent("Tokens in a sequence", value: model.form.settings.seqLen.formatted())
+                    LabeledContent("Rank", value: model.form.settings.rank.formatted())
                     Stepper("\(steps) steps a method", value: $steps, in: 1...50)
                     if let method = benchmark.running {
                         ProgressView("\(method.name): step \(model.controller.log.lastStep) of \(steps)")

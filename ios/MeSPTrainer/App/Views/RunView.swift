@@ -1,4 +1,5 @@
 import Charts
+import MeSPAppModel
 import MeSPCore
 import SwiftUI
 
@@ -9,7 +10,7 @@ struct RunView: View {
     private var controller: RunController { model.controller }
 
     var body: some View {
-        @Bindable var model = model
+        @Bindable var screen = model.screen
         List {
             Section {
                 StateLabel(state: controller.state)
@@ -23,10 +24,10 @@ struct RunView: View {
             LogSections(log: controller.log)
             if controller.isRunning {
                 Section {
-                    Toggle("Overnight", isOn: $model.isOvernight)
-                    Toggle("Keep the screen on", isOn: $model.keepsAwake).disabled(model.isOvernight)
+                    Toggle("Overnight", isOn: $screen.isOvernight)
+                    Toggle("Keep the screen on", isOn: $screen.keepsAwake).disabled(model.screen.isOvernight)
                 } footer: {
-                    Text(model.overnightAdvice)
+                    Text(model.screen.overnightAdvice)
                 }
             }
         }
@@ -52,7 +53,7 @@ struct RunView: View {
 
 /// Curves, figures and events of a log, for a run in progress and for one that has ended.
 struct LogSections: View {
-    let log: RunLog
+    let log: LogSummary
 
     var body: some View {
         Section("Loss, nats a token") {
@@ -152,10 +153,10 @@ struct NightView: View {
         .background(.black)
         .ignoresSafeArea()
         .contentShape(.rect)
-        .onTapGesture { model.isOvernight = false }
+        .onTapGesture { model.screen.isOvernight = false }
         .accessibilityElement(children: .combine)
         .accessibilityAddTraits(.isButton)
-        .accessibilityAction { model.isOvernight = false }
+        .accessibilityAction { model.screen.isOvernight = false }
         .statusBarHidden()
         .onAppear {
             brightness = screen?.brightness

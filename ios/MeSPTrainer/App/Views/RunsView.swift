@@ -1,3 +1,4 @@
+import MeSPAppModel
 import MeSPCore
 import SwiftUI
 
@@ -8,17 +9,17 @@ struct RunsView: View {
     var body: some View {
         NavigationStack {
             List {
-                ForEach(model.runs) { run in
+                ForEach(model.library.runs) { run in
                     NavigationLink(value: run.id) { RunRow(run: run) }
                         .deleteDisabled(run.status == .running)
                 }
                 .onDelete { rows in
-                    let chosen = rows.map { model.runs[$0] }
+                    let chosen = rows.map { model.library.runs[$0] }
                     Task { for run in chosen { await model.delete(run) } }
                 }
             }
             .overlay {
-                if model.runs.isEmpty {
+                if model.library.runs.isEmpty {
                     ContentUnavailableView(
                         "No Runs Yet", systemImage: "list.bullet.rectangle",
                         description: Text("What you train is kept here, and in the app’s folder in Files."))
@@ -26,7 +27,7 @@ struct RunsView: View {
             }
             .navigationTitle("Runs")
             .navigationDestination(for: StoredRun.ID.self) { id in
-                if let run = model.runs.first(where: { $0.id == id }) { RunDetailView(run: run) }
+                if let run = model.library.runs.first(where: { $0.id == id }) { RunDetailView(run: run) }
             }
             .refreshable { await model.refresh() }
         }

@@ -1,4 +1,5 @@
 import CoreTransferable
+import MeSPAppModel
 import MeSPCore
 import SwiftUI
 import UniformTypeIdentifiers
@@ -8,7 +9,7 @@ extension UTType {
     static let mespBundle = UTType(exportedAs: "org.mesp.bundle")
 }
 
-extension MeSPCore.Method {
+extension GradientMethod {
     var name: String {
         switch self {
         case .mesp: "MeSP"

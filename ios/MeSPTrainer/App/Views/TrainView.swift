@@ -1,3 +1,4 @@
+import MeSPAppModel
 import MeSPCore
 import SwiftUI
 import UniformTypeIdentifiers
@@ -23,24 +24,25 @@ struct SetupView: View {
     @State private var choosesFile = false
 
     var body: some View {
-        @Bindable var model = model
+        @Bindable var form = model.form
+        @Bindable var screen = model.screen
         Form {
             modelSection
             textSection
             Section {
-                Picker("Gradients", selection: $model.settings.method) {
-                    ForEach(MeSPCore.Method.allCases, id: \.self) { Text($0.name).tag($0) }
+                Picker("Gradients", selection: $form.settings.method) {
+                    ForEach(GradientMethod.allCases, id: \.self) { Text($0.name).tag($0) }
                 }
-                Picker("Optimizer", selection: $model.settings.optimizer) {
+                Picker("Optimizer", selection: $form.settings.optimizer) {
                     Text("SGD").tag(RunSettings.OptimizerKind.sgd)
                     Text("AdamW").tag(RunSettings.OptimizerKind.adamw)
                 }
                 number("Learning rate") {
                     TextField(
-                        "Learning rate", value: $model.settings.learningRate,
+                        "Learning rate", value: $form.settings.learningRate,
                         format: .number.precision(.significantDigits(1...4)))
                 }
-                number("Steps") { TextField("Steps", value: $model.settings.steps, format: .number) }
+                number("Steps") { TextField("Steps", value: $form.settings.steps, format: .number) }
             } header: {
                 Text("Method")
             } footer: {
@@ -48,7 +50,7 @@ struct SetupView: View {
             }
             memorySection
             Section {
-                Toggle("Keep the screen on", isOn: $model.keepsAwake)
+                Toggle("Keep the screen on", isOn: $screen.keepsAwake)
             } footer: {
                 Text(
                     "iOS stops the run while the app is not in front or the phone is locked. It goes on when you come back."
@@ -70,16 +72,16 @@ struct SetupView: View {
     }
 
     @ViewBuilder private var modelSection: some View {
-        @Bindable var model = model
+        @Bindable var form = model.form
         Section("Model") {
-            Picker("Bundle", selection: $model.bundleID) {
-                ForEach(model.bundles.filter { $0.problem == nil }) { Text($0.name).tag(Optional($0.id)) }
+            Picker("Bundle", selection: $form.bundleID) {
+                ForEach(model.library.usableBundles) { Text($0.name).tag(Optional($0.id)) }
             }
-            if let manifest = model.bundle?.manifest {
-                Picker("Tokens in a sequence", selection: $model.settings.seqLen) {
+            if let manifest = model.form.bundle?.manifest {
+                Picker("Tokens in a sequence", selection: $form.settings.seqLen) {
                     ForEach(manifest.seqLens, id: \.self) { Text($0.formatted()).tag($0) }
                 }
-                Picker("Rank", selection: $model.settings.rank) {
+                Picker("Rank", selection: $form.settings.rank) {
                     ForEach(manifest.ranks, id: \.self) { Text($0.formatted()).tag($0) }
                 }
             }
@@ -87,21 +89,21 @@ struct SetupView: View {
     }
 
     @ViewBuilder private var textSection: some View {
-        @Bindable var model = model
+        @Bindable var form = model.form
         Section("Text") {
-            Picker("Train on", selection: $model.textKind) {
-                Text("The bundle’s text").tag(AppModel.TextKind.bundle)
-                Text("A file").tag(AppModel.TextKind.file)
-                Text("Pasted text").tag(AppModel.TextKind.pasted)
+            Picker("Train on", selection: $form.textKind) {
+                Text("The bundle’s text").tag(TrainingForm.TextKind.bundle)
+                Text("A file").tag(TrainingForm.TextKind.file)
+                Text("Pasted text").tag(TrainingForm.TextKind.pasted)
             }
-            switch model.textKind {
+            switch model.form.textKind {
             case .bundle: EmptyView()
             case .file:
-                if let file = model.file { LabeledContent("File", value: file.lastPathComponent) }
+                if let file = model.form.file { LabeledContent("File", value: file.lastPathComponent) }
                 Button("Choose a File", systemImage: "doc") { choosesFile = true }
-                Toggle("Learn only from answers", isOn: $model.answersOnly)
+                Toggle("Learn only from answers", isOn: $form.answersOnly)
             case .pasted:
-                TextEditor(text: $model.pasted)
+                TextEditor(text: $form.pasted)
                     .frame(minHeight: 120)
                     .accessibilityLabel("Text to train on")
             }
@@ -109,13 +111,13 @@ struct SetupView: View {
     }
 
     @ViewBuilder private var memorySection: some View {
-        @Bindable var model = model
+        @Bindable var form = model.form
         Section("Memory") {
-            Toggle("Stay below a limit", isOn: $model.hasLimit)
-            if model.hasLimit {
-                number("Limit in MB") { TextField("Limit in MB", value: $model.limit, format: .number) }
+            Toggle("Stay below a limit", isOn: $form.hasLimit)
+            if model.form.hasLimit {
+                number("Limit in MB") { TextField("Limit in MB", value: $form.limit, format: .number) }
             }
-            switch model.fit {
+            switch model.form.fit {
             case .success(let fit):
                 LabeledContent("Predicted peak", value: fit.predictedPeak.bytes)
                 if let available = fit.available { LabeledContent("Free for the app", value: available.bytes) }
@@ -160,7 +162,7 @@ struct SetupView: View {
         do {
             try? FileManager.default.removeItem(at: copy)
             try FileManager.default.copyItem(at: url, to: copy)
-            model.file = copy
+            model.form.file = copy
         } catch {
             model.problem = error.localizedDescription
         }

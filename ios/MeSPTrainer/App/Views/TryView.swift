@@ -1,3 +1,4 @@
+import MeSPAppModel
 import MeSPCore
 import SwiftUI
 
@@ -10,7 +11,9 @@ struct TryView: View {
     @State private var runID: StoredRun.ID?
 
     private var comparison: Comparison { model.comparison }
-    private var trained: [StoredRun] { model.runs.filter { $0.adapters != nil && model.bundle(of: $0) != nil } }
+    private var trained: [StoredRun] {
+        model.library.runs.filter { $0.adapters != nil && model.library.bundle(of: $0) != nil }
+    }
     private var run: StoredRun? { trained.first { $0.id == runID } ?? trained.first }
 
     var body: some View {

@@ -1,0 +1,125 @@
+import Foundation
+import MeSPCore
+import Observation
+
+/// Runs the three methods one after the other on this device, a few steps each, beside the paper's figures.
+@MainActor @Observable public final class Benchmark {
+    /// What one method took. Sizes are bytes.
+    public struct Row: Codable, Sendable, Equatable, Identifiable {
+        public var model: String
+        public var method: GradientMethod
+        public var seqLen: Int
+        public var rank: Int
+        public var steps: Int
+        /// Machine and system.
+        public var host: String
+        /// `cpu` or `gpu`.
+        public var device: String
+        /// The median of the steps.
+        public var seconds: Double
+        /// `seconds` as a multiple of MeBP's; nil until that has run.
+        public var timeOfMebp: Double?
+        /// The highest of the process, with the app's own memory in it.
+        public var footprintPeakBytes: Int
+        /// The process before the run.
+        public var footprintBeforeBytes: Int
+        public var mlxPeakBytes: Int
+        public var predictedPeakBytes: Int
+        /// The paper's peak of MeSP on an iPhone 17 Pro, and its time as a multiple of MeBP's; nil where the paper has none.
+        public var paperBytes: Int?
+        public var paperTimeOfMebp: Double?
+        /// The worst of the steps.
+        public var thermalState: String
+
+        public var id: GradientMethod { method }
+    }
+
+    /// In the order in which they run.
+    public static let methods: [GradientMethod] = [.mesp, .mebp, .mezo]
+
+    public private(set) var rows = [Row]()
+    /// The method that runs; nil where none does.
+    public private(set) var running: GradientMethod?
+    /// Why the last benchmark ended early.
+    public private(set) var problem: String?
+
+    @ObservationIgnored private let controller: RunController
+
+    /// - Parameter controller: runs the methods, and pauses them like any run.
+    public init(controller: RunController) { self.controller = controller }
+
+    /// Measures with `settings`, whose method and output are replaced. Cancelling the task ends it with the rows that are there.
+    ///
+    /// - Parameter folder: makes a run's folder for a method.
+    public func run(_ settings: RunSettings, folder: (GradientMethod) -> URL) async {
+        guard running == nil else { return }
+        (rows, problem) = ([], nil)
+        defer { running = nil }
+        for method in Self.methods {
+            running = method
+            var settings = settings
+            (settings.method, settings.output) = (method, folder(method).path)
+            (settings.valBatches, settings.saveEvery) = (0, 0)
+            let before = memoryFootprint()
+            do {
+                for try await _ in try controller.train(settings) {}
+            } catch {
+                problem = error.localizedDescription
+                return
+            }
+            guard controller.log.end?.reason == .finished else { return }
+            if let row = Row(controller.log, before: before) { rows.append(row) }
+            let mebp = rows.first { $0.method == .mebp }?.seconds
+            for index in rows.indices { rows[index].timeOfMebp = mebp.map { rows[index].seconds / $0 } }
+        }
+    }
+
+    public var json: Data {
+        get throws {
+            let encoder = JSONEncoder()
+            encoder.keyEncodingStrategy = .convertToSnakeCase
+            encoder.outputFormatting = [.prettyPrinted, .sortedKeys, .withoutEscapingSlashes]
+            return try encoder.encode(["rows": rows])
+        }
+    }
+
+    /// The rows with a line of names above, as RFC 4180 has it.
+    public var csv: String {
+        let names = [
+            "model", "method", "seq_len", "rank", "steps", "host", "device", "seconds", "time_of_mebp",
+            "footprint_peak_bytes", "footprint_before_bytes", "mlx_peak_bytes", "predicted_peak_bytes", "paper_bytes",
+            "paper_time_of_mebp", "thermal_state",
+        ]
+        func number(_ value: Double?) -> String { value.map { String(format: "%.3f", $0) } ?? "" }
+        func quoted(_ text: String) -> String { "\"" + text.replacingOccurrences(of: "\"", with: "\"\"") + "\"" }
+        let lines = rows.map {
+            [
+                quoted($0.model), $0.method.rawValue, "\($0.seqLen)", "\($0.rank)", "\($0.steps)", quoted($0.host),
+                $0.device, number($0.seconds), number($0.timeOfMebp), "\($0.footprintPeakBytes)",
+                "\($0.footprintBeforeBytes)", "\($0.mlxPeakBytes)", "\($0.predictedPeakBytes)",
+                $0.paperBytes.map { "\($0)" } ?? "", number($0.paperTimeOfMebp), $0.thermalState,
+            ].joined(separator: ",")
+        }
+        return ([names.joined(separator: ",")] + lines).map { $0 + "\r\n" }.joined()
+    }
+}
+
+extension Benchmark.Row {
+    init?(_ log: LogSummary, before: Int) {
+        guard let start = log.start, let plan = log.plan, let seconds = log.stepSeconds, let end = log.end else {
+            return nil
+        }
+        let states = ThermalState.allCases.map(\.rawValue)
+        let paper = Paper.figures.flatMap { plan.method == .mesp && plan.rank == $0.rank ? $0 : nil }
+        let model = start.model.name.replacingOccurrences(of: "-Instruct", with: "")
+        self.init(
+            model: start.model.name, method: plan.method, seqLen: plan.seqLen, rank: plan.rank, steps: log.steps.count,
+            host: start.host, device: start.device, seconds: seconds, footprintPeakBytes: end.footprintPeakBytes,
+            footprintBeforeBytes: before, mlxPeakBytes: log.steps.map(\.mlxPeakBytes).max() ?? 0,
+            predictedPeakBytes: plan.predictedPeakBytes,
+            paperBytes: paper?.peak(model: model, seqLen: plan.seqLen),
+            paperTimeOfMebp: paper.flatMap { $0.has(model: model) ? $0.timeOfMebp : nil },
+            thermalState: log.steps.map(\.thermalState)
+                .max { (states.firstIndex(of: $0) ?? 0) < (states.firstIndex(of: $1) ?? 0) } ?? "nominal")
+    }
+}

@@ -1,0 +1,20 @@
+import MeSPCore
+
+/// Whether a run's predicted peak fits what the device would give the process now.
+public struct DeviceFit: Sendable, Equatable {
+    /// Of a step, in bytes.
+    public let predictedPeak: Int
+    /// What the process may still take, in bytes; nil where there is no limit.
+    public let available: Int?
+
+    public var fits: Bool { available.map { predictedPeak <= $0 } ?? true }
+
+    /// - Throws: `MeSPError` where no plan stays within `settings.memoryLimitMb`, or the bundle has no trace for the settings.
+    public init(_ settings: RunSettings, _ manifest: Manifest, available: Int?) throws {
+        try settings.check()
+        try manifest.check(settings)
+        let planner = Planner(manifest, settings)
+        predictedPeak = planner.peak(try planner.plan())
+        self.available = available
+    }
+}

@@ -1,0 +1,50 @@
+import Foundation
+import MeSPCore
+import Observation
+
+/// The bundles and the runs that are on the device, as lists to show.
+@MainActor @Observable public final class Library {
+    public let folder: DocumentsFolder
+    public private(set) var bundles = [StoredBundle]()
+    /// The newest first.
+    public private(set) var runs = [StoredRun]()
+    /// The bundle that is being copied and checked.
+    public private(set) var importing: String?
+
+    init(_ folder: DocumentsFolder) { self.folder = folder }
+
+    /// Looks for bundles and runs again.
+    ///
+    /// - Parameter running: the folder of the run in progress.
+    func refresh(running: URL?) {
+        bundles = folder.bundles()
+        runs = folder.runs(running: running)
+    }
+
+    /// Those that can be trained.
+    public var usableBundles: [StoredBundle] { bundles.filter { $0.problem == nil } }
+
+    /// The bundle that a run was trained on, if it is still there.
+    public func bundle(of run: StoredRun) -> StoredBundle? {
+        guard let path = run.log?.start?.settings.bundle else { return nil }
+        let name = URL(fileURLWithPath: path).lastPathComponent
+        return usableBundles.first { $0.id == name }
+    }
+
+    /// Copies a bundle that the person chose into the app. One that is in Documents already is only found, and what AirDrop put into
+    /// the inbox moves from there.
+    ///
+    /// - Returns: the bundle's identifier.
+    func importBundle(at url: URL) async throws -> StoredBundle.ID {
+        let source = url.deletingLastPathComponent().resolvingSymlinksInPath().path
+        if source == folder.documents.resolvingSymlinksInPath().path { return url.lastPathComponent }
+        importing = url.lastPathComponent
+        defer { importing = nil }
+        let folder = folder
+        let bundle = try await Task.detached { try folder.importBundle(at: url) }.value
+        if source == folder.documents.appendingPathComponent("Inbox").resolvingSymlinksInPath().path {
+            try? FileManager.default.removeItem(at: url)
+        }
+        return bundle.id
+    }
+}

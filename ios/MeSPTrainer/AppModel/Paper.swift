@@ -1,0 +1,26 @@
+import Foundation
+
+/// What the paper ("MeSP", 2026) reports of MeSP on an iPhone 17 Pro with 4-bit weights: `paper.json`, which the benchmarks in
+/// `tools/` read too.
+struct Paper: Decodable {
+    let rank: Int
+    /// Time of a step as a multiple of MeBP's.
+    let timeOfMebp: Double
+    /// By model and tokens of a sequence.
+    private let peakMb: [String: [String: Double]]
+
+    /// The peak in bytes; nil where the paper has none.
+    func peak(model: String, seqLen: Int) -> Int? {
+        peakMb[model]?["\(seqLen)"].map { Int($0 * 1e6) }
+    }
+
+    func has(model: String) -> Bool { peakMb[model] != nil }
+
+    /// nil where the resource is missing.
+    static let figures: Paper? = {
+        let decoder = JSONDecoder()
+        decoder.keyDecodingStrategy = .convertFromSnakeCase
+        return Bundle.module.url(forResource: "paper", withExtension: "json")
+            .flatMap { try? Data(contentsOf: $0) }.flatMap { try? decoder.decode(Paper.self, from: $0) }
+    }()
+}

@@ -1,0 +1,39 @@
+import Foundation
+import MeSPCore
+
+/// A bundle in the store.
+public struct StoredBundle: Identifiable, Sendable {
+    public let url: URL
+    /// Whether it came with the app.
+    public let isIncluded: Bool
+    /// nil where the bundle can't be used.
+    public let manifest: Manifest?
+    /// Why it can't be used.
+    public let problem: String?
+
+    init(url: URL, isIncluded: Bool) {
+        // devicectl can put a folder into one of its name.
+        let nested = url.appendingPathComponent(url.lastPathComponent)
+        let url = FileManager.default.fileExists(atPath: nested.path) ? nested : url
+        (self.url, self.isIncluded) = (url, isIncluded)
+        do {
+            manifest = try ModelBundle(url: url, checksums: false).manifest
+            problem = nil
+        } catch {
+            manifest = nil
+            problem = error.localizedDescription.replacingOccurrences(of: url.path, with: url.lastPathComponent)
+        }
+    }
+
+    public var id: String { url.lastPathComponent }
+    public var name: String { manifest?.name ?? url.deletingPathExtension().lastPathComponent }
+
+    /// The size of all its files, in bytes.
+    public var size: Int { manifest?.files.reduce(0) { $0 + $1.size } ?? 0 }
+
+    /// Where a phone would do better with another export.
+    public var advice: String? {
+        manifest?.device == "cpu"
+            ? "Runs on the CPU. For the GPU, export it on a Mac with --device gpu." : nil
+    }
+}

@@ -1,0 +1,75 @@
+import Foundation
+import MeSPCore
+
+/// A run in the store.
+public struct StoredRun: Identifiable, Sendable {
+    public enum Status: Sendable, Equatable {
+        case running, finished, stopped, failed
+        /// The app was ended while it ran.
+        case interrupted
+        /// Why the log can't be read.
+        case unreadable(String)
+    }
+
+    public let url: URL
+    public let status: Status
+    /// nil where it can't be read.
+    public let log: LogSummary?
+    /// When it began.
+    public let date: Date
+
+    init(url: URL, isRunning: Bool) {
+        self.url = url
+        let values = try? url.resourceValues(forKeys: [.creationDateKey, .contentModificationDateKey])
+        date = values?.creationDate ?? values?.contentModificationDate ?? .distantPast
+        do {
+            let log = try LogSummary(folder: url)
+            self.log = log
+            status =
+                switch log.end?.reason {
+                case _ where isRunning: .running
+                case .finished: .finished
+                case .stopped: .stopped
+                case .failed: .failed
+                case nil: .interrupted
+                }
+        } catch {
+            log = nil
+            status = isRunning ? .running : .unreadable(error.localizedDescription)
+        }
+    }
+
+    public var id: String { url.lastPathComponent }
+    public var name: String { id }
+
+    /// The adapters saved last; nil where there are none yet.
+    public var adapters: URL? { existing("adapters") }
+
+    /// Whether it can go on from a saved state.
+    public var canResume: Bool {
+        switch status {
+        case .running, .finished, .unreadable: false
+        case .stopped, .failed, .interrupted: existing("state.safetensors") != nil && log?.start != nil
+        }
+    }
+
+    /// Copies the log and the adapters into `folder`, which is replaced. What the run was trained on stays behind.
+    public func export(to folder: URL) throws {
+        do {
+            try? FileManager.default.removeItem(at: folder)
+            try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)
+            for name in ["metrics.jsonl", "adapters", "best"] {
+                if let file = existing(name) {
+                    try FileManager.default.copyItem(at: file, to: folder.appendingPathComponent(name))
+                }
+            }
+        } catch {
+            throw MeSPError("\(self.name) cannot be copied: \(error.plainSentence).")
+        }
+    }
+
+    private func existing(_ name: String) -> URL? {
+        let url = url.appendingPathComponent(name)
+        return FileManager.default.fileExists(atPath: url.path) ? url : nil
+    }
+}

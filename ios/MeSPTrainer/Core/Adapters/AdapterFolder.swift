@@ -1,0 +1,142 @@
+import Foundation
+import MLX
+
+/// Adapters that were read.
+struct Adapters {
+    let layout: LoRALayout
+    /// What a projection's adapter is multiplied by: α / rank.
+    let scale: Float
+    /// One flat vector `[P]` a block.
+    let lora: [MLXArray]
+}
+
+/// Writes adapters as a folder that mlx-lm and mlx-swift-lm load, with a folder `peft` in it that PEFT loads. Each file is replaced at
+/// once or not at all, and one matrix at a time is in memory.
+///
+/// - Parameters:
+///   - blocks: those that were trained, up to the last of the model
+///   - modules: those of them that were trained; only these are written
+///   - model: the Hugging Face id of the base model
+///   - lora: a block's parameters `[P]`
+func saveAdapterFolder(
+    layout: LoRALayout, blocks: Range<Int>, modules: [Module], scale: Float, model: String, to folder: URL,
+    lora: @escaping (_ block: Int) throws -> MLXArray
+) throws {
+    let rank = layout.rank
+    func tensors(_ format: AdapterFormat) -> [NewTensor] {
+        blocks.flatMap { block in
+            modules.flatMap { module -> [NewTensor] in
+                let (inputs, outputs) = layout.architecture.dimensions(module)
+                return [("A", [inputs, rank], \LoRAMatrices.a), ("B", [rank, outputs], \.b)].map {
+                    matrix, shape, path in
+                    NewTensor(
+                        name: format.name(matrix, module, block), shape: format.turned(shape), dtype: .float32
+                    ) {
+                        format.turned(layout.matrices(module, in: try lora(block))[keyPath: path])
+                    }
+                }
+            }
+        }
+    }
+    func write(_ format: AdapterFormat, to folder: URL) throws {
+        try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)
+        try writeSafetensors(
+            tensors(format), metadata: ["format": "pt"], to: folder.appendingPathComponent(format.file))
+        let config = format.config(
+            rank: rank, scale: Double(scale), blocks: blocks, of: layout.architecture, modules: modules, model: model)
+        let json = try JSONSerialization.data(withJSONObject: config, options: [.prettyPrinted, .sortedKeys])
+        try json.write(to: folder.appendingPathComponent(AdapterFormat.configFile), options: .atomic)
+    }
+    do {
+        try write(.mlx, to: folder)
+        try write(.peft, to: folder.appendingPathComponent("peft"))
+    } catch {
+        throw MeSPError("Cannot save the adapters in \(folder.path): \(error.plainSentence).")
+    }
+}
+
+/// Reads an adapter folder as mlx-lm or PEFT writes it.
+///
+/// - Parameter absent: a block's parameters `[P]`, from which the matrices that the folder lacks are taken; zero by default
+func loadAdapters(
+    from folder: URL, architecture: Architecture,
+    absent: (LoRALayout, _ block: Int) -> MLXArray = { layout, _ in MLXArray.zeros([layout.count]) }
+) throws -> Adapters {
+    do {
+        let (format, rank, scale) = try AdapterFormat.read(folder)
+        guard rank <= architecture.hiddenSize else {
+            throw MeSPError("their rank, \(rank), is above the model's width of \(architecture.hiddenSize)")
+        }
+        let layout = LoRALayout(architecture: architecture, rank: rank)
+        let tensors = try Safetensors(folder.appendingPathComponent(format.file))
+        var names = tensors.names
+        guard !names.isEmpty else { throw MeSPError("\(format.file) is empty") }
+
+        func take(_ matrix: String, _ module: Module, _ block: Int, _ shape: [Int]) throws -> MLXArray? {
+            let name = format.name(matrix, module, block)
+            guard names.remove(name) != nil, let found = tensors.shape(name) else { return nil }
+            guard found == format.turned(shape), let array = tensors[name] else {
+                throw MeSPError("\(name) has the shape \(found), where the model needs \(format.turned(shape))")
+            }
+            return format.turned(array)
+        }
+        let lora = try (0..<architecture.numHiddenLayers).map { block in
+            let absent = absent(layout, block)
+            let flat = layout.packed(
+                try layout.modules.map { module in
+                    let (inputs, outputs) = architecture.dimensions(module)
+                    let a = try take("A", module, block, [inputs, rank])
+                    let b = try take("B", module, block, [rank, outputs])
+                    guard (a == nil) == (b == nil) else {
+                        throw MeSPError("\(format.name(a == nil ? "A" : "B", module, block)) is missing")
+                    }
+                    let initial = layout.matrices(module, in: absent)
+                    return LoRAMatrices(a: a ?? initial.a, b: b ?? initial.b)
+                })
+            eval(flat)
+            return flat
+        }
+        if let name = names.min() {
+            throw MeSPError("it holds \(name), which is not a LoRA matrix of one of this model's layers")
+        }
+        return Adapters(layout: layout, scale: scale, lora: lora)
+    } catch {
+        throw MeSPError("Cannot load the adapters in \(folder.path): \(error.plainSentence).")
+    }
+}
+
+extension Trainer {
+    /// Takes the parameters of adapters, as mlx-lm or PEFT wrote them, instead of the initial ones.
+    func startFrom(_ folder: URL) throws {
+        let adapters = try loadAdapters(from: folder, architecture: model.bundle.architecture) { [settings] in
+            $0.initial(seed: settings.seed, block: $1)
+        }
+        guard adapters.layout.rank == settings.rank else {
+            throw MeSPError(
+                "The adapters in \(folder.path) have rank \(adapters.layout.rank), the run has \(settings.rank); choose theirs."
+            )
+        }
+        guard abs(adapters.scale - model.scale) <= 1e-6 * abs(adapters.scale) else {
+            throw MeSPError(
+                "The adapters in \(folder.path) are scaled by \(adapters.scale), the run's by \(model.scale); set alpha to \(settings.alpha * adapters.scale / model.scale)."
+            )
+        }
+        for (block, vector) in adapters.lora.enumerated() {
+            for module in model.layout.modules where !trained.contains(block) || !modules.contains(module) {
+                guard model.layout.matrices(module, in: vector).b.abs().max().item(Float.self) == 0 else {
+                    throw MeSPError(
+                        "The adapters in \(folder.path) have a \(module.shortName) in block \(block), which this run does not train and would lose; train it too."
+                    )
+                }
+            }
+            try model.lora.write(vector.asType(settings.loraDtype.dtype), block)
+        }
+    }
+
+    /// Writes the trained adapters for mlx-lm and PEFT.
+    func saveAdapters(to folder: URL) throws {
+        try saveAdapterFolder(
+            layout: model.layout, blocks: trained, modules: modules, scale: model.scale,
+            model: model.bundle.manifest.model.id, to: folder, lora: model.lora.read)
+    }
+}

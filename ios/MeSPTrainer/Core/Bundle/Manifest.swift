@@ -1,0 +1,102 @@
+/// `manifest.json`: what a bundle holds. See `docs/architecture.md`.
+public struct Manifest: Codable, Sendable {
+    /// The bundle format and the MLX version this build reads. A `.mlxfn` of another MLX version can crash on import.
+    public static let format = 2
+    public static let mlxVersion = "0.31.1"
+
+    public struct Model: Codable, Sendable {
+        public let id: String
+        public let revision: String?
+        public let license: String?
+    }
+    /// Of most matrices. What each one has, its arrays tell.
+    public struct Quantization: Codable, Sendable, Equatable {
+        public let bits: Int
+        public let groupSize: Int
+        public let mode: String
+    }
+    /// Where an array lies in a file of words. `offset` counts 32-bit words.
+    public struct PackedArray: Codable, Sendable {
+        public let name: String
+        public let offset: Int
+        public let shape: [Int]
+        public let dtype: String
+    }
+    /// Blocks whose files have one layout and whose attention is of one kind.
+    public struct Blocks: Codable, Sendable {
+        public let layers: [Int]
+        /// Files by sequence length.
+        public let functions: [String: String]
+        public let plainFunctions: [String: String]
+        public let words: Int
+        public let arrays: [PackedArray]
+    }
+    public struct PackedFile: Codable, Sendable {
+        public let file: String
+        public let words: Int
+        public let arrays: [PackedArray]
+    }
+    public struct Tokens: Codable, Sendable {
+        public let file: String
+        public let tokens: Int
+        /// Where the data is one example a sequence.
+        public let examples: Examples?
+
+        public struct Examples: Codable, Sendable {
+            public let file: String
+            public let count: Int
+        }
+    }
+    public struct File: Codable, Sendable {
+        public let path: String
+        public let size: Int
+        public let sha256: String
+    }
+
+    public let name: String
+    public let model: Model
+    public let mlxVersion: String
+    public let device: String
+    public let dtype: String
+    public let architecture: Architecture
+    public let quantization: Quantization
+    public let seqLens: [Int]
+    public let ranks: [Int]
+    public let blocks: [Blocks]
+    public let embedding: PackedFile
+    public let head: PackedFile
+    public let data: [String: Tokens]?
+    public let files: [File]
+}
+
+extension Manifest {
+    /// The most weights that share a scale in a row of a down projection. Tiles of the intermediate features are multiples of it.
+    var featureGroup: Int {
+        let scales = architecture.place(.down).module.name + ".scales"
+        return blocks.compactMap { $0.arrays.first { $0.name == scales }?.shape.last }
+            .map { architecture.intermediateSize / $0 }.max() ?? 1
+    }
+
+    /// Throws where the block function has no trace for the settings' length or rank, or the blocks lack a projection to train.
+    package func check(_ settings: RunSettings) throws {
+        let (length, rank) = (settings.seqLen, settings.rank)
+        _ = try settings.modules(of: architecture)
+        guard seqLens.contains(length) else {
+            throw MeSPError(
+                "\(name) has no trace for sequences of \(length) tokens, only for \(list(seqLens)); choose one of these or export it with --seq-len \(length)."
+            )
+        }
+        guard ranks.contains(rank) else {
+            throw MeSPError(
+                "\(name) has no trace for rank \(rank), only for \(list(ranks)); choose one of these or export it with --rank \(rank)."
+            )
+        }
+    }
+}
+
+private func list(_ numbers: [Int]) -> String { numbers.map(String.init).joined(separator: ", ") }
+
+extension Manifest.PackedArray {
+    /// The array's length in 32-bit words.
+    var words: Int { (shape.reduce(1, *) * (dtype == "bfloat16" ? 2 : dtype == "uint8" ? 1 : 4) + 3) / 4 }
+}

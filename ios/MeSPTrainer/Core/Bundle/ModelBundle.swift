@@ -1,0 +1,168 @@
+import Foundation
+import MLX
+
+/// An exported model, opened and checked. Weights are mapped when they are asked for, never copied.
+public struct ModelBundle {
+    public let url: URL
+    public let manifest: Manifest
+    /// The dtype of activations, scales, biases and norms.
+    let dtype: DType
+    let sizes: [String: Int]
+    /// The token streams by split, and the folder that their files are in.
+    private let splits: [String: Manifest.Tokens]
+    private let dataFolder: URL
+    /// The files of weights as they were when they were checked.
+    var versions = [String: FileVersion]()
+    /// For each block the index of its kind in the manifest's `blocks`.
+    var kinds = [Int]()
+
+    public var architecture: Architecture { manifest.architecture }
+
+    /// Opens the bundle at `url` and checks it: format and MLX version, a device that is there, every file's size and
+    /// SHA-256, and that each packed array has the shape that the architecture asks for.
+    ///
+    /// - Parameters:
+    ///   - text: a folder that `TextData` wrote, to train on in place of the bundle's own text.
+    ///   - checksums: whether files are read and their SHA-256 compared, which takes seconds for gigabytes. Without, only the
+    ///     manifest may be used.
+    public init(url: URL, text: URL? = nil, checksums: Bool = true) throws {
+        self.url = url
+        let path = url.appendingPathComponent("manifest.json")
+        guard let json = regularFile(path) else {
+            throw MeSPError("\(url.path) is not a bundle: it has no manifest.json. Make one with mesp-export.")
+        }
+        struct Version: Decodable {
+            let format: Int
+            let mlxVersion: String
+            let device: String
+        }
+        let decoder = JSONDecoder()
+        decoder.keyDecodingStrategy = .convertFromSnakeCase
+        guard let version = try? decoder.decode(Version.self, from: json) else {
+            throw MeSPError("\(path.path) is damaged; export the bundle again.")
+        }
+        guard version.format == Manifest.format else {
+            throw MeSPError(
+                "\(url.path) has bundle format \(version.format), this build reads format \(Manifest.format); export it again with a matching mesp-export."
+            )
+        }
+        guard version.mlxVersion == Manifest.mlxVersion else {
+            throw MeSPError(
+                "\(url.path) was exported with MLX \(version.mlxVersion), this build runs MLX \(Manifest.mlxVersion); export it again with mlx==\(Manifest.mlxVersion)."
+            )
+        }
+        guard version.device == "cpu" || Device.defaultDevice().deviceType == .gpu else {
+            throw MeSPError(
+                "\(url.path) was exported for a GPU and this machine has none that MLX can use; export it again with --device cpu."
+            )
+        }
+        do {
+            manifest = try decoder.decode(Manifest.self, from: json)
+        } catch {
+            throw MeSPError("\(path.path) is damaged (\(error.plainSentence)); export the bundle again.")
+        }
+        switch manifest.dtype {
+        case "float32": dtype = .float32
+        case "bfloat16": dtype = .bfloat16
+        default: throw MeSPError("\(path.path) names an unknown dtype, \(manifest.dtype); export the bundle again.")
+        }
+        sizes = Dictionary(manifest.files.map { ($0.path, $0.size) }, uniquingKeysWith: { first, _ in first })
+        (splits, dataFolder) = try text.map { (try TextData.entries(in: $0), $0) } ?? (manifest.data ?? [:], url)
+        try checkDimensions()
+        try checkFiles()
+        if checksums { try checkSums() }
+        try checkLayout()
+    }
+
+    // MARK: - Weights
+
+    /// Imports the functions for sequences of `length` tokens, for each block the one of its kind. `Manifest.check` has found that
+    /// there are some.
+    func functions(_ files: KeyPath<Manifest.Blocks, [String: String]>, length: Int) throws -> [ImportedFunction] {
+        var imported = [String: ImportedFunction]()
+        return try kinds.map { kind in
+            guard let file = manifest.blocks[kind][keyPath: files]["\(length)"] else {
+                preconditionFailure("no function for \(length) tokens")
+            }
+            if let function = imported[file] { return function }
+            let function = try importFunction(from: url.appendingPathComponent(file))
+            imported[file] = function
+            return function
+        }
+    }
+
+    /// The device that the functions were exported for, and that everything runs on.
+    var device: Device { manifest.device == "gpu" ? .gpu : .cpu }
+
+    /// Calls `body` with the bundle's device as MLX's default. An error in MLX, which ends the process elsewhere, is thrown.
+    func withDevice<R>(_ body: () throws -> R) throws -> R {
+        try Device.withDefaultDevice(device) {
+            do {
+                return try withError { try body() }
+            } catch let error as MLXError {
+                throw MeSPError(error.plainSentence + ".")
+            }
+        }
+    }
+
+    /// Calls `body` with the weights of block `index`, whose file is mapped for as long as `body` runs. What `body` returns must be
+    /// evaluated.
+    func withBlock<R>(_ index: Int, _ body: (BlockWeights) throws -> R) throws -> R {
+        let kind = manifest.blocks[kinds[index]]
+        return try withWeights(Self.blockFile(index), kind.words, kind.arrays) {
+            try body(
+                BlockWeights(
+                    architecture: architecture, kind: architecture.attention[architecture.layers[index]], packed: $0))
+        }
+    }
+
+    func withEmbedding<R>(_ body: (PackedWeights) throws -> R) throws -> R {
+        try withWeights(manifest.embedding.file, manifest.embedding.words, manifest.embedding.arrays, body)
+    }
+
+    func withHead<R>(_ body: (PackedWeights) throws -> R) throws -> R {
+        try withWeights(manifest.head.file, manifest.head.words, manifest.head.arrays, body)
+    }
+
+    /// The size of all weight files, in bytes.
+    var mappedBytes: Int {
+        let table = manifest.head.file == manifest.embedding.file ? 0 : manifest.head.words
+        let blocks = manifest.blocks.reduce(0) { $0 + $1.layers.count * $1.words }
+        return (blocks + manifest.embedding.words + table) * 4
+    }
+
+    private func withWeights<R>(
+        _ path: String, _ count: Int, _ arrays: [Manifest.PackedArray], _ body: (PackedWeights) throws -> R
+    ) throws -> R {
+        let words = try mappedWords(url.appendingPathComponent(path), size: count * 4, version: versions[path])
+        // While this reference lives, MLX can't donate the mapped buffer and write a result into it.
+        return try withExtendedLifetime(words) {
+            try body(PackedWeights(words: words, arrays: arrays, onCPU: manifest.device == "cpu"))
+        }
+    }
+
+    static func blockFile(_ index: Int) -> String { String(format: "blocks/%02d.bin", index) }
+
+    // MARK: - Data
+
+    /// The tokens of a split (`train`, `valid`, `test`), mapped, or nil where the bundle has none.
+    public func tokens(_ split: String) throws -> TokenStream? {
+        guard let entry = splits[split] else { return nil }
+        func data(_ file: String, _ count: Int, width: Int) throws -> Data {
+            let data = try? Data(contentsOf: dataFolder.appendingPathComponent(file), options: .mappedIfSafe)
+            guard let data, data.count % width == 0, data.count / width == count else {
+                throw MeSPError("\(file) in \(dataFolder.path) does not have the length it should; export it again.")
+            }
+            return data
+        }
+        let stream = TokenStream(
+            tokens: try data(entry.file, entry.tokens, width: 4),
+            examples: try entry.examples.map { try data($0.file, $0.count, width: 12) })
+        do {
+            try stream.check(vocabulary: architecture.vocabSize)
+        } catch {
+            throw MeSPError("The \(split) data of \(dataFolder.path) \(error.plainSentence); export it again.")
+        }
+        return stream
+    }
+}

@@ -1,0 +1,93 @@
+import Foundation
+
+/// Where a thread that works block by block waits.
+package final class BlockGate: @unchecked Sendable {
+    /// That of a main thread: MLX walks deep graphs recursively.
+    private static let stackSize = 16 << 20
+
+    private let condition = NSCondition()
+    private var reasons = Set<PauseReason>()
+    private var stopped = false
+    private var memoryWarned = false
+    /// Whether the thread waits here, or there is none.
+    private var isAtRest = true
+
+    package init() {}
+
+    package func set(_ reasons: Set<PauseReason>) {
+        condition.withLock {
+            self.reasons = reasons
+            condition.broadcast()
+        }
+    }
+
+    package func warnOfMemory() { condition.withLock { memoryWarned = true } }
+
+    /// Whether there was a memory warning since the last call.
+    package func takeMemoryWarning() -> Bool {
+        condition.withLock {
+            defer { memoryWarned = false }
+            return memoryWarned
+        }
+    }
+
+    package func stop() {
+        condition.withLock {
+            stopped = true
+            condition.broadcast()
+        }
+    }
+
+    /// Waits while there is a reason to. Calls `tell` with the reason, with each that takes its place, and with nil in the end.
+    package func pass(tell: (PauseReason?) throws -> Void) throws {
+        var told: PauseReason?
+        while let reason = next(after: told) {
+            try tell(reason)
+            told = reason
+        }
+        if told != nil { try tell(nil) }
+        if condition.withLock({ stopped }) { throw CancellationError() }
+    }
+
+    /// The present reason to wait, as soon as it is not `told`.
+    private func next(after told: PauseReason?) -> PauseReason? {
+        condition.withLock {
+            while let told, reason == told {
+                isAtRest = true
+                condition.broadcast()
+                condition.wait()
+            }
+            isAtRest = false
+            return reason
+        }
+    }
+
+    /// Whoever stops a run wants no pause, but a step whose updates have begun goes on to its end, which it can't in the background.
+    private var reason: PauseReason? {
+        let counted = stopped ? reasons.intersection([.away]) : reasons
+        return PauseReason.allCases.first { counted.contains($0) }
+    }
+
+    /// Runs `body` on a thread of its own, which is to call `pass` block by block.
+    package func startThread(_ name: String, _ body: @escaping @Sendable () -> Void) {
+        condition.withLock { isAtRest = false }
+        let thread = Thread { [self] in
+            body()
+            condition.withLock {
+                isAtRest = true
+                condition.broadcast()
+            }
+        }
+        thread.name = name
+        thread.stackSize = Self.stackSize
+        thread.qualityOfService = .userInitiated
+        thread.start()
+    }
+
+    package func waitUntilAtRest(seconds: Double) {
+        let limit = Date(timeIntervalSinceNow: seconds)
+        condition.withLock {
+            while !isAtRest, condition.wait(until: limit) {}
+        }
+    }
+}

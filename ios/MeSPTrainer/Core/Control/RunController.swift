@@ -1,0 +1,195 @@
+import Foundation
+import Observation
+
+/// One training run with an explicit state, for views to show and buttons to drive.
+///
+///     idle → preparing → training ⇄ paused(reason) → finished or failed → preparing …
+///
+/// The run has a thread of its own. It waits at the next block boundary, with the half-done step in memory, while the app is not in
+/// front, the phone is short of memory, too warm, or low on battery, or while the person wants it to; then it goes on. The log gets an
+/// event for each pause and each time it goes on.
+@MainActor @Observable public final class RunController {
+    public enum State: Sendable, Equatable {
+        case idle
+        /// The bundle is being checked.
+        case preparing
+        case training
+        case paused(PauseReason)
+        /// The log has its `end` record, with `finished` or `stopped`.
+        case finished(LogRecord.End.Reason)
+        /// What went wrong, in a sentence.
+        case failed(String)
+    }
+
+    public private(set) var state = State.idle
+    /// The settings of the present or last run.
+    public private(set) var settings: RunSettings?
+    /// What the run has logged so far.
+    public private(set) var log = LogSummary()
+    /// Whether the person wants a pause; the state follows at the next block.
+    public private(set) var pauseWanted = false
+    /// Whether the person wants the run to end; the state follows when it has saved.
+    public private(set) var stopWanted = false
+
+    public var isRunning: Bool {
+        switch state {
+        case .preparing, .training, .paused: true
+        case .idle, .finished, .failed: false
+        }
+    }
+
+    /// How long a memory warning counts at least.
+    static let memoryPause = Duration.seconds(15)
+    /// How long leaving the app waits for the block in progress; iOS allows some five seconds.
+    package static let leaving = 3.0
+
+    @ObservationIgnored private let phone: any Phone
+    @ObservationIgnored private let clock: any Clock<Duration>
+    @ObservationIgnored private var gate = BlockGate()
+    @ObservationIgnored private var memoryIsShort = false
+    @ObservationIgnored private var memoryCheck: Task<Void, Never>?
+
+    /// - Parameter clock: what the pause after a memory warning is timed by.
+    public init(phone: any Phone, clock: any Clock<Duration> = ContinuousClock()) {
+        (self.phone, self.clock) = (phone, clock)
+        phone.observers.append { [weak self] event in
+            switch event {
+            case .change: self?.update()
+            case .memoryWarning: self?.memoryWarning()
+            }
+        }
+    }
+
+    // MARK: - What a person does
+
+    /// Begins a run, or goes on with one (`settings.resume`). Does nothing while another is in progress.
+    public func start(_ settings: RunSettings) {
+        if !isRunning { _ = start(settings, mailbox: nil) }
+    }
+
+    /// - Parameter mailbox: gets the records too.
+    /// - Returns: what stops this run, and no later one.
+    func start(_ settings: RunSettings, mailbox: Mailbox?) -> @Sendable () -> Void {
+        self.settings = settings
+        (pauseWanted, stopWanted, state) = (false, false, .preparing)
+        log =
+            settings.resume
+            ? (try? LogSummary(folder: URL(fileURLWithPath: settings.output))) ?? LogSummary() : LogSummary()
+        log.end = nil
+
+        let (gate, beside) = (BlockGate(), memoryFootprint())
+        self.gate = gate
+        update()
+        let (messages, sender) = AsyncStream.makeStream(of: Message.self)
+        gate.startThread("training") {
+            do {
+                try Run.run(
+                    settings, report: { record, _ in sender.yield(.record(record)) },
+                    atBlock: { log in
+                        try gate.pass { reason in
+                            try log(reason.event)
+                            sender.yield(.waits(reason))
+                        }
+                    }, besideBytes: beside, memoryIsShort: gate.takeMemoryWarning)
+            } catch {
+                sender.yield(.failed(error.localizedDescription))
+            }
+            sender.finish()
+        }
+        Task {
+            var failure: MeSPError?
+            for await message in messages {
+                receive(message)
+                switch message {
+                case .record(let record): await mailbox?.put(record)
+                case .failed(let sentence): failure = MeSPError(sentence)
+                case .waits: break
+                }
+            }
+            await mailbox?.end(failure)
+        }
+        return { gate.stop() }
+    }
+
+    /// Waits at the next block until `resume()`.
+    public func pause() {
+        pauseWanted = true
+        update()
+    }
+
+    public func resume() {
+        pauseWanted = false
+        update()
+    }
+
+    /// Ends the run with what it has learned: at the next block, or after the step where that has begun to change the adapters.
+    public func stop() {
+        stopWanted = true
+        gate.stop()
+    }
+
+    // MARK: - What the phone does
+
+    private func memoryWarning() {
+        memoryIsShort = true
+        gate.warnOfMemory()
+        update()
+        memoryCheck?.cancel()
+        memoryCheck = Task { [clock] in
+            repeat {
+                do { try await clock.sleep(for: Self.memoryPause) } catch { return }
+            } while !hasMemory
+            memoryIsShort = false
+            update()
+        }
+    }
+
+    /// Whether the phone would give what a step needs beyond the present footprint.
+    private var hasMemory: Bool {
+        guard let available = phone.availableMemory, let plan = log.plan else { return true }
+        return available >= plan.predictedPeakBytes - memoryFootprint()
+    }
+
+    private func update() {
+        var reasons = Set<PauseReason>()
+        if pauseWanted { reasons.insert(.user) }
+        if phone.scene != .active { reasons.insert(.away) }
+        if memoryIsShort { reasons.insert(.memory) }
+        if phone.thermalState == .serious || phone.thermalState == .critical { reasons.insert(.heat) }
+        if let battery = phone.battery, battery.level < 0.2, !battery.isCharging { reasons.insert(.battery) }
+        gate.set(reasons)
+        // After this call iOS may take the GPU away, so the block in progress has to end before it.
+        if phone.scene == .background { gate.waitUntilAtRest(seconds: Self.leaving) }
+    }
+
+    // MARK: - What the run does
+
+    private enum Message: Sendable {
+        case record(LogRecord)
+        /// nil: it goes on.
+        case waits(PauseReason?)
+        case failed(String)
+    }
+
+    private func receive(_ message: Message) {
+        switch message {
+        case .record(let record):
+            log.append(record)
+            switch record {
+            case .end(let end) where end.reason != .failed: state = .finished(end.reason)
+            default: if state == .preparing { state = .training }
+            }
+        case .waits(let reason): state = reason.map { .paused($0) } ?? .training
+        case .failed(let sentence): state = .failed(sentence)
+        }
+        if !isRunning { memoryCheck?.cancel() }
+    }
+}
+
+extension PauseReason? {
+    /// The log's record of a pause for this reason, or of going on.
+    fileprivate var event: LogRecord.Event {
+        guard let self else { return .init(event: "resume", message: "Training goes on.") }
+        return .init(event: "pause", message: self.sentence)
+    }
+}

@@ -1,0 +1,81 @@
+import Foundation
+import MLX
+
+#if canImport(Darwin)
+    import Darwin
+#else
+    import Glibc
+#endif
+
+/// Maps a file of 32-bit words into memory as one flat `uint32` array `[bytes / 4]`, without copying it.
+///
+/// - Parameters:
+///   - url: a file whose length is a multiple of 16 KiB, as Metal wants it.
+///   - size: the length it must have, in bytes.
+///   - version: what the file must still be.
+func mappedWords(_ url: URL, size: Int, version: FileVersion?) throws -> MLXArray {
+    let file = open(url.path, O_RDONLY)
+    guard file >= 0 else { throw MeSPError("Cannot open \(url.path): \(lastError()).") }
+    defer { close(file) }
+    guard let now = FileVersion(file), now.size == size, version == nil || now == version else {
+        throw MeSPError("\(url.path) has changed since the bundle was opened; export the bundle again.")
+    }
+    guard let words = mapArray(file, offset: 0, [size / 4], .uint32) else {
+        throw MeSPError("Cannot map \(url.path): \(lastError()).")
+    }
+    return words
+}
+
+/// What tells whether a file has changed: its size, and when it was written last.
+struct FileVersion: Equatable {
+    let size: Int
+    private let seconds: Int
+    private let nanoseconds: Int
+
+    /// - Parameter file: an open file.
+    init?(_ file: Int32) {
+        var status = stat()
+        guard fstat(file, &status) == 0 else { return nil }
+        #if canImport(Darwin)
+            let written = status.st_mtimespec
+        #else
+            let written = status.st_mtim
+        #endif
+        (size, seconds, nanoseconds) = (Int(status.st_size), written.tv_sec, written.tv_nsec)
+    }
+
+    init?(_ url: URL) {
+        let file = open(url.path, O_RDONLY)
+        guard file >= 0 else { return nil }
+        defer { close(file) }
+        self.init(file)
+    }
+}
+
+/// Maps part of an open file as an array, read-only and without a copy, or nil where the system refuses (`errno`).
+///
+/// The pages are clean and file-backed: the system can drop and reread them, and they don't count in `phys_footprint`. The mapping
+/// goes when the last array that uses it does.
+///
+/// An anonymous page lies in front, whose last word holds the data's size: MLX's CPU allocator keeps the size of a buffer there,
+/// so that it can take the mapping for one of its own.
+func mapArray(_ file: Int32, offset: Int, _ shape: [Int], _ dtype: DType) -> MLXArray? {
+    let page = Int(getpagesize())
+    let size = shape.reduce(dtype.size, *)
+    let (none, anonymous) = (Int32(-1), MAP_PRIVATE | MAP_ANON)
+    // Reserved without access: all of it writable would count against a limit on data.
+    guard let start = mmap(nil, page + size, PROT_NONE, anonymous, none, 0), start != MAP_FAILED else { return nil }
+    let data = start + page
+    guard mprotect(start, page, PROT_READ | PROT_WRITE) == 0,
+        mmap(data, size, PROT_READ, MAP_SHARED | MAP_FIXED, file, off_t(offset)) == data
+    else {
+        let error = errno
+        munmap(start, page + size)
+        errno = error
+        return nil
+    }
+    (data - MemoryLayout<Int>.size).storeBytes(of: size, as: Int.self)
+    return MLXArray(rawPointer: data, shape, dtype: dtype) { munmap(start, page + size) }
+}
+
+func lastError() -> String { String(cString: strerror(errno)) }

@@ -1,0 +1,157 @@
+import MLX
+
+/// Grouped-query attention, causal, a tile of query rows at a time over the keys that they see:
+///
+///     S = cap(q̂ k̂ᵀ · scale) + mask,   P = softmax(S),   attn_out = P v
+struct Attention {
+    let scale: Float
+    let softcap: SoftCap?
+    /// How many positions a query sees, its own included; nil for all.
+    let window: Int?
+    let rope: RoPE
+    let qNorm: RMSNorm?
+    let kNorm: RMSNorm?
+
+    /// q̂ = RoPE(norm(q)), in float32.
+    /// - Parameter q: `[heads, n, d]`, positions `start ..< start + n`
+    func query(_ q: MLXArray, start: Int) -> MLXArray { positioned(q, qNorm, start) }
+
+    /// k̂ = RoPE(norm(k)), in float32.
+    func key(_ k: MLXArray, start: Int) -> MLXArray { positioned(k, kNorm, start) }
+
+    private func positioned(_ x: MLXArray, _ norm: RMSNorm?, _ start: Int) -> MLXArray {
+        let x = x.asType(.float32)
+        return rope(norm.map { $0(x) } ?? x, start: start)
+    }
+
+    /// dq or dk from the gradient of q̂ or k̂, in float32.
+    private func positionedBackward(_ x: MLXArray, _ norm: RMSNorm?, _ start: Int, dy: MLXArray) -> MLXArray {
+        let d = rope.backward(dy: dy, start: start)
+        return norm.map { $0.backward(x.asType(.float32), dy: d) } ?? d
+    }
+
+    /// - Parameters:
+    ///   - q: q̂ `[heads, n, d]`, the last n of N positions; k, v: k̂ and v `[kv_heads, N, d]`
+    ///   - tile: query rows a tile
+    /// - Returns: attn_out `[n, heads·d]`, in float32; evaluated where there is more than one tile.
+    func callAsFunction(q: MLXArray, k: MLXArray, v: MLXArray, tile: Int) -> MLXArray {
+        let (heads, length, d, groups) = (q.dim(0), q.dim(1), q.dim(2), k.dim(0))
+        let start = k.dim(1) - length
+        let (k, v) = (k.asType(.float32), v.asType(.float32))
+        let parts = tiles(of: length, size: tile).map { tile in
+            let rows = start + tile.lowerBound..<start + tile.upperBound
+            let keys = seen(by: rows)
+            let q = q[0..., tile].reshaped([groups, -1, d]).asType(.float32)
+            let (p, _) = probabilities(q * scale, k[0..., keys], rows, keys)
+            let out = matmul(p, v[0..., keys]).reshaped([heads, tile.count, d])
+            let part = out.swappedAxes(0, 1).reshaped([tile.count, heads * d])
+            if tile.count < length { eval(part) }
+            return part
+        }
+        return concatenated(parts)
+    }
+
+    /// The positions that some query at a position of `rows` sees.
+    private func seen(by rows: Range<Int>) -> Range<Int> {
+        max(0, rows.lowerBound + 1 - (window ?? rows.upperBound))..<rows.upperBound
+    }
+
+    /// P of the queries at positions `rows` over the `keys`.
+    /// - Parameters:
+    ///   - q: q̂ · scale `[kv_heads, m, d]`; the query heads that share a key-value head lie below each other
+    ///   - k: k̂ `[kv_heads, keys, d]`
+    /// - Returns: P `[kv_heads, m, keys]`, and cap′ of the scores, alike, nil where they are not capped.
+    private func probabilities(_ q: MLXArray, _ k: MLXArray, _ rows: Range<Int>, _ keys: Range<Int>)
+        -> (p: MLXArray, slope: MLXArray?)
+    {
+        var scores = matmul(q, k.swappedAxes(-1, -2)).reshaped([k.dim(0), -1, rows.count, keys.count])
+        var slope: MLXArray?
+        if let softcap {
+            scores = softcap(scores)
+            slope = softcap.slope(scores).reshaped([k.dim(0), -1, keys.count])
+        }
+        let (queries, positions) = (
+            MLXArray.arange(rows.lowerBound, rows.upperBound)[0..., .newAxis],
+            MLXArray.arange(keys.lowerBound, keys.upperBound)
+        )
+        var visible = queries .>= positions
+        if let window { visible = logicalAnd(visible, queries .< positions + window) }
+        let p = softmax(which(visible, scores, -Float.infinity), axis: -1)
+        return (p.reshaped([k.dim(0), -1, keys.count]), slope)
+    }
+
+    /// The derivative from what the forward pass left, a tile of query rows at a time, the last first:
+    ///
+    ///     dv = Pᵀ dO      dP = dO vᵀ      dS = P (dP − rowsum(dO ∘ O)) cap′      dq̂ = dS k̂ · scale      dk̂ = dSᵀ q̂ · scale
+    ///
+    /// P is made again for each tile and never kept. dq̂ and dk̂ are turned back through RoPE and the norms.
+    /// - Parameters:
+    ///   - q: `[heads, T, d]`; k, v: `[kv_heads, T, d]`; before the norms and RoPE
+    ///   - out: attn_out by head, `[heads, T, d]`; dOut: its gradient, alike
+    ///   - tile: query rows a tile
+    /// - Returns: dq `[T, heads·d]`, dk and dv `[T, kv_heads·d]`, evaluated.
+    func backward(q: MLXArray, k: MLXArray, v: MLXArray, out: MLXArray, dOut: MLXArray, tile: Int)
+        -> (dq: MLXArray, dk: MLXArray, dv: MLXArray)
+    {
+        var parts = tilesBackward(q: q, k: k, v: v, out: out, dOut: dOut, tile: tile)
+        func joined(_ tiles: inout [MLXArray]) -> MLXArray {
+            let whole = concatenated(tiles.reversed())
+            eval(whole)
+            tiles = []
+            return whole
+        }
+        return (joined(&parts.dq), joined(&parts.dk), joined(&parts.dv))
+    }
+
+    /// The tiles of dq, dk and dv, the last first; evaluated.
+    private func tilesBackward(q: MLXArray, k: MLXArray, v: MLXArray, out: MLXArray, dOut: MLXArray, tile: Int)
+        -> (dq: [MLXArray], dk: [MLXArray], dv: [MLXArray])
+    {
+        let (heads, length, d) = (q.dim(0), q.dim(1), q.dim(2))
+        let (groups, perGroup) = (k.dim(0), heads / k.dim(0))
+        var (dqTiles, dkTiles, dvTiles) = ([MLXArray](), [MLXArray](), [MLXArray]())
+        // What the tiles so far add to the keys and values that earlier tiles see too, up to the next tile's last row.
+        var (dk, dv) = (MLXArray.zeros([groups, 0, d]), MLXArray.zeros([groups, 0, d]))
+        let kHat = key(k, start: 0)
+        eval(kHat)
+
+        for rows in tiles(of: length, size: tile).reversed() {
+            let keys = seen(by: rows)
+            // The query heads that share a key-value head lie below each other, so that a sum over them is a matrix product.
+            func stacked(_ x: MLXArray) -> MLXArray { x.reshaped([groups, perGroup * rows.count, d]).asType(.float32) }
+            func byToken(_ x: MLXArray) -> MLXArray { x.swappedAxes(0, 1).reshaped([rows.count, -1]).asType(q.dtype) }
+            /// new, of the `keys`, plus the sum so far, of the last of them.
+            func added(_ sum: MLXArray, to new: MLXArray) -> MLXArray {
+                let missing = keys.count - sum.dim(1)
+                return new + (missing > 0 ? concatenated([MLXArray.zeros([groups, missing, d]), sum], axis: 1) : sum)
+            }
+
+            /// dq̂; evaluated, as are dk and dv, with which the scores go.
+            func scoresBackward() -> MLXArray {
+                let (kTile, vTile) = (kHat[0..., keys], v[0..., keys].asType(.float32))
+                let qTile = stacked(query(q[0..., rows], start: rows.lowerBound)) * scale
+                let (oTile, dO) = (stacked(out[0..., rows]), stacked(dOut[0..., rows]))
+
+                let (p, slope) = probabilities(qTile, kTile, rows, keys)
+                let dP = matmul(dO, vTile.swappedAxes(-1, -2))
+                var dS = p * (dP - (dO * oTile).sum(axis: -1, keepDims: true))
+                if let slope { dS = dS * slope }
+
+                let dq = (matmul(dS, kTile) * scale).reshaped([heads, rows.count, d])
+                dv = added(dv, to: matmul(p.swappedAxes(-1, -2), dO))
+                dk = added(dk, to: matmul(dS.swappedAxes(-1, -2), qTile))
+                eval(dq, dk, dv)
+                return dq
+            }
+
+            let dq = scoresBackward()
+            let own = rows.lowerBound - keys.lowerBound  // where in dk and dv the tile's own positions begin
+            dqTiles.append(byToken(positionedBackward(q[0..., rows], qNorm, rows.lowerBound, dy: dq)))
+            dkTiles.append(byToken(positionedBackward(k[0..., rows], kNorm, rows.lowerBound, dy: dk[0..., own...])))
+            dvTiles.append(byToken(dv[0..., own...]))
+            (dk, dv) = (dk[0..., 0..<own], dv[0..., 0..<own])
+            eval([dk, dv] + [dqTiles, dkTiles, dvTiles].compactMap(\.last))
+        }
+        return (dqTiles, dkTiles, dvTiles)
+    }
+}

@@ -1,0 +1,81 @@
+import MLX
+
+/// Cross-entropy of the output projection, and its gradient, in one pass over the vocabulary.
+///
+///     h = RMSNorm(y),   z = cap(h Wᵀ),   loss = Σ (logsumexp(z) − z[target])
+///     dh = (softmax(z) ∘ cap′) W − cap′[target] W[target]
+///
+/// cap(z) = c tanh(z / c) and cap′ = 1 − (z / c)² where the model caps its logits, z and 1 otherwise.
+///
+/// The sum `softmax(z) W` has the form of attention with K = V = W, so it goes like flash attention: a tile of W at a time, with a
+/// running maximum `m`, a running sum `l` of exponentials and a running `Σ exp(z − m) W`, rescaled as the maximum moves. The logits
+/// `[T, vocabulary]` never exist, and each row of W is read once.
+struct CrossEntropyHead {
+    let weights: PackedWeights
+    let architecture: Architecture
+    let tile: Int
+
+    private var matrix: QuantizedMatrix { weights.matrix("", inputs: architecture.hiddenSize) }
+    private var norm: RMSNorm { RMSNorm(weight: weights["norm"], eps: architecture.rmsNormEps) }
+
+    private var softcap: SoftCap? { architecture.finalLogitSoftcapping.map(SoftCap.init) }
+
+    /// cap(z)
+    private func capped(_ z: MLXArray) -> MLXArray { softcap.map { $0(z) } ?? z }
+
+    /// p cap′, from capped logits.
+    private func sloped(_ p: MLXArray, _ z: MLXArray) -> MLXArray { softcap.map { p * $0.slope(z) } ?? p }
+
+    /// The logits `[n, vocabulary]` of y `[n, hidden]`, in float32, evaluated; `tile` rows of W at a time.
+    func logits(_ y: MLXArray) -> MLXArray {
+        let logits = capped(LoRALinear(weight: matrix, bias: nil, lora: nil, scale: 0)(norm(y), tile: tile))
+        eval(logits)
+        return logits
+    }
+
+    /// - Parameters:
+    ///   - y: the last block's output, `[1, T, hidden]`
+    ///   - targets: token ids of the positions that count, `[n]` int32
+    ///   - counted: these n positions in `0 ..< T`; the others are not read, and their gradient is zero
+    ///   - gradientScale: what the gradient is multiplied by; nil where it is not wanted
+    /// - Returns: the sum of the losses in nats (a float32 scalar), and dy `[1, T, hidden]` times the scale; evaluated.
+    func callAsFunction(_ y: MLXArray, targets: MLXArray, counted: Range<Int>, gradientScale: Float?)
+        -> (loss: MLXArray, dy: MLXArray?)
+    {
+        let (length, shape) = (y.dim(1), [counted.count, y.dim(2)])
+        let y = y.reshaped([length, shape[1]])[counted]
+        let (w, norm) = (matrix, norm)
+        let h = norm(y)
+
+        var m = MLXArray.full([shape[0], 1], values: MLXArray(-Float.infinity))
+        var l = MLXArray.zeros([shape[0], 1])
+        var sum = MLXArray.zeros(shape)
+        for rows in tiles(of: w.rows, size: tile) {
+            let wTile = w.rows(rows)
+            let z = capped(wTile.apply(h).asType(.float32))
+            let mNew = maximum(m, z.max(axis: -1, keepDims: true))
+            let p = exp(z - mNew)
+            let rescale = exp(m - mNew)
+            l = l * rescale + p.sum(axis: -1, keepDims: true)
+            if gradientScale != nil { sum = wTile.applyTransposed(sloped(p, z), addedTo: sum * rescale) }
+            m = mNew
+            eval(m, l, sum)
+        }
+
+        let wTarget = w.take(targets)
+        let zTarget = capped((h.asType(.float32) * wTarget).sum(axis: -1, keepDims: true))
+        let loss = (m + log(l) - zTarget).sum()
+        eval(loss, wTarget)
+        guard let gradientScale else { return (loss, nil) }
+        sum = (sum / l - sloped(wTarget, zTarget)) * gradientScale  // dh
+        eval(sum)
+        var dy = norm.backward(y, dy: sum.asType(h.dtype))
+        if counted.count < length {
+            func zeros(_ count: Int) -> MLXArray { MLXArray.zeros([count, shape[1]], dtype: dy.dtype) }
+            dy = concatenated([zeros(counted.lowerBound), dy, zeros(length - counted.upperBound)])
+        }
+        dy = dy.expandedDimensions(axis: 0)
+        eval(dy)
+        return (loss, dy)
+    }
+}

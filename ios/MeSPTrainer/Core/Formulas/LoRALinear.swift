@@ -1,0 +1,70 @@
+import MLX
+
+/// A projection with its adapter, if it has one:  y = x Wᵀ + b + s (x A) B,  s = α / rank.
+struct LoRALinear {
+    let weight: QuantizedMatrix
+    let bias: MLXArray?
+    let lora: LoRAMatrices?
+    let scale: Float
+
+    /// x `[T, in]` to y `[T, out]`, in float32.
+    func callAsFunction(_ x: MLXArray) -> MLXArray {
+        var y = weight.apply(x, as: .float32)
+        if let bias { y = y + bias }
+        guard let lora else { return y }
+        return addMM(y, matmul(x.asType(.float32), lora.a) * scale, lora.b)
+    }
+
+    /// The same, `tile` rows of W at a time; evaluated where these are not all.
+    func callAsFunction(_ x: MLXArray, tile: Int) -> MLXArray {
+        let rows = tiles(of: weight.rows, size: tile)
+        guard rows.count > 1 else { return self(x) }
+        return concatenated(
+            rows.map {
+                let y = outputs($0)(x)
+                eval(y)
+                return y
+            }, axis: -1)
+    }
+
+    /// The projection to some of the outputs.
+    func outputs(_ range: Range<Int>) -> LoRALinear {
+        LoRALinear(
+            weight: weight.rows(range), bias: bias?[range],
+            lora: lora.map { LoRAMatrices(a: $0.a, b: $0.b[0..., range]) }, scale: scale)
+    }
+
+    /// The projection from some of the inputs, whose bounds are multiples of the group size, without its bias. Over all inputs,
+    /// what these give adds up to what the whole projection gives but for the bias.
+    func inputs(_ range: Range<Int>) -> LoRALinear {
+        LoRALinear(
+            weight: weight.columns(range), bias: nil, lora: lora.map { LoRAMatrices(a: $0.a[range], b: $0.b) },
+            scale: scale)
+    }
+}
+
+/// The derivative of a LoRA projection. `h = x A` is recomputed, never stored:
+///
+///     dx = dy W + s (dy Bᵀ) Aᵀ        dA = s xᵀ (dy Bᵀ)        dB = s (x A)ᵀ dy
+///
+/// W is taken a tile of rows at a time, so that no more than `tile` of it is dequantized at once.
+/// - Parameter sum: `[T, in]`, or nil where dx is not wanted.
+/// - Returns: sum + dx, and the gradients of A and B; evaluated.
+func linearBackward(
+    _ x: MLXArray, _ w: QuantizedMatrix, _ lora: LoRAMatrices, scale: Float, dy: MLXArray, tile: Int,
+    addedTo sum: MLXArray?
+) -> (dx: MLXArray?, gradient: LoRAMatrices) {
+    let dyB = matmul(dy, lora.b.T) * scale
+    let gradient = LoRAMatrices(a: matmul(x.T, dyB), b: matmul((matmul(x, lora.a) * scale).T, dy))
+    guard let sum else {
+        eval(gradient.a, gradient.b)
+        return (nil, gradient)
+    }
+    var dx = addMM(sum, dyB, lora.a.T)
+    eval(dx, gradient.a, gradient.b)
+    for rows in tiles(of: w.rows, size: tile) {
+        dx = w.rows(rows).applyTransposed(dy[0..., rows], addedTo: dx)
+        eval(dx)
+    }
+    return (dx, gradient)
+}

@@ -1,0 +1,112 @@
+import MLX
+
+/// How a matrix is quantized. The shapes of its arrays tell.
+struct QuantizationFormat {
+    let bits: Int
+    let groupSize: Int
+    let mode: QuantizationMode
+
+    /// nil where MLX has no such format.
+    /// - Parameters:
+    ///   - inputs: weights in a row
+    ///   - words: 32-bit words in a row
+    ///   - groups: scales in a row
+    ///   - hasBiases: whether there are biases, which only affine quantization has
+    init?(inputs: Int, words: Int, groups: Int, hasBiases: Bool) {
+        guard words > 0, groups > 0, words * 32 % inputs == 0, inputs % groups == 0 else { return nil }
+        (bits, groupSize) = (words * 32 / inputs, inputs / groups)
+        switch (hasBiases, groupSize, bits) {
+        case (true, _, _):
+            guard [32, 64, 128].contains(groupSize), [2, 3, 4, 5, 6, 8].contains(bits) else { return nil }
+            mode = .affine
+        case (false, 16, 4): mode = .nvfp4
+        case (false, 32, 4): mode = .mxfp4
+        case (false, 32, 8): mode = .mxfp8
+        default: return nil
+        }
+    }
+}
+
+/// W `[out, in]`, quantized in groups along its rows, and products with it. W is frozen: it has no gradient.
+struct QuantizedMatrix {
+    let weight: MLXArray
+    let scales: MLXArray
+    /// nil but for affine quantization.
+    let biases: MLXArray?
+    let format: QuantizationFormat
+    /// W in float32, made when the first product asks for it and shared by all; nil on the GPU. On the CPU, dequantizing a tile
+    /// and multiplying is some 50 times as fast as `quantizedMM`; on the GPU it is the other way round.
+    private let dense: Dense?
+
+    private final class Dense {
+        lazy var array = make()
+        private let make: () -> MLXArray
+        init(_ make: @escaping () -> MLXArray) { self.make = make }
+    }
+
+    init(weight: MLXArray, scales: MLXArray, biases: MLXArray?, format: QuantizationFormat, onCPU: Bool) {
+        (self.weight, self.scales, self.biases, self.format) = (weight, scales, biases, format)
+        dense = onCPU ? Dense { Self.dequantize(weight, scales, biases, format) } : nil
+    }
+
+    /// With bfloat16 scales `dequantized` would round W to bfloat16.
+    private static func dequantize(
+        _ weight: MLXArray, _ scales: MLXArray, _ biases: MLXArray?, _ format: QuantizationFormat
+    ) -> MLXArray {
+        dequantized(
+            weight, scales: biases == nil ? scales : scales.asType(.float32), biases: biases?.asType(.float32),
+            groupSize: format.groupSize, bits: format.bits, mode: format.mode, dtype: .float32)
+    }
+
+    var rows: Int { scales.dim(0) }
+
+    /// Rows (outputs) `range` of W.
+    func rows(_ range: Range<Int>) -> QuantizedMatrix {
+        range.count == rows ? self : part(weight[range], scales[range], biases?[range])
+    }
+
+    /// Columns (inputs) `range` of W, whose bounds are multiples of the group size.
+    func columns(_ range: Range<Int>) -> QuantizedMatrix {
+        let words = range.lowerBound * format.bits / 32..<range.upperBound * format.bits / 32
+        let groups = range.lowerBound / format.groupSize..<range.upperBound / format.groupSize
+        return part(weight[0..., words], scales[0..., groups], biases?[0..., groups])
+    }
+
+    private func part(_ weight: MLXArray, _ scales: MLXArray, _ biases: MLXArray?) -> QuantizedMatrix {
+        QuantizedMatrix(weight: weight, scales: scales, biases: biases, format: format, onCPU: dense != nil)
+    }
+
+    /// The rows of W that `indices` `[n]` name, in float32: `[n, in]`.
+    func take(_ indices: MLXArray) -> MLXArray {
+        Self.dequantize(
+            weight.take(indices, axis: 0), scales.take(indices, axis: 0), biases?.take(indices, axis: 0), format)
+    }
+
+    /// x Wᵀ, `[T, out]`, in `dtype`, by default x's.
+    func apply(_ x: MLXArray, as dtype: DType? = nil) -> MLXArray {
+        let product: MLXArray
+        if let dense, x.dim(0) > Self.fewRows {
+            product = matmul(x.asType(.float32), dense.array.T)
+        } else {
+            product = multiplied(x, transpose: true)
+        }
+        return product.asType(dtype ?? x.dtype)
+    }
+
+    /// Rows of x up to which `quantizedMM` in float32 is the faster on the CPU too, as dequantizing W takes longer than they do.
+    static let fewRows = 4
+
+    /// sum + dy W, `[T, in]`, in sum's dtype.
+    func applyTransposed(_ dy: MLXArray, addedTo sum: MLXArray) -> MLXArray {
+        if let dense { return addMM(sum.asType(.float32), dy.asType(.float32), dense.array).asType(sum.dtype) }
+        return sum + multiplied(dy, transpose: false).asType(sum.dtype)
+    }
+
+    /// x Wᵀ or x W by `quantizedMM`, on the CPU in float32.
+    private func multiplied(_ x: MLXArray, transpose: Bool) -> MLXArray {
+        func cast(_ array: MLXArray) -> MLXArray { dense == nil ? array : array.asType(.float32) }
+        return quantizedMM(
+            cast(x), weight, scales: biases == nil ? scales : cast(scales), biases: biases.map(cast),
+            transpose: transpose, groupSize: format.groupSize, bits: format.bits, mode: format.mode)
+    }
+}

@@ -1,0 +1,213 @@
+import Foundation
+import MLX
+
+/// Writes on from a prompt, with a bundle's model and, where they are given, adapters. Weights are mapped block by block for each
+/// token, so the footprint is that of the adapters, the keys and values of the tokens so far, and one block's activations.
+///
+///     let generator = try Generator(bundle, adapters: folder)
+///     try generator.generate(.init(prompt: tokens), atBlock: Task.checkCancellation) { show($0) }
+///
+/// Not for use from several threads at once.
+public struct Generator {
+    /// What to write on from, and how to choose tokens.
+    public struct Request: Codable, Sendable, Equatable {
+        /// Token ids, at least one.
+        public var prompt: [Int]
+        public var maxTokens = 256
+        /// 0 takes the likeliest token; otherwise tokens are drawn from softmax(logits / temperature).
+        public var temperature: Float = 0
+        /// Draws only from the fewest tokens whose probabilities, before the temperature, add up to this.
+        public var topP: Float = 1
+        /// The same seed draws the same tokens.
+        public var seed: UInt64 = 0
+        /// Tokens that end the text; they are not part of it.
+        public var stop: [Int] = []
+
+        public init(prompt: [Int]) { self.prompt = prompt }
+    }
+
+    /// How a generation went.
+    public struct Summary: Codable, Sendable, Equatable {
+        public let reason: Reason
+        public let tokens: Int
+        /// Until the first token could be chosen.
+        public let promptSeconds: Double
+        /// From then on.
+        public let seconds: Double
+        public let footprintPeakBytes: Int
+
+        /// A token of `stop`, `maxTokens` reached, or `CancellationError`.
+        public enum Reason: String, Codable, Sendable { case stop, length, stopped }
+    }
+
+    private let bundle: ModelBundle
+    private let adapters: Adapters?
+    /// Of the manifest, which searches its layouts for it.
+    private let featureGroup: Int
+    /// Tokens of the prompt that go through the blocks together.
+    private let chunk: Int
+    /// The size of temporary arrays in the prompt's forward pass, in bytes.
+    private static let tileBytes = 1 << 20
+    /// Rows of the vocabulary whose logits are computed at once.
+    private static let vocabularyTile = 1 << 14
+
+    /// - Parameter adapters: a folder as mlx-lm or PEFT writes it; nil for the base model.
+    public init(_ bundle: ModelBundle, adapters folder: URL? = nil) throws {
+        try self.init(bundle, adapters: folder, chunk: 256)
+    }
+
+    init(_ bundle: ModelBundle, adapters folder: URL?, chunk: Int) throws {
+        (self.bundle, self.chunk, featureGroup) = (bundle, chunk, bundle.manifest.featureGroup)
+        adapters = try folder.map { folder in
+            try bundle.withDevice { try loadAdapters(from: folder, architecture: bundle.architecture) }
+        }
+    }
+
+    /// Calls `onToken` with each token as it is chosen.
+    ///
+    /// - Parameter atBlock: called before each block; `CancellationError` from it, or from `onToken`, ends the text as `stopped`.
+    /// - Throws: `MeSPError`, and what `onToken` throws.
+    @discardableResult
+    public func generate(
+        _ request: Request, atBlock: () throws -> Void = {}, onToken: (Int) throws -> Void
+    ) throws -> Summary {
+        try request.check(vocabulary: bundle.architecture.vocabSize)
+        return try bundle.withDevice {
+            let sampler = FootprintSampler()
+            defer { sampler.stop() }
+            let begin = Date.now
+            var (first, count) = (Date?.none, 0)
+            func summary(_ reason: Summary.Reason) -> Summary {
+                let start = first ?? Date.now
+                return Summary(
+                    reason: reason, tokens: count, promptSeconds: start.timeIntervalSince(begin),
+                    seconds: Date.now.timeIntervalSince(start), footprintPeakBytes: sampler.takePeak())
+            }
+
+            var cache = emptyCache()
+            let random = MLXRandom.RandomState(seed: request.seed)
+            do {
+                var logits = try logits(request.prompt, &cache, atBlock)
+                first = Date.now
+                while true {
+                    let token = choose(logits, request, random)
+                    if request.stop.contains(token) { return summary(.stop) }
+                    try onToken(token)
+                    count += 1
+                    if count == request.maxTokens { return summary(.length) }
+                    logits = try self.logits([token], &cache, atBlock)
+                }
+            } catch is CancellationError {
+                return summary(.stopped)
+            }
+        }
+    }
+
+    // MARK: - Forward
+
+    func emptyCache() -> [KeyValues] {
+        (0..<bundle.architecture.numHiddenLayers).map { _ in KeyValues(bundle.architecture, dtype: bundle.dtype) }
+    }
+
+    /// The logits `[vocabulary]` (float32, evaluated) of the token that comes after `tokens`, which follow those in the cache.
+    func logits(_ tokens: [Int], _ cache: inout [KeyValues], _ atBlock: () throws -> Void) throws -> MLXArray {
+        var last = MLXArray.zeros([1, bundle.architecture.hiddenSize], dtype: bundle.dtype)
+        for range in tiles(of: tokens.count, size: chunk) {
+            var x = try embedded(tokens[range])
+            for block in cache.indices {
+                try atBlock()
+                x = try forward(block, x, &cache[block])
+                if range.count > 1 { Memory.clearCache() }
+            }
+            last = x[(range.count - 1)...]
+        }
+        Memory.clearCache()
+        return try bundle.withHead { weights in
+            CrossEntropyHead(weights: weights, architecture: bundle.architecture, tile: Self.vocabularyTile).logits(
+                last)[0]
+        }
+    }
+
+    private func embedded(_ tokens: ArraySlice<Int>) throws -> MLXArray {
+        try bundle.withEmbedding { weights in
+            let x = embed(MLXArray(tokens.map { Int32($0) }), weights, bundle.architecture, dtype: bundle.dtype)[0]
+            eval(x)
+            return x
+        }
+    }
+
+    private func forward(_ block: Int, _ x: MLXArray, _ cache: inout KeyValues) throws -> MLXArray {
+        try bundle.withBlock(block) { weights in
+            let architecture = bundle.architecture
+            let bytes = x.dim(0) <= QuantizedMatrix.fewRows ? Int.max / 2 : Self.tileBytes
+            let forward = BlockForward(
+                weights: weights, lora: adapters?.lora[block],
+                layout: adapters?.layout ?? LoRALayout(architecture: architecture, rank: 0),
+                scale: adapters?.scale ?? 0,
+                tile: TileSizes(
+                    architecture, group: featureGroup, length: cache.count + x.dim(0),
+                    bytes: bytes))
+            return forward(x, &cache)
+        }
+    }
+
+    // MARK: - Choice
+
+    /// As mlx-lm's `make_sampler`: the likeliest token, or one drawn from those that `topP` leaves.
+    func choose(_ logits: MLXArray, _ request: Request, _ random: MLXRandom.RandomState) -> Int {
+        guard request.temperature > 0 else { return logits.argMax().item(Int.self) }
+        let logits = logits - logits.max()  // the likeliest stays 0, however low the temperature
+        guard request.topP < 1 else {
+            return MLXRandom.categorical(logits / request.temperature, key: random).item(Int.self)
+        }
+        let order = argSort(logits)
+        let ascending = logits.take(order)
+        let likelier = cumsum(softmax(ascending), reverse: true, inclusive: false)
+        let kept = which(likelier .< request.topP, ascending / request.temperature, -Float.infinity)
+        return order[MLXRandom.categorical(kept, key: random)].item(Int.self)
+    }
+}
+
+extension Generator.Request {
+    func check(vocabulary: Int) throws {
+        func require(_ condition: Bool, _ name: String, _ wanted: String) throws {
+            guard condition else { throw MeSPError("\(name) must be \(wanted).") }
+        }
+        try require(!prompt.isEmpty, "The prompt", "at least one token long")
+        if let token = prompt.first(where: { !(0..<vocabulary).contains($0) }) {
+            throw MeSPError("The prompt holds the token \(token), and the model has \(vocabulary), from 0.")
+        }
+        try require(maxTokens >= 1, "max_tokens", "at least 1")
+        try require(temperature.isFinite && temperature >= 0, "temperature", "0 or a positive number")
+        try require(topP > 0 && topP <= 1, "top_p", "above 0 and at most 1")
+    }
+}
+
+/// What `mesp-engine generate` reads: a bundle's folder, an adapter folder or null, and a request.
+public struct GenerationSettings: Decodable, Sendable {
+    public let bundle: String
+    public let adapters: String?
+    public let request: Generator.Request
+
+    /// Reads a settings file (snake-case JSON, every key present).
+    public init(contentsOf url: URL) throws {
+        guard let json = try? Data(contentsOf: url) else {
+            throw MeSPError("Cannot read the settings file \(url.path).")
+        }
+        let decoder = JSONDecoder()
+        decoder.keyDecodingStrategy = .convertFromSnakeCase
+        do {
+            self = try decoder.decode(GenerationSettings.self, from: json)
+        } catch {
+            throw MeSPError("The settings file \(url.path) is not valid: \(error.plainSentence).")
+        }
+    }
+
+    public init(from decoder: any Decoder) throws {
+        enum Key: String, CodingKey { case bundle, adapters }
+        let container = try decoder.container(keyedBy: Key.self)
+        bundle = try container.decode(String.self, forKey: .bundle)
+        adapters = try container.decodeIfPresent(String.self, forKey: .adapters)
+        request = try Generator.Request(from: decoder)
+    }
+}

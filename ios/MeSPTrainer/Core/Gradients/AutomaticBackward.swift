@@ -1,0 +1,31 @@
+import MLX
+
+/// MeBP: automatic differentiation of a block in plain operations, from its input.
+struct AutomaticBackward {
+    let model: BlockwiseModel
+    /// For each block the function of its kind in plain operations.
+    private let functions: [ImportedFunction]
+
+    init(_ model: BlockwiseModel, length: Int) throws {
+        self.model = model
+        functions = try model.bundle.functions(\.plainFunctions, length: length)
+    }
+
+    /// - Parameters:
+    ///   - x: the block's input `[1, T, hidden]`
+    ///   - d: dy `[1, T, hidden]`, replaced by dx
+    /// - Returns: the flat gradient of the LoRA parameters `[P]` in float32. It and d are evaluated.
+    func callAsFunction(_ block: Int, _ x: MLXArray, d: inout MLXArray) throws -> MLXArray {
+        let lora = try model.parameters(block)
+        return try model.bundle.withBlock(block) { weights in
+            let (_, gradients) = vjp(
+                { primals in
+                    // The call fails only for shapes that the file has no trace for; `Manifest.check` has found these.
+                    (try? model.call(functions[block], primals[0], primals[1], weights)[0]).map { [$0] } ?? []
+                }, primals: [x, lora], cotangents: [d])
+            eval(gradients)
+            d = gradients[0]
+            return gradients[1]
+        }
+    }
+}

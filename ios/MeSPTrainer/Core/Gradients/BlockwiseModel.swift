@@ -1,0 +1,106 @@
+import MLX
+
+/// The frozen model with its LoRA parameters, run a block at a time: weights are mapped, and the activations of one block are all
+/// that is alive.
+final class BlockwiseModel {
+    let bundle: ModelBundle
+    let layout: LoRALayout
+    /// What the adapters' output is multiplied by: α / rank, or α / √rank.
+    let scale: Float
+    let tile: TileSizes
+    let clock: StepClock
+    /// The parameters: one flat vector `[P]` a block, in float32 or bfloat16.
+    var lora: BlockArrays
+    /// For each block the function of its kind.
+    private let functions: [ImportedFunction]
+
+    /// - Parameter settings: `Manifest.check` must have found their length and rank in the bundle.
+    init(_ bundle: ModelBundle, _ settings: RunSettings, plan: Plan, lora: BlockArrays, clock: StepClock) throws {
+        let architecture = bundle.architecture
+        (self.bundle, self.lora, self.clock) = (bundle, lora, clock)
+        layout = LoRALayout(architecture: architecture, rank: settings.rank)
+        scale = settings.scale
+        tile = TileSizes(
+            architecture, group: bundle.manifest.featureGroup, length: settings.seqLen, bytes: plan.tileBytes)
+        functions = try bundle.functions(\.functions, length: settings.seqLen)
+    }
+
+    var blocks: Range<Int> { 0..<bundle.architecture.numHiddenLayers }
+
+    /// A block's parameters `[P]` in float32, as the block function takes them.
+    func parameters(_ block: Int) throws -> MLXArray { try lora.read(block).asType(.float32) }
+
+    /// The embeddings `[1, T, hidden]` of a sequence's inputs.
+    func embed(_ example: Example) throws -> MLXArray {
+        try bundle.withEmbedding { weights in
+            let x = MeSPCore.embed(
+                MLXArray(example.inputs), weights, bundle.architecture, dtype: bundle.dtype)
+            eval(x)
+            return x
+        }
+    }
+
+    /// The block's output `[1, T, hidden]` and, where they are to be kept, its intermediates; evaluated.
+    func forward(_ block: Int, _ x: MLXArray, _ lora: MLXArray, keep: Bool = false) throws
+        -> (y: MLXArray, kept: Intermediates?)
+    {
+        try clock.boundary()
+        return try clock.timed(\.forward) {
+            defer { Memory.clearCache() }
+            return try bundle.withBlock(block) { weights in
+                guard keep else {
+                    // Without a reference to the others, each goes as soon as y no longer needs it.
+                    let y = try call(functions[block], x, lora, weights)[0]
+                    eval(y)
+                    return (y, nil)
+                }
+                let outputs = try call(functions[block], x, lora, weights)
+                let kept = Intermediates(outputs, kept: true)
+                eval([outputs[0]] + kept.arrays)
+                return (outputs[0], kept)
+            }
+        }
+    }
+
+    /// The block's intermediates again, from its input.
+    ///
+    /// The outputs that nobody evaluates cost nothing, but hold the tiles they would be made of: they end before the others are
+    /// evaluated.
+    func recompute(_ block: Int, _ x: MLXArray, _ lora: MLXArray, _ weights: BlockWeights) throws -> Intermediates {
+        let intermediates = Intermediates(try call(functions[block], x, lora, weights), kept: false)
+        eval(intermediates.arrays)
+        return intermediates
+    }
+
+    /// The outputs of a block function, not evaluated.
+    func call(_ function: ImportedFunction, _ x: MLXArray, _ lora: MLXArray, _ weights: BlockWeights) throws
+        -> [MLXArray]
+    {
+        try function.dynamicallyCall(
+            withKeywordArguments: ["": x, "": lora, "": MLXArray(scale), "": weights.packed.words])
+    }
+
+    /// The sum of the losses of the counted targets, in nats, from the last block's output; and its gradient `[1, T, hidden]` times
+    /// `gradientScale`, where that is given.
+    func head(_ y: MLXArray, _ example: Example, gradientScale: Float?) throws -> (loss: Float, dy: MLXArray?) {
+        try clock.boundary()
+        return try clock.timed(\.loss) {
+            let targets = MLXArray(Array(example.targets))
+            let (loss, dy) = try bundle.withHead { weights in
+                let head = CrossEntropyHead(weights: weights, architecture: bundle.architecture, tile: tile.vocabulary)
+                return head(y, targets: targets, counted: example.counted, gradientScale: gradientScale)
+            }
+            Memory.clearCache()
+            return (loss.item(Float.self), dy)
+        }
+    }
+
+    /// The sum of the losses of the counted targets, in nats, with the parameters as they are or moved.
+    func loss(_ example: Example, parameters moved: (_ block: Int, _ lora: MLXArray) -> MLXArray = { $1 }) throws
+        -> Float
+    {
+        var x = try embed(example)
+        for block in blocks { x = try forward(block, x, moved(block, parameters(block))).y }
+        return try head(x, example, gradientScale: nil).loss
+    }
+}

@@ -1,0 +1,34 @@
+import MLX
+
+/// MeZO's estimate of the gradient from two forward passes: with z ~ N(0, 1) from a seed,
+///
+///     g = (L(lora + ε z) − L(lora − ε z)) / 2ε,      ∂L/∂lora ≈ g z
+///
+/// z is drawn again, block by block, each time it is needed.
+struct MeZO {
+    let epsilon: Float
+    /// A key of the random numbers for each block.
+    let keys: [MLXArray]
+    let layout: LoRALayout
+    /// The blocks that are moved, and of their parameters those where this is 1: `[P]`, nil for all.
+    let trained: Range<Int>
+    let mask: MLXArray?
+
+    /// - Parameter loss: L with each block's parameters `[P]` moved.
+    /// - Returns: the mean of the two losses, and g.
+    func slope(loss: (_ moved: (_ block: Int, _ lora: MLXArray) -> MLXArray) throws -> Float) rethrows
+        -> (loss: Float, g: Float)
+    {
+        func moved(by distance: Float) throws -> Float {
+            try loss { block, lora in trained.contains(block) ? lora + distance * z(block) : lora }
+        }
+        let (plus, minus) = (try moved(by: epsilon), try moved(by: -epsilon))
+        return ((plus + minus) / 2, (plus - minus) / (2 * epsilon))
+    }
+
+    /// A block's direction, `[P]`.
+    func z(_ block: Int) -> MLXArray {
+        let z = MLXRandom.normal([layout.count], key: keys[block])
+        return mask.map { z * $0 } ?? z
+    }
+}

@@ -1,0 +1,42 @@
+import MLX
+
+/// A number in a training step that is NaN or infinite.
+struct NotFinite: Error {
+    /// What it is part of, as the beginning of a sentence: a block and a tensor.
+    let what: String
+}
+
+extension BlockwiseModel {
+    /// - Throws: `NotFinite` with the name of the matrix where a block's gradient `[P]` is not finite.
+    func check(_ gradient: MLXArray, _ block: Int) throws {
+        guard !isFinite(gradient) else { return }
+        throw NotFinite(what: "The gradient of \(firstNotFinite(gradient, block) ?? "block \(block)")")
+    }
+
+    /// Where the numbers go wrong that make the loss of these sequences not finite, found by another forward pass.
+    func notFinite(_ examples: [Example]) throws -> NotFinite {
+        for example in examples {
+            var x = try embed(example)
+            for block in blocks {
+                let lora = try parameters(block)
+                if let name = firstNotFinite(lora, block) { return NotFinite(what: "The parameter \(name)") }
+                x = try forward(block, x, lora).y
+                guard isFinite(x) else { return NotFinite(what: "The output of block \(block)") }
+            }
+        }
+        return NotFinite(what: "The loss")
+    }
+
+    /// The name, as in a file of adapters, of the first matrix in a block's vector `[P]` that is not finite.
+    private func firstNotFinite(_ vector: MLXArray, _ block: Int) -> String? {
+        for module in layout.modules {
+            let matrices = layout.matrices(module, in: vector)
+            for (name, matrix) in [("lora_a", matrices.a), ("lora_b", matrices.b)] where !isFinite(matrix) {
+                return "model.layers.\(block).\(module.name).\(name)"
+            }
+        }
+        return nil
+    }
+
+    private func isFinite(_ array: MLXArray) -> Bool { array.sum().item(Float.self).isFinite }
+}

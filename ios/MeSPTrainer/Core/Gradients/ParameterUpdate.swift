@@ -1,0 +1,38 @@
+import MLX
+
+extension Trainer {
+    /// One block's update, from its gradient `[P]`.
+    func update(_ block: Int, _ gradient: MLXArray, _ number: Int, _ key: MLXArray) throws {
+        try model.check(gradient, block)
+        let stored = try model.lora.read(block)
+        let old = stored.asType(.float32)
+        var new = try optimizer.update(old, gradient, block: block, rate: settings.learningRate(step: number))
+        if let mask { new = which(mask, new, old) }
+        if settings.loraDtype == .bfloat16 {
+            new = stochasticallyRounded(new, key: MLXRandom.split(key: key).0)
+        }
+        try model.lora.write(new, block)
+    }
+
+    /// Updates every trained block, once all gradients are there, with their norm limited to `maxGradNorm`.
+    ///
+    /// - Returns: the norm before, nil where it isn't limited.
+    func updateAll(_ number: Int, _ keys: [MLXArray], gradient: (_ block: Int) throws -> MLXArray) throws -> Float? {
+        let (factor, norm) = try clipping(gradient)
+        for block in trained {
+            try clock.boundary(changed: block > trained.lowerBound)
+            try update(block, factor * gradient(block), number, keys[block])
+        }
+        return norm
+    }
+
+    /// What the whole gradient is multiplied by: min(1, limit / (‖g‖₂ + 10⁻⁶)); and ‖g‖₂ over all blocks. Without a limit 1 and nil.
+    private func clipping(_ gradient: (_ block: Int) throws -> MLXArray) throws -> (factor: Float, norm: Float?) {
+        guard let limit = settings.maxGradNorm else { return (1, nil) }
+        let squares = try trained.reduce(Float(0)) { try $0 + gradient($1).square().sum().item(Float.self) }
+        // Clipping would make zeros of the finite gradients, and spread what is not.
+        if !squares.isFinite { for block in trained { try model.check(gradient(block), block) } }
+        let norm = squares.squareRoot()
+        return (min(1, limit / (norm + 1e-6)), norm)
+    }
+}

@@ -1,0 +1,32 @@
+import Foundation
+
+/// Where a step may wait or end, and where its time goes.
+final class StepClock {
+    /// Called at every block boundary, forward and backward. It may wait (a pause, with the half-done step in memory) or throw
+    /// `CancellationError`, which ends the step while that has changed nothing yet, and is not heeded afterwards.
+    var atBlock: () throws -> Void = {}
+
+    /// Where the time since the start went, in seconds.
+    private(set) var time = Phases()
+
+    struct Phases {
+        var forward = 0.0
+        var loss = 0.0
+        var backward = 0.0
+        /// What `atBlock` has taken; not in the others.
+        var waiting = 0.0
+    }
+
+    /// - Parameter changed: whether the step has changed parameters, and so must be finished.
+    func boundary(changed: Bool = false) throws {
+        let start = Date.now
+        defer { time.waiting += Date.now.timeIntervalSince(start) }
+        do { try atBlock() } catch is CancellationError where changed {}
+    }
+
+    func timed<R>(_ phase: WritableKeyPath<Phases, Double>, _ body: () throws -> R) rethrows -> R {
+        let start = Date.now
+        defer { time[keyPath: phase] += Date.now.timeIntervalSince(start) }
+        return try body()
+    }
+}

@@ -1,0 +1,133 @@
+import Foundation
+
+/// One line of `metrics.jsonl`. See `docs/architecture.md` for the fields.
+public enum LogRecord: Sendable {
+    case start(Start)
+    case plan(Plan)
+    case step(Step)
+    case eval(Eval)
+    case event(Event)
+    case end(End)
+
+    public struct Start: Codable, Sendable {
+        public var version: String
+        public var mlxVersion: String
+        public var device: String
+        public var host: String
+        public var model: Model
+        public var settings: RunSettings
+
+        public struct Model: Codable, Sendable {
+            public var name: String
+            public var id: String
+            public var layers: Int
+        }
+    }
+    public struct Plan: Codable, Sendable {
+        public var method: GradientMethod
+        public var seqLen: Int
+        public var rank: Int
+        public var tileBytes: Int
+        public var keptBlocks: Int
+        public var offload: RunSettings.Offload
+        public var predictedPeakBytes: Int
+        public var leastPeakBytes: Int
+        public var mappedBytes: Int
+    }
+    public struct Step: Codable, Sendable {
+        public var step: Int
+        public var loss: Float
+        public var seconds: Double
+        public var forwardSeconds: Double
+        public var lossSeconds: Double
+        public var backwardSeconds: Double
+        public var tokens: Int
+        public var gradNorm: Float?
+        public var learningRate: Float
+        public var footprintBytes: Int
+        public var footprintPeakBytes: Int
+        public var mlxActiveBytes: Int
+        public var mlxPeakBytes: Int
+        public var mlxCacheBytes: Int
+        public var writtenBytes: Int
+        public var thermalState: String
+    }
+    public struct Eval: Codable, Sendable {
+        public var step: Int
+        public var split: String
+        public var loss: Float
+        public var tokens: Int
+    }
+    public struct Event: Codable, Sendable {
+        public var event: String
+        public var message: String
+    }
+    public struct End: Codable, Sendable {
+        public var reason: Reason
+        public var step: Int
+        public var seconds: Double
+        public var footprintPeakBytes: Int
+
+        public enum Reason: String, Codable, Sendable { case finished, stopped, failed }
+    }
+
+    private var body: (type: String, fields: any Encodable) {
+        switch self {
+        case .start(let fields): ("start", fields)
+        case .plan(let fields): ("plan", fields)
+        case .step(let fields): ("step", fields)
+        case .eval(let fields): ("eval", fields)
+        case .event(let fields): ("event", fields)
+        case .end(let fields): ("end", fields)
+        }
+    }
+
+    /// The record as one line of JSON with a line feed, stamped with the present time.
+    func line() throws -> Data {
+        struct Line: Encodable {
+            let type: String
+            let time: String
+            let fields: any Encodable
+
+            func encode(to encoder: any Encoder) throws {
+                var container = encoder.container(keyedBy: Key.self)
+                try container.encode(type, forKey: .type)
+                try container.encode(time, forKey: .time)
+                try fields.encode(to: encoder)
+            }
+            enum Key: String, CodingKey { case type, time }
+        }
+        let encoder = JSONEncoder()
+        encoder.keyEncodingStrategy = .convertToSnakeCase
+        encoder.outputFormatting = [.sortedKeys, .withoutEscapingSlashes]
+        let (type, fields) = body
+        return try encoder.encode(Line(type: type, time: Date.now.formatted(.iso8601), fields: fields))
+            + Data("\n".utf8)
+    }
+}
+
+extension LogRecord {
+    /// A line of a log: the record, nil for a type that this version does not know, and its time.
+    static func read(_ line: Data) throws -> (LogRecord?, Date) {
+        struct Head: Decodable {
+            let type: String
+            let time: Date
+        }
+        let decoder = JSONDecoder()
+        decoder.keyDecodingStrategy = .convertFromSnakeCase
+        decoder.dateDecodingStrategy = .iso8601
+        let head = try decoder.decode(Head.self, from: line)
+        func fields<T: Decodable>(_: T.Type) throws -> T { try decoder.decode(T.self, from: line) }
+        let record: LogRecord? =
+            switch head.type {
+            case "start": .start(try fields(Start.self))
+            case "plan": .plan(try fields(Plan.self))
+            case "step": .step(try fields(Step.self))
+            case "eval": .eval(try fields(Eval.self))
+            case "event": .event(try fields(Event.self))
+            case "end": .end(try fields(End.self))
+            default: nil
+            }
+        return (record, head.time)
+    }
+}

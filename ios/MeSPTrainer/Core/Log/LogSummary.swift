@@ -1,0 +1,93 @@
+import Foundation
+
+/// What a run's log says so far, sorted by the kind of record.
+public struct LogSummary: Sendable {
+    public struct Event: Sendable, Identifiable {
+        public let id: Int
+        public let time: Date
+        public let name: String
+        public let message: String
+    }
+
+    /// A point of a curve.
+    public struct Point: Sendable, Identifiable {
+        /// The last step of the stretch.
+        public let id: Int
+        public let value: Double
+    }
+
+    public var start: LogRecord.Start?
+    public var plan: LogRecord.Plan?
+    public var steps = [LogRecord.Step]()
+    public var evals = [LogRecord.Eval]()
+    public var events = [Event]()
+    public var end: LogRecord.End?
+
+    public init() {}
+
+    /// Reads the log in a run's folder. A last line that was cut off, as by a kill, is left out.
+    public init(folder: URL) throws {
+        let url = folder.appendingPathComponent("metrics.jsonl")
+        guard let data = try? Data(contentsOf: url, options: .mappedIfSafe) else {
+            throw MeSPError("\(folder.path) holds no run: there is no metrics.jsonl in it.")
+        }
+        for (index, line) in data.split(separator: UInt8(ascii: "\n")).enumerated() {
+            do {
+                let (record, time) = try LogRecord.read(line)
+                if let record { append(record, time: time) }
+            } catch {
+                guard line.endIndex == data.endIndex else {
+                    throw MeSPError("Line \(index + 1) of \(url.path) is not a log record.")
+                }
+            }
+        }
+    }
+
+    public mutating func append(_ record: LogRecord, time: Date = .now) {
+        switch record {
+        case .start(let start): self.start = start
+        case .plan(let plan): self.plan = plan
+        case .step(let step):
+            // A resumed run does again what came after its last saved state.
+            if let last = steps.last, last.step >= step.step { steps.removeAll { $0.step >= step.step } }
+            steps.append(step)
+        case .eval(let eval):
+            evals.removeAll { $0.step >= eval.step && $0.split == eval.split }
+            evals.append(eval)
+        case .event(let event):
+            events.append(Event(id: events.count, time: time, name: event.event, message: event.message))
+        case .end(let end): self.end = end
+        }
+    }
+
+    /// The last finished step.
+    public var lastStep: Int { steps.last?.step ?? end?.step ?? 0 }
+
+    /// The median time of the last 20 steps, in seconds.
+    public var stepSeconds: Double? {
+        let last = steps.suffix(20).map(\.seconds).sorted()
+        return last.isEmpty ? nil : last[last.count / 2]
+    }
+
+    /// Tokens trained on in a second, over the last 20 steps.
+    public var tokensPerSecond: Double? {
+        let last = steps.suffix(20)
+        let seconds = last.reduce(0) { $0 + $1.seconds }
+        return seconds > 0 ? Double(last.reduce(0) { $0 + $1.tokens }) / seconds : nil
+    }
+
+    /// The highest footprint so far, in bytes.
+    public var peakFootprint: Int? {
+        (steps.map(\.footprintPeakBytes) + [end?.footprintPeakBytes].compactMap { $0 }).max()
+    }
+
+    /// The mean of `value` over stretches of steps, `points` at most: what a chart can draw of a long run.
+    public func curve(points: Int = 200, _ value: (LogRecord.Step) -> Double) -> [Point] {
+        let stretch = max(1, (steps.count + points - 1) / max(1, points))
+        return stride(from: 0, to: steps.count, by: stretch).map { start in
+            let part = steps[start..<min(start + stretch, steps.count)]
+            return Point(
+                id: part[part.endIndex - 1].step, value: part.reduce(0) { $0 + value($1) } / Double(part.count))
+        }
+    }
+}

@@ -1,0 +1,108 @@
+import Foundation
+import MLX
+
+#if canImport(Darwin)
+    import Darwin
+#else
+    import Glibc
+#endif
+
+/// Arrays of one shape, kept in a file instead of in memory: written whole, read back as a mapping.
+///
+/// The file has no name, and goes with the process. Not for use from several threads at once.
+final class ArrayFile {
+    private let file: Int32
+    private let shape: [Int]
+    private let dtype: DType
+    /// From one array to the next, in bytes: a multiple of every system's page size.
+    private let stride: Int
+    /// Bytes written since the start.
+    private(set) var written = 0
+    /// While this reference lives, MLX can't donate the mapped buffer and write a result into it.
+    private var last: MLXArray?
+
+    /// - Parameter folder: where the file is made; it must be on a disk for the file not to take memory.
+    init(in folder: URL, shape: [Int], dtype: DType) throws {
+        let path = folder.appendingPathComponent("arrays.\(UUID().uuidString)").path
+        file = open(path, O_RDWR | O_CREAT | O_EXCL, 0o600)
+        guard file >= 0 else { throw MeSPError("Cannot make a file in \(folder.path): \(lastError()).") }
+        unlink(path)
+        (self.shape, self.dtype) = (shape, dtype)
+        stride = (shape.reduce(dtype.size, *) + 16383) / 16384 * 16384
+    }
+
+    deinit { close(file) }
+
+    func write(_ array: MLXArray, at index: Int) throws {
+        let data = array.asData(access: .noCopyIfContiguous).data
+        let done = data.withUnsafeBytes { bytes in
+            var done = 0
+            while done < bytes.count {
+                let count = pwrite(
+                    file, bytes.baseAddress.map { $0 + done }, bytes.count - done, off_t(index * stride + done))
+                if count <= 0 { break }
+                done += count
+            }
+            return done
+        }
+        guard done == data.count else { throw MeSPError("Cannot write the training state to disk: \(lastError()).") }
+        written += done
+    }
+
+    /// The array at `index`, mapped. What is computed from it is evaluated before the next array is read.
+    func read(_ index: Int) throws -> MLXArray {
+        guard let array = mapArray(file, offset: index * stride, shape, dtype) else {
+            throw MeSPError("Cannot map the training state: \(lastError()).")
+        }
+        last = array
+        return array
+    }
+}
+
+/// Arrays of one shape, one for each block, in memory or in a file.
+///
+/// A copy of this value keeps the arrays that it has in memory. With `keepsPrevious` it also keeps those in the file while each is
+/// written once more at most.
+struct BlockArrays {
+    private var arrays: [MLXArray?]
+    private let file: ArrayFile?
+    /// Where in the file each array lies.
+    private var slots: [Int]
+    private let keepsPrevious: Bool
+
+    var indices: Range<Int> { arrays.indices }
+    /// Bytes written to the file since the start.
+    var written: Int { file?.written ?? 0 }
+
+    /// - Parameter file: where the arrays are kept; nil for memory.
+    init(count: Int, file: ArrayFile?, keepsPrevious: Bool = false) {
+        arrays = Array(repeating: nil, count: count)
+        slots = Array(0..<count)
+        self.file = file
+        self.keepsPrevious = keepsPrevious
+    }
+
+    /// The array of a block that was set before.
+    func read(_ block: Int) throws -> MLXArray {
+        if let file { return try file.read(slots[block]) }
+        guard let array = arrays[block] else { preconditionFailure("block \(block) was never set") }
+        return array
+    }
+
+    /// Keeps an array, which is evaluated first.
+    mutating func write(_ array: MLXArray, _ block: Int) throws {
+        if let file {
+            if keepsPrevious { slots[block] = (slots[block] + arrays.count) % (2 * arrays.count) }
+            try file.write(array, at: slots[block])
+        } else {
+            eval(array)
+            arrays[block] = array
+        }
+    }
+
+    /// Hands a block's array over, and keeps it no longer.
+    mutating func take(_ block: Int) throws -> MLXArray {
+        defer { arrays[block] = nil }
+        return try read(block)
+    }
+}

@@ -1,0 +1,177 @@
+/// How a step trades time for memory. No choice changes the mathematics, only the order of sums.
+public struct Plan: Codable, Sendable, Equatable {
+    /// The size that temporaries are cut to, in bytes.
+    public var tileBytes: Int
+    /// The last blocks, whose intermediates stay in memory from the forward to the backward pass and aren't recomputed (MeSP).
+    public var keptBlocks = 0
+    /// What is kept in a file instead of in memory.
+    public var offload = RunSettings.Offload.none
+}
+
+/// Predicts the peak footprint of a step, and chooses the plan.
+public struct Planner: Sendable {
+    private let architecture: Architecture
+    private let settings: RunSettings
+    private let group: Int
+    private let itemSize: Int
+    private let functionBytes: Int
+
+    /// From the largest, which the default plan takes: larger ones are no faster.
+    static let tileSizes = [1 << 20, 512 << 10, 256 << 10]
+
+    /// What the system allows the process, in bytes, nil for all there is.
+    private let systemLimit: Int?
+
+    public init(_ manifest: Manifest, _ settings: RunSettings, systemLimit: Int? = systemMemoryLimit()) {
+        self.systemLimit = systemLimit
+        architecture = manifest.architecture
+        self.settings = settings
+        group = manifest.featureGroup
+        itemSize = manifest.dtype == "float32" ? 4 : 2
+        let functions = Set(manifest.blocks.compactMap { $0.functions["\(settings.seqLen)"] })
+        functionBytes = manifest.files.filter { functions.contains($0.path) }.reduce(0) { $0 + $1.size }
+    }
+
+    private var method: GradientMethod { settings.method }
+    private var length: Int { settings.seqLen }
+    private var rank: Int { settings.rank }
+    private var trainedBlocks: Int { min(settings.numLayers ?? .max, architecture.numHiddenLayers) }
+
+    /// The fastest plan that stays within `memoryLimitMb` and what the system allows; where neither matters, large tiles and everything
+    /// in memory. `offload` restricts the choice; it is the planner's last resort.
+    ///
+    /// - Throws: `MeSPError` with the least possible peak, where the limit is below it.
+    public func plan() throws -> Plan {
+        let asked = settings.memoryLimitMb.map { Int($0 * 1e6) }
+        let standard = Plan(tileBytes: Self.tileSizes[0], offload: settings.offload ?? .none)
+        if asked == nil, withMargin(peak(standard)) <= systemLimit ?? .max { return standard }
+        let limit = min(asked ?? .max, systemLimit ?? .max)
+        if let plan = plans.first(where: { withMargin(peak($0)) <= limit }) { return plan }
+        let (subject, remedy) =
+            limit == asked
+            ? ("A memory limit of \(rounded(limit)) MB is too low", "raise it")
+            : ("The system allows this process \(rounded(limit)) MB, which is too little", "allow it more")
+        throw MeSPError(
+            "\(subject): sequences of \(length) tokens at rank \(rank) need at least \(rounded(leastPeak)) MB; \(remedy) or take shorter sequences."
+        )
+    }
+
+    /// The next plan that takes less memory, nil where none does.
+    public func cheaper(than plan: Plan) -> Plan? {
+        let peak = peak(plan)
+        return plans.first { self.peak($0) < peak }
+    }
+
+    /// From the fastest to the slowest.
+    private var plans: [Plan] {
+        let most = method == .mesp ? trainedBlocks : 0
+        return offloads.flatMap { offload in
+            Self.tileSizes.flatMap { tileBytes in
+                (0...most).reversed().map { Plan(tileBytes: tileBytes, keptBlocks: $0, offload: offload) }
+            }
+        }
+    }
+
+    private var offloads: [RunSettings.Offload] {
+        if let choice = settings.offload { return [choice] }
+        return method == .mezo ? [.none, .all] : [.none, .inputs, .all]
+    }
+
+    /// The lowest limit that some plan stays within, in bytes.
+    public var leastPeak: Int { withMargin(plans.map(peak).min() ?? 0) }
+
+    /// What to leave free for a prediction to hold as a limit: a prediction is some 8% off.
+    private func withMargin(_ bytes: Int) -> Int { bytes + bytes / 100 * 8 }
+
+    /// The predicted peak footprint of a step, in bytes.
+    public func peak(_ plan: Plan) -> Int {
+        let tile = TileSizes(architecture, group: group, length: length, bytes: plan.tileBytes)
+        let inputs = method == .mezo || plan.offload != .none ? 0 : trainedBlocks * hidden
+        let kept = plan.keptBlocks * keptBytes
+        let forward = plan.keptBlocks > 0 ? forward + 2 * intermediate : forward
+        return process + (plan.offload == .all ? 0 : vectors) + inputs + kept
+            + max(forward, loss(tile), backward(tile))
+            // What is freed doesn't go back to the system at once: small blocks, and activations between others, up to a size.
+            + (plan.tileBytes < Self.tileSizes[0] ? 4_000_000 : 0)
+            + ((1_600_000..<8 << 20).contains(hidden) ? 3 * max(hidden, query) : 0)
+    }
+
+    // MARK: - What is alive at once. Counts of arrays follow the code; the few constants were fitted to measurements on Linux.
+
+    /// The process with MLX started and the block functions imported, whose graphs take several times the files.
+    private var process: Int { 5_500_000 + 15 * functionBytes / 2 }
+
+    /// One array `[T, features]`.
+    private func activation(_ features: Int) -> Int { length * features * itemSize }
+    private var hidden: Int { activation(architecture.hiddenSize) }
+    private var query: Int { activation(architecture.numAttentionHeads * architecture.headDim) }
+    private var keyValue: Int { activation(architecture.numKeyValueHeads * architecture.headDim) }
+    private var intermediate: Int { activation(architecture.intermediateSize) }
+
+    /// `rows` of a weight `[rows, hidden]`, dequantized.
+    private func weight(_ rows: Int) -> Int { rows * architecture.hiddenSize * 4 }
+
+    /// The LoRA parameters of a block, or their gradient.
+    private var loraBytes: Int { LoRALayout(architecture: architecture, rank: rank).count * 4 }
+
+    /// The parameters of all blocks, the optimizer's state and the sums of gradients.
+    private var vectors: Int {
+        let parameters = architecture.numHiddenLayers * loraBytes * settings.loraDtype.dtype.size / 4
+        let state = trainedBlocks * Optimizer.stateCount(settings) * loraBytes
+        let sums = settings.gathersGradients ? trainedBlocks * loraBytes : 0
+        // A step can be taken back while the old values are there.
+        return (parameters + state) * (settings.skipBadSteps ? 2 : 1) + sums
+    }
+
+    /// The outputs of attention and of the MLP, which the backward pass of post-norms reads.
+    private var postNormed: Int { architecture.postNorms ? 2 * hidden : 0 }
+
+    /// q, k, v, attn_out, x_mid, gate and up.
+    private var keptBytes: Int { 2 * query + 2 * keyValue + hidden + 2 * intermediate + postNormed }
+
+    /// The block function: x, attn_in, q, attn_out, x_mid and y, what QK-norm takes and makes, and the tiles of its trace, 256 outputs each.
+    private var forward: Int {
+        4 * hidden + (architecture.qkNorm ? 6 : 2) * query + 2 * keyValue + 3 * weight(256) + 2 * activation(256)
+    }
+
+    /// y, h, dh and the running sum before and after a tile, in float32; of the tile, W while it is dequantized, and z and p.
+    private func loss(_ tile: TileSizes) -> Int {
+        let rows = min(tile.vocabulary, architecture.vocabSize)
+        return 5 * length * architecture.hiddenSize * 4 + 3 * weight(rows) + 4 * length * rows * 4
+    }
+
+    private func backward(_ tile: TileSizes) -> Int {
+        let a = architecture
+        switch method {
+        case .mesp:
+            let features = min(tile.mlp, a.intermediateSize)
+            let queries = min(tile.attention, length)
+            let scores = a.numAttentionHeads * queries * length * 4
+            return max(
+                // d waits while the block function runs again.
+                hidden + forward,
+                // q, k, v and attn_out wait; x_mid, dy, mlp_in and its gradient before and after a tile; of the tile, three weights,
+                // one of them while it is dequantized, and gate, up and what becomes of them.
+                2 * query + 2 * keyValue + 5 * hidden + 5 * weight(features) + 9 * activation(features) + loraBytes,
+                // The same without the tile, but with the temporaries of the norm's derivative.
+                2 * query + 2 * keyValue + 10 * hidden + loraBytes,
+                // q, k, v and attn_out with d_x_mid, d_attn_out, k̂, and the tiles of dq, dk and dv; dk and dv before and after a tile;
+                // of the tile, scores, P, dP and dS, and q̂, dq, O and dO in float32.
+                4 * query + 9 * keyValue + hidden + 6 * scores
+                    + 5 * queries * a.numAttentionHeads * a.headDim * 4 + 3 * loraBytes) + postNormed
+        case .mebp:
+            // All of the block's weights dequantized, six arrays as wide as the MLP, the scores and P of all heads; what automatic
+            // differentiation keeps of QK-norm and of gelu.
+            let weights = Projection.allCases.reduce(0) { $0 + a.inputs($1) * a.outputs($1) } * 4
+            return weights + (a.hiddenAct == .gelu ? 15 : 6) * intermediate + 2 * a.numAttentionHeads * length * length
+                * 4
+                + (a.qkNorm ? 13 * (query + keyValue) : 0)
+        case .mezo:
+            // z, and the parameters moved by it, on the way into the block function.
+            return forward + 2 * loraBytes
+        }
+    }
+}
+
+/// Bytes in megabytes (10⁶), rounded up.
+private func rounded(_ bytes: Int) -> Int { (bytes + 999_999) / 1_000_000 }

@@ -1,0 +1,56 @@
+import Foundation
+
+#if os(iOS)
+    import os
+#elseif !canImport(Darwin)
+    import Glibc
+#endif
+
+/// The footprint at which the system ends the process or gives it no more memory, in bytes; nil where it sets no limit.
+///
+/// On Linux the lower of `RLIMIT_DATA` and the memory limits of the process's control groups. The first counts memory that was asked for,
+/// used or not, so what is reserved and not used is taken off.
+public func systemMemoryLimit() -> Int? {
+    #if os(iOS)
+        // What an app holds already is not the run's.
+        let available = Int(os_proc_available_memory())
+        return available > 0 ? available : nil
+    #elseif canImport(Darwin)
+        return nil
+    #else
+        var limit = rlimit()
+        getrlimit(.init(RLIMIT_DATA.rawValue), &limit)
+        let unused = processStatus(["VmData:"]) - memoryFootprint() + reservedLater
+        let data = limit.rlim_cur < UInt(Int.max) ? [max(0, Int(limit.rlim_cur) - unused)] : []
+        return (data + controlGroupLimits()).min()
+    #endif
+}
+
+#if !canImport(Darwin)
+    /// What a run reserves after it was planned and does not use: OpenBLAS's buffers of 32 MiB, of which it takes two at a time, and
+    /// the stacks of threads.
+    private let reservedLater = 76_000_000
+
+    /// The memory limits of the process's control groups, from its own up, of version 1 or 2.
+    private func controlGroupLimits() -> [Int] {
+        func number(_ path: String) -> Int? {
+            let text = try? String(contentsOfFile: path, encoding: .utf8)
+            return text.flatMap { Int($0.trimmingCharacters(in: .whitespacesAndNewlines)) }
+        }
+        let groups = (try? String(contentsOfFile: "/proc/self/cgroup", encoding: .utf8)) ?? ""
+        return groups.split(separator: "\n").flatMap { line -> [Int] in
+            let parts = line.split(separator: ":", maxSplits: 2, omittingEmptySubsequences: false)
+            guard parts.count == 3, parts[1].isEmpty || ",\(parts[1]),".contains(",memory,") else {
+                return []
+            }
+            let (root, file) =
+                parts[1].isEmpty ? ("/sys/fs/cgroup", "memory.max") : ("/sys/fs/cgroup/memory", "memory.limit_in_bytes")
+            var path = parts[2].split(separator: "/").map(String.init)
+            var limits = [Int]()
+            while true {
+                if let limit = number(([root] + path + [file]).joined(separator: "/")) { limits.append(limit) }
+                if path.popLast() == nil { return limits }
+            }
+        }
+    }
+#endif

@@ -1,0 +1,170 @@
+import Foundation
+import MLX
+
+/// Everything that a run depends on: the app's form and `mesp-engine`'s settings file.
+public struct RunSettings: Codable, Sendable, Equatable {
+    /// The bundle's folder.
+    public var bundle: String
+    /// A folder of tokens that `TextData` wrote, to train on; nil for the bundle's own text.
+    public var data: String?
+    /// The folder that gets `metrics.jsonl` and `adapters/`.
+    public var output: String
+    public var method: GradientMethod = .mesp
+    public var steps: Int = 100
+    /// Tokens in a sequence.
+    public var seqLen: Int = 256
+    public var rank: Int = 8
+    public var alpha: Float = 16
+    /// Scales the adapters' output by α / √rank instead of α / rank (rank-stabilized LoRA).
+    public var rslora = false
+    /// How the parameters are kept; bfloat16 with stochastic rounding of the updates.
+    public var loraDtype: LoRADtype = .float32
+    /// The linear layers that are trained, by short names: `q`, `k`, `v`, `o`, `gate`, `up`, `down`, or where the model computes several
+    /// in one, `qkv`, `gate_up`; nil for all.
+    public var projections: [String]?
+    /// Only the last so many blocks are trained; nil for all.
+    public var numLayers: Int?
+    /// A folder of adapters to start from, as mlx-lm or PEFT writes it.
+    public var adapters: String?
+
+    public var optimizer: OptimizerKind = .sgd
+    public var learningRate: Float = 1e-4
+    public var schedule: Schedule = .constant
+    /// Steps over which the rate rises from 0.
+    public var warmup: Int = 0
+    /// μ of SGD.
+    public var momentum: Float = 0
+    /// β₁, β₂ and ε of AdamW.
+    public var beta1: Float = 0.9
+    public var beta2: Float = 0.999
+    public var epsilon: Float = 1e-8
+    /// λ
+    public var weightDecay: Float = 0
+    /// The largest norm of the whole gradient; a larger one is scaled down. nil for no limit.
+    public var maxGradNorm: Float?
+    /// Sequences of a batch; its loss is the mean over all their tokens.
+    public var batchSize: Int = 1
+    /// Batches of a step; its gradient is the mean of theirs.
+    public var gradAccumulationSteps: Int = 1
+    /// Take a step back in which a loss or a gradient is not finite, and go on, instead of ending the run.
+    public var skipBadSteps = false
+    public var seed: UInt64 = 0
+    /// ε of MeZO's perturbation.
+    public var mezoEpsilon: Float = 1e-3
+    /// Held-out sequences of an evaluation; 0 for no evaluation.
+    public var valBatches: Int = 25
+    /// Steps between evaluations; 0 for one before the first step and one after the last only.
+    public var evalEvery: Int = 0
+    /// Evaluations without a lower held-out loss after which the run ends; 0 for never.
+    public var earlyStopping: Int = 0
+    /// Evaluate the test split at the end.
+    public var test = false
+    /// Steps between saves of the adapters and of the state to resume from; 0 for one at the end only.
+    public var saveEvery: Int = 100
+    /// Go on from the state that the output folder holds.
+    public var resume = false
+    /// The peak footprint to stay below, in megabytes (10⁶ bytes); nil for the default plan.
+    public var memoryLimitMb: Double?
+    /// What is kept in a file on disk instead of in memory; nil leaves it to the planner.
+    public var offload: Offload?
+    /// Report the plan and end.
+    public var dryRun = false
+
+    static let mostSteps = 1_000_000
+
+    public enum OptimizerKind: String, Codable, Sendable, CaseIterable { case sgd, adamw }
+
+    public enum Schedule: String, Codable, Sendable, CaseIterable { case constant, linear, cosine }
+
+    public enum Offload: String, Codable, Sendable, CaseIterable {
+        case none
+        /// The block inputs, from the forward to the backward pass.
+        case inputs
+        /// Also the adapters' parameters, the optimizer's state and sums of gradients.
+        case all
+    }
+
+    public enum LoRADtype: String, Codable, Sendable, CaseIterable {
+        case float32, bfloat16
+
+        var dtype: DType { self == .float32 ? .float32 : .bfloat16 }
+    }
+
+    /// What the adapters' output is multiplied by.
+    var scale: Float { alpha / (rslora ? Float(rank).squareRoot() : Float(rank)) }
+
+    /// The modules that are trained.
+    func modules(of architecture: Architecture) throws -> [Module] {
+        guard let projections else { return architecture.modules }
+        let names = architecture.modules.map(\.shortName)
+        if let name = projections.first(where: { !names.contains($0) }) {
+            throw MeSPError(
+                "The model has no projection \(name); projections must be of \(names.joined(separator: ", ")).")
+        }
+        return architecture.modules.filter { projections.contains($0.shortName) }
+    }
+
+    /// Whether an update needs all gradients at once, or those of several sequences.
+    var gathersGradients: Bool {
+        method != .mezo && (batchSize * gradAccumulationSteps > 1 || maxGradNorm != nil)
+    }
+
+    public init(bundle: String, output: String) {
+        self.bundle = bundle
+        self.output = output
+    }
+
+    /// Reads a settings file: snake-case JSON with `bundle` and `output`; a key that is absent has its default.
+    public init(contentsOf url: URL) throws {
+        guard let json = try? Data(contentsOf: url) else {
+            throw MeSPError("Cannot read the settings file \(url.path).")
+        }
+        let (encoder, decoder) = (JSONEncoder(), JSONDecoder())
+        encoder.keyEncodingStrategy = .convertToSnakeCase
+        decoder.keyDecodingStrategy = .convertFromSnakeCase
+        do {
+            let defaults = try encoder.encode(RunSettings(bundle: "", output: ""))
+            guard var keys = try JSONSerialization.jsonObject(with: defaults) as? [String: Any],
+                let given = try? JSONSerialization.jsonObject(with: json) as? [String: Any],
+                given["bundle"] != nil, given["output"] != nil
+            else { throw MeSPError("it is no JSON object with a bundle and an output") }
+            keys.merge(given) { $1 }
+            self = try decoder.decode(RunSettings.self, from: JSONSerialization.data(withJSONObject: keys))
+        } catch {
+            throw MeSPError("The settings file \(url.path) is not valid: \(error.plainSentence).")
+        }
+    }
+
+    /// Throws a sentence about the first setting that is out of range.
+    public func check() throws {
+        func require(_ condition: Bool, _ name: String, _ wanted: String) throws {
+            guard condition else { throw MeSPError("\(name) must be \(wanted).") }
+        }
+        // So high that nobody minds, and so low that no product of them overflows.
+        for (name, count) in [
+            ("steps", steps), ("batch_size", batchSize), ("grad_accumulation_steps", gradAccumulationSteps),
+        ] {
+            try require((1...Self.mostSteps).contains(count), name, "at least 1 and at most \(Self.mostSteps)")
+        }
+        try require(seqLen >= 1, "seq_len", "at least 1")
+        try require(rank >= 1, "rank", "at least 1")
+        try require(alpha.isFinite && alpha > 0, "alpha", "a positive number")
+        try require(projections?.isEmpty != true, "projections", "one or more")
+        try require(numLayers ?? 1 >= 1, "num_layers", "at least 1")
+        try require(learningRate.isFinite && learningRate > 0, "learning_rate", "a positive number")
+        try require((0..<steps).contains(warmup), "warmup", "0 or more and less than steps")
+        try require((0..<1).contains(momentum), "momentum", "0 or more and less than 1")
+        try require((0..<1).contains(beta1), "beta1", "0 or more and less than 1")
+        try require((0..<1).contains(beta2), "beta2", "0 or more and less than 1")
+        try require(epsilon.isFinite && epsilon > 0, "epsilon", "a positive number")
+        try require(weightDecay.isFinite && weightDecay >= 0, "weight_decay", "0 or more")
+        try require(maxGradNorm.map { $0.isFinite && $0 > 0 } ?? true, "max_grad_norm", "a positive number")
+        try require(mezoEpsilon.isFinite && mezoEpsilon > 0, "mezo_epsilon", "a positive number")
+        try require(valBatches >= 0, "val_batches", "0 or more")
+        try require(evalEvery >= 0, "eval_every", "0 or more")
+        try require(earlyStopping >= 0, "early_stopping", "0 or more")
+        try require(earlyStopping == 0 || evalEvery > 0, "eval_every", "above 0 with early_stopping")
+        try require(saveEvery >= 0, "save_every", "0 or more")
+        try require(memoryLimitMb ?? 1 > 0 && memoryLimitMb ?? 1 < 1e9, "memory_limit_mb", "a positive number")
+    }
+}

@@ -1,0 +1,119 @@
+import Foundation
+import MLX
+
+/// What a run needs to go on as if it had never ended: `state.safetensors` in its output folder. The order of the data and every random
+/// number follow from the number of the step.
+struct SavedState {
+    /// Steps done.
+    var step = 0
+    /// The step of the last evaluation.
+    var evaluated: Int?
+    /// The lowest held-out loss so far, and how many evaluations have come after it.
+    var best = Float.infinity
+    var evaluationsSinceBest = 0
+    /// The length of `metrics.jsonl` when this was saved; what comes after is done again.
+    var logBytes: UInt64 = 0
+
+    static func url(in folder: URL) -> URL { folder.appendingPathComponent("state.safetensors") }
+
+    private struct Saved: Codable {
+        var format = 1
+        var step: Int
+        var evaluated: Int?
+        var best: Float?
+        var evaluationsSinceBest: Int
+        var logBytes: UInt64
+        var plan: Plan
+        var settings: RunSettings
+
+        /// Whether every number is one that a run could have saved.
+        var isValid: Bool {
+            format == 1 && (0...RunSettings.mostSteps).contains(step) && (0...step).contains(evaluated ?? 0)
+                && (0...step + 1).contains(evaluationsSinceBest) && (1...(1 << 30)).contains(plan.tileBytes)
+                && (0...1 << 20).contains(plan.keptBlocks) && (try? settings.check()) != nil
+        }
+    }
+
+    /// Replaces the saved state in `folder` at once or not at all.
+    func save(_ trainer: Trainer, plan: Plan, settings: RunSettings, in folder: URL) throws {
+        let saved = Saved(
+            step: step, evaluated: evaluated, best: best.isFinite ? best : nil,
+            evaluationsSinceBest: evaluationsSinceBest, logBytes: logBytes, plan: plan, settings: settings)
+        let json = String(decoding: try JSONEncoder().encode(saved), as: UTF8.self)
+        let url = Self.url(in: folder)
+        do {
+            let tensors = try trainer.vectors().map { name, vector in
+                NewTensor(name: name, shape: vector.shape, dtype: vector.dtype) { vector }
+            }
+            try writeSafetensors(tensors, metadata: ["state": json], to: url)
+        } catch {
+            throw MeSPError("Cannot save \(url.path): \(error.plainSentence).")
+        }
+    }
+
+    /// Reads the state that a run with these settings left in `folder`.
+    ///
+    /// - Returns: it, the plan that the run had, where the memory settings are the same still, and the trainer's vectors by name; nil
+    ///   where there is none.
+    static func load(from folder: URL, _ settings: RunSettings) throws -> (
+        state: SavedState, plan: Plan?, vectors: Safetensors
+    )? {
+        let url = url(in: folder)
+        guard FileManager.default.fileExists(atPath: url.path) else { return nil }
+        guard let tensors = try? Safetensors(url),
+            let saved = try? JSONDecoder().decode(Saved.self, from: Data((tensors.metadata["state"] ?? "").utf8)),
+            saved.isValid
+        else { throw MeSPError("\(url.path) is damaged; start the run again in another folder.") }
+
+        var same = saved.settings
+        // What may change from one part of a run to the next.
+        (same.bundle, same.data, same.output, same.steps, same.resume) = (
+            settings.bundle, settings.data, settings.output, settings.steps, settings.resume
+        )
+        (same.saveEvery, same.memoryLimitMb, same.offload) = (
+            settings.saveEvery, settings.memoryLimitMb, settings.offload
+        )
+        guard same == settings else {
+            throw MeSPError("The run in \(folder.path) had other settings; resume it with those it was started with.")
+        }
+        let state = SavedState(
+            step: saved.step, evaluated: saved.evaluated, best: saved.best ?? .infinity,
+            evaluationsSinceBest: saved.evaluationsSinceBest, logBytes: saved.logBytes)
+        let samePlan =
+            saved.settings.memoryLimitMb == settings.memoryLimitMb && saved.settings.offload == settings.offload
+        return (state, samePlan ? saved.plan : nil, tensors)
+    }
+}
+
+extension Trainer {
+    /// Every vector that the next step depends on, by name.
+    func vectors() throws -> [String: MLXArray] {
+        var vectors = [String: MLXArray]()
+        for block in model.blocks { vectors["lora.\(block)"] = try model.lora.read(block) }
+        for block in trained {
+            vectors["first.\(block)"] = try optimizer.first?.read(block)
+            vectors["second.\(block)"] = try optimizer.second?.read(block)
+        }
+        return vectors
+    }
+
+    /// Takes vectors that `vectors()` gave, by name; each is asked for once, as it may be read from a file. A trainer that this throws on is
+    /// of no more use.
+    func restore(_ vectors: (_ name: String) -> MLXArray?) throws {
+        func vector(_ name: String, like current: MLXArray) throws -> MLXArray {
+            guard let vector = vectors(name), vector.shape == current.shape, vector.dtype == current.dtype else {
+                throw MeSPError("The saved state is of another model or rank; start the run again in another folder.")
+            }
+            return vector
+        }
+        for block in model.blocks { try model.lora.write(vector("lora.\(block)", like: model.lora.read(block)), block) }
+        for block in trained {
+            if let first = try optimizer.first?.read(block) {
+                try optimizer.first?.write(vector("first.\(block)", like: first), block)
+            }
+            if let second = try optimizer.second?.read(block) {
+                try optimizer.second?.write(vector("second.\(block)", like: second), block)
+            }
+        }
+    }
+}

@@ -1,0 +1,160 @@
+import Foundation
+import Testing
+
+@testable import MeSPAppModel
+@testable import MeSPCore
+
+@Suite(.serialized) @MainActor final class AppModelTests {
+    private let documents = FileManager.default.temporaryDirectory.appendingPathComponent(UUID().uuidString)
+    private let phone = TestPhone()
+    private lazy var model = AppModel(phone: phone, folder: DocumentsFolder(documents: documents)) { _ in
+        ByteTokenizer()
+    }
+
+    init() throws { try FileManager.default.createDirectory(at: documents, withIntermediateDirectories: true) }
+    deinit { try? FileManager.default.removeItem(at: documents) }
+
+    private func fixture() throws -> URL {
+        try #require(Fixture.tied).appendingPathComponent("bundle.mesp").resolvingSymlinksInPath()
+    }
+
+    private func prepare(steps: Int) async throws {
+        await model.importBundle(at: try fixture())
+        #expect(model.problem == nil)
+        (model.form.settings.steps, model.form.settings.valBatches) = (steps, 0)
+    }
+
+    private func ended() async throws {
+        while !model.isFree { try await Task.sleep(for: .milliseconds(5)) }
+    }
+
+    @Test func withoutABundleItSaysWhatToDo() async {
+        #expect(model.form.bundle == nil)
+        #expect(throws: MeSPError("Bring in a bundle first, by AirDrop, the Files app or tools/push.py.")) {
+            _ = try model.form.fit.get()
+        }
+        await model.start()
+        #expect(model.controller.state == .idle)
+    }
+
+    @Test func aBundleIsBroughtInAndChosenWithSettingsThatItHas() async throws {
+        try await prepare(steps: 1)
+        #expect(model.form.bundle?.url.lastPathComponent == "bundle.mesp")
+        #expect(model.form.settings.seqLen == 32 && model.form.settings.rank == 8)
+        model.form.bundleID = nil
+        #expect(model.form.bundle == nil && !model.canStart)
+        model.form.bundleID = "bundle.mesp"
+        #expect(model.canStart)
+        (model.form.hasLimit, model.form.limit) = (true, 1)
+        #expect(throws: MeSPError.self) { _ = try model.form.fit.get() }
+        model.form.hasLimit = false
+        phone.availableMemory = 1
+        #expect(try !model.form.fit.get().fits)
+        await model.importBundle(at: try fixture())
+        #expect(model.problem == "There is a bundle bundle.mesp already; delete it first.")
+    }
+
+    @Test func theBundleThatComesWithTheAppTrains() async throws {
+        let home = URL(fileURLWithPath: #filePath).deletingLastPathComponent().deletingLastPathComponent()
+            .deletingLastPathComponent()
+        let folder = DocumentsFolder(documents: documents, included: home)
+        let model = AppModel(phone: phone, folder: folder) { _ in ByteTokenizer() }
+        #expect(model.form.bundle?.isIncluded == true && model.form.bundle?.name == "demo")
+        (model.form.settings.seqLen, model.form.settings.steps, model.form.settings.valBatches) = (128, 1, 0)
+        await model.start()
+        while !model.isFree { try await Task.sleep(for: .milliseconds(5)) }
+        #expect(model.controller.state == .finished(.finished))
+    }
+
+    @Test func aBundleFromAirDropMovesOutOfTheInbox() async throws {
+        let inbox = documents.appendingPathComponent("Inbox")
+        try FileManager.default.createDirectory(at: inbox, withIntermediateDirectories: true)
+        let dropped = inbox.appendingPathComponent("new.mesp")
+        try FileManager.default.copyItem(at: try fixture(), to: dropped)
+        await model.importBundle(at: dropped)
+        #expect(model.form.bundle?.id == "new.mesp")
+        #expect(!FileManager.default.fileExists(atPath: dropped.path))
+        await model.importBundle(at: documents.appendingPathComponent("new.mesp"))
+        #expect(model.problem == nil, "it is there already, and only chosen")
+    }
+
+    @Test func trainsOnTheBundlesText() async throws {
+        try await prepare(steps: 1_000_000)
+        await model.start()
+        while model.controller.state == .preparing { try await Task.sleep(for: .milliseconds(1)) }
+        model.refresh()
+        #expect(model.library.runs.map(\.status) == [.running])
+        model.controller.stop()
+        try await ended()
+        model.refresh()
+        #expect(model.library.runs.map(\.status) == [.stopped])
+        await model.delete(try #require(model.library.runs.first))
+        #expect(model.library.runs.isEmpty)
+    }
+
+    @Test func trainsOnPastedTextAndGoesOnWithItAfterAKill() async throws {
+        try await prepare(steps: 1_000_000)
+        model.form.settings.saveEvery = 1
+        (model.form.textKind, model.form.pasted) = (.pasted, String(repeating: "A line of text.\n", count: 20))
+        await model.start()
+        while model.controller.log.steps.count < 3 { try await Task.sleep(for: .milliseconds(5)) }
+        model.controller.stop()
+        try await ended()
+        model.refresh()
+        let run = try #require(model.library.runs.first)
+        #expect(run.canResume)
+        #expect(FileManager.default.fileExists(atPath: run.url.appendingPathComponent("data/train.bin").path))
+
+        let steps = run.log?.steps.count ?? 0
+        await model.resume(run)
+        while model.controller.isRunning, model.controller.log.steps.count <= steps {
+            try await Task.sleep(for: .milliseconds(5))
+        }
+        #expect(model.problem == nil)
+        #expect(model.controller.log.events.contains { $0.name == "resumed" })
+        model.controller.stop()
+        try await ended()
+    }
+
+    @Test func textThatCannotBeUsedLeavesNoRun() async throws {
+        try await prepare(steps: 1)
+        (model.form.textKind, model.form.pasted) = (.pasted, "Too short.")
+        await model.start()
+        #expect(model.problem?.hasPrefix("The text has 11 tokens, too few") == true)
+        model.hasProblem = false
+        #expect(model.problem == nil)
+        model.form.textKind = .file
+        await model.start()
+        #expect(model.problem == "Choose a text file first.")
+        #expect(model.controller.state == .idle && model.library.runs.isEmpty && model.isFree)
+    }
+
+    @Test func comparesTheMethodsAndWrites() async throws {
+        try await prepare(steps: 1)
+        await model.compareMethods(steps: 1)
+        #expect(model.benchmark.rows.count == 3)
+        #expect(model.library.runs.count == 3)
+        let run = try #require(model.library.runs.first)
+        #expect(model.library.bundle(of: run)?.id == model.form.bundle?.id)
+        var request = Comparison.Request()
+        (request.prompt, request.maxTokens) = ("The", 1)
+        await model.write(request, with: run)
+        try await ended()
+        #expect(model.comparison.base.summary != nil && model.comparison.tuned.summary != nil)
+    }
+
+    @Test func theScreenStaysAwakeOnlyForARun() async throws {
+        model.screen.isOvernight = true
+        #expect(!model.screen.staysAwake && !model.screen.isDimmed)
+        #expect(model.screen.overnightAdvice.hasPrefix("Connect the charger"))
+        phone.battery?.isCharging = true
+        #expect(model.screen.overnightAdvice.hasPrefix("Leave the app in front"))
+        try await prepare(steps: 1_000_000)
+        await model.start()
+        #expect(model.screen.staysAwake && model.screen.isDimmed)
+        (model.screen.isOvernight, model.screen.keepsAwake) = (false, false)
+        #expect(!model.screen.staysAwake && !model.screen.isDimmed)
+        model.controller.stop()
+        try await ended()
+    }
+}

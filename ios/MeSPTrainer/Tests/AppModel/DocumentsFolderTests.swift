@@ -1,0 +1,226 @@
+import Foundation
+import Testing
+
+@testable import MeSPAppModel
+@testable import MeSPCore
+
+@Suite(.serialized) @MainActor final class DocumentsFolderTests {
+    private let documents = FileManager.default.temporaryDirectory.appendingPathComponent(UUID().uuidString)
+    private lazy var store = DocumentsFolder(documents: documents)
+    private let files = FileManager.default
+
+    init() throws { try files.createDirectory(at: documents, withIntermediateDirectories: true) }
+    deinit { try? FileManager.default.removeItem(at: documents) }
+
+    private func fixture() throws -> URL {
+        try #require(Fixture.tied).appendingPathComponent("bundle.mesp").resolvingSymlinksInPath()
+    }
+
+    private func settings(_ name: String, steps: Int) throws -> RunSettings {
+        var settings = RunSettings(
+            bundle: try fixture().path, output: store.runsFolder.appendingPathComponent(name).path)
+        settings.seqLen = 32
+        settings.steps = steps
+        settings.valBatches = 0
+        settings.learningRate = 0.05
+        settings.saveEvery = 2
+        return settings
+    }
+
+    // MARK: - Runs
+
+    @Test func listsRunsTheNewestFirstAndDeletes() throws {
+        #expect(store.runs().isEmpty)
+        try Run.run(try settings("first", steps: 1))
+        try Run.run(try settings("second", steps: 2))
+        #expect(store.runs().map(\.name) == ["second", "first"])
+        let run = try #require(store.runs().last)
+        #expect(run.status == .finished)
+        #expect(run.log?.steps.count == 1)
+        #expect(run.adapters?.lastPathComponent == "adapters")
+        #expect(!run.canResume, "it has finished")
+        try store.delete(run)
+        #expect(store.runs().map(\.name) == ["second"])
+    }
+
+    @Test func sharesLogAndAdaptersButNotTheText() throws {
+        var settings = try settings("run", steps: 2)
+        let folder = URL(fileURLWithPath: settings.output).appendingPathComponent("data")
+        let text = String(repeating: "A line of text.\n", count: 20)
+        try TextData(tokenizer: ByteTokenizer(), length: 32).write(.text(text), to: folder)
+        settings.data = folder.path
+        try Run.run(settings)
+        let target = documents.appendingPathComponent("export")
+        for _ in 0..<2 { try #require(store.runs().first).export(to: target) }
+        #expect(Set(try files.contentsOfDirectory(atPath: target.path)) == ["metrics.jsonl", "adapters"])
+    }
+
+    @Test func aNewRunHasAFolderOfItsOwn() throws {
+        let date = Date(timeIntervalSince1970: 1_700_000_000)
+        let first = store.newRun(bundle: "Demo", method: .mebp, at: date)
+        #expect(first.lastPathComponent.hasPrefix("Demo mebp 2023-11-1"))
+        try files.createDirectory(at: first, withIntermediateDirectories: true)
+        let second = store.newRun(bundle: "Demo", method: .mebp, at: date)
+        #expect(second.lastPathComponent == first.lastPathComponent + " 2")
+    }
+
+    @Test func aLogThatCannotBeReadIsListedWithTheReason() throws {
+        let folder = store.runsFolder.appendingPathComponent("bad")
+        try files.createDirectory(at: folder, withIntermediateDirectories: true)
+        try Data("{}\n{}\n".utf8).write(to: folder.appendingPathComponent("metrics.jsonl"))
+        let log = folder.appendingPathComponent("metrics.jsonl").path
+        #expect(store.runs().map(\.status) == [.unreadable("Line 1 of \(log) is not a log record.")])
+    }
+
+    @Test func aLastLineThatWasCutOffIsLeftOut() throws {
+        try Run.run(try settings("run", steps: 3))
+        let log = store.runsFolder.appendingPathComponent("run/metrics.jsonl")
+        let data = try Data(contentsOf: log)
+        try data.dropLast(20).write(to: log)
+        let run = try #require(store.runs().first)
+        #expect(run.status == .interrupted)
+        #expect(run.log?.steps.count == 3)
+    }
+
+    /// A copy of the folder, taken while the run goes on, is what a kill leaves behind.
+    @Test func aKilledRunGoesOnFromItsLastSavedStateAndGivesTheSameLosses() async throws {
+        var uninterrupted = try settings("uninterrupted", steps: 9)
+        uninterrupted.optimizer = .adamw
+        uninterrupted.learningRate = 1e-3
+        try Run.run(uninterrupted)
+
+        var settings = uninterrupted
+        let original = documents.appendingPathComponent("original")
+        let (files, killed) = (files, store.runsFolder.appendingPathComponent("killed"))
+        settings.output = original.path
+        try files.createDirectory(at: store.runsFolder, withIntermediateDirectories: true)
+        try Run.run(settings) { record, _ in
+            guard case .step(let step) = record, step.step == 5 else { return }
+            try files.copyItem(at: original, to: killed)
+        }
+
+        // The app was updated since, which moves its folders.
+        try files.copyItem(at: try fixture(), to: documents.appendingPathComponent("bundle.mesp"))
+        let run = try #require(store.runs().first { $0.name == "killed" })
+        #expect(run.status == .interrupted)
+        #expect(run.canResume)
+        let resumed = try store.settingsToResume(run)
+        #expect(resumed.bundle == documents.appendingPathComponent("bundle.mesp").path)
+
+        let next = RunController(phone: TestPhone())
+        next.start(resumed)
+        #expect(next.log.steps.count >= 5, "what it had logged is shown at once")
+        while next.isRunning { try await Task.sleep(for: .milliseconds(5)) }
+        #expect(next.state == .finished(.finished))
+        let expected = try LogSummary(folder: URL(fileURLWithPath: uninterrupted.output)).steps.map(\.loss)
+        #expect(try LogSummary(folder: killed).steps.map(\.loss) == expected)
+        #expect(next.log.steps.map(\.loss) == expected)
+        #expect(store.runs().first { $0.name == "killed" }?.status == .finished)
+    }
+
+    @Test func aRunWhoseBundleIsGoneSaysSo() throws {
+        var settings = try settings("run", steps: 2)
+        try Run.run(settings, atBlock: { _ in throw CancellationError() })
+        let run = try #require(store.runs().first)
+        #expect(run.status == .stopped && run.canResume)
+        #expect(throws: MeSPError("The bundle bundle.mesp of run is no longer there; bring it in again.")) {
+            settings = try store.settingsToResume(run)
+        }
+    }
+
+    @Test func theRunInProgressIsNotOfferedToResume() throws {
+        let settings = try settings("run", steps: 2)
+        try Run.run(settings, atBlock: { _ in throw CancellationError() })
+        let run = try #require(store.runs(running: URL(fileURLWithPath: settings.output)).first)
+        #expect(run.status == .running && !run.canResume)
+    }
+
+    // MARK: - Bundles
+
+    @Test func importsABundle() throws {
+        let bundle = try store.importBundle(at: try fixture())
+        #expect(bundle.problem == nil)
+        #expect(bundle.advice?.contains("CPU") == true)
+        #expect(store.bundles().map(\.url.lastPathComponent) == ["bundle.mesp"])
+        #expect(throws: MeSPError("There is a bundle bundle.mesp already; delete it first.")) {
+            _ = try store.importBundle(at: try fixture())
+        }
+        try store.delete(bundle)
+        #expect(store.bundles().isEmpty)
+    }
+
+    @Test func refusesADamagedBundleAndKeepsNothingOfIt() throws {
+        let source = documents.deletingLastPathComponent().appendingPathComponent("\(UUID().uuidString).mesp")
+        defer { try? files.removeItem(at: source) }
+        try files.copyItem(at: try fixture(), to: source)
+        let file = source.appendingPathComponent("blocks/00.bin")
+        var data = try Data(contentsOf: file)
+        data[100] ^= 1
+        try data.write(to: file)
+        let name = source.lastPathComponent
+        #expect(
+            throws: MeSPError(
+                "blocks/00.bin in \(name) is damaged (its SHA-256 differs); copy or export the bundle again.")
+        ) { _ = try store.importBundle(at: source) }
+        #expect(try files.contentsOfDirectory(atPath: documents.path).isEmpty)
+        #expect(throws: MeSPError("text.txt is not a bundle: bundles are folders whose names end in .mesp.")) {
+            _ = try store.importBundle(at: documents.appendingPathComponent("text.txt"))
+        }
+    }
+
+    @Test func aBadBundleSaysWhy() throws {
+        let url = documents.appendingPathComponent("bad.mesp")
+        try files.copyItem(at: try fixture(), to: url)
+        try files.removeItem(at: url.appendingPathComponent("embedding.bin"))
+        let bundle = try #require(store.bundles().first)
+        #expect(bundle.manifest == nil && bundle.name == "bad")
+        #expect(bundle.problem == "bad.mesp lacks embedding.bin; export the bundle again.")
+    }
+
+    @Test func aBundleInAFolderOfItsNameIsFoundAndDeletedWhole() throws {
+        let folder = documents.appendingPathComponent("bundle.mesp")
+        try files.createDirectory(at: folder, withIntermediateDirectories: true)
+        try files.copyItem(at: try fixture(), to: folder.appendingPathComponent("bundle.mesp"))
+        let bundle = try #require(store.bundles().first)
+        #expect(bundle.problem == nil)
+        try store.delete(bundle)
+        #expect(!files.fileExists(atPath: folder.path))
+    }
+
+    @Test func bundlesThatCameWithTheAppGiveWayToOnesOfTheSameName() throws {
+        let included = documents.appendingPathComponent("Resources")
+        try files.createDirectory(at: included, withIntermediateDirectories: true)
+        try files.copyItem(at: try fixture(), to: included.appendingPathComponent("bundle.mesp"))
+        let store = DocumentsFolder(documents: documents, included: included)
+        let bundle = try #require(store.bundles().first)
+        #expect(bundle.isIncluded)
+        #expect(throws: MeSPError("\(bundle.name) came with the app and stays with it.")) { try store.delete(bundle) }
+        _ = try store.importBundle(at: try fixture())
+        #expect(store.bundles().map(\.isIncluded) == [false])
+    }
+
+    // MARK: - DeviceFit
+
+    @Test func saysWhetherARunFits() throws {
+        let manifest = try ModelBundle(url: try fixture()).manifest
+        var settings = try settings("run", steps: 1)
+        let fit = try DeviceFit(settings, manifest, available: nil)
+        #expect(fit.fits && fit.predictedPeak > 1_000_000)
+        #expect(try DeviceFit(settings, manifest, available: fit.predictedPeak).fits)
+        #expect(try !DeviceFit(settings, manifest, available: fit.predictedPeak - 1).fits)
+        settings.rank = 3
+        #expect(throws: MeSPError.self) { _ = try DeviceFit(settings, manifest, available: nil) }
+    }
+
+    // MARK: - Log
+
+    @Test func aCurveHasTheMeansOfStretches() throws {
+        try Run.run(try settings("run", steps: 5))
+        let log = try LogSummary(folder: store.runsFolder.appendingPathComponent("run"))
+        let curve = log.curve(points: 3) { Double($0.step) }
+        #expect(curve.map(\.id) == [2, 4, 5])
+        #expect(curve.map(\.value) == [1.5, 3.5, 5])
+        #expect(log.peakFootprint ?? 0 >= log.steps.map(\.footprintPeakBytes).max() ?? .max)
+        #expect(log.tokensPerSecond ?? 0 > 0 && log.stepSeconds ?? 0 > 0)
+    }
+}

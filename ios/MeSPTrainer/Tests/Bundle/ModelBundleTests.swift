@@ -1,0 +1,160 @@
+import Foundation
+import Testing
+
+@testable import MeSPCore
+
+@Suite(.serialized) struct ModelBundleTests {
+    /// A private copy of a fixture's bundle.
+    private func copy(_ fixture: URL? = Fixture.tied) throws -> URL {
+        let source = try #require(fixture).appendingPathComponent("bundle.mesp")
+            .resolvingSymlinksInPath()
+        let folder = FileManager.default.temporaryDirectory.appendingPathComponent(UUID().uuidString)
+        try FileManager.default.copyItem(at: source, to: folder)
+        return folder
+    }
+
+    @Test func refusesWhatIsNoBundle() {
+        let missing = URL(fileURLWithPath: "/nowhere/x.mesp")
+        #expect(message { _ = try ModelBundle(url: missing) }.contains("manifest.json"))
+    }
+
+    @Test(arguments: [
+        ("blocks/00.bin", "damaged"), ("embedding.bin", "damaged"),
+    ]) func noticesAFlippedByte(_ file: String, _ expected: String) throws {
+        let folder = try copy()
+        defer { try? FileManager.default.removeItem(at: folder) }
+        let url = folder.appendingPathComponent(file)
+        var data = try Data(contentsOf: url)
+        data[data.count / 3] ^= 1
+        try data.write(to: url)
+        let text = message { _ = try ModelBundle(url: folder) }
+        #expect(text.contains(expected) && text.contains(file))
+    }
+
+    @Test func noticesATruncatedAndAMissingFile() throws {
+        let folder = try copy()
+        defer { try? FileManager.default.removeItem(at: folder) }
+        let url = folder.appendingPathComponent("blocks/01.bin")
+        let data = try Data(contentsOf: url)
+        try data.dropLast(1).write(to: url)
+        #expect(message { _ = try ModelBundle(url: folder) }.contains("blocks/01.bin"))
+        try FileManager.default.removeItem(at: url)
+        #expect(message { _ = try ModelBundle(url: folder) }.contains("lacks blocks/01.bin"))
+    }
+
+    @Test(arguments: [
+        ("\"format\": 2", "\"format\": 3", "format 3"),
+        ("\"mlx_version\": \"0.31.1\"", "\"mlx_version\": \"0.32.0\"", "MLX 0.32.0"),
+        ("\"device\": \"cpu\"", "\"device\": \"gpu\"", "--device cpu"),
+        ("\"num_attention_heads\":", "\"heads\":", "num"),
+        ("\"path\": \"embedding.bin\"", "\"path\": \"../embedding.bin\"", "embedding.bin"),
+        ("\"hidden_size\": ", "\"hidden_size\": 64", "export the bundle again"),
+        ("{", "", "damaged"),
+    ]) func refusesAWrongManifest(_ text: String, _ replacement: String, _ expected: String) throws {
+        let folder = try copy()
+        defer { try? FileManager.default.removeItem(at: folder) }
+        let url = folder.appendingPathComponent("manifest.json")
+        let manifest = try String(contentsOf: url, encoding: .utf8)
+        #expect(manifest.contains(text))
+        try manifest.replacingOccurrences(of: text, with: replacement).write(to: url, atomically: true, encoding: .utf8)
+        let sentence = message { _ = try ModelBundle(url: folder) }
+        #expect(sentence.lowercased().contains(expected.lowercased()), "\(sentence)")
+    }
+
+    /// What a manifest of format 2 can say that no bundle has, of a model with two kinds of attention.
+    @Test(arguments: [
+        "a block of two kinds", "a block of no kind", "a kind with two attentions", "many dimensions", "another dtype",
+        "scales of no format",
+    ]) func refusesBlocksThatDoNotFit(_ damage: String) throws {
+        let folder = try copy(Fixture.cases.first { $0.lastPathComponent == "gemma3" })
+        defer { try? FileManager.default.removeItem(at: folder) }
+        let url = folder.appendingPathComponent("manifest.json")
+        let json = try JSONSerialization.jsonObject(with: Data(contentsOf: url))
+        var manifest = try #require(json as? [String: Any])
+        var blocks = try #require(manifest["blocks"] as? [[String: Any]])
+        var architecture = try #require(manifest["architecture"] as? [String: Any])
+        var arrays = try #require(blocks[0]["arrays"] as? [[String: Any]])
+        let index = try #require(arrays.firstIndex { ($0["name"] as? String)?.hasSuffix("q_proj.scales") == true })
+        let sound = try ModelBundle(url: folder)
+        #expect(sound.manifest.blocks.count == 2)
+        switch damage {
+        case "a block of two kinds": blocks[1]["layers"] = [0, 1]
+        case "a block of no kind": blocks[1]["layers"] = [Int]()
+        case "a kind with two attentions": architecture["layers"] = [1, 0]
+        case "many dimensions": arrays[index]["shape"] = [64, 1 << 24, 1 << 24, 1 << 24]
+        case "another dtype": arrays[index]["dtype"] = "uint8"
+        default: arrays[index]["shape"] = [(arrays[index]["shape"] as? [Int])?[0] ?? 0, 3]
+        }
+        if damage == "a kind with two attentions" {
+            blocks = [blocks[0]]
+            blocks[0]["layers"] = [0, 1]
+        }
+        blocks[0]["arrays"] = arrays
+        manifest["blocks"] = blocks
+        manifest["architecture"] = architecture
+        try JSONSerialization.data(withJSONObject: manifest).write(to: url)
+        let sentence = message { _ = try ModelBundle(url: folder) }
+        #expect(sentence.hasSuffix("export the bundle again."), "\(sentence)")
+    }
+
+    @Test func sha256KnownAnswers() throws {
+        let url = FileManager.default.temporaryDirectory.appendingPathComponent(UUID().uuidString)
+        defer { try? FileManager.default.removeItem(at: url) }
+        // FIPS 180-4 examples; 1,000,000 times "a" spans several pieces.
+        for (text, digest) in [
+            ("", "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"),
+            ("abc", "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"),
+            (
+                "abcdbcdecdefdefgefghfghighijhijkijkljklmklmnlmnomnopnopq",
+                "248d6a61d20638b8e5c026930c3e6039a33ce45964ff2167f6ecedd419db06c1"
+            ),
+            (
+                String(repeating: "a", count: 1_000_000),
+                "cdc76e5c9914fb9281a1c7e284d73e67f1809a48a497200e046d39ccc7112cd0"
+            ),
+        ] {
+            try text.write(to: url, atomically: true, encoding: .utf8)
+            #expect(try sha256(of: url) == digest)
+        }
+    }
+}
+
+@Suite struct TokenStreamTests {
+    @Test(arguments: [1, 2, 7, 10, 97, 100]) func anEpochVisitsEachWindowOnce(_ count: Int) {
+        let length = 3
+        let stream = TokenStream(tokens: (0..<Int32(count * length + 1)).map { $0 })
+        let windows = stream.sequences(length: length)
+        #expect(windows.count == count)
+        let first = (0..<count).map { windows.training($0, seed: 5) }
+        #expect(Set(first.map { $0.tokens[0] }).count == count)
+        #expect(first.allSatisfy { $0.tokens.count == length + 1 && $0.counted == 0..<length })
+        #expect(windows.training(count, seed: 5) == first[0])
+    }
+
+    /// Five tokens with two of context; three without; three that are all context once cut to four.
+    private let stream = TokenStream(
+        tokens: data([1, 2, 3, 4, 5, 6, 7, 8, 9, 9, 9, 9, 9]), examples: data([0, 5, 2, 5, 3, 0, 8, 5, 4]))
+
+    @Test func anExampleIsCutOrPaddedAndItsContextDoesNotCount() {
+        let short = stream.sequences(length: 3)
+        #expect(short.count == 2)
+        #expect(short[0] == Example(tokens: [1, 2, 3, 4], counted: 1..<3))
+        #expect(short[1] == Example(tokens: [6, 7, 8, 0], counted: 0..<2))
+        #expect(short[0].targets == [3, 4])
+        let long = stream.sequences(length: 8)
+        #expect(long.count == 3)
+        #expect(long[0] == Example(tokens: [1, 2, 3, 4, 5, 0, 0, 0, 0], counted: 1..<4))
+        #expect(long[2].targets == [9])
+    }
+
+    @Test(arguments: [[0, 14, 0], [0, 1, 0], [2, 3, 3], [UInt32.max, 2, 0]]) func refusesAnExampleOutsideTheStream(
+        _ bounds: [UInt32]
+    ) {
+        let stream = TokenStream(tokens: data((0..<13).map { $0 }), examples: data(bounds))
+        #expect(throws: MeSPError.self) { try stream.check(vocabulary: 100) }
+        #expect(throws: MeSPError.self) { try self.stream.check(vocabulary: 9) }
+        #expect(throws: Never.self) { try self.stream.check(vocabulary: 10) }
+    }
+}
+
+private func data(_ numbers: [UInt32]) -> Data { numbers.withUnsafeBytes { Data($0) } }

@@ -1,0 +1,304 @@
+import Foundation
+import MLX
+import Testing
+
+@testable import MeSPCore
+
+@Suite(.serialized) @MainActor final class RunControllerTests {
+    private let phone = TestPhone()
+    private let clock = TestClock()
+    private let folder = FileManager.default.temporaryDirectory.appendingPathComponent(UUID().uuidString)
+    private lazy var controller = RunController(phone: phone, clock: clock)
+
+    deinit { try? FileManager.default.removeItem(at: folder) }
+
+    /// A run that ends only when it is told to, unless `steps` are given.
+    private func settings(_ name: String = "run", steps: Int = 1_000_000) throws -> RunSettings {
+        let bundle = try #require(Fixture.tied).appendingPathComponent("bundle.mesp")
+        let manifest = try ModelBundle(url: bundle).manifest
+        var settings = RunSettings(bundle: bundle.path, output: folder.appendingPathComponent(name).path)
+        settings.seqLen = try #require(manifest.seqLens.max())
+        settings.rank = try #require(manifest.ranks.first)
+        settings.steps = steps
+        settings.valBatches = 0
+        settings.learningRate = 0.05
+        settings.saveEvery = 0
+        return settings
+    }
+
+    /// Waits until `condition` holds.
+    private func wait(_ comment: Comment, until condition: () -> Bool) async throws {
+        let limit = Date(timeIntervalSinceNow: 60)
+        while !condition() {
+            try #require(Date.now < limit, comment)
+            try await Task.sleep(for: .milliseconds(2))
+        }
+    }
+
+    private func reach(_ state: RunController.State) async throws {
+        try await wait("the state is \(controller.state) and not \(state)") { controller.state == state }
+    }
+
+    private func train() async throws {
+        controller.start(try settings())
+        try await reach(.training)
+    }
+
+    private func end() async throws {
+        controller.stop()
+        try await reach(.finished(.stopped))
+    }
+
+    /// `pause` and `resume` events in the log file, and what they say.
+    private func events() throws -> [String] {
+        try LogSummary(folder: folder.appendingPathComponent("run")).events.map { "\($0.name): \($0.message)" }
+    }
+
+    private func losses(_ name: String) throws -> [Float] {
+        try LogSummary(folder: folder.appendingPathComponent(name)).steps.map(\.loss)
+    }
+
+    @Test func runsFromIdleToFinished() async throws {
+        #expect(controller.state == .idle)
+        controller.start(try settings(steps: 5))
+        #expect(controller.state == .preparing)
+        try await reach(.finished(.finished))
+        #expect(controller.log.steps.map(\.step) == Array(1...5))
+        #expect(controller.log.plan != nil)
+        #expect(controller.log.end?.reason == .finished)
+    }
+
+    /// However often it waits, and wherever in a step, a run computes the same.
+    @Test func pausedAtRandomGivesTheSameLosses() async throws {
+        try await train()
+        for _ in 0..<6 {
+            controller.pause()
+            try await reach(.paused(.user))
+            controller.resume()
+            try await reach(.training)
+            try await Task.sleep(for: .milliseconds(Int.random(in: 1...40)))
+        }
+        try await end()
+        let paused = try losses("run")
+        try Run.run(try settings("uninterrupted", steps: max(paused.count, 1)))
+        #expect(try paused == losses("uninterrupted").prefix(paused.count).map { $0 })
+    }
+
+    /// Every boundary of one step, forward, at the head and backward, and of the update of MeZO.
+    @Test(arguments: GradientMethod.allCases) func pausedAtEachBoundaryOfAStepGivesTheSameLosses(
+        _ method: GradientMethod
+    )
+        throws
+    {
+        func losses(_ name: String, atBlock: @escaping () -> Void) throws -> [Float] {
+            var (settings, losses) = (try settings(name, steps: 3), [Float]())
+            settings.method = method
+            try Run.run(settings) { record, _ in
+                if case .step(let step) = record { losses.append(step.loss) }
+            } atBlock: { _ in
+                atBlock()
+            }
+            return losses
+        }
+        let layers = try ModelBundle(url: URL(fileURLWithPath: settings().bundle)).architecture.numHiddenLayers
+        var boundaries = 0
+        let uninterrupted = try losses("\(method)") { boundaries += 1 }
+        #expect(
+            boundaries == 1 + 3 * (method == .mezo ? 3 * layers + 2 : 2 * layers + 1), "the first makes the trainer")
+        let paused = try losses("\(method)-paused") {
+            // As long as a pause takes, others use the same MLX.
+            eval(MLXArray.ones([64, 64]).matmul(MLXArray.ones([64, 64])))
+            Memory.clearCache()
+            usleep(1000)
+        }
+        #expect(paused == uninterrupted)
+    }
+
+    @Test func thePersonPausesAndGoesOn() async throws {
+        try await train()
+        controller.pause()
+        #expect(controller.pauseWanted)
+        try await reach(.paused(.user))
+        let steps = controller.log.steps.count
+        try await Task.sleep(for: .milliseconds(200))
+        #expect(controller.log.steps.count == steps, "it trains in a pause")
+        controller.resume()
+        try await reach(.training)
+        try await wait("no step") { controller.log.steps.count > steps }
+        try await end()
+        #expect(try events() == ["pause: Paused by hand.", "resume: Training goes on."])
+        #expect(controller.log.events.count == 2)
+    }
+
+    @Test func leavingTheAppPausesUntilItIsInFrontAgain() async throws {
+        try await train()
+        for scene in [AppScene.inactive, .background, .inactive] {
+            phone.scene = scene
+            try await reach(.paused(.away))
+        }
+        phone.scene = .active
+        try await reach(.training)
+        try await end()
+        #expect(try events().count == 2, "coming back by way of inactive is one pause")
+    }
+
+    @Test func theBlockInProgressEndsBeforeTheAppIsInTheBackground() async throws {
+        try await train()
+        phone.scene = .background  // returns only when the training thread waits
+        let log = folder.appendingPathComponent("run/metrics.jsonl")
+        let size = try Data(contentsOf: log).count
+        try await Task.sleep(for: .milliseconds(300))
+        #expect(try Data(contentsOf: log).count == size)
+        phone.scene = .active
+        try await end()
+    }
+
+    @Test(arguments: [ThermalState.serious, .critical]) func heatPauses(_ state: ThermalState) async throws {
+        try await train()
+        phone.thermalState = state
+        try await reach(.paused(.heat))
+        phone.thermalState = .fair
+        try await reach(.training)
+        try await end()
+    }
+
+    @Test func aLowBatteryPausesUnlessItCharges() async throws {
+        try await train()
+        phone.battery = Battery(level: 0.19, isCharging: true)
+        phone.battery = nil
+        phone.thermalState = .fair
+        try await Task.sleep(for: .milliseconds(100))
+        #expect(controller.state == .training)
+        phone.battery = Battery(level: 0.19, isCharging: false)
+        try await reach(.paused(.battery))
+        phone.battery = Battery(level: 0.19, isCharging: true)
+        try await reach(.training)
+        try await end()
+    }
+
+    @Test func aMemoryWarningPausesUntilThePhoneHasMemoryAgain() async throws {
+        try await train()
+        phone.availableMemory = -1_000_000_000
+        phone.tell(.memoryWarning)
+        try await reach(.paused(.memory))
+        try await wait("nobody waits") { clock.sleeps == 1 }
+        clock.advance(by: RunController.memoryPause)
+        try await wait("it does not look again") { clock.sleeps == 2 }
+        #expect(controller.state == .paused(.memory), "the phone has no memory yet")
+        phone.availableMemory = 1_000_000_000
+        clock.advance(by: RunController.memoryPause)
+        try await reach(.training)
+        try await wait("it goes on with the same plan") {
+            controller.log.events.contains { $0.name == "cheaper_plan" }
+        }
+        try await end()
+    }
+
+    @Test func aSecondMemoryWarningBeginsThePauseAnew() async throws {
+        try await train()
+        phone.tell(.memoryWarning)
+        try await reach(.paused(.memory))
+        try await wait("nobody waits") { clock.sleeps == 1 }
+        clock.advance(by: RunController.memoryPause * 0.6)
+        phone.tell(.memoryWarning)
+        try await wait("nobody waits") { clock.sleeps == 2 }
+        clock.advance(by: RunController.memoryPause * 0.6)
+        try await Task.sleep(for: .milliseconds(100))
+        #expect(controller.state == .paused(.memory))
+        clock.advance(by: RunController.memoryPause * 0.6)
+        try await reach(.training)
+        try await end()
+    }
+
+    @Test func theNextReasonTakesThePlaceOfOneThatIsOver() async throws {
+        try await train()
+        controller.pause()
+        phone.thermalState = .serious
+        try await reach(.paused(.user))
+        controller.resume()
+        try await reach(.paused(.heat))
+        phone.scene = .background
+        try await reach(.paused(.away))
+        phone.thermalState = .nominal
+        phone.scene = .active
+        try await reach(.training)
+        try await end()
+        #expect(
+            try events().map { String($0.prefix { $0 != "." }) } == [
+                "pause: Paused by hand", "pause: The phone is too warm",
+                "pause: The app is not in front; iOS allows no training in the background", "resume: Training goes on",
+            ])
+    }
+
+    @Test func aReasonFromBeforeTheStartPausesAtTheFirstBlock() async throws {
+        phone.thermalState = .critical
+        controller.start(try settings())
+        try await reach(.paused(.heat))
+        #expect(controller.log.steps.isEmpty)
+        phone.thermalState = .nominal
+        try await reach(.training)
+        try await end()
+    }
+
+    @Test func stopsInAPause() async throws {
+        try await train()
+        controller.pause()
+        try await reach(.paused(.user))
+        try await end()
+        #expect(
+            FileManager.default.fileExists(atPath: folder.appendingPathComponent("run/adapters").path),
+            "what it learned is saved")
+    }
+
+    @Test func stopsInTheBackgroundOnlyWhenTheAppIsInFrontAgain() async throws {
+        try await train()
+        phone.scene = .background
+        try await reach(.paused(.away))
+        controller.stop()
+        try await Task.sleep(for: .milliseconds(100))
+        #expect(controller.state == .paused(.away))
+        phone.scene = .active
+        try await reach(.finished(.stopped))
+    }
+
+    @Test func startsAgainAfterTheEnd() async throws {
+        controller.start(try settings("first", steps: 2))
+        try await reach(.finished(.finished))
+        controller.start(try settings("second", steps: 3))
+        try await reach(.finished(.finished))
+        #expect(controller.log.steps.count == 3)
+    }
+
+    @Test func leavesARunInProgressAlone() async throws {
+        try await train()
+        controller.start(try settings("other", steps: 1))
+        #expect(controller.settings?.output.hasSuffix("run") == true)
+        try await end()
+        #expect(!FileManager.default.fileExists(atPath: folder.appendingPathComponent("other").path))
+    }
+
+    @Test func aRunThatCannotBeginFailsWithItsSentence() async throws {
+        var settings = try settings()
+        settings.bundle = "/nowhere"
+        controller.start(settings)
+        try await wait("it goes on") { !controller.isRunning }
+        #expect(
+            controller.state == .failed("/nowhere is not a bundle: it has no manifest.json. Make one with mesp-export.")
+        )
+        controller.start(try self.settings(steps: 1))
+        try await reach(.finished(.finished))
+    }
+
+    @Test func aRunThatDivergesFails() async throws {
+        var settings = try settings()
+        settings.learningRate = 1e30
+        controller.start(settings)
+        try await wait("it goes on") { !controller.isRunning }
+        guard case .failed(let sentence) = controller.state else {
+            Issue.record("\(controller.state)")
+            return
+        }
+        #expect(sentence.contains("start again with a lower learning rate"))
+        #expect(controller.log.end?.reason == .failed)
+    }
+}

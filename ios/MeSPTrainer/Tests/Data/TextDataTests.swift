@@ -1,0 +1,101 @@
+import Foundation
+import Testing
+
+@testable import MeSPCore
+
+@Suite struct TextDataTests {
+    private let folder = FileManager.default.temporaryDirectory.appendingPathComponent(UUID().uuidString)
+    private var target: URL { folder.appendingPathComponent("tokens") }
+
+    private func write(_ name: String, _ text: String, answersOnly: Bool = false) throws {
+        try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)
+        let file = folder.appendingPathComponent(name)
+        try text.write(to: file, atomically: true, encoding: .utf8)
+        try TextData(tokenizer: ByteTokenizer(), length: 16, answersOnly: answersOnly).write(.file(file), to: target)
+    }
+
+    private func words(_ name: String) throws -> [Int] {
+        let data = try Data(contentsOf: target.appendingPathComponent(name))
+        return data.withUnsafeBytes { bytes in
+            (0..<data.count / 4).map { Int(bytes.loadUnaligned(fromByteOffset: $0 * 4, as: UInt32.self)) }
+        }
+    }
+
+    @Test func aTextIsOneStreamWithItsLastTenthHeldOut() throws {
+        defer { try? FileManager.default.removeItem(at: folder) }
+        // Long enough to be tokenized in several pieces.
+        let text = (0..<4000).map { "Line \($0).\n" }.joined()
+        try write("text.txt", text)
+        let (train, valid) = (try words("train.bin"), try words("valid.bin"))
+        #expect(train + valid == text.utf8.map { Int($0) } + [0])
+        #expect(valid.count == (text.utf8.count + 1) / 10)
+    }
+
+    @Test func recordsOfTextAreOneStream() throws {
+        defer { try? FileManager.default.removeItem(at: folder) }
+        let line = "0123456789 0123456789 0123456789"
+        try write("text.jsonl", "{\"text\": \"\(line)\"}\n\n{\"text\": \"\(line)\"}\n")
+        let tokens = line.utf8.map { Int($0) } + [0]
+        #expect(try words("train.bin") + words("valid.bin") == tokens + tokens)
+    }
+
+    @Test func conversationsAreOneExampleASequence() throws {
+        defer { try? FileManager.default.removeItem(at: folder) }
+        let records = (0..<3).map { #"{"prompt": "\#($0)", "completion": "yes, it is"}"# }
+        try write("chat.jsonl", records.joined(separator: "\n"))
+        // "<user>0\n<assistant>yes, it is\n", of which 17 tokens are one sequence; the answer begins with the 20th.
+        #expect(try words("train.examples.bin") == [0, 17, 0, 17, 17, 0])
+        #expect(try words("valid.examples.bin") == [0, 17, 0])
+        let found = message { try write("chat.jsonl", records.joined(separator: "\n"), answersOnly: true) }
+        #expect(found.hasPrefix("chat.jsonl has 0 usable records"), "nothing of an answer is left after the cut")
+    }
+
+    @Test func theOpeningOfTheAnswerIsContext() throws {
+        defer { try? FileManager.default.removeItem(at: folder) }
+        try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)
+        let file = folder.appendingPathComponent("chat.jsonl")
+        let record = #"{"messages": [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]}"#
+        try "\(record)\n\(record)".write(to: file, atomically: true, encoding: .utf8)
+        try TextData(tokenizer: ByteTokenizer(), length: 64, answersOnly: true).write(.file(file), to: target)
+        let prompt = "<user>Why?\n<assistant>".utf8.count
+        #expect(try words("train.examples.bin") == [0, prompt + 4, prompt])
+    }
+
+    @Test(arguments: [
+        ("a.txt", "   \n", "a.txt has no text in it."),
+        ("a.txt", "short", "a.txt has 6 tokens, too few to train on"),
+        ("a.jsonl", "{\"text\": 1}", "Line 1 of a.jsonl is not a JSON record of text."),
+        ("a.jsonl", "{\"content\": \"x\"}", "Line 1 of a.jsonl has no text; records have"),
+        (
+            "a.jsonl", "{\"text\": \"x\"}\n{\"prompt\": \"x\", \"completion\": \"y\"}",
+            "Line 2 of a.jsonl is another kind of record"
+        ),
+        ("a.jsonl", "{\"prompt\": \"x\", \"completion\": \"y\"}", "a.jsonl has 1 usable records"),
+    ]) func saysWhatIsWrong(_ name: String, _ text: String, _ expected: String) throws {
+        defer { try? FileManager.default.removeItem(at: folder) }
+        let found = message { try write(name, text) }
+        #expect(found.hasPrefix(expected), "\(found)")
+        #expect(!FileManager.default.fileExists(atPath: target.path))
+    }
+
+    @Test func aModelWithoutAChatTemplateTakesNoConversations() throws {
+        defer { try? FileManager.default.removeItem(at: folder) }
+        try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)
+        let file = folder.appendingPathComponent("a.jsonl")
+        try #"{"prompt": "x", "completion": "y"}"#.write(to: file, atomically: true, encoding: .utf8)
+        let data = TextData(tokenizer: ByteTokenizer(hasChatTemplate: false), length: 16)
+        let found = message { try data.write(.file(file), to: target) }
+        #expect(found.hasPrefix("The model has no chat template, which the records of a.jsonl need"))
+    }
+
+    @Test func endsWhenProgressThrows() throws {
+        defer { try? FileManager.default.removeItem(at: folder) }
+        let text = String(repeating: "A line.\n", count: 100)
+        #expect(throws: CancellationError.self) {
+            try TextData(tokenizer: ByteTokenizer(), length: 16).write(.text(text), to: target) { _ in
+                throw CancellationError()
+            }
+        }
+        #expect(!FileManager.default.fileExists(atPath: target.path))
+    }
+}

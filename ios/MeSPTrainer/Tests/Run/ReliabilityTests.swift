@@ -1,0 +1,161 @@
+import Foundation
+import MLX
+import Testing
+
+@testable import MeSPCore
+
+/// Numbers that go wrong, and memory that gets short. What needs processes of its own is in tests/test_reliability.py.
+@Suite(.serialized) struct ReliabilityTests {
+    private func records(_ folder: URL, _ type: String) throws -> [[String: Any]] {
+        try String(contentsOf: LogWriter.url(in: folder), encoding: .utf8).split(separator: "\n")
+            .compactMap { try JSONSerialization.jsonObject(with: Data($0.utf8)) as? [String: Any] }
+            .filter { $0["type"] as? String == type }
+    }
+
+    // MARK: - NaN and infinity
+
+    /// Block 0's parameters are lost when the blocks after it have been updated.
+    @Test(arguments: [false, true]) func aGradientThatIsNotFiniteIsNamedAndTakenBack(_ skip: Bool) throws {
+        let fixture = try Fixture(try #require(Fixture.tied), "gradients")
+        let trainer = try fixture.trainer(.mesp) { ($0.skipBadSteps, $0.momentum) = (skip, 0.9) }
+        let start = try trainer.vectors()
+        var boundaries = 2 * fixture.layers + 1  // each block's forward, the head, each block's backward
+        trainer.clock.atBlock = {
+            boundaries -= 1
+            guard boundaries == 0 else { return }
+            var vectors = try trainer.vectors()
+            vectors["lora.0"] = try #require(vectors["lora.0"]) * Float.nan
+            try trainer.restore { vectors[$0] }
+        }
+        do {
+            _ = try trainer.step([[try fixture.example()]], number: 0)
+            Issue.record("the step went through")
+        } catch let error as NotFinite {
+            #expect(error.what == "The gradient of model.layers.0.self_attn.q_proj.lora_a")
+        }
+        let changed = try trainer.vectors().filter { name, vector in
+            start[name].map { !$0.arrayEqual(vector).item(Bool.self) } ?? true
+        }
+        #expect(changed.keys.contains("lora.\(fixture.layers - 1)") == !skip)
+        #expect(changed.isEmpty == skip, "\(changed.keys)")
+    }
+
+    @Test func whatIsInAFileCanBeTakenBackToo() throws {
+        let file = try ArrayFile(in: FileManager.default.temporaryDirectory, shape: [3], dtype: .float32)
+        var arrays = BlockArrays(count: 2, file: file, keepsPrevious: true)
+        for step in 0..<5 {
+            for block in 0..<2 { try arrays.write(MLXArray([Float(step), Float(block), 0]), block) }
+            let before = arrays
+            for block in 0..<2 { try arrays.write(MLXArray([-1, -1, -1] as [Float]), block) }
+            arrays = before
+            for block in 0..<2 {
+                #expect(try arrays.read(block).asArray(Float.self) == [Float(step), Float(block), 0])
+            }
+        }
+    }
+
+    @Test func badStepsAreLeftOut() throws {
+        let (skipping, once) = (temporaryFolder(), temporaryFolder())
+        defer { for folder in [skipping, once] { try? FileManager.default.removeItem(at: folder) } }
+        func adapters(_ folder: URL) throws -> [String: MLXArray] {
+            try loadArrays(url: folder.appendingPathComponent("adapters/adapters.safetensors"))
+        }
+        // After the first step the parameters are so large that no loss is finite.
+        var settings = try RunSettings.ofATest(skipping)
+        (settings.learningRate, settings.skipBadSteps, settings.saveEvery) = (1e30, true, 1)
+        try Run.run(settings)
+        let events = try records(skipping, "event")
+        #expect(events.compactMap { $0["event"] as? String } == Array(repeating: "skipped_step", count: 5))
+        #expect(events.allSatisfy { ($0["message"] as? String ?? "").contains("block") }, "\(events)")
+        #expect(try records(skipping, "end").first?["reason"] as? String == "finished")
+
+        (settings.output, settings.steps) = (once.path, 1)
+        try Run.run(settings)
+        let (ours, expected) = (try adapters(skipping), try adapters(once))
+        for (name, array) in expected { #expect(ours[name]?.arrayEqual(array).item(Bool.self) == true, "\(name)") }
+    }
+
+    @Test func aBadLossNamesItsBlockAndLeavesTheLastState() throws {
+        let output = temporaryFolder()
+        defer { try? FileManager.default.removeItem(at: output) }
+        var settings = try RunSettings.ofATest(output)
+        (settings.learningRate, settings.saveEvery) = (1e30, 1)
+        let sentence = message { try Run.run(settings) }
+        #expect(
+            sentence.contains("block") && sentence.contains("step 2") && sentence.contains("skip_bad_steps"),
+            "\(sentence)")
+        #expect(try #require(try SavedState.load(from: output, settings)).state.step == 1)
+    }
+
+    // MARK: - Memory
+
+    /// Short of memory at step 2, a run takes the next cheaper plan; resumed, it keeps that plan, and the losses are the same.
+    @Test func aCheaperPlanIsTakenAndKept() throws {
+        let (whole, parts) = (temporaryFolder(), temporaryFolder())
+        defer { for folder in [whole, parts] { try? FileManager.default.removeItem(at: folder) } }
+        func run(_ output: URL, until last: Int, resume: Bool = false) throws {
+            var settings = try RunSettings.ofATest(output)
+            (settings.memoryLimitMb, settings.resume, settings.optimizer) = (1e6, resume, .adamw)
+            (settings.learningRate, settings.saveEvery) = (1e-3, 0)
+            var steps = 0
+            try Run.run(
+                settings,
+                report: { record, _ in
+                    if case .step(let step) = record { steps = step.step }
+                },
+                atBlock: { _ in if steps == last { throw CancellationError() } },
+                memoryIsShort: { steps == 2 && !resume })
+        }
+        try run(whole, until: 6)
+        try run(parts, until: 4)
+        try run(parts, until: 6, resume: true)
+
+        let plans = try records(whole, "plan").compactMap { $0["kept_blocks"] as? Int }
+        #expect(plans.count == 2 && plans[1] == plans[0] - 1)
+        #expect(try records(whole, "event").first?["event"] as? String == "cheaper_plan")
+        #expect(try records(parts, "plan").compactMap { $0["kept_blocks"] as? Int } == plans)
+        let losses = try records(whole, "step").compactMap { $0["loss"] as? Double }
+        #expect(try records(parts, "step").compactMap { $0["loss"] as? Double } == losses)
+        #expect(losses.count == 6)
+    }
+
+    @Test func withoutACheaperPlanTheRunIsSavedAndEnds() throws {
+        let output = temporaryFolder()
+        defer { try? FileManager.default.removeItem(at: output) }
+        var settings = try RunSettings.ofATest(output)
+        (settings.steps, settings.saveEvery) = (50, 0)
+        let sentence = message { try Run.run(settings, memoryIsShort: { true }) }
+        #expect(sentence.contains("no plan takes less") && sentence.contains("resume"), "\(sentence)")
+        let saved = try #require(try SavedState.load(from: output, settings))
+        #expect(saved.plan?.offload == .all)
+        #expect(try records(output, "step").count == saved.state.step)
+        #expect(try records(output, "end").last?["reason"] as? String == "failed")
+    }
+
+    @Test func aboveTheBudgetACheaperPlanIsTaken() throws {
+        let output = temporaryFolder()
+        defer { try? FileManager.default.removeItem(at: output) }
+        var settings = try RunSettings.ofATest(output)
+        let manifest = try ModelBundle(url: URL(fileURLWithPath: settings.bundle)).manifest
+        settings.memoryLimitMb = Double(Planner(manifest, settings).leastPeak) / 1e6 + 1
+        settings.steps = 50
+        // What the planner does not know of: with it the process is above any limit that the tiny model could ask for.
+        let ballast = MLXArray.ones([4_000_000])
+        eval(ballast)
+        let sentence = withExtendedLifetime(ballast) { message { try Run.run(settings) } }
+        #expect(sentence.contains("more than the memory limit, and no plan takes less memory"), "\(sentence)")
+        #expect(try records(output, "event").contains { $0["event"] as? String == "cheaper_plan" })
+    }
+
+    @Test func thePlannerHeedsTheSystem() throws {
+        let settings = try RunSettings.ofATest(temporaryFolder())
+        let manifest = try ModelBundle(url: URL(fileURLWithPath: settings.bundle)).manifest
+        let free = Planner(manifest, settings, systemLimit: nil)
+        let standard = try free.plan()
+        let enough = free.peak(standard) + free.peak(standard) / 100 * 8
+        #expect(try Planner(manifest, settings, systemLimit: enough).plan() == standard)
+        #expect(free.peak(try Planner(manifest, settings, systemLimit: enough - 1).plan()) < free.peak(standard))
+        let sentence = message { _ = try Planner(manifest, settings, systemLimit: free.leastPeak / 2).plan() }
+        #expect(sentence.contains("The system allows") && sentence.contains("at least"), "\(sentence)")
+    }
+}

@@ -1,0 +1,193 @@
+import Foundation
+import MLX
+import Testing
+
+@testable import MeSPCore
+
+/// A whole run through the public interface.
+@Suite(.serialized) struct RunTests {
+    private func settings(_ output: URL) throws -> RunSettings {
+        var settings = try RunSettings.ofATest(output)
+        settings.valBatches = 2
+        return settings
+    }
+
+    private func lines(_ folder: URL) throws -> [[String: Any]] {
+        try String(contentsOf: folder.appendingPathComponent("metrics.jsonl"), encoding: .utf8).split(separator: "\n")
+            .map {
+                try #require(try JSONSerialization.jsonObject(with: Data($0.utf8)) as? [String: Any])
+            }
+    }
+
+    @Test func writesLogAndAdapters() throws {
+        let output = temporaryFolder()
+        defer { try? FileManager.default.removeItem(at: output) }
+        let settings = try settings(output)
+        try Run.run(settings)
+
+        let records = try lines(output)
+        let types = records.compactMap { $0["type"] as? String }
+        #expect(types == ["start", "plan", "eval"] + Array(repeating: "step", count: 6) + ["eval", "end"])
+        #expect(records.last?["reason"] as? String == "finished")
+        let steps = records.filter { $0["type"] as? String == "step" }
+        #expect(steps.compactMap { $0["step"] as? Int } == Array(1...6))
+        #expect(
+            steps.allSatisfy { ($0["footprint_peak_bytes"] as? Int ?? 0) >= ($0["footprint_bytes"] as? Int ?? 0) / 2 })
+
+        let adapters = try loadArrays(url: output.appendingPathComponent("adapters/adapters.safetensors"))
+        let architecture = try ModelBundle(url: URL(fileURLWithPath: settings.bundle)).architecture
+        #expect(adapters.count == architecture.numHiddenLayers * architecture.modules.count * 2)
+        for (name, array) in adapters where name.hasSuffix("lora_b") {
+            #expect(array.square().sum().item(Float.self) > 0, "\(name) was trained")
+        }
+        let files = try FileManager.default.contentsOfDirectory(atPath: output.appendingPathComponent("adapters").path)
+        #expect(Set(files) == ["adapters.safetensors", "adapter_config.json", "peft"])
+    }
+
+    @Test func stopsWhenAskedAndSaves() throws {
+        let output = temporaryFolder()
+        defer { try? FileManager.default.removeItem(at: output) }
+        var steps = 0
+        try Run.run(
+            try settings(output), report: { record, _ in if case .step = record { steps += 1 } },
+            atBlock: { _ in if steps == 2 { throw CancellationError() } })
+        let end = try #require(try lines(output).last)
+        #expect(end["reason"] as? String == "stopped")
+        #expect(end["step"] as? Int == 2)
+        #expect(
+            FileManager.default.fileExists(atPath: output.appendingPathComponent("adapters/adapters.safetensors").path))
+    }
+
+    /// A run that is stopped and resumed logs the same losses, to the last bit, as one that is not.
+    @Test(arguments: ["sgd", "momentum", "adamw", "adamw offloaded", "accumulation", "mezo", "bfloat16"])
+    func resumesAsIfNothingHadHappened(_ kind: String) throws {
+        let (whole, parts) = (temporaryFolder(), temporaryFolder())
+        defer { for folder in [whole, parts] { try? FileManager.default.removeItem(at: folder) } }
+        func settings(_ output: URL) throws -> RunSettings {
+            var settings = try self.settings(output)
+            (settings.evalEvery, settings.saveEvery, settings.schedule) = (2, 1, .cosine)
+            switch kind {
+            case "momentum": settings.momentum = 0.9
+            case "adamw": (settings.optimizer, settings.learningRate) = (.adamw, 1e-3)
+            case "adamw offloaded":
+                (settings.optimizer, settings.learningRate, settings.offload) = (.adamw, 1e-3, .all)
+            case "accumulation":
+                (settings.batchSize, settings.gradAccumulationSteps, settings.maxGradNorm) = (2, 2, 0.5)
+            case "mezo": (settings.method, settings.learningRate) = (.mezo, 1e-3)
+            case "bfloat16": settings.loraDtype = .bfloat16
+            default: break
+            }
+            return settings
+        }
+        func losses(_ folder: URL) throws -> [String] {
+            try lines(folder).compactMap { record in
+                (record["loss"] as? Double).map { "\(record["type"] ?? "") \(record["step"] ?? "") \($0)" }
+            }
+        }
+        try Run.run(try settings(whole))
+        for blocks in [3, 7, 2] {  // stops at the first, a later, and soon after the first block
+            var (left, resumed) = (blocks * 10, try settings(parts))
+            resumed.resume = FileManager.default.fileExists(atPath: SavedState.url(in: parts).path)
+            try Run.run(
+                resumed,
+                atBlock: { _ in
+                    left -= 1
+                    if left <= 0 { throw CancellationError() }
+                })
+        }
+        var last = try settings(parts)
+        last.resume = true
+        try Run.run(last)
+        #expect(try losses(parts) == losses(whole))
+        func adapters(_ folder: URL) throws -> [String: MLXArray] {
+            try loadArrays(url: folder.appendingPathComponent("adapters/adapters.safetensors"))
+        }
+        let (ours, expected) = (try adapters(parts), try adapters(whole))
+        #expect(ours.keys == expected.keys)
+        for (name, array) in expected { #expect(ours[name]?.arrayEqual(array).item(Bool.self) == true, "\(name)") }
+    }
+
+    @Test func refusesToResumeWhatItCannot() throws {
+        let output = temporaryFolder()
+        defer { try? FileManager.default.removeItem(at: output) }
+        var resumed = try settings(output)
+        resumed.resume = true
+        func message() -> String {
+            do { try Run.run(resumed) } catch { return error.localizedDescription }
+            return ""
+        }
+        #expect(message().contains("no run to resume"))
+        try Run.run(try settings(output))
+        resumed.learningRate = 0.2
+        #expect(message().contains("other settings"))
+        resumed.learningRate = 0.1
+        try Data("{}".utf8).write(to: SavedState.url(in: output))
+        #expect(message().contains("damaged"))
+    }
+
+    /// The best adapters are kept, and a run that no longer gets better ends.
+    @Test func stopsEarly() throws {
+        let output = temporaryFolder()
+        defer { try? FileManager.default.removeItem(at: output) }
+        var settings = try settings(output)
+        (settings.evalEvery, settings.earlyStopping, settings.steps) = (1, 2, 50)
+        settings.learningRate = 20  // so high that the loss rises
+        try Run.run(settings)
+        let records = try lines(output)
+        #expect(records.contains { $0["event"] as? String == "early_stopping" })
+        #expect(records.last?["reason"] as? String == "finished")
+        #expect(records.last?["step"] as? Int ?? 50 < 50)
+    }
+
+    @Test func refusesAnOutputThatHoldsARun() throws {
+        let output = temporaryFolder()
+        defer { try? FileManager.default.removeItem(at: output) }
+        try Run.run(try settings(output))
+        let before = try Data(contentsOf: output.appendingPathComponent("metrics.jsonl"))
+        #expect(throws: MeSPError("\(output.path) already holds a run; resume it or choose another output folder.")) {
+            try Run.run(try settings(output))
+        }
+        #expect(try Data(contentsOf: output.appendingPathComponent("metrics.jsonl")) == before)
+    }
+
+    struct BadSetting: Sendable, CustomTestStringConvertible {
+        let named: String
+        let change: @Sendable (inout RunSettings) -> Void
+
+        init(_ named: String, _ change: @escaping @Sendable (inout RunSettings) -> Void) {
+            self.named = named
+            self.change = change
+        }
+
+        var testDescription: String { named }
+    }
+
+    @Test(arguments: [
+        BadSetting("steps") { $0.steps = 0 }, BadSetting("rank") { $0.rank = 0 },
+        BadSetting("--rank 3") { $0.rank = 3 },
+        BadSetting("--seq-len 5") { $0.seqLen = 5 }, BadSetting("learning_rate") { $0.learningRate = -1 },
+        BadSetting("learning_rate") { $0.learningRate = .nan }, BadSetting("alpha") { $0.alpha = 0 },
+        BadSetting("/nowhere") { $0.bundle = "/nowhere" }, BadSetting("/dev/null/x") { $0.output = "/dev/null/x" },
+    ]) func refuses(_ bad: BadSetting) throws {
+        let output = temporaryFolder()
+        defer { try? FileManager.default.removeItem(at: output) }
+        var settings = try settings(output)
+        bad.change(&settings)
+        do {
+            try Run.run(settings)
+            Issue.record("a run with bad settings went through")
+        } catch {
+            #expect(error.localizedDescription.contains(bad.named), "\(error.localizedDescription)")
+        }
+        #expect(!FileManager.default.fileExists(atPath: output.path))
+    }
+
+    @Test func aRateThatDivergesFailsWithASentence() throws {
+        let output = temporaryFolder()
+        defer { try? FileManager.default.removeItem(at: output) }
+        var settings = try settings(output)
+        settings.learningRate = 1e30
+        #expect(throws: MeSPError.self) { try Run.run(settings) }
+        #expect(try lines(output).last?["reason"] as? String == "failed")
+    }
+}

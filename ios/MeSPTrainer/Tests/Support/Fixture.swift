@@ -1,0 +1,97 @@
+import Foundation
+import MLX
+import Testing
+
+@testable import MeSPCore
+
+/// ‖a − b‖₂ / ‖b‖₂
+func relativeError(_ a: MLXArray, _ b: MLXArray) -> Float {
+    ((a - b).square().sum().sqrt() / b.square().sum().sqrt()).item(Float.self)
+}
+
+/// What `tests/make_fixtures.py` made, in the folder that MESP_FIXTURES names: bundles, and what the reference computes on them.
+struct Fixture {
+    /// Every case is a folder with `bundle.mesp`, `gradients.safetensors` and `losses.safetensors`.
+    static let cases = folders.filter { !$0.lastPathComponent.hasSuffix("bfloat16") }
+
+    /// Those with activations in bfloat16.
+    static let roundedCases = folders.filter { !cases.contains($0) }
+
+    private static let folders: [URL] = {
+        guard let path = ProcessInfo.processInfo.environment["MESP_FIXTURES"] else { return [] }
+        let folders = try? FileManager.default.contentsOfDirectory(
+            at: URL(fileURLWithPath: path), includingPropertiesForKeys: nil)
+        return (folders ?? []).sorted { $0.path < $1.path }
+    }()
+
+    /// A plain model of three blocks, for tests of what doesn't depend on the family.
+    static let tied = cases.first { $0.lastPathComponent == "tied-32" }
+
+    let bundle: ModelBundle
+    private let arrays: [String: MLXArray]
+    private let metadata: [String: String]
+
+    init(_ folder: URL, _ name: String) throws {
+        bundle = try ModelBundle(url: folder.appendingPathComponent("bundle.mesp"))
+        (arrays, metadata) = try loadArraysAndMetadata(url: folder.appendingPathComponent("\(name).safetensors"))
+    }
+
+    var layers: Int { bundle.architecture.numHiddenLayers }
+    var length: Int { metadata["seq_len"].flatMap(Int.init) ?? 0 }
+
+    func array(_ name: String) throws -> MLXArray { try #require(arrays[name], "no \(name) in the fixture") }
+
+    func number(_ name: String) throws -> Float { try #require(metadata[name].flatMap(Float.init), "no \(name)") }
+
+    func example() throws -> Example {
+        Example(tokens: try array("tokens").asArray(Int32.self), counted: 0..<length)
+    }
+
+    /// With the fixture's parameters and tokens; the mean loss.
+    func backpropagate(_ trainer: Trainer, update: (_ block: Int, _ gradient: MLXArray) throws -> Void) throws -> Float
+    {
+        try trainer.restore { arrays[$0] }
+        let weight = 1 / Float(length)
+        return weight * (try trainer.backpropagate(.init(example: example(), weight: weight), update: update))
+    }
+
+    func trainer(
+        _ method: GradientMethod, plan: Plan = Plan(tileBytes: 1 << 20),
+        _ change: (inout RunSettings) -> Void = { _ in }
+    ) throws -> Trainer {
+        var settings = RunSettings(bundle: bundle.url.path, output: "")
+        (settings.method, settings.seqLen, settings.rank) = (method, length, Int(try number("rank")))
+        settings.alpha = try number("alpha")
+        settings.mezoEpsilon = (try? number("mezo_epsilon")) ?? settings.mezoEpsilon
+        change(&settings)
+        return try Trainer(
+            bundle: bundle, settings: settings, plan: plan, folder: FileManager.default.temporaryDirectory)
+    }
+}
+
+/// What an error says, or nothing where there is none.
+func message(_ body: () throws -> Void) -> String {
+    do {
+        try body()
+        return ""
+    } catch {
+        return error.localizedDescription
+    }
+}
+
+func temporaryFolder() -> URL {
+    FileManager.default.temporaryDirectory.appendingPathComponent(UUID().uuidString)
+}
+
+extension RunSettings {
+    /// Of a run on the plain fixture's longest sequences that changes something in each of its 6 steps.
+    static func ofATest(_ output: URL) throws -> RunSettings {
+        let bundle = try #require(Fixture.tied).appendingPathComponent("bundle.mesp")
+        let manifest = try ModelBundle(url: bundle).manifest
+        var settings = RunSettings(bundle: bundle.path, output: output.path)
+        settings.seqLen = try #require(manifest.seqLens.max())
+        settings.rank = try #require(manifest.ranks.first)
+        (settings.steps, settings.learningRate, settings.valBatches) = (6, 0.1, 0)
+        return settings
+    }
+}
