@@ -226,11 +226,24 @@ def test_the_demo_bundle_that_comes_with_the_app_is_whole():
     assert {"train", "valid"} <= set(manifest["data"])
 
 
+def tool(name: str) -> str:
+    """A program of the Swift toolchain; on a Mac it is not in the path."""
+    found = shutil.which(name)
+    if not found and shutil.which("xcrun"):
+        found = subprocess.check_output(["xcrun", "--find", name], text=True).strip()
+    assert found, "install Swift 6"
+    return found
+
+
+def target() -> str:
+    """The compiler's target triple."""
+    info = json.loads(subprocess.check_output([tool("swiftc"), "-print-target-info"], text=True))
+    return info["target"]["unversionedTriple"]
+
+
 def swiftc(*arguments: object) -> str:
     """What the compiler says, without a word about how many warnings there were."""
-    compiler = shutil.which("swiftc")
-    assert compiler, "install Swift 6"
-    command = [compiler, "-parse-as-library", *map(str, arguments)]
+    command = [tool("swiftc"), "-parse-as-library", *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stderr
@@ -262,7 +275,8 @@ def modules(tmp_path_factory: pytest.TempPathFactory) -> list[object]:
     # As SwiftPM makes it of a target with resources.
     resources = folder / "Resources.swift"
     resources.write_text(
-        "import Foundation\nextension Bundle { static let module = Bundle.main }\n", encoding="utf-8"
+        "import Foundation\nextension Bundle { static let module = Bundle.main }\n",
+        encoding="utf-8",
     )
     model = (HOME / "AppModel").glob("*.swift")
     assert "warning:" not in compile("MeSPAppModel", 6, *model, resources)
@@ -273,12 +287,32 @@ def test_the_app_type_checks_against_stand_ins(modules: list[object]):
     assert "warning:" not in swiftc("-typecheck", "-module-name", "MeSPTrainer", *modules, *VIEWS)
 
 
-def test_the_example_in_the_readme_type_checks(modules: list[object], tmp_path: Path):
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    (example,) = re.findall(r"```swift\n(.*?)```", text, flags=re.S)
+def test_the_examples_of_the_library_type_check(modules: list[object], tmp_path: Path):
+    text = (HOME / "Core" / "MeSPCore.docc" / "FineTuning.md").read_text(encoding="utf-8")
+    examples = re.findall(r"```swift\n(.*?)```", text, flags=re.S)
+    assert len(examples) == 2
     source = tmp_path / "Example.swift"
-    source.write_text("import Foundation\n" + example, encoding="utf-8")
+    source.write_text("import Foundation\n" + "".join(examples), encoding="utf-8")
     assert "warning:" not in swiftc("-typecheck", *modules, source)
+
+
+def test_the_librarys_documentation_builds(tmp_path: Path):
+    """Every link leads somewhere, and every parameter of what is public is documented."""
+    build = find_engine().parent
+    module_map = build / "CHostMLX.build" / "module.modulemap"
+    module = ["-module-name", "MeSPCore", "-I", build / "Modules"]
+    module += ["-Xcc", f"-fmodule-map-file={module_map}"]
+    graphs = ["-minimum-access-level", "public", "-output-dir", tmp_path, "-target", target()]
+    if shutil.which("xcrun"):
+        sdk = subprocess.check_output(["xcrun", "--show-sdk-path"], text=True).strip()
+        graphs += ["-sdk", sdk]
+    subprocess.run([tool("swift-symbolgraph-extract"), *module, *graphs], check=True)
+    options = ["--additional-symbol-graph-dir", tmp_path, "--output-path", tmp_path / "archive"]
+    options += ["--fallback-display-name", "MeSPCore", "--fallback-bundle-identifier", "org.mesp"]
+    catalogue = HOME / "Core" / "MeSPCore.docc"
+    convert = [tool("docc"), "convert", catalogue, *options, "--warnings-as-errors"]
+    done = subprocess.run(convert, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_views_say_what_their_symbols_mean():

@@ -22,6 +22,7 @@ public struct ModelBundle {
     /// SHA-256, and that each packed array has the shape that the architecture asks for.
     ///
     /// - Parameters:
+    ///   - url: the bundle's folder.
     ///   - text: a folder that `TextData` wrote, to train on in place of the bundle's own text.
     ///   - checksums: whether files are read and their SHA-256 compared, which takes seconds for gigabytes. Without, only the
     ///     manifest may be used.

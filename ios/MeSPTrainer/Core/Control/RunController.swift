@@ -49,7 +49,9 @@ import Observation
     @ObservationIgnored private var memoryIsShort = false
     @ObservationIgnored private var memoryCheck: Task<Void, Never>?
 
-    /// - Parameter clock: what the pause after a memory warning is timed by.
+    /// - Parameters:
+    ///   - phone: what tells of the scene, the temperature, the battery and the memory; `SystemPhone` in an app.
+    ///   - clock: what the pause after a memory warning is timed by.
     public init(phone: any Phone, clock: any Clock<Duration> = ContinuousClock()) {
         (self.phone, self.clock) = (phone, clock)
         phone.observers.append { [weak self] event in

@@ -29,7 +29,10 @@ public struct TextData: Sendable {
 
     /// Tokenizes `source` and writes `data.json` and token files to `folder`, all or nothing.
     ///
-    /// - Parameter progress: gets the part that is done, from 0 to 1. May throw to end it.
+    /// - Parameters:
+    ///   - source: the text.
+    ///   - folder: is made, or replaced.
+    ///   - progress: gets the part that is done, from 0 to 1. May throw to end it.
     /// - Throws: `MeSPError` where the text cannot be read or is too short, and what `progress` throws.
     public func write(_ source: Source, to folder: URL, progress: (Double) throws -> Void = { _ in }) throws {
         let (name, documents) = try Self.read(source)

@@ -51,7 +51,9 @@ public struct Generator {
     /// Rows of the vocabulary whose logits are computed at once.
     private static let vocabularyTile = 1 << 14
 
-    /// - Parameter adapters: a folder as mlx-lm or PEFT writes it; nil for the base model.
+    /// - Parameters:
+    ///   - bundle: the model.
+    ///   - folder: adapters as mlx-lm or PEFT writes them; nil for the base model.
     public init(_ bundle: ModelBundle, adapters folder: URL? = nil) throws {
         try self.init(bundle, adapters: folder, chunk: 256)
     }
@@ -65,7 +67,11 @@ public struct Generator {
 
     /// Calls `onToken` with each token as it is chosen.
     ///
-    /// - Parameter atBlock: called before each block; `CancellationError` from it, or from `onToken`, ends the text as `stopped`.
+    /// - Parameters:
+    ///   - request: the prompt, and how tokens are chosen.
+    ///   - atBlock: called before each block; `CancellationError` from it, or from `onToken`, ends the text as `stopped`.
+    ///   - onToken: gets the token's id.
+    /// - Returns: how many tokens, how fast, and why the text ended.
     /// - Throws: `MeSPError`, and what `onToken` throws.
     @discardableResult
     public func generate(

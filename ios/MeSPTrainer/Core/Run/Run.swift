@@ -9,6 +9,7 @@ public enum Run {
     /// Trains as `settings` say: evaluates, steps, saves, and appends each record to the log.
     ///
     /// - Parameters:
+    ///   - settings: the bundle, the output folder, and everything the run depends on.
     ///   - report: gets each record and its line in the log.
     ///   - atBlock: called at every block boundary with a function that appends an event to the log. It may wait, and the half-done
     ///     step with it. After `CancellationError` the step is dropped, or finished where its updates have begun, the adapters are
