@@ -14,6 +14,8 @@ struct SavedState {
     /// The length of `metrics.jsonl` when this was saved; what comes after is done again.
     var logBytes: UInt64 = 0
 
+    typealias Loaded = (state: SavedState, plan: Plan?, vectors: Safetensors)
+
     static func url(in folder: URL) -> URL { folder.appendingPathComponent("state.safetensors") }
 
     private struct Saved: Codable {
@@ -55,9 +57,7 @@ struct SavedState {
     ///
     /// - Returns: it, the plan that the run had, where the memory settings are the same still, and the trainer's vectors by name; nil
     ///   where there is none.
-    static func load(from folder: URL, _ settings: RunSettings) throws -> (
-        state: SavedState, plan: Plan?, vectors: Safetensors
-    )? {
+    static func load(from folder: URL, _ settings: RunSettings) throws -> Loaded? {
         let url = url(in: folder)
         guard FileManager.default.fileExists(atPath: url.path) else { return nil }
         guard let tensors = try? Safetensors(url),

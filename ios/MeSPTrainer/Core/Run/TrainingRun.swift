@@ -1,0 +1,240 @@
+import Foundation
+import MLX
+
+/// A run from its first step, or the one it was saved after, to its last: steps, evaluates, saves, and logs all of it.
+final class TrainingRun {
+    private let settings: RunSettings
+    private let bundle: ModelBundle
+    private let data: Splits
+    private let output: URL
+    private let planner: Planner
+    private var plan: Plan
+    private var trainer: Trainer
+    private var state = SavedState()
+    private let log: LogWriter
+    private let hooks: RunHooks
+
+    private let sampler = FootprintSampler()
+    private var begin = Date.now
+    /// The highest footprint so far, in bytes.
+    private var peak = 0
+    /// What a step took beyond the memory limit, in a sentence, until the next has a cheaper plan.
+    private var overBudget: String?
+
+    /// - Parameters:
+    ///   - plan: the plan to train with, of `planner`'s.
+    ///   - saved: what to go on from; nil for the beginning.
+    init(
+        _ settings: RunSettings, _ bundle: ModelBundle, _ data: Splits, _ planner: Planner, _ plan: Plan,
+        from saved: SavedState.Loaded?, hooks: RunHooks
+    ) throws {
+        (self.settings, self.bundle, self.data, self.planner, self.plan) = (settings, bundle, data, planner, plan)
+        self.hooks = hooks
+        output = URL(fileURLWithPath: settings.output)
+        trainer = try Trainer(bundle: bundle, settings: settings, plan: plan, folder: output)
+        if saved == nil, let adapters = settings.adapters { try trainer.startFrom(URL(fileURLWithPath: adapters)) }
+        // A run that ended before it had saved anything is begun again.
+        log = try LogWriter(folder: output, resumeAt: settings.resume ? saved?.state.logBytes ?? 0 : nil)
+        letPause()
+        if let saved {
+            state = saved.state
+            try trainer.restore { saved.vectors[$0] }
+            try append(.event(.init(event: "resumed", message: "after step \(state.step)")))
+        } else {
+            try append(.start(.init(settings, bundle)))
+            try append(.plan(.init(settings, bundle, planner, plan)))
+        }
+    }
+
+    /// Trains to the end, or until `CancellationError` from a block boundary.
+    func run() throws {
+        begin = .now
+        _ = sampler.takePeak()
+        defer { sampler.stop() }
+        do {
+            try train()
+            if let test = data.test { _ = try evaluate("test", test) }
+            try end(.finished)
+        } catch is CancellationError {
+            try save()
+            try end(.stopped)
+        } catch {
+            // The log's disk may be the one that is full: the first error is the one to tell.
+            try? append(.event(.init(event: "error", message: error.localizedDescription)))
+            try? end(.failed)
+            throw error
+        }
+    }
+
+    /// Steps until the last, or until held-out loss falls no more; evaluates and saves when it is time to.
+    private func train() throws {
+        while true {
+            let last = state.step >= settings.steps
+            let due = settings.evalEvery > 0 && state.step % settings.evalEvery == 0
+            if state.step == 0 || last || due, state.evaluated != state.step { try evaluate() }
+            let early = settings.earlyStopping > 0 && state.evaluationsSinceBest >= settings.earlyStopping
+            if last || early || (settings.saveEvery > 0 && state.step > 0 && state.step % settings.saveEvery == 0) {
+                try save()
+            }
+            if early, !last {
+                let message = "no lower held-out loss in \(state.evaluationsSinceBest) evaluations"
+                try append(.event(.init(event: "early_stopping", message: message)))
+            }
+            if last || early { return }
+
+            if let reason = hooks.memoryIsShort() ? "The system is short of memory" : overBudget {
+                overBudget = nil
+                try economize(reason)
+            }
+            try stepOrSkip()
+        }
+    }
+
+    // MARK: - Steps
+
+    /// A step and its record; or, where a number is not finite and such steps are left out, none.
+    private func stepOrSkip() throws {
+        peak = max(peak, sampler.takePeak())
+        var record: LogRecord.Step
+        do {
+            record = try step()
+        } catch let bad as NotFinite {
+            guard settings.skipBadSteps else {
+                throw MeSPError(
+                    "\(bad.what) is not finite in step \(state.step + 1); start again with a lower learning rate, or leave such steps out with skip_bad_steps. What was saved last is still there."
+                )
+            }
+            state.step += 1
+            let message = "\(bad.what) is not finite in step \(state.step), which was taken back"
+            return try append(.event(.init(event: "skipped_step", message: message)))
+        }
+        record.footprintPeakBytes = sampler.takePeak()
+        peak = max(peak, record.footprintPeakBytes)
+        try append(.step(record))
+        let own = Double(record.footprintPeakBytes - hooks.besideBytes)
+        if let limit = settings.memoryLimitMb, own > limit * 1e6 {
+            let taken = String(format: "%.1f", own / 1e6)
+            overBudget = "Step \(state.step) took \(taken) MB, more than the memory limit"
+        }
+    }
+
+    /// - Returns: the record, but for the peak footprint.
+    private func step() throws -> LogRecord.Step {
+        let (start, before, written) = (Date.now, trainer.clock.time, trainer.writtenBytes)
+        Memory.peakMemory = 0
+        let batches = data.batches(step: state.step, settings)
+        let result = try trainer.step(batches, number: state.step)
+        let (memory, time) = (Memory.snapshot(), trainer.clock.time)
+        state.step += 1
+        return .init(
+            step: state.step, loss: result.loss,
+            seconds: Date.now.timeIntervalSince(start) - (time.waiting - before.waiting),
+            forwardSeconds: time.forward - before.forward, lossSeconds: time.loss - before.loss,
+            backwardSeconds: time.backward - before.backward, tokens: result.tokens,
+            gradNorm: result.gradientNorm, learningRate: settings.learningRate(step: state.step - 1),
+            footprintBytes: memoryFootprint(), footprintPeakBytes: 0, mlxActiveBytes: memory.activeMemory,
+            mlxPeakBytes: memory.peakMemory, mlxCacheBytes: memory.cacheMemory,
+            writtenBytes: trainer.writtenBytes - written, thermalState: ThermalState.current.rawValue)
+    }
+
+    /// Goes on with the next cheaper plan. It is saved at once: what is resumed must repeat it.
+    private func economize(_ reason: String) throws {
+        guard let cheaper = planner.cheaper(than: plan) else {
+            try save()
+            throw MeSPError(
+                "\(reason), and no plan takes less memory. The state after step \(state.step) is saved; resume the run when there is more, or with a higher memory limit."
+            )
+        }
+        let vectors = try trainer.vectors()
+        plan = cheaper
+        trainer = try Trainer(bundle: bundle, settings: settings, plan: plan, folder: output)
+        letPause()
+        try trainer.restore { vectors[$0] }
+        let message = "\(reason); the run goes on with a plan that takes less"
+        try append(.event(.init(event: "cheaper_plan", message: message)))
+        try append(.plan(.init(settings, bundle, planner, plan)))
+        try save()
+    }
+
+    private func letPause() {
+        trainer.clock.atBlock = { [unowned self] in try hooks.atBlock { try append(.event($0)) } }
+    }
+
+    // MARK: - Evaluations
+
+    private func evaluate() throws {
+        guard let valid = data.valid else { return }
+        let loss = try evaluate("valid", valid)
+        state.evaluated = state.step
+        state.evaluationsSinceBest += 1
+        guard loss < state.best else { return }
+        (state.best, state.evaluationsSinceBest) = (loss, 0)
+        if settings.evalEvery > 0, state.step > 0 {
+            try trainer.saveAdapters(to: output.appendingPathComponent("best"))
+        }
+    }
+
+    /// The mean loss of the first sequences of a split, in nats a token.
+    private func evaluate(_ split: String, _ sequences: TokenStream.Sequences) throws -> Float {
+        var (loss, tokens) = (Float(0), 0)
+        for index in 0..<min(settings.valBatches, sequences.count) {
+            let example = sequences[index]
+            loss += try trainer.model.loss(example)
+            tokens += example.counted.count
+        }
+        guard loss.isFinite else {
+            throw MeSPError(
+                "The loss on the \(split) data is not finite after step \(state.step); start again with a lower learning rate. What was saved last is still there."
+            )
+        }
+        try append(.eval(.init(step: state.step, split: split, loss: loss / Float(tokens), tokens: tokens)))
+        return loss / Float(tokens)
+    }
+
+    // MARK: - What is written
+
+    private func save() throws {
+        try trainer.saveAdapters(to: output.appendingPathComponent("adapters"))
+        state.logBytes = try log.length()
+        try state.save(trainer, plan: plan, settings: settings, in: output)
+    }
+
+    private func append(_ record: LogRecord) throws {
+        let line = try record.line()
+        try log.append(line)
+        try hooks.report(record, line)
+    }
+
+    private func end(_ reason: LogRecord.End.Reason) throws {
+        peak = max(peak, sampler.takePeak())
+        let seconds = Date.now.timeIntervalSince(begin)
+        try append(.end(.init(reason: reason, step: state.step, seconds: seconds, footprintPeakBytes: peak)))
+    }
+}
+
+extension LogRecord.Start {
+    fileprivate init(_ settings: RunSettings, _ bundle: ModelBundle) {
+        let manifest = bundle.manifest
+        self.init(
+            version: Run.version, mlxVersion: Manifest.mlxVersion, device: manifest.device, host: Self.host,
+            model: .init(name: manifest.name, id: manifest.model.id, layers: bundle.architecture.numHiddenLayers),
+            settings: settings)
+    }
+
+    private static var host: String {
+        let system = ProcessInfo.processInfo.operatingSystemVersionString
+        var name = utsname()
+        uname(&name)
+        let machine = withUnsafeBytes(of: &name.machine) { String(decoding: $0.prefix { $0 != 0 }, as: UTF8.self) }
+        return "\(machine), \(system)"
+    }
+}
+
+extension LogRecord.Plan {
+    init(_ settings: RunSettings, _ bundle: ModelBundle, _ planner: Planner, _ plan: Plan) {
+        self.init(
+            method: settings.method, seqLen: settings.seqLen, rank: settings.rank, tileBytes: plan.tileBytes,
+            keptBlocks: plan.keptBlocks, offload: plan.offload, predictedPeakBytes: planner.peak(plan),
+            leastPeakBytes: planner.leastPeak, mappedBytes: bundle.mappedBytes)
+    }
+}
