@@ -16,7 +16,7 @@ from mlx_lm.utils import _get_classes
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from mesp.bundle import Quantization
-from mesp.models import Architecture
+from mesp.models.architecture import Architecture
 
 # A shell that starts the tests in the background has SIGINT ignored, and children inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)

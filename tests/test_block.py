@@ -10,7 +10,7 @@ from mlx_lm.tuner.lora import LoRALinear
 from conftest import FAMILIES, TINY, mlx_lm_model
 from mesp import block, reference
 from mesp.bundle import Layout, Quantization, block_layout
-from mesp.models import Architecture
+from mesp.models.architecture import Architecture
 
 OUTPUTS = ("y", "attn_in", "q", "k", "v", "attn_out", "x_mid", "gate", "up", "o_out", "mlp_out")
 TOLERANCE = 1e-5

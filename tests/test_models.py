@@ -9,7 +9,9 @@ from conftest import FAMILIES, TINY, mlx_lm_model
 from mesp.block import fast_rope
 from mesp.block import rope as rope_of
 from mesp.errors import MespError
-from mesp.models import FUSED, Architecture, Attention
+from mesp.models.architecture import Architecture
+from mesp.models.attention_kinds import Attention
+from mesp.models.families import FUSED
 
 
 def test_geometry_of_a_config():

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from conftest import FAMILIES, TINY
-from mesp.models import Architecture
+from mesp.models.architecture import Architecture
 
 FAKE_ENGINE = Path(__file__).parent / "fake_engine.py"
 MANIFEST = {"format": 2, "name": "demo", "mlx_version": "0.31.1", "device": "cpu"}

@@ -31,8 +31,8 @@ import mesp.train
 from mesp.bundle import read_manifest
 from mesp.engine import find_engine, find_plan
 from mesp.errors import MespError
-from mesp.known import KNOWN
 from mesp.log import Run
+from mesp.models.short_names import KNOWN
 
 # What is not set is as the paper has it, by default of the engine and of mesp-train alike: SGD at
 # 1e-4 on seven projections, batch 1. Runs in Python are told.

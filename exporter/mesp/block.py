@@ -26,7 +26,8 @@ from functools import partial, reduce
 import mlx.core as mx
 
 from mesp.bundle import Layout, Quantization
-from mesp.models import Architecture, Attention
+from mesp.models.architecture import Architecture
+from mesp.models.attention_kinds import Attention
 
 # Outputs of a projection computed at a time. Smaller tiles take less memory but make a larger
 # graph, which MLX keeps in memory.

@@ -22,7 +22,7 @@ import numpy as np
 from mlx import nn
 
 from mesp.errors import MespError
-from mesp.models import Architecture
+from mesp.models.architecture import Architecture
 
 FORMAT = 2
 PAGE = 16384  # bytes: the page of Apple's processors; weight files are whole pages, to be mapped

@@ -50,9 +50,11 @@ from mesp.data import (
 from mesp.engine import CHECKOUT, built_engine, find_plan
 from mesp.errors import MespError, plain_os_errors
 from mesp.hub import download
-from mesp.known import KNOWN, geometries
 from mesp.log import megabytes
-from mesp.models import Architecture, Attention, complete
+from mesp.models.architecture import Architecture
+from mesp.models.attention_kinds import Attention
+from mesp.models.config_json import complete
+from mesp.models.short_names import KNOWN, geometries
 
 TILE = 1 << 22  # elements of a matrix that are quantized at a time
 DEMO = Path(__file__).parent / "demo_model"

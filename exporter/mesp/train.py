@@ -22,7 +22,8 @@ from mesp.drive import drive, summary
 from mesp.engine import find_engine, find_plan
 from mesp.errors import MespError, plain_os_errors
 from mesp.log import LOG_NAME, megabytes
-from mesp.models import TRAINABLE, Architecture
+from mesp.models.architecture import Architecture
+from mesp.models.families import TRAINABLE
 
 PREFERRED_SEQ_LEN = 256
 SETTINGS_NAME = "settings.json"

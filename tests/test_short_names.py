@@ -10,8 +10,8 @@ from click.testing import CliRunner, Result
 
 from mesp.engine import CHECKOUT, built_engine
 from mesp.export import main
-from mesp.known import KNOWN, geometries
-from mesp.models import Architecture
+from mesp.models.architecture import Architecture
+from mesp.models.short_names import KNOWN, geometries
 
 # Of the safetensors files' metadata on the Hub; Qwen3's below 4B have the tied head a second time.
 PUBLISHED = {
