@@ -8,8 +8,8 @@ import mlx.core as mx
 import pytest
 from click.testing import CliRunner, Result
 
-from mesp.engine import CHECKOUT, built_engine
-from mesp.export import main
+from mesp.commands.export import main
+from mesp.engine.build import CHECKOUT, built_engine
 from mesp.models.architecture import Architecture
 from mesp.models.short_names import KNOWN, geometries
 
@@ -92,7 +92,7 @@ def number(text: str) -> float:
 
 def test_what_cannot_be_planned_is_said(monkeypatch):
     monkeypatch.setenv("MESP_ENGINE", shutil.which("false"))
-    monkeypatch.setattr("mesp.export.geometries", lambda: [["Qwen3-0.6B"]])
+    monkeypatch.setattr("mesp.commands.list_models.geometries", lambda: [["Qwen3-0.6B"]])
     result = listed()
     assert rows(result.stdout)[1] == ["Qwen3-0.6B", "596 M", "373.0", "apache-2.0", "-", "-"]
     assert result.stderr == "Qwen3-0.6B: mesp-engine failed (1).\n"

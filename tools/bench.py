@@ -74,8 +74,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from mesp.commands.shared_options import ListOptions
 from mesp.errors import MespError, plain_os_errors
-from mesp.export import ListOptions
 
 WORK = Path(__file__).resolve().parents[1] / "build" / "bench"
 SIZES = tuple(PAPER_PEAK_MB)

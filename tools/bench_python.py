@@ -26,7 +26,8 @@ import numpy as np
 from mlx import nn, optimizers
 
 from mesp import reference
-from mesp.bundle import Bundle, Layout
+from mesp.bundle.layout import Layout
+from mesp.bundle.reader import Bundle
 
 # A run ends early, with the steps it has, once it has taken this long: mlx-lm as shipped needs
 # minutes a step on a CPU.

@@ -24,21 +24,20 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-import mesp.block
-import mesp.bundle
-import mesp.export
-import mesp.train
-from mesp.bundle import read_manifest
-from mesp.engine import find_engine, find_plan
+import mesp
+from mesp.bundle.manifest import read_manifest
+from mesp.commands import train
+from mesp.engine.build import find_engine
+from mesp.engine.plan import find_plan
 from mesp.errors import MespError
-from mesp.log import Run
 from mesp.models.short_names import KNOWN
+from mesp.runs.log import Run
 
 # What is not set is as the paper has it, by default of the engine and of mesp-train alike: SGD at
 # 1e-4 on seven projections, batch 1. Runs in Python are told.
 SETTING = {
     option.name: option.default
-    for option in mesp.train.main.params
+    for option in train.main.params
     if option.name in ("alpha", "learning_rate", "seed", "mezo_epsilon")
 }
 PAPER_RANK = 8
@@ -393,8 +392,8 @@ def export(model: str, options: dict[str, Any], layers: int | None, work: Path) 
             manifest = read_manifest(path)
             seq_lens, ranks = seq_lens | {*manifest["seq_lens"]}, ranks | {*manifest["ranks"]}
             written = (path / "manifest.json").stat().st_mtime
-            code = (mesp.block, mesp.bundle, mesp.export)
-            current = all(Path(module.__file__).stat().st_mtime < written for module in code)
+            code = Path(mesp.__file__).parent.rglob("*.py")
+            current = all(file.stat().st_mtime < written for file in code)
             covered = (sorted(seq_lens), sorted(ranks)) == (manifest["seq_lens"], manifest["ranks"])
             if current and covered:
                 return path
@@ -403,8 +402,10 @@ def export(model: str, options: dict[str, Any], layers: int | None, work: Path) 
     command += ["--layers", layers] if layers else []
     command += ["--data", data] if data else []
     command += [] if model == "demo" else ["--random-weights"]
-    program = [sys.executable, "-c", "from mesp.export import main; main()", *map(str, command)]
-    done = subprocess.run(program, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    program = [sys.executable, "-c", "from mesp.commands.export import main; main()"]
+    done = subprocess.run(
+        [*program, *map(str, command)], stdin=subprocess.DEVNULL, capture_output=True, text=True
+    )
     if done.returncode:
         said = done.stderr.strip().splitlines() or ["mesp-export failed."]
         raise MespError(said[-1].removeprefix("Error: "))

@@ -1,19 +1,13 @@
-"""Finds mesp-engine, the trainer that mesp-train drives, and builds it where a checkout has none.
-
-`python -m mesp.engine` builds it (`make engine`).
-"""
+"""Finds mesp-engine, the trainer, and builds it where a checkout has none."""
 
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import shutil
 import subprocess
-import tempfile
 from collections import deque
 from pathlib import Path
-from typing import Any
 
 import click
 from rich.console import Console
@@ -22,7 +16,7 @@ from rich.markup import escape
 from mesp.errors import MespError
 
 # Installed editable, the package lies in exporter/ of the checkout it came from.
-CHECKOUT = Path(__file__).resolve().parents[2]
+CHECKOUT = Path(__file__).resolve().parents[3]
 
 
 def find_engine(checkout: Path = CHECKOUT) -> Path:
@@ -45,15 +39,8 @@ def find_engine(checkout: Path = CHECKOUT) -> Path:
     return engine
 
 
-def find_plan(engine: Path, settings: dict[str, Any]) -> dict[str, Any]:
-    """The engine's plan for these settings, its `plan` record. Nothing is written."""
-    with tempfile.NamedTemporaryFile("w", suffix=".json", encoding="utf-8") as file:
-        json.dump({"output": "", **settings, "dry_run": True}, file)
-        file.flush()
-        done = subprocess.run([engine, file.name], capture_output=True, text=True)
-    if done.returncode != 0:
-        raise MespError(done.stderr.strip() or f"mesp-engine failed ({done.returncode}).")
-    return json.loads(done.stdout)
+def engine_path() -> Path:
+    return Path(os.environ.get("MESP_ENGINE") or built_engine(CHECKOUT))
 
 
 def built_engine(checkout: Path) -> Path:
@@ -121,18 +108,3 @@ def build_engine(checkout: Path = CHECKOUT) -> Path:
     engine = built_engine(checkout)
     engine.touch()  # where no source needed compiling, the program keeps its old date
     return engine
-
-
-@click.command()
-@click.option(
-    "--mlx",
-    is_flag=True,
-    help="Only print the folder of the mlx package that the engine is built with.",
-)
-def main(mlx: bool) -> None:
-    """Build mesp-engine and print where it is."""
-    click.echo(mlx_folder() if mlx else build_engine())
-
-
-if __name__ == "__main__":
-    main()

@@ -1,12 +1,11 @@
 """Reads a run's log, `metrics.jsonl`: one JSON object a line, described in docs/architecture.md.
 
-Sizes are bytes, times seconds, losses nats a token. An MB in what people read is 1,000,000 bytes.
+Sizes are bytes, times seconds, losses nats a token.
 """
 
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
@@ -14,6 +13,7 @@ from pathlib import Path
 from mesp.errors import MespError, plain_os_errors
 
 LOG_NAME = "metrics.jsonl"
+
 
 # A log without an end record is of a run that goes on, unless nothing was added for this long.
 SILENCE = timedelta(minutes=10)
@@ -171,50 +171,3 @@ def read_run(folder: Path) -> Run:
 def find_runs(root: Path) -> list[Path]:
     """Folders at or below `root` that hold a log, in order of name."""
     return sorted(path.parent for path in root.rglob(LOG_NAME))
-
-
-def perplexity(loss: float) -> float:
-    """exp(loss), of a loss in nats a token."""
-    return math.exp(loss) if loss < 700 else math.inf
-
-
-def decimal(value: float | None, digits: int = 2) -> str:
-    """A number for a table, a dash where there is none."""
-    return "-" if value is None else f"{value:,.{digits}f}"
-
-
-def megabytes(size: float | None) -> str:
-    """Bytes as MB of 1,000,000 bytes."""
-    return decimal(None if size is None else size / 1e6, 1)
-
-
-COLUMNS = (
-    "model",
-    "method",
-    "seq",
-    "rank",
-    "steps",
-    "loss",
-    "held-out",
-    "tok/s",
-    "peak MB",
-    "state",
-)
-
-
-def table_row(run: Run) -> list[str]:
-    """One run under `COLUMNS`: losses as first → last, footprint in MB."""
-    losses = run.losses
-    before, after = run.held_out
-    return [
-        run.model,
-        str(run.settings.get("method", "?")),
-        str(run.settings.get("seq_len", "?")),
-        str(run.settings.get("rank", "?")),
-        str(run.last_step),
-        f"{decimal(losses[0])} → {decimal(losses[-1])}" if losses else "-",
-        f"{decimal(before)} → {decimal(after)}",
-        decimal(run.tokens_per_second, 0),
-        megabytes(run.peak_footprint),
-        run.state(),
-    ]
