@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import click
-from phone import APP, connect, copying
 from rich.console import Console
 from rich.table import Table
 
@@ -23,6 +22,7 @@ from mesp.bundle.folders import replacing
 from mesp.errors import MespError, plain_os_errors
 from mesp.runs.log import LOG_NAME, find_runs, read_run
 from mesp.runs.table import COLUMNS, table_row
+from phone import APP, connect, copying
 
 RUNS_ON_PHONE = "Documents/runs"
 KEPT = (LOG_NAME, "settings.json", "samples.json", "adapters", "best")  # of a run's folder

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 # graph, which MLX keeps in memory.
 WIDTH = 256
 
-
 # Query rows in a tile of attention. Few, because a tile reads no key after its last row.
 ATTENTION_ROWS = 32
 

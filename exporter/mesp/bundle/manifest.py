@@ -16,7 +16,6 @@ from mesp.models.architecture import Architecture
 
 FORMAT = 2
 
-
 # What commands read of a manifest, by its type; `Bundle` reads the rest.
 READ_BY_COMMANDS = {
     "name": str,

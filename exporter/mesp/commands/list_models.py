@@ -27,7 +27,6 @@ from mesp.source_model.find import Source
 
 LISTED_LENGTHS, LISTED_RANK = [256, 1024], 8
 
-
 # Columns of the list, and to which side their text goes.
 LISTED = {"model": "<", "parameters": ">", "MB on disk": ">", "licence": "<"}
 LISTED |= {f"peak MB, {length:,} tokens": ">" for length in LISTED_LENGTHS}

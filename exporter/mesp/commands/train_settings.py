@@ -16,10 +16,8 @@ from mesp.runs.log import LOG_NAME
 
 SETTINGS_NAME = "settings.json"
 
-
 # What a run that goes on may have different: all of it changes nothing that is computed.
 MAY_CHANGE = ("bundle", "steps", "save_every", "memory_limit_mb", "offload", "resume")
-
 
 # Options that count only where another one has this value.
 ONLY_WITH = {

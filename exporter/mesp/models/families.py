@@ -98,7 +98,6 @@ FAMILIES = {
     ),
 }
 
-
 # What some families have and others don't, with the value that is as if it weren't there.
 VARIANTS = {
     "use_sliding_window": False,

@@ -14,10 +14,8 @@ from mesp.errors import MespError, plain_os_errors
 
 LOG_NAME = "metrics.jsonl"
 
-
 # A log without an end record is of a run that goes on, unless nothing was added for this long.
 SILENCE = timedelta(minutes=10)
-
 
 # The fields that are read without asking whether they are there, by the kind of record.
 FIELDS = {
