@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from conftest import TEXT, TINY, write_model
 from mesp.bundle.manifest import read_manifest
 from mesp.bundle.reader import Bundle
-from mesp.commands.config_file import read_config
+from mesp.commands.options_from_yaml import read_config
 from mesp.commands.train import main as train
 from mesp.data.sources import read_documents
 from mesp.errors import MespError

@@ -21,6 +21,7 @@ def perplexity(loss: float) -> float:
 
 
 def duration(seconds: float) -> str:
+    """As in `2 h 5 min`, `5 min 7 s` or `7 s`."""
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return (

@@ -5,13 +5,7 @@ from __future__ import annotations
 from collections import deque
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    TextColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from mesp.formatting import decimal, duration, megabytes, perplexity
 

@@ -62,6 +62,7 @@ def texts(row: Row) -> dict[str, str]:
 
 
 def in_unit(heading: str, value: Any) -> Any:
+    """A row's value as it stands under a heading."""
     return value / 1e6 if heading.endswith("MB") else value
 
 

@@ -15,6 +15,7 @@ import mlx.core as mx
 
 @cache
 def cpu() -> str:
+    """The processor's name."""
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.startswith("model name"):
@@ -26,6 +27,7 @@ def cpu() -> str:
 
 
 def host() -> dict[str, Any]:
+    """What is written beside the rows."""
     return {
         "cpu": cpu(),
         "cores": os.cpu_count(),

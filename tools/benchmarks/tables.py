@@ -65,6 +65,7 @@ class Bench:
 
 
 def run_rows(bench: Bench) -> Iterator[Row]:
+    """A row for each cell and each way to train."""
     options, rows = bench.options, []
     variants = find_variants(options["methods"], options["limits"], options["offload"])
     for cell, variant in itertools.product(bench.cells(), variants):
@@ -91,6 +92,7 @@ def python_rows(bench: Bench) -> Iterator[Row]:
 
 
 def convergence_rows(bench: Bench) -> Iterator[Row]:
+    """A row with the losses of each of the engine's methods."""
     for cell, method in itertools.product(bench.cells(), ENGINE_METHODS):
         rate = bench.options["learning_rate"] or CONVERGENCE_RATES[method]
         settings = engine_settings(cell, Variant(method)) | {

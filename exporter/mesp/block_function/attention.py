@@ -20,6 +20,7 @@ class Scoring:
 
 
 def soft_cap(scores: mx.array, cap: float | None) -> mx.array:
+    """cap · tanh(scores / cap); the scores where there is no cap."""
     return scores if cap is None else cap * mx.tanh(scores / cap)
 
 
@@ -31,13 +32,7 @@ def visible(rows: slice, keys: slice, window: int | None) -> mx.array:
     return seen & (row < key + window) if reaches_back else seen
 
 
-def attention(
-    q: mx.array,
-    k: mx.array,
-    v: mx.array,
-    place: Turn,
-    scoring: Scoring,
-) -> mx.array:
+def attention(q: mx.array, k: mx.array, v: mx.array, place: Turn, scoring: Scoring) -> mx.array:
     """Causal grouped-query attention, by tiles of query rows over the keys that they see.
 
     `k` has been through QK-norm and RoPE; `place` takes each tile of `q` through them.
@@ -57,20 +52,15 @@ def attention(
         tile = place(tile, rows).reshape(kv_heads, -1, head_dim) * scoring.scale
         scores = soft_cap(tile @ k[:, keys].swapaxes(1, 2), scoring.cap)
         scores = scores.reshape(heads, rows.stop - rows.start, -1)
-        weights = mx.softmax(
-            mx.where(visible(rows, keys, scoring.window), scores, -mx.inf), axis=-1
-        )
+        seen = visible(rows, keys, scoring.window)
+        weights = mx.softmax(mx.where(seen, scores, -mx.inf), axis=-1)
         out = weights.reshape(kv_heads, -1, weights.shape[-1]) @ v[:, keys]
         parts.append(out.reshape(heads, -1, head_dim).swapaxes(0, 1).flatten(1)[None])
     return mx.concatenate(parts, axis=1)
 
 
 def fused_attention(
-    q: mx.array,
-    k: mx.array,
-    v: mx.array,
-    place: Turn,
-    scoring: Scoring,
+    q: mx.array, k: mx.array, v: mx.array, place: Turn, scoring: Scoring
 ) -> mx.array:
     """`attention` by the GPU's fused primitive, which has no soft cap, in v's dtype."""
     everything = slice(0, q.shape[2])
@@ -81,11 +71,7 @@ def fused_attention(
 
 
 def plain_attention(
-    q: mx.array,
-    k: mx.array,
-    v: mx.array,
-    place: Turn,
-    scoring: Scoring,
+    q: mx.array, k: mx.array, v: mx.array, place: Turn, scoring: Scoring
 ) -> mx.array:
     """`attention` without tiles."""
     _, heads, length, head_dim = q.shape

@@ -34,6 +34,7 @@ from mesp.models.attention_kinds import Attention
 # The head_dim that MLX's fused attention has a kernel for on Metal; for others it holds all scores,
 # heads·T·T of them, rounded to the dtype.
 FUSED_HEADS = (64, 80, 128)
+
 BlockFunction = Callable[[mx.array, mx.array, mx.array, mx.array], list[mx.array]]
 
 

@@ -12,6 +12,7 @@ from mesp.block_function.projection import Projection
 
 
 def silu(x: mx.array) -> mx.array:
+    """x · sigmoid(x)"""
     return x * mx.sigmoid(x)
 
 

@@ -16,7 +16,7 @@ DTYPE_OF = {"cpu": "float32", "gpu": "bfloat16"}  # likewise, by device
 
 @dataclass(frozen=True)
 class ExportOptions:
-    """What to write, all of it checked."""
+    """What to write, all of it checked: `mesp-export`'s options and what follows from them."""
 
     out: Path
     data: str | None

@@ -118,6 +118,7 @@ def _empty(folder: Path) -> None:
 
 
 def sync(path: Path) -> None:
+    """Has what was written to a file, or to a folder's list of names, be on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -49,6 +49,7 @@ def write_function(
     seq_len: int,
     options: ExportOptions,
 ) -> None:
+    """Writes one block function, traced for a sequence length and every rank."""
     dtype, device, ranks = DTYPES[options.dtype], options.device, options.ranks
     try:
         export_block(str(path), function, arch, layout, dtype, device, [seq_len], ranks)

@@ -115,6 +115,7 @@ def read_manifest(path: Path, to_run: bool = True) -> dict[str, Any]:
 
 
 def damaged(path: Path) -> MespError:
+    """What is said of a bundle whose manifest contradicts itself."""
     return MespError(f"{path / 'manifest.json'} is damaged; write the bundle again.")
 
 
@@ -138,6 +139,7 @@ class BlockGroup:
 
 
 def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
+    """Writes ``manifest.json``."""
     text = json.dumps(manifest, indent=1, ensure_ascii=False)
     (folder / "manifest.json").write_text(text + "\n", encoding="utf-8")
 
@@ -156,6 +158,7 @@ def describe_files(bundle: Path, folder: str = ".") -> list[dict[str, Any]]:
 
 
 def sha256(path: Path) -> str:
+    """The digest of a file, in hexadecimal digits."""
     with open(path, "rb") as file:
         digest = hashlib.sha256()
         while piece := file.read(1 << 20):

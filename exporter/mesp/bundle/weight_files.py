@@ -41,6 +41,7 @@ def weight_files(
 
 
 def weight_bytes(files: WeightFiles) -> int:
+    """Of all weight files together."""
     return sum(layout.words * 4 for layout, _ in files.values())
 
 

@@ -1,4 +1,4 @@
-"""Writes a bundle."""
+"""Writes a bundle: functions, weights, data, config.json, tokenizer and manifest."""
 
 from __future__ import annotations
 
@@ -34,7 +34,10 @@ from mesp.source_model.weights import Weights
 def write_bundle(
     source: Source, weights: Weights, arch: Architecture, options: ExportOptions
 ) -> dict:
-    """Writes the bundle `options.out` and returns its manifest."""
+    """Writes the bundle `options.out` and returns its manifest.
+
+    Raises MespError where the disk, the weights or the data do not allow it; nothing is left then.
+    """
     check_quantizations(arch, options.quantizations)
     files = weight_files(weights, arch, options)
     total = weight_bytes(files)
@@ -85,6 +88,7 @@ def write_model(
 
 
 def check_disk(out: Path, folder: Path, size: int) -> None:
+    """Raises MespError unless the disk that `folder` is on has `size` bytes free."""
     free = shutil.disk_usage(folder).free
     if free < size:
         raise MespError(

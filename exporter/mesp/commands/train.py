@@ -13,7 +13,7 @@ from pathlib import Path
 import click
 
 from mesp.bundle.manifest import read_manifest
-from mesp.commands.config_file import read_config
+from mesp.commands.options_from_yaml import read_config
 from mesp.commands.train_settings import check, choose, parameter, resumed, settings_file
 from mesp.engine.build import find_engine
 from mesp.engine.drive import drive

@@ -30,6 +30,7 @@ ONLY_WITH = {
 
 
 def parameter(context: click.Context, name: str) -> click.Parameter:
+    """The command's option or argument of that name."""
     return next(each for each in context.command.params if each.name == name)
 
 

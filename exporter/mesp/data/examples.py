@@ -27,6 +27,7 @@ class Split:
 
 
 def as_stream(encoded: Iterable[Encoded]) -> Split:
+    """One stream, of one document after another."""
     parts = [np.array(ids, np.uint32) for ids, _ in encoded]
     return Split(np.concatenate(parts), left_out=sum(not len(part) for part in parts))
 

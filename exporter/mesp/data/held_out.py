@@ -12,6 +12,7 @@ HELD_OUT = 10  # where the data has no valid split of its own, one part in this 
 
 
 def hold_out_records(data: str, documents: dict[str, list[Document]]) -> None:
+    """Makes the last records ``valid``. Raises MespError where they are too few."""
     if "valid" not in documents:
         train = documents["train"]
         held_out = max(len(train) // HELD_OUT, 1)
@@ -23,6 +24,7 @@ def hold_out_records(data: str, documents: dict[str, list[Document]]) -> None:
 
 
 def hold_out_tokens(data: str, splits: dict[str, Split], seq_len: int) -> None:
+    """Makes the end of the stream ``valid``. Raises MespError where it is too short for that."""
     if "valid" in splits:
         return
     train = splits["train"]

@@ -27,6 +27,7 @@ class Document(NamedTuple):
 
 
 def read_record(where: str, line: str) -> Document:
+    """A line of a JSONL file, of one of `RECORDS`. Raises MespError where it is none."""
     try:
         record = json.loads(line)
     except ValueError as error:

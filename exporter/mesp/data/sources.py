@@ -19,6 +19,7 @@ BUILT_IN = {"python-docs": python_docs}
 
 
 def read_documents(data: str) -> dict[str, list[Document]]:
+    """The documents of `data`, one of `SOURCES`, by split. Raises MespError where it is none."""
     path = Path(data)
     if path.is_dir():
         return _read_folder(path)

@@ -14,7 +14,10 @@ from mesp.errors import MespError
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """The tokenizer in a model's folder or a bundle, as mlx-lm wraps it."""
+    """The tokenizer in a model's folder or a bundle, as mlx-lm wraps it.
+
+    Raises MespError where there is none, or it cannot be loaded.
+    """
     if not (folder / "tokenizer_config.json").is_file():
         raise MespError(
             f"{folder} has no tokenizer, so --data cannot be used with it; take a model with one."
@@ -33,6 +36,7 @@ Encoded = tuple[list[int], int]  # the ids, and how many of them are the masked 
 
 
 def encoder(kind: str, tokenizer: Any, mask_prompt: bool) -> Callable[[Document], Encoded]:
+    """What makes token ids of a document of this kind. It raises MespError where that fails."""
     from mlx_lm.tuner.datasets import ChatDataset, CompletionsDataset
 
     if kind == "text":

@@ -40,14 +40,17 @@ def find_engine(checkout: Path = CHECKOUT) -> Path:
 
 
 def engine_path() -> Path:
+    """Where the engine is, or would be: as `find_engine`, which builds it."""
     return Path(os.environ.get("MESP_ENGINE") or built_engine(CHECKOUT))
 
 
 def built_engine(checkout: Path) -> Path:
+    """Where a checkout's engine is, once it is built."""
     return checkout / ".build" / "release" / "mesp-engine"
 
 
 def is_older_than_sources(engine: Path, checkout: Path) -> bool:
+    """Whether a Swift source of the checkout was written after the engine."""
     built = engine.stat().st_mtime
     sources = [
         checkout / "Package.swift",

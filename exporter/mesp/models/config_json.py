@@ -47,6 +47,7 @@ def complete(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def unsupported(key: str, value: object) -> MespError:
+    """What is said of a config.json that asks for what the trainer lacks."""
     return MespError(
         f"The model's config.json sets {key} to {value!r}, which is not supported; take a model "
         "without it."

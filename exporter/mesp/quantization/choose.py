@@ -33,6 +33,7 @@ class Quantizations:
 
 
 def not_quantized(module: str) -> MespError:
+    """What is said of a matrix that is not quantized in a model that is."""
     return MespError(
         f"{module} is not quantized, unlike the rest of the model, which is not supported; take "
         "the model it was made from."
@@ -49,7 +50,10 @@ def _not_in_order(key: str) -> MespError:
 def find_quantizations(
     source: Source, mode: str | None, bits: int | None, group_size: int | None
 ) -> Quantizations:
-    """The quantization asked for (None: the default), or that of a model that has one already."""
+    """The quantization asked for (None: the default), or that of a model that has one already.
+
+    Raises MespError where MLX lacks it, or where a model that has one is asked for another.
+    """
     config = source.config
     for key in ("quantization_config", "quantization"):
         if not isinstance(config.get(key) or {}, dict):
@@ -96,6 +100,7 @@ def find_quantizations(
 
 
 def choose_quantization(mode: str | None, bits: int | None, group_size: int | None) -> Quantization:
+    """The quantization asked for. Raises MespError where the mode leaves no such choice."""
     mode = mode or "affine"
     if mode == "affine":
         return Quantization(bits or 4, group_size or 64)

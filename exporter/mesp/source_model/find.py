@@ -28,7 +28,7 @@ TOKENIZER_FILES = (
 
 @dataclass(frozen=True)
 class Source:
-    """Where a model comes from; `folder` is None for random weights of a built-in geometry."""
+    """Where a model comes from; `folder` is None for random weights of a known geometry."""
 
     name: str
     id: str
@@ -42,7 +42,7 @@ def find_source(model: str, random_weights: bool) -> Source:
     """Finds a model by short name, folder, Hub id or ``demo``, downloading it where need be.
 
     With `random_weights` only its geometry and tokenizer are needed, and for a short name nothing
-    is downloaded.
+    is downloaded. Raises MespError where there is no such model.
     """
     if model == "demo":
         return replace(_local_source(DEMO), name="demo", id="demo")

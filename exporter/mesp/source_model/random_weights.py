@@ -1,4 +1,4 @@
-"""Weights for those who only measure memory and time."""
+"""Random weights, for those who only measure memory and time."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import numpy as np
 
 
 class RandomWeights:
-    """Weights of a geometry, drawn at random as they are asked for."""
+    """Weights of a geometry, drawn at random as they are asked for; see `Weights`."""
+
+    has_float16_scales = False
 
     def __init__(self, seed: int, norm: float = 1.0):
         """`norm` is what the norms' weights are."""
         self.seed, self.norm = seed, norm
         self.generators: dict[str, np.random.Generator] = {}
-
-    has_float16_scales = False
 
     def is_quantized(self, name: str) -> bool:
         return False

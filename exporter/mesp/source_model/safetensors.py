@@ -21,7 +21,7 @@ TENSOR_DTYPES = {
 
 
 class SafetensorsWeights:
-    """The tensors of a model folder, mapped, and read by rows."""
+    """The tensors of a model folder, mapped, and read by rows; see `Weights`."""
 
     def __init__(self, folder: Path):
         """Raises MespError where a file is missing or truncated."""

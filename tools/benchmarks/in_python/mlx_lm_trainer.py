@@ -63,10 +63,12 @@ def mlx_lm(bundle: Bundle, settings: dict[str, Any]) -> None:
 
 
 def dequantized_linear(self: nn.QuantizedLinear, x: mx.array) -> mx.array:
+    """`nn.QuantizedLinear` by way of the whole matrix."""
     y = x @ whole_matrix(self).T
     return y + self.bias if "bias" in self else y
 
 
 def whole_matrix(layer: nn.Module) -> mx.array:
+    """The dequantized W [out, in] of a layer."""
     how = {name: getattr(layer, name) for name in ("group_size", "bits", "mode")}
     return mx.dequantize(layer.weight, layer.scales, layer.get("biases"), **how)

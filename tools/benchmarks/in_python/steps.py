@@ -25,6 +25,7 @@ SAMPLED_EVERY = 0.002  # seconds between two looks at this process's memory
 
 
 def report(kind: str, **fields: Any) -> None:
+    """Prints a record."""
     print(json.dumps({"type": kind, **fields}), file=sys.__stdout__, flush=True)
 
 
