@@ -18,10 +18,10 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from mesp.bundle import Bundle
-from mesp.engine import find_engine
-from mesp.log import Run, read_run
+from mesp.bundle.reader import Bundle
+from mesp.engine.build import find_engine
 from mesp.reference import dequantize
+from mesp.runs.log import Run, read_run
 
 SEQ_LEN = 64
 VAL_BATCHES = 8
@@ -30,7 +30,7 @@ TOLERANCE = 1e-4
 
 
 def call(command: str, *arguments: object) -> None:
-    program = f"from mesp.{command} import main; main()"
+    program = f"from mesp.commands.{command} import main; main()"
     done = subprocess.run(
         [sys.executable, "-c", program, *map(str, arguments)], capture_output=True, text=True
     )

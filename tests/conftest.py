@@ -15,8 +15,8 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import _get_classes
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from mesp.bundle import Quantization
-from mesp.models import Architecture
+from mesp.models.architecture import Architecture
+from mesp.quantization.modes import Quantization
 
 # A shell that starts the tests in the background has SIGINT ignored, and children inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -94,7 +94,7 @@ TEXT = "The quick brown fox jumps over the lazy dog, and the dog does not mind a
 
 def run(module: str, *arguments: object, **options: object) -> subprocess.CompletedProcess:
     """Runs a command of the package, such as `export`, in a process of its own."""
-    command = [sys.executable, "-c", f"from mesp.{module} import main; main()"]
+    command = [sys.executable, "-c", f"from mesp.commands.{module} import main; main()"]
     return subprocess.run(
         command + [str(argument) for argument in arguments],
         capture_output=True,

@@ -26,7 +26,7 @@ from pathlib import Path
 import mlx.core as mx
 
 from mesp import reference
-from mesp.bundle import Bundle
+from mesp.bundle.reader import Bundle
 
 
 def random_lora(model: reference.Model, rank: int, seed: int) -> list[mx.array]:

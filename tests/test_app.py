@@ -16,7 +16,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from mesp.engine import find_engine
+from mesp.engine.build import find_engine
 
 ROOT = Path(__file__).parents[1]
 HOME = ROOT / "ios" / "MeSPTrainer"
@@ -217,7 +217,7 @@ def test_the_icon_is_as_the_app_store_takes_it():
 
 
 def test_the_demo_bundle_that_comes_with_the_app_is_whole():
-    from mesp.bundle import Bundle
+    from mesp.bundle.reader import Bundle
 
     bundle = Bundle(HOME / "Demo.mesp")
     bundle.verify()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from conftest import TINY, write_model
-from mesp.engine import CHECKOUT, built_engine
+from mesp.engine.build import CHECKOUT, built_engine
 
 BENCH = Path(__file__).parent.parent / "tools" / "bench.py"
 ENGINE = Path(os.environ.get("MESP_ENGINE") or built_engine(CHECKOUT))

@@ -8,9 +8,14 @@ from mlx_lm.models.base import create_causal_mask
 from mlx_lm.tuner.lora import LoRALinear
 
 from conftest import FAMILIES, TINY, mlx_lm_model
-from mesp import block, reference
-from mesp.bundle import Layout, Quantization, block_layout
-from mesp.models import Architecture
+from mesp import reference
+from mesp.block_function import dequantize, forward_pass, tiles
+from mesp.block_function.attention import Scoring, attention, fused_attention
+from mesp.block_function.forward_pass import BlockFunction, block_function
+from mesp.block_function.trace import export_block
+from mesp.bundle.layout import Layout, block_layout
+from mesp.models.architecture import Architecture
+from mesp.quantization.modes import Quantization
 
 OUTPUTS = ("y", "attn_in", "q", "k", "v", "attn_out", "x_mid", "gate", "up", "o_out", "mlp_out")
 TOLERANCE = 1e-5
@@ -124,14 +129,14 @@ class Case:
         # A name of its own: MLX reads a function's constants when it first runs.
         path = str(folder / f"{plain}.mlxfn")
         rank = self.lora.size // self.arch.lora_size(1)
-        block.export_block(
+        export_block(
             path, self.function(plain, device), self.arch, self.layout, mx.float32, device,
             [seq_len], [rank],
         )  # fmt: skip
         return mx.import_function(path)
 
-    def function(self, plain: bool = False, device: str = "cpu") -> block.BlockFunction:
-        return block.block_function(self.arch, self.kind, self.layout, device, plain=plain)
+    def function(self, plain: bool = False, device: str = "cpu") -> BlockFunction:
+        return block_function(self.arch, self.kind, self.layout, device, plain=plain)
 
 
 def pack(layout: Layout, arrays: dict[str, mx.array]) -> mx.array:
@@ -162,8 +167,8 @@ def seed():
 def how(request, monkeypatch) -> str:
     """Sizes of tiles that cut these small shapes into many; the default sizes; the plain twin."""
     if request.param == "tiled":
-        monkeypatch.setattr(block, "WIDTH", 24)
-        monkeypatch.setattr(block, "ATTENTION_ROWS", 4)
+        monkeypatch.setattr(tiles, "WIDTH", 24)
+        monkeypatch.setattr(tiles, "ATTENTION_ROWS", 4)
     return request.param
 
 
@@ -224,10 +229,10 @@ def test_plain_function_differentiates(tmp_path, name, layer, seq_len):
 @pytest.mark.parametrize("window", [None, 1, 4, 5])
 def test_fused_attention_sees_the_same_keys(monkeypatch, window, length):
     """The GPU's attention, which the CPU has too: its mask is that of the tiles."""
-    monkeypatch.setattr(block, "ATTENTION_ROWS", 4)
+    monkeypatch.setattr(tiles, "ATTENTION_ROWS", 4)
     q, k, v = (mx.random.normal((1, heads, length, 16)) for heads in (4, 2, 2))
-    how = {"place": lambda x, rows: x, "scale": 0.3, "cap": None, "window": window}
-    fused, tiled = (f(q, k, v, **how) for f in (block.fused_attention, block.attention))
+    scoring = Scoring(0.3, None, window)
+    fused, tiled = (f(q, k, v, lambda x, _: x, scoring) for f in (fused_attention, attention))
     assert relative_error(fused, tiled) <= TOLERANCE
 
 
@@ -243,7 +248,7 @@ def test_the_gpu_function_computes_the_same(monkeypatch, name, how):
         lambda *args, **options: calls.append(args) or fused(*args, **options),
     )
     if how == "fused":
-        monkeypatch.setattr(block, "FUSED_HEADS", (case.arch.head_dim,))
+        monkeypatch.setattr(forward_pass, "FUSED_HEADS", (case.arch.head_dim,))
     x = mx.random.normal((1, 12, case.arch.hidden_size))
     function = case.function(how == "plain", device="gpu")
     outputs = function(x, case.lora, mx.array(SCALE), case.weights)
@@ -256,16 +261,16 @@ def test_every_code_is_unpacked(bits):
     codes = mx.random.randint(0, 2**bits, (3, 320)).astype(mx.uint32)
     planes = (codes[..., None] >> mx.arange(bits, dtype=mx.uint32)) & 1  # lowest bits first
     words = planes.reshape(3, -1, 32) << mx.arange(32, dtype=mx.uint32)
-    unpacked = block.unpack(words.sum(axis=-1), bits)
+    unpacked = dequantize.unpack(words.sum(axis=-1), bits)
     assert mx.array_equal(unpacked.reshape(3, 320), codes)
 
 
 def test_every_small_float_is_exact():
     """E4M3 as MLX converts it, and E2M1's 16 values."""
     codes = mx.arange(256, dtype=mx.uint8)
-    assert mx.array_equal(block.E4M3, mx.from_fp8(codes, dtype=mx.float32))
+    assert mx.array_equal(dequantize.E4M3, mx.from_fp8(codes, dtype=mx.float32))
     positive = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
-    e2m1 = block.e2m1(mx.arange(16, dtype=mx.uint32))
+    e2m1 = dequantize.e2m1(mx.arange(16, dtype=mx.uint32))
     assert e2m1.tolist() == positive + [-value for value in positive]
 
 
@@ -273,7 +278,7 @@ def test_one_file_serves_several_lengths_and_ranks(tmp_path):
     case = Case("groups")
     path = str(tmp_path / "block.mlxfn")
     function = case.function()
-    block.export_block(path, function, case.arch, case.layout, mx.float32, "cpu", [3, 70], [2, 4])
+    export_block(path, function, case.arch, case.layout, mx.float32, "cpu", [3, 70], [2, 4])
     imported = mx.import_function(path)
     for seq_len in (3, 70):
         for rank in (2, 4):
@@ -301,8 +306,8 @@ def test_bfloat16(tmp_path, name):
             rounded[spec.name] = array.astype(mx.float32)
         words[spec.offset : spec.offset + spec.words] = array.flatten().view(mx.uint32)
     path = str(tmp_path / "block.mlxfn")
-    function = block.block_function(case.arch, case.kind, layout, "cpu")
-    block.export_block(path, function, case.arch, layout, mx.bfloat16, "cpu", [20], [4])
+    function = block_function(case.arch, case.kind, layout, "cpu")
+    export_block(path, function, case.arch, layout, mx.bfloat16, "cpu", [20], [4])
     x = mx.random.normal((1, 20, case.arch.hidden_size)).astype(mx.bfloat16)
     outputs = mx.import_function(path)(x, case.lora, mx.array(SCALE), words)
 

@@ -10,9 +10,12 @@ from mlx_lm.tuner.utils import load_adapters
 
 from conftest import FAMILIES, TINY, mlx_lm_model, random_tensors, write_model
 from mesp import reference
-from mesp.bundle import PAGE, Bundle, Quantization, read_manifest
+from mesp.bundle.layout import PAGE
+from mesp.bundle.manifest import read_manifest
+from mesp.bundle.reader import Bundle
+from mesp.commands.export import main
 from mesp.errors import MespError
-from mesp.export import main
+from mesp.quantization.modes import Quantization
 
 
 @pytest.fixture(scope="session")

@@ -18,9 +18,15 @@ from mlx_lm.utils import load_model
 
 import mesp
 from conftest import TEXT, TINY
-from mesp import data, export, reference
-from mesp.bundle import Bundle
-from mesp.data import DataOptions, Split
+from mesp import reference
+from mesp.bundle.reader import Bundle
+from mesp.commands import data, export
+from mesp.data.examples import Split
+from mesp.data.load import DataOptions, random_data
+from mesp.data.load import load as load_data
+from mesp.data.python_docs import python_docs
+from mesp.data.store import replace_data
+from mesp.data.tokens import cut_text, load_tokenizer
 from mesp.errors import MespError
 
 VOCABULARY = TINY["vocab_size"]
@@ -29,11 +35,11 @@ DEMO_MODEL = Path(mesp.__file__).parent / "demo_model"
 
 @pytest.fixture(scope="session")
 def tokenizer(tiny):
-    return data.load_tokenizer(tiny)
+    return load_tokenizer(tiny)
 
 
 def load(path: Path, tokenizer, seq_len: int = 32, **options) -> dict[str, Split]:
-    return data.load(
+    return load_data(
         str(path), tokenizer, seq_len, len(tokenizer.get_vocab()), DataOptions(**options)
     )
 
@@ -80,7 +86,7 @@ def test_long_text_is_cut_without_loss(tokenizer, tmp_path, monkeypatch):
     text = "Some words,\n\n  indented \n\t and\n\n\nmore 1234 words!\n = Title = \n" * 40
     path.write_text(text)
     whole = load(path, tokenizer, 16)
-    monkeypatch.setattr(data._pieces, "__defaults__", (50,))
+    monkeypatch.setattr(cut_text, "__defaults__", (50,))
     pieces = load(path, tokenizer, 16)
     assert tokenizer.decode(tokens(pieces)) == text + tokenizer.eos_token
     assert abs(len(tokens(pieces)) - len(tokens(whole))) < 40
@@ -89,20 +95,20 @@ def test_long_text_is_cut_without_loss(tokenizer, tmp_path, monkeypatch):
 def test_python_docs_are_split_without_overlap(tokenizer):
     documents = {
         split: [each.content["text"] for each in split_documents]
-        for split, split_documents in data.python_docs().items()
+        for split, split_documents in python_docs().items()
     }
     sizes = {split: sum(map(len, texts)) for split, texts in documents.items()}
     assert sizes["train"] > 150_000 and 0.05 < sizes["valid"] / sizes["train"] < 0.2
     paragraphs = {s: {p for t in texts for p in t.split("\n\n")} for s, texts in documents.items()}
     assert not paragraphs["train"] & paragraphs["valid"]
-    assert data.python_docs() == data.python_docs()
+    assert python_docs() == python_docs()
 
 
 def test_random_data():
-    splits = data.random_data(vocab_size=512, seq_len=16, seed=1)
+    splits = random_data(vocab_size=512, seq_len=16, seed=1)
     for split in splits.values():
         assert (len(split.tokens) - 1) // 16 == 64 and split.tokens.max() < 512
-    assert (splits["train"].tokens == data.random_data(512, 16, 1)["train"].tokens).all()
+    assert (splits["train"].tokens == random_data(512, 16, 1)["train"].tokens).all()
     assert (splits["train"].tokens != splits["valid"].tokens).any()
 
 
@@ -156,7 +162,7 @@ def test_unknown_data_is_named(tokenizer):
 
 def test_pieces_add_up():
     text = "line\n\n  indented\nline\n" * 20
-    pieces = list(data._pieces(text, 30))
+    pieces = list(cut_text(text, 30))
     assert "".join(pieces) == text
     assert all(a.endswith("\n") and not b[:2].isspace() for a, b in pairwise(pieces))
 
@@ -208,7 +214,7 @@ RECORDS = {
 @pytest.fixture(scope="session")
 def chat_tokenizer():
     """The demo model's, with a chat template."""
-    tokenizer = data.load_tokenizer(DEMO_MODEL)
+    tokenizer = load_tokenizer(DEMO_MODEL)
     tokenizer.chat_template = TEMPLATE
     tokenizer.has_chat_template = True
     return tokenizer
@@ -461,7 +467,7 @@ def test_data_is_replaced_with_the_bundles_tokenizer(bundle, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text(TEXT[: len(TEXT) // 2])
     before = files(bundle)
-    tokenizer = data.load_tokenizer(bundle)
+    tokenizer = load_tokenizer(bundle)
     for path, options, arguments in (
         (chat, {"mask_prompt": True, "long": "split"}, ["--mask-prompt", "--long", "split"]),
         (chat, {"pack": True}, ["--pack"]),
@@ -490,7 +496,7 @@ def test_export_takes_the_same_options(exported, tmp_path):
     arguments += ["--data", chat, "--mask-prompt", "--long", "split"]
     result = CliRunner().invoke(export.main, list(map(str, arguments)), catch_exceptions=False)
     assert result.exit_code == 0, result.output
-    tokenizer = data.load_tokenizer(exported)
+    tokenizer = load_tokenizer(exported)
     expected = load(chat, tokenizer, 24, mask_prompt=True, long="split")
     assert_same(assert_whole(out), expected)
     assert f"{len(expected['train'].examples)} train examples" in result.stdout
@@ -536,16 +542,17 @@ def test_a_full_disk_keeps_the_old_data(bundle, monkeypatch):
 
     monkeypatch.setattr(Path, "write_bytes", full)
     with pytest.raises(MespError, match="the disk is full"):
-        data.replace_data(bundle, data.random_data(VOCABULARY, 24, 0))
+        replace_data(bundle, random_data(VOCABULARY, 24, 0))
     assert files(bundle) == before
 
 
 def test_killed_at_any_line_it_leaves_a_whole_bundle(bundle):
     """Ended at once, without any clean-up, at each line that `replace_data` runs in turn."""
     old = assert_whole(bundle)
-    new = data.random_data(VOCABULARY, 24, 0)
+    new = random_data(VOCABULARY, 24, 0)
     original = files(bundle)
-    sources = (data.__file__, sys.modules["mesp.bundle"].__file__)
+    modules = ("data.store", "bundle.folders", "bundle.manifest")
+    sources = [sys.modules[f"mesp.{name}"].__file__ for name in modules]
 
     def killed_at(line: int) -> bool:
         """Whether there was such a line to be ended at, in a process of its own."""
@@ -564,7 +571,7 @@ def test_killed_at_any_line_it_leaves_a_whole_bundle(bundle):
                 return trace
 
             sys.settrace(trace)
-            data.replace_data(bundle, new)
+            replace_data(bundle, new)
             os._exit(0)
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
 

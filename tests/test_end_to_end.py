@@ -19,8 +19,8 @@ from mlx_lm.tuner.utils import load_adapters
 
 import mesp
 from conftest import run
-from mesp.bundle import Bundle
-from mesp.engine import find_engine
+from mesp.bundle.reader import Bundle
+from mesp.engine.build import find_engine
 from mesp.reference import step_example
 
 DEMO_MODEL = Path(mesp.__file__).parent / "demo_model"
@@ -215,7 +215,7 @@ def test_a_full_disk_is_one_sentence(bundle: Path, tmp_path: Path):
 
 def test_ctrl_c_saves_the_adapters(bundle: Path, tmp_path: Path):
     output = tmp_path / "run"
-    command = [sys.executable, "-c", "from mesp.train import main; main()", str(bundle)]
+    command = [sys.executable, "-c", "from mesp.commands.train import main; main()", str(bundle)]
     process = subprocess.Popen(
         [*command, "--steps", "100000", "--val-batches", "0", "--output", str(output)],
         stdout=subprocess.PIPE,

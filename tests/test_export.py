@@ -33,8 +33,9 @@ from conftest import (
     write_tokenizer,
 )
 from mesp import reference
-from mesp.bundle import Bundle, Quantization
-from mesp.export import main
+from mesp.bundle.reader import Bundle
+from mesp.commands.export import main
+from mesp.quantization.modes import Quantization
 
 COMMAND = str(Path(sys.executable).with_name("mesp-export"))
 
@@ -475,7 +476,7 @@ def test_interrupted_export_leaves_nothing(tiny, monkeypatch):
     def interrupt(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("mesp.export.describe_files", interrupt)
+    monkeypatch.setattr("mesp.bundle.writer.describe_files", interrupt)
     assert export("--model", tiny, "--out", "a/b/out.mesp").exit_code == 1
     assert not list(Path().iterdir())
 
@@ -501,7 +502,7 @@ def test_full_disk_in_the_middle(tiny, monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("mesp.export.copy_texts", full)
+    monkeypatch.setattr("mesp.bundle.writer.copy_texts", full)
     assert "the disk is full" in refused("--model", tiny)
 
 

@@ -11,8 +11,8 @@ from mlx_lm.generate import generate_step
 from mlx_lm.tuner.utils import load_adapters
 
 from conftest import FAMILIES, TEXT, run, write_mixed_model, write_model
-from mesp.bundle import Bundle
-from mesp.generate import generate
+from mesp.bundle.reader import Bundle
+from mesp.engine.generate import generate
 
 SEQ_LEN = 24
 VAL_BATCHES = 4

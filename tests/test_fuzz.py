@@ -16,13 +16,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from conftest import TEXT, TINY, write_model
-from mesp.bundle import Bundle, read_manifest
-from mesp.config import read_config
-from mesp.data import _read
+from mesp.bundle.manifest import read_manifest
+from mesp.bundle.reader import Bundle
+from mesp.commands.options_from_yaml import read_config
+from mesp.commands.train import main as train
+from mesp.data.sources import read_documents
 from mesp.errors import MespError
-from mesp.export import SafetensorsWeights
-from mesp.log import read_run, table_row
-from mesp.train import main as train
+from mesp.runs.log import read_run
+from mesp.runs.table import table_row
+from mesp.source_model.safetensors import SafetensorsWeights
 from test_export import export
 
 CASES = settings(
@@ -166,7 +168,7 @@ def test_records_of_data(tmp_path: Path, data: st.DataObject):
     text = json.dumps(record[0] if isinstance(record, list) and record else record).encode()
     (tmp_path / "train.jsonl").write_bytes(data.draw(st.just(text) | damaged(text)))
     with contextlib.suppress(MespError):
-        for document in _read(str(tmp_path / "train.jsonl"))["train"]:
+        for document in read_documents(str(tmp_path / "train.jsonl"))["train"]:
             assert document.kind in ("text", "prompt and completion", "messages")
 
 

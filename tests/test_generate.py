@@ -15,10 +15,11 @@ from mlx_lm.generate import generate_step
 from mlx_lm.tuner.utils import linear_to_lora_layers, load_adapters
 
 from conftest import TINY, run, write_model
-from mesp.bundle import Bundle
-from mesp.engine import find_engine
+from mesp.bundle.reader import Bundle
+from mesp.commands.generate import encode, load_tokenizer
+from mesp.engine.build import find_engine
+from mesp.engine.generate import generate
 from mesp.errors import MespError
-from mesp.generate import encode, generate, load_tokenizer
 
 SEQ_LEN = 64
 PROMPT = "A class definition"
@@ -174,7 +175,7 @@ def test_the_command_prints_mlx_lms_text(bundle: Path, adapters: Path):
 
 
 def test_ctrl_c_ends_the_text(bundle: Path):
-    command = [sys.executable, "-c", "from mesp.generate import main; main()", str(bundle)]
+    command = [sys.executable, "-c", "from mesp.commands.generate import main; main()", str(bundle)]
     process = subprocess.Popen(
         [*command, "--prompt", PROMPT, "--max-tokens", "1000000"],
         stdout=subprocess.PIPE,

@@ -6,10 +6,12 @@ import pytest
 from mlx_lm.models.rope_utils import initialize_rope
 
 from conftest import FAMILIES, TINY, mlx_lm_model
-from mesp.block import fast_rope
-from mesp.block import rope as rope_of
+from mesp.block_function.rope import fast_rope
+from mesp.block_function.rope import rope as rope_of
 from mesp.errors import MespError
-from mesp.models import FUSED, Architecture, Attention
+from mesp.models.architecture import Architecture
+from mesp.models.attention_kinds import Attention
+from mesp.models.families import FUSED
 
 
 def test_geometry_of_a_config():

@@ -23,9 +23,9 @@ import numpy as np
 import pytest
 
 from mesp import reference
-from mesp.bundle import Bundle
-from mesp.engine import find_engine
-from mesp.log import Run, read_run
+from mesp.bundle.reader import Bundle
+from mesp.engine.build import find_engine
+from mesp.runs.log import Run, read_run
 
 SEQ_LEN = 64
 RANK = 8
@@ -38,7 +38,7 @@ Parameters = dict[str, mx.array]  # by the names in adapters.safetensors
 
 
 def call(command: str, *arguments: object) -> subprocess.CompletedProcess:
-    program = f"from mesp.{command} import main; main(prog_name='mesp-{command}')"
+    program = f"from mesp.commands.{command} import main; main(prog_name='mesp-{command}')"
     return subprocess.run(
         [sys.executable, "-c", program, *map(str, arguments)],
         capture_output=True,

@@ -12,8 +12,9 @@ from mlx_lm.tuner.trainer import default_loss
 
 from conftest import FAMILIES, TINY, mlx_lm_model
 from mesp import reference
-from mesp.bundle import Quantization
-from mesp.models import Architecture, Attention
+from mesp.models.architecture import Architecture
+from mesp.models.attention_kinds import Attention
+from mesp.quantization.modes import Quantization
 
 TOLERANCE = 1e-5
 SCALE = 2.0

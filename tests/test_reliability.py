@@ -21,8 +21,8 @@ from safetensors import safe_open
 from safetensors.numpy import load_file
 
 from conftest import TEXT, TINY, write_model
-from mesp.bundle import Bundle
-from mesp.engine import find_engine
+from mesp.bundle.reader import Bundle
+from mesp.engine.build import find_engine
 
 COLLECT = Path(__file__).parents[1] / "tools" / "collect.py"
 SMALL = {**TINY, "hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 128}
@@ -32,7 +32,7 @@ DEADLINE = 120  # seconds; an end to what hangs
 
 
 def command(module: str, *arguments: object) -> list[str]:
-    program = [sys.executable, "-c", f"from mesp.{module} import main; main()"]
+    program = [sys.executable, "-c", f"from mesp.commands.{module} import main; main()"]
     return program + [str(argument) for argument in arguments]
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from conftest import FAMILIES, TINY
-from mesp.models import Architecture
+from mesp.models.architecture import Architecture
 
 FAKE_ENGINE = Path(__file__).parent / "fake_engine.py"
 MANIFEST = {"format": 2, "name": "demo", "mlx_version": "0.31.1", "device": "cpu"}
@@ -66,7 +66,7 @@ def bundle(tmp_path: Path) -> Path:
 
 
 def command(*arguments: object) -> list[str]:
-    program = "from mesp.train import main; main(prog_name='mesp-train')"
+    program = "from mesp.commands.train import main; main(prog_name='mesp-train')"
     return [sys.executable, "-c", program, *map(str, arguments)]
 
 
@@ -622,8 +622,8 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def find(checkout: Path) -> subprocess.CompletedProcess:
-    program = "import sys, pathlib, mesp.engine, mesp.errors\n"
-    program += "try: print(mesp.engine.find_engine(pathlib.Path(sys.argv[1])))\n"
+    program = "import sys, pathlib, mesp.engine.build, mesp.errors\n"
+    program += "try: print(mesp.engine.build.find_engine(pathlib.Path(sys.argv[1])))\n"
     program += "except mesp.errors.MespError as error: sys.exit(error.format_message())\n"
     return subprocess.run([sys.executable, "-c", program, checkout], capture_output=True, text=True)
 

@@ -15,13 +15,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import click
-from phone import APP, connect, copying
 from rich.console import Console
 from rich.table import Table
 
-from mesp.bundle import replacing
+from mesp.bundle.folders import replacing
 from mesp.errors import MespError, plain_os_errors
-from mesp.log import COLUMNS, LOG_NAME, find_runs, read_run, table_row
+from mesp.runs.log import LOG_NAME, find_runs, read_run
+from mesp.runs.table import COLUMNS, table_row
+from phone import APP, connect, copying
 
 RUNS_ON_PHONE = "Documents/runs"
 KEPT = (LOG_NAME, "settings.json", "samples.json", "adapters", "best")  # of a run's folder

@@ -19,8 +19,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from mesp.generate import generate, load_tokenizer
-from mesp.log import decimal, megabytes, read_run
+from mesp.commands.generate import load_tokenizer
+from mesp.engine.generate import generate
+from mesp.formatting import decimal, megabytes
+from mesp.runs.log import read_run
 
 STEPS = 400
 SEQ_LEN = 256

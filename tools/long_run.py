@@ -17,7 +17,7 @@ import click
 import numpy as np
 
 from mesp.errors import MespError
-from mesp.log import read_run
+from mesp.runs.log import read_run
 
 MOST = 1.0  # MB over the whole run
 START = 0.05  # of the run, in which memory is taken that stays
@@ -46,7 +46,7 @@ def main(steps: int, out: Path | None) -> None:
 
 
 def call(command: str, *arguments: object) -> None:
-    program = f"from mesp.{command} import main; main()"
+    program = f"from mesp.commands.{command} import main; main()"
     done = subprocess.run([sys.executable, "-c", program, *map(str, arguments)])
     if done.returncode != 0:
         raise MespError(f"mesp-{command} failed.")

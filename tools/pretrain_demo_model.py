@@ -8,14 +8,10 @@ can be tried and tested without a download. Training runs on MLX, on a Mac's GPU
 
 from __future__ import annotations
 
-import json
 import math
 import shlex
-import shutil
 import sys
-import tempfile
 import time
-import unicodedata
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -26,89 +22,14 @@ import numpy as np
 from mlx import nn
 from mlx.utils import tree_flatten
 from mlx_lm.models.qwen2 import Model, ModelArgs
-from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from tqdm import tqdm
 
-END_OF_TEXT = "<|endoftext|>"
-
-# Qwen2's pre-tokenization: contractions, words, single digits, punctuation, line ends, spaces.
-QWEN2_PATTERN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+from pretraining.model_folder import check_out, write_folder
+from pretraining.text import END_OF_TEXT, encode, read_text, shuffled_batches, train_tokenizer
 
 HELD_OUT_FRACTION = 0.03
 MAX_GRADIENT_NORM = 1.0
 LOG_INTERVAL_SECONDS = 30.0  # between progress lines when the output is not a terminal
-
-
-def read_text(path: Path) -> str:
-    """Read a UTF-8 text file, unify its line ends and drop its control characters."""
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except OSError as error:
-        raise click.UsageError(f"{path} cannot be read: {error.strerror}.") from None
-    except UnicodeDecodeError:
-        raise click.UsageError(f"{path} is not UTF-8 text.") from None
-    text = text.replace("\r\n", "\n").replace("\r", "\n")
-    text = "".join(c for c in text if c in "\n\t" or unicodedata.category(c) != "Cc").strip()
-    if not text:
-        raise click.UsageError(f"{path} holds no text.")
-    return text + "\n"
-
-
-def train_tokenizer(texts: list[str], vocab_size: int) -> Tokenizer:
-    """Train a byte-level BPE tokenizer of exactly `vocab_size` tokens, laid out as Qwen2's is."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(QWEN2_PATTERN), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[END_OF_TEXT],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    if tokenizer.get_vocab_size() != vocab_size:
-        raise click.UsageError(
-            f"The text is too short for {vocab_size} tokens: "
-            f"it gives only {tokenizer.get_vocab_size()}."
-        )
-    return tokenizer
-
-
-def encode(tokenizer: Tokenizer, texts: list[str]) -> np.ndarray:
-    """Token ids of all texts, each followed by the end-of-text token; shape [tokens]."""
-    end = tokenizer.token_to_id(END_OF_TEXT)
-    ids: list[int] = []
-    for encoding in tokenizer.encode_batch(texts):
-        ids.extend(encoding.ids)
-        ids.append(end)
-    return np.array(ids, dtype=np.int32)
-
-
-def shuffled_batches(
-    tokens: np.ndarray, batch_size: int, seq_len: int, seed: int
-) -> Iterator[mx.array]:
-    """Endless batches [batch_size, seq_len + 1], covering the tokens once an epoch.
-
-    Every epoch cuts the text at other places, so that no two epochs show the same windows.
-    """
-    rng = np.random.default_rng(seed)
-    window = np.arange(seq_len + 1)
-    pending: list[int] = []
-    while True:
-        while len(pending) < batch_size:
-            starts = np.arange(rng.integers(seq_len), len(tokens) - seq_len, seq_len)
-            pending.extend(rng.permutation(starts).tolist())
-        starts, pending = np.array(pending[:batch_size]), pending[batch_size:]
-        yield mx.array(tokens[starts[:, None] + window])
 
 
 def mean_loss(model: Model, batch: mx.array) -> mx.array:
@@ -145,103 +66,6 @@ def make_optimizer(steps: int, learning_rate: float, weight_decay: float) -> opt
     return optim.MultiOptimizer(
         [adamw(weight_decay), adamw(0.0)], [lambda _name, array: array.ndim == 2]
     )
-
-
-def model_card(facts: dict[str, str], config: dict, parameters: int) -> str:
-    """README.md of the model folder."""
-    return f"""---
-license: mit
-language: en
-library_name: transformers
----
-
-# MeSP demo model
-
-A tiny language model of the Qwen2.5 architecture, pretrained from scratch. It writes recognisable
-English prose and knows nothing. It exists to try and test on-device fine-tuning without a
-download; it is not useful for anything else.
-
-| | |
-|---|---|
-| Parameters | {parameters:,} (embedding tied to the output) |
-| Layers | {config["num_hidden_layers"]} |
-| Hidden size | {config["hidden_size"]} |
-| MLP size | {config["intermediate_size"]} |
-| Attention heads | {config["num_attention_heads"]} |
-| Key/value heads | {config["num_key_value_heads"]} |
-| Vocabulary | {config["vocab_size"]}, byte-level BPE trained on the same text |
-| Weights | {config["torch_dtype"]} |
-| Text | {facts["text"]} |
-| Held-out loss | {facts["loss"]} |
-
-Made by:
-
-```sh
-{facts["command"]}
-```
-
-The weights are under the MIT licence.
-"""
-
-
-def write_folder(
-    out: Path, model: Model, tokenizer: Tokenizer, config: dict, facts: dict[str, str]
-) -> None:
-    """Write the Hugging Face folder beside `out`, then put it in `out`'s place."""
-    folder = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
-    try:
-        folder.chmod(0o755)
-        weights = {name: w.astype(mx.float16) for name, w in tree_flatten(model.parameters())}
-        mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "pt"})
-        tokenizer.save(str(folder / "tokenizer.json"), pretty=False)
-        end = tokenizer.token_to_id(END_OF_TEXT)
-        documents = {
-            "config.json": config,
-            "generation_config.json": {
-                "bos_token_id": end,
-                "do_sample": False,
-                "eos_token_id": end,
-                "pad_token_id": end,
-            },
-            "tokenizer_config.json": {
-                "add_prefix_space": False,
-                "bos_token": None,
-                "clean_up_tokenization_spaces": False,
-                "eos_token": END_OF_TEXT,
-                "model_max_length": config["max_position_embeddings"],
-                "pad_token": END_OF_TEXT,
-                "tokenizer_class": "PreTrainedTokenizerFast",
-                "unk_token": None,
-            },
-        }
-        for name, content in documents.items():
-            (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-        parameters = sum(w.size for w in weights.values())
-        card = model_card(facts, config, parameters)
-        (folder / "README.md").write_text(card, encoding="utf-8")
-        if out.exists():
-            old = folder.with_name(folder.name + ".old")
-            out.rename(old)
-            folder.rename(out)
-            shutil.rmtree(old)
-        else:
-            folder.rename(out)
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
-
-
-def check_out(out: Path) -> None:
-    """Refuse an output that cannot be written, or would replace something other than a model."""
-    if out.exists() and not out.is_dir():
-        raise click.UsageError(f"{out} is a file, not a folder.")
-    if out.is_dir() and any(out.iterdir()) and not (out / "config.json").is_file():
-        raise click.UsageError(f"{out} holds something other than a model; choose another folder.")
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=out.parent).close()
-    except OSError as error:
-        raise click.UsageError(f"{out} cannot be written: {error.strerror}.") from None
 
 
 def train(

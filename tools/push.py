@@ -9,11 +9,11 @@ import time
 from pathlib import Path
 
 import click
-from phone import APP, connect, copying
 
-from mesp.bundle import read_manifest
+from mesp.bundle.manifest import read_manifest
 from mesp.errors import MespError
-from mesp.log import megabytes
+from mesp.formatting import megabytes
+from phone import APP, connect, copying
 
 FOLDER_ON_PHONE = "Documents"
 

@@ -19,7 +19,9 @@ from typing import TYPE_CHECKING
 import click
 
 from mesp.errors import MespError, plain_os_errors
-from mesp.log import COLUMNS, Run, decimal, find_runs, megabytes, read_run, table_row
+from mesp.formatting import decimal, megabytes
+from mesp.runs.log import Run, find_runs, read_run
+from mesp.runs.table import COLUMNS, table_row
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

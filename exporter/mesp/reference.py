@@ -20,8 +20,10 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from mesp.bundle import Bundle, Quantization
-from mesp.models import Architecture, Attention
+from mesp.bundle.reader import Bundle
+from mesp.models.architecture import Architecture
+from mesp.models.attention_kinds import Attention
+from mesp.quantization.modes import Quantization
 
 INTERMEDIATES = ("attn_in", "q", "k", "v", "attn_out", "x_mid", "gate", "up")
 POST_NORMED = ("o_out", "mlp_out")  # more intermediates of a block with post norms

@@ -1,0 +1,84 @@
+"""Attention: by tiles, by the GPU's fused primitive, and plainly."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from mesp.block_function import tiles
+from mesp.block_function.rope import Turn
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """How a query and a key make a score: soft_cap(scale · q·k), or -inf where it is not seen."""
+
+    scale: float
+    cap: float | None
+    window: int | None  # a query sees so many keys at most, its own among them; None: all before
+
+
+def soft_cap(scores: mx.array, cap: float | None) -> mx.array:
+    """cap · tanh(scores / cap); the scores where there is no cap."""
+    return scores if cap is None else cap * mx.tanh(scores / cap)
+
+
+def visible(rows: slice, keys: slice, window: int | None) -> mx.array:
+    """Which of the keys each query row sees: bool [rows, keys]"""
+    row, key = mx.arange(rows.start, rows.stop)[:, None], mx.arange(keys.start, keys.stop)
+    seen = row >= key
+    reaches_back = window is not None and keys.stop - keys.start > window
+    return seen & (row < key + window) if reaches_back else seen
+
+
+def attention(q: mx.array, k: mx.array, v: mx.array, place: Turn, scoring: Scoring) -> mx.array:
+    """Causal grouped-query attention, by tiles of query rows over the keys that they see.
+
+    `k` has been through QK-norm and RoPE; `place` takes each tile of `q` through them.
+
+    q [1, heads, T, head_dim], k and v [1, kv_heads, T, head_dim] -> float32 [1, T, heads·head_dim]
+    """
+    _, heads, length, head_dim = q.shape
+    kv_heads = k.shape[1]
+    k, v = k.astype(mx.float32)[0], v.astype(mx.float32)[0]
+    parts = []
+    for rows in tiles.cut(length, tiles.ATTENTION_ROWS):
+        keys = slice(max(rows.start - (scoring.window or length) + 1, 0), rows.stop)
+        tile = q[:, :, rows]
+        if parts:
+            tile = mx.depends(tile, parts[-1])
+        # The query heads that share a key head are rows of one matrix.
+        tile = place(tile, rows).reshape(kv_heads, -1, head_dim) * scoring.scale
+        scores = soft_cap(tile @ k[:, keys].swapaxes(1, 2), scoring.cap)
+        scores = scores.reshape(heads, rows.stop - rows.start, -1)
+        seen = visible(rows, keys, scoring.window)
+        weights = mx.softmax(mx.where(seen, scores, -mx.inf), axis=-1)
+        out = weights.reshape(kv_heads, -1, weights.shape[-1]) @ v[:, keys]
+        parts.append(out.reshape(heads, -1, head_dim).swapaxes(0, 1).flatten(1)[None])
+    return mx.concatenate(parts, axis=1)
+
+
+def fused_attention(
+    q: mx.array, k: mx.array, v: mx.array, place: Turn, scoring: Scoring
+) -> mx.array:
+    """`attention` by the GPU's fused primitive, which has no soft cap, in v's dtype."""
+    everything = slice(0, q.shape[2])
+    mask = "causal" if scoring.window is None else visible(everything, everything, scoring.window)
+    q, k = place(q, everything).astype(v.dtype), k.astype(v.dtype)
+    out = mx.fast.scaled_dot_product_attention(q, k, v, scale=scoring.scale, mask=mask)
+    return out.swapaxes(1, 2).flatten(2)
+
+
+def plain_attention(
+    q: mx.array, k: mx.array, v: mx.array, place: Turn, scoring: Scoring
+) -> mx.array:
+    """`attention` without tiles."""
+    _, heads, length, head_dim = q.shape
+    everything = slice(0, length)
+    q, k, v = place(q, everything), k.astype(mx.float32), v.astype(mx.float32)
+    q = q.reshape(1, k.shape[1], -1, length, head_dim) * scoring.scale
+    scores = soft_cap(q @ k[:, :, None].swapaxes(-1, -2), scoring.cap)
+    scores = mx.where(visible(everything, everything, scoring.window), scores, -mx.inf)
+    out = mx.softmax(scores, axis=-1) @ v[:, :, None]
+    return out.reshape(1, heads, length, head_dim).swapaxes(1, 2).flatten(2)

@@ -1,0 +1,69 @@
+"""Packed weights to float32, in operations that every mode can be exported with."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import mlx.core as mx
+
+from mesp.quantization.modes import Quantization
+
+
+def dequantize(
+    weight: mx.array, scales: mx.array, biases: mx.array | None, quantization: Quantization
+) -> mx.array:
+    """W [out, in] float32 from its packed words.
+
+    As `mx.dequantize`, except that on the CPU it takes less memory and fewer nodes of the graph,
+    does not round to bfloat16 where the scales are that, and can be exported in every mode.
+    """
+    codes = unpack(weight, quantization.bits)
+    by_group = partial(mx.reshape, shape=(*scales.shape, -1))
+    if biases is not None:
+        scales, biases = (a.astype(mx.float32)[..., None] for a in (scales, biases))
+        return (by_group(codes) * scales + biases).flatten(1)
+    values = e2m1(codes) if quantization.bits == 4 else E4M3[codes]
+    if quantization.mode == "nvfp4":
+        factors = E4M3[scales]
+    else:  # E8M0, an exponent
+        factors = mx.power(2.0, scales.astype(mx.float32) - 127)
+    return (by_group(values) * factors[..., None]).flatten(1)
+
+
+def unpack(words: mx.array, bits: int) -> mx.array:
+    """The codes in packed words, lowest bits first: uint32 [out, n] -> [out, …], n·32/bits a row"""
+    length = 32
+    if 32 % bits:  # codes cross words: take as few bytes as hold whole codes for a word
+        length = math.lcm(8, bits)
+        dtype = mx.uint32 if length <= 32 else mx.uint64
+        pieces = words.view(mx.uint8).reshape(words.shape[0], -1, length // 8).astype(dtype)
+        words = (pieces << mx.arange(0, length, 8, dtype=dtype)).sum(axis=-1)
+    shifts = mx.arange(0, length, bits, dtype=words.dtype)
+    return (words[..., None] >> shifts) & (2**bits - 1)
+
+
+def e2m1(codes: mx.array) -> mx.array:
+    """float32 from floating-point numbers of 4 bits: ±0, ½, 1, 1½, 2, 3, 4, 6.
+
+    Twice these are the nibbles of one integer. A gather takes some three times as long on the CPU,
+    and multiplying the codes' bits as a float32 depends on subnormal numbers.
+    """
+    halves = (mx.array(0xC8643210, mx.uint32) >> ((codes & 7) << 2)) & 15
+    return halves.astype(mx.float32) * (0.5 - (codes >> 3).astype(mx.float32))
+
+
+def _e4m3() -> mx.array:
+    """float32 [256]: the floating-point numbers of 8 bits (4 of exponent, 3 of mantissa) by code.
+
+    `mx.from_fp8` cannot be exported.
+    """
+    values = []
+    for code in range(256):
+        exponent, mantissa = code >> 3 & 15, code & 7
+        magnitude = (mantissa / 8 + (exponent > 0)) * 2.0 ** (max(exponent, 1) - 7)
+        values.append(-magnitude if code & 128 else magnitude)
+    return mx.array(values)
+
+
+E4M3 = _e4m3()

@@ -1,0 +1,49 @@
+"""The MLP: by tiles of its intermediate dimension, and plainly."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import mlx.core as mx
+
+from mesp.block_function import tiles
+from mesp.block_function.projection import Projection
+
+
+def silu(x: mx.array) -> mx.array:
+    """x · sigmoid(x)"""
+    return x * mx.sigmoid(x)
+
+
+def gelu(x: mx.array) -> mx.array:
+    """The approximation by tanh, `nn.gelu_approx`."""
+    return 0.5 * x * (1 + mx.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+
+ACTIVATIONS = {"silu": silu, "gelu": gelu}
+
+
+def tiled_mlp(
+    x: mx.array, gate: Projection, up: Projection, down: Projection,
+    act: Callable[[mx.array], mx.array], plus: mx.array | None,
+) -> list[mx.array]:  # fmt: skip
+    """[plus + down(act(gate(x)) ∘ up(x)), gate(x), up(x)], float32, of x [1, T, hidden].
+
+    By tiles of the intermediate dimension: each weight is unpacked once however long the sequence.
+    """
+    y, done, gates, ups = down.start(plus), x, [], []
+    for tile in tiles.cut(down.a.shape[0], tiles.WIDTH, down.quantization.group_size):
+        gates.append(gate.outputs(tile).after(done)(x))
+        ups.append(up.outputs(tile).after(gates[-1])(x))
+        y = done = down.inputs(tile).after(ups[-1])(act(gates[-1]) * ups[-1], plus=y)
+    return [y, mx.concatenate(gates, axis=-1), mx.concatenate(ups, axis=-1)]
+
+
+def plain_mlp(
+    x: mx.array, gate: Projection, up: Projection, down: Projection,
+    act: Callable[[mx.array], mx.array], plus: mx.array | None,
+) -> list[mx.array]:  # fmt: skip
+    """`tiled_mlp` without tiles."""
+    gates, ups = gate(x), up(x)
+    return [down(act(gates) * ups, plus), gates, ups]

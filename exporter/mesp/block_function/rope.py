@@ -1,0 +1,43 @@
+"""RoPE: turns q and k by their positions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import mlx.core as mx
+
+from mesp.models.attention_kinds import Attention
+
+Turn = Callable[[mx.array, slice], mx.array]  # of rows of [1, heads, T, head_dim] by their angles
+
+
+def fast_rope(kind: Attention) -> Turn:
+    """RoPE of the first dimensions in float32, by the fused primitive; the rest stays."""
+    if not kind.frequencies:
+        return lambda x, rows: x
+    size, periods = 2 * len(kind.frequencies), mx.array([1 / f for f in kind.frequencies])
+    options = {"traditional": False, "base": None, "scale": 1.0, "freqs": periods}
+
+    def turn(x: mx.array, rows: slice) -> mx.array:
+        if kind.rope_scale != 1:
+            x = mx.concatenate([x[..., :size] * kind.rope_scale, x[..., size:]], axis=-1)
+        return mx.fast.rope(x, size, offset=rows.start, **options)
+
+    return turn
+
+
+def rope(kind: Attention, everywhere: slice) -> Turn:
+    """`fast_rope` in plain operations, which compute the angles once."""
+    half = len(kind.frequencies)
+    if not half:
+        return lambda x, rows: x
+    frequencies = mx.reciprocal(mx.array([1 / f for f in kind.frequencies]))
+    angle = mx.arange(everywhere.stop, dtype=mx.float32)[:, None] * frequencies
+    cos, sin = kind.rope_scale * mx.cos(angle), kind.rope_scale * mx.sin(angle)
+
+    def turn(x: mx.array, rows: slice) -> mx.array:
+        a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+        c, s = cos[rows], sin[rows]
+        return mx.concatenate([a * c - b * s, a * s + b * c, rest], axis=-1)
+
+    return turn

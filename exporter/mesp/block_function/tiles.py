@@ -1,0 +1,21 @@
+"""How large the tiles are that a block function's work is cut into."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+# Outputs of a projection computed at a time. Smaller tiles take less memory but make a larger
+# graph, which MLX keeps in memory.
+WIDTH = 256
+
+# Query rows in a tile of attention. Few, because a tile reads no key after its last row.
+ATTENTION_ROWS = 32
+
+
+def cut(size: int, largest: int, multiple: int = 1) -> Iterator[slice]:
+    """Cuts range(size) into slices of about one length: at most `largest`, and a `multiple`."""
+    largest = max(largest // multiple, 1) * multiple
+    length = math.ceil(size / math.ceil(size / largest) / multiple) * multiple
+    for start in range(0, size, length):
+        yield slice(start, min(start + length, size))

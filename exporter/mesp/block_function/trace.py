@@ -1,0 +1,31 @@
+"""Traces a block function and writes it as a file, ``….mlxfn``."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from mesp.block_function.forward_pass import BlockFunction
+from mesp.bundle.layout import Layout
+from mesp.models.architecture import Architecture
+
+
+def export_block(
+    path: str,
+    function: BlockFunction,
+    arch: Architecture,
+    layout: Layout,
+    dtype: mx.Dtype,
+    device: str,
+    seq_lens: list[int],
+    ranks: list[int],
+) -> None:
+    """Writes `function` to `path` (``….mlxfn``) with a trace for each sequence length and rank.
+
+    Raises RuntimeError where the file cannot be written.
+    """
+    with mx.stream(getattr(mx, device)), mx.exporter(path, function) as trace:
+        weights = mx.zeros(layout.words, mx.uint32)  # only the shape is read
+        for rank in ranks:
+            lora = mx.zeros(arch.lora_size(rank))
+            for seq_len in seq_lens:
+                trace(mx.zeros((1, seq_len, arch.hidden_size), dtype), lora, mx.array(1.0), weights)

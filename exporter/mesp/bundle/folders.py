@@ -1,0 +1,126 @@
+"""Folders that are replaced whole, or not at all, and by one process at a time."""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import os
+import shutil
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from pathlib import Path
+
+from mesp.errors import MespError
+
+
+@contextmanager
+def new_folder(path: Path, overwrite: bool) -> Iterator[Path]:
+    """A folder to write a bundle into; see `replacing`. Raises MespError where `path` is taken."""
+    if overwrite and path.exists() and not (path / "manifest.json").is_file():
+        raise MespError(f"{path} is not a bundle, so it is not replaced; name another --out.")
+    if not overwrite and path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise MespError(f"{path} exists; name another --out, or replace it with --overwrite.")
+    old = f"mesp-export or mesp-data is writing to {path}"
+    with (
+        locked(path, old) if path.exists() else nullcontext(),
+        replacing(path, f"mesp-export is writing {path}") as folder,
+    ):
+        yield folder
+
+
+@contextmanager
+def replacing(path: Path, doing: str) -> Iterator[Path]:
+    """A folder beside `path` to write into, which becomes `path` at once when all went well.
+
+    Otherwise it is removed; what a killed process left behind is removed by the next one. Raises
+    MespError where another process is `doing` the same.
+    """
+    parents = [parent for parent in path.parents if not parent.exists()]
+    unfinished = path.parent / f".{path.name}.partial"
+    unfinished.mkdir(parents=True, exist_ok=True)
+    with locked(unfinished, doing):
+        try:
+            _empty(unfinished)
+            yield unfinished
+            for written in (*unfinished.rglob("*"), unfinished):
+                sync(written)
+            put_in_place(unfinished, path)
+            sync(path.parent)
+            shutil.rmtree(unfinished, ignore_errors=True)
+        except BaseException:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            for parent in parents:
+                with suppress(OSError):
+                    parent.rmdir()
+            raise
+
+
+def put_in_place(new: Path, path: Path) -> None:
+    """Gives the folder `new` the name `path`. A folder there before gets the name `new`.
+
+    Whoever looks sees the one or the other; where the file system cannot exchange two names, for
+    a moment neither.
+    """
+    if not path.exists() or not any(path.iterdir()):
+        os.rename(new, path)
+    elif not _exchange(new, path):
+        old = path.with_name(f".{path.name}.replaced")
+        os.rename(path, old)
+        os.rename(new, path)
+        os.rename(old, new)
+
+
+def _exchange(a: Path, b: Path) -> bool:
+    """Exchanges two names at once, as Python's os cannot; False where this system cannot."""
+    library = ctypes.CDLL(None, use_errno=True)
+    names = os.fsencode(a), os.fsencode(b)
+    if sys.platform == "darwin":
+        return library.renamex_np(*names, 2) == 0  # RENAME_SWAP
+    if not hasattr(library, "renameat2"):
+        return False
+    at = -100  # AT_FDCWD
+    return library.renameat2(at, names[0], at, names[1], 2) == 0  # RENAME_EXCHANGE
+
+
+@contextmanager
+def locked(folder: Path, doing: str) -> Iterator[None]:
+    """A lock on a folder, which ends with the process at the latest.
+
+    Raises MespError where another process holds it, who is `doing` that; it begins a sentence.
+    """
+    lock = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise MespError(f"Another {doing}{_holder(lock)}; wait for it.") from error
+        yield
+    finally:
+        os.close(lock)
+
+
+def _holder(lock: int) -> str:
+    """Who holds the lock on an open folder, as Linux tells; empty where it does not."""
+    with suppress(OSError):
+        inode = os.fstat(lock).st_ino
+        for line in Path("/proc/locks").read_text().splitlines():
+            fields = line.split()
+            if "FLOCK" in fields and fields[-3].split(":")[-1] == str(inode):
+                return f" (process {fields[fields.index('FLOCK') + 3]} on {socket.gethostname()})"
+    return ""
+
+
+def _empty(folder: Path) -> None:
+    for left in folder.iterdir():
+        shutil.rmtree(left) if left.is_dir() else left.unlink()
+
+
+def sync(path: Path) -> None:
+    """Has what was written to a file, or to a folder's list of names, be on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,57 @@
+"""The files of a bundle's block functions, and which blocks share them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mesp.block_function.forward_pass import BlockFunction, block_function
+from mesp.block_function.trace import export_block
+from mesp.bundle.export_options import ExportOptions
+from mesp.bundle.layout import DTYPES, Layout
+from mesp.bundle.manifest import BlockGroup
+from mesp.errors import MespError
+from mesp.models.architecture import Architecture
+from mesp.models.attention_kinds import Attention
+
+
+def write_functions(
+    folder: Path, arch: Architecture, layouts: list[Layout], options: ExportOptions
+) -> list[BlockGroup]:
+    """Writes the block functions and their plain twins, a file for each sequence length.
+
+    Blocks of one layout and one kind of attention are a group, with functions of its own for the
+    lengths at which no group before has the same: a window counts only for longer sequences.
+    """
+    members: dict[tuple[Layout, Attention], list[int]] = {}
+    for i, layout in enumerate(layouts):
+        members.setdefault((layout, arch.kind(i)), []).append(i)
+    groups, written = [], {}
+    for number, ((layout, kind), layers) in enumerate(members.items()):
+        prefix = f"block.{number}." if number else "block."
+        group = BlockGroup(tuple(layers), {}, {}, layout)
+        for plain, files in ((False, group.functions), (True, group.plain_functions)):
+            function = block_function(arch, kind, layout, options.device, plain)
+            for seq_len in options.seq_lens:
+                same = (layout, kind.within(seq_len), plain, seq_len)
+                if same not in written:
+                    written[same] = f"{prefix}{'plain.' if plain else ''}{seq_len}.mlxfn"
+                    write_function(folder / written[same], function, arch, layout, seq_len, options)
+                files[str(seq_len)] = written[same]
+        groups.append(group)
+    return groups
+
+
+def write_function(
+    path: Path,
+    function: BlockFunction,
+    arch: Architecture,
+    layout: Layout,
+    seq_len: int,
+    options: ExportOptions,
+) -> None:
+    """Writes one block function, traced for a sequence length and every rank."""
+    dtype, device, ranks = DTYPES[options.dtype], options.device, options.ranks
+    try:
+        export_block(str(path), function, arch, layout, dtype, device, [seq_len], ranks)
+    except RuntimeError as error:
+        raise MespError(f"Cannot write {options.out}: is the disk full? ({error})") from error

@@ -1,0 +1,166 @@
+"""A bundle's manifest.json, read with its checks, and written."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from mesp.bundle.layout import Layout
+from mesp.errors import MespError
+from mesp.models.architecture import Architecture
+
+FORMAT = 2
+
+# What commands read of a manifest, by its type; `Bundle` reads the rest.
+READ_BY_COMMANDS = {
+    "name": str,
+    "device": str,
+    "seq_lens": [int],
+    "ranks": [int],
+    "architecture": dict,
+    "files": [{"path": str, "size": int}],
+}
+_PACKED = {
+    "words": int,
+    "arrays": [{"name": str, "offset": int, "shape": [int], "dtype": str}],
+}
+READ_BY_BUNDLE = {
+    "quantization": {"bits": int, "group_size": int, "mode": str},
+    "blocks": [{"layers": [int], "functions": dict, "plain_functions": dict, **_PACKED}],
+    "embedding": {"file": str, **_PACKED},
+    "head": {"file": str, **_PACKED},
+}
+
+
+def fits(value: Any, wanted: Any) -> bool:
+    """Whether a JSON value has the keys and types `wanted`; a number may not be negative."""
+    if isinstance(wanted, dict):
+        return isinstance(value, dict) and all(fits(value.get(k), wanted[k]) for k in wanted)
+    if isinstance(wanted, list):
+        return isinstance(value, list) and all(fits(each, wanted[0]) for each in value)
+    return type(value) is wanted and (wanted is not int or 0 <= value < 1 << 53)
+
+
+def _is_split(entry: Any) -> bool:
+    return fits(entry, {"tokens": int}) and (
+        "examples" not in entry or fits(entry["examples"], {"count": int})
+    )
+
+
+def _check_inside(bundle: Path, name: str) -> None:
+    """Raises MespError where a file's name, or a link on the way to it, leads out of the bundle."""
+    parts = name.split("/")
+    usable = "\0" not in name and not {"", ".", ".."}.intersection(parts)
+    if not usable or (bundle / name).resolve() != bundle.resolve().joinpath(*parts):
+        raise MespError(f"{bundle} names a file outside of it, {name!r}; do not use it.")
+
+
+def read_manifest(path: Path, to_run: bool = True) -> dict[str, Any]:
+    """The manifest of the bundle at `path`, after checking that this machine can run it.
+
+    Raises MespError where the folder is no bundle, is of another format, lacks a file or part of
+    one, or, unless it is not `to_run`, is of another MLX version or needs a GPU that is not there.
+    Contents are checked by `Bundle.verify`.
+    """
+    try:
+        manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
+        version, mlx_version = manifest["format"], manifest["mlx_version"]
+    except FileNotFoundError as error:
+        raise MespError(
+            f"{path} is not a bundle (it has no manifest.json); write one with mesp-export."
+        ) from error
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise MespError(
+            f"{path / 'manifest.json'} cannot be read; write the bundle again with mesp-export."
+        ) from error
+    if version != FORMAT:
+        raise MespError(
+            f"{path} has bundle format {version}, and this version reads format {FORMAT}; "
+            "write the bundle again with this version's mesp-export."
+        )
+    if to_run and mlx_version != mx.__version__:
+        raise MespError(
+            f"{path} was exported with MLX {mlx_version}, and this is MLX {mx.__version__}; "
+            f"write the bundle again, or install mlx=={mlx_version}."
+        )
+    if to_run and manifest.get("device") == "gpu" and not mx.metal.is_available():
+        raise MespError(
+            f"{path} was exported for a GPU, and this machine has none that MLX can use; "
+            "write the bundle again with --device cpu."
+        )
+    data = manifest.get("data") or {}
+    if (
+        not fits(manifest, READ_BY_COMMANDS)
+        or not (manifest["seq_lens"] and manifest["ranks"])
+        or not (isinstance(data, dict) and all(_is_split(split) for split in data.values()))
+    ):
+        raise damaged(path)
+    try:
+        Architecture.from_manifest(manifest["architecture"])
+    except (TypeError, KeyError, ValueError, ArithmeticError) as error:
+        raise damaged(path) from error
+    for entry in manifest["files"]:
+        file = path / entry["path"]
+        _check_inside(path, entry["path"])
+        size = file.stat().st_size if file.is_file() else None
+        if size != entry["size"]:
+            found = "missing" if size is None else f"{size:,} bytes long, not {entry['size']:,}"
+            raise MespError(f"{file} is {found}; write the bundle again with mesp-export.")
+    return manifest
+
+
+def damaged(path: Path) -> MespError:
+    """What is said of a bundle whose manifest contradicts itself."""
+    return MespError(f"{path / 'manifest.json'} is damaged; write the bundle again.")
+
+
+@dataclass(frozen=True)
+class BlockGroup:
+    """Blocks of one layout and one kind of attention, and their functions' files by length."""
+
+    layers: tuple[int, ...]
+    functions: dict[str, str]
+    plain_functions: dict[str, str]
+    layout: Layout
+
+    @classmethod
+    def from_manifest(cls, entry: dict[str, Any]) -> BlockGroup:
+        layers, layout = tuple(entry["layers"]), Layout.from_manifest(entry)
+        return cls(layers, entry["functions"], entry["plain_functions"], layout)
+
+    def to_manifest(self) -> dict[str, Any]:
+        described = {name: getattr(self, name) for name in ("functions", "plain_functions")}
+        return {"layers": self.layers, **described, **self.layout.to_manifest()}
+
+
+def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
+    """Writes ``manifest.json``."""
+    text = json.dumps(manifest, indent=1, ensure_ascii=False)
+    (folder / "manifest.json").write_text(text + "\n", encoding="utf-8")
+
+
+def describe_files(bundle: Path, folder: str = ".") -> list[dict[str, Any]]:
+    """The manifest's ``files``: every file in the bundle, or in a folder of it."""
+    files = sorted(path for path in (bundle / folder).rglob("*") if path.is_file())
+    return [
+        {
+            "path": file.relative_to(bundle).as_posix(),
+            "size": file.stat().st_size,
+            "sha256": sha256(file),
+        }
+        for file in files
+    ]
+
+
+def sha256(path: Path) -> str:
+    """The digest of a file, in hexadecimal digits."""
+    with open(path, "rb") as file:
+        digest = hashlib.sha256()
+        while piece := file.read(1 << 20):
+            digest.update(piece)
+    return digest.hexdigest()

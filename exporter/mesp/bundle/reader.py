@@ -1,0 +1,193 @@
+"""A bundle, read: its weights, its block functions and its data."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx import nn
+
+from mesp.bundle.layout import Layout, block_layout, table_layout
+from mesp.bundle.manifest import READ_BY_BUNDLE, BlockGroup, damaged, fits, read_manifest, sha256
+from mesp.errors import MespError
+from mesp.models.architecture import Architecture
+from mesp.quantization.modes import Quantization
+
+
+def _block_file(index: int) -> str:
+    return f"blocks/{index:02d}.bin"
+
+
+def _check_arrays(found: Layout, expected: Layout) -> None:
+    """Raises ValueError unless both hold the same arrays."""
+    described = [
+        {spec.name: (spec.shape, spec.dtype) for spec in layout.arrays}
+        for layout in (found, expected)
+    ]
+    if described[0] != described[1]:
+        raise ValueError("its arrays are not the architecture's")
+
+
+def _data_files(entry: dict[str, Any]) -> list[Any]:
+    """The files of a split."""
+    return [entry["file"], *([entry["examples"]["file"]] if "examples" in entry else [])]
+
+
+class Bundle:
+    """A bundle, read from its folder. Weights are mapped, and copied when they become arrays."""
+
+    def __init__(self, path: Path | str):
+        """Raises MespError where the bundle cannot be used; see `read_manifest`."""
+        self.path = Path(path)
+        self.manifest = read_manifest(self.path)
+        try:
+            self.architecture = Architecture.from_manifest(self.manifest["architecture"])
+            if not fits(self.manifest, READ_BY_BUNDLE):
+                raise ValueError("it lacks something")
+            self.quantization = Quantization(**self.manifest["quantization"])
+            self.groups = [BlockGroup.from_manifest(entry) for entry in self.manifest["blocks"]]
+            self._check_groups()
+            self._check_files()
+        except (TypeError, LookupError, AttributeError, ValueError, ArithmeticError) as error:
+            raise damaged(self.path) from error
+
+    def _check_groups(self) -> None:
+        """Raises ValueError unless each block is in one group, of one kind of attention, and every
+        layout holds the architecture's arrays."""
+        arch, dtype = self.architecture, self.manifest["dtype"]
+        layers = [layer for group in self.groups for layer in group.layers]
+        if sorted(layers) != list(range(arch.num_hidden_layers)):
+            raise ValueError("a block is in no group, or in several")
+        for group in self.groups:
+            if len({arch.kind(layer) for layer in group.layers}) != 1:
+                raise ValueError("blocks of a group differ in their attention")
+            quantizations = {
+                name: Quantization.of(group.layout, f"{name}.", columns)
+                for name, (_, columns) in arch.sizes().items()
+            }
+            _check_arrays(group.layout, block_layout(arch, quantizations, dtype))
+        for table in ("embedding", "head"):
+            layout = Layout.from_manifest(self.manifest[table])
+            quantization = Quantization.of(layout, "", arch.hidden_size)
+            norm = table == "head" or arch.tie_word_embeddings
+            _check_arrays(layout, table_layout(arch, quantization, dtype, norm))
+
+    def _check_files(self) -> None:
+        """Raises ValueError unless each file that the manifest names is in its list, and each
+        array within its file."""
+        sizes = {entry["path"]: entry["size"] for entry in self.manifest["files"]}
+        manifest = self.manifest
+        named = [file for split in manifest.get("data", {}).values() for file in _data_files(split)]
+        for group in self.groups:
+            for functions in (group.functions, group.plain_functions):
+                if not functions.keys() >= set(map(str, manifest["seq_lens"])):
+                    raise ValueError("it lacks a function")
+                named += functions.values()
+        if not sizes.keys() >= set(named):
+            raise ValueError("it names a file that it does not list")
+        packed = {_block_file(i): group.layout for group in self.groups for i in group.layers}
+        for table in ("embedding", "head"):
+            packed[manifest[table]["file"]] = Layout.from_manifest(manifest[table])
+        for file, layout in packed.items():
+            if sizes[file] != layout.words * 4 or any(
+                spec.offset + spec.words > layout.words for spec in layout.arrays
+            ):
+                raise ValueError("an array is not within its file")
+
+    def group(self, index: int) -> BlockGroup:
+        """The group that block `index` is in."""
+        return next(group for group in self.groups if index in group.layers)
+
+    def block_words(self, index: int) -> mx.array:
+        """A block's file as the block function takes it: uint32 [words]."""
+        return self._words(_block_file(index))
+
+    def block(self, index: int) -> dict[str, mx.array]:
+        """A block's arrays by mlx-lm's names, such as ``self_attn.q_proj.weight``."""
+        return self.group(index).layout.unpack(self.block_words(index))
+
+    def embedding(self) -> dict[str, mx.array]:
+        """The embedding's ``weight`` (packed [vocab_size, …]), ``scales`` and ``biases``."""
+        return self._table("embedding")
+
+    def head(self) -> dict[str, mx.array]:
+        """The output projection's arrays as in `embedding`, and ``norm``, the final RMSNorm's."""
+        return self._table("head")
+
+    def to_mlx_lm(self) -> nn.Module:
+        """The weights, quantized as they are, as mlx-lm's model."""
+        from mlx_lm.utils import _get_classes  # here, as it takes tens of MB
+
+        arch = self.architecture
+        config = json.loads((self.path / "config.json").read_text(encoding="utf-8"))
+        model_class, arguments = _get_classes(config)
+        model = model_class(arguments.from_dict(config))
+
+        head = self.head()
+        weights = {"model.norm.weight": head.pop("norm") - arch.norm_offset}
+        tables = {"model.embed_tokens": self.embedding()}
+        tables |= {} if arch.tie_word_embeddings else {"lm_head": head}
+        for table, arrays in tables.items():
+            weights |= {f"{table}.{part}": a for part, a in arrays.items() if part != "norm"}
+        for index in range(arch.num_hidden_layers):
+            block = self.block(index)
+            block |= {name: block[name] - arch.norm_offset for name in arch.norms()}
+            weights |= {f"model.layers.{index}.{name}": array for name, array in block.items()}
+        if hasattr(model, "sanitize"):
+            weights = model.sanitize(weights)
+
+        def quantization(path: str, module: nn.Module) -> dict[str, Any] | bool:
+            if f"{path}.scales" not in weights:
+                return False
+            return asdict(Quantization.of(weights, f"{path}.", module.weight.shape[1]))
+
+        nn.quantize(model, class_predicate=quantization)
+        model.load_weights(list(weights.items()))
+        return model
+
+    def function(self, seq_len: int, index: int = 0, plain: bool = False) -> Any:
+        """Block `index`'s function, or its plain twin: (x, lora, scale, weights) to its arrays."""
+        group = self.group(index)
+        files = group.plain_functions if plain else group.functions
+        return mx.import_function(str(self.path / files[str(seq_len)]))
+
+    def tokens(self, split: str) -> np.ndarray:
+        """The token stream ``train``, ``valid`` or ``test``: uint32 [N], mapped."""
+        return self._map(self._data(split)["file"])
+
+    def examples(self, split: str) -> np.ndarray | None:
+        """Where in `tokens` each example lies: uint32 [M, 3], mapped; None for a packed stream.
+
+        A row is (start, length, prompt): the tokens [start, start + length), of which the
+        prediction of the first `prompt` is not in the loss.
+        """
+        entry = self._data(split).get("examples")
+        return None if entry is None else self._map(entry["file"]).reshape(-1, 3)
+
+    def verify(self) -> None:
+        """Raises MespError naming the first file whose content is not what was exported."""
+        for entry in self.manifest["files"]:
+            if sha256(self.path / entry["path"]) != entry["sha256"]:
+                raise MespError(
+                    f"{self.path / entry['path']} is damaged (its SHA-256 is not the manifest's); "
+                    "write the bundle again with mesp-export."
+                )
+
+    def _data(self, split: str) -> dict[str, Any]:
+        if split not in self.manifest.get("data", {}):
+            raise MespError(f"{self.path} holds no {split} data; add some with mesp-data.")
+        return self.manifest["data"][split]
+
+    def _table(self, which: str) -> dict[str, mx.array]:
+        entry = self.manifest[which]
+        return Layout.from_manifest(entry).unpack(self._words(entry["file"]))
+
+    def _words(self, name: str) -> mx.array:
+        return mx.array(self._map(name))
+
+    def _map(self, name: str) -> np.ndarray:
+        return np.memmap(self.path / name, dtype="<u4", mode="r")

@@ -1,0 +1,87 @@
+"""The weight files of a bundle: what goes into each, and how it is written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from mesp.bundle.export_options import ExportOptions
+from mesp.bundle.layout import DTYPES, Layout, Piece, block_layout, table_layout
+from mesp.models.architecture import Architecture
+from mesp.quantization.choose import Quantizations
+from mesp.quantization.quantize_rows import matrix_pieces
+from mesp.source_model.weights import Weights
+
+WeightFiles = dict[str, tuple[Layout, Iterable[Piece]]]  # by path
+
+
+def weight_files(
+    weights: Weights | None, arch: Architecture, options: ExportOptions
+) -> WeightFiles:
+    """The layout and the content of every weight file; no content where there are no `weights`."""
+    quantizations, files = options.quantizations, {}
+    for i in range(arch.num_hidden_layers):
+        modules = {name: quantizations.of(f"model.layers.{i}.{name}") for name in arch.modules}
+        layout = block_layout(arch, modules, options.dtype)
+        pieces = block_pieces(weights, i, layout, arch, quantizations) if weights else ()
+        files[f"blocks/{i:02d}.bin"] = layout, pieces
+    tied = arch.tie_word_embeddings
+    tables = [("embedding.bin", "model.embed_tokens", tied)]
+    if not tied:
+        tables.append(("head.bin", "lm_head", True))
+    for file, name, is_head in tables:
+        layout = table_layout(arch, quantizations.of(name), options.dtype, norm=is_head)
+        pieces = table_pieces(weights, name, layout, arch, quantizations) if weights else ()
+        files[file] = layout, pieces
+    return files
+
+
+def weight_bytes(files: WeightFiles) -> int:
+    """Of all weight files together."""
+    return sum(layout.words * 4 for layout, _ in files.values())
+
+
+def block_pieces(
+    weights: Weights, index: int, layout: Layout, arch: Architecture, quantizations: Quantizations
+) -> Iterator[Piece]:
+    """What goes into a block's file."""
+    prefix = f"model.layers.{index}."
+    for name in arch.norms():
+        yield name, 0, norm(weights, prefix + name, layout[name].shape, arch)
+    for name in arch.biases:
+        shape = layout[f"{name}.bias"].shape
+        yield f"{name}.bias", 0, weights.rows(f"{prefix}{name}.bias", shape, slice(0, *shape))
+    for name in arch.modules:
+        yield from matrix_pieces(weights, prefix + name, layout, f"{name}.", quantizations)
+
+
+def table_pieces(
+    weights: Weights, source: str, layout: Layout, arch: Architecture, quantizations: Quantizations
+) -> Iterator[Piece]:
+    """What goes into the file of the embedding or the head; the one used as head has the norm."""
+    yield from matrix_pieces(weights, source, layout, "", quantizations)
+    if "norm" in layout:
+        yield "norm", 0, norm(weights, "model.norm.weight", layout["norm"].shape, arch)
+
+
+def norm(weights: Weights, source: str, shape: tuple[int], arch: Architecture) -> mx.array:
+    """What a normed vector is multiplied by."""
+    return weights.rows(source, shape, slice(0, *shape)).astype(mx.float32) + arch.norm_offset
+
+
+def write_weights(
+    path: Path, layout: Layout, pieces: Iterable[Piece], progress: Callable[[int], Any]
+) -> None:
+    """Writes a weight file; `progress` is called with the number of bytes after each piece."""
+    with open(path, "xb") as file:
+        file.truncate(layout.words * 4)
+        for name, row, array in pieces:
+            spec = layout[name]
+            data = np.array(array.astype(DTYPES[spec.dtype]).flatten().view(mx.uint8))
+            file.seek(spec.offset * 4 + row * data.size // array.shape[0])
+            file.write(data)
+            progress(data.size)

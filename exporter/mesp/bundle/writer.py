@@ -1,0 +1,135 @@
+"""Writes a bundle: functions, weights, data, config.json, tokenizer and manifest."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from mesp.bundle.export_options import ExportOptions
+from mesp.bundle.folders import new_folder
+from mesp.bundle.function_files import write_functions
+from mesp.bundle.manifest import FORMAT, describe_files, write_manifest
+from mesp.bundle.weight_files import WeightFiles, weight_bytes, weight_files, write_weights
+from mesp.data.examples import Split
+from mesp.data.load import load, random_data
+from mesp.data.store import write_data
+from mesp.data.tokens import load_tokenizer
+from mesp.errors import MespError, plain_os_errors
+from mesp.models.architecture import Architecture
+from mesp.models.config_json import complete
+from mesp.progress_bars import export_progress
+from mesp.quantization.choose import Quantizations, check_quantizations
+from mesp.source_model.find import TOKENIZER_FILES, Source
+from mesp.source_model.random_weights import RandomWeights
+from mesp.source_model.weights import Weights
+
+
+def write_bundle(
+    source: Source, weights: Weights, arch: Architecture, options: ExportOptions
+) -> dict:
+    """Writes the bundle `options.out` and returns its manifest.
+
+    Raises MespError where the disk, the weights or the data do not allow it; nothing is left then.
+    """
+    check_quantizations(arch, options.quantizations)
+    files = weight_files(weights, arch, options)
+    total = weight_bytes(files)
+    with (
+        plain_os_errors(f"Cannot write {options.out}"),
+        new_folder(options.out.resolve(), options.overwrite) as folder,
+        export_progress() as bar,
+    ):
+        check_disk(options.out, folder, total)
+        task = bar.add_task("Tokenizing", total=None)
+        splits = tokenize(source, weights, arch, options)
+        bar.update(task, description=f"Writing {options.out.name}", total=total)
+        manifest = write_model(folder, source, arch, files, options, partial(bar.advance, task))
+        manifest["data"] = write_data(folder, "data", splits)
+        copy_texts(source, folder, arch, options.quantizations)
+        manifest["files"] = describe_files(folder)
+        write_manifest(folder, manifest)
+    return manifest
+
+
+def write_model(
+    folder: Path, source: Source, arch: Architecture, files: WeightFiles, options: ExportOptions,
+    progress: Callable[[int], Any],
+) -> dict[str, Any]:  # fmt: skip
+    """Writes functions and weights, and returns the manifest but for its data and files."""
+    (folder / "blocks").mkdir()
+    layouts = {file: layout for file, (layout, _) in files.items()}
+    blocks = [layouts[f"blocks/{i:02d}.bin"] for i in range(arch.num_hidden_layers)]
+    groups = write_functions(folder, arch, blocks, options)
+    for file, (layout, pieces) in files.items():
+        write_weights(folder / file, layout, pieces, progress)
+    head = "head.bin" if "head.bin" in files else "embedding.bin"
+    return {
+        "format": FORMAT,
+        "name": source.name,
+        "model": {"id": source.id, "revision": source.revision, "license": source.license},
+        "mlx_version": mx.__version__,
+        "device": options.device,
+        "dtype": options.dtype,
+        "architecture": arch.to_manifest(),
+        "quantization": asdict(options.quantizations.main),
+        "seq_lens": options.seq_lens,
+        "ranks": options.ranks,
+        "blocks": [group.to_manifest() for group in groups],
+        "embedding": {"file": "embedding.bin", **layouts["embedding.bin"].to_manifest()},
+        "head": {"file": head, **layouts[head].to_manifest()},
+    }
+
+
+def check_disk(out: Path, folder: Path, size: int) -> None:
+    """Raises MespError unless the disk that `folder` is on has `size` bytes free."""
+    free = shutil.disk_usage(folder).free
+    if free < size:
+        raise MespError(
+            f"Cannot write {out}: it takes {size / 1e6:,.0f} MB, and its disk has "
+            f"{free / 1e6:,.0f} MB free; free some space or name another --out."
+        )
+
+
+def tokenize(
+    source: Source, weights: Weights, arch: Architecture, options: ExportOptions
+) -> dict[str, Split]:
+    """The tokenized data by split; empty where there is none."""
+    longest = max(options.seq_lens)
+    if options.data is None:
+        if isinstance(weights, RandomWeights):
+            return random_data(arch.vocab_size, longest, options.seed)
+        return {}
+    if source.folder is None:
+        raise MespError(
+            f"{source.name} has no tokenizer here, so --data cannot be used with it; leave out "
+            "--data (random weights then get random tokens), or give a folder with a tokenizer."
+        )
+    tokenizer = load_tokenizer(source.folder)
+    return load(options.data, tokenizer, longest, arch.vocab_size, options.data_options)
+
+
+def copy_texts(
+    source: Source, folder: Path, arch: Architecture, quantizations: Quantizations
+) -> None:
+    """Writes config.json as of the bundle's weights; copies the tokenizer and the licence."""
+    config = complete(source.config) | {
+        "num_hidden_layers": arch.num_hidden_layers,
+        "tie_word_embeddings": arch.tie_word_embeddings,
+        "quantization": quantizations.config or asdict(quantizations.main),
+    }
+    for key in ("layer_types", "no_rope_layers"):  # one entry a block
+        if isinstance(config.get(key), list):
+            config[key] = config[key][: arch.num_hidden_layers]
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    if source.folder:
+        licenses = [f.name for f in source.folder.glob("LICENSE*") if f.is_file()]
+        for name in (*TOKENIZER_FILES, *licenses):
+            if (source.folder / name).is_file():
+                shutil.copyfile(source.folder / name, folder / name)

@@ -1,0 +1,159 @@
+"""mesp-export: quantizes a model and writes it as a bundle."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import click
+
+from mesp.bundle.export_options import DEVICE, DTYPE_OF, ExportOptions
+from mesp.bundle.layout import Layout
+from mesp.bundle.writer import write_bundle
+from mesp.commands.list_models import list_models
+from mesp.commands.shared_options import ListOptions, data_options
+from mesp.data.load import DataOptions
+from mesp.data.sources import SOURCES
+from mesp.data.store import describe_data
+from mesp.engine.plan import predicted_memory
+from mesp.errors import MespError
+from mesp.models.architecture import Architecture
+from mesp.quantization.choose import BITS, find_quantizations
+from mesp.quantization.modes import MODES, Quantization, describe_quantization
+from mesp.source_model.find import find_source
+from mesp.source_model.random_weights import RandomWeights
+from mesp.source_model.safetensors import SafetensorsWeights
+
+
+@click.command(cls=ListOptions, context_settings={"show_default": True})
+@click.option(
+    "--list-models", is_flag=True, is_eager=True, expose_value=False, callback=list_models,
+    help="List the models that have short names, with the memory that training takes, and exit.",
+)  # fmt: skip
+@click.option("--model", required=True, metavar="NAME|HUB_ID|DIR|demo", help="The model to export.")
+@click.option(
+    "--out", type=click.Path(path_type=Path), metavar="DIR", show_default="NAME.mesp",
+    help="The bundle to write.",
+)  # fmt: skip
+@click.option(
+    "--data", metavar="FILE|DIR|NAME", show_default="python-docs for demo",
+    help=f"Data to train on: {SOURCES}.",
+)  # fmt: skip
+@data_options
+@click.option(
+    "--seq-len", "seq_lens", multiple=True, type=click.IntRange(min=1), default=[256],
+    metavar="N ...", help="Sequence lengths to train with.",
+)  # fmt: skip
+@click.option(
+    "--mode", type=click.Choice(list(MODES)), show_default="affine",
+    help="Kind of quantization; those but affine set the bits and the groups.",
+)  # fmt: skip
+@click.option(
+    "--bits", type=click.Choice(list(map(str, BITS))), show_default="4", help="Bits a weight.",
+)  # fmt: skip
+@click.option(
+    "--group-size", type=click.Choice(["32", "64", "128"]), show_default="64",
+    help="Weights that share a scale.",
+)  # fmt: skip
+@click.option(
+    "--rank", "ranks", multiple=True, type=click.IntRange(min=1), default=[8], metavar="R ...",
+    help="LoRA ranks to train with.",
+)  # fmt: skip
+@click.option(
+    "--dtype", type=click.Choice(["float32", "bfloat16"]),
+    show_default="float32 on the CPU, bfloat16 on the GPU", help="Type of activations.",
+)  # fmt: skip
+@click.option(
+    "--device", type=click.Choice(["auto", "cpu", "gpu"]), default="auto",
+    help="Device the bundle runs on.",
+)  # fmt: skip
+@click.option("--random-weights", is_flag=True, help="The model's geometry with random weights.")
+@click.option("--layers", type=click.IntRange(min=1), help="Keep only the first N blocks.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, help="Of --random-weights.")
+@click.option("--overwrite", is_flag=True, help="Replace --out where it is a bundle.")
+def main(
+    model, out, data, data_options, seq_lens, mode, bits, group_size, ranks, dtype, device,
+    random_weights, layers, seed, overwrite,
+):  # fmt: skip
+    """Quantize a model and write it as a bundle to fine-tune on an iPhone, a Mac or Linux."""
+    if device == "auto":
+        device = DEVICE
+    elif device == "gpu" and DEVICE == "cpu":
+        raise MespError("There is no GPU that MLX can use here; export with --device cpu.")
+    source = find_source(model, random_weights)
+    arch = Architecture.from_config(source.config)
+    if layers and layers > arch.num_hidden_layers:
+        raise MespError(f"{source.name} has {arch.num_hidden_layers} blocks, fewer than --layers.")
+    arch = arch.first(layers or arch.num_hidden_layers)
+    quantizations = find_quantizations(
+        source, mode, bits and int(bits), group_size and int(group_size)
+    )
+    if random_weights:
+        source = replace(source, name=f"{source.name}-random", revision=None)
+        weights = RandomWeights(seed, norm=1 - arch.norm_offset)
+    else:
+        weights = SafetensorsWeights(source.folder)
+        if arch.model_type == "gemma3_text" and weights.is_quantized("lm_head"):
+            arch = replace(arch, tie_word_embeddings=False)  # a copy that older mlx-lm made
+    if data is None and data_options != DataOptions():
+        raise MespError("--pack, --mask-prompt and --long say how --data is taken; name it too.")
+    if data is None and model == "demo" and not random_weights:
+        data = "python-docs"
+    options = ExportOptions(
+        out=out or Path(f"{source.name}.mesp"),
+        data=data,
+        data_options=data_options,
+        seq_lens=sorted(set(seq_lens)),
+        ranks=sorted(set(ranks)),
+        quantizations=quantizations,
+        dtype=dtype or DTYPE_OF[device],
+        device=device,
+        seed=seed,
+        overwrite=overwrite,
+    )
+    manifest = write_bundle(source, weights, arch, options)
+    if options.dtype == "bfloat16" and quantizations.config and weights.has_float16_scales:
+        click.echo(
+            "Note: the model's scales are float16, and lose 3 bits of their mantissa in bfloat16; "
+            "--dtype float32 keeps them.",
+            err=True,
+        )
+    click.echo(summary(options.out, manifest))
+
+
+def summary(out: Path, manifest: dict[str, Any]) -> str:
+    """What was written, for people."""
+    arch = Architecture.from_manifest(manifest["architecture"])
+    size = sum(file["size"] for file in manifest["files"])
+    lora = {r: arch.num_hidden_layers * arch.lora_size(r) for r in manifest["ranks"]}
+    blocks = dict.fromkeys(f"{g['words'] * 4 / 1e6:,.2f}" for g in manifest["blocks"])
+    lines = {
+        "model": f"{manifest['name']}, {arch.num_hidden_layers} blocks, hidden size "
+        f"{arch.hidden_size}, vocabulary {arch.vocab_size:,}",
+        "weights": f"{describe_weights(manifest)}, "
+        f"{manifest['dtype']} on the {manifest['device'].upper()}",
+        "size": f"{size / 1e6:,.1f} MB: blocks of {' or '.join(blocks)} MB, "
+        f"embedding {manifest['embedding']['words'] * 4 / 1e6:,.2f} MB",
+        "sequences": " or ".join(map(str, manifest["seq_lens"])) + " tokens",
+        "LoRA": "; ".join(f"rank {r}: {n:,} parameters" for r, n in lora.items()),
+        "data": describe_data(manifest["data"]) or "none (training needs --data)",
+    }
+    if memory := predicted_memory(out, manifest):
+        lines["memory"] = memory
+    return "\n".join([f"Wrote {out}", *(f"  {key:10} {value}" for key, value in lines.items())])
+
+
+def describe_weights(manifest: dict[str, Any]) -> str:
+    """The quantization, and whether some matrices have another."""
+    main = Quantization(**manifest["quantization"])
+    arch = Architecture.from_manifest(manifest["architecture"])
+    layouts = [(Layout.from_manifest(group), arch.sizes()) for group in manifest["blocks"]]
+    table = {"": (arch.vocab_size, arch.hidden_size)}
+    layouts += [(Layout.from_manifest(manifest[name]), table) for name in ("embedding", "head")]
+    differ = any(
+        Quantization.of(layout, f"{name}." if name else "", columns) != main
+        for layout, sizes in layouts
+        for name, (_, columns) in sizes.items()
+    )
+    return describe_quantization(main) + (", some matrices otherwise" if differ else "")

@@ -1,0 +1,140 @@
+"""mesp-generate: writes on from a prompt with a bundle's model, run by mesp-engine.
+
+The engine takes token ids (docs/architecture.md); text is mlx-lm's part: tokenizer, chat template
+and streaming detokenizer.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from mesp.bundle.manifest import read_manifest
+from mesp.engine.generate import generate
+from mesp.errors import MespError
+from mesp.formatting import decimal, megabytes
+
+if TYPE_CHECKING:
+    from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+
+@click.command(context_settings={"show_default": True, "help_option_names": ["-h", "--help"]})
+@click.argument("bundle", type=click.Path(path_type=Path))
+@click.option(
+    "--adapters",
+    type=click.Path(path_type=Path),
+    help="Folder of adapters, of mesp-train, mlx-lm or PEFT.  [default: the base model]",
+)
+@click.option("--prompt", required=True, help="What to write on from; - reads standard input.")
+@click.option("--max-tokens", type=click.IntRange(min=1), default=256)
+@click.option(
+    "--temperature",
+    type=click.FloatRange(min=0, max=100),
+    default=0.0,
+    help="0 takes the likeliest token each time.",
+)
+@click.option(
+    "--top-p",
+    type=click.FloatRange(min=0, max=1, min_open=True),
+    default=1.0,
+    help="Draw from the fewest tokens that are together as likely as this.",
+)
+@click.option("--seed", type=click.IntRange(0, 2**31 - 1), default=0, help="Of the draws.")
+@click.option(
+    "--chat/--no-chat",
+    default=None,
+    help="Put the prompt into the chat template.  [default: where the tokenizer has one]",
+)
+def main(
+    bundle: Path,
+    adapters: Path | None,
+    prompt: str,
+    max_tokens: int,
+    temperature: float,
+    top_p: float,
+    seed: int,
+    chat: bool | None,
+) -> None:
+    """Write on from a prompt with the model in BUNDLE, a folder that mesp-export wrote.
+
+    The text goes to standard output as it comes; Ctrl-C ends it.
+    """
+    read_manifest(bundle)
+    tokenizer = load_tokenizer(bundle)
+    if prompt == "-":
+        prompt = click.get_text_stream("stdin").read()
+    tokens = encode(tokenizer, prompt, chat)
+    records = generate(
+        bundle,
+        tokens,
+        adapters=adapters,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        seed=seed,
+        stop=sorted(tokenizer.eos_token_ids),
+    )
+    detokenizer = tokenizer.detokenizer
+    for record in records:
+        if record["type"] == "token":
+            detokenizer.add_token(record["token"])
+            click.echo(detokenizer.last_segment, nl=False)
+    detokenizer.finalize()
+    click.echo(detokenizer.last_segment)
+    if sys.stderr.isatty():
+        click.echo(summary(record, len(tokens)), err=True)
+    if record["reason"] == "stopped":
+        raise SystemExit(128 + signal.SIGINT)
+
+
+def load_tokenizer(bundle: Path) -> TokenizerWrapper:
+    """The bundle's tokenizer, with the tokens that end a text as mlx-lm finds them."""
+    if not (bundle / "tokenizer_config.json").is_file():
+        raise MespError(
+            f"{bundle} has no tokenizer; export it from a model folder that has one to generate."
+        )
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    from mlx_lm import utils
+
+    try:
+        ends = utils.load_config(bundle).get("eos_token_id")
+        return utils.load_tokenizer(bundle, eos_token_ids=ends)
+    except Exception as error:
+        reason = str(error).partition("\n")[0]
+        raise MespError(f"The tokenizer in {bundle} cannot be loaded: {reason}") from error
+
+
+def encode(tokenizer: TokenizerWrapper, prompt: str, chat: bool | None) -> list[int]:
+    """Token ids of `prompt`, as mlx_lm.generate makes them.
+
+    With `chat` it is a user's message in the chat template; None means where there is a template.
+    """
+    if chat and not tokenizer.has_chat_template:
+        raise MespError("The bundle's tokenizer has no chat template; leave out --chat.")
+    if chat is not False and tokenizer.has_chat_template:
+        messages = [{"role": "user", "content": prompt}]
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        tokens = tokenizer.encode(text, add_special_tokens=False)
+    else:
+        tokens = tokenizer.encode(prompt)
+    if not tokens:
+        raise MespError("The prompt is empty; give at least one word.")
+    return tokens
+
+
+def summary(end: dict, prompt_tokens: int) -> str:
+    """What an end record says, in a line."""
+
+    def speed(tokens: int, seconds: float) -> str:
+        return f"{tokens} tokens, {decimal(tokens / seconds if seconds else None, 1)} tokens/s"
+
+    return (
+        f"Prompt: {speed(prompt_tokens, end['prompt_seconds'])}. "
+        f"Text: {speed(end['tokens'], end['seconds'])}. "
+        f"Peak footprint {megabytes(end['footprint_peak_bytes'])} MB."
+    )

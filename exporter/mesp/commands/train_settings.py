@@ -1,0 +1,148 @@
+"""The settings of a run, `settings.json`: made of mesp-train's options, checked, and written."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import click
+from click.core import ParameterSource
+
+from mesp.errors import MespError, plain_os_errors
+from mesp.models.architecture import Architecture
+from mesp.runs.log import LOG_NAME
+
+SETTINGS_NAME = "settings.json"
+
+# What a run that goes on may have different: all of it changes nothing that is computed.
+MAY_CHANGE = ("bundle", "steps", "save_every", "memory_limit_mb", "offload", "resume")
+
+# Options that count only where another one has this value.
+ONLY_WITH = {
+    "momentum": ("optimizer", "sgd"),
+    "beta1": ("optimizer", "adamw"),
+    "beta2": ("optimizer", "adamw"),
+    "epsilon": ("optimizer", "adamw"),
+    "mezo_epsilon": ("method", "mezo"),
+}
+
+
+def parameter(context: click.Context, name: str) -> click.Parameter:
+    """The command's option or argument of that name."""
+    return next(each for each in context.command.params if each.name == name)
+
+
+def flag(context: click.Context, name: str) -> str:
+    """What is typed for an option, as in `--seq-len`."""
+    return parameter(context, name).opts[-1]
+
+
+def resumed(context: click.Context, output: Path | None, given: dict) -> dict:
+    """The settings of the run in `output`, with what is given of `MAY_CHANGE`.
+
+    Raises MespError where there is no run, or where another option would change it.
+    """
+    if output is None:
+        raise MespError("Say which run to go on with: --resume --output FOLDER.")
+    path = output / SETTINGS_NAME
+    if not (output / LOG_NAME).exists():
+        raise MespError(f"{output} holds no run to go on with; start one without --resume.")
+    with plain_os_errors(f"Cannot read {path}"):
+        text = path.read_text(encoding="utf-8", errors="replace")
+    try:
+        settings = json.loads(text)
+        recorded = {name: settings[name] for name in given}
+        projections = recorded["projections"]
+        if not (projections is None or isinstance(projections, list)) or not all(
+            isinstance(each, str) for each in projections or ()
+        ):
+            raise ValueError("its projections are no list of names")
+    except (ValueError, TypeError, KeyError) as error:
+        raise MespError(f"{path} is not the settings of a run; start a new one.") from error
+    for name, value in given.items():
+        if context.get_parameter_source(name) == ParameterSource.DEFAULT:
+            continue
+        if name not in MAY_CHANGE and value != recorded[name]:
+            was = "not set" if recorded[name] is None else recorded[name]
+            raise MespError(
+                f"A run that goes on keeps its settings: {flag(context, name)} is "
+                f"{was} and cannot become {value}."
+            )
+        recorded[name] = value
+    return recorded
+
+
+def choose(available: list[int], wanted: int | None, what: str, preferred: int) -> int:
+    """What was asked for, if the bundle has it; by default the preferred value or the largest."""
+    if wanted is None:
+        return preferred if preferred in available else max(available)
+    if wanted not in available:
+        listed = ", ".join(str(value) for value in available)
+        raise MespError(f"The bundle has no {what} {wanted}; it was exported for {listed}.")
+    return wanted
+
+
+def check(context: click.Context, options: dict, manifest: dict) -> None:
+    """Refuses, in a sentence, options that do not go together or that the bundle can't serve."""
+
+    def changed(name: str) -> bool:
+        # A default is no request, even where it is written out: settings.json may be a --config.
+        return options[name] not in (None, parameter(context, name).default)
+
+    for name, (other, value) in ONLY_WITH.items():
+        if changed(name) and options[other] != value:
+            raise MespError(
+                f"{flag(context, name)} has no use without {flag(context, other)} {value}: "
+                "leave it out."
+            )
+    if options["warmup"] >= options["steps"]:
+        raise MespError(
+            f"--warmup {options['warmup']} does not end within --steps {options['steps']}."
+        )
+    arch = Architecture.from_manifest(manifest["architecture"])
+    for each in options["projections"] or ():
+        if each not in arch.trainable:
+            raise MespError(
+                f"--projections {each} is not in the model's blocks; "
+                f"they have {', '.join(arch.trainable)}."
+            )
+    layers = arch.num_hidden_layers
+    if (options["num_layers"] or 1) > layers:
+        raise MespError(f"--num-layers {options['num_layers']} is more than the {layers} blocks.")
+    held = manifest.get("data") or {}
+    if options["early_stopping"] and not (
+        options["eval_every"] and options["val_batches"] and "valid" in held
+    ):
+        raise MespError(
+            "--early-stopping needs evaluations on the way: --eval-every and --val-batches above "
+            "0, and a bundle with held-out data."
+        )
+    if options["test"] and "test" not in held:
+        raise MespError("--test needs test data, and the bundle has none: export it with some.")
+
+
+@contextmanager
+def settings_file(output: Path, settings: dict) -> Iterator[Path]:
+    """Writes OUTPUT/settings.json. A run that fails before it has a log leaves nothing behind."""
+    path = output / SETTINGS_NAME
+    partial = path.with_name("partial.json")
+    missing = [folder for folder in (output, *output.parents) if not folder.exists()]
+    try:
+        with plain_os_errors(f"Cannot write the run to {output}"):
+            output.mkdir(parents=True, exist_ok=True)
+            partial.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+            partial.replace(path)
+        yield path
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        if not (output / LOG_NAME).exists():
+            for file in (path, output / ".lock"):  # the engine's, which has ended
+                file.unlink(missing_ok=True)
+            for folder in missing:
+                try:
+                    folder.rmdir()
+                except OSError:
+                    break
+        raise

@@ -1,0 +1,126 @@
+"""Data as mlx-lm takes it, to token ids and examples.
+
+A split of the data is one stream of token ids. Packed, training takes windows of the stream;
+otherwise it takes one example a sequence, and says where in the stream each lies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import click
+import numpy as np
+
+from mesp.data.examples import Split, as_examples, as_stream
+from mesp.data.held_out import hold_out_records, hold_out_tokens
+from mesp.data.records import Document, kind_of
+from mesp.data.sources import read_documents
+from mesp.data.tokens import encoder
+from mesp.errors import MespError
+
+
+@dataclass(frozen=True)
+class DataOptions:
+    """How data is taken: packed (None: only text is), the loss on completions only, and what
+    becomes of examples longer than the longest sequence, ``cut`` or ``split``."""
+
+    pack: bool | None = None
+    mask_prompt: bool = False
+    long: str = "cut"
+
+
+def load(
+    data: str, tokenizer: Any, seq_len: int, vocab_size: int, options: DataOptions | None = None
+) -> dict[str, Split]:
+    """The splits train, valid and, where there is one, test of `data`, tokenized.
+
+    `data` is one of `SOURCES`; what exists here wins over a name. `tokenizer` is as
+    `load_tokenizer` gives it. Records become what mlx-lm's datasets make of them; the text of a
+    file ends with the end-of-text token. Without a valid split of its own the data's last tenth is
+    held out. Says on standard error how many examples were cut, split or left out. Raises
+    MespError where the data cannot be read or used, a packed split is shorter than one sequence
+    of `seq_len` tokens and the token after, or ids do not fit the model's `vocab_size`.
+    """
+    options = options or DataOptions()
+    documents = read_documents(data)
+    kind = kind_of(documents)
+    pack = kind == "text" if options.pack is None else options.pack
+    _check_options(data, documents, kind, pack, options.mask_prompt)
+    if kind != "text" and not tokenizer.has_chat_template:
+        raise MespError(
+            f"The model's tokenizer has no chat template, which the {kind} of {data} need; take "
+            "an -Instruct model, or write the records as text."
+        )
+    encode = encoder(kind, tokenizer, options.mask_prompt)
+    if pack:
+        splits = {split: as_stream(map(encode, each)) for split, each in documents.items()}
+        hold_out_tokens(data, splits, seq_len)
+        _check_lengths(data, splits, seq_len)
+    else:
+        hold_out_records(data, documents)
+        splits = {
+            split: as_examples(data, split, map(encode, each), seq_len, options.long)
+            for split, each in documents.items()
+        }
+    largest = max(int(split.tokens.max()) for split in splits.values())
+    if largest >= vocab_size:
+        raise MespError(
+            f"The model's tokenizer gives id {largest}, and the model knows {vocab_size} ids; the "
+            "two do not belong together."
+        )
+    if report := _report(splits, seq_len, options.long):
+        click.echo(report, err=True)
+    return splits
+
+
+def random_data(vocab_size: int, seq_len: int, seed: int) -> dict[str, Split]:
+    """Streams of random ids for 64 windows each, to time training without a text."""
+    generator = np.random.default_rng(seed)
+    tokens = 64 * seq_len + 1
+    return {
+        split: Split(generator.integers(vocab_size, size=tokens, dtype=np.uint32))
+        for split in ("train", "valid")
+    }
+
+
+def _check_options(
+    data: str, documents: dict[str, list[Document]], kind: str, pack: bool, mask_prompt: bool
+) -> None:
+    """Raises MespError where the data cannot be taken in the way asked for."""
+    if mask_prompt and kind == "text":
+        raise MespError(f"{data} has text, which has no prompt: leave out --mask-prompt.")
+    if mask_prompt and pack:
+        raise MespError("--mask-prompt needs one example a sequence: leave out --pack.")
+    files = any(isinstance(each.content, str) for split in documents.values() for each in split)
+    if files and not pack:
+        raise MespError(
+            f"{data} has text without records, so it is packed: leave out --no-pack, or write it "
+            'as a JSONL file of {"text": …}.'
+        )
+
+
+def _check_lengths(data: str, splits: dict[str, Split], seq_len: int) -> None:
+    for split, each in splits.items():
+        if len(each.tokens) < seq_len + 1:
+            raise MespError(
+                f"The {split} data of {data} has {len(each.tokens):,} tokens, less than one "
+                f"sequence of {seq_len} and the token after; give it more text or export with a "
+                "smaller --seq-len."
+            )
+
+
+def _report(splits: dict[str, Split], seq_len: int, long: str) -> str:
+    """What was not taken as it is, in one line; empty where all was."""
+
+    def counts(of: Callable[[Split], int]) -> str:
+        return ", ".join(f"{of(each):,} in {split}" for split, each in splits.items() if of(each))
+
+    too_long, left_out = counts(lambda split: split.too_long), counts(lambda split: split.left_out)
+    sentences = []
+    if too_long:
+        sentences.append(f"Records longer than {seq_len + 1} tokens were {long}: {too_long}.")
+    if left_out:
+        sentences.append(f"Records with nothing to predict were left out: {left_out}.")
+    return " ".join(sentences)

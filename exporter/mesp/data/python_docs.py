@@ -1,0 +1,38 @@
+"""A text that is there without a download: what `python-docs` names."""
+
+from __future__ import annotations
+
+import re
+
+from mesp.data.held_out import HELD_OUT
+from mesp.data.records import Document
+
+
+def python_docs() -> dict[str, list[Document]]:
+    """The prose of Python's language reference, which comes with Python (`help("topics")`).
+
+    Code and grammar are left out, and lines are joined: a small model would learn little but their
+    layout. Topics repeat each other's passages; each is kept once, so that none is on both sides.
+    One section in ten is held out.
+    """
+    from pydoc_data.topics import topics
+
+    sections, seen = [], set()
+    for _, text in sorted(topics.items()):
+        section: list[str] = []
+        for block in re.split(r"\n{2,}", text.strip()):
+            paragraph = " ".join(block.split())
+            prose = not block.startswith("      ") and re.match(r"[A-Z].{40,}\.$", paragraph)
+            if prose and paragraph not in seen:
+                seen.add(paragraph)
+                section.append(paragraph)
+            if sum(map(len, section)) > 4000:
+                sections.append(section)
+                section = []
+        sections.append(section)
+    texts = ["\n\n".join(section) + "\n" for section in sections if section]
+    documents = [Document("python-docs", {"text": text}) for text in texts]
+    return {
+        "train": [each for i, each in enumerate(documents) if i % HELD_OUT != HELD_OUT // 2],
+        "valid": documents[HELD_OUT // 2 :: HELD_OUT],
+    }

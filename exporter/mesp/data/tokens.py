@@ -1,0 +1,90 @@
+"""Records to token ids, as mlx-lm's datasets make them."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from mesp.data.records import Document
+from mesp.errors import MespError
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """The tokenizer in a model's folder or a bundle, as mlx-lm wraps it.
+
+    Raises MespError where there is none, or it cannot be loaded.
+    """
+    if not (folder / "tokenizer_config.json").is_file():
+        raise MespError(
+            f"{folder} has no tokenizer, so --data cannot be used with it; take a model with one."
+        )
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    from mlx_lm import tokenizer_utils
+
+    try:
+        return tokenizer_utils.load(folder, {"local_files_only": True})
+    except Exception as error:
+        reason = str(error).partition("\n")[0]
+        raise MespError(f"The tokenizer in {folder} cannot be loaded: {reason}") from error
+
+
+Encoded = tuple[list[int], int]  # the ids, and how many of them are the masked prompt
+
+
+def encoder(kind: str, tokenizer: Any, mask_prompt: bool) -> Callable[[Document], Encoded]:
+    """What makes token ids of a document of this kind. It raises MespError where that fails."""
+    from mlx_lm.tuner.datasets import ChatDataset, CompletionsDataset
+
+    if kind == "text":
+        process = functools.partial(_encode_text, tokenizer)
+    elif kind == "messages":
+        process = ChatDataset([], tokenizer, mask_prompt=mask_prompt).process
+    else:
+        process = CompletionsDataset(
+            [], tokenizer, "prompt", "completion", mask_prompt=mask_prompt
+        ).process
+
+    def encode(document: Document) -> Encoded:
+        if mask_prompt and kind == "messages" and len(document.content["messages"]) == 1:
+            raise MespError(
+                f"{document.where} has one message and so no prompt before it: leave it out, or "
+                "leave out --mask-prompt."
+            )
+        try:
+            return process(document.content)
+        except Exception as error:  # a chat template can raise anything
+            reason = str(error).partition("\n")[0] or type(error).__name__
+            raise MespError(f"{document.where} cannot be tokenized: {reason}") from error
+
+    return encode
+
+
+def _encode_text(tokenizer: Any, content: str | dict[str, str]) -> Encoded:
+    """A record as mlx-lm's TextDataset has it, which cannot take an empty one; a file in pieces."""
+    if isinstance(content, str):
+        ids = []
+        for piece in cut_text(content):
+            ids += tokenizer.encode(piece, add_special_tokens=False)
+    else:
+        ids = tokenizer.encode(content["text"])
+    end = tokenizer.eos_token_id
+    if ids and end is not None and ids[-1] != end:
+        ids.append(end)
+    return ids, 0
+
+
+def cut_text(text: str, size: int = 1 << 14) -> Iterator[str]:
+    """Cuts a long text at starts of lines, as tokenizing it whole takes much memory.
+
+    Byte-level BPE cuts there too; at most the white space before a cut is tokenized differently.
+    """
+    start = 0
+    while start < len(text):
+        cut = re.compile(r"\n(?= ?\S)").search(text, start + size)
+        stop = cut.end() if cut else len(text)
+        yield text[start:stop]
+        start = stop

@@ -1,0 +1,63 @@
+"""What the engine plans for a run, and the memory that it predicts; nothing is trained."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from mesp.engine.build import engine_path
+from mesp.errors import MespError
+from mesp.formatting import megabytes
+
+
+def find_plan(engine: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    """The engine's plan for these settings, its `plan` record. Nothing is written."""
+    with tempfile.NamedTemporaryFile("w", suffix=".json", encoding="utf-8") as file:
+        json.dump({"output": "", **settings, "dry_run": True}, file)
+        file.flush()
+        done = subprocess.run([engine, file.name], capture_output=True, text=True)
+    if done.returncode != 0:
+        raise MespError(done.stderr.strip() or f"mesp-engine failed ({done.returncode}).")
+    return json.loads(done.stdout)
+
+
+def find_plans(bundle: Path, manifest: dict[str, Any]) -> dict[int, dict[str, Any]]:
+    """The trainer's default plan by length, for the lowest rank.
+
+    Raises OSError where the engine has not been built, MespError where it refuses.
+    """
+    size = {"bundle": str(bundle.resolve()), "rank": manifest["ranks"][0]}
+    return {n: find_plan(engine_path(), {**size, "seq_len": n}) for n in manifest["seq_lens"]}
+
+
+def predicted_memory(out: Path, manifest: dict[str, Any]) -> str | None:
+    """The trainer's predicted peak for each length with its default plan, and the least possible.
+
+    None where the engine has not been built: exporting does not need it.
+    """
+    try:
+        plans = find_plans(out, manifest)
+    except (MespError, OSError):
+        return None
+    peaks = (
+        f"{length} tokens {megabytes(plan['predicted_peak_bytes'])} MB "
+        f"(at least {megabytes(plan['least_peak_bytes'])})"
+        for length, plan in plans.items()
+    )
+    return "training peaks at " + ", ".join(peaks)
+
+
+def describe_plan(plan: dict) -> str:
+    """The engine's plan in words."""
+    return "\n".join(
+        [
+            f"Predicted peak footprint: {megabytes(plan['predicted_peak_bytes'])} MB "
+            f"(the lowest --memory-limit: {megabytes(plan['least_peak_bytes'])} MB).",
+            f"Tiles of {plan['tile_bytes'] // 1024} KiB; on disk: {plan['offload']}; "
+            f"intermediates of {plan['kept_blocks']} blocks kept.",
+            f"Mapped weights: {megabytes(plan['mapped_bytes'])} MB, not in the footprint.",
+        ]
+    )

@@ -1,0 +1,33 @@
+"""Numbers as people read them."""
+
+from __future__ import annotations
+
+import math
+
+
+def decimal(value: float | None, digits: int = 2) -> str:
+    """A number for a table, a dash where there is none."""
+    return "-" if value is None else f"{value:,.{digits}f}"
+
+
+def megabytes(size: float | None) -> str:
+    """Bytes as MB of 1,000,000 bytes."""
+    return decimal(None if size is None else size / 1e6, 1)
+
+
+def perplexity(loss: float) -> float:
+    """exp(loss), of a loss in nats a token."""
+    return math.exp(loss) if loss < 700 else math.inf
+
+
+def duration(seconds: float) -> str:
+    """As in `2 h 5 min`, `5 min 7 s` or `7 s`."""
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return (
+        f"{hours} h {minutes} min"
+        if hours
+        else f"{minutes} min {seconds} s"
+        if minutes
+        else f"{seconds} s"
+    )

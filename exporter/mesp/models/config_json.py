@@ -1,0 +1,54 @@
+"""A Hugging Face config.json, with what it leaves out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mesp.errors import MespError
+from mesp.models.families import FAMILIES
+from mesp.models.rope_scaling import SCALINGS
+
+_DEFAULTS = {"rms_norm_eps": 1e-6, "rope_theta": 1e4, "tie_word_embeddings": True}
+
+
+def complete(config: dict[str, Any]) -> dict[str, Any]:
+    """A config.json with what it leaves out, and RoPE by the keys that mlx-lm reads.
+
+    (transformers 5 keeps RoPE in `rope_parameters`.) Raises MespError where the architecture is
+    not supported.
+    """
+    model_type = config.get("model_type")
+    if model_type not in FAMILIES:
+        missing = ""
+        if "text_config" in config:
+            missing = " (it is of several modalities, and the trainer takes text alone)"
+        elif any("expert" in key for key in config):
+            missing = " (it mixes experts, and the trainer has one MLP a block)"
+        raise MespError(
+            f"The architecture {model_type!r} is not supported{missing}; "
+            f"supported are {', '.join(FAMILIES)}."
+        )
+    config = {**_DEFAULTS, **FAMILIES[model_type].defaults, **config}
+    rope = config.pop("rope_parameters", None) or {}
+    if "full_attention" in rope:
+        sliding, rope = rope.get("sliding_attention"), rope["full_attention"]
+        if sliding:
+            if sliding.get("rope_type", "default") != "default":
+                raise unsupported("rope_parameters", sliding)
+            config["rope_local_base_freq"] = sliding["rope_theta"]
+    config |= {key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope}
+    scaling = config.get("rope_scaling") or rope
+    kind = scaling.get("type") or scaling.get("rope_type", "default")
+    if kind not in SCALINGS:
+        raise unsupported("rope_scaling", scaling)
+    named = {**scaling, "type": kind, "rope_type": kind}
+    config["rope_scaling"] = None if kind == "default" else named
+    return config
+
+
+def unsupported(key: str, value: object) -> MespError:
+    """What is said of a config.json that asks for what the trainer lacks."""
+    return MespError(
+        f"The model's config.json sets {key} to {value!r}, which is not supported; take a model "
+        "without it."
+    )

@@ -1,0 +1,91 @@
+"""How far an export or a training run is, on standard error."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+from mesp.formatting import decimal, duration, megabytes, perplexity
+
+# Steps over which the displayed loss and speed are averaged.
+SMOOTHING = 10
+
+
+class TrainingProgress:
+    """Shows records on standard error: a live bar on a terminal, elsewhere ten lines a run."""
+
+    def __init__(self, method: str, steps: int) -> None:
+        self.steps = steps
+        self.recent: deque[dict] = deque(maxlen=SMOOTHING)
+        self.console = Console(stderr=True, highlight=False)
+        self.progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=16),
+            TextColumn("{task.completed}/{task.total}  {task.fields[figures]}"),
+            TimeRemainingColumn(compact=True),
+            console=self.console,
+        )
+        self.progress.add_task(method, total=steps, figures="")
+        (self.task,) = self.progress.tasks
+
+    def __enter__(self) -> TrainingProgress:
+        if self.console.is_terminal:
+            self.progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.console.is_terminal:
+            self.progress.stop()
+
+    def stopping(self) -> None:
+        """Called by a signal handler, so it only sets a field that the next refresh reads."""
+        self.task.description = "stopping"
+
+    def show(self, record: dict) -> None:
+        kind = record.get("type")
+        if kind == "step":
+            self.show_step(record)
+        elif kind == "eval":
+            what = "test" if record.get("split") == "test" else "held-out"
+            self.console.print(
+                f"step {record['step']}: {what} loss {decimal(record['loss'], 3)}, "
+                f"perplexity {decimal(perplexity(record['loss']))}",
+                soft_wrap=True,
+            )
+        elif (
+            kind == "event" and record.get("event") != "error"
+        ):  # an error ends the run, and is said then
+            self.console.print(
+                f"{record.get('event')}: {record.get('message')}", markup=False, soft_wrap=True
+            )
+
+    def show_step(self, record: dict) -> None:
+        self.recent.append(record)
+        step = record["step"]
+        loss = sum(each["loss"] for each in self.recent) / len(self.recent)
+        seconds = sum(each["seconds"] for each in self.recent)
+        speed = sum(each["tokens"] for each in self.recent) / seconds if seconds else None
+        footprint = megabytes(record["footprint_bytes"])
+        figures = f"loss {decimal(loss, 3)}  {decimal(speed, 0)} tok/s  {footprint} MB"
+        self.progress.update(self.task.id, completed=step, figures=figures)
+        if not self.console.is_terminal and step * 10 // self.steps > (step - 1) * 10 // self.steps:
+            left = seconds / len(self.recent) * (self.steps - step)
+            self.console.print(
+                f"step {step}/{self.steps}  {figures}  {duration(left)} left", soft_wrap=True
+            )
+
+
+def export_progress() -> Progress:
+    """The bar of an export, shown on a terminal only."""
+    console = Console(stderr=True)
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    )

@@ -1,0 +1,130 @@
+"""Which quantization each matrix of a model gets: the one asked for, or the one that it has."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from mesp.errors import MespError
+from mesp.models.architecture import Architecture
+from mesp.quantization.modes import MODES, Quantization, describe_quantization
+from mesp.source_model.find import Source
+
+BITS = (4, 8)  # that a model is quantized to here
+
+
+@dataclass(frozen=True)
+class Quantizations:
+    """Of a model's matrices: the main one, and those of modules that differ, by their names.
+
+    A module that is named with None is not quantized.
+    """
+
+    main: Quantization
+    others: dict[str, Quantization | None] = field(default_factory=dict)
+    config: dict[str, Any] | None = None  # the model's own ``quantization``
+
+    def of(self, module: str) -> Quantization:
+        """Raises MespError where the module is not quantized."""
+        quantization = self.others.get(module, self.main)
+        if quantization is None:
+            raise not_quantized(module)
+        return quantization
+
+
+def not_quantized(module: str) -> MespError:
+    """What is said of a matrix that is not quantized in a model that is."""
+    return MespError(
+        f"{module} is not quantized, unlike the rest of the model, which is not supported; take "
+        "the model it was made from."
+    )
+
+
+def _not_in_order(key: str) -> MespError:
+    return MespError(
+        f"The model's config.json is not in order (its {key} cannot be used); take an unchanged "
+        "config.json."
+    )
+
+
+def find_quantizations(
+    source: Source, mode: str | None, bits: int | None, group_size: int | None
+) -> Quantizations:
+    """The quantization asked for (None: the default), or that of a model that has one already.
+
+    Raises MespError where MLX lacks it, or where a model that has one is asked for another.
+    """
+    config = source.config
+    for key in ("quantization_config", "quantization"):
+        if not isinstance(config.get(key) or {}, dict):
+            raise _not_in_order(key)
+    method = (config.get("quantization_config") or {}).get("quant_method")
+    if method:
+        raise MespError(
+            f"{source.name} is quantized by {method}, which is not supported; take the model it "
+            "was made from, or one quantized by mlx-lm."
+        )
+    given = config.get("quantization")
+    asked = (mode, bits, group_size)
+    if not given:
+        return Quantizations(choose_quantization(*asked))
+
+    def read(entry: dict[str, Any]) -> Quantization:
+        size, group, mode = entry.get("bits"), entry.get("group_size"), entry.get("mode", "affine")
+        sound = all(n is None or type(n) is int for n in (size, group)) and isinstance(mode, str)
+        if not sound:
+            raise _not_in_order("quantization")
+        default = MODES.get(mode) or (4, 64)
+        quantization = Quantization(size or default[0], group or default[1], mode)
+        if not quantization.is_of_mlx:
+            raise MespError(
+                f"{source.name} is quantized to {describe_quantization(quantization)}, which MLX "
+                "does not have; take the model it was made from."
+            )
+        return quantization
+
+    main = read(given)
+    had = (main.mode, main.bits, main.group_size)
+    if any(a is not None and a != b for a, b in zip(asked, had, strict=True)):
+        raise MespError(
+            f"{source.name} is quantized already, to {describe_quantization(main)}; leave out "
+            "--mode, --bits and --group-size."
+        )
+    # As mlx-lm: a dictionary for a module's own, or whether it is quantized as the rest.
+    others = {
+        name: read(entry) if isinstance(entry, dict) else main if entry else None
+        for name, entry in given.items()
+        if isinstance(entry, dict | bool)
+    }
+    return Quantizations(main, others, given)
+
+
+def choose_quantization(mode: str | None, bits: int | None, group_size: int | None) -> Quantization:
+    """The quantization asked for. Raises MespError where the mode leaves no such choice."""
+    mode = mode or "affine"
+    if mode == "affine":
+        return Quantization(bits or 4, group_size or 64)
+    quantization = Quantization(*MODES[mode], mode)
+    if (bits or quantization.bits, group_size or quantization.group_size) != MODES[mode]:
+        raise MespError(
+            f"--mode {mode} is {quantization.bits} bits in groups of {quantization.group_size}; "
+            "leave out --bits and --group-size."
+        )
+    return quantization
+
+
+def check_quantizations(arch: Architecture, quantizations: Quantizations) -> None:
+    """Raises MespError unless every matrix is quantized, and groups divide its rows."""
+    columns = {"model.embed_tokens": arch.hidden_size}
+    if not arch.tie_word_embeddings:
+        columns["lm_head"] = arch.hidden_size
+    for i in range(arch.num_hidden_layers):
+        for name, (_, inp) in arch.sizes().items():
+            columns[f"model.layers.{i}.{name}"] = inp
+    for name, size in columns.items():
+        group_size = quantizations.of(name).group_size
+        if size % group_size:
+            raise MespError(
+                f"Groups of {group_size} weights do not divide the rows of {size} of {name}; take "
+                "another --group-size, such as 32."
+            )

@@ -1,0 +1,67 @@
+"""How a matrix can be quantized: MLX's modes, with their bits and groups."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+# MLX's modes: their (bits, group size), where the mode leaves no choice.
+MODES = {"affine": None, "mxfp4": (4, 32), "nvfp4": (4, 16), "mxfp8": (8, 32)}
+AFFINE = {2, 3, 4, 5, 6, 8}, {32, 64, 128}  # bits and group sizes of the one that does
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """One of MLX's: `bits` a weight, and for each `group_size` weights a scale.
+
+    ``affine`` has a bias for each group too; the other modes' weights are small floating-point
+    numbers, and their scales as well, in a `uint8` each.
+    """
+
+    bits: int = 4
+    group_size: int = 64
+    mode: str = "affine"
+
+    @classmethod
+    def of(cls, arrays: Mapping[str, Any], prefix: str, columns: int) -> Quantization:
+        """What the shapes of `prefix`weight, `prefix`scales and, where there are, `prefix`biases
+
+        say of the matrix of so many columns. Raises ValueError where they fit no quantization.
+        """
+        weight, scales = (arrays[prefix + part].shape[1] for part in ("weight", "scales"))
+        bits, group_size = 32 * weight // columns, columns // scales
+        if (32 * weight, columns) == (bits * columns, group_size * scales):
+            for mode in MODES:
+                found = cls(bits, group_size, mode)
+                if found.is_of_mlx and (mode == "affine") == (prefix + "biases" in arrays):
+                    return found
+        raise ValueError(f"{prefix}weight has {bits} bits in groups of {group_size}")
+
+    @property
+    def is_of_mlx(self) -> bool:
+        """Whether MLX has it."""
+        if self.mode == "affine":
+            return self.bits in AFFINE[0] and self.group_size in AFFINE[1]
+        return MODES.get(self.mode) == (self.bits, self.group_size)
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The arrays of a quantized matrix."""
+        return ("weight", "scales", "biases")[: 3 if self.mode == "affine" else 2]
+
+    def arrays(self, prefix: str, rows: int, columns: int, dtype: str) -> list:
+        """(name, shape, dtype) of the arrays of a quantized [rows, columns] matrix."""
+        groups = (rows, columns // self.group_size)
+        kinds = [
+            ((rows, columns * self.bits // 32), "uint32"),
+            (groups, dtype if self.mode == "affine" else "uint8"),
+            (groups, dtype),
+        ]
+        return [(prefix + part, *kind) for part, kind in zip(self.parts, kinds, strict=False)]
+
+
+def describe_quantization(quantization: Quantization) -> str:
+    """As in `4 bits in groups of 64`."""
+    mode = "" if quantization.mode == "affine" else f"{quantization.mode}, "
+    return f"{mode}{quantization.bits} bits in groups of {quantization.group_size}"

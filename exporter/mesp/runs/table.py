@@ -1,0 +1,37 @@
+"""The table of runs that tools/collect.py prints and tools/report.py begins with."""
+
+from __future__ import annotations
+
+from mesp.formatting import decimal, megabytes
+from mesp.runs.log import Run
+
+COLUMNS = (
+    "model",
+    "method",
+    "seq",
+    "rank",
+    "steps",
+    "loss",
+    "held-out",
+    "tok/s",
+    "peak MB",
+    "state",
+)
+
+
+def table_row(run: Run) -> list[str]:
+    """One run under `COLUMNS`: losses as first → last, footprint in MB."""
+    losses = run.losses
+    before, after = run.held_out
+    return [
+        run.model,
+        str(run.settings.get("method", "?")),
+        str(run.settings.get("seq_len", "?")),
+        str(run.settings.get("rank", "?")),
+        str(run.last_step),
+        f"{decimal(losses[0])} → {decimal(losses[-1])}" if losses else "-",
+        f"{decimal(before)} → {decimal(after)}",
+        decimal(run.tokens_per_second, 0),
+        megabytes(run.peak_footprint),
+        run.state(),
+    ]

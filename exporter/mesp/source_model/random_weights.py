@@ -1,0 +1,33 @@
+"""Random weights, for those who only measure memory and time."""
+
+from __future__ import annotations
+
+import zlib
+
+import mlx.core as mx
+import numpy as np
+
+
+class RandomWeights:
+    """Weights of a geometry, drawn at random as they are asked for; see `Weights`."""
+
+    has_float16_scales = False
+
+    def __init__(self, seed: int, norm: float = 1.0):
+        """`norm` is what the norms' weights are."""
+        self.seed, self.norm = seed, norm
+        self.generators: dict[str, np.random.Generator] = {}
+
+    def is_quantized(self, name: str) -> bool:
+        return False
+
+    def is_stored_unquantized(self, name: str) -> bool:
+        return False
+
+    def rows(self, name: str, shape: tuple[int, ...], rows: slice) -> mx.array:
+        size = (rows.stop - rows.start, *shape[1:])
+        if "norm" in name:
+            return mx.full(size, self.norm)
+        seed = (self.seed, zlib.crc32(name.encode()))
+        generator = self.generators.setdefault(name, np.random.default_rng(seed))
+        return mx.array(0.02 * generator.standard_normal(size, dtype=np.float32))

@@ -1,0 +1,105 @@
+"""Reads the weights of a model folder, `model*.safetensors`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+
+from mesp.errors import MespError
+
+# Types in a safetensors file: as NumPy reads them (it has no bfloat16), and what they are.
+TENSOR_DTYPES = {
+    "F32": (np.float32, mx.float32),
+    "F16": (np.float16, mx.float16),
+    "BF16": (np.uint16, mx.bfloat16),
+    "U32": (np.uint32, mx.uint32),
+    "U8": (np.uint8, mx.uint8),
+}
+
+
+class SafetensorsWeights:
+    """The tensors of a model folder, mapped, and read by rows; see `Weights`."""
+
+    def __init__(self, folder: Path):
+        """Raises MespError where a file is missing or truncated."""
+        self.folder = folder
+        self.tensors: dict[str, tuple[np.ndarray, mx.Dtype]] = {}
+        self.unreadable: dict[str, str] = {}  # the dtypes of those that cannot be used
+        index = folder / "model.safetensors.index.json"
+        if index.is_file():
+            try:
+                names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+            except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+                raise MespError(f"{index} cannot be read; download the model again.") from error
+            files = [folder / name for name in sorted(names)]
+        else:
+            files = sorted(folder.glob("model*.safetensors"))
+        if not files:
+            raise MespError(f"{folder} holds no weights (model*.safetensors).")
+        for file in files:
+            self._map(file)
+
+    def _map(self, file: Path) -> None:
+        """Adds a file's tensors: after its length, a JSON header says where in the rest each lies.
+
+        The safetensors package is not used as it cannot read part of a bfloat16 tensor.
+        """
+        try:
+            with open(file, "rb") as opened:
+                start = 8 + int.from_bytes(opened.read(8), "little")
+                header = json.loads(opened.read(start - 8))
+            data = np.memmap(file, mode="r", offset=start)
+            header.pop("__metadata__", None)
+            for name, tensor in header.items():
+                if tensor["dtype"] not in TENSOR_DTYPES:
+                    self.unreadable[name] = tensor["dtype"]
+                    continue
+                stored, dtype = TENSOR_DTYPES[tensor["dtype"]]
+                begin, end = tensor["data_offsets"]
+                array = data[begin:end].view(stored).reshape(tensor["shape"])
+                self.tensors[name] = (array, dtype)
+        except OSError as error:
+            raise MespError(
+                f"The weights {file} cannot be read ({error.strerror}); download the model again."
+            ) from error
+        except Exception as error:  # a damaged header can say anything
+            raise MespError(
+                f"The weights {file} are truncated or damaged; download the model again."
+            ) from error
+
+    def is_quantized(self, name: str) -> bool:
+        return name + ".scales" in self.tensors
+
+    def is_stored_unquantized(self, name: str) -> bool:
+        return name + ".weight" in self.tensors and not self.is_quantized(name)
+
+    @property
+    def has_float16_scales(self) -> bool:
+        return any(
+            dtype == mx.float16 and name.endswith(".scales")
+            for name, (_, dtype) in self.tensors.items()
+        )
+
+    def rows(self, name: str, shape: tuple[int, ...], rows: slice) -> mx.array:
+        if name in self.unreadable:
+            raise MespError(
+                f"{name} in {self.folder} is of type {self.unreadable[name]}, which is not "
+                f"supported; take a model of one of {', '.join(TENSOR_DTYPES)}."
+            )
+        if name not in self.tensors:
+            if any(each.startswith("language_model.") for each in self.tensors):
+                raise MespError(
+                    f"The weights in {self.folder} are part of a multimodal model; take a "
+                    "text-only one."
+                )
+            raise MespError(f"The weights in {self.folder} lack {name}; download the model again.")
+        array, dtype = self.tensors[name]
+        if array.shape != shape:
+            raise MespError(
+                f"The weights in {self.folder} do not fit its config.json: {name} is "
+                f"{list(array.shape)}, not {list(shape)}."
+            )
+        return mx.array(array[rows]).view(dtype)

@@ -1,0 +1,30 @@
+"""What is read of a source model's weights, wherever they come from."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import mlx.core as mx
+
+
+class Weights(Protocol):
+    """The tensors of a model, by their names in Hugging Face's checkpoints.
+
+    A matrix is named without the `.weight` behind it.
+    """
+
+    @property
+    def has_float16_scales(self) -> bool:
+        """Whether some matrix comes quantized with float16 scales."""
+
+    def is_quantized(self, name: str) -> bool:
+        """Whether the matrix comes quantized, as MLX packs it."""
+
+    def is_stored_unquantized(self, name: str) -> bool:
+        """Whether a file holds the matrix as it is."""
+
+    def rows(self, name: str, shape: tuple[int, ...], rows: slice) -> mx.array:
+        """Some rows of the tensor `name`, with its suffix, in the dtype that it comes in.
+
+        Raises MespError unless it is there, in this `shape`.
+        """

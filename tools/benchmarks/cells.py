@@ -1,0 +1,89 @@
+"""What is trained: models, exported as bundles, by length and rank."""
+
+from __future__ import annotations
+
+import itertools
+import platform
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import mesp
+from benchmarks.machine import cpu
+from mesp.bundle.manifest import read_manifest
+from mesp.errors import MespError
+from mesp.models.short_names import KNOWN
+
+DEVICE, DTYPE = "cpu", "float32"  # of the bundles that are exported
+Row = dict[str, Any]
+
+
+class Cell(NamedTuple):
+    """What is trained."""
+
+    model: str
+    bundle: Path
+    blocks: int
+    seq_len: int
+    rank: int
+    device: str
+    dtype: str
+
+    def row(self) -> Row:
+        """What every row begins with: its cell, and what it was measured on."""
+        row = self._asdict() | {"cpu": cpu(), "os": platform.platform()}
+        del row["bundle"]
+        return row
+
+
+def find_cells(options: dict[str, Any], layers: int | None, work: Path) -> list[Cell]:
+    """Every model with every length and rank of a table's options, its bundle ready."""
+    cells = []
+    for model in options["models"]:
+        bundle = Path(model)
+        if not (bundle / "manifest.json").is_file():
+            bundle = export(model, options, layers, work)
+        elif layers or "data" in options:
+            raise MespError(f"{model} is a bundle: --layers and --data are of its export.")
+        manifest = read_manifest(bundle)
+        name = manifest["name"].removesuffix("-random")
+        blocks = len(manifest["architecture"]["layers"])
+        kind = (manifest["device"], manifest["dtype"])
+        sizes = itertools.product(options["seq_lens"], options["ranks"])
+        cells += [Cell(name, bundle, blocks, *size, *kind) for size in sizes]
+    return cells
+
+
+def export(model: str, options: dict[str, Any], layers: int | None, work: Path) -> Path:
+    """The model's bundle in `work`, with random weights but for the demo model.
+
+    Of a known geometry, one that is there serves again, and keeps the lengths and ranks it has.
+    """
+    data, seq_lens, ranks = options.get("data"), {*options["seq_lens"]}, {*options["ranks"]}
+    parts = (model.strip("/").replace("/", "-"), layers and f"{layers}-blocks", data and "data")
+    path = work / ("-".join(part for part in parts if part) + ".mesp")
+    if model in KNOWN:
+        with suppress(MespError):
+            manifest = read_manifest(path)
+            seq_lens, ranks = seq_lens | {*manifest["seq_lens"]}, ranks | {*manifest["ranks"]}
+            written = (path / "manifest.json").stat().st_mtime
+            code = Path(mesp.__file__).parent.rglob("*.py")
+            current = all(file.stat().st_mtime < written for file in code)
+            covered = (sorted(seq_lens), sorted(ranks)) == (manifest["seq_lens"], manifest["ranks"])
+            if current and covered:
+                return path
+    command = ["--model", model, "--out", path, "--overwrite", "--device", DEVICE]
+    command += ["--dtype", DTYPE, "--seq-len", *sorted(seq_lens), "--rank", *sorted(ranks)]
+    command += ["--layers", layers] if layers else []
+    command += ["--data", data] if data else []
+    command += [] if model == "demo" else ["--random-weights"]
+    program = [sys.executable, "-c", "from mesp.commands.export import main; main()"]
+    done = subprocess.run(
+        [*program, *map(str, command)], stdin=subprocess.DEVNULL, capture_output=True, text=True
+    )
+    if done.returncode:
+        said = done.stderr.strip().splitlines() or ["mesp-export failed."]
+        raise MespError(said[-1].removeprefix("Error: "))
+    return path

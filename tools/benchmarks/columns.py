@@ -1,0 +1,83 @@
+"""The columns of a table: what is shown of a row, where it has it."""
+
+from __future__ import annotations
+
+from statistics import mean
+from typing import Any
+
+from benchmarks.cells import Row
+
+# What is shown of a row, where it has it: heading, key and form. Bytes are shown in MB.
+COLUMNS = {
+    "model": ("model", "{}"),
+    "blocks": ("blocks", "{}"),
+    "from blocks": ("extrapolated_from", "{}"),
+    "seq": ("seq_len", "{:,}"),
+    "rank": ("rank", "{}"),
+    "method": ("variant", "{}"),
+    "steps": ("steps", "{}"),
+    "BLAS": ("blas", "{}"),
+    "offload": ("offload", "{}"),
+    "kept": ("kept_blocks", "{}"),
+    "s/step": ("seconds", "{:,.2f}"),
+    "peak MB": ("footprint_peak_bytes", "{:,.1f}"),
+    "growth MB": ("growth_bytes", "{:,.1f}"),
+    "net MB": ("net_bytes", "{:,.1f}"),
+    "MLX MB": ("mlx_peak_bytes", "{:,.1f}"),
+    "predicted MB": ("predicted_peak_bytes", "{:,.1f}"),
+    "error": ("prediction_error", "{:+.0%}"),
+    "mapped MB": ("mapped_bytes", "{:,.1f}"),
+    "written MB": ("written_bytes", "{:,.1f}"),
+    "paper MB": ("paper_bytes", "{:,.1f}"),
+    "of paper": ("peak_to_paper", "{:.2f}"),
+    "of MeSP": ("peak_to_mesp", "{:.2f}"),
+    "time of MeBP": ("time_to_mebp", "{:.2f}"),
+    "h of a block MB": ("h_bytes_of_block", "{:,.3f}"),
+    "h of all MB": ("h_bytes", "{:,.2f}"),
+    "recomputing s": ("h_seconds_of_block", "{:.5f}"),
+    "gradient s": ("gradient_seconds_of_block", "{:.4f}"),
+    "share": ("share_of_time", "{:.2%}"),
+    "layer": ("layer", "{}"),
+    "draws": ("draws", "{}"),
+    "cosine": ("cosine", "{:.4f}"),
+    "equal signs": ("sign_agreement", "{:.1%}"),
+    "relative error": ("relative_error", "{:,.1f}"),
+    "learning rate": ("learning_rate", "{:g}"),
+    "step": ("step", "{:,}"),
+    "training loss": ("training_loss", "{:.4f}"),
+    "held-out loss": ("held_out_loss", "{:.4f}"),
+}
+SIZE = ("model", "blocks", "seq", "rank")
+AVERAGED = ("s/step", "peak MB", "of paper", "of MeSP", "time of MeBP", "cosine", "equal signs",
+            "relative error")  # fmt: skip
+
+
+def texts(row: Row) -> dict[str, str]:
+    """A row's line in a table: text by heading."""
+    return {
+        heading: "-" if row[key] is None else form.format(in_unit(heading, row[key]))
+        for heading, (key, form) in COLUMNS.items()
+        if key in row
+    }
+
+
+def in_unit(heading: str, value: Any) -> Any:
+    """A row's value as it stands under a heading."""
+    return value / 1e6 if heading.endswith("MB") else value
+
+
+def averages(rows: list[Row], by: tuple[str, ...], headings: list[str]) -> dict[str, str]:
+    """A line for rows that have the same under the headings `by`: how many, and their means."""
+    line = {name: texts(rows[0])[name] for name in by} | {"rows": str(len(rows))}
+    for key, _ in map(COLUMNS.get, headings):
+        values = [row[key] for row in rows if row[key] is not None]
+        line |= texts({key: mean(values) if values else None})
+    return line
+
+
+def grouped(rows: list[Row], headings: tuple[str, ...]) -> list[list[Row]]:
+    """The rows that have the same under these headings, together."""
+    groups: dict[tuple, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(tuple(row[COLUMNS[name][0]] for name in headings), []).append(row)
+    return list(groups.values())

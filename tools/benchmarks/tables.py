@@ -1,0 +1,167 @@
+"""The tables that can be measured: their options with defaults, and how their rows are made."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import click
+from rich.console import Console
+
+from benchmarks import paper
+from benchmarks.cells import Cell, Row, find_cells
+from benchmarks.columns import SIZE, grouped
+from benchmarks.processes import Tell, engine_program, run_program, run_python
+from benchmarks.rows import compare, engine_settings, extrapolate, measure
+from benchmarks.variants import ENGINE_METHODS, Variant, find_variants
+from mesp.errors import MespError
+
+SIZES = tuple(paper.PEAK_MB)
+MODELS = (*SIZES, "Llama-3.2-1B", "Llama-3.2-3B", "Qwen3-0.6B", "Qwen3-1.7B", "Qwen3-4B",
+          "SmolLM2-135M", "SmolLM2-360M", "SmolLM2-1.7B", "Gemma-3-1B")  # fmt: skip
+
+# MeZO's estimate is so noisy that it diverges at the exact methods' learning rate.
+CONVERGENCE_RATES = {"mesp": 0.1, "mebp": 0.1, "mezo": 1e-4}
+CONVERGENCE_REPORTS = 10
+VAL_BATCHES = 25
+AGREEMENT = 1e-4  # relative: losses of MeSP and MeBP
+
+_SIZE = {"models": SIZES[:1], "seq_lens": (256,), "ranks": (paper.RANK,), "steps": 3}
+_RUNS = {**_SIZE, "methods": ("mesp",), "layers": (), "offload": "auto", "limits": ("auto",)}
+_DEMO = {**_SIZE, "models": ("demo",)}
+
+# The options that apply to a table, with their defaults.
+TABLES: dict[str, dict[str, Any]] = {
+    "memory": {**_RUNS, "methods": ENGINE_METHODS},
+    "length": {**_RUNS, "models": MODELS, "seq_lens": tuple(paper.PEAK_MB[SIZES[0]])},
+    "rank": {**_RUNS, "models": SIZES, "ranks": (4, 8, 16, 32)},
+    "time": {**_RUNS, "methods": ("mebp", "mesp"), "limits": ("auto", "bar", "mebp", "all")},
+    "h": {**_SIZE, "models": SIZES, "steps": 10},
+    "mezo-quality": {**_DEMO, "layers": (), "steps": 10},
+    "convergence": {**_DEMO, "steps": 1000, "data": "python-docs", "learning_rate": None},
+}
+
+
+class Bench:
+    """The table's options, where its runs work, and how far they are, shown on a terminal."""
+
+    def __init__(self, table: str, options: dict[str, Any], work: Path) -> None:
+        self.table, self.options, self.work = table, options, work
+        self.steps = options["steps"]
+        self.layers = sorted(set(options.get("layers", ())))
+        self.status = Console(stderr=True).status("Exporting")
+
+    def cells(self, whole: bool = False) -> list[Cell]:
+        counts = self.layers if self.layers and not whole else [None]
+        return [cell for count in counts for cell in find_cells(self.options, count, self.work)]
+
+    def doing(self, cell: Cell, what: object) -> Tell:
+        """Says what begins; what is returned says at which step it is."""
+        text = f"{cell.model}, {cell.seq_len} tokens, {what}"
+        self.status.update(text)
+        return lambda step: self.status.update(f"{text}: step {step} of {self.steps}")
+
+
+def run_rows(bench: Bench) -> Iterator[Row]:
+    """A row for each cell and each way to train."""
+    options, rows = bench.options, []
+    variants = find_variants(options["methods"], options["limits"], options["offload"])
+    for cell, variant in itertools.product(bench.cells(), variants):
+        tell = bench.doing(cell, variant)
+        rows.append(measure(cell, variant, rows, bench.steps, bench.work, tell))
+        compare(rows)
+        yield rows[-1]
+    whole = bench.cells(whole=True) if len(bench.layers) > 1 else []
+    for cell, variant in itertools.product(whole, variants):
+        if row := extrapolate(cell, variant, rows):
+            rows.append(row)
+            compare(rows)
+            yield row
+
+
+def python_rows(bench: Bench) -> Iterator[Row]:
+    """A row for each result in Python, where a kind of run is named like the table."""
+    for cell in bench.cells():
+        settings = {"kind": bench.table, "steps": bench.steps}
+        run = run_python(cell, settings, bench.work, bench.doing(cell, bench.table))
+        for event in run.events:
+            del event["type"]
+            yield {**cell.row(), **event}
+
+
+def convergence_rows(bench: Bench) -> Iterator[Row]:
+    """A row with the losses of each of the engine's methods."""
+    for cell, method in itertools.product(bench.cells(), ENGINE_METHODS):
+        rate = bench.options["learning_rate"] or CONVERGENCE_RATES[method]
+        settings = engine_settings(cell, Variant(method)) | {
+            "steps": bench.steps,
+            "learning_rate": rate,
+            "val_batches": VAL_BATCHES,
+            "eval_every": max(1, bench.steps // CONVERGENCE_REPORTS),
+        }
+        run = run_program([engine_program()], settings, bench.work, bench.doing(cell, method))
+        yield cell.row() | {
+            "method": method,
+            "variant": method,
+            "data": bench.options["data"],
+            "learning_rate": rate,
+            "steps": len(run.steps),
+            "losses": run.losses,
+            "held_out": [[record["step"], record["loss"]] for record in run.evals],
+        }
+
+
+def check_agreement(rows: list[Row]) -> None:
+    """Says how far MeSP's and MeBP's losses are from each other; MespError where too far."""
+    differences = []
+    for cell in grouped(rows, SIZE):
+        mesp, mebp = (r["losses"] + [loss for _, loss in r["held_out"]] for r in cell[:2])
+        differences += [abs(a - b) / abs(b) for a, b in zip(mesp, mebp, strict=True)]
+    click.echo(f"MeSP and MeBP: largest relative difference of a loss {max(differences):.1e}.")
+    if not all(difference <= AGREEMENT for difference in differences):
+        raise MespError(f"MeSP and MeBP differ by more than {AGREEMENT:g}: one of them is wrong.")
+
+
+class Kind(NamedTuple):
+    """How rows of a table are made, drawn by headings of COLUMNS, and explained."""
+
+    rows: Callable[[Bench], Iterator[Row]]
+    x: str | None  # None: the length, or the rank where only that varies
+    ys: tuple[str, ...]
+    note: str
+
+
+RUNS = Kind(
+    run_rows,
+    None,
+    ("peak MB", "s/step"),
+    f"""The paper's figures are of an iPhone 17 Pro, where its MeSP takes \
+{paper.TIME_OF_MEBP} times as long as MeBP.
+Net is the peak without Python and MLX as they are before anything is loaded. The trainer uses
+OpenBLAS; MLX's own BLAS is some 50 times slower. A row with "from blocks" has not been run, but is
+extrapolated from those numbers of blocks, beside the plan for all.""",
+)
+KINDS = {
+    "h": Kind(
+        python_rows,
+        None,
+        ("h of all MB", "share"),
+        """MB are what storing h = xA of a block's modules would add, in float32. Times are of
+one block, medians with mesp.reference; the gradient's includes recomputing its forward pass.""",
+    ),
+    "mezo-quality": Kind(
+        python_rows,
+        "layer",
+        ("cosine", "equal signs", "relative error"),
+        """Means over draws of z, with mesp.reference in float32, after some exact steps (as B is
+zero at first, so is A's gradient).""",
+    ),
+    "convergence": Kind(
+        convergence_rows,
+        "step",
+        ("held-out loss",),
+        "Nats a token, with SGD. Training: the mean since the line before of the same method.",
+    ),
+}

@@ -1,0 +1,57 @@
+"""How it is trained: methods, what is on disk, and memory limits."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any, NamedTuple
+
+from mesp.errors import MespError
+
+# By method, what can be on disk: MeZO keeps no block inputs.
+OFFLOADS = {
+    "mesp": ("none", "inputs", "all"),
+    "mebp": ("none", "inputs", "all"),
+    "mezo": ("none", "all"),
+}
+ENGINE_METHODS = tuple(OFFLOADS)
+
+# What `benchmarks.in_python` is asked for; OpenBLAS is preloaded but where mlx-lm is as shipped.
+MLX_LM = {"kind": "mlx-lm", "checkpoint": False, "fast": False}
+PYTHON_METHODS: dict[str, dict[str, Any]] = {
+    "mesp-paper": {"kind": "paper"},
+    "mlx-lm": MLX_LM,
+    "mlx-lm-checkpoint": {**MLX_LM, "checkpoint": True},
+    "mlx-lm-fast": {**MLX_LM, "fast": True},
+    "mlx-lm-checkpoint-fast": {**MLX_LM, "checkpoint": True, "fast": True},
+}
+METHODS = (*ENGINE_METHODS, *PYTHON_METHODS)
+LIMITS = ("auto", "least", "bar", "mebp", "all")
+EVERYTHING_MB = 1e6  # more than keeping every intermediate takes
+
+
+class Variant(NamedTuple):
+    """How it is trained. `limit`: one of LIMITS, or MB."""
+
+    method: str
+    limit: str = "auto"
+    offload: str | None = None
+
+    def __str__(self) -> str:
+        limit = self.limit if self.limit in LIMITS else f"≤ {self.limit} MB"
+        where = {"none": "in memory", "inputs": "inputs on disk", "all": "state on disk"}
+        parts = (self.method, limit != "auto" and limit, where.get(self.offload or ""))
+        return " ".join(part for part in parts if part)
+
+
+def find_variants(methods: tuple, limits: tuple, offload: str) -> list[Variant]:
+    """In the order of the methods; MeBP first where its peak is a limit."""
+    if "mebp" in limits:
+        if "mebp" not in methods:
+            raise MespError("--memory-limit mebp needs mebp among the --methods.")
+        methods = sorted(methods, key=lambda method: method != "mebp")
+    variants = []
+    for method in methods:
+        offloads = [each for each in OFFLOADS.get(method, ()) if offload in (each, "each")]
+        choices = itertools.product(limits if method == "mesp" else ["auto"], offloads or [None])
+        variants += [Variant(method, *choice) for choice in choices]
+    return list(dict.fromkeys(variants))

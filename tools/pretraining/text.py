@@ -1,0 +1,90 @@
+"""The text that the demo model learns, its tokenizer, and batches of it."""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import mlx.core as mx
+import numpy as np
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
+END_OF_TEXT = "<|endoftext|>"
+
+
+# Qwen2's pre-tokenization: contractions, words, single digits, punctuation, line ends, spaces.
+QWEN2_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def read_text(path: Path) -> str:
+    """Read a UTF-8 text file, unify its line ends and drop its control characters."""
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise click.UsageError(f"{path} cannot be read: {error.strerror}.") from None
+    except UnicodeDecodeError:
+        raise click.UsageError(f"{path} is not UTF-8 text.") from None
+    text = text.replace("\r\n", "\n").replace("\r", "\n")
+    text = "".join(c for c in text if c in "\n\t" or unicodedata.category(c) != "Cc").strip()
+    if not text:
+        raise click.UsageError(f"{path} holds no text.")
+    return text + "\n"
+
+
+def train_tokenizer(texts: list[str], vocab_size: int) -> Tokenizer:
+    """Train a byte-level BPE tokenizer of exactly `vocab_size` tokens, laid out as Qwen2's is."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(QWEN2_PATTERN), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    if tokenizer.get_vocab_size() != vocab_size:
+        raise click.UsageError(
+            f"The text is too short for {vocab_size} tokens: "
+            f"it gives only {tokenizer.get_vocab_size()}."
+        )
+    return tokenizer
+
+
+def encode(tokenizer: Tokenizer, texts: list[str]) -> np.ndarray:
+    """Token ids of all texts, each followed by the end-of-text token; shape [tokens]."""
+    end = tokenizer.token_to_id(END_OF_TEXT)
+    ids: list[int] = []
+    for encoding in tokenizer.encode_batch(texts):
+        ids.extend(encoding.ids)
+        ids.append(end)
+    return np.array(ids, dtype=np.int32)
+
+
+def shuffled_batches(
+    tokens: np.ndarray, batch_size: int, seq_len: int, seed: int
+) -> Iterator[mx.array]:
+    """Endless batches [batch_size, seq_len + 1], covering the tokens once an epoch.
+
+    Every epoch cuts the text at other places, so that no two epochs show the same windows.
+    """
+    rng = np.random.default_rng(seed)
+    window = np.arange(seq_len + 1)
+    pending: list[int] = []
+    while True:
+        while len(pending) < batch_size:
+            starts = np.arange(rng.integers(seq_len), len(tokens) - seq_len, seq_len)
+            pending.extend(rng.permutation(starts).tolist())
+        starts, pending = np.array(pending[:batch_size]), pending[batch_size:]
+        yield mx.array(tokens[starts[:, None] + window])
