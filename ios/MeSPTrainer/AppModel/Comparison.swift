@@ -38,7 +38,7 @@ import Observation
     public private(set) var problem: String?
 
     @ObservationIgnored private let phone: any Phone
-    @ObservationIgnored private var gate = BlockGate()
+    @ObservationIgnored private var gate = PauseGate()
 
     public init(phone: any Phone) {
         self.phone = phone
@@ -51,7 +51,7 @@ import Observation
     public func start(_ request: Request, bundle: URL, adapters: URL?, tokenizer: any TextTokenizer) {
         guard writing == nil else { return }
         (base, tuned, problem, writing) = (Text(), Text(), nil, .base)
-        let gate = BlockGate()
+        let gate = PauseGate()
         self.gate = gate
         update()
         let (messages, sender) = AsyncStream.makeStream(of: Message.self)

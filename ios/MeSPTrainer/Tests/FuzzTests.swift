@@ -5,7 +5,7 @@ import Testing
 @testable import MeSPCore
 
 /// Everything that is read from a file, damaged in some thousand ways: each is refused with a sentence or read as something sound, and
-/// takes little memory. A crash ends the tests. 10,000 cases in all.
+/// takes little memory. A crash ends the tests. 10,500 cases in all.
 @Suite(.serialized) struct FuzzTests {
     /// SplitMix64: every run of the tests sees the same cases.
     struct Generator: RandomNumberGenerator {
@@ -144,6 +144,58 @@ import Testing
                 }
             }
         }
+    }
+
+    /// What is refused leaves nothing behind; the rest becomes tokens that a run can take.
+    @Test func textOfOnesOwn() throws {
+        let folder = temporaryFolder()
+        try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)
+        defer { try? FileManager.default.removeItem(at: folder) }
+        let (file, target) = (folder.appendingPathComponent("text.jsonl"), folder.appendingPathComponent("tokens"))
+        let records = (0..<12).map { Data(#"{"prompt": "Question \#($0)?", "completion": "Answer \#($0)."}"#.utf8) }
+        try fuzz(500, seed: 7) { random in
+            var lines = records
+            let line = Int.random(in: 0..<lines.count, using: &random)
+            lines[line] = try mutatedJSON(lines[line], &random)
+            try Data(lines.joined(separator: Data("\n".utf8))).write(to: file)
+            try? FileManager.default.removeItem(at: target)
+            do {
+                try TextData(tokenizer: ByteTokenizer(), length: 16).write(.file(file), to: target)
+            } catch {
+                #expect(try FileManager.default.contentsOfDirectory(atPath: folder.path) == ["text.jsonl"])
+                throw error
+            }
+            for entry in try TextData.entries(in: target).values {
+                let examples = try entry.examples.map { try Data(contentsOf: target.appendingPathComponent($0.file)) }
+                let stream = TokenStream(
+                    tokens: try Data(contentsOf: target.appendingPathComponent(entry.file)), examples: examples)
+                try stream.check(vocabulary: 256)
+                #expect(stream.sequences(length: 16).count > 0)
+            }
+        }
+    }
+
+    /// The largest sizes that a manifest may have, together: no prediction overflows, and each is refused or planned.
+    @Test(arguments: GradientMethod.allCases) func theLargestSizes(_ method: GradientMethod) throws {
+        let (folder, json) = try bundle()
+        defer { try? FileManager.default.removeItem(at: folder) }
+        var manifest = try #require(try JSONSerialization.jsonObject(with: json) as? [String: Any])
+        var architecture = try #require(manifest["architecture"] as? [String: Any])
+        for name in ["hidden_size", "intermediate_size", "vocab_size"] { architecture[name] = 1 << 20 }
+        (architecture["num_attention_heads"], architecture["num_key_value_heads"]) = (1 << 12, 1 << 12)
+        architecture["head_dim"] = 1 << 8
+        architecture["layers"] = [Int](repeating: 0, count: 1 << 12)
+        (manifest["architecture"], manifest["seq_lens"]) = (architecture, [1 << 20])
+        let decoder = JSONDecoder()
+        decoder.keyDecodingStrategy = .convertFromSnakeCase
+        let largest = try decoder.decode(
+            Manifest.self, from: try JSONSerialization.data(withJSONObject: manifest))
+        #expect(largest.architecture.isConsistent)
+        var settings = settings(folder)
+        (settings.method, settings.seqLen, settings.rank) = (method, 1 << 20, 1 << 12)
+        (settings.optimizer, settings.maxGradNorm, settings.skipBadSteps) = (.adamw, 1, true)
+        #expect(Planner(largest, settings, systemLimit: nil).leastPeak > 1 << 40)
+        #expect(throws: MeSPError.self) { _ = try Planner(largest, settings, systemLimit: 1 << 40).plan() }
     }
 
     @Test func runSettings() throws {

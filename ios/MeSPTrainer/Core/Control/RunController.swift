@@ -45,7 +45,7 @@ import Observation
 
     @ObservationIgnored private let phone: any Phone
     @ObservationIgnored private let clock: any Clock<Duration>
-    @ObservationIgnored private var gate = BlockGate()
+    @ObservationIgnored private var gate = PauseGate()
     @ObservationIgnored private var memoryIsShort = false
     @ObservationIgnored private var memoryCheck: Task<Void, Never>?
 
@@ -79,7 +79,7 @@ import Observation
             ? (try? LogSummary(folder: URL(fileURLWithPath: settings.output))) ?? LogSummary() : LogSummary()
         log.end = nil
 
-        let (gate, beside) = (BlockGate(), memoryFootprint())
+        let (gate, beside) = (PauseGate(), memoryFootprint())
         self.gate = gate
         update()
         let (messages, sender) = AsyncStream.makeStream(of: Message.self)

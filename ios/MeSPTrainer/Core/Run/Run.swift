@@ -51,7 +51,7 @@ public enum Run {
         if lock == nil { lock = try FolderLock(output) }
         // The first work for the GPU, and so a block boundary too; a stop waits for the next.
         try? hooks.atBlock { _ in }
-        try TrainingRun(settings, bundle, data, planner, plan, from: saved, hooks: hooks).run()
+        try TrainingLoop(settings, bundle, data, planner, plan, from: saved, hooks: hooks).run()
     }
 }
 

@@ -1,7 +1,7 @@
 import Foundation
 
 /// Where a thread that works block by block waits.
-package final class BlockGate: @unchecked Sendable {
+package final class PauseGate: @unchecked Sendable {
     /// That of a main thread: MLX walks deep graphs recursively.
     private static let stackSize = 16 << 20
 

@@ -2,7 +2,7 @@ import Foundation
 import MLX
 
 /// A run from its first step, or the one it was saved after, to its last: steps, evaluates, saves, and logs all of it.
-final class TrainingRun {
+final class TrainingLoop {
     private let settings: RunSettings
     private let bundle: ModelBundle
     private let data: Splits
