@@ -7,15 +7,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from bench import main
 
-from conftest import TINY, write_model
+from conftest import TINY, invoke, write_model
 from mesp.engine import CHECKOUT, built_engine
 
-BENCH = Path(__file__).parent.parent / "tools" / "bench.py"
 ENGINE = Path(os.environ.get("MESP_ENGINE") or built_engine(CHECKOUT))
 # One thread: several, on a machine that is busy, mostly wait for each other.
 ENVIRONMENT = {
-    **os.environ,
     "MESP_ENGINE": str(ENGINE if ENGINE.exists() else sys.executable),
     "OPENBLAS_NUM_THREADS": "1",
 }
@@ -23,13 +22,7 @@ needs_engine = pytest.mark.skipif(not ENGINE.exists(), reason="mesp-engine has n
 
 
 def bench(*arguments: object) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, BENCH, *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env=ENVIRONMENT,
-    )
+    return invoke(main, "bench.py", *arguments, env=ENVIRONMENT)
 
 
 def cells(line: str) -> list[str]:

@@ -18,7 +18,7 @@ from mlx_lm.tuner.trainer import default_loss
 from mlx_lm.tuner.utils import load_adapters
 
 import mesp
-from conftest import run
+from conftest import command, run
 from mesp.bundle import Bundle
 from mesp.engine import find_engine
 from mesp.reference import step_example
@@ -90,9 +90,9 @@ def test_mlx_lm_fuses_the_adapters(bundle: Path, trained: Path, tmp_path: Path):
     mlx_lm.convert(
         str(DEMO_MODEL), str(quantized), quantize=True, q_group_size=64, q_bits=4, dtype="float32"
     )
-    command = [sys.executable, "-m", "mlx_lm", "fuse", "--model", quantized, "--dequantize"]
-    command += ["--adapter-path", trained / "adapters", "--save-path", fused]
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=300)
+    line = [sys.executable, "-m", "mlx_lm", "fuse", "--model", quantized, "--dequantize"]
+    line += ["--adapter-path", trained / "adapters", "--save-path", fused]
+    done = subprocess.run(list(map(str, line)), capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     model, _ = mlx_lm.load(str(fused))
     after = records(trained, "eval")[-1]["loss"]
@@ -215,9 +215,8 @@ def test_a_full_disk_is_one_sentence(bundle: Path, tmp_path: Path):
 
 def test_ctrl_c_saves_the_adapters(bundle: Path, tmp_path: Path):
     output = tmp_path / "run"
-    command = [sys.executable, "-c", "from mesp.train import main; main()", str(bundle)]
     process = subprocess.Popen(
-        [*command, "--steps", "100000", "--val-batches", "0", "--output", str(output)],
+        command("train", bundle, "--steps", 100000, "--val-batches", 0, "--output", output),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
