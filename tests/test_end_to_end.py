@@ -116,7 +116,7 @@ def test_losses_of_masked_examples_are_mlx_lms(bundle: Path, tmp_path: Path):
     refresh_digest(copy, "tokenizer_config.json")
     done = run("data", copy, "--data", tmp_path / "data", "--mask-prompt")
     assert done.returncode == 0, done.stderr
-    done = train(copy, tmp_path / "run", "--batch-size", 2)
+    done = train(copy, tmp_path / "run", "--batch-size", 2, "--steps", 1)
     assert done.returncode == 0, done.stderr
 
     model, opened = quantized_demo_model(), Bundle(copy)
@@ -195,7 +195,7 @@ def test_a_flipped_byte_is_found(bundle: Path, tmp_path: Path, file: str):
 
 def test_a_full_disk_is_one_sentence(bundle: Path, tmp_path: Path):
     """A file that may not grow stands in for a disk that is full."""
-    assert train(bundle, tmp_path / "first").returncode == 0
+    assert train(bundle, tmp_path / "first", "--steps", 1).returncode == 0
     settings = json.loads((tmp_path / "first" / "settings.json").read_text())
     settings |= {"output": str(tmp_path / "run"), "steps": 1, "val_batches": 0}
     path = tmp_path / "settings.json"

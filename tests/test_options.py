@@ -11,7 +11,7 @@ import hashlib
 import json
 import math
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,7 +20,7 @@ import mlx.optimizers as optim
 import numpy as np
 import pytest
 
-from conftest import run
+from conftest import dequantize_once, run
 from mesp import reference
 from mesp.bundle import Bundle
 from mesp.engine import find_engine
@@ -202,6 +202,13 @@ class Oracle:
             trained.losses.append(sum(losses).item() / recipe.accumulation)
         trained.end = parameters
         return trained
+
+
+@pytest.fixture(scope="module", autouse=True)
+def fast_oracle() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        dequantize_once(patch)
+        yield
 
 
 @pytest.fixture(scope="module")
