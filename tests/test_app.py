@@ -259,10 +259,12 @@ def modules(tmp_path_factory: pytest.TempPathFactory) -> list[object]:
     return ["-swift-version", 6, *options]
 
 
+@pytest.mark.slow
 def test_the_app_type_checks_against_stand_ins(modules: list[object]):
     assert "warning:" not in swiftc("-typecheck", "-module-name", "MeSPTrainer", *modules, *VIEWS)
 
 
+@pytest.mark.slow
 def test_the_example_in_the_readme_type_checks(modules: list[object], tmp_path: Path):
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     (example,) = re.findall(r"```swift\n(.*?)```", text, flags=re.S)

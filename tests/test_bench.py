@@ -34,6 +34,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("models") / "tiny", TINY)
 
 
+@pytest.mark.slow
 @needs_engine
 def test_every_way_to_train_is_measured(model: Path, tmp_path: Path):
     methods = "mesp,mebp,mezo,mesp-paper,mlx-lm-checkpoint-fast"
@@ -73,6 +74,7 @@ def test_every_way_to_train_is_measured(model: Path, tmp_path: Path):
     assert [cells(line)[4] for line in lines[: len(rows)]] == list(rows)
 
 
+@pytest.mark.slow
 @needs_engine
 def test_the_whole_model_is_extrapolated(model: Path, tmp_path: Path):
     size = ("--model", model, "--seq-len", 16, "--layers", 1, 2, "--work", tmp_path / "work")
@@ -103,6 +105,7 @@ def test_a_run_that_fails_leaves_the_others(model: Path, tmp_path: Path):
     ]
 
 
+@pytest.mark.slow
 def test_storing_h(model: Path, tmp_path: Path):
     size = ("--model", model, "--seq-len", 8, "--rank", 4, 8, "--steps", 3)
     done = bench("--table", "h", *size, "--work", tmp_path, "--json", tmp_path / "h.json")
@@ -113,6 +116,7 @@ def test_storing_h(model: Path, tmp_path: Path):
     assert all(0 < row["h_seconds_of_block"] < row["gradient_seconds_of_block"] for row in rows)
 
 
+@pytest.mark.slow
 def test_quality_of_mezo(model: Path, tmp_path: Path):
     size = ("--model", model, "--seq-len", 16, "--steps", 2, "--work", tmp_path / "work")
     done = bench("--table", "mezo-quality", *size, "--json", tmp_path / "mezo.json")
@@ -124,6 +128,7 @@ def test_quality_of_mezo(model: Path, tmp_path: Path):
         assert row["relative_error"] > 1
 
 
+@pytest.mark.slow
 @needs_engine
 def test_convergence(tmp_path: Path):
     size = ("--seq-len", 32, "--steps", 1, "--work", tmp_path, "--json", tmp_path / "losses.json")

@@ -25,6 +25,7 @@ from mesp.log import read_run, table_row
 from mesp.train import main as train
 from test_export import export
 
+pytestmark = pytest.mark.slow
 CASES = settings(
     max_examples=400,
     deadline=None,

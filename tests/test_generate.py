@@ -19,6 +19,7 @@ from mesp.engine import find_engine
 from mesp.errors import MespError
 from mesp.generate import encode, generate, load_tokenizer
 
+pytestmark = pytest.mark.slow
 SEQ_LEN = 64
 PROMPT = "A class definition"
 

@@ -26,6 +26,7 @@ from mesp.bundle import Bundle
 from mesp.engine import find_engine
 from mesp.log import Run, read_run
 
+pytestmark = pytest.mark.slow
 SEQ_LEN = 32
 RANK = 8
 STEPS = 5

@@ -26,6 +26,7 @@ from conftest import TEXT, TINY, command, run, write_model
 from mesp.bundle import Bundle
 from mesp.engine import find_engine
 
+pytestmark = pytest.mark.slow
 COLLECT = Path(__file__).parents[1] / "tools" / "collect.py"
 SMALL = {**TINY, "hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 128}
 STEPS = 12
