@@ -412,11 +412,6 @@ Plan plan_reduction(const mx::array &x, const std::vector<int> &axes) {
     return plan;
 }
 
-/// The type that partial results have (metal/reduce.cpp:239).
-mx::Dtype partial_type(const mx::array &out) {
-    return out.dtype() == mx::bool_ ? mx::bool_ : out.dtype();
-}
-
 /// metal/reduce.cpp:850: one kernel, or two with partial results between.
 void reduce_columns(const Call &call, const mx::array &in, mx::array &out, const Plan &plan) {
     const int64_t length = plan.shape.back();
@@ -437,7 +432,7 @@ void reduce_columns(const Call &call, const mx::array &in, mx::array &out, const
     }
     auto shape = out.shape();
     shape.insert(shape.begin(), blocks);
-    const auto partial = call.temporary(std::move(shape), partial_type(out));
+    const auto partial = call.temporary(std::move(shape), out.dtype());
     call.recorder.kernel("reduce", {in}, {partial});
     call.recorder.kernel("reduce", {partial}, {out});
 }
@@ -463,7 +458,7 @@ void reduce(const Call &call) {
             call.recorder.kernel("reduce", {in}, {out});
         } else {
             const int rows = (in.nbytes() <= (1 << 26) ? 32 : 1024) * 4;
-            const auto partial = call.temporary({rows}, partial_type(out));
+            const auto partial = call.temporary({rows}, out.dtype());
             call.recorder.kernel("reduce", {in}, {partial});
             call.recorder.kernel("reduce", {partial}, {out});
         }
@@ -725,7 +720,7 @@ void quantized_matmul(const Call &call) {
         call, partial, out, {Reduction::columns, {partial.shape(axis)}, {partial.strides(axis)}});
 }
 
-/// metal/quantized.cpp:1556: both ways. Copies of inputs are not kept there.
+/// metal/quantized.cpp:1556: both ways.
 void quantize(const Call &call) {
     const bool dequantizes = std::get<4>(call.primitive<mx::fast::Quantize>().state());
     const auto contiguous = [&](const mx::array &x) { return x.flags().row_contiguous ? x : temporary_copy(call, x); };

@@ -52,6 +52,31 @@ public struct Ledger: Codable, Sendable, Equatable {
     public var writtenBytes: Double { kinds.values.reduce(0) { $0 + $1.writtenBytes } }
 }
 
+// MARK: - Time
+
+/// What a GPU takes for each part of the work; by default between the values known of iPhones with an A15 to A17.
+public struct LedgerTime: Codable, Sendable, Equatable {
+    /// A round trip: the caller wakes up, encodes, and the GPU starts; 100 to 300 µs.
+    public var secondsPerEval = 200e-6
+    /// Between the starts of two kernels that depend on each other; 4 to 8 µs.
+    public var secondsPerKernel = 6e-6
+    /// What kernels read and write.
+    public var bytesPerSecond = 80e9
+    /// Of matrix products of 16-bit numbers and of 4-bit ones by 16-bit ones; 0.8 to 1.8 TFLOPS.
+    public var flopPerSecond = 1.2e12
+
+    public init() {}
+}
+
+extension Ledger {
+    /// Seconds by a model in which nothing overlaps:
+    /// evals · t_eval + kernels · t_kernel + bytes / bandwidth + FLOP / throughput.
+    public func seconds(_ time: LedgerTime = LedgerTime()) -> Double {
+        Double(evals + waits) * time.secondsPerEval + Double(kernels) * time.secondsPerKernel
+            + (readBytes + writtenBytes) / time.bytesPerSecond + flop / time.flopPerSecond
+    }
+}
+
 // MARK: - Rules
 
 /// The machine that a ledger reckons with.
