@@ -40,11 +40,19 @@ if hasOpenBLAS {
 let package = Package(
     name: "HostMLX",
     platforms: [.iOS(.v17), .macOS(.v14)],
-    products: [.library(name: "MLX", targets: ["MLX"])],
+    products: [
+        .library(name: "MLX", targets: ["MLX"]),
+        // Not mlx-swift's: what the work would cost on a phone's GPU.
+        .library(name: "HostMLXLedger", targets: ["HostMLXLedger"]),
+    ],
     targets: [
         .target(name: "CHostMLX", cxxSettings: cxxSettings, linkerSettings: linkerSettings),
         .target(name: "MLX", dependencies: ["CHostMLX"]),
+        .target(name: "HostMLXLedger", dependencies: ["CHostMLX", "MLX"]),
         .testTarget(name: "MLXTests", dependencies: ["MLX"]),
+        .target(
+            name: "CLedgerProbe", dependencies: ["CHostMLX"], path: "Tests/CLedgerProbe", cxxSettings: cxxSettings),
+        .testTarget(name: "LedgerTests", dependencies: ["MLX", "HostMLXLedger", "CLedgerProbe"]),
     ],
     cxxLanguageStandard: .cxx20
 )

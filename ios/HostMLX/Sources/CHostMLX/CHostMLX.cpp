@@ -9,6 +9,7 @@
 #include <sstream>
 #include <stdexcept>
 
+#include "Ledger.h"
 #include "mlx/compile_impl.h"
 #include "mlx/mlx.h"
 
@@ -79,7 +80,13 @@ HostVector wrap(Arrays v) { return reinterpret_cast<HostVector>(new Arrays(std::
 #define WRAP(expression) guarded([&] { return wrap(expression); })
 
 mx::Device device(int32_t type) { return type == 1 ? mx::Device::gpu : mx::Device::cpu; }
-mx::Stream get(HostStream s) { return mx::Stream(s.index, device(s.device)); }
+mx::Stream get(HostStream s) {
+    // Where there is no GPU, its default stream is the one that the ledger made.
+    if (auto gpu = s.device == 1 ? ledger::gpu_stream() : std::nullopt) {
+        return *gpu;
+    }
+    return mx::Stream(s.index, device(s.device));
+}
 HostStream wrap(mx::Stream s) { return {s.device == mx::Device::gpu ? 1 : 0, s.index}; }
 
 mx::Shape shape(const int32_t *values, size_t count) { return mx::Shape(values, values + count); }
@@ -168,7 +175,9 @@ HostArray host_array_new(const void *data, const int32_t *dims, size_t ndim, int
         if (bytes > 0) {
             std::memcpy(buffer.raw_ptr(), data, bytes);
         }
-        return wrap(mx::array(buffer, std::move(s), dtype(type)));
+        mx::array a(buffer, std::move(s), dtype(type));
+        ledger::created(a);
+        return wrap(std::move(a));
     });
 }
 
@@ -226,7 +235,11 @@ HostArray host_array_adopt(
         const bool aligned = reinterpret_cast<uintptr_t>(data) % getpagesize() == 0;
         if (aligned && bytes > 0 && size_word_precedes_data() && word_before(data) == bytes) {
             mx::allocator::Buffer block(static_cast<size_t *>(data) - 1);
-            return wrap(mx::array(block, std::move(s), dtype(type), [=](mx::allocator::Buffer) { release(context); }));
+            ledger::adopted(bytes);
+            return wrap(mx::array(block, std::move(s), dtype(type), [=](mx::allocator::Buffer) {
+                ledger::adopted(-static_cast<ptrdiff_t>(bytes));
+                release(context);
+            }));
         }
         return wrap(mx::array(data, std::move(s), dtype(type), [=](void *) { release(context); }));
     });
@@ -274,7 +287,7 @@ size_t host_dtype_size(int32_t type) {
 }
 
 void host_array_eval(HostArray a) {
-    done([&] { get(a).eval(); });
+    done([&] { ledger::recording() ? ledger::wait(get(a)) : get(a).eval(); });
 }
 const void *host_array_data(HostArray a) {
     return guarded([&] { return static_cast<const void *>(get(a).data<char>()); });
@@ -535,10 +548,10 @@ HostArray host_random_categorical_count(HostArray logits, int32_t axis, int32_t 
 // MARK: Evaluation, transformations, exported functions
 
 bool host_eval(HostVector arrays) {
-    return done([&] { mx::eval(get(arrays)); });
+    return done([&] { ledger::recording() ? ledger::evaluate(get(arrays), false) : mx::eval(get(arrays)); });
 }
 bool host_async_eval(HostVector arrays) {
-    return done([&] { mx::async_eval(get(arrays)); });
+    return done([&] { ledger::recording() ? ledger::evaluate(get(arrays), true) : mx::async_eval(get(arrays)); });
 }
 
 bool host_vjp(HostClosure f, HostVector primals, HostVector cotangents, HostVector *values, HostVector *gradients) {
@@ -640,14 +653,23 @@ bool host_load_safetensors(
 
 // MARK: Memory, devices, streams
 
-size_t host_active_memory(void) { return mx::get_active_memory(); }
-size_t host_cache_memory(void) { return mx::get_cache_memory(); }
-size_t host_peak_memory(void) { return mx::get_peak_memory(); }
-void host_reset_peak_memory(void) { mx::reset_peak_memory(); }
-size_t host_memory_limit(void) { return mx::get_memory_limit(); }
-void host_set_memory_limit(size_t limit) { mx::set_memory_limit(limit); }
-size_t host_set_cache_limit(size_t limit) { return mx::set_cache_limit(limit); }
+size_t host_active_memory(void) {
+    return ledger::recording() ? ledger::memory().active : mx::get_active_memory();
+}
+size_t host_cache_memory(void) { return ledger::recording() ? ledger::memory().cache : mx::get_cache_memory(); }
+size_t host_peak_memory(void) { return ledger::recording() ? ledger::memory().peak : mx::get_peak_memory(); }
+void host_reset_peak_memory(void) { ledger::recording() ? ledger::reset_peak_memory() : mx::reset_peak_memory(); }
+size_t host_memory_limit(void) { return ledger::recording() ? ledger::memory().limit : mx::get_memory_limit(); }
+void host_set_memory_limit(size_t limit) {
+    ledger::set_memory_limit(limit);
+    mx::set_memory_limit(limit);
+}
+size_t host_set_cache_limit(size_t limit) {
+    ledger::set_cache_limit(limit);
+    return mx::set_cache_limit(limit);
+}
 void host_clear_cache(void) {
+    ledger::clear_cache();
     mx::clear_cache();
 #ifdef __GLIBC__
     malloc_trim(0);
@@ -659,7 +681,10 @@ void host_set_default_device(int32_t type) {
     done([&] { mx::set_default_device(device(type)); });
 }
 bool host_default_stream(int32_t type, HostStream *stream) {
-    return done([&] { *stream = wrap(mx::default_stream(device(type))); });
+    return done([&] {
+        auto gpu = type == 1 ? ledger::gpu_stream() : std::nullopt;
+        *stream = wrap(gpu ? *gpu : mx::default_stream(device(type)));
+    });
 }
 bool host_new_stream(int32_t type, HostStream *stream) {
     return done([&] { *stream = wrap(mx::new_stream(device(type))); });

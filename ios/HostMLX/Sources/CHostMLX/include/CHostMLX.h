@@ -244,6 +244,41 @@ bool host_default_stream(int32_t device, HostStream *stream);
 bool host_new_stream(int32_t device, HostStream *stream);
 void host_synchronize(HostStream s);
 
+// MARK: The ledger
+
+/// Where the work that is recorded would run.
+typedef struct {
+    bool compute;                      // also compute the values, on the CPU; else they are zeros
+    bool metal;                        // Metal's allocator and cache; else the CPU's, which has exact sizes and no cache
+    int32_t operations_per_buffer;     // a command buffer is committed after more kernels than this,
+    int32_t mega_elements_per_buffer;  // or when it uses buffers of more elements than this, in units of 2^20
+    int32_t run_ahead;                 // command buffers that may run while the next is encoded; 0: none
+    int32_t generation;                // of the GPU's architecture: 15 in `applegpu_g15p`
+} HostLedgerRules;
+
+typedef struct {
+    size_t evals, async_evals, waits;  // waits: for arrays of an asynchronous evaluation
+    size_t kernels, command_buffers;
+    double flop, read_bytes, written_bytes;
+    size_t new_buffers;
+    double new_buffer_bytes;
+    size_t peak_bytes, peak_active_bytes;  // with and without the cache; neither has adopted memory
+    size_t peak_arrays;                    // buffers of arrays
+} HostLedgerCounts;
+
+typedef struct {
+    size_t kernels;
+    double flop, read_bytes, written_bytes;
+} HostLedgerKind;
+
+/// Begins to record what is evaluated; returns null or a message to be released with free().
+char *host_ledger_begin(HostLedgerRules rules);
+/// Ends it; returns null or why an evaluation failed, to be released with free().
+char *host_ledger_end(
+    HostLedgerCounts *counts, void *context, void (*kind)(void *context, const char *name, HostLedgerKind kind));
+/// Calls `trace` for each primitive that is evaluated, in order, with the number of elements of its output.
+void host_ledger_trace(void *context, void (*trace)(void *context, const char *primitive, size_t size));
+
 #ifdef __cplusplus
 }
 #endif

@@ -1,0 +1,682 @@
+// A ledger of what MLX would do on a phone's GPU.
+//
+// The arrays that Swift made and `.mlxfn` files made are MLX's own, unevaluated graphs. While a ledger records, an
+// evaluation walks the graph in MLX's order and applies, to each primitive, what its `eval_gpu` does on Metal: which
+// buffers it takes, which input it writes over, which kernels it encodes. Outputs become arrays with the layout and the
+// length of buffer that they would have there, whose contents are zeros (or the values, when recording beside
+// computing). As these arrays are counted by MLX's own references, they live and die with the real ones.
+//
+// File names and lines are those of MLX 0.31.1.
+
+#include "Ledger.h"
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <map>
+#include <mutex>
+#include <stack>
+#include <unordered_set>
+
+#include "CHostMLX.h"
+#include "LedgerRules.h"
+#include "mlx/backend/common/buffer_cache.h"
+#include "mlx/scheduler.h"
+
+namespace mx = mlx::core;
+
+namespace ledger {
+
+namespace {
+
+std::recursive_mutex mutex;
+std::shared_ptr<Recorder> current;
+
+// What outlives a recording.
+ptrdiff_t adopted_bytes = 0;
+size_t memory_limit = SIZE_MAX;
+size_t cache_limit = SIZE_MAX;
+
+// metal/device.cpp:341: what a phone commits after.
+constexpr size_t page_size = 16384;
+
+}  // namespace
+
+// MARK: Memory
+
+/// A buffer of Metal's, or what stands in for one.
+struct Block {
+    size_t length;
+};
+
+/// metal/allocator.cpp: sizes, the cache and its limits. The cache is MLX's own class.
+class Recorder::Allocator {
+   public:
+    explicit Allocator(bool metal) : metal_(metal) {}
+
+    Block *take(size_t size, HostLedgerCounts &counts) {
+        if (metal_ && size > page_size) {  // allocator.cpp:121
+            size = page_size * ((size + page_size - 1) / page_size);
+        }
+        Block *block = metal_ ? cache_.reuse_from_cache(size) : nullptr;
+        if (!block) {
+            const size_t required = active_ + cache_.cache_size() + size;  // allocator.cpp:129
+            if (required >= memory_limit && cache_.cache_size() > 0) {
+                cache_.release_cached_buffers(required - memory_limit);
+            }
+            block = new Block{size};
+            counts.new_buffers++;
+            counts.new_buffer_bytes += static_cast<double>(size);
+        }
+        active_ += block->length;
+        if (cache_.cache_size() > cache_limit) {  // allocator.cpp:171
+            cache_.release_cached_buffers(cache_.cache_size() - cache_limit);
+        }
+        return block;
+    }
+
+    void give(Block *block) {
+        active_ -= block->length;
+        if (metal_ && cache_.cache_size() < cache_limit) {  // allocator.cpp:191
+            cache_.recycle_to_cache(block);
+        } else {
+            delete block;
+        }
+    }
+
+    void clear_cache() { cache_.clear(); }
+
+    size_t active() const { return active_; }
+    size_t cached() const { return cache_.cache_size(); }
+
+   private:
+    bool metal_;
+    size_t active_ = 0;
+    mx::BufferCache<Block> cache_{
+        page_size, [](Block *b) { return b->length; }, [](Block *b) { delete b; }};
+};
+
+Recorder::Recorder(HostLedgerRules rules) : rules(rules), allocator_(new Allocator(rules.metal)) {
+    counts = {};
+    mark();
+}
+
+Recorder::~Recorder() = default;
+
+/// Bytes of arrays that are MLX's own on this machine: what was there before, and scalars that MLX makes.
+size_t Recorder::foreign() const {
+    const size_t active = foreign_override_.value_or(mx::get_active_memory());
+    return active > tracked_ ? active - tracked_ : 0;
+}
+
+/// Looks whether the memory is at a peak.
+void Recorder::mark() {
+    const size_t active = allocator_->active() + foreign();
+    counts.peak_active_bytes = std::max(counts.peak_active_bytes, active);
+    counts.peak_bytes = std::max(counts.peak_bytes, active + allocator_->cached());
+    counts.peak_arrays = std::max(counts.peak_arrays, alive_);
+    peak_ = std::max(peak_, active + adopted_bytes);
+}
+
+/// A place for `length` bytes of zeros, which take memory only once they are written. As in the CPU's allocator, a
+/// word with the size precedes them: `buffer_size` reads it.
+static void *map_zeros(size_t length) {
+    const size_t bytes = length + sizeof(size_t);
+    void *place = bytes <= 4096 ? std::calloc(1, bytes)
+                                : mmap(nullptr, bytes, PROT_READ | PROT_WRITE,
+                                       MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (!place || place == MAP_FAILED) {
+        throw std::bad_alloc();
+    }
+    *static_cast<size_t *>(place) = length;
+    return place;
+}
+
+static void unmap_zeros(void *place, size_t length) {
+    const size_t bytes = length + sizeof(size_t);
+    if (bytes <= 4096) {
+        std::free(place);
+    } else {
+        munmap(place, bytes);
+    }
+}
+
+mx::allocator::Buffer Recorder::take(size_t size) {
+    if (size == 0) {  // allocator.cpp:106
+        return mx::allocator::Buffer(nullptr);
+    }
+    Block *block = allocator_->take(size, counts);
+    alive_++;
+    mark();
+    void *place = map_zeros(block->length);
+    taken_.emplace(place, block);
+    return mx::allocator::Buffer(place);
+}
+
+/// Makes the array give its buffer back to the ledger.
+void Recorder::own(mx::array &a) {
+    const auto &data = a.data_shared_ptr();
+    if (!data) {
+        return;
+    }
+    auto it = taken_.find(data->buffer.ptr());
+    if (it == taken_.end()) {
+        return;
+    }
+    Block *block = it->second;
+    taken_.erase(it);
+    data->d = [self = shared_from_this(), block](mx::allocator::Buffer buffer) {
+        std::lock_guard lock(mutex);
+        unmap_zeros(buffer.ptr(), block->length);
+        self->alive_--;
+        self->allocator_->give(block);
+    };
+}
+
+void Recorder::track(mx::array &a) {
+    if (!rules.metal || a.nbytes() == 0) {
+        return;
+    }
+    const auto &data = a.data_shared_ptr();
+    const size_t bytes = a.buffer_size();
+    Block *block = allocator_->take(bytes, counts);
+    tracked_ += bytes;
+    alive_++;
+    mark();
+    data->d = [self = shared_from_this(), block, bytes, former = data->d](mx::allocator::Buffer buffer) {
+        std::lock_guard lock(mutex);
+        former(buffer);
+        self->tracked_ -= bytes;
+        self->alive_--;
+        self->allocator_->give(block);
+    };
+}
+
+// MARK: Command buffers
+
+void Recorder::kernel(
+    const char *kind, std::initializer_list<std::reference_wrapper<const mx::array>> inputs,
+    std::initializer_list<std::reference_wrapper<const mx::array>> outputs, double flop, double gathered) {
+    HostLedgerKind &entry = kinds[kind];
+    const auto bytes = [](const mx::array &a) {
+        return static_cast<double>(std::min(a.size(), a.data_size()) * a.itemsize());
+    };
+    double read = gathered;
+    for (const mx::array &a : inputs) {
+        read += gathered > 0 ? 0 : bytes(a);
+        touch(a);
+    }
+    double written = 0;
+    for (const mx::array &a : outputs) {
+        written += bytes(a);
+        touch(a);
+    }
+    entry.kernels++;
+    entry.flop += flop;
+    entry.read_bytes += read;
+    entry.written_bytes += written;
+    counts.kernels++;
+    counts.flop += flop;
+    counts.read_bytes += read;
+    counts.written_bytes += written;
+    encoding_.operations++;
+}
+
+/// metal/device.cpp:257: a command buffer counts the elements (not the bytes) of each buffer it uses.
+void Recorder::touch(const mx::array &a) {
+    if (encoding_.used.insert(a.buffer().ptr()).second) {
+        encoding_.elements += a.data_size();
+    }
+}
+
+void Recorder::temporary(mx::array a) { encoding_.temporaries.push_back(std::move(a)); }
+
+void Recorder::commit(bool counted) {
+    encoding_.counted = counted;
+    encoding_.serial = ++committed_;
+    running_.push_back(std::move(encoding_));
+    encoding_ = {};
+    counts.command_buffers++;
+    active_tasks_ += counted;
+    if (rules.run_ahead == 0) {
+        complete(committed_);
+    }
+}
+
+/// Lets command buffers complete, in order, up to one.
+void Recorder::complete(size_t serial) {
+    while (!running_.empty() && running_.front().serial <= serial) {
+        CommandBuffer done = std::move(running_.front());
+        running_.pop_front();
+        active_tasks_ -= done.counted;
+    }
+}
+
+/// scheduler.h:113: until one of the tasks that are counted is complete.
+void Recorder::complete_one() {
+    while (!running_.empty()) {
+        const bool counted = running_.front().counted;
+        complete(running_.front().serial);
+        if (counted) {
+            return;
+        }
+    }
+}
+
+// MARK: Evaluation
+
+namespace {
+
+/// transforms.cpp:27.
+class Synchronizer : public mx::Primitive {
+   public:
+    using Primitive::Primitive;
+    void eval_cpu(const std::vector<mx::array> &, std::vector<mx::array> &) override {}
+    void eval_gpu(const std::vector<mx::array> &, std::vector<mx::array> &) override {}
+    const char *name() const override { return "Synchronize"; }
+};
+
+/// utils.h:141.
+int max_tape_width() {
+    const char *value = std::getenv("MLX_BFS_MAX_WIDTH");
+    return value ? std::atoi(value) : 20;
+}
+
+bool is_unscheduled(const mx::array &a) { return a.status() == mx::array::Status::unscheduled; }
+
+/// transforms.cpp:86-196: the order in which `eval_impl` evaluates, last first.
+std::deque<mx::array> make_tape(mx::array synchronizer, bool async) {
+    std::unordered_map<std::uintptr_t, int> degree;
+    std::stack<std::pair<std::reference_wrapper<mx::array>, int>> stack;
+    stack.emplace(synchronizer, 0);
+    while (!stack.empty()) {
+        auto &[reference, index] = stack.top();
+        mx::array &a = reference.get();
+        if (index < static_cast<int>(a.inputs().size())) {
+            mx::array &in = a.inputs()[index++];
+            if (is_unscheduled(in)) {
+                if (async && in.is_tracer()) {
+                    throw std::invalid_argument("[async_eval] Not allowed inside a graph transformation.");
+                }
+                if (!in.has_primitive()) {
+                    throw std::runtime_error("[eval] Attempting to eval an array without a primitive.");
+                }
+            }
+            if (auto it = degree.find(in.id()); it == degree.end()) {
+                stack.emplace(in, 0);
+                degree.insert({in.id(), 1});
+                for (auto &s : in.siblings()) {
+                    degree.insert({s.id(), 1});
+                }
+            } else {
+                it->second++;
+                for (auto &s : in.siblings()) {
+                    degree[s.id()]++;
+                }
+            }
+            continue;
+        }
+        if (!is_unscheduled(a) && !a.is_tracer() && a.has_primitive()) {
+            a.detach();
+        }
+        stack.pop();
+    }
+
+    std::deque<mx::array> tape{synchronizer};
+    const int max_width = max_tape_width();
+    stack = {};
+    for (size_t i = 0; !degree.empty() && (i < tape.size() || !stack.empty());) {
+        const bool from_stack = i >= tape.size();
+        mx::array &a = from_stack ? stack.top().first.get() : tape[i];
+        int j = 0;
+        if (from_stack) {
+            j = stack.top().second;
+            stack.pop();
+        } else {
+            i++;
+        }
+        for (; j < static_cast<int>(a.inputs().size()); j++) {
+            mx::array &in = a.inputs()[j];
+            if (!is_unscheduled(in)) {
+                continue;
+            }
+            if (static_cast<int>(tape.size() - i) >= max_width) {
+                stack.emplace(a, j);
+                break;
+            }
+            auto it = degree.find(in.id());
+            it->second--;
+            if (it->second != 0) {
+                for (auto &s : in.siblings()) {
+                    degree[s.id()]--;
+                }
+                continue;
+            }
+            degree.erase(it);
+            for (auto &s : in.siblings()) {
+                degree.erase(s.id());
+            }
+            tape.push_back(in);
+        }
+    }
+    return tape;
+}
+
+/// Writes a contiguous array's elements where the other one's layout says.
+void copy_elements(const char *&source, char *destination, const mx::array &out, int axis) {
+    const auto item = static_cast<int64_t>(out.itemsize());
+    if (axis == static_cast<int>(out.ndim())) {
+        std::memcpy(destination, source, item);
+        source += item;
+        return;
+    }
+    for (int i = 0; i < out.shape(axis); i++) {
+        copy_elements(source, destination + i * out.strides(axis) * item, out, axis + 1);
+    }
+}
+
+}  // namespace
+
+/// The values of a primitive, computed on the side, so that its inputs keep their references.
+std::vector<mx::array> Recorder::compute(mx::array &arr) {
+    std::vector<mx::Shape> shapes;
+    std::vector<mx::Dtype> dtypes;
+    for (const auto &out : arr.outputs()) {
+        shapes.push_back(out.shape());
+        dtypes.push_back(out.dtype());
+    }
+    auto values = mx::array::make_arrays(shapes, dtypes, arr.primitive_ptr(), arr.inputs());
+    mx::eval(values);
+    for (auto &value : values) {
+        value = mx::contiguous(value, false, arr.primitive().stream());
+    }
+    mx::eval(values);
+    return values;
+}
+
+void Recorder::encode(mx::array &arr) {
+    auto outputs = arr.outputs();
+    std::vector<mx::array> values;
+    if (rules.compute) {
+        foreign_override_ = mx::get_active_memory();
+        values = compute(arr);
+    }
+    {
+        // metal/eval.cpp:36: a tracer's inputs are held, so that none is written over.
+        std::vector<mx::array> held;
+        if (arr.is_tracer()) {
+            held = arr.inputs();
+        }
+        const auto kernels = counts.kernels;
+        apply_rule(*this, arr, outputs);
+        for (auto &out : outputs) {
+            own(out);
+        }
+        if (rules.compute && counts.kernels > kernels) {
+            for (size_t i = 0; i < outputs.size(); i++) {
+                const char *source = values[i].data<char>();
+                copy_elements(source, outputs[i].data<char>(), outputs[i], 0);
+            }
+        }
+    }
+    values.clear();
+    foreign_override_.reset();
+    if (trace) {
+        trace(trace_context, arr.primitive().name(), arr.size());
+    }
+}
+
+/// metal/eval.cpp:45-72.
+void Recorder::hold(mx::array &arr) {
+    for (auto &in : arr.inputs()) {
+        if (in.data_shared_ptr() != arr.data_shared_ptr()) {
+            encoding_.held.insert(in.data_shared_ptr());
+        }
+    }
+    for (auto &s : arr.siblings()) {
+        if (s.data_shared_ptr() != arr.data_shared_ptr()) {
+            encoding_.held.insert(s.data_shared_ptr());
+        }
+    }
+    // device.cpp:395
+    if (encoding_.operations > static_cast<size_t>(rules.operations_per_buffer) ||
+        (encoding_.elements >> 20) > static_cast<size_t>(rules.mega_elements_per_buffer)) {
+        commit(true);
+    }
+}
+
+/// transforms.cpp:242-257.
+void Recorder::back_pressure() {
+    const auto above_limit = [&] { return allocator_->active() + foreign() + adopted_bytes > memory_limit; };
+    if (active_tasks_ > rules.run_ahead || (above_limit() && active_tasks_ > 0)) {
+        commit(false);
+        complete_one();
+        while (above_limit() && active_tasks_ > 0) {
+            complete_one();
+        }
+    }
+}
+
+void Recorder::evaluate(std::vector<mx::array> outputs, bool async) {
+    if (std::none_of(outputs.begin(), outputs.end(), is_unscheduled)) {  // transforms.cpp:318
+        if (!async) {
+            for (auto &a : outputs) {
+                wait(a);
+            }
+        }
+        return;
+    }
+    async ? counts.async_evals++ : counts.evals++;
+    std::vector<std::weak_ptr<mx::array::Data>> scheduled;
+    mx::Stream stream = mx::default_stream(mx::Device::cpu);
+    {
+        auto tape = make_tape(
+            mx::array({}, mx::bool_, std::make_shared<Synchronizer>(stream), std::move(outputs)), async);
+        while (!tape.empty()) {
+            auto arr = std::move(tape.back());
+            tape.pop_back();
+            const bool last = tape.empty();
+            if (!last) {
+                encode(arr);
+            }
+            hold(arr);
+            back_pressure();
+            const auto finish = [&](const mx::array &a) {
+                a.set_status(mx::array::Status::available);
+                if (async) {
+                    scheduled.push_back(a.data_shared_ptr());
+                }
+            };
+            finish(arr);
+            for (auto &s : arr.siblings()) {
+                finish(s);
+            }
+            if (!arr.is_tracer()) {
+                arr.detach();
+            }
+        }
+    }
+    commit(false);  // transforms.cpp:286: finalize
+    if (async) {
+        for (const auto &data : scheduled) {
+            if (auto alive = data.lock()) {
+                pending_[alive.get()] = {data, committed_};
+            }
+        }
+    } else {
+        complete(committed_);
+        pending_.clear();
+    }
+}
+
+/// array.cpp:145: an array of an `async_eval` waits for all that this evaluation committed.
+void Recorder::wait(mx::array &a) {
+    if (is_unscheduled(a)) {
+        return evaluate({a}, false);
+    }
+    auto it = pending_.find(a.data_shared_ptr().get());
+    if (it == pending_.end()) {
+        return;
+    }
+    if (it->second.first.lock() == a.data_shared_ptr() && !running_.empty() &&
+        running_.front().serial <= it->second.second) {
+        counts.waits++;
+        complete(it->second.second);
+    }
+    pending_.erase(it);
+}
+
+void Recorder::close() {
+    complete(committed_);
+    encoding_ = {};
+    allocator_->clear_cache();
+}
+
+Memory Recorder::memory() const {
+    return {allocator_->active() + foreign() + adopted_bytes, allocator_->cached(), peak_, memory_limit};
+}
+
+// MARK: Hooks
+
+bool recording() {
+    std::lock_guard lock(mutex);
+    return current != nullptr;
+}
+
+/// Runs `f` on the recorder, and remembers why it failed.
+template <class F>
+static void on_recorder(F &&f) {
+    std::lock_guard lock(mutex);
+    auto recorder = current;
+    try {
+        f(*recorder);
+    } catch (const std::exception &e) {
+        if (recorder->failure.empty()) {
+            recorder->failure = e.what();
+        }
+        throw;
+    }
+}
+
+void evaluate(std::vector<mx::array> outputs, bool async) {
+    on_recorder([&](Recorder &r) { r.evaluate(std::move(outputs), async); });
+}
+
+void wait(mx::array &a) {
+    on_recorder([&](Recorder &r) { r.wait(a); });
+}
+
+void created(mx::array &a) {
+    std::lock_guard lock(mutex);
+    if (current) {
+        current->track(a);
+    }
+}
+
+void adopted(ptrdiff_t bytes) {
+    std::lock_guard lock(mutex);
+    adopted_bytes += bytes;
+}
+
+void set_memory_limit(size_t limit) {
+    std::lock_guard lock(mutex);
+    memory_limit = limit;
+}
+
+void set_cache_limit(size_t limit) {
+    std::lock_guard lock(mutex);
+    cache_limit = limit;
+}
+
+void clear_cache() {
+    std::lock_guard lock(mutex);
+    if (current) {
+        current->clear_cache();
+    }
+}
+
+void Recorder::clear_cache() { allocator_->clear_cache(); }
+
+Memory memory() {
+    std::lock_guard lock(mutex);
+    return current->memory();
+}
+
+void reset_peak_memory() {
+    std::lock_guard lock(mutex);
+    current->reset_peak();
+}
+
+std::optional<mx::Stream> made_gpu_stream;
+
+std::optional<mx::Stream> gpu_stream() {
+    std::lock_guard lock(mutex);
+    return made_gpu_stream;
+}
+
+}  // namespace ledger
+
+#ifdef __linux__
+// `Scheduler::new_stream` is compiled into this library and calls the backend's function, which MLX does not export.
+// Without a GPU it does nothing there either (no_gpu/eval.cpp:10).
+namespace mlx::core::gpu {
+void new_stream(Stream) {}
+}  // namespace mlx::core::gpu
+#endif
+
+// MARK: The C interface
+
+namespace {
+
+/// `mx::new_stream` refuses to make a stream for a GPU that is not there, but the scheduler it asks does not: the graph
+/// needs the stream's device, and import_function looks for a stream of that device (export.cpp:482).
+void make_gpu_stream() {
+#ifdef __linux__
+    if (!mx::is_available(mx::Device::gpu) && !ledger::made_gpu_stream) {
+        ledger::made_gpu_stream = mx::scheduler::scheduler().new_stream(mx::Device::gpu);
+    }
+#endif
+}
+
+}  // namespace
+
+char *host_ledger_begin(HostLedgerRules rules) {
+    std::lock_guard lock(ledger::mutex);
+    if (ledger::current) {
+        return strdup("a ledger is being recorded already");
+    }
+    try {
+        make_gpu_stream();
+        ledger::current = std::make_shared<ledger::Recorder>(rules);
+    } catch (const std::exception &e) {
+        return strdup(e.what());
+    }
+    return nullptr;
+}
+
+char *host_ledger_end(
+    HostLedgerCounts *counts, void *context, void (*kind)(void *context, const char *name, HostLedgerKind kind)) {
+    std::lock_guard lock(ledger::mutex);
+    auto recorder = std::move(ledger::current);
+    ledger::current = nullptr;
+    if (!recorder) {
+        return strdup("no ledger is being recorded");
+    }
+    recorder->close();
+    *counts = recorder->counts;
+    for (const auto &[name, entry] : recorder->kinds) {
+        kind(context, name.c_str(), entry);
+    }
+    return recorder->failure.empty() ? nullptr : strdup(recorder->failure.c_str());
+}
+
+void host_ledger_trace(void *context, void (*trace)(void *context, const char *primitive, size_t size)) {
+    std::lock_guard lock(ledger::mutex);
+    if (ledger::current) {
+        ledger::current->trace = trace;
+        ledger::current->trace_context = context;
+    }
+}

@@ -1,0 +1,99 @@
+// What a rule of the ledger can do, and the recorder behind it.
+
+#ifndef LEDGER_RULES_H
+#define LEDGER_RULES_H
+
+#include <deque>
+#include <map>
+#include <memory>
+#include <string>
+#include <unordered_set>
+
+#include "CHostMLX.h"
+#include "Ledger.h"
+#include "mlx/mlx.h"
+#include "mlx/primitives.h"
+
+namespace ledger {
+
+struct Block;
+
+class Recorder : public std::enable_shared_from_this<Recorder> {
+   public:
+    explicit Recorder(HostLedgerRules rules);
+    ~Recorder();
+
+    const HostLedgerRules rules;
+    HostLedgerCounts counts;
+    std::map<std::string, HostLedgerKind> kinds;
+    std::string failure;
+    void (*trace)(void *context, const char *primitive, size_t size) = nullptr;
+    void *trace_context = nullptr;
+
+    // MARK: For the rules
+
+    /// A buffer of at least `size` bytes; the array that gets it must be given to `own`, outputs excepted.
+    mlx::core::allocator::Buffer take(size_t size);
+    void own(mlx::core::array &a);
+    /// Encodes a kernel. `gathered`: the bytes read, where they are not all of the inputs.
+    void kernel(
+        const char *kind, std::initializer_list<std::reference_wrapper<const mlx::core::array>> inputs,
+        std::initializer_list<std::reference_wrapper<const mlx::core::array>> outputs, double flop = 0,
+        double gathered = 0);
+    /// Keeps an array until the command buffer is complete (device.cpp:402).
+    void temporary(mlx::core::array a);
+
+    // MARK: For the hooks
+
+    void evaluate(std::vector<mlx::core::array> outputs, bool async);
+    void wait(mlx::core::array &a);
+    void track(mlx::core::array &a);
+    void clear_cache();
+    Memory memory() const;
+    void reset_peak() { peak_ = 0; }
+    void close();
+
+   private:
+    class Allocator;
+
+    struct CommandBuffer {
+        size_t operations = 0;
+        size_t elements = 0;
+        std::unordered_set<const void *> used;
+        std::unordered_set<std::shared_ptr<mlx::core::array::Data>> held;
+        std::vector<mlx::core::array> temporaries;
+        bool counted = false;
+        size_t serial = 0;
+    };
+
+    void mark();
+    size_t foreign() const;
+    void touch(const mlx::core::array &a);
+    std::vector<mlx::core::array> compute(mlx::core::array &arr);
+    void encode(mlx::core::array &arr);
+    void hold(mlx::core::array &arr);
+    void commit(bool counted);
+    void complete(size_t serial);
+    void complete_one();
+    void back_pressure();
+
+    std::unique_ptr<Allocator> allocator_;
+    std::unordered_map<const void *, Block *> taken_;  // and not owned yet
+    size_t alive_ = 0;
+    size_t tracked_ = 0;
+    size_t peak_ = 0;
+    std::optional<size_t> foreign_override_;
+    CommandBuffer encoding_;
+    std::deque<CommandBuffer> running_;
+    int active_tasks_ = 0;
+    size_t committed_ = 0;
+    /// Arrays of asynchronous evaluations, and the last command buffer of each.
+    std::unordered_map<const void *, std::pair<std::weak_ptr<mlx::core::array::Data>, size_t>> pending_;
+};
+
+/// What the primitive of `arr` does on Metal; `outputs` get their data.
+void apply_rule(Recorder &recorder, mlx::core::array &arr, std::vector<mlx::core::array> &outputs);
+
+}  // namespace ledger
+
+#endif

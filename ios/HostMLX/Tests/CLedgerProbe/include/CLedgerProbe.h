@@ -1,0 +1,29 @@
+// A primitive that tells when MLX evaluates it, for tests of the ledger.
+
+#ifndef C_LEDGER_PROBE_H
+#define C_LEDGER_PROBE_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+// As in CHostMLX.h.
+typedef struct HostArrayStorage *ProbeArray;
+typedef struct HostVectorStorage *ProbeVector;
+
+/// An array of `size` float32 that depends on the inputs and is evaluated like an `Arange`: into a new buffer.
+ProbeArray probe_source(ProbeVector inputs, int32_t size);
+/// The "sum" of two arrays of one shape, evaluated like an `Add`, in the place of one of them where MLX does that.
+ProbeArray probe_add(ProbeArray a, ProbeArray b);
+
+/// The sizes of the probes that MLX has evaluated since the last call, in order; returns how many, at most `capacity`.
+size_t probe_log(size_t *sizes, size_t capacity);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

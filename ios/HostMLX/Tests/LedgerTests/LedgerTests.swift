@@ -1,0 +1,505 @@
+import CLedgerProbe
+import Foundation
+import HostMLXLedger
+import Testing
+
+@testable import MLX
+
+/// Page-long pieces: 16 KiB, in float32.
+private let page = 16384
+private let pageOfFloats = 4096
+
+/// Records `body` with its inputs made before: what is counted is only what `body` evaluates.
+private func count(_ rules: LedgerRules = .phone, _ body: () throws -> Void) throws -> Ledger {
+    try Ledger.record(rules: rules, body)
+}
+
+/// Kernels by kind.
+private func kernels(_ body: () throws -> [MLXArray]) throws -> [String: Int] {
+    try count { eval(try body()) }.kinds.mapValues { $0.kernels }
+}
+
+private func floats(_ shape: Int...) -> MLXArray {
+    MLXArray([Float](repeating: 1, count: shape.reduce(1, *)), shape)
+}
+
+@Suite(.serialized) struct LedgerTests {
+
+    // MARK: - What is counted
+
+    @Test func countsEvaluationsAndWaits() throws {
+        let ledger = try count {
+            let x = floats(4)
+            let y = exp(x)
+            eval(y)
+            eval(y)  // is there already
+            #expect(exp(y).sum().item(Float.self) == 0)
+            let z = exp(x)
+            asyncEval(z)
+            z.eval()
+            z.eval()
+        }
+        #expect(ledger.evals == 2)
+        #expect(ledger.asyncEvals == 1)
+        #expect(ledger.waits == 1)
+        #expect(ledger.kinds.mapValues { $0.kernels } == ["unary": 3, "reduce": 1])
+    }
+
+    @Test func countsBytesAndFlop() throws {
+        let ledger = try count {
+            let x = floats(64, 32)
+            eval(matmul(x, floats(32, 128)) + floats(128))
+        }
+        #expect(ledger.flop == 2 * 64 * 32 * 128)
+        #expect(ledger.kinds["gemm"]?.readBytes == Double(4 * (64 * 32 + 32 * 128)))
+        #expect(ledger.kinds["gemm"]?.writtenBytes == Double(4 * 64 * 128))
+        // The sum is written over the product, and reads a row of 128 many times from the cache.
+        #expect(ledger.kinds["binary"]?.readBytes == Double(4 * (64 * 128 + 128)))
+        let time = LedgerTime()
+        let seconds = 200e-6 + 2 * 6e-6 + (ledger.readBytes + ledger.writtenBytes) / 80e9 + ledger.flop / 1.2e12
+        #expect(abs(ledger.seconds(time) - seconds) < 1e-12)
+    }
+
+    @Test func valuesAreComputedWhenAsked() throws {
+        var values = [Float]()
+        let body = {
+            let x = MLXArray([1, 2, 3, 4] as [Float], [2, 2])
+            let y = (matmul(x, x.T) + 1)[0..., 1...].reshaped(2)
+            values = y.asArray(Float.self)
+        }
+        let computed = try Ledger.record(compute: true, device: .cpu, body)
+        #expect(values == [12, 26])
+        #expect(try Ledger.record(compute: false, device: .cpu, body).kinds == computed.kinds)
+        #expect(values == [0, 0])
+    }
+
+    @Test func aPrimitiveWithoutARuleFails() throws {
+        #expect(throws: MLXError.caught("[ledger] There is no rule for the primitive Sort.")) {
+            try count { eval(sorted(floats(4))) }
+        }
+        #expect(throws: LedgerError.self) {
+            try count { _ = try? withError { eval(sorted(floats(4))) } }
+        }
+        #expect(try count { eval(exp(floats(4))) }.kernels == 1)
+    }
+
+    @Test func oneLedgerAtATime() throws {
+        _ = try count {
+            #expect(throws: LedgerError.self) { try count {} }
+        }
+    }
+
+    // MARK: - Order and donation, against MLX on the CPU
+
+    /// A graph that is the same for the same seed: probes that depend on others before them.
+    private func randomGraph(seed: UInt64) -> [MLXArray] {
+        var state = seed
+        func random(_ bound: Int) -> Int {
+            state = state &* 6_364_136_223_846_793_005 &+ 1_442_695_040_888_963_407
+            return Int(state >> 33) % bound
+        }
+        var nodes = [MLXArray]()
+        for size in 1...120 {
+            let inputs = nodes.isEmpty ? [] : (0..<random(4)).map { _ in nodes[random(nodes.count)] }
+            nodes.append(withVector(inputs) { MLXArray(probe_source($0, Int32(size))) })
+        }
+        return Array(nodes[90...])
+    }
+
+    private func evaluatedProbes() -> [Int] {
+        var sizes = [Int](repeating: 0, count: 4096)
+        return Array(sizes[0..<probe_log(&sizes, sizes.count)])
+    }
+
+    @Test(arguments: 1...20) func theOrderIsThatOfMLX(seed: UInt64) throws {
+        _ = evaluatedProbes()
+        eval(randomGraph(seed: seed))
+        let expected = evaluatedProbes()
+        #expect(expected.count > 60)
+        var order = [Int]()
+        let trace = { (_: String, size: Int) in order.append(size) }
+        _ = try Ledger.record(device: .cpu, rules: .cpu, trace: trace) { eval(randomGraph(seed: seed)) }
+        #expect(order == expected)
+    }
+
+    /// Sums of arrays of one size, some of which are needed again: what is donated depends on the order.
+    private func randomSums(seed: UInt64) -> [MLXArray] {
+        var state = seed
+        func random(_ bound: Int) -> Int {
+            state = state &* 6_364_136_223_846_793_005 &+ 1_442_695_040_888_963_407
+            return Int(state >> 33) % bound
+        }
+        func source() -> MLXArray { withVector([MLXArray]()) { MLXArray(probe_source($0, 100_000)) } }
+        var open = (0..<12).map { _ in source() }
+        var kept = [MLXArray]()
+        while open.count > 1 {
+            let a = open.remove(at: random(open.count))
+            let b = open.remove(at: random(open.count))
+            let sum = withExtendedLifetime((a, b)) { MLXArray(probe_add(a.ctx, b.ctx)) }
+            open.append(sum)
+            switch random(4) {
+            case 0: kept.append(a)
+            case 1: open.append(b)
+            case 2: open.append(a.reshaped(10, -1).reshaped(-1))
+            default: break
+            }
+            if open.count > 16 { open.removeLast(8) }
+            if kept.count > 30 { break }
+        }
+        return open + kept
+    }
+
+    @Test(arguments: 1...20) func thePeakIsThatOfMLX(seed: UInt64) throws {
+        Stream.cpu.synchronize()
+        let before = Memory.activeMemory
+        Memory.peakMemory = 0
+        eval(randomSums(seed: seed))
+        Stream.cpu.synchronize()
+        let peak = Memory.peakMemory
+        #expect(peak - before > 5 * 400_000)
+        let ledger = try Ledger.record(device: .cpu, rules: .cpu) {
+            eval(randomSums(seed: seed))
+        }
+        #expect(ledger.peakBytes == peak)
+    }
+
+    // MARK: - Command buffers and memory
+
+    @Test func aChainIsWrittenOverItself() throws {
+        let ledger = try count {
+            let source = floats(pageOfFloats * 4)
+            var x = source
+            for _ in 0..<45 { x = exp(x) }
+            eval(x)
+            withExtendedLifetime(source) {}
+        }
+        // 45 kernels: more than 20 are 21, twice, and 3; the first result beside x, then always in its place.
+        #expect(ledger.commandBuffers == 3)
+        #expect(ledger.newBuffers == 2)
+        #expect(ledger.peakArrays == 2)
+        #expect(ledger.peakActiveBytes - baseline() == 2 * 4 * page)
+    }
+
+    /// What was alive before: arrays of tests and of MLX itself.
+    private func baseline() -> Int { Memory.activeMemory }
+
+    /// 42 products, each of the one before, in two command buffers; `x` and `w` are held by the caller.
+    private func products(_ body: () -> Void = {}) {
+        let x = floats(64, 64)
+        let w = floats(64, 64)
+        var y = x
+        for _ in 0..<42 { y = matmul(y, w) }
+        eval(y)
+        body()
+    }
+
+    @Test func inputsAreHeldUntilTheirBufferIsComplete() throws {
+        let before = baseline()
+        // A page each. The encoder far ahead: x, w and 42 products.
+        let ahead = try count(.phone) { products() }
+        #expect(ahead.commandBuffers == 3)
+        #expect(ahead.peakArrays == 44)
+        #expect(ahead.peakBytes - before == 44 * page)
+        // Otherwise 21 are held when the first buffer is complete, which leaves the last of them; 21 more are made.
+        let none = try count(.phoneWithoutRunAhead) { products() }
+        #expect(none.peakArrays == 24)
+        #expect(none.peakActiveBytes - before == 24 * page)
+        // 20 of the freed are in the cache and serve again: only one more is new.
+        #expect(none.newBuffers == 24)
+        #expect(none.newBuffers == ahead.newBuffers - 20)
+    }
+
+    @Test func theEncoderIsAheadByTenBuffers() throws {
+        let ledger = try count {
+            let x = floats(64, 64)
+            var y = x
+            for _ in 0..<(21 * 20) { y = matmul(y, x) }
+            eval(y)
+        }
+        // After the eleventh buffer the first must be complete, and 20 products are free: its inputs but for x. From then
+        // on the 21 inputs of each of 11 buffers are held, the newest product and x.
+        #expect(ledger.peakArrays == 21 * 11 + 2)
+    }
+
+    @Test func theMemoryLimitHoldsTheEncoderBack() throws {
+        let limit = Memory.memoryLimit
+        defer { Memory.memoryLimit = limit }
+        let before = baseline()
+        let ledger = try count {
+            Memory.memoryLimit = Memory.activeMemory + 30 * page
+            products()
+        }
+        // The first buffer has x, w and 21 products. Of the next, the eighth product is the 31st page: the encoder
+        // waits until the first buffer is complete.
+        #expect(ledger.peakArrays == 31)
+        #expect(ledger.peakActiveBytes - before == 31 * page)
+    }
+
+    @Test func theCacheServesSimilarSizes() throws {
+        func newBuffers(after former: Int, _ size: Int) throws -> Int {
+            let body = { (bytes: Int) in eval(arange(bytes / 4, dtype: .int32)) }
+            let one = try count { body(former) }.newBuffers
+            return try count {
+                body(former)
+                body(size)
+            }.newBuffers - one
+        }
+        #expect(try newBuffers(after: 3 * page, 3 * page) == 0)
+        #expect(try newBuffers(after: 3 * page, 2 * page + 4) == 0)  // is three pages, too
+        #expect(try newBuffers(after: 4 * page, 3 * page) == 0)  // less than two pages more
+        #expect(try newBuffers(after: 5 * page, 3 * page) == 1)
+        #expect(try newBuffers(after: 3 * page, 4 * page) == 1)
+        #expect(try newBuffers(after: 1000, 600) == 0)  // less than twice as long
+        #expect(try newBuffers(after: 1000, 500) == 1)
+    }
+
+    @Test func theCacheCountsUntilItIsCleared() throws {
+        let cacheLimit = Memory.cacheLimit
+        defer { Memory.cacheLimit = cacheLimit }
+        let before = baseline()
+        func work(_ between: () -> Void) throws -> Ledger {
+            try count {
+                eval(arange(8 * pageOfFloats, dtype: .int32))
+                between()
+                eval(arange(20 * pageOfFloats, dtype: .int32))
+            }
+        }
+        Memory.cacheLimit = 1 << 40
+        let kept = try work { #expect(Memory.cacheMemory == 8 * page) }
+        #expect(kept.peakBytes - before == 28 * page)
+        #expect(kept.peakActiveBytes - before == 20 * page)
+        let cleared = try work {
+            Memory.clearCache()
+            #expect(Memory.cacheMemory == 0)
+        }
+        #expect(cleared.peakBytes - before == 20 * page)
+        Memory.cacheLimit = 0
+        #expect(try work {}.peakBytes - before == 20 * page)
+    }
+
+    // MARK: - Rules
+
+    @Test func viewsCostNothing() throws {
+        let x = floats(4, 6)
+        #expect(
+            try kernels {
+                [
+                    x[1..., 2...], x.T, x.reshaped(2, 12), broadcast(x, to: [3, 4, 6]), x.expandedDimensions(axis: 0),
+                    depends(input: x, dependencies: [x]), stopGradient(x), x[..<1], split(x, parts: 2, axis: 1)[1],
+                ]
+            } == [:])
+        #expect(try kernels { [x.T.reshaped(24)] } == ["copy": 1])
+        #expect(try kernels { [x.T.reshaped(2, 3, 4)] } == [:])  // splits an axis
+        #expect(try kernels { [contiguous(x)] } == [:])
+        #expect(try kernels { [contiguous(x.T)] } == ["copy": 1])
+        #expect(try kernels { [contiguous(x.T, allowColMajor: true)] } == [:])
+    }
+
+    @Test func copies() throws {
+        let x = floats(4, 6)
+        #expect(try kernels { [x.asType(.bfloat16)] } == ["copy": 1])
+        #expect(try kernels { [concatenated([x, x, x])] } == ["copy": 3])
+        #expect(try kernels { [MLXArray.zeros([4])] } == ["copy": 1])
+        func updated(_ y: MLXArray) throws -> [String: Int] {
+            try kernels {
+                y[1] = floats(6)
+                return [y]
+            }
+        }
+        #expect(try updated(floats(4, 6)) == ["copy": 1])  // the update is written over the array
+        #expect(try updated(x.copyContext()) == ["copy": 2])  // `x` stays, so its copy gets it
+        #expect(try kernels { [x.take(MLXArray([1, 2]), axis: 0)] } == ["gather": 1])
+        #expect(try kernels { [which(x .> 0, x, MLXArray(Float(0)))] } == ["binary": 1, "select": 1])
+    }
+
+    @Test func reductions() throws {
+        #expect(try kernels { [floats(64, 64).sum()] } == ["reduce": 1])  // 4,096 elements
+        #expect(try kernels { [floats(64, 65).sum()] } == ["reduce": 2])
+        #expect(try kernels { [floats(100, 5000).sum(axis: 1)] } == ["reduce": 1])
+        #expect(try kernels { [floats(31, 5000).sum(axis: 0)] } == ["reduce": 1])  // few rows
+        #expect(try kernels { [floats(256, 5000).sum(axis: 0)] } == ["reduce": 1])
+        #expect(try kernels { [floats(257, 5000).sum(axis: 0)] } == ["reduce": 2])  // many rows
+        #expect(try kernels { [floats(257, 32768).sum(axis: 0)] } == ["reduce": 1])  // and enough columns
+        #expect(try kernels { [floats(1024, 8).sum(axis: 0)] } == ["reduce": 2])
+        #expect(try kernels { [softmax(floats(8, 32), axis: -1)] } == ["softmax": 1])
+        #expect(try kernels { [softmax(floats(8, 32).T, axis: -1)] } == ["copy": 1, "softmax": 1])
+        #expect(try kernels { [logSumExp(floats(8, 32), axis: -1)] } == ["logsumexp": 1])
+        #expect(try kernels { [argMax(floats(8, 32), axis: -1)] } == ["arg_reduce": 1])
+        // Partial results: 32 of each column.
+        #expect(try count { eval(floats(257, 5000).sum(axis: 0)) }.kinds["reduce"]?.writtenBytes == 4 * 33 * 5000)
+    }
+
+    @Test func matrixProducts() throws {
+        func product(_ a: MLXArray, _ b: MLXArray) throws -> [String: Int] { try kernels { [matmul(a, b)] } }
+        #expect(try product(floats(64, 64), floats(64, 128)) == ["gemm": 1])  // k is less than n
+        #expect(try product(floats(64, 256), floats(256, 64)) == ["gemm": 1, "gemm_accumulate": 1])
+        #expect(try product(floats(64, 96), floats(96, 64)) == ["gemm": 1])  // k is short
+        // 33 · 32 tiles of 16 × 16 are more than 1,024.
+        #expect(try product(floats(513, 600), floats(600, 512)) == ["gemm": 1])
+        #expect(try product(floats(512, 600), floats(600, 512)) == ["gemm": 1, "gemm_accumulate": 1])
+        #expect(try product(floats(1, 256), floats(256, 64)) == ["gemv": 1])
+        #expect(try product(floats(64, 64).T, floats(128, 64).T) == ["gemm": 1])
+        #expect(try product(floats(64, 128)[0..., .stride(by: 2)], floats(64, 128)) == ["copy": 1, "gemm": 1])
+        // Eight products of 16 rows are one of 128, of which k is long enough; by eight matrices they are eight.
+        #expect(try product(floats(8, 16, 256), floats(256, 64)) == ["gemm": 1, "gemm_accumulate": 1])
+        #expect(try product(floats(8, 16, 256), floats(8, 256, 64)) == ["gemm": 1])
+        #expect(try kernels { [addMM(floats(64), floats(64, 64), floats(64, 128)[0..., ..<64])] } == ["gemm": 1])
+        // 256 / 16 iterations, 2 · 2 tiles of 32: four parts in float32, and the product.
+        let inParts = try count { eval(matmul(floats(64, 256), floats(256, 64))) }
+        #expect(inParts.flop == 2 * 64 * 64 * 256)
+        #expect(inParts.kinds["gemm"]?.writtenBytes == 65536)
+    }
+
+    @Test func quantizedProducts() throws {
+        let ledgerOfQuantizing = try count {
+            let (w, scales, biases) = quantized(floats(2048, 1024), groupSize: 64, bits: 4)
+            eval([w, scales] + (biases.map { [$0] } ?? []))
+        }
+        #expect(ledgerOfQuantizing.kinds.mapValues { $0.kernels } == ["quantize": 1])
+        func product(rows: Int, transpose: Bool, slice: Bool = false) throws -> [String: Int] {
+            try kernels {
+                var w = MLXArray.zeros([2048, 128], dtype: .uint32)  // 2,048 × 1,024 in 4 bits
+                var (scales, biases) = (floats(2048, 16), floats(2048, 16))
+                eval(w)
+                if slice { (w, scales, biases) = (w[0..., ..<64], scales[0..., ..<8], biases[0..., ..<8]) }
+                let columns = slice ? 512 : 1024
+                return [
+                    quantizedMM(
+                        floats(rows, transpose ? columns : 2048), w, scales: scales, biases: biases,
+                        transpose: transpose, groupSize: 64, bits: 4)
+                ]
+            }.filter { $0.key != "copy" || slice }
+        }
+        #expect(try product(rows: 18, transpose: true) == ["qmm": 1])
+        #expect(try product(rows: 17, transpose: true) == ["qmv": 1])
+        #expect(try product(rows: 4, transpose: false) == ["qmm": 1])
+        // Eight parts of k, whose sum is a reduction of short columns.
+        #expect(try product(rows: 3, transpose: false) == ["qvm": 1, "reduce": 1])
+        // Zeros are a copy; a column slice is copied three times.
+        #expect(try product(rows: 32, transpose: true, slice: true) == ["copy": 4, "qmm": 1])
+        #expect(
+            try kernels {
+                [dequantized(MLXArray.zeros([64, 8], dtype: .uint32), scales: floats(64, 1), biases: floats(64, 1))]
+            } == ["copy": 1, "dequantize": 1])
+    }
+
+    @Test func adoptedMemoryIsActiveButNotInThePeak() throws {
+        // As MemoryTests maps it: pages behind a word with their length.
+        let bytes = 64 * page
+        let base = UnsafeMutableRawPointer.allocate(byteCount: 2 * page + bytes, alignment: page)
+        let data = base + page
+        (data - 8).storeBytes(of: bytes, as: Int.self)
+        memset(data, 0, bytes)
+        let before = baseline()
+        let ledger = try count {
+            let mapped = MLXArray(rawPointer: data, [bytes / 4], dtype: .float32) { base.deallocate() }
+            #expect(Memory.activeMemory - before == bytes)
+            eval(exp(mapped[..<pageOfFloats]))
+            #expect(Memory.peakMemory - before == bytes + page)
+        }
+        #expect(Memory.activeMemory == before)
+        #expect(ledger.peakBytes - before == page)
+    }
+
+    // MARK: - Fused operations, which only functions from files have on a machine without a GPU
+
+    private let eps = bytes(of: Float(1e-6))
+
+    /// Kernels by kind of an operation on arrays that are views or not, and that the caller holds or not.
+    private func fused(
+        _ name: String, _ state: Data, _ inputs: @autoclosure () -> [MLXArray], _ shape: [Int]
+    ) throws -> Ledger {
+        try count {
+            var inputs: [MLXArray]? = inputs()
+            eval(inputs ?? [])
+            Memory.clearCache()
+            let function = try functionFile(name, state, inputs ?? [], shape)
+            defer { try? FileManager.default.removeItem(at: function) }
+            let imported = try importFunction(from: function)
+            let outputs: [MLXArray] =
+                switch inputs?.count {
+                case 2: try imported(inputs?[0] ?? .mlxNone, inputs?[1] ?? .mlxNone)
+                default: try imported(inputs?[0] ?? .mlxNone, inputs?[1] ?? .mlxNone, inputs?[2] ?? .mlxNone)
+                }
+            inputs = nil
+            eval(outputs)
+        }
+    }
+
+    private func counts(_ ledger: Ledger) -> [String: Int] { ledger.kinds.mapValues { $0.kernels } }
+
+    @Test func norms() throws {
+        let whole = try fused("RMSNorm", eps, [floats(4, 64), floats(64)], [4, 64])
+        #expect(counts(whole) == ["rms_norm": 1])
+        #expect(whole.newBuffers == 2)  // in the place of its input
+        let held = floats(4, 64)
+        #expect(try fused("RMSNorm", eps, [held, floats(64)], [4, 64]).newBuffers == 2)
+        let columns = try fused("RMSNorm", eps, [floats(64, 4).T, floats(64)], [4, 64])
+        #expect(counts(columns) == ["copy": 1, "rms_norm": 1])
+    }
+
+    @Test func ropes() throws {
+        func state(_ dims: Int32) -> Data {
+            bytes(of: dims) + bytes(of: false) + bytes(of: Float(10000)) + bytes(of: Float(1)) + bytes(of: true)
+        }
+        func rope(_ dims: Int32, _ x: MLXArray) throws -> [String: Int] {
+            counts(try fused("RoPE", state(dims), [x, MLXArray(Int32(0))], x.shape))
+        }
+        #expect(try rope(64, floats(1, 2, 16, 64)) == ["rope": 1])
+        // Heads and sequence exchanged are read as they are.
+        #expect(try rope(64, floats(1, 16, 2, 64).transposed(0, 2, 1, 3)) == ["rope": 1])
+        // Of a part of the dimensions, or of another layout, a copy is turned.
+        #expect(try rope(32, floats(1, 2, 16, 64).transposed(0, 1, 2, 3)[0..., 0..., ..<8]) == ["copy": 1, "rope": 1])
+        #expect(try rope(64, floats(2, 16, 64, 2).transposed(0, 3, 1, 2)) == ["copy": 1, "rope": 1])
+    }
+
+    @Test func attentions() throws {
+        func state(causal: Bool) -> Data {
+            bytes(of: Float(0.125)) + bytes(of: causal) + bytes(of: false) + bytes(of: false)
+        }
+        func attention(_ q: MLXArray, _ k: MLXArray) throws -> Ledger {
+            try fused("ScaledDotProductAttention", state(causal: true), [q, k, k], q.shape)
+        }
+        let full = try attention(floats(1, 4, 32, 64), floats(1, 2, 32, 64))
+        #expect(counts(full) == ["attention": 1])
+        #expect(full.flop == 2 * 4 * 32 * 32 * (64 + 64))
+        // Rows of q that are not contiguous are copied; other transpositions are not.
+        #expect(
+            counts(try attention(floats(1, 32, 4, 64).transposed(0, 2, 1, 3), floats(1, 2, 32, 64)))
+                == ["attention": 1])
+        #expect(
+            counts(try attention(floats(1, 4, 64, 32).transposed(0, 1, 3, 2), floats(1, 2, 32, 64)))
+                == ["copy": 1, "attention": 1])
+        // A few rows: one kernel, or two where there are many keys for several heads.
+        #expect(counts(try attention(floats(1, 4, 1, 64), floats(1, 2, 4095, 64))) == ["attention": 1])
+        #expect(counts(try attention(floats(1, 4, 1, 64), floats(1, 2, 4096, 64))) == ["attention": 2])
+        #expect(counts(try attention(floats(1, 4, 1, 64), floats(1, 4, 4096, 64))) == ["attention": 1])
+    }
+}
+
+// MARK: - Files of functions
+
+private func bytes<T>(of value: T) -> Data { withUnsafeBytes(of: value) { Data($0) } }
+
+/// A file with a function of one primitive, as MLX 0.31.1 writes it for a GPU (export.cpp:820): a machine without one
+/// replaces these primitives by plain operations when it traces them, and so cannot write it.
+private func functionFile(_ name: String, _ state: Data, _ inputs: [MLXArray], _ shape: [Int]) throws -> URL {
+    func list(_ items: [Data]) -> Data { items.reduce(bytes(of: UInt64(items.count)), +) }
+    func text(_ text: String) -> Data { list(text.utf8.map { bytes(of: $0) }) }
+    func array(_ shape: [Int], _ dtype: DType) -> Data {
+        list(shape.map { bytes(of: Int32($0)) }) + bytes(of: dtype.code) + bytes(of: UInt8(dtype.size))
+    }
+    let ids = inputs.indices.map { bytes(of: UInt64($0 + 1)) }
+    let result = bytes(of: UInt64(100))
+    var tape = ids.map { $0 + bytes(of: false) + bytes(of: false) }  // inputs have no primitive and no data
+    tape.append(
+        result + bytes(of: true) + list(ids)
+            + bytes(of: Int32(0)) + bytes(of: Int32(1)) + bytes(of: Int32(0))  // the stream: of device 1, the GPU
+            + text(name) + state + bytes(of: UInt64(0)) + array(shape, inputs[0].dtype))
+    let file =
+        text("0.31.1") + bytes(of: Int32(1)) + bytes(of: false) + list([])
+        + list(ids) + list(inputs.map { array($0.shape, $0.dtype) }) + list([result]) + list(tape)
+    let url = FileManager.default.temporaryDirectory.appendingPathComponent(UUID().uuidString + ".mlxfn")
+    try file.write(to: url)
+    return url
+}
