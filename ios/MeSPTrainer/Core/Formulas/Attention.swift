@@ -89,7 +89,7 @@ struct Attention {
     ///   - q: `[heads, T, d]`; k, v: `[kv_heads, T, d]`; before the norms and RoPE
     ///   - out: attn_out by head, `[heads, T, d]`; dOut: its gradient, alike
     ///   - tile: query rows a tile
-    /// - Returns: dq `[T, heads·d]`, dk and dv `[T, kv_heads·d]`, evaluated.
+    /// - Returns: dq `[T, heads·d]`, dk and dv `[T, kv_heads·d]`, in float32, evaluated.
     func backward(q: MLXArray, k: MLXArray, v: MLXArray, out: MLXArray, dOut: MLXArray, tile: Int)
         -> (dq: MLXArray, dk: MLXArray, dv: MLXArray)
     {
@@ -119,7 +119,7 @@ struct Attention {
             let keys = seen(by: rows)
             // The query heads that share a key-value head lie below each other, so that a sum over them is a matrix product.
             func stacked(_ x: MLXArray) -> MLXArray { x.reshaped([groups, perGroup * rows.count, d]).asType(.float32) }
-            func byToken(_ x: MLXArray) -> MLXArray { x.swappedAxes(0, 1).reshaped([rows.count, -1]).asType(q.dtype) }
+            func byToken(_ x: MLXArray) -> MLXArray { x.swappedAxes(0, 1).reshaped([rows.count, -1]) }
             /// new, of the `keys`, plus the sum so far, of the last of them.
             func added(_ sum: MLXArray, to new: MLXArray) -> MLXArray {
                 let missing = keys.count - sum.dim(1)

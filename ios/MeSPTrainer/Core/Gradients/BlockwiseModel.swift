@@ -88,7 +88,9 @@ final class BlockwiseModel {
             let targets = MLXArray(Array(example.targets))
             let (loss, dy) = try bundle.withHead { weights in
                 let head = CrossEntropyHead(weights: weights, architecture: bundle.architecture, tile: tile.vocabulary)
-                return head(y, targets: targets, counted: example.counted, gradientScale: gradientScale)
+                return try head(y, targets: targets, counted: example.counted, gradientScale: gradientScale) {
+                    try clock.boundary()
+                }
             }
             Memory.clearCache()
             return (loss.item(Float.self), dy)
