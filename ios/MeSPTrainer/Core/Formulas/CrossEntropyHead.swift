@@ -17,8 +17,11 @@ struct CrossEntropyHead {
     let architecture: Architecture
     /// Rows of W at a time.
     let tile: Int
-    /// Multiplications from one boundary to the next, if a tile has no more: 0.2 s at 10 GFLOPS.
-    var workBetweenBoundaries = 1 << 30
+    /// Multiplications from one boundary to the next, where a tile has no more.
+    var workBetweenBoundaries = defaultWork
+
+    /// Below 0.2 s from 11 GFLOPS on, a multiplication and an addition being two operations.
+    static let defaultWork = 1 << 30
 
     private var matrix: QuantizedMatrix { weights.matrix("", inputs: architecture.hiddenSize) }
     private var norm: RMSNorm { RMSNorm(weight: weights["norm"], eps: architecture.rmsNormEps) }

@@ -162,7 +162,7 @@ struct BlockBackward {
         else { preconditionFailure("a gradient was asked for") }
         func byHead(_ x: MLXArray) -> MLXArray { x.reshaped(shape).swappedAxes(0, 1) }
         return weights.attention.backward(
-            q: forward.q[0], k: forward.k[0], v: forward.v[0], out: byHead(attnOut), dOut: byHead(dAttnOut),
+            q: forward.q[0], k: forward.k[0], v: forward.v[0], dOut: byHead(dAttnOut),
             tile: tile.attention)
     }
 
