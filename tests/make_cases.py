@@ -7,6 +7,7 @@ with `bfloat16` tells the dtype, and one with `gpu` that the functions are the G
 CPU: there `mx.fast`'s primitives are plain operations, and the rest is what runs on a GPU.
 """
 
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -107,6 +108,9 @@ def main() -> None:
             command = (sys.executable, "-c", EXPORT_GPU) if "gpu" in name else (export,)
             run(*command, "--model", model, "--data", text, *out, *lengths, *options)
         steps = ("--steps", 0) if config is WIDE else ()
+        if name == "wide-gpu-bfloat16":  # the reference has no device
+            shutil.copy(case.with_name("wide-bfloat16") / "gradients.safetensors", case)
+            continue
         run(sys.executable, make_fixtures, case / "bundle.mesp", case, *lengths, *steps)
 
 

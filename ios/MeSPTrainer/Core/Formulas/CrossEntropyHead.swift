@@ -51,7 +51,7 @@ struct CrossEntropyHead {
     /// - Returns: the sum of the losses in nats (a float32 scalar), and dy `[1, T, hidden]` times the scale, in y's dtype; evaluated.
     func callAsFunction(
         _ y: MLXArray, targets: MLXArray, counted: Range<Int>, gradientScale: Float?,
-        atBoundary: () throws -> Void = {}
+        atBoundary: () throws -> Void
     ) rethrows -> (loss: MLXArray, dy: MLXArray?) {
         let (length, shape, dtype) = (y.dim(1), [counted.count, y.dim(2)], y.dtype)
         let y = y.reshaped([length, shape[1]])[counted].asType(.float32)

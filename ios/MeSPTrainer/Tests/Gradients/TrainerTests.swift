@@ -36,10 +36,13 @@ import Testing
         }
     }
 
-    /// A step that stores bfloat16 is off by what storing costs, the fixture's `floor`, and little more for how it computes.
+    /// A step that stores bfloat16 is off by what storing costs, the fixture's `floor`, and little more for how it computes: at
+    /// Qwen2.5-0.5B's width, with biases of k as large as its own. Where these don't hide it, a tiny model's error also shows that norms
+    /// are rounded, and on the GPU each product.
     @Test(arguments: Fixture.roundedCases)
     func bfloat16CostsLittleMoreThanStoringIt(_ folder: URL) throws {
         let fixture = try Fixture(folder, "gradients")
+        let bar: Float = folder.lastPathComponent.hasPrefix("wide") ? 1.25 : 4
         for method in [GradientMethod.mesp, .mebp] {
             let trainer = try fixture.trainer(method)
             let layout = trainer.model.layout
@@ -54,7 +57,7 @@ import Testing
                         let error = relativeError(ours[keyPath: matrix], exact[keyPath: matrix])
                         let least = relativeError(floor[keyPath: matrix], exact[keyPath: matrix])
                         #expect(
-                            error <= 1.25 * least,
+                            error <= bar * least,
                             "\(method) block \(block) \(module.name).\(name): \(error), floor \(least)")
                     }
                 }
