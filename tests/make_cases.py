@@ -2,16 +2,19 @@
 
     python tests/make_cases.py FOLDER
 
-Each case is a folder with `bundle.mesp` and what tests/make_fixtures.py computes on it.
+Each case is a folder with `bundle.mesp` and what tests/make_fixtures.py computes on it. A name
+with `bfloat16` tells the dtype, and one with `gpu` that the functions are the GPU's, traced on the
+CPU: there `mx.fast`'s primitives are plain operations, and the rest is what runs on a GPU.
 """
 
 import multiprocessing
+import shutil
 import sys
 import tempfile
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
-import mlx.core  # noqa: F401, before OpenBLAS: the engine, which has that, is compared with another
+import mlx.core as mx  # before OpenBLAS: the engine, which has that, is compared with another
 import pytest
 
 # isort: split
@@ -21,12 +24,19 @@ from conftest import (
     TEXT,
     TINY,
     dequantize_once,
+    random_tensors,
     run,
     write_mixed_model,
     write_model,
 )
+from mesp.bundle import function_files
 
 UNTIED = {**TINY, "num_hidden_layers": 2, "tie_word_embeddings": False, "rope_theta": 1e6}
+# With heads that the GPU's fused attention takes.
+HEADS_64 = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+# Qwen2.5-0.5B's width.
+WIDE = {**TINY, "hidden_size": 896, "intermediate_size": 4864, "num_attention_heads": 14}
+WIDE |= {"num_hidden_layers": 2, "rope_theta": 1e6}
 # Name, config.json, length, rank, and more options of mesp-export.
 CASES = [
     ("tied-32", TINY, 32, 8),
@@ -45,24 +55,77 @@ CASES = [
     ("mxfp8", FAMILIES["qwen3"], 9, 4, "--mode", "mxfp8"),
     ("gemma2-bfloat16", FAMILIES["gemma2"], 9, 4, "--dtype", "bfloat16"),
     ("qwen3-bfloat16", FAMILIES["qwen3"], 9, 4, "--mode", "mxfp4", "--dtype", "bfloat16"),
+    ("wide-bfloat16", WIDE, 64, 8, "--dtype", "bfloat16"),
+    ("tied-gpu", {**TINY, "hidden_size": 256}, 20, 4),
+    ("qwen3-gpu", {**FAMILIES["qwen3"], **HEADS_64}, 9, 4, "--group-size", 32),
+    ("gemma2-gpu", FAMILIES["gemma2"], 9, 4, "--group-size", 32),
+    ("phi3-gpu", {**FAMILIES["phi3"], **HEADS_64}, 9, 4, "--mode", "nvfp4"),
+    ("qwen3-gpu-bfloat16", {**FAMILIES["qwen3"], **HEADS_64}, 9, 4, "--dtype", "bfloat16"),
+    ("gemma2-gpu-bfloat16", FAMILIES["gemma2"], 9, 4, "--dtype", "bfloat16"),
+    ("wide-gpu-bfloat16", WIDE, 64, 8, "--dtype", "bfloat16"),
 ]
+
+
+def export_for_gpu(patch: pytest.MonkeyPatch) -> None:
+    """Lets mesp-export write the GPU's functions on the CPU.
+
+    The CPU's `quantized_matmul` adds up in its operands' dtype: here, as on the GPU, sums are
+    float32, and rounded in the end.
+    """
+    of_device, multiply = function_files.block_function, mx.quantized_matmul
+
+    def of_gpu(arch, kind, layout, device, plain):
+        return of_device(arch, kind, layout, "gpu", plain)
+
+    def quantized_matmul(x, weight, scales, biases, **quantization):
+        packed = (
+            a if a is None or a.dtype == mx.uint8 else a.astype(mx.float32)
+            for a in (scales, biases)
+        )
+        return multiply(x.astype(mx.float32), weight, *packed, **quantization).astype(x.dtype)
+
+    patch.setattr(function_files, "block_function", of_gpu)
+    patch.setattr(mx, "quantized_matmul", quantized_matmul)
 
 
 def make(folder: Path, name: str, config: dict, length: int, rank: int, *options: object) -> None:
     case = folder / name
     case.mkdir(parents=True)
     lengths = ("--seq-len", length, "--rank", rank)
-    with tempfile.TemporaryDirectory() as source:
-        write = write_mixed_model if name == "mixed" else write_model
-        model = write(Path(source, "model"), config)
+    wide = name.startswith("wide")
+    with tempfile.TemporaryDirectory() as source, pytest.MonkeyPatch.context() as patch:
+        if name == "mixed":
+            model = write_mixed_model(Path(source, "model"), config)
+        else:
+            tensors = (wide_tensors if wide else random_tensors)(config)
+            model = write_model(Path(source, "model"), config, tensors)
         text = Path(source, "text.txt")
         text.write_text(TEXT)
+        if "gpu" in name:
+            export_for_gpu(patch)
         files = ("--model", model, "--data", text, "--out", case / "bundle.mesp")
         done = run("export", *files, *lengths, *options)
         assert done.returncode == 0, done.stderr
+    if name == "wide-gpu-bfloat16":
+        return  # the reference has no device: `main` takes what it computed of the CPU's case
     with pytest.MonkeyPatch.context() as patch:
         dequantize_once(patch)
-        make_fixtures.main(list(map(str, (case / "bundle.mesp", case, *lengths))))
+        steps = ("--steps", 0) if wide else ()
+        make_fixtures.main(list(map(str, (case / "bundle.mesp", case, *lengths, *steps))))
+
+
+def wide_tensors(config: dict) -> dict[str, mx.array]:
+    """`random_tensors` with biases of k as large as Qwen2.5's:
+
+    of each key head, hundreds in the pair that RoPE turns least, tens in the next.
+    """
+    tensors = random_tensors(config)
+    for name, bias in tensors.items():
+        if name.endswith("k_proj.bias"):
+            heads = bias.reshape(config["num_key_value_heads"], 2, -1)
+            heads[..., -2:] = heads[..., -2:] * mx.array([40.0, 400.0])
+            tensors[name] = heads.reshape(-1)
+    return tensors
 
 
 def main() -> None:
@@ -70,6 +133,8 @@ def main() -> None:
     with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
         for made in [pool.submit(make, Path(sys.argv[1]), *case) for case in CASES]:
             made.result()
+    wide = Path(sys.argv[1], "wide-bfloat16")
+    shutil.copy(wide / "gradients.safetensors", wide.with_name("wide-gpu-bfloat16"))
 
 
 if __name__ == "__main__":

@@ -13,14 +13,18 @@
     o_out, mlp_out                                  and these where there are post norms
     dx.N        [1, T, hidden]      the loss's gradient by block N's input
     grad.N      [P]                 the loss's gradient by block N's LoRA parameters
+    floor.N, floor_loss             of a bfloat16 bundle: grad.N and loss where only what is stored
+                                    (block inputs, intermediates, the gradients between blocks) is
+                                    rounded to bfloat16, and all arithmetic is float32
 
 `losses.safetensors`: the losses of training from the initial LoRA parameters with SGD, each step's
-before its update: `mesp` and `mebp` [steps], `mezo` [mezo steps].
+before its update: `mesp` and `mebp` [steps], `mezo` [mezo steps]. Not written for 0 steps.
 
 All arrays but the tokens are float32. Both files' metadata hold the settings.
 """
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
@@ -59,6 +63,33 @@ def gradient_arrays(
     return arrays
 
 
+def to_bfloat16(x: mx.array) -> mx.array:
+    """x rounded to the nearest bfloat16, float32."""
+    return x.astype(mx.bfloat16).astype(mx.float32)
+
+
+def floor_arrays(
+    model: reference.Model, window: mx.array, lora: list[mx.array], scale: float
+) -> dict[str, mx.array]:
+    """`reference.gradients` where only what is stored is rounded: no step that stores bfloat16 is
+
+    more exact, but by chance.
+    """
+    arch, targets = model.arch, window[1:]
+    blocks = [(lora[i], scale, model.blocks[i], arch, arch.kind(i)) for i in range(len(lora))]
+    (embeddings,) = reference.forward(replace(model, blocks=[]), [], window[:-1], scale)
+    x, forward = to_bfloat16(embeddings), []
+    for block in blocks:
+        y, *intermediates = reference.block_forward(x, *block, stored=to_bfloat16)
+        forward.append((x, intermediates))
+        x = y
+    floor = {"floor_loss": reference.cross_entropy(x, targets, model.head, arch)[None]}
+    d = reference.cross_entropy_backward(x, targets, model.head, arch)
+    for i in reversed(range(len(blocks))):
+        d, floor[f"floor.{i}"] = reference.block_backward(*forward[i], to_bfloat16(d), *blocks[i])
+    return floor
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -85,7 +116,11 @@ def main(arguments: list[str] | None = None) -> None:
 
     lora = random_lora(model, settings.rank, settings.seed)
     arrays = gradient_arrays(model, tokens[: settings.seq_len + 1], lora, scale)
+    if bundle.manifest["dtype"] == "bfloat16":
+        arrays |= floor_arrays(model, tokens[: settings.seq_len + 1], lora, scale)
     mx.save_safetensors(str(settings.out / "gradients.safetensors"), arrays, metadata)
+    if not settings.steps:
+        return
 
     losses = {}
     for method in ("mesp", "mebp", "mezo"):

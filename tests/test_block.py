@@ -1,5 +1,9 @@
 """The exported block function against mlx-lm's own block on the same quantized weights."""
 
+import io
+import re
+from collections import Counter
+
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
@@ -254,6 +258,54 @@ def test_the_gpu_function_computes_the_same(monkeypatch, name, how):
     outputs = function(x, case.lora, mx.array(SCALE), case.weights)
     assert bool(calls) == (how == "fused" and case.arch.attn_logit_softcapping is None)
     assert_same(case, outputs, x)
+
+
+def primitives(*outputs: mx.array) -> Counter:
+    """How many of each primitive the graph of `outputs` has."""
+    dot = io.StringIO()
+    mx.export_to_dot(dot, *outputs)
+    return Counter(re.findall(r'label ="(\w+)", shape=rectangle', dot.getvalue()))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["qwen2", "qwen3", "gemma2", "gemma3_text", "phi3"])
+def test_the_gpu_function_differs_on_the_cpu_in_fused_primitives_only(monkeypatch, name, dtype):
+    """On the CPU `mx.fast` is traced as plain operations, and nothing else depends on the device.
+
+    With a primitive in place of each call, as on a GPU, the graph is that of the CPU without what
+    the calls come to there. (MLX makes the real ones only where there is a GPU.)
+    """
+    case, plain = Case(name), Counter()
+    monkeypatch.setattr(forward_pass, "FUSED_HEADS", (case.arch.head_dim,))
+    quantizations = {module: MODELS[name][1](module) for module in case.arch.modules}
+    layout = block_layout(case.arch, quantizations, dtype)
+    # Inputs with a value, which have no graph.
+    inputs = [mx.zeros((1, 12, case.arch.hidden_size), getattr(mx, dtype)), case.lora]
+    inputs += [mx.array(SCALE), mx.zeros(layout.words, mx.uint32)]
+    mx.eval(inputs)
+
+    def graph() -> Counter:
+        return primitives(*block_function(case.arch, case.kind, layout, "gpu")(*inputs))
+
+    on_cpu = graph()
+    for call in ("rms_norm", "rope", "scaled_dot_product_attention"):
+        fused = getattr(mx.fast, call)
+
+        def stand_in(x, *others, fused=fused, **options):
+            arrays = [a for a in (*others, *options.values()) if isinstance(a, mx.array)]
+            blank = {id(a): mx.zeros(a.shape, a.dtype) for a in (x, *arrays)}
+            mx.eval(list(blank.values()))
+            values = [blank.get(id(a), a) for a in (x, *others)]
+            named = {k: blank.get(id(a), a) for k, a in options.items()}
+            plain.update(primitives(fused(*values, **named)))
+            return mx.erfinv(mx.depends([x], arrays)[0] if arrays else x)
+
+        monkeypatch.setattr(mx.fast, call, stand_in)
+    on_gpu = graph()
+    calls = on_gpu.pop("ErfInv")
+    on_gpu["Depends"] -= calls
+    assert calls > 0
+    assert on_cpu == on_gpu + plain
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])

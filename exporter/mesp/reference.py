@@ -421,38 +421,42 @@ def block_forward(
     weights: Weights,
     arch: Architecture,
     kind: Attention,
+    stored: Callable[[mx.array], mx.array] = lambda x: x,
 ) -> list[mx.array]:
     """[y, attn_in, q, k, v, attn_out, x_mid, gate, up], shapes as in docs/architecture.md.
 
     x_mid = x + o(attention(RMSNorm(x)))        y = x_mid + down(act(gate) ∘ up)
 
     With post norms (o and down are normed before they are added) also o_out and mlp_out, which
-    those take.
+    those take. `stored` is what becomes of an array in memory, such as rounding; gate and up are
+    made again where they are needed.
     """
     p, norm = Parts.of(weights, lora, arch)
     eps = arch.rms_norm_eps
     heads, kv_heads = arch.num_attention_heads, arch.num_key_value_heads
 
-    attn_in = rms_norm(x, norm["input_layernorm.weight"], eps)
-    q = split_heads(linear(attn_in, p["q"], scale), heads)
-    k = split_heads(linear(attn_in, p["k"], scale), kv_heads)
-    v = split_heads(linear(attn_in, p["v"], scale), kv_heads)
+    attn_in = stored(rms_norm(x, norm["input_layernorm.weight"], eps))
+    q = stored(split_heads(linear(attn_in, p["q"], scale), heads))
+    k = stored(split_heads(linear(attn_in, p["k"], scale), kv_heads))
+    v = stored(split_heads(linear(attn_in, p["v"], scale), kv_heads))
     placed_q = place(q, norm.get("self_attn.q_norm.weight"), arch, kind)
     placed_k = place(k, norm.get("self_attn.k_norm.weight"), arch, kind)
-    attn_out = attention(placed_q, placed_k, v, arch, kind)
+    attn_out = stored(attention(placed_q, placed_k, v, arch, kind))
     o_out = linear(attn_out, p["o"], scale)
     if arch.post_norms:
-        x_mid = x + rms_norm(o_out, norm["post_attention_layernorm.weight"], eps)
+        o_out = stored(o_out)
+        x_mid = stored(x + rms_norm(o_out, norm["post_attention_layernorm.weight"], eps))
     else:
-        x_mid = x + o_out
+        x_mid = stored(x + o_out)
 
     mlp_in = rms_norm(x_mid, norm[f"{arch.mlp_norm}.weight"], eps)
     gate = linear(mlp_in, p["gate"], scale)
     up = linear(mlp_in, p["up"], scale)
     mlp_out = linear(gated(gate, up, arch.hidden_act), p["down"], scale)
     if not arch.post_norms:
-        return [x_mid + mlp_out, attn_in, q, k, v, attn_out, x_mid, gate, up]
-    y = x_mid + rms_norm(mlp_out, norm["post_feedforward_layernorm.weight"], eps)
+        return [stored(x_mid + mlp_out), attn_in, q, k, v, attn_out, x_mid, gate, up]
+    mlp_out = stored(mlp_out)
+    y = stored(x_mid + rms_norm(mlp_out, norm["post_feedforward_layernorm.weight"], eps))
     return [y, attn_in, q, k, v, attn_out, x_mid, gate, up, o_out, mlp_out]
 
 

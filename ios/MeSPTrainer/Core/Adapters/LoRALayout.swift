@@ -17,20 +17,20 @@ struct LoRALayout {
         return (inputs + outputs) * rank
     }
 
-    /// The matrices of one module as views of `flat`, in `dtype`.
-    func matrices(_ module: Module, in flat: MLXArray, dtype: DType = .float32) -> LoRAMatrices {
+    /// The matrices of one module as views of `flat`.
+    func matrices(_ module: Module, in flat: MLXArray) -> LoRAMatrices {
         let start = modules.prefix { $0 != module }.reduce(0) { $0 + size($1) }
         let (inputs, outputs) = architecture.dimensions(module)
         let middle = start + inputs * rank
         return LoRAMatrices(
-            a: flat[start..<middle].reshaped([inputs, rank]).asType(dtype),
-            b: flat[middle..<start + size(module)].reshaped([rank, outputs]).asType(dtype))
+            a: flat[start..<middle].reshaped([inputs, rank]),
+            b: flat[middle..<start + size(module)].reshaped([rank, outputs]))
     }
 
     /// The matrices of one projection, likewise.
-    func matrices(_ projection: Projection, in flat: MLXArray, dtype: DType = .float32) -> LoRAMatrices {
+    func matrices(_ projection: Projection, in flat: MLXArray) -> LoRAMatrices {
         let (module, outputs) = architecture.place(projection)
-        let whole = matrices(module, in: flat, dtype: dtype)
+        let whole = matrices(module, in: flat)
         return module.projections.count == 1 ? whole : LoRAMatrices(a: whole.a, b: whole.b[0..., outputs])
     }
 

@@ -13,6 +13,8 @@ public struct ModelBundle {
     private let dataFolder: URL
     /// The files of weights as they were when they were checked.
     var versions = [String: FileVersion]()
+    /// How products with quantized matrices are computed: as suits the bundle's device; tests take the GPU's way on a CPU.
+    var products: QuantizedMatrix.Products
     /// For each block the index of its kind in the manifest's `blocks`.
     var kinds = [Int]()
 
@@ -62,6 +64,7 @@ public struct ModelBundle {
         } catch {
             throw MeSPError("\(path.path) is damaged (\(error.plainSentence)); export the bundle again.")
         }
+        products = manifest.device == "cpu" ? .dense : .packed
         switch manifest.dtype {
         case "float32": dtype = .float32
         case "bfloat16": dtype = .bfloat16
@@ -138,7 +141,7 @@ public struct ModelBundle {
         let words = try mappedWords(url.appendingPathComponent(path), size: count * 4, version: versions[path])
         // While this reference lives, MLX can't donate the mapped buffer and write a result into it.
         return try withExtendedLifetime(words) {
-            try body(PackedWeights(words: words, arrays: arrays, onCPU: manifest.device == "cpu"))
+            try body(PackedWeights(words: words, arrays: arrays, products: products, onCPU: manifest.device == "cpu"))
         }
     }
 

@@ -4,6 +4,7 @@ import MLX
 struct PackedWeights {
     let words: MLXArray
     let arrays: [Manifest.PackedArray]
+    let products: QuantizedMatrix.Products
     let onCPU: Bool
 
     /// The array called `name`, in its shape and dtype, or nil where there is none.
@@ -32,7 +33,8 @@ struct PackedWeights {
             let format = QuantizationFormat(
                 inputs: inputs, words: weight.dim(1), groups: scales.dim(1), hasBiases: biases != nil)
         else { preconditionFailure("no format for \(prefix)") }
-        return QuantizedMatrix(weight: weight, scales: scales, biases: biases, format: format, onCPU: onCPU)
+        return QuantizedMatrix(
+            weight: weight, scales: scales, biases: biases, format: format, products: products, onCPU: onCPU)
     }
 }
 

@@ -10,7 +10,7 @@ import MLX
 /// Maps a file of 32-bit words into memory as one flat `uint32` array `[bytes / 4]`, without copying it.
 ///
 /// - Parameters:
-///   - url: a file whose length is a multiple of 16 KiB, as Metal wants it.
+///   - url: a file whose length is a multiple of `mappingUnit`.
 ///   - size: the length it must have, in bytes.
 ///   - version: what the file must still be.
 func mappedWords(_ url: URL, size: Int, version: FileVersion?) throws -> MLXArray {
@@ -52,6 +52,10 @@ struct FileVersion: Equatable {
     }
 }
 
+/// What the length of a mapping is a multiple of, in bytes: the page of an iPhone, and of every system with smaller ones. Metal takes
+/// only whole pages without copying them.
+let mappingUnit = 16384
+
 /// Maps part of an open file as an array, read-only and without a copy, or nil where the system refuses (`errno`).
 ///
 /// The pages are clean and file-backed: the system can drop and reread them, and they don't count in `phys_footprint`. The mapping
@@ -59,9 +63,15 @@ struct FileVersion: Equatable {
 ///
 /// An anonymous page lies in front, whose last word holds the data's size: MLX's CPU allocator keeps the size of a buffer there,
 /// so that it can take the mapping for one of its own.
+///
+/// - Parameter shape: of a multiple of `mappingUnit`; other lengths are refused.
 func mapArray(_ file: Int32, offset: Int, _ shape: [Int], _ dtype: DType) -> MLXArray? {
     let page = Int(getpagesize())
     let size = shape.reduce(dtype.size, *)
+    guard size % mappingUnit == 0 else {
+        errno = EINVAL
+        return nil
+    }
     let (none, anonymous) = (Int32(-1), MAP_PRIVATE | MAP_ANON)
     // Reserved without access: all of it writable would count against a limit on data.
     guard let start = mmap(nil, page + size, PROT_NONE, anonymous, none, 0), start != MAP_FAILED else { return nil }

@@ -82,18 +82,20 @@ struct Attention {
 
     /// The derivative from what the forward pass left, a tile of query rows at a time, the last first:
     ///
-    ///     dv = Pᵀ dO      dP = dO vᵀ      dS = P (dP − rowsum(dO ∘ O)) cap′      dq̂ = dS k̂ · scale      dk̂ = dSᵀ q̂ · scale
+    ///     dv = Pᵀ dO      dP = dO vᵀ      dS = P (dP − rowsum(P ∘ dP)) cap′      dq̂ = dS k̂ · scale      dk̂ = dSᵀ q̂ · scale
     ///
-    /// P is made again for each tile and never kept. dq̂ and dk̂ are turned back through RoPE and the norms.
+    /// P is made again for each tile and never kept. dq̂ and dk̂ are turned back through RoPE and the norms. rowsum(P ∘ dP) is
+    /// rowsum(dO ∘ O) but for the rounding of O: with a stored O in bfloat16 a row of dS would not add up to 0, and what all keys have
+    /// in common, as with large biases of k, would come into dq̂.
     /// - Parameters:
     ///   - q: `[heads, T, d]`; k, v: `[kv_heads, T, d]`; before the norms and RoPE
-    ///   - out: attn_out by head, `[heads, T, d]`; dOut: its gradient, alike
+    ///   - dOut: the gradient of attn_out by head, `[heads, T, d]`
     ///   - tile: query rows a tile
-    /// - Returns: dq `[T, heads·d]`, dk and dv `[T, kv_heads·d]`, evaluated.
-    func backward(q: MLXArray, k: MLXArray, v: MLXArray, out: MLXArray, dOut: MLXArray, tile: Int)
+    /// - Returns: dq `[T, heads·d]`, dk and dv `[T, kv_heads·d]`, in float32, evaluated.
+    func backward(q: MLXArray, k: MLXArray, v: MLXArray, dOut: MLXArray, tile: Int)
         -> (dq: MLXArray, dk: MLXArray, dv: MLXArray)
     {
-        var parts = tilesBackward(q: q, k: k, v: v, out: out, dOut: dOut, tile: tile)
+        var parts = tilesBackward(q: q, k: k, v: v, dOut: dOut, tile: tile)
         func joined(_ tiles: inout [MLXArray]) -> MLXArray {
             let whole = concatenated(tiles.reversed())
             eval(whole)
@@ -104,7 +106,7 @@ struct Attention {
     }
 
     /// The tiles of dq, dk and dv, the last first; evaluated.
-    private func tilesBackward(q: MLXArray, k: MLXArray, v: MLXArray, out: MLXArray, dOut: MLXArray, tile: Int)
+    private func tilesBackward(q: MLXArray, k: MLXArray, v: MLXArray, dOut: MLXArray, tile: Int)
         -> (dq: [MLXArray], dk: [MLXArray], dv: [MLXArray])
     {
         let (heads, length, d) = (q.dim(0), q.dim(1), q.dim(2))
@@ -119,7 +121,7 @@ struct Attention {
             let keys = seen(by: rows)
             // The query heads that share a key-value head lie below each other, so that a sum over them is a matrix product.
             func stacked(_ x: MLXArray) -> MLXArray { x.reshaped([groups, perGroup * rows.count, d]).asType(.float32) }
-            func byToken(_ x: MLXArray) -> MLXArray { x.swappedAxes(0, 1).reshaped([rows.count, -1]).asType(q.dtype) }
+            func byToken(_ x: MLXArray) -> MLXArray { x.swappedAxes(0, 1).reshaped([rows.count, -1]) }
             /// new, of the `keys`, plus the sum so far, of the last of them.
             func added(_ sum: MLXArray, to new: MLXArray) -> MLXArray {
                 let missing = keys.count - sum.dim(1)
@@ -130,11 +132,11 @@ struct Attention {
             func scoresBackward() -> MLXArray {
                 let (kTile, vTile) = (kHat[0..., keys], v[0..., keys].asType(.float32))
                 let qTile = stacked(query(q[0..., rows], start: rows.lowerBound)) * scale
-                let (oTile, dO) = (stacked(out[0..., rows]), stacked(dOut[0..., rows]))
+                let dO = stacked(dOut[0..., rows])
 
                 let (p, slope) = probabilities(qTile, kTile, rows, keys)
-                let dP = matmul(dO, vTile.swappedAxes(-1, -2))
-                var dS = p * (dP - (dO * oTile).sum(axis: -1, keepDims: true))
+                let pdP = p * matmul(dO, vTile.swappedAxes(-1, -2))
+                var dS = pdP - p * pdP.sum(axis: -1, keepDims: true)
                 if let slope { dS = dS * slope }
 
                 let dq = (matmul(dS, kTile) * scale).reshaped([heads, rows.count, d])

@@ -34,9 +34,18 @@ struct QuantizedMatrix {
     /// nil but for affine quantization.
     let biases: MLXArray?
     let format: QuantizationFormat
-    /// W in float32, made when the first product asks for it and shared by all; nil on the GPU. On the CPU, dequantizing a tile
-    /// and multiplying is some 50 times as fast as `quantizedMM`; on the GPU it is the other way round.
+    /// W in float32, made when the first product asks for it and shared by all; nil for packed products.
     private let dense: Dense?
+    /// MLX's `quantizedMM` adds up in its operands' dtype on the CPU, and in float32 on the GPU: on the CPU it gets float32.
+    private let onCPU: Bool
+
+    /// How a product is computed. On the CPU a dense one is some 50 times as fast, on the GPU it is the other way round.
+    enum Products {
+        /// W is dequantized to float32, and multiplied.
+        case dense
+        /// By `quantizedMM`, in the dtype of what W is multiplied with.
+        case packed
+    }
 
     private final class Dense {
         lazy var array = make()
@@ -44,9 +53,13 @@ struct QuantizedMatrix {
         init(_ make: @escaping () -> MLXArray) { self.make = make }
     }
 
-    init(weight: MLXArray, scales: MLXArray, biases: MLXArray?, format: QuantizationFormat, onCPU: Bool) {
+    init(
+        weight: MLXArray, scales: MLXArray, biases: MLXArray?, format: QuantizationFormat, products: Products,
+        onCPU: Bool
+    ) {
         (self.weight, self.scales, self.biases, self.format) = (weight, scales, biases, format)
-        dense = onCPU ? Dense { Self.dequantize(weight, scales, biases, format) } : nil
+        self.onCPU = onCPU
+        dense = products == .dense ? Dense { Self.dequantize(weight, scales, biases, format) } : nil
     }
 
     /// With bfloat16 scales `dequantized` would round W to bfloat16.
@@ -73,7 +86,9 @@ struct QuantizedMatrix {
     }
 
     private func part(_ weight: MLXArray, _ scales: MLXArray, _ biases: MLXArray?) -> QuantizedMatrix {
-        QuantizedMatrix(weight: weight, scales: scales, biases: biases, format: format, onCPU: dense != nil)
+        QuantizedMatrix(
+            weight: weight, scales: scales, biases: biases, format: format, products: dense == nil ? .packed : .dense,
+            onCPU: onCPU)
     }
 
     /// The rows of W that `indices` `[n]` name, in float32: `[n, in]`.
@@ -102,11 +117,21 @@ struct QuantizedMatrix {
         return sum + multiplied(dy, transpose: false).asType(sum.dtype)
     }
 
-    /// x Wᵀ or x W by `quantizedMM`, on the CPU in float32.
+    /// x Wᵀ or x W by `quantizedMM`; where products are packed, in x's dtype.
     private func multiplied(_ x: MLXArray, transpose: Bool) -> MLXArray {
-        func cast(_ array: MLXArray) -> MLXArray { dense == nil ? array : array.asType(.float32) }
-        return quantizedMM(
-            cast(x), weight, scales: biases == nil ? scales : cast(scales), biases: biases.map(cast),
+        func cast(_ array: MLXArray) -> MLXArray { onCPU ? array.asType(.float32) : array }
+        let rows = x.dim(0)
+        let padded = transpose || dense != nil || !(2..<4).contains(rows) ? x : Self.padded(x, to: 4)
+        var product = quantizedMM(
+            cast(padded), weight, scales: biases == nil ? scales : cast(scales), biases: biases.map(cast),
             transpose: transpose, groupSize: format.groupSize, bits: format.bits, mode: format.mode)
+        if padded.dim(0) > rows { product = product[0..<rows] }
+        return dense == nil ? product.asType(x.dtype) : product
+    }
+
+    /// x with rows of zeros below. Metal's kernel for two or three rows times W reads x with a wrong stride where W has 1,024 rows or
+    /// more (`qvm_split_k` of MLX 0.31); that for four and more does not.
+    private static func padded(_ x: MLXArray, to rows: Int) -> MLXArray {
+        concatenated([x, MLXArray.zeros([rows - x.dim(0), x.dim(1)], dtype: x.dtype)])
     }
 }

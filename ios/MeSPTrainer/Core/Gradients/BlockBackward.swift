@@ -25,7 +25,8 @@ struct Intermediates {
 ///     attn_out = attention(q, k, v)             y = x_mid + down(act(gate(mlp_in)) ∘ up(mlp_in))
 ///
 /// Each projection is a LoRA linear, and what is added to x and x_mid may go through an RMSNorm before. From x, the intermediates and dy
-/// it makes dx and the gradients of the LoRA matrices, and nothing else.
+/// it makes dx and the gradients of the LoRA matrices, and nothing else. What it takes and dx have the bundle's dtype, norms too, as the
+/// block function made them; everything else is float32.
 struct BlockBackward {
     let weights: BlockWeights
     let lora: MLXArray
@@ -46,10 +47,10 @@ struct BlockBackward {
         let shape = x.shape
         let x = x.reshaped([shape[1], shape[2]])
         var gradients = [Projection: LoRAMatrices]()
-        d = d.reshaped([shape[1], shape[2]])
+        d = d.reshaped([shape[1], shape[2]]).asType(.float32)
         d = mlp(forward, dy: d, &gradients)
         if let dx = attention(x: x, consume forward, dMid: d, wantsInput: wantsInput, &gradients) { d = dx }
-        d = d.reshaped(shape)
+        d = d.reshaped(shape).asType(x.dtype)
         let gradient = layout.packed(gradients)
         eval(d, gradient)
         return gradient
@@ -68,21 +69,20 @@ struct BlockBackward {
     {
         let xMid = forward.xMid.reshaped(dResidual.shape)
         let (gateKept, upKept) = (forward.gate?[0], forward.up?[0])
-        let dtype = xMid.dtype
         let norm = weights.mlpNorm
         let dy = through(weights.mlpPostNorm, forward.mlpOut, dy: dResidual)
         let (wGate, wUp, wDown) = (weights.matrix(.gate), weights.matrix(.up), weights.matrix(.down))
         let (gateBias, upBias) = (weights.bias(.gate), weights.bias(.up))
-        let (gateLoRA, upLoRA, downLoRA) = (matrices(.gate, dtype), matrices(.up, dtype), matrices(.down, dtype))
+        let (gateLoRA, upLoRA, downLoRA) = (matrices(.gate), matrices(.up), matrices(.down))
 
         let mlpIn = norm(xMid)
         let hGate = matmul(mlpIn, gateLoRA.a) * scale  // s x A
         let hUp = matmul(mlpIn, upLoRA.a) * scale
         let dyB = matmul(dy, downLoRA.b.T) * scale  // s dy Bᵀ of down
-        var dMlpIn = MLXArray.zeros(mlpIn.shape, dtype: dtype)
-        var hDown = MLXArray.zeros(hGate.shape, dtype: dtype)  // act A of down
-        var dGateB = MLXArray.zeros(hGate.shape, dtype: dtype)  // d_gate Bᵀ of gate
-        var dUpB = MLXArray.zeros(hGate.shape, dtype: dtype)
+        var dMlpIn = MLXArray.zeros(mlpIn.shape)
+        var hDown = MLXArray.zeros(hGate.shape)  // act A of down
+        var dGateB = MLXArray.zeros(hGate.shape)  // d_gate Bᵀ of gate
+        var dUpB = MLXArray.zeros(hGate.shape)
         var (dADown, dBGate, dBUp) = ([MLXArray](), [MLXArray](), [MLXArray]())
         eval(mlpIn, hGate, hUp, dyB)
 
@@ -90,8 +90,10 @@ struct BlockBackward {
             let (wGateF, wUpF, wDownF) = (wGate.rows(f), wUp.rows(f), wDown.columns(f))
             let (bGate, bUp, aDown) = (gateLoRA.b[0..., f], upLoRA.b[0..., f], downLoRA.a[f])
 
-            let gate = gateKept?[0..., f] ?? added(gateBias?[f], to: wGateF.apply(mlpIn) + matmul(hGate, bGate))
-            let up = upKept?[0..., f] ?? added(upBias?[f], to: wUpF.apply(mlpIn) + matmul(hUp, bUp))
+            let gate = gateKept?[0..., f].asType(.float32)
+                ?? added(gateBias?[f], to: wGateF.apply(mlpIn, as: .float32) + matmul(hGate, bGate))
+            let up = upKept?[0..., f].asType(.float32)
+                ?? added(upBias?[f], to: wUpF.apply(mlpIn, as: .float32) + matmul(hUp, bUp))
             let dAct = wDownF.applyTransposed(dy, addedTo: matmul(dyB, aDown.T))
             let (act, dGate, dUp) = weights.architecture.hiddenAct.gatedBackward(gate: gate, up: up, dAct: dAct)
 
@@ -136,7 +138,7 @@ struct BlockBackward {
         let norm = weights.attentionNorm
         let (dq, dk, dv) = heads(consume forward, dMid: dMid, &gradients)
         let attnIn = norm(x)
-        var dAttnIn: MLXArray? = wantsInput ? MLXArray.zeros(x.shape, dtype: x.dtype) : nil
+        var dAttnIn: MLXArray? = wantsInput ? MLXArray.zeros(x.shape) : nil
         dAttnIn = projection(.q, attnIn, dy: dq, addedTo: dAttnIn, &gradients)
         dAttnIn = projection(.k, attnIn, dy: dk, addedTo: dAttnIn, &gradients)
         dAttnIn = projection(.v, attnIn, dy: dv, addedTo: dAttnIn, &gradients)
@@ -156,11 +158,11 @@ struct BlockBackward {
         let dOut = through(weights.attentionPostNorm, forward.oOut, dy: dMid)
         guard
             let dAttnOut = projection(
-                .o, attnOut, dy: dOut, addedTo: MLXArray.zeros(attnOut.shape, dtype: dOut.dtype), &gradients)
+                .o, attnOut, dy: dOut, addedTo: MLXArray.zeros(attnOut.shape), &gradients)
         else { preconditionFailure("a gradient was asked for") }
         func byHead(_ x: MLXArray) -> MLXArray { x.reshaped(shape).swappedAxes(0, 1) }
         return weights.attention.backward(
-            q: forward.q[0], k: forward.k[0], v: forward.v[0], out: byHead(attnOut), dOut: byHead(dAttnOut),
+            q: forward.q[0], k: forward.k[0], v: forward.v[0], dOut: byHead(dAttnOut),
             tile: tile.attention)
     }
 
@@ -170,13 +172,13 @@ struct BlockBackward {
         _ gradients: inout [Projection: LoRAMatrices]
     ) -> MLXArray? {
         let (dx, gradient) = linearBackward(
-            input, weights.matrix(projection), matrices(projection, input.dtype), scale: scale, dy: dy,
+            input, weights.matrix(projection), matrices(projection), scale: scale, dy: dy,
             tile: tile.projection, addedTo: sum)
         gradients[projection] = gradient
         return dx
     }
 
-    private func matrices(_ projection: Projection, _ dtype: DType) -> LoRAMatrices {
-        layout.matrices(projection, in: lora, dtype: dtype)
+    private func matrices(_ projection: Projection) -> LoRAMatrices {
+        layout.matrices(projection, in: lora)
     }
 }

@@ -9,6 +9,8 @@ final class BlockwiseModel {
     let scale: Float
     let tile: TileSizes
     let clock: StepClock
+    /// See `CrossEntropyHead`; a test lowers it.
+    var workBetweenBoundaries = CrossEntropyHead.defaultWork
     /// The parameters: one flat vector `[P]` a block, in float32 or bfloat16.
     var lora: BlockArrays
     /// For each block the function of its kind.
@@ -87,8 +89,12 @@ final class BlockwiseModel {
         return try clock.timed(\.loss) {
             let targets = MLXArray(Array(example.targets))
             let (loss, dy) = try bundle.withHead { weights in
-                let head = CrossEntropyHead(weights: weights, architecture: bundle.architecture, tile: tile.vocabulary)
-                return head(y, targets: targets, counted: example.counted, gradientScale: gradientScale)
+                let head = CrossEntropyHead(
+                    weights: weights, architecture: bundle.architecture, tile: tile.vocabulary,
+                    workBetweenBoundaries: workBetweenBoundaries)
+                return try head(y, targets: targets, counted: example.counted, gradientScale: gradientScale) {
+                    try clock.boundary()
+                }
             }
             Memory.clearCache()
             return (loss.item(Float.self), dy)

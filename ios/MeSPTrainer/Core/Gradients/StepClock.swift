@@ -2,7 +2,7 @@ import Foundation
 
 /// Where a step may wait or end, and where its time goes.
 final class StepClock {
-    /// Called at every block boundary, forward and backward. It may wait (a pause, with the half-done step in memory) or throw
+    /// Called at every block boundary, forward and backward, and some times within the head. It may wait (a pause, with the half-done step in memory) or throw
     /// `CancellationError`, which ends the step while that has changed nothing yet, and is not heeded afterwards.
     var atBlock: () throws -> Void = {}
 
@@ -25,8 +25,8 @@ final class StepClock {
     }
 
     func timed<R>(_ phase: WritableKeyPath<Phases, Double>, _ body: () throws -> R) rethrows -> R {
-        let start = Date.now
-        defer { time[keyPath: phase] += Date.now.timeIntervalSince(start) }
+        let (start, waiting) = (Date.now, time.waiting)
+        defer { time[keyPath: phase] += Date.now.timeIntervalSince(start) - (time.waiting - waiting) }
         return try body()
     }
 }

@@ -13,9 +13,12 @@ import MLX
 final class ArrayFile {
     private let file: Int32
     private let shape: [Int]
+    private let count: Int
     private let dtype: DType
-    /// From one array to the next, in bytes: a multiple of every system's page size.
+    /// From one array to the next, in bytes: whole pages, as `mapArray` wants them.
     private let stride: Int
+    /// The file's length in bytes.
+    private var length = 0
     /// Bytes written since the start.
     private(set) var written = 0
     /// While this reference lives, MLX can't donate the mapped buffer and write a result into it.
@@ -27,8 +30,8 @@ final class ArrayFile {
         file = open(path, O_RDWR | O_CREAT | O_EXCL, 0o600)
         guard file >= 0 else { throw MeSPError("Cannot make a file in \(folder.path): \(lastError()).") }
         unlink(path)
-        (self.shape, self.dtype) = (shape, dtype)
-        stride = (shape.reduce(dtype.size, *) + 16383) / 16384 * 16384
+        (self.shape, self.dtype, count) = (shape, dtype, shape.reduce(1, *))
+        stride = (count * dtype.size + mappingUnit - 1) / mappingUnit * mappingUnit
     }
 
     deinit { close(file) }
@@ -45,17 +48,21 @@ final class ArrayFile {
             }
             return done
         }
-        guard done == data.count else { throw MeSPError("Cannot write the training state to disk: \(lastError()).") }
+        // Whole pages are mapped, and there must be some under the last.
+        if done == data.count, length < (index + 1) * stride, ftruncate(file, off_t((index + 1) * stride)) == 0 {
+            length = (index + 1) * stride
+        }
+        guard done == data.count, length >= (index + 1) * stride else { throw MeSPError("Cannot write the training state to disk: \(lastError()).") }
         written += done
     }
 
     /// The array at `index`, mapped. What is computed from it is evaluated before the next array is read.
     func read(_ index: Int) throws -> MLXArray {
-        guard let array = mapArray(file, offset: index * stride, shape, dtype) else {
+        guard let pages = mapArray(file, offset: index * stride, [stride / dtype.size], dtype) else {
             throw MeSPError("Cannot map the training state: \(lastError()).")
         }
-        last = array
-        return array
+        last = pages
+        return pages[0..<count].reshaped(shape)
     }
 }
 

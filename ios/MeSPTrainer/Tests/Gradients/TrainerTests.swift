@@ -36,17 +36,33 @@ import Testing
         }
     }
 
-    /// Activations, scales and norms of 8 bits; the reference computes from them in float32. A rounding is up to 1/256 off, and some
-    /// twenty lie between a block's input and a gradient: measured were 2.5%.
+    /// A step that stores bfloat16 is off by what storing costs, the fixture's `floor`, and little more for how it computes: at
+    /// Qwen2.5-0.5B's width, with biases of k as large as its own. Where these don't hide it, a tiny model's error also shows that norms
+    /// are rounded, and on the GPU each product.
     @Test(arguments: Fixture.roundedCases)
-    func bfloat16FollowsTheReference(_ folder: URL) throws {
+    func bfloat16CostsLittleMoreThanStoringIt(_ folder: URL) throws {
         let fixture = try Fixture(folder, "gradients")
+        let bar: Float = folder.lastPathComponent.hasPrefix("wide") ? 1.25 : 4
         for method in [GradientMethod.mesp, .mebp] {
-            let loss = try fixture.backpropagate(try fixture.trainer(method)) { block, gradient in
-                let error = relativeError(gradient, try fixture.array("grad.\(block)"))
-                #expect(error < 0.05, "\(method) block \(block)")
+            let trainer = try fixture.trainer(method)
+            let layout = trainer.model.layout
+            let loss = try fixture.backpropagate(trainer) { block, gradient in
+                let (exact, floor) = (try fixture.array("grad.\(block)"), try fixture.array("floor.\(block)"))
+                for module in layout.modules {
+                    let (ours, exact, floor) = (
+                        layout.matrices(module, in: gradient), layout.matrices(module, in: exact),
+                        layout.matrices(module, in: floor)
+                    )
+                    for (name, matrix) in [("A", \LoRAMatrices.a), ("B", \.b)] {
+                        let error = relativeError(ours[keyPath: matrix], exact[keyPath: matrix])
+                        let least = relativeError(floor[keyPath: matrix], exact[keyPath: matrix])
+                        #expect(
+                            error <= bar * least,
+                            "\(method) block \(block) \(module.name).\(name): \(error), floor \(least)")
+                    }
+                }
             }
-            #expect(relativeError(MLXArray([loss]), try fixture.array("loss")) < 0.01)
+            #expect(relativeError(MLXArray([loss]), try fixture.array("loss")) < 2e-3)
         }
     }
 
@@ -104,6 +120,31 @@ import Testing
         for index in (middle + 1)..<tokens.count { tokens[index] = 0 }
         let padded = Example(tokens: tokens, counted: 0..<middle)
         #expect(abs(try gradients([padded]).loss - gradients([halves[0]]).loss) < 1e-5 * expected.loss)
+    }
+
+    /// A pause can wait within the head too, and changes nothing.
+    @Test func theHeadHasBoundaries() throws {
+        let fixture = try Fixture(try #require(Fixture.tied), "gradients")
+        func step(work: Int) throws -> (boundaries: Int, loss: Float, vectors: [String: MLXArray], waiting: Double) {
+            let trainer = try fixture.trainer(.mesp, plan: Plan(tileBytes: 1 << 10)) { $0.learningRate = 0.1 }
+            trainer.model.workBetweenBoundaries = work
+            var boundaries = 0
+            trainer.clock.atBlock = {
+                boundaries += 1
+                usleep(1000)
+            }
+            let loss = try trainer.step([[try fixture.example()]], number: 0).loss
+            return (boundaries, loss, try trainer.vectors(), trainer.clock.time.waiting)
+        }
+        let (whole, parts) = (try step(work: .max), try step(work: 1))
+        let tiles = tiles(of: fixture.bundle.architecture.vocabSize, size: 64)
+        #expect(whole.boundaries == 2 * fixture.layers + 1)
+        #expect(parts.boundaries == whole.boundaries + tiles.count - 1)
+        #expect(parts.waiting >= 1e-3 * Double(parts.boundaries))
+        #expect(parts.loss == whole.loss)
+        for (name, vector) in whole.vectors {
+            #expect(parts.vectors[name]?.arrayEqual(vector).item(Bool.self) == true, "\(name)")
+        }
     }
 
     /// Updates of 1/1000 of the last bit of bfloat16 are lost when rounded to the nearest, and add up when rounded at random.

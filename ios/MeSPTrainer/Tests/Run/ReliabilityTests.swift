@@ -54,6 +54,25 @@ import Testing
         }
     }
 
+    /// Metal takes whole pages without a copy; of others MLX would make one, silently.
+    @Test func wholePagesAreMapped() throws {
+        let url = temporaryFolder()
+        defer { try? FileManager.default.removeItem(at: url) }
+        try Data(count: 3 * mappingUnit).write(to: url)
+        let file = open(url.path, O_RDONLY)
+        defer { close(file) }
+        #expect(mapArray(file, offset: mappingUnit, [2 * mappingUnit / 4], .float32) != nil)
+        #expect(mapArray(file, offset: 0, [mappingUnit / 4 - 1], .float32) == nil)
+
+        let (count, shape) = (5001, [3, 1667])
+        let arrays = try ArrayFile(in: FileManager.default.temporaryDirectory, shape: shape, dtype: .float32)
+        for index in [2, 0] {
+            let array = (MLXArray.arange(count) + index).asType(.float32).reshaped(shape)
+            try arrays.write(array, at: index)
+            #expect(try arrays.read(index).arrayEqual(array).item(Bool.self))
+        }
+    }
+
     @Test func badStepsAreLeftOut() throws {
         let (skipping, once) = (temporaryFolder(), temporaryFolder())
         defer { for folder in [skipping, once] { try? FileManager.default.removeItem(at: folder) } }

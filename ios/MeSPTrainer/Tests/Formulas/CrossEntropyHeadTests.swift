@@ -1,0 +1,86 @@
+import Foundation
+import MLX
+import Testing
+
+@testable import MeSPCore
+
+/// The head apart from a step; `TrainerTests` compares its loss and gradient with the reference.
+@Suite(.serialized) struct CrossEntropyHeadTests {
+    private struct Ended: Error {}
+
+    /// y `[1, n, hidden]` in the bundle's dtype and n targets, in `body` with a head of 8 rows a tile.
+    private func withHead<R>(
+        _ folder: URL, work: Int = CrossEntropyHead.defaultWork, y: (PackedWeights, Architecture) -> MLXArray,
+        _ body: (CrossEntropyHead, MLXArray) throws -> R
+    ) throws -> R {
+        let bundle = try Fixture(folder, "gradients").bundle
+        return try bundle.withHead { weights in
+            let head = CrossEntropyHead(
+                weights: weights, architecture: bundle.architecture, tile: 8, workBetweenBoundaries: work)
+            let y = y(weights, bundle.architecture).asType(bundle.dtype).expandedDimensions(axis: 0)
+            eval(y)
+            return try body(head, y)
+        }
+    }
+
+    /// Where the input is a row of W, its token has by far the largest logit. In bfloat16 logits of 16 are 1/8 apart.
+    @Test(arguments: Fixture.cases + Fixture.roundedCases) func aConfidentTokensLossIsNotNegative(_ folder: URL) throws {
+        let targets = MLXArray([0, 1, 7, 8, 100, 200, 319] as [Int32])
+        func rows(_ weights: PackedWeights, _ a: Architecture) -> MLXArray {
+            weights.matrix("", inputs: a.hiddenSize).take(targets) / weights["norm"]
+        }
+        try withHead(folder, y: rows) { head, y in
+            let h = RMSNorm(weight: head.weights["norm"], eps: head.architecture.rmsNormEps)(y[0].asType(.float32))
+            let w = head.weights.matrix("", inputs: h.dim(1)).take(MLXArray.arange(head.architecture.vocabSize))
+            let z = matmul(h, w.T)
+            let logits = head.architecture.finalLogitSoftcapping.map { tanh(z / $0) * $0 } ?? z
+            for (row, target) in targets.asArray(Int32.self).enumerated() {
+                let (loss, _) = head(y, targets: MLXArray([target]), counted: row..<row + 1, gradientScale: nil) {}
+                let expected = logits[row].logSumExp() - logits[row, Int(target)]
+                #expect(loss.item(Float.self) >= 0)
+                #expect(abs((loss - expected).item(Float.self)) < 2e-5)
+            }
+        }
+    }
+
+    /// However often it waits, the head computes the same; where it waits depends on sizes alone.
+    @Test(arguments: [Fixture.tied].compactMap { $0 } + Fixture.roundedCases) func waitsBetweenTiles(_ folder: URL) throws {
+        let targets = MLXArray([3, 9, 64] as [Int32])
+        func noise(_ weights: PackedWeights, _ a: Architecture) -> MLXArray {
+            MLXRandom.normal([5, a.hiddenSize], key: MLXRandom.key(0))
+        }
+        func run(tilesBetween: Int) throws -> (boundaries: Int, loss: Float, dy: [Float], tiles: Int) {
+            let a = try Fixture(folder, "gradients").bundle.architecture
+            let tileWork = 2 * targets.size * a.hiddenSize * 8
+            return try withHead(folder, work: tilesBetween * tileWork, y: noise) { head, y in
+                var boundaries = 0
+                let (loss, dy) = head(y, targets: targets, counted: 1..<4, gradientScale: 0.5) {
+                    boundaries += 1
+                    // As long as a pause takes, others use the same MLX.
+                    eval(MLXArray.ones([64, 64]).matmul(MLXArray.ones([64, 64])))
+                    Memory.clearCache()
+                }
+                let values = try #require(dy).asType(.float32).asArray(Float.self)
+                return (boundaries, loss.item(Float.self), values, a.vocabSize / 8)
+            }
+        }
+        let never = try run(tilesBetween: 1 << 20)
+        #expect(never.boundaries == 0)
+        for tilesBetween in [1, 3] {
+            let waiting = try run(tilesBetween: tilesBetween)
+            #expect(waiting.boundaries == (waiting.tiles - 1) / tilesBetween)
+            #expect(waiting.loss == never.loss && waiting.dy == never.dy)
+        }
+        // A tile with more work than there may be between boundaries.
+        #expect(try run(tilesBetween: 0).boundaries == never.tiles - 1)
+    }
+
+    @Test func endsAtABoundary() throws {
+        func zeros(_ weights: PackedWeights, _ a: Architecture) -> MLXArray { MLXArray.zeros([1, a.hiddenSize]) }
+        try withHead(try #require(Fixture.tied), work: 1, y: zeros) { head, y in
+            #expect(throws: Ended.self) {
+                try head(y, targets: MLXArray([0] as [Int32]), counted: 0..<1, gradientScale: 1) { throw Ended() }
+            }
+        }
+    }
+}
