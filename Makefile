@@ -4,6 +4,7 @@
 # make test-long  trains for 2,000 steps and looks whether memory grows
 # make engine  builds mesp-engine, the trainer
 # make app-bundle  exports the demo model for the app: on a Mac for the phone's GPU, elsewhere for its CPU
+# make check-gpu  asks this machine what training depends on: costs, exact gradients, peaks
 # make setup   makes .venv with everything the others need (each calls it)
 
 PYTHON ?= python3
@@ -17,7 +18,7 @@ FIXTURES := $(CURDIR)/.build/fixtures
 # the tests use the MLX library in the wheel instead (ios/HostMLX), on every system.
 HOST_MLX = MESP_HOST_MLX="$$($(BIN)/python -m mesp.engine --mlx)"
 
-.PHONY: setup engine demo app-bundle test test-format test-python test-swift test-peft test-long fixtures clean
+.PHONY: setup engine demo app-bundle check-gpu test test-format test-python test-swift test-peft test-long fixtures clean
 
 setup: $(READY)
 
@@ -40,6 +41,12 @@ demo: $(READY)
 # The app comes with this bundle; the one that is checked in runs on the CPU.
 app-bundle: $(READY)
 	$(BIN)/mesp-export --model demo --seq-len 128 --seq-len 256 --rank 8 --overwrite --out ios/MeSPTrainer/Demo.mesp
+
+# On a GPU where MLX has one, elsewhere on the CPU. MINUTES of a long run show throttling.
+MINUTES := 0
+check-gpu: engine
+	$(BIN)/mesp-export --model demo --seq-len 128 --seq-len 256 --rank 8 --overwrite --out build/check-gpu/demo.mesp
+	$(BIN)/python tools/check_gpu.py --bundle build/check-gpu/demo.mesp --minutes $(MINUTES) --out build/check-gpu
 
 test: test-format test-python test-swift
 	@echo "== All tests passed"

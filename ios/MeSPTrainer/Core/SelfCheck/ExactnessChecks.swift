@@ -24,7 +24,8 @@ extension Bench {
     private func compared(_ what: String, with other: String, _ errors: [Measurement]) -> Finding {
         let worst = errors.max { $0.value ?? .infinity < $1.value ?? .infinity }
         let isGood = errors.allSatisfy { $0.value ?? .infinity <= tolerance }
-        let largest = worst.map { "\($0.value.map { String(format: "%.1e", $0) } ?? "not finite") in \($0.name)" } ?? "none"
+        let largest =
+            worst.map { "\($0.value.map { String(format: "%.1e", $0) } ?? "not finite") in \($0.name)" } ?? "none"
         return Finding(
             isGood ? .pass : .fail,
             "\(what) \(isGood ? "are" : "are not") \(other): the largest relative error is \(largest), \(String(format: "%.0e", tolerance)) is allowed.",
@@ -37,7 +38,9 @@ extension Bench {
     }
 
     /// The errors of each module's A and B, the largest of all blocks.
-    private func errors(_ layout: LoRALayout, _ gradients: [Int: MLXArray], _ expected: [Int: MLXArray]) -> [Measurement] {
+    private func errors(_ layout: LoRALayout, _ gradients: [Int: MLXArray], _ expected: [Int: MLXArray])
+        -> [Measurement]
+    {
         layout.modules.flatMap { module in
             var (a, b) = ([Double](), [Double]())
             for (block, gradient) in gradients {
@@ -138,7 +141,8 @@ extension Bench {
                 Measurement("gradient of \(count)", dy.map { error(tamper("head.few_targets", $0), expected) } ?? .nan),
             ]
         }
-        return compared("Loss and gradient of one, two and three targets", with: "those of the formulas on the CPU", errors)
+        return compared(
+            "Loss and gradient of one, two and three targets", with: "those of the formulas on the CPU", errors)
     }
 
     // MARK: - Against itself
@@ -146,11 +150,11 @@ extension Bench {
     /// The bytes of a vector.
     private func bits(_ array: MLXArray) -> Data { array.asData(access: .copy).data }
 
-    /// As often as the settings say, or as a tenth of a second for each takes.
+    /// As often as the settings say, or as twenty times their seconds allow.
     func repeats() throws -> Finding {
         let trainer = try trainer(fewBlocks(.mesp))
         let first = try gradients(trainer).gradients.mapValues(bits)
-        let end = Date.now.addingTimeInterval(Double(settings.repeats) / 10)
+        let end = Date.now.addingTimeInterval(20 * settings.seconds)
         var (done, different) = (0, 0)
         while done < settings.repeats, done < 2 || Date.now < end {
             let again = try gradients(trainer).gradients.mapValues { bits(tamper("repeats", $0)) }

@@ -48,8 +48,6 @@ public struct SelfCheck {
     }
 
     public let settings: Settings
-    /// Stands between what a check looks at and the check itself: tests put an error here.
-    var tamper: (_ check: String, MLXArray) -> MLXArray = { $1 }
 
     public init(_ settings: Settings) { self.settings = settings }
 
@@ -66,7 +64,7 @@ public struct SelfCheck {
         let begin = Date.now
         try settings.check()
         let bundle = try ModelBundle(url: URL(fileURLWithPath: settings.bundle))
-        let bench = Bench(bundle: bundle, settings: settings, atBlock: atBlock, tamper: tamper)
+        let bench = Bench(bundle: bundle, settings: settings, atBlock: atBlock)
         let checks = bench.checks
         let start = SelfCheckReport.Start(
             version: Run.version, mlxVersion: Manifest.mlxVersion, host: LogRecord.Start.host,
@@ -74,21 +72,23 @@ public struct SelfCheck {
             bundle: bundle.manifest.name, device: bundle.manifest.device, dtype: bundle.manifest.dtype,
             settings: settings, names: checks.map(\.name))
         try report(.start(start))
-        var results = [SelfCheckReport.Check]()
+        var whole = SelfCheckReport(start)
         for check in checks {
             try atBlock()
             let result = try Self.result(check, bundle)
-            results.append(result)
+            whole.checks.append(result)
             try report(.check(result))
         }
         let end = SelfCheckReport.End(
-            verdict: results.contains { $0.verdict == .fail } ? .fail : .pass, constants: bench.constants,
+            verdict: whole.checks.contains { $0.verdict == .fail } ? .fail : .pass, constants: bench.constants,
             seconds: Date.now.timeIntervalSince(begin))
+        whole.end = end
         try report(.end(end))
-        return SelfCheckReport(start: start, checks: results, end: end)
+        return whole
     }
 
-    private static func result(_ check: Bench.Check, _ bundle: ModelBundle) throws -> SelfCheckReport.Check {
+    /// How a check comes out, whatever it throws but `CancellationError`.
+    static func result(_ check: Bench.Check, _ bundle: ModelBundle) throws -> SelfCheckReport.Check {
         let begin = Date.now
         var finding: Finding
         do {
@@ -139,12 +139,13 @@ final class Bench {
     let bundle: ModelBundle
     let settings: SelfCheck.Settings
     let atBlock: () throws -> Void
+    /// Stands between what a check looks at and the check itself: tests put an error here.
     let tamper: (_ check: String, MLXArray) -> MLXArray
     var constants = SelfCheckReport.Constants()
 
     init(
-        bundle: ModelBundle, settings: SelfCheck.Settings, atBlock: @escaping () throws -> Void,
-        tamper: @escaping (_ check: String, MLXArray) -> MLXArray
+        bundle: ModelBundle, settings: SelfCheck.Settings, atBlock: @escaping () throws -> Void = {},
+        tamper: @escaping (_ check: String, MLXArray) -> MLXArray = { $1 }
     ) {
         (self.bundle, self.settings, self.atBlock, self.tamper) = (bundle, settings, atBlock, tamper)
     }

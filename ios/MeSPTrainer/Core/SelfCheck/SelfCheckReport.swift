@@ -4,8 +4,9 @@ import Foundation
 public struct SelfCheckReport: Codable, Sendable {
     /// Where and on what it ran.
     public var start: Start
-    public var checks: [Check]
-    public var end: End
+    public var checks = [Check]()
+    /// nil until every check has run. A report that stays so is of a process that was ended: by the check after the last one here.
+    public var end: End?
 
     public struct Start: Codable, Sendable {
         public var version: String
@@ -82,6 +83,8 @@ public struct SelfCheckReport: Codable, Sendable {
         public var constants: Constants
         public var seconds: Double
     }
+
+    public init(_ start: Start) { self.start = start }
 
     /// The report as one JSON document, with snake-case keys.
     public var json: Data {

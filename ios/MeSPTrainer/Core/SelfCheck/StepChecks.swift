@@ -26,7 +26,8 @@ private struct Steps {
 
 extension Bench {
     /// Runs steps with a plan: two at least, and more until the settings' seconds are over.
-    private func steps(_ run: RunSettings, _ plan: Plan, for seconds: Double, watch: ([Double]) -> Void = { _ in }) throws
+    private func steps(_ run: RunSettings, _ plan: Plan, for seconds: Double, watch: ([Double]) -> Void = { _ in })
+        throws
         -> Steps
     {
         Memory.clearCache()
@@ -140,9 +141,10 @@ extension Bench {
             if since <= part || first.count < 2 { first.append(time) }
             if since >= whole - part || last.isEmpty { last.append(time) }
             let order = ThermalState.allCases
-            hottest = [hottest, .current].max {
-                (order.firstIndex(of: $0) ?? 0) < (order.firstIndex(of: $1) ?? 0)
-            } ?? hottest
+            hottest =
+                [hottest, .current].max {
+                    (order.firstIndex(of: $0) ?? 0) < (order.firstIndex(of: $1) ?? 0)
+                } ?? hottest
         }
         func middle(_ times: [Double]) -> Double { times.sorted()[times.count / 2] }
         let ratio = middle(last) / middle(first)
