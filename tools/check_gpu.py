@@ -202,7 +202,7 @@ def page(report: Report) -> str:
             ("pass", "passed"), ("fail", "failed"), ("note", "measured"), ("skipped", "skipped"))
     ]  # fmt: skip
     about = [
-        ("machine", start["host"]),
+        ("system", start["host"]),
         ("GPU", " ".join(filter(None, (start.get("gpu"), start.get("gpu_architecture")))) or "-"),
         ("bundle", f"{start['bundle']}, {start.get('dtype', '')} on the {start['device']}"),
         ("MLX", start.get("mlx_version", "-")),

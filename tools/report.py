@@ -255,7 +255,7 @@ svg { width: 100%; height: auto }
 blockquote { margin: 0; padding-left: .8rem; border-left: 3px solid light-dark(#0003, #fff4) }
 small { opacity: .7 }
 .fail { color: light-dark(#b3261e, #ff8a80); font-weight: 600 }
-.pass { color: light-dark(#1b6e3a, #7fd99a) } .skipped { opacity: .7 }
+.pass { color: light-dark(#1b6e3a, #7fd99a) } .skipped { opacity: .7; overflow-wrap: normal }
 """
 
 
