@@ -42,10 +42,11 @@ demo: $(READY)
 app-bundle: $(READY)
 	$(BIN)/mesp-export --model demo --seq-len 128 --seq-len 256 --rank 8 --overwrite --out ios/MeSPTrainer/Demo.mesp
 
-# On a GPU where MLX has one, elsewhere on the CPU. MINUTES of a long run show throttling.
+# On a GPU where MLX has one, elsewhere on the CPU. MINUTES of a long run show throttling; with
+# DTYPE=float32 a GPU is held to the CPU's exactness.
 MINUTES := 0
 check-gpu: engine
-	$(BIN)/mesp-export --model demo --seq-len 128 --seq-len 256 --rank 8 --overwrite --out build/check-gpu/demo.mesp
+	$(BIN)/mesp-export --model demo --seq-len 128 --seq-len 256 --rank 8 $(if $(DTYPE),--dtype $(DTYPE)) --overwrite --out build/check-gpu/demo.mesp
 	$(BIN)/python tools/check_gpu.py --bundle build/check-gpu/demo.mesp --minutes $(MINUTES) --out build/check-gpu
 
 test: test-format test-python test-swift

@@ -233,9 +233,8 @@ final class Bench {
     }
 
     func seconds(_ body: () throws -> Void) rethrows -> Double {
-        let start = DispatchTime.now().uptimeNanoseconds
-        try body()
-        return Double(DispatchTime.now().uptimeNanoseconds - start) / 1e9
+        let time = try ContinuousClock().measure(body).components
+        return Double(time.seconds) + Double(time.attoseconds) * 1e-18
     }
 }
 
