@@ -4,6 +4,7 @@
 # make test-slow  what is long: 2,000 steps, and PEFT, for which it installs PyTorch, some gigabytes
 # make engine  builds mesp-engine, the trainer
 # make app-bundle  exports the demo model for the app: on a Mac for the phone's GPU, elsewhere for its CPU
+# make check-gpu  asks this machine what training depends on: costs, exact gradients, peaks
 # make setup   makes .venv with everything the others need (each calls it)
 
 PYTHON ?= python3
@@ -22,7 +23,7 @@ PYTEST := OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -q --numprocesses auto 
 # the tests use the MLX library in the wheel instead (ios/HostMLX), on every system.
 HOST_MLX = MESP_HOST_MLX="$$($(BIN)/python -m mesp.engine --mlx)"
 
-.PHONY: setup engine demo app-bundle check test test-slow test-format test-python test-swift clean
+.PHONY: setup engine demo app-bundle check check-gpu test test-slow test-format test-python test-swift clean
 
 setup: $(READY)
 
@@ -45,6 +46,13 @@ demo: $(READY)
 # The app comes with this bundle; the one that is checked in runs on the CPU.
 app-bundle: $(READY)
 	$(BIN)/mesp-export --model demo --seq-len 128 --seq-len 256 --rank 8 --overwrite --out ios/MeSPTrainer/Demo.mesp
+
+# On a GPU where MLX has one, elsewhere on the CPU. MINUTES of a long run show throttling; with
+# DTYPE=float32 a GPU is held to the CPU's exactness.
+MINUTES := 0
+check-gpu: engine
+	$(BIN)/mesp-export --model demo --seq-len 128 --seq-len 256 --rank 8 $(if $(DTYPE),--dtype $(DTYPE)) --overwrite --out build/check-gpu/demo.mesp
+	$(BIN)/python tools/check_gpu.py --bundle build/check-gpu/demo.mesp --minutes $(MINUTES) --out build/check-gpu
 
 # `quick` chooses among the tests of Python and of Swift.
 check: quick := yes

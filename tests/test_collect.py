@@ -243,6 +243,19 @@ def test_a_phone_without_runs(phones: Phones):
     assert (done.returncode, done.stdout) == (0, "There are no runs yet.\n")
 
 
+@pytest.mark.parametrize("program", ["xcrun", "pymobiledevice3"])
+def test_reports_of_self_checks_come_too(phones: Phones, program: str):
+    phones.program = program
+    documents = phones.add("Ada's iPhone").parent
+    (documents / "self-check").mkdir()
+    (documents / "self-check" / "demo 2026-01-01.json").write_text("{}")
+    out = phones.folder / "out"
+    done = collect_phone(phones)
+    assert (done.returncode, done.stdout) == (0, "There are no runs yet.\n")
+    report = out / "self-check" / "demo 2026-01-01.json"
+    assert report.read_text() == "{}" and str(report) in done.stderr
+
+
 def test_a_mac_without_xcode(tmp_path: Path):
     path = f"{HERE / 'fake_xcrun'}:{os.environ['PATH']}"
     environment = {key: value for key, value in os.environ.items() if key != "FAKE_XCRUN"}
@@ -275,7 +288,8 @@ def test_without_xcode_the_only_phone_is_read(others: Phones):
     others.add("Left at home", tunnelState="unavailable")
     write_run(runs / "a")
     assert list(rows(collect_phone(others))) == ["a"]
-    assert [call[:2] for call in others.calls()] == [["usbmux", "list"], ["apps", "pull"]]
+    pulls = [["apps", "pull"], ["apps", "pull"]]  # runs, and self-checks
+    assert [call[:2] for call in others.calls()] == [["usbmux", "list"], *pulls]
 
 
 @pytest.mark.parametrize("name", ["Grace's iPhone", "0000-1"])

@@ -1,5 +1,7 @@
 """Collects runs, logs and adapters, from a phone or a folder, and prints a table of them.
 
+Reports of self-checks on the phone come too, into the folder self-check.
+
     python tools/collect.py --from runs --out collected
     python tools/collect.py [--device ID] --out collected
 
@@ -22,9 +24,10 @@ from mesp.bundle.folders import replacing
 from mesp.errors import MespError, plain_os_errors
 from mesp.runs.log import LOG_NAME, find_runs, read_run
 from mesp.runs.table import COLUMNS, table_row
-from phone import APP, connect, copying
+from phone import APP, Phone, connect, copying
 
 RUNS_ON_PHONE = "Documents/runs"
+SELF_CHECKS_ON_PHONE = "Documents/self-check"
 KEPT = (LOG_NAME, "settings.json", "samples.json", "adapters", "best")  # of a run's folder
 
 
@@ -49,6 +52,8 @@ def main(device: str | None, source: Path | None, out: Path, app: str) -> None:
             with copying(f"runs from {phone.name}"):
                 phone.pull(RUNS_ON_PHONE, Path(folder))
             collected = collect(Path(folder), out)
+            for report in pull_self_checks(phone, out / "self-check"):
+                click.echo(f"{report} is the report of a self-check.", err=True)
     if not collected:
         click.echo("There are no runs yet.")
         return
@@ -66,6 +71,18 @@ def print_table(folders: list[Path]) -> None:
 
 
 # Copying
+
+
+def pull_self_checks(phone: Phone, out: Path) -> list[Path]:
+    """Copies the phone's reports of self-checks into `out`; returns them, the oldest first."""
+    with tempfile.TemporaryDirectory(prefix="mesp-self-checks-") as folder:
+        phone.pull(SELF_CHECKS_ON_PHONE, Path(folder))
+        reports = []
+        for report in sorted(Path(folder).rglob("*.json")):
+            with plain_os_errors(f"Cannot copy {report.name} to {out}"):
+                out.mkdir(parents=True, exist_ok=True)
+                reports.append(Path(shutil.copy2(report, out / report.name)))
+    return reports
 
 
 def collect(source: Path, out: Path) -> list[Path]:

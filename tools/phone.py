@@ -39,6 +39,9 @@ class Phone(Protocol):
     def push(self, source: Path, folder: str) -> None:
         """Copies the folder `source` into `folder` of the app's container."""
 
+    def launch(self, *arguments: str) -> None:
+        """Starts the app with these arguments; one that runs is ended first."""
+
 
 def connect(device: str | None, app: str, otherwise: str) -> Phone:
     """The phone `device`, or the only one. `otherwise` is what a person can do without a phone."""
@@ -127,6 +130,16 @@ class Devicectl:
         except DevicectlError as error:
             raise self.explained(error, "written") from error
 
+    def launch(self, *arguments: str) -> None:
+        try:
+            # Everything behind the identifier is the app's.
+            devicectl(
+                *("device", "process", "launch", "--device", self.name, "--terminate-existing"),
+                behind=(self.app, *arguments),
+            )
+        except DevicectlError as error:
+            raise self.explained(error, "told to start the app") from error
+
     def explained(self, error: DevicectlError, done: str) -> MespError:
         signs = ("DeviceLocked", "0xE80000E2", "device is locked", "could not be, unlocked")
         if error.means(*signs):
@@ -152,12 +165,15 @@ class DevicectlError(MespError):
         return any(sign in self.everything for sign in signs)
 
 
-def devicectl(*arguments: str) -> dict:
-    """Runs `xcrun devicectl` and returns its result. It writes JSON for programs to a file."""
+def devicectl(*arguments: str, behind: tuple[str, ...] = ()) -> dict:
+    """Runs `xcrun devicectl` and returns its result. It writes JSON for programs to a file.
+
+    `behind` is what has to come after every option.
+    """
     with tempfile.TemporaryDirectory(prefix="mesp-devicectl-") as folder:
         path = Path(folder, "result.json")
         options = ("--timeout", str(TIMEOUT), "--json-output", str(path))
-        done = run(["xcrun", "devicectl", *arguments, *options])
+        done = run(["xcrun", "devicectl", *arguments, *options, *behind])
         try:
             answer = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError):
@@ -211,6 +227,12 @@ class PyMobileDevice3:
 
     def push(self, source: Path, folder: str) -> None:
         self.documents("push", str(source), folder)
+
+    def launch(self, *arguments: str) -> None:
+        raise MespError(
+            "Starting the app takes Xcode's devicectl: press Check This Phone in the app's tab "
+            "Models instead, and collect the report with tools/collect.py."
+        )
 
     def documents(self, verb: str, *paths: str, absent_is_fine: bool = False) -> None:
         try:

@@ -209,6 +209,20 @@ def page(runs: dict[str, Run], samples: dict[str, list[dict[str, str]]]) -> str:
     """The page, which loads nothing: style and pictures are in it."""
     pictures = [loss_picture(runs), memory_picture(runs), time_picture(runs)]
     title = " · ".join(dict.fromkeys(run.model for run in runs.values()))
+    return document(
+        title,
+        table(runs, summary(runs)),
+        f'<div class="pictures">{"".join(pictures)}</div>',
+        "".join(shown(name, each) for name, each in samples.items() if each),
+        "<h2>Settings</h2>",
+        table(runs, settings(runs), "settings"),
+        events(runs),
+    )
+
+
+def document(title: str, *parts: str) -> str:
+    """A whole page of these parts, with the style of all pages."""
+    body = "\n".join(parts)
     return f"""<!doctype html>
 <html lang="en">
 <meta charset="utf-8">
@@ -216,12 +230,7 @@ def page(runs: dict[str, Run], samples: dict[str, list[dict[str, str]]]) -> str:
 <title>MeSP: {html.escape(title)}</title>
 <style>{STYLE}</style>
 <h1>{html.escape(title)}</h1>
-{table(runs, summary(runs))}
-<div class="pictures">{"".join(pictures)}</div>
-{"".join(shown(name, each) for name, each in samples.items() if each)}
-<h2>Settings</h2>
-{table(runs, settings(runs), "settings")}
-{events(runs)}
+{body}
 </html>
 """
 
@@ -245,6 +254,8 @@ svg { width: 100%; height: auto }
 .sample p { white-space: pre-wrap; overflow-wrap: anywhere; margin: .2rem 0 }
 blockquote { margin: 0; padding-left: .8rem; border-left: 3px solid light-dark(#0003, #fff4) }
 small { opacity: .7 }
+.fail { color: light-dark(#b3261e, #ff8a80); font-weight: 600 }
+.pass { color: light-dark(#1b6e3a, #7fd99a) } .skipped { opacity: .7; overflow-wrap: normal }
 """
 
 

@@ -218,7 +218,7 @@ public struct ShareLink<L: View>: Prim {
         item: I, subject: Text? = nil, message: Text? = nil, preview: SharePreview, @ViewBuilder label: () -> L
     ) {}
 }
-public struct Color: Prim, ShapeStyle, Sendable {}
+public struct Color: Prim, ShapeStyle, Sendable { public static var primary: Color { fatalError() } }
 public protocol ShapeStyle: Sendable {}
 extension ShapeStyle where Self == Color {
     public static var green: Color { fatalError() }

@@ -41,8 +41,9 @@ struct RootView: View {
         .onOpenURL { url in Task { await url.accessed { await model.importBundle(at: url) } } }
         .onChange(of: scenePhase) { if scenePhase == .active { model.refresh() } }
         .onChange(of: model.controller.isRunning) { model.refresh() }
-        .onChange(of: model.screen.staysAwake, initial: true) {
-            UIApplication.shared.isIdleTimerDisabled = model.screen.staysAwake
+        .onChange(of: model.staysAwake, initial: true) {
+            UIApplication.shared.isIdleTimerDisabled = model.staysAwake
         }
+        .onAppear { model.begin(arguments: ProcessInfo.processInfo.arguments) }
     }
 }

@@ -19,6 +19,7 @@ import Observation
     public let controller: RunController
     public let comparison: Comparison
     public let benchmark: Benchmark
+    public let selfChecker: SelfChecker
 
     /// What went wrong last, in a sentence, until it is set to nil.
     public var problem: String?
@@ -46,6 +47,7 @@ import Observation
         screen = Screen(phone: phone, controller: controller)
         comparison = Comparison(phone: phone)
         benchmark = Benchmark(controller: controller)
+        selfChecker = SelfChecker(phone: phone)
         refresh()
     }
 
@@ -79,10 +81,10 @@ import Observation
 
     // MARK: - Runs
 
-    /// Whether the device is free for a run, a text or a benchmark.
+    /// Whether the device is free for a run, a text, a benchmark or a self-check.
     public var isFree: Bool {
         !controller.isRunning && comparison.writing == nil && benchmark.running == nil && tokenized == nil
-            && Self.refusal == nil
+            && !selfChecker.isRunning && Self.refusal == nil
     }
 
     /// Whether a run with the form's settings can begin now.
@@ -140,6 +142,30 @@ import Observation
         await benchmark.run(settings) { library.folder.newRun(bundle: bundle.name, method: $0) }
         refresh()
     }
+
+    /// Checks the device with the form's bundle.
+    public func checkDevice() {
+        guard isFree, let bundle = form.bundle else { return }
+        selfChecker.start(
+            .init(bundle: bundle.url.path), file: library.folder.newSelfCheck(bundle: bundle.name))
+    }
+
+    /// Does what the app was started for: `--self-check`, perhaps with the name of a bundle behind it, begins a self-check.
+    public func begin(arguments: [String]) {
+        guard let place = arguments.firstIndex(of: "--self-check") else { return }
+        if place + 1 < arguments.count {
+            let name = arguments[place + 1]
+            guard let bundle = library.usableBundles.first(where: { $0.id == name }) else {
+                problem = "There is no bundle \(name) that can be used."
+                return
+            }
+            form.select(bundle)
+        }
+        checkDevice()
+    }
+
+    /// Whether the screen is to stay on.
+    public var staysAwake: Bool { screen.staysAwake || selfChecker.isRunning }
 
     /// Lets both models write, with the adapters of `run`.
     public func write(_ request: Comparison.Request, with run: StoredRun?) async {

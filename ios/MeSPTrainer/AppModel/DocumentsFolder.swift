@@ -13,6 +13,8 @@ public struct DocumentsFolder: Sendable {
     }
 
     public var runsFolder: URL { documents.appendingPathComponent("runs") }
+    /// Where `tools/collect.py` finds reports of self-checks.
+    public var selfChecksFolder: URL { documents.appendingPathComponent("self-check") }
 
     // MARK: - Runs
 
@@ -28,14 +30,23 @@ public struct DocumentsFolder: Sendable {
 
     /// A folder for a new run, which is not there yet: by the bundle, the method and the time.
     public func newRun(bundle: String, method: GradientMethod, at date: Date = .now) -> URL {
+        newPlace(in: runsFolder, "\(bundle) \(method.rawValue)", at: date)
+    }
+
+    /// A file for a new self-check, likewise.
+    public func newSelfCheck(bundle: String, at date: Date = .now) -> URL {
+        newPlace(in: selfChecksFolder, bundle, at: date, ending: ".json")
+    }
+
+    private func newPlace(in folder: URL, _ subject: String, at date: Date, ending: String = "") -> URL {
         let format = Date.VerbatimFormatStyle(
             format:
                 "\(year: .defaultDigits)-\(month: .twoDigits)-\(day: .twoDigits) \(hour: .twoDigits(clock: .twentyFourHour, hourCycle: .zeroBased)).\(minute: .twoDigits).\(second: .twoDigits)",
             timeZone: .current, calendar: Calendar(identifier: .gregorian))
-        let name = "\(bundle) \(method.rawValue) \(date.formatted(format))"
-        var (url, number) = (runsFolder.appendingPathComponent(name), 2)
+        let name = "\(subject) \(date.formatted(format))"
+        var (url, number) = (folder.appendingPathComponent(name + ending), 2)
         while FileManager.default.fileExists(atPath: url.path) {
-            url = runsFolder.appendingPathComponent("\(name) \(number)")
+            url = folder.appendingPathComponent("\(name) \(number)" + ending)
             number += 1
         }
         return url

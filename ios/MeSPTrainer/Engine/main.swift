@@ -1,5 +1,6 @@
 // mesp-engine SETTINGS.json: one training run. Prints the log's records as they are written; mesp-train drives it.
 // mesp-engine generate SETTINGS.json: writes on from a prompt. Prints a record for each token; mesp-generate drives it.
+// mesp-engine self-check SETTINGS.json: asks the machine. Prints a record for each check; tools/check_gpu.py drives it.
 
 import Foundation
 import MeSPCore
@@ -69,6 +70,16 @@ func generate(_ file: URL) throws {
     try print("end", summary)
 }
 
+func checkMachine(_ file: URL) throws {
+    try SelfCheck(SelfCheck.Settings(contentsOf: file)).run(atBlock: checkStop) { record in
+        switch record {
+        case .start(let start): try print("start", start)
+        case .check(let check): try print("check", check)
+        case .end(let end): try print("end", end)
+        }
+    }
+}
+
 /// Prints `fields` and their type as one line of JSON.
 func print(_ type: String, _ fields: any Encodable) throws {
     struct Line: Encodable {
@@ -90,9 +101,12 @@ do {
     let arguments = CommandLine.arguments.dropFirst()
     switch (arguments.count, arguments.first) {
     case (2, "generate"): try generate(URL(fileURLWithPath: arguments[2]))
+    case (2, "self-check"): try checkMachine(URL(fileURLWithPath: arguments[2]))
     case (1, let file?): try train(URL(fileURLWithPath: file))
-    default: fail("usage: mesp-engine [generate] SETTINGS.json")
+    default: fail("usage: mesp-engine [generate|self-check] SETTINGS.json")
     }
+} catch is CancellationError {
+    fail("The self-check was stopped.")
 } catch {
     fail(error.localizedDescription)
 }

@@ -29,6 +29,7 @@ struct BundlesView: View {
                         "Make a bundle with mesp-export on a computer. Bring it here by AirDrop, from Files, or with tools/push.py."
                     )
                 }
+                SelfCheckSection()
             }
             .navigationTitle("Models")
             .toolbar {

@@ -235,7 +235,8 @@ extension LogRecord.Start {
             settings: settings)
     }
 
-    private static var host: String {
+    /// Machine and system.
+    static var host: String {
         let system = ProcessInfo.processInfo.operatingSystemVersionString
         var name = utsname()
         uname(&name)

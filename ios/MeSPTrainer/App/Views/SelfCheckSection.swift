@@ -1,0 +1,52 @@
+import MeSPAppModel
+import MeSPCore
+import SwiftUI
+
+/// What this phone says of itself, with the chosen model.
+struct SelfCheckSection: View {
+    @Environment(AppModel.self) private var model
+
+    private var checker: SelfChecker { model.selfChecker }
+
+    var body: some View {
+        Section {
+            if checker.isRunning {
+                ProgressView("Checking \(checker.current ?? "the bundle")")
+                Button("Stop", systemImage: "stop.fill", role: .destructive) { checker.stop() }
+            } else {
+                Button("Check This Phone", systemImage: "checkmark.seal") { model.checkDevice() }
+                    .disabled(!model.isFree || model.form.bundle == nil)
+            }
+            if let problem = checker.problem {
+                Label(problem, systemImage: "exclamationmark.triangle.fill").foregroundStyle(.orange)
+            }
+            ForEach(checker.report?.checks ?? []) { CheckRow(check: $0) }
+        } header: {
+            Text("Self-check")
+        } footer: {
+            Text("The report is in the app’s folder self-check. tools/check_gpu.py makes a page of it.")
+        }
+    }
+}
+
+private struct CheckRow: View {
+    let check: SelfCheckReport.Check
+
+    private var symbol: String {
+        switch check.verdict {
+        case .pass: "checkmark.circle.fill"
+        case .fail: "xmark.octagon.fill"
+        case .note: "ruler"
+        case .skipped: "minus.circle"
+        }
+    }
+
+    var body: some View {
+        VStack(alignment: .leading, spacing: 4) {
+            Label("\(check.name): \(check.verdict.rawValue)", systemImage: symbol)
+                .foregroundStyle(check.verdict == .fail ? Color.red : Color.primary)
+            Text(check.sentence).font(.caption).foregroundStyle(.secondary)
+        }
+        .accessibilityElement(children: .combine)
+    }
+}

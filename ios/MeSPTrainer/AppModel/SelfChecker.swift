@@ -1,0 +1,95 @@
+import Foundation
+import MeSPCore
+import Observation
+
+/// A self-check of this device, whose report grows as its checks end, on the screen and in a file. While the app is not in front, it
+/// waits.
+@MainActor @Observable public final class SelfChecker {
+    /// What the present or last self-check has found so far.
+    public private(set) var report: SelfCheckReport?
+    public private(set) var isRunning = false
+    /// Why it ended early, in a sentence.
+    public private(set) var problem: String?
+
+    /// The check that runs now.
+    public var current: String? {
+        guard isRunning, let report, report.checks.count < report.start.names.count else { return nil }
+        return report.start.names[report.checks.count]
+    }
+
+    @ObservationIgnored private let phone: any Phone
+    @ObservationIgnored private var gate = PauseGate()
+
+    public init(phone: any Phone) {
+        self.phone = phone
+        phone.observers.append { [weak self] _ in self?.update() }
+    }
+
+    /// Begins a self-check. Does nothing while another is in progress.
+    ///
+    /// - Parameter file: gets the report, again after each check: what a check that ends the app leaves names it.
+    public func start(_ settings: SelfCheck.Settings, file: URL) {
+        guard !isRunning else { return }
+        (report, problem, isRunning) = (nil, nil, true)
+        let gate = PauseGate()
+        self.gate = gate
+        update()
+        let (messages, sender) = AsyncStream.makeStream(of: Message.self)
+        gate.startThread("self-check") {
+            do {
+                var report: SelfCheckReport?
+                try SelfCheck(settings).run(atBlock: { try gate.pass { _ in } }) { record in
+                    switch record {
+                    case .start(let start): report = SelfCheckReport(start)
+                    case .check(let check): report?.checks.append(check)
+                    case .end(let end): report?.end = end
+                    }
+                    if let report {
+                        try report.write(to: file)
+                        sender.yield(.report(report))
+                    }
+                }
+            } catch is CancellationError {
+                sender.yield(.failed("The self-check was stopped."))
+            } catch {
+                sender.yield(.failed(error.localizedDescription))
+            }
+            sender.finish()
+        }
+        Task {
+            for await message in messages {
+                switch message {
+                case .report(let report): self.report = report
+                case .failed(let sentence): problem = sentence
+                }
+            }
+            isRunning = false
+        }
+    }
+
+    /// Ends it at the next block.
+    public func stop() { gate.stop() }
+
+    private enum Message: Sendable {
+        case report(SelfCheckReport)
+        case failed(String)
+    }
+
+    private func update() {
+        gate.set(phone.scene == .active ? [] : [.away])
+        // iOS may take the GPU away after this call.
+        if phone.scene == .background { gate.waitUntilAtRest(seconds: RunController.leaving) }
+    }
+}
+
+extension SelfCheckReport {
+    fileprivate func write(to file: URL) throws {
+        do {
+            try FileManager.default.createDirectory(
+                at: file.deletingLastPathComponent(), withIntermediateDirectories: true)
+            try json.write(to: file, options: .atomic)
+        } catch {
+            throw MeSPError("Cannot write \(file.lastPathComponent): \(error.plainSentence).")
+        }
+    }
+}

@@ -1,0 +1,158 @@
+import Foundation
+import MLX
+
+/// What the device takes for what a step is made of.
+extension Bench {
+    /// The time of one `eval` of a chain of so many kernels, each a number added to one, in seconds.
+    private func chain(_ kernels: Int) throws -> Double {
+        let one = MLXArray(Float(1))
+        eval(one)
+        var times = [Double]()
+        let end = Date.now.addingTimeInterval(settings.seconds / 4)
+        while times.count < 5 || (times.count < 200 && Date.now < end) {
+            // Building the graph is not what is measured.
+            let last = (0..<kernels).reduce(one) { sum, _ in sum + one }
+            times.append(seconds { eval(last) })
+        }
+        return times.sorted()[times.count / 2]
+    }
+
+    func emptyEval() throws -> Finding {
+        _ = try chain(1)
+        let whole = try chain(1)
+        constants.evalSeconds = whole
+        return Finding(
+            .note, "An eval of one number takes \(shown(microseconds: whole)).", [Measurement("eval", whole, "s")])
+    }
+
+    /// The slope of the time of a chain over its length, by least squares.
+    func dependentKernel() throws -> Finding {
+        let lengths = [16, 64, 128, 256]
+        let times = try lengths.map { try chain($0) }
+        let (n, t) = (lengths.reduce(0, +) / lengths.count, times.reduce(0, +) / Double(times.count))
+        let products = zip(lengths, times).map { Double($0 - n) * ($1 - t) }
+        let squares = lengths.map { Double(($0 - n) * ($0 - n)) }
+        let slope = max(0, products.reduce(0, +) / squares.reduce(0, +))
+        constants.kernelSeconds = slope
+        constants.evalSeconds = constants.evalSeconds.map { max(0, $0 - slope) }
+        return Finding(
+            .note, "A kernel that waits for the one before it takes \(shown(microseconds: slope)).",
+            zip(lengths, times).map { Measurement("\($0) kernels", $1, "s") } + [Measurement("kernel", slope, "s")])
+    }
+
+    /// A result of 1 MiB, into a buffer that MLX's cache has, and into one that the system has to give.
+    func newBuffer() throws -> Finding {
+        let x = MLXArray.zeros([1 << 18])
+        eval(x)
+        func add(clearing: Bool) throws -> Double {
+            var times = [Double]()
+            let end = Date.now.addingTimeInterval(settings.seconds / 4)
+            while times.count < 5 || (times.count < 1000 && Date.now < end) {
+                if clearing { Memory.clearCache() }
+                times.append(
+                    seconds {
+                        let y = x + 1
+                        eval(y)
+                    })
+            }
+            return times.sorted()[times.count / 2]
+        }
+        let kept = try add(clearing: false)
+        let new = try add(clearing: true)
+        let cost = max(0, new - kept)
+        constants.newBufferSeconds = cost
+        return Finding(
+            .note, "A new buffer of 1 MiB takes \(shown(microseconds: cost)) more than one from MLX's cache.",
+            [
+                Measurement("from the cache", kept, "s"), Measurement("after clearCache", new, "s"),
+                Measurement("new buffer", cost, "s"),
+            ])
+    }
+
+    /// x + 1 of 32 MiB again and again, each time into the buffer that it came from: each byte is read and written.
+    func bandwidth() throws -> Finding {
+        let bytes = 32 << 20
+        let x = MLXArray.zeros([bytes / 4])
+        eval(x)
+        func add(_ times: Int) throws -> Double {
+            try median { eval((0..<times).reduce(x) { sum, _ in sum + 1 }) }
+        }
+        // The first one takes a new buffer.
+        let (one, nine) = (try add(1), try add(9))
+        let rate = Double(8 * 2 * bytes) / (nine - one)
+        constants.bytesPerSecond = rate
+        return Finding(
+            .note, "Memory is read and written at \(shown(giga: rate)) GB/s.",
+            [Measurement("bandwidth", rate, "bytes/s")])
+    }
+
+    /// The forms of a product with a quantized matrix.
+    enum Product {
+        /// x Wᵀ by `quantizedMM`
+        case transposed
+        /// dy W by `quantizedMM`
+        case plain
+        /// W dequantized, then x Wᵀ
+        case dequantized
+
+        var formula: String {
+            switch self {
+            case .transposed: "x Wᵀ"
+            case .plain: "dy W"
+            case .dequantized: "Dequantizing W and x Wᵀ"
+            }
+        }
+    }
+
+    /// A product with tiles of rows of a block's gate projection, of the longest sequence.
+    func product(_ product: Product) throws -> Finding {
+        let (inputs, length) = (architecture.hiddenSize, longest)
+        let rates = try bundle.withBlock(0) { weights in
+            let all = weights.matrix(.gate)
+            let begin = Date.now
+            var rates = [(rows: Int, rate: Double)]()
+            for rows in [64, 256, 1024, 4096, all.rows].filter({ $0 <= all.rows }) where rows != rates.last?.rows {
+                // The largest tiles of a large model take long on a CPU, and tell no more.
+                guard rates.isEmpty || Date.now.timeIntervalSince(begin) < settings.seconds else { break }
+                try atBlock()
+                let w = all.rows(0..<rows)
+                let x = MLXRandom.normal(
+                    [length, product == .plain ? rows : inputs], dtype: bundle.dtype, key: MLXRandom.key(0))
+                // A tile of a mapped matrix may be copied before the product; in training too.
+                eval(x)
+                let time = try median { eval(result(product, x, w)) }
+                rates.append((rows, 2 * Double(length * rows * inputs) / time))
+            }
+            return rates
+        }
+        guard let best = rates.max(by: { $0.rate < $1.rate }) else { throw Skipped(reason: "The matrix has no rows.") }
+        note(product, best.rate)
+        return Finding(
+            .note,
+            "\(product.formula) of \(length) tokens reaches \(shown(giga: best.rate)) GFLOP/s, with \(best.rows) rows of W at once.",
+            rates.map { Measurement("\($0.rows) rows", $0.rate, "FLOP/s") })
+    }
+
+    private func result(_ product: Product, _ x: MLXArray, _ w: QuantizedMatrix) -> MLXArray {
+        switch product {
+        case .transposed, .plain:
+            quantizedMM(
+                x, w.weight, scales: w.scales, biases: w.biases, transpose: product == .transposed,
+                groupSize: w.format.groupSize, bits: w.format.bits, mode: w.format.mode)
+        case .dequantized:
+            matmul(
+                x,
+                dequantized(
+                    w.weight, scales: w.scales, biases: w.biases, groupSize: w.format.groupSize, bits: w.format.bits,
+                    mode: w.format.mode, dtype: bundle.dtype
+                ).T)
+        }
+    }
+
+    /// Training takes the quantized products on a GPU, and dequantizes on the CPU.
+    private func note(_ product: Product, _ rate: Double) {
+        if (product == .dequantized) == (bundle.device == .cpu) {
+            constants.flopsPerSecond = min(constants.flopsPerSecond ?? rate, rate)
+        }
+    }
+}

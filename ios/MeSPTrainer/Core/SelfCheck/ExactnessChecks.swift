@@ -1,0 +1,204 @@
+import Foundation
+import MLX
+
+/// Whether the device computes what the formulas say, and the same each time.
+extension Bench {
+    /// ‖a − b‖₂ / ‖b‖₂ a tensor. In float32 what the order of sums makes; in bfloat16 what storing activations so costs.
+    var tolerance: Double { bundle.dtype == .float32 ? 1e-4 : 0.05 }
+
+    /// The last blocks, which stand for all: enough for errors to travel, few enough for the largest model.
+    private var fewBlocks: Int { min(4, architecture.numHiddenLayers) }
+
+    private func fewBlocks(_ method: GradientMethod) -> RunSettings {
+        var run = run(shortest)
+        (run.method, run.numLayers) = (method, fewBlocks)
+        return run
+    }
+
+    private func cpu(_ trainer: Trainer) -> FormulasOnCPU {
+        FormulasOnCPU(
+            bundle: bundle, layout: trainer.model.layout, scale: trainer.model.scale, tile: trainer.model.tile)
+    }
+
+    /// Whether the largest of these errors is within the tolerance; a NaN is not.
+    private func compared(_ what: String, with other: String, _ errors: [Measurement]) -> Finding {
+        let worst = errors.max { $0.value ?? .infinity < $1.value ?? .infinity }
+        let isGood = errors.allSatisfy { $0.value ?? .infinity <= tolerance }
+        let largest =
+            worst.map { "\($0.value.map { String(format: "%.1e", $0) } ?? "not finite") in \($0.name)" } ?? "none"
+        return Finding(
+            isGood ? .pass : .fail,
+            "\(what) \(isGood ? "are" : "are not") \(other): the largest relative error is \(largest), \(String(format: "%.0e", tolerance)) is allowed.",
+            errors)
+    }
+
+    private func error(_ a: MLXArray, _ b: MLXArray) -> Double {
+        let (a, b) = (a.asType(.float32), b.asType(.float32))
+        return Double(((a - b).square().sum().sqrt() / b.square().sum().sqrt()).item(Float.self))
+    }
+
+    /// The errors of each module's A and B, the largest of all blocks.
+    private func errors(_ layout: LoRALayout, _ gradients: [Int: MLXArray], _ expected: [Int: MLXArray])
+        -> [Measurement]
+    {
+        layout.modules.flatMap { module in
+            var (a, b) = ([Double](), [Double]())
+            for (block, gradient) in gradients {
+                guard let right = expected[block] else { continue }
+                let (ours, theirs) = (layout.matrices(module, in: gradient), layout.matrices(module, in: right))
+                a.append(error(ours.a, theirs.a))
+                b.append(error(ours.b, theirs.b))
+            }
+            // `max` would pass over a NaN.
+            func worst(_ errors: [Double]) -> Double { errors.contains { !$0.isFinite } ? .nan : errors.max() ?? .nan }
+            return [Measurement("\(module.name).A", worst(a)), Measurement("\(module.name).B", worst(b))]
+        }
+    }
+
+    /// The mean loss, and each trained block's gradient `[P]`.
+    private func gradients(_ trainer: Trainer) throws -> (loss: Float, gradients: [Int: MLXArray]) {
+        let example = example(trainer.settings.seqLen)
+        let weight = 1 / Float(example.counted.count)
+        var gradients = [Int: MLXArray]()
+        let loss = try trainer.backpropagate(.init(example: example, weight: weight)) { gradients[$0] = $1 }
+        return (loss * weight, gradients)
+    }
+
+    // MARK: - Against other ways to the same numbers
+
+    func blockOutputs() throws -> Finding {
+        let trainer = try trainer(run(shortest))
+        let model = trainer.model
+        let (x, lora) = (try model.embed(example(shortest)), try model.parameters(0))
+        let function = try bundle.functions(\.functions, length: shortest)[0]
+        let outputs = try bundle.withBlock(0) { weights in
+            let outputs = try model.call(function, x, lora, weights)
+            eval(outputs)
+            return outputs
+        }
+        let expected = try cpu(trainer).outputs(0, x, lora)
+        let names = ["y", "attn_in", "q", "k", "v", "attn_out", "x_mid", "gate", "up", "o_out", "mlp_out"]
+        return compared(
+            "The outputs of the block function", with: "those of the formulas on the CPU",
+            zip(names, zip(outputs, expected)).map { name, pair in
+                Measurement(name, error(tamper("block.outputs", pair.0), pair.1))
+            })
+    }
+
+    func gradientsAgainstCPU() throws -> Finding {
+        let trainer = try trainer(fewBlocks(.mesp))
+        let (loss, ours) = try gradients(trainer)
+        let model = trainer.model
+        let cpu = cpu(trainer)
+        let example = example(shortest)
+
+        // The blocks before those that are trained are the device's own in both.
+        var x = try model.embed(example)
+        for block in 0..<trainer.trained.lowerBound { x = try model.forward(block, x, model.parameters(block)).y }
+        var inputs = [Int: MLXArray]()
+        for block in trainer.trained {
+            try atBlock()
+            inputs[block] = x
+            x = try cpu.outputs(block, x, model.parameters(block))[0]
+        }
+        let weight = 1 / Float(example.counted.count)
+        var (sum, d) = try cpu.head(x, example, gradientScale: weight)
+        var expected = [Int: MLXArray]()
+        for block in trainer.trained.reversed() {
+            try atBlock()
+            guard let x = inputs.removeValue(forKey: block) else { continue }
+            let lora = try model.parameters(block)
+            expected[block] = try cpu.backward(block, x, lora, cpu.outputs(block, x, lora), d: &d)
+        }
+        sum = sum * weight
+        let found = errors(model.layout, ours.mapValues { tamper("gradients.cpu", $0) }, expected)
+        return compared(
+            "The gradients of \(fewBlocks) blocks", with: "those of the formulas on the CPU",
+            [Measurement("loss", error(MLXArray(loss), sum))] + found)
+    }
+
+    func gradientsAgainstMeBP() throws -> Finding {
+        let trainer = try trainer(fewBlocks(.mesp))
+        let (loss, ours) = try gradients(trainer)
+        let (expectedLoss, expected) = try gradients(self.trainer(fewBlocks(.mebp)))
+        let found = errors(trainer.model.layout, ours.mapValues { tamper("gradients.mebp", $0) }, expected)
+        return compared(
+            "The gradients of \(fewBlocks) blocks by MeSP", with: "those by automatic differentiation",
+            [Measurement("loss", error(MLXArray(loss), MLXArray(expectedLoss)))] + found)
+    }
+
+    /// A product with few rows takes another kernel.
+    func fewTargets() throws -> Finding {
+        let trainer = try trainer(run(shortest))
+        let whole = example(shortest)
+        let y = try trainer.model.forward(0, trainer.model.embed(whole), trainer.model.parameters(0)).y
+        let errors = try [1, 2, 3].filter { $0 <= shortest }.flatMap { count in
+            let few = Example(tokens: whole.tokens, counted: shortest - count..<shortest)
+            let (loss, dy) = try trainer.model.head(y, few, gradientScale: 1)
+            let (expectedLoss, expected) = try cpu(trainer).head(y, few, gradientScale: 1)
+            return [
+                Measurement("loss of \(count)", error(MLXArray(loss), expectedLoss)),
+                Measurement("gradient of \(count)", dy.map { error(tamper("head.few_targets", $0), expected) } ?? .nan),
+            ]
+        }
+        return compared(
+            "Loss and gradient of one, two and three targets", with: "those of the formulas on the CPU", errors)
+    }
+
+    // MARK: - Against itself
+
+    /// The bytes of a vector.
+    private func bits(_ array: MLXArray) -> Data { array.asData(access: .copy).data }
+
+    /// As often as the settings say, or as twenty times their seconds allow.
+    func repeats() throws -> Finding {
+        let trainer = try trainer(fewBlocks(.mesp))
+        let first = try gradients(trainer).gradients.mapValues(bits)
+        let end = Date.now.addingTimeInterval(20 * settings.seconds)
+        var (done, different) = (0, 0)
+        while done < settings.repeats, done < 2 || Date.now < end {
+            let again = try gradients(trainer).gradients.mapValues { bits(tamper("repeats", $0)) }
+            done += 1
+            if again != first { different += 1 }
+        }
+        return Finding(
+            different == 0 ? .pass : .fail,
+            different == 0
+                ? "\(done) repeats of a gradient are the same to the last bit."
+                : "\(different) of \(done) repeats of a gradient differ.",
+            [Measurement("repeats", Double(done)), Measurement("different", Double(different))])
+    }
+
+    /// Three steps, and two with a third by another trainer, from the state that the first one saved.
+    func resume() throws -> Finding {
+        var run = fewBlocks(.mesp)
+        (run.optimizer, run.learningRate, run.output) = (.adamw, 1e-3, "")
+        let plan = try defaultPlan(run)
+        let folder = Self.temporaryFolder.appendingPathComponent("resume.\(UUID().uuidString)")
+        try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)
+        defer { try? FileManager.default.removeItem(at: folder) }
+        func step(_ trainer: Trainer, _ number: Int) throws {
+            _ = try trainer.step([[example(shortest, number: number)]], number: number)
+        }
+
+        let straight = try trainer(run, plan: plan)
+        for number in 0..<3 {
+            try step(straight, number)
+            if number == 1 { try SavedState(step: 2).save(straight, plan: plan, settings: run, in: folder) }
+        }
+        let resumed = try trainer(run, plan: plan)
+        guard let saved = try SavedState.load(from: folder, run) else {
+            throw MeSPError("The state that was saved in \(folder.path) is not there.")
+        }
+        try resumed.restore { saved.vectors[$0] }
+        try step(resumed, 2)
+        let expected = try straight.vectors().mapValues(bits)
+        let different = try resumed.vectors().filter { bits(tamper("resume", $1)) != expected[$0] }.keys.sorted()
+        return Finding(
+            different.isEmpty ? .pass : .fail,
+            different.isEmpty
+                ? "A run that goes on from a saved state is the same to the last bit."
+                : "A run that goes on from a saved state differs in \(different.joined(separator: ", ")).",
+            [Measurement("vectors", Double(expected.count)), Measurement("different", Double(different.count))])
+    }
+}

@@ -1,0 +1,84 @@
+import MLX
+
+/// A block, and the head, by the formulas of this library on the CPU in float32: what a GPU's results are compared with, and on the CPU
+/// another way to the same numbers as the block function's.
+struct FormulasOnCPU {
+    let bundle: ModelBundle
+    let layout: LoRALayout
+    /// α / rank
+    let scale: Float
+    let tile: TileSizes
+
+    /// Everything that the block function returns, in its order and shapes, evaluated.
+    ///
+    /// - Parameters:
+    ///   - x: `[1, T, hidden]`
+    ///   - lora: `[P]`
+    func outputs(_ block: Int, _ x: MLXArray, _ lora: MLXArray) throws -> [MLXArray] {
+        try withBlock(block) { weights in
+            let a = weights.architecture
+            let x = x[0].asType(.float32)
+            func linear(_ p: Projection, _ input: MLXArray) -> MLXArray {
+                LoRALinear(
+                    weight: weights.matrix(p), bias: weights.bias(p), lora: layout.matrices(p, in: lora), scale: scale)(
+                        input, tile: tile.projection)
+            }
+            func heads(_ p: Projection, _ input: MLXArray) -> MLXArray {
+                linear(p, input).reshaped([x.dim(0), -1, a.headDim]).swappedAxes(0, 1)
+            }
+            let attnIn = weights.attentionNorm(x)
+            let (q, k, v) = (heads(.q, attnIn), heads(.k, attnIn), heads(.v, attnIn))
+            let attention = weights.attention
+            let attnOut = attention(
+                q: attention.query(q, start: 0), k: attention.key(k, start: 0), v: v, tile: tile.attention)
+            let oOut = linear(.o, attnOut)
+            let xMid = x + (weights.attentionPostNorm.map { $0(oOut) } ?? oOut)
+            let mlpIn = weights.mlpNorm(xMid)
+            let (gate, up) = (linear(.gate, mlpIn), linear(.up, mlpIn))
+            let mlpOut = linear(.down, a.hiddenAct.gated(gate: gate, up: up))
+            let y = xMid + (weights.mlpPostNorm.map { $0(mlpOut) } ?? mlpOut)
+            let outputs =
+                [y, attnIn, q, k, v, attnOut, xMid, gate, up] + (a.postNorms ? [oOut, mlpOut] : [])
+            let batch = outputs.map { $0.expandedDimensions(axis: 0) }
+            eval(batch)
+            return batch
+        }
+    }
+
+    /// The gradient of a block's LoRA parameters `[P]`; d goes from dy to dx. Both are evaluated.
+    func backward(_ block: Int, _ x: MLXArray, _ lora: MLXArray, _ outputs: [MLXArray], d: inout MLXArray) throws
+        -> MLXArray
+    {
+        try withBlock(block) { weights in
+            let backward = BlockBackward(weights: weights, lora: lora, layout: layout, scale: scale, tile: tile)
+            return backward(
+                x: x.asType(.float32), Intermediates(outputs, kept: true), d: &d, wantsInput: true)
+        }
+    }
+
+    /// The sum of the losses of the counted targets, in nats, and its gradient `[1, T, hidden]` times `gradientScale`.
+    func head(_ y: MLXArray, _ example: Example, gradientScale: Float) throws -> (loss: MLXArray, dy: MLXArray) {
+        try Device.withDefaultDevice(.cpu) {
+            try bundle.withHead { packed in
+                let head = CrossEntropyHead(
+                    weights: PackedWeights(words: packed.words, arrays: packed.arrays, onCPU: true),
+                    architecture: bundle.architecture, tile: tile.vocabulary)
+                let (loss, dy) = head(
+                    y.asType(.float32), targets: MLXArray(Array(example.targets)), counted: example.counted,
+                    gradientScale: gradientScale)
+                guard let dy else { preconditionFailure("the head was asked for a gradient") }
+                return (loss, dy)
+            }
+        }
+    }
+
+    private func withBlock<R>(_ block: Int, _ body: (BlockWeights) throws -> R) throws -> R {
+        try Device.withDefaultDevice(.cpu) {
+            try bundle.withBlock(block) { weights in
+                let packed = PackedWeights(words: weights.packed.words, arrays: weights.packed.arrays, onCPU: true)
+                return try body(
+                    BlockWeights(architecture: weights.architecture, kind: weights.kind, packed: packed))
+            }
+        }
+    }
+}

@@ -1,0 +1,154 @@
+import Foundation
+import MLX
+
+#if canImport(Darwin)
+    import Darwin
+#else
+    import Glibc
+#endif
+#if canImport(Metal)
+    import Metal
+#endif
+
+/// The system's GPU, as Metal describes it.
+struct SystemGPU {
+    let name: String
+    let architecture: String
+    /// What the GPU can use at once without getting slower, in bytes.
+    let workingSet: Int
+    /// The largest buffer, in bytes.
+    let largestBuffer: Int
+
+    /// nil where there is no Metal.
+    static let current: SystemGPU? = {
+        #if canImport(Metal)
+            guard let device = MTLCreateSystemDefaultDevice() else { return nil }
+            return SystemGPU(
+                name: device.name, architecture: device.architecture.name,
+                workingSet: Int(clamping: device.recommendedMaxWorkingSetSize),
+                largestBuffer: device.maxBufferLength)
+        #else
+            nil
+        #endif
+    }()
+}
+
+/// The machine, and how it maps weights.
+extension Bench {
+    func machine() -> Finding {
+        let process = ProcessInfo.processInfo
+        let (memory, page) = (Int(clamping: process.physicalMemory), Int(getpagesize()))
+        let limit = systemMemoryLimit().flatMap { $0 < memory ? $0 : nil }
+        return Finding(
+            .note,
+            "\(LogRecord.Start.host): \(process.activeProcessorCount) cores, \(shown(megabytes: memory)) of memory; thermal state \(ThermalState.current.rawValue).",
+            [
+                Measurement("cores", Double(process.activeProcessorCount)),
+                Measurement("memory", Double(memory), "bytes"),
+                Measurement("page", Double(page), "bytes"),
+                Measurement("footprint", Double(memoryFootprint()), "bytes"),
+            ] + (limit.map { [Measurement("memory limit", Double($0), "bytes")] } ?? []))
+    }
+
+    func gpu() throws -> Finding {
+        guard bundle.device == .gpu else {
+            throw Skipped(reason: "The bundle \(bundle.manifest.name) runs on the CPU: export one with --device gpu.")
+        }
+        guard let gpu = SystemGPU.current else {
+            return Finding(.note, "MLX has a GPU that Metal does not describe.")
+        }
+        return Finding(
+            .note,
+            "\(gpu.name), \(gpu.architecture): a working set of up to \(shown(megabytes: gpu.workingSet)).",
+            [
+                Measurement("working set", Double(gpu.workingSet), "bytes"),
+                Measurement("largest buffer", Double(gpu.largestBuffer), "bytes"),
+            ])
+    }
+
+    /// Where Metal refuses an address or a length, MLX copies without a word. What is then written to the file does not show in the
+    /// array.
+    func mapWithoutCopy() throws -> Finding {
+        let size = min(largestFile.words * 4, 16 << 20)
+        let path = Self.temporaryFolder.appendingPathComponent("mapped.\(UUID().uuidString)").path
+        let file = open(path, O_RDWR | O_CREAT | O_EXCL, 0o600)
+        guard file >= 0 else { throw MeSPError("Cannot make a file in \(Self.temporaryFolder.path): \(lastError()).") }
+        unlink(path)
+        defer { close(file) }
+        guard ftruncate(file, off_t(size)) == 0, let mapped = mapArray(file, offset: 0, [size / 4], .uint32) else {
+            throw MeSPError("Cannot map a file in \(Self.temporaryFolder.path): \(lastError()).")
+        }
+        let words = tamper("map.no_copy", mapped)
+        eval(words)
+        let copies = try [0, size / 4 - 1].filter { index in
+            var word = UInt32(index + 1)
+            guard pwrite(file, &word, 4, off_t(index * 4)) == 4 else {
+                throw MeSPError("Cannot write a file in \(Self.temporaryFolder.path): \(lastError()).")
+            }
+            return words[index..<index + 1].item(UInt32.self) != word
+        }
+        return withExtendedLifetime(mapped) {
+            Finding(
+                copies.isEmpty ? .pass : .fail,
+                copies.isEmpty
+                    ? "An array over a mapped file is the file's own pages: what is written to the file shows in it."
+                    : "An array over a mapped file is a copy: what is written to the file does not show in it.",
+                [Measurement("mapped", Double(size), "bytes")])
+        }
+    }
+
+    /// Reads every page of the largest weight file through MLX.
+    func mapFootprint() throws -> Finding {
+        let size = largestFile.words * 4
+        func read() throws -> Int {
+            let words = try mappedWords(bundle.url.appendingPathComponent(largestFile.file), size: size, version: nil)
+            for tile in tiles(of: size / 4, size: 1 << 18) { eval(words[tile].max()) }
+            Memory.clearCache()
+            return withExtendedLifetime(words) { memoryFootprint() }
+        }
+        _ = try read()  // compiles kernels
+        Memory.clearCache()
+        let before = memoryFootprint()
+        let during = try read()
+        let after = memoryFootprint()
+        return Finding(
+            Self.verdict(footprintOfMap: during - before, size: size),
+            "\(shown(megabytes: size)) of mapped weights, all read, add \(shown(megabytes: during - before)) to the footprint.",
+            [
+                Measurement("mapped", Double(size), "bytes"), Measurement("before", Double(before), "bytes"),
+                Measurement("during", Double(during), "bytes"), Measurement("after", Double(after), "bytes"),
+            ])
+    }
+
+    /// A copy would add all of the size. What a kernel leaves behind counts beside a small file, which tells nothing.
+    static func verdict(footprintOfMap grown: Int, size: Int) -> SelfCheckReport.Verdict {
+        let slack = 1_000_000
+        guard size > 4 * slack else { return .note }
+        return grown < size / 4 + slack ? .pass : .fail
+    }
+
+    /// What a block pays for being mapped each time: the map, and the first kernel that reads it.
+    func mapFirstUse() throws -> Finding {
+        let (file, words) = (ModelBundle.blockFile(0), bundle.manifest.blocks[bundle.kinds[0]].words)
+        let url = bundle.url.appendingPathComponent(file)
+        func map() throws -> MLXArray { try mappedWords(url, size: words * 4, version: nil) }
+        let first = try median { eval(try map().max()) }
+        let again = try withExtendedLifetime(map()) { words in try median { eval(words.max()) } }
+        let cost = max(0, first - again)
+        constants.mapSeconds = cost
+        return Finding(
+            .note, "Mapping a block of \(shown(megabytes: words * 4)) and using it takes \(shown(microseconds: cost)).",
+            [
+                Measurement("mapped", Double(words * 4), "bytes"), Measurement("first use", first, "s"),
+                Measurement("used again", again, "s"), Measurement("map", cost, "s"),
+            ])
+    }
+
+    /// The largest file of weights.
+    private var largestFile: (file: String, words: Int) {
+        let manifest = bundle.manifest
+        let blocks = manifest.blocks.flatMap { kind in kind.layers.map { (ModelBundle.blockFile($0), kind.words) } }
+        let tables = [manifest.embedding, manifest.head].map { ($0.file, $0.words) }
+        return (blocks + tables).max { $0.1 < $1.1 } ?? tables[0]
+    }
+}

@@ -1,0 +1,244 @@
+import Foundation
+import MLX
+
+/// Asks the machine what training depends on: whether weights are mapped without a copy, what an `eval`, a kernel and a buffer take,
+/// whether its gradients are those of the CPU, and whether a step's peak is the predicted one.
+///
+/// On a bundle for the CPU every check runs too, with the CPU's own formulas to compare with.
+public struct SelfCheck {
+    public struct Settings: Codable, Sendable, Equatable {
+        /// The bundle's folder.
+        public var bundle: String
+        /// How often a gradient is computed again, to be the same to the last bit.
+        public var repeats = 50
+        /// How long one measurement is repeated, in seconds.
+        public var seconds = 1.0
+        /// Minutes of training without a pause, to see whether the machine slows down; 0 for none.
+        public var minutes = 0.0
+
+        public init(bundle: String) { self.bundle = bundle }
+
+        /// Reads a settings file: JSON with `bundle`; a key that is absent has its default.
+        public init(contentsOf url: URL) throws {
+            struct Given: Decodable {
+                let bundle: String
+                let repeats: Int?
+                let seconds: Double?
+                let minutes: Double?
+            }
+            guard let json = try? Data(contentsOf: url) else {
+                throw MeSPError("Cannot read the settings file \(url.path).")
+            }
+            do {
+                let given = try JSONDecoder().decode(Given.self, from: json)
+                self.init(bundle: given.bundle)
+                repeats = given.repeats ?? repeats
+                seconds = given.seconds ?? seconds
+                minutes = given.minutes ?? minutes
+            } catch {
+                throw MeSPError("The settings file \(url.path) is not valid: \(error.plainSentence).")
+            }
+        }
+
+        func check() throws {
+            guard (1...1000).contains(repeats) else { throw MeSPError("repeats must be at least 1 and at most 1000.") }
+            guard seconds > 0, seconds <= 60 else { throw MeSPError("seconds must be above 0 and at most 60.") }
+            guard (0...600).contains(minutes) else { throw MeSPError("minutes must be at least 0 and at most 600.") }
+        }
+    }
+
+    public let settings: Settings
+
+    public init(_ settings: Settings) { self.settings = settings }
+
+    /// Runs every check, one after the other.
+    ///
+    /// - Parameters:
+    ///   - atBlock: called before each check and at every block boundary. It may wait, or throw `CancellationError`, which ends it all.
+    ///   - report: gets each part of the report as it comes.
+    /// - Returns: all of it.
+    /// - Throws: `MeSPError`, where the bundle cannot be used; `CancellationError`. A check that fails throws nothing.
+    @discardableResult public func run(
+        atBlock: @escaping () throws -> Void = {}, report: (SelfCheckRecord) throws -> Void = { _ in }
+    ) throws -> SelfCheckReport {
+        let begin = Date.now
+        try settings.check()
+        let bundle = try ModelBundle(url: URL(fileURLWithPath: settings.bundle))
+        let bench = Bench(bundle: bundle, settings: settings, atBlock: atBlock)
+        let checks = bench.checks
+        let start = SelfCheckReport.Start(
+            version: Run.version, mlxVersion: Manifest.mlxVersion, host: LogRecord.Start.host,
+            gpu: SystemGPU.current?.name, gpuArchitecture: SystemGPU.current?.architecture,
+            bundle: bundle.manifest.name, device: bundle.manifest.device, dtype: bundle.manifest.dtype,
+            settings: settings, names: checks.map(\.name))
+        try report(.start(start))
+        var whole = SelfCheckReport(start)
+        for check in checks {
+            try atBlock()
+            let result = try Self.result(check, bundle)
+            whole.checks.append(result)
+            try report(.check(result))
+        }
+        let end = SelfCheckReport.End(
+            verdict: whole.checks.contains { $0.verdict == .fail } ? .fail : .pass, constants: bench.constants,
+            seconds: Date.now.timeIntervalSince(begin))
+        whole.end = end
+        try report(.end(end))
+        return whole
+    }
+
+    /// How a check comes out, whatever it throws but `CancellationError`.
+    static func result(_ check: Bench.Check, _ bundle: ModelBundle) throws -> SelfCheckReport.Check {
+        let begin = Date.now
+        var finding: Finding
+        do {
+            finding = try bundle.withDevice(check.body)
+        } catch let error as CancellationError {
+            throw error
+        } catch let skipped as Skipped {
+            finding = Finding(.skipped, skipped.reason)
+        } catch let error as NotFinite {
+            finding = Finding(.fail, "\(error.what) is not finite.")
+        } catch {
+            finding = Finding(.fail, error.localizedDescription)
+        }
+        Memory.clearCache()
+        return .init(
+            name: check.name, verdict: finding.verdict, sentence: finding.sentence, measured: finding.measured,
+            seconds: Date.now.timeIntervalSince(begin))
+    }
+}
+
+/// What a check found.
+struct Finding {
+    let verdict: SelfCheckReport.Verdict
+    let sentence: String
+    let measured: [SelfCheckReport.Measurement]
+
+    init(
+        _ verdict: SelfCheckReport.Verdict, _ sentence: String, _ measured: [SelfCheckReport.Measurement] = []
+    ) {
+        (self.verdict, self.sentence, self.measured) = (verdict, sentence, measured)
+    }
+}
+
+/// Why a check has nothing to look at here.
+struct Skipped: Error {
+    let reason: String
+}
+
+/// What the checks share. Each is in an extension, by what it looks at.
+final class Bench {
+    typealias Measurement = SelfCheckReport.Measurement
+
+    struct Check {
+        let name: String
+        let body: () throws -> Finding
+    }
+
+    let bundle: ModelBundle
+    let settings: SelfCheck.Settings
+    let atBlock: () throws -> Void
+    /// Stands between what a check looks at and the check itself: tests put an error here.
+    let tamper: (_ check: String, MLXArray) -> MLXArray
+    var constants = SelfCheckReport.Constants()
+
+    init(
+        bundle: ModelBundle, settings: SelfCheck.Settings, atBlock: @escaping () throws -> Void = {},
+        tamper: @escaping (_ check: String, MLXArray) -> MLXArray = { $1 }
+    ) {
+        (self.bundle, self.settings, self.atBlock, self.tamper) = (bundle, settings, atBlock, tamper)
+    }
+
+    /// In the order in which they run.
+    var checks: [Check] {
+        let lengths = bundle.manifest.seqLens.sorted()
+        return [
+            Check(name: "machine", body: machine),
+            Check(name: "gpu", body: gpu),
+            Check(name: "map.no_copy", body: mapWithoutCopy),
+            Check(name: "map.footprint", body: mapFootprint),
+            Check(name: "map.first_use", body: mapFirstUse),
+            Check(name: "eval.empty", body: emptyEval),
+            Check(name: "kernel.dependent", body: dependentKernel),
+            Check(name: "buffer.new", body: newBuffer),
+            Check(name: "memory.bandwidth", body: bandwidth),
+            Check(name: "product.transposed", body: { try self.product(.transposed) }),
+            Check(name: "product.plain", body: { try self.product(.plain) }),
+            Check(name: "product.dequantized", body: { try self.product(.dequantized) }),
+            Check(name: "block.outputs", body: blockOutputs),
+            Check(name: "gradients.cpu", body: gradientsAgainstCPU),
+            Check(name: "gradients.mebp", body: gradientsAgainstMeBP),
+            Check(name: "head.few_targets", body: fewTargets),
+            Check(name: "repeats", body: repeats),
+            Check(name: "resume", body: resume),
+        ]
+            + lengths.map { length in Check(name: "peak.\(length)", body: { try self.peak(length) }) }
+            + lengths.map { length in Check(name: "time.\(length)", body: { try self.time(length) }) }
+            + [Check(name: "throttling", body: throttling)]
+    }
+
+    // MARK: - What several checks use
+
+    var shortest: Int { bundle.manifest.seqLens.min() ?? 1 }
+    var longest: Int { bundle.manifest.seqLens.max() ?? 1 }
+    var architecture: Architecture { bundle.architecture }
+
+    /// Settings of a run of `length` tokens, at rank 8 where the bundle has it.
+    func run(_ length: Int) -> RunSettings {
+        var run = RunSettings(bundle: settings.bundle, output: "")
+        let ranks = bundle.manifest.ranks
+        (run.seqLen, run.rank) = (length, ranks.contains(8) ? 8 : ranks[0])
+        return run
+    }
+
+    /// A sequence of tokens of the vocabulary, the same each time for one number.
+    func example(_ length: Int, number: Int = 0) -> Example {
+        let tokens = (0...length).map { Int32(($0 * 7919 + number * 104_729 + 17) % architecture.vocabSize) }
+        return Example(tokens: tokens, counted: 0..<length)
+    }
+
+    /// A trainer whose adapters are all but zero: with B = 0, as training begins, the gradient of A would be zero.
+    func trainer(_ run: RunSettings, plan: Plan? = nil) throws -> Trainer {
+        let plan = try plan ?? defaultPlan(run)
+        let trainer = try Trainer(bundle: bundle, settings: run, plan: plan, folder: Self.temporaryFolder)
+        for block in trainer.model.blocks {
+            let noise = MLXRandom.normal([trainer.model.layout.count], scale: 0.02, key: MLXRandom.key(UInt64(block)))
+            try trainer.model.lora.write(trainer.model.parameters(block) + noise, block)
+        }
+        trainer.clock.atBlock = atBlock
+        return trainer
+    }
+
+    func defaultPlan(_ run: RunSettings) throws -> Plan {
+        do {
+            return try Planner(bundle.manifest, run).plan()
+        } catch let error as MeSPError {
+            throw Skipped(reason: error.message)
+        }
+    }
+
+    static var temporaryFolder: URL { FileManager.default.temporaryDirectory }
+
+    /// The median time of `body` in seconds: of 3 times at least, and as often as the settings' seconds allow. A first time, which
+    /// may compile kernels, does not count.
+    func median(_ body: () throws -> Void) throws -> Double {
+        try body()
+        var times = [Double]()
+        let end = Date.now.addingTimeInterval(settings.seconds / 4)
+        while times.count < 3 || (times.count < 1000 && Date.now < end) {
+            try times.append(seconds(body))
+        }
+        return times.sorted()[times.count / 2]
+    }
+
+    func seconds(_ body: () throws -> Void) rethrows -> Double {
+        let time = try ContinuousClock().measure(body).components
+        return Double(time.seconds) + Double(time.attoseconds) * 1e-18
+    }
+}
+
+/// Seconds, bytes and rates in a sentence.
+func shown(microseconds seconds: Double) -> String { String(format: "%.1f µs", seconds * 1e6) }
+func shown(megabytes bytes: Int) -> String { String(format: "%.1f MB", Double(bytes) / 1e6) }
+func shown(giga rate: Double) -> String { String(format: "%.1f", rate / 1e9) }

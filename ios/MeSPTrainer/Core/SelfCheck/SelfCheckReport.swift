@@ -1,0 +1,105 @@
+import Foundation
+
+/// What a machine told about itself: one finding a line, and the constants that it measured.
+public struct SelfCheckReport: Codable, Sendable {
+    /// Where and on what it ran.
+    public var start: Start
+    public var checks = [Check]()
+    /// nil until every check has run. A report that stays so is of a process that was ended: by the check after the last one here.
+    public var end: End?
+
+    public struct Start: Codable, Sendable {
+        public var version: String
+        public var mlxVersion: String
+        /// Machine and system.
+        public var host: String
+        /// The GPU's name and architecture, as the system has them; nil where MLX's GPU is not Apple's, or there is none.
+        public var gpu: String?
+        public var gpuArchitecture: String?
+        /// The bundle's name.
+        public var bundle: String
+        /// `cpu` or `gpu`: where the bundle runs.
+        public var device: String
+        public var dtype: String
+        public var settings: SelfCheck.Settings
+        /// The checks to come, in their order.
+        public var names: [String]
+    }
+
+    /// How one check came out.
+    public struct Check: Codable, Sendable, Identifiable {
+        public var name: String
+        public var verdict: Verdict
+        /// What was found, or why the check was left out.
+        public var sentence: String
+        public var measured: [Measurement]
+        /// What the check took.
+        public var seconds: Double
+
+        public var id: String { name }
+    }
+
+    public enum Verdict: String, Codable, Sendable, CaseIterable {
+        case pass, fail
+        /// A measurement, which is neither right nor wrong.
+        case note
+        case skipped
+    }
+
+    public struct Measurement: Codable, Sendable, Equatable {
+        public var name: String
+        /// nil where it is not finite.
+        public var value: Double?
+        /// `s`, `bytes`, `bytes/s`, `FLOP/s`, or empty for a number without one.
+        public var unit: String
+
+        init(_ name: String, _ value: Double, _ unit: String = "") {
+            (self.name, self.value, self.unit) = (name, value.isFinite ? value : nil, unit)
+        }
+    }
+
+    /// The constants of a model of a step's time, nil where they were not measured:
+    ///
+    ///     seconds = evals · evalSeconds + kernels · kernelSeconds + new buffers · newBufferSeconds + maps · mapSeconds
+    ///               + the larger of  bytes / bytesPerSecond  and  FLOP / flopsPerSecond
+    public struct Constants: Codable, Sendable, Equatable {
+        /// An `eval`, without its kernels.
+        public var evalSeconds: Double?
+        /// A kernel that waits for the one before it.
+        public var kernelSeconds: Double?
+        /// A buffer of 1 MiB that MLX's cache does not have.
+        public var newBufferSeconds: Double?
+        /// Mapping a block's file, and its first use.
+        public var mapSeconds: Double?
+        /// Reading and writing memory.
+        public var bytesPerSecond: Double?
+        /// The products that training uses on the device, at the tile where they are fastest: the slower of x Wᵀ and dy W.
+        public var flopsPerSecond: Double?
+    }
+
+    public struct End: Codable, Sendable {
+        /// `fail` where a check failed.
+        public var verdict: Verdict
+        public var constants: Constants
+        public var seconds: Double
+    }
+
+    public init(_ start: Start) { self.start = start }
+
+    /// The report as one JSON document, with snake-case keys.
+    public var json: Data {
+        get throws {
+            let encoder = JSONEncoder()
+            encoder.keyEncodingStrategy = .convertToSnakeCase
+            encoder.outputFormatting = [.prettyPrinted, .sortedKeys, .withoutEscapingSlashes]
+            return try encoder.encode(self)
+        }
+    }
+}
+
+/// A part of a report, as it comes.
+public enum SelfCheckRecord: Sendable {
+    case start(SelfCheckReport.Start)
+    case check(SelfCheckReport.Check)
+    case end(SelfCheckReport.End)
+}

@@ -1,0 +1,247 @@
+"""Asks a machine what training depends on, and writes down what it said.
+
+    python tools/check_gpu.py --bundle demo.mesp --out checked
+    python tools/check_gpu.py --phone [--device ID] --out checked
+    python tools/check_gpu.py --report collected/self-check/demo.json --out checked
+
+The first runs on this machine, the second in the app on a phone, which has to lie unlocked on its
+cable; the third only makes a page of a report. `--out` gets self-check.json and self-check.html.
+Exits with 0 where nothing failed, 1 where a check did, 2 where there is nothing to check.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.markup import escape
+
+from collect import pull_self_checks
+from mesp.engine.records import records
+from mesp.errors import MespError, plain_os_errors
+from mesp.formatting import duration
+from phone import APP, Phone, connect
+from report import document
+
+COLORS = {"pass": "green", "fail": "red", "note": "cyan", "skipped": "dim"}
+POLL = 5  # seconds between two looks at a phone
+SILENCE = 900  # seconds after which a phone that reports nothing new is given up
+Report = dict[str, Any]
+
+
+@click.command()
+@click.option("--bundle", help="What to check with: a folder, or a name on the phone.")
+@click.option("--phone", "on_phone", is_flag=True, help="Start the app on a phone to check it.")
+@click.option("--device", help="Which phone: name, UDID or identifier.  [default: the only one]")
+@click.option("--app", default=APP, show_default=True, help="Bundle identifier of the app.")
+@click.option("--report", "existing", type=click.Path(path_type=Path), help="A report to show.")
+@click.option("--repeats", type=click.IntRange(1, 1000), default=50, show_default=True)
+@click.option("--seconds", type=click.FloatRange(0, 60, min_open=True), default=1.0)
+@click.option("--minutes", type=click.FloatRange(0, 600), default=0.0, help="Of a long run.")
+@click.option("--out", type=click.Path(path_type=Path), required=True, help="The folder to write.")
+def main(
+    bundle: str | None, on_phone: bool, device: str | None, app: str, existing: Path | None,
+    repeats: int, seconds: float, minutes: float, out: Path,
+) -> None:  # fmt: skip
+    """Check what training depends on: weights in memory, costs, exact gradients, peaks."""
+    if (existing is not None) + (bundle is not None or on_phone) != 1:
+        raise MespError("Give a --bundle, --phone or a --report.")
+    console = Console(stderr=True, highlight=False)
+    if existing is not None:
+        report = read_report(existing)
+    elif on_phone:
+        report = check_phone(connect(device, app, otherwise=""), bundle, console)
+    else:
+        settings = {"repeats": repeats, "seconds": seconds, "minutes": minutes}
+        settings["bundle"] = str(Path(bundle).resolve())
+        report = check_here(settings, console)
+    report = ended(report)
+    with plain_os_errors(f"Cannot write {out}"):
+        out.mkdir(parents=True, exist_ok=True)
+        text = json.dumps(report, indent=1, ensure_ascii=False)
+        (out / "self-check.json").write_text(text + "\n", encoding="utf-8")
+        (out / "self-check.html").write_text(page(report), encoding="utf-8")
+    click.echo(out / "self-check.html")
+    sys.exit(1 if report["end"]["verdict"] == "fail" else 0)
+
+
+# Where a report comes from
+
+
+def check_here(settings: dict[str, Any], console: Console) -> Report:
+    """This machine's report; of an engine that ended on the way, as far as it came."""
+    report: Report = {}
+    try:
+        with console.status("Checking the bundle") as status:
+            for record in records("self-check", settings):
+                kind = record.pop("type")
+                if kind == "check":
+                    report["checks"].append(record)
+                    show(record, console)
+                else:
+                    report |= {kind: record} | ({"checks": []} if kind == "start" else {})
+                for name in to_come(report)[:1]:
+                    status.update(name)
+    except MespError as error:
+        if "start" not in report:
+            raise
+        report["problem"] = error.message
+    return report
+
+
+def check_phone(phone: Phone, bundle: str | None, console: Console) -> Report:
+    """Starts the self-check in the app, and follows its report until it ends."""
+    known = reports(phone).keys()
+    phone.launch("--self-check", *([bundle] if bundle else []))
+    seen, heard = 0, time.monotonic()
+    with console.status(f"Checking {phone.name}: leave the app in front"):
+        while time.monotonic() - heard < SILENCE:
+            new = reports(phone)
+            for report in (new[name] for name in new.keys() - known):
+                for check in report["checks"][seen:]:
+                    show(check, console)
+                    seen, heard = seen + 1, time.monotonic()
+                if report.get("end"):
+                    return report
+            time.sleep(POLL)
+    raise MespError(
+        f"The self-check on {phone.name} has said nothing for {duration(SILENCE)}: "
+        "look at the app's tab Models."
+    )
+
+
+def reports(phone: Phone) -> dict[str, Report]:
+    """All reports on a phone, by their files' names."""
+    with tempfile.TemporaryDirectory(prefix="mesp-self-checks-") as folder:
+        return {path.name: read_report(path) for path in pull_self_checks(phone, Path(folder))}
+
+
+def read_report(path: Path) -> Report:
+    with plain_os_errors(f"Cannot read {path}"):
+        text = path.read_text(encoding="utf-8", errors="replace")
+    try:
+        report = json.loads(text)
+        [report["start"][key] for key in ("names", "host", "bundle", "device")]
+        [check[key] for check in report["checks"] for key in ("name", "verdict", "sentence")]
+    except (ValueError, TypeError, KeyError) as error:
+        raise MespError(f"{path} is no report of a self-check.") from error
+    return report
+
+
+def to_come(report: Report) -> list[str]:
+    return report["start"]["names"][len(report["checks"]) :]
+
+
+def ended(report: Report) -> Report:
+    """The report with a line for each check, also where the process ended in one of them."""
+    if report.get("end"):
+        return report
+    problem = report.get("problem") or "The process ended in this check."
+    missing = [
+        {"name": name, "verdict": verdict, "sentence": sentence, "measured": [], "seconds": 0}
+        for name, verdict, sentence in zip(
+            to_come(report),
+            ["fail"] + ["skipped"] * len(to_come(report)),
+            [problem] + ["It was not reached."] * len(to_come(report)),
+            strict=False,
+        )
+    ]
+    end = {"verdict": "fail", "constants": {}, "seconds": 0}
+    return {"start": report["start"], "checks": [*report["checks"], *missing], "end": end}
+
+
+# What people see
+
+
+def show(check: dict[str, Any], console: Console) -> None:
+    verdict = check["verdict"]
+    console.print(
+        f"[{COLORS.get(verdict, 'default')}]{verdict:<7}[/] {check['name']:<20} "
+        f"{escape(check['sentence'])}",
+        soft_wrap=True,
+    )
+
+
+def amount(value: float | None, unit: str) -> str:
+    """A number with its unit, as people read it."""
+    if value is None:
+        return "not finite"
+    if unit == "s":
+        return f"{value:.3f} s" if value >= 0.1 else f"{value * 1e6:,.1f} µs"
+    if unit == "bytes":
+        return f"{value / 1e6:,.1f} MB"
+    if unit in ("bytes/s", "FLOP/s"):
+        return f"{value / 1e9:,.1f} G{unit.replace('bytes', 'B')}"
+    return f"{value:,.0f}" if value == int(value) else f"{value:.2g}"
+
+
+UNITS = {"seconds": "s", "bytes_per_second": "bytes/s", "flops_per_second": "FLOP/s"}
+
+
+def constants(report: Report) -> list[tuple[str, str]]:
+    """The constants for the model of a step's time."""
+    return [
+        (name.replace("_", " "), amount(value, UNITS.get(name, "s")))
+        for name, value in sorted(report["end"]["constants"].items())
+    ]
+
+
+def page(report: Report) -> str:
+    """The page, which loads nothing."""
+    start, verdict = report["start"], report["end"]["verdict"]
+    counts = [
+        f"{sum(check['verdict'] == each for check in report['checks'])} {name}"
+        for each, name in (
+            ("pass", "passed"), ("fail", "failed"), ("note", "measured"), ("skipped", "skipped"))
+    ]  # fmt: skip
+    about = [
+        ("system", start["host"]),
+        ("GPU", " ".join(filter(None, (start.get("gpu"), start.get("gpu_architecture")))) or "-"),
+        ("bundle", f"{start['bundle']}, {start.get('dtype', '')} on the {start['device']}"),
+        ("MLX", start.get("mlx_version", "-")),
+        ("checks", ", ".join(counts)),
+    ]
+    details = [
+        f"<h2>{html.escape(check['name'])}</h2>"
+        + table([(each["name"], amount(each.get("value"), each["unit"]))
+                 for each in check["measured"]])
+        for check in report["checks"]
+        if check.get("measured")
+    ]  # fmt: skip
+    measured = constants(report)
+    return document(
+        f"Self-check: {'something failed' if verdict == 'fail' else 'nothing failed'}",
+        table(about),
+        "<h2>Checks</h2>",
+        checks_table(report["checks"]),
+        "<h2>Constants for the planner</h2>" + table(measured) if measured else "",
+        *details,
+    )
+
+
+def checks_table(checks: list[dict[str, Any]]) -> str:
+    lines = [
+        f'<tr><th>{html.escape(check["name"])}</th><td class="{html.escape(check["verdict"])}">'
+        f"{html.escape(check['verdict'])}</td><td>{html.escape(check['sentence'])}</td></tr>"
+        for check in checks
+    ]
+    return f'<div class="wide"><table>{"".join(lines)}</table></div>'
+
+
+def table(rows: list[tuple[str, str]]) -> str:
+    lines = [
+        f"<tr><th>{html.escape(name)}</th><td>{html.escape(value)}</td></tr>"
+        for name, value in rows
+    ]
+    return f'<div class="wide"><table>{"".join(lines)}</table></div>'
+
+
+if __name__ == "__main__":
+    main()
