@@ -1,8 +1,9 @@
 """What can be checked of the iPhone app without a Mac: its project, its property lists, its views.
 
-There is no SwiftUI here: the views are type-checked against stand-ins of what they use of Apple's
-modules (app_stand_ins/). What they show and do is in the target MeSPAppModel, whose Swift
-tests run everywhere.
+There is no SwiftUI here: the core, the app's model and the views are compiled as for iOS, and the
+core, the model and the engine as for macOS, against stand-ins of what they use of Apple's modules
+(app_stand_ins/). As for Linux, SwiftPM compiles them. What the views show and do is in the target
+MeSPAppModel, whose Swift tests run everywhere.
 """
 
 import json
@@ -11,6 +12,7 @@ import re
 import shutil
 import struct
 import subprocess
+import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -23,11 +25,14 @@ HOME = ROOT / "ios" / "MeSPTrainer"
 APP = HOME / "App"
 PROJECT = HOME / "MeSPTrainer.xcodeproj"
 HERE = Path(__file__).parent
-# Each after those that it imports.
-STAND_INS = (
-    *("UIKit", "os", "Tokenizers", "UniformTypeIdentifiers", "CoreTransferable", "SwiftUI"),
-    "Charts",
-)
+# The modules of a system, each after those that it imports.
+STAND_INS = {
+    "macOS": ("Darwin", "CryptoKit"),
+    "iOS": (
+        *("Darwin", "CryptoKit", "UIKit", "os", "Tokenizers", "UniformTypeIdentifiers"),
+        *("CoreTransferable", "SwiftUI", "Charts"),
+    ),
+}
 VIEWS = sorted(APP.rglob("*.swift"))
 
 
@@ -241,61 +246,110 @@ def target() -> str:
     return info["target"]["unversionedTriple"]
 
 
-def swiftc(*arguments: object) -> str:
-    """What the compiler says, without a word about how many warnings there were."""
-    command = [tool("swiftc"), "-parse-as-library", *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stderr
+class Compiler:
+    """Compiles as for `system`, against the stand-ins in `modules`.
+
+    With `-c`: type-checking alone finds neither data races nor missing returns. What is compiled is
+    a copy, in which `os(iOS)` and the like are replaced by what holds for `system`; that
+    `canImport(Darwin)` and `canImport(CryptoKit)` hold, the stand-ins bring about.
+    """
+
+    def __init__(self, system: str, folder: Path) -> None:
+        self.system, self.folder = system, folder
+        self.modules = folder / "modules"
+        self.modules.mkdir()
+        build = find_engine().parent  # where the module MLX was built
+        self.options = ["-I", self.modules, "-I", build / "Modules"]
+        self.options += ["-Xcc", f"-fmodule-map-file={build / 'CHostMLX.build/module.modulemap'}"]
+        self.options += ["-package-name", "mesp"]
+
+    def compile(self, name: str, *sources: Path, version: int = 6) -> subprocess.CompletedProcess:
+        """Compiles a module into one object file, so that others can import it."""
+        copies = self.folder / name
+        shutil.rmtree(copies, ignore_errors=True)
+        for source in sources:
+            text = source.read_text(encoding="utf-8")
+            copy = copies / source.relative_to(source.anchor)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            copy.write_text(re.sub(r"\bos\((\w+)\)", self.condition, text), encoding="utf-8")
+        command = [tool("swiftc"), "-c", "-whole-module-optimization", "-module-name", name]
+        if [source.name for source in sources] != ["main.swift"]:
+            command += ["-parse-as-library", "-emit-module", "-emit-module-path"]
+            command.append(self.modules / f"{name}.swiftmodule")
+        command += ["-swift-version", str(version), *self.options, *copies.rglob("*.swift")]
+        command += ["-o", self.folder / f"{name}.o"]
+        return subprocess.run(list(map(str, command)), capture_output=True, text=True)
+
+    def condition(self, match: re.Match) -> str:
+        return "true" if match[1] == self.system else "false"
 
 
-@pytest.fixture(scope="module")
-def modules(tmp_path_factory: pytest.TempPathFactory) -> list[object]:
-    """The options that find the stand-ins and the core, compiled as for iOS."""
-    folder = tmp_path_factory.mktemp("modules")
-    build = find_engine().parent  # where the module MLX was built
-    options = ["-I", folder, "-I", build / "Modules"]
-    options += ["-Xcc", f"-fmodule-map-file={build / 'CHostMLX.build' / 'module.modulemap'}"]
+def compiles(done: subprocess.CompletedProcess) -> bool:
+    assert done.returncode == 0 and "warning:" not in done.stderr, done.stderr
+    return True
 
-    def compile(name: str, version: int, *sources: Path) -> str:
-        target = folder / f"{name}.swiftmodule"
-        emit = ("-emit-module", "-emit-module-path", target, "-module-name", name)
-        return swiftc(*emit, "-swift-version", version, *options, *sources)
 
-    for name in STAND_INS:
-        compile(name, 5, HERE / "app_stand_ins" / f"{name}.swift")
-    core = folder / "Core"
-    shutil.copytree(HOME / "Core", core)
-    phone = core / "Control" / "SystemPhone.swift"
-    text = phone.read_text(encoding="utf-8")
-    assert text.count("#if os(iOS)") == 1
-    phone.write_text(text.replace("#if os(iOS)", "#if true"), encoding="utf-8")
-    options += ["-package-name", "mesp"]
-    assert "warning:" not in compile("MeSPCore", 6, *core.rglob("*.swift"))
+@pytest.fixture(scope="module", params=STAND_INS)
+def compiler(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Compiler:
+    """The core and the app's model, compiled as for a system of Apple's."""
+    if sys.platform == "darwin":
+        pytest.skip("Xcode compiles the app itself")
+    compiler = Compiler(request.param, tmp_path_factory.mktemp(request.param))
+    for name in STAND_INS[compiler.system]:
+        stand_in = HERE / "app_stand_ins" / f"{name}.swift"
+        assert compiler.compile(name, stand_in, version=5).returncode == 0, name
+    assert compiles(compiler.compile("MeSPCore", *(HOME / "Core").rglob("*.swift")))
     # As SwiftPM makes it of a target with resources.
-    resources = folder / "Resources.swift"
+    resources = compiler.folder / "Resources.swift"
     resources.write_text(
         "import Foundation\nextension Bundle { static let module = Bundle.main }\n",
         encoding="utf-8",
     )
     model = (HOME / "AppModel").glob("*.swift")
-    assert "warning:" not in compile("MeSPAppModel", 6, *model, resources)
-    return ["-swift-version", 6, *options]
+    assert compiles(compiler.compile("MeSPAppModel", *model, resources))
+    return compiler
 
 
 @pytest.mark.slow
-def test_the_app_type_checks_against_stand_ins(modules: list[object]):
-    assert "warning:" not in swiftc("-typecheck", "-module-name", "MeSPTrainer", *modules, *VIEWS)
+def test_what_a_person_starts_compiles_on_each_system(compiler: Compiler):
+    if compiler.system == "iOS":
+        assert compiles(compiler.compile("MeSPTrainer", *VIEWS))
+    else:
+        assert compiles(compiler.compile("engine", HOME / "Engine" / "main.swift"))
 
 
 @pytest.mark.slow
-def test_the_examples_of_the_library_type_check(modules: list[object], tmp_path: Path):
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        (
+            "final class Count { var value = 0 }\n"
+            "func f() { let count = Count(); Task.detached { count.value = 1 }; count.value = 2 }",
+            "risks causing data races",
+        ),
+        ("func f(_ x: Int) -> Int { if x > 0 { return 1 } }", "missing return"),
+        ("func f() -> UInt32 { mach_task_self_ }", "not concurrency-safe"),
+        ("#if os(Linux)\n#else\nfunc f() { nowhere() }\n#endif", "cannot find 'nowhere'"),
+    ],
+    ids=["race", "return", "variable", "branch"],
+)
+def test_a_fault_does_not_compile(compiler: Compiler, tmp_path: Path, fault: str, said: str):
+    source = tmp_path / "Fault.swift"
+    source.write_text(f"import Darwin\nimport MeSPCore\n{fault}\n", encoding="utf-8")
+    done = compiler.compile("Fault", source)
+    assert done.returncode != 0 and said in done.stderr
+
+
+@pytest.mark.slow
+def test_the_examples_of_the_library_compile(compiler: Compiler, tmp_path: Path):
+    if compiler.system != "iOS":
+        pytest.skip("they use SystemPhone")
     text = (HOME / "Core" / "MeSPCore.docc" / "FineTuning.md").read_text(encoding="utf-8")
     examples = re.findall(r"```swift\n(.*?)```", text, flags=re.S)
     assert len(examples) == 2
     source = tmp_path / "Example.swift"
     source.write_text("import Foundation\n" + "".join(examples), encoding="utf-8")
-    assert "warning:" not in swiftc("-typecheck", *modules, source)
+    assert compiles(compiler.compile("Example", source))
 
 
 def test_the_librarys_documentation_builds(tmp_path: Path):

@@ -1,6 +1,5 @@
 #if os(iOS)
     import UIKit
-    import os
 
     /// The device that the app runs on.
     @MainActor public final class SystemPhone: Phone {
@@ -15,7 +14,7 @@
             return Battery(level: device.batteryLevel, isCharging: device.batteryState != .unplugged)
         }
 
-        public var availableMemory: Int? { Int(os_proc_available_memory()) }
+        public var availableMemory: Int? { systemMemoryLimit() }
 
         public init() {
             UIDevice.current.isBatteryMonitoringEnabled = true

@@ -30,7 +30,12 @@ final class FolderLock {
                 "\(holder.isEmpty ? "Another process" : holder) is writing to \(folder.path); wait for it, stop it, or choose another output folder."
             )
         }
-        let holder = "Process \(getpid()) on \(ProcessInfo.processInfo.hostName)"
+        #if os(iOS)
+            // The host's name can bring up the question about the local network, and nobody but the app writes here.
+            let holder = "Another run of this app"
+        #else
+            let holder = "Process \(getpid()) on \(ProcessInfo.processInfo.hostName)"
+        #endif
         // It only informs.
         _ = ftruncate(file, 0)
         _ = pwrite(file, holder, holder.utf8.count, 0)

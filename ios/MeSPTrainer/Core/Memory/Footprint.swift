@@ -6,6 +6,12 @@ import Foundation
     import Glibc
 #endif
 
+#if canImport(Darwin)
+    /// The port of this process. `mach_task_self_`, which holds it too, is a variable in C, and shared mutable state to Swift 6 before
+    /// the SDKs of Xcode 16.3. Asked once: each call takes another reference to the port.
+    private let ownTask = task_self_trap()
+#endif
+
 /// The memory that counts against the process, in bytes: `phys_footprint` on Apple's systems, anonymous memory (`RssAnon +
 /// VmSwap`) on Linux. Mapped weight files are in neither.
 public func memoryFootprint() -> Int {
@@ -14,7 +20,7 @@ public func memoryFootprint() -> Int {
         var count = mach_msg_type_number_t(MemoryLayout<task_vm_info_data_t>.size / MemoryLayout<natural_t>.size)
         let result = withUnsafeMutablePointer(to: &info) {
             $0.withMemoryRebound(to: integer_t.self, capacity: Int(count)) {
-                task_info(mach_task_self_, task_flavor_t(TASK_VM_INFO), $0, &count)
+                task_info(ownTask, task_flavor_t(TASK_VM_INFO), $0, &count)
             }
         }
         return result == KERN_SUCCESS ? Int(info.phys_footprint) : 0

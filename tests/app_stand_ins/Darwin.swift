@@ -1,0 +1,43 @@
+// What the core and the engine use of Darwin beyond POSIX, and of the parts of Foundation and Dispatch that go with it. Its presence
+// makes `canImport(Darwin)` true.
+
+import Foundation
+@_exported import Glibc
+
+public typealias mach_port_t = UInt32
+public typealias mach_port_name_t = UInt32
+public typealias mach_msg_type_number_t = UInt32
+public typealias natural_t = UInt32
+public typealias integer_t = Int32
+public typealias task_flavor_t = UInt32
+public typealias kern_return_t = Int32
+public let KERN_SUCCESS: Int32 = 0
+public let TASK_VM_INFO: Int32 = 22
+public struct task_vm_info_data_t {
+    public var phys_footprint: UInt64 = 0
+    public init() {}
+}
+/// As in the SDKs before Xcode 16.3.
+public var mach_task_self_: mach_port_t = 0
+public func task_self_trap() -> mach_port_name_t { 0 }
+public func task_info(
+    _ task: mach_port_name_t, _ flavor: task_flavor_t, _ info: UnsafeMutablePointer<integer_t>!,
+    _ count: UnsafeMutablePointer<mach_msg_type_number_t>!
+) -> kern_return_t { 0 }
+extension stat { public var st_mtimespec: timespec { st_mtim } }
+
+extension ProcessInfo {
+    public enum ThermalState: Int, Sendable { case nominal, fair, serious, critical }
+    public var thermalState: ThermalState { .nominal }
+}
+public protocol DispatchSourceMemoryPressure: DispatchSourceProtocol {}
+extension DispatchSource {
+    public struct MemoryPressureEvent: OptionSet, Sendable {
+        public let rawValue: UInt
+        public init(rawValue: UInt) { self.rawValue = rawValue }
+        public static let warning = Self(rawValue: 2), critical = Self(rawValue: 4)
+    }
+    public class func makeMemoryPressureSource(
+        eventMask: MemoryPressureEvent, queue: DispatchQueue?
+    ) -> any DispatchSourceMemoryPressure { fatalError() }
+}

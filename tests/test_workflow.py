@@ -1,0 +1,96 @@
+"""The workflows are as GitHub's schema has them, and what they name exists."""
+
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import pytest
+import yaml
+
+from mesp.engine.build import find_engine
+from mesp.models.families import FAMILIES
+
+ROOT = Path(__file__).parents[1]
+PROJECT = ROOT / "ios" / "MeSPTrainer" / "MeSPTrainer.xcodeproj"
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+each_workflow = pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.name)
+
+
+def steps(workflow: Path) -> list[dict]:
+    jobs = yaml.safe_load(workflow.read_text(encoding="utf-8"))["jobs"]
+    return [step for job in jobs.values() for step in job["steps"]]
+
+
+def commands(workflow: Path) -> str:
+    """What the steps of a workflow run, with the variables that its jobs set."""
+    jobs = yaml.safe_load(workflow.read_text(encoding="utf-8"))["jobs"]
+    variables = [value for job in jobs.values() for value in job.get("env", {}).values()]
+    return "\n".join([*variables, *(step.get("run", "") for step in steps(workflow))])
+
+
+def test_there_are_workflows():
+    assert [path.name for path in WORKFLOWS] == ["ci.yml", "nightly.yml"]
+
+
+def test_the_schema_takes_them():
+    command = [sys.executable, "-m", "check_jsonschema"]
+    command += ["--builtin-schema", "vendor.github-workflows", *map(str, WORKFLOWS)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@each_workflow
+def test_the_targets_of_make_exist(workflow: Path):
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    named = set(re.findall(r"\bmake ([a-z][\w-]*)", commands(workflow))) - {"python3-venv"}
+    assert named
+    assert named - set(re.findall(r"^([\w-]+):", makefile, flags=re.M)) == set()
+
+
+@each_workflow
+def test_the_paths_exist(workflow: Path):
+    """A folder that is only made by a step begins with build/ or with a dot."""
+    for path in re.findall(r"(?<![\w./-])(?:ios|tests|tools|docs)/[\w./-]+", commands(workflow)):
+        assert (ROOT / path).exists(), path
+
+
+def test_the_scheme_and_the_identifier_are_the_projects():
+    text = commands(ROOT / ".github" / "workflows" / "ci.yml")
+    assert PROJECT.relative_to(ROOT).as_posix() in text
+    schemes = set(re.findall(r"-scheme (\w+)", text))
+    assert schemes
+    for scheme in schemes:
+        assert (PROJECT / "xcshareddata" / "xcschemes" / f"{scheme}.xcscheme").is_file()
+        # Where the scheme's configuration puts what it builds.
+        assert f"Release-iphonesimulator/{scheme}.app" in text
+    project = (PROJECT / "project.pbxproj").read_text(encoding="utf-8")
+    (identifier,) = set(re.findall(r"PRODUCT_BUNDLE_IDENTIFIER = (\S+);", project))
+    assert set(re.findall(r"simctl (?:launch|terminate) \S+ (\S+)", text)) == {identifier}
+
+
+def test_a_model_of_each_family_is_checked_each_night():
+    text = (ROOT / ".github" / "workflows" / "nightly.yml").read_text(encoding="utf-8")
+    models = yaml.safe_load(text)["jobs"]["model"]["strategy"]["matrix"]["include"]
+    assert [each["family"] for each in models] == list(FAMILIES)
+    assert models[0]["model"] == "Qwen/Qwen2.5-0.5B"
+
+
+@pytest.mark.slow
+def test_the_nightly_check_passes_on_the_demo_model(tmp_path: Path):
+    find_engine()
+    night = [sys.executable, ROOT / "tools" / "nightly.py", "--model", "demo"]
+    night += ["--learning-rate", 0.01, "--out", tmp_path / "night"]
+    done = subprocess.run(list(map(str, night)), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    for what in ("the model", "with adapters", "fused"):
+        assert re.search(rf"^{what}: [\d.]+ in the trainer, [\d.]+ in mlx-lm$", done.stdout, re.M)
+
+
+def test_the_nightly_check_fails_where_a_loss_is_another():
+    check = runpy.run_path(str(ROOT / "tools" / "nightly.py"))["check"]
+    check("the model", 3.0, 3.001)
+    with pytest.raises(click.ClickException, match=r"the losses differ by 0\.01"):
+        check("the model", 3.0, 3.01)

@@ -1,0 +1,111 @@
+"""Whether a real checkpoint trains as mlx-lm says: export, 20 steps, losses, adapters, fusing.
+
+Exports the model, trains it, and evaluates the model, the model with its adapters, and the model
+that mlx_lm.fuse makes of both, in mlx-lm on the same held-out tokens. Ends with an error where
+mlx-lm's losses are not the trainer's.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import mlx.core as mx
+import mlx_lm
+from mlx import nn
+from mlx_lm.tuner.trainer import default_loss
+from mlx_lm.tuner.utils import load_adapters
+
+import mesp
+from mesp.bundle.reader import Bundle
+from mesp.runs.log import read_run
+
+ROOT = Path(__file__).resolve().parents[1]
+STEPS = 20
+SEQ_LEN = 64
+VAL_BATCHES = 8
+GROUP_SIZE, BITS = 64, 4
+# Nats a token, by which losses of one model may differ: the order of summation is another.
+TOLERANCE = 2e-3
+
+
+@click.command()
+@click.option("--model", required=True, metavar="HUB_ID|DIR|demo")
+@click.option("--learning-rate", default=2e-4, show_default=True, help="Of AdamW.")
+@click.option("--out", type=click.Path(path_type=Path), required=True, help="Replaced if there.")
+def main(model: str, learning_rate: float, out: Path) -> None:
+    mx.set_default_device(mx.cpu)
+    shutil.rmtree(out, ignore_errors=True)
+    out.mkdir(parents=True)
+    bundle, run = out / "model.mesp", out / "run"
+    export = ["--model", model, "--out", bundle, "--device", "cpu", "--seq-len", SEQ_LEN]
+    export += ["--bits", BITS, "--group-size", GROUP_SIZE]
+    if model == "demo":
+        source = str(Path(mesp.__file__).parent / "demo_model")
+    else:
+        source = model
+        # The documents of this repository are text enough, and at hand.
+        text = out / "text.txt"
+        pages = sorted((ROOT / "docs").glob("*.md"))
+        text.write_text("\n".join(page.read_text("utf-8") for page in pages), "utf-8")
+        export += ["--data", text]
+    command("mesp.commands.export", *export)
+    train = [bundle, "--steps", STEPS, "--seq-len", SEQ_LEN, "--val-batches", VAL_BATCHES]
+    train += ["--optimizer", "adamw", "--learning-rate", learning_rate, "--output", run]
+    command("mesp.commands.train", *train)
+    before, after = read_run(run).held_out
+    if not after < before:
+        raise click.ClickException(f"training raised the loss from {before} to {after}")
+
+    quantized, fused = out / "quantized", out / "fused"
+    mlx_lm.convert(
+        source, str(quantized), quantize=True, q_group_size=GROUP_SIZE, q_bits=BITS, dtype="float32"
+    )
+    check("the model", before, loss(quantized, bundle))
+    check("with adapters", after, loss(quantized, bundle, run / "adapters"))
+    fuse = ["fuse", "--model", quantized, "--adapter-path", run / "adapters", "--dequantize"]
+    call(sys.executable, "-m", "mlx_lm", *fuse, "--save-path", fused)
+    check("fused", after, loss(fused, bundle))
+
+
+def loss(model: Path, bundle: Path, adapters: Path | None = None) -> float:
+    """The held-out loss in mlx-lm, nats a token, of the windows that the trainer evaluates."""
+    network, _ = mlx_lm.load(str(model))
+    if adapters:
+        load_adapters(network, str(adapters))
+    network.eval()
+    return held_out_loss(network, bundle)
+
+
+def held_out_loss(network: nn.Module, bundle: Path) -> float:
+    tokens = mx.array(Bundle(bundle).tokens("valid")).astype(mx.int32)
+    # default_loss counts targets by their position in the padded sequence, from 1.
+    lengths = mx.array([[0, SEQ_LEN]])
+    losses = []
+    for start in range(0, min(VAL_BATCHES * SEQ_LEN, tokens.size - SEQ_LEN), SEQ_LEN):
+        window = tokens[start : start + SEQ_LEN + 1]
+        losses.append(default_loss(network, window[None], lengths)[0].item())
+    return sum(losses) / len(losses)
+
+
+def check(what: str, trainer: float, mlx_lm_loss: float) -> None:
+    click.echo(f"{what}: {trainer:.4f} in the trainer, {mlx_lm_loss:.4f} in mlx-lm")
+    if abs(trainer - mlx_lm_loss) > TOLERANCE:
+        raise click.ClickException(f"{what}: the losses differ by {abs(trainer - mlx_lm_loss):.2g}")
+
+
+def command(module: str, *arguments: object) -> None:
+    call(sys.executable, "-c", f"from {module} import main; main()", *arguments)
+
+
+def call(*arguments: object) -> None:
+    done = subprocess.run([str(argument) for argument in arguments])
+    if done.returncode:
+        raise click.ClickException(f"{arguments[-1]}: exit status {done.returncode}")
+
+
+if __name__ == "__main__":
+    main()
