@@ -61,11 +61,11 @@ struct FormulasOnCPU {
         try Device.withDefaultDevice(.cpu) {
             try bundle.withHead { packed in
                 let head = CrossEntropyHead(
-                    weights: PackedWeights(words: packed.words, arrays: packed.arrays, onCPU: true),
+                    weights: PackedWeights(words: packed.words, arrays: packed.arrays, products: .dense, onCPU: true),
                     architecture: bundle.architecture, tile: tile.vocabulary)
                 let (loss, dy) = head(
                     y.asType(.float32), targets: MLXArray(Array(example.targets)), counted: example.counted,
-                    gradientScale: gradientScale)
+                    gradientScale: gradientScale, atBoundary: {})
                 guard let dy else { preconditionFailure("the head was asked for a gradient") }
                 return (loss, dy)
             }
@@ -75,7 +75,8 @@ struct FormulasOnCPU {
     private func withBlock<R>(_ block: Int, _ body: (BlockWeights) throws -> R) throws -> R {
         try Device.withDefaultDevice(.cpu) {
             try bundle.withBlock(block) { weights in
-                let packed = PackedWeights(words: weights.packed.words, arrays: weights.packed.arrays, onCPU: true)
+                let packed = PackedWeights(
+                    words: weights.packed.words, arrays: weights.packed.arrays, products: .dense, onCPU: true)
                 return try body(
                     BlockWeights(architecture: weights.architecture, kind: weights.kind, packed: packed))
             }
