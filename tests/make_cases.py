@@ -14,6 +14,7 @@ import tempfile
 from pathlib import Path
 
 import mlx.core as mx
+
 from conftest import FAMILIES, TEXT, TINY, random_tensors, write_mixed_model, write_model
 
 UNTIED = {**TINY, "num_hidden_layers": 2, "tie_word_embeddings": False, "rope_theta": 1e6}
@@ -62,7 +63,7 @@ def of_gpu(arch, kind, layout, device, plain):
     return of_device(arch, kind, layout, "gpu", plain)
 
 def quantized_matmul(x, weight, scales, biases, **quantization):
-    wide = [a if a is None or a.dtype == mx.uint8 else a.astype(mx.float32) for a in (scales, biases)]
+    wide = (scales, biases) if biases is None else (a.astype(mx.float32) for a in (scales, biases))
     return multiply(x.astype(mx.float32), weight, *wide, **quantization).astype(x.dtype)
 
 function_files.block_function, mx.quantized_matmul = of_gpu, quantized_matmul

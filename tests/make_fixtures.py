@@ -13,9 +13,9 @@
     o_out, mlp_out                                  and these where there are post norms
     dx.N        [1, T, hidden]      the loss's gradient by block N's input
     grad.N      [P]                 the loss's gradient by block N's LoRA parameters
-    floor.N, floor_loss             of a bfloat16 bundle: grad.N and loss where what is stored (block
-                                    inputs, intermediates, the gradients between blocks) is rounded to
-                                    bfloat16, and all arithmetic is float32
+    floor.N, floor_loss             of a bfloat16 bundle: grad.N and loss where what is stored
+                                    (block inputs, intermediates, the gradients between blocks) is
+                                    rounded to bfloat16, and all arithmetic is float32
 
 `losses.safetensors`: the losses of training from the initial LoRA parameters with SGD, each step's
 before its update: `mesp` and `mebp` [steps], `mezo` [mezo steps]. Not written for 0 steps.
