@@ -90,9 +90,11 @@ struct BlockBackward {
             let (wGateF, wUpF, wDownF) = (wGate.rows(f), wUp.rows(f), wDown.columns(f))
             let (bGate, bUp, aDown) = (gateLoRA.b[0..., f], upLoRA.b[0..., f], downLoRA.a[f])
 
-            let gate = gateKept?[0..., f].asType(.float32)
+            let gate =
+                gateKept?[0..., f].asType(.float32)
                 ?? added(gateBias?[f], to: wGateF.apply(mlpIn, as: .float32) + matmul(hGate, bGate))
-            let up = upKept?[0..., f].asType(.float32)
+            let up =
+                upKept?[0..., f].asType(.float32)
                 ?? added(upBias?[f], to: wUpF.apply(mlpIn, as: .float32) + matmul(hUp, bUp))
             let dAct = wDownF.applyTransposed(dy, addedTo: matmul(dyB, aDown.T))
             let (act, dGate, dUp) = weights.architecture.hiddenAct.gatedBackward(gate: gate, up: up, dAct: dAct)

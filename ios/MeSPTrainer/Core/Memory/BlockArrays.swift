@@ -52,7 +52,9 @@ final class ArrayFile {
         if done == data.count, length < (index + 1) * stride, ftruncate(file, off_t((index + 1) * stride)) == 0 {
             length = (index + 1) * stride
         }
-        guard done == data.count, length >= (index + 1) * stride else { throw MeSPError("Cannot write the training state to disk: \(lastError()).") }
+        guard done == data.count, length >= (index + 1) * stride else {
+            throw MeSPError("Cannot write the training state to disk: \(lastError()).")
+        }
         written += done
     }
 
