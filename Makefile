@@ -1,7 +1,8 @@
 # make demo    fine-tunes the demo model and shows what that changed
-# make check   runs style and the quick tests: the everyday loop
-# make test    runs every test but the slow ones
-# make test-slow  runs those: a long run, and PEFT, for which it installs PyTorch, some gigabytes
+# make check   checks the style and runs the quick tests: the everyday loop
+# make test    runs all tests
+# make test-slow  trains for 2,000 steps and looks whether memory grows, and checks the adapters
+#              with PEFT, for which it installs PyTorch, some gigabytes
 # make engine  builds mesp-engine, the trainer
 # make app-bundle  exports the demo model for the app: on a Mac for the phone's GPU, elsewhere for its CPU
 # make setup   makes .venv with everything the others need (each calls it)
@@ -12,7 +13,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
 FIXTURES := $(CURDIR)/.build/fixtures
-SLOW_SUITES := FuzzTests RunTests GeneratorTests ReliabilityTests RunControllerTests
+SLOW_IN_SWIFT := FuzzTests RunTests GeneratorTests ReliabilityTests RunControllerTests \
+	lossesOfTrainingEqualTheReference trainsInBFloat16 everyPlanGivesTheSameGradients
 REFERENCE := $(wildcard exporter/mesp/*.py exporter/mesp/*/*.py tests/make_*.py tests/conftest.py)
 
 # A process a core; so many OpenBLAS with several threads each would wait for each other.
@@ -46,12 +48,15 @@ demo: $(READY)
 app-bundle: $(READY)
 	$(BIN)/mesp-export --model demo --seq-len 128 --seq-len 256 --rank 8 --overwrite --out ios/MeSPTrainer/Demo.mesp
 
-# `quick` chooses among the tests of Python and of Swift.
-check: quick := yes
-check: test-format test-python test-swift
+# The tests of Swift run one after the other, beside those of Python.
+BESIDE := --no-print-directory --jobs 2 --output-sync=target
+
+check: engine
+	@$(MAKE) $(BESIDE) quick=yes test-format test-python test-swift
 	@echo "== All quick tests passed"
 
-test: test-format test-python test-swift
+test: engine
+	@$(MAKE) $(BESIDE) test-format test-python test-swift
 	@echo "== All tests passed"
 
 test-format: $(READY)
@@ -64,10 +69,10 @@ test-python: engine
 	@echo "== Tests of the Python package and the commands"
 	$(PYTEST) $(if $(quick),-m "not slow")
 
-test-swift: $(FIXTURES)/ready
+test-swift: $(FIXTURES).ready
 	@echo "== Tests of the trainer core, against mesp.reference"
 	# One after the other: two cores, and a controller whose main thread must answer.
-	$(HOST_MLX) MESP_FIXTURES=$(FIXTURES) swift test --no-parallel $(if $(quick),$(SLOW_SUITES:%=--skip %))
+	$(HOST_MLX) MESP_FIXTURES=$(FIXTURES) swift test --no-parallel $(if $(quick),$(SLOW_IN_SWIFT:%=--skip %))
 	@echo "== Tests of HostMLX"
 	$(HOST_MLX) swift test --package-path ios/HostMLX
 
@@ -81,7 +86,7 @@ test-slow: engine
 	$(VENV)/peft/bin/python -m pytest -q tests/check_peft.py
 
 # What the Swift tests compare with is computed by the Python reference, again when that changes.
-$(FIXTURES)/ready: $(READY) $(REFERENCE)
+$(FIXTURES).ready: $(READY) $(REFERENCE)
 	@echo "== Fixtures for the Swift tests"
 	rm -rf $(FIXTURES)
 	$(BIN)/python tests/make_cases.py $(FIXTURES)
