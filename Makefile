@@ -13,7 +13,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
 FIXTURES := $(CURDIR)/.build/fixtures
-SLOW_SUITES := FuzzTests RunTests GeneratorTests ReliabilityTests RunControllerTests
+SLOW_IN_SWIFT := FuzzTests RunTests GeneratorTests ReliabilityTests RunControllerTests \
+	lossesOfTrainingEqualTheReference trainsInBFloat16 everyPlanGivesTheSameGradients
 REFERENCE := $(wildcard exporter/mesp/*.py exporter/mesp/*/*.py tests/make_*.py tests/conftest.py)
 
 # A process a core; so many OpenBLAS with several threads each would wait for each other.
@@ -54,12 +55,15 @@ check-gpu: engine
 	$(BIN)/mesp-export --model demo --seq-len 128 --seq-len 256 --rank 8 $(if $(DTYPE),--dtype $(DTYPE)) --overwrite --out build/check-gpu/demo.mesp
 	$(BIN)/python tools/check_gpu.py --bundle build/check-gpu/demo.mesp --minutes $(MINUTES) --out build/check-gpu
 
-# `quick` chooses among the tests of Python and of Swift.
-check: quick := yes
-check: test-format test-python test-swift
+# The tests of Swift run one after the other, beside those of Python.
+BESIDE := --no-print-directory --jobs 2 --output-sync=target
+
+check: engine
+	@$(MAKE) $(BESIDE) quick=yes test-format test-python test-swift
 	@echo "== All quick tests passed"
 
-test: test-format test-python test-swift
+test: engine
+	@$(MAKE) $(BESIDE) test-format test-python test-swift
 	@echo "== All tests passed"
 
 test-format: $(READY)
@@ -72,10 +76,10 @@ test-python: engine
 	@echo "== Tests of the Python package and the commands"
 	$(PYTEST) $(if $(quick),-m "not slow")
 
-test-swift: $(FIXTURES)/ready
+test-swift: $(FIXTURES).ready
 	@echo "== Tests of the trainer core, against mesp.reference"
 	# One after the other: two cores, and a controller whose main thread must answer.
-	$(HOST_MLX) MESP_FIXTURES=$(FIXTURES) swift test --no-parallel $(if $(quick),$(SLOW_SUITES:%=--skip %))
+	$(HOST_MLX) MESP_FIXTURES=$(FIXTURES) swift test --no-parallel $(if $(quick),$(SLOW_IN_SWIFT:%=--skip %))
 	@echo "== Tests of HostMLX"
 	$(HOST_MLX) swift test --package-path ios/HostMLX
 
@@ -89,7 +93,7 @@ test-slow: engine
 	$(VENV)/peft/bin/python -m pytest -q tests/check_peft.py
 
 # What the Swift tests compare with is computed by the Python reference, again when that changes.
-$(FIXTURES)/ready: $(READY) $(REFERENCE)
+$(FIXTURES).ready: $(READY) $(REFERENCE)
 	@echo "== Fixtures for the Swift tests"
 	rm -rf $(FIXTURES)
 	$(BIN)/python tests/make_cases.py $(FIXTURES)

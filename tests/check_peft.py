@@ -1,4 +1,4 @@
-"""The adapters in the real PEFT library, on PyTorch: `make test-peft`.
+"""The adapters in the real PEFT library, on PyTorch: `make test-slow`.
 
 The demo model is dequantized into an ordinary Qwen2ForCausalLM; with the adapters that the engine
 wrote, PEFT must find the engine's held-out loss, and the engine that of adapters that PEFT wrote.
