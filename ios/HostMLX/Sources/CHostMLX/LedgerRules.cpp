@@ -812,18 +812,19 @@ void attention(const Call &call) {
     const auto unless = [&](bool fits, const mx::array &a) { return fits ? a : temporary_copy(call, a); };
 
     const bool query_stays = is_vector ? query_fits(q_in) : rows_fit(q_in);
-    // FLOP: q·kᵀ and p·v; the causal half is not taken off.
-    const double pairs = static_cast<double>(q_in.size() / q_in.shape(3)) * call.in()[1].shape(2);
-    const double flop = 2 * pairs * (q_in.shape(3) + call.in()[2].shape(3));
+    // q·kᵀ and p·v of the keys that are seen: blocks of others are passed over (steel_attention.h).
+    const double rows = q_in.shape(2), keys = call.in()[1].shape(2);
+    const double seen = causal ? rows * keys - rows * (rows - 1) / 2 : rows * keys;
+    const double flop = 2.0 * q_in.shape(0) * q_in.shape(1) * seen * (q_in.shape(3) + call.in()[2].shape(3));
 
     if (!is_vector) {
         const auto q = unless(query_stays, q_in);
         const auto k = unless(rows_fit(call.in()[1]), call.in()[1]);
         const auto v = unless(rows_fit(call.in()[2]), call.in()[2]);
         // :731: laid out as (batch, sequence, heads, dims).
-        const int64_t heads = out.shape(3), rows = out.shape(1) * heads, batches = out.shape(2) * rows;
+        const int64_t head = out.shape(3), row = out.shape(1) * head, batch = out.shape(2) * row;
         out.set_data(
-            call.recorder.take(out.nbytes()), out.shape(0) * batches, {batches, heads, rows, 1},
+            call.recorder.take(out.nbytes()), out.shape(0) * batch, {batch, head, row, 1},
             {/* contiguous */ true, /* row */ false, /* col */ false});
         const auto mask = has_mask ? unless(rows_fit(call.in()[3]), call.in()[3]) : q;
         return call.recorder.kernel("attention", {q, k, v, mask}, {out}, flop);
