@@ -284,72 +284,61 @@ class Compiler:
         return "true" if match[1] == self.system else "false"
 
 
-def compiles(done: subprocess.CompletedProcess) -> bool:
-    assert done.returncode == 0 and "warning:" not in done.stderr, done.stderr
-    return True
+# What must not compile, and what the compiler says of it.
+FAULTS = {
+    "risks causing data races": (
+        "final class Count { var value = 0 }\n"
+        "func f() { let count = Count(); Task.detached { count.value = 1 }; count.value = 2 }"
+    ),
+    "missing return": "func f(_ x: Int) -> Int { if x > 0 { return 1 } }",
+    "not concurrency-safe": "func f() -> UInt32 { mach_task_self_ }",
+    "cannot find 'nowhere'": "#if os(Linux)\n#else\nfunc f() { nowhere() }\n#endif",
+}
 
 
-@pytest.fixture(scope="module", params=STAND_INS)
-def compiler(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Compiler:
-    """The core and the app's model, compiled as for a system of Apple's."""
-    if sys.platform == "darwin":
-        pytest.skip("Xcode compiles the app itself")
-    compiler = Compiler(request.param, tmp_path_factory.mktemp(request.param))
-    for name in STAND_INS[compiler.system]:
+# One test a system: each compiles the core.
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform == "darwin", reason="Xcode compiles the app itself")
+@pytest.mark.parametrize("system", STAND_INS)
+def test_all_of_it_compiles_as_for_a_system_of_apples(system: str, tmp_path: Path):
+    compiler = Compiler(system, tmp_path)
+
+    def compile(name: str, *sources: Path) -> None:
+        done = compiler.compile(name, *sources)
+        assert done.returncode == 0 and "warning:" not in done.stderr, done.stderr
+
+    for name in STAND_INS[system]:
         stand_in = HERE / "app_stand_ins" / f"{name}.swift"
-        assert compiler.compile(name, stand_in, version=5).returncode == 0, name
-    assert compiles(compiler.compile("MeSPCore", *(HOME / "Core").rglob("*.swift")))
+        done = compiler.compile(name, stand_in, version=5)
+        assert done.returncode == 0, done.stderr
+    compile("MeSPCore", *(HOME / "Core").rglob("*.swift"))
     # As SwiftPM makes it of a target with resources.
-    resources = compiler.folder / "Resources.swift"
+    resources = tmp_path / "Resources.swift"
     resources.write_text(
         "import Foundation\nextension Bundle { static let module = Bundle.main }\n",
         encoding="utf-8",
     )
-    model = (HOME / "AppModel").glob("*.swift")
-    assert compiles(compiler.compile("MeSPAppModel", *model, resources))
-    return compiler
-
-
-@pytest.mark.slow
-def test_what_a_person_starts_compiles_on_each_system(compiler: Compiler):
-    if compiler.system == "iOS":
-        assert compiles(compiler.compile("MeSPTrainer", *VIEWS))
+    compile("MeSPAppModel", *(HOME / "AppModel").glob("*.swift"), resources)
+    if system == "iOS":
+        compile("MeSPTrainer", *VIEWS)
+        compile("Example", library_examples(tmp_path / "Example.swift"))
     else:
-        assert compiles(compiler.compile("engine", HOME / "Engine" / "main.swift"))
+        compile("engine", HOME / "Engine" / "main.swift")
+
+    fault = tmp_path / "Fault.swift"
+    for said, text in FAULTS.items():
+        fault.write_text(f"import Darwin\nimport MeSPCore\n{text}\n", encoding="utf-8")
+        done = compiler.compile("Fault", fault)
+        assert done.returncode != 0 and said in done.stderr, said
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("fault", "said"),
-    [
-        (
-            "final class Count { var value = 0 }\n"
-            "func f() { let count = Count(); Task.detached { count.value = 1 }; count.value = 2 }",
-            "risks causing data races",
-        ),
-        ("func f(_ x: Int) -> Int { if x > 0 { return 1 } }", "missing return"),
-        ("func f() -> UInt32 { mach_task_self_ }", "not concurrency-safe"),
-        ("#if os(Linux)\n#else\nfunc f() { nowhere() }\n#endif", "cannot find 'nowhere'"),
-    ],
-    ids=["race", "return", "variable", "branch"],
-)
-def test_a_fault_does_not_compile(compiler: Compiler, tmp_path: Path, fault: str, said: str):
-    source = tmp_path / "Fault.swift"
-    source.write_text(f"import Darwin\nimport MeSPCore\n{fault}\n", encoding="utf-8")
-    done = compiler.compile("Fault", source)
-    assert done.returncode != 0 and said in done.stderr
-
-
-@pytest.mark.slow
-def test_the_examples_of_the_library_compile(compiler: Compiler, tmp_path: Path):
-    if compiler.system != "iOS":
-        pytest.skip("they use SystemPhone")
+def library_examples(source: Path) -> Path:
+    """The examples of the library's documentation, as one source."""
     text = (HOME / "Core" / "MeSPCore.docc" / "FineTuning.md").read_text(encoding="utf-8")
     examples = re.findall(r"```swift\n(.*?)```", text, flags=re.S)
     assert len(examples) == 2
-    source = tmp_path / "Example.swift"
     source.write_text("import Foundation\n" + "".join(examples), encoding="utf-8")
-    assert compiles(compiler.compile("Example", source))
+    return source
 
 
 def test_the_librarys_documentation_builds(tmp_path: Path):
