@@ -1,7 +1,7 @@
 # make demo    fine-tunes the demo model and shows what that changed
-# make test    runs every check
-# make test-peft  checks the adapters with PEFT, for which it installs PyTorch, some gigabytes
-# make test-long  trains for 2,000 steps and looks whether memory grows
+# make check   style and the quick tests: the everyday loop
+# make test    every test that needs nothing but the checkout
+# make test-slow  what is long: 2,000 steps, and PEFT, for which it installs PyTorch, some gigabytes
 # make engine  builds mesp-engine, the trainer
 # make app-bundle  exports the demo model for the app: on a Mac for the phone's GPU, elsewhere for its CPU
 # make check-gpu  asks this machine what training depends on: costs, exact gradients, peaks
@@ -13,12 +13,17 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
 FIXTURES := $(CURDIR)/.build/fixtures
+SLOW_SUITES := FuzzTests RunTests GeneratorTests ReliabilityTests RunControllerTests
+REFERENCE := $(wildcard exporter/mesp/*.py exporter/mesp/*/*.py tests/make_*.py tests/conftest.py)
+
+# A process a core; so many OpenBLAS with several threads each would wait for each other.
+PYTEST := OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -q --numprocesses auto --dist worksteal
 
 # SwiftPM compiles no Metal shaders, and mlx-swift needs them: on the command line the engine and
 # the tests use the MLX library in the wheel instead (ios/HostMLX), on every system.
 HOST_MLX = MESP_HOST_MLX="$$($(BIN)/python -m mesp.engine --mlx)"
 
-.PHONY: setup engine demo app-bundle check-gpu test test-format test-python test-swift test-peft test-long fixtures clean
+.PHONY: setup engine demo app-bundle check-gpu check test test-slow test-format test-python test-swift clean
 
 setup: $(READY)
 
@@ -49,6 +54,11 @@ check-gpu: engine
 	$(BIN)/mesp-export --model demo --seq-len 128 --seq-len 256 --rank 8 $(if $(DTYPE),--dtype $(DTYPE)) --overwrite --out build/check-gpu/demo.mesp
 	$(BIN)/python tools/check_gpu.py --bundle build/check-gpu/demo.mesp --minutes $(MINUTES) --out build/check-gpu
 
+# `quick` chooses among the tests of Python and of Swift.
+check: quick := yes
+check: test-format test-python test-swift
+	@echo "== All quick tests passed"
+
 test: test-format test-python test-swift
 	@echo "== All tests passed"
 
@@ -60,31 +70,30 @@ test-format: $(READY)
 
 test-python: engine
 	@echo "== Tests of the Python package and the commands"
-	$(BIN)/python -m pytest -q
+	$(PYTEST) $(if $(quick),-m "not slow")
 
-test-swift: fixtures
+test-swift: $(FIXTURES)/ready
 	@echo "== Tests of the trainer core, against mesp.reference"
 	# One after the other: two cores, and a controller whose main thread must answer.
-	$(HOST_MLX) MESP_FIXTURES=$(FIXTURES) swift test --no-parallel
+	$(HOST_MLX) MESP_FIXTURES=$(FIXTURES) swift test --no-parallel $(if $(quick),$(SLOW_SUITES:%=--skip %))
 	@echo "== Tests of HostMLX"
 	$(HOST_MLX) swift test --package-path ios/HostMLX
 
 # PyTorch is large: it has an environment of its own, and no part in `make test`.
-test-peft: engine
+test-slow: engine
+	@echo "== A long run"
+	$(BIN)/python tools/long_run.py
 	@echo "== Tests of the adapters in PEFT"
 	$(BIN)/python -m venv $(VENV)/peft
 	$(VENV)/peft/bin/python -m pip install --quiet --disable-pip-version-check torch peft --editable '.[dev]'
 	$(VENV)/peft/bin/python -m pytest -q tests/check_peft.py
 
-test-long: engine
-	@echo "== A long run"
-	$(BIN)/python tools/long_run.py
-
-# What the Swift tests compare with is computed by the Python reference each time.
-fixtures: $(READY)
+# What the Swift tests compare with is computed by the Python reference, again when that changes.
+$(FIXTURES)/ready: $(READY) $(REFERENCE)
 	@echo "== Fixtures for the Swift tests"
 	rm -rf $(FIXTURES)
 	$(BIN)/python tests/make_cases.py $(FIXTURES)
+	@touch $@
 
 clean:
 	rm -rf .build ios/HostMLX/.build build $(VENV)

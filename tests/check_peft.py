@@ -7,8 +7,6 @@ wrote, PEFT must find the engine's held-out loss, and the engine that of adapter
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import mlx.core as mx
@@ -18,6 +16,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
+from conftest import run
 from mesp.bundle.reader import Bundle
 from mesp.engine.build import find_engine
 from mesp.reference import dequantize
@@ -29,11 +28,8 @@ VAL_BATCHES = 8
 TOLERANCE = 1e-4
 
 
-def call(command: str, *arguments: object) -> None:
-    program = f"from mesp.commands.{command} import main; main()"
-    done = subprocess.run(
-        [sys.executable, "-c", program, *map(str, arguments)], capture_output=True, text=True
-    )
+def call(*arguments: object) -> None:
+    done = run(*arguments)
     assert done.returncode == 0, done.stderr
 
 

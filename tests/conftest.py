@@ -1,22 +1,31 @@
 """Tiny random models, written as the Hugging Face folders that users have."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
+from importlib import import_module
 from pathlib import Path
 
+import openblas  # noqa: F401, before MLX
+
+# isort: split
+import click
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+from click.testing import CliRunner
 from mlx.utils import tree_flatten
 from mlx_lm.utils import _get_classes
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from mesp import reference
 from mesp.models.architecture import Architecture
 from mesp.quantization.modes import Quantization
+from stand_ins import Phones
 
 # A shell that starts the tests in the background has SIGINT ignored, and children inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -92,15 +101,33 @@ FAMILIES = {
 TEXT = "The quick brown fox jumps over the lazy dog, and the dog does not mind at all.\n\n" * 80
 
 
+def command(module: str, *arguments: object) -> list[str]:
+    """The line that runs a command of the package, such as `export`, in a process of its own."""
+    program = f"from mesp.commands.{module} import main; main(prog_name='mesp-{module}')"
+    return [sys.executable, "-c", program, *map(str, arguments)]
+
+
 def run(module: str, *arguments: object, **options: object) -> subprocess.CompletedProcess:
-    """Runs a command of the package, such as `export`, in a process of its own."""
-    command = [sys.executable, "-c", f"from mesp.commands.{module} import main; main()"]
-    return subprocess.run(
-        command + [str(argument) for argument in arguments],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        **options,
+    """Runs a command of the package in this process: starting Python takes longer than most do."""
+    return invoke(
+        import_module(f"mesp.commands.{module}").main, f"mesp-{module}", *arguments, **options
+    )
+
+
+def invoke(
+    main: click.Command, name: str, *arguments: object, cwd: Path | None = None, **options: object
+) -> subprocess.CompletedProcess:
+    """What a command prints and its exit status; `options` are CliRunner's, such as `env`."""
+    before = Path.cwd()
+    os.chdir(cwd or before)
+    try:
+        result = CliRunner().invoke(main, list(map(str, arguments)), prog_name=name, **options)
+    finally:
+        os.chdir(before)
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return subprocess.CompletedProcess(
+        [name, *arguments], result.exit_code, result.stdout, result.stderr
     )
 
 
@@ -208,6 +235,20 @@ def mlx_lm_model(
     return model
 
 
+def dequantize_once(patch: pytest.MonkeyPatch) -> None:
+    """Lets the reference keep the matrices that it dequantizes: half of a small step is that."""
+    dequantize, known = reference.dequantize, {}
+
+    def remembered(weights: reference.Weights, name: str, in_size: int) -> mx.array:
+        packed = weights[f"{name}weight"]
+        if id(packed) not in known:
+            matrix = dequantize(weights, name, in_size)
+            known[id(packed)] = (packed, matrix)  # kept with it, so that no other gets its id
+        return known[id(packed)][1]
+
+    patch.setattr(reference, "dequantize", remembered)
+
+
 def quantizable(module: nn.Module) -> bool:
     return hasattr(module, "to_quantized")
 
@@ -224,3 +265,9 @@ def text(tmp_path: Path) -> Path:
     path = tmp_path / "text.txt"
     path.write_text(TEXT)
     return path
+
+
+@pytest.fixture
+def phones(tmp_path: Path) -> Phones:
+    """The phones that a command finds in `phones.environment()`."""
+    return Phones(tmp_path)

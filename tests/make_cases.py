@@ -5,12 +5,26 @@
 Each case is a folder with `bundle.mesp` and what tests/make_fixtures.py computes on it.
 """
 
-import subprocess
+import multiprocessing
 import sys
 import tempfile
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
-from conftest import FAMILIES, TEXT, TINY, write_mixed_model, write_model
+import mlx.core  # noqa: F401, before OpenBLAS: the engine, which has that, is compared with another
+import pytest
+
+# isort: split
+import make_fixtures
+from conftest import (
+    FAMILIES,
+    TEXT,
+    TINY,
+    dequantize_once,
+    run,
+    write_mixed_model,
+    write_model,
+)
 
 UNTIED = {**TINY, "num_hidden_layers": 2, "tie_word_embeddings": False, "rope_theta": 1e6}
 # Name, config.json, length, rank, and more options of mesp-export.
@@ -34,25 +48,28 @@ CASES = [
 ]
 
 
-def run(*command: object) -> None:
-    subprocess.run([str(part) for part in command], check=True, stdout=subprocess.DEVNULL)
+def make(folder: Path, name: str, config: dict, length: int, rank: int, *options: object) -> None:
+    case = folder / name
+    case.mkdir(parents=True)
+    lengths = ("--seq-len", length, "--rank", rank)
+    with tempfile.TemporaryDirectory() as source:
+        write = write_mixed_model if name == "mixed" else write_model
+        model = write(Path(source, "model"), config)
+        text = Path(source, "text.txt")
+        text.write_text(TEXT)
+        files = ("--model", model, "--data", text, "--out", case / "bundle.mesp")
+        done = run("export", *files, *lengths, *options)
+        assert done.returncode == 0, done.stderr
+    with pytest.MonkeyPatch.context() as patch:
+        dequantize_once(patch)
+        make_fixtures.main(list(map(str, (case / "bundle.mesp", case, *lengths))))
 
 
 def main() -> None:
-    export = Path(sys.executable).with_name("mesp-export")
-    make_fixtures = Path(__file__).with_name("make_fixtures.py")
-    for name, config, length, rank, *options in CASES:
-        case = Path(sys.argv[1], name)
-        lengths = ("--seq-len", length, "--rank", rank)
-        with tempfile.TemporaryDirectory() as folder:
-            write = write_mixed_model if name == "mixed" else write_model
-            model = write(Path(folder, "model"), config)
-            text = Path(folder, "text.txt")
-            text.write_text(TEXT)
-            case.mkdir(parents=True)
-            out = ("--out", case / "bundle.mesp")
-            run(export, "--model", model, "--data", text, *out, *lengths, *options)
-        run(sys.executable, make_fixtures, case / "bundle.mesp", case, *lengths)
+    # Not forked: MLX's threads would be missing.
+    with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
+        for made in [pool.submit(make, Path(sys.argv[1]), *case) for case in CASES]:
+            made.result()
 
 
 if __name__ == "__main__":

@@ -59,7 +59,7 @@ def gradient_arrays(
     return arrays
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -74,7 +74,7 @@ def main() -> None:
     parser.add_argument("--mezo-steps", type=int, default=10)
     parser.add_argument("--mezo-learning-rate", type=float, default=1e-3)
     parser.add_argument("--mezo-epsilon", type=float, default=1e-3)
-    settings = parser.parse_args()
+    settings = parser.parse_args(arguments)
 
     bundle = Bundle(settings.bundle)
     model, tokens = reference.Model.of(bundle), mx.array(bundle.tokens("train"))

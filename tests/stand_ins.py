@@ -2,6 +2,7 @@
 
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -42,3 +43,10 @@ class Phones:
         calls = self.folder / "calls.jsonl"
         lines = calls.read_text().splitlines() if calls.exists() else []
         return [json.loads(line) for line in lines]
+
+
+def refused(done: subprocess.CompletedProcess) -> str:
+    """The one sentence of a command that failed as it should."""
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.startswith("Error: ") and len(done.stderr.splitlines()) == 1, done.stderr
+    return done.stderr.removeprefix("Error: ").rstrip()

@@ -283,10 +283,12 @@ def modules(tmp_path_factory: pytest.TempPathFactory) -> list[object]:
     return ["-swift-version", 6, *options]
 
 
+@pytest.mark.slow
 def test_the_app_type_checks_against_stand_ins(modules: list[object]):
     assert "warning:" not in swiftc("-typecheck", "-module-name", "MeSPTrainer", *modules, *VIEWS)
 
 
+@pytest.mark.slow
 def test_the_examples_of_the_library_type_check(modules: list[object], tmp_path: Path):
     text = (HOME / "Core" / "MeSPCore.docc" / "FineTuning.md").read_text(encoding="utf-8")
     examples = re.findall(r"```swift\n(.*?)```", text, flags=re.S)

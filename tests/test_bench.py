@@ -8,14 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from conftest import TINY, write_model
+from bench import main
+from conftest import TINY, invoke, write_model
 from mesp.engine.build import CHECKOUT, built_engine
 
-BENCH = Path(__file__).parent.parent / "tools" / "bench.py"
 ENGINE = Path(os.environ.get("MESP_ENGINE") or built_engine(CHECKOUT))
 # One thread: several, on a machine that is busy, mostly wait for each other.
 ENVIRONMENT = {
-    **os.environ,
     "MESP_ENGINE": str(ENGINE if ENGINE.exists() else sys.executable),
     "OPENBLAS_NUM_THREADS": "1",
 }
@@ -23,13 +22,7 @@ needs_engine = pytest.mark.skipif(not ENGINE.exists(), reason="mesp-engine has n
 
 
 def bench(*arguments: object) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, BENCH, *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env=ENVIRONMENT,
-    )
+    return invoke(main, "bench.py", *arguments, env=ENVIRONMENT)
 
 
 def cells(line: str) -> list[str]:
@@ -41,6 +34,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("models") / "tiny", TINY)
 
 
+@pytest.mark.slow
 @needs_engine
 def test_every_way_to_train_is_measured(model: Path, tmp_path: Path):
     methods = "mesp,mebp,mezo,mesp-paper,mlx-lm-checkpoint-fast"
@@ -80,6 +74,7 @@ def test_every_way_to_train_is_measured(model: Path, tmp_path: Path):
     assert [cells(line)[4] for line in lines[: len(rows)]] == list(rows)
 
 
+@pytest.mark.slow
 @needs_engine
 def test_the_whole_model_is_extrapolated(model: Path, tmp_path: Path):
     size = ("--model", model, "--seq-len", 16, "--layers", 1, 2, "--work", tmp_path / "work")
@@ -110,6 +105,7 @@ def test_a_run_that_fails_leaves_the_others(model: Path, tmp_path: Path):
     ]
 
 
+@pytest.mark.slow
 def test_storing_h(model: Path, tmp_path: Path):
     size = ("--model", model, "--seq-len", 8, "--rank", 4, 8, "--steps", 3)
     done = bench("--table", "h", *size, "--work", tmp_path, "--json", tmp_path / "h.json")
@@ -120,6 +116,7 @@ def test_storing_h(model: Path, tmp_path: Path):
     assert all(0 < row["h_seconds_of_block"] < row["gradient_seconds_of_block"] for row in rows)
 
 
+@pytest.mark.slow
 def test_quality_of_mezo(model: Path, tmp_path: Path):
     size = ("--model", model, "--seq-len", 16, "--steps", 2, "--work", tmp_path / "work")
     done = bench("--table", "mezo-quality", *size, "--json", tmp_path / "mezo.json")
@@ -131,6 +128,7 @@ def test_quality_of_mezo(model: Path, tmp_path: Path):
         assert row["relative_error"] > 1
 
 
+@pytest.mark.slow
 @needs_engine
 def test_convergence(tmp_path: Path):
     size = ("--seq-len", 32, "--steps", 1, "--work", tmp_path, "--json", tmp_path / "losses.json")

@@ -318,6 +318,7 @@ def test_bfloat16(tmp_path, name):
         assert relative_error(a.astype(mx.float32), b) <= 1e-2, name
 
 
+@pytest.mark.slow
 def test_y_alone_takes_little_memory(tmp_path):
     """Evaluating y holds neither [T, intermediate] nor [heads, T, T], nor the unpacked weights."""
     case = Case("wide")

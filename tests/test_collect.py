@@ -4,13 +4,14 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 import pytest
 
-from stand_ins import APP, HERE, Phones
+from collect import main
+from conftest import invoke
+from stand_ins import APP, HERE, Phones, refused
 
 
 def write_run(
@@ -46,20 +47,7 @@ def write_run(
 
 
 def collect(*arguments: object, **environment: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, HERE.parent / "tools" / "collect.py", *map(str, arguments)],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-
-
-def refused(done: subprocess.CompletedProcess) -> str:
-    """The one sentence of a command that failed as it should."""
-    assert done.returncode == 2, done.stderr
-    assert done.stderr.startswith("Error: ") and len(done.stderr.splitlines()) == 1, done.stderr
-    return done.stderr.removeprefix("Error: ").rstrip()
+    return invoke(main, "collect.py", *arguments, env=environment)
 
 
 def rows(done: subprocess.CompletedProcess) -> dict[str, list[str]]:
@@ -183,11 +171,6 @@ def test_a_folder_without_runs(tmp_path: Path):
 
 
 # From a phone
-
-
-@pytest.fixture
-def phones(tmp_path: Path) -> Phones:
-    return Phones(tmp_path)
 
 
 def collect_phone(phones: Phones, *arguments: object) -> subprocess.CompletedProcess:

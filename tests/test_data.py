@@ -546,6 +546,7 @@ def test_a_full_disk_keeps_the_old_data(bundle, monkeypatch):
     assert files(bundle) == before
 
 
+@pytest.mark.slow
 def test_killed_at_any_line_it_leaves_a_whole_bundle(bundle):
     """Ended at once, without any clean-up, at each line that `replace_data` runs in turn."""
     old = assert_whole(bundle)

@@ -18,7 +18,7 @@ from mlx_lm.tuner.trainer import default_loss
 from mlx_lm.tuner.utils import load_adapters
 
 import mesp
-from conftest import run
+from conftest import command, run
 from mesp.bundle.reader import Bundle
 from mesp.engine.build import find_engine
 from mesp.reference import step_example
@@ -85,20 +85,22 @@ def test_the_adapters_give_the_same_loss_in_mlx_lm(bundle: Path, trained: Path):
     assert held_out_loss(model, bundle) == pytest.approx(after, abs=1e-3)
 
 
+@pytest.mark.slow
 def test_mlx_lm_fuses_the_adapters(bundle: Path, trained: Path, tmp_path: Path):
     quantized, fused = tmp_path / "quantized", tmp_path / "fused"
     mlx_lm.convert(
         str(DEMO_MODEL), str(quantized), quantize=True, q_group_size=64, q_bits=4, dtype="float32"
     )
-    command = [sys.executable, "-m", "mlx_lm", "fuse", "--model", quantized, "--dequantize"]
-    command += ["--adapter-path", trained / "adapters", "--save-path", fused]
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=300)
+    line = [sys.executable, "-m", "mlx_lm", "fuse", "--model", quantized, "--dequantize"]
+    line += ["--adapter-path", trained / "adapters", "--save-path", fused]
+    done = subprocess.run(list(map(str, line)), capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     model, _ = mlx_lm.load(str(fused))
     after = records(trained, "eval")[-1]["loss"]
     assert held_out_loss(model, bundle) == pytest.approx(after, abs=1e-3)
 
 
+@pytest.mark.slow
 def test_losses_of_masked_examples_are_mlx_lms(bundle: Path, tmp_path: Path):
     copy = shutil.copytree(bundle, tmp_path / "copy.mesp")
     records_of = {
@@ -116,7 +118,7 @@ def test_losses_of_masked_examples_are_mlx_lms(bundle: Path, tmp_path: Path):
     refresh_digest(copy, "tokenizer_config.json")
     done = run("data", copy, "--data", tmp_path / "data", "--mask-prompt")
     assert done.returncode == 0, done.stderr
-    done = train(copy, tmp_path / "run", "--batch-size", 2)
+    done = train(copy, tmp_path / "run", "--batch-size", 2, "--steps", 1)
     assert done.returncode == 0, done.stderr
 
     model, opened = quantized_demo_model(), Bundle(copy)
@@ -151,6 +153,7 @@ def refresh_digest(bundle: Path, name: str) -> None:
     (bundle / "manifest.json").write_text(json.dumps(manifest))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options", [("--offload", "all"), ("--memory-limit", 30), ("--method", "mebp")]
 )
@@ -193,9 +196,10 @@ def test_a_flipped_byte_is_found(bundle: Path, tmp_path: Path, file: str):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_one_sentence(bundle: Path, tmp_path: Path):
     """A file that may not grow stands in for a disk that is full."""
-    assert train(bundle, tmp_path / "first").returncode == 0
+    assert train(bundle, tmp_path / "first", "--steps", 1).returncode == 0
     settings = json.loads((tmp_path / "first" / "settings.json").read_text())
     settings |= {"output": str(tmp_path / "run"), "steps": 1, "val_batches": 0}
     path = tmp_path / "settings.json"
@@ -213,11 +217,11 @@ def test_a_full_disk_is_one_sentence(bundle: Path, tmp_path: Path):
     assert records(tmp_path / "run", "end")[0]["reason"] == "failed"
 
 
+@pytest.mark.slow
 def test_ctrl_c_saves_the_adapters(bundle: Path, tmp_path: Path):
     output = tmp_path / "run"
-    command = [sys.executable, "-c", "from mesp.commands.train import main; main()", str(bundle)]
     process = subprocess.Popen(
-        [*command, "--steps", "100000", "--val-batches", "0", "--output", str(output)],
+        command("train", bundle, "--steps", 100000, "--val-batches", 0, "--output", output),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

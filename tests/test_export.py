@@ -290,6 +290,7 @@ def test_random_weights_of_a_folder_need_no_weights(tiny):
         assert (len(bundle.tokens(split)) - 1) // 16 >= 64
 
 
+@pytest.mark.slow
 def test_random_weights_of_a_known_model_need_no_network(monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     result = export(
@@ -411,6 +412,7 @@ def test_model_whose_terms_are_not_accepted(hub):
     assert len(result.stderr.splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_data_from_the_hub(hub, tiny):
     arguments = ("--model", tiny, "--seq-len", 8, "--out", "out.mesp")
     result = export_from_hub(hub, *arguments, "--data", "org/texts")

@@ -14,6 +14,7 @@ from conftest import FAMILIES, TEXT, run, write_mixed_model, write_model
 from mesp.bundle.reader import Bundle
 from mesp.engine.generate import generate
 
+pytestmark = pytest.mark.slow
 SEQ_LEN = 24
 VAL_BATCHES = 4
 IGNORED_WINDOWS = ("mistral", "gemma2", "phi3")  # mlx-lm has none for them

@@ -27,6 +27,7 @@ from mesp.runs.table import table_row
 from mesp.source_model.safetensors import SafetensorsWeights
 from test_export import export
 
+pytestmark = pytest.mark.slow
 CASES = settings(
     max_examples=400,
     deadline=None,

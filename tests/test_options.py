@@ -11,9 +11,7 @@ import hashlib
 import json
 import math
 import shutil
-import subprocess
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,12 +20,14 @@ import mlx.optimizers as optim
 import numpy as np
 import pytest
 
+from conftest import dequantize_once, run
 from mesp import reference
 from mesp.bundle.reader import Bundle
 from mesp.engine.build import find_engine
 from mesp.runs.log import Run, read_run
 
-SEQ_LEN = 64
+pytestmark = pytest.mark.slow
+SEQ_LEN = 32
 RANK = 8
 STEPS = 5
 ALPHA = 16.0
@@ -37,21 +37,11 @@ VAL_BATCHES = 4
 Parameters = dict[str, mx.array]  # by the names in adapters.safetensors
 
 
-def call(command: str, *arguments: object) -> subprocess.CompletedProcess:
-    program = f"from mesp.commands.{command} import main; main(prog_name='mesp-{command}')"
-    return subprocess.run(
-        [sys.executable, "-c", program, *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-
-
 def train(bundle: Path, output: Path, *options: object, steps: int = STEPS) -> Run:
     """What the engine reports of a run with these options."""
     settings = {"steps": steps, "learning-rate": LEARNING_RATE, "val-batches": VAL_BATCHES}
     typed = [text for name, value in settings.items() for text in (f"--{name}", value)]
-    done = call("train", bundle, *typed, "--output", output, *options)
+    done = run("train", bundle, *typed, "--output", output, *options)
     assert done.returncode == 0, done.stderr
     return read_run(output)
 
@@ -61,7 +51,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The demo model, with test data that is the held-out data's second half."""
     find_engine()
     path = tmp_path_factory.mktemp("demo") / "demo.mesp"
-    done = call("export", "--model", "demo", "--out", path, "--seq-len", SEQ_LEN, "--rank", RANK)
+    done = run("export", "--model", "demo", "--out", path, "--seq-len", SEQ_LEN, "--rank", RANK)
     assert done.returncode == 0, done.stderr
     tokens = Bundle(path).tokens("valid")
     add_data(path, "test", tokens[len(tokens) // 2 :])
@@ -213,6 +203,13 @@ class Oracle:
             trained.losses.append(sum(losses).item() / recipe.accumulation)
         trained.end = parameters
         return trained
+
+
+@pytest.fixture(scope="module", autouse=True)
+def fast_oracle() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        dequantize_once(patch)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -410,7 +407,7 @@ def test_a_run_that_goes_on_is_as_if_it_had_not_stopped(
     options = (*options, "--batch-size", 2)
     whole = train(bundle, tmp_path / "whole", *options, steps=6)
     train(bundle, tmp_path / "run", *options, steps=4)
-    done = call("train", "--resume", "--output", tmp_path / "run", "--steps", 6)
+    done = run("train", "--resume", "--output", tmp_path / "run", "--steps", 6)
     assert done.returncode == 0, done.stderr
     assert read_run(tmp_path / "run").losses == whole.losses
     assert distance(saved(tmp_path / "run"), saved(tmp_path / "whole")) == 0

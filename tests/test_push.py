@@ -1,47 +1,34 @@
 """tools/push.py as a user runs it, on stand-in phones."""
 
 import json
-import os
+import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from stand_ins import APP, HERE, Phones
+from conftest import invoke, run
+from push import main
+from stand_ins import APP, Phones, refused
 
 
-@pytest.fixture(params=["xcrun", "pymobiledevice3"])
-def phones(tmp_path: Path, request: pytest.FixtureRequest) -> Phones:
-    phones = Phones(tmp_path)
+@pytest.fixture(params=["xcrun", "pymobiledevice3"], autouse=True)
+def program(phones: Phones, request: pytest.FixtureRequest) -> None:
+    """With either of the two that reach a phone."""
     phones.program = request.param
-    return phones
 
 
 @pytest.fixture(scope="session")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The demo bundle."""
     bundle = tmp_path_factory.mktemp("bundles") / "small.mesp"
-    export = Path(sys.executable).with_name("mesp-export")
-    command = [export, "--model", "demo", "--seq-len", "32", "--device", "cpu", "--out", bundle]
-    subprocess.run([*map(str, command)], check=True, capture_output=True)
+    options = ("--model", "demo", "--seq-len", 32, "--device", "cpu", "--out", bundle)
+    assert run("export", *options).returncode == 0
     return bundle
 
 
 def push(phones: Phones, *arguments: object) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, HERE.parent / "tools" / "push.py", *map(str, arguments)],
-        env={**os.environ, **phones.environment()},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-
-
-def refused(done: subprocess.CompletedProcess) -> str:
-    assert done.returncode == 2, done.stderr
-    assert done.stderr.startswith("Error: ") and len(done.stderr.splitlines()) == 1, done.stderr
-    return done.stderr.removeprefix("Error: ").rstrip()
+    return invoke(main, "push.py", *arguments, env=phones.environment())
 
 
 def test_a_bundle_lands_in_documents(phones: Phones, bundle: Path):
@@ -84,7 +71,7 @@ def test_what_is_no_whole_bundle_is_refused_before_anything_is_copied(
     (half / "manifest.json").write_text((bundle / "manifest.json").read_text())
     assert str(half) in refused(push(phones, half))
     other = tmp_path / "other"
-    subprocess.run(["cp", "-r", bundle, other], check=True)
+    shutil.copytree(bundle, other)
     assert refused(push(phones, other)) == (
         "The app lists folders that end in .mesp: rename other first."
     )

@@ -568,6 +568,7 @@ def test_mezo_is_reproducible_by_seed(training):
     assert not mx.array_equal(run(2)[1][0], lora[0])
 
 
+@pytest.mark.slow
 def test_mezo_follows_the_gradient():
     """Each step's coefficient is z · ∇L, so the mean update over many steps points along -∇L."""
     sizes = {"hidden_size": 32, "intermediate_size": 32, "vocab_size": 32}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import multiprocessing
 import os
 import random
 import re
@@ -14,16 +15,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file
 
-from conftest import TEXT, TINY, write_model
+from conftest import TEXT, TINY, command, run, write_model
 from mesp.bundle.reader import Bundle
 from mesp.engine.build import find_engine
 
+pytestmark = pytest.mark.slow
 COLLECT = Path(__file__).parents[1] / "tools" / "collect.py"
 SMALL = {**TINY, "hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 128}
 STEPS = 12
@@ -31,12 +34,7 @@ EVAL_EVERY = 4
 DEADLINE = 120  # seconds; an end to what hangs
 
 
-def command(module: str, *arguments: object) -> list[str]:
-    program = [sys.executable, "-c", f"from mesp.commands.{module} import main; main()"]
-    return program + [str(argument) for argument in arguments]
-
-
-def run(line: list, **options: object) -> subprocess.CompletedProcess:
+def finish(line: list, **options: object) -> subprocess.CompletedProcess:
     return subprocess.run(
         [str(part) for part in line], capture_output=True, text=True, timeout=DEADLINE, **options
     )
@@ -56,16 +54,32 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def export_command(model: Path, out: Path, seq_len: int = 8, *more: object) -> list[str]:
-    data = model / "text.txt"
-    lengths = ("--seq-len", seq_len, *more)
-    return command("export", "--model", model, "--data", data, "--out", out, *lengths)
+def export_options(model: Path, out: Path, seq_len: int = 8, *more: object) -> list[str]:
+    options = ("--model", model, "--data", model / "text.txt", "--out", out, "--seq-len", seq_len)
+    return list(map(str, (*options, *more)))
+
+
+def export_command(*arguments: object) -> list[str]:
+    return command("export", *export_options(*arguments))
+
+
+def export_process(*arguments: object) -> BaseProcess:
+    """A process of its own, forked from one that has imported what an export does before it begins.
+
+    Of mlx_lm that must be no part: it starts a thread of MLX's, which a fork has not.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["mesp.commands.export", "transformers"])
+    program = f"from mesp.commands.export import main; main({export_options(*arguments)})"
+    process = context.Process(target=exec, args=(program,))
+    process.start()
+    return process
 
 
 @pytest.fixture(scope="module")
 def bundle(model: Path) -> Path:
     out = model.parent / "small.mesp"
-    done = run(export_command(model, out))
+    done = run("export", *export_options(model, out))
     assert done.returncode == 0, done.stderr
     return out
 
@@ -75,7 +89,7 @@ def settings(bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> dict:
     """Settings of a short run with every kind of state, as mesp-train writes them."""
     output = tmp_path_factory.mktemp("settings") / "run"
     options = ("--steps", 1, "--optimizer", "adamw", "--learning-rate", 0.01, "--val-batches", 2)
-    done = run(command("train", bundle, *options, "--output", output))
+    done = run("train", bundle, *options, "--output", output)
     assert done.returncode == 0, done.stderr
     settings = json.loads((output / "settings.json").read_text())
     return settings | {"steps": STEPS, "eval_every": EVAL_EVERY}
@@ -100,7 +114,7 @@ class Engine:
         return subprocess.Popen(self.line(), **(streams | options))
 
     def finish(self, **options: object) -> subprocess.CompletedProcess:
-        return run(self.line(), **options)
+        return finish(self.line(), **options)
 
     def records(self) -> list[dict]:
         """Those of the log, of which the last line may be cut off."""
@@ -199,31 +213,29 @@ def test_a_killed_export_leaves_the_old_bundle_or_the_new(model: Path, tmp_path:
     out = tmp_path / "out.mesp"
     unfinished = tmp_path / ".out.mesp.partial"
     lengths = [8]
-    assert run(export_command(model, out)).returncode == 0
+    assert finish(export_command(model, out)).returncode == 0
     took = 1.0
     kills = -1  # the first is timed
     while kills < 16:
         lengths.append(16 if lengths[-1] == 8 else 8)
-        process = subprocess.Popen(
-            export_command(model, out, lengths[-1], "--overwrite"),
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
+        process = export_process(model, out, lengths[-1], "--overwrite")
         # Most of its life an export reads and computes: killed from the moment it writes.
-        while not unfinished.exists() and process.poll() is None:
+        while not unfinished.exists() and process.is_alive():
             time.sleep(0.001)
         begun = time.monotonic()
         if kills >= 0:
             time.sleep(generator.uniform(0, took))
             process.kill()
-        killed = process.wait(DEADLINE) == -signal.SIGKILL
+        process.join(DEADLINE)
+        assert process.exitcode in (0, -signal.SIGKILL)
+        killed = process.exitcode == -signal.SIGKILL
         took = took if kills >= 0 else time.monotonic() - begun
         kills += killed or kills < 0
         manifest = json.loads((out / "manifest.json").read_text())
         assert manifest["seq_lens"][0] in lengths[-2:]
         lengths.append(manifest["seq_lens"][0])
         Bundle(out).verify()
-    assert run(export_command(model, out, 8, "--overwrite")).returncode == 0
+    assert finish(export_command(model, out, 8, "--overwrite")).returncode == 0
     Bundle(out).verify()
     assert [path.name for path in tmp_path.iterdir()] == ["out.mesp"], "nothing is left behind"
 
@@ -235,7 +247,7 @@ def test_killed_collecting_leaves_whole_runs(whole: Engine, tmp_path: Path):
         shutil.copytree(whole.output, source / name)
     line = [sys.executable, str(COLLECT), "--from", str(source), "--out", str(out)]
     begun = time.monotonic()
-    assert run(line).returncode == 0
+    assert finish(line).returncode == 0
     took = time.monotonic() - begun
     kills = 0
     while kills < 20:
@@ -248,7 +260,7 @@ def test_killed_collecting_leaves_whole_runs(whole: Engine, tmp_path: Path):
                 whole.output / "metrics.jsonl"
             ).read_bytes()
             load_file(out / name / "adapters" / "adapters.safetensors")
-    assert run(line).returncode == 0
+    assert finish(line).returncode == 0
     assert sorted(path.name for path in out.iterdir()) == ["a", "b", "c"]
 
 
@@ -264,7 +276,7 @@ def test_a_second_run_in_the_same_folder_is_refused(settings: dict, whole: Engin
     assert f"Process {process.pid} on {os.uname().nodename} is writing" in sentence
     train = command("train", "--resume", "--output", engine.output)
     (engine.output / "settings.json").write_text(json.dumps(engine.settings))
-    assert f"Process {process.pid} on" in refused(run(train)) and not before
+    assert f"Process {process.pid} on" in refused(finish(train)) and not before
     process.kill()
     process.wait()
     engine.settings["steps"] = engine.last_step() + 1
@@ -273,7 +285,7 @@ def test_a_second_run_in_the_same_folder_is_refused(settings: dict, whole: Engin
 
 def test_a_second_export_into_the_same_folder_is_refused(model: Path, tmp_path: Path):
     out = tmp_path / "out.mesp"
-    assert run(export_command(model, out)).returncode == 0
+    assert finish(export_command(model, out)).returncode == 0
     process = subprocess.Popen(
         export_command(model, out, 8, "--overwrite"),
         stdout=subprocess.DEVNULL,
@@ -283,13 +295,13 @@ def test_a_second_export_into_the_same_folder_is_refused(model: Path, tmp_path: 
         assert process.poll() is None
         time.sleep(0.001)
     process.send_signal(signal.SIGSTOP)
-    sentence = refused(run(export_command(model, out, 16, "--overwrite")))
+    sentence = refused(finish(export_command(model, out, 16, "--overwrite")))
     assert "Another mesp-export" in sentence
     if sys.platform == "linux":
         assert f"process {process.pid} on {os.uname().nodename}" in sentence
     process.kill()
     process.wait()
-    assert run(export_command(model, out, 16, "--overwrite")).returncode == 0
+    assert finish(export_command(model, out, 16, "--overwrite")).returncode == 0
     assert Bundle(out).manifest["seq_lens"] == [16]
 
 
@@ -370,9 +382,9 @@ def test_a_folder_that_is_read_only_is_one_sentence(
     sentence = refused(engine.finish(preexec_fn=without_privileges))
     assert "Cannot make the output folder" in sentence and "closed/run" in sentence
     line = export_command(model, tmp_path / "closed" / "out.mesp")
-    assert "Cannot write" in refused(run(line, preexec_fn=without_privileges))
+    assert "Cannot write" in refused(finish(line, preexec_fn=without_privileges))
     line = [sys.executable, str(COLLECT), "--from", str(whole.output.parent), "--out"]
-    done = run([*line, str(tmp_path / "closed" / "runs")], preexec_fn=without_privileges)
+    done = finish([*line, str(tmp_path / "closed" / "runs")], preexec_fn=without_privileges)
     assert "Cannot copy" in refused(done)
 
 
@@ -424,7 +436,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two blocks of Qwen2.5-0.5B's geometry."""
     out = tmp_path_factory.mktemp("large") / "large.mesp"
     options = ("--random-weights", "--layers", 2, "--seq-len", 64, "--out", out)
-    done = run(command("export", "--model", "Qwen2.5-0.5B", *options))
+    done = run("export", "--model", "Qwen2.5-0.5B", *options)
     assert done.returncode == 0, done.stderr
     return out
 

@@ -3,22 +3,20 @@
 import json
 import re
 import subprocess
-import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
+from conftest import invoke
+from report import main
 from test_collect import write_run
 
 pytest.importorskip("matplotlib")
-REPORT = Path(__file__).parent.parent / "tools" / "report.py"
 
 
 def report(*arguments: object) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, REPORT, *map(str, arguments)], capture_output=True, text=True, timeout=60
-    )
+    return invoke(main, "report.py", *arguments)
 
 
 class Page(HTMLParser):

@@ -71,6 +71,7 @@ def test_without_an_engine_the_list_has_no_peaks(monkeypatch):
     assert result.stderr.count("\n") == 1 and "`make engine`" in result.stderr
 
 
+@pytest.mark.slow
 def test_the_list_plans_what_an_export_would(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MESP_ENGINE", str(Path(__file__).parent / "fake_engine.py"))
@@ -98,6 +99,7 @@ def test_what_cannot_be_planned_is_said(monkeypatch):
     assert result.stderr == "Qwen3-0.6B: mesp-engine failed (1).\n"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(mx.metal.is_available(), reason="the documented list is of a CPU")
 def test_the_documents_have_the_list():
     page = (CHECKOUT / "docs" / "models.md").read_text(encoding="utf-8")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from conftest import FAMILIES, TINY
+from conftest import FAMILIES, TINY, command, run
 from mesp.models.architecture import Architecture
 
 FAKE_ENGINE = Path(__file__).parent / "fake_engine.py"
@@ -65,26 +65,15 @@ def bundle(tmp_path: Path) -> Path:
     return folder
 
 
-def command(*arguments: object) -> list[str]:
-    program = "from mesp.commands.train import main; main(prog_name='mesp-train')"
-    return [sys.executable, "-c", program, *map(str, arguments)]
-
-
 def environment(how: str = "", **more: str) -> dict[str, str]:
-    return {**os.environ, "MESP_ENGINE": str(FAKE_ENGINE), "FAKE_ENGINE": how, **more}
+    """What stands in for the engine, and how it goes."""
+    return {"MESP_ENGINE": str(FAKE_ENGINE), "FAKE_ENGINE": how, **more}
 
 
 def train(
     *arguments: object, how: str = "", cwd: Path | None = None
 ) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        command(*arguments),
-        env=environment(how),
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        timeout=30,
-    )
+    return run("train", *arguments, env=environment(how), cwd=cwd)
 
 
 def records(run: Path) -> list[dict]:
@@ -394,8 +383,8 @@ def test_without_a_terminal_a_line_is_printed_every_tenth_of_the_steps(
 
 def test_on_a_terminal_a_bar_shows_where_the_run_is(bundle: Path, tmp_path: Path):
     master, slave = pty.openpty()
-    arguments = command(bundle, "--steps", 50, "--output", tmp_path / "run")
-    shown = environment("slow", TERM="xterm", COLUMNS="100")
+    arguments = command("train", bundle, "--steps", 50, "--output", tmp_path / "run")
+    shown = os.environ | environment("slow", TERM="xterm", COLUMNS="100")
     with subprocess.Popen(arguments, env=shown, stdout=subprocess.PIPE, stderr=slave) as process:
         os.close(slave)
         output = b""
@@ -514,10 +503,10 @@ def test_what_else_the_engine_prints_is_passed_on(bundle: Path, tmp_path: Path):
 
 
 def start_and_wait_for_steps(bundle: Path, run: Path, how: str) -> subprocess.Popen:
-    arguments = command(bundle, "--steps", 5000, "--output", run)
+    arguments = command("train", bundle, "--steps", 5000, "--output", run)
     process = subprocess.Popen(
         arguments,
-        env=environment(how),
+        env=os.environ | environment(how),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -583,8 +572,8 @@ def test_a_second_ctrl_c_ends_the_engine_at_once(bundle: Path, tmp_path: Path):
 
 def test_an_engine_that_is_no_program_is_named(bundle: Path, tmp_path: Path):
     done = subprocess.run(
-        command(bundle, "--steps", 1),
-        env=environment(MESP_ENGINE="/nowhere/mesp-engine"),
+        command("train", bundle, "--steps", 1),
+        env=os.environ | environment(MESP_ENGINE="/nowhere/mesp-engine"),
         cwd=tmp_path,
         capture_output=True,
         text=True,

@@ -191,7 +191,7 @@ def refuse(context: click.Context, parameter: click.Parameter, value: object) ->
     "--save-every",
     type=click.IntRange(min=0),
     default=100,
-    help="Steps between saves; 0: at the end only.",
+    help="Steps between saves, beside one after a minute and then every three; 0: at the end only.",
 )
 @click.option(
     "--resume",

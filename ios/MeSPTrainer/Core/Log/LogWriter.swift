@@ -7,6 +7,9 @@ struct LogWriter {
 
     static func url(in folder: URL) -> URL { folder.appendingPathComponent("metrics.jsonl") }
 
+    /// Whether the log was shorter than `resumeAt`, as a power failure can leave it: it goes on after its last whole line then.
+    let lostLines: Bool
+
     /// Starts the log in `folder`, which must not hold a run already; or goes on with the one that is there, after its first `resumeAt`
     /// bytes.
     init(folder: URL, resumeAt: UInt64? = nil) throws {
@@ -19,15 +22,25 @@ struct LogWriter {
                 : MeSPError("Cannot write \(url.path): \(String(cString: strerror(errno))).")
         }
         file = FileHandle(fileDescriptor: descriptor, closeOnDealloc: true)
-        if let resumeAt {
-            var lineFeed = UInt8(ascii: "\n")
-            let atLineEnd = resumeAt == 0 || pread(descriptor, &lineFeed, 1, off_t(clamping: resumeAt) - 1) == 1
-            guard atLineEnd, lineFeed == UInt8(ascii: "\n") else {
-                throw MeSPError(
-                    "\(url.path) is not as it was when the state was saved; start the run again in another folder.")
-            }
-            try file.truncate(atOffset: resumeAt)
+        guard let resumeAt else {
+            lostLines = false
+            return
         }
+        lostLines = try file.seekToEnd() < resumeAt
+        if lostLines {
+            try file.seek(toOffset: 0)
+            let lines = try file.readToEnd() ?? Data()
+            let end = lines.lastIndex(of: UInt8(ascii: "\n")).map { $0 + 1 } ?? 0
+            try file.truncate(atOffset: UInt64(end))
+            return
+        }
+        var lineFeed = UInt8(ascii: "\n")
+        let atLineEnd = resumeAt == 0 || pread(descriptor, &lineFeed, 1, off_t(clamping: resumeAt) - 1) == 1
+        guard atLineEnd, lineFeed == UInt8(ascii: "\n") else {
+            throw MeSPError(
+                "\(url.path) is not as it was when the state was saved; start the run again in another folder.")
+        }
+        try file.truncate(atOffset: resumeAt)
     }
 
     /// The log's length in bytes.

@@ -31,7 +31,7 @@ public enum Run {
         try bundle.withDevice { try run(settings, bundle, hooks) }
     }
 
-    private static func run(_ settings: RunSettings, _ bundle: ModelBundle, _ hooks: RunHooks) throws {
+    static func run(_ settings: RunSettings, _ bundle: ModelBundle, _ hooks: RunHooks) throws {
         try bundle.manifest.check(settings)
         let output = URL(fileURLWithPath: settings.output)
         guard !settings.resume || FileManager.default.fileExists(atPath: LogWriter.url(in: output).path) else {
@@ -57,8 +57,10 @@ public enum Run {
 
 /// What a run tells its caller, and asks it: the parameters of `Run.run`.
 struct RunHooks {
-    let report: (LogRecord, Data) throws -> Void
-    let atBlock: (_ log: (LogRecord.Event) throws -> Void) throws -> Void
-    let besideBytes: Int
-    let memoryIsShort: () -> Bool
+    var report: (LogRecord, Data) throws -> Void = { _, _ in }
+    var atBlock: (_ log: (LogRecord.Event) throws -> Void) throws -> Void = { _ in }
+    var besideBytes = 0
+    var memoryIsShort: () -> Bool = { false }
+    /// What saves are timed by.
+    var now: () -> Date = { .now }
 }

@@ -59,7 +59,8 @@ public struct RunSettings: Codable, Sendable, Equatable {
     public var earlyStopping: Int = 0
     /// Evaluate the test split at the end.
     public var test = false
-    /// Steps between saves of the adapters and of the state to resume from; 0 for one at the end only.
+    /// Steps between saves of the adapters and of the state to resume from, which are also saved a minute after the start and then every
+    /// three; 0 for one at the end only.
     public var saveEvery: Int = 100
     /// Go on from the state that the output folder holds.
     public var resume = false

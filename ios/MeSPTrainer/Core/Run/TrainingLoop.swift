@@ -20,6 +20,11 @@ final class TrainingLoop {
     private var peak = 0
     /// What a step took beyond the memory limit, in a sentence, until the next has a cheaper plan.
     private var overBudget: String?
+    /// When it is time to save, however few steps it has been.
+    private var saveAt = Date.distantFuture
+
+    /// The seconds that a crash or an empty battery can cost: at the start, and after the first save.
+    static let (secondsToFirstSave, secondsBetweenSaves) = (60.0, 180.0)
 
     /// - Parameters:
     ///   - plan: the plan to train with, of `planner`'s.
@@ -39,6 +44,10 @@ final class TrainingLoop {
         if let saved {
             state = saved.state
             try trainer.restore { saved.vectors[$0] }
+            if log.lostLines {
+                let message = "the log's last lines are lost, as after a power failure; the run goes on from its state"
+                try append(.event(.init(event: "log_cut_off", message: message)))
+            }
             try append(.event(.init(event: "resumed", message: "after step \(state.step)")))
         } else {
             try append(.start(.init(settings, bundle)))
@@ -49,6 +58,7 @@ final class TrainingLoop {
     /// Trains to the end, or until `CancellationError` from a block boundary.
     func run() throws {
         begin = .now
+        saveAt = hooks.now() + Self.secondsToFirstSave
         _ = sampler.takePeak()
         defer { sampler.stop() }
         do {
@@ -73,9 +83,7 @@ final class TrainingLoop {
             let due = settings.evalEvery > 0 && state.step % settings.evalEvery == 0
             if state.step == 0 || last || due, state.evaluated != state.step { try evaluate() }
             let early = settings.earlyStopping > 0 && state.evaluationsSinceBest >= settings.earlyStopping
-            if last || early || (settings.saveEvery > 0 && state.step > 0 && state.step % settings.saveEvery == 0) {
-                try save()
-            }
+            if last || early || isTimeToSave { try save() }
             if early, !last {
                 let message = "no lower held-out loss in \(state.evaluationsSinceBest) evaluations"
                 try append(.event(.init(event: "early_stopping", message: message)))
@@ -193,10 +201,16 @@ final class TrainingLoop {
 
     // MARK: - What is written
 
+    private var isTimeToSave: Bool {
+        guard settings.saveEvery > 0, state.step > 0 else { return false }
+        return state.step % settings.saveEvery == 0 || hooks.now() >= saveAt
+    }
+
     private func save() throws {
         try trainer.saveAdapters(to: output.appendingPathComponent("adapters"))
         state.logBytes = try log.length()
         try state.save(trainer, plan: plan, settings: settings, in: output)
+        saveAt = hooks.now() + Self.secondsBetweenSaves
     }
 
     private func append(_ record: LogRecord) throws {

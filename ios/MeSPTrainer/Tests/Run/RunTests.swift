@@ -107,6 +107,47 @@ import Testing
         for (name, array) in expected { #expect(ours[name]?.arrayEqual(array).item(Bool.self) == true, "\(name)") }
     }
 
+    /// With a clock on which a step takes more than a minute, it is saved after the first and then after every third minute.
+    @Test func savesByTimeToo() throws {
+        let output = temporaryFolder()
+        defer { try? FileManager.default.removeItem(at: output) }
+        let settings = try settings(output)
+        let bundle = try ModelBundle(url: URL(fileURLWithPath: settings.bundle))
+        var (time, saved) = (Date.now, [Int]())
+        var hooks = RunHooks()
+        hooks.now = { time }
+        hooks.report = { record, _ in
+            guard case .step = record else { return }
+            time += 65
+            saved.append((try SavedState.load(from: output, settings))?.state.step ?? 0)
+        }
+        try bundle.withDevice { try Run.run(settings, bundle, hooks) }
+        #expect(saved == [0, 1, 1, 1, 4, 4], "what is there after each step")
+    }
+
+    /// After a power failure the disk has the state, and not all of the log.
+    @Test func aLogThatIsShorterThanTheStateGoesOnFromTheState() throws {
+        let (whole, cut) = (temporaryFolder(), temporaryFolder())
+        defer { for folder in [whole, cut] { try? FileManager.default.removeItem(at: folder) } }
+        try Run.run(try settings(whole))
+        var settings = try settings(cut)
+        settings.steps = 4
+        try Run.run(settings)
+        let log = LogWriter.url(in: cut)
+        try Data(contentsOf: log).dropLast(700).write(to: log)
+        (settings.steps, settings.resume) = (6, true)
+        try Run.run(settings)
+
+        let records = try lines(cut)
+        #expect(records.contains { $0["event"] as? String == "log_cut_off" })
+        func losses(_ records: [[String: Any]]) -> [Double] {
+            records.filter { ($0["step"] as? Int ?? 0) > 4 && $0["type"] as? String == "step" }
+                .compactMap { $0["loss"] as? Double }
+        }
+        #expect(losses(records).count == 2)
+        #expect(losses(records) == losses(try lines(whole)))
+    }
+
     @Test func refusesToResumeWhatItCannot() throws {
         let output = temporaryFolder()
         defer { try? FileManager.default.removeItem(at: output) }
