@@ -82,7 +82,7 @@ def test_a_model_of_each_family_is_checked_each_night():
 def test_the_nightly_check_passes_on_the_demo_model(tmp_path: Path):
     find_engine()
     night = [sys.executable, ROOT / "tools" / "nightly.py", "--model", "demo"]
-    night += ["--learning-rate", 0.01, "--out", tmp_path / "night"]
+    night += ["--learning-rate", 0.001, "--out", tmp_path / "night"]
     done = subprocess.run(list(map(str, night)), capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     for what in ("the model", "with adapters", "fused"):
