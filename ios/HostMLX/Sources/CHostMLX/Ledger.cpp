@@ -415,8 +415,14 @@ void Recorder::encode(mx::array &arr) {
         for (auto &out : outputs) {
             own(out);
         }
-        if (rules.compute && counts.kernels > kernels) {
-            for (size_t i = 0; i < outputs.size(); i++) {
+        for (size_t i = 0; i < values.size(); i++) {
+            // A view has its values already. A file's contents come without a kernel.
+            const auto shares = [&](const mx::array &in) {
+                return in.data_shared_ptr() == outputs[i].data_shared_ptr();
+            };
+            const bool is_view =
+                counts.kernels == kernels && std::any_of(arr.inputs().begin(), arr.inputs().end(), shares);
+            if (!is_view && outputs[i].size() > 0) {
                 const char *source = values[i].data<char>();
                 copy_elements(source, outputs[i].data<char>(), outputs[i], 0);
             }

@@ -632,7 +632,8 @@ void matmul(const Call &call) {
         }
         auto [shape, joined] = collapse(mx::Shape(a.shape().begin(), a.shape().end() - 2), strides);
         const bool adds_rows = !adds || joined[2].back() == m * call.in()[2].strides(-2);
-        if (shape.size() == 1 && a.strides(-2) == k && joined[0].back() == m * k && joined[1].back() == 0 && adds_rows) {
+        if (shape.size() == 1 && a.strides(-2) == k && joined[0].back() == m * k && joined[1].back() == 0 &&
+            adds_rows) {
             m *= shape.back();
             batch = 1;
         }
