@@ -40,7 +40,6 @@ ptrdiff_t adopted_bytes = 0;
 size_t memory_limit = SIZE_MAX;
 size_t cache_limit = SIZE_MAX;
 
-// metal/device.cpp:341: what a phone commits after.
 constexpr size_t page_size = 16384;
 
 }  // namespace
@@ -58,12 +57,12 @@ class Recorder::Allocator {
     explicit Allocator(bool metal) : metal_(metal) {}
 
     Block *take(size_t size, HostLedgerCounts &counts) {
-        if (metal_ && size > page_size) {  // allocator.cpp:121
+        if (metal_ && size > page_size) {  // allocator.cpp:120
             size = page_size * ((size + page_size - 1) / page_size);
         }
         Block *block = metal_ ? cache_.reuse_from_cache(size) : nullptr;
         if (!block) {
-            const size_t required = active_ + cache_.cache_size() + size;  // allocator.cpp:129
+            const size_t required = active_ + cache_.cache_size() + size;  // allocator.cpp:134
             if (required >= memory_limit && cache_.cache_size() > 0) {
                 cache_.release_cached_buffers(required - memory_limit);
             }
@@ -72,7 +71,7 @@ class Recorder::Allocator {
             counts.new_buffer_bytes += static_cast<double>(size);
         }
         active_ += block->length;
-        if (cache_.cache_size() > cache_limit) {  // allocator.cpp:171
+        if (cache_.cache_size() > cache_limit) {  // allocator.cpp:169
             cache_.release_cached_buffers(cache_.cache_size() - cache_limit);
         }
         return block;
@@ -225,7 +224,7 @@ void Recorder::kernel(
     encoding_.operations++;
 }
 
-/// metal/device.cpp:257: a command buffer counts the elements (not the bytes) of each buffer it uses.
+/// metal/device.cpp:262: a command buffer counts the elements (not the bytes) of each buffer it uses.
 void Recorder::touch(const mx::array &a) {
     if (encoding_.used.insert(a.buffer().ptr()).second) {
         encoding_.elements += a.data_size();
@@ -255,7 +254,7 @@ void Recorder::complete(size_t serial) {
     }
 }
 
-/// scheduler.h:113: until one of the tasks that are counted is complete.
+/// scheduler.h:130: until one of the tasks that are counted is complete.
 void Recorder::complete_one() {
     while (!running_.empty()) {
         const bool counted = running_.front().counted;
@@ -270,7 +269,7 @@ void Recorder::complete_one() {
 
 namespace {
 
-/// transforms.cpp:27.
+/// transforms.cpp:29.
 class Synchronizer : public mx::Primitive {
    public:
     using Primitive::Primitive;
@@ -287,7 +286,7 @@ int max_tape_width() {
 
 bool is_unscheduled(const mx::array &a) { return a.status() == mx::array::Status::unscheduled; }
 
-/// transforms.cpp:86-196: the order in which `eval_impl` evaluates, last first.
+/// transforms.cpp:81-196: the order in which `eval_impl` evaluates, last first.
 std::deque<mx::array> make_tape(mx::array synchronizer, bool async) {
     std::unordered_map<std::uintptr_t, int> degree;
     std::stack<std::pair<std::reference_wrapper<mx::array>, int>> stack;
@@ -405,7 +404,7 @@ void Recorder::encode(mx::array &arr) {
         values = compute(arr);
     }
     {
-        // metal/eval.cpp:36: a tracer's inputs are held, so that none is written over.
+        // metal/eval.cpp:38: a tracer's inputs are held, so that none is written over.
         std::vector<mx::array> held;
         if (arr.is_tracer()) {
             held = arr.inputs();
@@ -415,8 +414,14 @@ void Recorder::encode(mx::array &arr) {
         for (auto &out : outputs) {
             own(out);
         }
-        if (rules.compute && counts.kernels > kernels) {
-            for (size_t i = 0; i < outputs.size(); i++) {
+        for (size_t i = 0; i < values.size(); i++) {
+            // A view has its values already. A file's contents come without a kernel.
+            const auto shares = [&](const mx::array &in) {
+                return in.data_shared_ptr() == outputs[i].data_shared_ptr();
+            };
+            const bool is_view =
+                counts.kernels == kernels && std::any_of(arr.inputs().begin(), arr.inputs().end(), shares);
+            if (!is_view && outputs[i].size() > 0) {
                 const char *source = values[i].data<char>();
                 copy_elements(source, outputs[i].data<char>(), outputs[i], 0);
             }
@@ -441,7 +446,7 @@ void Recorder::hold(mx::array &arr) {
             encoding_.held.insert(s.data_shared_ptr());
         }
     }
-    // device.cpp:395
+    // device.cpp:396
     if (encoding_.operations > static_cast<size_t>(rules.operations_per_buffer) ||
         (encoding_.elements >> 20) > static_cast<size_t>(rules.mega_elements_per_buffer)) {
         commit(true);
@@ -461,7 +466,7 @@ void Recorder::back_pressure() {
 }
 
 void Recorder::evaluate(std::vector<mx::array> outputs, bool async) {
-    if (std::none_of(outputs.begin(), outputs.end(), is_unscheduled)) {  // transforms.cpp:318
+    if (std::none_of(outputs.begin(), outputs.end(), is_unscheduled)) {  // transforms.cpp:301, :315
         if (!async) {
             for (auto &a : outputs) {
                 wait(a);
@@ -499,7 +504,7 @@ void Recorder::evaluate(std::vector<mx::array> outputs, bool async) {
             }
         }
     }
-    commit(false);  // transforms.cpp:286: finalize
+    commit(false);  // transforms.cpp:289: finalize
     if (async) {
         for (const auto &data : scheduled) {
             if (auto alive = data.lock()) {
@@ -512,7 +517,7 @@ void Recorder::evaluate(std::vector<mx::array> outputs, bool async) {
     }
 }
 
-/// array.cpp:145: an array of an `async_eval` waits for all that this evaluation committed.
+/// array.cpp:144: an array of an `async_eval` waits for all that this evaluation committed.
 void Recorder::wait(mx::array &a) {
     if (is_unscheduled(a)) {
         return evaluate({a}, false);

@@ -89,7 +89,7 @@ std::pair<mx::Shape, std::vector<mx::Strides>> collapse(
 
 // MARK: Copies
 
-/// gpu/copy.cpp:40.
+/// gpu/copy.cpp:36.
 mx::array contiguous_copy(const Call &call, const mx::array &a) {
     mx::array copy(a.shape(), a.dtype(), nullptr, {});
     call.allocate(copy);
@@ -107,7 +107,7 @@ mx::array temporary_copy(const Call &call, const mx::array &a) {
     return copy;
 }
 
-/// metal/copy.cpp:14.
+/// metal/copy.cpp:13.
 void copy(const Call &call, const mx::array &in, mx::array &out, mx::CopyType type) {
     const bool donated = mx::set_copy_output_data(in, out, type, call.take());
     if (donated && in.dtype() == out.dtype()) {
@@ -135,20 +135,20 @@ mx::CopyType vector_or_general(bool vector) { return vector ? mx::CopyType::Vect
 /// common/common.cpp, common/slicing.cpp: no kernel.
 void view(const Call &call) { call.arr.primitive().eval_cpu(call.in(), call.outputs); }
 
-/// gpu/primitives.cpp:26.
+/// gpu/primitives.cpp:28.
 void as_type(const Call &call) {
     const auto &in = call.in()[0];
     copy(call, in, call.out(), vector_or_general(in.flags().contiguous));
 }
 
-/// gpu/primitives.cpp:160: `in` is a copy there too, so that nothing is donated.
+/// gpu/primitives.cpp:156: `in` is a copy there too, so that nothing is donated.
 void full(const Call &call) {
     auto in = call.in()[0];
     const auto type = in.data_size() == 1 ? mx::CopyType::Scalar : vector_or_general(in.flags().contiguous);
     copy(call, in, call.out(), type);
 }
 
-/// gpu/primitives.cpp:48.
+/// gpu/primitives.cpp:50.
 void contiguous(const Call &call) {
     const auto &in = call.in()[0];
     auto &out = call.out();
@@ -165,7 +165,7 @@ void contiguous(const Call &call) {
     }
 }
 
-/// metal/copy.cpp:195 and common/common.cpp:153: a view where the strides allow it.
+/// metal/copy.cpp:216 and common/common.cpp:147: a view where the strides allow it.
 void reshape(const Call &call) {
     const auto &in = call.in()[0];
     auto &out = call.out();
@@ -204,7 +204,7 @@ void reshape(const Call &call) {
     out.copy_shared_buffer(in, strides, flags, in.data_size());
 }
 
-/// gpu/primitives.cpp:287.
+/// gpu/primitives.cpp:275.
 void view_as(const Call &call) {
     const auto &in = call.in()[0];
     auto &out = call.out();
@@ -221,7 +221,7 @@ void view_as(const Call &call) {
     out.copy_shared_buffer(flat, out.strides(), flat.flags(), out.size());
 }
 
-/// metal/slicing.cpp:13: a copy an input.
+/// metal/slicing.cpp:14: a copy an input.
 void concatenate(const Call &call) {
     call.allocate(call.out());
     for (const auto &in : call.in()) {
@@ -229,7 +229,7 @@ void concatenate(const Call &call) {
     }
 }
 
-/// gpu/primitives.cpp:224: a copy of the input, unless it is donated, and one of the update.
+/// gpu/primitives.cpp:220: a copy of the input, unless it is donated, and one of the update.
 void slice_update(const Call &call) {
     const auto &in = call.in()[0];
     const auto &update = call.in()[1];
@@ -245,7 +245,7 @@ void slice_update(const Call &call) {
     copy_into(call, update, out);
 }
 
-/// gpu/slicing.cpp:20: the output is filled, then the input copied into it.
+/// gpu/slicing.cpp:18: the output is filled, then the input copied into it.
 void pad(const Call &call) {
     auto &out = call.out();
     call.allocate(out);
@@ -253,7 +253,7 @@ void pad(const Call &call) {
     copy_into(call, call.in()[0], out);
 }
 
-/// common/common.cpp:68: written by the CPU.
+/// common/common.cpp:88: written by the CPU.
 void number_of_elements(const Call &call) { call.allocate(call.out()); }
 
 /// Only the CPU reads files: no kernel.
@@ -261,7 +261,7 @@ void load(const Call &call) { call.allocate(call.out()); }
 
 // MARK: Element by element
 
-/// metal/unary.cpp:104.
+/// metal/unary.cpp:98.
 void unary(const Call &call) {
     mx::set_unary_output_data(call.in()[0], call.out(), call.take());
     if (call.out().size() > 0) {
@@ -269,7 +269,7 @@ void unary(const Call &call) {
     }
 }
 
-/// metal/unary.cpp:164: integers are round already.
+/// metal/unary.cpp:150: integers are round already.
 void round(const Call &call) {
     if (mx::issubdtype(call.in()[0].dtype(), mx::inexact)) {
         unary(call);
@@ -278,7 +278,7 @@ void round(const Call &call) {
     }
 }
 
-/// metal/binary.cpp:158.
+/// metal/binary.cpp:165.
 void binary(const Call &call) {
     const auto &a = call.in()[0];
     const auto &b = call.in()[1];
@@ -288,7 +288,7 @@ void binary(const Call &call) {
     }
 }
 
-/// metal/ternary.cpp:118.
+/// metal/ternary.cpp:135.
 void select(const Call &call) {
     const auto &a = call.in()[0];
     const auto &b = call.in()[1];
@@ -299,7 +299,7 @@ void select(const Call &call) {
     }
 }
 
-/// metal/primitives.cpp:28.
+/// metal/primitives.cpp:27.
 void arange(const Call &call) {
     call.allocate(call.out());
     if (call.out().size() > 0) {
@@ -307,7 +307,7 @@ void arange(const Call &call) {
     }
 }
 
-/// metal/primitives.cpp:156.
+/// metal/primitives.cpp:159.
 void random_bits(const Call &call) {
     call.allocate(call.out());
     if (call.out().size() > 0) {
@@ -319,7 +319,7 @@ void random_bits(const Call &call) {
 
 enum class Reduction { all, rows, columns, general };
 
-/// common/reduce.cpp:24: how an array is reduced, and the lengths and strides of the joined axes, smallest stride last.
+/// common/reduce.cpp:29: how an array is reduced, and the lengths and strides of the joined axes, smallest stride last.
 struct Plan {
     Reduction kind;
     mx::Shape shape;
@@ -412,7 +412,7 @@ Plan plan_reduction(const mx::array &x, const std::vector<int> &axes) {
     return plan;
 }
 
-/// metal/reduce.cpp:850: one kernel, or two with partial results between.
+/// metal/reduce.cpp:919: one kernel, or two with partial results between.
 void reduce_columns(const Call &call, const mx::array &in, mx::array &out, const Plan &plan) {
     const int64_t length = plan.shape.back();
     const int64_t stride = plan.strides.back();
@@ -437,7 +437,7 @@ void reduce_columns(const Call &call, const mx::array &in, mx::array &out, const
     call.recorder.kernel("reduce", {partial}, {out});
 }
 
-/// metal/reduce.cpp:882.
+/// metal/reduce.cpp:951.
 void reduce(const Call &call) {
     const auto [type, axes] = call.primitive<mx::Reduce>().state();
     auto in = call.in()[0];
@@ -453,7 +453,7 @@ void reduce(const Call &call) {
     }
     switch (plan.kind) {
     case Reduction::all:
-        // metal/reduce.cpp:313: 4 elements a thread (REDUCE_N_READS), 1,024 threads; else in two passes.
+        // metal/reduce.cpp:312: 4 elements a thread (REDUCE_N_READS), 1,024 threads; else in two passes.
         if (in.size() <= 4 * 1024) {
             call.recorder.kernel("reduce", {in}, {out});
         } else {
@@ -474,7 +474,7 @@ void reduce(const Call &call) {
     }
 }
 
-/// metal/primitives.cpp:83.
+/// metal/primitives.cpp:87.
 void arg_reduce(const Call &call) {
     call.allocate(call.out());
     call.recorder.kernel("arg_reduce", {call.in()[0]}, {call.out()});
@@ -527,7 +527,7 @@ void log_sum_exp(const Call &call) {
     call.recorder.kernel("logsumexp", {in}, {out});
 }
 
-/// metal/scan.cpp:105.
+/// metal/scan.cpp:122.
 void scan(const Call &call) {
     const auto axis = std::get<1>(call.primitive<mx::Scan>().state());
     auto in = call.in()[0];
@@ -544,7 +544,7 @@ void scan(const Call &call) {
 
 // MARK: Indexing
 
-/// metal/indexing.cpp:42: reads as much as it writes.
+/// metal/indexing.cpp:39: reads as much as it writes.
 void gather(const Call &call) {
     auto &out = call.out();
     call.allocate(out);
@@ -557,7 +557,7 @@ void gather(const Call &call) {
     }
 }
 
-/// metal/indexing.cpp:197: the input is copied, unless it is donated, then the updates are written.
+/// metal/indexing.cpp:214: the input is copied, unless it is donated, then the updates are written.
 void scatter(const Call &call) {
     const auto &in = call.in()[0];
     const auto &updates = call.in().back();
@@ -619,7 +619,7 @@ void matmul(const Call &call) {
     const auto [a_transposed, a] = check_transpose(call, a_in, m == 1);
     const auto [b_transposed, b] = check_transpose(call, b_in, n == 1);
 
-    // Batches of rows by one matrix are one product (matmul.cpp:1255, :1379).
+    // Batches of rows by one matrix are one product (matmul.cpp:1255, :1384).
     auto batch = static_cast<int64_t>(out.size()) / (m * n);
     const double flop = 2.0 * static_cast<double>(batch * m) * static_cast<double>(n * k);
     if (batch > 1 && !a_transposed) {
@@ -632,7 +632,8 @@ void matmul(const Call &call) {
         }
         auto [shape, joined] = collapse(mx::Shape(a.shape().begin(), a.shape().end() - 2), strides);
         const bool adds_rows = !adds || joined[2].back() == m * call.in()[2].strides(-2);
-        if (shape.size() == 1 && a.strides(-2) == k && joined[0].back() == m * k && joined[1].back() == 0 && adds_rows) {
+        if (shape.size() == 1 && a.strides(-2) == k && joined[0].back() == m * k && joined[1].back() == 0 &&
+            adds_rows) {
             m *= shape.back();
             batch = 1;
         }
@@ -645,7 +646,7 @@ void matmul(const Call &call) {
     if (std::min(m, n) == 1) {
         return run("gemv", out);
     }
-    // matmul.cpp:938: few tiles and a long k are split, and the parts (float32) added by a second kernel.
+    // matmul.cpp:926: few tiles and a long k are split, and the parts (float32) added by a second kernel.
     const int64_t tiles = ((m + 15) / 16) * ((n + 15) / 16);
     if (batch == 1 && tiles <= 1024 && k / 16 >= 8 && k >= std::max(m, n)) {
         const auto wide_tiles = static_cast<int>(((m + 31) / 32) * ((n + 31) / 32));
@@ -786,7 +787,7 @@ void rope(const Call &call) {
     call.recorder.kernel("rope", {in_place ? out : in, call.in()[1]}, {out});
 }
 
-/// metal/scaled_dot_product_attention.cpp:631.
+/// metal/scaled_dot_product_attention.cpp:643.
 void attention(const Call &call) {
     const auto [fallback, scale, causal, has_sinks, logsumexp] =
         call.primitive<mx::fast::ScaledDotProductAttention>().state();
@@ -796,7 +797,7 @@ void attention(const Call &call) {
     const bool is_vector = q_in.shape(2) <= 8;
 
     const auto rows_fit = [](const mx::array &a) { return a.strides(-1) == 1; };
-    const auto query_fits = [](const mx::array &a) {  // :665
+    const auto query_fits = [](const mx::array &a) {  // :683
         if (a.flags().row_contiguous) {
             return true;
         }
@@ -806,7 +807,7 @@ void attention(const Call &call) {
         const int other = a.shape(0) == 1 ? 1 : 0;
         return a.strides(3) == 1 && a.strides(2) == a.shape(3) * a.shape(other) && a.strides(other) == a.shape(3);
     };
-    const auto keys_fit = [&](const mx::array &a) {  // :680
+    const auto keys_fit = [&](const mx::array &a) {  // :699
         return rows_fit(a) && (a.shape(0) == 1 || a.shape(1) == 1 || a.strides(0) == a.strides(1) * a.shape(1));
     };
     const auto unless = [&](bool fits, const mx::array &a) { return fits ? a : temporary_copy(call, a); };
@@ -821,7 +822,7 @@ void attention(const Call &call) {
         const auto q = unless(query_stays, q_in);
         const auto k = unless(rows_fit(call.in()[1]), call.in()[1]);
         const auto v = unless(rows_fit(call.in()[2]), call.in()[2]);
-        // :731: laid out as (batch, sequence, heads, dims).
+        // :753: laid out as (batch, sequence, heads, dims).
         const int64_t head = out.shape(3), row = out.shape(1) * head, batch = out.shape(2) * row;
         out.set_data(
             call.recorder.take(out.nbytes()), out.shape(0) * batch, {batch, head, row, 1},
@@ -834,7 +835,7 @@ void attention(const Call &call) {
         const mx::array q = query_stays ? q_in : contiguous_copy(call, q_in);
         const auto k = unless(keys_fit(call.in()[1]), call.in()[1]);
         const auto v = unless(keys_fit(call.in()[2]), call.in()[2]);
-        // :704: `q` is a second reference to an input that stays, so only a copy is written over.
+        // :719: `q` is a second reference to an input that stays, so only a copy is written over.
         if (!query_stays && q.flags().row_contiguous && q.size() == out.size()) {
             out.copy_shared_buffer(q);
         } else {
@@ -850,7 +851,7 @@ void attention(const Call &call) {
         if (!(k.shape(1) < q.shape(1) && k.shape(2) >= 4096)) {
             return call.recorder.kernel("attention", {q, k, v, mask}, {out}, flop);
         }
-        // :412: two passes, with 64 blocks of keys, or 32 for a few rows.
+        // :418: two passes, with 64 blocks of keys, or 32 for a few rows.
         const int blocks = q.shape(1) / k.shape(1) * q.shape(2) >= 4 ? 64 : 32;
         auto shape = out.shape();
         shape.back() = blocks;

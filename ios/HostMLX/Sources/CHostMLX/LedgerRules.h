@@ -40,7 +40,7 @@ class Recorder : public std::enable_shared_from_this<Recorder> {
         const char *kind, std::initializer_list<std::reference_wrapper<const mlx::core::array>> inputs,
         std::initializer_list<std::reference_wrapper<const mlx::core::array>> outputs, double flop = 0,
         double gathered = 0);
-    /// Keeps an array until the command buffer is complete (device.cpp:402).
+    /// Keeps an array until the command buffer is complete (device.cpp:425).
     void temporary(mlx::core::array a);
 
     // MARK: For the hooks

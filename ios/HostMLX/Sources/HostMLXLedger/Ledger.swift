@@ -105,7 +105,7 @@ public struct LedgerRules: Codable, Sendable, Equatable {
         self.generation = generation
     }
 
-    /// An iPhone (MLX's metal/device.cpp:341) whose GPU completes nothing before it must: the encoder is ahead by the
+    /// An iPhone (MLX's metal/device.cpp:342) whose GPU completes nothing before it must: the encoder is ahead by the
     /// 10 tasks that MLX allows (transforms.cpp:25), or until `memoryLimit` or an `eval` makes it wait.
     public static let phone = LedgerRules(
         isMetal: true, operationsPerBuffer: 20, megaElementsPerBuffer: 40, runAhead: 10)

@@ -73,6 +73,18 @@ private func floats(_ shape: Int...) -> MLXArray {
         #expect(values == [0, 0])
     }
 
+    @Test func filesAreReadWhenAsked() throws {
+        let url = FileManager.default.temporaryDirectory.appendingPathComponent(UUID().uuidString + ".npy")
+        defer { try? FileManager.default.removeItem(at: url) }
+        try save(array: MLXArray([1, 2, 3] as [Float]), url: url)
+        var values = [Float]()
+        let ledger = try Ledger.record(compute: true, device: .cpu) {
+            values = try (loadArray(url: url) * 2).asArray(Float.self)
+        }
+        #expect(values == [2, 4, 6])
+        #expect(ledger.kernels == 1)
+    }
+
     @Test func aPrimitiveWithoutARuleFails() throws {
         #expect(throws: MLXError.caught("[ledger] There is no rule for the primitive Sort.")) {
             try count { eval(sorted(floats(4))) }
@@ -207,6 +219,19 @@ private func floats(_ shape: Int...) -> MLXArray {
         // 20 of the freed are in the cache and serve again: only one more is new.
         #expect(none.newBuffers == 24)
         #expect(none.newBuffers == ahead.newBuffers - 20)
+    }
+
+    @Test func whatIsHeldIsNotWrittenOver() throws {
+        let body = {
+            var x: MLXArray? = floats(64, 64)
+            let results = x.map { [exp($0), sin($0)] } ?? []
+            x = nil
+            eval(results)
+        }
+        // The second reads x last, but the first one's command buffer, which is not complete, still holds it.
+        #expect(try count(.phone, body).newBuffers == 3)
+        let each = LedgerRules(isMetal: true, operationsPerBuffer: 0, megaElementsPerBuffer: 40, runAhead: 0)
+        #expect(try count(each, body).newBuffers == 2)
     }
 
     @Test func theEncoderIsAheadByTenBuffers() throws {
