@@ -32,7 +32,7 @@ func saveAdapterFolder(
                     NewTensor(
                         name: format.name(matrix, module, block), shape: format.turned(shape), dtype: .float32
                     ) {
-                        format.turned(layout.matrices(module, in: try lora(block))[keyPath: path])
+                        format.turned(layout.matrices(module, in: try lora(block))[keyPath: path].asType(.float32))
                     }
                 }
             }
