@@ -171,7 +171,9 @@ import Testing
     }
 
     /// With parameters in bfloat16 the model is the float32 one to the precision of bfloat16, and its loss goes down with it.
-    @Test(arguments: Fixture.cases) func trainsInBFloat16(_ folder: URL) throws {
+    /// How parameters are kept is the same for every way to multiply.
+    @Test(arguments: Fixture.cases.filter { !$0.lastPathComponent.contains("gpu") })
+    func trainsInBFloat16(_ folder: URL) throws {
         let fixture = try Fixture(folder, "losses")
         let stream = try #require(try fixture.bundle.tokens("train")).sequences(length: fixture.length)
         let rate = try fixture.number("learning_rate")
