@@ -13,7 +13,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
 FIXTURES := $(CURDIR)/.build/fixtures
-SLOW_IN_SWIFT := FuzzTests RunTests GeneratorTests ReliabilityTests RunControllerTests \
+SLOW_IN_SWIFT := FuzzTests SelfCheck RunTests GeneratorTests ReliabilityTests RunControllerTests \
 	lossesOfTrainingEqualTheReference trainsInBFloat16 everyPlanGivesTheSameGradients
 REFERENCE := $(wildcard exporter/mesp/*.py exporter/mesp/*/*.py tests/make_*.py tests/conftest.py)
 
@@ -81,7 +81,8 @@ test-swift: $(FIXTURES).ready
 	# One after the other: two cores, and a controller whose main thread must answer.
 	$(HOST_MLX) MESP_FIXTURES=$(FIXTURES) swift test --no-parallel $(if $(quick),$(SLOW_IN_SWIFT:%=--skip %))
 	@echo "== Tests of HostMLX"
-	$(HOST_MLX) swift test --package-path ios/HostMLX
+	# Nor at once: a ledger takes the place of the one allocator.
+	$(HOST_MLX) swift test --no-parallel --package-path ios/HostMLX
 
 # PyTorch is large: it has an environment of its own, and no part in `make test`.
 test-slow: engine

@@ -77,6 +77,7 @@ def row(page: Page, name: str) -> list[str]:
     return [cell.split("\n")[0] for cell in page.row(name)]
 
 
+@pytest.mark.slow
 def test_this_machine(tmp_path: Path):
     find_engine()
     options = ("--repeats", 2, "--seconds", 0.05, "--out", tmp_path)

@@ -52,10 +52,10 @@ def built_engine(checkout: Path) -> Path:
 def is_older_than_sources(engine: Path, checkout: Path) -> bool:
     """Whether a Swift source of the checkout was written after the engine."""
     built = engine.stat().st_mtime
-    sources = [
-        checkout / "Package.swift",
-        *(path for path in (checkout / "ios").rglob("*") if path.is_file()),
-    ]
+    sources = [checkout / "Package.swift"]
+    for folder, folders, files in os.walk(checkout / "ios"):
+        folders[:] = [name for name in folders if name != ".build"]  # of tests that run beside
+        sources += [Path(folder, name) for name in files]
     return any(source.stat().st_mtime > built for source in sources)
 
 
