@@ -14,7 +14,8 @@ BIN := $(VENV)/bin
 READY := $(VENV)/ready
 FIXTURES := $(CURDIR)/.build/fixtures
 SLOW_IN_SWIFT := FuzzTests SelfCheck RunTests GeneratorTests ReliabilityTests RunControllerTests \
-	lossesOfTrainingEqualTheReference trainsInBFloat16 everyPlanGivesTheSameGradients
+	DocumentsFolderTests lossesOfTrainingEqualTheReference trainsInBFloat16 everyPlanGivesTheSameGradients \
+	contextAndPaddingDoNotCount aConfidentTokensLossIsNotNegative
 REFERENCE := $(wildcard exporter/mesp/*.py exporter/mesp/*/*.py tests/make_*.py tests/conftest.py)
 
 # A process a core; so many OpenBLAS with several threads each would wait for each other.

@@ -23,6 +23,7 @@ from mesp.bundle.reader import Bundle
 from mesp.engine.build import find_engine
 from mesp.reference import step_example
 
+pytestmark = pytest.mark.slow
 DEMO_MODEL = Path(mesp.__file__).parent / "demo_model"
 SEQ_LEN = 64
 VAL_BATCHES = 8
@@ -85,7 +86,6 @@ def test_the_adapters_give_the_same_loss_in_mlx_lm(bundle: Path, trained: Path):
     assert held_out_loss(model, bundle) == pytest.approx(after, abs=1e-3)
 
 
-@pytest.mark.slow
 def test_mlx_lm_fuses_the_adapters(bundle: Path, trained: Path, tmp_path: Path):
     quantized, fused = tmp_path / "quantized", tmp_path / "fused"
     mlx_lm.convert(
@@ -100,7 +100,6 @@ def test_mlx_lm_fuses_the_adapters(bundle: Path, trained: Path, tmp_path: Path):
     assert held_out_loss(model, bundle) == pytest.approx(after, abs=1e-3)
 
 
-@pytest.mark.slow
 def test_losses_of_masked_examples_are_mlx_lms(bundle: Path, tmp_path: Path):
     copy = shutil.copytree(bundle, tmp_path / "copy.mesp")
     records_of = {
@@ -153,7 +152,6 @@ def refresh_digest(bundle: Path, name: str) -> None:
     (bundle / "manifest.json").write_text(json.dumps(manifest))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "options", [("--offload", "all"), ("--memory-limit", 30), ("--method", "mebp")]
 )
@@ -196,7 +194,6 @@ def test_a_flipped_byte_is_found(bundle: Path, tmp_path: Path, file: str):
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.slow
 def test_a_full_disk_is_one_sentence(bundle: Path, tmp_path: Path):
     """A file that may not grow stands in for a disk that is full."""
     assert train(bundle, tmp_path / "first", "--steps", 1).returncode == 0
@@ -217,7 +214,6 @@ def test_a_full_disk_is_one_sentence(bundle: Path, tmp_path: Path):
     assert records(tmp_path / "run", "end")[0]["reason"] == "failed"
 
 
-@pytest.mark.slow
 def test_ctrl_c_saves_the_adapters(bundle: Path, tmp_path: Path):
     output = tmp_path / "run"
     process = subprocess.Popen(
