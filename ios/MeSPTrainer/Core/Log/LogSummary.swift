@@ -27,7 +27,7 @@ public struct LogSummary: Sendable {
 
     /// Reads the log in a run's folder. A last line that was cut off, as by a kill, is left out.
     public init(folder: URL) throws {
-        let url = folder.appendingPathComponent("metrics.jsonl")
+        let url = LogWriter.url(in: folder)
         guard let data = try? Data(contentsOf: url, options: .mappedIfSafe) else {
             throw MeSPError("\(folder.path) holds no run: there is no metrics.jsonl in it.")
         }
