@@ -98,6 +98,8 @@ FAMILIES = {
         "rms_norm_eps": 1e-5,
     },
 }
+# With heads that the GPU's fused attention takes.
+HEADS_64 = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
 TEXT = "The quick brown fox jumps over the lazy dog, and the dog does not mind at all.\n\n" * 80
 
 

@@ -21,6 +21,7 @@ import pytest
 import make_fixtures
 from conftest import (
     FAMILIES,
+    HEADS_64,
     TEXT,
     TINY,
     dequantize_once,
@@ -32,8 +33,6 @@ from conftest import (
 from mesp.bundle import function_files
 
 UNTIED = {**TINY, "num_hidden_layers": 2, "tie_word_embeddings": False, "rope_theta": 1e6}
-# With heads that the GPU's fused attention takes.
-HEADS_64 = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
 # Qwen2.5-0.5B's width.
 WIDE = {**TINY, "hidden_size": 896, "intermediate_size": 4864, "num_attention_heads": 14}
 WIDE |= {"num_hidden_layers": 2, "rope_theta": 1e6}
@@ -74,8 +73,8 @@ def export_for_gpu(patch: pytest.MonkeyPatch) -> None:
     """
     of_device, multiply = function_files.block_function, mx.quantized_matmul
 
-    def of_gpu(arch, kind, layout, device, plain):
-        return of_device(arch, kind, layout, "gpu", plain)
+    def of_gpu(arch, kind, layout, device, plain, fast):
+        return of_device(arch, kind, layout, "gpu", plain, fast)
 
     def quantized_matmul(x, weight, scales, biases, **quantization):
         packed = (scales, biases)

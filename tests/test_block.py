@@ -3,7 +3,9 @@
 import io
 import re
 from collections import Counter
+from collections.abc import Iterable
 from functools import partial
+from types import ModuleType
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -12,9 +14,9 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.base import create_causal_mask
 from mlx_lm.tuner.lora import LoRALinear
 
-from conftest import FAMILIES, TINY, mlx_lm_model
+from conftest import FAMILIES, HEADS_64, TINY, mlx_lm_model
 from mesp import reference
-from mesp.block_function import dequantize, forward_pass, tiles
+from mesp.block_function import dequantize, forward_pass, fused, mlxfn, tiles
 from mesp.block_function.attention import Scoring, attention, fused_attention
 from mesp.block_function.forward_pass import BlockFunction, block_function
 from mesp.block_function.trace import export_block
@@ -237,8 +239,9 @@ def test_fused_attention_sees_the_same_keys(monkeypatch, window, length):
     monkeypatch.setattr(tiles, "ATTENTION_ROWS", 4)
     q, k, v = (mx.random.normal((1, heads, length, 16)) for heads in (4, 2, 2))
     scoring = Scoring(0.3, None, window)
-    fused, tiled = (f(q, k, v, lambda x, _: x, scoring) for f in (fused_attention, attention))
-    assert relative_error(fused, tiled) <= TOLERANCE
+    functions = (partial(fused_attention, mx.fast), attention)
+    a, b = (function(q, k, v, lambda x, _: x, scoring) for function in functions)
+    assert relative_error(a, b) <= TOLERANCE
 
 
 @pytest.mark.parametrize("how", ["fused", "tiled", "plain"])
@@ -246,11 +249,11 @@ def test_fused_attention_sees_the_same_keys(monkeypatch, window, length):
 def test_the_gpu_function_computes_the_same(monkeypatch, name, how):
     """Its operations are there on the CPU too, so that a mistake in them shows without a GPU."""
     case, calls = Case(name), []
-    fused = mx.fast.scaled_dot_product_attention
+    attend = mx.fast.scaled_dot_product_attention
     monkeypatch.setattr(
         mx.fast,
         "scaled_dot_product_attention",
-        lambda *args, **options: calls.append(args) or fused(*args, **options),
+        lambda *args, **options: calls.append(args) or attend(*args, **options),
     )
     if how == "fused":
         monkeypatch.setattr(forward_pass, "FUSED_HEADS", (case.arch.head_dim,))
@@ -291,13 +294,13 @@ def test_the_gpu_function_differs_on_the_cpu_in_fused_primitives_only(monkeypatc
     on_cpu = graph()
     for call in ("rms_norm", "rope", "scaled_dot_product_attention"):
 
-        def stand_in(fused, x, *others, **options):
+        def stand_in(call, x, *others, **options):
             arrays = [a for a in (*others, *options.values()) if isinstance(a, mx.array)]
             blank = {id(a): mx.zeros(a.shape, a.dtype) for a in (x, *arrays)}
             mx.eval(list(blank.values()))
             values = [blank.get(id(a), a) for a in (x, *others)]
             named = {k: blank.get(id(a), a) for k, a in options.items()}
-            plain.update(primitives(fused(*values, **named)))
+            plain.update(primitives(call(*values, **named)))
             return mx.erfinv(mx.depends([x], arrays)[0] if arrays else x)
 
         monkeypatch.setattr(mx.fast, call, partial(stand_in, getattr(mx.fast, call)))
@@ -306,6 +309,101 @@ def test_the_gpu_function_differs_on_the_cpu_in_fused_primitives_only(monkeypatc
     on_gpu["Depends"] -= calls
     assert calls > 0
     assert on_cpu == on_gpu + plain
+
+
+# Of heads of 64, which Metal's fused attention takes, with and without a window, and of others.
+GPU_BLOCKS = {name: {**FAMILIES[name], **HEADS_64} for name in ("qwen2", "qwen3", "mistral")}
+GPU_BLOCKS |= {name: FAMILIES[name] for name in ("gemma2", "gemma3_text", "phi3")}
+
+
+def gpu_block(name: str, dtype: str, plain: bool, fast: ModuleType) -> tuple:
+    """The GPU's function with these fused primitives, and the widths of what it takes."""
+    arch = Architecture.from_config(GPU_BLOCKS[name])
+    layout = block_layout(arch, dict.fromkeys(arch.modules, Quantization(4, 32)), dtype)
+    function = block_function(arch, arch.kind(0), layout, "gpu", plain, fast)
+    return function, arch, layout
+
+
+def gpu_inputs(arch: Architecture, layout: Layout, dtype: str, length: int) -> list[mx.array]:
+    x = mx.zeros((1, length, arch.hidden_size), getattr(mx, dtype))
+    return [x, mx.zeros(arch.lora_size(4)), mx.array(1.0), mx.zeros(layout.words, mx.uint32)]
+
+
+def trace(function: BlockFunction, *inputs: mx.array) -> list:
+    """What MLX calls back with of a trace: constants, and primitives with their arguments."""
+    found = []
+
+    def callback(part: dict) -> None:
+        if part["type"] == "constants":
+            part = [(name, a.shape, a.dtype, a.tolist()) for name, a in part["constants"]]
+        found.append(part)
+
+    mx.export_function(callback, function, *inputs)
+    return found
+
+
+def flat(arguments: Iterable) -> list:
+    """A primitive's arguments as numbers."""
+    numbers = []
+    for value in arguments:
+        if isinstance(value, mx.Dtype):
+            numbers += [mlxfn.DTYPES.index(value), value.size]
+        else:
+            numbers += value if isinstance(value, (tuple, list)) else [value]
+    return numbers
+
+
+@pytest.mark.parametrize("length", [5, 12])
+@pytest.mark.parametrize("plain", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", GPU_BLOCKS)
+def test_a_file_for_the_gpu_is_the_cpus_but_for_streams(tmp_path, name, dtype, plain, length):
+    """The CPU's form, the GPU's and back: equal bytes, with the primitives that MLX traces."""
+    function, arch, layout = gpu_block(name, dtype, plain, fused)
+    lengths = [length, length + 1]
+    path = tmp_path / "block.mlxfn"
+    export_block(str(path), function, arch, layout, getattr(mx, dtype), "gpu", lengths, [4])
+    gpu = path.read_bytes()
+    cpu = mlxfn.on_device(gpu, "cpu")
+    assert mlxfn.on_device(cpu, "gpu") == gpu
+
+    expected = []
+    for each in lengths:
+        for part in trace(function, *gpu_inputs(arch, layout, dtype, each)):
+            if isinstance(part, dict) and part["type"] == "primitive":
+                expected.append((part["name"], flat(part["arguments"])))
+    assert [(p.name, flat(p.state)) for p in mlxfn.primitives(gpu)] == expected
+    # The CPU is device 0, the GPU is device 1; no other byte differs.
+    assert [(a, b) for a, b in zip(cpu, gpu, strict=True) if a != b] == [(0, 1)] * len(expected)
+
+    used = {name for name, _ in expected} & {"RMSNorm", "RoPE", "ScaledDotProductAttention"}
+    attends = {"ScaledDotProductAttention"} if arch.head_dim == 64 else set()
+    assert used == (set() if plain else {"RMSNorm", "RoPE"} | attends)
+    path.write_bytes(cpu)
+    assert len(mx.import_function(str(path))(*gpu_inputs(arch, layout, dtype, length))) >= 9
+
+
+@pytest.mark.skipif(not mx.metal.is_available(), reason="there is no GPU")
+@pytest.mark.parametrize("length", [5, 12])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", GPU_BLOCKS)
+def test_fused_primitives_are_those_of_a_trace_on_the_gpu(name, dtype, length):
+    traces = []
+    for device, fast in ((mx.gpu, mx.fast), (mx.cpu, fused)):
+        function, arch, layout = gpu_block(name, dtype, False, fast)
+        with mx.stream(device):
+            traces.append(trace(function, *gpu_inputs(arch, layout, dtype, length)))
+    assert traces[0] == traces[1]
+
+
+def test_a_damaged_file_of_functions_is_refused(tmp_path):
+    path = tmp_path / "sum.mlxfn"
+    mx.export_function(str(path), lambda x: x + mx.array([1.0, 2.0]), mx.zeros(2))
+    file = path.read_bytes()
+    assert len(mlxfn.on_device(file, "gpu")) == len(file)
+    for damaged in (*(file[:length] for length in range(len(file))), file + b"\0"):
+        with pytest.raises(ValueError, match="file of functions"):
+            mlxfn.on_device(damaged, "gpu")
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])

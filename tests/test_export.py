@@ -28,11 +28,14 @@ from conftest import (
     TINY,
     mlx_lm_model,
     random_tensors,
+    run,
     write_mixed_model,
     write_model,
     write_tokenizer,
 )
 from mesp import reference
+from mesp.block_function import mlxfn
+from mesp.bundle.manifest import read_manifest
 from mesp.bundle.reader import Bundle
 from mesp.commands.export import main
 from mesp.quantization.modes import Quantization
@@ -305,7 +308,38 @@ def test_random_weights_of_a_known_model_need_no_network(monkeypatch):
 @pytest.mark.skipif(mx.metal.is_available(), reason="there is a GPU")
 def test_auto_device_is_the_cpu_where_there_is_no_gpu(tiny):
     assert exported("--model", tiny, "--seq-len", 8).manifest["device"] == "cpu"
-    assert "--device cpu" in refused("--model", tiny, "--device", "gpu")
+
+
+def test_a_bundle_for_the_gpu_is_written_on_every_machine(tiny):
+    """Its functions are for a GPU, the rest is as for the CPU; without a GPU it is not run."""
+    options = ("--model", tiny, "--seq-len", 8, "--dtype", "float32")
+    cpu = exported(*options, "--device", "cpu").manifest
+    done = export(*options, "--device", "gpu", "--out", "gpu.mesp")
+    assert done.exit_code == 0, done.output
+    assert "float32 on the GPU" in done.stdout
+    gpu = read_manifest(Path("gpu.mesp"), to_run=False)
+    functions = {"block.8.mlxfn", "block.plain.8.mlxfn"}
+    for manifest in (cpu, gpu):
+        manifest["files"] = [f for f in manifest["files"] if f["path"] not in functions]
+    assert gpu == {**cpu, "device": "gpu"}
+    for name in functions:
+        file = Path("gpu.mesp", name).read_bytes()
+        assert mlxfn.on_device(file, "gpu") == file != mlxfn.on_device(file, "cpu")
+        assert (b"RMSNorm" in file) == ("plain" not in name)
+    if not mx.metal.is_available():
+        trained = run("train", "gpu.mesp", "--steps", 1, "--output", "run")
+        assert trained.returncode == 2
+        [sentence] = trained.stderr.splitlines()
+        assert sentence.endswith(
+            "gpu.mesp was exported for a GPU, and this machine has none that MLX can use; "
+            "write the bundle again with --device cpu."
+        )
+
+
+def test_functions_for_the_gpu_are_of_the_mlx_whose_files_are_known(tiny, monkeypatch):
+    monkeypatch.setattr(mlxfn, "VERSION", "0.1.0")
+    assert "mlx==0.1.0" in refused("--model", tiny, "--device", "gpu")
+    assert exported("--model", tiny, "--device", "cpu").manifest["device"] == "cpu"
 
 
 # The Hub

@@ -37,7 +37,7 @@ def main(bundle: Path, device: str | None, app: str) -> None:
     click.echo(f"{bundle.name} is on {phone.name} ({megabytes(size)} MB, {seconds:.0f} s).")
     if manifest["device"] == "cpu":
         click.echo(
-            "It runs on the phone's CPU; for the GPU, export it on a Mac with --device gpu.",
+            "It runs on the phone's CPU; for the GPU, export it with --device gpu.",
             err=True,
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import ModuleType
 
 import mlx.core as mx
 
@@ -60,9 +61,9 @@ def attention(q: mx.array, k: mx.array, v: mx.array, place: Turn, scoring: Scori
 
 
 def fused_attention(
-    q: mx.array, k: mx.array, v: mx.array, place: Turn, scoring: Scoring
+    fast: ModuleType, q: mx.array, k: mx.array, v: mx.array, place: Turn, scoring: Scoring
 ) -> mx.array:
-    """`attention` by the GPU's fused primitive, which has no soft cap.
+    """`attention` by the fused primitive of `fast`, which has no soft cap.
 
     In float32, as the backward pass makes the scores again in float32: rounded to bfloat16, q and k
     would have others here.
@@ -70,7 +71,7 @@ def fused_attention(
     everything = slice(0, q.shape[2])
     mask = "causal" if scoring.window is None else visible(everything, everything, scoring.window)
     q, k, v = (x.astype(mx.float32) for x in (place(q, everything), k, v))
-    out = mx.fast.scaled_dot_product_attention(q, k, v, scale=scoring.scale, mask=mask)
+    out = fast.scaled_dot_product_attention(q, k, v, scale=scoring.scale, mask=mask)
     return out.swapaxes(1, 2).flatten(2)
 
 

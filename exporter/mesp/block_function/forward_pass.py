@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from types import ModuleType
 
 import mlx.core as mx
 
@@ -39,17 +40,20 @@ BlockFunction = Callable[[mx.array, mx.array, mx.array, mx.array], list[mx.array
 
 
 def block_function(
-    arch: Architecture, kind: Attention, layout: Layout, device: str, plain: bool = False
-) -> BlockFunction:
+    arch: Architecture, kind: Attention, layout: Layout, device: str, plain: bool = False,
+    fast: ModuleType = mx.fast,
+) -> BlockFunction:  # fmt: skip
     """The block function for `device` ("cpu" or "gpu"), or its plain twin.
 
     It takes x [1, T, hidden], lora [P] float32, scale [] float32 and weights [layout.words] uint32;
     T, the LoRA rank and the dtype (x's) are read off the arguments. docs/architecture.md has the
-    outputs' shapes.
+    outputs' shapes. The fused primitives are those of `fast`: `mx.fast`, which has plain operations
+    in their place on a CPU, or `mesp.block_function.fused`, which can only be traced there.
     """
     act = ACTIVATIONS[arch.hidden_act]
     fused = device == "gpu" and arch.head_dim in FUSED_HEADS and not arch.attn_logit_softcapping
-    attend = plain_attention if plain else fused_attention if fused else attention
+    attend = partial(fused_attention, fast) if fused else attention
+    attend = plain_attention if plain else attend
     apply = Projection.__call__ if plain or device == "gpu" else Projection.by_rows
     mlp = plain_mlp if plain else tiled_mlp
 
@@ -61,14 +65,14 @@ def block_function(
         scoring = Scoring(arch.attention_scale, arch.attn_logit_softcapping, window)
 
         def norm(name: str, x: mx.array) -> mx.array:
-            function = rms_norm if plain else mx.fast.rms_norm
+            function = rms_norm if plain else fast.rms_norm
             return function(x, arrays[name + ".weight"], arch.rms_norm_eps)
 
         def heads(x: mx.array) -> mx.array:  # [1, T, n·head_dim] -> [1, n, T, head_dim]
             return x.reshape(1, x.shape[1], -1, arch.head_dim).swapaxes(1, 2).astype(dtype)
 
         everywhere = slice(0, x.shape[1])
-        turn = fast_rope(kind) if device == "gpu" and not plain else rope(kind, everywhere)
+        turn = fast_rope(kind, fast) if device == "gpu" and not plain else rope(kind, everywhere)
 
         def place(name: str, x: mx.array, rows: slice = everywhere) -> mx.array:
             """What attention takes of some rows of q or k."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import ModuleType
 
 import mlx.core as mx
 
@@ -11,8 +12,8 @@ from mesp.models.attention_kinds import Attention
 Turn = Callable[[mx.array, slice], mx.array]  # of rows of [1, heads, T, head_dim] by their angles
 
 
-def fast_rope(kind: Attention) -> Turn:
-    """RoPE of the first dimensions in float32, by the fused primitive; the rest stays."""
+def fast_rope(kind: Attention, fast: ModuleType) -> Turn:
+    """RoPE of the first dimensions in float32, by the fused primitive of `fast`; the rest stays."""
     if not kind.frequencies:
         return lambda x, rows: x
     size, periods = 2 * len(kind.frequencies), mx.array([1 / f for f in kind.frequencies])
@@ -21,7 +22,7 @@ def fast_rope(kind: Attention) -> Turn:
     def turn(x: mx.array, rows: slice) -> mx.array:
         if kind.rope_scale != 1:
             x = mx.concatenate([x[..., :size] * kind.rope_scale, x[..., size:]], axis=-1)
-        return mx.fast.rope(x, size, offset=rows.start, **options)
+        return fast.rope(x, size, offset=rows.start, **options)
 
     return turn
 

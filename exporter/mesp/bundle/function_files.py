@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import mlx.core as mx
+
+from mesp.block_function import fused
 from mesp.block_function.forward_pass import BlockFunction, block_function
 from mesp.block_function.trace import export_block
 from mesp.bundle.export_options import ExportOptions
@@ -25,12 +28,13 @@ def write_functions(
     members: dict[tuple[Layout, Attention], list[int]] = {}
     for i, layout in enumerate(layouts):
         members.setdefault((layout, arch.kind(i)), []).append(i)
+    fast = fused if options.device == "gpu" else mx.fast
     groups, written = [], {}
     for number, ((layout, kind), layers) in enumerate(members.items()):
         prefix = f"block.{number}." if number else "block."
         group = BlockGroup(tuple(layers), {}, {}, layout)
         for plain, files in ((False, group.functions), (True, group.plain_functions)):
-            function = block_function(arch, kind, layout, options.device, plain)
+            function = block_function(arch, kind, layout, options.device, plain, fast)
             for seq_len in options.seq_lens:
                 same = (layout, kind.within(seq_len), plain, seq_len)
                 if same not in written:

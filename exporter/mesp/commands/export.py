@@ -79,8 +79,6 @@ def main(
     """Quantize a model and write it as a bundle to fine-tune on an iPhone, a Mac or Linux."""
     if device == "auto":
         device = DEVICE
-    elif device == "gpu" and DEVICE == "cpu":
-        raise MespError("There is no GPU that MLX can use here; export with --device cpu.")
     source = find_source(model, random_weights)
     arch = Architecture.from_config(source.config)
     if layers and layers > arch.num_hidden_layers:

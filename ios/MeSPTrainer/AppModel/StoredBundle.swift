@@ -33,7 +33,6 @@ public struct StoredBundle: Identifiable, Sendable {
 
     /// Where a phone would do better with another export.
     public var advice: String? {
-        manifest?.device == "cpu"
-            ? "Runs on the CPU. For the GPU, export it on a Mac with --device gpu." : nil
+        manifest?.device == "cpu" ? "Runs on the CPU. For the GPU, export it with --device gpu." : nil
     }
 }

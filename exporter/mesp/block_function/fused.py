@@ -1,0 +1,60 @@
+"""The fused primitives of `mx.fast` as Metal has them, in a trace on any machine.
+
+`mx.fast` traces plain operations on a CPU. A function that is imported from a file keeps its
+primitives, so each of these is imported from a file that has one primitive, with the inputs that
+`mx.fast` gives it. None can be evaluated on a CPU.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import mlx.core as mx
+
+from mesp.block_function import mlxfn
+
+
+def rms_norm(x: mx.array, weight: mx.array, eps: float) -> mx.array:
+    """`mx.fast.rms_norm` with a weight that is not wider than x."""
+    return _trace("RMSNorm", (eps,), [x, weight.astype(x.dtype)], x.shape)
+
+
+def rope(
+    x: mx.array, dims: int, *, traditional: bool, base: None, scale: float, offset: int,
+    freqs: mx.array,
+) -> mx.array:  # fmt: skip
+    """`mx.fast.rope` with periods in place of a base; freqs float32 [dims / 2]"""
+    state = (dims, traditional, 1.0, scale, True)  # a base that is not used, and turning forwards
+    return _trace("RoPE", state, [x, mx.array(offset, mx.int32), freqs], x.shape)
+
+
+def scaled_dot_product_attention(
+    q: mx.array, k: mx.array, v: mx.array, *, scale: float, mask: str | mx.array
+) -> mx.array:
+    """`mx.fast.scaled_dot_product_attention` of arrays of one dtype; the mask bool or "causal"."""
+    if not _has_kernel(q, k):
+        return mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=mask)
+    causal = isinstance(mask, str)
+    masks = [] if causal else [mx.broadcast_to(mask, (*q.shape[:3], k.shape[2]))]
+    state = (scale, causal, False, False)  # no sinks, and no logarithms of sums for a derivative
+    return _trace("ScaledDotProductAttention", state, [q, k, v, *masks], q.shape)
+
+
+def _has_kernel(q: mx.array, k: mx.array) -> bool:
+    """Whether Metal has a kernel for these; it takes plain operations for others.
+
+    (MLX's scaled_dot_product_attention.cpp: use_fallback)
+    """
+    _, heads, length, head_dim = q.shape
+    if length > 8:
+        return head_dim in (64, 80, 128)
+    return head_dim in (64, 96, 128, 256) and length * (heads // k.shape[1]) <= 32
+
+
+def _trace(name: str, state: tuple, inputs: list[mx.array], shape: tuple[int, ...]) -> mx.array:
+    """A primitive's array, of the dtype of its first input."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "function.mlxfn")
+        path.write_bytes(mlxfn.one_primitive(name, state, inputs, shape, inputs[0].dtype))
+        return mx.import_function(str(path))(*inputs)[0]
