@@ -100,6 +100,18 @@ def test_mlx_lm_fuses_the_adapters(bundle: Path, trained: Path, tmp_path: Path):
     assert held_out_loss(model, bundle) == pytest.approx(after, abs=1e-3)
 
 
+def test_a_bundle_written_anew_trains_alike(bundle: Path, trained: Path, tmp_path: Path):
+    other = tmp_path / "other.mesp"
+    for options in (("--seq-len", 32, "--rank", 4), ("--seq-len", SEQ_LEN, 32, "--rank", 8)):
+        source = other if other.exists() else bundle
+        done = run("export", "--from", source, "--out", other, "--overwrite", *options)
+        assert done.returncode == 0, done.stderr
+    done = train(other, tmp_path / "run", "--seq-len", SEQ_LEN)
+    assert done.returncode == 0, done.stderr
+    losses = [[r["loss"] for r in records(o, "step")] for o in (trained, tmp_path / "run")]
+    assert len(losses[0]) == 20 and losses[0] == losses[1]
+
+
 def test_losses_of_masked_examples_are_mlx_lms(bundle: Path, tmp_path: Path):
     copy = shutil.copytree(bundle, tmp_path / "copy.mesp")
     records_of = {

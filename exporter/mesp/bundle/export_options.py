@@ -15,16 +15,22 @@ DTYPE_OF = {"cpu": "float32", "gpu": "bfloat16"}  # likewise, by device
 
 
 @dataclass(frozen=True)
-class ExportOptions:
-    """What to write, all of it checked: `mesp-export`'s options and what follows from them."""
+class BundleOptions:
+    """The bundle to write, and what its functions are for."""
 
     out: Path
-    data: str | None
-    data_options: DataOptions
     seq_lens: list[int]
     ranks: list[int]
-    quantizations: Quantizations
     dtype: str
     device: str
-    seed: int
     overwrite: bool
+
+
+@dataclass(frozen=True)
+class ExportOptions(BundleOptions):
+    """What to write of a model, all of it checked."""
+
+    data: str | None
+    data_options: DataOptions
+    quantizations: Quantizations
+    seed: int

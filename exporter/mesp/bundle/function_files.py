@@ -9,7 +9,7 @@ import mlx.core as mx
 from mesp.block_function import fused
 from mesp.block_function.forward_pass import BlockFunction, block_function
 from mesp.block_function.trace import export_block
-from mesp.bundle.export_options import ExportOptions
+from mesp.bundle.export_options import BundleOptions
 from mesp.bundle.layout import DTYPES, Layout
 from mesp.bundle.manifest import BlockGroup
 from mesp.errors import MespError
@@ -18,7 +18,7 @@ from mesp.models.attention_kinds import Attention
 
 
 def write_functions(
-    folder: Path, arch: Architecture, layouts: list[Layout], options: ExportOptions
+    folder: Path, arch: Architecture, layouts: list[Layout], options: BundleOptions
 ) -> list[BlockGroup]:
     """Writes the block functions and their plain twins, a file for each sequence length.
 
@@ -51,7 +51,7 @@ def write_function(
     arch: Architecture,
     layout: Layout,
     seq_len: int,
-    options: ExportOptions,
+    options: BundleOptions,
 ) -> None:
     """Writes one block function, traced for a sequence length and every rank."""
     dtype, device, ranks = DTYPES[options.dtype], options.device, options.ranks

@@ -86,12 +86,12 @@ def read_manifest(path: Path, to_run: bool = True) -> dict[str, Any]:
     if to_run and mlx_version != mx.__version__:
         raise MespError(
             f"{path} was exported with MLX {mlx_version}, and this is MLX {mx.__version__}; "
-            f"write the bundle again, or install mlx=={mlx_version}."
+            f"write it anew with mesp-export --from, or install mlx=={mlx_version}."
         )
     if to_run and manifest.get("device") == "gpu" and not mx.metal.is_available():
         raise MespError(
             f"{path} was exported for a GPU, and this machine has none that MLX can use; "
-            "write the bundle again with --device cpu."
+            "write it anew with mesp-export --from and --device cpu."
         )
     data = manifest.get("data") or {}
     if (

@@ -11,6 +11,7 @@ import mlx.core as mx
 import numpy as np
 from mlx import nn
 
+from mesp.bundle.export_options import DTYPE_OF
 from mesp.bundle.layout import Layout, block_layout, table_layout
 from mesp.bundle.manifest import READ_BY_BUNDLE, BlockGroup, damaged, fits, read_manifest, sha256
 from mesp.errors import MespError
@@ -18,7 +19,8 @@ from mesp.models.architecture import Architecture
 from mesp.quantization.modes import Quantization
 
 
-def _block_file(index: int) -> str:
+def block_file(index: int) -> str:
+    """Where a block's weights are."""
     return f"blocks/{index:02d}.bin"
 
 
@@ -40,14 +42,17 @@ def _data_files(entry: dict[str, Any]) -> list[Any]:
 class Bundle:
     """A bundle, read from its folder. Weights are mapped, and copied when they become arrays."""
 
-    def __init__(self, path: Path | str):
+    def __init__(self, path: Path | str, to_run: bool = True):
         """Raises MespError where the bundle cannot be used; see `read_manifest`."""
         self.path = Path(path)
-        self.manifest = read_manifest(self.path)
+        self.manifest = read_manifest(self.path, to_run)
         try:
             self.architecture = Architecture.from_manifest(self.manifest["architecture"])
             if not fits(self.manifest, READ_BY_BUNDLE):
                 raise ValueError("it lacks something")
+            device, dtype = self.manifest["device"], self.manifest["dtype"]
+            if device not in DTYPE_OF or dtype not in DTYPE_OF.values():
+                raise ValueError("its device or its dtype is unknown")
             self.quantization = Quantization(**self.manifest["quantization"])
             self.groups = [BlockGroup.from_manifest(entry) for entry in self.manifest["blocks"]]
             self._check_groups()
@@ -86,25 +91,38 @@ class Bundle:
             for functions in (group.functions, group.plain_functions):
                 if not functions.keys() >= set(map(str, manifest["seq_lens"])):
                     raise ValueError("it lacks a function")
-                named += functions.values()
-        if not sizes.keys() >= set(named):
+        if not sizes.keys() >= {*named, *self.function_files()}:
             raise ValueError("it names a file that it does not list")
-        packed = {_block_file(i): group.layout for group in self.groups for i in group.layers}
-        for table in ("embedding", "head"):
-            packed[manifest[table]["file"]] = Layout.from_manifest(manifest[table])
-        for file, layout in packed.items():
+        for file, layout in self.weight_files().items():
             if sizes[file] != layout.words * 4 or any(
                 spec.offset + spec.words > layout.words for spec in layout.arrays
             ):
                 raise ValueError("an array is not within its file")
 
+    def weight_files(self) -> dict[str, Layout]:
+        """The layouts of the weight files, by path."""
+        files = {block_file(i): group.layout for group in self.groups for i in group.layers}
+        for table in ("embedding", "head"):
+            entry = self.manifest[table]
+            files[entry["file"]] = Layout.from_manifest(entry)
+        return files
+
+    def function_files(self) -> set[str]:
+        """The paths of the functions' files."""
+        named = [each for g in self.groups for each in (g.functions, g.plain_functions)]
+        return {file for functions in named for file in functions.values()}
+
     def group(self, index: int) -> BlockGroup:
         """The group that block `index` is in."""
         return next(group for group in self.groups if index in group.layers)
 
+    def words(self, name: str) -> mx.array:
+        """A weight file: uint32 [words]."""
+        return mx.array(self._map(name))
+
     def block_words(self, index: int) -> mx.array:
         """A block's file as the block function takes it: uint32 [words]."""
-        return self._words(_block_file(index))
+        return self.words(block_file(index))
 
     def block(self, index: int) -> dict[str, mx.array]:
         """A block's arrays by mlx-lm's names, such as ``self_attn.q_proj.weight``."""
@@ -184,10 +202,7 @@ class Bundle:
 
     def _table(self, which: str) -> dict[str, mx.array]:
         entry = self.manifest[which]
-        return Layout.from_manifest(entry).unpack(self._words(entry["file"]))
-
-    def _words(self, name: str) -> mx.array:
-        return mx.array(self._map(name))
+        return Layout.from_manifest(entry).unpack(self.words(entry["file"]))
 
     def _map(self, name: str) -> np.ndarray:
         return np.memmap(self.path / name, dtype="<u4", mode="r")

@@ -7,9 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
-from mesp.bundle.export_options import DEVICE, DTYPE_OF, ExportOptions
+from mesp.bundle.export_options import DEVICE, DTYPE_OF, BundleOptions, ExportOptions
 from mesp.bundle.layout import Layout
+from mesp.bundle.reader import Bundle
+from mesp.bundle.rewriter import rewrite_bundle
 from mesp.bundle.writer import write_bundle
 from mesp.commands.list_models import list_models
 from mesp.commands.shared_options import ListOptions, data_options
@@ -25,16 +28,22 @@ from mesp.source_model.find import find_source
 from mesp.source_model.random_weights import RandomWeights
 from mesp.source_model.safetensors import SafetensorsWeights
 
+OPTIONS_OF_FROM = ["--from", "--out", "--overwrite", "--seq-len", "--rank", "--device", "--dtype"]
+
 
 @click.command(cls=ListOptions, context_settings={"show_default": True})
 @click.option(
     "--list-models", is_flag=True, is_eager=True, expose_value=False, callback=list_models,
     help="List the models that have short names, with the memory that training takes, and exit.",
 )  # fmt: skip
-@click.option("--model", required=True, metavar="NAME|HUB_ID|DIR|demo", help="The model to export.")
+@click.option("--model", metavar="NAME|HUB_ID|DIR|demo", help="The model to export.")
 @click.option(
-    "--out", type=click.Path(path_type=Path), metavar="DIR", show_default="NAME.mesp",
-    help="The bundle to write.",
+    "--from", "old", type=click.Path(path_type=Path), metavar="BUNDLE",
+    help="In place of --model: a bundle whose functions to write anew, with its weights and data.",
+)  # fmt: skip
+@click.option(
+    "--out", type=click.Path(path_type=Path), metavar="DIR",
+    show_default="NAME.mesp; with --overwrite --from's", help="The bundle to write.",
 )  # fmt: skip
 @click.option(
     "--data", metavar="FILE|DIR|NAME", show_default="python-docs for demo",
@@ -42,8 +51,8 @@ from mesp.source_model.safetensors import SafetensorsWeights
 )  # fmt: skip
 @data_options
 @click.option(
-    "--seq-len", "seq_lens", multiple=True, type=click.IntRange(min=1), default=[256],
-    metavar="N ...", help="Sequence lengths to train with.",
+    "--seq-len", "seq_lens", multiple=True, type=click.IntRange(min=1), metavar="N ...",
+    show_default="256, or --from's", help="Sequence lengths to train with.",
 )  # fmt: skip
 @click.option(
     "--mode", type=click.Choice(list(MODES)), show_default="affine",
@@ -57,27 +66,44 @@ from mesp.source_model.safetensors import SafetensorsWeights
     help="Weights that share a scale.",
 )  # fmt: skip
 @click.option(
-    "--rank", "ranks", multiple=True, type=click.IntRange(min=1), default=[8], metavar="R ...",
-    help="LoRA ranks to train with.",
+    "--rank", "ranks", multiple=True, type=click.IntRange(min=1), metavar="R ...",
+    show_default="8, or --from's", help="LoRA ranks to train with.",
 )  # fmt: skip
 @click.option(
     "--dtype", type=click.Choice(["float32", "bfloat16"]),
-    show_default="float32 on the CPU, bfloat16 on the GPU", help="Type of activations.",
+    show_default="float32 on the CPU, bfloat16 on the GPU, or --from's",
+    help="Type of activations.",
 )  # fmt: skip
 @click.option(
-    "--device", type=click.Choice(["auto", "cpu", "gpu"]), default="auto",
-    help="Device the bundle runs on.",
+    "--device", type=click.Choice(["auto", "cpu", "gpu"]), show_default="auto, or --from's",
+    help="Device the bundle runs on; auto is what is here.",
 )  # fmt: skip
 @click.option("--random-weights", is_flag=True, help="The model's geometry with random weights.")
 @click.option("--layers", type=click.IntRange(min=1), help="Keep only the first N blocks.")
 @click.option("--seed", type=click.IntRange(min=0), default=0, help="Of --random-weights.")
 @click.option("--overwrite", is_flag=True, help="Replace --out where it is a bundle.")
 def main(
-    model, out, data, data_options, seq_lens, mode, bits, group_size, ranks, dtype, device,
+    model, old, out, data, data_options, seq_lens, mode, bits, group_size, ranks, dtype, device,
     random_weights, layers, seed, overwrite,
 ):  # fmt: skip
     """Quantize a model and write it as a bundle to fine-tune on an iPhone, a Mac or Linux."""
-    if device == "auto":
+    if old is not None:
+        check_options_of_from(out, overwrite)
+        has = Bundle(old, to_run=False).manifest
+        options = BundleOptions(
+            out=out or old,
+            seq_lens=sorted(set(seq_lens)) or has["seq_lens"],
+            ranks=sorted(set(ranks)) or has["ranks"],
+            dtype=dtype or has["dtype"],
+            device=DEVICE if device == "auto" else device or has["device"],
+            overwrite=overwrite,
+        )
+        manifest = rewrite_bundle(old, options)
+        click.echo(summary(options.out, manifest))
+        return
+    if model is None:
+        raise MespError("Name what to export with --model, or a bundle to write anew with --from.")
+    if device in (None, "auto"):
         device = DEVICE
     source = find_source(model, random_weights)
     arch = Architecture.from_config(source.config)
@@ -102,8 +128,8 @@ def main(
         out=out or Path(f"{source.name}.mesp"),
         data=data,
         data_options=data_options,
-        seq_lens=sorted(set(seq_lens)),
-        ranks=sorted(set(ranks)),
+        seq_lens=sorted(set(seq_lens)) or [256],
+        ranks=sorted(set(ranks)) or [8],
         quantizations=quantizations,
         dtype=dtype or DTYPE_OF[device],
         device=device,
@@ -118,6 +144,23 @@ def main(
             err=True,
         )
     click.echo(summary(options.out, manifest))
+
+
+def check_options_of_from(out: Path | None, overwrite: bool) -> None:
+    """Raises MespError unless the options given say what --from needs, and nothing else."""
+    context = click.get_current_context()
+    given = [
+        parameter.opts[0]
+        for parameter in context.command.params
+        if context.get_parameter_source(parameter.name) == ParameterSource.COMMANDLINE
+    ]
+    if others := [option for option in given if option not in OPTIONS_OF_FROM]:
+        raise MespError(
+            "--from takes the weights and the data as the bundle has them; leave out "
+            f"{', '.join(others)}, or export the model."
+        )
+    if out is None and not overwrite:
+        raise MespError("Name the bundle to write with --out, or replace --from's by --overwrite.")
 
 
 def summary(out: Path, manifest: dict[str, Any]) -> str:
@@ -135,7 +178,7 @@ def summary(out: Path, manifest: dict[str, Any]) -> str:
         f"embedding {manifest['embedding']['words'] * 4 / 1e6:,.2f} MB",
         "sequences": " or ".join(map(str, manifest["seq_lens"])) + " tokens",
         "LoRA": "; ".join(f"rank {r}: {n:,} parameters" for r, n in lora.items()),
-        "data": describe_data(manifest["data"]) or "none (training needs --data)",
+        "data": describe_data(manifest.get("data", {})) or "none (training needs --data)",
     }
     if memory := predicted_memory(out, manifest):
         lines["memory"] = memory
