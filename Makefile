@@ -3,7 +3,7 @@
 # make test    every test that needs nothing but the checkout
 # make test-slow  what is long: 2,000 steps, and PEFT, for which it installs PyTorch, some gigabytes
 # make engine  builds mesp-engine, the trainer
-# make app-bundle  exports the demo model for the app: on a Mac for the phone's GPU, elsewhere for its CPU
+# make app-bundle  exports the demo model for the app, for a phone's GPU and for its CPU
 # make check-gpu  asks this machine what training depends on: costs, exact gradients, peaks
 # make setup   makes .venv with everything the others need (each calls it)
 
@@ -45,9 +45,10 @@ engine: $(READY)
 demo: $(READY)
 	$(BIN)/python tools/demo.py
 
-# The app comes with this bundle; the one that is checked in runs on the CPU.
+# The app comes with these bundles, which are checked in.
 app-bundle: $(READY)
-	$(BIN)/mesp-export --model demo --seq-len 128 --seq-len 256 --rank 8 --overwrite --out ios/MeSPTrainer/Demo.mesp
+	$(BIN)/mesp-export --model demo --seq-len 128 --seq-len 256 --device cpu --overwrite --out ios/MeSPTrainer/Demo.mesp
+	$(BIN)/mesp-export --from ios/MeSPTrainer/Demo.mesp --device gpu --dtype bfloat16 --overwrite --out ios/MeSPTrainer/Demo-GPU.mesp
 
 # On a GPU where MLX has one, elsewhere on the CPU. MINUTES of a long run show throttling; with
 # DTYPE=float32 a GPU is held to the CPU's exactness.

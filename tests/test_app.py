@@ -114,7 +114,7 @@ def test_every_path_in_the_project_exists(objects: dict[str, dict]):
     (group,) = of(objects, "PBXFileSystemSynchronizedRootGroup")
     assert (HOME / group["path"]).is_dir()
     files = [f for f in of(objects, "PBXFileReference") if f["sourceTree"] == "<group>"]
-    assert [f["path"] for f in files] == ["Demo.mesp"]
+    assert [f["path"] for f in files] == ["Demo.mesp", "Demo-GPU.mesp"]
     assert all((HOME / f["path"]).exists() for f in files)
     for exceptions in of(objects, "PBXFileSystemSynchronizedBuildFileExceptionSet"):
         for path in exceptions["membershipExceptions"]:
@@ -221,14 +221,14 @@ def test_the_icon_is_as_the_app_store_takes_it():
     assert (width, height, depth, color) == (1024, 1024, 8, 2), "RGB without transparency"
 
 
-def test_the_demo_bundle_that_comes_with_the_app_is_whole():
+@pytest.mark.parametrize(("name", "device"), [("Demo", "cpu"), ("Demo-GPU", "gpu")])
+def test_the_demo_bundles_that_come_with_the_app_are_whole(name, device):
     from mesp.bundle.reader import Bundle
 
-    bundle = Bundle(HOME / "Demo.mesp")
+    bundle = Bundle(HOME / f"{name}.mesp", to_run=device == "cpu")
     bundle.verify()
-    manifest = json.loads((HOME / "Demo.mesp" / "manifest.json").read_text())
-    assert manifest["device"] == "cpu", "a machine without a GPU reads it too"
-    assert {"train", "valid"} <= set(manifest["data"])
+    assert bundle.manifest["device"] == device
+    assert {"train", "valid"} <= set(bundle.manifest["data"])
 
 
 def tool(name: str) -> str:

@@ -43,7 +43,7 @@ OPTIONS_OF_FROM = ["--from", "--out", "--overwrite", "--seq-len", "--rank", "--d
 )  # fmt: skip
 @click.option(
     "--out", type=click.Path(path_type=Path), metavar="DIR",
-    show_default="NAME.mesp; with --overwrite --from's", help="The bundle to write.",
+    show_default="NAME.mesp, or --from's with --overwrite", help="The bundle to write.",
 )  # fmt: skip
 @click.option(
     "--data", metavar="FILE|DIR|NAME", show_default="python-docs for demo",

@@ -26,7 +26,8 @@ public struct StoredBundle: Identifiable, Sendable {
     }
 
     public var id: String { url.lastPathComponent }
-    public var name: String { manifest?.name ?? url.deletingPathExtension().lastPathComponent }
+    /// The folder's: one model may be here twice, for the CPU and for the GPU.
+    public var name: String { url.deletingPathExtension().lastPathComponent }
 
     /// The size of all its files, in bytes.
     public var size: Int { manifest?.files.reduce(0) { $0 + $1.size } ?? 0 }

@@ -48,11 +48,11 @@ import Observation
         if !manifest.ranks.contains(settings.rank) { settings.rank = manifest.ranks.first ?? 1 }
     }
 
-    /// Chooses a bundle where there is none, or the one that was is no longer there.
+    /// Chooses a bundle where there is none, or the one that was is no longer there: one for the GPU, which is faster.
     func refresh() {
         let usable = library.usableBundles
         let known = usable.first { $0.id == bundle?.id }
-        if known == nil { select(usable.first) }
+        if known == nil { select(usable.first { $0.manifest?.device == "gpu" } ?? usable.first) }
     }
 
     /// The predicted peak and whether it fits now, or why there can be no such run.

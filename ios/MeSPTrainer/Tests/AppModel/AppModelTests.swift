@@ -1,4 +1,5 @@
 import Foundation
+import MLX
 import Testing
 
 @testable import MeSPAppModel
@@ -59,7 +60,12 @@ import Testing
             .deletingLastPathComponent()
         let folder = DocumentsFolder(documents: documents, included: home)
         let model = AppModel(phone: phone, folder: folder) { _ in ByteTokenizer() }
-        #expect(model.form.bundle?.isIncluded == true && model.form.bundle?.name == "demo")
+        // One for the CPU and one for the GPU, which is taken where there is one.
+        let demos = folder.bundles().filter(\.isIncluded)
+        #expect(demos.map(\.name) == ["Demo-GPU", "Demo"])
+        let hasGPU = Device.defaultDevice().deviceType == .gpu
+        #expect(demos.map { $0.problem == nil } == [hasGPU, true])
+        #expect(model.form.bundle?.name == (hasGPU ? "Demo-GPU" : "Demo"))
         (model.form.settings.seqLen, model.form.settings.steps, model.form.settings.valBatches) = (128, 1, 0)
         await model.start()
         while !model.isFree { try await Task.sleep(for: .milliseconds(5)) }
