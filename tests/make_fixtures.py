@@ -20,10 +20,12 @@
 `losses.safetensors`: the losses of training from the initial LoRA parameters with SGD, each step's
 before its update: `mesp` and `mebp` [steps], `mezo` [mezo steps]. Not written for 0 steps.
 
-All arrays but the tokens are float32. Both files' metadata hold the settings.
+All arrays but the tokens are float32. Both files' metadata hold the settings, and what mesp-train
+takes where none is given: an optimizer by method, a learning rate by method and optimizer.
 """
 
 import argparse
+import itertools
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,6 +33,7 @@ import mlx.core as mx
 
 from mesp import reference
 from mesp.bundle.reader import Bundle
+from mesp.engine.update_defaults import default_learning_rate, default_optimizer
 
 
 def random_lora(model: reference.Model, rank: int, seed: int) -> list[mx.array]:
@@ -112,6 +115,10 @@ def main(arguments: list[str] | None = None) -> None:
     scale = settings.alpha / settings.rank
     numbers = {k: v for k, v in vars(settings).items() if not isinstance(v, Path)}
     metadata = {"model": bundle.manifest["name"]} | {k: str(v) for k, v in numbers.items()}
+    for method, optimizer in itertools.product(("mesp", "mebp", "mezo"), ("sgd", "adamw")):
+        rate = default_learning_rate(method, optimizer, model.arch.hidden_size)
+        metadata |= {f"default {method} {optimizer}": str(rate)}
+        metadata |= {f"default {method}": default_optimizer(method)}
     settings.out.mkdir(parents=True, exist_ok=True)
 
     lora = random_lora(model, settings.rank, settings.seed)

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 import resource
 import shutil
 import signal
@@ -30,7 +31,7 @@ VAL_BATCHES = 8
 
 
 def train(bundle: Path, output: Path, *options: object) -> subprocess.CompletedProcess:
-    settings = ("--val-batches", VAL_BATCHES, "--learning-rate", 0.1, "--output", output)
+    settings = ("--val-batches", VAL_BATCHES, "--optimizer", "sgd", "--output", output)
     return run("train", bundle, "--steps", 20, *settings, *options)
 
 
@@ -59,6 +60,19 @@ def trained(bundle: Path) -> Path:
 def test_training_lowers_the_held_out_loss(trained: Path):
     before, after = (record["loss"] for record in records(trained, "eval"))
     assert after < before - 0.1
+
+
+def test_the_defaults_learn(bundle: Path, tmp_path: Path):
+    """In as many steps the paper's update changes the loss by some 1e-4."""
+    losses = {}
+    for name, options in {"default": (), "paper": ("--paper",)}.items():
+        output = tmp_path / name
+        done = run("train", bundle, "--steps", 60, "--output", output, *options)
+        assert done.returncode == 0, done.stderr
+        losses[name] = [record["loss"] for record in records(output, "eval")]
+    before, after = losses["default"]
+    assert after < before - 0.4
+    assert losses["paper"] == pytest.approx([before, before], abs=0.01)
 
 
 def quantized_demo_model() -> nn.Module:
@@ -183,6 +197,10 @@ def test_dry_run_prints_the_plan_and_writes_nothing(bundle: Path, tmp_path: Path
     assert done.returncode == 0, done.stderr
     assert "Predicted peak footprint" in done.stdout
     assert not (tmp_path / "run").exists()
+    figures = re.findall(r"([\d.]+) MB with", done.stdout.splitlines()[-1])
+    adamw, sgd = map(float, figures)
+    parameters = Bundle(bundle).architecture.lora_size(8) * 6  # of 6 blocks
+    assert adamw - sgd == pytest.approx(8 * parameters / 1e6, abs=0.15)  # both are rounded
 
 
 def test_a_memory_limit_that_is_too_low_names_the_least(bundle: Path, tmp_path: Path):

@@ -46,7 +46,8 @@ def test_what_is_trained_here_is_the_same_in_mlx_lm(family: str, tmp_path: Path)
     options = ("--seq-len", SEQ_LEN, "--rank", 4)
     done = run("export", "--model", source, "--data", text, "--out", bundle, *options)
     assert done.returncode == 0, done.stderr
-    options = ("--steps", 10, "--val-batches", VAL_BATCHES, "--learning-rate", 0.05)
+    options = ("--steps", 10, "--val-batches", VAL_BATCHES, "--optimizer", "sgd")
+    options += ("--learning-rate", 0.05)
     done = run("train", bundle, "--output", output, *options)
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
@@ -77,7 +78,7 @@ def test_a_fused_module_is_trained_alone(tmp_path: Path):
     source = write("phi3", tmp_path / "model")
     options = ("--data", text, "--seq-len", SEQ_LEN, "--rank", 4)
     assert run("export", "--model", source, "--out", bundle, *options).returncode == 0
-    options = ("--steps", 5, "--learning-rate", 0.05, "--projections", "qkv")
+    options = ("--steps", 5, "--optimizer", "sgd", "--learning-rate", 0.05, "--projections", "qkv")
     done = run("train", bundle, "--output", tmp_path / "first", *options)
     assert done.returncode == 0, done.stderr
     adapters = tmp_path / "first" / "adapters"

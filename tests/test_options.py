@@ -39,7 +39,8 @@ Parameters = dict[str, mx.array]  # by the names in adapters.safetensors
 
 def train(bundle: Path, output: Path, *options: object, steps: int = STEPS) -> Run:
     """What the engine reports of a run with these options."""
-    settings = {"steps": steps, "learning-rate": LEARNING_RATE, "val-batches": VAL_BATCHES}
+    settings = {"steps": steps, "optimizer": "sgd", "learning-rate": LEARNING_RATE}
+    settings |= {"val-batches": VAL_BATCHES}
     typed = [text for name, value in settings.items() for text in (f"--{name}", value)]
     done = run("train", bundle, *typed, "--output", output, *options)
     assert done.returncode == 0, done.stderr

@@ -33,8 +33,8 @@ DEFAULTS = {
     "num_layers": None,
     "lora_dtype": "float32",
     "adapters": None,
-    "optimizer": "sgd",
-    "learning_rate": 1e-4,
+    "optimizer": "adamw",
+    "learning_rate": 0.014 / ARCHITECTURE.hidden_size**0.5,
     "momentum": 0.0,
     "beta1": 0.9,
     "beta2": 0.999,
@@ -99,14 +99,39 @@ def test_writes_every_setting_and_reports_the_run(bundle: Path, tmp_path: Path):
     ]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "optimizer", "rate"),
+    [
+        (["--optimizer", "sgd"], "sgd", 0.1),
+        (["--method", "mezo"], "sgd", 1e-4),
+        (["--paper"], "sgd", 1e-4),
+        (["--paper", "--optimizer", "sgd", "--seed", 3], "sgd", 1e-4),
+        (["--learning-rate", 1e-5], "adamw", 1e-5),
+    ],
+)
+def test_the_update_goes_by_the_method_unless_it_is_given(
+    bundle: Path, tmp_path: Path, arguments: list, optimizer: str, rate: float
+):
+    run = tmp_path / "run"
+    assert train(bundle, "--steps", 1, *arguments, "--output", run).returncode == 0
+    taken = settings(run)
+    assert (taken["optimizer"], taken["learning_rate"]) == (optimizer, rate)
+
+
 # Every option, away from its default, as it is typed and as the engine gets it.
 SGD = {"steps": 3, "seq-len": 128, "rank": 16, "alpha": 32.0, "seed": 7, "learning-rate": 0.5}
-SGD |= {"momentum": 0.5, "weight-decay": 0.25, "schedule": "linear", "warmup": 2}
+SGD |= {
+    "optimizer": "sgd",
+    "momentum": 0.5,
+    "weight-decay": 0.25,
+    "schedule": "linear",
+    "warmup": 2,
+}
 SGD |= {"batch-size": 2, "grad-accumulation-steps": 3, "max-grad-norm": 1.5, "num-layers": 2}
 SGD |= {"val-batches": 2, "eval-every": 1, "early-stopping": 4, "save-every": 2}
 SGD |= {"lora-dtype": "bfloat16", "offload": "all", "memory-limit": 60.0}
 ADAMW = {"steps": 3, "method": "mezo", "mezo-epsilon": 0.01, "optimizer": "adamw", "beta1": 0.5}
-ADAMW |= {"beta2": 0.75, "epsilon": 1e-3, "schedule": "cosine"}
+ADAMW |= {"learning-rate": 0.25, "beta2": 0.75, "epsilon": 1e-3, "schedule": "cosine"}
 
 
 def typed(options: dict) -> list:
@@ -238,11 +263,21 @@ def test_what_a_block_has_no_place_for_is_refused_by_name(
     ("arguments", "sentence"),
     [
         (
-            ["--optimizer", "adamw", "--momentum", 0.9],
+            ["--momentum", 0.9],
             "--momentum has no use without --optimizer sgd: leave it out.",
         ),
-        (["--beta2", 0.9], "--beta2 has no use without --optimizer adamw: leave it out."),
-        (["--epsilon", 1e-3], "--epsilon has no use without --optimizer adamw: leave it out."),
+        (
+            ["--optimizer", "sgd", "--beta2", 0.9],
+            "--beta2 has no use without --optimizer adamw: leave it out.",
+        ),
+        (
+            ["--paper", "--epsilon", 1e-3],
+            "--epsilon has no use without --optimizer adamw: leave it out.",
+        ),
+        (
+            ["--paper", "--learning-rate", 1e-3],
+            "--paper has --learning-rate 0.0001, not 0.001: leave out one of them.",
+        ),
         (["--mezo-epsilon", 1], "--mezo-epsilon has no use without --method mezo: leave it out."),
         (["--warmup", 5], "--warmup 5 does not end within --steps 5."),
         (["--num-layers", 5], "--num-layers 5 is more than the 4 blocks."),
@@ -303,6 +338,18 @@ def test_a_run_goes_on_with_its_settings(bundle: Path, tmp_path: Path):
     assert [each["step"] for each in records(run) if each["type"] == "step"] == [1, 2, 3, 4, 5, 6]
     assert done.stdout.startswith("Finished after 6 steps")
     assert "Held-out loss 4.500 before, 3.800 after" in done.stdout
+
+
+def test_a_run_begun_with_other_defaults_goes_on_with_them(bundle: Path, tmp_path: Path):
+    run = tmp_path / "run"
+    assert train(bundle, "--steps", 4, "--paper", "--output", run).returncode == 0
+    before = settings(run)
+    assert train("--resume", "--steps", 6, "--output", run).returncode == 0
+    assert settings(run) == before | {"resume": True, "steps": 6}
+    done = train(bundle, "--steps", 4, "--output", tmp_path / "other")
+    assert done.returncode == 0, done.stderr
+    done = train("--resume", "--paper", "--steps", 6, "--output", tmp_path / "other")
+    assert done.stderr == "Error: --paper has --optimizer sgd, not adamw: leave out one of them.\n"
 
 
 def test_a_run_goes_on_from_what_was_saved_last(bundle: Path, tmp_path: Path):

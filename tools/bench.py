@@ -16,6 +16,7 @@ Tables, each with its own defaults for the options that apply to it:
   time          MeSP's time against MeBP's, by memory limit
   h             what storing h = xA would take, and what recomputing it costs
   mezo-quality  MeZO's estimate of each block's gradient against the exact gradient
+  defaults      what mesp-train learns by default, beside a sweep of rates and optimizers
   convergence   losses of the three methods on the demo model
 
 \b
@@ -105,7 +106,7 @@ def memory_limit(value: str) -> str:
 @click.option(
     "--steps", type=click.IntRange(min=1), help="Steps of a run; of mezo-quality, draws of z."
 )
-@click.option("--data", metavar="FILE|DIR|NAME", help="Text for convergence.")
+@click.option("--data", metavar="FILE|DIR|NAME", help="Text for convergence and defaults.")
 @click.option(
     "--learning-rate", type=click.FloatRange(min=0, min_open=True), metavar="RATE",
     help="For convergence, of all methods.",

@@ -27,7 +27,6 @@ from mesp.runs.log import read_run
 STEPS = 400
 SEQ_LEN = 256
 RANK = 8
-LEARNING_RATE = 0.1
 VAL_BATCHES = 40
 
 PROMPT = "A class definition"
@@ -51,7 +50,7 @@ def main() -> None:
     run = OUT / "runs" / f"{datetime.now(timezone.utc):%Y%m%dT%H%M%SZ}"
     call(
         *(program("mesp-train"), bundle, "--steps", STEPS, "--seq-len", SEQ_LEN, "--rank", RANK),
-        *("--learning-rate", LEARNING_RATE, "--val-batches", VAL_BATCHES, "--output", run),
+        *("--val-batches", VAL_BATCHES, "--output", run),
     )
     after = sample(bundle, run / "adapters")
     samples = [{"prompt": PROMPT, "before": before, "after": after}]

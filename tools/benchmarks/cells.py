@@ -45,7 +45,7 @@ def find_cells(options: dict[str, Any], layers: int | None, work: Path) -> list[
         bundle = Path(model)
         if not (bundle / "manifest.json").is_file():
             bundle = export(model, options, layers, work)
-        elif layers or "data" in options:
+        elif layers or options.get("data"):
             raise MespError(f"{model} is a bundle: --layers and --data are of its export.")
         manifest = read_manifest(bundle)
         name = manifest["name"].removesuffix("-random")

@@ -16,7 +16,10 @@ from benchmarks.columns import SIZE, grouped
 from benchmarks.processes import Tell, engine_program, run_program, run_python
 from benchmarks.rows import compare, engine_settings, extrapolate, measure
 from benchmarks.variants import ENGINE_METHODS, Variant, find_variants
+from mesp.bundle.manifest import read_manifest
+from mesp.engine.update_defaults import default_learning_rate, default_optimizer
 from mesp.errors import MespError
+from mesp.models.architecture import Architecture
 
 SIZES = tuple(paper.PEAK_MB)
 MODELS = (*SIZES, "Llama-3.2-1B", "Llama-3.2-3B", "Qwen3-0.6B", "Qwen3-1.7B", "Qwen3-4B",
@@ -26,6 +29,7 @@ MODELS = (*SIZES, "Llama-3.2-1B", "Llama-3.2-3B", "Qwen3-0.6B", "Qwen3-1.7B", "Q
 CONVERGENCE_RATES = {"mesp": 0.1, "mebp": 0.1, "mezo": 1e-4}
 CONVERGENCE_REPORTS = 10
 VAL_BATCHES = 25
+SGD_RATES = (1e-4, 0.1, 0.5)  # the paper's, mesp-train's, and a higher one
 AGREEMENT = 1e-4  # relative: losses of MeSP and MeBP
 
 _SIZE = {"models": SIZES[:1], "seq_lens": (256,), "ranks": (paper.RANK,), "steps": 3}
@@ -40,6 +44,7 @@ TABLES: dict[str, dict[str, Any]] = {
     "time": {**_RUNS, "methods": ("mebp", "mesp"), "limits": ("auto", "bar", "mebp", "all")},
     "h": {**_SIZE, "models": SIZES, "steps": 10},
     "mezo-quality": {**_DEMO, "layers": (), "steps": 10},
+    "defaults": {**_DEMO, "seq_lens": (128,), "steps": 200, "data": None},
     "convergence": {**_DEMO, "steps": 1000, "data": "python-docs", "learning_rate": None},
 }
 
@@ -113,6 +118,45 @@ def convergence_rows(bench: Bench) -> Iterator[Row]:
         }
 
 
+def defaults_rows(bench: Bench) -> Iterator[Row]:
+    """A row for mesp-train's default update and for each other of a sweep around it."""
+    for cell in bench.cells():
+        width = Architecture.from_manifest(read_manifest(cell.bundle)["architecture"]).hidden_size
+        rate = default_learning_rate("mesp", default_optimizer("mesp"), width)
+        rows = []
+        for name, update in sweep(rate, warmup=bench.steps // 10).items():
+            settings = engine_settings(cell, Variant("mesp")) | update
+            settings |= {"steps": bench.steps, "val_batches": VAL_BATCHES}
+            row = cell.row() | {"update": name, **update, "before": None, "after": None}
+            try:
+                run = run_program([engine_program()], settings, bench.work, bench.doing(cell, name))
+                row["before"], row["after"] = run.held_out
+            except MespError as error:
+                if "not finite" not in error.message:
+                    raise
+            rows.append(row)
+        best = max((row["before"] - row["after"] for row in rows if row["after"]), default=None)
+        for row in rows:
+            drop = row["after"] and row["before"] - row["after"]
+            yield row | {"of_best": drop and drop / best}
+
+
+def sweep(rate: float, warmup: int) -> dict[str, dict[str, Any]]:
+    """Updates by name, around AdamW at its default rate."""
+
+    def adamw(factor: float, **more: Any) -> dict[str, Any]:
+        return {"optimizer": "adamw", "learning_rate": factor * rate, **more}
+
+    sgd = {f"SGD at {each:g}": {"optimizer": "sgd", "learning_rate": each} for each in SGD_RATES}
+    return {
+        "default": adamw(1),
+        "half the rate": adamw(0.5),
+        "twice the rate": adamw(2),
+        "twice, warm-up and decay": adamw(2, warmup=warmup, schedule="linear"),
+        **sgd,
+    }
+
+
 def check_agreement(rows: list[Row]) -> None:
     """Says how far MeSP's and MeBP's losses are from each other; MespError where too far."""
     differences = []
@@ -157,6 +201,13 @@ one block, medians with mesp.reference; the gradient's includes recomputing its 
         ("cosine", "equal signs", "relative error"),
         """Means over draws of z, with mesp.reference in float32, after some exact steps (as B is
 zero at first, so is A's gradient).""",
+    ),
+    "defaults": Kind(
+        defaults_rows,
+        "learning rate",
+        ("after",),
+        """Held-out nats a token before and after, and the drop as a share of the model's largest.
+Where there is no loss, one was not finite.""",
     ),
     "convergence": Kind(
         convergence_rows,

@@ -14,10 +14,17 @@ import click
 
 from mesp.bundle.manifest import read_manifest
 from mesp.commands.options_from_yaml import read_config
-from mesp.commands.train_settings import check, choose, parameter, resumed, settings_file
+from mesp.commands.train_settings import (
+    check,
+    choose,
+    choose_update,
+    parameter,
+    resumed,
+    settings_file,
+)
 from mesp.engine.build import find_engine
 from mesp.engine.drive import drive
-from mesp.engine.plan import describe_plan, find_plan
+from mesp.engine.plan import describe_optimizers, describe_plan, find_plan
 from mesp.errors import MespError
 from mesp.formatting import decimal, duration, megabytes, perplexity
 from mesp.models.families import TRAINABLE
@@ -141,8 +148,18 @@ def refuse(context: click.Context, parameter: click.Parameter, value: object) ->
     type=click.Path(exists=True, file_okay=False, path_type=Path),
     help="Start from the adapters in this folder, of mlx-lm's or PEFT's form.",
 )
-@click.option("--optimizer", type=click.Choice(["sgd", "adamw"]), default="sgd")
-@click.option("--learning-rate", type=POSITIVE, default=1e-4)
+@click.option(
+    "--optimizer",
+    type=click.Choice(["sgd", "adamw"]),
+    help="AdamW keeps 8 bytes a parameter of the adapters, SGD none: --dry-run says what that "
+    "takes.  [default: adamw; of mezo sgd]",
+)
+@click.option(
+    "--learning-rate",
+    type=POSITIVE,
+    help="[default: of adamw 0.014 / √hidden size, of sgd 0.1; of mezo 1e-4]",
+)
+@click.option("--paper", is_flag=True, help="Update as the paper does: SGD at 1e-4.")
 @click.option("--momentum", type=FRACTION, default=0.0, help="Of SGD.")
 @click.option("--beta1", type=FRACTION, default=0.9, help="Of AdamW.")
 @click.option("--beta2", type=FRACTION, default=0.999, help="Of AdamW.")
@@ -221,7 +238,7 @@ def refuse(context: click.Context, parameter: click.Parameter, value: object) ->
 )
 @click.option("--fine-tune-type", hidden=True, expose_value=False, callback=refuse)
 @click.pass_context
-def main(context: click.Context, output: Path | None, **options: object) -> None:
+def main(context: click.Context, output: Path | None, paper: bool, **options: object) -> None:
     """Fine-tune BUNDLE, a folder that mesp-export wrote, with LoRA.
 
     Ctrl-C stops the run soon, with its adapters saved; a second Ctrl-C ends it at once.
@@ -239,6 +256,7 @@ def main(context: click.Context, output: Path | None, **options: object) -> None
         manifest["seq_lens"], options["seq_len"], "sequence length", PREFERRED_SEQ_LEN
     )
     options["rank"] = choose(manifest["ranks"], options["rank"], "rank", manifest["ranks"][0])
+    choose_update(context, options, manifest, paper)
     check(context, options, manifest)
     if output is None:
         stamp = datetime.now(timezone.utc).strftime("%Y%m%dT%H%M%SZ")
@@ -251,12 +269,13 @@ def main(context: click.Context, output: Path | None, **options: object) -> None
     settings = options | {"output": str(output.resolve())}
     # In the order of --help, for those who read the file.
     settings = {
-        each.name: settings[each.name] for each in context.command.params if each.expose_value
+        each.name: settings[each.name] for each in context.command.params if each.name in settings
     }
 
     engine = find_engine()
     if options["dry_run"]:
         click.echo(describe_plan(find_plan(engine, settings)))
+        click.echo(describe_optimizers(engine, settings))
         return
     with settings_file(output, settings) as path:
         run, status = drive(engine, path, options["method"], options["steps"])

@@ -10,6 +10,7 @@ from pathlib import Path
 import click
 from click.core import ParameterSource
 
+from mesp.engine.update_defaults import PAPER, default_learning_rate, default_optimizer
 from mesp.errors import MespError, plain_os_errors
 from mesp.models.architecture import Architecture
 from mesp.runs.log import LOG_NAME
@@ -82,6 +83,25 @@ def choose(available: list[int], wanted: int | None, what: str, preferred: int) 
         listed = ", ".join(str(value) for value in available)
         raise MespError(f"The bundle has no {what} {wanted}; it was exported for {listed}.")
     return wanted
+
+
+def choose_update(context: click.Context, options: dict, manifest: dict, paper: bool) -> None:
+    """Fills in the optimizer and the learning rate where none is given: `--paper`, or defaults.
+
+    Raises MespError where `--paper` and what is given, or was by the run that goes on, differ.
+    """
+    for name, value in PAPER.items() if paper else ():
+        if options[name] not in (None, value):
+            raise MespError(
+                f"--paper has {flag(context, name)} {value}, not {options[name]}: "
+                "leave out one of them."
+            )
+        options[name] = value
+    method, arch = options["method"], Architecture.from_manifest(manifest["architecture"])
+    options["optimizer"] = options["optimizer"] or default_optimizer(method)
+    options["learning_rate"] = options["learning_rate"] or default_learning_rate(
+        method, options["optimizer"], arch.hidden_size
+    )
 
 
 def check(context: click.Context, options: dict, manifest: dict) -> None:

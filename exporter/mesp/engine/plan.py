@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mesp.engine.build import engine_path
+from mesp.engine.update_defaults import default_optimizer
 from mesp.errors import MespError
 from mesp.formatting import megabytes
 
@@ -25,11 +26,12 @@ def find_plan(engine: Path, settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def find_plans(bundle: Path, manifest: dict[str, Any]) -> dict[int, dict[str, Any]]:
-    """The trainer's default plan by length, for the lowest rank.
+    """The plan of mesp-train's defaults by length, for the bundle's first rank.
 
     Raises OSError where the engine has not been built, MespError where it refuses.
     """
     size = {"bundle": str(bundle.resolve()), "rank": manifest["ranks"][0]}
+    size["optimizer"] = default_optimizer("mesp")
     return {n: find_plan(engine_path(), {**size, "seq_len": n}) for n in manifest["seq_lens"]}
 
 
@@ -61,3 +63,14 @@ def describe_plan(plan: dict) -> str:
             f"Mapped weights: {megabytes(plan['mapped_bytes'])} MB, not in the footprint.",
         ]
     )
+
+
+def describe_optimizers(engine: Path, settings: dict[str, Any]) -> str:
+    """What a run would take with each optimizer, without a limit and all in memory."""
+    free = {**settings, "memory_limit_mb": None, "offload": "none"}
+    peaks = (
+        f"{megabytes(find_plan(engine, free | {'optimizer': name})['predicted_peak_bytes'])} MB "
+        f"with {name}"
+        for name in ("adamw", "sgd")
+    )
+    return f"All in memory: {', '.join(peaks)}."

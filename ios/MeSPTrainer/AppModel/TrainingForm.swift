@@ -13,8 +13,9 @@ import Observation
         get { bundle?.id }
         set { select(library.bundles.first { $0.id == newValue }) }
     }
-    /// The settings. The bundle, the output and the text are filled in when the run starts.
-    public var settings = RunSettings(bundle: "", output: "")
+    /// The settings. The bundle, the output and the text are filled in when the run starts. The optimizer and the learning rate follow
+    /// the bundle, the method and each other, as long as nobody has chosen a rate.
+    public var settings = RunSettings(bundle: "", output: "") { didSet { followChoice(from: oldValue) } }
     /// Whether the run is to stay below a memory limit.
     public var hasLimit: Bool {
         get { settings.memoryLimitMb != nil }
@@ -29,23 +30,42 @@ import Observation
     /// Of records with prompts, whether only the answers count in the loss.
     public var answersOnly = false
 
+    /// Of the bundle that was chosen last.
+    @ObservationIgnored private var architecture: Architecture?
     @ObservationIgnored private let library: Library
     @ObservationIgnored private let phone: any Phone
 
     init(library: Library, phone: any Phone) {
         (self.library, self.phone) = (library, phone)
-        // What shows within minutes; the trainer's own defaults are the paper's.
-        (settings.optimizer, settings.learningRate) = (.adamw, 5e-4)
     }
 
     /// Chooses the bundle to train, with the nearest settings that it has traces for.
     public func select(_ bundle: StoredBundle?) {
         self.bundle = bundle
         guard let manifest = bundle?.manifest else { return }
+        if let architecture {
+            if settings.learningRate == settings.defaultLearningRate(for: architecture) {
+                settings.learningRate = settings.defaultLearningRate(for: manifest.architecture)
+            }
+        } else {
+            settings.useDefaultUpdate(for: manifest.architecture)
+        }
+        architecture = manifest.architecture
         if !manifest.seqLens.contains(settings.seqLen) {
             settings.seqLen = manifest.seqLens.filter { $0 <= settings.seqLen }.max() ?? manifest.seqLens.min() ?? 1
         }
         if !manifest.ranks.contains(settings.rank) { settings.rank = manifest.ranks.first ?? 1 }
+    }
+
+    private func followChoice(from old: RunSettings) {
+        guard let architecture, settings.learningRate == old.learningRate,
+            old.learningRate == old.defaultLearningRate(for: architecture)
+        else { return }
+        if settings.method != old.method {
+            settings.useDefaultUpdate(for: architecture)
+        } else if settings.optimizer != old.optimizer {
+            settings.learningRate = settings.defaultLearningRate(for: architecture)
+        }
     }
 
     /// Chooses a bundle where there is none, or the one that was is no longer there: one for the GPU, which is faster.

@@ -46,7 +46,7 @@ struct SetupView: View {
             } header: {
                 Text("Method")
             } footer: {
-                Text("SGD takes less memory than AdamW, and needs a rate some hundred times as high.")
+                Text("AdamW learns faster. SGD takes less memory, and needs a rate some hundred times as high.")
             }
             memorySection
             Section {

@@ -2,6 +2,8 @@ import Foundation
 import MLX
 
 /// Everything that a run depends on: the app's form and `mesp-engine`'s settings file.
+///
+/// What is not set is as the paper has it, which learns slowly: ``useDefaultUpdate(for:)`` takes what `mesp-train` does.
 public struct RunSettings: Codable, Sendable, Equatable {
     /// The bundle's folder.
     public var bundle: String
@@ -113,6 +115,23 @@ public struct RunSettings: Codable, Sendable, Equatable {
     public init(bundle: String, output: String) {
         self.bundle = bundle
         self.output = output
+    }
+
+    // MARK: - Defaults that learn: `mesp/engine/update_defaults.py` has the same, `docs/decisions.md` says why.
+
+    /// Takes the optimizer and the learning rate that suit the method and the model: in some hundred steps they learn.
+    public mutating func useDefaultUpdate(for architecture: Architecture) {
+        optimizer = method == .mezo ? .sgd : .adamw
+        learningRate = defaultLearningRate(for: architecture)
+    }
+
+    /// The learning rate that suits the method, the optimizer and the model.
+    public func defaultLearningRate(for architecture: Architecture) -> Float {
+        switch (method, optimizer) {
+        case (.mezo, _): 1e-4
+        case (_, .adamw): 0.014 / Float(architecture.hiddenSize).squareRoot()
+        case (_, .sgd): 0.1
+        }
     }
 
     /// Reads a settings file: snake-case JSON with `bundle` and `output`; a key that is absent has its default.

@@ -55,6 +55,23 @@ import Testing
         #expect(model.problem == "There is a bundle bundle.mesp already; delete it first.")
     }
 
+    @Test func theRateFollowsTheMethodAndTheOptimizerUntilOneIsChosen() async throws {
+        try await prepare(steps: 1)
+        let form = model.form
+        let width = try #require(form.bundle?.manifest).architecture.hiddenSize
+        #expect(form.settings.optimizer == .adamw)
+        #expect(form.settings.learningRate == 0.014 / Float(width).squareRoot())
+        form.settings.optimizer = .sgd
+        #expect(form.settings.learningRate == 0.1)
+        form.settings.method = .mezo
+        #expect(form.settings.optimizer == .sgd && form.settings.learningRate == 1e-4)
+        form.settings.learningRate = 2e-4
+        form.settings.method = .mesp
+        form.bundleID = nil
+        form.bundleID = "bundle.mesp"
+        #expect(form.settings.optimizer == .sgd && form.settings.learningRate == 2e-4)
+    }
+
     @Test func theBundleThatComesWithTheAppTrains() async throws {
         let home = URL(fileURLWithPath: #filePath).deletingLastPathComponent().deletingLastPathComponent()
             .deletingLastPathComponent()
@@ -140,6 +157,9 @@ import Testing
         await model.compareMethods(steps: 1)
         #expect(model.benchmark.rows.count == 3)
         #expect(model.library.runs.count == 3)
+        for settings in model.library.runs.compactMap({ $0.log?.start?.settings }) {
+            #expect(settings.optimizer == .sgd && settings.learningRate == 1e-4, "the paper's, whatever the form has")
+        }
         let run = try #require(model.library.runs.first)
         #expect(model.library.bundle(of: run)?.id == model.form.bundle?.id)
         var request = Comparison.Request()

@@ -10,9 +10,9 @@ import Testing
     steps: Int = 20, show: (String) -> Void
 ) async throws -> URL {
     var settings = RunSettings(bundle: bundle.path, output: folder.appendingPathComponent("run").path)
+    settings.useDefaultUpdate(for: try ModelBundle(url: bundle, checksums: false).architecture)
     settings.seqLen = 32
     settings.steps = steps
-    settings.learningRate = 0.05
 
     let tokens = folder.appendingPathComponent("tokens")
     try TextData(tokenizer: tokenizer, length: settings.seqLen).write(.file(text), to: tokens)

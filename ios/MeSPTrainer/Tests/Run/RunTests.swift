@@ -223,6 +223,31 @@ import Testing
         #expect(!FileManager.default.fileExists(atPath: output.path))
     }
 
+    @Test(arguments: GradientMethod.allCases)
+    func theDefaultUpdateIsThatOfMespTrain(_ method: GradientMethod) throws {
+        let fixture = try Fixture(try #require(Fixture.tied), "gradients")
+        var settings = RunSettings(bundle: "", output: "")
+        settings.method = method
+        settings.useDefaultUpdate(for: fixture.bundle.architecture)
+        #expect(settings.optimizer.rawValue == (try fixture.word("default \(method)")))
+        for optimizer in RunSettings.OptimizerKind.allCases {
+            settings.optimizer = optimizer
+            let rate = try fixture.number("default \(method) \(optimizer)")
+            let difference = settings.defaultLearningRate(for: fixture.bundle.architecture) - rate
+            #expect(abs(difference) < 1e-6 * rate, "\(optimizer)")
+        }
+    }
+
+    /// So a run that was begun before there were other defaults goes on as it was.
+    @Test func whatASettingsFileLeavesOutIsThePapers() throws {
+        let file = temporaryFolder()
+        defer { try? FileManager.default.removeItem(at: file) }
+        try Data(#"{"bundle": "b", "output": "o"}"#.utf8).write(to: file)
+        let settings = try RunSettings(contentsOf: file)
+        #expect(settings.optimizer == .sgd && settings.learningRate == 1e-4 && settings.schedule == .constant)
+        #expect(settings.momentum == 0 && settings.batchSize == 1 && settings.projections == nil)
+    }
+
     @Test func aRateThatDivergesFailsWithASentence() throws {
         let output = temporaryFolder()
         defer { try? FileManager.default.removeItem(at: output) }

@@ -48,6 +48,8 @@ struct Fixture {
 
     func array(_ name: String) throws -> MLXArray { try #require(arrays[name], "no \(name) in the fixture") }
 
+    func word(_ name: String) throws -> String { try #require(metadata[name], "no \(name) in the fixture") }
+
     func number(_ name: String) throws -> Float { try #require(metadata[name].flatMap(Float.init), "no \(name)") }
 
     func example() throws -> Example {
