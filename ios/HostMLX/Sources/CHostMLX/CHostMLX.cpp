@@ -423,6 +423,116 @@ HostArray host_softmax(HostArray a, const int32_t *axes, ptrdiff_t count, bool p
     return count < 0 ? WRAP(mx::softmax(get(a), precise, get(s)))
                      : WRAP(mx::softmax(get(a), list(axes, count), precise, get(s)));
 }
+
+// MARK: Fused operations
+
+// Without a GPU, `mx::fast` makes plain operations; a graph for the GPU of a recorded ledger has the primitives.
+
+static bool is_recorded_gpu(mx::Stream s) {
+    return s.device == mx::Device::gpu && !mx::is_available(mx::Device::gpu);
+}
+
+namespace {
+
+/// The parts of a `.mlxfn` file (export.cpp:86).
+struct FunctionFile {
+    std::string bytes;
+
+    template <class T>
+    FunctionFile &put(T value) {
+        bytes.append(reinterpret_cast<const char *>(&value), sizeof(T));
+        return *this;
+    }
+    FunctionFile &text(const std::string &value) {
+        put<uint64_t>(value.size()).bytes += value;
+        return *this;
+    }
+    FunctionFile &shape(const mx::array &a) {
+        put<uint64_t>(a.ndim());
+        for (int n : a.shape()) {
+            put<int32_t>(n);
+        }
+        return put<int32_t>(static_cast<int32_t>(a.dtype().val())).put<uint8_t>(a.dtype().size());
+    }
+    FunctionFile &ids(size_t count) {
+        put<uint64_t>(count);
+        for (uint64_t id = 1; id <= count; id++) {
+            put(id);
+        }
+        return *this;
+    }
+};
+
+}  // namespace
+
+/// One fused primitive, whose output is like its first input: MLX does not export their classes, but makes them from files.
+static mx::array fused(const char *name, const std::string &state, const Arrays &inputs) {
+    FunctionFile file;
+    const uint64_t out = inputs.size() + 1;
+    file.text(mx::version()).put<int32_t>(1).put(false).put<uint64_t>(0).ids(inputs.size());
+    file.put<uint64_t>(inputs.size());
+    for (const auto &in : inputs) {
+        file.shape(in);
+    }
+    file.put<uint64_t>(1).put(out).put<uint64_t>(out);
+    for (uint64_t id = 1; id < out; id++) {
+        file.put(id).put(false).put(false);
+    }
+    file.put(out).put(true).ids(inputs.size());
+    file.put<int32_t>(0).put<int32_t>(1).put<int32_t>(0);  // the stream: its index, and the GPU
+    file.text(name).bytes += state;
+    file.put<uint64_t>(0).shape(inputs[0]);
+
+    std::string path = "/tmp/HostMLX.XXXXXX";
+    const int descriptor = mkstemp(path.data());
+    const bool written = descriptor >= 0 && write(descriptor, file.bytes.data(), file.bytes.size()) ==
+                                                static_cast<ssize_t>(file.bytes.size());
+    if (descriptor >= 0) {
+        close(descriptor);
+    }
+    if (!written) {
+        throw std::runtime_error("cannot write " + path);
+    }
+    try {
+        auto output = mx::import_function(path)(inputs)[0];
+        unlink(path.c_str());
+        return output;
+    } catch (...) {
+        unlink(path.c_str());
+        throw;
+    }
+}
+
+HostArray host_rms_norm(HostArray x, HostArray weight, float eps, HostStream s) {
+    return guarded([&] {
+        const auto stream = get(s);
+        if (!is_recorded_gpu(stream)) {
+            return wrap(mx::fast::rms_norm(get(x), get(weight), eps, stream));
+        }
+        return wrap(fused(
+            "RMSNorm", FunctionFile().put(eps).bytes, {get(x), mx::astype(get(weight), get(x).dtype(), stream)}));
+    });
+}
+HostArray host_rope(
+    HostArray x, int dimensions, bool traditional, bool has_base, float base, float scale, int offset,
+    HostArray frequencies, HostStream s) {
+    return guarded([&] {
+        const auto stream = get(s);
+        const auto freqs = frequencies ? std::optional(get(frequencies)) : std::nullopt;
+        if (!is_recorded_gpu(stream)) {
+            return wrap(mx::fast::rope(
+                get(x), dimensions, traditional, has_base ? std::optional(base) : std::nullopt, scale, offset, freqs,
+                stream));
+        }
+        FunctionFile state;
+        state.put<int32_t>(dimensions).put(traditional).put(has_base ? base : 1.0f).put(scale).put(true);
+        Arrays inputs{get(x), mx::array(offset, mx::int32)};
+        if (freqs) {
+            inputs.push_back(mx::astype(*freqs, mx::float32, stream));
+        }
+        return wrap(fused("RoPE", state.bytes, inputs));
+    });
+}
 HostArray host_concatenate(HostVector arrays, int32_t axis, HostStream s) {
     return WRAP(mx::concatenate(get(arrays), axis, get(s)));
 }

@@ -56,13 +56,14 @@ class Recorder::Allocator {
    public:
     explicit Allocator(bool metal) : metal_(metal) {}
 
-    Block *take(size_t size, HostLedgerCounts &counts) {
+    /// - Parameter others: active memory that is not the ledger's.
+    Block *take(size_t size, size_t others, HostLedgerCounts &counts) {
         if (metal_ && size > page_size) {  // allocator.cpp:120
             size = page_size * ((size + page_size - 1) / page_size);
         }
         Block *block = metal_ ? cache_.reuse_from_cache(size) : nullptr;
         if (!block) {
-            const size_t required = active_ + cache_.cache_size() + size;  // allocator.cpp:134
+            const size_t required = active_ + others + cache_.cache_size() + size;  // allocator.cpp:134
             if (required >= memory_limit && cache_.cache_size() > 0) {
                 cache_.release_cached_buffers(required - memory_limit);
             }
@@ -147,7 +148,7 @@ mx::allocator::Buffer Recorder::take(size_t size) {
     if (size == 0) {  // allocator.cpp:106
         return mx::allocator::Buffer(nullptr);
     }
-    Block *block = allocator_->take(size, counts);
+    Block *block = allocator_->take(size, foreign() + adopted_bytes, counts);
     alive_++;
     mark();
     void *place = map_zeros(block->length);
@@ -181,7 +182,7 @@ void Recorder::track(mx::array &a) {
     }
     const auto &data = a.data_shared_ptr();
     const size_t bytes = a.buffer_size();
-    Block *block = allocator_->take(bytes, counts);
+    Block *block = allocator_->take(bytes, foreign() + adopted_bytes, counts);
     tracked_ += bytes;
     alive_++;
     mark();
@@ -197,8 +198,8 @@ void Recorder::track(mx::array &a) {
 // MARK: Command buffers
 
 void Recorder::kernel(
-    const char *kind, std::initializer_list<std::reference_wrapper<const mx::array>> inputs,
-    std::initializer_list<std::reference_wrapper<const mx::array>> outputs, double flop, double gathered) {
+    const char *kind, const References &inputs,
+    const References &outputs, double flop, double gathered) {
     HostLedgerKind &entry = kinds[kind];
     const auto bytes = [](const mx::array &a) {
         return static_cast<double>(std::min(a.size(), a.data_size()) * a.itemsize());
@@ -534,6 +535,12 @@ void Recorder::wait(mx::array &a) {
     pending_.erase(it);
 }
 
+void Recorder::restart() {
+    counts = {};
+    kinds.clear();
+    mark();
+}
+
 void Recorder::close() {
     complete(committed_);
     encoding_ = {};
@@ -676,6 +683,13 @@ char *host_ledger_end(
         kind(context, name.c_str(), entry);
     }
     return recorder->failure.empty() ? nullptr : strdup(recorder->failure.c_str());
+}
+
+void host_ledger_restart(void) {
+    std::lock_guard lock(ledger::mutex);
+    if (ledger::current) {
+        ledger::current->restart();
+    }
 }
 
 void host_ledger_trace(void *context, void (*trace)(void *context, const char *primitive, size_t size)) {

@@ -18,6 +18,8 @@ namespace ledger {
 
 struct Block;
 
+using References = std::vector<std::reference_wrapper<const mlx::core::array>>;
+
 class Recorder : public std::enable_shared_from_this<Recorder> {
    public:
     explicit Recorder(HostLedgerRules rules);
@@ -37,8 +39,8 @@ class Recorder : public std::enable_shared_from_this<Recorder> {
     void own(mlx::core::array &a);
     /// Encodes a kernel. `gathered`: the bytes read, where they are not all of the inputs.
     void kernel(
-        const char *kind, std::initializer_list<std::reference_wrapper<const mlx::core::array>> inputs,
-        std::initializer_list<std::reference_wrapper<const mlx::core::array>> outputs, double flop = 0,
+        const char *kind, const References &inputs,
+        const References &outputs, double flop = 0,
         double gathered = 0);
     /// Keeps an array until the command buffer is complete (device.cpp:425).
     void temporary(mlx::core::array a);
@@ -51,6 +53,7 @@ class Recorder : public std::enable_shared_from_this<Recorder> {
     void clear_cache();
     Memory memory() const;
     void reset_peak() { peak_ = 0; }
+    void restart();
     void close();
 
    private:

@@ -159,6 +159,9 @@ extension Ledger {
         return try recording.end()
     }
 
+    /// Begins the counts of the recording anew: what came before is not in them, but for the arrays that it left.
+    public static func restart() { host_ledger_restart() }
+
     /// The same, of work that suspends.
     public static func record(
         compute: Bool = false, device: DeviceType = .gpu, rules: LedgerRules = .phone,

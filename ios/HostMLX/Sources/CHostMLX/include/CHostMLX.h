@@ -139,6 +139,10 @@ HostArray host_clip(HostArray a, HostArray min, HostArray max, HostStream s);  /
 HostArray host_contiguous(HostArray a, bool allow_col_major, HostStream s);
 HostArray host_where(HostArray condition, HostArray a, HostArray b, HostStream s);
 HostArray host_softmax(HostArray a, const int32_t *axes, ptrdiff_t count, bool precise, HostStream s);
+HostArray host_rms_norm(HostArray x, HostArray weight, float eps, HostStream s);
+HostArray host_rope(
+    HostArray x, int dimensions, bool traditional, bool has_base, float base, float scale, int offset,
+    HostArray frequencies, HostStream s);
 HostArray host_concatenate(HostVector arrays, int32_t axis, HostStream s);
 HostArray host_stack(HostVector arrays, int32_t axis, HostStream s);
 HostVector host_split_parts(HostArray a, int32_t parts, int32_t axis, HostStream s);
@@ -276,6 +280,8 @@ char *host_ledger_begin(HostLedgerRules rules);
 /// Ends it; returns null or why an evaluation failed, to be released with free().
 char *host_ledger_end(
     HostLedgerCounts *counts, void *context, void (*kind)(void *context, const char *name, HostLedgerKind kind));
+/// Begins the counts anew, with the arrays that are there.
+void host_ledger_restart(void);
 /// Calls `trace` for each primitive that is evaluated, in order, with the number of elements of its output.
 void host_ledger_trace(void *context, void (*trace)(void *context, const char *primitive, size_t size));
 
