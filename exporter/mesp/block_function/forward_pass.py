@@ -8,8 +8,8 @@ MLX is lazy: evaluating only ``y`` computes, and holds, only what ``y`` needs. T
 the work is cut into tiles, each made to wait for the one before by `mx.depends`; otherwise MLX
 would be free to unpack every tile's weights first. On the CPU a tile's weights are dequantized and
 multiplied, as `quantized_matmul` is some 50 times slower there. On the GPU `quantized_matmul` and
-the fused attention make no large arrays, and only the MLP is cut, and attention where the fused
-one is not (it lacks the soft cap, and heads of other sizes than `FUSED_HEADS`).
+the fused attention make no large arrays, and only the MLP is cut, by tokens, and attention where
+the fused one is not (it lacks the soft cap, and heads of other sizes than `FUSED_HEADS`).
 
 The twin for MeBP, ``block.plain.T.mlxfn``, is the same in plain, differentiable operations, uncut.
 
@@ -25,7 +25,7 @@ from types import ModuleType
 import mlx.core as mx
 
 from mesp.block_function.attention import Scoring, attention, fused_attention, plain_attention
-from mesp.block_function.mlp import ACTIVATIONS, plain_mlp, tiled_mlp
+from mesp.block_function.mlp import ACTIVATIONS, mlp_by_tokens, plain_mlp, tiled_mlp
 from mesp.block_function.projection import Projection, projections
 from mesp.block_function.rope import fast_rope, rope
 from mesp.bundle.layout import Layout
@@ -55,7 +55,7 @@ def block_function(
     attend = partial(fused_attention, fast) if fused else attention
     attend = plain_attention if plain else attend
     apply = Projection.__call__ if plain or device == "gpu" else Projection.by_rows
-    mlp = plain_mlp if plain else tiled_mlp
+    mlp = plain_mlp if plain else mlp_by_tokens if device == "gpu" else tiled_mlp
 
     def function(x, lora, scale, weights):
         dtype = x.dtype

@@ -40,6 +40,22 @@ def tiled_mlp(
     return [y, mx.concatenate(gates, axis=-1), mx.concatenate(ups, axis=-1)]
 
 
+def mlp_by_tokens(
+    x: mx.array, gate: Projection, up: Projection, down: Projection,
+    act: Callable[[mx.array], mx.array], plus: mx.array | None,
+) -> list[mx.array]:  # fmt: skip
+    """`tiled_mlp` by tiles of tokens: for the GPU, whose products unpack no weights."""
+    length, features = x.shape[1], down.a.shape[0]
+    ys, gates, ups = [], [], []
+    for rows in tiles.cut(length, max(length * tiles.NUMBERS_A_TOKEN // features, 8)):
+        x = mx.depends(x, ys[-1:])
+        gates.append(gate(x[:, rows]))
+        ups.append(up(x[:, rows]))
+        y = down(act(gates[-1]) * ups[-1], None if plus is None else plus[:, rows])
+        ys.append(y)
+    return [mx.concatenate(parts, axis=1) for parts in (ys, gates, ups)]
+
+
 def plain_mlp(
     x: mx.array, gate: Projection, up: Projection, down: Projection,
     act: Callable[[mx.array], mx.array], plus: mx.array | None,

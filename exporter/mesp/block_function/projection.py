@@ -32,14 +32,20 @@ class Projection:
     def __call__(self, x: mx.array, plus: mx.array | None = None) -> mx.array:
         """y, or y + plus: x [1, T, in] -> float32 [1, T, out]"""
         total = self.start(plus)
-        total = mx.array(0.0) if total is None else total
         wide = x.astype(mx.float32)
         packed = (self.weight, self.scales, self.biases)
         if self.device == "gpu":
-            x = x.astype(self.dtype)
-            total += mx.quantized_matmul(x, *packed, **asdict(self.quantization))
-        else:
-            total = mx.addmm(total, wide, dequantize(*packed, self.quantization).T)
+            # Sums that MLX fuses with what follows; `addmm` would need its addend in an array.
+            product = mx.quantized_matmul(
+                x.astype(self.dtype), *packed, **asdict(self.quantization)
+            )
+            y = product.astype(mx.float32) + (self.scale * (wide @ self.a)) @ self.b
+            return y if total is None else total + y
+        total = mx.addmm(
+            mx.array(0.0) if total is None else total,
+            wide,
+            dequantize(*packed, self.quantization).T,
+        )
         return mx.addmm(total, self.scale * (wide @ self.a), self.b)
 
     def start(self, plus: mx.array | None) -> mx.array | None:
