@@ -25,8 +25,8 @@ struct Attention {
     }
 
     /// dq or dk from the gradient of q̂ or k̂, in float32.
-    private func positionedBackward(_ x: MLXArray, _ norm: RMSNorm?, _ start: Int, dy: MLXArray) -> MLXArray {
-        let d = rope.backward(dy: dy, start: start)
+    private func positionedBackward(_ x: MLXArray, _ norm: RMSNorm?, dy: MLXArray) -> MLXArray {
+        let d = rope.backward(dy: dy, start: 0)
         return norm.map { $0.backward(x.asType(.float32), dy: d) } ?? d
     }
 
@@ -90,69 +90,77 @@ struct Attention {
     /// - Parameters:
     ///   - q: `[heads, T, d]`; k, v: `[kv_heads, T, d]`; before the norms and RoPE
     ///   - dOut: the gradient of attn_out by head, `[heads, T, d]`
-    ///   - tile: query rows a tile
     /// - Returns: dq `[T, heads·d]`, dk and dv `[T, kv_heads·d]`, in float32, evaluated.
-    func backward(q: MLXArray, k: MLXArray, v: MLXArray, dOut: MLXArray, tile: Int)
+    func backward(q: MLXArray, k: MLXArray, v: MLXArray, dOut: MLXArray, tile: TileSizes)
         -> (dq: MLXArray, dk: MLXArray, dv: MLXArray)
     {
         var parts = tilesBackward(q: q, k: k, v: v, dOut: dOut, tile: tile)
-        func joined(_ tiles: inout [MLXArray]) -> MLXArray {
-            let whole = concatenated(tiles.reversed())
-            eval(whole)
+        func joined(_ tiles: inout [MLXArray], _ before: (MLXArray) -> MLXArray) -> MLXArray {
+            let whole = before(concatenated(tiles.reversed(), axis: 1))
+            let byToken = whole.swappedAxes(0, 1).reshaped([whole.dim(1), -1])
+            tile.pace.finish([byToken])
             tiles = []
-            return whole
+            return byToken
         }
-        return (joined(&parts.dq), joined(&parts.dk), joined(&parts.dv))
+        let dq = joined(&parts.dq) { positionedBackward(q, qNorm, dy: $0 * scale) }
+        let dk = joined(&parts.dk) { positionedBackward(k, kNorm, dy: $0) }
+        let dv = joined(&parts.dv) { $0 }
+        eval(dq, dk, dv)
+        return (dq, dk, dv)
     }
 
-    /// The tiles of dq, dk and dv, the last first; evaluated.
-    private func tilesBackward(q: MLXArray, k: MLXArray, v: MLXArray, dOut: MLXArray, tile: Int)
+    private static let scoresGradient = Fused { $0[0] * ($0[1] - $0[2]) }
+
+    /// The tiles of dq̂ / scale, dk̂ and dv, `[…heads, n, d]`, the last first.
+    private func tilesBackward(q: MLXArray, k: MLXArray, v: MLXArray, dOut: MLXArray, tile: TileSizes)
         -> (dq: [MLXArray], dk: [MLXArray], dv: [MLXArray])
     {
         let (heads, length, d) = (q.dim(0), q.dim(1), q.dim(2))
         let (groups, perGroup) = (k.dim(0), heads / k.dim(0))
         var (dqTiles, dkTiles, dvTiles) = ([MLXArray](), [MLXArray](), [MLXArray]())
         // What the tiles so far add to the keys and values that earlier tiles see too, up to the next tile's last row.
-        var (dk, dv) = (MLXArray.zeros([groups, 0, d]), MLXArray.zeros([groups, 0, d]))
-        let kHat = key(k, start: 0)
-        eval(kHat)
+        var (dk, dv): (MLXArray?, MLXArray?) = (nil, nil)
+        var (qHat, kHat, v, dOut) = (query(q, start: 0) * scale, key(k, start: 0), v.asType(.float32), dOut)
+        tile.pace.finish([qHat, kHat, v])
 
-        for rows in tiles(of: length, size: tile).reversed() {
+        for rows in tiles(of: length, size: tile.attention).reversed() {
             let keys = seen(by: rows)
             // The query heads that share a key-value head lie below each other, so that a sum over them is a matrix product.
-            func stacked(_ x: MLXArray) -> MLXArray { x.reshaped([groups, perGroup * rows.count, d]).asType(.float32) }
-            func byToken(_ x: MLXArray) -> MLXArray { x.swappedAxes(0, 1).reshaped([rows.count, -1]) }
+            func stacked(_ x: MLXArray) -> MLXArray { x[0..., rows].reshaped([groups, perGroup * rows.count, d]) }
             /// new, of the `keys`, plus the sum so far, of the last of them.
-            func added(_ sum: MLXArray, to new: MLXArray) -> MLXArray {
+            func added(_ sum: MLXArray?, to new: MLXArray) -> MLXArray {
+                guard let sum else { return new }
                 let missing = keys.count - sum.dim(1)
                 return new + (missing > 0 ? concatenated([MLXArray.zeros([groups, missing, d]), sum], axis: 1) : sum)
             }
 
-            /// dq̂; evaluated, as are dk and dv, with which the scores go.
-            func scoresBackward() -> MLXArray {
-                let (kTile, vTile) = (kHat[0..., keys], v[0..., keys].asType(.float32))
-                let qTile = stacked(query(q[0..., rows], start: rows.lowerBound)) * scale
-                let dO = stacked(dOut[0..., rows])
+            /// dq̂ / scale, and dk̂ and dv of the `keys` with what later tiles add; with the function's end, the scores go.
+            func scoresBackward() -> (dq: MLXArray, dk: MLXArray, dv: MLXArray) {
+                let (kTile, vTile) = (kHat[0..., keys], v[0..., keys])
+                let (qTile, dO) = (stacked(qHat), stacked(dOut))
 
                 let (p, slope) = probabilities(qTile, kTile, rows, keys)
-                let pdP = p * matmul(dO, vTile.swappedAxes(-1, -2))
-                var dS = pdP - p * pdP.sum(axis: -1, keepDims: true)
+                let dP = matmul(dO, vTile.swappedAxes(-1, -2))
+                var dS = Self.scoresGradient([p, dP, (p * dP).sum(axis: -1, keepDims: true)])
                 if let slope { dS = dS * slope }
 
-                let dq = (matmul(dS, kTile) * scale).reshaped([heads, rows.count, d])
-                dv = added(dv, to: matmul(p.swappedAxes(-1, -2), dO))
-                dk = added(dk, to: matmul(dS.swappedAxes(-1, -2), qTile))
-                eval(dq, dk, dv)
-                return dq
+                let dq = matmul(dS, kTile).reshaped([heads, rows.count, d])
+                let dv = added(dv, to: matmul(p.swappedAxes(-1, -2), dO))
+                let dk = added(dk, to: matmul(dS.swappedAxes(-1, -2), qTile))
+                tile.pace.finish([dq, dk, dv])
+                return (dq, dk, dv)
             }
 
-            let dq = scoresBackward()
+            let sums = scoresBackward()
             let own = rows.lowerBound - keys.lowerBound  // where in dk and dv the tile's own positions begin
-            dqTiles.append(byToken(positionedBackward(q[0..., rows], qNorm, rows.lowerBound, dy: dq)))
-            dkTiles.append(byToken(positionedBackward(k[0..., rows], kNorm, rows.lowerBound, dy: dk[0..., own...])))
-            dvTiles.append(byToken(dv[0..., own...]))
-            (dk, dv) = (dk[0..., 0..<own], dv[0..., 0..<own])
-            eval([dk, dv] + [dqTiles, dkTiles, dvTiles].compactMap(\.last))
+            dqTiles.append(sums.dq)
+            // Copies, as a view would keep what is before it.
+            dkTiles.append(contiguous(sums.dk[0..., own...]))
+            dvTiles.append(contiguous(sums.dv[0..., own...]))
+            (dk, dv) = own > 0 ? (sums.dk[0..., 0..<own], sums.dv[0..., 0..<own]) : (nil, nil)
+            let next = tile.pace.next(
+                [qHat, kHat, v, dOut], after: [dk, dv, dqTiles.last, dkTiles.last, dvTiles.last].compactMap { $0 })
+            (qHat, kHat, v, dOut) = (next[0], next[1], next[2], next[3])
         }
         return (dqTiles, dkTiles, dvTiles)
     }

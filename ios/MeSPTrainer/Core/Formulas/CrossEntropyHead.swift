@@ -17,11 +17,18 @@ struct CrossEntropyHead {
     let architecture: Architecture
     /// Rows of W at a time.
     let tile: Int
+    /// Tokens at a time.
+    var tokens = Int.max
+    var pace = Pace.evaluated
     /// Multiplications from one boundary to the next, where a tile has no more.
     var workBetweenBoundaries = defaultWork
 
     /// Below 0.2 s from 11 GFLOPS on, a multiplication and an addition being two operations.
     static let defaultWork = 1 << 30
+    /// On a GPU, of 350 GFLOPS or more: a boundary is a round trip.
+    static let gpuWork = 1 << 35
+
+    private static let exponential = Fused { exp($0[0] - $0[1]) }
 
     private var matrix: QuantizedMatrix { weights.matrix("", inputs: architecture.hiddenSize) }
     private var norm: RMSNorm { RMSNorm(weight: weights["norm"], eps: architecture.rmsNormEps) }
@@ -55,51 +62,80 @@ struct CrossEntropyHead {
     ) rethrows -> (loss: MLXArray, dy: MLXArray?) {
         let (length, shape, dtype) = (y.dim(1), [counted.count, y.dim(2)], y.dtype)
         let y = y.reshaped([length, shape[1]])[counted].asType(.float32)
-        let (w, norm) = (matrix, norm)
-        let h = norm(y)
+        var h = norm(y)
 
-        var m = MLXArray.full([shape[0], 1], values: MLXArray(-Float.infinity))
-        var l = MLXArray.zeros([shape[0], 1])
-        var zTarget = MLXArray.zeros([shape[0], 1])
-        var sum = MLXArray.zeros(shape)
+        var losses = [MLXArray]()
+        var gradients = [MLXArray]()
         var work = 0
+        for t in tiles(of: shape[0], size: tokens) {
+            let (loss, dh) = try overVocabulary(
+                &h, t, targets[t], wantsGradient: gradientScale != nil, &work, atBoundary)
+            losses.append(loss)
+            if let dh { gradients.append(dh) }
+        }
+        let loss = losses.dropFirst().reduce(losses[0]) { $0 + $1 }
+        guard let gradientScale else {
+            eval(loss)
+            return (loss, nil)
+        }
+        let dh = concatenated(gradients) * gradientScale
+        gradients = []
+        pace.finish([loss, dh])
+        var dy = norm.backward(y, dy: dh).asType(dtype)
+        if counted.count < length {
+            func zeros(_ count: Int) -> MLXArray { MLXArray.zeros([count, shape[1]], dtype: dy.dtype) }
+            dy = concatenated([zeros(counted.lowerBound), dy, zeros(length - counted.upperBound)])
+        }
+        dy = dy.expandedDimensions(axis: 0)
+        eval(loss, dy)
+        return (loss, dy)
+    }
+
+    /// The sum of the losses of the tokens t, and their part of dh `[t, hidden]`.
+    ///
+    /// - Parameters:
+    ///   - h: of all tokens, `[n, hidden]`
+    ///   - work: multiplications since the last boundary
+    private func overVocabulary(
+        _ h: inout MLXArray, _ t: Range<Int>, _ targets: MLXArray, wantsGradient: Bool, _ work: inout Int,
+        _ atBoundary: () throws -> Void
+    ) rethrows -> (loss: MLXArray, dh: MLXArray?) {
+        let w = matrix
+        var m = MLXArray.full([t.count, 1], values: MLXArray(-Float.infinity))
+        var l = MLXArray.zeros([t.count, 1])
+        var zTarget = MLXArray.zeros([t.count, 1])
+        var sum: MLXArray?
         for rows in tiles(of: w.rows, size: tile) {
-            let tileWork = 2 * shape[0] * shape[1] * rows.count
+            let tileWork = 2 * t.count * h.dim(1) * rows.count
             if work > 0, work + tileWork > workBetweenBoundaries {
+                eval([m, l, zTarget] + [sum].compactMap { $0 })
                 try atBoundary()
                 work = 0
             }
             work += tileWork
 
             let wTile = w.rows(rows)
-            let z = capped(wTile.apply(h))
+            let z = capped(wTile.apply(h[t]))
             let place = (targets - rows.lowerBound)[0..., .newAxis]  // of the target in the tile
             let isHere = logicalAnd(place .>= 0, place .< rows.count)
             zTarget = which(isHere, takeAlong(z, clip(place, min: 0, max: rows.count - 1), axis: 1), zTarget)
             let mNew = maximum(m, z.max(axis: -1, keepDims: true))
-            let p = exp(z - mNew)
+            let p = Self.exponential([z, mNew])
             let rescale = exp(m - mNew)
             l = l * rescale + p.sum(axis: -1, keepDims: true)
-            if gradientScale != nil { sum = wTile.applyTransposed(sloped(p, z), addedTo: sum * rescale) }
+            if wantsGradient { sum = wTile.applyTransposed(sloped(p, z), addedTo: sum.map { $0 * rescale }) }
             m = mNew
-            eval(m, l, sum, zTarget)
+            h = pace.next([h], after: [m, l, zTarget] + [sum].compactMap { $0 })[0]
         }
 
         // l ≥ 1, as the largest z has the term 1 in it.
         let loss = (m + log(l) - zTarget).sum()
-        eval(loss)
-        guard let gradientScale else { return (loss, nil) }
+        pace.finish([loss])
+        guard let sum else { return (loss, nil) }
         let wTarget = w.take(targets)
-        eval(wTarget)
-        sum = (sum / l - sloped(wTarget, zTarget)) * gradientScale  // dh
-        eval(sum)
-        var dy = norm.backward(y, dy: sum).asType(dtype)
-        if counted.count < length {
-            func zeros(_ count: Int) -> MLXArray { MLXArray.zeros([count, shape[1]], dtype: dy.dtype) }
-            dy = concatenated([zeros(counted.lowerBound), dy, zeros(length - counted.upperBound)])
-        }
-        dy = dy.expandedDimensions(axis: 0)
-        eval(dy)
-        return (loss, dy)
+        pace.finish([wTarget])
+        let dh = sum / l - sloped(wTarget, zTarget)
+        h = pace.next([h], after: [dh])[0]
+        return (loss, dh)
     }
 }

@@ -11,11 +11,36 @@ enum Activation: String, Codable, Sendable {
     func gated(gate: MLXArray, up: MLXArray) -> MLXArray { values(gate).f * up }
 
     /// d_gate = d_act up f′(gate),  d_up = d_act f(gate)
-    func gatedBackward(gate: MLXArray, up: MLXArray, dAct: MLXArray) -> (act: MLXArray, dGate: MLXArray, dUp: MLXArray)
+    ///
+    /// - Parameters:
+    ///   - gate, up: what they are the sums of, as many for both; in float32 or as a product left them
+    /// - Returns: all in float32
+    func gatedBackward(gate: [MLXArray], up: [MLXArray], dAct: MLXArray)
+        -> (act: MLXArray, dGate: MLXArray, dUp: MLXArray)
     {
-        let (f, slope) = values(gate)
-        return (f * up, dAct * up * slope, dAct * f)
+        guard Device.defaultDevice().deviceType == .gpu else {
+            let (up, (f, slope)) = (sum(up), values(sum(gate)))
+            return (f * up, dAct * up * slope, dAct * f)
+        }
+        let kernels = self == .silu ? Self.silus : Self.gelus
+        return (kernels.act(gate + up), kernels.dGate(gate + up + [dAct]), kernels.dUp(gate + [dAct]))
     }
+
+    /// A kernel for each result, which makes the sums, f and f′ again.
+    private struct Kernels {
+        let act, dGate, dUp: Fused
+
+        init(_ activation: Activation) {
+            act = Fused { activation.gated(gate: sum($0.prefix($0.count / 2)), up: sum($0.suffix($0.count / 2))) }
+            dGate = Fused {
+                let (gate, dAct) = (sum($0.prefix($0.count / 2)), $0[$0.count - 1])
+                return dAct * sum($0.dropLast().suffix($0.count / 2)) * activation.values(gate).slope
+            }
+            dUp = Fused { $0[$0.count - 1] * activation.values(sum($0.dropLast())).f }
+        }
+    }
+    private static let silus = Kernels(.silu)
+    private static let gelus = Kernels(.gelu)
 
     /// f(x) and f′(x)
     private func values(_ x: MLXArray) -> (f: MLXArray, slope: MLXArray) {
@@ -32,4 +57,9 @@ enum Activation: String, Codable, Sendable {
             return (x * half, half + (0.5 * c) * x * (1 - t.square()) * (1 + 3 * a * square))
         }
     }
+}
+
+private func sum(_ terms: some Collection<MLXArray>) -> MLXArray {
+    let terms = terms.map { $0.asType(.float32) }
+    return terms.dropFirst().reduce(terms[0]) { $0 + $1 }
 }

@@ -47,24 +47,24 @@ struct LoRALinear {
 ///
 ///     dx = dy W + s (dy Bᵀ) Aᵀ        dA = s xᵀ (dy Bᵀ)        dB = s (x A)ᵀ dy
 ///
-/// W is taken a tile of rows at a time, so that no more than `tile` of it is dequantized at once.
-/// - Parameter sum: `[T, in]`, or nil where dx is not wanted.
-/// - Returns: sum + dx, and the gradients of A and B; evaluated.
+/// W is taken a tile of rows at a time, so that no more of it is dequantized at once.
+/// - Parameter wantsInput: whether dx is wanted
+/// - Returns: dx `[T, in]`, added to the sum where there is one, and the gradients of A and B.
 func linearBackward(
-    _ x: MLXArray, _ w: QuantizedMatrix, _ lora: LoRAMatrices, scale: Float, dy: MLXArray, tile: Int,
-    addedTo sum: MLXArray?
+    _ x: MLXArray, _ w: QuantizedMatrix, _ lora: LoRAMatrices, scale: Float, dy: MLXArray,
+    tile: TileSizes, wantsInput: Bool, addedTo sum: MLXArray?
 ) -> (dx: MLXArray?, gradient: LoRAMatrices) {
     let dyB = matmul(dy, lora.b.T) * scale
     let gradient = LoRAMatrices(a: matmul(x.T, dyB), b: matmul((matmul(x, lora.a) * scale).T, dy))
-    guard let sum else {
-        eval(gradient.a, gradient.b)
+    guard wantsInput else {
+        tile.pace.finish([gradient.a, gradient.b])
         return (nil, gradient)
     }
-    var dx = addMM(sum, dyB, lora.a.T)
-    eval(dx, gradient.a, gradient.b)
-    for rows in tiles(of: w.rows, size: tile) {
+    var dx = sum.map { addMM($0, dyB, lora.a.T) } ?? matmul(dyB, lora.a.T)
+    dx = tile.pace.next([dx], after: [dx, gradient.a, gradient.b])[0]
+    for rows in tiles(of: w.rows, size: tile.projection) {
         dx = w.rows(rows).applyTransposed(dy[0..., rows], addedTo: dx)
-        eval(dx)
+        tile.pace.finish([dx])
     }
     return (dx, gradient)
 }

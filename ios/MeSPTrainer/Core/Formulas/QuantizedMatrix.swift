@@ -36,6 +36,8 @@ struct QuantizedMatrix {
     let format: QuantizationFormat
     /// W in float32, made when the first product asks for it and shared by all; nil for packed products.
     private let dense: Dense?
+    /// Affine scales and biases in float32, cast once for all products with what is float32.
+    private let wide: (scales: MLXArray, biases: MLXArray?)
     /// MLX's `quantizedMM` adds up in its operands' dtype on the CPU, and in float32 on the GPU: on the CPU it gets float32.
     private let onCPU: Bool
 
@@ -59,6 +61,7 @@ struct QuantizedMatrix {
     ) {
         (self.weight, self.scales, self.biases, self.format) = (weight, scales, biases, format)
         self.onCPU = onCPU
+        wide = (biases == nil ? scales : scales.asType(.float32), biases?.asType(.float32))
         dense = products == .dense ? Dense { Self.dequantize(weight, scales, biases, format) } : nil
     }
 
@@ -80,6 +83,7 @@ struct QuantizedMatrix {
 
     /// Columns (inputs) `range` of W, whose bounds are multiples of the group size.
     func columns(_ range: Range<Int>) -> QuantizedMatrix {
+        if range.count == scales.dim(1) * format.groupSize { return self }
         let words = range.lowerBound * format.bits / 32..<range.upperBound * format.bits / 32
         let groups = range.lowerBound / format.groupSize..<range.upperBound / format.groupSize
         return part(weight[0..., words], scales[0..., groups], biases?[0..., groups])
@@ -111,8 +115,12 @@ struct QuantizedMatrix {
     /// Rows of x up to which `quantizedMM` in float32 is the faster on the CPU too, as dequantizing W takes longer than they do.
     static let fewRows = 4
 
-    /// sum + dy W, `[T, in]`, in sum's dtype.
-    func applyTransposed(_ dy: MLXArray, addedTo sum: MLXArray) -> MLXArray {
+    /// sum + dy W, `[T, in]`, in sum's dtype; dy W, in dy's, where there is no sum.
+    func applyTransposed(_ dy: MLXArray, addedTo sum: MLXArray?) -> MLXArray {
+        guard let sum else {
+            return dense.map { matmul(dy.asType(.float32), $0.array).asType(dy.dtype) }
+                ?? multiplied(dy, transpose: false)
+        }
         if let dense { return addMM(sum.asType(.float32), dy.asType(.float32), dense.array).asType(sum.dtype) }
         return sum + multiplied(dy, transpose: false).asType(sum.dtype)
     }
@@ -120,10 +128,11 @@ struct QuantizedMatrix {
     /// x Wᵀ or x W by `quantizedMM`; where products are packed, in x's dtype.
     private func multiplied(_ x: MLXArray, transpose: Bool) -> MLXArray {
         func cast(_ array: MLXArray) -> MLXArray { onCPU ? array.asType(.float32) : array }
+        let isWide = onCPU || x.dtype == .float32
         let rows = x.dim(0)
         let padded = transpose || dense != nil || !(2..<4).contains(rows) ? x : Self.padded(x, to: 4)
         var product = quantizedMM(
-            cast(padded), weight, scales: biases == nil ? scales : cast(scales), biases: biases.map(cast),
+            cast(padded), weight, scales: isWide ? wide.scales : scales, biases: isWide ? wide.biases : biases,
             transpose: transpose, groupSize: format.groupSize, bits: format.bits, mode: format.mode)
         if padded.dim(0) > rows { product = product[0..<rows] }
         return dense == nil ? product.asType(x.dtype) : product

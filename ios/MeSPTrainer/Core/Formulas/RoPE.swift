@@ -15,13 +15,14 @@ struct RoPE {
     func backward(dy: MLXArray, start: Int) -> MLXArray { turned(dy, start: start, sign: -1) }
 
     private func turned(_ x: MLXArray, start: Int, sign: Float) -> MLXArray {
-        let half = frequencies.count
-        guard half > 0 else { return x }
-        let angles = MLXArray.arange(start, start + x.dim(-2)).asType(.float32)[0..., .newAxis] * MLXArray(frequencies)
-        let (cosine, sine) = (cos(angles) * scale, sin(angles) * (sign * scale))
-        let (x1, x2) = (x[.ellipsis, 0..<half], x[.ellipsis, half..<2 * half])
-        var parts = [x1 * cosine - x2 * sine, x1 * sine + x2 * cosine]
-        if 2 * half < x.dim(-1) { parts.append(x[.ellipsis, (2 * half)...]) }
-        return concatenated(parts, axis: -1)
+        guard !frequencies.isEmpty else { return x }
+        let dimensions = 2 * frequencies.count
+        var x = x
+        if scale != 1 {
+            x = concatenated([x[.ellipsis, 0..<dimensions] * scale, x[.ellipsis, dimensions...]], axis: -1)
+        }
+        return MLXFast.RoPE(
+            x, dimensions: dimensions, traditional: false, base: nil, scale: 1, offset: start,
+            freqs: MLXArray(frequencies.map { sign / $0 }))
     }
 }

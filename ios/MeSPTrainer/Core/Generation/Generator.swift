@@ -152,7 +152,7 @@ public struct Generator {
                 scale: adapters?.scale ?? 0,
                 tile: TileSizes(
                     architecture, group: featureGroup, length: cache.count + x.dim(0),
-                    bytes: bytes))
+                    bytes: bytes, products: bundle.products))
             return forward(x, &cache)
         }
     }

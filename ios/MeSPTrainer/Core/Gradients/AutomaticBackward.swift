@@ -4,11 +4,13 @@ import MLX
 struct AutomaticBackward {
     let model: BlockwiseModel
     /// For each block the function of its kind in plain operations.
-    private let functions: [ImportedFunction]
+    private let functions: [BlockFunction]
 
     init(_ model: BlockwiseModel, length: Int) throws {
         self.model = model
-        functions = try model.bundle.functions(\.plainFunctions, length: length)
+        functions = try model.bundle.functions(\.plainFunctions, length: length).map {
+            BlockFunction($0, isFused: false)
+        }
     }
 
     /// - Parameters:
@@ -21,7 +23,7 @@ struct AutomaticBackward {
             let (_, gradients) = vjp(
                 { primals in
                     // The call fails only for shapes that the file has no trace for; `Manifest.check` has found these.
-                    (try? model.call(functions[block], primals[0], primals[1], weights)[0]).map { [$0] } ?? []
+                    (try? functions[block](.y, model.arguments(primals[0], primals[1], weights))) ?? []
                 }, primals: [x, lora], cotangents: [d])
             eval(gradients)
             d = gradients[0]

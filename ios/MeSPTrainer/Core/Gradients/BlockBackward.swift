@@ -8,11 +8,18 @@ struct Intermediates {
     /// The outputs of attention and of the MLP that go through norms, in a block with post-norms.
     let oOut, mlpOut: MLXArray?
 
-    /// From what the block function returned. `gate` and `up` have not been evaluated unless they are to be `kept`.
-    init(_ outputs: [MLXArray], kept: Bool) {
+    /// - Parameter outputs: all of a block function's
+    init(kept outputs: [MLXArray]) {
         (q, k, v, attnOut, xMid) = (outputs[2], outputs[3], outputs[4], outputs[5], outputs[6])
-        (gate, up) = kept ? (outputs[7], outputs[8]) : (nil, nil)
+        (gate, up) = (outputs[7], outputs[8])
         (oOut, mlpOut) = outputs.count > 9 ? (outputs[9], outputs[10]) : (nil, nil)
+    }
+
+    /// - Parameter outputs: a block function's `Outputs.intermediates`
+    init(recomputed outputs: [MLXArray]) {
+        (q, k, v, attnOut, xMid) = (outputs[0], outputs[1], outputs[2], outputs[3], outputs[4])
+        (gate, up) = (nil, nil)
+        (oOut, mlpOut) = outputs.count > 5 ? (outputs[5], outputs[6]) : (nil, nil)
     }
 
     var arrays: [MLXArray] { [q, k, v, attnOut, xMid] + [gate, up, oOut, mlpOut].compactMap { $0 } }
@@ -58,8 +65,9 @@ struct BlockBackward {
 
     // MARK: - y = x_mid + norm(mlp_out),  mlp_out = down(act(gate(mlp_in)) ∘ up(mlp_in)),  mlp_in = RMSNorm(x_mid)
 
-    /// The MLP's derivative, by tiles of the intermediate features. `gate` and `up` are made again for a tile from `mlp_in`, and
-    /// each weight is dequantized once, whatever the sequence length.
+    /// The MLP's derivative, by tiles of tokens and of the intermediate features. `gate` and `up` are made again for a tile from
+    /// `mlp_in`. Where weights are dequantized, a tile has all tokens, so that each is dequantized once, whatever the sequence length;
+    /// otherwise all features.
     ///
     /// - Returns: d_x_mid `[T, hidden]`, evaluated.
     private func mlp(
@@ -70,57 +78,80 @@ struct BlockBackward {
         let xMid = forward.xMid.reshaped(dResidual.shape)
         let (gateKept, upKept) = (forward.gate?[0], forward.up?[0])
         let norm = weights.mlpNorm
-        let dy = through(weights.mlpPostNorm, forward.mlpOut, dy: dResidual)
+        var dy = through(weights.mlpPostNorm, forward.mlpOut, dy: dResidual)
         let (wGate, wUp, wDown) = (weights.matrix(.gate), weights.matrix(.up), weights.matrix(.down))
         let (gateBias, upBias) = (weights.bias(.gate), weights.bias(.up))
         let (gateLoRA, upLoRA, downLoRA) = (matrices(.gate), matrices(.up), matrices(.down))
 
-        let mlpIn = norm(xMid)
-        let hGate = matmul(mlpIn, gateLoRA.a) * scale  // s x A
-        let hUp = matmul(mlpIn, upLoRA.a) * scale
-        let dyB = matmul(dy, downLoRA.b.T) * scale  // s dy Bᵀ of down
-        var dMlpIn = MLXArray.zeros(mlpIn.shape)
-        var hDown = MLXArray.zeros(hGate.shape)  // act A of down
-        var dGateB = MLXArray.zeros(hGate.shape)  // d_gate Bᵀ of gate
-        var dUpB = MLXArray.zeros(hGate.shape)
-        var (dADown, dBGate, dBUp) = ([MLXArray](), [MLXArray](), [MLXArray]())
-        eval(mlpIn, hGate, hUp, dyB)
+        var mlpIn = norm(xMid)
+        let (hGate, hUp, dyB) = {
+            let x = mlpIn.asType(.float32)
+            // s x A, and s dy Bᵀ of down
+            return (matmul(x, gateLoRA.a) * scale, matmul(x, upLoRA.a) * scale, matmul(dy, downLoRA.b.T) * scale)
+        }()
+        let first = tile.pace.next([mlpIn, dy], after: [mlpIn, hGate, hUp, dyB])
+        (mlpIn, dy) = (first[0], first[1])
 
-        for f in tiles(of: wGate.rows, size: tile.mlp) {
-            let (wGateF, wUpF, wDownF) = (wGate.rows(f), wUp.rows(f), wDown.columns(f))
-            let (bGate, bUp, aDown) = (gateLoRA.b[0..., f], upLoRA.b[0..., f], downLoRA.a[f])
+        let features = tiles(of: wGate.rows, size: tile.mlp)
+        // Of the tokens: dMlpIn, act A of down, d_gate Bᵀ of gate, d_up Bᵀ of up. Of the features: dA of down, dB of gate and of up.
+        var (dMlpIns, hDowns, dGateBs, dUpBs) = ([MLXArray](), [MLXArray](), [MLXArray](), [MLXArray]())
+        var (dADown, dBGate, dBUp) = (
+            [MLXArray?](repeating: nil, count: features.count), [MLXArray?](repeating: nil, count: features.count),
+            [MLXArray?](repeating: nil, count: features.count)
+        )
+        for t in tiles(of: mlpIn.dim(0), size: tile.tokens) {
+            var (dMlpIn, hDown, dGateB, dUpB): (MLXArray?, MLXArray?, MLXArray?, MLXArray?) = (nil, nil, nil, nil)
+            for (i, f) in features.enumerated() {
+                let (wGateF, wUpF, wDownF) = (wGate.rows(f), wUp.rows(f), wDown.columns(f))
+                let (bGate, bUp, aDown) = (gateLoRA.b[0..., f], upLoRA.b[0..., f], downLoRA.a[f])
 
-            let gate =
-                gateKept?[0..., f].asType(.float32)
-                ?? added(gateBias?[f], to: wGateF.apply(mlpIn, as: .float32) + matmul(hGate, bGate))
-            let up =
-                upKept?[0..., f].asType(.float32)
-                ?? added(upBias?[f], to: wUpF.apply(mlpIn, as: .float32) + matmul(hUp, bUp))
-            let dAct = wDownF.applyTransposed(dy, addedTo: matmul(dyB, aDown.T))
-            let (act, dGate, dUp) = weights.architecture.hiddenAct.gatedBackward(gate: gate, up: up, dAct: dAct)
+                let gate =
+                    gateKept.map { [$0[t, f]] }
+                    ?? [wGateF.apply(mlpIn[t]), matmul(hGate[t], bGate), gateBias?[f]].compactMap { $0 }
+                let up =
+                    upKept.map { [$0[t, f]] }
+                    ?? [wUpF.apply(mlpIn[t]), matmul(hUp[t], bUp), upBias?[f]].compactMap { $0 }
+                let dAct = addMM(wDownF.applyTransposed(dy[t], addedTo: nil), dyB[t], aDown.T)
+                let (act, dGate, dUp) = weights.architecture.hiddenAct.gatedBackward(gate: gate, up: up, dAct: dAct)
 
-            hDown = addMM(hDown, act, aDown)
-            dADown.append(matmul(act.T, dyB))
-            dBGate.append(matmul(hGate.T, dGate))
-            dBUp.append(matmul(hUp.T, dUp))
-            dGateB = addMM(dGateB, dGate, bGate.T)
-            dUpB = addMM(dUpB, dUp, bUp.T)
-            dMlpIn = wUpF.applyTransposed(dUp, addedTo: wGateF.applyTransposed(dGate, addedTo: dMlpIn))
-            eval([dMlpIn, hDown, dGateB, dUpB] + [dADown, dBGate, dBUp].compactMap(\.last))
+                hDown = product(act, aDown, addedTo: hDown)
+                dGateB = product(dGate, bGate.T, addedTo: dGateB)
+                dUpB = product(dUp, bUp.T, addedTo: dUpB)
+                dADown[i] = product(act.T, dyB[t], addedTo: dADown[i])
+                dBGate[i] = product(hGate[t].T, dGate, addedTo: dBGate[i])
+                dBUp[i] = product(hUp[t].T, dUp, addedTo: dBUp[i])
+                dMlpIn = wUpF.applyTransposed(dUp, addedTo: wGateF.applyTransposed(dGate, addedTo: dMlpIn))
+                let next = tile.pace.next(
+                    [mlpIn, dy],
+                    after: [dMlpIn, hDown, dGateB, dUpB, dADown[i], dBGate[i], dBUp[i]].compactMap { $0 })
+                (mlpIn, dy) = (next[0], next[1])
+            }
+            dMlpIns += [dMlpIn].compactMap { $0 }
+            hDowns += [hDown].compactMap { $0 }
+            dGateBs += [dGateB].compactMap { $0 }
+            dUpBs += [dUpB].compactMap { $0 }
         }
 
-        gradients[.gate] = LoRAMatrices(a: matmul(mlpIn.T, dGateB) * scale, b: concatenated(dBGate, axis: 1))
-        gradients[.up] = LoRAMatrices(a: matmul(mlpIn.T, dUpB) * scale, b: concatenated(dBUp, axis: 1))
-        gradients[.down] = LoRAMatrices(a: concatenated(dADown), b: matmul((hDown * scale).T, dy))
-        eval([Projection.gate, .up, .down].compactMap { gradients[$0] }.flatMap { [$0.a, $0.b] })
-        dMlpIn = addMM(addMM(dMlpIn, dGateB * scale, gateLoRA.a.T), dUpB * scale, upLoRA.a.T)
-        eval(dMlpIn)
-        let dMid = dResidual + norm.backward(xMid, dy: dMlpIn)
-        eval(dMid)
+        let (dGateB, dUpB) = (concatenated(dGateBs), concatenated(dUpBs))
+        let mlpIn32 = mlpIn.asType(.float32)
+        func whole(_ parts: [MLXArray?], axis: Int) -> MLXArray { concatenated(parts.compactMap { $0 }, axis: axis) }
+        gradients[.gate] = LoRAMatrices(a: matmul(mlpIn32.T, dGateB) * scale, b: whole(dBGate, axis: 1))
+        gradients[.up] = LoRAMatrices(a: matmul(mlpIn32.T, dUpB) * scale, b: whole(dBUp, axis: 1))
+        gradients[.down] = LoRAMatrices(a: whole(dADown, axis: 0), b: matmul((concatenated(hDowns) * scale).T, dy))
+        // s d_gate Bᵀ Aᵀ of gate, and the same of up.
+        let dMlpIn = addMM(
+            concatenated(dMlpIns), concatenated([dGateB, dUpB], axis: 1),
+            concatenated([gateLoRA.a, upLoRA.a], axis: 1).T, alpha: scale)
+        tile.endPhase([dMlpIn] + [Projection.gate, .up, .down].compactMap { gradients[$0] }.flatMap { [$0.a, $0.b] })
+        let dMid = norm.backward(xMid, dy: dMlpIn, addedTo: dResidual)
+        eval([dMid] + [Projection.gate, .up, .down].compactMap { gradients[$0] }.flatMap { [$0.a, $0.b] })
         return dMid
     }
 
-    private func added(_ bias: MLXArray?, to y: MLXArray) -> MLXArray { bias.map { y + $0 } ?? y }
+    /// sum + a b, or a b.
+    private func product(_ a: MLXArray, _ b: MLXArray, addedTo sum: MLXArray?) -> MLXArray {
+        sum.map { addMM($0, a, b) } ?? matmul(a, b)
+    }
 
     /// The gradient of what a norm of an output took, evaluated; dy where there is no such norm.
     private func through(_ norm: RMSNorm?, _ output: MLXArray?, dy: MLXArray) -> MLXArray {
@@ -139,13 +170,14 @@ struct BlockBackward {
     ) -> MLXArray? {
         let norm = weights.attentionNorm
         let (dq, dk, dv) = heads(consume forward, dMid: dMid, &gradients)
-        let attnIn = norm(x)
-        var dAttnIn: MLXArray? = wantsInput ? MLXArray.zeros(x.shape) : nil
-        dAttnIn = projection(.q, attnIn, dy: dq, addedTo: dAttnIn, &gradients)
-        dAttnIn = projection(.k, attnIn, dy: dk, addedTo: dAttnIn, &gradients)
-        dAttnIn = projection(.v, attnIn, dy: dv, addedTo: dAttnIn, &gradients)
+        let attnIn = norm(x).asType(.float32)
+        var dAttnIn: MLXArray?
+        for (name, dy) in [(Projection.q, dq), (.k, dk), (.v, dv)] {
+            dAttnIn = projection(name, attnIn, dy: dy, wantsInput: wantsInput, addedTo: dAttnIn, &gradients)
+        }
         guard let dAttnIn else { return nil }
-        let dx = dMid + norm.backward(x, dy: dAttnIn)
+        tile.endPhase([dAttnIn] + gradients.values.flatMap { [$0.a, $0.b] })
+        let dx = norm.backward(x, dy: dAttnIn, addedTo: dMid)
         eval(dx)
         return dx
     }
@@ -156,26 +188,26 @@ struct BlockBackward {
     ) -> (dq: MLXArray, dk: MLXArray, dv: MLXArray) {
         let a = weights.architecture
         let shape = [dMid.dim(0), a.numAttentionHeads, a.headDim]
-        let attnOut = forward.attnOut.reshaped([shape[0], shape[1] * shape[2]])
+        let attnOut = forward.attnOut.reshaped([shape[0], shape[1] * shape[2]]).asType(.float32)
         let dOut = through(weights.attentionPostNorm, forward.oOut, dy: dMid)
         guard
             let dAttnOut = projection(
-                .o, attnOut, dy: dOut, addedTo: MLXArray.zeros(attnOut.shape), &gradients)
+                .o, attnOut, dy: dOut, wantsInput: true, addedTo: nil, &gradients)
         else { preconditionFailure("a gradient was asked for") }
         func byHead(_ x: MLXArray) -> MLXArray { x.reshaped(shape).swappedAxes(0, 1) }
         return weights.attention.backward(
             q: forward.q[0], k: forward.k[0], v: forward.v[0], dOut: byHead(dAttnOut),
-            tile: tile.attention)
+            tile: tile)
     }
 
     /// The derivative of one projection of `input`: see `linearBackward`.
     private func projection(
-        _ projection: Projection, _ input: MLXArray, dy: MLXArray, addedTo sum: MLXArray?,
+        _ projection: Projection, _ input: MLXArray, dy: MLXArray, wantsInput: Bool, addedTo sum: MLXArray?,
         _ gradients: inout [Projection: LoRAMatrices]
     ) -> MLXArray? {
         let (dx, gradient) = linearBackward(
             input, weights.matrix(projection), matrices(projection), scale: scale, dy: dy,
-            tile: tile.projection, addedTo: sum)
+            tile: tile, wantsInput: wantsInput, addedTo: sum)
         gradients[projection] = gradient
         return dx
     }

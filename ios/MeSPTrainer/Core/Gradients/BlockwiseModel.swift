@@ -8,13 +8,15 @@ final class BlockwiseModel {
     /// What the adapters' output is multiplied by: α / rank, or α / √rank.
     let scale: Float
     let tile: TileSizes
+    /// What the arrays of one block or of the head may take, on a GPU, in bytes.
+    let workspace: Int?
     let clock: StepClock
     /// See `CrossEntropyHead`; a test lowers it.
-    var workBetweenBoundaries = CrossEntropyHead.defaultWork
+    var workBetweenBoundaries: Int
     /// The parameters: one flat vector `[P]` a block, in float32 or bfloat16.
     var lora: BlockArrays
     /// For each block the function of its kind.
-    private let functions: [ImportedFunction]
+    let functions: [BlockFunction]
 
     /// - Parameter settings: `Manifest.check` must have found their length and rank in the bundle.
     init(_ bundle: ModelBundle, _ settings: RunSettings, plan: Plan, lora: BlockArrays, clock: StepClock) throws {
@@ -23,8 +25,19 @@ final class BlockwiseModel {
         layout = LoRALayout(architecture: architecture, rank: settings.rank)
         scale = settings.scale
         tile = TileSizes(
-            architecture, group: bundle.manifest.featureGroup, length: settings.seqLen, bytes: plan.tileBytes)
-        functions = try bundle.functions(\.functions, length: settings.seqLen)
+            architecture, group: bundle.manifest.featureGroup, length: settings.seqLen, bytes: plan.tileBytes,
+            products: bundle.products)
+        workspace = bundle.products == .packed ? Planner(bundle.manifest, settings).workspace(plan) : nil
+        workBetweenBoundaries =
+            bundle.products == .packed ? CrossEntropyHead.gpuWork : CrossEntropyHead.defaultWork
+        var made = [ObjectIdentifier: BlockFunction]()
+        functions = try bundle.functions(\.functions, length: settings.seqLen).map { imported in
+            let function =
+                made[ObjectIdentifier(imported)]
+                ?? BlockFunction(imported, isFused: bundle.manifest.device == "gpu")
+            made[ObjectIdentifier(imported)] = function
+            return function
+        }
     }
 
     var blocks: Range<Int> { 0..<bundle.architecture.numHiddenLayers }
@@ -49,37 +62,30 @@ final class BlockwiseModel {
         try clock.boundary()
         return try clock.timed(\.forward) {
             defer { Memory.clearCache() }
-            return try bundle.withBlock(block) { weights in
-                guard keep else {
-                    // Without a reference to the others, each goes as soon as y no longer needs it.
-                    let y = try call(functions[block], x, lora, weights)[0]
-                    eval(y)
-                    return (y, nil)
-                }
-                let outputs = try call(functions[block], x, lora, weights)
-                let kept = Intermediates(outputs, kept: true)
-                eval([outputs[0]] + kept.arrays)
+            return try withBlock(block) { weights in
+                let outputs = try functions[block](keep ? .all : .y, arguments(x, lora, weights))
+                let kept = keep ? Intermediates(kept: outputs) : nil
+                eval([outputs[0]] + (kept?.arrays ?? []))
                 return (outputs[0], kept)
             }
         }
     }
 
-    /// The block's intermediates again, from its input.
-    ///
-    /// The outputs that nobody evaluates cost nothing, but hold the tiles they would be made of: they end before the others are
-    /// evaluated.
-    func recompute(_ block: Int, _ x: MLXArray, _ lora: MLXArray, _ weights: BlockWeights) throws -> Intermediates {
-        let intermediates = Intermediates(try call(functions[block], x, lora, weights), kept: false)
-        eval(intermediates.arrays)
-        return intermediates
+    /// Calls `body` with a block's weights, which are mapped meanwhile, and its workspace. What `body` returns must be evaluated.
+    func withBlock<R>(_ block: Int, _ body: (BlockWeights) throws -> R) throws -> R {
+        try bundle.withBlock(block) { weights in try withWorkspace(workspace) { try body(weights) } }
     }
 
-    /// The outputs of a block function, not evaluated.
-    func call(_ function: ImportedFunction, _ x: MLXArray, _ lora: MLXArray, _ weights: BlockWeights) throws
-        -> [MLXArray]
-    {
-        try function.dynamicallyCall(
-            withKeywordArguments: ["": x, "": lora, "": MLXArray(scale), "": weights.packed.words])
+    /// The block's intermediates again, from its input.
+    func recompute(_ block: Int, _ x: MLXArray, _ lora: MLXArray, _ weights: BlockWeights) throws -> Intermediates {
+        let outputs = try functions[block](.intermediates, arguments(x, lora, weights))
+        eval(outputs)
+        return Intermediates(recomputed: outputs)
+    }
+
+    /// What a block function takes.
+    func arguments(_ x: MLXArray, _ lora: MLXArray, _ weights: BlockWeights) -> [MLXArray] {
+        [x, lora, MLXArray(scale), weights.packed.words]
     }
 
     /// The sum of the losses of the counted targets, in nats, from the last block's output; and its gradient `[1, T, hidden]` times
@@ -89,11 +95,13 @@ final class BlockwiseModel {
         return try clock.timed(\.loss) {
             let targets = MLXArray(Array(example.targets))
             let (loss, dy) = try bundle.withHead { weights in
-                let head = CrossEntropyHead(
-                    weights: weights, architecture: bundle.architecture, tile: tile.vocabulary,
-                    workBetweenBoundaries: workBetweenBoundaries)
-                return try head(y, targets: targets, counted: example.counted, gradientScale: gradientScale) {
-                    try clock.boundary()
+                try withWorkspace(workspace) {
+                    let head = CrossEntropyHead(
+                        weights: weights, architecture: bundle.architecture, tile: tile.vocabulary,
+                        tokens: tile.lossTokens, pace: tile.pace, workBetweenBoundaries: workBetweenBoundaries)
+                    return try head(y, targets: targets, counted: example.counted, gradientScale: gradientScale) {
+                        try clock.boundary()
+                    }
                 }
             }
             Memory.clearCache()

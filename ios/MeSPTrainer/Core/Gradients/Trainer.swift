@@ -56,7 +56,7 @@ final class Trainer {
     /// The structured backward pass: the block's forward pass again up to x_mid, unless it was kept, then the derivatives by hand.
     private func structured(_ block: Int, _ x: MLXArray, _ kept: Intermediates?, d: inout MLXArray) throws -> MLXArray {
         let lora = try model.parameters(block)
-        return try model.bundle.withBlock(block) { weights in
+        return try model.withBlock(block) { weights in
             let intermediates = try kept ?? model.recompute(block, x, lora, weights)
             let backward = BlockBackward(
                 weights: weights, lora: lora, layout: model.layout, scale: model.scale, tile: model.tile)

@@ -14,10 +14,17 @@ public struct Planner: Sendable {
     private let settings: RunSettings
     private let group: Int
     private let itemSize: Int
+    private let products: QuantizedMatrix.Products
     private let functionBytes: Int
 
-    /// From the largest, which the default plan takes: larger ones are no faster.
-    static let tileSizes = [1 << 20, 512 << 10, 256 << 10]
+    /// From the largest, which the default plan takes: larger ones are no faster. On a GPU, where a kernel costs as much as some 500 kB
+    /// of memory traffic, they grow with the sequence, so that a step of any length has about as many kernels, up to where that is a
+    /// tenth of what the kernel takes; in wide models, whose products take longer, less.
+    private var tileSizes: [Int] {
+        let largest =
+            products == .dense ? 1 << 20 : min(min(4096, (4 << 20) / architecture.hiddenSize) * length, 7 << 19)
+        return [largest, largest / 2, largest / 4]
+    }
 
     /// What the system allows the process, in bytes, nil for all there is.
     private let systemLimit: Int?
@@ -27,6 +34,7 @@ public struct Planner: Sendable {
         architecture = manifest.architecture
         self.settings = settings
         group = manifest.featureGroup
+        products = manifest.device == "cpu" ? .dense : .packed
         itemSize = manifest.dtype == "float32" ? 4 : 2
         let functions = Set(manifest.blocks.compactMap { $0.functions["\(settings.seqLen)"] })
         functionBytes = manifest.files.filter { functions.contains($0.path) }.reduce(0) { $0 + $1.size }
@@ -43,7 +51,7 @@ public struct Planner: Sendable {
     /// - Throws: `MeSPError` with the least possible peak, where the limit is below it.
     public func plan() throws -> Plan {
         let asked = settings.memoryLimitMb.map { Int($0 * 1e6) }
-        let standard = Plan(tileBytes: Self.tileSizes[0], offload: settings.offload ?? .none)
+        let standard = Plan(tileBytes: tileSizes[0], offload: settings.offload ?? .none)
         if asked == nil, withMargin(peak(standard)) <= systemLimit ?? .max { return standard }
         let limit = min(asked ?? .max, systemLimit ?? .max)
         if let plan = plans.first(where: { withMargin(peak($0)) <= limit }) { return plan }
@@ -66,7 +74,7 @@ public struct Planner: Sendable {
     private var plans: [Plan] {
         let most = method == .mesp ? trainedBlocks : 0
         return offloads.flatMap { offload in
-            Self.tileSizes.flatMap { tileBytes in
+            tileSizes.flatMap { tileBytes in
                 (0...most).reversed().map { Plan(tileBytes: tileBytes, keptBlocks: $0, offload: offload) }
             }
         }
@@ -85,14 +93,40 @@ public struct Planner: Sendable {
 
     /// The predicted peak footprint of a step, in bytes.
     public func peak(_ plan: Plan) -> Int {
-        let tile = TileSizes(architecture, group: group, length: length, bytes: plan.tileBytes)
+        products == .packed ? process + arrays(plan) : peakOnCPU(plan)
+    }
+
+    /// On a GPU, what MLX's arrays and its cache take at a step's peak, in bytes: back-pressure keeps each phase in its workspace.
+    public func arrays(_ plan: Plan) -> Int {
+        let inputs = method == .mezo || plan.offload != .none ? 0 : trainedBlocks * hidden
+        let kept = plan.keptBlocks * keptBytes + (plan.keptBlocks > 0 ? 2 * intermediate : 0)
+        let phase = method == .mebp ? max(phase(plan), backward(tile(plan))) : phase(plan)
+        return (plan.offload == .all ? 0 : vectors) + inputs + kept + phase
+    }
+
+    private func tile(_ plan: Plan) -> TileSizes {
+        TileSizes(architecture, group: group, length: length, bytes: plan.tileBytes, products: products)
+    }
+
+    /// What the arrays of one block, or of the head, take on a GPU, in bytes: what lives through a tile, and what some 21 kernels
+    /// write, the longest command buffer, for while it is encoded nothing of it can go. Fitted to what docs/ledger.md counts.
+    private func phase(_ plan: Plan) -> Int {
+        let wide = architecture.postNorms ? 64 * hidden : 0
+        return (56 * plan.tileBytes + 162 * query + 57 * keyValue + 41 * loraBytes + wide) / 10
+    }
+
+    /// What a phase may take above what there is when it begins, its input and the gradient of its output among it. See `withWorkspace`.
+    func workspace(_ plan: Plan) -> Int { phase(plan) / 2 }
+
+    private func peakOnCPU(_ plan: Plan) -> Int {
+        let tile = tile(plan)
         let inputs = method == .mezo || plan.offload != .none ? 0 : trainedBlocks * hidden
         let kept = plan.keptBlocks * keptBytes
         let forward = plan.keptBlocks > 0 ? forward + 2 * intermediate : forward
         return process + (plan.offload == .all ? 0 : vectors) + inputs + kept
             + max(forward, loss(tile), backward(tile))
             // What is freed doesn't go back to the system at once: small blocks, and activations between others, up to a size.
-            + (plan.tileBytes < Self.tileSizes[0] ? 4_000_000 : 0)
+            + (plan.tileBytes < tileSizes[0] ? 4_000_000 : 0)
             + ((1_600_000..<8 << 20).contains(hidden) ? 3 * max(hidden, query) : 0)
     }
 

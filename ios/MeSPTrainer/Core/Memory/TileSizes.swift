@@ -1,25 +1,83 @@
+import MLX
+
 /// How much of a matrix is worked on at once.
+///
+/// Where W is dequantized (`Products.dense`), it is W that is cut, and each part is dequantized once for all tokens. Where it is not
+/// (`.packed`, on the GPU), W costs nothing, and what is wide is cut by tokens: fewer and larger kernels for the same memory.
 struct TileSizes {
     /// Rows of a projection's weight.
     let projection: Int
     /// Intermediate features of the MLP, a multiple of the quantization group.
     let mlp: Int
+    /// Tokens in the MLP.
+    let tokens: Int
     /// Query rows of attention.
     let attention: Int
-    /// Rows of the vocabulary in the loss.
+    /// Tokens in the loss, and rows of the vocabulary. W is read again for each of the former.
+    let lossTokens: Int
     let vocabulary: Int
+    let pace: Pace
+    /// Whether what a block's phases leave is evaluated on a GPU too: an `eval` costs it what writing some 16 MB would, and bounds
+    /// the arrays as long as the sequence, of which a phase makes a dozen, to those of that phase.
+    private let evaluatesPhases: Bool
 
     /// Sizes that keep each temporary near `bytes`, for sequences of `length` tokens.
-    init(_ a: Architecture, group: Int, length: Int, bytes: Int) {
+    init(_ a: Architecture, group: Int, length: Int, bytes: Int, products: QuantizedMatrix.Products) {
         let floats = bytes / 4
-        projection = max(64, floats / max(a.hiddenSize, a.numAttentionHeads * a.headDim, length))
-        mlp = max(1, floats / max(a.hiddenSize, length) / group) * group
-        attention = max(8, floats / (a.numAttentionHeads * length))
-        vocabulary = max(64, floats / max(a.hiddenSize, length))
+        let rows = max(8, floats / (a.numAttentionHeads * length))
+        /// Parts of one size, of which none is longer than `size`.
+        func evenly(_ count: Int, _ size: Int) -> Int {
+            let parts = (count + size - 1) / size
+            return (count + parts - 1) / parts
+        }
+        switch products {
+        case .dense:
+            attention = rows
+            projection = max(64, floats / max(a.hiddenSize, a.numAttentionHeads * a.headDim, length))
+            mlp = max(1, floats / max(a.hiddenSize, length) / group) * group
+            (tokens, lossTokens) = (length, length)
+            vocabulary = max(64, floats / max(a.hiddenSize, length))
+            (pace, evaluatesPhases) = (.evaluated, true)
+        case .packed:
+            attention = evenly(length, rows)
+            (projection, mlp) = (.max, .max)
+            tokens = evenly(length, max(8, floats / a.intermediateSize))
+            lossTokens = min(256, length)
+            vocabulary = max(64, 2 * floats / lossTokens)
+            (pace, evaluatesPhases) = (.chained, length * a.hiddenSize * 4 >= 2 << 20)
+        }
+    }
+
+    /// Ends a phase of a block: what it leaves is evaluated where that pays.
+    func endPhase(_ arrays: [MLXArray]) {
+        if evaluatesPhases { eval(arrays) }
+    }
+}
+
+/// How the temporaries of a piece of work go before the next begins.
+enum Pace {
+    /// It is evaluated: a CPU computes while it waits.
+    case evaluated
+    /// The next piece depends on it, so that MLX encodes one after the other, and nobody waits for a GPU that would then have nothing to
+    /// do. `Memory.memoryLimit` bounds what lives until the GPU has got so far.
+    case chained
+
+    /// Ends a piece of work that has others behind it in the same function.
+    func finish(_ arrays: [MLXArray]) {
+        if self == .evaluated { eval(arrays) }
+    }
+
+    /// What the next piece begins with, to be had only after `done`.
+    func next(_ inputs: [MLXArray], after done: [MLXArray]) -> [MLXArray] {
+        guard self == .chained else {
+            eval(done)
+            return inputs
+        }
+        return depends(inputs: inputs, dependencies: done)
     }
 }
 
 /// `0..<count` in pieces of `size`, the last perhaps shorter.
 func tiles(of count: Int, size: Int) -> [Range<Int>] {
-    stride(from: 0, to: count, by: size).map { $0..<min($0 + size, count) }
+    stride(from: 0, to: count, by: min(size, max(count, 1))).map { $0..<min($0 + min(size, count), count) }
 }

@@ -17,7 +17,10 @@ extension Bench {
 
     private func cpu(_ trainer: Trainer) -> FormulasOnCPU {
         FormulasOnCPU(
-            bundle: bundle, layout: trainer.model.layout, scale: trainer.model.scale, tile: trainer.model.tile)
+            bundle: bundle, layout: trainer.model.layout, scale: trainer.model.scale,
+            tile: TileSizes(
+                architecture, group: bundle.manifest.featureGroup, length: shortest, bytes: 1 << 20,
+                products: .dense))
     }
 
     /// Whether the largest of these errors is within the tolerance; a NaN is not.
@@ -70,9 +73,8 @@ extension Bench {
         let trainer = try trainer(run(shortest))
         let model = trainer.model
         let (x, lora) = (try model.embed(example(shortest)), try model.parameters(0))
-        let function = try bundle.functions(\.functions, length: shortest)[0]
         let outputs = try bundle.withBlock(0) { weights in
-            let outputs = try model.call(function, x, lora, weights)
+            let outputs = try model.functions[0](.all, model.arguments(x, lora, weights))
             eval(outputs)
             return outputs
         }

@@ -52,7 +52,7 @@ struct FormulasOnCPU {
         try withBlock(block) { weights in
             let backward = BlockBackward(weights: weights, lora: lora, layout: layout, scale: scale, tile: tile)
             return backward(
-                x: x.asType(.float32), Intermediates(outputs, kept: true), d: &d, wantsInput: true)
+                x: x.asType(.float32), Intermediates(kept: outputs), d: &d, wantsInput: true)
         }
     }
 

@@ -1,0 +1,34 @@
+import Foundation
+import MLX
+
+/// Training steps on tokens that mean nothing, to count or measure what one takes. They leave nothing behind.
+public final class Rehearsal {
+    public let planner: Planner
+    public let plan: Plan
+    private let trainer: Trainer
+    private let example: Example
+    private var number = 0
+
+    /// - Parameter settings: their output is not used.
+    /// - Throws: `MeSPError`, as a run would at its start.
+    public init(_ settings: RunSettings) throws {
+        try settings.check()
+        let bundle = try ModelBundle(url: URL(fileURLWithPath: settings.bundle), checksums: false)
+        try bundle.manifest.check(settings)
+        planner = Planner(bundle.manifest, settings)
+        plan = try planner.plan()
+        let folder = FileManager.default.temporaryDirectory
+        let plan = plan
+        trainer = try bundle.withDevice {
+            try Trainer(bundle: bundle, settings: settings, plan: plan, folder: folder)
+        }
+        let tokens = (0...settings.seqLen).map { Int32($0 % bundle.architecture.vocabSize) }
+        example = Example(tokens: tokens, counted: 0..<settings.seqLen)
+    }
+
+    /// A step: forward, head, backward and update.
+    public func step() throws {
+        try trainer.model.bundle.withDevice { _ = try trainer.step([[example]], number: number) }
+        number += 1
+    }
+}
