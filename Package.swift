@@ -14,6 +14,9 @@ let mlx: Package.Dependency =
     ? .package(path: "ios/HostMLX")
     : .package(url: "https://github.com/ml-explore/mlx-swift", "0.31.4"..."0.31.6")
 
+/// What a step would cost on a phone's GPU is counted where MLX is the wheel's.
+let ledger: [Target.Dependency] = hostMLX ? [.product(name: "HostMLXLedger", package: "HostMLX")] : []
+
 let package = Package(
     name: "MeSP",
     platforms: [.iOS(.v17), .macOS(.v14)],
@@ -28,7 +31,8 @@ let package = Package(
             name: "MeSPCore",
             dependencies: [.product(name: "MLX", package: hostMLX ? "HostMLX" : "mlx-swift")],
             path: "ios/MeSPTrainer/Core"),
-        .executableTarget(name: "mesp-engine", dependencies: ["MeSPCore"], path: "ios/MeSPTrainer/Engine"),
+        .executableTarget(
+            name: "mesp-engine", dependencies: ["MeSPCore"] + ledger, path: "ios/MeSPTrainer/Engine"),
         .target(
             name: "MeSPAppModel", dependencies: ["MeSPCore"], path: "ios/MeSPTrainer/AppModel",
             resources: [.process("paper.json")]),

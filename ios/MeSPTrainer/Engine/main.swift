@@ -1,4 +1,5 @@
 // mesp-engine SETTINGS.json: one training run. Prints the log's records as they are written; mesp-train drives it.
+// mesp-engine count SETTINGS.json: counts what a step takes on a phone's GPU. tools/bench.py --table gpu drives it.
 // mesp-engine generate SETTINGS.json: writes on from a prompt. Prints a record for each token; mesp-generate drives it.
 // mesp-engine self-check SETTINGS.json: asks the machine. Prints a record for each check; tools/check_gpu.py drives it.
 
@@ -59,6 +60,14 @@ func train(_ file: URL) throws {
         })
 }
 
+func count(_ file: URL) throws {
+    #if canImport(HostMLXLedger)
+        try print("count", StepCount(RunSettings(contentsOf: file)))
+    #else
+        throw MeSPError("This engine cannot count: build it with the MLX library of the mlx package.")
+    #endif
+}
+
 func generate(_ file: URL) throws {
     let settings = try GenerationSettings(contentsOf: file)
     let generator = try Generator(
@@ -100,10 +109,11 @@ func print(_ type: String, _ fields: any Encodable) throws {
 do {
     let arguments = CommandLine.arguments.dropFirst()
     switch (arguments.count, arguments.first) {
+    case (2, "count"): try count(URL(fileURLWithPath: arguments[2]))
     case (2, "generate"): try generate(URL(fileURLWithPath: arguments[2]))
     case (2, "self-check"): try checkMachine(URL(fileURLWithPath: arguments[2]))
     case (1, let file?): try train(URL(fileURLWithPath: file))
-    default: fail("usage: mesp-engine [generate|self-check] SETTINGS.json")
+    default: fail("usage: mesp-engine [count|generate|self-check] SETTINGS.json")
     }
 } catch is CancellationError {
     fail("The self-check was stopped.")
