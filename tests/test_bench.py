@@ -10,6 +10,7 @@ import pytest
 
 from bench import main
 from conftest import TINY, invoke, write_model
+from mesp.commands.export import main as export
 from mesp.engine.build import CHECKOUT, built_engine
 
 ENGINE = Path(os.environ.get("MESP_ENGINE") or built_engine(CHECKOUT))
@@ -18,6 +19,9 @@ ENVIRONMENT = {
     "MESP_ENGINE": str(ENGINE if ENGINE.exists() else sys.executable),
     "OPENBLAS_NUM_THREADS": "1",
 }
+# What a step of the demo model takes on a phone's GPU, by length. Less is an improvement: lower it.
+MOST_EVALS = {256: 49, 1024: 49}
+MOST_KERNELS = {256: 2744, 1024: 6678}
 needs_engine = pytest.mark.skipif(not ENGINE.exists(), reason="mesp-engine has not been built")
 
 
@@ -69,7 +73,7 @@ def test_every_way_to_train_is_measured(model: Path, tmp_path: Path):
     assert paper["paper_bytes"] is None
 
     header, _, *lines = [line for line in done.stdout.splitlines() if line.startswith("|")]
-    assert {"method", "steps", "peak MB", "predicted MB", "time of MeBP"} <= set(cells(header))
+    assert {"method", "steps", "peak MB", "predicted peak MB", "time of MeBP"} <= set(cells(header))
     assert "paper MB" not in header  # it has none for this model
     assert [cells(line)[4] for line in lines[: len(rows)]] == list(rows)
 
@@ -103,6 +107,39 @@ def test_a_run_that_fails_leaves_the_others(model: Path, tmp_path: Path):
         "mesp",
         "mesp bar",
     ]
+
+
+@needs_engine
+@pytest.mark.skipif(sys.platform == "darwin", reason="a Mac's engine has no ledger")
+def test_a_step_on_a_phone_takes_no_more_than_it_did(tmp_path: Path):
+    size = ("--model", "demo", "--work", tmp_path, "--json", tmp_path / "rows.json")
+    done = bench("--table", "gpu", *size)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    assert [row["seq_len"] for row in rows] == [256, 1024]
+    for row in rows:
+        assert (row["model"], row["device"], row["dtype"]) == ("demo", "gpu", "bfloat16")
+        assert 0 < row["evals"] <= MOST_EVALS[row["seq_len"]]
+        assert row["evals"] < row["kernels"] <= MOST_KERNELS[row["seq_len"]]
+        assert row["tflop"] > 0 and row["modelled_seconds"] > 200e-6 * row["evals"]
+    short, long = rows
+    assert short["predicted_peak_bytes"] == pytest.approx(short["ledger_peak_bytes"], rel=0.1)
+    assert long["ledger_peak_bytes"] > short["ledger_peak_bytes"]
+    header, _, *lines = [line for line in done.stdout.splitlines() if line.startswith("|")]
+    assert {"evals", "kernels", "TFLOP", "modelled s"} <= set(cells(header)) and len(lines) == 2
+    assert "Counted: evals" in done.stdout and "Modelled: the seconds" in done.stdout
+    assert "Measured" not in done.stdout
+
+
+@needs_engine
+def test_a_bundle_for_the_cpu_is_not_counted(model: Path, tmp_path: Path):
+    bundle = tmp_path / "cpu.mesp"
+    size = ("--random-weights", "--seq-len", 8, "--device", "cpu")
+    assert invoke(export, "mesp-export", "--model", model, "--out", bundle, *size).returncode == 0
+    done = bench("--table", "gpu", "--model", bundle, "--seq-len", 8, "--work", tmp_path)
+    assert done.returncode == 2
+    assert done.stderr == f"Error: {bundle} is for the CPU: export it with --device gpu to count.\n"
+    assert done.stdout == ""
 
 
 @pytest.mark.slow
@@ -169,6 +206,7 @@ def test_convergence(tmp_path: Path):
         (["--memory-limit", "mebp", "--methods", "mesp"], "needs mebp among the --methods"),
         (["--seq-len", "0"], "0 is not in the range"),
         (["--table", "h", "--offload", "all"], "--offload has no use in the table h"),
+        (["--table", "gpu", "--steps", "2"], "--steps has no use in the table gpu"),
         (["--data", "text.txt"], "--data has no use in the table memory"),
         (["--plot", "peaks.txt"], "must end in .png, .svg or .pdf"),
         (["--model", "no-such-model"], "There is no model no-such-model"),

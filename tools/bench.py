@@ -14,6 +14,7 @@ Tables, each with its own defaults for the options that apply to it:
   length        MeSP by sequence length, the paper's sizes and other families
   rank          MeSP by LoRA rank, all three sizes
   time          MeSP's time against MeBP's, by memory limit
+  gpu           what a step on a phone's GPU would take, counted on any machine
   h             what storing h = xA would take, and what recomputing it costs
   mezo-quality  MeZO's estimate of each block's gradient against the exact gradient
   defaults      what mesp-train learns by default, beside a sweep of rates and optimizers

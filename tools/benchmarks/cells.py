@@ -10,13 +10,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import mlx.core as mx
+
 import mesp
 from benchmarks.machine import cpu
 from mesp.bundle.manifest import read_manifest
 from mesp.errors import MespError
 from mesp.models.short_names import KNOWN
 
-DEVICE, DTYPE = "cpu", "float32"  # of the bundles that are exported
+DEVICE = "cpu"  # that bundles are exported for and run on; a table with another only counts
 Row = dict[str, Any]
 
 
@@ -47,7 +49,7 @@ def find_cells(options: dict[str, Any], layers: int | None, work: Path) -> list[
             bundle = export(model, options, layers, work)
         elif layers or options.get("data"):
             raise MespError(f"{model} is a bundle: --layers and --data are of its export.")
-        manifest = read_manifest(bundle)
+        manifest = read_manifest(bundle, to_run="device" not in options)
         name = manifest["name"].removesuffix("-random")
         blocks = len(manifest["architecture"]["layers"])
         kind = (manifest["device"], manifest["dtype"])
@@ -62,20 +64,22 @@ def export(model: str, options: dict[str, Any], layers: int | None, work: Path) 
     Of a known geometry, one that is there serves again, and keeps the lengths and ranks it has.
     """
     data, seq_lens, ranks = options.get("data"), {*options["seq_lens"]}, {*options["ranks"]}
-    parts = (model.strip("/").replace("/", "-"), layers and f"{layers}-blocks", data and "data")
+    device = options.get("device", DEVICE)
+    parts = [model.strip("/").replace("/", "-"), layers and f"{layers}-blocks", data and "data"]
+    parts += [device] if device != DEVICE else []
     path = work / ("-".join(part for part in parts if part) + ".mesp")
     if model in KNOWN:
         with suppress(MespError):
-            manifest = read_manifest(path)
+            manifest = read_manifest(path, to_run=device == DEVICE)
             seq_lens, ranks = seq_lens | {*manifest["seq_lens"]}, ranks | {*manifest["ranks"]}
             written = (path / "manifest.json").stat().st_mtime
             code = Path(mesp.__file__).parent.rglob("*.py")
             current = all(file.stat().st_mtime < written for file in code)
             covered = (sorted(seq_lens), sorted(ranks)) == (manifest["seq_lens"], manifest["ranks"])
-            if current and covered:
+            if current and covered and manifest["mlx_version"] == mx.__version__:
                 return path
-    command = ["--model", model, "--out", path, "--overwrite", "--device", DEVICE]
-    command += ["--dtype", DTYPE, "--seq-len", *sorted(seq_lens), "--rank", *sorted(ranks)]
+    command = ["--model", model, "--out", path, "--overwrite", "--device", device]
+    command += ["--seq-len", *sorted(seq_lens), "--rank", *sorted(ranks)]
     command += ["--layers", layers] if layers else []
     command += ["--data", data] if data else []
     command += [] if model == "demo" else ["--random-weights"]

@@ -26,8 +26,12 @@ def present(rows: list[Row], kind: Kind) -> None:
         by = ("method",) if "variant" in rows[0] else SIZE
         groups = grouped([row for row in rows if row.get("steps", 1)], by)
         show([averages(each, by, averaged) for each in groups])
-    on = dict.fromkeys(f"{r['device']} in {r['dtype']}, {r['cpu']}, {r['os']}" for r in rows)
-    click.echo(f"\nMeasured on the {' and the '.join(on)}.\n{kind.note}")
+    click.echo()
+    measured = [row for row in rows if "os" in row]
+    on = dict.fromkeys(f"{r['device']} in {r['dtype']}, {r['cpu']}, {r['os']}" for r in measured)
+    if on:
+        click.echo(f"Measured on the {' and the '.join(on)}.")
+    click.echo(kind.note)
 
 
 def drawn(rows: list[Row]) -> list[Row]:

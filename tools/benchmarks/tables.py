@@ -13,7 +13,7 @@ from rich.console import Console
 from benchmarks import paper
 from benchmarks.cells import Cell, Row, find_cells
 from benchmarks.columns import SIZE, grouped
-from benchmarks.processes import Tell, engine_program, run_program, run_python
+from benchmarks.processes import Tell, count_step, engine_program, run_program, run_python
 from benchmarks.rows import compare, engine_settings, extrapolate, measure
 from benchmarks.variants import ENGINE_METHODS, Variant, find_variants
 from mesp.bundle.manifest import read_manifest
@@ -36,12 +36,17 @@ _SIZE = {"models": SIZES[:1], "seq_lens": (256,), "ranks": (paper.RANK,), "steps
 _RUNS = {**_SIZE, "methods": ("mesp",), "layers": (), "offload": "auto", "limits": ("auto",)}
 _DEMO = {**_SIZE, "models": ("demo",)}
 
+# What a row has of the engine's count.
+COUNTED = ("evals", "kernels", "tflop", "ledger_peak_bytes", "predicted_peak_bytes",
+           "modelled_seconds")  # fmt: skip
+
 # The options that apply to a table, with their defaults.
 TABLES: dict[str, dict[str, Any]] = {
     "memory": {**_RUNS, "methods": ENGINE_METHODS},
     "length": {**_RUNS, "models": MODELS, "seq_lens": tuple(paper.PEAK_MB[SIZES[0]])},
     "rank": {**_RUNS, "models": SIZES, "ranks": (4, 8, 16, 32)},
     "time": {**_RUNS, "methods": ("mebp", "mesp"), "limits": ("auto", "bar", "mebp", "all")},
+    "gpu": {"models": SIZES[:1], "seq_lens": (256, 1024), "ranks": (paper.RANK,), "device": "gpu"},
     "h": {**_SIZE, "models": SIZES, "steps": 10},
     "mezo-quality": {**_DEMO, "layers": (), "steps": 10},
     "defaults": {**_DEMO, "seq_lens": (128,), "steps": 200, "data": None},
@@ -54,7 +59,7 @@ class Bench:
 
     def __init__(self, table: str, options: dict[str, Any], work: Path) -> None:
         self.table, self.options, self.work = table, options, work
-        self.steps = options["steps"]
+        self.steps = options.get("steps")
         self.layers = sorted(set(options.get("layers", ())))
         self.status = Console(stderr=True).status("Exporting")
 
@@ -84,6 +89,20 @@ def run_rows(bench: Bench) -> Iterator[Row]:
             rows.append(row)
             compare(rows)
             yield row
+
+
+def gpu_rows(bench: Bench) -> Iterator[Row]:
+    """A row for each step that is counted; MespError where a bundle is not for the GPU."""
+    cells = bench.cells()
+    for cell in cells:
+        if cell.device != "gpu":
+            raise MespError(f"{cell.bundle} is for the CPU: export it with --device gpu to count.")
+    for cell in cells:
+        bench.doing(cell, "counting")
+        count = count_step(cell)
+        row = cell.row() | {name: count[name] for name in COUNTED}
+        del row["cpu"], row["os"]  # no matter where it is counted
+        yield row
 
 
 def python_rows(bench: Bench) -> Iterator[Row]:
@@ -188,6 +207,16 @@ OpenBLAS; MLX's own BLAS is some 50 times slower. A row with "from blocks" has n
 extrapolated from those numbers of blocks, beside the plan for all.""",
 )
 KINDS = {
+    "gpu": Kind(
+        gpu_rows,
+        None,
+        ("ledger peak MB", "modelled s"),
+        """Nothing was run: a step of MeSP with SGD, the second, as it would go on a phone's GPU.
+Counted: evals (round trips), kernels, TFLOP (of matrix products and attention), and the ledger's
+peak, of MLX's arrays and its cache, without the process and the mapped weights. The predicted peak
+is the planner's of the same. Modelled: the seconds, from the counts and a phone's supposed speeds.
+See docs/ledger.md.""",
+    ),
     "h": Kind(
         python_rows,
         None,
