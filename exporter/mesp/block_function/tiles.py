@@ -9,8 +9,8 @@ from collections.abc import Iterator
 # graph, which MLX keeps in memory.
 WIDTH = 256
 
-# On the GPU, numbers in an array as wide as the MLP for each token of the sequence: with more tokens
-# kernels are longer, not more.
+# On the GPU, numbers in an array as wide as the MLP for each token of the sequence: with more
+# tokens kernels are longer, not more.
 NUMBERS_A_TOKEN = 2048
 
 # Query rows in a tile of attention. Few, because a tile reads no key after its last row.
