@@ -22,11 +22,17 @@ enum Activation: String, Codable, Sendable {
             let (up, (f, slope)) = (sum(up), values(sum(gate)))
             return (f * up, dAct * up * slope, dAct * f)
         }
+        return gatedBackwardByKernels(gate: gate, up: up, dAct: dAct)
+    }
+
+    /// The same with a kernel for each result, which makes the sums, f and f′ again.
+    func gatedBackwardByKernels(gate: [MLXArray], up: [MLXArray], dAct: MLXArray)
+        -> (act: MLXArray, dGate: MLXArray, dUp: MLXArray)
+    {
         let kernels = self == .silu ? Self.silus : Self.gelus
         return (kernels.act(gate + up), kernels.dGate(gate + up + [dAct]), kernels.dUp(gate + [dAct]))
     }
 
-    /// A kernel for each result, which makes the sums, f and f′ again.
     private struct Kernels {
         let act, dGate, dUp: Fused
 

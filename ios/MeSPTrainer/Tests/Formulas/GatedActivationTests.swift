@@ -1,0 +1,26 @@
+import MLX
+import Testing
+
+@testable import MeSPCore
+
+@Suite(.serialized) struct GatedActivationTests {
+    /// A GPU computes each result apart: from a product, an adapter's part and perhaps a bias.
+    @Test(arguments: [Activation.silu, .gelu], [1, 2, 3]) func kernelsAreTheFormula(
+        _ activation: Activation, _ terms: Int
+    ) {
+        func parts(_ seed: UInt64) -> [MLXArray] {
+            MLXRandom.split(key: MLXRandom.key(seed), into: terms).enumerated().map { index, key in
+                MLXRandom.normal(index == 2 ? [6] : [5, 6], key: key)
+            }
+        }
+        let (gate, up) = (parts(1), parts(2))
+        let dAct = MLXRandom.normal([5, 6], key: MLXRandom.key(3))
+        let (expected, found) = (
+            activation.gatedBackward(gate: gate, up: up, dAct: dAct),
+            activation.gatedBackwardByKernels(gate: gate, up: up, dAct: dAct)
+        )
+        for (a, b) in [(expected.act, found.act), (expected.dGate, found.dGate), (expected.dUp, found.dUp)] {
+            #expect(relativeError(a, b) < 1e-6)
+        }
+    }
+}
