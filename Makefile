@@ -3,7 +3,7 @@
 # make test    every test that needs nothing but the checkout
 # make test-slow  what is long: 2,000 steps, and PEFT, for which it installs PyTorch, some gigabytes
 # make engine  builds mesp-engine, the trainer
-# make app-bundle  exports the demo model for the app, for a phone's GPU and for its CPU
+# make app-bundle  exports the demo model for the app, for a phone's GPU and for its CPU, and records a run of it
 # make check-gpu  asks this machine what training depends on: costs, exact gradients, peaks
 # make setup   makes .venv with everything the others need (each calls it)
 
@@ -49,6 +49,7 @@ demo: $(READY)
 app-bundle: $(READY)
 	$(BIN)/mesp-export --model demo --seq-len 128 --seq-len 256 --device cpu --overwrite --out ios/MeSPTrainer/Demo.mesp
 	$(BIN)/mesp-export --from ios/MeSPTrainer/Demo.mesp --device gpu --dtype bfloat16 --overwrite --out ios/MeSPTrainer/Demo-GPU.mesp
+	$(BIN)/python tools/record_run.py
 
 # On a GPU where MLX has one, elsewhere on the CPU. MINUTES of a long run show throttling; with
 # DTYPE=float32 a GPU is held to the CPU's exactness.

@@ -13,6 +13,13 @@
     o_out, mlp_out                                  and these where there are post norms
     dx.N        [1, T, hidden]      the loss's gradient by block N's input
     grad.N      [P]                 the loss's gradient by block N's LoRA parameters
+    moments     [P]                 numbers to quantize, some of them between two of the map
+    signed, unsigned                those, or their absolute values, in 8 bits: codes, uint8 [P],
+    signed_scales, unsigned_scales      and scales
+    answers     int32 [2, T + 1]    a chosen and a rejected answer, each with a prompt of its own,
+    prompts, lengths    int32 [2]   padded; how many tokens are prompt, and how many there are
+    O.loss, O.grad.N                of each objective O on these, with its defaults: loss and
+                                    gradient; of kto as a batch of a good and a bad one
     floor.N, floor_loss             of a bfloat16 bundle: grad.N and loss where only what is stored
                                     (block inputs, intermediates, the gradients between blocks) is
                                     rounded to bfloat16, and all arithmetic is float32
@@ -20,8 +27,9 @@
 `losses.safetensors`: the losses of training from the initial LoRA parameters with SGD, each step's
 before its update: `mesp` and `mebp` [steps], `mezo` [mezo steps]. Not written for 0 steps.
 
-All arrays but the tokens are float32. Both files' metadata hold the settings, and what mesp-train
-takes where none is given: an optimizer by method, a learning rate by method and optimizer.
+The answers and what follows are not written for 0 steps. All arrays but the tokens and the codes
+are float32. Both files' metadata hold the settings, and what mesp-train takes where none is given:
+an optimizer by method, a learning rate by method and optimizer.
 """
 
 import argparse
@@ -33,7 +41,11 @@ import mlx.core as mx
 
 from mesp import reference
 from mesp.bundle.reader import Bundle
-from mesp.engine.update_defaults import default_learning_rate, default_optimizer
+from mesp.engine.update_defaults import (
+    OPTIMIZERS,
+    default_learning_rate,
+    default_optimizer,
+)
 
 
 def random_lora(model: reference.Model, rank: int, seed: int) -> list[mx.array]:
@@ -61,8 +73,79 @@ def gradient_arrays(
     names = reference.INTERMEDIATES + (reference.POST_NORMED if model.arch.post_norms else ())
     arrays = {"tokens": window.astype(mx.int32), "loss": g.loss[None], "y": y, "dy": dy}
     arrays |= dict(zip(names, intermediates, strict=True))
+    arrays |= moment_arrays(g.lora[0])
     for name, blocks in {"lora": lora, "x": x, "dx": dx, "grad": g.lora}.items():
         arrays |= {f"{name}.{i}": array for i, array in enumerate(blocks)}
+    return arrays
+
+
+def moment_arrays(gradient: mx.array) -> dict[str, mx.array]:
+    """Of a gradient's size: a block of each map's middles, one of zeros, and the gradient's."""
+    maps = [reference.dynamic_map(signed) for signed in (True, False)]
+    middles = [
+        mx.concatenate([(numbers[:-1] + numbers[1:]) / 2, mx.array([1.0])]) for numbers in maps
+    ]
+    moments = mx.concatenate([*middles, mx.zeros(256), gradient])[: gradient.size]
+    arrays = {"moments": moments}
+    for name, numbers in {"signed": moments, "unsigned": mx.abs(moments)}.items():
+        codes, scales = reference.quantize(numbers, signed=name == "signed")
+        arrays |= {name: codes, f"{name}_scales": scales}
+    return arrays
+
+
+def preference_arrays(
+    model: reference.Model,
+    tokens: mx.array,
+    lora: list[mx.array],
+    seq_len: int,
+    rank: int,
+    scale: float,
+) -> dict[str, mx.array]:
+    """A pair of answers, and what each objective makes of it with π₀ as training begins."""
+    lengths, prompts = [seq_len + 1, seq_len // 2 + 2], [seq_len // 2, 2]
+    windows = [tokens[: lengths[0]], tokens[seq_len : seq_len + lengths[1]]]
+    start = reference.init_lora(model.arch, rank, 0)
+
+    def counted(window: mx.array, prompt: int) -> mx.array:
+        return (mx.arange(1, window.size) >= prompt).astype(mx.float32)
+
+    def answer(window: mx.array, prompt: int) -> reference.Answer:
+        mask = counted(window, prompt)
+        logp, of_start = (
+            -reference.loss(model, each, window, scale, mask).item() for each in (lora, start)
+        )
+        return reference.Answer(logp, of_start, window.size - prompt)
+
+    def gradient(window: mx.array, weights: mx.array) -> list[mx.array]:
+        return reference.gradients(model, lora, window, scale, weights=weights).lora
+
+    pair = list(zip(windows, prompts, strict=True))
+    chosen, rejected = (answer(*each) for each in pair)
+    of_chosen, of_rejected = (gradient(each[0], counted(*each)) for each in pair)
+    of_all = gradient(windows[0], mx.full(seq_len, 1 / seq_len))
+    padded = [mx.pad(each, (0, seq_len + 1 - each.size)) for each in windows]
+    arrays = {"answers": mx.stack(padded).astype(mx.int32)}
+    arrays |= {"prompts": mx.array(prompts), "lengths": mx.array(lengths)}
+
+    def add(name: str, loss: float, weights: list[float], supervised: float = 0.0) -> None:
+        arrays[f"{name}.loss"] = mx.array([loss])
+        for block, parts in enumerate(zip(of_chosen, of_rejected, of_all, strict=True)):
+            w, r, every = parts
+            total = weights[0] * w + weights[1] * r + supervised * every
+            arrays[f"{name}.grad.{block}"] = total
+
+    for name in ("dpo", "ipo", "simpo", "orpo"):
+        more = (0.5,) if name == "simpo" else ()
+        loss, *weights = getattr(reference, name)(chosen, rejected, 0.1, *more)
+        if name == "orpo":
+            loss += reference.loss(model, lora, windows[0], scale).item()
+        add(name, loss, weights, supervised=float(name == "orpo"))
+    mismatched = [
+        answer(mx.concatenate([windows[i][: prompts[i]], windows[j][prompts[j] :]])[: seq_len + 1],
+               prompts[i])
+        for i, j in ((0, 1), (1, 0))
+    ]  # fmt: skip
+    add("kto", *reference.kto([chosen, rejected], [True, False], mismatched, 0.1))
     return arrays
 
 
@@ -115,9 +198,11 @@ def main(arguments: list[str] | None = None) -> None:
     scale = settings.alpha / settings.rank
     numbers = {k: v for k, v in vars(settings).items() if not isinstance(v, Path)}
     metadata = {"model": bundle.manifest["name"]} | {k: str(v) for k, v in numbers.items()}
-    for method, optimizer in itertools.product(("mesp", "mebp", "mezo"), ("sgd", "adamw")):
+    for method, optimizer in itertools.product(("mesp", "mebp", "mezo"), OPTIMIZERS):
         rate = default_learning_rate(method, optimizer, model.arch.hidden_size)
         metadata |= {f"default {method} {optimizer}": str(rate)}
+        rate = default_learning_rate(method, optimizer, model.arch.hidden_size, "dpo")
+        metadata |= {f"default {method} {optimizer} dpo": str(rate)}
         metadata |= {f"default {method}": default_optimizer(method)}
     settings.out.mkdir(parents=True, exist_ok=True)
 
@@ -125,6 +210,9 @@ def main(arguments: list[str] | None = None) -> None:
     arrays = gradient_arrays(model, tokens[: settings.seq_len + 1], lora, scale)
     if bundle.manifest["dtype"] == "bfloat16":
         arrays |= floor_arrays(model, tokens[: settings.seq_len + 1], lora, scale)
+    if settings.steps:
+        sizes = (settings.seq_len, settings.rank, scale)
+        arrays |= preference_arrays(model, tokens, lora, *sizes)
     mx.save_safetensors(str(settings.out / "gradients.safetensors"), arrays, metadata)
     if not settings.steps:
         return

@@ -19,6 +19,7 @@ from xml.etree import ElementTree
 import pytest
 
 from mesp.engine.build import find_engine
+from mesp.runs.log import read_run
 
 ROOT = Path(__file__).parents[1]
 HOME = ROOT / "ios" / "MeSPTrainer"
@@ -26,12 +27,10 @@ APP = HOME / "App"
 PROJECT = HOME / "MeSPTrainer.xcodeproj"
 HERE = Path(__file__).parent
 # The modules of a system, each after those that it imports.
+BOTH = ("Tokenizers", "UniformTypeIdentifiers", "CoreTransferable", "SwiftUI", "Charts")
 STAND_INS = {
-    "macOS": ("Darwin", "CryptoKit"),
-    "iOS": (
-        *("Darwin", "CryptoKit", "UIKit", "os", "Tokenizers", "UniformTypeIdentifiers"),
-        *("CoreTransferable", "SwiftUI", "Charts"),
-    ),
+    "macOS": ("Darwin", "CryptoKit", *BOTH, "UserNotifications"),
+    "iOS": ("Darwin", "CryptoKit", "UIKit", "os", *BOTH, "UserNotifications", "BackgroundTasks"),
 }
 VIEWS = sorted(APP.rglob("*.swift"))
 
@@ -114,18 +113,18 @@ def test_every_path_in_the_project_exists(objects: dict[str, dict]):
     (group,) = of(objects, "PBXFileSystemSynchronizedRootGroup")
     assert (HOME / group["path"]).is_dir()
     files = [f for f in of(objects, "PBXFileReference") if f["sourceTree"] == "<group>"]
-    assert [f["path"] for f in files] == ["Demo.mesp", "Demo-GPU.mesp"]
+    assert [f["path"] for f in files] == ["Demo.mesp", "Demo-GPU.mesp", "Recorded"]
     assert all((HOME / f["path"]).exists() for f in files)
     for exceptions in of(objects, "PBXFileSystemSynchronizedBuildFileExceptionSet"):
         for path in exceptions["membershipExceptions"]:
             assert (HOME / group["path"] / path).is_file(), path
     for configuration in of(objects, "XCBuildConfiguration"):
-        for key in ("INFOPLIST_FILE", "CODE_SIGN_ENTITLEMENTS"):
-            if path := configuration["buildSettings"].get(key):
+        for key, path in configuration["buildSettings"].items():
+            if key.startswith(("INFOPLIST_FILE", "CODE_SIGN_ENTITLEMENTS")):
                 assert (HOME / path).is_file(), path
 
 
-def test_the_target_is_for_iphones_with_swift_6(objects: dict[str, dict]):
+def test_the_target_is_for_iphones_and_macs_with_swift_6(objects: dict[str, dict]):
     (target,) = of(objects, "PBXNativeTarget")
     assert target["name"] == "MeSPTrainer"
     assert target["productType"] == "com.apple.product-type.application"
@@ -137,6 +136,12 @@ def test_the_target_is_for_iphones_with_swift_6(objects: dict[str, dict]):
     assert set(configurations) == {"Debug", "Release"}
     for settings in configurations.values():
         assert settings["IPHONEOS_DEPLOYMENT_TARGET"] == "17.0"
+        assert settings["MACOSX_DEPLOYMENT_TARGET"] == "14.0"
+        assert settings["SDKROOT"] == "auto"
+        assert settings["SUPPORTED_PLATFORMS"] == "iphoneos iphonesimulator macosx"
+        # The Mac runs its own build of it.
+        assert settings["SUPPORTS_MACCATALYST"] == "NO"
+        assert settings["SUPPORTS_MAC_DESIGNED_FOR_IPHONE_IPAD"] == "NO"
         assert settings["SWIFT_VERSION"] == "6.0"
         assert settings["PRODUCT_BUNDLE_IDENTIFIER"] == "org.mesp.MeSPTrainer"
         assert "DEVELOPMENT_TEAM" not in settings, "a team is each person's own"
@@ -160,14 +165,20 @@ def test_the_packages_and_their_products_exist(objects: dict[str, dict]):
     text = manifest.read_text(encoding="utf-8")
     for name in ("MeSPAppModel", "MeSPCore"):
         assert f'.library(name: "{name}", targets: ["{name}"])' in text
-    assert ".iOS(.v17)" in text
+    assert ".iOS(.v17), .macOS(.v14)" in text
 
 
 def test_what_the_views_import_is_linked(objects: dict[str, dict]):
     linked = {each["productName"] for each in of(objects, "XCSwiftPackageProductDependency")}
-    system = {"Charts", "CoreTransferable", "Foundation", "SwiftUI", "UniformTypeIdentifiers"}
+    system = {"Foundation", *STAND_INS["iOS"]} - {
+        "Darwin",
+        "CryptoKit",
+        "UIKit",
+        "os",
+        "Tokenizers",
+    }
     text = "\n".join(view.read_text(encoding="utf-8") for view in VIEWS)
-    assert set(re.findall(r"^import (\w+)", text, flags=re.M)) == linked | system
+    assert set(re.findall(r"^ *(?:@\w+ )?import (\w+)", text, flags=re.M)) == linked | system
 
 
 def test_the_scheme_is_of_the_target_and_shared(objects: dict[str, dict]):
@@ -193,9 +204,36 @@ def test_info_plist_shares_documents_and_declares_bundles():
     assert f'UTType(exportedAs: "{exported["UTTypeIdentifier"]}")' in support
 
 
+def test_info_plist_permits_the_work_in_the_background_that_the_app_asks_for():
+    info = plistlib.loads((APP / "Info.plist").read_bytes())
+    assert info["UIBackgroundModes"] == ["processing"]
+    name = "$(PRODUCT_BUNDLE_IDENTIFIER)"
+    assert info["BGTaskSchedulerPermittedIdentifiers"] == [f"{name}.overnight", f"{name}.run.*"]
+    source = (APP / "SystemBackground.swift").read_text(encoding="utf-8")
+    assert 'prefix + ".overnight"' in source and r'"\(prefix).run.' in source
+
+
 def test_entitlements_ask_for_the_memory_limit():
     entitlements = plistlib.loads((APP / "MeSPTrainer.entitlements").read_bytes())
     assert entitlements == {"com.apple.developer.kernel.increased-memory-limit": True}
+
+
+def test_on_a_mac_the_app_is_in_a_sandbox_with_what_the_person_chooses():
+    entitlements = plistlib.loads((APP / "MeSPTrainer-macOS.entitlements").read_bytes())
+    assert entitlements == {
+        "com.apple.security.app-sandbox": True,
+        "com.apple.security.files.user-selected.read-write": True,
+        "com.apple.security.network.client": True,
+    }
+
+
+def test_the_recorded_run_is_of_the_demo_and_names_no_machine():
+    run = read_run(HOME / "Recorded")
+    assert run.model == "demo" or run.model == "Demo", run.model
+    assert run.end["reason"] == "finished" and run.last_step >= 50
+    assert run.settings["bundle"] == "Demo.mesp" and run.start["host"] == "recorded"
+    text = (HOME / "Recorded" / "metrics.jsonl").read_text(encoding="utf-8")
+    assert "/" not in re.sub(r"https?://\S+", "", text)
 
 
 def test_the_privacy_manifest_gives_reasons_for_what_is_used():
@@ -205,8 +243,11 @@ def test_the_privacy_manifest_gives_reasons_for_what_is_used():
         each["NSPrivacyAccessedAPIType"]: each["NSPrivacyAccessedAPITypeReasons"]
         for each in privacy["NSPrivacyAccessedAPITypes"]
     }
-    # DocumentsFolder sorts the app's own runs by their dates.
-    assert used == {"NSPrivacyAccessedAPICategoryFileTimestamp": ["C617.1"]}
+    # DocumentsFolder sorts the app's own runs by their dates, and looks whether a bundle has room.
+    assert used == {
+        "NSPrivacyAccessedAPICategoryFileTimestamp": ["C617.1"],
+        "NSPrivacyAccessedAPICategoryDiskSpace": ["E174.1"],
+    }
 
 
 def test_the_icon_is_as_the_app_store_takes_it():
@@ -319,10 +360,9 @@ def test_all_of_it_compiles_as_for_a_system_of_apples(system: str, tmp_path: Pat
         encoding="utf-8",
     )
     compile("MeSPAppModel", *(HOME / "AppModel").glob("*.swift"), resources)
-    if system == "iOS":
-        compile("MeSPTrainer", *VIEWS)
-        compile("Example", library_examples(tmp_path / "Example.swift"))
-    else:
+    compile("MeSPTrainer", *VIEWS)
+    compile("Example", library_examples(tmp_path / "Example.swift"))
+    if system == "macOS":
         compile("engine", *(HOME / "Engine").glob("*.swift"))
 
     fault = tmp_path / "Fault.swift"
@@ -336,7 +376,7 @@ def library_examples(source: Path) -> Path:
     """The examples of the library's documentation, as one source."""
     text = (HOME / "Core" / "MeSPCore.docc" / "FineTuning.md").read_text(encoding="utf-8")
     examples = re.findall(r"```swift\n(.*?)```", text, flags=re.S)
-    assert len(examples) == 2
+    assert len(examples) == 3
     source.write_text("import Foundation\n" + "".join(examples), encoding="utf-8")
     return source
 
@@ -358,6 +398,62 @@ def test_the_librarys_documentation_builds(tmp_path: Path):
     convert = [tool("docc"), "convert", catalogue, *options, "--warnings-as-errors"]
     done = subprocess.run(convert, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def literals(text: str) -> list[str]:
+    """The string literals of a Swift source, each interpolation as %@; also those within one."""
+    found, place = [], 0
+
+    def read(place: int) -> int:
+        """Reads the literal whose text begins at `place`; returns where it ends."""
+        parts = []
+        while text[place] != '"':
+            if text.startswith("\\(", place):
+                place, depth = place + 2, 1
+                while depth:
+                    if text[place] == '"':
+                        place = read(place + 1)
+                    depth += {"(": 1, ")": -1}.get(text[place], 0)
+                    place += 1
+                parts.append("%@")
+            else:
+                parts.append(text[place])
+                place += 1
+        found.append("".join(parts))
+        return place + 1
+
+    text = re.sub(r"//.*", "", text)
+    while (place := text.find('"', place)) >= 0:
+        place = read(place + 1)
+    return found
+
+
+def test_the_string_catalog_has_every_sentence_of_the_views():
+    """A text begins with a capital, or has a space; names of symbols and files do neither."""
+    catalog = json.loads((APP / "Localizable.xcstrings").read_text(encoding="utf-8"))
+    assert catalog["sourceLanguage"] == "en" and catalog["version"] == "1.0"
+    said = {
+        text
+        for view in [APP / "MeSPTrainerApp.swift", *(APP / "Views").glob("*.swift")]
+        for text in literals(view.read_text(encoding="utf-8"))
+        if re.search(r"[A-Za-z]", text.replace("%@", "")) and (text[0].isupper() or " " in text)
+    }
+    # Xcode tells numbers from words; both are one text.
+    listed = {re.sub(r"%(\d\$)?(lld|@)", "%@", key) for key in catalog["strings"]}
+    assert said - listed == set(), "add them to Localizable.xcstrings"
+    assert listed - said == set(), "no view says them"
+
+
+def test_views_keep_to_the_systems_type_sizes_and_colors():
+    """Text then grows with Dynamic Type, and is legible in light and dark."""
+    for view in VIEWS:
+        text = view.read_text(encoding="utf-8")
+        assert not re.search(r"\.system\(size|Font\.custom|\.frame\(height[^\n]*Text", text), (
+            view.name
+        )
+        assert not re.search(r"Color\((red|white|hue)|\.white\b|colorScheme\(", text), view.name
+        # Black is the night's screen, with gray on it.
+        assert view.name == "RunView.swift" or ".black" not in text, view.name
 
 
 def test_views_say_what_their_symbols_mean():

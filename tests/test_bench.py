@@ -121,6 +121,8 @@ def test_a_step_on_a_phone_takes_no_more_than_it_did(tmp_path: Path):
         assert (row["model"], row["device"], row["dtype"]) == ("demo", "gpu", "bfloat16")
         assert 0 < row["evals"] <= MOST_EVALS[row["seq_len"]]
         assert row["evals"] < row["kernels"] <= MOST_KERNELS[row["seq_len"]]
+        assert row["cached_new_buffer_bytes"] < row["new_buffer_bytes"]
+        assert row["cached_ledger_peak_bytes"] > row["ledger_peak_bytes"]
         assert row["tflop"] > 0 and row["modelled_seconds"] > 200e-6 * row["evals"]
     short, long = rows
     assert short["predicted_peak_bytes"] == pytest.approx(short["ledger_peak_bytes"], rel=0.1)
@@ -129,6 +131,20 @@ def test_a_step_on_a_phone_takes_no_more_than_it_did(tmp_path: Path):
     assert {"evals", "kernels", "TFLOP", "modelled s"} <= set(cells(header)) and len(lines) == 2
     assert "Counted: evals" in done.stdout and "Modelled: the seconds" in done.stdout
     assert "Measured" not in done.stdout
+
+
+@needs_engine
+def test_records_at_their_own_length_are_compared_with_padded_ones(model: Path, tmp_path: Path):
+    size = ("--model", model, "--seq-len", 16, 64, "--steps", 6, "--work", tmp_path / "work")
+    done = bench("--table", "records", *size, "--json", tmp_path / "rows.json")
+    assert done.returncode == 0, done.stderr
+    padded, short = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    assert (padded["lengths"], short["lengths"]) == ("64", "16, 64")
+    assert padded["to_padded"] == 1
+    ratio = short["records_per_second"] / padded["records_per_second"]
+    assert short["to_padded"] == pytest.approx(ratio)
+    assert short["losses"] == pytest.approx(padded["losses"], rel=1e-6)
+    assert short["predicted_peak_bytes"] > padded["predicted_peak_bytes"]
 
 
 @needs_engine
@@ -173,7 +189,7 @@ def test_defaults_are_the_first_of_a_sweep(tmp_path: Path):
     assert done.returncode == 0, done.stderr
     rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
     default, *others = rows
-    assert (default["update"], default["optimizer"]) == ("default", "adamw")
+    assert (default["update"], default["optimizer"]) == ("default", "adamw8bit")
     assert default["learning_rate"] == pytest.approx(0.014 / 192**0.5)
     assert len({json.dumps(row) for row in others}) == len(others) >= 4
     assert len({row["before"] for row in rows}) == 1
@@ -182,6 +198,21 @@ def test_defaults_are_the_first_of_a_sweep(tmp_path: Path):
     # A bundle brings its data.
     done = bench("--table", "defaults", "--model", tmp_path / "demo.mesp", *size, "--data", "x.txt")
     assert done.returncode == 2 and "--data" in done.stderr
+
+
+@pytest.mark.slow
+@needs_engine
+def test_objectives_beside_supervised_steps(tmp_path: Path):
+    size = ("--model", "demo", "--seq-len", 32, "--steps", 2)
+    files = ("--work", tmp_path, "--json", tmp_path / "rows.json")
+    done = bench("--table", "preferences", *size, *files)
+    assert done.returncode == 0, done.stderr
+    supervised, *others = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    assert supervised["objective"] == "supervised" and supervised["time_of_supervised"] is None
+    assert [row["objective"] for row in others] == ["dpo", "ipo", "simpo", "orpo", "kto"]
+    for row in others:
+        assert row["time_of_supervised"] == row["seconds"] / supervised["seconds"] > 1
+        assert 0.5 < row["peak_of_supervised"] < 1.5
 
 
 @pytest.mark.slow

@@ -231,29 +231,33 @@ def write_records(path: Path, records: list[dict]) -> Path:
 
 def examples(split: Split) -> list[tuple[list[int], int]]:
     """Each example's ids and how many of them are masked, as mlx-lm's datasets give them."""
-    return [
-        (split.tokens[start : start + length].tolist(), prompt)
-        for start, length, prompt in split.examples.tolist()
-    ]
+    found = []
+    for start, length in split.examples.tolist():
+        mask = np.ones(length) if split.mask is None else split.mask[start : start + length]
+        prompt = length - np.count_nonzero(mask)
+        assert mask[prompt:].all(), "only what is in front is masked"
+        found.append((split.tokens[start : start + length].tolist(), prompt))
+    return found
 
 
 @pytest.mark.parametrize(
-    ("kind", "mask_prompt"),
+    ("kind", "loss_on"),
     [
-        ("text", False),
-        ("completions", False),
-        ("completions", True),
-        ("chat", False),
-        ("chat", True),
+        ("text", "all"),
+        ("completions", "all"),
+        ("completions", "last"),
+        ("chat", "all"),
+        ("chat", "last"),
     ],
 )
 def test_examples_are_what_mlx_lm_makes_of_the_records(
-    chat_tokenizer, tmp_path, capsys, kind, mask_prompt
+    chat_tokenizer, tmp_path, capsys, kind, loss_on
 ):
+    mask_prompt = loss_on == "last"
     for split in ("train", "valid", "test"):
         write_records(tmp_path / f"{split}.jsonl", RECORDS[kind])
     pack = False if kind == "text" else None
-    splits = load(tmp_path, chat_tokenizer, 512, pack=pack, mask_prompt=mask_prompt)
+    splits = load(tmp_path, chat_tokenizer, 512, pack=pack, loss_on=loss_on)
     dataset = mlx_lm_dataset(RECORDS[kind], chat_tokenizer, mask_prompt)
     expected = [dataset.process(record) for record in RECORDS[kind]]
     assert any(prompt for _, prompt in expected) == mask_prompt
@@ -271,18 +275,30 @@ def test_packed_records_follow_each_other(chat_tokenizer, tmp_path, kind):
     whole = [token for record in RECORDS[kind] for token in dataset.process(record)[0]]
     assert tokens(splits).tolist() == whole
     assert splits["train"].examples is None
+    # The same answers count as of the examples.
+    if kind != "text":
+        for split in ("train", "valid"):
+            write_records(tmp_path / f"{split}.jsonl", RECORDS[kind])
+        apart = load(tmp_path, chat_tokenizer, 512)["train"]
+        assert sum(splits[split].mask.sum() for split in splits) == apart.mask.sum()
+    else:
+        assert splits["train"].mask is None
 
 
 def test_text_is_packed_by_default_and_other_records_are_not(chat_tokenizer, tmp_path):
-    for kind, packed in (("text", True), ("completions", False), ("chat", False)):
+    for kind, packed, seq_len in (
+        ("text", True, 16),
+        ("completions", False, 128),
+        ("chat", False, 64),
+    ):
         path = write_records(tmp_path / f"{kind}.jsonl", RECORDS[kind])
-        assert (load(path, chat_tokenizer, 16)["train"].examples is None) == packed
+        assert (load(path, chat_tokenizer, seq_len)["train"].examples is None) == packed
 
 
 def test_the_last_tenth_of_the_records_is_held_out(chat_tokenizer, tmp_path):
     records = RECORDS["completions"] * 3
     path = write_records(tmp_path / "data.jsonl", records)
-    splits = load(path, chat_tokenizer, 512)
+    splits = load(path, chat_tokenizer, 512, loss_on="all")
     dataset = mlx_lm_dataset(records, chat_tokenizer, mask_prompt=False)
     assert examples(splits["valid"]) == [dataset.process(record) for record in records[-4:]]
     assert len(splits["train"].examples) == len(records) - 4
@@ -301,7 +317,8 @@ def test_long_records(chat_tokenizer, tmp_path, capsys, mask_prompt, long):
     ]
     for split in ("train", "valid"):
         write_records(tmp_path / f"{split}.jsonl", records)
-    split = load(tmp_path, chat_tokenizer, seq_len, mask_prompt=mask_prompt, long=long)["train"]
+    loss_on = "last" if mask_prompt else "all"
+    split = load(tmp_path, chat_tokenizer, seq_len, loss_on=loss_on, long=long)["train"]
     dataset = mlx_lm_dataset(records, chat_tokenizer, mask_prompt)
     whole = [dataset.process(record) for record in records]
     longer = [(ids, prompt) for ids, prompt in whole if len(ids) > seq_len + 1]
@@ -345,12 +362,13 @@ LONG = [message("user", "long " * 90), message("assistant", "a")]
 @pytest.mark.parametrize(
     ("records", "options", "named"),
     [
-        ("text", {"mask_prompt": True}, "has text, .* leave out --mask-prompt"),
-        ("text", {"mask_prompt": True, "pack": False}, "has text, .* leave out --mask-prompt"),
-        ("chat", {"mask_prompt": True, "pack": True}, "one example a sequence: leave out --pack"),
-        ([message("user", "Alone.")], {"mask_prompt": True}, "Line 1 .* has one message"),
+        ("text", {"loss_on": "last"}, "has text, .* leave out --loss-on last"),
+        ("text", {"loss_on": "answers", "pack": False}, "has text, .* leave out --loss-on answers"),
+        ([message("user", "Alone.")], {"loss_on": "last"}, "Line 1 .* has one message"),
+        ([message("user", "Alone.")] * 90, {"pack": True}, "train .* has nothing to predict"),
+        ([message("user", "Alone.")], {}, "no example with something to predict in its first"),
         ([message("owner", "a")], {}, "Line 1 .* cannot be tokenized: No owners"),
-        (LONG, {"mask_prompt": True}, "no example with something to predict in its first"),
+        (LONG, {}, "no example with something to predict in its first"),
     ],
 )
 def test_records_that_cannot_be_taken(chat_tokenizer, tmp_path, records, options, named):
@@ -371,7 +389,7 @@ def test_the_loss_is_mlx_lms(chat_tokenizer, tmp_path):
     path = write_records(tmp_path / "data.jsonl", RECORDS["chat"])
     shutil.copy(path, tmp_path / "train.jsonl")
     shutil.copy(path, tmp_path / "valid.jsonl")
-    split = load(tmp_path, chat_tokenizer, seq_len, mask_prompt=True)["train"]
+    split = load(tmp_path, chat_tokenizer, seq_len, loss_on="last")["train"]
     model, _ = load_model(DEMO_MODEL)
     model.set_dtype(mx.float32)
 
@@ -402,10 +420,13 @@ def test_the_loss_is_mlx_lms(chat_tokenizer, tmp_path):
 
 
 def test_step_example_takes_each_that_has_a_target_once_an_epoch():
-    rows = [(0, 9, 0), (9, 40, 12), (49, 40, 17), (89, 2, 1), (91, 17, 16), (108, 30, 16)]
-    taken = [reference.step_example(step, 3, rows, 16) for step in range(5)]
+    prompts = {(0, 9): 0, (9, 40): 12, (49, 40): 17, (89, 2): 1, (91, 17): 16, (108, 30): 16}
+    mask = np.ones(138, np.uint8)
+    for (start, _), prompt in prompts.items():
+        mask[start : start + prompt] = 0
+    taken = [reference.step_example(step, 3, list(prompts), mask, 16) for step in range(5)]
     # Cut to 17 tokens, the third has only its prompt left.
-    assert sorted(taken) == [(0, 9, 0), (9, 17, 12), (89, 2, 1), (91, 17, 16), (108, 17, 16)]
+    assert sorted(taken) == [(0, 9), (9, 17), (89, 2), (91, 17), (108, 17)]
     order = [reference.step_window(step, 3, 5) for step in range(5)]
     assert taken == [sorted(taken)[window] for window in order]
 
@@ -446,7 +467,10 @@ def assert_whole(path: Path) -> dict[str, Split]:
     """The data of a bundle in which every file is as the manifest says."""
     bundle = Bundle(path)
     bundle.verify()
-    splits = {s: Split(bundle.tokens(s), bundle.examples(s)) for s in bundle.manifest["data"]}
+    splits = {
+        split: Split(bundle.tokens(split), bundle.examples(split), bundle.mask(split))
+        for split in bundle.manifest["data"]
+    }
     for split, entry in bundle.manifest["data"].items():
         assert entry["tokens"] == len(splits[split].tokens)
         if "examples" in entry:
@@ -458,8 +482,10 @@ def assert_same(actual: dict[str, Split], expected: dict[str, Split]) -> None:
     assert actual.keys() == expected.keys()
     for split, each in expected.items():
         assert np.array_equal(actual[split].tokens, each.tokens)
-        assert (actual[split].examples is None) == (each.examples is None)
-        assert each.examples is None or np.array_equal(actual[split].examples, each.examples)
+        for name in ("examples", "mask"):
+            array, wanted = getattr(actual[split], name), getattr(each, name)
+            assert (array is None) == (wanted is None)
+            assert wanted is None or np.array_equal(array, wanted)
 
 
 def test_data_is_replaced_with_the_bundles_tokenizer(bundle, tmp_path):
@@ -469,8 +495,10 @@ def test_data_is_replaced_with_the_bundles_tokenizer(bundle, tmp_path):
     before = files(bundle)
     tokenizer = load_tokenizer(bundle)
     for path, options, arguments in (
-        (chat, {"mask_prompt": True, "long": "split"}, ["--mask-prompt", "--long", "split"]),
+        (chat, {"loss_on": "last", "long": "split"}, ["--mask-prompt", "--long", "split"]),
+        (chat, {"loss_on": "last"}, ["--loss-on", "last"]),
         (chat, {"pack": True}, ["--pack"]),
+        (chat, {}, []),
         (text, {}, []),
     ):
         result = mesp_data(bundle, "--data", path, *arguments)
@@ -497,7 +525,7 @@ def test_export_takes_the_same_options(exported, tmp_path):
     result = CliRunner().invoke(export.main, list(map(str, arguments)), catch_exceptions=False)
     assert result.exit_code == 0, result.output
     tokenizer = load_tokenizer(exported)
-    expected = load(chat, tokenizer, 24, mask_prompt=True, long="split")
+    expected = load(chat, tokenizer, 24, loss_on="last", long="split")
     assert_same(assert_whole(out), expected)
     assert f"{len(expected['train'].examples)} train examples" in result.stdout
     assert "were split" in result.stderr

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 from mlx.utils import tree_flatten
@@ -36,7 +37,7 @@ from conftest import (
 from mesp import reference
 from mesp.block_function import mlxfn
 from mesp.bundle import rewriter
-from mesp.bundle.manifest import read_manifest
+from mesp.bundle.manifest import describe_files, read_manifest
 from mesp.bundle.reader import Bundle
 from mesp.commands.export import main
 from mesp.quantization.modes import Quantization
@@ -480,6 +481,37 @@ def test_a_bundle_of_another_mlx_is_written_anew_for_this_one(old):
     bundle.function(16)
 
 
+def test_a_bundle_of_format_2_is_brought_up_to_date(old):
+    """Its examples said how many tokens at their start are not in the loss; now a mask says it."""
+    # The second and the third follow each other as a long record's do, the last has no prompt.
+    rows = [(0, 9, 3), (9, 17, 20 - 9), (25, 10, 0), (40, 5, 0)]
+    (old / "data" / "train.examples.bin").write_bytes(np.array(rows, "<u4").tobytes())
+    data = json.loads((old / "manifest.json").read_text())["data"]
+    data["train"]["examples"] = {"file": "data/train.examples.bin", "count": len(rows)}
+    edit(old, format=2, data=data, files=describe(old))
+    for refused_by in (run("train", old, "--steps", 1), run("data", old, "--data", "text.txt")):
+        assert refused_by.returncode == 2
+        assert "mesp-export --from" in refused_by.stderr and refused_by.stderr.count("\n") == 1
+
+    before = {path: content for path, content in content(old).items() if path.startswith("data/")}
+    assert export("--from", old, "--overwrite").exit_code == 0
+    bundle = Bundle(old)
+    bundle.verify()
+    assert bundle.manifest["format"] == 3
+    assert bundle.examples("train").tolist() == [list(row[:2]) for row in rows]
+    mask = bundle.mask("train")
+    for start, length, prompt in rows:
+        counted = np.arange(1, length) >= prompt
+        assert mask[start + 1 : start + length].astype(bool).tolist() == counted.tolist()
+    assert bundle.mask("valid") is None
+    for split in ("train", "valid"):
+        assert content(old)[f"data/{split}.bin"] == before[f"data/{split}.bin"]
+
+
+def describe(bundle: Path) -> list[dict]:
+    return [file for file in describe_files(bundle) if file["path"] != "manifest.json"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
@@ -554,7 +586,10 @@ class Hub(http.server.BaseHTTPRequestHandler):
         else:
             file = rest.split("/", 3)[3]
             headers = {"ETag": f'"{name}/{file}"', "X-Repo-Commit": self.revision}
-            self.reply(200, files[file], headers)
+            if file in files:
+                self.reply(200, files[file], headers)
+            else:
+                self.reply(404, b"{}", {"X-Error-Code": "EntryNotFound"})
 
     do_HEAD = do_GET
 
@@ -635,7 +670,8 @@ def test_data_from_the_hub(hub, tiny):
     assert not list(Path("hub").rglob("*.parquet"))
     result = export_from_hub(hub, *arguments, "--overwrite", "--data", "org/tables")
     assert result.returncode == 2
-    assert "dataset org/tables on the Hugging Face Hub has no train.jsonl" in result.stderr
+    assert "The datasets library cannot read org/tables: " in result.stderr
+    assert len(result.stderr.splitlines()) == 1
     result = export_from_hub(hub, *arguments, "--overwrite", "--data", "org/nothing")
     assert result.returncode == 2
     assert "no dataset org/nothing on the Hugging Face Hub" in result.stderr

@@ -20,7 +20,8 @@ from mesp.bundle.manifest import read_manifest
 from mesp.bundle.reader import Bundle
 from mesp.commands.options_from_yaml import read_config
 from mesp.commands.train import main as train
-from mesp.data.sources import read_documents
+from mesp.data.records import LABELS, PAIRS
+from mesp.data.sources import Selection, read_documents
 from mesp.errors import MespError
 from mesp.runs.log import read_run
 from mesp.runs.table import table_row
@@ -116,7 +117,7 @@ def test_manifests(bundle: Path, copy: Path, data: st.DataObject):
         opened = Bundle(copy)
         opened.embedding(), opened.block(0), opened.head()
         for split in manifest.get("data") or {}:
-            opened.tokens(split), opened.examples(split)
+            opened.tokens(split), opened.examples(split), opened.mask(split)
 
 
 @pytest.mark.parametrize("name", ["/etc/passwd", "../out.mesp/embedding.bin", "link/00.bin", "l"])
@@ -159,7 +160,10 @@ RECORDS = [
     {"text": "a"},
     {"prompt": "a", "completion": "b"},
     {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
+    {"prompt": "a", "chosen": "b", "rejected": "c"},
+    {"prompt": "a", "completion": "b", "label": True},
 ]
+KINDS = ("text", "prompt and completion", "messages", PAIRS, LABELS)
 
 
 @CASES
@@ -169,8 +173,8 @@ def test_records_of_data(tmp_path: Path, data: st.DataObject):
     text = json.dumps(record[0] if isinstance(record, list) and record else record).encode()
     (tmp_path / "train.jsonl").write_bytes(data.draw(st.just(text) | damaged(text)))
     with contextlib.suppress(MespError):
-        for document in read_documents(str(tmp_path / "train.jsonl"))["train"]:
-            assert document.kind in ("text", "prompt and completion", "messages")
+        for document in read_documents(str(tmp_path / "train.jsonl"), Selection())["train"]:
+            assert document.kind in KINDS
 
 
 @CASES

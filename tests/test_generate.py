@@ -11,6 +11,7 @@ import mlx_lm
 import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.generate import generate_step
+from mlx_lm.sample_utils import make_sampler
 from mlx_lm.tuner.utils import linear_to_lora_layers, load_adapters
 
 from conftest import TINY, command, run, write_model
@@ -141,6 +142,18 @@ def test_a_seed_gives_the_same_text_again(bundle: Path):
     assert text(1) != text(2)
 
 
+@pytest.mark.parametrize("top_p", [1.0, 0.9, 0.3])
+@pytest.mark.parametrize("temperature", [0.7, 1.5])
+def test_a_seed_draws_mlx_lms_tokens(bundle: Path, temperature: float, top_p: float):
+    model = Bundle(bundle).to_mlx_lm()
+    mx.random.seed(11)
+    sampler = make_sampler(temperature, top_p)
+    steps = generate_step(mx.array([5, 6, 7]), model, max_tokens=100, sampler=sampler)
+    expected = [int(token) for token, _ in steps]
+    options = {"temperature": temperature, "top_p": top_p, "seed": 11}
+    assert ours(bundle, [5, 6, 7], 100, **options) == expected
+
+
 @pytest.mark.parametrize(
     "options", [{"temperature": 2.0, "top_p": 1e-6}, {"temperature": 1e-6, "seed": 3}]
 )
@@ -166,7 +179,7 @@ def test_the_command_prints_mlx_lms_text(bundle: Path, adapters: Path):
     model = Bundle(bundle).to_mlx_lm()
     load_adapters(model, str(adapters))
     expected = mlx_lm.generate(model.eval() or model, tokenizer, PROMPT, max_tokens=40)
-    options = ("--adapters", adapters, "--max-tokens", 40)
+    options = ("--no-chat", "--adapters", adapters, "--max-tokens", 40)
     line = command("generate", bundle, "--prompt", PROMPT, *options)
     done = subprocess.run(line, capture_output=True, text=True)  # what libraries say counts too
     assert (done.returncode, done.stderr) == (0, "")
@@ -197,22 +210,23 @@ def test_sigint_ends_the_engine_with_its_record(bundle: Path):
 
 
 def test_the_chat_template_is_used_where_there_is_one(bundle: Path, tmp_path: Path):
-    plain = load_tokenizer(bundle)
-    assert encode(plain, "Hello", None) == plain.encode("Hello")
-    with pytest.raises(MespError, match="no chat template"):
-        encode(plain, "Hello", True)
+    chat = load_tokenizer(bundle)
+    assert chat.decode(encode(chat, "Hello", None)) == "user: Hello\nassistant:"
+    assert encode(chat, "Hello", False) == chat.encode("Hello")
+    with_system = encode(chat, "Hello", None, "Be brief.")
+    assert chat.decode(with_system).endswith("Be brief.\nuser: Hello\nassistant:")
 
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
         shutil.copy(bundle / name, tmp_path)
     config = json.loads((tmp_path / "tokenizer_config.json").read_text())
-    config["chat_template"] = (
-        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
-        "{% if add_generation_prompt %}<assistant>{% endif %}"
-    )
+    del config["chat_template"]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    chat = load_tokenizer(tmp_path)
-    assert chat.decode(encode(chat, "Hello", None)) == "<user>Hello<assistant>"
-    assert encode(chat, "Hello", False) == plain.encode("Hello")
+    plain = load_tokenizer(tmp_path)
+    assert encode(plain, "Hello", None) == plain.encode("Hello")
+    with pytest.raises(MespError, match="no chat template"):
+        encode(plain, "Hello", True)
+    with pytest.raises(MespError, match="part of a chat template"):
+        encode(plain, "Hello", None, "Be brief.")
 
 
 # Training from adapters
@@ -356,5 +370,5 @@ def test_bad_requests_are_one_sentence(bundle: Path, tmp_path: Path, request_: d
 
 
 def test_a_prompt_without_words_is_refused(bundle: Path):
-    done = run("generate", bundle, "--prompt", "")
+    done = run("generate", bundle, "--no-chat", "--prompt", "")
     assert done.returncode == 2 and "prompt is empty" in done.stderr

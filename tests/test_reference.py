@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.models.base import create_causal_mask
@@ -596,6 +597,256 @@ def test_unknown_method(training):
     model, tokens, settings = training
     with pytest.raises(ValueError, match="unknown method: adam"):
         reference.train(model, [], tokens, "adam", 1, **settings)
+
+
+# Preferences, against TRL's formulas.
+
+
+class TRL:
+    """The losses of TRL 1.9.0, in MLX: names and order of the formulas are its own.
+
+    DPOTrainer (`loss_type` sigmoid and ipo), CPOTrainer of `experimental/cpo` (simpo with
+    `cpo_alpha=0`), ORPOTrainer of `experimental/orpo`, and KTOTrainer (`loss_type` kto), with
+    the constants as given. Arrays have an element a pair, or a record.
+    """
+
+    def __init__(self, beta: float, desirable_weight: float = 1.5) -> None:
+        self.beta, self.desirable_weight = beta, desirable_weight
+
+    def sigmoid(self, chosen_logps, rejected_logps, ref_chosen_logps, ref_rejected_logps, **_):
+        chosen_logratios = chosen_logps - ref_chosen_logps
+        rejected_logratios = rejected_logps - ref_rejected_logps
+        delta_score = chosen_logratios - rejected_logratios
+        return -nn.log_sigmoid(self.beta * delta_score).mean()
+
+    def ipo(
+        self, chosen_logps, rejected_logps, ref_chosen_logps, ref_rejected_logps,
+        chosen_count, rejected_count, **_,
+    ):  # fmt: skip
+        chosen_avg_score = (chosen_logps - ref_chosen_logps) / chosen_count
+        rejected_avg_score = (rejected_logps - ref_rejected_logps) / rejected_count
+        ipo_delta = chosen_avg_score - rejected_avg_score
+        return ((ipo_delta - 1 / (2 * self.beta)) ** 2).mean()
+
+    def simpo(self, chosen_logps, rejected_logps, chosen_count, rejected_count, **_):
+        logits = chosen_logps / chosen_count - rejected_logps / rejected_count
+        gamma_logratios = 0.5 / self.beta
+        logits = logits - gamma_logratios
+        return -nn.log_sigmoid(self.beta * logits).mean()
+
+    def orpo(
+        self, chosen_logps, rejected_logps, chosen_count, rejected_count, chosen_nll_loss, **_
+    ):
+        policy_chosen_logps = chosen_logps / chosen_count
+        policy_rejected_logps = rejected_logps / rejected_count
+        log_odds = (policy_chosen_logps - policy_rejected_logps) - (
+            mx.log1p(-mx.exp(policy_chosen_logps)) - mx.log1p(-mx.exp(policy_rejected_logps))
+        )
+        losses = self.beta * nn.log_sigmoid(log_odds)
+        return chosen_nll_loss - losses.mean()
+
+    def kto(self, logps, ref_logps, KL_logps, ref_KL_logps, labels):
+        kl = mx.stop_gradient(mx.maximum((KL_logps - ref_KL_logps).mean(), 0))
+        chosen_losses = 1 - mx.sigmoid(self.beta * (logps - ref_logps - kl))
+        rejected_losses = 1 - mx.sigmoid(self.beta * (kl - (logps - ref_logps)))
+        return mx.where(labels, self.desirable_weight * chosen_losses, rejected_losses).mean()
+
+
+PAIR_LENGTHS = [(9, 4), (13, 5)]  # tokens, and how many of them are prompt
+
+
+@pytest.fixture
+def preferring():
+    """mlx-lm's model with LoRA, the reference's, and two answers to prompts of their own."""
+    arch = architecture()
+    model = quantized(SMALL)
+    ours, lora = reference_model(model, arch), random_lora(arch, 4)
+    start = reference.init_lora(arch, 4, seed=0)
+    windows = [mx.random.randint(0, arch.vocab_size, (n,)) for n, _ in PAIR_LENGTHS]
+    model.freeze()
+    for layer, flat in zip(model.layers, lora, strict=True):
+        load_lora(layer, flat, arch, 4)
+    return arch, model, ours, lora, start, windows
+
+
+def answer_mask(window: mx.array, prompt: int) -> mx.array:
+    """1 for the targets that are the answer's, [T]."""
+    return (mx.arange(1, window.size) >= prompt).astype(mx.float32)
+
+
+def scored(ours, lora, start, window, prompt) -> reference.Answer:
+    mask = answer_mask(window, prompt)
+    logp, of_start = (
+        -reference.loss(ours, parameters, window, SCALE, mask).item()
+        for parameters in (lora, start)
+    )
+    return reference.Answer(logp, of_start, int(mask.sum().item()))
+
+
+def logps(model, window, prompt) -> tuple[mx.array, mx.array]:
+    """Of mlx-lm's model: the answer's summed log-probability, and the mean loss of all targets."""
+    every = mx.take_along_axis(
+        nn.log_softmax(model(window[None, :-1])[0], axis=-1), window[1:, None], axis=-1
+    )[:, 0]
+    return (every * answer_mask(window, prompt)).sum(), -every.mean()
+
+
+def assert_same_training(model, expected_loss, arch, ours, lora, windows, loss, weights):
+    """`loss`, and Σ of each window's weighted gradient, against mx.grad of mlx-lm's model."""
+    value, grads = nn.value_and_grad(model, expected_loss)(model)
+    assert loss == pytest.approx(value.item(), rel=TOLERANCE)
+    gradients = [
+        reference.gradients(ours, lora, window, SCALE, weights=weight).lora
+        for window, weight in zip(windows, weights, strict=True)
+    ]
+    for block, layer in enumerate(grads["model"]["layers"]):
+        total = sum(each[block] for each in gradients)
+        assert_close(f"gradient of block {block}", total, flat_gradient(layer, arch))
+
+
+@pytest.mark.parametrize("beta", [0.1, 2.0])
+@pytest.mark.parametrize("objective", ["dpo", "ipo", "simpo", "orpo"])
+def test_a_pair_trains_as_in_trl(preferring, objective, beta):
+    arch, model, ours, lora, start, windows = preferring
+    prompts = [prompt for _, prompt in PAIR_LENGTHS]
+    answers = [scored(ours, lora, start, *each) for each in zip(windows, prompts, strict=True)]
+    gamma = (0.5,) if objective == "simpo" else ()
+    pair = getattr(reference, objective)(*answers, beta, *gamma)
+    masks = [answer_mask(*each) for each in zip(windows, prompts, strict=True)]
+    weights, loss = [pair.chosen * masks[0], pair.rejected * masks[1]], pair.loss
+    if objective == "orpo":
+        loss += reference.loss(ours, lora, windows[0], SCALE).item()
+        weights[0] = weights[0] + 1 / masks[0].size
+
+    def expected(model):
+        (chosen, nll), (rejected, _) = (
+            logps(model, *each) for each in zip(windows, prompts, strict=True)
+        )
+        return getattr(TRL(beta), {"dpo": "sigmoid"}.get(objective, objective))(
+            chosen_logps=chosen, rejected_logps=rejected, chosen_nll_loss=nll,
+            ref_chosen_logps=answers[0].reference, ref_rejected_logps=answers[1].reference,
+            chosen_count=answers[0].tokens, rejected_count=answers[1].tokens,
+        )  # fmt: skip
+
+    assert_same_training(model, expected, arch, ours, lora, windows, loss, weights)
+
+
+@pytest.mark.parametrize("beta", [0.1, 2.0])
+def test_a_batch_of_labels_trains_as_in_trl(preferring, beta):
+    arch, model, ours, lora, start, windows = preferring
+    prompts = [prompt for _, prompt in PAIR_LENGTHS]
+    (first, second), (m, n) = windows, prompts
+    mismatched = [mx.concatenate([first[:m], second[n:]]), mx.concatenate([second[:n], first[m:]])]
+    answers, others = (
+        [scored(ours, lora, start, *each) for each in zip(these, prompts, strict=True)]
+        for these in (windows, mismatched)
+    )
+    loss, factors = reference.kto(answers, [True, False], others, beta, desirable=1.5)
+    weights = [f * answer_mask(w, p) for f, w, p in zip(factors, windows, prompts, strict=True)]
+
+    def expected(model):
+        of = [logps(model, *each)[0] for each in zip(windows, prompts, strict=True)]
+        return TRL(beta).kto(
+            mx.stack(of),
+            mx.array([each.reference for each in answers]),
+            mx.array([each.logp for each in others]),
+            mx.array([each.reference for each in others]),
+            mx.array([True, False]),
+        )
+
+    assert_same_training(model, expected, arch, ours, lora, windows, loss, weights)
+
+
+# AdamW in 8 bits.
+
+
+class Bitsandbytes:
+    """AdamW in 8 bits as bitsandbytes 0.50 has it in Python, in numpy.
+
+    `create_dynamic_map` of `functional.py`, `optimizer_update_8bit_blockwise_pytorch` with what it
+    calls of `backends/triton/kernels_optim.py`, and the search of `quantize_blockwise` of
+    `backends/default/ops.py`.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.maps = {signed: self.create_dynamic_map(signed) for signed in (True, False)}
+        self.codes = {signed: np.zeros(size, np.uint8) for signed in (True, False)}
+        self.absmax = {signed: np.zeros(-(-size // 256), np.float32) for signed in (True, False)}
+
+    @staticmethod
+    def create_dynamic_map(signed: bool, exponent_bits: int = 7) -> np.ndarray:
+        data = []
+        for i in range(exponent_bits):
+            items = 2 ** (i if signed else i + 1) + 1
+            boundaries = np.linspace(0.1, 1, items, dtype=np.float32)
+            means = (boundaries[:-1] + boundaries[1:]) / np.float32(2)
+            data += (np.float32(10.0 ** (i - exponent_bits + 1)) * means).tolist()
+            if signed:
+                data += (-np.float32(10.0 ** (i - exponent_bits + 1)) * means).tolist()
+        return np.sort(np.array([*data, 0, 1], np.float32))
+
+    def dequantized(self, signed: bool) -> np.ndarray:
+        scales = np.repeat(self.absmax[signed], 256)[: self.codes[signed].size]
+        return self.maps[signed][self.codes[signed]] * scales
+
+    def quantize(self, signed: bool, x: np.ndarray) -> None:
+        blocks = np.pad(x, (0, -x.size % 256)).reshape(-1, 256)
+        absmax = np.abs(blocks).max(axis=1)
+        absmax[absmax == 0] = 1
+        code = self.maps[signed]
+        indices = np.searchsorted((code[:-1] + code[1:]) / 2, blocks / absmax[:, None])
+        self.codes[signed] = indices.reshape(-1)[: x.size].astype(np.uint8)
+        self.absmax[signed] = absmax
+
+    def step(self, p, g, number, lr, betas, eps, decay) -> np.ndarray:
+        m = self.dequantized(True) * np.float32(betas[0]) + np.float32(1 - betas[0]) * g
+        v = self.dequantized(False) * np.float32(betas[1]) + np.float32(1 - betas[1]) * g * g
+        corrections = [1 - beta**number for beta in betas]
+        denominator = np.sqrt(v) / np.float32(corrections[1] ** 0.5) + np.float32(eps)
+        p = p * np.float32(1 - lr * decay) - np.float32(lr / corrections[0]) * m / denominator
+        self.quantize(True, m)
+        self.quantize(False, v)
+        return p
+
+
+def test_adamw8bit_is_that_of_bitsandbytes():
+    """Step by step; without bias correction, which is 1 late in a run: for it, its step is 10⁹."""
+    size, rate, betas, eps, decay = 1000, 1e-3, (0.9, 0.99), 1e-8, 0.1
+    w, theirs = normal(size), Bitsandbytes(size)
+    p, m, v = np.array(w), *(reference.quantize(mx.zeros(size), signed) for signed in (True, False))
+    scale = mx.exp(3 * normal(size))
+    for _ in range(30):
+        g = scale * normal(size)
+        w, m, v = reference.adamw8bit(w, g, m, v, rate, betas, eps, decay)
+        p = theirs.step(p, np.array(g), 10**9, rate, betas, eps, decay)
+        assert_close("w", w, mx.array(p))
+        for moment, signed in ((m, True), (v, False)):
+            assert_close("scales", moment.scales, mx.array(theirs.absmax[signed]))
+            # Their map is rounded elsewhere, to the last bit: now and then a number is nearest to
+            # another there.
+            far = np.array(moment.codes).astype(int) - theirs.codes[signed]
+            assert np.abs(far).max() <= 1 and (far != 0).mean() < 5e-3
+            theirs.codes[signed] = np.array(moment.codes)
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_a_code_is_the_nearest_and_of_two_the_lower(signed):
+    numbers = reference.dynamic_map(signed)
+    assert numbers.size == 256 and (numbers[1:] > numbers[:-1]).all().item()
+    assert_close("map", numbers, mx.array(Bitsandbytes.create_dynamic_map(signed)))
+    own = reference.quantize(numbers, signed)
+    assert own.codes.tolist() == list(range(256))
+    assert mx.array_equal(reference.dequantize_moment(own, signed), numbers)
+    middles = (numbers[:-1] + numbers[1:]) / 2
+    at_middles = reference.quantize(mx.concatenate([middles, mx.array([1.0])]), signed)
+    assert at_middles.codes.tolist() == [*range(255), 255]
+    # Of blocks with scales of their own, the last one short, and one all zeros.
+    x = mx.concatenate([normal(256), mx.zeros(256), 1e-12 * normal(100)])
+    x = x if signed else mx.square(x)
+    back = reference.dequantize_moment(reference.quantize(x, signed), signed)
+    for start, end in ((0, 256), (256, 512), (512, 612)):
+        largest = mx.abs(x[start:end]).max()
+        assert (mx.abs(back - x)[start:end] <= 0.0071 * largest).all().item()
 
 
 # Windows.

@@ -15,7 +15,7 @@ from conftest import FAMILIES, TINY, command, run
 from mesp.models.architecture import Architecture
 
 FAKE_ENGINE = Path(__file__).parent / "fake_engine.py"
-MANIFEST = {"format": 2, "name": "demo", "mlx_version": "0.31.1", "device": "cpu"}
+MANIFEST = {"format": 3, "name": "demo", "mlx_version": "0.31.1", "device": "cpu"}
 MANIFEST |= {"seq_lens": [128, 256, 512], "ranks": [8, 16], "files": []}
 ARCHITECTURE = Architecture.from_config({**TINY, "num_hidden_layers": 4})
 MANIFEST |= {"architecture": ARCHITECTURE.to_manifest()}
@@ -33,7 +33,12 @@ DEFAULTS = {
     "num_layers": None,
     "lora_dtype": "float32",
     "adapters": None,
-    "optimizer": "adamw",
+    "objective": None,
+    "beta": None,
+    "gamma": None,
+    "desirable_weight": None,
+    "undesirable_weight": None,
+    "optimizer": "adamw8bit",
     "learning_rate": 0.014 / ARCHITECTURE.hidden_size**0.5,
     "momentum": 0.0,
     "beta1": 0.9,
@@ -53,6 +58,7 @@ DEFAULTS = {
     "resume": False,
     "memory_limit_mb": None,
     "offload": None,
+    "keep_cache": False,
     "dry_run": False,
 }
 
@@ -106,7 +112,8 @@ def test_writes_every_setting_and_reports_the_run(bundle: Path, tmp_path: Path):
         (["--method", "mezo"], "sgd", 1e-4),
         (["--paper"], "sgd", 1e-4),
         (["--paper", "--optimizer", "sgd", "--seed", 3], "sgd", 1e-4),
-        (["--learning-rate", 1e-5], "adamw", 1e-5),
+        (["--learning-rate", 1e-5], "adamw8bit", 1e-5),
+        (["--optimizer", "adamw", "--learning-rate", 1e-5], "adamw", 1e-5),
     ],
 )
 def test_the_update_goes_by_the_method_unless_it_is_given(
@@ -268,11 +275,11 @@ def test_what_a_block_has_no_place_for_is_refused_by_name(
         ),
         (
             ["--optimizer", "sgd", "--beta2", 0.9],
-            "--beta2 has no use without --optimizer adamw: leave it out.",
+            "--beta2 has no use without --optimizer adamw8bit or adamw: leave it out.",
         ),
         (
             ["--paper", "--epsilon", 1e-3],
-            "--epsilon has no use without --optimizer adamw: leave it out.",
+            "--epsilon has no use without --optimizer adamw8bit or adamw: leave it out.",
         ),
         (
             ["--paper", "--learning-rate", 1e-3],
@@ -349,7 +356,9 @@ def test_a_run_begun_with_other_defaults_goes_on_with_them(bundle: Path, tmp_pat
     done = train(bundle, "--steps", 4, "--output", tmp_path / "other")
     assert done.returncode == 0, done.stderr
     done = train("--resume", "--paper", "--steps", 6, "--output", tmp_path / "other")
-    assert done.stderr == "Error: --paper has --optimizer sgd, not adamw: leave out one of them.\n"
+    assert (
+        done.stderr == "Error: --paper has --optimizer sgd, not adamw8bit: leave out one of them.\n"
+    )
 
 
 def test_a_run_goes_on_from_what_was_saved_last(bundle: Path, tmp_path: Path):

@@ -20,6 +20,15 @@ def perplexity(loss: float) -> float:
     return math.exp(loss) if loss < 700 else math.inf
 
 
+def quality(record: dict) -> str:
+    """What an evaluation's record says beside its loss: of judged answers the accuracy, the share
+    of them that the model has the right way round, else the perplexity."""
+    accuracy = record.get("accuracy")
+    if not isinstance(accuracy, int | float):
+        return f"perplexity {decimal(perplexity(record['loss']))}"
+    return f"accuracy {accuracy:.0%}"
+
+
 def duration(seconds: float) -> str:
     """As in `2 h 5 min`, `5 min 7 s` or `7 s`."""
     minutes, seconds = divmod(round(seconds), 60)

@@ -15,8 +15,9 @@ def download(kind: str, repo: str, patterns: list[str]) -> Path:
     open to the user, or can't be reached.
     """
     from huggingface_hub import errors, snapshot_download
-    from huggingface_hub.utils import disable_progress_bars
+    from huggingface_hub.utils import disable_progress_bars, logging
 
+    logging.set_verbosity_error()  # of patterns that no file matches, for one
     if not sys.stderr.isatty():
         disable_progress_bars()
     try:

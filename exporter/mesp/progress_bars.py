@@ -7,7 +7,7 @@ from collections import deque
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-from mesp.formatting import decimal, duration, megabytes, perplexity
+from mesp.formatting import decimal, duration, megabytes, quality
 
 # Steps over which the displayed loss and speed are averaged.
 SMOOTHING = 10
@@ -51,7 +51,7 @@ class TrainingProgress:
             what = "test" if record.get("split") == "test" else "held-out"
             self.console.print(
                 f"step {record['step']}: {what} loss {decimal(record['loss'], 3)}, "
-                f"perplexity {decimal(perplexity(record['loss']))}",
+                f"{quality(record)}",
                 soft_wrap=True,
             )
         elif (

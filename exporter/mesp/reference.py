@@ -327,26 +327,39 @@ def gated_backward(
 # The head and the loss.
 
 
-def cross_entropy(x: mx.array, targets: mx.array, head: Weights, arch: Architecture) -> mx.array:
-    """L = mean_t (logsumexp(z_t) - z_t[target_t]),   z = cap(RMSNorm(x) Wᵀ).
+def cross_entropy(
+    x: mx.array,
+    targets: mx.array,
+    head: Weights,
+    arch: Architecture,
+    weights: mx.array | None = None,
+) -> mx.array:
+    """L = Σ_t w_t (logsumexp(z_t) - z_t[target_t]),   z = cap(RMSNorm(x) Wᵀ).
 
-    x [1, T, hidden], the last block's output; targets [T] int -> L [], in nats per token
+    x [1, T, hidden], the last block's output; targets [T] int; the weights w [T] are 1 / T each
+    where there are none -> L [], in nats, or then nats per token
     """
     z = _logits(x, head, arch)
     z_target = mx.take_along_axis(z, targets[None, :, None], axis=-1)[..., 0]
-    return mx.mean(mx.logsumexp(z, axis=-1) - z_target)
+    losses = mx.logsumexp(z, axis=-1) - z_target
+    return mx.mean(losses) if weights is None else mx.sum(weights * losses)
 
 
 def cross_entropy_backward(
-    x: mx.array, targets: mx.array, head: Weights, arch: Architecture
+    x: mx.array,
+    targets: mx.array,
+    head: Weights,
+    arch: Architecture,
+    weights: mx.array | None = None,
 ) -> mx.array:
-    """dz = cap'(z) ∘ (softmax(z) - onehot(target)) / T,   d_normed = dz W,   dx = RMSNorm's.
+    """dz = w ∘ cap'(z) ∘ (softmax(z) - onehot(target)),   d_normed = dz W,   dx = RMSNorm's.
 
-    W is frozen.
+    w_t = 1 / T where there are no weights. W is frozen.
     """
     z = _logits(x, head, arch)
     onehot = mx.arange(z.shape[-1]) == targets[:, None]
-    dz = (mx.softmax(z, axis=-1) - onehot) / targets.size
+    dz = mx.softmax(z, axis=-1) - onehot
+    dz = dz / targets.size if weights is None else weights[:, None] * dz
     d_normed = soft_cap_backward(z, dz, arch.final_logit_softcapping) @ _matrix(head, x)
     return rms_norm_backward(x, d_normed, head["norm"].astype(mx.float32), arch.rms_norm_eps)
 
@@ -527,10 +540,19 @@ def forward(model: Model, lora: list[mx.array], tokens: mx.array, scale: float) 
     return hidden
 
 
-def loss(model: Model, lora: list[mx.array], window: mx.array, scale: float) -> mx.array:
-    """Cross-entropy [] of a window of T + 1 tokens: T inputs and, shifted by one, T targets."""
+def loss(
+    model: Model,
+    lora: list[mx.array],
+    window: mx.array,
+    scale: float,
+    weights: mx.array | None = None,
+) -> mx.array:
+    """Cross-entropy [] of a window of T + 1 tokens: T inputs and, shifted by one, T targets.
+
+    The targets' weights are as `cross_entropy` has them.
+    """
     y = forward(model, lora, window[:-1], scale)[-1]
-    return cross_entropy(y, window[1:], model.head, model.arch)
+    return cross_entropy(y, window[1:], model.head, model.arch, weights)
 
 
 BlockGradient = Callable[
@@ -586,19 +608,23 @@ def gradients(
     window: mx.array,
     scale: float,
     block_gradient: BlockGradient = mesp_block_gradient,
+    weights: mx.array | None = None,
 ) -> Gradients:
-    """Forward keeping only block inputs, then backward from the last block.   window [T + 1] int"""
+    """Forward keeping only block inputs, then backward from the last block.   window [T + 1] int
+
+    The targets' weights are as `cross_entropy` has them.
+    """
     arch, targets = model.arch, window[1:]
     x = forward(model, lora, window[:-1], scale)
-    mean_loss = cross_entropy(x[-1], targets, model.head, arch)
-    dx = [cross_entropy_backward(x[-1], targets, model.head, arch)]
+    window_loss = cross_entropy(x[-1], targets, model.head, arch, weights)
+    dx = [cross_entropy_backward(x[-1], targets, model.head, arch, weights)]
     d_lora = []
     for i in reversed(range(len(lora))):
         block = (lora[i], scale, model.blocks[i], arch, arch.kind(i))
         d_input, d_block = block_gradient(x[i], dx[0], *block)
         dx.insert(0, d_input)
         d_lora.insert(0, d_block)
-    return Gradients(mean_loss, x, dx, d_lora)
+    return Gradients(window_loss, x, dx, d_lora)
 
 
 def _sgd_step(
@@ -665,6 +691,177 @@ def mezo_step(
     return (loss_plus + loss_minus) / 2
 
 
+# Preferences, as TRL 1.9.0 has them.
+
+
+class Answer(NamedTuple):
+    """What an objective knows of an answer of n tokens: log π(y) and log π₀(y) of the answer y,
+
+    sums over its targets, in nats. π₀ is the model as it was when the run began.
+    """
+
+    logp: float
+    reference: float
+    tokens: int
+
+    @property
+    def ratio(self) -> float:
+        """log(π(y) / π₀(y))"""
+        return self.logp - self.reference
+
+
+class Preference(NamedTuple):
+    """A pair's loss, and its derivatives by the two answers' -log π: each is the weight of all of
+
+    its answer's targets in the gradient.
+    """
+
+    loss: float
+    chosen: float
+    rejected: float
+
+
+def _sigmoid(x: float) -> float:
+    return 1 / (1 + math.exp(-x)) if x >= 0 else math.exp(x) / (1 + math.exp(x))
+
+
+def _softplus(x: float) -> float:
+    """-log sigmoid(-x)"""
+    return max(x, 0) + math.log1p(math.exp(-abs(x)))
+
+
+def dpo(chosen: Answer, rejected: Answer, beta: float) -> Preference:
+    """L = -log sigmoid(m),   m = β (ratio of the chosen - ratio of the rejected)"""
+    margin = beta * (chosen.ratio - rejected.ratio)
+    weight = beta * _sigmoid(-margin)
+    return Preference(_softplus(-margin), weight, -weight)
+
+
+def ipo(chosen: Answer, rejected: Answer, beta: float) -> Preference:
+    """L = (h - 1 / 2β)²,   h = the difference of the ratios a token"""
+    difference = chosen.ratio / chosen.tokens - rejected.ratio / rejected.tokens - 1 / (2 * beta)
+    slope = 2 * difference
+    return Preference(difference**2, -slope / chosen.tokens, slope / rejected.tokens)
+
+
+def simpo(chosen: Answer, rejected: Answer, beta: float, gamma: float) -> Preference:
+    """L = -log sigmoid(m),   m = β (difference of log π a token) - gamma"""
+    margin = beta * (chosen.logp / chosen.tokens - rejected.logp / rejected.tokens) - gamma
+    weight = beta * _sigmoid(-margin)
+    return Preference(_softplus(-margin), weight / chosen.tokens, -weight / rejected.tokens)
+
+
+def orpo(chosen: Answer, rejected: Answer, beta: float) -> Preference:
+    """L = -β log sigmoid(log odds of the chosen - log odds of the rejected),   odds = p / (1 - p),
+
+    p = exp(log π a token). To it comes the chosen's mean loss over all of its targets, those of the
+    prompt too.
+    """
+    means = [answer.logp / answer.tokens for answer in (chosen, rejected)]
+    odds = [mean - math.log(-math.expm1(mean)) for mean in means]
+    slope = beta * _sigmoid(odds[1] - odds[0])
+    # d odds / d mean = 1 / (1 - p)
+    weights = [slope / -math.expm1(mean) for mean in means]
+    return Preference(
+        beta * _softplus(odds[1] - odds[0]),
+        weights[0] / chosen.tokens,
+        -weights[1] / rejected.tokens,
+    )
+
+
+def kto(
+    answers: Sequence[Answer],
+    labels: Sequence[bool],
+    mismatched: Sequence[Answer],
+    beta: float,
+    desirable: float = 1.0,
+    undesirable: float = 1.0,
+) -> tuple[float, list[float]]:
+    """The mean loss of a batch, and the weight of each answer's targets.
+
+    L = w (1 - sigmoid(± β (ratio - k))), + and the weight `desirable` for good answers, - and
+    `undesirable` for bad ones; k = max(0, the mean ratio of `mismatched`), each prompt's with the
+    answer before it in the batch, and no function of the parameters.
+    """
+    kl = max(0.0, sum(each.ratio for each in mismatched) / len(mismatched))
+    total, weights = 0.0, []
+    for answer, good in zip(answers, labels, strict=True):
+        sign, factor = (1, desirable) if good else (-1, undesirable)
+        value = _sigmoid(sign * beta * (answer.ratio - kl))
+        total += factor * (1 - value) / len(answers)
+        weights.append(sign * factor * beta * value * (1 - value) / len(answers))
+    return total, weights
+
+
+# AdamW with its moments in 8 bits, as in bitsandbytes (Dettmers et al., arXiv:2110.02861).
+
+MOMENT_BLOCK = 256  # numbers that share a scale
+
+
+class Quantized(NamedTuple):
+    """P numbers in 8 bits: what each code stands for, times its block's scale."""
+
+    codes: mx.array  # uint8 [P]
+    scales: mx.array  # float32 [⌈P / MOMENT_BLOCK⌉]
+
+
+def dynamic_map(signed: bool) -> mx.array:
+    """What each of 256 codes stands for, ascending, float32 [256].
+
+    0, 1, and of each power of ten from 10⁻⁶ to 1 the middles of equal parts of its upper nine
+    tenths, twice as many as of the last: 1 to 64 and their negatives, or, not signed, 2 to 128.
+    """
+    numbers = [0.0, 1.0]
+    for power in range(7):
+        parts = (1 if signed else 2) * 2**power
+        for part in range(parts):
+            number = 10.0 ** (power - 6) * (0.1 + 0.9 * (part + 0.5) / parts)
+            numbers += [number, -number] if signed else [number]
+    return mx.array(sorted(numbers))
+
+
+def quantize(x: mx.array, signed: bool) -> Quantized:
+    """Each of x [P] as the nearest fraction of its block's largest absolute value.
+
+    Of two that are equally near the lower: the code is the number of middles between neighbours of
+    the map that are below.
+    """
+    numbers = dynamic_map(signed)
+    middles = (numbers[:-1] + numbers[1:]) / 2
+    blocks = mx.pad(x, (0, -x.size % MOMENT_BLOCK)).reshape(-1, MOMENT_BLOCK)
+    scales = mx.abs(blocks).max(axis=1)
+    fractions = blocks / mx.where(scales > 0, scales, 1)[:, None]
+    codes = (fractions[..., None] > middles).sum(axis=-1)
+    return Quantized(codes.reshape(-1)[: x.size].astype(mx.uint8), scales)
+
+
+def dequantize_moment(moment: Quantized, signed: bool) -> mx.array:
+    """float32 [P]"""
+    scales = mx.repeat(moment.scales, MOMENT_BLOCK)[: moment.codes.size]
+    return dynamic_map(signed)[moment.codes] * scales
+
+
+def adamw8bit(
+    w: mx.array,
+    g: mx.array,
+    m: Quantized,
+    v: Quantized,
+    learning_rate: float,
+    betas: tuple[float, float] = (0.9, 0.999),
+    epsilon: float = 1e-8,
+    weight_decay: float = 0.0,
+) -> tuple[mx.array, Quantized, Quantized]:
+    """w [P], m and v after a step with the gradient g [P]: `mlx.optimizers.AdamW`'s.
+
+    w moves by m and v as they are before they are rounded.
+    """
+    new_m = betas[0] * dequantize_moment(m, signed=True) + (1 - betas[0]) * g
+    new_v = betas[1] * dequantize_moment(v, signed=False) + (1 - betas[1]) * mx.square(g)
+    step = learning_rate * new_m / (mx.sqrt(new_v) + epsilon)
+    new_w = w * (1 - learning_rate * weight_decay) - step
+    return new_w, quantize(new_m, signed=True), quantize(new_v, signed=False)
+
+
 # Training.
 
 
@@ -680,16 +877,16 @@ def step_window(step: int, seed: int, windows: int) -> int:
 
 
 def step_example(
-    step: int, seed: int, examples: Sequence[Sequence[int]], seq_len: int
-) -> tuple[int, int, int]:
-    """The example (start, length, prompt) of the split's `examples` that `step` (from 0) takes,
+    step: int, seed: int, examples: Sequence[Sequence[int]], mask: Sequence[int], seq_len: int
+) -> tuple[int, int]:
+    """The example (start, length) of the split's `examples` that `step` (from 0) takes,
 
     its length at most `seq_len` + 1, in the order of `step_window` over those that then have a
     target left. It is tokens[start : start + length]; the loss is the mean over the predictions of
-    its tokens max(prompt, 1) to length - 1.
+    its tokens after the first for which `mask`, beside the tokens, is not 0.
     """
-    cut = [(start, min(length, seq_len + 1), prompt) for start, length, prompt in examples]
-    usable = [each for each in cut if max(each[2], 1) < each[1]]
+    cut = [(start, min(length, seq_len + 1)) for start, length in examples]
+    usable = [(start, length) for start, length in cut if any(mask[start + 1 : start + length])]
     return usable[step_window(step, seed, len(usable))]
 
 

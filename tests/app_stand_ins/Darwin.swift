@@ -1,4 +1,5 @@
-// What the core and the engine use of Darwin beyond POSIX, and of the parts of Foundation and Dispatch that go with it. Its presence
+// What the core, the engine and the app use of Darwin beyond POSIX, and of the parts of Foundation and Dispatch that are on Apple’s
+// systems only. Its presence
 // makes `canImport(Darwin)` true.
 
 import Foundation
@@ -40,4 +41,30 @@ extension DispatchSource {
     public class func makeMemoryPressureSource(
         eventMask: MemoryPressureEvent, queue: DispatchQueue?
     ) -> any DispatchSourceMemoryPressure { fatalError() }
+}
+extension URLResourceKey {
+    public static let volumeAvailableCapacityForImportantUsageKey = URLResourceKey(rawValue: "importantUsage")
+}
+extension URLResourceValues { public var volumeAvailableCapacityForImportantUsage: Int64? { nil } }
+extension ProcessInfo { public static let thermalStateDidChangeNotification = Notification.Name("t") }
+extension URL {
+    public func startAccessingSecurityScopedResource() -> Bool { true }
+    public func stopAccessingSecurityScopedResource() {}
+}
+public class NSFileCoordinator {
+    public init() {}
+    public struct ReadingOptions: Sendable { public static let forUploading = ReadingOptions() }
+    public func coordinate(
+        readingItemAt: URL, options: ReadingOptions, error: UnsafeMutablePointer<NSError?>?, byAccessor: (URL) -> Void
+    ) {}
+}
+extension URL { public static var documentsDirectory: URL { fatalError() } }
+extension ProcessInfo {
+    public struct ActivityOptions: OptionSet, Sendable {
+        public let rawValue: UInt64
+        public init(rawValue: UInt64) { self.rawValue = rawValue }
+        public static let userInitiated = Self(rawValue: 1), idleSystemSleepDisabled = Self(rawValue: 2)
+    }
+    public func beginActivity(options: ActivityOptions, reason: String) -> any NSObjectProtocol { fatalError() }
+    public func endActivity(_ activity: any NSObjectProtocol) {}
 }

@@ -2,10 +2,14 @@
 // constraints follow Apple’s interface; opaque results are less precise.
 
 @_exported import CoreTransferable
+@_exported import Darwin
 @_exported import Foundation
 @_exported import Observation
-@_exported import UIKit
 import UniformTypeIdentifiers
+
+#if os(iOS)
+    @_exported import UIKit
+#endif
 
 @MainActor @preconcurrency public protocol View {
     associatedtype Body: View
@@ -84,6 +88,11 @@ public struct EnvironmentValues {
     public var scenePhase: ScenePhase { .active }
     public var horizontalSizeClass: UserInterfaceSizeClass? { nil }
     public var dynamicTypeSize: DynamicTypeSize { .large }
+    public var dismiss: DismissAction { DismissAction() }
+}
+@MainActor public struct DismissAction {
+    nonisolated init() {}
+    public func callAsFunction() {}
 }
 @propertyWrapper public struct Environment<V> {
     public init(_ k: KeyPath<EnvironmentValues, V>) {}
@@ -121,6 +130,8 @@ public struct ButtonRole: Sendable { public static let destructive = ButtonRole(
 public struct Button<L: View>: Prim {
     public init(action: @escaping @MainActor () -> Void, @ViewBuilder label: () -> L) {}
     public init(_ k: LocalizedStringKey, action: @escaping @MainActor () -> Void) where L == Text {}
+    public init(_ k: LocalizedStringKey, role: ButtonRole?, action: @escaping @MainActor () -> Void)
+    where L == Text {}
     public init(_ k: LocalizedStringKey, systemImage: String, action: @escaping @MainActor () -> Void)
     where L == Label<Text, Image> {}
     public init(
@@ -130,6 +141,9 @@ public struct Button<L: View>: Prim {
 public struct TabView<C: View>: Prim { public init(@ViewBuilder content: () -> C) {} }
 public struct NavigationStack<C: View>: Prim { public init(@ViewBuilder root: () -> C) {} }
 public struct NavigationLink<C: View>: Prim { public init<V: Hashable>(value: V?, @ViewBuilder label: () -> C) {} }
+extension NavigationLink where C == Text {
+    public init<D: View>(_ k: LocalizedStringKey, @ViewBuilder destination: () -> D) {}
+}
 public struct Form<C: View>: Prim { public init(@ViewBuilder content: () -> C) {} }
 public struct List<C: View>: Prim { public init(@ViewBuilder content: () -> C) {} }
 public struct Section<P: View, C: View, F: View>: Prim {}
@@ -163,9 +177,7 @@ public struct Slider: Prim {
 }
 public struct TextField<L: View>: Prim {
     public init(_ k: LocalizedStringKey, text: Binding<String>, axis: Axis) where L == Text {}
-    public init<F: ParseableFormatStyle>(
-        _ k: LocalizedStringKey, value: Binding<F.FormatInput>, format: F, prompt: Text? = nil
-    ) where L == Text, F.FormatOutput == String {}
+    public init(_ k: LocalizedStringKey, text: Binding<String>) where L == Text {}
 }
 public enum Axis { case horizontal, vertical }
 public struct TextEditor: Prim { public init(text: Binding<String>) {} }
@@ -181,6 +193,9 @@ public struct ProgressView<L: View>: Prim {
 }
 public struct ContentUnavailableView: Prim {
     public init(_ k: LocalizedStringKey, systemImage: String, description: Text? = nil) {}
+}
+public struct DisclosureGroup<C: View>: Prim {
+    public init(_ k: LocalizedStringKey, @ViewBuilder content: @escaping () -> C) {}
 }
 public struct Spacer: Prim { public init() {} }
 public struct Divider: Prim { public init() {} }
@@ -218,6 +233,7 @@ public struct ShareLink<L: View>: Prim {
         item: I, subject: Text? = nil, message: Text? = nil, preview: SharePreview, @ViewBuilder label: () -> L
     ) {}
 }
+extension ShareLink where L == Text { public init(_ k: LocalizedStringKey, item: URL) {} }
 public struct Color: Prim, ShapeStyle, Sendable { public static var primary: Color { fatalError() } }
 public protocol ShapeStyle: Sendable {}
 extension ShapeStyle where Self == Color {
@@ -237,12 +253,22 @@ public struct BStyle: PrimitiveButtonStyle {}
 extension PrimitiveButtonStyle where Self == BStyle {
     public static var bordered: BStyle { fatalError() }
     public static var borderedProminent: BStyle { fatalError() }
+    public static var borderless: BStyle { fatalError() }
+}
+public protocol LabelStyle {}
+public struct IconOnlyLabelStyle: LabelStyle {}
+extension LabelStyle where Self == IconOnlyLabelStyle { public static var iconOnly: IconOnlyLabelStyle { .init() } }
+public struct ToolbarItemPlacement { public static let cancellationAction = Self(), confirmationAction = Self() }
+public struct ToolbarItem<C: View>: Prim {
+    public init(placement: ToolbarItemPlacement, @ViewBuilder content: () -> C) {}
 }
 public enum ScrollDismissesKeyboardMode { case interactively }
 public enum UIKeyboardType { case decimalPad }
 public enum TextAlignment { case trailing }
 public struct AccessibilityTraits { public static let isButton = AccessibilityTraits() }
 public struct AccessibilityChildBehavior { public static let combine = AccessibilityChildBehavior() }
+public enum Visibility { case visible }
+public struct TextInputAutocapitalization { public static var never: Self { .init() } }
 public enum TitleDisplayMode { case inline }
 public struct TextSel { public static let enabled = TextSel() }
 public struct StrokeStyle { public init(lineWidth: CGFloat = 1, dash: [CGFloat] = []) {} }
@@ -254,11 +280,15 @@ extension View {
         _ k: LocalizedStringKey, isPresented: Binding<Bool>, @ViewBuilder actions: () -> A,
         @ViewBuilder message: () -> M
     ) -> some View { self }
+    public func confirmationDialog<S: StringProtocol, A: View>(
+        _ title: S, isPresented: Binding<Bool>, titleVisibility: Visibility, @ViewBuilder actions: () -> A
+    ) -> some View { self }
+    public func task(_ a: @escaping @MainActor () async -> Void) -> some View { self }
+    public func task<T: Equatable>(id: T, _ a: @escaping @MainActor () async -> Void) -> some View { self }
     public func onOpenURL(perform: @escaping (URL) -> Void) -> some View { self }
     public func onChange<V: Equatable>(of: V, initial: Bool = false, _ a: @escaping () -> Void) -> some View { self }
     public func navigationTitle(_ k: LocalizedStringKey) -> some View { self }
     @_disfavoredOverload public func navigationTitle<S: StringProtocol>(_ k: S) -> some View { self }
-    public func navigationBarTitleDisplayMode(_ m: TitleDisplayMode) -> some View { self }
     public func navigationDestination<D: Hashable, C: View>(for: D.Type, @ViewBuilder destination: @escaping (D) -> C)
         -> some View
     { self }
@@ -267,6 +297,12 @@ extension View {
         isPresented: Binding<Bool>, allowedContentTypes: [UniformTypeIdentifiers.UTType],
         onCompletion: @escaping (Result<URL, any Error>) -> Void
     ) -> some View { self }
+    public func autocorrectionDisabled(_ d: Bool = true) -> some View { self }
+    public func onSubmit(_ a: @escaping () -> Void) -> some View { self }
+    public func sheet<I: Identifiable, C: View>(item: Binding<I?>, @ViewBuilder content: @escaping (I) -> C)
+        -> some View
+    { self }
+    public func labelStyle<S: LabelStyle>(_ s: S) -> some View { self }
     public func toolbar<C: View>(@ViewBuilder content: () -> C) -> some View { self }
     public func frame(width: CGFloat? = nil, height: CGFloat? = nil, alignment: Alignment = .center) -> some View {
         self
@@ -281,7 +317,6 @@ extension View {
     public func deleteDisabled(_ d: Bool) -> some View { self }
     public func tag<V: Hashable>(_ t: V) -> some View { self }
     public func multilineTextAlignment(_ a: TextAlignment) -> some View { self }
-    public func keyboardType(_ k: UIKeyboardType) -> some View { self }
     public func lineLimit(_ r: ClosedRange<Int>) -> some View { self }
     public func font(_ f: Font?) -> some View { self }
     public func monospacedDigit() -> some View { self }
@@ -290,7 +325,6 @@ extension View {
     public func ignoresSafeArea() -> some View { self }
     public func contentShape<S: Shape>(_ s: S) -> some View { self }
     public func onTapGesture(count: Int = 1, perform: @escaping () -> Void) -> some View { self }
-    public func statusBarHidden(_ h: Bool = true) -> some View { self }
     public func onAppear(perform: (() -> Void)? = nil) -> some View { self }
     public func onDisappear(perform: (() -> Void)? = nil) -> some View { self }
     public func refreshable(action: @escaping @Sendable () async -> Void) -> some View { self }
@@ -305,3 +339,18 @@ extension View {
 extension DynamicViewContent {
     public func onDelete(perform: ((IndexSet) -> Void)?) -> some DynamicViewContent { self }
 }
+#if os(iOS)
+    extension View {
+        public func navigationBarTitleDisplayMode(_ m: TitleDisplayMode) -> some View { self }
+        public func keyboardType(_ k: UIKeyboardType) -> some View { self }
+        public func textInputAutocapitalization(_ a: TextInputAutocapitalization?) -> some View { self }
+        public func statusBarHidden(_ h: Bool = true) -> some View { self }
+    }
+#endif
+public struct Modified: Prim {}
+@MainActor @preconcurrency public protocol ViewModifier {
+    associatedtype Body: View
+    typealias Content = Modified
+    @ViewBuilder func body(content: Content) -> Body
+}
+extension View { public func modifier<M: ViewModifier>(_ m: M) -> some View { self } }

@@ -1,4 +1,4 @@
-// What the app and `SystemPhone` use of UIKit, and of the parts of Foundation that are on Apple’s systems only.
+// What the app and `SystemPhone` use of UIKit.
 
 @_exported import Foundation
 
@@ -27,16 +27,3 @@ public typealias CGFloat = Foundation.CGFloat
         willEnterForegroundNotification = Notification.Name("c"), didBecomeActiveNotification = Notification.Name("d"),
         didReceiveMemoryWarningNotification = Notification.Name("e")
 }
-extension ProcessInfo { public static let thermalStateDidChangeNotification = Notification.Name("t") }
-extension URL {
-    public func startAccessingSecurityScopedResource() -> Bool { true }
-    public func stopAccessingSecurityScopedResource() {}
-}
-public class NSFileCoordinator {
-    public init() {}
-    public struct ReadingOptions: Sendable { public static let forUploading = ReadingOptions() }
-    public func coordinate(
-        readingItemAt: URL, options: ReadingOptions, error: UnsafeMutablePointer<NSError?>?, byAccessor: (URL) -> Void
-    ) {}
-}
-extension URL { public static var documentsDirectory: URL { fatalError() } }

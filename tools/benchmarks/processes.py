@@ -43,24 +43,6 @@ Tell = Callable[[int], None]  # gets the number of steps done
 engine_program = cache(find_engine)
 
 
-def count_step(cell: Cell) -> dict[str, Any]:
-    """What the engine counts of a step of the cell on a phone's GPU: its `count` record.
-
-    Raises MespError with what the engine said where it fails.
-    """
-    settings = {"bundle": str(cell.bundle.resolve()), "output": ""}
-    settings |= {"seq_len": cell.seq_len, "rank": cell.rank}
-    with tempfile.NamedTemporaryFile("w", suffix=".json", encoding="utf-8") as file:
-        json.dump(settings, file)
-        file.flush()
-        command = [engine_program(), "count", file.name]
-        done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        said = done.stderr.strip().splitlines()
-        raise MespError(said[-1] if said else f"mesp-engine failed ({done.returncode}).")
-    return json.loads(done.stdout)
-
-
 def run_python(
     cell: Cell, settings: dict[str, Any], work: Path, tell: Tell, preload: bool = True
 ) -> Run:

@@ -8,15 +8,22 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import click
+import numpy as np
 from rich.console import Console
 
 from benchmarks import paper
 from benchmarks.cells import Cell, Row, find_cells
 from benchmarks.columns import SIZE, grouped
-from benchmarks.processes import Tell, count_step, engine_program, run_program, run_python
+from benchmarks.preferences import measure_objectives
+from benchmarks.processes import Tell, engine_program, run_program, run_python
 from benchmarks.rows import compare, engine_settings, extrapolate, measure
 from benchmarks.variants import ENGINE_METHODS, Variant, find_variants
+from mesp.bundle.export_options import BundleOptions
 from mesp.bundle.manifest import read_manifest
+from mesp.bundle.rewriter import rewrite_bundle
+from mesp.data.examples import Split
+from mesp.data.store import replace_data
+from mesp.engine.plan import find_count
 from mesp.engine.update_defaults import default_learning_rate, default_optimizer
 from mesp.errors import MespError
 from mesp.models.architecture import Architecture
@@ -38,7 +45,7 @@ _DEMO = {**_SIZE, "models": ("demo",)}
 
 # What a row has of the engine's count.
 COUNTED = ("evals", "kernels", "tflop", "ledger_peak_bytes", "predicted_peak_bytes",
-           "modelled_seconds")  # fmt: skip
+           "modelled_seconds", "new_buffer_bytes")  # fmt: skip
 
 # The options that apply to a table, with their defaults.
 TABLES: dict[str, dict[str, Any]] = {
@@ -49,7 +56,9 @@ TABLES: dict[str, dict[str, Any]] = {
     "gpu": {"models": SIZES[:1], "seq_lens": (256, 1024), "ranks": (paper.RANK,), "device": "gpu"},
     "h": {**_SIZE, "models": SIZES, "steps": 10},
     "mezo-quality": {**_DEMO, "layers": (), "steps": 10},
+    "preferences": {**_SIZE, "layers": (), "steps": 4},
     "defaults": {**_DEMO, "seq_lens": (128,), "steps": 200, "data": None},
+    "records": {**_DEMO, "seq_lens": (128, 256, 512), "layers": (), "steps": 60},
     "convergence": {**_DEMO, "steps": 1000, "data": "python-docs", "learning_rate": None},
 }
 
@@ -92,15 +101,17 @@ def run_rows(bench: Bench) -> Iterator[Row]:
 
 
 def gpu_rows(bench: Bench) -> Iterator[Row]:
-    """A row for each step that is counted; MespError where a bundle is not for the GPU."""
-    cells = bench.cells()
-    for cell in cells:
-        if cell.device != "gpu":
-            raise MespError(f"{cell.bundle} is for the CPU: export it with --device gpu to count.")
-    for cell in cells:
+    """A row for each step that is counted; MespError where a bundle is not for the GPU.
+
+    What keeping MLX's cache changes is counted apart.
+    """
+    for cell in bench.cells():
         bench.doing(cell, "counting")
-        count = count_step(cell)
+        settings = engine_settings(cell, Variant("mesp"))
+        count = find_count(engine_program(), settings)
+        kept = find_count(engine_program(), settings | {"keep_cache": True})
         row = cell.row() | {name: count[name] for name in COUNTED}
+        row |= {f"cached_{name}": kept[name] for name in ("ledger_peak_bytes", "new_buffer_bytes")}
         del row["cpu"], row["os"]  # no matter where it is counted
         yield row
 
@@ -164,16 +175,76 @@ def sweep(rate: float, warmup: int) -> dict[str, dict[str, Any]]:
     """Updates by name, around AdamW at its default rate."""
 
     def adamw(factor: float, **more: Any) -> dict[str, Any]:
-        return {"optimizer": "adamw", "learning_rate": factor * rate, **more}
+        return {"optimizer": "adamw8bit", "learning_rate": factor * rate} | more
 
     sgd = {f"SGD at {each:g}": {"optimizer": "sgd", "learning_rate": each} for each in SGD_RATES}
     return {
         "default": adamw(1),
+        "moments in 32 bits": adamw(1, optimizer="adamw"),
         "half the rate": adamw(0.5),
         "twice the rate": adamw(2),
         "twice, warm-up and decay": adamw(2, warmup=warmup, schedule="linear"),
         **sgd,
     }
+
+
+def records_rows(bench: Bench) -> Iterator[Row]:
+    """A row for records that are all padded to the longest length, and one where each runs at the
+    shortest length that holds it."""
+    lengths = sorted(set(bench.options["seq_lens"]))
+    for cell in bench.cells():
+        if cell.seq_len != lengths[-1]:
+            continue
+        padded = None
+        for these in (lengths[-1:], lengths):
+            bundle = with_records(cell, these, bench.work)
+            settings = engine_settings(cell._replace(bundle=bundle), Variant("mesp"))
+            settings |= {"steps": bench.steps}
+            what = f"records at {' or '.join(map(str, these))}"
+            run = run_program([engine_program()], settings, bench.work, bench.doing(cell, what))
+            speed = len(run.steps) / sum(step["seconds"] for step in run.steps)
+            padded = padded or speed
+            peak = max(step["footprint_peak_bytes"] for step in run.steps)
+            predicted = run.plan["predicted_peak_bytes"]
+            yield cell.row() | {
+                "lengths": ", ".join(map(str, these)),
+                "steps": len(run.steps),
+                "records_per_second": speed,
+                "to_padded": speed / padded,
+                "footprint_peak_bytes": peak,
+                "predicted_peak_bytes": predicted,
+                "prediction_error": predicted / peak - 1,
+                "losses": run.losses,
+            }
+
+
+def with_records(cell: Cell, lengths: list[int], work: Path) -> Path:
+    """The cell's bundle with these lengths alone, and with questions and answers of random tokens.
+
+    They are as long as GSM8K's in a chat template of Qwen's: log-normal around 185 tokens, of which
+    two in five are the question's.
+    """
+    out = work / f"{cell.bundle.stem}-records-{len(lengths)}.mesp"
+    options = BundleOptions(out, lengths, [cell.rank], cell.dtype, cell.device, overwrite=True)
+    manifest = rewrite_bundle(cell.bundle, options)
+    random = np.random.default_rng(0)
+    sizes = np.clip(random.lognormal(np.log(185), 0.4, 512).astype(int), 16, cell.seq_len + 1)
+    starts = np.cumsum(sizes) - sizes
+    mask = np.ones(sizes.sum(), np.uint8)
+    for start, size in zip(starts, sizes, strict=True):
+        mask[start : start + 2 * size // 5] = 0
+    vocab_size = manifest["architecture"]["vocab_size"]
+    tokens = random.integers(vocab_size, size=len(mask), dtype=np.uint32)
+    examples = np.stack([starts, sizes], axis=1).astype(np.uint32)
+    replace_data(out, {"train": Split(tokens, examples, mask)})
+    return out
+
+
+def preferences_rows(bench: Bench) -> Iterator[Row]:
+    """A row for supervised steps and one for each objective."""
+    for cell in bench.cells():
+        tell = bench.doing(cell, "preferences")
+        yield from measure_objectives(cell, bench.steps, bench.work, tell)
 
 
 def check_agreement(rows: list[Row]) -> None:
@@ -212,9 +283,10 @@ KINDS = {
         None,
         ("ledger peak MB", "modelled s"),
         """Nothing was run: a step of MeSP with SGD, the second, as it would go on a phone's GPU.
-Counted: evals (round trips), kernels, TFLOP (of matrix products and attention), and the ledger's
-peak, of MLX's arrays and its cache, without the process and the mapped weights. The predicted peak
-is the planner's of the same. Modelled: the seconds, from the counts and a phone's supposed speeds.
+Counted: evals (round trips), kernels, TFLOP (of matrix products and attention), the ledger's peak,
+of MLX's arrays and its cache, without the process and the mapped weights, and the new buffers,
+which the system makes and fills with zeros; both also with --keep-cache. The predicted peak is the
+planner's of the same. Modelled: the seconds, from the counts and a phone's supposed speeds.
 See docs/ledger.md.""",
     ),
     "h": Kind(
@@ -231,12 +303,27 @@ one block, medians with mesp.reference; the gradient's includes recomputing its 
         """Means over draws of z, with mesp.reference in float32, after some exact steps (as B is
 zero at first, so is A's gradient).""",
     ),
+    "preferences": Kind(
+        preferences_rows,
+        None,
+        ("s/step",),
+        """A step of an objective has a pair of answers, of kto two: each of a sequence's length,
+half of it prompt. Time of supervised: of a step with one of these sequences, whose gradients are
+summed to be clipped. First: what a pair takes more when it is met, for the first model's part.""",
+    ),
     "defaults": Kind(
         defaults_rows,
         "learning rate",
         ("after",),
         """Held-out nats a token before and after, and the drop as a share of the model's largest.
 Where there is no loss, one was not finite.""",
+    ),
+    "records": Kind(
+        records_rows,
+        None,
+        ("records/s",),
+        """Records of chat as long as GSM8K's, one a step, by MeSP with SGD: padded to the longest
+length, and each at the shortest that holds it. The losses are the same.""",
     ),
     "convergence": Kind(
         convergence_rows,

@@ -15,6 +15,15 @@ from tokenizers import Tokenizer
 
 from pretraining.text import END_OF_TEXT
 
+# It learned no conversations; with this one chat records can be tried. A token ends each answer.
+CHAT_TEMPLATE = """\
+{%- for message in messages -%}
+{{- message.role + ': ' + (message.content or '') -}}
+{%- if message.role == 'assistant' -%}{{- eos_token -}}{%- endif -%}
+{{- '\\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- 'assistant:' -}}{%- endif -%}"""
+
 
 def model_card(facts: dict[str, str], config: dict, parameters: int) -> str:
     """README.md of the model folder."""
@@ -75,6 +84,7 @@ def write_folder(
             "tokenizer_config.json": {
                 "add_prefix_space": False,
                 "bos_token": None,
+                "chat_template": CHAT_TEMPLATE,
                 "clean_up_tokenization_spaces": False,
                 "eos_token": END_OF_TEXT,
                 "model_max_length": config["max_position_embeddings"],

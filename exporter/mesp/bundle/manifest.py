@@ -14,7 +14,7 @@ from mesp.bundle.layout import Layout
 from mesp.errors import MespError
 from mesp.models.architecture import Architecture
 
-FORMAT = 2
+FORMAT = 3
 
 # What commands read of a manifest, by its type; `Bundle` reads the rest.
 READ_BY_COMMANDS = {
@@ -47,8 +47,10 @@ def fits(value: Any, wanted: Any) -> bool:
 
 
 def _is_split(entry: Any) -> bool:
-    return fits(entry, {"tokens": int}) and (
-        "examples" not in entry or fits(entry["examples"], {"count": int})
+    return (
+        fits(entry, {"tokens": int})
+        and ("examples" not in entry or fits(entry["examples"], {"count": int}))
+        and all(key not in entry or fits(entry[key], str) for key in ("mask", "labels"))
     )
 
 
@@ -60,11 +62,14 @@ def _check_inside(bundle: Path, name: str) -> None:
         raise MespError(f"{bundle} names a file outside of it, {name!r}; do not use it.")
 
 
-def read_manifest(path: Path, to_run: bool = True) -> dict[str, Any]:
+def read_manifest(
+    path: Path, to_run: bool = True, formats: tuple[int, ...] = (FORMAT,)
+) -> dict[str, Any]:
     """The manifest of the bundle at `path`, after checking that this machine can run it.
 
-    Raises MespError where the folder is no bundle, is of another format, lacks a file or part of
-    one, or, unless it is not `to_run`, is of another MLX version or needs a GPU that is not there.
+    Raises MespError where the folder is no bundle, is of none of the `formats`, lacks a file or
+    part of one, or, unless it is not `to_run`, is of another MLX version or needs a GPU that is not
+    there.
     Contents are checked by `Bundle.verify`.
     """
     try:
@@ -78,10 +83,10 @@ def read_manifest(path: Path, to_run: bool = True) -> dict[str, Any]:
         raise MespError(
             f"{path / 'manifest.json'} cannot be read; write the bundle again with mesp-export."
         ) from error
-    if version != FORMAT:
+    if version not in formats:
+        remedy = "write it anew with mesp-export --from" if version == 2 else "export it again"
         raise MespError(
-            f"{path} has bundle format {version}, and this version reads format {FORMAT}; "
-            "write the bundle again with this version's mesp-export."
+            f"{path} has bundle format {version}, and this version reads format {FORMAT}; {remedy}."
         )
     if to_run and mlx_version != mx.__version__:
         raise MespError(

@@ -13,7 +13,15 @@ from mlx import nn
 
 from mesp.bundle.export_options import DTYPE_OF
 from mesp.bundle.layout import Layout, block_layout, table_layout
-from mesp.bundle.manifest import READ_BY_BUNDLE, BlockGroup, damaged, fits, read_manifest, sha256
+from mesp.bundle.manifest import (
+    FORMAT,
+    READ_BY_BUNDLE,
+    BlockGroup,
+    damaged,
+    fits,
+    read_manifest,
+    sha256,
+)
 from mesp.errors import MespError
 from mesp.models.architecture import Architecture
 from mesp.quantization.modes import Quantization
@@ -34,18 +42,19 @@ def _check_arrays(found: Layout, expected: Layout) -> None:
         raise ValueError("its arrays are not the architecture's")
 
 
-def _data_files(entry: dict[str, Any]) -> list[Any]:
+def data_files(entry: dict[str, Any]) -> list[Any]:
     """The files of a split."""
-    return [entry["file"], *([entry["examples"]["file"]] if "examples" in entry else [])]
+    examples = [entry["examples"]["file"]] if "examples" in entry else []
+    return [entry["file"], *examples, *(entry[key] for key in ("mask", "labels") if key in entry)]
 
 
 class Bundle:
     """A bundle, read from its folder. Weights are mapped, and copied when they become arrays."""
 
-    def __init__(self, path: Path | str, to_run: bool = True):
+    def __init__(self, path: Path | str, to_run: bool = True, formats: tuple[int, ...] = (FORMAT,)):
         """Raises MespError where the bundle cannot be used; see `read_manifest`."""
         self.path = Path(path)
-        self.manifest = read_manifest(self.path, to_run)
+        self.manifest = read_manifest(self.path, to_run, formats)
         try:
             self.architecture = Architecture.from_manifest(self.manifest["architecture"])
             if not fits(self.manifest, READ_BY_BUNDLE):
@@ -86,7 +95,7 @@ class Bundle:
         array within its file."""
         sizes = {entry["path"]: entry["size"] for entry in self.manifest["files"]}
         manifest = self.manifest
-        named = [file for split in manifest.get("data", {}).values() for file in _data_files(split)]
+        named = [file for split in manifest.get("data", {}).values() for file in data_files(split)]
         for group in self.groups:
             for functions in (group.functions, group.plain_functions):
                 if not functions.keys() >= set(map(str, manifest["seq_lens"])):
@@ -178,13 +187,26 @@ class Bundle:
         return self._map(self._data(split)["file"])
 
     def examples(self, split: str) -> np.ndarray | None:
-        """Where in `tokens` each example lies: uint32 [M, 3], mapped; None for a packed stream.
+        """Where in `tokens` each example lies: uint32 [M, 2], mapped; None for a packed stream.
 
-        A row is (start, length, prompt): the tokens [start, start + length), of which the
-        prediction of the first `prompt` is not in the loss.
+        A row is (start, length): the tokens [start, start + length).
         """
         entry = self._data(split).get("examples")
-        return None if entry is None else self._map(entry["file"]).reshape(-1, 3)
+        return None if entry is None else self._map(entry["file"]).reshape(-1, 2)
+
+    def mask(self, split: str) -> np.ndarray | None:
+        """1 for each token of `tokens` whose prediction is in the loss, 0 for the others: uint8
+        [N], mapped; None where all are."""
+        return self._bytes(split, "mask")
+
+    def labels(self, split: str) -> np.ndarray | None:
+        """What people said of each example, as `mesp.data.preferences` numbers it: uint8 [M],
+        mapped; None where nobody did."""
+        return self._bytes(split, "labels")
+
+    def _bytes(self, split: str, key: str) -> np.ndarray | None:
+        file = self._data(split).get(key)
+        return None if file is None else np.memmap(self.path / file, dtype=np.uint8, mode="r")
 
     def verify(self) -> None:
         """Raises MespError naming the first file whose content is not what was exported."""

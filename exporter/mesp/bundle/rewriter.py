@@ -10,17 +10,22 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 from mesp.bundle.export_options import DTYPE_OF, BundleOptions
 from mesp.bundle.folders import locked, new_folder
 from mesp.bundle.function_files import write_functions
 from mesp.bundle.layout import Layout
 from mesp.bundle.manifest import FORMAT, describe_files, write_manifest
-from mesp.bundle.reader import Bundle, block_file
+from mesp.bundle.reader import Bundle, block_file, data_files
 from mesp.bundle.weight_files import write_weights
 from mesp.bundle.writer import check_disk
+from mesp.data.examples import Split
+from mesp.data.store import write_data
 from mesp.errors import MespError, plain_os_errors
 from mesp.progress_bars import export_progress
+
+REWRITTEN = (2, FORMAT)  # the formats that are read to be written anew
 
 
 def rewrite_bundle(source: Path, options: BundleOptions) -> dict[str, Any]:
@@ -38,7 +43,7 @@ def rewrite_bundle(source: Path, options: BundleOptions) -> dict[str, Any]:
         new_folder(options.out.resolve(), options.overwrite) as folder,
         export_progress() as bar,
     ):
-        bundle = Bundle(source, to_run=False)
+        bundle = Bundle(source, to_run=False, formats=REWRITTEN)
         check_data(bundle, max(options.seq_lens))
         task = bar.add_task(f"Checking {source.name}", total=None)
         bundle.verify()
@@ -56,8 +61,12 @@ def rewrite_bundle(source: Path, options: BundleOptions) -> dict[str, Any]:
             arrays = old[file].unpack(bundle.words(file))
             pieces = ((name, 0, array) for name, array in arrays.items())
             write_weights(folder / file, layouts[file], pieces, partial(bar.advance, task))
-        written = describe_files(folder)
         gone = {*changed, *bundle.function_files()}
+        data = bundle.manifest.get("data", {})
+        if bundle.manifest["format"] == 2 and data:
+            gone |= {file for entry in data.values() for file in data_files(entry)}
+            data = write_data(folder, "data", splits_of_format_2(bundle))
+        written = describe_files(folder)
         kept = [entry for entry in bundle.manifest["files"] if entry["path"] not in gone]
         for entry in kept:
             link(source / entry["path"], folder / entry["path"])
@@ -72,10 +81,29 @@ def rewrite_bundle(source: Path, options: BundleOptions) -> dict[str, Any]:
             "ranks": options.ranks,
             "blocks": [group.to_manifest() for group in groups],
             **{n: {"file": file, **layouts[file].to_manifest()} for n, file in tables.items()},
+            "data": data,
             "files": sorted(kept + written, key=lambda entry: entry["path"]),
         }
         write_manifest(folder, manifest)
     return manifest
+
+
+def splits_of_format_2(bundle: Bundle) -> dict[str, Split]:
+    """The data of a bundle of format 2, whose examples are uint32 [M, 3]: (start, length, prompt),
+    the first `prompt` tokens of each, and they alone, not being in the loss."""
+    splits = {}
+    for split, entry in bundle.manifest["data"].items():
+        tokens, examples, mask = bundle.tokens(split), None, None
+        if "examples" in entry:
+            rows = np.fromfile(bundle.path / entry["examples"]["file"], "<u4").reshape(-1, 3)
+            examples = rows[:, :2]
+            if rows[:, 2].any():
+                mask = np.ones(len(tokens), np.uint8)
+                # The first token is no prediction, but in the example before it, which shares it.
+                for start, _, prompt in rows.tolist():
+                    mask[start + 1 : start + prompt] = 0
+        splits[split] = Split(tokens, examples, mask)
+    return splits
 
 
 def check_data(bundle: Bundle, seq_len: int) -> None:

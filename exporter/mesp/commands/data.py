@@ -8,14 +8,14 @@ import click
 from rich.console import Console
 
 from mesp.bundle.manifest import read_manifest
-from mesp.commands.shared_options import data_options
+from mesp.commands.shared_options import ListOptions, data_options
 from mesp.data.load import DataOptions, load
 from mesp.data.sources import SOURCES
 from mesp.data.store import describe_data, replace_data
 from mesp.data.tokens import load_tokenizer
 
 
-@click.command(context_settings={"show_default": True})
+@click.command(cls=ListOptions, context_settings={"show_default": True})
 @click.argument("bundle", type=click.Path(path_type=Path))
 @click.option("--data", required=True, metavar="FILE|DIR|NAME", help=f"The new data: {SOURCES}.")
 @data_options

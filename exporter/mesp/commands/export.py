@@ -9,10 +9,11 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
+from mesp import hub_upload
 from mesp.bundle.export_options import DEVICE, DTYPE_OF, BundleOptions, ExportOptions
 from mesp.bundle.layout import Layout
 from mesp.bundle.reader import Bundle
-from mesp.bundle.rewriter import rewrite_bundle
+from mesp.bundle.rewriter import REWRITTEN, rewrite_bundle
 from mesp.bundle.writer import write_bundle
 from mesp.commands.list_models import list_models
 from mesp.commands.shared_options import ListOptions, data_options
@@ -28,7 +29,16 @@ from mesp.source_model.find import find_source
 from mesp.source_model.random_weights import RandomWeights
 from mesp.source_model.safetensors import SafetensorsWeights
 
-OPTIONS_OF_FROM = ["--from", "--out", "--overwrite", "--seq-len", "--rank", "--device", "--dtype"]
+OPTIONS_OF_FROM = [
+    "--from",
+    "--out",
+    "--overwrite",
+    "--seq-len",
+    "--rank",
+    "--device",
+    "--dtype",
+    "--upload",
+]
 
 
 @click.command(cls=ListOptions, context_settings={"show_default": True})
@@ -82,14 +92,18 @@ OPTIONS_OF_FROM = ["--from", "--out", "--overwrite", "--seq-len", "--rank", "--d
 @click.option("--layers", type=click.IntRange(min=1), help="Keep only the first N blocks.")
 @click.option("--seed", type=click.IntRange(min=0), default=0, help="Of --random-weights.")
 @click.option("--overwrite", is_flag=True, help="Replace --out where it is a bundle.")
+@click.option(
+    "--upload", metavar="OWNER/NAME",
+    help="Put the bundle, with its data, into a repository of the Hugging Face Hub too.",
+)  # fmt: skip
 def main(
     model, old, out, data, data_options, seq_lens, mode, bits, group_size, ranks, dtype, device,
-    random_weights, layers, seed, overwrite,
+    random_weights, layers, seed, overwrite, upload,
 ):  # fmt: skip
     """Quantize a model and write it as a bundle to fine-tune on an iPhone, a Mac or Linux."""
     if old is not None:
         check_options_of_from(out, overwrite)
-        has = Bundle(old, to_run=False).manifest
+        has = Bundle(old, to_run=False, formats=REWRITTEN).manifest
         options = BundleOptions(
             out=out or old,
             seq_lens=sorted(set(seq_lens)) or has["seq_lens"],
@@ -98,8 +112,7 @@ def main(
             device=DEVICE if device == "auto" else device or has["device"],
             overwrite=overwrite,
         )
-        manifest = rewrite_bundle(old, options)
-        click.echo(summary(options.out, manifest))
+        tell(options.out, rewrite_bundle(old, options), upload)
         return
     if model is None:
         raise MespError("Name what to export with --model, or a bundle to write anew with --from.")
@@ -121,7 +134,7 @@ def main(
         if arch.model_type == "gemma3_text" and weights.is_quantized("lm_head"):
             arch = replace(arch, tie_word_embeddings=False)  # a copy that older mlx-lm made
     if data is None and data_options != DataOptions():
-        raise MespError("--pack, --mask-prompt and --long say how --data is taken; name it too.")
+        raise MespError("The options of how data is taken need --data; name it too.")
     if data is None and model == "demo" and not random_weights:
         data = "python-docs"
     options = ExportOptions(
@@ -143,7 +156,14 @@ def main(
             "--dtype float32 keeps them.",
             err=True,
         )
-    click.echo(summary(options.out, manifest))
+    tell(options.out, manifest, upload)
+
+
+def tell(out: Path, manifest: dict[str, Any], repo: str | None) -> None:
+    """Says what was written, and uploads it where `repo` is given."""
+    click.echo(summary(out, manifest))
+    if repo is not None:
+        click.echo(f"  {'at':10} {hub_upload.upload(out, manifest, repo)}")
 
 
 def check_options_of_from(out: Path | None, overwrite: bool) -> None:

@@ -33,7 +33,9 @@ if TYPE_CHECKING:
 @click.option("--prompt", required=True, help="What to write on from; - reads standard input.")
 @click.option("--max-tokens", type=click.IntRange(min=1), default=256)
 @click.option(
+    "--temp",
     "--temperature",
+    "temperature",
     type=click.FloatRange(min=0, max=100),
     default=0.0,
     help="0 takes the likeliest token each time.",
@@ -45,6 +47,7 @@ if TYPE_CHECKING:
     help="Draw from the fewest tokens that are together as likely as this.",
 )
 @click.option("--seed", type=click.IntRange(0, 2**31 - 1), default=0, help="Of the draws.")
+@click.option("--system-prompt", help="What the chat template says before the prompt.")
 @click.option(
     "--chat/--no-chat",
     default=None,
@@ -58,6 +61,7 @@ def main(
     temperature: float,
     top_p: float,
     seed: int,
+    system_prompt: str | None,
     chat: bool | None,
 ) -> None:
     """Write on from a prompt with the model in BUNDLE, a folder that mesp-export wrote.
@@ -68,7 +72,7 @@ def main(
     tokenizer = load_tokenizer(bundle)
     if prompt == "-":
         prompt = click.get_text_stream("stdin").read()
-    tokens = encode(tokenizer, prompt, chat)
+    tokens = encode(tokenizer, prompt, chat, system_prompt)
     records = generate(
         bundle,
         tokens,
@@ -109,17 +113,23 @@ def load_tokenizer(bundle: Path) -> TokenizerWrapper:
         raise MespError(f"The tokenizer in {bundle} cannot be loaded: {reason}") from error
 
 
-def encode(tokenizer: TokenizerWrapper, prompt: str, chat: bool | None) -> list[int]:
+def encode(
+    tokenizer: TokenizerWrapper, prompt: str, chat: bool | None, system: str | None = None
+) -> list[int]:
     """Token ids of `prompt`, as mlx_lm.generate makes them.
 
-    With `chat` it is a user's message in the chat template; None means where there is a template.
+    With `chat` it is a user's message in the chat template, after a `system` message where there is
+    one; None means where there is a template.
     """
     if chat and not tokenizer.has_chat_template:
         raise MespError("The bundle's tokenizer has no chat template; leave out --chat.")
     if chat is not False and tokenizer.has_chat_template:
-        messages = [{"role": "user", "content": prompt}]
+        messages = [{"role": "system", "content": system}] if system else []
+        messages.append({"role": "user", "content": prompt})
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         tokens = tokenizer.encode(text, add_special_tokens=False)
+    elif system:
+        raise MespError("A system prompt is part of a chat template, which is not used here.")
     else:
         tokens = tokenizer.encode(prompt)
     if not tokens:

@@ -9,12 +9,16 @@ from typing import Any
 import click
 
 from mesp.data.load import DataOptions
+from mesp.data.records import KEYS
+from mesp.data.sources import SPLITS, Selection
+from mesp.data.tokens import LOSS_ON
+from mesp.errors import MespError
 
 
 class ListOptions(click.Command):
-    """A command without positional arguments whose options may be given several values:
+    """A command whose options may be given several values: ``--rank 4 8`` is ``--rank 4 --rank 8``.
 
-    ``--rank 4 8`` is ``--rank 4 --rank 8``.
+    What has a place, not a name, comes before them.
     """
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
@@ -29,6 +33,23 @@ class ListOptions(click.Command):
         return super().parse_args(ctx, spelled)
 
 
+def pairs(keys: tuple[str, ...]) -> Callable[..., dict[str, str]]:
+    """A callback for an option of several KEY=VALUE, which makes a dictionary of them."""
+
+    def callback(_: click.Context, option: click.Parameter, given: tuple[str, ...]) -> dict:
+        found = dict(pair.partition("=")[::2] for pair in given)
+        for key, value in found.items():
+            if key not in keys or not value:
+                wanted, first = option.metavar.removesuffix(" ..."), option.metavar.split("=")[0]
+                raise MespError(
+                    f"{option.opts[0]} takes {wanted}, with {first} one of {', '.join(keys)}, and "
+                    f"not {key}{'=' if value else ''}{value}."
+                )
+        return found
+
+    return callback
+
+
 def data_options(function: Callable) -> Callable:
     """Adds the options of how data is taken to a command, which gets them as `data_options`."""
 
@@ -37,15 +58,34 @@ def data_options(function: Callable) -> Callable:
         help="Pack records into full sequences, or take one a sequence.",
     )  # fmt: skip
     @click.option(
-        "--mask-prompt", is_flag=True,
-        help="Leave the prompt, or all messages but the last, out of the loss.",
+        "--loss-on", type=click.Choice(LOSS_ON), show_default="answers; of text all",
+        help="What of a conversation is in the loss: each answer, the last message, or all.",
     )  # fmt: skip
+    @click.option("--mask-prompt", is_flag=True, help="mlx-lm's name for --loss-on last.")
     @click.option(
         "--long", type=click.Choice(["cut", "split"]), default="cut",
         help="What becomes of a record longer than the longest sequence, where none are packed.",
     )  # fmt: skip
+    @click.option(
+        "--columns", multiple=True, metavar="KEY=COLUMN ...", callback=pairs(KEYS),
+        help="The columns of the data that are a record's prompt, completion, …",
+    )  # fmt: skip
+    @click.option(
+        "--splits", multiple=True, metavar="SPLIT=NAME ...", callback=pairs(SPLITS),
+        help="The parts of a dataset that are train, valid and test, as in train=train[:1000].",
+    )  # fmt: skip
+    @click.option("--subset", metavar="NAME", help="A dataset's configuration.")
     @functools.wraps(function)
-    def command(*, pack: bool | None, mask_prompt: bool, long: str, **others: Any) -> None:
-        function(data_options=DataOptions(pack, mask_prompt, long), **others)
+    def command(
+        *, pack: bool | None, loss_on: str | None, mask_prompt: bool, long: str,
+        columns: dict[str, str], splits: dict[str, str], subset: str | None, **others: Any,
+    ) -> None:  # fmt: skip
+        if mask_prompt and loss_on not in (None, "last"):
+            raise MespError(
+                f"--mask-prompt means --loss-on last, not --loss-on {loss_on}: give one of them."
+            )
+        loss_on = "last" if mask_prompt else loss_on
+        selection = Selection(subset, splits, columns)
+        function(data_options=DataOptions(pack, loss_on, long, selection), **others)
 
     return command

@@ -7,6 +7,7 @@ checks the options, writes that file, starts the engine, and shows what it repor
 from __future__ import annotations
 
 import math
+import sys
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import click
 from mesp.bundle.manifest import read_manifest
 from mesp.commands.options_from_yaml import read_config
 from mesp.commands.train_settings import (
+    OBJECTIVES,
     check,
     choose,
     choose_update,
@@ -24,9 +26,16 @@ from mesp.commands.train_settings import (
 )
 from mesp.engine.build import find_engine
 from mesp.engine.drive import drive
-from mesp.engine.plan import describe_optimizers, describe_plan, find_plan
+from mesp.engine.plan import (
+    describe_count,
+    describe_optimizers,
+    describe_plan,
+    find_count,
+    find_plan,
+)
+from mesp.engine.update_defaults import OPTIMIZERS
 from mesp.errors import MespError
-from mesp.formatting import decimal, duration, megabytes, perplexity
+from mesp.formatting import decimal, duration, megabytes, quality
 from mesp.models.families import TRAINABLE
 from mesp.runs.log import LOG_NAME, Run
 
@@ -149,15 +158,28 @@ def refuse(context: click.Context, parameter: click.Parameter, value: object) ->
     help="Start from the adapters in this folder, of mlx-lm's or PEFT's form.",
 )
 @click.option(
+    "--objective",
+    type=click.Choice(OBJECTIVES),
+    help="Learn from answers that people have judged: from pairs with dpo, ipo, simpo or orpo, "
+    "from single ones with kto.",
+)
+@click.option(
+    "--beta", type=POSITIVE, help="What an objective scales rewards by; of ipo τ.  [default: 0.1]"
+)
+@click.option("--gamma", type=FROM_ZERO, help="The margin that simpo wants.  [default: 0.5]")
+@click.option("--desirable-weight", type=POSITIVE, help="Of kto's good answers.  [default: 1]")
+@click.option("--undesirable-weight", type=POSITIVE, help="Of kto's bad answers.  [default: 1]")
+@click.option(
     "--optimizer",
-    type=click.Choice(["sgd", "adamw"]),
-    help="AdamW keeps 8 bytes a parameter of the adapters, SGD none: --dry-run says what that "
-    "takes.  [default: adamw; of mezo sgd]",
+    type=click.Choice(OPTIMIZERS),
+    help="AdamW keeps 8 bytes a parameter of the adapters, with its moments in 8 bits 2, SGD none: "
+    "--dry-run says what that takes.  [default: adamw8bit; of mezo sgd]",
 )
 @click.option(
     "--learning-rate",
     type=POSITIVE,
-    help="[default: of adamw 0.014 / √hidden size, of sgd 0.1; of mezo 1e-4]",
+    help="[default: of AdamW 0.014 / √hidden size, of SGD 0.1, a tenth of these with an "
+    "objective; of mezo 1e-4]",
 )
 @click.option("--paper", is_flag=True, help="Update as the paper does: SGD at 1e-4.")
 @click.option("--momentum", type=FRACTION, default=0.0, help="Of SGD.")
@@ -229,7 +251,17 @@ def refuse(context: click.Context, parameter: click.Parameter, value: object) ->
     help="Keep block inputs, or the optimizer's state too, in a file on disk.  "
     "[default: what the limit asks for]",
 )
-@click.option("--dry-run", is_flag=True, help="Print the plan and its predicted memory, and end.")
+@click.option(
+    "--keep-cache",
+    is_flag=True,
+    help="Let MLX keep freed buffers from block to block, where there is memory for it: faster on "
+    "a GPU where buffers are slow to make.",
+)
+@click.option(
+    "--dry-run",
+    is_flag=True,
+    help="Print the plan, its predicted memory and what a step counts on a phone's GPU, and end.",
+)
 @click.option(
     "--dropout", "--lora-dropout", type=float, hidden=True, expose_value=False, callback=refuse
 )
@@ -251,7 +283,7 @@ def main(context: click.Context, output: Path | None, paper: bool, **options: ob
     for name in ("bundle", "steps"):
         if options[name] is None:
             raise click.MissingParameter(ctx=context, param=parameter(context, name))
-    manifest = read_manifest(Path(options["bundle"]))
+    manifest = read_manifest(Path(options["bundle"]), to_run=not options["dry_run"])
     options["seq_len"] = choose(
         manifest["seq_lens"], options["seq_len"], "sequence length", PREFERRED_SEQ_LEN
     )
@@ -276,6 +308,8 @@ def main(context: click.Context, output: Path | None, paper: bool, **options: ob
     if options["dry_run"]:
         click.echo(describe_plan(find_plan(engine, settings)))
         click.echo(describe_optimizers(engine, settings))
+        if manifest["device"] == "gpu" and sys.platform != "darwin":  # whose engine cannot count
+            click.echo(describe_count(find_count(engine, settings)))
         return
     with settings_file(output, settings) as path:
         run, status = drive(engine, path, options["method"], options["steps"])
@@ -293,13 +327,13 @@ def summary(run: Run, output: Path) -> str:
     ]
     before, after = run.held_out
     if before is not None and after is not None:
+        judged = run.settings.get("objective")
+        unit = quality(run.evals_of("valid")[-1]) if judged else "nats a token"
         lines.append(
-            f"Held-out loss {decimal(before, 3)} before, {decimal(after, 3)} after (nats a token)."
+            f"Held-out loss {decimal(before, 3)} before, {decimal(after, 3)} after ({unit})."
         )
     if run.test is not None:
-        lines.append(
-            f"Test loss {decimal(run.test, 3)}, perplexity {decimal(perplexity(run.test))}."
-        )
+        lines.append(f"Test loss {decimal(run.test, 3)}, {quality(run.evals_of('test')[-1])}.")
     lines += [f"Adapters: {output / 'adapters'}"]
     if run.best and (output / "best").exists():
         step, loss = run.best["step"], decimal(run.best["loss"], 3)

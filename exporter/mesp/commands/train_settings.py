@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 from click.core import ParameterSource
 
-from mesp.engine.update_defaults import PAPER, default_learning_rate, default_optimizer
+from mesp.engine.update_defaults import ADAMW, PAPER, default_learning_rate, default_optimizer
 from mesp.errors import MespError, plain_os_errors
 from mesp.models.architecture import Architecture
 from mesp.runs.log import LOG_NAME
@@ -18,15 +18,24 @@ from mesp.runs.log import LOG_NAME
 SETTINGS_NAME = "settings.json"
 
 # What a run that goes on may have different: all of it changes nothing that is computed.
-MAY_CHANGE = ("bundle", "steps", "save_every", "memory_limit_mb", "offload", "resume")
+MAY_CHANGE = ("bundle", "steps", "save_every", "memory_limit_mb", "offload", "keep_cache", "resume")
 
-# Options that count only where another one has this value.
+# What settings.json lacks of runs that were begun before there were objectives.
+ADDED = ("objective", "beta", "gamma", "desirable_weight", "undesirable_weight")
+
+OBJECTIVES = ("dpo", "ipo", "simpo", "orpo", "kto")
+
+# Options that count only where another one has one of these values.
 ONLY_WITH = {
-    "momentum": ("optimizer", "sgd"),
-    "beta1": ("optimizer", "adamw"),
-    "beta2": ("optimizer", "adamw"),
-    "epsilon": ("optimizer", "adamw"),
-    "mezo_epsilon": ("method", "mezo"),
+    "momentum": ("optimizer", ("sgd",)),
+    "beta1": ("optimizer", ADAMW),
+    "beta2": ("optimizer", ADAMW),
+    "epsilon": ("optimizer", ADAMW),
+    "mezo_epsilon": ("method", ("mezo",)),
+    "beta": ("objective", OBJECTIVES),
+    "gamma": ("objective", ("simpo",)),
+    "desirable_weight": ("objective", ("kto",)),
+    "undesirable_weight": ("objective", ("kto",)),
 }
 
 
@@ -54,7 +63,7 @@ def resumed(context: click.Context, output: Path | None, given: dict) -> dict:
         text = path.read_text(encoding="utf-8", errors="replace")
     try:
         settings = json.loads(text)
-        recorded = {name: settings[name] for name in given}
+        recorded = {n: settings.get(n) if n in ADDED else settings[n] for n in given}
         projections = recorded["projections"]
         if not (projections is None or isinstance(projections, list)) or not all(
             isinstance(each, str) for each in projections or ()
@@ -100,7 +109,7 @@ def choose_update(context: click.Context, options: dict, manifest: dict, paper: 
     method, arch = options["method"], Architecture.from_manifest(manifest["architecture"])
     options["optimizer"] = options["optimizer"] or default_optimizer(method)
     options["learning_rate"] = options["learning_rate"] or default_learning_rate(
-        method, options["optimizer"], arch.hidden_size
+        method, options["optimizer"], arch.hidden_size, options["objective"]
     )
 
 
@@ -111,16 +120,22 @@ def check(context: click.Context, options: dict, manifest: dict) -> None:
         # A default is no request, even where it is written out: settings.json may be a --config.
         return options[name] not in (None, parameter(context, name).default)
 
-    for name, (other, value) in ONLY_WITH.items():
-        if changed(name) and options[other] != value:
+    for name, (other, values) in ONLY_WITH.items():
+        if changed(name) and options[other] not in values:
             raise MespError(
-                f"{flag(context, name)} has no use without {flag(context, other)} {value}: "
-                "leave it out."
+                f"{flag(context, name)} has no use without {flag(context, other)} "
+                f"{' or '.join(values)}: leave it out."
             )
     if options["warmup"] >= options["steps"]:
         raise MespError(
             f"--warmup {options['warmup']} does not end within --steps {options['steps']}."
         )
+    if options["objective"] == "kto" and options["batch_size"] < 2:
+        raise MespError(
+            "--objective kto takes each prompt with the answer of another record of the batch: "
+            "set --batch-size to 2 or more."
+        )
+    check_labels(options["objective"], manifest)
     arch = Architecture.from_manifest(manifest["architecture"])
     for each in options["projections"] or ():
         if each not in arch.trainable:
@@ -141,6 +156,23 @@ def check(context: click.Context, options: dict, manifest: dict) -> None:
         )
     if options["test"] and "test" not in held:
         raise MespError("--test needs test data, and the bundle has none: export it with some.")
+
+
+def check_labels(objective: str | None, manifest: dict) -> None:
+    """Refuses data without judged answers for an objective, and such data without one."""
+    train = (manifest.get("data") or {}).get("train")
+    if train is None or ("labels" in train) == (objective is not None):
+        return
+    if objective is None:
+        raise MespError(
+            "The bundle's data has answers that people have judged: choose an --objective for "
+            "them, or give it other data with mesp-data."
+        )
+    answers = '"completion" and "label"' if objective == "kto" else '"chosen" and "rejected"'
+    raise MespError(
+        f'--objective {objective} needs records of a "prompt", {answers}, and the bundle has '
+        "others: give it some with mesp-data."
+    )
 
 
 @contextmanager

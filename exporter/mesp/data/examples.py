@@ -13,23 +13,28 @@ from mesp.errors import MespError
 
 @dataclass(frozen=True)
 class Split:
-    """A split, tokenized: `tokens` uint32 [N], and unless it is packed `examples` uint32 [M, 3].
+    """A split, tokenized: `tokens` uint32 [N], and unless it is packed `examples` uint32 [M, 2].
 
-    An example is (start, length, prompt): the tokens [start, start + length), of which the
-    prediction of the first `prompt` is not in the loss; max(prompt, 1) < length. `too_long` of the
+    An example is (start, length): the tokens [start, start + length). `mask` uint8 [N] is 1 where
+    the prediction of a token is in the loss, 0 elsewhere; None where all are. The first token of an
+    example is no prediction, whatever its mask; each has another that counts. `labels` uint8 [M]
+    are what people said of the examples, None where nobody did. `too_long` of the
     records were cut or split, and `left_out` have nothing that can be predicted.
     """
 
     tokens: np.ndarray
     examples: np.ndarray | None = None
+    mask: np.ndarray | None = None
+    labels: np.ndarray | None = None
     too_long: int = 0
     left_out: int = 0
 
 
 def as_stream(encoded: Iterable[Encoded]) -> Split:
     """One stream, of one document after another."""
-    parts = [np.array(ids, np.uint32) for ids, _ in encoded]
-    return Split(np.concatenate(parts), left_out=sum(not len(part) for part in parts))
+    parts = list(encoded)
+    tokens, mask = _joined(parts)
+    return Split(tokens, mask=mask, left_out=sum(not len(ids) for ids, _ in parts))
 
 
 def as_examples(
@@ -44,23 +49,31 @@ def as_examples(
     longest = seq_len + 1
     parts, examples = [], []
     start = too_long = left_out = 0
-    for ids, prompt in encoded:
+    for ids, mask in encoded:
         stop = min(len(ids), longest) if long == "cut" else len(ids)
         pieces = [
-            (start + at, min(stop - at, longest), max(prompt - at, 0))
+            (start + at, min(stop - at, longest))
             for at in range(0, stop - 1, seq_len)
+            if mask[at + 1 : min(stop, at + longest)].any()
         ]
-        pieces = [piece for piece in pieces if max(piece[2], 1) < piece[1]]
         if not pieces:
             left_out += 1
             continue
         too_long += len(ids) > longest
         examples += pieces
-        parts.append(np.array(ids[:stop], np.uint32))
+        parts.append((ids[:stop], mask[:stop]))
         start += stop
     if not examples:
         raise MespError(
             f"The {split} data of {data} has no example with something to predict in its first "
             f"{longest} tokens; give it others or export with a larger --seq-len."
         )
-    return Split(np.concatenate(parts), np.array(examples, np.uint32), too_long, left_out)
+    tokens, mask = _joined(parts)
+    return Split(tokens, np.array(examples, np.uint32), mask, None, too_long, left_out)
+
+
+def _joined(parts: list[Encoded]) -> tuple[np.ndarray, np.ndarray | None]:
+    """The tokens of all parts, uint32 [N], and their mask, uint8 [N], None where all count."""
+    tokens = np.concatenate([np.array(ids, np.uint32) for ids, _ in parts])
+    mask = np.concatenate([mask for _, mask in parts])
+    return tokens, None if mask.all() else mask.astype(np.uint8)

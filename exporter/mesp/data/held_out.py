@@ -34,5 +34,7 @@ def hold_out_tokens(data: str, splits: dict[str, Split], seq_len: int) -> None:
             f"{data} has {len(train.tokens):,} tokens, too few to train on and hold out one "
             f"sequence of {seq_len} each; give it more text or export with a smaller --seq-len."
         )
-    splits["train"] = replace(train, tokens=train.tokens[:-held_out])
-    splits["valid"] = Split(train.tokens[-held_out:])
+    for split, part in (("train", slice(-held_out)), ("valid", slice(-held_out, None))):
+        mask = None if train.mask is None else train.mask[part]
+        splits[split] = Split(train.tokens[part], mask=mask)
+    splits["train"] = replace(splits["train"], left_out=train.left_out)

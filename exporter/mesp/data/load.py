@@ -7,7 +7,7 @@ otherwise it takes one example a sequence, and says where in the stream each lie
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import click
@@ -15,20 +15,23 @@ import numpy as np
 
 from mesp.data.examples import Split, as_examples, as_stream
 from mesp.data.held_out import hold_out_records, hold_out_tokens
+from mesp.data.preferences import JUDGED, are_strings, as_judged
 from mesp.data.records import Document, kind_of
-from mesp.data.sources import read_documents
+from mesp.data.sources import Selection, read_documents
 from mesp.data.tokens import encoder
 from mesp.errors import MespError
 
 
 @dataclass(frozen=True)
 class DataOptions:
-    """How data is taken: packed (None: only text is), the loss on completions only, and what
-    becomes of examples longer than the longest sequence, ``cut`` or ``split``."""
+    """How data is taken: packed (None: only text is), what is in the loss, one of `LOSS_ON` (None:
+    the answers, of text all), what becomes of examples longer than the longest sequence, ``cut`` or
+    ``split``, and what of a dataset is the `selection`."""
 
     pack: bool | None = None
-    mask_prompt: bool = False
+    loss_on: str | None = None
     long: str = "cut"
+    selection: Selection = field(default_factory=Selection)
 
 
 def load(
@@ -44,17 +47,25 @@ def load(
     of `seq_len` tokens and the token after, or ids do not fit the model's `vocab_size`.
     """
     options = options or DataOptions()
-    documents = read_documents(data)
+    documents = read_documents(data, options.selection)
     kind = kind_of(documents)
     pack = kind == "text" if options.pack is None else options.pack
-    _check_options(data, documents, kind, pack, options.mask_prompt)
-    if kind != "text" and not tokenizer.has_chat_template:
+    loss_on = options.loss_on or ("all" if kind == "text" else "answers")
+    _check_options(data, documents, kind, pack, loss_on)
+    plain = kind == "text" or (kind in JUDGED and are_strings(documents))
+    if not plain and not tokenizer.has_chat_template:
         raise MespError(
             f"The model's tokenizer has no chat template, which the {kind} of {data} need; take "
             "an -Instruct model, or write the records as text."
         )
-    encode = encoder(kind, tokenizer, options.mask_prompt)
-    if pack:
+    encode = encoder(kind, tokenizer, loss_on)
+    if kind in JUDGED:
+        hold_out_records(data, documents)
+        splits = {
+            split: as_judged(data, split, each, tokenizer, seq_len)
+            for split, each in documents.items()
+        }
+    elif pack:
         splits = {split: as_stream(map(encode, each)) for split, each in documents.items()}
         hold_out_tokens(data, splits, seq_len)
         _check_lengths(data, splits, seq_len)
@@ -86,13 +97,17 @@ def random_data(vocab_size: int, seq_len: int, seed: int) -> dict[str, Split]:
 
 
 def _check_options(
-    data: str, documents: dict[str, list[Document]], kind: str, pack: bool, mask_prompt: bool
+    data: str, documents: dict[str, list[Document]], kind: str, pack: bool, loss_on: str
 ) -> None:
     """Raises MespError where the data cannot be taken in the way asked for."""
-    if mask_prompt and kind == "text":
-        raise MespError(f"{data} has text, which has no prompt: leave out --mask-prompt.")
-    if mask_prompt and pack:
-        raise MespError("--mask-prompt needs one example a sequence: leave out --pack.")
+    if loss_on != "all" and kind == "text":
+        raise MespError(f"{data} has text, which has no answers: leave out --loss-on {loss_on}.")
+    if kind in JUDGED and (pack or loss_on != "answers"):
+        option = "--pack" if pack else f"--loss-on {loss_on}"
+        raise MespError(
+            f"{data} has answers that people have judged, which are one a sequence and alone in "
+            f"the loss: leave out {option}."
+        )
     files = any(isinstance(each.content, str) for split in documents.values() for each in split)
     if files and not pack:
         raise MespError(
@@ -108,6 +123,11 @@ def _check_lengths(data: str, splits: dict[str, Split], seq_len: int) -> None:
                 f"The {split} data of {data} has {len(each.tokens):,} tokens, less than one "
                 f"sequence of {seq_len} and the token after; give it more text or export with a "
                 "smaller --seq-len."
+            )
+        if each.mask is not None and not each.mask[1:].any():
+            raise MespError(
+                f"The {split} data of {data} has nothing to predict; give it records with answers, "
+                "or take --loss-on all."
             )
 
 

@@ -1,4 +1,4 @@
-"""A text that is there without a download: what `python-docs` names."""
+"""A text that is there without a download: what `python-docs` and `python-docs-pairs` name."""
 
 from __future__ import annotations
 
@@ -36,3 +36,24 @@ def python_docs() -> dict[str, list[Document]]:
         "train": [each for i, each in enumerate(documents) if i % HELD_OUT != HELD_OUT // 2],
         "valid": documents[HELD_OUT // 2 :: HELD_OUT],
     }
+
+
+PROMPT_WORDS, ANSWER_WORDS = 8, 12
+
+
+def python_docs_pairs() -> dict[str, list[Document]]:
+    """Pairs of answers made of `python_docs`: a prompt is how a paragraph begins, the chosen answer
+    how it goes on, and the rejected one the same words from the last to the first."""
+    return {split: _pairs(documents) for split, documents in python_docs().items()}
+
+
+def _pairs(documents: list[Document]) -> list[Document]:
+    pairs = []
+    for document in documents:
+        for words in map(str.split, document.content["text"].split("\n\n")):
+            prompt, answer = words[:PROMPT_WORDS], words[PROMPT_WORDS:][:ANSWER_WORDS]
+            if len(answer) == ANSWER_WORDS:
+                record = {"prompt": " ".join(prompt), "chosen": " " + " ".join(answer)}
+                record["rejected"] = " " + " ".join(reversed(answer))
+                pairs.append(Document("python-docs-pairs", record))
+    return pairs

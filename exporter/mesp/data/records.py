@@ -7,7 +7,13 @@ from typing import Any, NamedTuple
 
 from mesp.errors import MespError
 
-RECORDS = 'records have "text", "prompt" and "completion", or "messages"'
+RECORDS = (
+    'records have "text", "prompt" and "completion", or "messages"; for an objective "prompt", '
+    '"chosen" and "rejected", or "prompt", "completion" and "label"'
+)
+# What is read of a record.
+KEYS = ("text", "prompt", "completion", "messages", "tools", "chosen", "rejected", "label")
+PAIRS, LABELS = "chosen and rejected", "completion and label"  # answers that people have judged
 
 
 class Document(NamedTuple):
@@ -18,30 +24,56 @@ class Document(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """Which of mlx-lm's kinds of record it is, found as mlx-lm finds it."""
+        """Which of mlx-lm's kinds of record it is, found as mlx-lm finds it, or of TRL's."""
         if isinstance(self.content, str):
             return "text"
+        for judged in (PAIRS, LABELS):
+            if all(key in self.content for key in judged.split(" and ")):
+                return judged
         if "prompt" in self.content and "completion" in self.content:
             return "prompt and completion"
         return "messages" if "messages" in self.content else "text"
 
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        """The conversation that a record of another kind than text is."""
+        if self.kind == "messages":
+            return self.content["messages"]
+        return [
+            {"role": "user", "content": self.content["prompt"]},
+            {"role": "assistant", "content": self.content["completion"]},
+        ]
 
-def read_record(where: str, line: str) -> Document:
-    """A line of a JSONL file, of one of `RECORDS`. Raises MespError where it is none."""
+
+def read_line(where: str, line: str, columns: dict[str, str]) -> Document:
+    """A line of a JSONL file, as `read_record` has it. Raises MespError where it is no record."""
     try:
         record = json.loads(line)
     except ValueError as error:
         raise MespError(f"{where} is not JSON.") from error
     if not isinstance(record, dict):
         raise MespError(f"{where} is no object; {RECORDS}.")
+    return read_record(where, record, columns)
+
+
+def read_record(where: str, record: dict[str, Any], columns: dict[str, str]) -> Document:
+    """A record of one of `RECORDS`, in which a key of `columns` stands for that column's value.
+
+    Raises MespError where it is none of them, or lacks a column.
+    """
+    for column in columns.values():
+        if column not in record:
+            raise MespError(
+                f"{where} has no column {column}, which --columns names; it has "
+                f"{', '.join(record) or 'none'}."
+            )
+    record = record | {key: record[column] for key, column in columns.items()}
     document = Document(where, record)
+    if document.kind in (PAIRS, LABELS):
+        _check_judged(document)
+        return document
     if document.kind == "messages":
-        messages = record["messages"]
-        if not (
-            isinstance(messages, list)
-            and messages
-            and all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in messages)
-        ):
+        if not _are_messages(record["messages"]):
             raise MespError(
                 f'{where} has messages that are not a list of objects with a "role" each.'
             )
@@ -52,6 +84,31 @@ def read_record(where: str, line: str) -> Document:
         if not isinstance(record[key], str):
             raise MespError(f'{where} has a "{key}" that is not a string.')
     return document
+
+
+def _are_messages(value: Any) -> bool:
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in value)
+    )
+
+
+def _check_judged(document: Document) -> None:
+    """Raises MespError unless the texts are all strings or all messages, and the label a bool."""
+    where, record = document
+    if document.kind == LABELS:
+        if "prompt" not in record:
+            raise MespError(f"{where} has {', '.join(record)}; {RECORDS}.")
+        if not isinstance(record["label"], bool):
+            raise MespError(f'{where} has a "label" that is neither true nor false.')
+    texts = [record[key] for key in ("prompt", "chosen", "rejected", "completion") if key in record]
+    strings = all(isinstance(text, str) for text in texts)
+    if not strings and not all(text == [] or _are_messages(text) for text in texts):
+        raise MespError(
+            f"{where} has a prompt and answers that are not all strings, nor all lists of messages "
+            'with a "role" each.'
+        )
 
 
 def kind_of(documents: dict[str, list[Document]]) -> str:

@@ -28,6 +28,12 @@ def write_data(bundle: Path, folder: str, splits: dict[str, Split]) -> dict[str,
             file = f"{folder}/{split}.examples.bin"
             entries[split]["examples"] = {"file": file, "count": len(each.examples)}
             (bundle / file).write_bytes(each.examples.astype("<u4").tobytes())
+        if each.mask is not None:
+            entries[split]["mask"] = f"{folder}/{split}.mask.bin"
+            (bundle / entries[split]["mask"]).write_bytes(each.mask.tobytes())
+        if each.labels is not None:
+            entries[split]["labels"] = f"{folder}/{split}.labels.bin"
+            (bundle / entries[split]["labels"]).write_bytes(each.labels.tobytes())
     return entries
 
 
@@ -69,8 +75,12 @@ def _remove_unused(bundle: Path) -> str:
 def describe_data(data: dict[str, Any]) -> str:
     """The manifest's ``data`` in words; empty where there is none."""
     return ", ".join(
-        f"{entry['examples']['count']:,} {split} examples of {entry['tokens']:,} tokens"
+        f"{entry['examples']['count']:,} {split} {_unit(entry)} of {entry['tokens']:,} tokens"
         if "examples" in entry
         else f"{entry['tokens']:,} {split} tokens"
         for split, entry in data.items()
     )
+
+
+def _unit(entry: dict[str, Any]) -> str:
+    return "answers" if "labels" in entry else "examples"

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from mesp.data.answers import encode_answers
 from mesp.data.records import Document
 from mesp.errors import MespError
 
@@ -32,30 +34,43 @@ def load_tokenizer(folder: Path) -> Any:
         raise MespError(f"The tokenizer in {folder} cannot be loaded: {reason}") from error
 
 
-Encoded = tuple[list[int], int]  # the ids, and how many of them are the masked prompt
+Encoded = tuple[list[int], np.ndarray]  # n ids, and a mask [n] of those that count in the loss
+LOSS_ON = ("answers", "last", "all")  # what is in the loss, of records with answers
 
 
-def encoder(kind: str, tokenizer: Any, mask_prompt: bool) -> Callable[[Document], Encoded]:
-    """What makes token ids of a document of this kind. It raises MespError where that fails."""
-    from mlx_lm.tuner.datasets import ChatDataset, CompletionsDataset
+def encoder(kind: str, tokenizer: Any, loss_on: str) -> Callable[[Document], Encoded]:
+    """What makes token ids of a document of this kind, and says which are in the loss: the
+    ``answers``, the ``last`` message, or ``all``. It raises MespError where that fails."""
 
-    if kind == "text":
-        process = functools.partial(_encode_text, tokenizer)
-    elif kind == "messages":
-        process = ChatDataset([], tokenizer, mask_prompt=mask_prompt).process
-    else:
-        process = CompletionsDataset(
-            [], tokenizer, "prompt", "completion", mask_prompt=mask_prompt
-        ).process
+    def process(document: Document) -> Encoded:
+        if kind == "text":
+            ids = _encode_text(tokenizer, document.content)
+            return ids, np.ones(len(ids), bool)
+        messages, tools = document.messages, document.content.get("tools")
+        if loss_on == "answers":
+            return encode_answers(tokenizer, messages, tools)
+        # As mlx-lm's datasets.
+        ids = tokenizer.apply_chat_template(messages, tools=tools, return_dict=False)
+        context = 0
+        if loss_on == "last":
+            asks = messages[-1]["role"] == "assistant"
+            context = len(
+                tokenizer.apply_chat_template(
+                    messages[:-1], tools=tools, add_generation_prompt=asks, return_dict=False
+                )
+            )
+        return ids, np.arange(len(ids)) >= context
 
     def encode(document: Document) -> Encoded:
-        if mask_prompt and kind == "messages" and len(document.content["messages"]) == 1:
+        if loss_on == "last" and len(document.messages) == 1:
             raise MespError(
                 f"{document.where} has one message and so no prompt before it: leave it out, or "
-                "leave out --mask-prompt."
+                "take --loss-on all."
             )
         try:
-            return process(document.content)
+            return process(document)
+        except MespError as error:
+            raise MespError(f"{document.where}: {error}") from error
         except Exception as error:  # a chat template can raise anything
             reason = str(error).partition("\n")[0] or type(error).__name__
             raise MespError(f"{document.where} cannot be tokenized: {reason}") from error
@@ -63,7 +78,7 @@ def encoder(kind: str, tokenizer: Any, mask_prompt: bool) -> Callable[[Document]
     return encode
 
 
-def _encode_text(tokenizer: Any, content: str | dict[str, str]) -> Encoded:
+def _encode_text(tokenizer: Any, content: str | dict[str, str]) -> list[int]:
     """A record as mlx-lm's TextDataset has it, which cannot take an empty one; a file in pieces."""
     if isinstance(content, str):
         ids = []
@@ -74,7 +89,7 @@ def _encode_text(tokenizer: Any, content: str | dict[str, str]) -> Encoded:
     end = tokenizer.eos_token_id
     if ids and end is not None and ids[-1] != end:
         ids.append(end)
-    return ids, 0
+    return ids
 
 
 def cut_text(text: str, size: int = 1 << 14) -> Iterator[str]:

@@ -9,17 +9,29 @@ from pathlib import Path
 from typing import Any
 
 from mesp.engine.build import engine_path
-from mesp.engine.update_defaults import default_optimizer
+from mesp.engine.update_defaults import OPTIMIZERS, default_optimizer
 from mesp.errors import MespError
 from mesp.formatting import megabytes
 
 
 def find_plan(engine: Path, settings: dict[str, Any]) -> dict[str, Any]:
     """The engine's plan for these settings, its `plan` record. Nothing is written."""
+    return _ask([engine], settings)
+
+
+def find_count(engine: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    """What the engine counts of a step with these settings on a phone's GPU: its `count` record.
+
+    Raises MespError where it cannot: of a bundle for the CPU, or on a Mac.
+    """
+    return _ask([engine, "count"], settings)
+
+
+def _ask(command: list[str | Path], settings: dict[str, Any]) -> dict[str, Any]:
     with tempfile.NamedTemporaryFile("w", suffix=".json", encoding="utf-8") as file:
         json.dump({"output": "", **settings, "dry_run": True}, file)
         file.flush()
-        done = subprocess.run([engine, file.name], capture_output=True, text=True)
+        done = subprocess.run([*command, file.name], capture_output=True, text=True)
     if done.returncode != 0:
         raise MespError(done.stderr.strip() or f"mesp-engine failed ({done.returncode}).")
     return json.loads(done.stdout)
@@ -54,14 +66,25 @@ def predicted_memory(out: Path, manifest: dict[str, Any]) -> str | None:
 
 def describe_plan(plan: dict) -> str:
     """The engine's plan in words."""
+    cache = f"; a cache of {megabytes(plan['cache_bytes'])} MB" if "cache_bytes" in plan else ""
     return "\n".join(
         [
             f"Predicted peak footprint: {megabytes(plan['predicted_peak_bytes'])} MB "
             f"(the lowest --memory-limit: {megabytes(plan['least_peak_bytes'])} MB).",
             f"Tiles of {plan['tile_bytes'] // 1024} KiB; on disk: {plan['offload']}; "
-            f"intermediates of {plan['kept_blocks']} blocks kept.",
+            f"intermediates of {plan['kept_blocks']} blocks kept{cache}.",
             f"Mapped weights: {megabytes(plan['mapped_bytes'])} MB, not in the footprint.",
         ]
+    )
+
+
+def describe_count(count: dict) -> str:
+    """What the engine counted of a step, in words."""
+    return (
+        f"On a phone's GPU a step has {count['evals']:,} evals and {count['kernels']:,} kernels "
+        f"(counted), {count['tflop']:.3f} TFLOP, and takes {count['modelled_seconds']:.2f} s "
+        f"(modelled); MLX's arrays peak at {megabytes(count['ledger_peak_bytes'])} MB (counted; "
+        f"predicted {megabytes(count['predicted_peak_bytes'])})."
     )
 
 
@@ -71,6 +94,6 @@ def describe_optimizers(engine: Path, settings: dict[str, Any]) -> str:
     peaks = (
         f"{megabytes(find_plan(engine, free | {'optimizer': name})['predicted_peak_bytes'])} MB "
         f"with {name}"
-        for name in ("adamw", "sgd")
+        for name in reversed(OPTIMIZERS)
     )
     return f"All in memory: {', '.join(peaks)}."

@@ -10,13 +10,20 @@ import math
 # The paper's update, and the engine's where a settings file names none.
 PAPER = {"optimizer": "sgd", "learning_rate": 1e-4}
 
+OPTIMIZERS = ("sgd", "adamw8bit", "adamw")
+ADAMW = ("adamw8bit", "adamw")  # with its moments in 8 bits, and in float32
+
 
 def default_optimizer(method: str) -> str:
-    return "sgd" if method == "mezo" else "adamw"
+    return "sgd" if method == "mezo" else "adamw8bit"
 
 
-def default_learning_rate(method: str, optimizer: str, hidden_size: int) -> float:
-    """0.014 / √hidden_size for AdamW: 1.0e-3 for the demo model, 4.7e-4 for Qwen2.5-0.5B."""
+def default_learning_rate(
+    method: str, optimizer: str, hidden_size: int, objective: str | None = None
+) -> float:
+    """0.014 / √hidden_size for AdamW: 1.0e-3 for the demo model, 4.7e-4 for Qwen2.5-0.5B; a tenth
+    of it with an objective."""
     if method == "mezo":
         return PAPER["learning_rate"]
-    return 0.014 / math.sqrt(hidden_size) if optimizer == "adamw" else 0.1
+    rate = 0.014 / math.sqrt(hidden_size) if optimizer in ADAMW else 0.1
+    return rate / 10 if objective else rate

@@ -3,18 +3,25 @@ import MeSPCore
 import SwiftUI
 
 @main struct MeSPTrainerApp: App {
-    @State private var model = AppModel(
-        phone: SystemPhone(), folder: DocumentsFolder(documents: .documentsDirectory, included: Bundle.main.resourceURL)
-    ) { try await BundleTokenizer(bundle: $0) }
+    @State private var model = Self.makeModel()
+
+    private static func makeModel() -> AppModel {
+        let folder = DocumentsFolder(documents: .documentsDirectory, included: Bundle.main.resourceURL)
+        let recording = Bundle.main.resourceURL?.appending(path: "Recorded")
+        #if os(iOS)
+            return AppModel(
+                phone: SystemPhone(), folder: folder, display: WindowDisplay(), scheduler: SystemBackground(),
+                board: SystemNotices(), recording: recording
+            ) { try await BundleTokenizer(bundle: $0) }
+        #else
+            return AppModel(phone: SystemPhone(), folder: folder, board: SystemNotices(), recording: recording) {
+                try await BundleTokenizer(bundle: $0)
+            }
+        #endif
+    }
 
     var body: some Scene {
-        WindowGroup {
-            if let refusal = AppModel.refusal {
-                ContentUnavailableView("Not in the Simulator", systemImage: "iphone.slash", description: Text(refusal))
-            } else {
-                RootView().environment(model)
-            }
-        }
+        WindowGroup { RootView().environment(model) }
     }
 }
 
@@ -39,11 +46,17 @@ struct RootView: View {
             Text(model.problem ?? "")
         }
         .onOpenURL { url in Task { await url.accessed { await model.importBundle(at: url) } } }
-        .onChange(of: scenePhase) { if scenePhase == .active { model.refresh() } }
-        .onChange(of: model.controller.isRunning) { model.refresh() }
-        .onChange(of: model.staysAwake, initial: true) {
-            UIApplication.shared.isIdleTimerDisabled = model.staysAwake
+        .confirmationDialog(
+            model.deletionQuestion, isPresented: $model.asksToDelete, titleVisibility: .visible
+        ) {
+            Button("Delete", role: .destructive) { Task { await model.confirmDeletion() } }
         }
-        .onAppear { model.begin(arguments: ProcessInfo.processInfo.arguments) }
+        .onChange(of: scenePhase) { if scenePhase == .active { Task { await model.refresh() } } }
+        .onChange(of: model.controller.isRunning) { Task { await model.refresh() } }
+        .staysAwake(model.staysAwake)
+        .task {
+            await model.refresh()
+            model.begin(arguments: ProcessInfo.processInfo.arguments)
+        }
     }
 }

@@ -4,22 +4,27 @@ import Observation
 
 /// What the app does, over what it shows: its views only lay this out.
 @MainActor @Observable public final class AppModel {
-    /// Why the app can't train here; nil where it can.
-    public static var refusal: String? {
+    /// Why an app can't train on this system; nil where it can.
+    nonisolated public static var systemRefusal: String? {
         #if targetEnvironment(simulator)
-            "MLX needs a GPU that the iOS simulator doesn't have: run the app on an iPhone or iPad."
+            "The iOS simulator lacks the GPU that MLX needs: train on an iPhone, an iPad or a Mac, or look at a recorded run."
         #else
             nil
         #endif
     }
+
+    /// Why the app can't train here; nil where it can.
+    public let refusal: String?
 
     public let library: Library
     public let form: TrainingForm
     public let screen: Screen
     public let controller: RunController
     public let comparison: Comparison
+    public let choices: Choices
     public let benchmark: Benchmark
     public let selfChecker: SelfChecker
+    public let downloads: Downloads
 
     /// What went wrong last, in a sentence, until it is set to nil.
     public var problem: String?
@@ -32,59 +37,168 @@ import Observation
     public private(set) var tokenized: Double?
     /// Whether the form for a new run is shown, and not the run in progress or the last one.
     public var showsSetup = true
+    /// The run that the app was ended in, to go on with, until the person has decided.
+    public var interrupted: StoredRun? {
+        guard !controller.isRunning, let run = library.runs.first(where: { !$0.isBenchmark }),
+            run.status == .interrupted, run.canResume,
+            run.id != leftAlone, library.bundle(of: run) != nil
+        else { return nil }
+        return run
+    }
+    /// The run that the person does not want to go on with now.
+    private var leftAlone: StoredRun.ID?
 
     @ObservationIgnored private let loadTokenizer: @Sendable (URL) async throws -> any TextTokenizer
+    /// A run to look at where nothing can be trained.
+    @ObservationIgnored private let recording: URL?
+    @ObservationIgnored private let board: (any NoticeBoard)?
+    @ObservationIgnored private var notices: Notices?
+    @ObservationIgnored private var background: BackgroundTraining?
 
-    /// - Parameter loadTokenizer: reads the tokenizer in a bundle's folder.
+    /// - Parameters:
+    ///   - display: the screen that is dimmed in the night.
+    ///   - scheduler: what gives time in the background; nil where nothing does.
+    ///   - board: what shows messages to a person who has left the app.
+    ///   - refusal: why nothing can be trained here; nil where it can.
+    ///   - openDownload: the download of a repository.
+    ///   - recording: the folder of a run to look at where nothing can be trained.
+    ///   - loadTokenizer: reads the tokenizer in a bundle's folder.
     public init(
-        phone: any Phone, folder: DocumentsFolder,
+        phone: any Phone, folder: DocumentsFolder, display: (any Display)? = nil,
+        scheduler: (any BackgroundScheduler)? = nil, board: (any NoticeBoard)? = nil,
+        refusal: String? = systemRefusal, recording: URL? = nil,
+        openDownload: @escaping @Sendable (String) throws -> BundleDownload = { try BundleDownload(repository: $0) },
         loadTokenizer: @escaping @Sendable (URL) async throws -> any TextTokenizer
     ) {
+        (self.board, self.refusal, self.recording) = (board, refusal, recording)
         self.loadTokenizer = loadTokenizer
         library = Library(folder)
         form = TrainingForm(library: library, phone: phone)
         controller = RunController(phone: phone)
-        screen = Screen(phone: phone, controller: controller)
-        comparison = Comparison(phone: phone)
+        screen = Screen(phone: phone, controller: controller, display: display)
+        comparison = Comparison(phone: phone, folder: folder)
+        choices = Choices(folder)
         benchmark = Benchmark(controller: controller)
         selfChecker = SelfChecker(phone: phone)
-        refresh()
+        downloads = Downloads(folder: folder, phone: phone, open: openDownload)
+        controller.observers.append { [weak self] in self?.keepRuns() }
+        notices = board.map { Notices(controller: controller, phone: phone, board: $0) }
+        background = scheduler.map {
+            BackgroundTraining(controller: controller, phone: phone, scheduler: $0) { [weak self] in
+                await self?.resumeInBackground() ?? false
+            }
+        }
     }
 
     // MARK: - Files
 
     /// Looks for bundles and runs again.
-    public func refresh() {
-        library.refresh(
+    public func refresh() async {
+        await library.refresh(
             running: controller.isRunning ? controller.settings.map { URL(fileURLWithPath: $0.output) } : nil)
         form.refresh()
+        await attempt { try choices.refresh() }
     }
 
     /// Brings a bundle into the app, and chooses it.
     public func importBundle(at url: URL) async {
         await attempt {
             let bundle = try await library.importBundle(at: url)
-            refresh()
+            await refresh()
             form.bundleID = bundle
         }
     }
 
-    public func delete(_ bundle: StoredBundle) async {
-        await attempt { try library.folder.delete(bundle) }
-        refresh()
+    /// Looks up a bundle at the Hub.
+    public func lookUp() async { await attempt { try await downloads.look() } }
+
+    /// Downloads the bundle that was looked up, and chooses it.
+    public func download() async {
+        await attempt {
+            guard let bundle = try await downloads.download() else { return }
+            await refresh()
+            form.bundleID = bundle.id
+        }
     }
 
-    public func delete(_ run: StoredRun) async {
-        await attempt { try library.folder.delete(run) }
-        refresh()
+    /// What the person is asked whether to delete.
+    public enum Deletion {
+        case bundle(StoredBundle)
+        case run(StoredRun)
+    }
+
+    /// What is deleted when the person confirms it; nil while nothing is asked.
+    public private(set) var deletion: Deletion?
+    /// Setting it to false is deciding against it.
+    public var asksToDelete: Bool {
+        get { deletion != nil }
+        set { if !newValue { deletion = nil } }
+    }
+
+    /// What there is to know before the decision.
+    public var deletionQuestion: String {
+        switch deletion {
+        case .bundle(let bundle):
+            let runs = library.runs.filter { !$0.isBenchmark && library.bundle(of: $0)?.id == bundle.id }.count
+            let cost = runs == 0 ? "" : " \(runs == 1 ? "A run needs" : "\(runs) runs need") it to go on or to write."
+            return "Delete \(bundle.name)? It takes \(bundle.size.megabytes).\(cost)"
+        case .run(let run): return "Delete \(run.name)? Its log and adapters cannot be had back."
+        case nil: return ""
+        }
+    }
+
+    /// Asks whether to delete something, unless it is in use.
+    public func askToDelete(_ wanted: Deletion) {
+        switch wanted {
+        case .bundle(let bundle) where bundle.id == bundleInUse:
+            problem = "\(bundle.name) is in use; delete it when that has ended."
+        case .run(let run) where run.status == .running || isWritten(run):
+            problem = "\(run.name) is in progress; stop it first."
+        default: deletion = wanted
+        }
+    }
+
+    /// Deletes what the person was asked about.
+    public func confirmDeletion() async {
+        guard let confirmed = deletion else { return }
+        deletion = nil
+        askToDelete(confirmed)  // it may be in use by now
+        guard deletion != nil else { return }
+        deletion = nil
+        await attempt {
+            switch confirmed {
+            case .bundle(let bundle): try library.folder.delete(bundle)
+            case .run(let run): try library.folder.delete(run)
+            }
+        }
+        await refresh()
+    }
+
+    /// The bundle that a run, a text, a benchmark or a self-check uses now.
+    private var bundleInUse: StoredBundle.ID? {
+        controller.isRunning || comparison.writing != nil || benchmark.running != nil || selfChecker.isRunning
+            || tokenized != nil ? lastUsed : nil
+    }
+    /// The bundle that was used last.
+    private var lastUsed: StoredBundle.ID?
+
+    private func isWritten(_ run: StoredRun) -> Bool {
+        controller.isRunning && controller.settings.map { URL(fileURLWithPath: $0.output).lastPathComponent } == run.id
     }
 
     // MARK: - Runs
 
+    /// At a run's end, beside the main thread.
+    private func keepRuns() {
+        guard !controller.isRunning else { return }
+        let folder = library.folder
+        Task.detached { folder.keepRuns() }
+    }
+
     /// Whether the device is free for a run, a text, a benchmark or a self-check.
     public var isFree: Bool {
         !controller.isRunning && comparison.writing == nil && benchmark.running == nil && tokenized == nil
-            && !selfChecker.isRunning && Self.refusal == nil
+            && !selfChecker.isRunning && refusal == nil
     }
 
     /// Whether a run with the form's settings can begin now.
@@ -93,18 +207,20 @@ import Observation
     /// Tokenizes the text, where it is not the bundle's, and begins the run.
     public func start() async {
         guard canStart, let bundle = form.bundle else { return }
+        lastUsed = bundle.id
         let folder = library.folder.newRun(bundle: bundle.name, method: form.settings.method)
-        var settings = form.settings
-        (settings.bundle, settings.output, settings.resume) = (bundle.url.path, folder.path, false)
+        var settings = form.settingsToStart
+        settings.output = folder.path
         await attempt {
             if let source = try form.source() {
                 settings.data = try await tokenize(source, for: bundle, into: folder).path
             }
+            board?.askPermission()
             controller.start(settings)
             showsSetup = false
         }
         if settings.data == nil, form.textKind != .bundle { try? FileManager.default.removeItem(at: folder) }
-        refresh()
+        await refresh()
     }
 
     /// - Returns: the folder with the tokens.
@@ -128,24 +244,62 @@ import Observation
     public func resume(_ run: StoredRun) async {
         guard isFree else { return }
         await attempt {
-            controller.start(try library.folder.settingsToResume(run))
+            let settings = try library.folder.settingsToResume(run)
+            lastUsed = URL(fileURLWithPath: settings.bundle).lastPathComponent
+            controller.start(settings)
             showsSetup = false
         }
-        refresh()
+        await refresh()
+    }
+
+    /// Whether there is a recorded run to look at, as there is where nothing can be trained.
+    public var canReplay: Bool { refusal != nil && recording != nil && !controller.isRunning }
+
+    /// Shows the recorded run as if it were in progress, and puts it into the list.
+    public func replay() async {
+        guard canReplay, let recording else { return }
+        let copy = library.folder.runsFolder.appendingPathComponent("Recorded run")
+        await attempt {
+            if !FileManager.default.fileExists(atPath: copy.path) {
+                try FileManager.default.createDirectory(
+                    at: library.folder.runsFolder, withIntermediateDirectories: true)
+                try FileManager.default.copyItem(at: recording, to: copy)
+            }
+            controller.replay(copy)
+            showsSetup = false
+        }
+        await refresh()
+    }
+
+    /// Goes on with the run that the app was ended in, or leaves it in the list.
+    public func decide(_ run: StoredRun, goOn: Bool) async {
+        if goOn { await resume(run) } else { leftAlone = run.id }
+    }
+
+    /// - Returns: whether there is a run for the CPU to go on with.
+    private func resumeInBackground() async -> Bool {
+        await refresh()
+        guard let run = interrupted, run.log?.start?.device == "cpu" else { return false }
+        await resume(run)
+        return controller.isRunning
     }
 
     /// Measures the three methods with the form's length and rank.
     public func compareMethods(steps: Int) async {
         guard isFree, let bundle = form.bundle else { return }
+        lastUsed = bundle.id
         var settings = RunSettings(bundle: bundle.url.path, output: "")
         (settings.seqLen, settings.rank, settings.steps) = (form.settings.seqLen, form.settings.rank, steps)
-        await benchmark.run(settings) { library.folder.newRun(bundle: bundle.name, method: $0) }
-        refresh()
+        await benchmark.run(settings) {
+            library.folder.newRun(bundle: bundle.name, method: $0, isBenchmark: true)
+        }
+        await refresh()
     }
 
     /// Checks the device with the form's bundle.
     public func checkDevice() {
         guard isFree, let bundle = form.bundle else { return }
+        lastUsed = bundle.id
         selfChecker.start(
             .init(bundle: bundle.url.path), file: library.folder.newSelfCheck(bundle: bundle.name))
     }
@@ -170,11 +324,19 @@ import Observation
     /// Lets both models write, with the adapters of `run`.
     public func write(_ request: Comparison.Request, with run: StoredRun?) async {
         guard isFree, let bundle = run.flatMap(library.bundle(of:)) ?? form.bundle else { return }
+        lastUsed = bundle.id
         await attempt {
             let tokenizer = try await loadTokenizer(bundle.url)
             comparison.start(request, bundle: bundle.url, adapters: run?.adapters, tokenizer: tokenizer)
         }
     }
+
+    /// Keeps that the person likes one answer of a turn better than the other, or better than it what they wrote in its place.
+    public func choose(_ side: Comparison.Side, of turn: Comparison.Turn.ID, corrected: String? = nil) async {
+        await attempt { try choices.keep(comparison.choice(side, of: turn, corrected: corrected)) }
+    }
+
+    public func deleteChoices(_ ids: Set<Choice.ID>) async { await attempt { try choices.remove(ids) } }
 
     private func attempt(_ body: () async throws -> Void) async {
         do {

@@ -2,7 +2,8 @@ import Foundation
 import MeSPCore
 import Observation
 
-/// One prompt, written on by the base model and then by the fine-tuned one, for a view that shows both side by side.
+/// Texts of the base model and of the fine-tuned one, for a view that shows both side by side: a prompt written on, or a conversation
+/// that each of them carries on with its own answers.
 ///
 /// Texts grow as tokens come. While the app is not in front, writing waits.
 @MainActor @Observable public final class Comparison {
@@ -16,11 +17,21 @@ import Observation
         fileprivate var tokens = [Int]()
     }
 
+    /// A prompt and what each model has written to it.
+    public struct Turn: Sendable, Identifiable {
+        public let id: Int
+        public let prompt: String
+        public fileprivate(set) var base = Text()
+        public fileprivate(set) var tuned = Text()
+    }
+
     /// What to write, and with what.
     public struct Request: Sendable {
         public var prompt = ""
         /// Whether the prompt is a message in the model's chat template, and the text the answer.
         public var isChat = false
+        /// What comes before a conversation; empty for nothing.
+        public var system = ""
         public var maxTokens = 128
         /// 0 takes the likeliest token each time.
         public var temperature: Float = 0
@@ -30,45 +41,70 @@ import Observation
         public init() {}
     }
 
-    public private(set) var base = Text()
-    public private(set) var tuned = Text()
+    /// The conversation, the oldest turn first; of a prompt that is written on, it alone.
+    public private(set) var turns = [Turn]()
+    /// Whether the turns are messages and answers.
+    public var isConversation: Bool { !partners.isEmpty }
+    public var base: Text { turns.last?.base ?? Text() }
+    public var tuned: Text { turns.last?.tuned ?? Text() }
     /// The side that is being written; nil where none is.
     public private(set) var writing: Side?
     /// Why it ended early, in a sentence.
     public private(set) var problem: String?
 
     @ObservationIgnored private let phone: any Phone
+    /// Where the conversation is kept.
+    @ObservationIgnored private let folder: DocumentsFolder?
+    /// What the conversation is with, and how: another has no use for it.
+    @ObservationIgnored private var partners = ""
     @ObservationIgnored private var gate = PauseGate()
 
-    public init(phone: any Phone) {
-        self.phone = phone
+    public init(phone: any Phone, folder: DocumentsFolder? = nil) {
+        (self.phone, self.folder) = (phone, folder)
+        if let kept = folder?.chat() {
+            partners = kept.partners
+            turns = kept.turns.enumerated().map { index, turn in
+                Turn(id: index, prompt: turn.prompt, base: Text(text: turn.base), tuned: Text(text: turn.tuned))
+            }
+        }
         phone.observers.append { [weak self] _ in self?.update() }
     }
 
-    /// Writes both texts, the base model's first. Does nothing while another is being written.
+    /// Writes both texts, the base model's first. Does nothing while another is being written. A message goes on with the conversation,
+    /// where that is with the same models.
     ///
     /// - Parameter adapters: of the fine-tuned model; without them only the base model writes.
     public func start(_ request: Request, bundle: URL, adapters: URL?, tokenizer: any TextTokenizer) {
         guard writing == nil else { return }
-        (base, tuned, problem, writing) = (Text(), Text(), nil, .base)
+        let names = [
+            bundle.lastPathComponent, adapters?.deletingLastPathComponent().lastPathComponent ?? "", request.system,
+        ]
+        let partners = request.isChat ? names.joined(separator: "\n") : ""
+        if !request.isChat || partners != self.partners { turns = [] }
+        self.partners = partners
+        let history = turns
+        turns.append(Turn(id: history.count, prompt: request.prompt))
+        (problem, writing) = (nil, .base)
         let gate = PauseGate()
         self.gate = gate
         update()
         let (messages, sender) = AsyncStream.makeStream(of: Message.self)
         gate.startThread("writing") {
             do {
-                let bundle = try ModelBundle(url: bundle)
-                let message = ChatMessage(role: "user", content: request.prompt)
-                let tokens =
-                    request.isChat
-                    ? try tokenizer.encode([message], opensAnswer: true) : tokenizer.encode(request.prompt)
-                var generation = Generator.Request(prompt: tokens)
+                let url = bundle
+                let bundle = try ModelBundle(url: url)
+                var generation = Generator.Request(prompt: [])
                 generation.maxTokens = request.maxTokens
                 (generation.temperature, generation.topP) = (request.temperature, request.topP)
                 generation.seed = request.seed
-                generation.stop = tokenizer.endOfText.map { [$0] } ?? []
-                for side in adapters == nil ? [Side.base] : [.base, .tuned] {
+                generation.stop = endTokens(of: url) + (tokenizer.endOfText.map { [$0] } ?? [])
+                for (side, text) in [(Side.base, \Turn.base), (.tuned, \.tuned)] where side == .base || adapters != nil
+                {
                     try gate.pass { _ in }
+                    generation.prompt =
+                        request.isChat
+                        ? try tokenizer.encode(request.messages(after: history, text), opensAnswer: true)
+                        : tokenizer.encode(request.prompt)
                     let generator = try Generator(bundle, adapters: side == .tuned ? adapters : nil)
                     sender.yield(.begins(side))
                     let summary = try generator.generate(generation, atBlock: { try gate.pass { _ in } }) {
@@ -84,8 +120,42 @@ import Observation
         }
         Task {
             for await message in messages { receive(message, tokenizer) }
+            // A message that got no answer is no part of the conversation.
+            if base.text.isEmpty, tuned.text.isEmpty, problem != nil { turns.removeLast() }
+            keep()
             writing = nil
         }
+    }
+
+    /// That a person likes one side's answer of a turn better than the other's, or what they wrote in its place better than it. The prompt
+    /// is the conversation as that side has it.
+    ///
+    /// - Throws: `MeSPError` where there is no such answer, or nothing to choose.
+    func choice(_ side: Side, of id: Turn.ID, corrected: String?) throws -> Choice {
+        guard writing == nil, !partners.isEmpty, let index = turns.firstIndex(where: { $0.id == id }) else {
+            throw MeSPError("Choose between answers to a message, once both are written.")
+        }
+        let (own, other) = side == .base ? (\Turn.base, \Turn.tuned) : (\Turn.tuned, \Turn.base)
+        let answer = turns[index][keyPath: own].text
+        var request = Request()
+        request.prompt = turns[index].prompt
+        request.system = String(partners.split(separator: "\n", maxSplits: 2, omittingEmptySubsequences: false)[2])
+        return try Choice(
+            prompt: request.messages(after: Array(turns.prefix(index)), own), chosen: corrected ?? answer,
+            rejected: corrected == nil ? turns[index][keyPath: other].text : answer)
+    }
+
+    /// Begins a new conversation.
+    public func clear() {
+        guard writing == nil else { return }
+        (turns, partners, problem) = ([], "", nil)
+        keep()
+    }
+
+    private func keep() {
+        let kept = Chat(
+            partners: partners, turns: turns.map { .init(prompt: $0.prompt, base: $0.base.text, tuned: $0.tuned.text) })
+        folder?.keep(partners.isEmpty ? nil : kept)
     }
 
     /// Ends both texts at the next block.
@@ -113,11 +183,41 @@ import Observation
     }
 
     private func change(_ side: Side, _ body: (inout Text) -> Void) {
+        let last = turns.count - 1
         switch side {
-        case .base: body(&base)
-        case .tuned: body(&tuned)
+        case .base: body(&turns[last].base)
+        case .tuned: body(&turns[last].tuned)
         }
     }
+}
+
+extension Comparison.Request {
+    /// The conversation as one side has it, with the prompt as its last message.
+    ///
+    /// - Parameter text: that side's answer of a turn. A turn without one is left out: messages and answers alternate.
+    fileprivate func messages(
+        after history: [Comparison.Turn], _ text: KeyPath<Comparison.Turn, Comparison.Text>
+    ) -> [ChatMessage] {
+        var messages = system.isEmpty ? [] : [ChatMessage(role: "system", content: system)]
+        for turn in history where !turn[keyPath: text].text.isEmpty {
+            messages.append(ChatMessage(role: "user", content: turn.prompt))
+            messages.append(ChatMessage(role: "assistant", content: turn[keyPath: text].text))
+        }
+        return messages + [ChatMessage(role: "user", content: prompt)]
+    }
+}
+
+/// A conversation in its file.
+struct Chat: Codable, Equatable {
+    struct Turn: Codable, Equatable {
+        var prompt: String
+        var base: String
+        var tuned: String
+    }
+
+    /// What it is with.
+    var partners: String
+    var turns: [Turn]
 }
 
 extension Comparison.Text {

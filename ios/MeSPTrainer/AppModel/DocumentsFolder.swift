@@ -7,9 +7,24 @@ public struct DocumentsFolder: Sendable {
     public let documents: URL
     /// The folder with bundles that came with the app.
     private let included: URL?
+    /// The bytes that are free where a folder is; nil where nobody knows.
+    private let freeBytes: @Sendable (URL) -> Int?
+    /// Has a file or a folder kept so.
+    private let keep: @Sendable (URL, Keeping) -> Void
 
-    public init(documents: URL, included: URL? = nil) {
-        (self.documents, self.included) = (documents, included)
+    /// How the name of a benchmark's run ends.
+    static let benchmark = "benchmark"
+
+    /// - Parameters:
+    ///   - documents: the folder that people see in Files.
+    ///   - included: the folder with bundles that came with the app.
+    ///   - freeBytes: the bytes that are free where a folder is.
+    ///   - keep: has a file or a folder kept so.
+    public init(
+        documents: URL, included: URL? = nil, freeBytes: @escaping @Sendable (URL) -> Int? = { $0.freeBytes },
+        keep: @escaping @Sendable (URL, Keeping) -> Void = { $1.apply(to: $0) }
+    ) {
+        (self.documents, self.included, self.freeBytes, self.keep) = (documents, included, freeBytes, keep)
     }
 
     public var runsFolder: URL { documents.appendingPathComponent("runs") }
@@ -29,8 +44,20 @@ public struct DocumentsFolder: Sendable {
     }
 
     /// A folder for a new run, which is not there yet: by the bundle, the method and the time.
-    public func newRun(bundle: String, method: GradientMethod, at date: Date = .now) -> URL {
-        newPlace(in: runsFolder, "\(bundle) \(method.rawValue)", at: date)
+    public func newRun(
+        bundle: String, method: GradientMethod, isBenchmark: Bool = false, at date: Date = .now
+    ) -> URL {
+        newPlace(
+            in: runsFolder, "\(bundle) \(method.rawValue)", at: date, ending: isBenchmark ? "." + Self.benchmark : "")
+    }
+
+    /// Has runs kept as they are to be. Files are replaced in a run, and what was said of the old ones is lost.
+    func keepRuns() {
+        for run in contents(runsFolder) {
+            keep(run, .run)
+            let state = run.appendingPathComponent("state.safetensors")
+            if FileManager.default.fileExists(atPath: state.path) { keep(state, .state) }
+        }
     }
 
     /// A file for a new self-check, likewise.
@@ -70,6 +97,35 @@ public struct DocumentsFolder: Sendable {
 
     public func delete(_ run: StoredRun) throws { try delete(run.url) }
 
+    // MARK: - Chat
+
+    private var chatFile: URL { documents.appendingPathComponent("chat.json") }
+
+    /// The conversation that was kept last; nil where there is none.
+    func chat() -> Chat? {
+        (try? Data(contentsOf: chatFile)).flatMap { try? JSONDecoder().decode(Chat.self, from: $0) }
+    }
+
+    /// Keeps a conversation in place of the last; nil for none.
+    func keep(_ chat: Chat?) {
+        guard let chat, let json = try? JSONEncoder().encode(chat) else {
+            try? FileManager.default.removeItem(at: chatFile)
+            return
+        }
+        try? json.write(to: chatFile, options: .atomic)
+        keep(chatFile, .chat)
+    }
+
+    // MARK: - Choices
+
+    /// What a person liked better of two answers.
+    var choices: ChoiceStore { ChoiceStore(url: documents.appendingPathComponent("choices.jsonl")) }
+
+    /// Has the file of choices kept as it is to be; it is replaced with each.
+    func keepChoices() {
+        if FileManager.default.fileExists(atPath: choices.url.path) { keep(choices.url, .chat) }
+    }
+
     // MARK: - Bundles
 
     /// All bundles, by name: the ones in Documents, and those that came with the app where none in Documents has the name. Sizes are
@@ -95,6 +151,11 @@ public struct DocumentsFolder: Sendable {
         guard !FileManager.default.fileExists(atPath: target.path) else {
             throw MeSPError("There is a bundle \(name) already; delete it first.")
         }
+        let size = Self.size(source)
+        if let free = freeBytes(documents), free < size + Self.spareBytes {
+            throw MeSPError(
+                "\(name) takes \(size.megabytes), and the phone has \(free.megabytes) free; make room for it first.")
+        }
         let partial = documents.appendingPathComponent(".importing-\(UUID().uuidString)")
         defer { try? FileManager.default.removeItem(at: partial) }
         do {
@@ -108,6 +169,29 @@ public struct DocumentsFolder: Sendable {
             throw MeSPError(error.localizedDescription.replacingOccurrences(of: partial.path, with: name))
         }
         try FileManager.default.moveItem(at: partial, to: target)
+        keep(target, .bundle)
+        return StoredBundle(url: target, isIncluded: false)
+    }
+
+    /// Downloads a bundle into Documents, or goes on with one that was begun. Its files are checked as they come.
+    func download(
+        _ offer: BundleDownload.Offer, by download: BundleDownload, progress: @escaping @Sendable (Int) -> Void
+    ) async throws -> StoredBundle {
+        let target = documents.appendingPathComponent("\(download.name).mesp")
+        guard !FileManager.default.fileExists(atPath: target.path) else {
+            throw MeSPError("There is a bundle \(target.lastPathComponent) already; delete it first.")
+        }
+        let partial = documents.appendingPathComponent(
+            ".downloading-\(download.repository.replacingOccurrences(of: "/", with: "--"))")
+        let missing = offer.size - Self.size(partial)
+        if let free = freeBytes(documents), free < missing + Self.spareBytes {
+            throw MeSPError(
+                "\(download.repository) takes \(missing.megabytes) more, and the phone has \(free.megabytes) free; make room for it first."
+            )
+        }
+        try await download.fetch(offer, to: partial, progress: progress)
+        keep(partial, .bundle)
+        try FileManager.default.moveItem(at: partial, to: target)
         return StoredBundle(url: target, isIncluded: false)
     }
 
@@ -117,6 +201,17 @@ public struct DocumentsFolder: Sendable {
     }
 
     // MARK: - Files
+
+    /// What stays free after a copy, for runs and for the system.
+    static let spareBytes = 200_000_000
+
+    /// The size of all files in a folder, in bytes.
+    private static func size(_ folder: URL) -> Int {
+        let files = FileManager.default.enumerator(at: folder, includingPropertiesForKeys: [.fileSizeKey])
+        return (files?.allObjects ?? []).reduce(0) { sum, file in
+            sum + (((file as? URL)?.resourceSize) ?? 0)
+        }
+    }
 
     private func contents(_ folder: URL) -> [URL] {
         let contents = try? FileManager.default.contentsOfDirectory(
@@ -135,4 +230,22 @@ public struct DocumentsFolder: Sendable {
 
 extension URL {
     fileprivate var isBundle: Bool { pathExtension == "mesp" }
+
+    fileprivate var resourceSize: Int? { try? resourceValues(forKeys: [.fileSizeKey]).fileSize }
+
+    /// What the system would make free for something that a person has asked for.
+    public var freeBytes: Int? {
+        #if os(iOS) || os(macOS)
+            let values = try? resourceValues(forKeys: [.volumeAvailableCapacityForImportantUsageKey])
+            return values?.volumeAvailableCapacityForImportantUsage.map { Int($0) }
+        #else
+            let attributes = try? FileManager.default.attributesOfFileSystem(forPath: path)
+            return (attributes?[.systemFreeSize] as? NSNumber)?.intValue
+        #endif
+    }
+}
+
+extension Int {
+    /// Bytes as a size in words.
+    var megabytes: String { "\((Double(self) / 1e6).formatted(.number.precision(.fractionLength(0)))) MB" }
 }

@@ -13,12 +13,23 @@ import Observation
 
     init(_ folder: DocumentsFolder) { self.folder = folder }
 
-    /// Looks for bundles and runs again.
+    /// How often it was looked; what an earlier look finds later is dropped.
+    @ObservationIgnored private var looks = 0
+
+    /// Looks for bundles and runs again, beside the main thread.
     ///
     /// - Parameter running: the folder of the run in progress.
-    func refresh(running: URL?) {
-        bundles = folder.bundles()
-        runs = folder.runs(running: running)
+    func refresh(running: URL?) async {
+        looks += 1
+        let (look, folder) = (looks, folder)
+        let found = await Task.detached { (folder.bundles(), folder.runs(running: running)) }.value
+        if look == looks { (bundles, runs) = found }
+    }
+
+    /// All that a run has logged, read beside the main thread; nil where it can't be.
+    public func log(of run: StoredRun) async -> LogSummary? {
+        let url = run.url
+        return await Task.detached { try? LogSummary(folder: url) }.value
     }
 
     /// Those that can be trained.
@@ -30,6 +41,9 @@ import Observation
         let name = URL(fileURLWithPath: path).lastPathComponent
         return usableBundles.first { $0.id == name }
     }
+
+    /// The runs with adapters to write with, the newest first.
+    public var trained: [StoredRun] { runs.filter { !$0.isBenchmark && $0.adapters != nil && bundle(of: $0) != nil } }
 
     /// Copies a bundle that the person chose into the app. One that is in Documents already is only found, and what AirDrop put into
     /// the inbox moves from there.

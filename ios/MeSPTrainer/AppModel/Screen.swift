@@ -1,28 +1,55 @@
 import MeSPCore
 import Observation
 
+/// The phone's screen, as far as it is dimmed.
+@MainActor public protocol Display: AnyObject {
+    /// 0 to 1; nil where there is no screen now.
+    var brightness: Double? { get set }
+}
+
 /// What becomes of the phone's screen during a run.
 @MainActor @Observable public final class Screen {
     /// What the person wants of the screen while a run is in progress.
     public var keepsAwake = true
     /// In front all night, with the screen dark.
-    public var isOvernight = false
+    public var isOvernight = false { didSet { update() } }
+    /// Whether the screen is to be dark. While another app has it, it is as that wants it.
+    public private(set) var isDimmed = false
 
     @ObservationIgnored private let phone: any Phone
     @ObservationIgnored private let controller: RunController
+    @ObservationIgnored private let display: (any Display)?
+    /// How bright it was.
+    @ObservationIgnored private var brightness: Double?
 
-    init(phone: any Phone, controller: RunController) { (self.phone, self.controller) = (phone, controller) }
+    init(phone: any Phone, controller: RunController, display: (any Display)?) {
+        (self.phone, self.controller, self.display) = (phone, controller, display)
+        phone.observers.append { [weak self] _ in self?.update() }
+        controller.observers.append { [weak self] in self?.update() }
+    }
 
     /// Whether the screen is to stay on.
     public var staysAwake: Bool { controller.isRunning && (keepsAwake || isOvernight) }
 
-    /// Whether the screen is to be dark.
-    public var isDimmed: Bool { controller.isRunning && isOvernight }
+    /// Dims the screen, or gives it its brightness back: at once, as the app may be about to be suspended.
+    private func update() {
+        let dims = controller.isRunning && isOvernight && phone.scene == .active
+        guard dims != isDimmed else { return }
+        isDimmed = dims
+        if dims {
+            brightness = display?.brightness
+            display?.brightness = 0
+        } else if let brightness {
+            display?.brightness = brightness
+        }
+    }
 
     /// What to do for a run that takes the night.
     public var overnightAdvice: String {
         let battery = phone.battery.map { !$0.isCharging } ?? false
         return (battery ? "Connect the charger: below 20% the run pauses. " : "")
-            + "Leave the app in front and don't lock the phone: iOS stops training in the background, and it goes on only when you come back."
+            + (controller.usesGPU
+                ? "Leave the app in front and don't lock the phone: iOS stops training on the GPU in the background, and it goes on only when you come back."
+                : "In front, with the phone not locked, it trains all night; in the background iOS decides when, on the charger.")
     }
 }

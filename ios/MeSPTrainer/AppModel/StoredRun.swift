@@ -14,7 +14,7 @@ public struct StoredRun: Identifiable, Sendable {
     public let url: URL
     public let status: Status
     /// nil where it can't be read.
-    public let log: LogSummary?
+    public let log: LogOutline?
     /// When it began.
     public let date: Date
 
@@ -23,10 +23,10 @@ public struct StoredRun: Identifiable, Sendable {
         let values = try? url.resourceValues(forKeys: [.creationDateKey, .contentModificationDateKey])
         date = values?.creationDate ?? values?.contentModificationDate ?? .distantPast
         do {
-            let log = try LogSummary(folder: url)
+            let log = try LogOutline(folder: url)
             self.log = log
             status =
-                switch log.end?.reason {
+                switch log.end {
                 case _ where isRunning: .running
                 case .finished: .finished
                 case .stopped: .stopped
@@ -41,15 +41,18 @@ public struct StoredRun: Identifiable, Sendable {
 
     public var id: String { url.lastPathComponent }
     public var name: String { id }
+    /// Whether it is of a benchmark, which trains a few steps for the time and the memory that they take.
+    public var isBenchmark: Bool { url.pathExtension == DocumentsFolder.benchmark }
 
     /// The adapters saved last; nil where there are none yet.
     public var adapters: URL? { existing("adapters") }
 
-    /// Whether it can go on from a saved state.
+    /// Whether it can go on: from a saved state, or, where the app was ended before there was one, from the beginning.
     public var canResume: Bool {
         switch status {
         case .running, .finished, .unreadable: false
-        case .stopped, .failed, .interrupted: existing("state.safetensors") != nil && log?.start != nil
+        case .stopped, .failed: existing("state.safetensors") != nil && log?.start != nil
+        case .interrupted: log?.start != nil
         }
     }
 

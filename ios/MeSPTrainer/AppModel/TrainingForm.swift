@@ -5,7 +5,7 @@ import Observation
 /// What a person fills in for the next run: a bundle, a text, and the settings.
 @MainActor @Observable public final class TrainingForm {
     /// Where the text to train on comes from.
-    public enum TextKind: Sendable, CaseIterable { case bundle, file, pasted }
+    public enum TextKind: Sendable, CaseIterable { case bundle, file, pasted, choices }
 
     /// The bundle to train.
     public private(set) var bundle: StoredBundle?
@@ -21,14 +21,88 @@ import Observation
         get { settings.memoryLimitMb != nil }
         set { settings.memoryLimitMb = newValue ? limit : nil }
     }
+    /// Whether gradients above a norm are scaled down.
+    public var clips: Bool {
+        get { settings.maxGradNorm != nil }
+        set { settings.maxGradNorm = newValue ? 1 : nil }
+    }
+    /// The run whose adapters to start from; nil for new ones.
+    public var startingRun: StoredRun.ID?
+    /// The runs whose adapters the bundle and the rank fit.
+    public var startingRuns: [StoredRun] {
+        library.trained.filter {
+            library.bundle(of: $0)?.id == bundle?.id && $0.log?.start?.settings.rank == settings.rank
+        }
+    }
+    /// Short names of the projections that the model has.
+    public var projections: [String] { bundle?.manifest?.architecture.projectionNames ?? [] }
+    /// Whether a projection is trained. One at least is.
+    public subscript(trains name: String) -> Bool {
+        get { settings.projections?.contains(name) ?? true }
+        set {
+            var chosen = Set(settings.projections ?? projections)
+            if newValue { chosen.insert(name) } else { chosen.remove(name) }
+            guard !chosen.isEmpty else { return }
+            settings.projections = chosen.count == projections.count ? nil : projections.filter { chosen.contains($0) }
+        }
+    }
+    /// What the person has typed and is no number, by field.
+    private var unreadable = [NumberField: String]()
+    /// What the person has typed last, which stands as long as it means the setting's value.
+    private var typed = [NumberField: String]()
+    /// A number of the settings as text. Each keystroke counts: a number pad has no Return that could end the editing.
+    public subscript(text field: NumberField) -> String {
+        get {
+            if let text = unreadable[field] { return text }
+            if let text = typed[field],
+                TypedNumber.value(text, isWhole: field.isWhole).map(Float.init) == Float(self[field])
+            {
+                return text
+            }
+            return TypedNumber.text(self[field], isWhole: field.isWhole)
+        }
+        set {
+            guard let value = TypedNumber.value(newValue, isWhole: field.isWhole) else {
+                unreadable[field] = newValue
+                return
+            }
+            (unreadable[field], typed[field]) = (nil, newValue)
+            self[field] = value
+        }
+    }
+
+    private subscript(field: NumberField) -> Double {
+        get {
+            switch field {
+            case .steps: Double(settings.steps)
+            case .learningRate: Double(settings.learningRate)
+            case .limit: limit
+            case .batchSize: Double(settings.batchSize)
+            case .accumulation: Double(settings.gradAccumulationSteps)
+            case .clipping: Double(settings.maxGradNorm ?? 1)
+            case .warmup: Double(settings.warmup)
+            }
+        }
+        set {
+            switch field {
+            case .steps: settings.steps = Int(newValue)
+            case .learningRate: settings.learningRate = Float(newValue)
+            case .limit: limit = newValue
+            case .batchSize: settings.batchSize = Int(newValue)
+            case .accumulation: settings.gradAccumulationSteps = Int(newValue)
+            case .clipping: settings.maxGradNorm = Float(newValue)
+            case .warmup: settings.warmup = Int(newValue)
+            }
+        }
+    }
     /// The memory limit in MB.
     public var limit = 100.0 { didSet { if hasLimit { settings.memoryLimitMb = limit } } }
-    public var textKind = TextKind.bundle
+    public var textKind = TextKind.bundle { didSet { settings.objective = textKind == .choices ? .dpo : nil } }
     /// The text file that was chosen.
     public var file: URL?
     public var pasted = ""
     /// Of records with prompts, whether only the answers count in the loss.
-    public var answersOnly = false
+    public var answersOnly = true
 
     /// Of the bundle that was chosen last.
     @ObservationIgnored private var architecture: Architecture?
@@ -55,6 +129,10 @@ import Observation
             settings.seqLen = manifest.seqLens.filter { $0 <= settings.seqLen }.max() ?? manifest.seqLens.min() ?? 1
         }
         if !manifest.ranks.contains(settings.rank) { settings.rank = manifest.ranks.first ?? 1 }
+        settings.projections = settings.projections.flatMap { chosen in
+            let known = projections.filter { chosen.contains($0) }
+            return known.isEmpty || known.count == projections.count ? nil : known
+        }
     }
 
     private func followChoice(from old: RunSettings) {
@@ -63,7 +141,7 @@ import Observation
         else { return }
         if settings.method != old.method {
             settings.useDefaultUpdate(for: architecture)
-        } else if settings.optimizer != old.optimizer {
+        } else if settings.optimizer != old.optimizer || settings.objective != old.objective {
             settings.learningRate = settings.defaultLearningRate(for: architecture)
         }
     }
@@ -80,11 +158,24 @@ import Observation
         guard let manifest = bundle?.manifest else {
             return .failure(MeSPError("Bring in a bundle first, by AirDrop, the Files app or tools/push.py."))
         }
+        if let (field, text) = unreadable.min(by: { $0.key.rawValue < $1.key.rawValue }) {
+            return .failure(
+                MeSPError("\(field.name): \(text.isEmpty ? "nothing" : text) is no number that can be used."))
+        }
         do {
             return .success(try DeviceFit(settings, manifest, available: phone.availableMemory))
         } catch {
             return .failure(MeSPError(error.localizedDescription))
         }
+    }
+
+    /// The settings to start with, but for the text and the output.
+    var settingsToStart: RunSettings {
+        var settings = settings
+        settings.bundle = bundle?.url.path ?? ""
+        settings.adapters = startingRuns.first { $0.id == startingRun }?.adapters?.path
+        settings.resume = false
+        return settings
     }
 
     /// The text to tokenize; nil where the bundle's is wanted.
@@ -97,6 +188,7 @@ import Observation
             guard let file else { throw MeSPError("Choose a text file first.") }
             return .file(file)
         case .pasted: return .text(pasted)
+        case .choices: return .choices(try library.folder.choices.all())
         }
     }
 }

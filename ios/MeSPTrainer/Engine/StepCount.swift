@@ -11,11 +11,14 @@
         let ledgerPeakBytes, predictedPeakBytes: Int
         let modelledSeconds: Double
 
-        /// - Throws: `MeSPError` as a run would, `LedgerError`.
+        /// - Throws: `MeSPError` as a run would, and of a bundle for the CPU; `LedgerError`.
         init(_ settings: RunSettings) throws {
             var predicted = 0
             let ledger = try Ledger.record {
                 let rehearsal = try Rehearsal(settings)
+                guard rehearsal.isForGPU else {
+                    throw MeSPError("\(settings.bundle) is for the CPU: export it with --device gpu to count.")
+                }
                 predicted = rehearsal.planner.arrays(rehearsal.plan)
                 // The first step also makes what stays.
                 try rehearsal.step()

@@ -1,11 +1,14 @@
 // mesp-engine SETTINGS.json: one training run. Prints the log's records as they are written; mesp-train drives it.
-// mesp-engine count SETTINGS.json: counts what a step takes on a phone's GPU. tools/bench.py --table gpu drives it.
+// mesp-engine count SETTINGS.json: counts what a step takes on a phone's GPU. mesp-train --dry-run drives it.
 // mesp-engine generate SETTINGS.json: writes on from a prompt. Prints a record for each token; mesp-generate drives it.
 // mesp-engine self-check SETTINGS.json: asks the machine. Prints a record for each check; tools/check_gpu.py drives it.
 
 import Foundation
 import MeSPCore
 
+#if canImport(HostMLXLedger)
+    import HostMLXLedger
+#endif
 #if canImport(Glibc)
     import Glibc
 #endif
@@ -47,8 +50,20 @@ func fail(_ message: String) -> Never {
 func checkStop() throws { if stopRequested != 0 { throw CancellationError() } }
 
 func train(_ file: URL) throws {
+    let settings = try RunSettings(contentsOf: file)
+    #if canImport(HostMLXLedger)
+        // A plan computes nothing: while a ledger records, there is a GPU.
+        if settings.dryRun {
+            _ = try Ledger.record { try run(settings) }
+            return
+        }
+    #endif
+    try run(settings)
+}
+
+func run(_ settings: RunSettings) throws {
     try Run.run(
-        RunSettings(contentsOf: file),
+        settings,
         report: { _, line in
             // Without a reader the run is over, as by a signal.
             do { try FileHandle.standardOutput.write(contentsOf: line) } catch { stopRequested = 1 }

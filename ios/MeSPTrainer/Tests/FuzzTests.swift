@@ -126,18 +126,22 @@ import Testing
     @Test func tokensAndExamples() throws {
         func data(_ numbers: [UInt32]) -> Data { numbers.withUnsafeBytes { Data($0) } }
         let tokens = data((0..<200).map { $0 % 50 })
-        let examples = data((0..<20).flatMap { [$0 * 10, 10, $0 % 9] })
+        let examples = data((0..<20).flatMap { [$0 * 10, 10] })
+        let mask = Data((0..<200).map { $0 % 7 < 4 ? 1 : 0 })
         try fuzz(4000, seed: 2) { random in
             let stream = TokenStream(
                 tokens: Bool.random(using: &random) ? mutatedBytes(tokens, &random) : tokens,
-                examples: Bool.random(using: &random) ? mutatedBytes(examples, &random) : nil)
+                examples: Bool.random(using: &random) ? mutatedBytes(examples, &random) : nil,
+                mask: Bool.random(using: &random) ? mutatedBytes(mask, &random) : nil)
             try stream.check(vocabulary: 50)
             for length in [1, 7, 300] {
-                let sequences = stream.sequences(length: length)
+                let sequences = stream.sequences(lengths: [length])
                 for index in 0..<sequences.count {
                     let example = sequences[index]
                     #expect(example.tokens.count == length + 1 && !example.counted.isEmpty)
-                    #expect(example.tokens.allSatisfy { (0..<50).contains($0) } && example.counted.upperBound <= length)
+                    #expect(
+                        example.tokens.allSatisfy { (0..<50).contains($0) }
+                            && example.counted.allSatisfy { (0..<length).contains($0) })
                 }
                 if sequences.count > 0 {
                     _ = sequences.training(Int.random(in: 0...(1 << 60), using: &random), seed: .max)
@@ -160,17 +164,18 @@ import Testing
             try Data(lines.joined(separator: Data("\n".utf8))).write(to: file)
             try? FileManager.default.removeItem(at: target)
             do {
-                try TextData(tokenizer: ByteTokenizer(), length: 16).write(.file(file), to: target)
+                try TextData(tokenizer: ByteTokenizer(), length: 64).write(.file(file), to: target)
             } catch {
                 #expect(try FileManager.default.contentsOfDirectory(atPath: folder.path) == ["text.jsonl"])
                 throw error
             }
             for entry in try TextData.entries(in: target).values {
                 let examples = try entry.examples.map { try Data(contentsOf: target.appendingPathComponent($0.file)) }
-                let stream = TokenStream(
-                    tokens: try Data(contentsOf: target.appendingPathComponent(entry.file)), examples: examples)
+                let mask = try entry.mask.map { try Data(contentsOf: target.appendingPathComponent($0)) }
+                let tokens = try Data(contentsOf: target.appendingPathComponent(entry.file))
+                let stream = TokenStream(tokens: tokens, examples: examples, mask: mask)
                 try stream.check(vocabulary: 256)
-                #expect(stream.sequences(length: 16).count > 0)
+                #expect(stream.sequences(lengths: [64]).count > 0)
             }
         }
     }

@@ -20,8 +20,7 @@ struct BundlesView: View {
                             .deleteDisabled(bundle.isIncluded)
                     }
                     .onDelete { rows in
-                        let chosen = rows.map { model.library.bundles[$0] }
-                        Task { for bundle in chosen { await model.delete(bundle) } }
+                        if let row = rows.first { model.askToDelete(.bundle(model.library.bundles[row])) }
                     }
                     if let name = model.library.importing { ProgressView("Copying and checking \(name)") }
                 } footer: {
@@ -29,6 +28,7 @@ struct BundlesView: View {
                         "Make a bundle with mesp-export on a computer. Bring it here by AirDrop, from Files, or with tools/push.py."
                     )
                 }
+                DownloadSection()
                 SelfCheckSection()
             }
             .navigationTitle("Models")
@@ -43,6 +43,43 @@ struct BundlesView: View {
                 }
             }
             .refreshable { await model.refresh() }
+        }
+    }
+}
+
+/// A bundle from the Hub: by name, with what there is to know before it is downloaded.
+private struct DownloadSection: View {
+    @Environment(AppModel.self) private var model
+
+    private var downloads: Downloads { model.downloads }
+
+    var body: some View {
+        @Bindable var downloads = model.downloads
+        Section {
+            TextField("owner/name", text: $downloads.repository)
+                .plainWords()
+                .accessibilityLabel("Repository at the Hugging Face Hub")
+                .onSubmit { Task { await model.lookUp() } }
+            if downloads.isLooking {
+                ProgressView("Asking the Hub")
+            } else if let progress = downloads.progress {
+                ProgressView("Downloading", value: progress)
+                Button("Stop", systemImage: "stop.fill", role: .destructive) { downloads.stop() }
+            } else {
+                Button("Look It Up", systemImage: "magnifyingglass") { Task { await model.lookUp() } }
+                    .disabled(downloads.repository.isEmpty)
+                if let offer = downloads.offer {
+                    LabeledContent("Model", value: offer.manifest.name)
+                    LabeledContent("Size", value: offer.size.bytes)
+                    LabeledContent("License", value: downloads.license)
+                    Text(downloads.fit).font(.caption).foregroundStyle(.secondary)
+                    Button("Download", systemImage: "arrow.down.circle") { Task { await model.download() } }
+                }
+            }
+        } header: {
+            Text("From the Hugging Face Hub")
+        } footer: {
+            Text("Each file is checked. What has come of a download stays, and the next one goes on from there.")
         }
     }
 }

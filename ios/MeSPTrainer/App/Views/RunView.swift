@@ -24,10 +24,14 @@ struct RunView: View {
             LogSections(log: controller.log)
             if controller.isRunning {
                 Section {
-                    Toggle("Overnight", isOn: $screen.isOvernight)
+                    #if os(iOS)
+                        Toggle("Overnight", isOn: $screen.isOvernight)
+                    #endif
                     Toggle("Keep the screen on", isOn: $screen.keepsAwake).disabled(model.screen.isOvernight)
                 } footer: {
-                    Text(model.screen.overnightAdvice)
+                    #if os(iOS)
+                        Text(model.screen.overnightAdvice)
+                    #endif
                 }
             }
         }
@@ -99,6 +103,9 @@ struct LogSections: View {
                 LabeledContent("Tokens a second", value: speed.formatted(.number.precision(.fractionLength(0))))
             }
             if let state = log.steps.last?.thermalState { LabeledContent("Thermal state", value: state) }
+            if let used = log.batteryUsed {
+                LabeledContent("Battery used", value: used.formatted(.percent.precision(.fractionLength(0))))
+            }
         }
         if !log.events.isEmpty {
             Section("Events") {
@@ -136,12 +143,6 @@ struct StateLabel: View {
 /// The dark screen of a run overnight. A tap ends it.
 struct NightView: View {
     @Environment(AppModel.self) private var model
-    @State private var brightness: CGFloat?
-
-    private var screen: UIScreen? {
-        UIApplication.shared.connectedScenes.compactMap { $0 as? UIWindowScene }.first?.screen
-    }
-
     var body: some View {
         VStack(spacing: 8) {
             Text("Step \(model.controller.log.lastStep)").font(.title2).monospacedDigit()
@@ -151,17 +152,11 @@ struct NightView: View {
         .foregroundStyle(.gray)
         .frame(maxWidth: .infinity, maxHeight: .infinity)
         .background(.black)
-        .ignoresSafeArea()
+        .coversScreen()
         .contentShape(.rect)
         .onTapGesture { model.screen.isOvernight = false }
         .accessibilityElement(children: .combine)
         .accessibilityAddTraits(.isButton)
         .accessibilityAction { model.screen.isOvernight = false }
-        .statusBarHidden()
-        .onAppear {
-            brightness = screen?.brightness
-            screen?.brightness = 0
-        }
-        .onDisappear { if let brightness { screen?.brightness = brightness } }
     }
 }

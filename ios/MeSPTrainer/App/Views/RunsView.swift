@@ -14,8 +14,7 @@ struct RunsView: View {
                         .deleteDisabled(run.status == .running)
                 }
                 .onDelete { rows in
-                    let chosen = rows.map { model.library.runs[$0] }
-                    Task { for run in chosen { await model.delete(run) } }
+                    if let row = rows.first { model.askToDelete(.run(model.library.runs[row])) }
                 }
             }
             .overlay {
@@ -44,7 +43,7 @@ private struct RunRow: View {
                 Text(run.status.name)
                 if let log = run.log {
                     Text("\(log.lastStep) steps")
-                    if let loss = log.steps.last?.loss {
+                    if let loss = log.lastLoss {
                         Text("loss \(loss.formatted(.number.precision(.fractionLength(2))))")
                     }
                 }
@@ -58,6 +57,7 @@ private struct RunRow: View {
 struct RunDetailView: View {
     @Environment(AppModel.self) private var model
     let run: StoredRun
+    @State private var log: LogSummary?
 
     var body: some View {
         List {
@@ -81,9 +81,10 @@ struct RunDetailView: View {
                     }
                 }
             }
-            if let log = run.log { LogSections(log: log) }
+            if let log { LogSections(log: log) }
         }
+        .task(id: run.id) { log = await model.library.log(of: run) }
         .navigationTitle(run.name)
-        .navigationBarTitleDisplayMode(.inline)
+        .inlineTitle()
     }
 }

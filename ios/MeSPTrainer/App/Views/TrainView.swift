@@ -18,6 +18,23 @@ struct TrainView: View {
     }
 }
 
+/// Offers to go on with the run that the app was ended in.
+private struct InterruptedSection: View {
+    @Environment(AppModel.self) private var model
+    let run: StoredRun
+
+    var body: some View {
+        Section("The app was ended during this run") {
+            LabeledContent("\(run.name)", value: "step \(run.log?.lastStep ?? 0)")
+            Button("Go On from the Last Saved State", systemImage: "play.fill") {
+                Task { await model.decide(run, goOn: true) }
+            }
+            .disabled(!model.isFree)
+            Button("Not Now", systemImage: "xmark") { Task { await model.decide(run, goOn: false) } }
+        }
+    }
+}
+
 /// What to train, on what, and how; with the predicted peak before the start.
 struct SetupView: View {
     @Environment(AppModel.self) private var model
@@ -27,6 +44,14 @@ struct SetupView: View {
         @Bindable var form = model.form
         @Bindable var screen = model.screen
         Form {
+            if let refusal = model.refusal {
+                Section {
+                    Label(refusal, systemImage: "iphone.slash")
+                    Button("Show a Recorded Run", systemImage: "play.rectangle") { Task { await model.replay() } }
+                        .disabled(!model.canReplay)
+                }
+            }
+            if let run = model.interrupted { InterruptedSection(run: run) }
             modelSection
             textSection
             Section {
@@ -35,25 +60,23 @@ struct SetupView: View {
                 }
                 Picker("Optimizer", selection: $form.settings.optimizer) {
                     Text("SGD").tag(RunSettings.OptimizerKind.sgd)
-                    Text("AdamW").tag(RunSettings.OptimizerKind.adamw)
+                    Text("AdamW").tag(RunSettings.OptimizerKind.adamw8bit)
+                    Text("AdamW, 32 bits").tag(RunSettings.OptimizerKind.adamw)
                 }
-                number("Learning rate") {
-                    TextField(
-                        "Learning rate", value: $form.settings.learningRate,
-                        format: .number.precision(.significantDigits(1...4)))
-                }
-                number("Steps") { TextField("Steps", value: $form.settings.steps, format: .number) }
+                number("Learning rate", .learningRate)
+                number("Steps", .steps)
             } header: {
                 Text("Method")
             } footer: {
                 Text("AdamW learns faster. SGD takes less memory, and needs a rate some hundred times as high.")
             }
+            moreSection
             memorySection
             Section {
                 Toggle("Keep the screen on", isOn: $screen.keepsAwake)
             } footer: {
                 Text(
-                    "iOS stops the run while the app is not in front or the phone is locked. It goes on when you come back."
+                    "A run on the GPU waits while the app is not in front or the phone is locked, and goes on when you come back. One on the CPU goes on where iOS gives it time: for a while after you leave (iOS 26), and in the night on the charger."
                 )
             }
             startSection
@@ -95,6 +118,7 @@ struct SetupView: View {
                 Text("The bundle’s text").tag(TrainingForm.TextKind.bundle)
                 Text("A file").tag(TrainingForm.TextKind.file)
                 Text("Pasted text").tag(TrainingForm.TextKind.pasted)
+                Text("My choices").tag(TrainingForm.TextKind.choices)
             }
             switch model.form.textKind {
             case .bundle: EmptyView()
@@ -106,6 +130,39 @@ struct SetupView: View {
                 TextEditor(text: $form.pasted)
                     .frame(minHeight: 120)
                     .accessibilityLabel("Text to train on")
+            case .choices:
+                if model.choices.list.isEmpty {
+                    Text("Under Try It, say which of two answers is better, or what it should have been.")
+                        .foregroundStyle(.secondary)
+                } else {
+                    NavigationLink("Choices: \(model.choices.list.count)") { ChoicesView() }
+                    ShareLink("Share Them", item: model.choices.url)
+                }
+            }
+        }
+    }
+
+    @ViewBuilder private var moreSection: some View {
+        @Bindable var form = model.form
+        Section {
+            DisclosureGroup("More") {
+                Picker("Learning rate over time", selection: $form.settings.schedule) {
+                    Text("Constant").tag(RunSettings.Schedule.constant)
+                    Text("Falls in a line").tag(RunSettings.Schedule.linear)
+                    Text("Falls like a cosine").tag(RunSettings.Schedule.cosine)
+                }
+                number("Steps of warm-up", .warmup)
+                number("Sequences in a batch", .batchSize)
+                number("Batches in a step", .accumulation)
+                Toggle("Clip the gradient", isOn: $form.clips)
+                if model.form.clips { number("Largest gradient norm", .clipping) }
+                ForEach(model.form.projections, id: \.self) { name in
+                    Toggle("Train \(name)", isOn: $form[trains: name])
+                }
+                Picker("Start from the adapters of", selection: $form.startingRun) {
+                    Text("No run").tag(StoredRun.ID?.none)
+                    ForEach(model.form.startingRuns) { Text($0.name).tag(Optional($0.id)) }
+                }
             }
         }
     }
@@ -115,7 +172,7 @@ struct SetupView: View {
         Section("Memory") {
             Toggle("Stay below a limit", isOn: $form.hasLimit)
             if model.form.hasLimit {
-                number("Limit in MB") { TextField("Limit in MB", value: $form.limit, format: .number) }
+                number("Limit in MB", .limit)
             }
             switch model.form.fit {
             case .success(let fit):
@@ -148,9 +205,10 @@ struct SetupView: View {
         }
     }
 
-    private func number(_ title: LocalizedStringKey, @ViewBuilder field: () -> some View) -> some View {
-        LabeledContent(title) {
-            field().multilineTextAlignment(.trailing).keyboardType(.decimalPad)
+    private func number(_ title: LocalizedStringKey, _ field: NumberField) -> some View {
+        @Bindable var form = model.form
+        return LabeledContent(title) {
+            TextField(title, text: $form[text: field]).multilineTextAlignment(.trailing).numberPad()
         }
     }
 

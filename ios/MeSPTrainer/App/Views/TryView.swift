@@ -2,28 +2,44 @@ import MeSPAppModel
 import MeSPCore
 import SwiftUI
 
-/// One prompt, base against fine-tuned.
+/// A prompt or a conversation, base beside fine-tuned.
 struct TryView: View {
     @Environment(AppModel.self) private var model
-    @Environment(\.horizontalSizeClass) private var width
     @Environment(\.dynamicTypeSize) private var textSize
     @State private var request = Comparison.Request()
     @State private var runID: StoredRun.ID?
+    @State private var correction: Correction?
 
     private var comparison: Comparison { model.comparison }
-    private var trained: [StoredRun] {
-        model.library.runs.filter { $0.adapters != nil && model.library.bundle(of: $0) != nil }
-    }
+    private var trained: [StoredRun] { model.library.trained }
     private var run: StoredRun? { trained.first { $0.id == runID } ?? trained.first }
 
     var body: some View {
         NavigationStack {
             Form {
+                ForEach(comparison.turns) { turn in
+                    Section {
+                        Text(turn.prompt).font(.callout).textSelection(.enabled)
+                        answers(turn, writing: turn.id == comparison.turns.last?.id ? comparison.writing : nil)
+                    }
+                }
                 Section("Prompt") {
-                    TextField("Write on from here", text: $request.prompt, axis: .vertical)
-                        .lineLimit(2...6)
-                        .accessibilityLabel("Prompt")
+                    TextField(
+                        request.isChat ? "Say something" : "Write on from here", text: $request.prompt, axis: .vertical
+                    )
+                    .lineLimit(2...6)
+                    .accessibilityLabel("Prompt")
                     Toggle("As a message to the model", isOn: $request.isChat)
+                    if comparison.writing == nil {
+                        Button("Write", systemImage: "play.fill") { write() }
+                            .disabled(request.prompt.isEmpty || !model.isFree)
+                    } else {
+                        Button("Stop", systemImage: "stop.fill", role: .destructive) { comparison.stop() }
+                    }
+                    if let problem = comparison.problem {
+                        Label(problem, systemImage: "exclamationmark.triangle.fill").foregroundStyle(.orange)
+                    }
+                    if model.controller.isRunning { Text("A run is in progress: writing has to wait for its end.") }
                 }
                 Section("Adapters") {
                     if trained.isEmpty {
@@ -34,42 +50,116 @@ struct TryView: View {
                             ForEach(trained) { Text($0.name).tag(Optional($0.id)) }
                         }
                     }
-                    Stepper("\(request.maxTokens) tokens", value: $request.maxTokens, in: 16...512, step: 16)
-                    LabeledContent("Temperature") {
-                        Slider(value: $request.temperature, in: 0...1.5)
-                            .accessibilityLabel("Temperature")
-                            .accessibilityValue(request.temperature.formatted(.number.precision(.fractionLength(1))))
-                    }
                 }
                 Section {
-                    if comparison.writing == nil {
-                        Button("Write", systemImage: "play.fill") { Task { await model.write(request, with: run) } }
-                            .disabled(request.prompt.isEmpty || !model.isFree)
-                    } else {
-                        Button("Stop", systemImage: "stop.fill", role: .destructive) { comparison.stop() }
-                    }
-                    if let problem = comparison.problem {
-                        Label(problem, systemImage: "exclamationmark.triangle.fill").foregroundStyle(.orange)
-                    }
-                } footer: {
-                    if model.controller.isRunning { Text("A run is in progress: writing has to wait for its end.") }
-                }
-                Section {
-                    // Side by side where there is room for two columns of this text.
-                    let layout =
-                        textSize.isAccessibilitySize
-                        ? AnyLayout(VStackLayout(alignment: .leading, spacing: 16))
-                        : AnyLayout(HStackLayout(alignment: .top, spacing: 16))
-                    layout {
-                        WrittenText(title: "Base", text: comparison.base, isWriting: comparison.writing == .base)
-                        Divider()
-                        WrittenText(
-                            title: "Fine-tuned", text: comparison.tuned, isWriting: comparison.writing == .tuned)
+                    DisclosureGroup("More") {
+                        if request.isChat {
+                            TextField("What the model is told first", text: $request.system, axis: .vertical)
+                                .lineLimit(1...6)
+                                .accessibilityLabel("System prompt")
+                        }
+                        Stepper("\(request.maxTokens) tokens", value: $request.maxTokens, in: 16...512, step: 16)
+                        slider("Temperature", $request.temperature, in: 0...1.5)
+                        slider("Top-p", $request.topP, in: 0.05...1)
                     }
                 }
             }
+            .sheet(item: $correction) { CorrectionView(correction: $0) }
             .navigationTitle("Try It")
             .scrollDismissesKeyboard(.interactively)
+            .toolbar {
+                Button("New Conversation", systemImage: "square.and.pencil") { comparison.clear() }
+                    .disabled(comparison.turns.isEmpty || comparison.writing != nil)
+            }
+        }
+    }
+
+    private func write() {
+        let wanted = request
+        if request.isChat { request.prompt = "" }
+        Task { await model.write(wanted, with: run) }
+    }
+
+    private func slider(
+        _ title: LocalizedStringKey, _ value: Binding<Float>, in range: ClosedRange<Float>
+    ) -> some View {
+        LabeledContent(title) {
+            Slider(value: value, in: range)
+                .accessibilityLabel(title)
+                .accessibilityValue(value.wrappedValue.formatted(.number.precision(.fractionLength(2))))
+        }
+    }
+
+    /// Side by side where there is room for two columns of this text.
+    private func answers(_ turn: Comparison.Turn, writing: Comparison.Side?) -> some View {
+        let layout =
+            textSize.isAccessibilitySize
+            ? AnyLayout(VStackLayout(alignment: .leading, spacing: 16))
+            : AnyLayout(HStackLayout(alignment: .top, spacing: 16))
+        return layout {
+            VStack(alignment: .leading) {
+                WrittenText(title: "Base", text: turn.base, isWriting: writing == .base)
+                judging(.base, turn.base.text, of: turn)
+            }
+            Divider()
+            VStack(alignment: .leading) {
+                WrittenText(title: "Fine-tuned", text: turn.tuned, isWriting: writing == .tuned)
+                judging(.tuned, turn.tuned.text, of: turn)
+            }
+        }
+    }
+
+    /// Which answer is the better one, or what it should have been: the next run can learn it.
+    @ViewBuilder private func judging(_ side: Comparison.Side, _ answer: String, of turn: Comparison.Turn) -> some View
+    {
+        if comparison.isConversation, comparison.writing == nil, !answer.isEmpty {
+            let isTaken = model.choices.holds(answer, to: turn.prompt)
+            HStack {
+                Button("Better", systemImage: isTaken ? "hand.thumbsup.fill" : "hand.thumbsup") {
+                    Task { await model.choose(side, of: turn.id) }
+                }
+                .disabled(turn.base.text.isEmpty || turn.tuned.text.isEmpty)
+                Button("Correct", systemImage: "pencil") {
+                    correction = Correction(side: side, turn: turn.id, text: answer)
+                }
+            }
+            .labelStyle(.iconOnly)
+            .buttonStyle(.borderless)
+        }
+    }
+}
+
+/// An answer that the person writes anew.
+private struct Correction: Identifiable {
+    let side: Comparison.Side
+    let turn: Comparison.Turn.ID
+    let text: String
+    var id: Comparison.Turn.ID { turn }
+}
+
+private struct CorrectionView: View {
+    @Environment(AppModel.self) private var model
+    @Environment(\.dismiss) private var dismiss
+    let correction: Correction
+    @State private var text = ""
+
+    var body: some View {
+        NavigationStack {
+            Form {
+                Section("What it should have said") {
+                    TextEditor(text: $text).frame(minHeight: 160).accessibilityLabel("The corrected answer")
+                }
+            }
+            .toolbar {
+                ToolbarItem(placement: .cancellationAction) { Button("Cancel") { dismiss() } }
+                ToolbarItem(placement: .confirmationAction) {
+                    Button("Keep") {
+                        Task { await model.choose(correction.side, of: correction.turn, corrected: text) }
+                        dismiss()
+                    }
+                }
+            }
+            .onAppear { text = correction.text }
         }
     }
 }

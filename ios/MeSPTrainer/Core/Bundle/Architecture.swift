@@ -36,6 +36,9 @@ public struct Architecture: Codable, Sendable, Equatable {
     let layers: [Int]
 
     public var numHiddenLayers: Int { layers.count }
+
+    /// The linear layers by the short names that `RunSettings.projections` has.
+    public var projectionNames: [String] { modules.map(\.shortName) }
 }
 
 /// What differs between the attention of one block and another.

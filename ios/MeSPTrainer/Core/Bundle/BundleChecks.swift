@@ -15,7 +15,7 @@ extension ModelBundle {
         }
         let weights = Set([manifest.embedding.file, manifest.head.file] + blockFiles)
         needed += blockFiles
-        needed += (manifest.data ?? [:]).values.flatMap { [$0.file, $0.examples?.file].compactMap { $0 } }
+        needed += (manifest.data ?? [:]).values.flatMap { [$0.file, $0.examples?.file, $0.mask].compactMap { $0 } }
         for path in needed where sizes[path] == nil {
             throw MeSPError("\(url.path): the manifest does not list \(path); export the bundle again.")
         }

@@ -1,7 +1,10 @@
+import Foundation
+import MLX
+
 /// `manifest.json`: what a bundle holds. See `docs/architecture.md`.
 public struct Manifest: Codable, Sendable {
     /// The bundle format and the MLX version this build reads. A `.mlxfn` of another MLX version can crash on import.
-    public static let format = 2
+    public static let format = 3
     public static let mlxVersion = "0.31.1"
 
     public struct Model: Codable, Sendable {
@@ -41,6 +44,10 @@ public struct Manifest: Codable, Sendable {
         public let tokens: Int
         /// Where the data is one example a sequence.
         public let examples: Examples?
+        /// A file with a byte a token, 1 where its prediction is in the loss; nil where all are.
+        public let mask: String?
+        /// A file with a byte an example, what people said of it: see `TokenStream.Label`; nil where nobody did.
+        public let labels: String?
 
         public struct Examples: Codable, Sendable {
             public let file: String
@@ -70,6 +77,48 @@ public struct Manifest: Codable, Sendable {
 }
 
 extension Manifest {
+    /// The size of all weight files, in bytes.
+    var mappedBytes: Int {
+        let table = head.file == embedding.file ? 0 : head.words
+        return (self.blocks.reduce(0) { $0 + $1.layers.count * $1.words } + embedding.words + table) * 4
+    }
+
+    /// Reads a manifest of the bundle at `url`, where this build can use it: its format, its MLX version and its device.
+    static func read(_ json: Data, of url: URL) throws -> Manifest {
+        let path = url.appendingPathComponent("manifest.json")
+        struct Version: Decodable {
+            let format: Int
+            let mlxVersion: String
+            let device: String
+        }
+        let decoder = JSONDecoder()
+        decoder.keyDecodingStrategy = .convertFromSnakeCase
+        guard let version = try? decoder.decode(Version.self, from: json) else {
+            throw MeSPError("\(path.path) is damaged; export the bundle again.")
+        }
+        guard version.format == Manifest.format else {
+            let remedy = version.format == 2 ? "write it anew with mesp-export --from" : "export it again"
+            throw MeSPError(
+                "\(url.path) has bundle format \(version.format), this build reads format \(Manifest.format); \(remedy)."
+            )
+        }
+        guard version.mlxVersion == Manifest.mlxVersion else {
+            throw MeSPError(
+                "\(url.path) was exported with MLX \(version.mlxVersion), this build runs MLX \(Manifest.mlxVersion); export it again with mlx==\(Manifest.mlxVersion)."
+            )
+        }
+        guard version.device == "cpu" || Device.defaultDevice().deviceType == .gpu else {
+            throw MeSPError(
+                "\(url.path) was exported for a GPU and this machine has none that MLX can use; export it again with --device cpu."
+            )
+        }
+        do {
+            return try decoder.decode(Manifest.self, from: json)
+        } catch {
+            throw MeSPError("\(path.path) is damaged (\(error.plainSentence)); export the bundle again.")
+        }
+    }
+
     /// The most weights that share a scale in a row of a down projection. Tiles of the intermediate features are multiples of it.
     var featureGroup: Int {
         let scales = architecture.place(.down).module.name + ".scales"
@@ -77,7 +126,15 @@ extension Manifest {
             .map { architecture.intermediateSize / $0 }.max() ?? 1
     }
 
-    /// Throws where the block function has no trace for the settings' length or rank, or the blocks lack a projection to train.
+    /// The numbers of inputs that a run's sequences have, ascending: `seqLen` and, unless all data is packed, what the bundle has
+    /// that is shorter.
+    func lengths(_ settings: RunSettings) -> [Int] {
+        let isPacked = settings.data == nil && (data ?? [:]).values.allSatisfy { $0.examples == nil && $0.mask == nil }
+        return isPacked ? [settings.seqLen] : seqLens.filter { $0 <= settings.seqLen }.sorted()
+    }
+
+    /// Throws where the block function has no trace for the settings' length or rank, the blocks lack a projection to train, or the device
+    /// a cache to keep.
     package func check(_ settings: RunSettings) throws {
         let (length, rank) = (settings.seqLen, settings.rank)
         _ = try settings.modules(of: architecture)
@@ -90,6 +147,9 @@ extension Manifest {
             throw MeSPError(
                 "\(name) has no trace for rank \(rank), only for \(list(ranks)); choose one of these or export it with --rank \(rank)."
             )
+        }
+        guard !settings.keepCache || device == "gpu" else {
+            throw MeSPError("\(name) is for the CPU, where MLX has no cache to keep; leave out keep_cache.")
         }
     }
 }

@@ -17,6 +17,13 @@ public struct ModelBundle {
     var products: QuantizedMatrix.Products
     /// For each block the index of its kind in the manifest's `blocks`.
     var kinds = [Int]()
+    let maps = Maps()
+
+    /// The weight files that stay mapped from one use to the next, on a GPU, where each map is a buffer to make.
+    final class Maps {
+        var areKept = false { didSet { if !areKept { words = [:] } } }
+        fileprivate var words = [String: MLXArray]()
+    }
 
     public var architecture: Architecture { manifest.architecture }
 
@@ -34,36 +41,7 @@ public struct ModelBundle {
         guard let json = regularFile(path) else {
             throw MeSPError("\(url.path) is not a bundle: it has no manifest.json. Make one with mesp-export.")
         }
-        struct Version: Decodable {
-            let format: Int
-            let mlxVersion: String
-            let device: String
-        }
-        let decoder = JSONDecoder()
-        decoder.keyDecodingStrategy = .convertFromSnakeCase
-        guard let version = try? decoder.decode(Version.self, from: json) else {
-            throw MeSPError("\(path.path) is damaged; export the bundle again.")
-        }
-        guard version.format == Manifest.format else {
-            throw MeSPError(
-                "\(url.path) has bundle format \(version.format), this build reads format \(Manifest.format); export it again with a matching mesp-export."
-            )
-        }
-        guard version.mlxVersion == Manifest.mlxVersion else {
-            throw MeSPError(
-                "\(url.path) was exported with MLX \(version.mlxVersion), this build runs MLX \(Manifest.mlxVersion); export it again with mlx==\(Manifest.mlxVersion)."
-            )
-        }
-        guard version.device == "cpu" || Device.defaultDevice().deviceType == .gpu else {
-            throw MeSPError(
-                "\(url.path) was exported for a GPU and this machine has none that MLX can use; export it again with --device cpu."
-            )
-        }
-        do {
-            manifest = try decoder.decode(Manifest.self, from: json)
-        } catch {
-            throw MeSPError("\(path.path) is damaged (\(error.plainSentence)); export the bundle again.")
-        }
+        manifest = try Manifest.read(json, of: url)
         products = manifest.device == "cpu" ? .dense : .packed
         switch manifest.dtype {
         case "float32": dtype = .float32
@@ -128,17 +106,13 @@ public struct ModelBundle {
         try withWeights(manifest.head.file, manifest.head.words, manifest.head.arrays, body)
     }
 
-    /// The size of all weight files, in bytes.
-    var mappedBytes: Int {
-        let table = manifest.head.file == manifest.embedding.file ? 0 : manifest.head.words
-        let blocks = manifest.blocks.reduce(0) { $0 + $1.layers.count * $1.words }
-        return (blocks + manifest.embedding.words + table) * 4
-    }
-
     private func withWeights<R>(
         _ path: String, _ count: Int, _ arrays: [Manifest.PackedArray], _ body: (PackedWeights) throws -> R
     ) throws -> R {
-        let words = try mappedWords(url.appendingPathComponent(path), size: count * 4, version: versions[path])
+        let words =
+            try maps.words[path]
+            ?? mappedWords(url.appendingPathComponent(path), size: count * 4, version: versions[path])
+        if maps.areKept { maps.words[path] = words }
         // While this reference lives, MLX can't donate the mapped buffer and write a result into it.
         return try withExtendedLifetime(words) {
             try body(PackedWeights(words: words, arrays: arrays, products: products, onCPU: manifest.device == "cpu"))
@@ -161,7 +135,9 @@ public struct ModelBundle {
         }
         let stream = TokenStream(
             tokens: try data(entry.file, entry.tokens, width: 4),
-            examples: try entry.examples.map { try data($0.file, $0.count, width: 12) })
+            examples: try entry.examples.map { try data($0.file, $0.count, width: 8) },
+            mask: try entry.mask.map { try data($0, entry.tokens, width: 1) },
+            labels: try entry.labels.map { try data($0, entry.examples?.count ?? 0, width: 1) })
         do {
             try stream.check(vocabulary: architecture.vocabSize)
         } catch {

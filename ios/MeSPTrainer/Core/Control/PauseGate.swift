@@ -1,4 +1,5 @@
 import Foundation
+import MLX
 
 /// Where a thread that works block by block waits.
 package final class PauseGate: @unchecked Sendable {
@@ -9,6 +10,7 @@ package final class PauseGate: @unchecked Sendable {
     private var reasons = Set<PauseReason>()
     private var stopped = false
     private var memoryWarned = false
+    private var lastBattery: Battery?
     /// Whether the thread waits here, or there is none.
     private var isAtRest = true
 
@@ -19,6 +21,12 @@ package final class PauseGate: @unchecked Sendable {
             self.reasons = reasons
             condition.broadcast()
         }
+    }
+
+    /// As it was told last, for the thread to know.
+    package var battery: Battery? {
+        get { condition.withLock { lastBattery } }
+        set { condition.withLock { lastBattery = newValue } }
     }
 
     package func warnOfMemory() { condition.withLock { memoryWarned = true } }
@@ -42,6 +50,8 @@ package final class PauseGate: @unchecked Sendable {
     package func pass(tell: (PauseReason?) throws -> Void) throws {
         var told: PauseReason?
         while let reason = next(after: told) {
+            // What holds memory while it does nothing is the first to be ended.
+            if told == nil { Memory.clearCache() }
             try tell(reason)
             told = reason
         }

@@ -2,7 +2,7 @@
 public enum PauseReason: String, Sendable, CaseIterable {
     /// The person asked for it.
     case user
-    /// The app is not in front: iOS ends an app that uses the GPU in the background.
+    /// The app is not in front, and may not train where it is.
     case away
     /// The system ran short of memory.
     case memory
@@ -10,15 +10,29 @@ public enum PauseReason: String, Sendable, CaseIterable {
     case heat
     /// The battery is low and not charging.
     case battery
+    /// The night's time in the background is for a phone on its charger.
+    case charger
 
     /// The reason as a sentence.
     public var sentence: String {
         switch self {
         case .user: "Paused by hand."
-        case .away: "The app is not in front; iOS allows no training in the background."
+        case .away: "The app is not in front, and iOS gives it no time to train."
         case .memory: "The phone is short of memory."
         case .heat: "The phone is too warm."
         case .battery: "The battery is below 20% and not charging."
+        case .charger: "The phone is not on its charger."
+        }
+    }
+
+    /// What ends it, as a sentence.
+    public var remedy: String {
+        switch self {
+        case .user: "Press Resume to go on."
+        case .away: "Open the app to go on."
+        case .memory: "Training goes on when there is more."
+        case .heat: "Training goes on when it has cooled down."
+        case .battery, .charger: "Connect the charger to go on."
         }
     }
 }

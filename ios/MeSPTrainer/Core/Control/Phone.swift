@@ -22,7 +22,7 @@ public enum ThermalState: String, Sendable, CaseIterable {
     }
 }
 
-public struct Battery: Sendable, Equatable {
+public struct Battery: Codable, Sendable, Equatable {
     /// 0 to 1
     public var level: Float
     /// On the charger, also where it is full.

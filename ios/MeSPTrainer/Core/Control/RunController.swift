@@ -5,9 +5,9 @@ import Observation
 ///
 ///     idle → preparing → training ⇄ paused(reason) → finished or failed → preparing …
 ///
-/// The run has a thread of its own. It waits at the next block boundary, with the half-done step in memory, while the app is not in
-/// front, the phone is short of memory, too warm, or low on battery, or while the person wants it to; then it goes on. The log gets an
-/// event for each pause and each time it goes on.
+/// The run has a thread of its own. It waits at the next block boundary, with the half-done step in memory, while the app may not train
+/// where it is, the phone is short of memory, too warm, or low on battery, or while the person wants it to; then it goes on. The log gets
+/// an event for each pause and each time it goes on.
 @MainActor @Observable public final class RunController {
     public enum State: Sendable, Equatable {
         case idle
@@ -21,7 +21,7 @@ import Observation
         case failed(String)
     }
 
-    public private(set) var state = State.idle
+    public private(set) var state = State.idle { didSet { tellObservers() } }
     /// The settings of the present or last run.
     public private(set) var settings: RunSettings?
     /// What the run has logged so far.
@@ -30,6 +30,14 @@ import Observation
     public private(set) var pauseWanted = false
     /// Whether the person wants the run to end; the state follows when it has saved.
     public private(set) var stopWanted = false
+
+    /// The time in the background that the system has given; nil without one.
+    public var grant: BackgroundGrant? { didSet { update() } }
+    /// Called when the state or the log is another.
+    @ObservationIgnored public var observers = [() -> Void]()
+
+    /// Whether the present or last run's bundle is for the GPU; until the run says so, it is taken for one.
+    public var usesGPU: Bool { log.start?.device != "cpu" }
 
     public var isRunning: Bool {
         switch state {
@@ -74,16 +82,16 @@ import Observation
     func start(_ settings: RunSettings, mailbox: Mailbox?) -> @Sendable () -> Void {
         self.settings = settings
         (pauseWanted, stopWanted, state) = (false, false, .preparing)
-        log =
-            settings.resume
-            ? (try? LogSummary(folder: URL(fileURLWithPath: settings.output))) ?? LogSummary() : LogSummary()
-        log.end = nil
+        log = LogSummary()
 
         let (gate, beside) = (PauseGate(), memoryFootprint())
         self.gate = gate
         update()
         let (messages, sender) = AsyncStream.makeStream(of: Message.self)
         gate.startThread("training") {
+            if settings.resume, let past = try? LogSummary(folder: URL(fileURLWithPath: settings.output)) {
+                sender.yield(.past(past))
+            }
             do {
                 try Run.run(
                     settings, report: { record, _ in sender.yield(.record(record)) },
@@ -92,7 +100,7 @@ import Observation
                             try log(reason.event)
                             sender.yield(.waits(reason))
                         }
-                    }, besideBytes: beside, memoryIsShort: gate.takeMemoryWarning)
+                    }, besideBytes: beside, memoryIsShort: gate.takeMemoryWarning, battery: { gate.battery })
             } catch {
                 sender.yield(.failed(error.localizedDescription))
             }
@@ -105,12 +113,46 @@ import Observation
                 switch message {
                 case .record(let record): await mailbox?.put(record)
                 case .failed(let sentence): failure = MeSPError(sentence)
-                case .waits: break
+                case .past, .waits: break
                 }
             }
             await mailbox?.end(failure)
         }
         return { gate.stop() }
+    }
+
+    /// Shows a run that was recorded as if it were in progress, for where nothing can be trained: a record each `interval`. It pauses and
+    /// stops as a run does. Does nothing while another is in progress.
+    ///
+    /// - Parameters:
+    ///   - folder: the recorded run's.
+    ///   - interval: between two records.
+    public func replay(_ folder: URL, interval: Duration = .milliseconds(100)) {
+        guard !isRunning else { return }
+        (settings, log) = (nil, LogSummary())
+        (pauseWanted, stopWanted, state) = (false, false, .preparing)
+        Task {
+            do {
+                for record in try await Task.detached(operation: { try LogRecord.all(in: folder).map(\.record) }).value
+                {
+                    if case .start(let start) = record { settings = start.settings }
+                    while pauseWanted, !stopWanted {
+                        if state != .paused(.user) { state = .paused(.user) }
+                        try await clock.sleep(for: interval)
+                    }
+                    if stopWanted {
+                        state = .finished(.stopped)
+                        return
+                    }
+                    if state == .paused(.user) { state = .training }
+                    receive(.record(record))
+                    try await clock.sleep(for: interval)
+                }
+                if isRunning { state = .finished(.stopped) }  // the recording was cut off
+            } catch {
+                state = .failed(error.localizedDescription)
+            }
+        }
     }
 
     /// Waits at the next block until `resume()`.
@@ -153,20 +195,23 @@ import Observation
     }
 
     private func update() {
-        var reasons = Set<PauseReason>()
+        let conditions = Conditions(
+            scene: phone.scene, usesGPU: usesGPU, grant: grant, thermalState: phone.thermalState, battery: phone.battery
+        )
+        var reasons = conditions.reasons
         if pauseWanted { reasons.insert(.user) }
-        if phone.scene != .active { reasons.insert(.away) }
         if memoryIsShort { reasons.insert(.memory) }
-        if phone.thermalState == .serious || phone.thermalState == .critical { reasons.insert(.heat) }
-        if let battery = phone.battery, battery.level < 0.2, !battery.isCharging { reasons.insert(.battery) }
+        gate.battery = phone.battery
         gate.set(reasons)
-        // After this call iOS may take the GPU away, so the block in progress has to end before it.
-        if phone.scene == .background { gate.waitUntilAtRest(seconds: Self.leaving) }
+        // After this call iOS may take the GPU away or suspend the app, so the block in progress has to end before it.
+        if phone.scene == .background, reasons.contains(.away) { gate.waitUntilAtRest(seconds: Self.leaving) }
     }
 
     // MARK: - What the run does
 
     private enum Message: Sendable {
+        /// What the run had logged before it was resumed.
+        case past(LogSummary)
         case record(LogRecord)
         /// nil: it goes on.
         case waits(PauseReason?)
@@ -175,16 +220,32 @@ import Observation
 
     private func receive(_ message: Message) {
         switch message {
+        case .past(let past):
+            log = past
+            log.end = nil
+            update()
+            tellObservers()
         case .record(let record):
             log.append(record)
             switch record {
-            case .end(let end) where end.reason != .failed: state = .finished(end.reason)
-            default: if state == .preparing { state = .training }
+            case .start: update()  // it says which device the bundle is for
+            default: break
+            }
+            if case .end(let end) = record, end.reason != .failed {
+                state = .finished(end.reason)
+            } else if state == .preparing {
+                state = .training
+            } else {
+                tellObservers()
             }
         case .waits(let reason): state = reason.map { .paused($0) } ?? .training
         case .failed(let sentence): state = .failed(sentence)
         }
         if !isRunning { memoryCheck?.cancel() }
+    }
+
+    private func tellObservers() {
+        for observer in observers { observer() }
     }
 }
 

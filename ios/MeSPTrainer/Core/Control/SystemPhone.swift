@@ -3,7 +3,8 @@
 
     /// The device that the app runs on.
     @MainActor public final class SystemPhone: Phone {
-        public private(set) var scene = AppScene.active
+        /// The system may have started the app for work in the background: it is in front when it says so.
+        public private(set) var scene = AppScene.background
         public var observers = [(PhoneEvent) -> Void]()
 
         public var thermalState: ThermalState { .current }
@@ -47,6 +48,36 @@
                     if let self { body(self) }
                 }
             }
+        }
+    }
+#elseif os(macOS)
+    import Foundation
+
+    /// The Mac that the app runs on, which trains whether the app is in front or not.
+    @MainActor public final class SystemPhone: Phone {
+        public var observers = [(PhoneEvent) -> Void]()
+
+        public var scene: AppScene { .active }
+        public var thermalState: ThermalState { .current }
+        /// A Mac goes to sleep by itself before its battery is empty.
+        public var battery: Battery? { nil }
+        public var availableMemory: Int? { systemMemoryLimit() }
+
+        private let pressure = DispatchSource.makeMemoryPressureSource(eventMask: [.warning, .critical], queue: .main)
+
+        public init() {
+            pressure.setEventHandler { [weak self] in
+                MainActor.assumeIsolated { self?.tell(.memoryWarning) }
+            }
+            pressure.activate()
+            // Posted on any thread.
+            _ = NotificationCenter.default.addObserver(
+                forName: ProcessInfo.thermalStateDidChangeNotification, object: nil, queue: nil
+            ) { [weak self] _ in Task { @MainActor in self?.tell(.change) } }
+        }
+
+        private func tell(_ event: PhoneEvent) {
+            for observer in observers { observer(event) }
         }
     }
 #endif

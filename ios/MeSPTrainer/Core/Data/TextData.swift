@@ -3,13 +3,15 @@ import Foundation
 /// Text of one's own to train on in place of the bundle's: tokenized once, and kept in a folder that `RunSettings.data` names.
 ///
 /// A text becomes one packed stream, and so do JSONL records with `text`. Records with `prompt` and `completion`, or with
-/// `messages`, go through the chat template and are one example a sequence, cut to the sequence's length. The last tenth is held out. The same
-/// rules as `mesp-export --data`.
+/// `messages`, go through the chat template and are one example a sequence, cut to the sequence's length; their answers alone are in the
+/// loss, unless all is asked for. The last tenth is held out. The same rules as `mesp-export --data`.
 public struct TextData: Sendable {
     public enum Source: Sendable {
         /// A UTF-8 file; `.jsonl` has a record a line.
         case file(URL)
         case text(String)
+        /// Pairs of answers, for a run with a ``RunSettings/objective``; the answers alone count, as with `mesp-export --data`.
+        case choices([Choice])
     }
 
     /// The folder's name inside a run.
@@ -20,10 +22,10 @@ public struct TextData: Sendable {
     private let tokenizer: any TextTokenizer
     /// T, the tokens of a sequence.
     private let length: Int
-    /// Whether only answers count in the loss, of records that have prompts.
+    /// Whether only answers count in the loss, of records that have some.
     private let answersOnly: Bool
 
-    public init(tokenizer: any TextTokenizer, length: Int, answersOnly: Bool = false) {
+    public init(tokenizer: any TextTokenizer, length: Int, answersOnly: Bool = true) {
         (self.tokenizer, self.length, self.answersOnly) = (tokenizer, length, answersOnly)
     }
 
@@ -35,6 +37,7 @@ public struct TextData: Sendable {
     ///   - progress: gets the part that is done, from 0 to 1. May throw to end it.
     /// - Throws: `MeSPError` where the text cannot be read or is too short, and what `progress` throws.
     public func write(_ source: Source, to folder: URL, progress: (Double) throws -> Void = { _ in }) throws {
+        if case .choices(let choices) = source { return try Self.write(pairs(choices, progress), to: folder) }
         let (name, documents) = try Self.read(source)
         var splits: [String: Split]
         if case .text = documents[0] {
@@ -53,9 +56,10 @@ public struct TextData: Sendable {
                     "The model has no chat template, which the records of \(name) need; take an -Instruct model, or write the records as text."
                 )
             }
-            var examples = [(tokens: [UInt32], prompt: Int)]()
+            var examples = [Encoded]()
+            let end = answersOnly ? try endOfAnswers() : []
             for (index, document) in documents.enumerated() {
-                if let example = try encode(document) { examples.append(example) }
+                if let example = try encode(document, end, name) { examples.append(example) }
                 try progress(Double(index + 1) / Double(documents.count))
             }
             guard examples.count > 1 else {
@@ -79,6 +83,7 @@ public struct TextData: Sendable {
 
     private static func read(_ source: Source) throws -> (name: String, [Document]) {
         switch source {
+        case .choices: preconditionFailure("choices are no documents")
         case .text(let text):
             guard text.contains(where: { !$0.isWhitespace }) else { throw MeSPError("There is no text yet.") }
             return ("The text", [.text(text)])
@@ -157,33 +162,120 @@ public struct TextData: Sendable {
         return rest.isEmpty ? pieces : pieces + [rest]
     }
 
-    /// The ids of a conversation and how many of them are context; nil where nothing would be left to train on.
-    private func encode(_ document: Document) throws -> (tokens: [UInt32], prompt: Int)? {
+    /// Tokens, and which of them are in the loss.
+    private typealias Encoded = (tokens: [UInt32], counted: [Bool])
+
+    /// A conversation; nil where nothing would be left to train on.
+    private func encode(_ document: Document, _ end: [Int], _ name: String) throws -> Encoded? {
         guard case .messages(let messages) = document else { return nil }
-        let tokens = try tokenizer.encode(messages, opensAnswer: false).prefix(length + 1).map { UInt32($0) }
-        let asks = messages.last?.role == "assistant"
-        let prompt =
-            answersOnly && messages.count > 1
-            ? try tokenizer.encode(messages.dropLast(), opensAnswer: asks).count : 0
-        return max(prompt, 1) < tokens.count ? (tokens, prompt) : nil
+        let whole = try tokenizer.encode(messages, opensAnswer: false)
+        let counted =
+            answersOnly
+            ? try answers(messages, in: whole, end, name) : [Bool](repeating: true, count: whole.count)
+        let (tokens, kept) = (whole.prefix(length + 1).map { UInt32($0) }, Array(counted.prefix(length + 1)))
+        return kept.dropFirst().contains(true) ? (tokens, kept) : nil
+    }
+
+    /// Two examples a choice, the chosen answer's right before the rejected one's. A choice whose prompt leaves no room for an answer is
+    /// left out.
+    private func pairs(_ choices: [Choice], _ progress: (Double) throws -> Void) throws -> [String: Split] {
+        guard tokenizer.hasChatTemplate else {
+            throw MeSPError("The model has no chat template, which choices need; take an -Instruct model.")
+        }
+        var pairs = [[Encoded]]()
+        for (index, choice) in choices.enumerated() {
+            let asked = try tokenizer.encode(choice.prompt, opensAnswer: true)
+            let pair = try [choice.chosen, choice.rejected].compactMap { answer -> Encoded? in
+                let messages = choice.prompt + [ChatMessage(role: "assistant", content: answer)]
+                let ids = try tokenizer.encode(messages, opensAnswer: false)
+                let context = zip(asked, ids).prefix { $0 == $1 }.count
+                let tokens = ids.prefix(length + 1).map { UInt32($0) }
+                return context < tokens.count ? (tokens, tokens.indices.map { $0 >= context }) : nil
+            }
+            if pair.count == 2 { pairs.append(pair) }
+            try progress(Double(index + 1) / Double(choices.count))
+        }
+        guard pairs.count > 1 else {
+            throw MeSPError(
+                "Of \(choices.count) choices \(pairs.count) fit sequences of \(length) tokens, too few to train on and hold out one; make some more."
+            )
+        }
+        let held = max(pairs.count / Self.heldOut, 1)
+        return [
+            "train": Split(pairs: pairs.dropLast(held)), "valid": Split(pairs: pairs.suffix(held)),
+        ]
+    }
+
+    /// Which of a conversation's ids are of its answers: what the template writes of each after what asks for it, with what ends it.
+    private func answers(_ messages: [ChatMessage], in ids: [Int], _ end: [Int], _ name: String) throws -> [Bool] {
+        var (counted, stop) = ([Bool](repeating: false, count: ids.count), 0)
+        for (index, message) in messages.enumerated() where message.role == "assistant" {
+            // No template can be asked to begin a conversation.
+            let before = index > 0 ? Array(messages.prefix(index)) : [ChatMessage(role: "user", content: "x")]
+            let asked = try tokenizer.encode(before, opensAnswer: true)
+            let same = zip(asked, try tokenizer.encode(before, opensAnswer: false)).prefix { $0 == $1 }.count
+            // As far as the whole agrees with what asks: a template may ask for thoughts that it then leaves out.
+            var start: Int? = zip(asked, ids).prefix { $0 == $1 }.count
+            // With thoughts left out before, or nothing before.
+            if let agreed = start, agreed < same { start = find(Array(asked[same...]), in: ids, since: stop) }
+            let last = index + 1 == messages.count
+            guard let start, let next = last ? ids.count : find(end, in: ids, since: start) else {
+                throw MeSPError(
+                    "The chat template rewrites conversations, so where the answers of \(name) are cannot be told; train on all of it."
+                )
+            }
+            counted.replaceSubrange(start..<next, with: repeatElement(true, count: next - start))
+            stop = next
+        }
+        return counted
+    }
+
+    /// What the template writes after each answer.
+    private func endOfAnswers() throws -> [Int] {
+        func tail(_ others: [ChatMessage]) throws -> [Int] {
+            let question = ChatMessage(role: "user", content: "x")
+            let (x, y) = (
+                try tokenizer.encode([question, .init(role: "assistant", content: "x")] + others, opensAnswer: false),
+                try tokenizer.encode([question, .init(role: "assistant", content: "y")] + others, opensAnswer: false)
+            )
+            return x.suffix(zip(x.reversed(), y.reversed()).prefix { $0 == $1 }.count)
+        }
+        return zip(try tail([]), try tail([.init(role: "user", content: "x")])).prefix { $0 == $1 }.map(\.0)
+    }
+
+    /// The end of the first place of `part` in `ids` from an index on; nil where there is none, or no part.
+    private func find(_ part: [Int], in ids: [Int], since start: Int) -> Int? {
+        guard !part.isEmpty, start + part.count <= ids.count else { return nil }
+        return (start...(ids.count - part.count)).first { ids[$0..<($0 + part.count)].elementsEqual(part) }
+            .map { $0 + part.count }
     }
 
     // MARK: - Splits
 
     private struct Split {
         var tokens: [UInt32]
-        /// (start, length, prompt) of each example, back to back; nil where the stream is packed.
+        /// (start, length) of each example, back to back; nil where the stream is packed.
         var examples: [UInt32]?
+        /// 1 for each token whose prediction is in the loss, 0 for others; nil where all are.
+        var mask: [UInt8]?
+        /// What people said of each example; nil where they said nothing.
+        var labels: [UInt8]?
 
         init(tokens: [UInt32]) { self.tokens = tokens }
 
-        init(examples: ArraySlice<(tokens: [UInt32], prompt: Int)>) {
-            var (tokens, bounds) = ([UInt32](), [UInt32]())
+        init(examples: ArraySlice<Encoded>) {
+            var (tokens, bounds, mask) = ([UInt32](), [UInt32](), [UInt8]())
             for example in examples {
-                bounds += [UInt32(tokens.count), UInt32(example.tokens.count), UInt32(example.prompt)]
+                bounds += [UInt32(tokens.count), UInt32(example.tokens.count)]
                 tokens += example.tokens
+                mask += example.counted.map { $0 ? 1 : 0 }
             }
-            (self.tokens, self.examples) = (tokens, bounds)
+            (self.tokens, self.examples, self.mask) = (tokens, bounds, mask.contains(0) ? mask : nil)
+        }
+
+        init(pairs: ArraySlice<[Encoded]>) {
+            self.init(examples: Array(pairs.joined())[...])
+            labels = pairs.flatMap { _ in [TokenStream.Label.chosen.rawValue, TokenStream.Label.rejected.rawValue] }
         }
     }
 
@@ -216,13 +308,17 @@ public struct TextData: Sendable {
             var entries = [String: Manifest.Tokens]()
             for (name, split) in splits {
                 let (file, examples) = ("\(name).bin", "\(name).examples.bin")
+                let (mask, labels) = ("\(name).mask.bin", "\(name).labels.bin")
                 try data(split.tokens).write(to: partial.appendingPathComponent(file))
                 if let bounds = split.examples {
                     try data(bounds).write(to: partial.appendingPathComponent(examples))
                 }
+                if let bytes = split.mask { try Data(bytes).write(to: partial.appendingPathComponent(mask)) }
+                if let bytes = split.labels { try Data(bytes).write(to: partial.appendingPathComponent(labels)) }
                 entries[name] = .init(
                     file: file, tokens: split.tokens.count,
-                    examples: split.examples.map { .init(file: examples, count: $0.count / 3) })
+                    examples: split.examples.map { .init(file: examples, count: $0.count / 2) },
+                    mask: split.mask.map { _ in mask }, labels: split.labels.map { _ in labels })
             }
             try JSONEncoder().encode(entries).write(to: partial.appendingPathComponent("data.json"))
             try? FileManager.default.removeItem(at: folder)

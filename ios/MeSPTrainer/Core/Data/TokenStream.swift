@@ -1,12 +1,14 @@
 import Foundation
 
-/// One training sequence of T inputs: token i is the input at position i, token i + 1 its target.
+/// One sequence of T inputs: token i is the input at position i, token i + 1 its target.
 public struct Example: Sendable, Equatable {
     /// T + 1 token ids, padded at the end.
     public let tokens: [Int32]
-    /// The positions in `0 ..< T` whose targets count in the loss; not empty.
-    public let counted: Range<Int>
+    /// The positions in `0 ..< T` whose targets count in the loss, ascending; not empty.
+    public let counted: [Int]
 
+    /// T
+    var length: Int { tokens.count - 1 }
     var inputs: [Int32] { Array(tokens.dropLast()) }
     /// The targets that count.
     var targets: [Int32] { counted.map { tokens[$0 + 1] } }
@@ -15,16 +17,23 @@ public struct Example: Sendable, Equatable {
 /// Token ids on disk, and the sequences of them that training and evaluation run on.
 ///
 /// A packed stream has windows: window `w` of length T is tokens `wT ... wT + T`. Otherwise each example is one sequence, cut to
-/// its first T + 1 tokens or padded.
+/// its first T + 1 tokens. Its first token is no target, whatever the mask says. What follows a sequence's last target that counts
+/// changes nothing, so it is as short as a length allows that holds that target, and padded to it.
 public struct TokenStream: Sendable {
     /// Little-endian `uint32`, mapped.
     private let tokens: Data
-    /// Triples of little-endian `uint32`, mapped: where an example starts, its length, and how many tokens at its start are context,
-    /// whose prediction is not trained.
+    /// Pairs of little-endian `uint32`, mapped: where an example starts, and its length.
     private let examples: Data?
+    /// A byte a token, mapped: 1 where its prediction is in the loss, 0 elsewhere; nil where all are.
+    private let mask: Data?
+    /// A `Label` an example, mapped; nil where there are none.
+    private let labels: Data?
 
-    public init(tokens: Data, examples: Data? = nil) {
-        (self.tokens, self.examples) = (tokens, examples)
+    /// What people said of an answer, by itself or beside another to the same prompt, which comes right after the chosen one.
+    enum Label: UInt8 { case bad, good, rejected, chosen }
+
+    public init(tokens: Data, examples: Data? = nil, mask: Data? = nil, labels: Data? = nil) {
+        (self.tokens, self.examples, self.mask, self.labels) = (tokens, examples, mask, labels)
     }
 
     public init(tokens: [Int32]) {
@@ -37,36 +46,73 @@ public struct TokenStream: Sendable {
 
     /// Throws where a token is not in `0 ..< vocabulary`, or an example is not within the stream. Messages continue “it …”.
     func check(vocabulary: Int) throws {
+        guard mask.map({ $0.count == tokenCount }) ?? true else {
+            throw MeSPError("has a mask that is not as long as its tokens")
+        }
+        if let labels {
+            let sound = (0..<labels.count).allSatisfy { index in
+                guard let label = label(index) else { return false }
+                return hasPairs ? label == (index % 2 == 0 ? .chosen : .rejected) : !label.isOfPair
+            }
+            guard labels.count == exampleCount, sound, !hasPairs || labels.count % 2 == 0 else {
+                throw MeSPError("has labels that do not fit its examples")
+            }
+        }
         for index in 0..<tokenCount where token(index) >= vocabulary {
             throw MeSPError("holds the token \(token(index)), and the model has only \(vocabulary)")
         }
         for index in 0..<exampleCount {
-            let (start, length, prompt) = bounds(index)
-            guard length >= 2, prompt < length, start + length <= tokenCount else {
+            let (start, length) = bounds(index)
+            guard length >= 2, start + length <= tokenCount else {
                 throw MeSPError("has an example that is not within its tokens, number \(index)")
             }
         }
     }
 
-    /// The sequences of `length` inputs. An example whose context leaves nothing to train after it was cut is not among them.
-    public func sequences(length: Int) -> Sequences {
-        guard examples != nil else {
-            return Sequences(stream: self, length: length, count: max(0, tokenCount - 1) / length, usable: nil)
+    /// Whether people have judged the answers.
+    var isJudged: Bool { labels != nil }
+    /// Whether the answers are pairs.
+    var hasPairs: Bool { (labels?.first).flatMap(Label.init)?.isOfPair ?? false }
+
+    fileprivate func label(_ example: Int) -> Label? {
+        labels.flatMap { Label(rawValue: $0[$0.startIndex + example]) }
+    }
+
+    /// The sequences of at most the last of `lengths` inputs, each of one of these lengths, which are ascending. Those without a target
+    /// that counts, also after they were cut, are not among them, nor the other answer of such a pair.
+    public func sequences(lengths: [Int]) -> Sequences {
+        guard let length = lengths.last else { preconditionFailure("sequences of no length") }
+        let all = examples == nil ? max(0, tokenCount - 1) / length : exampleCount
+        if examples == nil, mask == nil { return Sequences(stream: self, lengths: lengths, count: all, usable: nil) }
+        var usable = (0..<all).filter { !counted(bounds($0, length)).isEmpty }
+        if hasPairs {
+            let whole = Set(usable)
+            usable = usable.filter { whole.contains($0 ^ 1) }
         }
-        let usable = (0..<exampleCount).filter { !counted(bounds($0), length).isEmpty }
-        return Sequences(stream: self, length: length, count: usable.count, usable: usable)
+        return Sequences(stream: self, lengths: lengths, count: usable.count, usable: usable)
     }
 
-    private var exampleCount: Int { (examples?.count ?? 0) / 12 }
+    private var exampleCount: Int { (examples?.count ?? 0) / 8 }
 
-    private func bounds(_ example: Int) -> (start: Int, length: Int, prompt: Int) {
-        guard let examples else { return (0, 0, 0) }
-        return (number(examples, 3 * example), number(examples, 3 * example + 1), number(examples, 3 * example + 2))
+    private func bounds(_ example: Int) -> (start: Int, length: Int) {
+        guard let examples else { return (0, 0) }
+        return (number(examples, 2 * example), number(examples, 2 * example + 1))
     }
 
-    private func counted(_ bounds: (start: Int, length: Int, prompt: Int), _ length: Int) -> Range<Int> {
-        let end = min(bounds.length - 1, length)
-        return min(max(bounds.prompt - 1, 0), end)..<end
+    /// Where the example or the window of T inputs with this index lies, cut to T + 1 tokens.
+    fileprivate func bounds(_ index: Int, _ length: Int) -> (start: Int, length: Int) {
+        guard examples != nil else { return (index * length, length + 1) }
+        let bounds = bounds(index)
+        return (bounds.start, min(bounds.length, length + 1))
+    }
+
+    /// The positions from a sequence's first input whose targets count.
+    fileprivate func counted(_ bounds: (start: Int, length: Int)) -> [Int] {
+        let positions = 0..<bounds.length - 1
+        guard let mask else { return Array(positions) }
+        return mask.withUnsafeBytes { (bytes: UnsafeRawBufferPointer) in
+            positions.filter { bytes[bounds.start + $0 + 1] != 0 }
+        }
     }
 
     private func number(_ data: Data, _ index: Int) -> Int {
@@ -75,37 +121,52 @@ public struct TokenStream: Sendable {
         }
     }
 
-    /// The sequences of one length.
     public struct Sequences: Sendable {
         fileprivate let stream: TokenStream
-        /// T
-        public let length: Int
+        /// What T may be, ascending.
+        let lengths: [Int]
         public let count: Int
-        /// The examples among all of them, in order; nil for windows.
+        /// Which of all examples or windows they are, in order; nil for every window.
         fileprivate let usable: [Int]?
 
         public subscript(index: Int) -> Example {
-            guard let usable else {
-                let tokens = (0...length).map { Int32(truncatingIfNeeded: stream.token(index * length + $0)) }
-                return Example(tokens: tokens, counted: 0..<length)
-            }
-            let bounds = stream.bounds(usable[index])
+            let longest = lengths[lengths.count - 1]
+            let bounds = stream.bounds(usable?[index] ?? index, longest)
+            let counted = stream.counted(bounds)
+            let length = lengths.first { counted[counted.count - 1] < $0 } ?? longest
             let tokens = (0..<min(bounds.length, length + 1)).map {
                 Int32(truncatingIfNeeded: stream.token(bounds.start + $0))
             }
             let padding = [Int32](repeating: 0, count: length + 1 - tokens.count)
-            return Example(tokens: tokens + padding, counted: stream.counted(bounds, length))
+            return Example(tokens: tokens + padding, counted: counted)
         }
 
         /// The `position`th sequence of training (from 0): `(position · stride + seed) mod count`, with a stride near the golden
         /// ratio of the count and coprime to it. Each epoch visits every sequence once, scattered; the position is the whole state.
         public func training(_ position: Int, seed: UInt64) -> Example {
+            self[Self.scattered(position, of: count, seed: seed)]
+        }
+
+        static func scattered(_ position: Int, of count: Int, seed: UInt64) -> Int {
             var stride = max(1, Int((0.618 * Double(count)).rounded(.up)))
             while greatestCommonDivisor(stride, count) != 1 { stride += 1 }
             let offset = Int(seed % UInt64(count))
-            return self[(position % count * stride + offset) % count]
+            return (position % count * stride + offset) % count
+        }
+
+        var hasPairs: Bool { stream.hasPairs }
+
+        /// What people said of a sequence, and its number in the stream.
+        func label(_ index: Int) -> (label: Label?, number: Int) {
+            let number = usable?[index] ?? index
+            return (stream.label(number), number)
         }
     }
+}
+
+extension TokenStream.Label {
+    var isOfPair: Bool { self == .chosen || self == .rejected }
+    var isGood: Bool { self == .good || self == .chosen }
 }
 
 private func greatestCommonDivisor(_ a: Int, _ b: Int) -> Int { b == 0 ? a : greatestCommonDivisor(b, a % b) }

@@ -52,16 +52,17 @@ struct CrossEntropyHead {
     /// - Parameters:
     ///   - y: the last block's output, `[1, T, hidden]`
     ///   - targets: token ids of the positions that count, `[n]` int32
-    ///   - counted: these n positions in `0 ..< T`; the others are not read, and their gradient is zero
+    ///   - counted: these n positions in `0 ..< T`, ascending; the others are not read, and their gradient is zero
     ///   - gradientScale: what the gradient is multiplied by; nil where it is not wanted
     ///   - atBoundary: called between tiles, when nothing is being computed; it may wait, or throw
     /// - Returns: the sum of the losses in nats (a float32 scalar), and dy `[1, T, hidden]` times the scale, in y's dtype; evaluated.
     func callAsFunction(
-        _ y: MLXArray, targets: MLXArray, counted: Range<Int>, gradientScale: Float?,
+        _ y: MLXArray, targets: MLXArray, counted: [Int], gradientScale: Float?,
         atBoundary: () throws -> Void
     ) rethrows -> (loss: MLXArray, dy: MLXArray?) {
         let (length, shape, dtype) = (y.dim(1), [counted.count, y.dim(2)], y.dtype)
-        let y = y.reshaped([length, shape[1]])[counted].asType(.float32)
+        let all = y.reshaped([length, shape[1]])
+        let y = (counted.count < length ? all[MLXArray(counted.map { Int32($0) })] : all).asType(.float32)
         var h = norm(y)
 
         var losses = [MLXArray]()
@@ -83,8 +84,10 @@ struct CrossEntropyHead {
         pace.finish([loss, dh])
         var dy = norm.backward(y, dy: dh).asType(dtype)
         if counted.count < length {
-            func zeros(_ count: Int) -> MLXArray { MLXArray.zeros([count, shape[1]], dtype: dy.dtype) }
-            dy = concatenated([zeros(counted.lowerBound), dy, zeros(length - counted.upperBound)])
+            // Each position's row, the one of zeros for those that do not count.
+            var rows = [Int32](repeating: Int32(counted.count), count: length)
+            for (row, position) in counted.enumerated() { rows[position] = Int32(row) }
+            dy = concatenated([dy, MLXArray.zeros([1, shape[1]], dtype: dy.dtype)])[MLXArray(rows)]
         }
         dy = dy.expandedDimensions(axis: 0)
         eval(loss, dy)

@@ -159,18 +159,17 @@ public struct Generator {
 
     // MARK: - Choice
 
-    /// As mlx-lm's `make_sampler`: the likeliest token, or one drawn from those that `topP` leaves.
+    /// As mlx-lm's `make_sampler`: the likeliest token, or one drawn from those that `topP` leaves. The same seed draws the same tokens
+    /// there: the noise belongs to the tokens in the vocabulary's order.
     func choose(_ logits: MLXArray, _ request: Request, _ random: MLXRandom.RandomState) -> Int {
         guard request.temperature > 0 else { return logits.argMax().item(Int.self) }
-        let logits = logits - logits.max()  // the likeliest stays 0, however low the temperature
-        guard request.topP < 1 else {
-            return MLXRandom.categorical(logits / request.temperature, key: random).item(Int.self)
+        var logits = logits - logits.max()  // the likeliest stays 0, however low the temperature
+        if request.topP < 1 {
+            let order = argSort(logits)
+            let likelier = cumsum(softmax(logits.take(order)), reverse: true, inclusive: false)
+            logits = which(likelier.take(argSort(order)) .< request.topP, logits, -Float.infinity)
         }
-        let order = argSort(logits)
-        let ascending = logits.take(order)
-        let likelier = cumsum(softmax(ascending), reverse: true, inclusive: false)
-        let kept = which(likelier .< request.topP, ascending / request.temperature, -Float.infinity)
-        return order[MLXRandom.categorical(kept, key: random)].item(Int.self)
+        return MLXRandom.categorical(logits * (1 / request.temperature), key: random).item(Int.self)
     }
 }
 

@@ -1,24 +1,23 @@
 import MLX
 
 /// MeBP: automatic differentiation of a block in plain operations, from its input.
-struct AutomaticBackward {
+final class AutomaticBackward {
     let model: BlockwiseModel
-    /// For each block the function of its kind in plain operations.
-    private let functions: [BlockFunction]
+    /// For each block the function of its kind in plain operations, by the number of tokens.
+    private var functions = [Int: [BlockFunction]]()
 
-    init(_ model: BlockwiseModel, length: Int) throws {
-        self.model = model
-        functions = try model.bundle.functions(\.plainFunctions, length: length).map {
-            BlockFunction($0, isFused: false)
-        }
-    }
+    init(_ model: BlockwiseModel) { self.model = model }
 
     /// - Parameters:
     ///   - x: the block's input `[1, T, hidden]`
     ///   - d: dy `[1, T, hidden]`, replaced by dx
     /// - Returns: the flat gradient of the LoRA parameters `[P]` in float32. It and d are evaluated.
     func callAsFunction(_ block: Int, _ x: MLXArray, d: inout MLXArray) throws -> MLXArray {
-        let lora = try model.parameters(block)
+        let (model, lora) = (model, try model.parameters(block))
+        let functions =
+            try functions[x.dim(1)]
+            ?? model.bundle.functions(\.plainFunctions, length: x.dim(1)).map { BlockFunction($0, isFused: false) }
+        self.functions[x.dim(1)] = functions
         return try model.bundle.withBlock(block) { weights in
             let (_, gradients) = vjp(
                 { primals in

@@ -65,10 +65,6 @@ struct BlockBackward {
 
     // MARK: - y = x_mid + norm(mlp_out),  mlp_out = down(act(gate(mlp_in)) ∘ up(mlp_in)),  mlp_in = RMSNorm(x_mid)
 
-    /// The MLP's derivative, by tiles of tokens and of the intermediate features. `gate` and `up` are made again for a tile from
-    /// `mlp_in`. Where weights are dequantized, a tile has all tokens, so that each is dequantized once, whatever the sequence length;
-    /// otherwise all features.
-    ///
     /// - Returns: d_x_mid `[T, hidden]`, evaluated.
     private func mlp(
         _ forward: borrowing Intermediates, dy dResidual: MLXArray, _ gradients: inout [Projection: LoRAMatrices]
@@ -76,14 +72,28 @@ struct BlockBackward {
         -> MLXArray
     {
         let xMid = forward.xMid.reshaped(dResidual.shape)
-        let (gateKept, upKept) = (forward.gate?[0], forward.up?[0])
-        let norm = weights.mlpNorm
-        var dy = through(weights.mlpPostNorm, forward.mlpOut, dy: dResidual)
+        let dMlpIn = gatedMLP(
+            weights.mlpNorm(xMid), gate: forward.gate?[0], up: forward.up?[0],
+            dy: through(weights.mlpPostNorm, forward.mlpOut, dy: dResidual), &gradients)
+        let dMid = weights.mlpNorm.backward(xMid, dy: dMlpIn, addedTo: dResidual)
+        eval([dMid] + gradients.values.flatMap { [$0.a, $0.b] })
+        return dMid
+    }
+
+    /// The derivative of mlp_out, by tiles of tokens and of the intermediate features. `gate` and `up` are made again for a tile from
+    /// `mlp_in`, where they were not kept. Where weights are dequantized, a tile has all tokens, so that each is dequantized once,
+    /// whatever the sequence length; otherwise all features.
+    ///
+    /// - Returns: d_mlp_in `[T, hidden]`; what else was made on the way goes with the function.
+    private func gatedMLP(
+        _ mlpIn: MLXArray, gate gateKept: MLXArray?, up upKept: MLXArray?, dy: MLXArray,
+        _ gradients: inout [Projection: LoRAMatrices]
+    ) -> MLXArray {
+        var (mlpIn, dy) = (mlpIn, dy)
         let (wGate, wUp, wDown) = (weights.matrix(.gate), weights.matrix(.up), weights.matrix(.down))
         let (gateBias, upBias) = (weights.bias(.gate), weights.bias(.up))
         let (gateLoRA, upLoRA, downLoRA) = (matrices(.gate), matrices(.up), matrices(.down))
 
-        var mlpIn = norm(xMid)
         let (hGate, hUp, dyB) = {
             let x = mlpIn.asType(.float32)
             // s x A, and s dy Bᵀ of down
@@ -142,10 +152,8 @@ struct BlockBackward {
         let dMlpIn = addMM(
             concatenated(dMlpIns), concatenated([dGateB, dUpB], axis: 1),
             concatenated([gateLoRA.a, upLoRA.a], axis: 1).T, alpha: scale)
-        tile.endPhase([dMlpIn] + [Projection.gate, .up, .down].compactMap { gradients[$0] }.flatMap { [$0.a, $0.b] })
-        let dMid = norm.backward(xMid, dy: dMlpIn, addedTo: dResidual)
-        eval([dMid] + [Projection.gate, .up, .down].compactMap { gradients[$0] }.flatMap { [$0.a, $0.b] })
-        return dMid
+        tile.endPhase([dMlpIn] + gradients.values.flatMap { [$0.a, $0.b] })
+        return dMlpIn
     }
 
     /// sum + a b, or a b.

@@ -1,22 +1,23 @@
 import MLX
 
 /// The frozen model with its LoRA parameters, run a block at a time: weights are mapped, and the activations of one block are all
-/// that is alive.
+/// that is alive. Sequences may have any of the lengths that the bundle has functions for.
 final class BlockwiseModel {
     let bundle: ModelBundle
     let layout: LoRALayout
     /// What the adapters' output is multiplied by: α / rank, or α / √rank.
     let scale: Float
-    let tile: TileSizes
+    private let tileBytes: Int
     /// What the arrays of one block or of the head may take, on a GPU, in bytes.
     let workspace: Int?
+    private let keepsCache: Bool
     let clock: StepClock
     /// See `CrossEntropyHead`; a test lowers it.
     var workBetweenBoundaries: Int
     /// The parameters: one flat vector `[P]` a block, in float32 or bfloat16.
     var lora: BlockArrays
-    /// For each block the function of its kind.
-    let functions: [BlockFunction]
+    /// For each block the function of its kind, by the number of tokens, imported when a sequence of so many comes.
+    private var functions = [Int: [BlockFunction]]()
 
     /// - Parameter settings: `Manifest.check` must have found their length and rank in the bundle.
     init(_ bundle: ModelBundle, _ settings: RunSettings, plan: Plan, lora: BlockArrays, clock: StepClock) throws {
@@ -24,20 +25,35 @@ final class BlockwiseModel {
         (self.bundle, self.lora, self.clock) = (bundle, lora, clock)
         layout = LoRALayout(architecture: architecture, rank: settings.rank)
         scale = settings.scale
-        tile = TileSizes(
-            architecture, group: bundle.manifest.featureGroup, length: settings.seqLen, bytes: plan.tileBytes,
-            products: bundle.products)
+        tileBytes = plan.tileBytes
         workspace = bundle.products == .packed ? Planner(bundle.manifest, settings).workspace(plan) : nil
+        keepsCache = plan.cacheBytes != nil
+        bundle.maps.areKept = plan.keepsMaps == true
         workBetweenBoundaries =
             bundle.products == .packed ? CrossEntropyHead.gpuWork : CrossEntropyHead.defaultWork
+    }
+
+    /// The block function for x `[1, T, hidden]`.
+    func function(_ block: Int, _ x: MLXArray) throws -> BlockFunction {
+        let length = x.dim(1)
+        if let known = functions[length] { return known[block] }
         var made = [ObjectIdentifier: BlockFunction]()
-        functions = try bundle.functions(\.functions, length: settings.seqLen).map { imported in
+        let imported = try bundle.functions(\.functions, length: length).map { imported in
             let function =
                 made[ObjectIdentifier(imported)]
                 ?? BlockFunction(imported, isFused: bundle.manifest.device == "gpu")
             made[ObjectIdentifier(imported)] = function
             return function
         }
+        functions[length] = imported
+        return imported[block]
+    }
+
+    /// The plan's tiles for x `[1, T, hidden]`.
+    func tile(_ x: MLXArray) -> TileSizes {
+        TileSizes(
+            bundle.architecture, group: bundle.manifest.featureGroup, length: x.dim(1), bytes: tileBytes,
+            products: bundle.products)
     }
 
     var blocks: Range<Int> { 0..<bundle.architecture.numHiddenLayers }
@@ -61,9 +77,9 @@ final class BlockwiseModel {
     {
         try clock.boundary()
         return try clock.timed(\.forward) {
-            defer { Memory.clearCache() }
+            defer { freeCache() }
             return try withBlock(block) { weights in
-                let outputs = try functions[block](keep ? .all : .y, arguments(x, lora, weights))
+                let outputs = try function(block, x)(keep ? .all : .y, arguments(x, lora, weights))
                 let kept = keep ? Intermediates(kept: outputs) : nil
                 eval([outputs[0]] + (kept?.arrays ?? []))
                 return (outputs[0], kept)
@@ -76,9 +92,14 @@ final class BlockwiseModel {
         try bundle.withBlock(block) { weights in try withWorkspace(workspace) { try body(weights) } }
     }
 
+    /// After a block or the head: gives the buffers back that MLX keeps, unless the plan has room for them.
+    func freeCache() {
+        if !keepsCache { Memory.clearCache() }
+    }
+
     /// The block's intermediates again, from its input.
     func recompute(_ block: Int, _ x: MLXArray, _ lora: MLXArray, _ weights: BlockWeights) throws -> Intermediates {
-        let outputs = try functions[block](.intermediates, arguments(x, lora, weights))
+        let outputs = try function(block, x)(.intermediates, arguments(x, lora, weights))
         eval(outputs)
         return Intermediates(recomputed: outputs)
     }
@@ -94,6 +115,7 @@ final class BlockwiseModel {
         try clock.boundary()
         return try clock.timed(\.loss) {
             let targets = MLXArray(Array(example.targets))
+            let tile = tile(y)
             let (loss, dy) = try bundle.withHead { weights in
                 try withWorkspace(workspace) {
                     let head = CrossEntropyHead(
@@ -104,14 +126,14 @@ final class BlockwiseModel {
                     }
                 }
             }
-            Memory.clearCache()
+            freeCache()
             return (loss.item(Float.self), dy)
         }
     }
 
     /// The sum of the losses of the counted targets, in nats, with the parameters as they are or moved.
-    func loss(_ example: Example, parameters moved: (_ block: Int, _ lora: MLXArray) -> MLXArray = { $1 }) throws
-        -> Float
+    func loss(_ example: Example, parameters moved: (_ block: Int, _ lora: MLXArray) throws -> MLXArray = { $1 })
+        throws -> Float
     {
         var x = try embed(example)
         for block in blocks { x = try forward(block, x, moved(block, parameters(block))).y }

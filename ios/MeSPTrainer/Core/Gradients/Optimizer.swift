@@ -3,24 +3,32 @@ import MLX
 /// The update of a block's parameters from their gradient, as in `mlx.optimizers`, with the state that it keeps from step to step.
 struct Optimizer {
     private let settings: RunSettings
-    /// SGD's velocity, or AdamW's first moment m: a float32 vector `[P]` a block.
+    /// SGD's velocity, or AdamW's first moment m: an array a block.
     var first: BlockArrays?
     /// AdamW's second moment v.
     var second: BlockArrays?
+    /// How `first` and `second` are quantized; nil where they are float32.
+    private let maps: (first: DynamicMap, second: DynamicMap)?
 
-    /// - Parameter zeros: makes a vector of zeros for each block.
-    init(_ settings: RunSettings, zeros: () throws -> BlockArrays) rethrows {
+    /// - Parameters:
+    ///   - parameters: P, of a block
+    ///   - zeros: makes an array of zeros for each block.
+    init(_ settings: RunSettings, parameters: Int, zeros: (_ shape: [Int], _ dtype: DType) throws -> BlockArrays)
+        rethrows
+    {
         self.settings = settings
-        let count = Self.stateCount(settings)
-        first = count > 0 ? try zeros() : nil
-        second = count > 1 ? try zeros() : nil
+        let state = Self.state(settings, parameters: parameters)
+        first = state.count > 0 ? try zeros(state.shape, state.dtype) : nil
+        second = state.count > 1 ? try zeros(state.shape, state.dtype) : nil
+        maps = settings.optimizer == .adamw8bit ? (DynamicMap(signed: true), DynamicMap(signed: false)) : nil
     }
 
-    /// How many numbers are kept for each parameter.
-    static func stateCount(_ settings: RunSettings) -> Int {
+    /// How many arrays are kept for a block of `parameters`, and of what kind: float32 `[P]`, or what `DynamicMap` makes of them.
+    static func state(_ settings: RunSettings, parameters: Int) -> (count: Int, shape: [Int], dtype: DType) {
         switch settings.optimizer {
-        case .sgd: settings.momentum > 0 ? 1 : 0
-        case .adamw: 2
+        case .sgd: (settings.momentum > 0 ? 1 : 0, [parameters], .float32)
+        case .adamw: (2, [parameters], .float32)
+        case .adamw8bit: (2, DynamicMap.shape(parameters), .uint8)
         }
     }
 
@@ -29,7 +37,7 @@ struct Optimizer {
     ///     SGD     g ← g + λ w,   m ← μ m + g,   w ← w − η m
     ///     AdamW   m ← β₁ m + (1 − β₁) g,   v ← β₂ v + (1 − β₂) g²,   w ← (1 − η λ) w − η m / (√v + ε)
     ///
-    /// AdamW is without bias correction, MLX's default.
+    /// AdamW is without bias correction, MLX's default. In 8 bits, w moves by m and v as they are before they are rounded.
     /// - Parameters:
     ///   - w, g: parameters and gradient, float32 `[P]`
     ///   - rate: η
@@ -43,15 +51,20 @@ struct Optimizer {
                 try first?.write(m, block)
             }
             return w - rate * m
-        case .adamw:
-            guard let m0 = try first?.read(block), let v0 = try second?.read(block) else {
+        case .adamw, .adamw8bit:
+            guard var m = try first?.read(block), var v = try second?.read(block) else {
                 preconditionFailure("AdamW was made without its moments")
             }
-            let m = s.beta1 * m0 + (1 - s.beta1) * g
-            let v = s.beta2 * v0 + (1 - s.beta2) * g.square()
-            try first?.write(m, block)
-            try second?.write(v, block)
-            return w * (1 - rate * s.weightDecay) - rate * m / (v.sqrt() + s.epsilon)
+            if let maps {
+                m = maps.first.dequantized(m, count: g.size)
+                v = maps.second.dequantized(v, count: g.size)
+            }
+            m = s.beta1 * m + (1 - s.beta1) * g
+            v = s.beta2 * v + (1 - s.beta2) * g.square()
+            let new = w * (1 - rate * s.weightDecay) - rate * m / (v.sqrt() + s.epsilon)
+            try first?.write(maps?.first.quantized(m) ?? m, block)
+            try second?.write(maps?.second.quantized(v) ?? v, block)
+            return new
         }
     }
 }

@@ -21,8 +21,18 @@ final class Trainer {
     ///   change that block's parameters.
     /// - Returns: the sum of the losses of the counted targets, in nats. Where it is not finite, nothing was updated.
     func backpropagate(_ part: Part, update: (_ block: Int, _ gradient: MLXArray) throws -> Void) throws -> Float {
+        try backpropagate(part.example, update: update) { try head($0, part.example, weight: part.weight) }
+    }
+
+    /// The same, with a loss of one's own.
+    ///
+    /// - Parameter head: gets the last block's output; returns the loss, and its gradient by that.
+    private func backpropagate(
+        _ example: Example, update: (_ block: Int, _ gradient: MLXArray) throws -> Void,
+        head: (_ y: MLXArray) throws -> (loss: Float, dy: MLXArray)
+    ) throws -> Float {
         // Forward: each block's input stays, and the last blocks' intermediates where the plan has memory for them.
-        var x = try model.embed(part.example)
+        var x = try model.embed(example)
         var kept = [Int: Intermediates]()
         for block in model.blocks {
             if trained.contains(block) { try inputs.write(x, block) }
@@ -30,8 +40,9 @@ final class Trainer {
         }
 
         // Head: d is the gradient of its input, and from here on of each block's output, then of its input.
-        let (loss, dLast) = try model.head(x, part.example, gradientScale: part.weight)
-        guard var d = dLast else { preconditionFailure("the head was asked for a gradient") }
+        let loss: Float
+        var d: MLXArray
+        (loss, d) = try head(x)
         guard loss.isFinite else { return loss }
 
         // Backward, from the last block: recompute, differentiate, update, free.
@@ -40,10 +51,17 @@ final class Trainer {
             try clock.timed(\.backward) {
                 x = try inputs.take(block)
                 try update(block, gradient(block, x, kept.removeValue(forKey: block), d: &d))
-                Memory.clearCache()
+                model.freeCache()
             }
         }
         return loss
+    }
+
+    /// The sum of a sequence's losses, and its gradient by the last block's output, times `weight`.
+    func head(_ y: MLXArray, _ example: Example, weight: Float) throws -> (loss: Float, dy: MLXArray) {
+        let (loss, dy) = try model.head(y, example, gradientScale: weight)
+        guard let dy else { preconditionFailure("the head was asked for a gradient") }
+        return (loss, dy)
     }
 
     /// The gradient of a block's LoRA parameters `[P]`; d goes from dy to dx.
@@ -59,7 +77,7 @@ final class Trainer {
         return try model.withBlock(block) { weights in
             let intermediates = try kept ?? model.recompute(block, x, lora, weights)
             let backward = BlockBackward(
-                weights: weights, lora: lora, layout: model.layout, scale: model.scale, tile: model.tile)
+                weights: weights, lora: lora, layout: model.layout, scale: model.scale, tile: model.tile(x))
             return backward(x: x, consume intermediates, d: &d, wantsInput: block > trained.lowerBound)
         }
     }
@@ -79,6 +97,8 @@ final class Trainer {
         let tokens: Int
         /// ‖∂loss/∂lora‖₂ over all blocks, before clipping; nil where it isn't clipped.
         var gradientNorm: Float?
+        /// Of a step on judged answers.
+        var preference: PreferenceFigures?
     }
 
     /// One update from some batches of sequences.
@@ -88,9 +108,14 @@ final class Trainer {
     /// - Parameter number: of the step, from 0.
     /// - Throws: `NotFinite`. With `skipBadSteps` nothing has changed then; otherwise some blocks may have been updated.
     func step(_ batches: [[Example]], number: Int) throws -> StepResult {
+        try takingBack { try takeStep(batches, number) }
+    }
+
+    /// What `step` gives. With `skipBadSteps`, where it throws `NotFinite`, parameters and state are as before.
+    func takingBack(_ step: () throws -> StepResult) throws -> StepResult {
         let before = settings.skipBadSteps ? (model.lora, optimizer) : nil
         do {
-            return try takeStep(batches, number)
+            return try step()
         } catch let error as NotFinite {
             if let before { (model.lora, optimizer) = before }
             throw error
@@ -103,8 +128,7 @@ final class Trainer {
             return batch.map { Part(example: $0, weight: 1 / Float(counted * batches.count)) }
         }
         let tokens = parts.reduce(0) { $0 + $1.example.counted.count }
-        let keys = MLXRandom.split(
-            key: MLXRandom.key(settings.seed &+ 1 &+ UInt64(number)), into: model.blocks.count)
+        let keys = keys(number)
         if settings.method == .mezo {
             let (loss, norm) = try takeZerothOrderStep(parts, number, keys)
             return StepResult(loss: loss, tokens: tokens, gradientNorm: norm)
@@ -113,25 +137,55 @@ final class Trainer {
         var loss: Float = 0
         for (index, part) in parts.enumerated() {
             let sum = try backpropagate(part) { block, gradient in
-                guard let sums = gradients else { return try update(block, gradient, number, keys[block]) }
-                let sum = index == 0 ? gradient : try sums.read(block) + gradient
-                try gradients?.write(sum, block)
+                guard gradients != nil else { return try update(block, gradient, number, keys[block]) }
+                try gather(gradient, block, first: index == 0)
             }
             loss += part.weight * sum
             guard loss.isFinite else { throw try model.notFinite([part.example]) }
         }
-        let norm = try gradients.map { sums in try updateAll(number, keys) { try sums.read($0) } }
-        return StepResult(loss: loss, tokens: tokens, gradientNorm: norm ?? nil)
+        let norm = gradients == nil ? nil : try updateGathered(number, keys)
+        return StepResult(loss: loss, tokens: tokens, gradientNorm: norm)
+    }
+
+    /// A random key for each block in a step.
+    func keys(_ number: Int) -> [MLXArray] {
+        MLXRandom.split(key: MLXRandom.key(settings.seed &+ 1 &+ UInt64(number)), into: model.blocks.count)
+    }
+
+    // MARK: - Sums of gradients
+
+    /// Adds the gradient of a sequence to the sums, which begin with the first.
+    ///
+    /// - Parameter head: gets the last block's output; returns a loss, which is not to be more than a number, and its gradient by that.
+    func gather(_ example: Example, first: Bool, head: (_ y: MLXArray) throws -> (loss: Float, dy: MLXArray)) throws {
+        let loss = try backpropagate(
+            example, update: { block, gradient in try gather(gradient, block, first: first) }, head: head)
+        guard loss.isFinite else { throw try model.notFinite([example]) }
+    }
+
+    private func gather(_ gradient: MLXArray, _ block: Int, first: Bool) throws {
+        guard let sums = gradients else { preconditionFailure("gradients are not gathered") }
+        try gradients?.write(first ? gradient : sums.read(block) + gradient, block)
+    }
+
+    /// Updates every trained block from the sums; the norm is `updateAll`'s.
+    func updateGathered(_ number: Int, _ keys: [MLXArray]) throws -> Float? {
+        guard let sums = gradients else { preconditionFailure("gradients were not gathered") }
+        return try updateAll(number, keys) { try sums.read($0) }
     }
 
     /// - Returns: the mean of MeZO's two losses, and the norm of the gradient where it is clipped.
     private func takeZerothOrderStep(_ parts: [Part], _ number: Int, _ keys: [MLXArray]) throws -> (Float, Float?) {
-        let mezo = MeZO(epsilon: settings.mezoEpsilon, keys: keys, layout: model.layout, trained: trained, mask: mask)
+        let mezo = zerothOrder(keys)
         let (loss, g) = try mezo.slope { moved in
             try parts.reduce(0) { try $0 + $1.weight * model.loss($1.example, parameters: moved) }
         }
         guard g.isFinite else { throw try model.notFinite(parts.map(\.example)) }
         return (loss, try updateAll(number, keys) { g * mezo.z($0) })
+    }
+
+    func zerothOrder(_ keys: [MLXArray]) -> MeZO {
+        MeZO(epsilon: settings.mezoEpsilon, keys: keys, layout: model.layout, trained: trained, mask: mask)
     }
 
     // MARK: - What a step needs
@@ -153,13 +207,17 @@ final class Trainer {
     /// Sums of gradients, float32 `[P]` a block, where an update needs more than one backward pass gives at a time.
     private var gradients: BlockArrays?
     var optimizer: Optimizer
+    /// The parameters that the run began with, where answers are compared with that model and it has adapters.
+    let start: BlockArrays?
+    /// log π₀ of answers, in nats, as they are met.
+    var references = [JudgedAnswer.Source: Float]()
 
     /// - Parameters:
     ///   - settings: `Manifest.check` must have found their length and rank in the bundle.
     ///   - folder: where the files of offloaded arrays are made, if the plan asks for any.
     init(bundle: ModelBundle, settings: RunSettings, plan: Plan, folder: URL) throws {
         let architecture = bundle.architecture
-        let (length, blocks) = (settings.seqLen, architecture.numHiddenLayers)
+        let blocks = architecture.numHiddenLayers
         let layout = LoRALayout(architecture: architecture, rank: settings.rank)
         self.settings = settings
         self.plan = plan
@@ -167,29 +225,41 @@ final class Trainer {
         modules = try settings.modules(of: architecture)
         mask = modules == architecture.modules ? nil : layout.mask(modules)
 
-        func vectors(_ dtype: DType) throws -> BlockArrays {
-            let file = plan.offload == .all ? try ArrayFile(in: folder, shape: [layout.count], dtype: dtype) : nil
+        func arrays(_ shape: [Int], _ dtype: DType) throws -> BlockArrays {
+            let file = plan.offload == .all ? try ArrayFile(in: folder, shape: shape, dtype: dtype) : nil
             return BlockArrays(count: blocks, file: file, keepsPrevious: settings.skipBadSteps)
         }
         let trained = trained
-        func zeros() throws -> BlockArrays {
-            var arrays = try vectors(.float32)
-            for block in trained { try arrays.write(MLXArray.zeros([layout.count]), block) }
+        func zeros(_ shape: [Int], _ dtype: DType) throws -> BlockArrays {
+            var arrays = try arrays(shape, dtype)
+            for block in trained { try arrays.write(MLXArray.zeros(shape, dtype: dtype), block) }
             return arrays
         }
-        let inputShape = [1, length, architecture.hiddenSize]
+        let longest = [1, settings.seqLen, architecture.hiddenSize]
         inputs = BlockArrays(
             count: blocks,
             file: plan.offload == .none || settings.method == .mezo
-                ? nil : try ArrayFile(in: folder, shape: inputShape, dtype: bundle.dtype))
-        optimizer = try Optimizer(settings, zeros: zeros)
-        gradients = settings.gathersGradients ? try zeros() : nil
-        var lora = try vectors(settings.loraDtype.dtype)
+                ? nil : try ArrayFile(in: folder, shape: longest, dtype: bundle.dtype))
+        optimizer = try Optimizer(settings, parameters: layout.count, zeros: zeros)
+        gradients = settings.gathersGradients ? try zeros([layout.count], .float32) : nil
+        var lora = try arrays([layout.count], settings.loraDtype.dtype)
         for block in 0..<blocks {
             try lora.write(layout.initial(seed: settings.seed, block: block).asType(settings.loraDtype.dtype), block)
         }
+        start = try Self.start(settings, architecture) { try arrays([layout.count], .float32) }
         model = try BlockwiseModel(bundle, settings, plan: plan, lora: lora, clock: clock)
-        automatic = settings.method == .mebp ? try AutomaticBackward(model, length: length) : nil
+        automatic = settings.method == .mebp ? AutomaticBackward(model) : nil
+    }
+
+    /// The adapters of the settings, in each block.
+    private static func start(
+        _ settings: RunSettings, _ architecture: Architecture, arrays: () throws -> BlockArrays
+    ) throws -> BlockArrays? {
+        guard settings.keepsStart, let folder = settings.adapters else { return nil }
+        var start = try arrays()
+        let adapters = try loadAdapters(from: URL(fileURLWithPath: folder), architecture: architecture)
+        for (block, vector) in adapters.lora.enumerated() { try start.write(vector, block) }
+        return start
     }
 
     /// Whether a block's intermediates stay from the forward to the backward pass.

@@ -16,6 +16,9 @@ public enum LogRecord: Sendable {
         public var host: String
         public var model: Model
         public var settings: RunSettings
+        /// nil where there is none, or nobody knows.
+        public var battery: Battery?
+        public var thermalState: String?
 
         public struct Model: Codable, Sendable {
             public var name: String
@@ -30,6 +33,7 @@ public enum LogRecord: Sendable {
         public var tileBytes: Int
         public var keptBlocks: Int
         public var offload: RunSettings.Offload
+        public var cacheBytes: Int?
         public var predictedPeakBytes: Int
         public var leastPeakBytes: Int
         public var mappedBytes: Int
@@ -51,12 +55,21 @@ public enum LogRecord: Sendable {
         public var mlxCacheBytes: Int
         public var writtenBytes: Int
         public var thermalState: String
+        // Of a step on judged answers.
+        public var margin: Float?
+        public var accuracy: Float?
+        public var rewardChosen: Float?
+        public var rewardRejected: Float?
+        public var kl: Float?
     }
     public struct Eval: Codable, Sendable {
         public var step: Int
         public var split: String
         public var loss: Float
         public var tokens: Int
+        // Of judged answers.
+        public var margin: Float?
+        public var accuracy: Float?
     }
     public struct Event: Codable, Sendable {
         public var event: String
@@ -67,6 +80,8 @@ public enum LogRecord: Sendable {
         public var step: Int
         public var seconds: Double
         public var footprintPeakBytes: Int
+        public var battery: Battery?
+        public var thermalState: String?
 
         public enum Reason: String, Codable, Sendable { case finished, stopped, failed }
     }
@@ -80,6 +95,12 @@ public enum LogRecord: Sendable {
         case .event(let fields): ("event", fields)
         case .end(let fields): ("end", fields)
         }
+    }
+
+    private static func encoder() -> JSONEncoder {
+        let encoder = JSONEncoder()
+        encoder.keyEncodingStrategy = .convertToSnakeCase
+        return encoder
     }
 
     /// The record as one line of JSON with a line feed, stamped with the present time.
@@ -97,8 +118,7 @@ public enum LogRecord: Sendable {
             }
             enum Key: String, CodingKey { case type, time }
         }
-        let encoder = JSONEncoder()
-        encoder.keyEncodingStrategy = .convertToSnakeCase
+        let encoder = Self.encoder()
         encoder.outputFormatting = [.sortedKeys, .withoutEscapingSlashes]
         let (type, fields) = body
         return try encoder.encode(Line(type: type, time: Date.now.formatted(.iso8601), fields: fields))
@@ -120,7 +140,7 @@ extension LogRecord {
         func fields<T: Decodable>(_: T.Type) throws -> T { try decoder.decode(T.self, from: line) }
         let record: LogRecord? =
             switch head.type {
-            case "start": .start(try fields(Start.self))
+            case "start": .start(try decoder.decode(Start.self, from: RunSettings.completed(in: line, encoder())))
             case "plan": .plan(try fields(Plan.self))
             case "step": .step(try fields(Step.self))
             case "eval": .eval(try fields(Eval.self))
@@ -129,5 +149,24 @@ extension LogRecord {
             default: nil
             }
         return (record, head.time)
+    }
+
+    /// The records in a run's folder, with their times. A last line that was cut off, as by a kill, is left out.
+    static func all(in folder: URL) throws -> [(record: LogRecord, time: Date)] {
+        let url = LogWriter.url(in: folder)
+        guard let data = try? Data(contentsOf: url, options: .mappedIfSafe) else {
+            throw MeSPError("\(folder.path) holds no run: there is no metrics.jsonl in it.")
+        }
+        return try data.split(separator: UInt8(ascii: "\n")).enumerated().compactMap { index, line in
+            do {
+                let (record, time) = try read(line)
+                return record.map { ($0, time) }
+            } catch {
+                guard line.endIndex == data.endIndex else {
+                    throw MeSPError("Line \(index + 1) of \(url.path) is not a log record.")
+                }
+                return nil
+            }
+        }
     }
 }

@@ -27,20 +27,7 @@ public struct LogSummary: Sendable {
 
     /// Reads the log in a run's folder. A last line that was cut off, as by a kill, is left out.
     public init(folder: URL) throws {
-        let url = LogWriter.url(in: folder)
-        guard let data = try? Data(contentsOf: url, options: .mappedIfSafe) else {
-            throw MeSPError("\(folder.path) holds no run: there is no metrics.jsonl in it.")
-        }
-        for (index, line) in data.split(separator: UInt8(ascii: "\n")).enumerated() {
-            do {
-                let (record, time) = try LogRecord.read(line)
-                if let record { append(record, time: time) }
-            } catch {
-                guard line.endIndex == data.endIndex else {
-                    throw MeSPError("Line \(index + 1) of \(url.path) is not a log record.")
-                }
-            }
-        }
+        for (record, time) in try LogRecord.all(in: folder) { append(record, time: time) }
     }
 
     public mutating func append(_ record: LogRecord, time: Date = .now) {
@@ -79,6 +66,14 @@ public struct LogSummary: Sendable {
     /// The highest footprint so far, in bytes.
     public var peakFootprint: Int? {
         (steps.map(\.footprintPeakBytes) + [end?.footprintPeakBytes].compactMap { $0 }).max()
+    }
+
+    /// The part of the battery that the run has used, from 0 to 1; nil where it was charged meanwhile, or the run was interrupted.
+    public var batteryUsed: Float? {
+        guard let before = start?.battery, let after = end?.battery, !before.isCharging, !after.isCharging,
+            before.level >= after.level, !events.contains(where: { $0.name == "resumed" })
+        else { return nil }
+        return before.level - after.level
     }
 
     /// The mean of `value` over stretches of steps, `points` at most: what a chart can draw of a long run.

@@ -7,13 +7,13 @@ import MLX
     import Glibc
 #endif
 
-/// Arrays of one shape, kept in a file instead of in memory: written whole, read back as a mapping.
+/// Arrays up to a size, kept in a file instead of in memory: written whole, read back as a mapping.
 ///
 /// The file has no name, and goes with the process. Not for use from several threads at once.
 final class ArrayFile {
     private let file: Int32
-    private let shape: [Int]
-    private let count: Int
+    /// Of the arrays that were written.
+    private var shapes = [Int: [Int]]()
     private let dtype: DType
     /// From one array to the next, in bytes: whole pages, as `mapArray` wants them.
     private let stride: Int
@@ -24,14 +24,16 @@ final class ArrayFile {
     /// While this reference lives, MLX can't donate the mapped buffer and write a result into it.
     private var last: MLXArray?
 
-    /// - Parameter folder: where the file is made; it must be on a disk for the file not to take memory.
+    /// - Parameters:
+    ///   - folder: where the file is made; it must be on a disk for the file not to take memory.
+    ///   - shape: of the largest arrays.
     init(in folder: URL, shape: [Int], dtype: DType) throws {
         let path = folder.appendingPathComponent("arrays.\(UUID().uuidString)").path
         file = open(path, O_RDWR | O_CREAT | O_EXCL, 0o600)
         guard file >= 0 else { throw MeSPError("Cannot make a file in \(folder.path): \(lastError()).") }
         unlink(path)
-        (self.shape, self.dtype, count) = (shape, dtype, shape.reduce(1, *))
-        stride = (count * dtype.size + mappingUnit - 1) / mappingUnit * mappingUnit
+        self.dtype = dtype
+        stride = (shape.reduce(1, *) * dtype.size + mappingUnit - 1) / mappingUnit * mappingUnit
     }
 
     deinit { close(file) }
@@ -55,20 +57,22 @@ final class ArrayFile {
         guard done == data.count, length >= (index + 1) * stride else {
             throw MeSPError("Cannot write the training state to disk: \(lastError()).")
         }
+        shapes[index] = array.shape
         written += done
     }
 
     /// The array at `index`, mapped. What is computed from it is evaluated before the next array is read.
     func read(_ index: Int) throws -> MLXArray {
+        guard let shape = shapes[index] else { preconditionFailure("array \(index) was never written") }
         guard let pages = mapArray(file, offset: index * stride, [stride / dtype.size], dtype) else {
             throw MeSPError("Cannot map the training state: \(lastError()).")
         }
         last = pages
-        return pages[0..<count].reshaped(shape)
+        return pages[0..<shape.reduce(1, *)].reshaped(shape)
     }
 }
 
-/// Arrays of one shape, one for each block, in memory or in a file.
+/// Arrays, one for each block, in memory or in a file.
 ///
 /// A copy of this value keeps the arrays that it has in memory. With `keepsPrevious` it also keeps those in the file while each is
 /// written once more at most.

@@ -1,3 +1,5 @@
+import Foundation
+
 /// How a step trades time for memory. No choice changes the mathematics, only the order of sums.
 public struct Plan: Codable, Sendable, Equatable {
     /// The size that temporaries are cut to, in bytes.
@@ -6,6 +8,10 @@ public struct Plan: Codable, Sendable, Equatable {
     public var keptBlocks = 0
     /// What is kept in a file instead of in memory.
     public var offload = RunSettings.Offload.none
+    /// What MLX may keep of freed buffers from one block to the next, on a GPU, in bytes; nil gives all of them back.
+    public var cacheBytes: Int?
+    /// Whether weights stay mapped from one use to the next; nil maps them anew for each.
+    public var keepsMaps: Bool?
 }
 
 /// Predicts the peak footprint of a step, and chooses the plan.
@@ -16,6 +22,7 @@ public struct Planner: Sendable {
     private let itemSize: Int
     private let products: QuantizedMatrix.Products
     private let functionBytes: Int
+    private let mappedBytes: Int
 
     /// From the largest, which the default plan takes: larger ones are no faster. On a GPU, where a kernel costs as much as some 500 kB
     /// of memory traffic, they grow with the sequence, so that a step of any length has about as many kernels, up to where that is a
@@ -34,9 +41,11 @@ public struct Planner: Sendable {
         architecture = manifest.architecture
         self.settings = settings
         group = manifest.featureGroup
+        mappedBytes = manifest.mappedBytes
         products = manifest.device == "cpu" ? .dense : .packed
         itemSize = manifest.dtype == "float32" ? 4 : 2
-        let functions = Set(manifest.blocks.compactMap { $0.functions["\(settings.seqLen)"] })
+        let functions = Set(
+            manifest.lengths(settings).flatMap { length in manifest.blocks.compactMap { $0.functions["\(length)"] } })
         functionBytes = manifest.files.filter { functions.contains($0.path) }.reduce(0) { $0 + $1.size }
     }
 
@@ -51,8 +60,18 @@ public struct Planner: Sendable {
     /// - Throws: `MeSPError` with the least possible peak, where the limit is below it.
     public func plan() throws -> Plan {
         let asked = settings.memoryLimitMb.map { Int($0 * 1e6) }
-        let standard = Plan(tileBytes: tileSizes[0], offload: settings.offload ?? .none)
-        if asked == nil, withMargin(peak(standard)) <= systemLimit ?? .max { return standard }
+        var plan = try plan(within: asked)
+        // Clean pages are not in the footprint. Where they would fit in, nothing is lost if a GPU's driver counts them.
+        let room = min(asked ?? .max, systemLimit ?? Int(ProcessInfo.processInfo.physicalMemory))
+        if products == .packed, withMargin(peak(plan)) + mappedBytes <= room { plan.keepsMaps = true }
+        return plan
+    }
+
+    private func plan(within asked: Int?) throws -> Plan {
+        let standard = cached(Plan(tileBytes: tileSizes[0], offload: settings.offload ?? .none))
+        if asked == nil, let plan = standard.first(where: { withMargin(peak($0)) <= systemLimit ?? .max }) {
+            return plan
+        }
         let limit = min(asked ?? .max, systemLimit ?? .max)
         if let plan = plans.first(where: { withMargin(peak($0)) <= limit }) { return plan }
         let (subject, remedy) =
@@ -75,9 +94,18 @@ public struct Planner: Sendable {
         let most = method == .mesp ? trainedBlocks : 0
         return offloads.flatMap { offload in
             tileSizes.flatMap { tileBytes in
-                (0...most).reversed().map { Plan(tileBytes: tileBytes, keptBlocks: $0, offload: offload) }
+                (0...most).reversed().flatMap { cached(Plan(tileBytes: tileBytes, keptBlocks: $0, offload: offload)) }
             }
         }
+    }
+
+    /// The plan with a cache, if that is asked for, and as it is. A cache of less than some phases serves nothing: while the GPU is
+    /// behind, what would be in it is still in use.
+    private func cached(_ plan: Plan) -> [Plan] {
+        guard settings.keepCache else { return [plan] }
+        var kept = plan
+        kept.cacheBytes = 3 * phase(plan)
+        return [kept, plan]
     }
 
     private var offloads: [RunSettings.Offload] {
@@ -98,10 +126,14 @@ public struct Planner: Sendable {
 
     /// On a GPU, what MLX's arrays and its cache take at a step's peak, in bytes: back-pressure keeps each phase in its workspace.
     public func arrays(_ plan: Plan) -> Int {
+        let phase = max(phase(plan), workspace(plan), method == .mebp ? backward(tile(plan)) : 0)
+        return lasting(plan) + (plan.keptBlocks > 0 ? 2 * intermediate : 0) + phase
+    }
+
+    /// What lives through a step: parameters, optimizer state and sums of gradients; block inputs; kept intermediates.
+    private func lasting(_ plan: Plan) -> Int {
         let inputs = method == .mezo || plan.offload != .none ? 0 : trainedBlocks * hidden
-        let kept = plan.keptBlocks * keptBytes + (plan.keptBlocks > 0 ? 2 * intermediate : 0)
-        let phase = method == .mebp ? max(phase(plan), backward(tile(plan))) : phase(plan)
-        return (plan.offload == .all ? 0 : vectors) + inputs + kept + phase
+        return (plan.offload == .all ? 0 : vectors) + inputs + plan.keptBlocks * keptBytes
     }
 
     private func tile(_ plan: Plan) -> TileSizes {
@@ -109,21 +141,23 @@ public struct Planner: Sendable {
     }
 
     /// What the arrays of one block, or of the head, take on a GPU, in bytes: what lives through a tile, and what some 21 kernels
-    /// write, the longest command buffer, for while it is encoded nothing of it can go. Fitted to what docs/ledger.md counts.
+    /// write, the longest command buffer, for while it is encoded nothing of it can go. Whichever derivative takes more, attention's
+    /// or the MLP's; fitted to what docs/ledger.md counts.
     private func phase(_ plan: Plan) -> Int {
-        let wide = architecture.postNorms ? 64 * hidden : 0
-        return (56 * plan.tileBytes + 162 * query + 57 * keyValue + 41 * loraBytes + wide) / 10
+        let postNormed = architecture.postNorms ? hidden : 0
+        let attention = 58 * plan.tileBytes + 142 * query + 157 * keyValue + 17 * postNormed
+        let mlp = 34 * plan.tileBytes + 180 * hidden + 38 * loraBytes + 46 * postNormed
+        return max(attention, mlp) / 10
     }
 
-    /// What a phase may take above what there is when it begins, its input and the gradient of its output among it. See `withWorkspace`.
-    func workspace(_ plan: Plan) -> Int { phase(plan) / 2 }
+    /// Above what there is when a phase begins, what it may take before MLX waits for the GPU: less than half of what it takes at its
+    /// peak, so that only the command buffer that is being encoded goes beyond; and a cache. See `withWorkspace`.
+    func workspace(_ plan: Plan) -> Int { phase(plan) * 2 / 5 + (plan.cacheBytes ?? 0) }
 
     private func peakOnCPU(_ plan: Plan) -> Int {
         let tile = tile(plan)
-        let inputs = method == .mezo || plan.offload != .none ? 0 : trainedBlocks * hidden
-        let kept = plan.keptBlocks * keptBytes
         let forward = plan.keptBlocks > 0 ? forward + 2 * intermediate : forward
-        return process + (plan.offload == .all ? 0 : vectors) + inputs + kept
+        return process + lasting(plan)
             + max(forward, loss(tile), backward(tile))
             // What is freed doesn't go back to the system at once: small blocks, and activations between others, up to a size.
             + (plan.tileBytes < tileSizes[0] ? 4_000_000 : 0)
@@ -151,10 +185,12 @@ public struct Planner: Sendable {
     /// The parameters of all blocks, the optimizer's state and the sums of gradients.
     private var vectors: Int {
         let parameters = architecture.numHiddenLayers * loraBytes * settings.loraDtype.dtype.size / 4
-        let state = trainedBlocks * Optimizer.stateCount(settings) * loraBytes
+        let kept = Optimizer.state(settings, parameters: loraBytes / 4)
+        let state = trainedBlocks * kept.count * kept.shape.reduce(kept.dtype.size, *)
         let sums = settings.gathersGradients ? trainedBlocks * loraBytes : 0
+        let start = settings.keepsStart ? architecture.numHiddenLayers * loraBytes : 0
         // A step can be taken back while the old values are there.
-        return (parameters + state) * (settings.skipBadSteps ? 2 : 1) + sums
+        return (parameters + state) * (settings.skipBadSteps ? 2 : 1) + sums + start
     }
 
     /// The outputs of attention and of the MLP, which the backward pass of post-norms reads.

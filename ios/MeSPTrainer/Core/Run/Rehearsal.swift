@@ -23,8 +23,11 @@ public final class Rehearsal {
             try Trainer(bundle: bundle, settings: settings, plan: plan, folder: folder)
         }
         let tokens = (0...settings.seqLen).map { Int32($0 % bundle.architecture.vocabSize) }
-        example = Example(tokens: tokens, counted: 0..<settings.seqLen)
+        example = Example(tokens: tokens, counted: Array(0..<settings.seqLen))
     }
+
+    /// Whether the bundle's functions are for a GPU.
+    public var isForGPU: Bool { trainer.model.bundle.device == .gpu }
 
     /// A step: forward, head, backward and update.
     public func step() throws {

@@ -16,18 +16,21 @@ public enum Run {
     ///     saved, and the run ends as `stopped`.
     ///   - besideBytes: the process's footprint without the run, as an app's own; the memory limit is for what comes on top.
     ///   - memoryIsShort: asked before each step whether the system has warned since; the run then goes on with a cheaper plan.
+    ///   - battery: asked at the run's beginning and end, for the log.
     /// - Throws: `MeSPError`. What was saved before stands.
     public static func run(
         _ settings: RunSettings, report: @escaping (LogRecord, Data) throws -> Void = { _, _ in },
         atBlock: @escaping (_ log: (LogRecord.Event) throws -> Void) throws -> Void = { _ in },
-        besideBytes: Int = 0, memoryIsShort: @escaping () -> Bool = { false }
+        besideBytes: Int = 0, memoryIsShort: @escaping () -> Bool = { false },
+        battery: @escaping () -> Battery? = { nil }
     ) throws {
         try settings.check()
         let bundle = try ModelBundle(
             url: URL(fileURLWithPath: settings.bundle), text: settings.data.map { URL(fileURLWithPath: $0) },
             checksums: !settings.dryRun)
         let hooks = RunHooks(
-            report: report, atBlock: atBlock, besideBytes: besideBytes, memoryIsShort: memoryIsShort)
+            report: report, atBlock: atBlock, besideBytes: besideBytes, memoryIsShort: memoryIsShort,
+            battery: battery)
         try bundle.withDevice { try run(settings, bundle, hooks) }
     }
 
@@ -61,6 +64,7 @@ struct RunHooks {
     var atBlock: (_ log: (LogRecord.Event) throws -> Void) throws -> Void = { _ in }
     var besideBytes = 0
     var memoryIsShort: () -> Bool = { false }
+    var battery: () -> Battery? = { nil }
     /// What saves are timed by.
     var now: () -> Date = { .now }
 }

@@ -29,6 +29,16 @@ public struct RunSettings: Codable, Sendable, Equatable {
     /// A folder of adapters to start from, as mlx-lm or PEFT writes it.
     public var adapters: String?
 
+    /// What is made small on answers that people have judged; nil for the mean loss of the targets that count.
+    public var objective: Objective?
+    /// β of an objective, what its rewards are scaled by, or IPO's τ; nil for 0.1.
+    public var beta: Float?
+    /// γ of SimPO, the margin that it wants; nil for 0.5.
+    public var gamma: Float?
+    /// What KTO weights good and bad answers by; nil for 1.
+    public var desirableWeight: Float?
+    public var undesirableWeight: Float?
+
     public var optimizer: OptimizerKind = .sgd
     public var learningRate: Float = 1e-4
     public var schedule: Schedule = .constant
@@ -70,12 +80,19 @@ public struct RunSettings: Codable, Sendable, Equatable {
     public var memoryLimitMb: Double?
     /// What is kept in a file on disk instead of in memory; nil leaves it to the planner.
     public var offload: Offload?
+    /// Let MLX keep freed buffers from one block to the next, on a GPU, where the plan has memory for it: faster where buffers are slow
+    /// to make.
+    public var keepCache = false
     /// Report the plan and end.
     public var dryRun = false
 
     static let mostSteps = 1_000_000
 
-    public enum OptimizerKind: String, Codable, Sendable, CaseIterable { case sgd, adamw }
+    public enum OptimizerKind: String, Codable, Sendable, CaseIterable {
+        case sgd, adamw
+        /// AdamW with its moments in 8 bits.
+        case adamw8bit
+    }
 
     public enum Schedule: String, Codable, Sendable, CaseIterable { case constant, linear, cosine }
 
@@ -109,8 +126,11 @@ public struct RunSettings: Codable, Sendable, Equatable {
 
     /// Whether an update needs all gradients at once, or those of several sequences.
     var gathersGradients: Bool {
-        method != .mezo && (batchSize * gradAccumulationSteps > 1 || maxGradNorm != nil)
+        method != .mezo && (batchSize * gradAccumulationSteps > 1 || maxGradNorm != nil || objective != nil)
     }
+
+    /// Whether the adapters that a run starts from stay: answers are compared with the model that has them.
+    var keepsStart: Bool { adapters != nil && objective?.hasReference == true }
 
     public init(bundle: String, output: String) {
         self.bundle = bundle
@@ -121,17 +141,19 @@ public struct RunSettings: Codable, Sendable, Equatable {
 
     /// Takes the optimizer and the learning rate that suit the method and the model: in some hundred steps they learn.
     public mutating func useDefaultUpdate(for architecture: Architecture) {
-        optimizer = method == .mezo ? .sgd : .adamw
+        optimizer = method == .mezo ? .sgd : .adamw8bit
         learningRate = defaultLearningRate(for: architecture)
     }
 
-    /// The learning rate that suits the method, the optimizer and the model.
+    /// The learning rate that suits the method, the optimizer, the model and the objective.
     public func defaultLearningRate(for architecture: Architecture) -> Float {
+        let rate: Float
         switch (method, optimizer) {
-        case (.mezo, _): 1e-4
-        case (_, .adamw): 0.014 / Float(architecture.hiddenSize).squareRoot()
-        case (_, .sgd): 0.1
+        case (.mezo, _): return 1e-4
+        case (_, .adamw), (_, .adamw8bit): rate = 0.014 / Float(architecture.hiddenSize).squareRoot()
+        case (_, .sgd): rate = 0.1
         }
+        return objective == nil ? rate : rate / 10
     }
 
     /// Reads a settings file: snake-case JSON with `bundle` and `output`; a key that is absent has its default.
@@ -143,16 +165,30 @@ public struct RunSettings: Codable, Sendable, Equatable {
         encoder.keyEncodingStrategy = .convertToSnakeCase
         decoder.keyDecodingStrategy = .convertFromSnakeCase
         do {
-            let defaults = try encoder.encode(RunSettings(bundle: "", output: ""))
-            guard var keys = try JSONSerialization.jsonObject(with: defaults) as? [String: Any],
-                let given = try? JSONSerialization.jsonObject(with: json) as? [String: Any],
+            guard let given = try? JSONSerialization.jsonObject(with: json) as? [String: Any],
                 given["bundle"] != nil, given["output"] != nil
             else { throw MeSPError("it is no JSON object with a bundle and an output") }
-            keys.merge(given) { $1 }
+            let keys = try Self.completed(given, encoder)
             self = try decoder.decode(RunSettings.self, from: JSONSerialization.data(withJSONObject: keys))
         } catch {
             throw MeSPError("The settings file \(url.path) is not valid: \(error.plainSentence).")
         }
+    }
+
+    /// The settings of a JSON object, with the defaults of those that it lacks.
+    static func completed(_ given: [String: Any], _ encoder: JSONEncoder) throws -> [String: Any] {
+        let defaults = try encoder.encode(RunSettings(bundle: "", output: ""))
+        let keys = try JSONSerialization.jsonObject(with: defaults) as? [String: Any] ?? [:]
+        return keys.merging(given) { $1 }
+    }
+
+    /// A JSON object with the defaults of what its `settings` lack, so that what was written before a setting was there can be read.
+    static func completed(in json: Data, _ encoder: JSONEncoder) throws -> Data {
+        guard var keys = try JSONSerialization.jsonObject(with: json) as? [String: Any],
+            let settings = keys["settings"] as? [String: Any]
+        else { return json }
+        keys["settings"] = try completed(settings, encoder)
+        return try JSONSerialization.data(withJSONObject: keys)
     }
 
     /// Throws a sentence about the first setting that is out of range.
@@ -171,6 +207,14 @@ public struct RunSettings: Codable, Sendable, Equatable {
         try require(alpha.isFinite && alpha > 0, "alpha", "a positive number")
         try require(projections?.isEmpty != true, "projections", "one or more")
         try require(numLayers ?? 1 >= 1, "num_layers", "at least 1")
+        for (name, value) in [
+            ("beta", beta), ("desirable_weight", desirableWeight), ("undesirable_weight", undesirableWeight),
+        ] {
+            try require(value.map { $0.isFinite && $0 > 0 } ?? true, name, "a positive number")
+        }
+        try require(gamma.map { $0.isFinite && $0 >= 0 } ?? true, "gamma", "0 or more")
+        // KTO's estimate of the divergence takes each prompt with the answer of another record.
+        try require(objective != .kto || batchSize >= 2, "batch_size", "at least 2 with kto")
         try require(learningRate.isFinite && learningRate > 0, "learning_rate", "a positive number")
         try require((0..<steps).contains(warmup), "warmup", "0 or more and less than steps")
         try require((0..<1).contains(momentum), "momentum", "0 or more and less than 1")

@@ -61,8 +61,8 @@ struct SavedState {
         let url = url(in: folder)
         guard FileManager.default.fileExists(atPath: url.path) else { return nil }
         guard let tensors = try? Safetensors(url),
-            let saved = try? JSONDecoder().decode(Saved.self, from: Data((tensors.metadata["state"] ?? "").utf8)),
-            saved.isValid
+            let json = try? RunSettings.completed(in: Data((tensors.metadata["state"] ?? "").utf8), JSONEncoder()),
+            let saved = try? JSONDecoder().decode(Saved.self, from: json), saved.isValid
         else { throw MeSPError("\(url.path) is damaged; start the run again in another folder.") }
 
         var same = saved.settings
@@ -70,8 +70,8 @@ struct SavedState {
         (same.bundle, same.data, same.output, same.steps, same.resume) = (
             settings.bundle, settings.data, settings.output, settings.steps, settings.resume
         )
-        (same.saveEvery, same.memoryLimitMb, same.offload) = (
-            settings.saveEvery, settings.memoryLimitMb, settings.offload
+        (same.saveEvery, same.memoryLimitMb, same.offload, same.keepCache) = (
+            settings.saveEvery, settings.memoryLimitMb, settings.offload, settings.keepCache
         )
         guard same == settings else {
             throw MeSPError("The run in \(folder.path) had other settings; resume it with those it was started with.")
@@ -81,6 +81,7 @@ struct SavedState {
             evaluationsSinceBest: saved.evaluationsSinceBest, logBytes: saved.logBytes)
         let samePlan =
             saved.settings.memoryLimitMb == settings.memoryLimitMb && saved.settings.offload == settings.offload
+            && saved.settings.keepCache == settings.keepCache
         return (state, samePlan ? saved.plan : nil, tensors)
     }
 }
@@ -94,6 +95,11 @@ extension Trainer {
             vectors["first.\(block)"] = try optimizer.first?.read(block)
             vectors["second.\(block)"] = try optimizer.second?.read(block)
         }
+        guard !references.isEmpty else { return vectors }
+        let known = references.sorted { $0.key < $1.key }
+        vectors["reference.answers"] = MLXArray(
+            known.flatMap { [$0.key.split, $0.key.prompt, $0.key.answer] }, [known.count, 3])
+        vectors["reference.log_probabilities"] = MLXArray(known.map(\.value))
         return vectors
     }
 
@@ -105,6 +111,19 @@ extension Trainer {
                 throw MeSPError("The saved state is of another model or rank; start the run again in another folder.")
             }
             return vector
+        }
+        if settings.objective?.hasReference == true, let answers = vectors("reference.answers"),
+            let values = vectors("reference.log_probabilities")
+        {
+            guard answers.dtype == .int32, values.dtype == .float32, values.ndim == 1,
+                answers.shape == [values.size, 3]
+            else { throw MeSPError("The saved state is damaged; start the run again in another folder.") }
+            let numbers = answers.asArray(Int32.self)
+            for (index, value) in values.asArray(Float.self).enumerated() where value.isFinite {
+                references[
+                    .init(split: numbers[3 * index], prompt: numbers[3 * index + 1], answer: numbers[3 * index + 2])] =
+                    value
+            }
         }
         for block in model.blocks { try model.lora.write(vector("lora.\(block)", like: model.lora.read(block)), block) }
         for block in trained {

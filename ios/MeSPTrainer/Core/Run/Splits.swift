@@ -3,16 +3,24 @@ struct Splits {
     let train: TokenStream.Sequences
     let valid: TokenStream.Sequences?
     let test: TokenStream.Sequences?
+    private let settings: RunSettings
 
     init(_ bundle: ModelBundle, _ settings: RunSettings) throws {
+        self.settings = settings
+        let lengths = bundle.manifest.lengths(settings)
+        func tokens(_ split: String) throws -> TokenStream? {
+            let stream = try bundle.tokens(split)
+            try stream?.check(settings.objective, split)
+            return stream
+        }
         func sequences(_ split: String) throws -> TokenStream.Sequences? {
-            let sequences = try bundle.tokens(split)?.sequences(length: settings.seqLen)
+            let sequences = try tokens(split)?.sequences(lengths: lengths)
             return sequences.flatMap { $0.count > 0 ? $0 : nil }
         }
-        guard let stream = try bundle.tokens("train") else {
+        guard let stream = try tokens("train") else {
             throw MeSPError("\(bundle.url.path) holds no training data; add it with mesp-data.")
         }
-        train = stream.sequences(length: settings.seqLen)
+        train = stream.sequences(lengths: lengths)
         guard train.count > 0 else {
             throw MeSPError(
                 "The training data has \(stream.tokenCount) tokens, and not one sequence of \(settings.seqLen + 1); use more data or a shorter sequence."
@@ -37,6 +45,48 @@ struct Splits {
         let (size, count) = (settings.batchSize, settings.gradAccumulationSteps)
         return (0..<count).map { batch in
             (0..<size).map { train.training((step * count + batch) * size + $0, seed: settings.seed) }
+        }
+    }
+
+    /// The judged answers of step `step` (from 0), in batches.
+    func judgedBatches(step: Int, _ objective: Objective) -> [[JudgedAnswer]] {
+        let (size, count) = (settings.batchSize, settings.gradAccumulationSteps)
+        let answers = JudgedAnswers(train, split: 0, objective)
+        return (0..<count).map { batch in
+            (0..<size).flatMap { answers.training((step * count + batch) * size + $0, seed: settings.seed) }
+        }
+    }
+
+    /// The first judged answers of a split, as many pairs or answers as `valBatches`, in batches.
+    func judgedBatches(of sequences: TokenStream.Sequences, split: Int32, _ objective: Objective) -> [[JudgedAnswer]] {
+        let answers = JudgedAnswers(sequences, split: split, objective)
+        let size = objective.takesPairs ? 1 : settings.batchSize
+        let count = min(settings.valBatches, answers.count)
+        let whole = stride(from: 0, to: count, by: size).map { start in
+            (start..<min(start + size, count)).flatMap { answers[$0] }
+        }
+        // A single answer has no other for its prompt.
+        return whole.filter { $0.count > 1 }
+    }
+}
+
+extension TokenStream {
+    /// Throws where a run with this objective has no use for the data.
+    fileprivate func check(_ objective: Objective?, _ split: String) throws {
+        guard let objective else {
+            guard !isJudged else {
+                throw MeSPError(
+                    "The \(split) data has answers that people have judged; choose an objective for them, \(hasPairs ? "as dpo" : "kto"), or other data."
+                )
+            }
+            return
+        }
+        guard isJudged, hasPairs || !objective.takesPairs else {
+            let records =
+                objective.takesPairs ? "prompt, chosen and rejected" : "prompt, completion and label"
+            throw MeSPError(
+                "The objective \(objective.rawValue) needs records of \(records), and the \(split) data has others; add some with mesp-data."
+            )
         }
     }
 }

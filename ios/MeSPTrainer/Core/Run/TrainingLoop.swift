@@ -50,7 +50,7 @@ final class TrainingLoop {
             }
             try append(.event(.init(event: "resumed", message: "after step \(state.step)")))
         } else {
-            try append(.start(.init(settings, bundle)))
+            try append(.start(.init(settings, bundle, hooks.battery())))
             try append(.plan(.init(settings, bundle, planner, plan)))
         }
     }
@@ -130,8 +130,14 @@ final class TrainingLoop {
     private func step() throws -> LogRecord.Step {
         let (start, before, written) = (Date.now, trainer.clock.time, trainer.writtenBytes)
         Memory.peakMemory = 0
-        let batches = data.batches(step: state.step, settings)
-        let result = try trainer.step(batches, number: state.step)
+        let result =
+            if let objective = settings.objective {
+                try trainer.step(
+                    data.judgedBatches(step: state.step, objective), number: state.step, objective)
+            } else {
+                try trainer.step(data.batches(step: state.step, settings), number: state.step)
+            }
+        let preference = result.preference
         let (memory, time) = (Memory.snapshot(), trainer.clock.time)
         state.step += 1
         return .init(
@@ -142,7 +148,9 @@ final class TrainingLoop {
             gradNorm: result.gradientNorm, learningRate: settings.learningRate(step: state.step - 1),
             footprintBytes: memoryFootprint(), footprintPeakBytes: 0, mlxActiveBytes: memory.activeMemory,
             mlxPeakBytes: memory.peakMemory, mlxCacheBytes: memory.cacheMemory,
-            writtenBytes: trainer.writtenBytes - written, thermalState: ThermalState.current.rawValue)
+            writtenBytes: trainer.writtenBytes - written, thermalState: ThermalState.current.rawValue,
+            margin: preference?.margin, accuracy: preference?.accuracy, rewardChosen: preference?.rewardChosen,
+            rewardRejected: preference?.rewardRejected, kl: preference?.kl)
     }
 
     /// Goes on with the next cheaper plan. It is saved at once: what is resumed must repeat it.
@@ -184,19 +192,42 @@ final class TrainingLoop {
 
     /// The mean loss of the first sequences of a split, in nats a token.
     private func evaluate(_ split: String, _ sequences: TokenStream.Sequences) throws -> Float {
-        var (loss, tokens) = (Float(0), 0)
-        for index in 0..<min(settings.valBatches, sequences.count) {
-            let example = sequences[index]
-            loss += try trainer.model.loss(example)
-            tokens += example.counted.count
+        var record = LogRecord.Eval(step: state.step, split: split, loss: 0, tokens: 0)
+        if let objective = settings.objective {
+            try judge(sequences, objective, &record)
+        } else {
+            for index in 0..<min(settings.valBatches, sequences.count) {
+                let example = sequences[index]
+                record.loss += try trainer.model.loss(example)
+                record.tokens += example.counted.count
+            }
+            record.loss /= Float(record.tokens)
         }
-        guard loss.isFinite else {
+        guard record.loss.isFinite else {
             throw MeSPError(
                 "The loss on the \(split) data is not finite after step \(state.step); start again with a lower learning rate. What was saved last is still there."
             )
         }
-        try append(.eval(.init(step: state.step, split: split, loss: loss / Float(tokens), tokens: tokens)))
-        return loss / Float(tokens)
+        try append(.eval(record))
+        return record.loss
+    }
+
+    /// The mean loss of a split's first pairs or answers, and what it says of them.
+    private func judge(
+        _ sequences: TokenStream.Sequences, _ objective: Objective, _ record: inout LogRecord.Eval
+    ) throws {
+        let number: Int32 = record.split == "valid" ? 1 : 2
+        let batches = data.judgedBatches(of: sequences, split: number, objective)
+        var (margin, accuracy) = ([Float](), [Float]())
+        for batch in batches {
+            let (loss, figures) = try trainer.evaluate(batch, objective)
+            record.loss += loss / Float(batches.count)
+            record.tokens += batch.reduce(0) { $0 + $1.example.counted.count }
+            margin += figures.margin.map { [$0] } ?? []
+            accuracy += figures.accuracy.map { [$0] } ?? []
+        }
+        func mean(_ values: [Float]) -> Float? { values.isEmpty ? nil : values.reduce(0, +) / Float(values.count) }
+        (record.margin, record.accuracy) = (mean(margin), mean(accuracy))
     }
 
     // MARK: - What is written
@@ -222,17 +253,21 @@ final class TrainingLoop {
     private func end(_ reason: LogRecord.End.Reason) throws {
         peak = max(peak, sampler.takePeak())
         let seconds = Date.now.timeIntervalSince(begin)
-        try append(.end(.init(reason: reason, step: state.step, seconds: seconds, footprintPeakBytes: peak)))
+        try append(
+            .end(
+                .init(
+                    reason: reason, step: state.step, seconds: seconds, footprintPeakBytes: peak,
+                    battery: hooks.battery(), thermalState: ThermalState.current.rawValue)))
     }
 }
 
 extension LogRecord.Start {
-    fileprivate init(_ settings: RunSettings, _ bundle: ModelBundle) {
+    fileprivate init(_ settings: RunSettings, _ bundle: ModelBundle, _ battery: Battery?) {
         let manifest = bundle.manifest
         self.init(
             version: Run.version, mlxVersion: Manifest.mlxVersion, device: manifest.device, host: Self.host,
             model: .init(name: manifest.name, id: manifest.model.id, layers: bundle.architecture.numHiddenLayers),
-            settings: settings)
+            settings: settings, battery: battery, thermalState: ThermalState.current.rawValue)
     }
 
     /// Machine and system.
@@ -249,7 +284,8 @@ extension LogRecord.Plan {
     init(_ settings: RunSettings, _ bundle: ModelBundle, _ planner: Planner, _ plan: Plan) {
         self.init(
             method: settings.method, seqLen: settings.seqLen, rank: settings.rank, tileBytes: plan.tileBytes,
-            keptBlocks: plan.keptBlocks, offload: plan.offload, predictedPeakBytes: planner.peak(plan),
-            leastPeakBytes: planner.leastPeak, mappedBytes: bundle.mappedBytes)
+            keptBlocks: plan.keptBlocks, offload: plan.offload, cacheBytes: plan.cacheBytes,
+            predictedPeakBytes: planner.peak(plan), leastPeakBytes: planner.leastPeak,
+            mappedBytes: bundle.manifest.mappedBytes)
     }
 }

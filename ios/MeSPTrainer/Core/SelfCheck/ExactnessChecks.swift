@@ -74,7 +74,7 @@ extension Bench {
         let model = trainer.model
         let (x, lora) = (try model.embed(example(shortest)), try model.parameters(0))
         let outputs = try bundle.withBlock(0) { weights in
-            let outputs = try model.functions[0](.all, model.arguments(x, lora, weights))
+            let outputs = try model.function(0, x)(.all, model.arguments(x, lora, weights))
             eval(outputs)
             return outputs
         }
@@ -135,7 +135,7 @@ extension Bench {
         let whole = example(shortest)
         let y = try trainer.model.forward(0, trainer.model.embed(whole), trainer.model.parameters(0)).y
         let errors = try [1, 2, 3].filter { $0 <= shortest }.flatMap { count in
-            let few = Example(tokens: whole.tokens, counted: shortest - count..<shortest)
+            let few = Example(tokens: whole.tokens, counted: Array(shortest - count..<shortest))
             let (loss, dy) = try trainer.model.head(y, few, gradientScale: 1)
             let (expectedLoss, expected) = try cpu(trainer).head(y, few, gradientScale: 1)
             return [
@@ -174,7 +174,7 @@ extension Bench {
     /// Three steps, and two with a third by another trainer, from the state that the first one saved.
     func resume() throws -> Finding {
         var run = fewBlocks(.mesp)
-        (run.optimizer, run.learningRate, run.output) = (.adamw, 1e-3, "")
+        (run.optimizer, run.learningRate, run.output) = (.adamw8bit, 1e-3, "")
         let plan = try defaultPlan(run)
         let folder = Self.temporaryFolder.appendingPathComponent("resume.\(UUID().uuidString)")
         try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)

@@ -195,7 +195,7 @@ final class Bench {
     /// A sequence of tokens of the vocabulary, the same each time for one number.
     func example(_ length: Int, number: Int = 0) -> Example {
         let tokens = (0...length).map { Int32(($0 * 7919 + number * 104_729 + 17) % architecture.vocabSize) }
-        return Example(tokens: tokens, counted: 0..<length)
+        return Example(tokens: tokens, counted: Array(0..<length))
     }
 
     /// A trainer whose adapters are all but zero: with B = 0, as training begins, the gradient of A would be zero.

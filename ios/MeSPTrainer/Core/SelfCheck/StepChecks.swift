@@ -94,8 +94,8 @@ extension Bench {
             [Measurement("predicted", Double(predicted), "bytes")] + measured)
     }
 
-    /// The phases with the default plan, and with the fastest that stay within twice its memory, half way from it to the least, and
-    /// the least.
+    /// The phases with the default plan, with the fastest that stay within twice its memory, half way from it to the least, and the
+    /// least, and with one that keeps MLX's cache.
     func time(_ length: Int) throws -> Finding {
         let run = run(length)
         let plan = try defaultPlan(run)
@@ -105,10 +105,13 @@ extension Bench {
             run.memoryLimitMb = Double(bytes) / 1e6
             return try? Planner(bundle.manifest, run).plan()
         }
+        /// On a CPU it is the default.
+        var keepsCache = run
+        keepsCache.keepCache = bundle.products == .packed
         let (least, usual) = (planner.leastPeak, planner.peak(plan))
         let candidates = [
             ("default", plan), ("twice", fastest(within: 2 * usual)), ("half", fastest(within: (least + usual) / 2)),
-            ("least", fastest(within: least + 1000)),
+            ("least", fastest(within: least + 1000)), ("cache kept", try? defaultPlan(keepsCache)),
         ]
         var (seen, measured) = ([Plan](), [Measurement]())
         var defaultSeconds = 0.0
@@ -118,6 +121,7 @@ extension Bench {
             if name == "default" { defaultSeconds = steps.usual.reduce(0, +) }
             measured.append(Measurement("\(name): first step", steps.first.reduce(0, +), "s"))
             measured += zip(Steps.phases, steps.usual).map { Measurement("\(name): \($0.name)", $1, "s") }
+            measured.append(Measurement("\(name): footprint", Double(steps.footprint.max() ?? 0), "bytes"))
         }
         return Finding(
             .note,

@@ -59,7 +59,7 @@ import Testing
         try await prepare(steps: 1)
         let form = model.form
         let width = try #require(form.bundle?.manifest).architecture.hiddenSize
-        #expect(form.settings.optimizer == .adamw)
+        #expect(form.settings.optimizer == .adamw8bit)
         #expect(form.settings.learningRate == 0.014 / Float(width).squareRoot())
         form.settings.optimizer = .sgd
         #expect(form.settings.learningRate == 0.1)
@@ -77,6 +77,7 @@ import Testing
             .deletingLastPathComponent()
         let folder = DocumentsFolder(documents: documents, included: home)
         let model = AppModel(phone: phone, folder: folder) { _ in ByteTokenizer() }
+        await model.refresh()
         // One for the CPU and one for the GPU, which is taken where there is one.
         let demos = folder.bundles().filter(\.isIncluded)
         #expect(demos.map(\.name) == ["Demo-GPU", "Demo"])
@@ -105,14 +106,49 @@ import Testing
         try await prepare(steps: 1_000_000)
         await model.start()
         while model.controller.state == .preparing { try await Task.sleep(for: .milliseconds(1)) }
-        model.refresh()
+        await model.refresh()
         #expect(model.library.runs.map(\.status) == [.running])
         model.controller.stop()
         try await ended()
-        model.refresh()
+        await model.refresh()
         #expect(model.library.runs.map(\.status) == [.stopped])
-        await model.delete(try #require(model.library.runs.first))
-        #expect(model.library.runs.isEmpty)
+        model.askToDelete(.run(try #require(model.library.runs.first)))
+        #expect(model.deletionQuestion.hasSuffix("Its log and adapters cannot be had back."))
+        await model.confirmDeletion()
+        #expect(model.library.runs.isEmpty && !model.asksToDelete)
+    }
+
+    @Test func whatIsInUseIsNotDeletedAndDeletingAsks() async throws {
+        try await prepare(steps: 1_000_000)
+        await model.start()
+        while model.controller.state != .training { try await Task.sleep(for: .milliseconds(1)) }
+        let bundle = try #require(model.form.bundle)
+        model.askToDelete(.bundle(bundle))
+        #expect(model.problem == "bundle is in use; delete it when that has ended." && !model.asksToDelete)
+        await model.refresh()
+        model.askToDelete(.run(try #require(model.library.runs.first)))
+        #expect(model.problem?.hasSuffix("is in progress; stop it first.") == true && !model.asksToDelete)
+        model.controller.stop()
+        try await ended()
+        await model.refresh()
+
+        model.askToDelete(.bundle(bundle))
+        #expect(model.asksToDelete)
+        #expect(model.deletionQuestion.hasPrefix("Delete bundle? It takes "))
+        #expect(model.deletionQuestion.hasSuffix(" MB. A run needs it to go on or to write."))
+        model.asksToDelete = false
+        await model.confirmDeletion()
+        #expect(model.library.bundles.count == 1, "the person has decided against it")
+        // It is in use by the time the person confirms.
+        model.askToDelete(.bundle(bundle))
+        model.checkDevice()
+        await model.confirmDeletion()
+        #expect(model.library.bundles.count == 1)
+        model.selfChecker.stop()
+        try await ended()
+        model.askToDelete(.bundle(bundle))
+        await model.confirmDeletion()
+        #expect(model.library.bundles.isEmpty)
     }
 
     @Test func trainsOnPastedTextAndGoesOnWithItAfterAKill() async throws {
@@ -123,12 +159,12 @@ import Testing
         while model.controller.log.steps.count < 3 { try await Task.sleep(for: .milliseconds(5)) }
         model.controller.stop()
         try await ended()
-        model.refresh()
+        await model.refresh()
         let run = try #require(model.library.runs.first)
         #expect(run.canResume)
         #expect(FileManager.default.fileExists(atPath: run.url.appendingPathComponent("data/train.bin").path))
 
-        let steps = run.log?.steps.count ?? 0
+        let steps = run.log?.lastStep ?? 0
         await model.resume(run)
         while model.controller.isRunning, model.controller.log.steps.count <= steps {
             try await Task.sleep(for: .milliseconds(5))
@@ -160,13 +196,82 @@ import Testing
         for settings in model.library.runs.compactMap({ $0.log?.start?.settings }) {
             #expect(settings.optimizer == .sgd && settings.learningRate == 1e-4, "the paper's, whatever the form has")
         }
-        let run = try #require(model.library.runs.first)
+        #expect(model.library.trained.isEmpty, "a benchmark's adapters are not to write with")
+        await model.start()
+        try await ended()
+        await model.refresh()
+        let run = try #require(model.library.trained.first)
+        #expect(model.library.runs.count == 4)
         #expect(model.library.bundle(of: run)?.id == model.form.bundle?.id)
         var request = Comparison.Request()
         (request.prompt, request.maxTokens) = ("The", 1)
         await model.write(request, with: run)
         try await ended()
         #expect(model.comparison.base.summary != nil && model.comparison.tuned.summary != nil)
+    }
+
+    @Test func theScreenHasItsBrightnessAgainWhenTheAppIsLeftOrTheRunEnds() async throws {
+        final class Lamp: Display { var brightness: Double? = 0.7 }
+        let lamp = Lamp()
+        model = AppModel(phone: phone, folder: DocumentsFolder(documents: documents), display: lamp) { _ in
+            ByteTokenizer()
+        }
+        try await prepare(steps: 1_000_000)
+        await model.start()
+        model.screen.isOvernight = true
+        #expect(model.screen.isDimmed && lamp.brightness == 0)
+        phone.scene = .inactive
+        #expect(!model.screen.isDimmed && lamp.brightness == 0.7, "a call comes in")
+        lamp.brightness = 0.5
+        phone.scene = .active
+        #expect(model.screen.isDimmed && lamp.brightness == 0)
+        model.screen.isOvernight = false
+        #expect(lamp.brightness == 0.5)
+        model.screen.isOvernight = true
+        model.controller.stop()
+        try await ended()
+        #expect(!model.screen.isDimmed && lamp.brightness == 0.5)
+    }
+
+    @Test func whereNothingCanBeTrainedARecordedRunIsShown() async throws {
+        let recording = documents.appendingPathComponent("Recorded")
+        let home = URL(fileURLWithPath: #filePath).deletingLastPathComponent().deletingLastPathComponent()
+            .deletingLastPathComponent()
+        try FileManager.default.copyItem(at: home.appendingPathComponent("Recorded"), to: recording)
+        model = AppModel(
+            phone: phone, folder: DocumentsFolder(documents: documents, included: home), refusal: "Not here.",
+            recording: recording
+        ) { _ in ByteTokenizer() }
+        await model.refresh()
+        #expect(model.form.bundle != nil && !model.canStart && !model.isFree)
+        await model.start()
+        #expect(model.controller.state == .idle, "nothing is trained")
+
+        #expect(model.canReplay)
+        await model.replay()
+        #expect(model.problem == nil && !model.showsSetup && !model.canReplay)
+        let recorded = try LogSummary(folder: recording)
+        while model.controller.log.steps.count < 2 { try await Task.sleep(for: .milliseconds(5)) }
+        #expect(model.controller.state == .training && model.controller.settings?.steps == recorded.steps.count)
+        model.controller.pause()
+        while model.controller.state != .paused(.user) { try await Task.sleep(for: .milliseconds(5)) }
+        let steps = model.controller.log.steps.count
+        try await Task.sleep(for: .milliseconds(300))
+        #expect(model.controller.log.steps.count == steps)
+        model.controller.resume()
+        while model.controller.log.steps.count == steps { try await Task.sleep(for: .milliseconds(5)) }
+        model.controller.stop()
+        while model.controller.isRunning { try await Task.sleep(for: .milliseconds(5)) }
+        #expect(model.controller.state == .finished(.stopped))
+
+        // It is in the list, whole.
+        await model.refresh()
+        let run = try #require(model.library.runs.first)
+        #expect(run.name == "Recorded run" && run.status == .finished)
+        #expect(await model.library.log(of: run)?.steps.count == recorded.steps.count)
+        await model.replay()
+        #expect(model.controller.isRunning, "again")
+        model.controller.stop()
     }
 
     @Test func theScreenStaysAwakeOnlyForARun() async throws {

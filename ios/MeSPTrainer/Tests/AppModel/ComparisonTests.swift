@@ -45,6 +45,98 @@ import Testing
         #expect(comparison.base.text != comparison.tuned.text, "training changed nothing")
     }
 
+    /// What each side was asked, as the tokenizer got it.
+    private final class Asked: TextTokenizer, @unchecked Sendable {
+        let endOfText: Int? = nil
+        let hasChatTemplate = true
+        private let lock = NSLock()
+        private var all = [[ChatMessage]]()
+        var conversations: [[ChatMessage]] { lock.withLock { all } }
+        func encode(_ text: String) -> [Int] { text.utf8.map { Int($0) } }
+        func decode(_ tokens: [Int]) -> String { tokens.map(String.init).joined(separator: " ") }
+        func encode(_ messages: [ChatMessage], opensAnswer: Bool) throws -> [Int] {
+            lock.withLock { all.append(messages) }
+            if messages.last?.content == "refused" { throw MeSPError("The template takes no such message.") }
+            return encode(messages.map(\.content).joined())
+        }
+    }
+
+    private func message(_ text: String) -> Comparison.Request {
+        var request = request(4)
+        (request.prompt, request.isChat, request.system) = (text, true, "Be brief.")
+        return request
+    }
+
+    @Test func aConversationKeepsItsTurnsOnEachSide() async throws {
+        try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)
+        let documents = DocumentsFolder(documents: folder)
+        comparison = Comparison(phone: phone, folder: documents)
+        let output = folder.appendingPathComponent("runs/run")
+        var settings = RunSettings(bundle: try bundle().path, output: output.path)
+        (settings.seqLen, settings.steps, settings.learningRate, settings.valBatches) = (32, 3, 1, 0)
+        try Run.run(settings)
+        let (asked, adapters) = (Asked(), output.appendingPathComponent("adapters"))
+        func say(_ text: String) async throws {
+            comparison.start(message(text), bundle: try bundle(), adapters: adapters, tokenizer: asked)
+            try await written()
+        }
+        try await say("One")
+        try await say("Two")
+        let first = try #require(comparison.turns.first)
+        func conversation(_ answer: String) -> [ChatMessage] {
+            [
+                .init(role: "system", content: "Be brief."), .init(role: "user", content: "One"),
+                .init(role: "assistant", content: answer), .init(role: "user", content: "Two"),
+            ]
+        }
+        #expect(comparison.turns.map(\.prompt) == ["One", "Two"])
+        #expect(asked.conversations.count == 4 && asked.conversations[0].count == 2)
+        #expect(asked.conversations[2] == conversation(first.base.text))
+        #expect(asked.conversations[3] == conversation(first.tuned.text))
+        #expect(first.base.text != first.tuned.text)
+
+        // A message that fails is no part of it.
+        try await say("refused")
+        #expect(comparison.problem == "The template takes no such message." && comparison.turns.count == 2)
+
+        // It is there again when the app is, and goes on.
+        comparison = Comparison(phone: phone, folder: documents)
+        #expect(comparison.turns.map(\.base.text).first == first.base.text)
+        try await say("Three")
+        #expect(comparison.turns.count == 3 && asked.conversations.last?.count == 6)
+
+        // With other models it begins anew.
+        comparison.start(message("Four"), bundle: try bundle(), adapters: nil, tokenizer: asked)
+        try await written()
+        #expect(comparison.turns.map(\.prompt) == ["Four"])
+        comparison.clear()
+        #expect(comparison.turns.isEmpty && documents.chat() == nil)
+    }
+
+    @Test func everyEndTokenThatTheModelNamesEndsTheText() async throws {
+        comparison.start(request(8), bundle: try bundle(), adapters: nil, tokenizer: Numbers())
+        try await written()
+        let tokens = comparison.base.text.split(separator: " ").compactMap { Int($0) }
+        let copy = folder.appendingPathComponent("copy.mesp")
+        try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)
+        try FileManager.default.copyItem(at: try bundle().resolvingSymlinksInPath(), to: copy)
+        func config(_ name: String, _ json: String) throws {
+            try Data(json.utf8).write(to: copy.appendingPathComponent(name))
+        }
+        try config("generation_config.json", "{\"eos_token_id\": [100000, \(tokens[3])]}")
+        #expect(endTokens(of: copy) == [100000, tokens[3]])
+        comparison.start(request(8), bundle: copy, adapters: nil, tokenizer: Numbers())
+        try await written()
+        #expect(comparison.base.summary?.reason == .stop)
+        #expect(comparison.base.summary?.tokens == tokens.firstIndex(of: tokens[3]))
+
+        try config("generation_config.json", "{\"do_sample\": true}")
+        try config("config.json", "{\"eos_token_id\": 7}")
+        #expect(endTokens(of: copy) == [7])
+        try config("config.json", "no JSON")
+        #expect(endTokens(of: copy).isEmpty)
+    }
+
     @Test func withoutAdaptersOnlyTheBaseModelWrites() async throws {
         comparison.start(request(3), bundle: try bundle(), adapters: nil, tokenizer: Numbers())
         try await written()

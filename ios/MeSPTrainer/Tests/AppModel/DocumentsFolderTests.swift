@@ -36,7 +36,7 @@ import Testing
         #expect(store.runs().map(\.name) == ["second", "first"])
         let run = try #require(store.runs().last)
         #expect(run.status == .finished)
-        #expect(run.log?.steps.count == 1)
+        #expect(run.log?.lastStep == 1)
         #expect(run.adapters?.lastPathComponent == "adapters")
         #expect(!run.canResume, "it has finished")
         try store.delete(run)
@@ -79,7 +79,29 @@ import Testing
         try data.dropLast(20).write(to: log)
         let run = try #require(store.runs().first)
         #expect(run.status == .interrupted)
-        #expect(run.log?.steps.count == 3)
+        #expect(run.log?.lastStep == 3)
+    }
+
+    @Test func anOutlineIsWhatTheLogBeginsAndEndsWith() throws {
+        try Run.run(try settings("run", steps: 3))
+        let folder = store.runsFolder.appendingPathComponent("run")
+        let (outline, log) = (try LogOutline(folder: folder), try LogSummary(folder: folder))
+        #expect(outline.start?.settings == log.start?.settings && outline.start?.device == "cpu")
+        #expect(outline.lastStep == 3 && outline.lastLoss == log.steps.last?.loss && outline.end == .finished)
+        let url = folder.appendingPathComponent("metrics.jsonl")
+        let data = try Data(contentsOf: url)
+        // However it is cut off, as by a kill, it says what stands before.
+        for length in stride(from: 0, through: data.count, by: 97) {
+            try data.prefix(length).write(to: url)
+            let (outline, log) = (try LogOutline(folder: folder), try LogSummary(folder: folder))
+            #expect((outline.start == nil) == (log.start == nil))
+            #expect(outline.lastStep == log.lastStep && outline.lastLoss == log.steps.last?.loss)
+            #expect(outline.end == log.end?.reason)
+        }
+        try (data + Data("{}\n{}\n".utf8)).write(to: url)
+        #expect(throws: MeSPError("The end of \(url.path) is not that of a log.")) {
+            _ = try LogOutline(folder: folder)
+        }
     }
 
     /// A copy of the folder, taken while the run goes on, is what a kill leaves behind.
@@ -109,7 +131,8 @@ import Testing
 
         let next = RunController(phone: TestPhone())
         next.start(resumed)
-        #expect(next.log.steps.count >= 5, "what it had logged is shown at once")
+        while next.log.steps.isEmpty { try await Task.sleep(for: .milliseconds(1)) }
+        #expect(next.log.steps.count >= 4, "what it had logged is shown before it goes on")
         while next.isRunning { try await Task.sleep(for: .milliseconds(5)) }
         #expect(next.state == .finished(.finished))
         let expected = try LogSummary(folder: URL(fileURLWithPath: uninterrupted.output)).steps.map(\.loss)
@@ -147,6 +170,33 @@ import Testing
         }
         try store.delete(bundle)
         #expect(store.bundles().isEmpty)
+    }
+
+    @Test func aBundleThatHasNoRoomIsRefusedBeforeItIsCopied() throws {
+        let full = DocumentsFolder(documents: documents, freeBytes: { _ in 100_000_000 })
+        do {
+            _ = try full.importBundle(at: try fixture())
+            Issue.record("it was copied")
+        } catch {
+            #expect(error.localizedDescription.hasPrefix("bundle.mesp takes "))
+            #expect(error.localizedDescription.hasSuffix("and the phone has 100 MB free; make room for it first."))
+        }
+        #expect(try files.contentsOfDirectory(atPath: documents.path).isEmpty)
+        #expect(documents.freeBytes ?? 0 > 0)
+    }
+
+    /// What each kind of file is to the system. See `Keeping` for why.
+    @Test func filesAreKeptAsTheyAreToBe() throws {
+        final class Kept: @unchecked Sendable { var byName = [String: Keeping]() }
+        let kept = Kept()
+        let store = DocumentsFolder(documents: documents, keep: { kept.byName[$0.lastPathComponent] = $1 })
+        _ = try store.importBundle(at: try fixture())
+        try Run.run(try settings("run", steps: 2))
+        store.keepRuns()
+        #expect(kept.byName == ["bundle.mesp": .bundle, "run": .run, "state.safetensors": .state])
+        #expect(!Keeping.bundle.isInBackup && !Keeping.state.isInBackup && Keeping.run.isInBackup)
+        #expect(!Keeping.run.isLockedAway && !Keeping.bundle.isLockedAway, "a run in the night reads and writes them")
+        #expect(Keeping.chat.isLockedAway)
     }
 
     @Test func refusesADamagedBundleAndKeepsNothingOfIt() throws {

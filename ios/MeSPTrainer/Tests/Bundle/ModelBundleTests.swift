@@ -43,7 +43,10 @@ import Testing
     }
 
     @Test(arguments: [
-        ("\"format\": 2", "\"format\": 3", "format 3"),
+        (
+            "\"format\": 3", "\"format\": 2",
+            "format 2, this build reads format 3; write it anew with mesp-export --from"
+        ),
         ("\"mlx_version\": \"0.31.1\"", "\"mlx_version\": \"0.32.0\"", "MLX 0.32.0"),
         ("\"device\": \"cpu\"", "\"device\": \"gpu\"", "--device cpu"),
         ("\"num_attention_heads\":", "\"heads\":", "num"),
@@ -61,7 +64,7 @@ import Testing
         #expect(sentence.lowercased().contains(expected.lowercased()), "\(sentence)")
     }
 
-    /// What a manifest of format 2 can say that no bundle has, of a model with two kinds of attention.
+    /// What a manifest of format 3 can say that no bundle has, of a model with two kinds of attention.
     @Test(arguments: [
         "a block of two kinds", "a block of no kind", "a kind with two attentions", "many dimensions", "another dtype",
         "scales of no format",
@@ -123,37 +126,64 @@ import Testing
     @Test(arguments: [1, 2, 7, 10, 97, 100]) func anEpochVisitsEachWindowOnce(_ count: Int) {
         let length = 3
         let stream = TokenStream(tokens: (0..<Int32(count * length + 1)).map { $0 })
-        let windows = stream.sequences(length: length)
+        let windows = stream.sequences(lengths: [length])
         #expect(windows.count == count)
         let first = (0..<count).map { windows.training($0, seed: 5) }
         #expect(Set(first.map { $0.tokens[0] }).count == count)
-        #expect(first.allSatisfy { $0.tokens.count == length + 1 && $0.counted == 0..<length })
+        #expect(first.allSatisfy { $0.tokens.count == length + 1 && $0.counted == Array(0..<length) })
         #expect(windows.training(count, seed: 5) == first[0])
     }
 
-    /// Five tokens with two of context; three without; three that are all context once cut to four.
+    /// Five tokens of which two count, not side by side; three that count; five of which only the last does.
     private let stream = TokenStream(
-        tokens: data([1, 2, 3, 4, 5, 6, 7, 8, 9, 9, 9, 9, 9]), examples: data([0, 5, 2, 5, 3, 0, 8, 5, 4]))
+        tokens: data([1, 2, 3, 4, 5, 6, 7, 8, 9, 9, 9, 9, 9]), examples: data([0, 5, 5, 3, 8, 5]),
+        mask: Data([0, 0, 1, 0, 1, 1, 1, 1, 0, 0, 0, 0, 1]))
 
-    @Test func anExampleIsCutOrPaddedAndItsContextDoesNotCount() {
-        let short = stream.sequences(length: 3)
+    @Test func anExampleIsCutOrPaddedAndWhatIsMaskedDoesNotCount() {
+        let short = stream.sequences(lengths: [3])
         #expect(short.count == 2)
-        #expect(short[0] == Example(tokens: [1, 2, 3, 4], counted: 1..<3))
-        #expect(short[1] == Example(tokens: [6, 7, 8, 0], counted: 0..<2))
-        #expect(short[0].targets == [3, 4])
-        let long = stream.sequences(length: 8)
+        #expect(short[0] == Example(tokens: [1, 2, 3, 4], counted: [1]))
+        #expect(short[1] == Example(tokens: [6, 7, 8, 0], counted: [0, 1]))
+        #expect(short[0].targets == [3])
+        let long = stream.sequences(lengths: [8])
         #expect(long.count == 3)
-        #expect(long[0] == Example(tokens: [1, 2, 3, 4, 5, 0, 0, 0, 0], counted: 1..<4))
-        #expect(long[2].targets == [9])
+        #expect(long[0] == Example(tokens: [1, 2, 3, 4, 5, 0, 0, 0, 0], counted: [1, 3]))
+        #expect(long[0].targets == [3, 5] && long[2].targets == [9])
     }
 
-    @Test(arguments: [[0, 14, 0], [0, 1, 0], [2, 3, 3], [UInt32.max, 2, 0]]) func refusesAnExampleOutsideTheStream(
+    @Test(arguments: [[0, 14], [0, 1], [12, 2], [UInt32.max, 2]]) func refusesAnExampleOutsideTheStream(
         _ bounds: [UInt32]
     ) {
         let stream = TokenStream(tokens: data((0..<13).map { $0 }), examples: data(bounds))
         #expect(throws: MeSPError.self) { try stream.check(vocabulary: 100) }
         #expect(throws: MeSPError.self) { try self.stream.check(vocabulary: 9) }
         #expect(throws: Never.self) { try self.stream.check(vocabulary: 10) }
+        let short = TokenStream(tokens: data([1, 2, 3]), mask: Data([1, 1]))
+        #expect(throws: MeSPError.self) { try short.check(vocabulary: 10) }
+    }
+
+    /// Up to the last target that counts, as what follows it changes nothing.
+    @Test func anExampleIsAsShortAsALengthAllows() {
+        let sequences = stream.sequences(lengths: [1, 2, 4, 8])
+        #expect(sequences.count == 3)
+        #expect(sequences[0] == Example(tokens: [1, 2, 3, 4, 5], counted: [1, 3]))
+        #expect(sequences[1] == Example(tokens: [6, 7, 8], counted: [0, 1]))
+        #expect(sequences[2] == Example(tokens: [9, 9, 9, 9, 9], counted: [3]))
+        let early = TokenStream(
+            tokens: data([1, 2, 3, 4, 5, 6]), examples: data([0, 6]), mask: Data([0, 1, 1, 0, 0, 0]))
+        #expect(early.sequences(lengths: [2, 8])[0] == Example(tokens: [1, 2, 3], counted: [0, 1]))
+        #expect(early.sequences(lengths: [3, 8])[0] == Example(tokens: [1, 2, 3, 4], counted: [0, 1]))
+        let windows = TokenStream(tokens: [0, 1, 2, 3, 4]).sequences(lengths: [1, 2])
+        #expect(windows.count == 2 && windows[0] == Example(tokens: [0, 1, 2], counted: [0, 1]))
+    }
+
+    @Test func aWindowInWhichNothingCountsIsNoSequence() {
+        let stream = TokenStream(
+            tokens: data([0, 1, 2, 3, 4, 5, 6, 7, 8]), mask: Data([1, 0, 1, 0, 0, 0, 0, 1, 1]))
+        let windows = stream.sequences(lengths: [2])
+        #expect(windows.count == 2)
+        #expect(windows[0] == Example(tokens: [0, 1, 2], counted: [1]))
+        #expect(windows[1] == Example(tokens: [6, 7, 8], counted: [0, 1]))
     }
 }
 

@@ -7,7 +7,7 @@ import Testing
     private let folder = FileManager.default.temporaryDirectory.appendingPathComponent(UUID().uuidString)
     private var target: URL { folder.appendingPathComponent("tokens") }
 
-    private func write(_ name: String, _ text: String, answersOnly: Bool = false) throws {
+    private func write(_ name: String, _ text: String, answersOnly: Bool = true) throws {
         try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)
         let file = folder.appendingPathComponent(name)
         try text.write(to: file, atomically: true, encoding: .utf8)
@@ -42,23 +42,43 @@ import Testing
     @Test func conversationsAreOneExampleASequence() throws {
         defer { try? FileManager.default.removeItem(at: folder) }
         let records = (0..<3).map { #"{"prompt": "\#($0)", "completion": "yes, it is"}"# }
-        try write("chat.jsonl", records.joined(separator: "\n"))
+        try write("chat.jsonl", records.joined(separator: "\n"), answersOnly: false)
         // "<user>0\n<assistant>yes, it is\n", of which 17 tokens are one sequence; the answer begins with the 20th.
-        #expect(try words("train.examples.bin") == [0, 17, 0, 17, 17, 0])
-        #expect(try words("valid.examples.bin") == [0, 17, 0])
-        let found = message { try write("chat.jsonl", records.joined(separator: "\n"), answersOnly: true) }
+        #expect(try words("train.examples.bin") == [0, 17, 17, 17])
+        #expect(try words("valid.examples.bin") == [0, 17])
+        let found = message { try write("chat.jsonl", records.joined(separator: "\n")) }
         #expect(found.hasPrefix("chat.jsonl has 0 usable records"), "nothing of an answer is left after the cut")
     }
 
-    @Test func theOpeningOfTheAnswerIsContext() throws {
+    /// What counts of a conversation, with a line feed after each message; in one whose thoughts go when it goes on, too.
+    @Test(arguments: [
+        (
+            ByteTokenizer(), #"[{"role":"user","content":"Why?"},{"role":"assistant","content":"So."}]"#,
+            ["So.\n"]
+        ),
+        (
+            ByteTokenizer(),
+            #"[{"role":"assistant","content":"Hi"},{"role":"user","content":"a"},{"role":"assistant","content":"b"},{"role":"user","content":"c"}]"#,
+            ["Hi\n", "b\n"]
+        ),
+        (
+            ByteTokenizer(thinks: true),
+            #"[{"role":"user","content":"a"},{"role":"assistant","content":"b"},{"role":"assistant","content":"c"},{"role":"user","content":"d"},{"role":"assistant","content":"e"}]"#,
+            ["b\n", "c\n", "(hm)e\n"]
+        ),
+    ]) func everyAnswerCounts(_ tokenizer: ByteTokenizer, _ messages: String, _ expected: [String]) throws {
         defer { try? FileManager.default.removeItem(at: folder) }
         try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)
-        let file = folder.appendingPathComponent("chat.jsonl")
-        let record = #"{"messages": [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]}"#
+        let (file, record) = (folder.appendingPathComponent("chat.jsonl"), "{\"messages\": \(messages)}")
         try "\(record)\n\(record)".write(to: file, atomically: true, encoding: .utf8)
-        try TextData(tokenizer: ByteTokenizer(), length: 64, answersOnly: true).write(.file(file), to: target)
-        let prompt = "<user>Why?\n<assistant>".utf8.count
-        #expect(try words("train.examples.bin") == [0, prompt + 4, prompt])
+        try TextData(tokenizer: tokenizer, length: 128).write(.file(file), to: target)
+        let tokens = try words("train.bin")
+        let mask = try Data(contentsOf: target.appendingPathComponent("train.mask.bin"))
+        #expect(tokens.count == mask.count)
+        let counted = String(decoding: zip(tokens, mask).filter { $1 == 1 }.map { UInt8($0.0) }, as: UTF8.self)
+        #expect(counted == expected.joined())
+        let stream = try #require(try TextData.entries(in: target)["train"])
+        #expect(stream.mask == "train.mask.bin")
     }
 
     @Test(arguments: [
@@ -70,7 +90,7 @@ import Testing
             "a.jsonl", "{\"text\": \"x\"}\n{\"prompt\": \"x\", \"completion\": \"y\"}",
             "Line 2 of a.jsonl is another kind of record"
         ),
-        ("a.jsonl", "{\"prompt\": \"x\", \"completion\": \"y\"}", "a.jsonl has 1 usable records"),
+        ("a.jsonl", "{\"prompt\": \"x\", \"completion\": \"y\"}", "a.jsonl has 0 usable records"),
     ]) func saysWhatIsWrong(_ name: String, _ text: String, _ expected: String) throws {
         defer { try? FileManager.default.removeItem(at: folder) }
         let found = message { try write(name, text) }

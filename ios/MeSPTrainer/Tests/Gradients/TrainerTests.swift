@@ -87,7 +87,7 @@ import Testing
 
     @Test(arguments: Fixture.cases) func lossesOfTrainingEqualTheReference(_ folder: URL) throws {
         let fixture = try Fixture(folder, "losses")
-        let stream = try #require(try fixture.bundle.tokens("train")).sequences(length: fixture.length)
+        let stream = try #require(try fixture.bundle.tokens("train")).sequences(lengths: [fixture.length])
         for method in GradientMethod.allCases {
             let rate = try fixture.number(method == .mezo ? "mezo_learning_rate" : "learning_rate")
             let trainer = try fixture.trainer(method) { $0.learningRate = rate }
@@ -109,17 +109,23 @@ import Testing
             let result = try trainer.step([examples], number: 0)
             return (result.loss, result.gradientNorm)
         }
-        let halves = [0..<middle, middle..<whole.counted.count].map { Example(tokens: whole.tokens, counted: $0) }
-        let (expected, split) = (try gradients([whole]), try gradients(halves))
-        #expect(abs(split.loss - expected.loss) < 1e-5 * expected.loss)
-        let (norm, splitNorm) = (try #require(expected.norm), try #require(split.norm))
-        #expect(abs(splitNorm - norm) < tolerance * norm)
+        let halves = [Array(whole.counted[..<middle]), Array(whole.counted[middle...])]
+        let scattered = (0..<3).map { part in whole.counted.filter { ($0 / 2) % 3 == part } }
+        let expected = try gradients([whole])
+        for parts in [halves, scattered] {
+            let split = try gradients(parts.map { Example(tokens: whole.tokens, counted: $0) })
+            #expect(abs(split.loss - expected.loss) < 1e-5 * expected.loss)
+            let (norm, splitNorm) = (try #require(expected.norm), try #require(split.norm))
+            #expect(abs(splitNorm - norm) < tolerance * norm)
+        }
 
         // What follows the last counted target changes nothing.
         var tokens = whole.tokens
         for index in (middle + 1)..<tokens.count { tokens[index] = 0 }
-        let padded = Example(tokens: tokens, counted: 0..<middle)
-        #expect(abs(try gradients([padded]).loss - gradients([halves[0]]).loss) < 1e-5 * expected.loss)
+        let (padded, half) = (
+            Example(tokens: tokens, counted: halves[0]), Example(tokens: whole.tokens, counted: halves[0])
+        )
+        #expect(abs(try gradients([padded]).loss - gradients([half]).loss) < 1e-5 * expected.loss)
     }
 
     /// A pause can wait within the head too, and changes nothing.
@@ -145,6 +151,20 @@ import Testing
         for (name, vector) in whole.vectors {
             #expect(parts.vectors[name]?.arrayEqual(vector).item(Bool.self) == true, "\(name)")
         }
+    }
+
+    /// A plan with room for it opens a file of weights once; otherwise each use does.
+    @Test(arguments: [true, nil]) func weightsStayMappedWhereThePlanSaysSo(_ keepsMaps: Bool?) throws {
+        let copy = temporaryFolder()
+        defer { try? FileManager.default.removeItem(at: copy) }
+        try FileManager.default.copyItem(at: try #require(Fixture.tied), to: copy)
+        let fixture = try Fixture(copy, "gradients")
+        let trainer = try fixture.trainer(.mesp, plan: Plan(tileBytes: 1 << 20, keepsMaps: keepsMaps))
+        let example = try fixture.example()
+        _ = try trainer.step([[example]], number: 0)
+        try FileManager.default.removeItem(at: fixture.bundle.url.appendingPathComponent("blocks/00.bin"))
+        let error = message { _ = try trainer.step([[example]], number: 1) }
+        #expect(keepsMaps == true ? error == "" : error.contains("Cannot open"))
     }
 
     /// Updates of 1/1000 of the last bit of bfloat16 are lost when rounded to the nearest, and add up when rounded at random.
@@ -175,7 +195,7 @@ import Testing
     @Test(arguments: Fixture.cases.filter { !$0.lastPathComponent.contains("gpu") })
     func trainsInBFloat16(_ folder: URL) throws {
         let fixture = try Fixture(folder, "losses")
-        let stream = try #require(try fixture.bundle.tokens("train")).sequences(length: fixture.length)
+        let stream = try #require(try fixture.bundle.tokens("train")).sequences(lengths: [fixture.length])
         let rate = try fixture.number("learning_rate")
         let expected = try fixture.array("mesp").asArray(Float.self)
         let trainer = try fixture.trainer(.mesp) {

@@ -71,6 +71,10 @@ import Testing
             try arrays.write(array, at: index)
             #expect(try arrays.read(index).arrayEqual(array).item(Bool.self))
         }
+        let short = MLXArray.ones([2, 1667])
+        try arrays.write(short, at: 0)
+        #expect(try arrays.read(0).arrayEqual(short).item(Bool.self))
+        #expect(try arrays.read(2).shape == shape)
     }
 
     @Test func badStepsAreLeftOut() throws {

@@ -59,7 +59,10 @@ import Testing
     }
 
     /// A run that is stopped and resumed logs the same losses, to the last bit, as one that is not.
-    @Test(arguments: ["sgd", "momentum", "adamw", "adamw offloaded", "accumulation", "mezo", "bfloat16"])
+    @Test(arguments: [
+        "sgd", "momentum", "adamw", "adamw offloaded", "adamw8bit", "adamw8bit offloaded", "accumulation", "mezo",
+        "bfloat16",
+    ])
     func resumesAsIfNothingHadHappened(_ kind: String) throws {
         let (whole, parts) = (temporaryFolder(), temporaryFolder())
         defer { for folder in [whole, parts] { try? FileManager.default.removeItem(at: folder) } }
@@ -71,6 +74,10 @@ import Testing
             case "adamw": (settings.optimizer, settings.learningRate) = (.adamw, 1e-3)
             case "adamw offloaded":
                 (settings.optimizer, settings.learningRate, settings.offload) = (.adamw, 1e-3, .all)
+            case "adamw8bit": (settings.optimizer, settings.learningRate) = (.adamw8bit, 1e-3)
+            case "adamw8bit offloaded":
+                (settings.optimizer, settings.learningRate, settings.offload) = (.adamw8bit, 1e-3, .all)
+                (settings.maxGradNorm, settings.skipBadSteps) = (0.5, true)
             case "accumulation":
                 (settings.batchSize, settings.gradAccumulationSteps, settings.maxGradNorm) = (2, 2, 0.5)
             case "mezo": (settings.method, settings.learningRate) = (.mezo, 1e-3)
@@ -105,6 +112,33 @@ import Testing
         let (ours, expected) = (try adapters(parts), try adapters(whole))
         #expect(ours.keys == expected.keys)
         for (name, array) in expected { #expect(ours[name]?.arrayEqual(array).item(Bool.self) == true, "\(name)") }
+    }
+
+    /// A setting that came later has its default in a run from before, and in its log.
+    @Test func aStateFromBeforeASettingWasThereIsResumed() throws {
+        let output = temporaryFolder()
+        defer { try? FileManager.default.removeItem(at: output) }
+        var settings = try settings(output)
+        try Run.run(settings)
+        let url = SavedState.url(in: output)
+        let text = try String(decoding: Data(contentsOf: url), as: UTF8.self)
+        let setting = #"\"keepCache\":false,"#
+        #expect(text.contains(setting))
+        let log = try Data(contentsOf: LogWriter.url(in: output)).split(separator: UInt8(ascii: "\n"))
+        let start = String(decoding: try #require(log.first), as: UTF8.self)
+        #expect(start.contains(#""keep_cache":false,"#))
+        let old = Data(start.replacingOccurrences(of: #""keep_cache":false,"#, with: "").utf8)
+        guard case .start(let read) = try LogRecord.read(old).0 else { throw MeSPError("no start record") }
+        #expect(read.settings == settings)
+        // Of the same length, as the header of the file says where its tensors are.
+        var bytes = try Data(contentsOf: url)
+        let place = try #require(bytes.range(of: Data(setting.utf8)))
+        bytes.replaceSubrange(place, with: Data(repeating: UInt8(ascii: " "), count: setting.utf8.count))
+        try bytes.write(to: url)
+        settings.steps += 1
+        settings.resume = true
+        try Run.run(settings)
+        #expect(try #require(try SavedState.load(from: output, settings)).state.step == settings.steps)
     }
 
     /// With a clock on which a step takes more than a minute, it is saved after the first and then after every third minute.
@@ -230,9 +264,10 @@ import Testing
         settings.method = method
         settings.useDefaultUpdate(for: fixture.bundle.architecture)
         #expect(settings.optimizer.rawValue == (try fixture.word("default \(method)")))
-        for optimizer in RunSettings.OptimizerKind.allCases {
-            settings.optimizer = optimizer
-            let rate = try fixture.number("default \(method) \(optimizer)")
+        let cases = RunSettings.OptimizerKind.allCases.flatMap { [($0, nil), ($0, Objective.dpo)] }
+        for (optimizer, objective) in cases {
+            (settings.optimizer, settings.objective) = (optimizer, objective)
+            let rate = try fixture.number("default \(method) \(optimizer)\(objective == nil ? "" : " dpo")")
             let difference = settings.defaultLearningRate(for: fixture.bundle.architecture) - rate
             #expect(abs(difference) < 1e-6 * rate, "\(optimizer)")
         }

@@ -4,9 +4,15 @@ import MeSPCore
 struct ByteTokenizer: TextTokenizer {
     let endOfText: Int? = 0
     var hasChatTemplate = true
+    /// Whether the template writes a thought before an answer that ends the conversation, or that nothing but answers follow.
+    var thinks = false
     func encode(_ text: String) -> [Int] { text.utf8.map { Int($0) } }
     func decode(_ tokens: [Int]) -> String { String(decoding: tokens.map { UInt8($0 % 256) }, as: UTF8.self) }
     func encode(_ messages: [ChatMessage], opensAnswer: Bool) -> [Int] {
-        encode(messages.map { "<\($0.role)>\($0.content)\n" }.joined() + (opensAnswer ? "<assistant>" : ""))
+        let question = messages.lastIndex { $0.role == "user" } ?? messages.count
+        let texts = messages.enumerated().map { index, message in
+            "<\(message.role)>\(thinks && index > question ? "(hm)" : "")\(message.content)\n"
+        }
+        return encode(texts.joined() + (opensAnswer ? "<assistant>" : ""))
     }
 }

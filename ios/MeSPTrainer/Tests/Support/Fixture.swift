@@ -53,16 +53,19 @@ struct Fixture {
     func number(_ name: String) throws -> Float { try #require(metadata[name].flatMap(Float.init), "no \(name)") }
 
     func example() throws -> Example {
-        Example(tokens: try array("tokens").asArray(Int32.self), counted: 0..<length)
+        Example(tokens: try array("tokens").asArray(Int32.self), counted: Array(0..<length))
     }
 
     /// With the fixture's parameters and tokens; the mean loss.
     func backpropagate(_ trainer: Trainer, update: (_ block: Int, _ gradient: MLXArray) throws -> Void) throws -> Float
     {
-        try trainer.restore { arrays[$0] }
+        try restore(trainer)
         let weight = 1 / Float(length)
         return weight * (try trainer.backpropagate(.init(example: example(), weight: weight), update: update))
     }
+
+    /// Gives a trainer the fixture's parameters.
+    func restore(_ trainer: Trainer) throws { try trainer.restore { arrays[$0] } }
 
     func trainer(
         _ method: GradientMethod, plan: Plan = Plan(tileBytes: 1 << 20),

@@ -1,0 +1,69 @@
+"""Adapters fused into the weights: a model of mlx-lm's, whole, that needs no adapters."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import mlx.core as mx
+from mlx import nn
+from mlx.utils import tree_unflatten
+
+from mesp.bundle.reader import Bundle
+
+BFLOAT16 = 16  # bits: not quantized
+GROUPS = (64, 32)  # weights that share a scale: the first that divides a row
+
+
+def fuse(model: nn.Module, bits: int) -> dict[str, dict[str, int]]:
+    """Makes each layer with adapters one matrix, W + scale · (A B)ᵀ, quantized to `bits`.
+
+    The other layers stay as they are quantized; with 16 bits nothing is quantized. What is
+    floating-point becomes bfloat16.
+
+    Returns: how each changed layer is quantized, by its path, as mlx-lm's config.json has it.
+    """
+    from mlx_lm.tuner.lora import LoRALinear
+    from mlx_lm.utils import dequantize_model
+
+    fused, quantized = [], {}
+    for path, layer in model.named_modules():
+        if not isinstance(layer, LoRALinear):
+            continue
+        linear = layer.fuse(dequantize=True)
+        if bits != BFLOAT16:
+            group = next(size for size in GROUPS if linear.weight.shape[1] % size == 0)
+            linear = nn.QuantizedLinear.from_linear(linear, group, bits)
+            quantized[path] = {"group_size": group, "bits": bits}
+        mx.eval(linear.parameters())
+        fused.append((path, linear))
+    model.update_modules(tree_unflatten(fused))
+    if bits == BFLOAT16:
+        dequantize_model(model)
+    model.set_dtype(mx.bfloat16)
+    mx.eval(model.parameters())
+    return quantized
+
+
+def save(
+    folder: Path, model: nn.Module, bundle: Bundle, quantized: dict[str, dict[str, int]]
+) -> None:
+    """Writes a fused model into `folder`: weights, config.json, and the bundle's tokenizer."""
+    from mlx_lm.utils import save_config, save_model
+
+    config = json.loads((bundle.path / "config.json").read_text(encoding="utf-8"))
+    config.pop("quantization_config", None)
+    if quantized:
+        config["quantization"] |= quantized
+    else:
+        config.pop("quantization", None)
+    for key in ("torch_dtype", "dtype"):
+        if key in config:
+            config[key] = "bfloat16"
+    save_model(folder, model)
+    save_config(config, folder / "config.json")
+    own = {"manifest.json", "config.json"}
+    for file in sorted(bundle.path.iterdir()):
+        if file.is_file() and file.suffix not in (".bin", ".mlxfn") and file.name not in own:
+            shutil.copyfile(file, folder / file.name)

@@ -1,0 +1,49 @@
+"""The held-out loss of a model of mlx-lm's on a bundle's data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import islice
+
+import mlx.core as mx
+import numpy as np
+from mlx import nn
+
+from mesp.bundle.reader import Bundle
+
+
+def held_out_loss(
+    model: nn.Module,
+    bundle: Bundle,
+    seq_len: int,
+    count: int,
+    advance: Callable[[], None] = lambda: None,
+) -> float:
+    """The mean loss, in nats a token, over all counted targets of the first `count` sequences of
+    `valid`, as the trainer evaluates."""
+    total, tokens = 0.0, 0
+    for ids, counted in islice(sequences(bundle, "valid", seq_len), count):
+        logits = model(mx.array(ids[None, :-1]))[0].astype(mx.float32)
+        losses = nn.losses.cross_entropy(logits, mx.array(ids[1:]))
+        total += (losses * mx.array(counted)).sum().item()
+        tokens += int(counted.sum())
+        advance()
+    return total / tokens
+
+
+def sequences(bundle: Bundle, split: str, seq_len: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """The sequences of a split: int32 ids [n + 1], n ≤ `seq_len`, and which of the n targets count,
+    float32 [n]; none in which nothing does."""
+    tokens, examples, mask = bundle.tokens(split), bundle.examples(split), bundle.mask(split)
+    if examples is None:
+        starts = range(0, len(tokens) - seq_len, seq_len)
+        rows = ((start, seq_len + 1) for start in starts)
+    else:
+        rows = ((start, min(length, seq_len + 1)) for start, length in examples.tolist())
+    for start, length in rows:
+        ids = np.asarray(tokens[start : start + length], np.int32)
+        counted = np.ones(length - 1, np.float32)
+        if mask is not None:
+            counted = np.asarray(mask[start + 1 : start + length], np.float32)
+        if counted.any():
+            yield ids, counted

@@ -1,0 +1,76 @@
+"""Uploads bundles to the Hugging Face Hub."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from mesp.errors import MespError
+
+# What of an earlier bundle in the repository does not belong to the new one goes.
+OF_A_BUNDLE = ["blocks/*", "data/*", "*.mlxfn", "*.bin", "*.json", "LICENSE*"]
+
+
+def upload(bundle: Path, manifest: dict[str, Any], repo: str) -> str:
+    """Puts the bundle's files into the model repository `repo`, which is made where it isn't there.
+
+    A card beside them says what they are. Returns the repository's address; raises MespError where
+    the Hub can't be reached, or does not take them.
+    """
+    from huggingface_hub import HfApi, errors
+    from huggingface_hub.utils import disable_progress_bars
+
+    if not sys.stderr.isatty():
+        disable_progress_bars()
+    files = [file["path"] for file in manifest["files"]]
+    try:
+        api = HfApi()
+        address = api.create_repo(repo, exist_ok=True)
+        api.upload_file(path_or_fileobj=card(manifest), path_in_repo="README.md", repo_id=repo)
+        api.upload_folder(
+            folder_path=bundle,
+            repo_id=repo,
+            allow_patterns=["manifest.json", *files],
+            delete_patterns=OF_A_BUNDLE,
+            commit_message=f"Upload {manifest['name']}",
+        )
+    except errors.HFValidationError as error:
+        raise MespError(f"{repo} is no name of a repository: give it as owner/name.") from error
+    except errors.LocalTokenNotFoundError as error:
+        raise MespError("Log in to the Hugging Face Hub first: `hf auth login`.") from error
+    except errors.HfHubHTTPError as error:
+        if error.response is not None and error.response.status_code in (401, 403):
+            raise MespError(
+                f"The Hugging Face Hub does not let you write to {repo}: log in with "
+                "`hf auth login`, with a token that may write."
+            ) from error
+        raise failed(bundle, repo) from error
+    except Exception as error:  # what a broken connection raises differs from library to library
+        raise failed(bundle, repo) from error
+    return str(address)
+
+
+def failed(bundle: Path, repo: str) -> MespError:
+    return MespError(
+        f"{bundle} is written, and could not be uploaded to {repo}: check the network and run "
+        f"mesp-export --from {bundle} --overwrite --upload {repo}."
+    )
+
+
+def card(manifest: dict[str, Any]) -> bytes:
+    """The repository's README.md."""
+    model = manifest["model"]
+    head = ["---", "library_name: mesp"]
+    if model["revision"]:  # otherwise it came from a folder
+        head.append(f"base_model: {model['id']}")
+    if model["license"]:
+        head.append(f"license: {model['license']}")
+    lengths = " or ".join(map(str, manifest["seq_lens"]))
+    text = f"""
+# {manifest["name"]} for MeSP
+
+The model, quantized and laid out to be fine-tuned on an iPhone, a Mac or Linux by MeSP: on the
+{manifest["device"].upper()}, with sequences of {lengths} tokens.
+"""
+    return ("\n".join([*head, "---"]) + "\n" + text).encode()

@@ -1,0 +1,79 @@
+#if os(iOS)
+    @preconcurrency import BackgroundTasks
+    import Foundation
+    import MeSPAppModel
+    import MeSPCore
+
+    /// Time in the background from `BGTaskScheduler`. Info.plist permits the identifiers.
+    @MainActor final class SystemBackground: BackgroundScheduler {
+        var onGrant: ((any BackgroundTime) -> Void)?
+
+        private let prefix = Bundle.main.bundleIdentifier ?? "org.mesp.MeSPTrainer"
+        private var overnight: String { prefix + ".overnight" }
+        /// Of the last request for what the person started; each has an identifier of its own.
+        private var continued: String?
+
+        /// To be made before the app has launched: the system may have started it for the night's task.
+        init() { register(overnight, for: .overnight) }
+
+        func ask(for grant: BackgroundGrant, title: String) {
+            switch grant {
+            case .overnight:
+                let request = BGProcessingTaskRequest(identifier: overnight)
+                request.requiresExternalPower = true
+                try? BGTaskScheduler.shared.submit(request)
+            case .continued:
+                // Older SDKs, and systems, have no such task: the run waits for the app to come back.
+                #if compiler(>=6.2)
+                    if #available(iOS 26.0, *) {
+                        let identifier = "\(prefix).run.\(UUID().uuidString)"
+                        continued = identifier
+                        register(identifier, for: .continued)
+                        let request = BGContinuedProcessingTaskRequest(
+                            identifier: identifier, title: title, subtitle: "Checking the bundle")
+                        try? BGTaskScheduler.shared.submit(request)
+                    }
+                #endif
+            }
+        }
+
+        func withdraw(_ grant: BackgroundGrant) {
+            guard let identifier = grant == .overnight ? overnight : continued else { return }
+            BGTaskScheduler.shared.cancel(taskRequestWithIdentifier: identifier)
+        }
+
+        private func register(_ identifier: String, for grant: BackgroundGrant) {
+            _ = BGTaskScheduler.shared.register(forTaskWithIdentifier: identifier, using: .main) {
+                @Sendable [weak self] task in
+                MainActor.assumeIsolated {
+                    guard let onGrant = self?.onGrant else { return task.setTaskCompleted(success: false) }
+                    onGrant(Time(task, grant))
+                }
+            }
+        }
+
+        private final class Time: BackgroundTime {
+            let grant: BackgroundGrant
+            var onExpiration: (() -> Void)?
+            private let task: BGTask
+
+            init(_ task: BGTask, _ grant: BackgroundGrant) {
+                (self.task, self.grant) = (task, grant)
+                // Called on any thread.
+                task.expirationHandler = { @Sendable [weak self] in Task { @MainActor in self?.onExpiration?() } }
+            }
+
+            func show(_ progress: RunProgress) {
+                #if compiler(>=6.2)
+                    if #available(iOS 26.0, *), let task = task as? BGContinuedProcessingTask {
+                        task.progress.totalUnitCount = Int64(progress.steps)
+                        task.progress.completedUnitCount = Int64(progress.step)
+                        task.updateTitle(task.title, subtitle: progress.sentence)
+                    }
+                #endif
+            }
+
+            func end(success: Bool) { task.setTaskCompleted(success: success) }
+        }
+    }
+#endif

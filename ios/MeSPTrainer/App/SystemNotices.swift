@@ -1,0 +1,25 @@
+import MeSPAppModel
+import UserNotifications
+
+/// Messages as the system's notifications, one at a time.
+@MainActor final class SystemNotices: NoticeBoard {
+    private static let identifier = "run"
+
+    private var center: UNUserNotificationCenter { .current() }
+
+    func askPermission() { center.requestAuthorization(options: [.alert, .sound]) { @Sendable _, _ in } }
+
+    func show(_ notice: Notice) {
+        let content = UNMutableNotificationContent()
+        (content.title, content.body, content.sound) = (notice.title, notice.text, .default)
+        let trigger =
+            notice.delay > 0 ? UNTimeIntervalNotificationTrigger(timeInterval: notice.delay, repeats: false) : nil
+        clear()
+        center.add(UNNotificationRequest(identifier: Self.identifier, content: content, trigger: trigger))
+    }
+
+    func clear() {
+        center.removePendingNotificationRequests(withIdentifiers: [Self.identifier])
+        center.removeDeliveredNotifications(withIdentifiers: [Self.identifier])
+    }
+}

@@ -1,0 +1,16 @@
+#if os(iOS)
+    import MeSPAppModel
+    import SwiftUI
+
+    /// The screen that the app's window is on.
+    @MainActor final class WindowDisplay: Display {
+        private var screen: UIScreen? {
+            UIApplication.shared.connectedScenes.compactMap { $0 as? UIWindowScene }.first?.screen
+        }
+
+        var brightness: Double? {
+            get { screen.map { Double($0.brightness) } }
+            set { if let newValue { screen?.brightness = newValue } }
+        }
+    }
+#endif

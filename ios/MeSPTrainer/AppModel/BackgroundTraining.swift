@@ -1,0 +1,121 @@
+import Foundation
+import MeSPCore
+
+/// A time in the background that the system has given: in the app a `BGTask`.
+@MainActor public protocol BackgroundTime: AnyObject {
+    var grant: BackgroundGrant { get }
+    /// To be called when the system takes it back.
+    var onExpiration: (() -> Void)? { get set }
+    /// Shows the person how far the run is.
+    func show(_ progress: RunProgress)
+    func end(success: Bool)
+}
+
+/// What gives time in the background: in the app the system's scheduler.
+@MainActor public protocol BackgroundScheduler: AnyObject {
+    /// To be called with each time that is given.
+    var onGrant: ((any BackgroundTime) -> Void)? { get set }
+    /// Asks for a time, which may never be given. One that was asked for before and not given yet, this replaces.
+    func ask(for grant: BackgroundGrant, title: String)
+    /// Takes back what was asked for.
+    func withdraw(_ grant: BackgroundGrant)
+}
+
+/// How far a run is.
+public struct RunProgress: Sendable, Equatable {
+    public var step: Int
+    public var steps: Int
+    /// In nats a token; nil before the first step.
+    public var loss: Float?
+    /// nil before the first step.
+    public var secondsLeft: Double?
+
+    public init(_ log: LogSummary, steps: Int) {
+        (step, self.steps, loss) = (log.lastStep, steps, log.steps.last?.loss)
+        secondsLeft = log.stepSeconds.map { $0 * Double(max(0, steps - log.lastStep)) }
+    }
+
+    /// In words: `Step 12 of 100, loss 2.31, 14 min left`.
+    public var sentence: String {
+        var parts = ["Step \(step) of \(steps)"]
+        if let loss { parts.append("loss \(String(format: "%.2f", loss))") }
+        if let secondsLeft, step < steps {
+            let minutes = Int((secondsLeft / 60).rounded(.up))
+            parts.append(minutes < 60 ? "\(minutes) min left" : "\(minutes / 60) h \(minutes % 60) min left")
+        }
+        return parts.joined(separator: ", ")
+    }
+}
+
+/// Asks for time in the background for runs that may train there (`Conditions`), and gives it to them.
+///
+/// What the person has started may go on when the app is left; and in the night, on the charger, a run that has not ended does, also
+/// one that the system has ended in the meantime.
+@MainActor final class BackgroundTraining {
+    private let controller: RunController
+    private let phone: any Phone
+    private let scheduler: any BackgroundScheduler
+    private let unfinished: () async -> Bool
+    private var times = [BackgroundGrant: any BackgroundTime]()
+    /// The folder of the run that time was asked for.
+    private var askedFor: String?
+
+    /// - Parameter resume: goes on with a run for the CPU that was cut off, and returns whether there was one.
+    init(
+        controller: RunController, phone: any Phone, scheduler: any BackgroundScheduler,
+        resume: @escaping () async -> Bool
+    ) {
+        (self.controller, self.phone, self.scheduler, unfinished) = (controller, phone, scheduler, resume)
+        scheduler.onGrant = { [weak self] in self?.take($0) }
+        controller.observers.append { [weak self] in self?.runChanged() }
+    }
+
+    private var mayTrain: Bool { controller.isRunning && controller.log.start != nil && !controller.usesGPU }
+
+    private func runChanged() {
+        guard controller.isRunning else {
+            if !times.isEmpty || askedFor != nil { runEnded() }
+            return
+        }
+        if mayTrain, let settings = controller.settings, askedFor != settings.output {
+            askedFor = settings.output
+            scheduler.ask(for: .overnight, title: title)
+            // To be asked for in front only, for what the person does.
+            if phone.scene == .active { scheduler.ask(for: .continued, title: title) }
+        }
+        guard let settings = controller.settings else { return }
+        let progress = RunProgress(controller.log, steps: settings.steps)
+        for time in times.values { time.show(progress) }
+    }
+
+    private var title: String { "Training \(controller.log.start?.model.name ?? "")" }
+
+    private func runEnded() {
+        askedFor = nil
+        for grant in BackgroundGrant.allCases { scheduler.withdraw(grant) }
+        for time in times.values { time.end(success: controller.state == .finished(.finished)) }
+        times = [:]
+        controller.grant = nil
+    }
+
+    private func take(_ time: any BackgroundTime) {
+        times[time.grant] = time
+        time.onExpiration = { [weak self, weak time] in
+            if let self, let time { expire(time) }
+        }
+        useTimes()
+        guard !controller.isRunning else { return }
+        Task {
+            if !(await unfinished()) { runEnded() }
+        }
+    }
+
+    private func expire(_ time: any BackgroundTime) {
+        times[time.grant] = nil
+        useTimes()  // which waits until the block in progress has ended
+        time.end(success: false)
+        if time.grant == .overnight, mayTrain { scheduler.ask(for: .overnight, title: title) }
+    }
+
+    private func useTimes() { controller.grant = BackgroundGrant.allCases.first { times[$0] != nil } }
+}

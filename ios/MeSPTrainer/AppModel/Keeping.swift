@@ -1,0 +1,31 @@
+import Foundation
+import MeSPCore
+
+/// How the system keeps what the app writes.
+public struct Keeping: Sendable, Equatable {
+    /// Whether a backup of the phone has it.
+    public var isInBackup: Bool
+    /// Whether it can be read only while the phone is not locked. What is not, can be from the first time that the phone is unlocked after
+    /// it was turned on: a run in the night reads and writes while it is locked.
+    public var isLockedAway: Bool
+
+    /// Gigabytes that can be had again; read by a run in the night.
+    static let bundle = Keeping(isInBackup: false, isLockedAway: false)
+    /// A run's tokens, log and adapters, which are read and written in the night.
+    static let run = Keeping(isInBackup: true, isLockedAway: false)
+    /// What a run goes on from: as large as the adapters and the optimizer's state, and of use with this phone's log only.
+    static let state = Keeping(isInBackup: false, isLockedAway: false)
+    /// What was said in a chat, and liked of it. Nothing in the night reads it.
+    static let chat = Keeping(isInBackup: true, isLockedAway: true)
+
+    /// Keeps a file or a folder so, and what is made in the folder later. Elsewhere than on Apple's systems it does nothing.
+    public func apply(to url: URL) {
+        var (url, values) = (url, URLResourceValues())
+        values.isExcludedFromBackup = !isInBackup
+        try? url.setResourceValues(values)
+        #if os(iOS)
+            let type: FileProtectionType = isLockedAway ? .complete : .completeUntilFirstUserAuthentication
+            try? FileManager.default.setAttributes([.protectionKey: type], ofItemAtPath: url.path)
+        #endif
+    }
+}

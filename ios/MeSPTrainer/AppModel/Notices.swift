@@ -1,0 +1,72 @@
+import Foundation
+import MeSPCore
+
+/// A message about a run for a person who has left the app.
+public struct Notice: Sendable, Equatable {
+    public var title: String
+    public var text: String
+    /// Seconds until it is shown, where nothing takes it back in the meantime.
+    public var delay: Double
+}
+
+/// What shows messages: in the app the system's notifications.
+@MainActor public protocol NoticeBoard: AnyObject {
+    /// Asks the person whether messages may be shown; the system asks once.
+    func askPermission()
+    /// Shows `notice` in place of the last.
+    func show(_ notice: Notice)
+    /// Takes back what is shown or waits to be.
+    func clear()
+}
+
+/// Tells a person who has left the app what has become of the run: that it is done, that it waits and why, or that it has failed.
+@MainActor final class Notices {
+    /// How long a run may wait for the app to come back before anybody is told, in seconds: most people come back at once.
+    static let patience = 60.0
+
+    private let controller: RunController
+    private let phone: any Phone
+    private let board: any NoticeBoard
+    /// The state that the last message was about.
+    private var told = RunController.State.idle
+
+    init(controller: RunController, phone: any Phone, board: any NoticeBoard) {
+        (self.controller, self.phone, self.board) = (controller, phone, board)
+        controller.observers.append { [weak self] in self?.update() }
+        phone.observers.append { [weak self] _ in self?.update() }
+    }
+
+    private func update() {
+        guard phone.scene != .active else {
+            return clear()
+        }
+        guard controller.state != told else { return }
+        if let notice = notice(controller.state) {
+            board.show(notice)
+            told = controller.state
+        } else {
+            clear()
+        }
+    }
+
+    private func clear() {
+        if told != .idle { board.clear() }
+        told = .idle
+    }
+
+    private func notice(_ state: RunController.State) -> Notice? {
+        switch state {
+        case .finished(.finished):
+            let steps = controller.settings?.steps ?? controller.log.lastStep
+            return Notice(
+                title: "Training Is Done", text: RunProgress(controller.log, steps: steps).sentence + ".", delay: 0)
+        case .failed(let sentence): return Notice(title: "Training Has Failed", text: sentence, delay: 0)
+        case .paused(.user): return nil
+        case .paused(let reason):
+            return Notice(
+                title: "Training Waits", text: "\(reason.sentence) \(reason.remedy)",
+                delay: reason == .away ? Self.patience : 0)
+        case .idle, .preparing, .training, .finished: return nil
+        }
+    }
+}

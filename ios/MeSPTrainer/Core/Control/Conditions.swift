@@ -1,0 +1,39 @@
+/// A time in the background that the system has given.
+public enum BackgroundGrant: String, Sendable, CaseIterable {
+    /// To go on with what the person started (`BGContinuedProcessingTask`).
+    case continued
+    /// In the night, on the charger (`BGProcessingTask`).
+    case overnight
+}
+
+/// What decides whether a run may train, but for the memory and what the person wants.
+struct Conditions: Sendable, Equatable {
+    var scene = AppScene.active
+    /// Whether the bundle is for the GPU.
+    var usesGPU = true
+    var grant: BackgroundGrant?
+    var thermalState = ThermalState.nominal
+    /// nil where there is none, or nobody knows.
+    var battery: Battery?
+
+    /// Why the run has to wait; none where it may train. This is the one place that says which run may train when:
+    ///
+    /// | | active | inactive | background | … `continued` | … `overnight` |
+    /// |---|---|---|---|---|---|
+    /// | CPU | trains | trains | away | trains | trains on the charger |
+    /// | GPU | trains | away | away | away | away |
+    ///
+    /// and nowhere while the device is too warm, or the battery low and not charging. iOS ends an app that uses the GPU in the
+    /// background; one that is inactive may be there in a moment.
+    var reasons: Set<PauseReason> {
+        var reasons = Set<PauseReason>()
+        switch (scene, usesGPU, grant) {
+        case (.active, _, _), (.inactive, false, _), (.background, false, .continued): break
+        case (.background, false, .overnight): if let battery, !battery.isCharging { reasons.insert(.charger) }
+        case (.inactive, true, _), (.background, true, _), (.background, false, nil): reasons.insert(.away)
+        }
+        if thermalState == .serious || thermalState == .critical { reasons.insert(.heat) }
+        if let battery, battery.level < 0.2, !battery.isCharging { reasons.insert(.battery) }
+        return reasons
+    }
+}

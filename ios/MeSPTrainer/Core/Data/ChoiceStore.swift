@@ -1,0 +1,111 @@
+import Foundation
+
+/// An answer that a person took, and one to the same conversation that they did not.
+public struct Choice: Codable, Sendable, Equatable, Identifiable {
+    public let id: UUID
+    public let date: Date
+    /// What the answers are to; its last message is not an answer.
+    public let prompt: [ChatMessage]
+    public let chosen: String
+    public let rejected: String
+
+    /// - Throws: `MeSPError` where nothing can be learned from it: an empty answer, two that are equal, or nothing asked.
+    public init(prompt: [ChatMessage], chosen: String, rejected: String, date: Date = .now) throws {
+        func isBlank(_ text: String) -> Bool { !text.contains { !$0.isWhitespace } }
+        guard let last = prompt.last, last.role != "assistant" else {
+            throw MeSPError("A choice needs a message that the two answers are to.")
+        }
+        guard !isBlank(chosen), !isBlank(rejected) else { throw MeSPError("One of the two answers is empty.") }
+        guard chosen != rejected else { throw MeSPError("The two answers are equal, so there is nothing to choose.") }
+        (id, self.date) = (UUID(), date)
+        (self.prompt, self.chosen, self.rejected) = (prompt, chosen, rejected)
+    }
+
+    private enum Key: String, CodingKey { case id, date, prompt, chosen, rejected }
+
+    // The answers are lists of one message, as TRL and mesp-data take them.
+
+    public init(from decoder: any Decoder) throws {
+        let fields = try decoder.container(keyedBy: Key.self)
+        func answer(_ key: Key) throws -> String {
+            let messages = try fields.decode([ChatMessage].self, forKey: key)
+            guard messages.count == 1 else {
+                throw DecodingError.dataCorruptedError(forKey: key, in: fields, debugDescription: "not one message")
+            }
+            return messages[0].content
+        }
+        id = try fields.decode(UUID.self, forKey: .id)
+        date = try fields.decode(Date.self, forKey: .date)
+        prompt = try fields.decode([ChatMessage].self, forKey: .prompt)
+        (chosen, rejected) = (try answer(.chosen), try answer(.rejected))
+    }
+
+    public func encode(to encoder: any Encoder) throws {
+        var fields = encoder.container(keyedBy: Key.self)
+        try fields.encode(id, forKey: .id)
+        try fields.encode(date, forKey: .date)
+        try fields.encode(prompt, forKey: .prompt)
+        try fields.encode([ChatMessage(role: "assistant", content: chosen)], forKey: .chosen)
+        try fields.encode([ChatMessage(role: "assistant", content: rejected)], forKey: .rejected)
+    }
+}
+
+/// The choices that a person has made, in a JSONL file: of an app in which people take a suggestion or write another.
+///
+/// The file is what `mesp-data --data` and TRL take as preferences, and `TextData` makes the next run's tokens of it
+/// (``TextData/Source/choices(_:)``).
+public struct ChoiceStore: Sendable {
+    public let url: URL
+
+    /// - Parameter url: of the file, which need not be there yet.
+    public init(url: URL) { self.url = url }
+
+    /// All choices, the oldest first. A last line that a crash cut short is passed over.
+    public func all() throws -> [Choice] {
+        guard FileManager.default.fileExists(atPath: url.path) else { return [] }
+        let lines = try attempt("read") { try Data(contentsOf: url) }.split(separator: Self.lineFeed)
+        let decoder = JSONDecoder()
+        decoder.dateDecodingStrategy = .iso8601
+        return try lines.enumerated().compactMap { index, line in
+            do {
+                return try decoder.decode(Choice.self, from: line)
+            } catch {
+                guard index == lines.count - 1 else {
+                    throw MeSPError("Line \(index + 1) of \(url.lastPathComponent) is no choice; delete that line.")
+                }
+                return nil
+            }
+        }
+    }
+
+    /// Adds a choice at the end, and removes those with these identifiers.
+    public func append(_ choice: Choice, replacing ids: Set<Choice.ID> = []) throws {
+        try write(all().filter { !ids.contains($0.id) } + [choice])
+    }
+
+    /// Removes those with these identifiers.
+    public func remove(_ ids: Set<Choice.ID>) throws { try write(all().filter { !ids.contains($0.id) }) }
+
+    private static let lineFeed = UInt8(ascii: "\n")
+
+    /// Replaces the file at once or not at all; without choices there is none.
+    private func write(_ choices: [Choice]) throws {
+        let encoder = JSONEncoder()
+        encoder.dateEncodingStrategy = .iso8601
+        encoder.outputFormatting = [.sortedKeys, .withoutEscapingSlashes]
+        try attempt("written") {
+            if choices.isEmpty {
+                try? FileManager.default.removeItem(at: url)
+                return
+            }
+            let lines = try choices.map { try encoder.encode($0) + Data([Self.lineFeed]) }
+            try Data(lines.joined()).write(to: url, options: .atomic)
+        }
+    }
+
+    private func attempt<R>(_ what: String, _ body: () throws -> R) throws -> R {
+        do { return try body() } catch let error as MeSPError { throw error } catch {
+            throw MeSPError("\(url.path) cannot be \(what): \(error.plainSentence).")
+        }
+    }
+}

@@ -1,0 +1,69 @@
+import Foundation
+import MLX
+
+/// How AdamW's moments are kept in 8 bits, as bitsandbytes does: 256 numbers share a scale, their largest absolute value, and each has
+/// a code, which stands for the nearest of 256 fractions of it; of two that are equally near, the lower.
+///
+/// A vector `[P]` becomes uint8 `[⌈P / 256⌉, 260]`, a row for 256 numbers: the bytes of the scale, a float32, and the codes.
+struct DynamicMap {
+    private static let (rowCount, scaleBytes) = (256, 4)
+
+    /// What each code stands for, ascending, float32 `[256]`.
+    private let fractions: MLXArray
+    /// The middles between neighbours, and ∞, float32 `[256]`.
+    private let middles: MLXArray
+    /// The code of the lowest number with these upper 16 bits of a float32, uint8 `[2¹⁶]`. Between the lowest and the highest of them lies
+    /// one middle at most.
+    private let lowest: MLXArray
+
+    /// - Parameter signed: whether there are negative numbers, as of m; v has none.
+    init(signed: Bool) {
+        // 0, 1, and of each power of ten from 10⁻⁶ to 1 the middles of equal parts of its upper nine tenths, twice as many as of the last.
+        var numbers = [0.0, 1.0]
+        for power in 0...6 {
+            let parts = (signed ? 1 : 2) << power
+            for part in 0..<parts {
+                let number = pow(10, Double(power - 6)) * (0.1 + 0.9 * (Double(part) + 0.5) / Double(parts))
+                numbers += signed ? [number, -number] : [number]
+            }
+        }
+        let fractions = numbers.sorted().map(Float.init)
+        let middles = zip(fractions, fractions.dropFirst()).map { ($0 + $1) / 2 }
+        /// How many middles are below `number`, by bisection.
+        func code(_ number: Float) -> UInt8 {
+            var (low, high) = (0, middles.count)
+            while low < high {
+                let middle = (low + high) / 2
+                if middles[middle] < number { low = middle + 1 } else { high = middle }
+            }
+            return UInt8(low)
+        }
+        let lowest = (UInt32(0)..<1 << 16).map { upper in
+            // Of negative numbers the one that is largest without its sign.
+            code(Float(bitPattern: upper << 16 | (upper >> 15 == 1 ? 0xFFFF : 0)))
+        }
+        (self.fractions, self.middles) = (MLXArray(fractions), MLXArray(middles + [.infinity]))
+        self.lowest = MLXArray(lowest)
+    }
+
+    /// The shape of a vector `[count]`, quantized; all its bytes 0, it is a vector of zeros.
+    static func shape(_ count: Int) -> [Int] { [(count + rowCount - 1) / rowCount, scaleBytes + rowCount] }
+
+    /// - Parameter x: float32 `[P]`
+    func quantized(_ x: MLXArray) -> MLXArray {
+        let missing = Self.shape(x.size)[0] * Self.rowCount - x.size
+        let padded = missing > 0 ? concatenated([x, MLXArray.zeros([missing])]) : x
+        let rows = padded.reshaped([-1, Self.rowCount])
+        let scale = abs(rows).max(axis: 1, keepDims: true)
+        let fraction = rows / which(scale .> 0, scale, 1)
+        let lowest = take(lowest, fraction.view(dtype: .uint32) >> 16)
+        let codes = lowest + (fraction .> take(middles, lowest)).asType(.uint8)
+        return concatenated([scale.view(dtype: .uint8), codes], axis: 1)
+    }
+
+    /// What `quantized` gave of a vector, as float32 `[count]`.
+    func dequantized(_ rows: MLXArray, count: Int) -> MLXArray {
+        let scale = rows[0..., ..<Self.scaleBytes].view(dtype: .float32)
+        return (take(fractions, rows[0..., Self.scaleBytes...]) * scale).reshaped([-1])[..<count]
+    }
+}

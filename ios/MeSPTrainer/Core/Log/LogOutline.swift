@@ -1,0 +1,68 @@
+import Foundation
+
+/// What a list shows of a run. Only the beginning and the end of the log are read, however long it is.
+public struct LogOutline: Sendable {
+    public let start: LogRecord.Start?
+    /// The last finished step.
+    public let lastStep: Int
+    /// That step's, in nats a token.
+    public let lastLoss: Float?
+    /// How the run ended; nil where it has not, or was cut off.
+    public let end: LogRecord.End.Reason?
+
+    /// Some hundred lines.
+    private static let piece = 1 << 16
+
+    /// Reads the log in a run's folder. A last line that was cut off, as by a kill, is left out.
+    public init(folder: URL) throws {
+        let url = LogWriter.url(in: folder)
+        guard let file = try? FileHandle(forReadingFrom: url) else {
+            throw MeSPError("\(folder.path) holds no run: there is no metrics.jsonl in it.")
+        }
+        defer { try? file.close() }
+        let newline = UInt8(ascii: "\n")
+        let size = try file.seekToEnd()
+        try file.seek(toOffset: 0)
+        let head = try file.read(upToCount: Self.piece) ?? Data()
+        let first = head.prefix { $0 != newline }
+        var tail = head
+        if size > head.count {
+            try file.seek(toOffset: size - UInt64(Self.piece))
+            tail = try file.read(upToCount: Self.piece) ?? Data()
+            tail = tail.drop { $0 != newline }  // the rest of a line
+        }
+
+        do {
+            if first.isEmpty || first.endIndex == head.endIndex && (try? LogRecord.read(first)) == nil {
+                start = nil  // nothing, or one line that was cut off
+            } else if case .start(let record)? = try LogRecord.read(first).0 {
+                start = record
+            } else {
+                start = nil
+            }
+        } catch {
+            throw MeSPError("Line 1 of \(url.path) is not a log record.")
+        }
+
+        var (step, loss, reason) = (Int?.none, Float?.none, LogRecord.End.Reason?.none)
+        let lines = tail.split(separator: newline)
+        for (index, line) in lines.enumerated().reversed() where loss == nil {
+            let record: LogRecord?
+            do {
+                record = try LogRecord.read(line).0
+            } catch {
+                if index == lines.count - 1, line.endIndex == tail.endIndex { continue }
+                throw MeSPError("The end of \(url.path) is not that of a log.")
+            }
+            switch record {
+            case .step(let record): (step, loss) = (max(step ?? 0, record.step), record.loss)
+            case .end(let end):
+                step = end.step
+                if index == lines.count - 1 { reason = end.reason }
+            case .eval(let eval): step = max(step ?? 0, eval.step)
+            default: break
+            }
+        }
+        (lastStep, lastLoss, end) = (step ?? 0, loss, reason)
+    }
+}

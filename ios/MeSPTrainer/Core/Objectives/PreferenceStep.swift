@@ -1,0 +1,223 @@
+import MLX
+
+/// What a step or an evaluation on judged answers says beside its loss: means over its pairs or answers.
+struct PreferenceFigures {
+    /// How much higher the reward of chosen or good answers is.
+    var margin: Float?
+    /// The share of pairs whose chosen answer has the higher reward; of single answers the share on the right side of β k.
+    var accuracy: Float?
+    var rewardChosen: Float?
+    var rewardRejected: Float?
+    /// An estimate of the divergence from π₀, in nats an answer: of KTO's its k, elsewhere the mean of log π / π₀ over the data's answers.
+    var kl: Float?
+}
+
+extension Trainer {
+    /// One update from some batches of judged answers, as `step` makes one from sequences: a batch's loss is the mean over its pairs or
+    /// answers. A gradient is the sum of each sequence's own, which the objective weights, so that one sequence's activations are there
+    /// at a time. The weights of a pair depend on both answers: the rejected one runs forward once more, before all else.
+    ///
+    /// - Parameter batches: of each, pairs of a chosen and a rejected answer, one after the other, or single answers.
+    func step(_ batches: [[JudgedAnswer]], number: Int, _ objective: Objective) throws -> StepResult {
+        try takingBack {
+            let keys = keys(number)
+            var record = Record()
+            var norm: Float?
+            if settings.method == .mezo {
+                let mezo = zerothOrder(keys)
+                let (loss, slope) = try mezo.slope { moved in
+                    record = Record()
+                    for batch in batches {
+                        try score(batch, objective, share: 1 / Float(batches.count), &record, parameters: moved)
+                    }
+                    return Float(record.loss)
+                }
+                record.loss = Double(loss)
+                guard slope.isFinite else { throw try model.notFinite(batches.flatMap { $0.map(\.example) }) }
+                norm = try updateAll(number, keys) { slope * mezo.z($0) }
+            } else {
+                for batch in batches {
+                    try backpropagate(batch, objective, share: 1 / Double(batches.count), &record)
+                }
+                norm = try updateGathered(number, keys)
+            }
+            var result = StepResult(loss: Float(record.loss), tokens: record.tokens, gradientNorm: norm)
+            result.preference = record.figures
+            return result
+        }
+    }
+
+    /// The mean loss of pairs or answers, and what it says of them.
+    func evaluate(_ batch: [JudgedAnswer], _ objective: Objective) throws -> (loss: Float, PreferenceFigures) {
+        var record = Record()
+        try score(batch, objective, share: 1, &record)
+        return (Float(record.loss), record.figures)
+    }
+
+    // MARK: - A batch
+
+    /// Adds a batch's loss, times its share of the step's, to the record; forward passes only.
+    private func score(
+        _ batch: [JudgedAnswer], _ objective: Objective, share: Float, _ record: inout Record,
+        parameters: (_ block: Int, _ lora: MLXArray) throws -> MLXArray = { $1 }
+    ) throws {
+        func answer(_ judged: JudgedAnswer) throws -> Answer {
+            try self.answer(judged, loss: model.loss(judged.example, parameters: parameters), objective)
+        }
+        if objective.takesPairs {
+            let part = Double(share) * 2 / Double(batch.count)
+            for index in stride(from: 0, to: batch.count, by: 2) {
+                let (chosen, rejected) = (try answer(batch[index]), try answer(batch[index + 1]))
+                let context = objective == .orpo ? batch[index].context : nil
+                let pair = Preference(
+                    objective, chosen: chosen, rejected: rejected, contextTargets: context?.counted.count ?? 0, settings
+                )
+                record.add(pair, chosen, rejected, part: part)
+                if let context {
+                    record.loss += part * pair.context * Double(try model.loss(context, parameters: parameters))
+                }
+            }
+        } else {
+            let kl = Judgement.kl(try mismatched(batch).map(answer))
+            for judged in batch {
+                let answer = try answer(judged)
+                let judgement = Judgement(answer, isGood: judged.isGood, kl: kl, settings)
+                record.add(
+                    judgement, answer, judged, kl: kl, beta: settings.beta, part: Double(share) / Double(batch.count))
+            }
+        }
+        if !objective.hasReference { record.forgetRatios() }
+    }
+
+    /// As `score`, with each sequence's gradient, weighted, added to the sums.
+    private func backpropagate(
+        _ batch: [JudgedAnswer], _ objective: Objective, share: Double, _ record: inout Record
+    ) throws {
+        if objective.takesPairs {
+            for index in stride(from: 0, to: batch.count, by: 2) {
+                try backpropagate(
+                    chosen: batch[index], rejected: batch[index + 1], objective, part: share * 2 / Double(batch.count),
+                    &record)
+            }
+        } else {
+            let part = share / Double(batch.count)
+            let others = try mismatched(batch).map {
+                try answer($0, loss: model.loss($0.example), objective)
+            }
+            let kl = Judgement.kl(others)
+            for judged in batch {
+                let reference = try reference(judged)
+                try gather(judged.example, first: record.isEmpty) { y in
+                    let (loss, dy) = try head(y, judged.example, weight: 1)
+                    let answer = Answer(
+                        logProbability: -Double(loss), reference: reference, tokens: judged.example.counted.count)
+                    let judgement = Judgement(answer, isGood: judged.isGood, kl: kl, settings)
+                    record.add(judgement, answer, judged, kl: kl, beta: settings.beta, part: part)
+                    return (loss, Float(part * judgement.weight) * dy)
+                }
+            }
+        }
+        if !objective.hasReference { record.forgetRatios() }
+    }
+
+    private func backpropagate(
+        chosen: JudgedAnswer, rejected: JudgedAnswer, _ objective: Objective, part: Double, _ record: inout Record
+    ) throws {
+        let other = try answer(rejected, loss: model.loss(rejected.example), objective)
+        let reference = objective.hasReference ? try reference(chosen) : 0
+        let context = objective == .orpo ? chosen.context : nil
+        var weight = 0.0
+        try gather(chosen.example, first: record.isEmpty) { y in
+            let (loss, unweighted) = try head(y, chosen.example, weight: 1)
+            let answer = Answer(
+                logProbability: -Double(loss), reference: reference, tokens: chosen.example.counted.count)
+            let pair = Preference(
+                objective, chosen: answer, rejected: other, contextTargets: context?.counted.count ?? 0, settings)
+            record.add(pair, answer, other, part: part)
+            weight = part * pair.rejected
+            var dy = Float(part * pair.chosen) * unweighted
+            if let context {
+                let (loss, unweighted) = try head(y, context, weight: 1)
+                record.loss += part * pair.context * Double(loss)
+                dy = dy + Float(part * pair.context) * unweighted
+            }
+            return (loss, dy)
+        }
+        try gather(rejected.example, first: false) { try head($0, rejected.example, weight: Float(weight)) }
+    }
+
+    /// Each prompt of a batch with the answer of the record before it, the first with the last's.
+    private func mismatched(_ batch: [JudgedAnswer]) -> [JudgedAnswer] {
+        batch.indices.map { batch[$0].with(answerOf: batch[($0 + batch.count - 1) % batch.count]) }
+    }
+
+    // MARK: - Log-probabilities
+
+    private func answer(_ judged: JudgedAnswer, loss: Float, _ objective: Objective) throws -> Answer {
+        guard loss.isFinite else { throw try model.notFinite([judged.example]) }
+        return Answer(
+            logProbability: -Double(loss), reference: objective.hasReference ? try reference(judged) : 0,
+            tokens: judged.example.counted.count)
+    }
+
+    /// log π₀ of an answer, computed once: π₀ is the model without adapters, or with those that the run began with.
+    private func reference(_ judged: JudgedAnswer) throws -> Double {
+        if let known = references[judged.source] { return Double(known) }
+        let loss = try model.loss(judged.example) { [start] block, lora in
+            try start?.read(block).asType(.float32) ?? MLXArray.zeros(like: lora)
+        }
+        guard loss.isFinite else { throw try model.notFinite([judged.example]) }
+        references[judged.source] = -loss
+        return Double(-loss)
+    }
+}
+
+/// What a step adds up of its pairs or answers.
+private struct Record {
+    var loss = 0.0
+    private(set) var tokens = 0
+    private var (chosen, rejected, ratios, right) = (0.0, 0.0, 0.0, 0.0)
+    private var (chosenCount, rejectedCount, judged) = (0, 0, 0)
+    private var kl: Double?
+    private var hasRatios = true
+
+    var isEmpty: Bool { tokens == 0 }
+
+    /// - Parameter part: the pair's share of the step's loss.
+    mutating func add(_ pair: Preference, _ w: Answer, _ l: Answer, part: Double) {
+        loss += part * pair.loss
+        tokens += w.tokens + l.tokens
+        chosen += pair.rewards.chosen
+        rejected += pair.rewards.rejected
+        ratios += (w.ratio + l.ratio) / 2
+        right += pair.rewards.chosen > pair.rewards.rejected ? 1 : 0
+        (chosenCount, rejectedCount, judged) = (chosenCount + 1, rejectedCount + 1, judged + 1)
+    }
+
+    mutating func add(
+        _ judgement: Judgement, _ answer: Answer, _ judged: JudgedAnswer, kl: Double, beta: Float?, part: Double
+    ) {
+        loss += part * judgement.loss
+        tokens += answer.tokens
+        self.judged += 1
+        self.kl = (self.kl ?? 0) + part * kl
+        right += (answer.ratio > kl) == judged.isGood ? 1 : 0
+        if judged.isGood {
+            (chosen, chosenCount) = (chosen + judgement.reward, chosenCount + 1)
+        } else {
+            (rejected, rejectedCount) = (rejected + judgement.reward, rejectedCount + 1)
+        }
+    }
+
+    mutating func forgetRatios() { hasRatios = false }
+
+    var figures: PreferenceFigures {
+        func mean(_ sum: Double, _ count: Int) -> Float? { count > 0 ? Float(sum / Double(count)) : nil }
+        let (chosen, rejected) = (mean(chosen, chosenCount), mean(rejected, rejectedCount))
+        var figures = PreferenceFigures(rewardChosen: chosen, rewardRejected: rejected)
+        figures.accuracy = mean(right, judged)
+        figures.margin = chosen.flatMap { chosen in rejected.map { chosen - $0 } }
+        figures.kl = kl.map { Float($0) } ?? (hasRatios ? mean(ratios, judged) : nil)
+        return figures
+    }
+}

@@ -1,0 +1,257 @@
+import Foundation
+import Testing
+
+@testable import MeSPAppModel
+@testable import MeSPCore
+
+/// A system that gives time in the background when the test does.
+@MainActor private final class Scheduler: BackgroundScheduler {
+    var onGrant: ((any BackgroundTime) -> Void)?
+    var asked = [BackgroundGrant]()
+    var withdrawn = [BackgroundGrant]()
+
+    func ask(for grant: BackgroundGrant, title: String) {
+        #expect(title.hasPrefix("Training "))
+        asked.append(grant)
+    }
+    func withdraw(_ grant: BackgroundGrant) { withdrawn.append(grant) }
+
+    func give(_ grant: BackgroundGrant) -> Time {
+        let time = Time(grant)
+        onGrant?(time)
+        return time
+    }
+}
+
+@MainActor private final class Time: BackgroundTime {
+    let grant: BackgroundGrant
+    var onExpiration: (() -> Void)?
+    var shown = [RunProgress]()
+    var ended: Bool?
+
+    init(_ grant: BackgroundGrant) { self.grant = grant }
+    func show(_ progress: RunProgress) { shown.append(progress) }
+    func end(success: Bool) { ended = success }
+}
+
+@MainActor private final class Board: NoticeBoard {
+    var shown: Notice?
+    var permissions = 0
+    func askPermission() { permissions += 1 }
+    func show(_ notice: Notice) { shown = notice }
+    func clear() { shown = nil }
+}
+
+@Suite(.serialized) @MainActor final class BackgroundTrainingTests {
+    private let documents = temporaryFolder()
+    private let phone = TestPhone()
+    private let scheduler = Scheduler()
+    private let board = Board()
+    private lazy var model = makeModel()
+
+    init() throws { try FileManager.default.createDirectory(at: documents, withIntermediateDirectories: true) }
+    deinit { try? FileManager.default.removeItem(at: documents) }
+
+    private func makeModel() -> AppModel {
+        AppModel(phone: phone, folder: DocumentsFolder(documents: documents), scheduler: scheduler, board: board) { _ in
+            ByteTokenizer()
+        }
+    }
+
+    private func prepare(steps: Int) async throws {
+        let fixture = try #require(Fixture.tied).appendingPathComponent("bundle.mesp").resolvingSymlinksInPath()
+        await model.importBundle(at: fixture)
+        (model.form.settings.steps, model.form.settings.valBatches, model.form.settings.saveEvery) = (steps, 0, 1)
+    }
+
+    private func train(steps: Int = 1_000_000) async throws {
+        try await prepare(steps: steps)
+        await model.start()
+        try await reach(.training)
+    }
+
+    private func wait(until condition: () -> Bool) async throws {
+        let limit = Date(timeIntervalSinceNow: 60)
+        while !condition() {
+            try #require(Date.now < limit, "the state is \(model.controller.state)")
+            try await Task.sleep(for: .milliseconds(2))
+        }
+    }
+
+    private func reach(_ state: RunController.State) async throws { try await wait { model.controller.state == state } }
+
+    private func end() async throws {
+        phone.scene = .active
+        model.controller.stop()
+        try await reach(.finished(.stopped))
+    }
+
+    @Test func whatThePersonStartedGoesOnInTheTimeThatIsGiven() async throws {
+        try await train()
+        #expect(scheduler.asked == [.overnight, .continued])
+        #expect(board.permissions == 1)
+        let time = scheduler.give(.continued)
+        phone.scene = .background
+        let steps = model.controller.log.steps.count
+        try await wait { model.controller.log.steps.count > steps + 1 }
+        #expect(model.controller.state == .training)
+        #expect(time.shown.last?.step == model.controller.log.lastStep && time.shown.last?.loss != nil)
+        time.onExpiration?()
+        try await reach(.paused(.away))
+        #expect(time.ended == false)
+        phone.scene = .active
+        try await reach(.training)
+        #expect(scheduler.asked == [.overnight, .continued], "once a run")
+        try await end()
+        #expect(scheduler.withdrawn == [.continued, .overnight])
+    }
+
+    @Test func theNightsTimeIsForTheCharger() async throws {
+        try await train()
+        phone.scene = .background
+        try await reach(.paused(.away))
+        let time = scheduler.give(.overnight)
+        try await reach(.paused(.charger))
+        phone.battery?.isCharging = true
+        try await reach(.training)
+        time.onExpiration?()
+        try await reach(.paused(.away))
+        #expect(scheduler.asked.last == .overnight, "there is another night")
+        let next = scheduler.give(.overnight)
+        try await reach(.training)
+        try await end()
+        #expect(next.ended == false)
+    }
+
+    @Test func aRunThatEndsInTheBackgroundEndsItsTime() async throws {
+        try await train(steps: 12)
+        let time = scheduler.give(.continued)
+        phone.scene = .background
+        try await reach(.finished(.finished))
+        #expect(time.ended == true && model.controller.grant == nil)
+        let loss = try #require(model.controller.log.steps.last?.loss)
+        #expect(board.shown?.title == "Training Is Done")
+        #expect(board.shown?.text == "Step 12 of 12, loss \(String(format: "%.2f", loss)).")
+        phone.scene = .active
+        #expect(board.shown == nil)
+    }
+
+    /// A copy of a run's folder, taken while it goes on, is what a crash or an empty battery leaves behind.
+    private func cutOff(from uninterrupted: RunSettings) throws {
+        let (files, original) = (FileManager.default, documents.appendingPathComponent("original"))
+        let killed = model.library.folder.runsFolder.appendingPathComponent("killed")
+        try files.createDirectory(at: model.library.folder.runsFolder, withIntermediateDirectories: true)
+        var settings = uninterrupted
+        settings.output = original.path
+        try Run.run(settings) { record, _ in
+            if case .step(let step) = record, step.step == 5 { try files.copyItem(at: original, to: killed) }
+        }
+        try files.removeItem(at: original)
+        // As a power failure can leave it: the log ends before the state says, within a line.
+        let log = killed.appendingPathComponent("metrics.jsonl")
+        try Data(contentsOf: log).dropLast(700).write(to: log)
+    }
+
+    private func settings() throws -> RunSettings {
+        var settings = model.form.settings
+        settings.bundle = try #require(model.form.bundle).url.path
+        settings.output = documents.appendingPathComponent("uninterrupted").path
+        (settings.steps, settings.saveEvery) = (9, 2)
+        return settings
+    }
+
+    @Test func theAppOffersToGoOnWithARunThatWasCutOff() async throws {
+        try await prepare(steps: 9)
+        #expect(model.interrupted == nil)
+        let uninterrupted = try settings()
+        try Run.run(uninterrupted)
+        try cutOff(from: uninterrupted)
+
+        model = makeModel()
+        await model.refresh()
+        let run = try #require(model.interrupted)
+        #expect(run.name == "killed")
+        await model.decide(run, goOn: false)
+        #expect(model.interrupted == nil)
+        model = makeModel()
+        await model.refresh()
+        await model.decide(try #require(model.interrupted), goOn: true)
+        #expect(model.problem == nil)
+        try await reach(.finished(.finished))
+        #expect(model.controller.log.events.contains { $0.name == "log_cut_off" })
+        let expected = try LogSummary(folder: URL(fileURLWithPath: uninterrupted.output)).steps.map(\.loss)
+        // What stood between the cut and the state is lost from the log; the rest is equal to the last bit.
+        let losses = try LogSummary(folder: run.url).steps
+        #expect(losses.last?.step == 9 && losses.allSatisfy { $0.loss == expected[$0.step - 1] })
+    }
+
+    @Test func theNightGoesOnWithARunThatWasCutOff() async throws {
+        try await prepare(steps: 9)
+        try cutOff(from: try settings())
+        model = makeModel()
+        phone.scene = .background
+        phone.battery?.isCharging = true
+        let time = scheduler.give(.overnight)
+        try await reach(.finished(.finished))
+        #expect(time.ended == true)
+        #expect(!scheduler.asked.contains(.continued), "nobody has pressed anything")
+        #expect(scheduler.give(.overnight).ended == nil)
+        let idle = scheduler.give(.overnight)
+        try await wait { idle.ended != nil }
+        #expect(model.controller.state == .finished(.finished), "there is nothing to go on with")
+    }
+
+    @Test func thePersonIsToldWhyARunWaits() async throws {
+        try await train()
+        phone.thermalState = .serious
+        try await reach(.paused(.heat))
+        #expect(board.shown == nil, "it is on the screen")
+        phone.scene = .background
+        try await reach(.paused(.away))
+        #expect(
+            board.shown
+                == Notice(
+                    title: "Training Waits",
+                    text: "The app is not in front, and iOS gives it no time to train. Open the app to go on.",
+                    delay: Notices.patience))
+        _ = scheduler.give(.continued)
+        try await reach(.paused(.heat))
+        #expect(board.shown?.text == "The phone is too warm. Training goes on when it has cooled down.")
+        phone.thermalState = .nominal
+        try await reach(.training)
+        #expect(board.shown == nil, "it waits no more")
+        try await end()
+        #expect(board.shown == nil)
+    }
+
+    @Test func aFailureIsToldInItsSentence() async throws {
+        try await train()
+        let time = scheduler.give(.continued)
+        phone.scene = .background
+        let bundle = try #require(model.form.bundle).url
+        try FileManager.default.removeItem(at: bundle.appendingPathComponent("blocks/01.bin"))
+        try await wait { !model.controller.isRunning }
+        #expect(board.shown?.title == "Training Has Failed")
+        #expect(board.shown?.text.contains("01.bin") == true)
+        #expect(time.ended == false)
+    }
+
+    @Test func progressInWords() {
+        func sentence(_ step: Int, _ seconds: Double) -> String {
+            var log = LogSummary()
+            if step > 0 {
+                log.append(
+                    .step(
+                        .init(
+                            step: step, loss: 2.314, seconds: seconds, forwardSeconds: 0, lossSeconds: 0,
+                            backwardSeconds: 0, tokens: 1, learningRate: 1, footprintBytes: 1, footprintPeakBytes: 1,
+                            mlxActiveBytes: 1, mlxPeakBytes: 1, mlxCacheBytes: 1, writtenBytes: 1, thermalState: "")))
+            }
+            return RunProgress(log, steps: 100).sentence
+        }
+        #expect(sentence(0, 0) == "Step 0 of 100")
+        #expect(sentence(10, 10) == "Step 10 of 100, loss 2.31, 15 min left")
+        #expect(sentence(10, 60) == "Step 10 of 100, loss 2.31, 1 h 30 min left")
+        #expect(sentence(100, 60) == "Step 100 of 100, loss 2.31")
+    }
+}

@@ -1,0 +1,60 @@
+import Foundation
+import Testing
+
+@testable import MeSPAppModel
+@testable import MeSPCore
+
+@Suite(.serialized) @MainActor final class LibraryTests {
+    private let documents = temporaryFolder()
+    deinit { try? FileManager.default.removeItem(at: documents) }
+
+    /// The longest time in which nothing else could be done on the main thread, in seconds.
+    private func longestHitch(while work: () async -> Void) async -> Double {
+        let beat = Task {
+            var (last, longest) = (Date.now, 0.0)
+            while !Task.isCancelled {
+                try? await Task.sleep(for: .milliseconds(5))
+                longest = max(longest, Date.now.timeIntervalSince(last))
+                last = .now
+            }
+            return longest
+        }
+        await work()
+        beat.cancel()
+        return await beat.value
+    }
+
+    @Test func twentyLongRunsOpenWithoutAHitch() async throws {
+        let (files, folder) = (FileManager.default, DocumentsFolder(documents: documents))
+        let first = folder.runsFolder.appendingPathComponent("run 0")
+        var settings = try RunSettings.ofATest(first)
+        settings.steps = 1
+        try Run.run(settings)
+        let log = first.appendingPathComponent("metrics.jsonl")
+        var lines = String(decoding: try Data(contentsOf: log), as: UTF8.self).split(separator: "\n")
+        let place = try #require(lines.firstIndex { $0.contains("\"type\":\"step\"") })
+        lines.insert(
+            contentsOf: (2...10_000).map { lines[place].replacing("\"step\":1,", with: "\"step\":\($0),") }.map {
+                $0[...]
+            },
+            at: place + 1)
+        try Data((lines.joined(separator: "\n") + "\n").utf8).write(to: log)
+        for number in 1..<20 {
+            try files.copyItem(at: first, to: folder.runsFolder.appendingPathComponent("run \(number)"))
+        }
+
+        let model = AppModel(phone: TestPhone(), folder: folder) { _ in ByteTokenizer() }
+        let start = Date.now
+        let hitch = await longestHitch { await model.refresh() }
+        // Reading one of them whole takes seconds in a debug build.
+        #expect(hitch < 0.5)
+        #expect(Date.now.timeIntervalSince(start) < 5)
+        #expect(model.library.runs.count == 20)
+        #expect(model.library.runs.allSatisfy { $0.status == .finished && $0.log?.lastLoss != nil })
+
+        var opened: LogSummary?
+        let run = try #require(model.library.runs.first)
+        #expect(await longestHitch { opened = await model.library.log(of: run) } < 0.5)
+        #expect(opened?.steps.count == 10_000)
+    }
+}

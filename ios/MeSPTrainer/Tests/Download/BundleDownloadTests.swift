@@ -1,0 +1,231 @@
+import Foundation
+import Testing
+
+@testable import MeSPAppModel
+@testable import MeSPCore
+
+/// A server like the Hub, in a process of its own, that misbehaves as it is told. See hub_server.py.
+private final class Hub {
+    let url: URL
+    private let process = Process()
+    private let output = Pipe()
+
+    init(_ folder: URL, _ faults: [String: [Any]] = [:]) throws {
+        let script = URL(fileURLWithPath: #filePath).deletingLastPathComponent().appendingPathComponent("hub_server.py")
+        process.executableURL = URL(fileURLWithPath: "/usr/bin/env")
+        let json = String(decoding: try JSONSerialization.data(withJSONObject: faults), as: UTF8.self)
+        process.arguments = ["python3", script.path, folder.path, json]
+        process.standardOutput = output
+        try process.run()
+        var line = Data()
+        while let byte = try output.fileHandleForReading.read(upToCount: 1), byte != Data("\n".utf8), !byte.isEmpty {
+            line += byte
+        }
+        let port = try #require(Int(String(decoding: line, as: UTF8.self)))
+        url = try #require(URL(string: "http://127.0.0.1:\(port)"))
+    }
+
+    /// Ends it, and returns the requests that it got.
+    func end() -> [String] {
+        kill(process.processIdentifier, SIGKILL)  // it has inherited that other signals wait
+        let text = String(decoding: output.fileHandleForReading.readDataToEndOfFile(), as: UTF8.self)
+        return text.split(separator: "\n").map(String.init)
+    }
+}
+
+@Suite(.serialized) @MainActor final class BundleDownloadTests {
+    private let folder = temporaryFolder()
+    deinit { try? FileManager.default.removeItem(at: folder) }
+
+    private func fixture() throws -> URL {
+        try #require(Fixture.tied).appendingPathComponent("bundle.mesp").resolvingSymlinksInPath()
+    }
+
+    private func download(_ hub: Hub) throws -> BundleDownload {
+        try BundleDownload(repository: "someone/tied-mesp", hub: hub.url, patience: 1)
+    }
+
+    /// Downloads from a server with these faults.
+    ///
+    /// - Returns: the requests that it got, and what went wrong.
+    private func fetch(_ faults: [String: [Any]], from source: URL? = nil) async throws -> ([String], String?) {
+        let hub = try Hub(try source ?? fixture(), faults)
+        var problem: String?
+        do {
+            let download = try download(hub)
+            try await download.fetch(try await download.offer(), to: folder)
+        } catch {
+            problem = error.localizedDescription
+        }
+        return (hub.end(), problem)
+    }
+
+    private func isWhole() throws -> Bool {
+        let parts = FileManager.default.enumerator(atPath: folder.path)?.compactMap { $0 as? String }
+        _ = try ModelBundle(url: folder)  // with every SHA-256
+        return parts?.contains { $0.hasSuffix(".part") } == false
+    }
+
+    @Test func aBundleComesWholeAndEachFileOnce() async throws {
+        let (requests, problem) = try await fetch([:])
+        #expect(problem == nil)
+        #expect(try isWhole())
+        let manifest = try ModelBundle(url: try fixture()).manifest
+        #expect(requests == (["manifest.json"] + manifest.files.map(\.path)).map { "\($0) whole" })
+        let (again, _) = try await fetch([:])
+        #expect(again == ["manifest.json whole"], "everything is there")
+    }
+
+    @Test(
+        arguments: [["cut"], ["stall"], ["cut", "cut", "stall"], [503], ["cut", "other"], ["cut", 429, "cut"]]
+            as [[any Sendable]])
+    func whatBreaksOffGoesOnFromThere(_ faults: [any Sendable]) async throws {
+        let (requests, problem) = try await fetch(["blocks/00.bin": faults])
+        #expect(problem == nil)
+        #expect(try isWhole())
+        let ranges = requests.filter { $0.hasPrefix("blocks/00.bin ") }
+        #expect(ranges.count == faults.count + 1)
+        if "\(faults[0])" != "503" {
+            #expect(ranges.last?.hasPrefix("blocks/00.bin bytes=") == true, "not from the beginning")
+        }
+    }
+
+    @Test func aServerWithoutRangesSendsItWhole() async throws {
+        let (_, problem) = try await fetch(["blocks/00.bin": ["cut", "whole"]])
+        #expect(problem == nil)
+        #expect(try isWhole())
+    }
+
+    @Test func whatIsDamagedOnTheWayComesAgainOnce() async throws {
+        let (requests, problem) = try await fetch(["blocks/00.bin": ["flip"]])
+        #expect(problem == nil)
+        #expect(try isWhole())
+        #expect(requests.filter { $0 == "blocks/00.bin whole" }.count == 2)
+    }
+
+    @Test(
+        arguments: [
+            (["flip", "flip"], "blocks/00.bin of someone/tied-mesp is damaged: its SHA-256 differs."),
+            (["long"], "blocks/00.bin of someone/tied-mesp is longer than its manifest says."),
+            (
+                [404],
+                "There is no blocks/00.bin of someone/tied-mesp at the Hub; write the repository as owner/name, of one that holds a bundle."
+            ),
+            (
+                [403],
+                "someone/tied-mesp is not open to everybody; see https://huggingface.co/someone/tied-mesp, or take another repository."
+            ),
+            ([503, 503, 503], "The Hub is busy (503); try again later."),
+        ] as [([any Sendable], String)]) func whatCannotBeIsASentence(_ faults: [any Sendable], _ sentence: String)
+        async throws
+    {
+        let (_, problem) = try await fetch(["blocks/00.bin": faults])
+        #expect(problem == sentence)
+        #expect(!FileManager.default.fileExists(atPath: folder.appendingPathComponent("manifest.json").path))
+        #expect(!FileManager.default.fileExists(atPath: folder.appendingPathComponent("blocks/00.bin").path))
+        // The next attempt goes on, and ends well.
+        #expect(try await fetch([:]).1 == nil)
+        #expect(try isWhole())
+    }
+
+    @Test func aFileThatStaysShortIsRefused() async throws {
+        let (_, problem) = try await fetch(["blocks/00.bin": ["short", "short", "short", "short", "short"]])
+        // What lacks is asked for, and is not there.
+        #expect(problem?.contains("blocks/00.bin of someone/tied-mesp") == true)
+    }
+
+    @Test func aManifestThatLeadsOutOfTheFolderIsRefused() async throws {
+        let source = folder.appendingPathExtension("source")
+        defer { try? FileManager.default.removeItem(at: source) }
+        try FileManager.default.copyItem(at: try fixture(), to: source)
+        let manifest = source.appendingPathComponent("manifest.json")
+        let text = String(decoding: try Data(contentsOf: manifest), as: UTF8.self)
+        for path in ["../escape.bin", "/escape.bin", "a//b", "manifest.json"] {
+            try Data(text.replacing("\"path\": \"blocks/00.bin\"", with: "\"path\": \"\(path)\"").utf8).write(
+                to: manifest)
+            let (requests, problem) = try await fetch([:], from: source)
+            #expect(problem == "The manifest of someone/tied-mesp names \(path), which no bundle has.")
+            #expect(requests == ["manifest.json whole"])
+        }
+        try Data(text.replacing("\"format\": \(Manifest.format)", with: "\"format\": 99").utf8).write(to: manifest)
+        #expect(
+            try await fetch([:], from: source).1?.contains("has bundle format 99, this build reads format") == true)
+        try Data("no JSON".utf8).write(to: manifest)
+        #expect(try await fetch([:], from: source).1?.contains("is damaged") == true)
+    }
+
+    @Test(arguments: ["", "name", "a/b/c", "../b", "a/..", "a b/c", "https://example.org/a/b"]) func whatIsNoRepository(
+        _ name: String
+    ) {
+        #expect(throws: MeSPError("\(name) is no repository: write it as owner/name.")) {
+            _ = try BundleDownload(repository: name)
+        }
+    }
+
+    @Test func theHubsAddressWillDo() throws {
+        let download = try BundleDownload(repository: "https://huggingface.co/someone/Qwen2.5-0.5B-mesp")
+        #expect(download.repository == "someone/Qwen2.5-0.5B-mesp" && download.name == "Qwen2.5-0.5B")
+    }
+
+    // MARK: - In the app
+
+    private func model(_ hub: Hub, freeBytes: Int? = nil) throws -> AppModel {
+        try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)
+        let url = hub.url
+        let documents = DocumentsFolder(documents: folder, freeBytes: { _ in freeBytes })
+        let phone = TestPhone()
+        phone.availableMemory = 1 << 40
+        return AppModel(
+            phone: phone, folder: documents,
+            openDownload: { try BundleDownload(repository: $0, hub: url, patience: 1) },
+            loadTokenizer: { _ in ByteTokenizer() })
+    }
+
+    @Test func theAppShowsWhatItIsAndDownloadsIt() async throws {
+        let hub = try Hub(try fixture())
+        defer { _ = hub.end() }
+        let model = try model(hub)
+        model.downloads.repository = " someone/tied-mesp "
+        await model.lookUp()
+        let offer = try #require(model.downloads.offer)
+        #expect(model.problem == nil && offer.size > 10_000)
+        #expect(model.downloads.fit.hasSuffix("it fits this phone."))
+        await model.download()
+        #expect(model.problem == nil && model.downloads.offer == nil)
+        #expect(model.form.bundle?.id == "tied.mesp" && model.canStart)
+        await model.lookUp()
+        await model.download()
+        #expect(model.problem == "There is a bundle tied.mesp already; delete it first.")
+        // Deleted and done again.
+        model.askToDelete(.bundle(try #require(model.form.bundle)))
+        await model.confirmDeletion()
+        await model.download()
+        #expect(model.form.bundle?.id == "tied.mesp")
+    }
+
+    @Test func aStoppedDownloadGoesOn() async throws {
+        let hub = try Hub(try fixture(), ["blocks/02.bin": ["stall"]])
+        let model = try model(hub)
+        model.downloads.repository = "someone/tied-mesp"
+        await model.lookUp()
+        let work = Task { await model.download() }
+        while (model.downloads.progress ?? 0) == 0 { try await Task.sleep(for: .milliseconds(1)) }
+        model.downloads.stop()
+        await work.value
+        #expect(model.problem == nil && model.library.bundles.isEmpty && model.downloads.progress == nil)
+        await model.download()
+        #expect(model.form.bundle?.id == "tied.mesp")
+        let requests = hub.end()
+        #expect(requests.filter { $0 == "embedding.bin whole" }.count <= 2)
+    }
+
+    @Test func withoutRoomNothingIsDownloaded() async throws {
+        let hub = try Hub(try fixture())
+        let model = try model(hub, freeBytes: 1000)
+        model.downloads.repository = "someone/tied-mesp"
+        await model.lookUp()
+        await model.download()
+        #expect(model.problem?.hasSuffix("and the phone has 0 MB free; make room for it first.") == true)
+        #expect(hub.end() == ["manifest.json whole"])
+    }
+}

@@ -1,0 +1,72 @@
+"""Stands in for the Hub: serves a folder's files, and misbehaves as it is told.
+
+    python hub_server.py FOLDER FAULTS
+
+FAULTS is a JSON object: for a path the faults of its answers, one after the other. `cut` closes
+the connection in the middle, `stall` falls silent there, `flip` changes a byte, `long` and `short`
+send more and less than there is, `whole` forgets that a part was asked for, `other` sends another
+part, and a number is the answer's status. Prints its port, and then each request with its Range.
+"""
+
+import json
+import sys
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+folder, faults = Path(sys.argv[1]), json.loads(sys.argv[2])
+
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        path = self.path.partition("/resolve/")[2].partition("/")[2]
+        asked = self.headers.get("Range")
+        print(path, asked or "whole", flush=True)
+        left = faults.get(path, [])
+        fault = left.pop(0) if left else None
+        file = folder / path
+        if isinstance(fault, int) or not file.is_file():
+            self.send_response(fault if isinstance(fault, int) else 404)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+            return
+        data = file.read_bytes()
+        if fault == "flip":
+            data = bytes([data[0] ^ 1]) + data[1:]
+        start = int(asked.removeprefix("bytes=").removesuffix("-")) if asked else 0
+        if asked and fault != "whole":
+            if start >= len(data):
+                self.send_response(416)
+                self.send_header("Content-Length", "0")
+                self.end_headers()
+                return
+            self.send_response(206)
+            begin = start + 1 if fault == "other" else start
+            self.send_header("Content-Range", f"bytes {begin}-{len(data) - 1}/{len(data)}")
+            data = data[start:]
+        else:
+            self.send_response(200)
+        if fault == "long":
+            data += b"more"
+        if fault == "short":
+            data = data[:-1]
+        self.send_header("X-Repo-Commit", "0123456789abcdef")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        half = len(data) // 2
+        self.wfile.write(data[:half])
+        self.wfile.flush()
+        if fault == "stall":
+            time.sleep(30)
+        if fault in ("stall", "cut"):
+            self.close_connection = True
+            return
+        self.wfile.write(data[half:])
+
+    def log_message(self, *_):
+        pass
+
+
+server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+print(server.server_address[1], flush=True)
+server.serve_forever()

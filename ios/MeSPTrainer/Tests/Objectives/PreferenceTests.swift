@@ -1,0 +1,198 @@
+import Foundation
+import MLX
+import Testing
+
+@testable import MeSPCore
+
+/// Training on answers that people have judged: losses and gradients against the reference, and whole runs.
+@Suite(.serialized) struct PreferenceTests {
+    /// The fixture's answers, as a pair or each by itself.
+    private func answers(_ fixture: Fixture) throws -> [JudgedAnswer] {
+        let length = fixture.length + 1
+        let tokens = try fixture.array("answers").asArray(Int32.self)
+        let (prompts, lengths) = (
+            try fixture.array("prompts").asArray(Int32.self), try fixture.array("lengths").asArray(Int32.self)
+        )
+        return (0..<2).map { index -> JudgedAnswer in
+            let sequence = tokens[index * length..<(index + 1) * length]
+            let counted = Int(prompts[index]) - 1..<Int(lengths[index]) - 1
+            let number = Int32(index)
+            return JudgedAnswer(
+                example: Example(tokens: Array(sequence), counted: Array(counted)), isGood: index == 0,
+                source: .init(split: 0, prompt: number, answer: number), lengths: [fixture.length])
+        }
+    }
+
+    /// A rate so high that an SGD step's difference is the gradient, however small beside the parameters.
+    private static let rate: Float = 1e5
+
+    private func trainer(_ fixture: Fixture, _ objective: Objective, _ change: (inout RunSettings) -> Void = { _ in })
+        throws -> Trainer
+    {
+        try fixture.trainer(.mesp) { settings in
+            (settings.objective, settings.learningRate, settings.batchSize) = (objective, Self.rate, 2)
+            change(&settings)
+        }
+    }
+
+    @Test(arguments: Fixture.cases, Objective.allCases)
+    func trainsAsTheReference(_ folder: URL, _ objective: Objective) throws {
+        let fixture = try Fixture(folder, "gradients")
+        try fixture.bundle.withDevice {
+            let trainer = try trainer(fixture, objective)
+            try fixture.restore(trainer)
+            let answers = try answers(fixture)
+            let expected = try fixture.array("\(objective.rawValue).loss").item(Float.self)
+            let (loss, figures) = try trainer.evaluate(answers, objective)
+            #expect(abs(loss - expected) <= 1e-4 * abs(expected))
+
+            let result = try trainer.step([answers], number: 0, objective)
+            #expect(abs(result.loss - expected) <= 1e-4 * abs(expected))
+            #expect(result.tokens == answers.reduce(0) { $0 + $1.example.counted.count })
+            for block in trainer.model.blocks {
+                let old = try fixture.array("lora.\(block)")
+                let gradient = (old - (try trainer.model.lora.read(block))) / Self.rate
+                let error = relativeError(gradient, try fixture.array("\(objective.rawValue).grad.\(block)"))
+                #expect(error < 1e-4, "block \(block)")
+            }
+            let margin = try #require(figures.margin)
+            #expect(abs(margin - (try #require(result.preference?.margin))) < 1e-4)
+            #expect((figures.kl == nil) == !objective.hasReference)
+            #expect((figures.accuracy ?? -1) >= 0)
+        }
+    }
+
+    /// Before any step π is π₀: then both answers are as good, and DPO's loss is log 2.
+    @Test func aRunBeginsWithoutAPreference() throws {
+        let fixture = try Fixture(try #require(Fixture.tied), "gradients")
+        let trainer = try trainer(fixture, .dpo)
+        let (loss, figures) = try trainer.evaluate(answers(fixture), .dpo)
+        #expect(abs(loss - log(2)) < 1e-6 && figures.margin == 0 && figures.kl == 0)
+    }
+
+    /// Two pairs, in one batch or in two, are the mean of each by itself.
+    @Test(arguments: Objective.allCases.filter(\.takesPairs))
+    func batchesAreMeans(_ objective: Objective) throws {
+        let fixture = try Fixture(try #require(Fixture.tied), "gradients")
+        let answers = try answers(fixture)
+        let turned = zip(answers.reversed(), answers).map { answer, other in
+            JudgedAnswer(
+                example: answer.example, isGood: other.isGood, source: answer.source, lengths: answer.lengths)
+        }
+        func step(_ batches: [[JudgedAnswer]]) throws -> (Float, MLXArray) {
+            let trainer = try trainer(fixture, objective)
+            try fixture.restore(trainer)
+            let loss = try trainer.step(batches, number: 0, objective).loss
+            return (loss, (try fixture.array("lora.0") - trainer.model.lora.read(0)) / Self.rate)
+        }
+        let parts = [try step([answers]), try step([turned])]
+        let mean = ((parts[0].0 + parts[1].0) / 2, (parts[0].1 + parts[1].1) / 2)
+        for batches in [[answers + turned], [answers, turned]] {
+            let (loss, gradient) = try step(batches)
+            #expect(abs(loss - mean.0) < 1e-5 * abs(mean.0))
+            #expect(relativeError(gradient, mean.1) < 1e-4)
+        }
+    }
+
+    /// A prompt with another's answer is as long as it must be: the next length, and at most the longest.
+    @Test(arguments: [(2, 3, 8), (6, 3, 8), (7, 3, 16), (12, 9, 16)])
+    func anotherAnswerTakesTheLengthThatHoldsIt(_ prompt: Int, _ answer: Int, _ expected: Int) {
+        func judged(_ prompt: Int, _ answer: Int, number: Int32) -> JudgedAnswer {
+            let tokens = (0..<prompt + answer).map { Int32(100 * Int(number) + $0) }
+            return JudgedAnswer(
+                example: Example(tokens: tokens, counted: Array(prompt - 1..<prompt + answer - 1)), isGood: true,
+                source: .init(split: 0, prompt: number, answer: number), lengths: [8, 16])
+        }
+        let mixed = judged(prompt, 1, number: 1).with(answerOf: judged(4, answer, number: 2))
+        let taken = min(answer, 17 - prompt)
+        #expect(mixed.example.tokens.count == expected + 1)
+        #expect(mixed.example.tokens.prefix(prompt).elementsEqual((0..<prompt).map { Int32(100 + $0) }))
+        #expect(mixed.example.targets == (0..<taken).map { Int32(204 + $0) })
+        #expect(mixed.source == .init(split: 0, prompt: 1, answer: 2))
+    }
+
+    // MARK: - Runs
+
+    /// A folder of data with 6 pairs of answers, or of single ones.
+    private func data(inPairs: Bool) throws -> URL {
+        let folder = temporaryFolder()
+        try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)
+        let (count, length) = (12, 20)
+        let tokens = (0..<count * length).map { index -> UInt32 in UInt32((index * 31 + index / length) % 200) }
+        let bounds = (0..<count).flatMap { index -> [UInt32] in [UInt32(index * length), UInt32(length - index % 3)] }
+        let mask = (0..<count * length).map { index -> UInt8 in index % length >= 6 ? 1 : 0 }
+        let labels = (0..<count).map { index -> UInt8 in (index % 2 == 0 ? 1 : 0) + (inPairs ? 2 : 0) }
+        var entry: [String: Any] = ["file": "tokens.bin", "tokens": tokens.count, "mask": "mask.bin"]
+        entry["examples"] = ["file": "examples.bin", "count": count]
+        entry["labels"] = "labels.bin"
+        let entries = ["train": entry, "valid": entry]
+        for (name, data) in [
+            ("tokens.bin", tokens.withUnsafeBytes { Data($0) }), ("examples.bin", bounds.withUnsafeBytes { Data($0) }),
+            ("mask.bin", Data(mask)), ("labels.bin", Data(labels)),
+            ("data.json", try JSONSerialization.data(withJSONObject: entries)),
+        ] { try data.write(to: folder.appendingPathComponent(name)) }
+        return folder
+    }
+
+    private func settings(_ output: URL, _ objective: Objective?, data: URL) throws -> RunSettings {
+        var settings = try RunSettings.ofATest(output)
+        (settings.objective, settings.data, settings.batchSize) = (objective, data.path, 2)
+        (settings.optimizer, settings.learningRate, settings.valBatches, settings.saveEvery) = (.adamw8bit, 1e-3, 6, 1)
+        return settings
+    }
+
+    private func records(_ folder: URL) throws -> [[String: Any]] {
+        try String(contentsOf: folder.appendingPathComponent("metrics.jsonl"), encoding: .utf8).split(separator: "\n")
+            .map { try #require(try JSONSerialization.jsonObject(with: Data($0.utf8)) as? [String: Any]) }
+    }
+
+    /// A run learns what it is told, and one that was stopped goes on as if it had not been.
+    @Test(arguments: Objective.allCases)
+    func runsAndResumes(_ objective: Objective) throws {
+        let (data, whole, parts) = (try data(inPairs: objective.takesPairs), temporaryFolder(), temporaryFolder())
+        defer { for folder in [data, whole, parts] { try? FileManager.default.removeItem(at: folder) } }
+        try Run.run(try settings(whole, objective, data: data))
+        let steps = try records(whole).filter { $0["type"] as? String == "step" }
+        #expect(steps.count == 6)
+        #expect(steps.allSatisfy { $0["margin"] is Double && $0["accuracy"] is Double })
+        #expect(steps.allSatisfy { ($0["kl"] is Double) == objective.hasReference })
+        let held = try records(whole).filter { $0["type"] as? String == "eval" }.compactMap { $0["loss"] as? Double }
+        #expect(held.count == 2 && held[1] < held[0], "the held-out data is what it trained on")
+
+        var stopped = try settings(parts, objective, data: data)
+        var done = 0
+        try Run.run(
+            stopped, report: { record, _ in if case .step = record { done += 1 } },
+            atBlock: { _ in if done == 3 { throw CancellationError() } })
+        stopped.resume = true
+        try Run.run(stopped)
+        func losses(_ folder: URL) throws -> [Double] {
+            try records(folder).filter { $0["type"] as? String == "step" }.compactMap { $0["loss"] as? Double }
+        }
+        #expect(try losses(parts) == losses(whole))
+        #expect(
+            (try SavedState.load(from: parts, stopped)?.vectors["reference.answers"] != nil) == objective.hasReference)
+    }
+
+    @Test func dataAndObjectiveBelongTogether() throws {
+        let (pairs, single, output) = (try data(inPairs: true), try data(inPairs: false), temporaryFolder())
+        defer { for folder in [pairs, single, output] { try? FileManager.default.removeItem(at: folder) } }
+        func refusal(_ objective: Objective?, _ data: URL?) -> String {
+            message {
+                var settings = try settings(output, objective, data: data ?? pairs)
+                if data == nil { settings.data = nil }
+                try Run.run(settings)
+            }
+        }
+        #expect(refusal(nil, pairs).contains("choose an objective"))
+        #expect(refusal(.dpo, single).contains("prompt, chosen and rejected"))
+        #expect(refusal(.simpo, nil).contains("prompt, chosen and rejected"))
+        #expect(refusal(.kto, nil).contains("prompt, completion and label"))
+        var alone = try settings(output, .kto, data: single)
+        alone.batchSize = 1
+        #expect(message { try Run.run(alone) }.contains("batch_size"))
+        #expect(!FileManager.default.fileExists(atPath: output.path))
+        try Data([3, 3] + [UInt8](repeating: 2, count: 10)).write(to: pairs.appendingPathComponent("labels.bin"))
+        #expect(refusal(.dpo, pairs).contains("labels"))
+    }
+}

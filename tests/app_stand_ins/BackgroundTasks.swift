@@ -1,0 +1,33 @@
+// What the app uses of BackgroundTasks.
+
+import Foundation
+
+open class BGTask: NSObject {
+    public var identifier: String { "" }
+    public var expirationHandler: (() -> Void)?
+    public func setTaskCompleted(success: Bool) {}
+}
+public class BGContinuedProcessingTask: BGTask {
+    public var progress: Progress { fatalError() }
+    public var title: String { "" }
+    public var subtitle: String { "" }
+    public func updateTitle(_ title: String, subtitle: String) {}
+}
+open class BGTaskRequest: NSObject {}
+public class BGProcessingTaskRequest: BGTaskRequest {
+    public init(identifier: String) {}
+    public var requiresExternalPower = false
+    public var requiresNetworkConnectivity = false
+}
+public class BGContinuedProcessingTaskRequest: BGTaskRequest {
+    public init(identifier: String, title: String, subtitle: String) {}
+}
+public class BGTaskScheduler: NSObject {
+    public class var shared: BGTaskScheduler { fatalError() }
+    public func register(
+        forTaskWithIdentifier identifier: String, using queue: DispatchQueue?,
+        launchHandler: @escaping @Sendable (BGTask) -> Void
+    ) -> Bool { true }
+    public func submit(_ request: BGTaskRequest) throws {}
+    public func cancel(taskRequestWithIdentifier identifier: String) {}
+}

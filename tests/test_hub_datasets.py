@@ -1,0 +1,201 @@
+"""Data as the Hugging Face Hub has it: parquet, configurations, splits, columns of other names."""
+
+import builtins
+import json
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from click.testing import CliRunner
+
+from mesp.commands import data as mesp_data
+from mesp.commands import export
+from mesp.data.hub_datasets import read_rows
+from mesp.data.records import Document
+from mesp.data.sources import Selection, read_documents
+from mesp.errors import MespError
+
+CARD = """---
+configs:
+- config_name: main
+  data_files:
+  - {split: train, path: main/train-*}
+  - {split: test, path: main/test-*}
+- config_name: socratic
+  data_files:
+  - {split: train, path: socratic/train-*}
+---
+"""
+
+
+def rows(kind: str, count: int) -> list[dict]:
+    return [{"question": f"{kind} {i} + 1?", "answer": f"{i + 1}."} for i in range(count)]
+
+
+def write(path: Path, records: list[dict]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), path)
+    return path
+
+
+@pytest.fixture(autouse=True)
+def apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library keeps what it read in a folder of its own, and asks nobody."""
+    from datasets import config
+
+    monkeypatch.setattr(config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr(config, "HF_HUB_OFFLINE", True)
+
+
+@pytest.fixture
+def dataset(tmp_path: Path) -> Path:
+    """A dataset with two configurations, as they lie on the Hub."""
+    folder = tmp_path / "gsm8k"
+    write(folder / "main" / "train-00000-of-00002.parquet", rows("main", 20))
+    write(folder / "main" / "train-00001-of-00002.parquet", rows("more", 20))
+    write(folder / "main" / "test-00000-of-00001.parquet", rows("test", 5))
+    write(folder / "socratic" / "train-00000-of-00001.parquet", rows("socratic", 10))
+    (folder / "README.md").write_text(CARD)
+    return folder
+
+
+AS_COMPLETIONS = {"prompt": "question", "completion": "answer"}
+
+
+def contents(documents: dict[str, list[Document]]) -> dict[str, list[tuple]]:
+    return {
+        split: [(each.content["prompt"], each.content["completion"]) for each in part]
+        for split, part in documents.items()
+    }
+
+
+def pairs(records: list[dict]) -> list[tuple]:
+    return [(each["question"], each["answer"]) for each in records]
+
+
+def test_a_configuration_and_its_splits(dataset):
+    documents = read_documents(str(dataset), Selection("main", columns=AS_COMPLETIONS))
+    train = pairs(rows("main", 20)) + pairs(rows("more", 20))
+    assert contents(documents) == {"train": train, "test": pairs(rows("test", 5))}
+    assert documents["train"][0].kind == "prompt and completion"
+    splits = {"train": "train[:30]", "valid": "train[30:]+test[:50%]"}
+    documents = read_documents(str(dataset), Selection("main", splits, AS_COMPLETIONS))
+    valid = train[30:] + pairs(rows("test", 5))[:2]
+    assert contents(documents) == {"train": train[:30], "valid": valid}
+
+
+@pytest.mark.parametrize("name", ["validation", "valid", "dev"])
+def test_splits_by_the_names_that_they_have(tmp_path, name):
+    for split, count in (("train", 4), (name, 3), ("test", 2)):
+        write(tmp_path / "data" / "data" / f"{split}-00000-of-00001.parquet", rows(split, count))
+    documents = read_documents(str(tmp_path / "data"), Selection(columns=AS_COMPLETIONS))
+    assert {split: len(each) for split, each in documents.items()} == {
+        "train": 4,
+        "valid": 3,
+        "test": 2,
+    }
+
+
+def test_a_file_and_what_is_null_in_it(tmp_path):
+    """A column holds what any record has: a message without tool calls has null there."""
+    call = [{"function": {"name": "f", "arguments": "{}"}}]
+    messages = [
+        [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": call}],
+        [{"role": "user", "content": "b"}, {"role": "assistant", "content": "c"}],
+    ]
+    path = write(tmp_path / "chats.parquet", [{"messages": each} for each in messages])
+    documents = read_documents(str(path), Selection())
+    assert [each.content for each in documents["train"]] == [{"messages": m} for m in messages]
+    records = tmp_path / "records.jsonl"
+    records.write_text("\n".join(map(json.dumps, rows("main", 10))))
+    splits = {"train": "train[:8]", "valid": "train[8:]"}
+    documents = read_documents(str(records), Selection(None, splits, AS_COMPLETIONS))
+    assert [len(each) for each in documents.values()] == [8, 2]
+
+
+def test_columns_of_a_jsonl_file(tmp_path):
+    path = tmp_path / "records.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows("main", 10))))
+    documents = read_documents(str(path), Selection(columns=AS_COMPLETIONS))
+    assert contents(documents) == {"train": pairs(rows("main", 10))}
+
+
+@pytest.mark.parametrize(
+    ("selection", "said"),
+    [
+        (Selection(), "has several subsets; take one with --subset: main, socratic."),
+        (Selection("x"), "has no subset x; take one with --subset: main, socratic."),
+        (Selection("main", {"train": "training"}), "has no split training; it has train, test."),
+        (Selection("main", {"train": "train[:a]"}), "The datasets library cannot read .*gsm8k: "),
+        (Selection("main", {"valid": "test"}), "say which to train on with --splits train=NAME."),
+        (Selection("main"), "Record 1 of train of .* has question, answer; records have"),
+        (
+            Selection("main", columns={"prompt": "asked"}),
+            "Record 1 of train of .* has no column asked, .* it has question, answer.",
+        ),
+    ],
+)
+def test_what_cannot_be_taken_is_named(dataset, selection, said):
+    with pytest.raises(MespError, match=said) as caught:
+        read_documents(str(dataset), selection)
+    assert "\n" not in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("name", "selection", "said"),
+    [
+        ("a.txt", Selection("main"), "has no subsets and splits"),
+        ("a.txt", Selection(columns={"text": "a"}), "has no columns"),
+        ("python-docs", Selection(columns={"text": "a"}), "has no columns"),
+        ("a.parquet", Selection("main"), "is a file, which has no subsets"),
+        ("a.parquet", Selection(), "The datasets library cannot read .*a.parquet"),
+    ],
+)
+def test_what_has_no_such_thing(tmp_path, monkeypatch, name, selection, said):
+    monkeypatch.chdir(tmp_path)
+    for file in ("a.txt", "a.parquet"):
+        Path(file).write_text("Some text that is no table.")
+    with pytest.raises(MespError, match=said) as caught:
+        read_documents(name, selection)
+    assert "\n" not in caught.value.message
+
+
+def test_without_the_library_it_is_named(dataset, monkeypatch):
+    found = builtins.__import__
+
+    def missing(name, *rest, **more):
+        if name == "datasets":
+            raise ImportError(name)
+        return found(name, *rest, **more)
+
+    monkeypatch.setattr(builtins, "__import__", missing)
+    with pytest.raises(MespError, match="there: pip install datasets,"):
+        read_rows(str(dataset), None, {})
+
+
+def run(command, *arguments: object):
+    return CliRunner().invoke(command, list(map(str, arguments)))
+
+
+def test_the_commands_take_columns_subset_and_splits(dataset, tmp_path):
+    out = tmp_path / "demo.mesp"
+    taken = ["--data", dataset, "--subset", "main", "--splits", "train=train[:30]", "valid=test"]
+    columns = ["--columns", "prompt=question", "completion=answer"]
+    done = run(export.main, "--model", "demo", "--seq-len", 32, "--out", out, *taken, *columns)
+    assert done.exit_code == 0, done.output
+    assert "30 train examples of" in done.output and "5 valid examples of" in done.output
+    done = run(mesp_data.main, out, "--data", dataset, "--subset", "socratic", *columns)
+    assert done.exit_code == 0, done.output
+    assert "9 train examples of" in done.output and "1 valid examples of" in done.output
+    for wrong, said in (
+        (("--columns", "question"), "--columns takes KEY=COLUMN, with KEY one of text, prompt, "),
+        (
+            ("--splits", "training=a"),
+            "SPLIT=NAME, with SPLIT one of train, valid, test",
+        ),
+        (("--columns", "prompt="), "and not prompt."),
+        (("--mask-prompt", "--loss-on", "all"), "not --loss-on all: give one of them."),
+    ):
+        done = run(mesp_data.main, out, "--data", dataset, *wrong)
+        assert done.exit_code == 2 and said in done.output and done.output.count("\n") == 1

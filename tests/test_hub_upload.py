@@ -1,0 +1,91 @@
+"""mesp-export --upload, against a stand-in for the Hub's client."""
+
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from huggingface_hub import HfApi, errors
+
+from mesp.bundle.reader import Bundle
+from mesp.commands.export import main
+from mesp.errors import MespError
+from mesp.hub_upload import card, upload
+
+DEMO = Path(__file__).parents[1] / "ios" / "MeSPTrainer" / "Demo.mesp"
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> dict:
+    """What the Hub got, by the client's method."""
+    got = {}
+
+    def method(name: str, answer: object = None):
+        def call(_self, *arguments, **options):
+            got[name] = (arguments, options)
+            return answer
+
+        monkeypatch.setattr(HfApi, name, call)
+
+    method("create_repo", "https://huggingface.co/someone/demo-mesp")
+    method("upload_file")
+    method("upload_folder")
+    return got
+
+
+def test_the_manifest_and_its_files_are_uploaded(hub: dict):
+    manifest = Bundle(DEMO).manifest
+    assert upload(DEMO, manifest, "someone/demo-mesp").endswith("/someone/demo-mesp")
+    assert hub["create_repo"] == (("someone/demo-mesp",), {"exist_ok": True})
+    _, options = hub["upload_folder"]
+    assert options["repo_id"] == "someone/demo-mesp" and options["folder_path"] == DEMO
+    files = {file["path"] for file in manifest["files"]}
+    assert set(options["allow_patterns"]) == files | {"manifest.json"}
+    assert all((DEMO / path).is_file() for path in files)
+
+
+def test_the_card_names_the_source_and_its_license():
+    manifest = Bundle(DEMO).manifest
+    model = {"id": "Qwen/Qwen2.5-0.5B", "revision": "abc", "license": "apache-2.0"}
+    text = card(manifest | {"model": model}).decode()
+    assert text.startswith(
+        "---\nlibrary_name: mesp\nbase_model: Qwen/Qwen2.5-0.5B\nlicense: apache-2.0\n---\n"
+    )
+    model |= {"id": "/home/me/model", "revision": None}
+    assert "/home/me" not in card(manifest | {"model": model}).decode()
+
+
+def failing(error: Exception):
+    def call(*_arguments, **_options):
+        raise error
+
+    return call
+
+
+class Response:
+    def __init__(self, status_code: int) -> None:
+        self.status_code, self.headers, self.request = status_code, {}, None
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (errors.HFValidationError("bad"), "is no name of a repository: give it as owner/name."),
+        (errors.LocalTokenNotFoundError("none"), "Log in to the Hugging Face Hub first"),
+        (errors.HfHubHTTPError("no", response=Response(403)), "does not let you write to a/b"),
+        (errors.HfHubHTTPError("no", response=Response(500)), "check the network and run"),
+        (ConnectionError("gone"), "could not be uploaded to a/b: check the network and run"),
+    ],
+)
+def test_what_the_hub_refuses_is_a_sentence(hub, monkeypatch, error, said):
+    monkeypatch.setattr(HfApi, "create_repo", failing(error))
+    with pytest.raises(MespError, match=said):
+        upload(DEMO, Bundle(DEMO).manifest, "a/b")
+
+
+def test_the_command_uploads_what_it_has_written(hub: dict, tmp_path: Path):
+    out = tmp_path / "demo.mesp"
+    words = ["--from", DEMO, "--out", out, "--upload", "someone/demo-mesp"]
+    done = CliRunner().invoke(main, list(map(str, words)))
+    assert done.exit_code == 0, done.output
+    assert "https://huggingface.co/someone/demo-mesp" in done.output
+    assert hub["upload_folder"][1]["folder_path"] == out
