@@ -44,17 +44,19 @@ import Testing
         }
 
         let model = AppModel(phone: TestPhone(), folder: folder) { _ in ByteTokenizer() }
-        let start = Date.now
-        let hitch = await longestHitch { await model.refresh() }
-        // Reading one of them whole takes seconds in a debug build.
-        #expect(hitch < 0.5)
-        #expect(Date.now.timeIntervalSince(start) < 5)
+        // A busy machine slows this down too: what is held against it needs no bound in seconds.
+        var start = Date.now
+        #expect(try LogSummary(folder: first).steps.count == 10_000)
+        let whole = Date.now.timeIntervalSince(start)
+        start = .now
+        #expect(await longestHitch { await model.refresh() } < whole / 2)
+        #expect(Date.now.timeIntervalSince(start) < whole, "twenty lists read less than one log")
         #expect(model.library.runs.count == 20)
         #expect(model.library.runs.allSatisfy { $0.status == .finished && $0.log?.lastLoss != nil })
 
         var opened: LogSummary?
         let run = try #require(model.library.runs.first)
-        #expect(await longestHitch { opened = await model.library.log(of: run) } < 0.5)
+        #expect(await longestHitch { opened = await model.library.log(of: run) } < whole / 2)
         #expect(opened?.steps.count == 10_000)
     }
 }
