@@ -176,7 +176,7 @@ private final class Hub {
         phone.availableMemory = 1 << 40
         return AppModel(
             phone: phone, folder: documents,
-            openDownload: { try BundleDownload(repository: $0, hub: url, patience: 60) },
+            openDownload: { try BundleDownload(repository: $0, hub: url, patience: 2) },
             loadTokenizer: { _ in ByteTokenizer() })
     }
 
