@@ -109,7 +109,15 @@ struct BlockArrays {
             try file.write(array, at: slots[block])
         } else {
             eval(array)
-            arrays[block] = array
+            guard arrays[block] != nil else {
+                arrays[block] = array
+                return
+            }
+            // Into the gap that the last one leaves. Where `array` was made, among what comes and goes in a step, it would be in the way of
+            // the next steps' large arrays.
+            let data = array.asData(access: .noCopyIfContiguous).data
+            arrays[block] = nil
+            arrays[block] = MLXArray(data, array.shape, dtype: array.dtype)
         }
     }
 
