@@ -20,24 +20,28 @@ from mesp.data.preferences import CHOSEN, REJECTED
 
 
 def measure_objectives(cell: Cell, steps: int, work: Path, tell: Tell) -> Iterator[Row]:
-    """A row for supervised steps, whose gradients are summed and clipped, and one an objective.
+    """A row for supervised steps, whose gradients are summed and clipped, and one an objective; of
+    DPO also with block inputs on disk, where one answer's wait for its gradient.
 
     Twice the same pairs, so that the second time what the first model says of them is known.
     """
     supervised: Row = {}
-    for objective in (None, *OBJECTIVES):
+    variants = [(objective, "", {}) for objective in (None, *OBJECTIVES)]
+    variants.insert(2, ("dpo", ", inputs on disk", {"offload": "inputs"}))
+    for objective, kept, plan in variants:
         data = write_pairs(cell, steps, work / f"{cell.bundle.stem}-pairs", objective is not None)
         settings: dict[str, Any] = engine_settings(cell, Variant("mesp")) | {"data": str(data)}
         settings |= {"steps": 2 * steps, "optimizer": "adamw8bit"}
         settings |= {"objective": objective} if objective else {"max_grad_norm": 1.0}
         settings |= {"batch_size": 2} if objective == "kto" else {}
+        settings |= plan
         run = run_program([engine_program()], settings, work, tell)
         # The first step of a run maps what the others find mapped.
         first, second = run.steps[1:steps], run.steps[steps:]
         seconds = median(step["seconds"] for step in second)
         row = cell.row() | {
             "objective": objective or "supervised",
-            "variant": objective or "supervised",
+            "variant": (objective or "supervised") + kept,
             "seconds": seconds,
             "footprint_peak_bytes": run.peak_footprint,
             "predicted_peak_bytes": run.plan["predicted_peak_bytes"],

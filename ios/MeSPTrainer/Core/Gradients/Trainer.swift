@@ -31,30 +31,42 @@ final class Trainer {
         _ example: Example, update: (_ block: Int, _ gradient: MLXArray) throws -> Void,
         head: (_ y: MLXArray) throws -> (loss: Float, dy: MLXArray)
     ) throws -> Float {
-        // Forward: each block's input stays, and the last blocks' intermediates where the plan has memory for them.
-        var x = try model.embed(example)
         var kept = [Int: Intermediates]()
+        // d is the gradient of the head's input, and from here on of each block's output, then of its input.
+        let (loss, d) = try head(forward(example) { kept[$0] = $1 })
+        guard loss.isFinite else { return loss }
+        try backward(consume d, &kept, update: update)
+        return loss
+    }
+
+    /// Forward: each block's input stays.
+    ///
+    /// - Parameter keep: takes the last blocks' intermediates, where the plan has memory for them; nil makes none.
+    /// - Returns: the last block's output.
+    private func forward(_ example: Example, keep: ((_ block: Int, Intermediates?) -> Void)? = nil) throws -> MLXArray {
+        var x = try model.embed(example)
         for block in model.blocks {
             if trained.contains(block) { try inputs.write(x, block) }
-            (x, kept[block]) = try model.forward(block, x, model.parameters(block), keep: keeps(block))
+            let (y, kept) = try model.forward(block, x, model.parameters(block), keep: keep != nil && keeps(block))
+            x = y
+            keep?(block, kept)
         }
+        return x
+    }
 
-        // Head: d is the gradient of its input, and from here on of each block's output, then of its input.
-        let loss: Float
-        var d: MLXArray
-        (loss, d) = try head(x)
-        guard loss.isFinite else { return loss }
-
-        // Backward, from the last block: recompute, differentiate, update, free.
+    /// Backward, from the last block: recompute, differentiate, update, free.
+    private func backward(
+        _ d: consuming MLXArray, _ kept: inout [Int: Intermediates],
+        update: (_ block: Int, _ gradient: MLXArray) throws -> Void
+    ) throws {
         for block in trained.reversed() {
             try clock.boundary(changed: gradients == nil && block < model.blocks.upperBound - 1)
             try clock.timed(\.backward) {
-                x = try inputs.take(block)
+                let x = try inputs.take(block)
                 try update(block, gradient(block, x, kept.removeValue(forKey: block), d: &d))
                 model.freeCache()
             }
         }
-        return loss
     }
 
     /// The sum of a sequence's losses, and its gradient by the last block's output, times `weight`.
@@ -163,6 +175,29 @@ final class Trainer {
         guard loss.isFinite else { throw try model.notFinite([example]) }
     }
 
+    /// A sequence whose forward pass is done, and whose block inputs wait for the weight of its gradient.
+    struct Waiting {
+        let loss: Float
+        /// By the last block's output.
+        fileprivate let dy: MLXArray
+    }
+
+    /// The forward pass of a sequence, whose gradient `gather` adds to sums that another has begun; nil where the plan keeps no inputs
+    /// for that.
+    func forwardToWait(_ example: Example) throws -> Waiting? {
+        guard plan.keepsAnswer == true else { return nil }
+        let (loss, dy) = try head(forward(example), example, weight: 1)
+        swap(&inputs, &waitingInputs)
+        return Waiting(loss: loss, dy: dy)
+    }
+
+    func gather(_ waiting: consuming Waiting, weight: Float) throws {
+        swap(&inputs, &waitingInputs)
+        let d = weight * waiting.dy
+        var kept = [Int: Intermediates]()
+        try backward(consume d, &kept) { block, gradient in try gather(gradient, block, first: false) }
+    }
+
     private func gather(_ gradient: MLXArray, _ block: Int, first: Bool) throws {
         guard let sums = gradients else { preconditionFailure("gradients are not gathered") }
         try gradients?.write(first ? gradient : sums.read(block) + gradient, block)
@@ -204,6 +239,8 @@ final class Trainer {
     let mask: MLXArray?
     /// The block inputs, from the forward to the backward pass.
     private var inputs: BlockArrays
+    /// Those of a sequence that waits.
+    private var waitingInputs: BlockArrays
     /// Sums of gradients, float32 `[P]` a block, where an update needs more than one backward pass gives at a time.
     private var gradients: BlockArrays?
     var optimizer: Optimizer
@@ -236,10 +273,13 @@ final class Trainer {
             return arrays
         }
         let longest = [1, settings.seqLen, architecture.hiddenSize]
-        inputs = BlockArrays(
-            count: blocks,
-            file: plan.offload == .none || settings.method == .mezo
-                ? nil : try ArrayFile(in: folder, shape: longest, dtype: bundle.dtype))
+        func inputs(areKept: Bool) throws -> BlockArrays {
+            let file = areKept && plan.offload != .none && settings.method != .mezo
+            return BlockArrays(
+                count: blocks, file: file ? try ArrayFile(in: folder, shape: longest, dtype: bundle.dtype) : nil)
+        }
+        self.inputs = try inputs(areKept: true)
+        waitingInputs = try inputs(areKept: plan.keepsAnswer == true)
         optimizer = try Optimizer(settings, parameters: layout.count, zeros: zeros)
         gradients = settings.gathersGradients ? try zeros([layout.count], .float32) : nil
         var lora = try arrays([layout.count], settings.loraDtype.dtype)
@@ -269,6 +309,8 @@ final class Trainer {
 
     /// Bytes written to offloaded arrays since the start.
     var writtenBytes: Int {
-        [inputs, model.lora, gradients, optimizer.first, optimizer.second].reduce(0) { $0 + ($1?.written ?? 0) }
+        [inputs, waitingInputs, model.lora, gradients, optimizer.first, optimizer.second].reduce(0) {
+            $0 + ($1?.written ?? 0)
+        }
     }
 }

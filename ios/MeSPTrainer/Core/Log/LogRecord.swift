@@ -33,6 +33,7 @@ public enum LogRecord: Sendable {
         public var tileBytes: Int
         public var keptBlocks: Int
         public var offload: RunSettings.Offload
+        public var keepsAnswer: Bool?
         public var cacheBytes: Int?
         public var predictedPeakBytes: Int
         public var leastPeakBytes: Int

@@ -8,6 +8,9 @@ public struct Plan: Codable, Sendable, Equatable {
     public var keptBlocks = 0
     /// What is kept in a file instead of in memory.
     public var offload = RunSettings.Offload.none
+    /// Whether of a pair the block inputs of the answer that is scored first are kept too, so that it runs forward once; nil has it run
+    /// forward again.
+    public var keepsAnswer: Bool?
     /// What MLX may keep of freed buffers from one block to the next, on a GPU, in bytes; nil gives all of them back.
     public var cacheBytes: Int?
     /// Whether weights stay mapped from one use to the next; nil maps them anew for each.
@@ -68,7 +71,9 @@ public struct Planner: Sendable {
     }
 
     private func plan(within asked: Int?) throws -> Plan {
-        let standard = cached(Plan(tileBytes: tileSizes[0], offload: settings.offload ?? .none))
+        let offload = settings.offload ?? .none
+        let standard = cached(
+            Plan(tileBytes: tileSizes[0], offload: offload, keepsAnswer: keepingAnswers(offload).last ?? nil))
         if asked == nil, let plan = standard.first(where: { withMargin(peak($0)) <= systemLimit ?? .max }) {
             return plan
         }
@@ -94,9 +99,20 @@ public struct Planner: Sendable {
         let most = method == .mesp ? trainedBlocks : 0
         return offloads.flatMap { offload in
             tileSizes.flatMap { tileBytes in
-                (0...most).reversed().flatMap { cached(Plan(tileBytes: tileBytes, keptBlocks: $0, offload: offload)) }
+                keepingAnswers(offload).flatMap { keepsAnswer in
+                    (0...most).reversed().flatMap {
+                        cached(
+                            Plan(tileBytes: tileBytes, keptBlocks: $0, offload: offload, keepsAnswer: keepsAnswer))
+                    }
+                }
             }
         }
+    }
+
+    /// What `keepsAnswer` may be, the faster first: on disk it costs no memory.
+    private func keepingAnswers(_ offload: RunSettings.Offload) -> [Bool?] {
+        guard settings.objective?.takesPairs == true, method != .mezo else { return [nil] }
+        return offload == .none ? [true, nil] : [true]
     }
 
     /// The plan with a cache, if that is asked for, and as it is. A cache of less than some phases serves nothing: while the GPU is
@@ -132,8 +148,11 @@ public struct Planner: Sendable {
 
     /// What lives through a step: parameters, optimizer state and sums of gradients; block inputs; kept intermediates.
     private func lasting(_ plan: Plan) -> Int {
-        let inputs = method == .mezo || plan.offload != .none ? 0 : trainedBlocks * hidden
-        return (plan.offload == .all ? 0 : vectors) + inputs + plan.keptBlocks * keptBytes
+        let sequences = plan.keepsAnswer == true ? 2 : 1
+        let inputs = method == .mezo || plan.offload != .none ? 0 : sequences * trainedBlocks * hidden
+        // The waiting answer's d.
+        let waiting = plan.keepsAnswer == true ? hidden : 0
+        return (plan.offload == .all ? 0 : vectors) + inputs + waiting + plan.keptBlocks * keptBytes
     }
 
     private func tile(_ plan: Plan) -> TileSizes {

@@ -15,7 +15,8 @@ struct PreferenceFigures {
 extension Trainer {
     /// One update from some batches of judged answers, as `step` makes one from sequences: a batch's loss is the mean over its pairs or
     /// answers. A gradient is the sum of each sequence's own, which the objective weights, so that one sequence's activations are there
-    /// at a time. The weights of a pair depend on both answers: the rejected one runs forward once more, before all else.
+    /// at a time. The weights of a pair depend on both answers: the rejected one runs forward before all else, and again for its gradient
+    /// where the plan has no room for its block inputs.
     ///
     /// - Parameter batches: of each, pairs of a chosen and a rejected answer, one after the other, or single answers.
     func step(_ batches: [[JudgedAnswer]], number: Int, _ objective: Objective) throws -> StepResult {
@@ -123,7 +124,8 @@ extension Trainer {
     private func backpropagate(
         chosen: JudgedAnswer, rejected: JudgedAnswer, _ objective: Objective, part: Double, _ record: inout Record
     ) throws {
-        let other = try answer(rejected, loss: model.loss(rejected.example), objective)
+        let waiting = try forwardToWait(rejected.example)
+        let other = try answer(rejected, loss: waiting?.loss ?? model.loss(rejected.example), objective)
         let reference = objective.hasReference ? try reference(chosen) : 0
         let context = objective == .orpo ? chosen.context : nil
         var weight = 0.0
@@ -143,7 +145,11 @@ extension Trainer {
             }
             return (loss, dy)
         }
-        try gather(rejected.example, first: false) { try head($0, rejected.example, weight: Float(weight)) }
+        if let waiting {
+            try gather(consume waiting, weight: Float(weight))
+        } else {
+            try gather(rejected.example, first: false) { try head($0, rejected.example, weight: Float(weight)) }
+        }
     }
 
     /// Each prompt of a batch with the answer of the record before it, the first with the last's.

@@ -284,7 +284,8 @@ extension LogRecord.Plan {
     init(_ settings: RunSettings, _ bundle: ModelBundle, _ planner: Planner, _ plan: Plan) {
         self.init(
             method: settings.method, seqLen: settings.seqLen, rank: settings.rank, tileBytes: plan.tileBytes,
-            keptBlocks: plan.keptBlocks, offload: plan.offload, cacheBytes: plan.cacheBytes,
+            keptBlocks: plan.keptBlocks, offload: plan.offload, keepsAnswer: plan.keepsAnswer,
+            cacheBytes: plan.cacheBytes,
             predictedPeakBytes: planner.peak(plan), leastPeakBytes: planner.leastPeak,
             mappedBytes: bundle.manifest.mappedBytes)
     }

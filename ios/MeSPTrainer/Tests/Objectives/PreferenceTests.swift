@@ -26,12 +26,11 @@ import Testing
     /// A rate so high that an SGD step's difference is the gradient, however small beside the parameters.
     private static let rate: Float = 1e5
 
-    private func trainer(_ fixture: Fixture, _ objective: Objective, _ change: (inout RunSettings) -> Void = { _ in })
-        throws -> Trainer
+    private func trainer(_ fixture: Fixture, _ objective: Objective, plan: Plan = Plan(tileBytes: 1 << 20)) throws
+        -> Trainer
     {
-        try fixture.trainer(.mesp) { settings in
+        try fixture.trainer(.mesp, plan: plan) { settings in
             (settings.objective, settings.learningRate, settings.batchSize) = (objective, Self.rate, 2)
-            change(&settings)
         }
     }
 
@@ -59,6 +58,31 @@ import Testing
             #expect(abs(margin - (try #require(result.preference?.margin))) < 1e-4)
             #expect((figures.kl == nil) == !objective.hasReference)
             #expect((figures.accuracy ?? -1) >= 0)
+        }
+    }
+
+    /// With its block inputs kept, the rejected answer runs forward once, for the same gradients.
+    @Test(arguments: Objective.allCases.filter(\.takesPairs))
+    func anAnswerThatWaitsRunsForwardOnce(_ objective: Objective) throws {
+        let fixture = try Fixture(try #require(Fixture.tied), "gradients")
+        func step(_ plan: Plan) throws -> (boundaries: Int, [MLXArray]) {
+            let trainer = try trainer(fixture, objective, plan: plan)
+            try fixture.restore(trainer)
+            var boundaries = 0
+            trainer.clock.atBlock = { boundaries += 1 }
+            _ = try trainer.step([answers(fixture), answers(fixture)], number: 0, objective)
+            #expect((trainer.writtenBytes > 0) == (plan.offload != .none))
+            return (boundaries, try trainer.model.blocks.map { try trainer.model.lora.read($0) })
+        }
+        var plan = Plan(tileBytes: 1 << 20)
+        let (boundaries, expected) = try step(plan)
+        let blocks = expected.count
+        plan.keepsAnswer = true
+        for (offload, kept) in [(RunSettings.Offload.none, 0), (.none, 2), (.inputs, 1), (.all, 0)] {
+            (plan.offload, plan.keptBlocks) = (offload, kept)
+            let (fewer, found) = try step(plan)
+            #expect(boundaries - fewer > 2 * blocks, "in each of two batches a boundary a block, and the head's")
+            for (found, expected) in zip(found, expected) { #expect(relativeError(found, expected) < 1e-5) }
         }
     }
 

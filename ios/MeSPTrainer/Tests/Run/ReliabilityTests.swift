@@ -181,4 +181,23 @@ import Testing
         let sentence = message { _ = try Planner(manifest, settings, systemLimit: free.leastPeak / 2).plan() }
         #expect(sentence.contains("The system allows") && sentence.contains("at least"), "\(sentence)")
     }
+
+    /// A pair's second forward pass is spared where that costs no memory, or there is a limit with room for it.
+    @Test func aPairsInputsStayWhereThereIsRoom() throws {
+        var settings = try RunSettings.ofATest(temporaryFolder())
+        settings.objective = .dpo
+        let manifest = try ModelBundle(url: URL(fileURLWithPath: settings.bundle)).manifest
+        func plan() throws -> Plan { try Planner(manifest, settings, systemLimit: nil).plan() }
+        #expect(try plan().keepsAnswer == nil)
+        settings.memoryLimitMb = 1000
+        #expect(try plan().keepsAnswer == true)
+        let planner = Planner(manifest, settings, systemLimit: nil)
+        var forgetting = try plan()
+        forgetting.keepsAnswer = nil
+        #expect(planner.peak(try plan()) > planner.peak(forgetting))
+        (settings.memoryLimitMb, settings.offload) = (nil, .inputs)
+        #expect(try plan().keepsAnswer == true)
+        (settings.offload, settings.objective) = (.inputs, .kto)
+        #expect(try plan().keepsAnswer == nil)
+    }
 }

@@ -110,10 +110,12 @@ import Testing
         // How many boundaries there are before depends on the machine's speed, and a step that has changed parameters goes on.
         var (boundaries, checks) = (0, 0)
         #expect(throws: CancellationError.self) {
-            try SelfCheck(settings()).run(atBlock: {
-                boundaries += 1
-                if boundaries >= 40 { throw CancellationError() }
-            }) { if case .check = $0 { checks += boundaries >= 40 ? 1 : 0 } }
+            try SelfCheck(settings()).run(
+                atBlock: {
+                    boundaries += 1
+                    if boundaries >= 40 { throw CancellationError() }
+                },
+                report: { if case .check = $0 { checks += boundaries >= 40 ? 1 : 0 } })
         }
         #expect(boundaries >= 40 && checks <= 1, "the check at most that was running")
     }
