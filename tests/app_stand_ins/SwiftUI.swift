@@ -39,6 +39,17 @@ public struct Cond<A: View, B: View>: Prim { nonisolated init() {} }
     @MainActor var body: Body { get }
 }
 extension Never: Scene {}
+#if os(iOS)
+    public struct BackgroundTask<Request, Response>: Sendable {
+        public static func urlSession(_ identifier: String) -> BackgroundTask<Void, Void>
+        where Request == Void, Response == Void { .init() }
+    }
+    extension Scene {
+        public func backgroundTask<D: Sendable, R: Sendable>(
+            _ task: BackgroundTask<D, R>, action: @escaping @Sendable (D) async -> R
+        ) -> some Scene { self }
+    }
+#endif
 public struct WindowGroup<C: View>: Scene {
     nonisolated public init(@ViewBuilder content: () -> C) {}
     public var body: Never { fatalError() }

@@ -9,9 +9,11 @@ import SwiftUI
         let folder = DocumentsFolder(documents: .documentsDirectory, included: Bundle.main.resourceURL)
         let recording = Bundle.main.resourceURL?.appending(path: "Recorded")
         #if os(iOS)
+            let background = BackgroundTransfer(identifier: downloads)
             return AppModel(
                 phone: SystemPhone(), folder: folder, display: WindowDisplay(), scheduler: SystemBackground(),
-                board: SystemNotices(), recording: recording
+                board: SystemNotices(), recording: recording,
+                openDownload: { try BundleDownload(repository: $0, background: background) }
             ) { try await BundleTokenizer(bundle: $0) }
         #else
             return AppModel(phone: SystemPhone(), folder: folder, board: SystemNotices(), recording: recording) {
@@ -20,9 +22,20 @@ import SwiftUI
         #endif
     }
 
-    var body: some Scene {
-        WindowGroup { RootView().environment(model) }
-    }
+    #if os(iOS)
+        /// The system's session that brings bundles.
+        private static let downloads = "downloads"
+
+        var body: some Scene {
+            // The system starts the app, or wakes it, when the files have come.
+            WindowGroup { RootView().environment(model) }
+                .backgroundTask(.urlSession(Self.downloads)) { await model.finishDownload() }
+        }
+    #else
+        var body: some Scene {
+            WindowGroup { RootView().environment(model) }
+        }
+    #endif
 }
 
 /// The tabs, and what belongs to all of them.
@@ -57,6 +70,7 @@ struct RootView: View {
         .task {
             await model.refresh()
             model.begin(arguments: ProcessInfo.processInfo.arguments)
+            await model.finishDownload()
         }
     }
 }

@@ -113,9 +113,19 @@ import Observation
     public func lookUp() async { await attempt { try await downloads.look() } }
 
     /// Downloads the bundle that was looked up, and chooses it.
-    public func download() async {
+    public func download() async { await choose { try await downloads.download() } }
+
+    /// Goes on with the download that the app was ended in, and returns when it has ended or the caller's task is cancelled. Where it is
+    /// in progress already, this only waits.
+    public func finishDownload() async {
+        let work = Task { await choose { try await downloads.goOn() } }
+        repeat { try? await Task.sleep(for: .milliseconds(100)) } while downloads.progress != nil && !Task.isCancelled
+        if !Task.isCancelled { await work.value }
+    }
+
+    private func choose(_ bring: () async throws -> StoredBundle?) async {
         await attempt {
-            guard let bundle = try await downloads.download() else { return }
+            guard let bundle = try await bring() else { return }
             await refresh()
             form.bundleID = bundle.id
         }
