@@ -81,7 +81,7 @@ import Observation
         benchmark = Benchmark(controller: controller)
         selfChecker = SelfChecker(phone: phone)
         downloads = Downloads(folder: folder, phone: phone, open: openDownload)
-        controller.observers.append { [weak self] in self?.keepRuns() }
+        controller.observers.append { [weak self] in self?.runChanged() }
         notices = board.map { Notices(controller: controller, phone: phone, board: $0) }
         background = scheduler.map {
             BackgroundTraining(controller: controller, phone: phone, scheduler: $0) { [weak self] in
@@ -177,7 +177,9 @@ import Observation
         deletion = nil
         await attempt {
             switch confirmed {
-            case .bundle(let bundle): try library.folder.delete(bundle)
+            case .bundle(let bundle):
+                comparison.letGo()  // another may get its name
+                try library.folder.delete(bundle)
             case .run(let run): try library.folder.delete(run)
             }
         }
@@ -198,9 +200,9 @@ import Observation
 
     // MARK: - Runs
 
-    /// At a run's end, beside the main thread.
-    private func keepRuns() {
-        guard !controller.isRunning else { return }
+    /// A run needs the memory of a conversation; at its end its files are kept as they are to be, beside the main thread.
+    private func runChanged() {
+        guard !controller.isRunning else { return comparison.letGo() }
         let folder = library.folder
         Task.detached { folder.keepRuns() }
     }
@@ -310,6 +312,7 @@ import Observation
     public func checkDevice() {
         guard isFree, let bundle = form.bundle else { return }
         lastUsed = bundle.id
+        comparison.letGo()
         selfChecker.start(
             .init(bundle: bundle.url.path), file: library.folder.newSelfCheck(bundle: bundle.name))
     }
