@@ -70,6 +70,7 @@ extension ProcessInfo {
     public func endActivity(_ activity: any NSObjectProtocol) {}
 }
 extension URLSessionConfiguration {
+    public class func background(withIdentifier identifier: String) -> URLSessionConfiguration { fatalError() }
     public var sessionSendsLaunchEvents: Bool {
         get { true }
         set {}

@@ -13,8 +13,8 @@ import SwiftUI
             return AppModel(
                 phone: SystemPhone(), folder: folder, display: WindowDisplay(), scheduler: SystemBackground(),
                 board: SystemNotices(), recording: recording,
-                openDownload: { try BundleDownload(repository: $0, background: background) }
-            ) { try await BundleTokenizer(bundle: $0) }
+                openDownload: { try BundleDownload(repository: $0, background: background) },
+                loadTokenizer: { try await BundleTokenizer(bundle: $0) })
         #else
             return AppModel(phone: SystemPhone(), folder: folder, board: SystemNotices(), recording: recording) {
                 try await BundleTokenizer(bundle: $0)
