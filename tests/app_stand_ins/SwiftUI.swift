@@ -200,6 +200,7 @@ public struct ProgressView<L: View>: Prim {
     public init() where L == EmptyView {}
     public init(_ k: LocalizedStringKey) where L == Text {}
     public init<V: BinaryFloatingPoint>(_ k: LocalizedStringKey, value: V?, total: V = 1) where L == Text {}
+    public init<V: BinaryFloatingPoint>(value: V?, total: V = 1) where L == EmptyView {}
     public init<V: BinaryFloatingPoint>(value: V?, total: V = 1, @ViewBuilder label: () -> L) {}
 }
 public struct ContentUnavailableView: Prim {
@@ -266,6 +267,11 @@ extension PrimitiveButtonStyle where Self == BStyle {
     public static var borderedProminent: BStyle { fatalError() }
     public static var borderless: BStyle { fatalError() }
 }
+public protocol ProgressViewStyle {}
+public struct CircularProgressViewStyle: ProgressViewStyle {}
+extension ProgressViewStyle where Self == CircularProgressViewStyle {
+    public static var circular: CircularProgressViewStyle { .init() }
+}
 public protocol LabelStyle {}
 public struct IconOnlyLabelStyle: LabelStyle {}
 extension LabelStyle where Self == IconOnlyLabelStyle { public static var iconOnly: IconOnlyLabelStyle { .init() } }
@@ -314,6 +320,8 @@ extension View {
         -> some View
     { self }
     public func labelStyle<S: LabelStyle>(_ s: S) -> some View { self }
+    public func progressViewStyle<S: ProgressViewStyle>(_ s: S) -> some View { self }
+    public func padding() -> some View { self }
     public func toolbar<C: View>(@ViewBuilder content: () -> C) -> some View { self }
     public func frame(width: CGFloat? = nil, height: CGFloat? = nil, alignment: Alignment = .center) -> some View {
         self

@@ -12,7 +12,7 @@ import SwiftUI
             let background = BackgroundTransfer(identifier: downloads)
             return AppModel(
                 phone: SystemPhone(), folder: folder, display: WindowDisplay(), scheduler: SystemBackground(),
-                board: SystemNotices(), recording: recording,
+                board: SystemNotices(), glanceBoard: SystemActivity(), recording: recording,
                 openDownload: { try BundleDownload(repository: $0, background: background) },
                 loadTokenizer: { try await BundleTokenizer(bundle: $0) })
         #else

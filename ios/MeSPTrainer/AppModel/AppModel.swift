@@ -53,12 +53,14 @@ import Observation
     @ObservationIgnored private let recording: URL?
     @ObservationIgnored private let board: (any NoticeBoard)?
     @ObservationIgnored private var notices: Notices?
+    @ObservationIgnored private var glances: Glances?
     @ObservationIgnored private var background: BackgroundTraining?
 
     /// - Parameters:
     ///   - display: the screen that is dimmed in the night.
     ///   - scheduler: what gives time in the background; nil where nothing does.
     ///   - board: what shows messages to a person who has left the app.
+    ///   - glanceBoard: what shows the run on the lock screen; nil where nothing does.
     ///   - refusal: why nothing can be trained here; nil where it can.
     ///   - openDownload: the download of a repository.
     ///   - recording: the folder of a run to look at where nothing can be trained.
@@ -66,6 +68,7 @@ import Observation
     public init(
         phone: any Phone, folder: DocumentsFolder, display: (any Display)? = nil,
         scheduler: (any BackgroundScheduler)? = nil, board: (any NoticeBoard)? = nil,
+        glanceBoard: (any GlanceBoard)? = nil,
         refusal: String? = systemRefusal, recording: URL? = nil,
         openDownload: @escaping @Sendable (String) throws -> BundleDownload = { try BundleDownload(repository: $0) },
         loadTokenizer: @escaping @Sendable (URL) async throws -> any TextTokenizer
@@ -83,6 +86,7 @@ import Observation
         downloads = Downloads(folder: folder, phone: phone, open: openDownload)
         controller.observers.append { [weak self] in self?.runChanged() }
         notices = board.map { Notices(controller: controller, phone: phone, board: $0) }
+        glances = glanceBoard.map { Glances(controller: controller, phone: phone, board: $0) }
         background = scheduler.map {
             BackgroundTraining(controller: controller, phone: phone, scheduler: $0) { [weak self] in
                 await self?.resumeInBackground() ?? false
