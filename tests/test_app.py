@@ -258,15 +258,22 @@ def test_the_scheme_is_of_the_target_and_shared(objects: dict[str, dict]):
     assert scheme.find("LaunchAction").get("buildConfiguration") == "Release", "training is slow"
 
 
-def test_info_plist_shares_documents_and_declares_bundles():
+def test_info_plist_shares_documents_and_declares_bundles_and_texts():
     info = plistlib.loads((APP / "Info.plist").read_bytes())
     assert info["UIFileSharingEnabled"] is True
     assert info["LSSupportsOpeningDocumentsInPlace"] is True
-    (document,) = info["CFBundleDocumentTypes"]
+    document, text = info["CFBundleDocumentTypes"]
     (exported,) = info["UTExportedTypeDeclarations"]
     assert document["LSItemContentTypes"] == [exported["UTTypeIdentifier"]]
+    assert document["LSHandlerRank"] == "Owner"
     assert exported["UTTypeTagSpecification"] == {"public.filename-extension": ["mesp"]}
     assert exported["UTTypeConformsTo"] == ["com.apple.package"], "Files shows it as one thing"
+    # Another app stays the one that opens texts.
+    assert text["LSHandlerRank"] == "Alternate"
+    (imported,) = info["UTImportedTypeDeclarations"]
+    assert text["LSItemContentTypes"] == ["public.plain-text", imported["UTTypeIdentifier"]]
+    assert imported["UTTypeTagSpecification"] == {"public.filename-extension": ["jsonl"]}
+    assert imported["UTTypeConformsTo"] == ["public.text"]
     support = (APP / "Views" / "Support.swift").read_text(encoding="utf-8")
     assert f'UTType(exportedAs: "{exported["UTTypeIdentifier"]}")' in support
 

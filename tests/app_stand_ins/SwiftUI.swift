@@ -149,7 +149,9 @@ public struct Button<L: View>: Prim {
         _ k: LocalizedStringKey, systemImage: String, role: ButtonRole?, action: @escaping @MainActor () -> Void
     ) where L == Label<Text, Image> {}
 }
-public struct TabView<C: View>: Prim { public init(@ViewBuilder content: () -> C) {} }
+public struct TabView<C: View>: Prim {
+    public init<S: Hashable>(selection: Binding<S>, @ViewBuilder content: () -> C) {}
+}
 public struct NavigationStack<C: View>: Prim { public init(@ViewBuilder root: () -> C) {} }
 public struct NavigationLink<C: View>: Prim { public init<V: Hashable>(value: V?, @ViewBuilder label: () -> C) {} }
 extension NavigationLink where C == Text {

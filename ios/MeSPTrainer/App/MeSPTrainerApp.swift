@@ -45,12 +45,12 @@ struct RootView: View {
 
     var body: some View {
         @Bindable var model = model
-        TabView {
-            TrainView().tabItem { Label("Train", systemImage: "chart.line.downtrend.xyaxis") }
-            TryView().tabItem { Label("Try", systemImage: "text.bubble") }
-            RunsView().tabItem { Label("Runs", systemImage: "list.bullet.rectangle") }
-            BundlesView().tabItem { Label("Models", systemImage: "shippingbox") }
-            CompareView().tabItem { Label("Compare", systemImage: "gauge.with.needle") }
+        TabView(selection: $model.place) {
+            TrainView().tabItem { Label("Train", systemImage: "chart.line.downtrend.xyaxis") }.tag(AppModel.Place.train)
+            TryView().tabItem { Label("Try", systemImage: "text.bubble") }.tag(AppModel.Place.write)
+            RunsView().tabItem { Label("Runs", systemImage: "list.bullet.rectangle") }.tag(AppModel.Place.runs)
+            BundlesView().tabItem { Label("Models", systemImage: "shippingbox") }.tag(AppModel.Place.bundles)
+            CompareView().tabItem { Label("Compare", systemImage: "gauge.with.needle") }.tag(AppModel.Place.compare)
         }
         .overlay { if model.screen.isDimmed { NightView() } }
         .alert("That Did Not Work", isPresented: $model.hasProblem) {
@@ -58,7 +58,7 @@ struct RootView: View {
         } message: {
             Text(model.problem ?? "")
         }
-        .onOpenURL { url in Task { await url.accessed { await model.importBundle(at: url) } } }
+        .onOpenURL { url in Task { await url.accessed { await model.open(url) } } }
         .confirmationDialog(
             model.deletionQuestion, isPresented: $model.asksToDelete, titleVisibility: .visible
         ) {

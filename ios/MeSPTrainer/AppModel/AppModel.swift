@@ -26,6 +26,10 @@ import Observation
     public let selfChecker: SelfChecker
     public let downloads: Downloads
 
+    /// The parts of the app.
+    public enum Place: Sendable { case train, write, runs, bundles, compare }
+    /// The part that is shown.
+    public var place = Place.train
     /// What went wrong last, in a sentence, until it is set to nil.
     public var problem: String?
     /// Setting it to false is reading it.
@@ -102,6 +106,22 @@ import Observation
             running: controller.isRunning ? controller.settings.map { URL(fileURLWithPath: $0.output) } : nil)
         form.refresh()
         await attempt { try choices.refresh() }
+    }
+
+    /// Takes what another app hands over: a bundle, or any other file as a text to train on.
+    public func open(_ url: URL) async {
+        if url.isBundle {
+            place = .bundles
+            await importBundle(at: url)
+        } else {
+            (place, showsSetup) = (.train, true)
+            await chooseText(at: url)
+        }
+    }
+
+    /// Copies a text file into the app, as access to it may end, and chooses it as the text to train on.
+    public func chooseText(at url: URL) async {
+        await attempt { form.file = try await library.copyText(at: url) }
     }
 
     /// Brings a bundle into the app, and chooses it.

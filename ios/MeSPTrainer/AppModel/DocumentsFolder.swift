@@ -248,7 +248,7 @@ public struct DocumentsFolder: Sendable {
 }
 
 extension URL {
-    fileprivate var isBundle: Bool { pathExtension == "mesp" }
+    var isBundle: Bool { pathExtension == "mesp" }
 
     fileprivate var resourceSize: Int? { try? resourceValues(forKeys: [.fileSizeKey]).fileSize }
 
