@@ -1,9 +1,9 @@
 """What can be checked of the iPhone app without a Mac: its project, its property lists, its views.
 
-There is no SwiftUI here: the core, the app's model and the views are compiled as for iOS, and the
-core, the model and the engine as for macOS, against stand-ins of what they use of Apple's modules
-(app_stand_ins/). As for Linux, SwiftPM compiles them. What the views show and do is in the target
-MeSPAppModel, whose Swift tests run everywhere.
+There is no SwiftUI here: the core, the app's model, the views and the widget are compiled as for
+iOS, and all but the widget, with the engine, as for macOS, against stand-ins of what they use of
+Apple's modules (app_stand_ins/). As for Linux, SwiftPM compiles them. What the views show and do is
+in the target MeSPAppModel, whose Swift tests run everywhere.
 """
 
 import json
@@ -30,9 +30,15 @@ HERE = Path(__file__).parent
 BOTH = ("Tokenizers", "UniformTypeIdentifiers", "CoreTransferable", "SwiftUI", "Charts")
 STAND_INS = {
     "macOS": ("Darwin", "CryptoKit", *BOTH, "UserNotifications"),
-    "iOS": ("Darwin", "CryptoKit", "UIKit", "os", *BOTH, "UserNotifications", "BackgroundTasks"),
+    "iOS": (
+        *("Darwin", "CryptoKit", "UIKit", "os", *BOTH),
+        *("UserNotifications", "BackgroundTasks", "ActivityKit", "WidgetKit"),
+    ),
 }
-VIEWS = sorted(APP.rglob("*.swift"))
+WIDGET = HOME / "Widget"
+SHARED = WIDGET / "RunAttributes.swift"
+APP_SOURCES = [*sorted(APP.rglob("*.swift")), SHARED]
+VIEWS = sorted({*APP_SOURCES, *WIDGET.glob("*.swift")})
 
 
 def parse(text: str) -> dict:
@@ -110,31 +116,43 @@ def test_every_identifier_in_the_project_is_of_an_object(project: dict, objects:
 
 
 def test_every_path_in_the_project_exists(objects: dict[str, dict]):
-    (group,) = of(objects, "PBXFileSystemSynchronizedRootGroup")
-    assert (HOME / group["path"]).is_dir()
+    for group in of(objects, "PBXFileSystemSynchronizedRootGroup"):
+        assert (HOME / group["path"]).is_dir()
+        for exceptions in group["exceptions"]:
+            for path in objects[exceptions]["membershipExceptions"]:
+                assert (HOME / group["path"] / path).is_file(), path
     files = [f for f in of(objects, "PBXFileReference") if f["sourceTree"] == "<group>"]
     assert [f["path"] for f in files] == ["Demo.mesp", "Demo-GPU.mesp", "Recorded"]
     assert all((HOME / f["path"]).exists() for f in files)
-    for exceptions in of(objects, "PBXFileSystemSynchronizedBuildFileExceptionSet"):
-        for path in exceptions["membershipExceptions"]:
-            assert (HOME / group["path"] / path).is_file(), path
     for configuration in of(objects, "XCBuildConfiguration"):
         for key, path in configuration["buildSettings"].items():
             if key.startswith(("INFOPLIST_FILE", "CODE_SIGN_ENTITLEMENTS")):
                 assert (HOME / path).is_file(), path
 
 
-def test_the_target_is_for_iphones_and_macs_with_swift_6(objects: dict[str, dict]):
-    (target,) = of(objects, "PBXNativeTarget")
-    assert target["name"] == "MeSPTrainer"
-    assert target["productType"] == "com.apple.product-type.application"
-    configurations = {}
-    for lists in of(objects, "XCConfigurationList"):
-        for identifier in lists["buildConfigurations"]:
+def settings_of(objects: dict[str, dict], target: dict) -> dict[str, dict]:
+    """The build settings of a target over the project's, by configuration."""
+    (project,) = of(objects, "PBXProject")
+    found = {}
+    for holder in (project, target):
+        for identifier in objects[holder["buildConfigurationList"]]["buildConfigurations"]:
             each = objects[identifier]
-            configurations.setdefault(each["name"], {}).update(each["buildSettings"])
-    assert set(configurations) == {"Debug", "Release"}
-    for settings in configurations.values():
+            found.setdefault(each["name"], {}).update(each["buildSettings"])
+    assert set(found) == {"Debug", "Release"}
+    return found
+
+
+def targets(objects: dict[str, dict]) -> tuple[dict, dict]:
+    """The app's target and the widget's."""
+    app, widget = of(objects, "PBXNativeTarget")
+    assert (app["name"], widget["name"]) == ("MeSPTrainer", "MeSPWidget")
+    return app, widget
+
+
+def test_the_app_is_for_iphones_and_macs_with_swift_6(objects: dict[str, dict]):
+    target, _ = targets(objects)
+    assert target["productType"] == "com.apple.product-type.application"
+    for settings in settings_of(objects, target).values():
         assert settings["IPHONEOS_DEPLOYMENT_TARGET"] == "17.0"
         assert settings["MACOSX_DEPLOYMENT_TARGET"] == "14.0"
         assert settings["SDKROOT"] == "auto"
@@ -143,8 +161,57 @@ def test_the_target_is_for_iphones_and_macs_with_swift_6(objects: dict[str, dict
         assert settings["SUPPORTS_MACCATALYST"] == "NO"
         assert settings["SUPPORTS_MAC_DESIGNED_FOR_IPHONE_IPAD"] == "NO"
         assert settings["SWIFT_VERSION"] == "6.0"
-        assert settings["PRODUCT_BUNDLE_IDENTIFIER"] == "org.mesp.MeSPTrainer"
+        # One setting of the project, for both targets.
+        assert settings["APP_IDENTIFIER"] == "org.mesp.MeSPTrainer"
+        assert settings["PRODUCT_BUNDLE_IDENTIFIER"] == "$(APP_IDENTIFIER)"
         assert "DEVELOPMENT_TEAM" not in settings, "a team is each person's own"
+
+
+def test_the_widget_comes_in_the_app_on_phones_alone(objects: dict[str, dict]):
+    app, widget = targets(objects)
+    assert widget["productType"] == "com.apple.product-type.app-extension"
+    assert widget["packageProductDependencies"] == [], "a widget has some 30 MB"
+    for settings in settings_of(objects, widget).values():
+        assert settings["SUPPORTED_PLATFORMS"] == "iphoneos iphonesimulator"
+        # What is embedded has the app's identifier as the beginning of its own, and its version.
+        assert settings["PRODUCT_BUNDLE_IDENTIFIER"] == "$(APP_IDENTIFIER).Widget"
+        assert settings["SKIP_INSTALL"] == "YES" and settings["CODE_SIGN_STYLE"] == "Automatic"
+        assert "CODE_SIGN_ENTITLEMENTS" not in settings, "a free team can sign it"
+        assert "DEVELOPMENT_TEAM" not in settings
+    versions = {
+        (settings["MARKETING_VERSION"], settings["CURRENT_PROJECT_VERSION"])
+        for target in (app, widget)
+        for settings in settings_of(objects, target).values()
+    }
+    assert len(versions) == 1
+
+    (embed,) = of(objects, "PBXCopyFilesBuildPhase")
+    assert embed["dstSubfolderSpec"] == "13", "PlugIns"
+    (file,) = (objects[each] for each in embed["files"])
+    assert objects[file["fileRef"]] == objects[widget["productReference"]]
+    (dependency,) = (objects[each] for each in app["dependencies"])
+    assert objects[dependency["target"]] == widget
+    proxy = objects[dependency["targetProxy"]]
+    assert objects[proxy["remoteGlobalIDString"]] == widget
+    assert file["platformFilter"] == dependency["platformFilter"] == "ios"
+    assert embed in [objects[each] for each in app["buildPhases"]]
+
+    info = plistlib.loads((WIDGET / "Info.plist").read_bytes())
+    assert info == {"NSExtension": {"NSExtensionPointIdentifier": "com.apple.widgetkit-extension"}}
+    assert plistlib.loads((APP / "Info.plist").read_bytes())["NSSupportsLiveActivities"] is True
+
+
+def test_the_app_and_the_widget_compile_the_same_attributes(objects: dict[str, dict]):
+    """iOS takes what the app gives to the widget by the name of the type."""
+    _, widget = targets(objects)
+    (folder,) = (objects[each] for each in widget["fileSystemSynchronizedGroups"])
+    assert HOME / folder["path"] == WIDGET
+    exceptions = {
+        objects[objects[each]["target"]]["name"]: objects[each]["membershipExceptions"]
+        for each in folder["exceptions"]
+    }
+    # Of a folder that is not the target's, the exceptions are what it takes.
+    assert exceptions == {"MeSPWidget": ["Info.plist"], "MeSPTrainer": [SHARED.name]}
 
 
 def test_the_packages_and_their_products_exist(objects: dict[str, dict]):
@@ -170,15 +237,15 @@ def test_the_packages_and_their_products_exist(objects: dict[str, dict]):
 
 def test_what_the_views_import_is_linked(objects: dict[str, dict]):
     linked = {each["productName"] for each in of(objects, "XCSwiftPackageProductDependency")}
-    system = {"Foundation", *STAND_INS["iOS"]} - {
-        "Darwin",
-        "CryptoKit",
-        "UIKit",
-        "os",
-        "Tokenizers",
-    }
-    text = "\n".join(view.read_text(encoding="utf-8") for view in VIEWS)
-    assert set(re.findall(r"^ *(?:@\w+ )?import (\w+)", text, flags=re.M)) == linked | system
+    elsewhere = {"Darwin", "CryptoKit", "UIKit", "os", "Tokenizers", "WidgetKit"}
+    system = {"Foundation", *STAND_INS["iOS"]} - elsewhere
+
+    def imports(sources: list[Path]) -> set[str]:
+        text = "\n".join(source.read_text(encoding="utf-8") for source in sources)
+        return set(re.findall(r"^ *(?:@\w+ )?import (\w+)", text, flags=re.M))
+
+    assert imports(APP_SOURCES) == linked | system
+    assert imports(sorted(WIDGET.glob("*.swift"))) == {"ActivityKit", "SwiftUI", "WidgetKit"}
 
 
 def test_the_scheme_is_of_the_target_and_shared(objects: dict[str, dict]):
@@ -191,15 +258,22 @@ def test_the_scheme_is_of_the_target_and_shared(objects: dict[str, dict]):
     assert scheme.find("LaunchAction").get("buildConfiguration") == "Release", "training is slow"
 
 
-def test_info_plist_shares_documents_and_declares_bundles():
+def test_info_plist_shares_documents_and_declares_bundles_and_texts():
     info = plistlib.loads((APP / "Info.plist").read_bytes())
     assert info["UIFileSharingEnabled"] is True
     assert info["LSSupportsOpeningDocumentsInPlace"] is True
-    (document,) = info["CFBundleDocumentTypes"]
+    document, text = info["CFBundleDocumentTypes"]
     (exported,) = info["UTExportedTypeDeclarations"]
     assert document["LSItemContentTypes"] == [exported["UTTypeIdentifier"]]
+    assert document["LSHandlerRank"] == "Owner"
     assert exported["UTTypeTagSpecification"] == {"public.filename-extension": ["mesp"]}
     assert exported["UTTypeConformsTo"] == ["com.apple.package"], "Files shows it as one thing"
+    # Another app stays the one that opens texts.
+    assert text["LSHandlerRank"] == "Alternate"
+    (imported,) = info["UTImportedTypeDeclarations"]
+    assert text["LSItemContentTypes"] == ["public.plain-text", imported["UTTypeIdentifier"]]
+    assert imported["UTTypeTagSpecification"] == {"public.filename-extension": ["jsonl"]}
+    assert imported["UTTypeConformsTo"] == ["public.text"]
     support = (APP / "Views" / "Support.swift").read_text(encoding="utf-8")
     assert f'UTType(exportedAs: "{exported["UTTypeIdentifier"]}")' in support
 
@@ -360,7 +434,9 @@ def test_all_of_it_compiles_as_for_a_system_of_apples(system: str, tmp_path: Pat
         encoding="utf-8",
     )
     compile("MeSPAppModel", *(HOME / "AppModel").glob("*.swift"), resources)
-    compile("MeSPTrainer", *VIEWS)
+    compile("MeSPTrainer", *APP_SOURCES)
+    if system == "iOS":
+        compile("MeSPWidget", *WIDGET.glob("*.swift"))
     compile("Example", library_examples(tmp_path / "Example.swift"))
     if system == "macOS":
         compile("engine", *(HOME / "Engine").glob("*.swift"))

@@ -67,7 +67,7 @@ def test_the_scheme_and_the_identifier_are_the_projects():
         # Where the scheme's configuration puts what it builds.
         assert f"Release-iphonesimulator/{scheme}.app" in text
     project = (PROJECT / "project.pbxproj").read_text(encoding="utf-8")
-    (identifier,) = set(re.findall(r"PRODUCT_BUNDLE_IDENTIFIER = (\S+);", project))
+    (identifier,) = set(re.findall(r"\bAPP_IDENTIFIER = (\S+);", project))
     assert set(re.findall(r"simctl (?:launch|terminate) \S+ (\S+)", text)) == {identifier}
 
 

@@ -3,6 +3,7 @@
 // makes `canImport(Darwin)` true.
 
 import Foundation
+import FoundationNetworking
 @_exported import Glibc
 
 public typealias mach_port_t = UInt32
@@ -68,3 +69,11 @@ extension ProcessInfo {
     public func beginActivity(options: ActivityOptions, reason: String) -> any NSObjectProtocol { fatalError() }
     public func endActivity(_ activity: any NSObjectProtocol) {}
 }
+extension URLSessionConfiguration {
+    public class func background(withIdentifier identifier: String) -> URLSessionConfiguration { fatalError() }
+    public var sessionSendsLaunchEvents: Bool {
+        get { true }
+        set {}
+    }
+}
+extension URLError { public var downloadTaskResumeData: Data? { nil } }

@@ -39,6 +39,17 @@ public struct Cond<A: View, B: View>: Prim { nonisolated init() {} }
     @MainActor var body: Body { get }
 }
 extension Never: Scene {}
+#if os(iOS)
+    public struct BackgroundTask<Request, Response>: Sendable {
+        public static func urlSession(_ identifier: String) -> BackgroundTask<Void, Void>
+        where Request == Void, Response == Void { .init() }
+    }
+    extension Scene {
+        public func backgroundTask<D: Sendable, R: Sendable>(
+            _ task: BackgroundTask<D, R>, action: @escaping @Sendable (D) async -> R
+        ) -> some Scene { self }
+    }
+#endif
 public struct WindowGroup<C: View>: Scene {
     nonisolated public init(@ViewBuilder content: () -> C) {}
     public var body: Never { fatalError() }
@@ -138,7 +149,9 @@ public struct Button<L: View>: Prim {
         _ k: LocalizedStringKey, systemImage: String, role: ButtonRole?, action: @escaping @MainActor () -> Void
     ) where L == Label<Text, Image> {}
 }
-public struct TabView<C: View>: Prim { public init(@ViewBuilder content: () -> C) {} }
+public struct TabView<C: View>: Prim {
+    public init<S: Hashable>(selection: Binding<S>, @ViewBuilder content: () -> C) {}
+}
 public struct NavigationStack<C: View>: Prim { public init(@ViewBuilder root: () -> C) {} }
 public struct NavigationLink<C: View>: Prim { public init<V: Hashable>(value: V?, @ViewBuilder label: () -> C) {} }
 extension NavigationLink where C == Text {
@@ -189,6 +202,7 @@ public struct ProgressView<L: View>: Prim {
     public init() where L == EmptyView {}
     public init(_ k: LocalizedStringKey) where L == Text {}
     public init<V: BinaryFloatingPoint>(_ k: LocalizedStringKey, value: V?, total: V = 1) where L == Text {}
+    public init<V: BinaryFloatingPoint>(value: V?, total: V = 1) where L == EmptyView {}
     public init<V: BinaryFloatingPoint>(value: V?, total: V = 1, @ViewBuilder label: () -> L) {}
 }
 public struct ContentUnavailableView: Prim {
@@ -255,6 +269,11 @@ extension PrimitiveButtonStyle where Self == BStyle {
     public static var borderedProminent: BStyle { fatalError() }
     public static var borderless: BStyle { fatalError() }
 }
+public protocol ProgressViewStyle {}
+public struct CircularProgressViewStyle: ProgressViewStyle {}
+extension ProgressViewStyle where Self == CircularProgressViewStyle {
+    public static var circular: CircularProgressViewStyle { .init() }
+}
 public protocol LabelStyle {}
 public struct IconOnlyLabelStyle: LabelStyle {}
 extension LabelStyle where Self == IconOnlyLabelStyle { public static var iconOnly: IconOnlyLabelStyle { .init() } }
@@ -303,6 +322,8 @@ extension View {
         -> some View
     { self }
     public func labelStyle<S: LabelStyle>(_ s: S) -> some View { self }
+    public func progressViewStyle<S: ProgressViewStyle>(_ s: S) -> some View { self }
+    public func padding() -> some View { self }
     public func toolbar<C: View>(@ViewBuilder content: () -> C) -> some View { self }
     public func frame(width: CGFloat? = nil, height: CGFloat? = nil, alignment: Alignment = .center) -> some View {
         self

@@ -9,10 +9,12 @@ import SwiftUI
         let folder = DocumentsFolder(documents: .documentsDirectory, included: Bundle.main.resourceURL)
         let recording = Bundle.main.resourceURL?.appending(path: "Recorded")
         #if os(iOS)
+            let background = BackgroundTransfer(identifier: downloads)
             return AppModel(
                 phone: SystemPhone(), folder: folder, display: WindowDisplay(), scheduler: SystemBackground(),
-                board: SystemNotices(), recording: recording
-            ) { try await BundleTokenizer(bundle: $0) }
+                board: SystemNotices(), glanceBoard: SystemActivity(), recording: recording,
+                openDownload: { try BundleDownload(repository: $0, background: background) },
+                loadTokenizer: { try await BundleTokenizer(bundle: $0) })
         #else
             return AppModel(phone: SystemPhone(), folder: folder, board: SystemNotices(), recording: recording) {
                 try await BundleTokenizer(bundle: $0)
@@ -20,9 +22,20 @@ import SwiftUI
         #endif
     }
 
-    var body: some Scene {
-        WindowGroup { RootView().environment(model) }
-    }
+    #if os(iOS)
+        /// The system's session that brings bundles.
+        private static let downloads = "downloads"
+
+        var body: some Scene {
+            // The system starts the app, or wakes it, when the files have come.
+            WindowGroup { RootView().environment(model) }
+                .backgroundTask(.urlSession(Self.downloads)) { await model.finishDownload() }
+        }
+    #else
+        var body: some Scene {
+            WindowGroup { RootView().environment(model) }
+        }
+    #endif
 }
 
 /// The tabs, and what belongs to all of them.
@@ -32,12 +45,12 @@ struct RootView: View {
 
     var body: some View {
         @Bindable var model = model
-        TabView {
-            TrainView().tabItem { Label("Train", systemImage: "chart.line.downtrend.xyaxis") }
-            TryView().tabItem { Label("Try", systemImage: "text.bubble") }
-            RunsView().tabItem { Label("Runs", systemImage: "list.bullet.rectangle") }
-            BundlesView().tabItem { Label("Models", systemImage: "shippingbox") }
-            CompareView().tabItem { Label("Compare", systemImage: "gauge.with.needle") }
+        TabView(selection: $model.place) {
+            TrainView().tabItem { Label("Train", systemImage: "chart.line.downtrend.xyaxis") }.tag(AppModel.Place.train)
+            TryView().tabItem { Label("Try", systemImage: "text.bubble") }.tag(AppModel.Place.write)
+            RunsView().tabItem { Label("Runs", systemImage: "list.bullet.rectangle") }.tag(AppModel.Place.runs)
+            BundlesView().tabItem { Label("Models", systemImage: "shippingbox") }.tag(AppModel.Place.bundles)
+            CompareView().tabItem { Label("Compare", systemImage: "gauge.with.needle") }.tag(AppModel.Place.compare)
         }
         .overlay { if model.screen.isDimmed { NightView() } }
         .alert("That Did Not Work", isPresented: $model.hasProblem) {
@@ -45,7 +58,7 @@ struct RootView: View {
         } message: {
             Text(model.problem ?? "")
         }
-        .onOpenURL { url in Task { await url.accessed { await model.importBundle(at: url) } } }
+        .onOpenURL { url in Task { await url.accessed { await model.open(url) } } }
         .confirmationDialog(
             model.deletionQuestion, isPresented: $model.asksToDelete, titleVisibility: .visible
         ) {
@@ -57,6 +70,7 @@ struct RootView: View {
         .task {
             await model.refresh()
             model.begin(arguments: ProcessInfo.processInfo.arguments)
+            await model.finishDownload()
         }
     }
 }

@@ -26,6 +26,10 @@ import Observation
     public let selfChecker: SelfChecker
     public let downloads: Downloads
 
+    /// The parts of the app.
+    public enum Place: Sendable { case train, write, runs, bundles, compare }
+    /// The part that is shown.
+    public var place = Place.train
     /// What went wrong last, in a sentence, until it is set to nil.
     public var problem: String?
     /// Setting it to false is reading it.
@@ -53,12 +57,14 @@ import Observation
     @ObservationIgnored private let recording: URL?
     @ObservationIgnored private let board: (any NoticeBoard)?
     @ObservationIgnored private var notices: Notices?
+    @ObservationIgnored private var glances: Glances?
     @ObservationIgnored private var background: BackgroundTraining?
 
     /// - Parameters:
     ///   - display: the screen that is dimmed in the night.
     ///   - scheduler: what gives time in the background; nil where nothing does.
     ///   - board: what shows messages to a person who has left the app.
+    ///   - glanceBoard: what shows the run on the lock screen; nil where nothing does.
     ///   - refusal: why nothing can be trained here; nil where it can.
     ///   - openDownload: the download of a repository.
     ///   - recording: the folder of a run to look at where nothing can be trained.
@@ -66,6 +72,7 @@ import Observation
     public init(
         phone: any Phone, folder: DocumentsFolder, display: (any Display)? = nil,
         scheduler: (any BackgroundScheduler)? = nil, board: (any NoticeBoard)? = nil,
+        glanceBoard: (any GlanceBoard)? = nil,
         refusal: String? = systemRefusal, recording: URL? = nil,
         openDownload: @escaping @Sendable (String) throws -> BundleDownload = { try BundleDownload(repository: $0) },
         loadTokenizer: @escaping @Sendable (URL) async throws -> any TextTokenizer
@@ -81,8 +88,9 @@ import Observation
         benchmark = Benchmark(controller: controller)
         selfChecker = SelfChecker(phone: phone)
         downloads = Downloads(folder: folder, phone: phone, open: openDownload)
-        controller.observers.append { [weak self] in self?.keepRuns() }
+        controller.observers.append { [weak self] in self?.runChanged() }
         notices = board.map { Notices(controller: controller, phone: phone, board: $0) }
+        glances = glanceBoard.map { Glances(controller: controller, phone: phone, board: $0) }
         background = scheduler.map {
             BackgroundTraining(controller: controller, phone: phone, scheduler: $0) { [weak self] in
                 await self?.resumeInBackground() ?? false
@@ -100,6 +108,22 @@ import Observation
         await attempt { try choices.refresh() }
     }
 
+    /// Takes what another app hands over: a bundle, or any other file as a text to train on.
+    public func open(_ url: URL) async {
+        if url.isBundle {
+            place = .bundles
+            await importBundle(at: url)
+        } else {
+            (place, showsSetup) = (.train, true)
+            await chooseText(at: url)
+        }
+    }
+
+    /// Copies a text file into the app, as access to it may end, and chooses it as the text to train on.
+    public func chooseText(at url: URL) async {
+        await attempt { form.file = try await library.copyText(at: url) }
+    }
+
     /// Brings a bundle into the app, and chooses it.
     public func importBundle(at url: URL) async {
         await attempt {
@@ -113,9 +137,19 @@ import Observation
     public func lookUp() async { await attempt { try await downloads.look() } }
 
     /// Downloads the bundle that was looked up, and chooses it.
-    public func download() async {
+    public func download() async { await choose { try await downloads.download() } }
+
+    /// Goes on with the download that the app was ended in, and returns when it has ended or the caller's task is cancelled. Where it is
+    /// in progress already, this only waits.
+    public func finishDownload() async {
+        let work = Task { await choose { try await downloads.goOn() } }
+        repeat { try? await Task.sleep(for: .milliseconds(100)) } while downloads.progress != nil && !Task.isCancelled
+        if !Task.isCancelled { await work.value }
+    }
+
+    private func choose(_ bring: () async throws -> StoredBundle?) async {
         await attempt {
-            guard let bundle = try await downloads.download() else { return }
+            guard let bundle = try await bring() else { return }
             await refresh()
             form.bundleID = bundle.id
         }
@@ -167,7 +201,9 @@ import Observation
         deletion = nil
         await attempt {
             switch confirmed {
-            case .bundle(let bundle): try library.folder.delete(bundle)
+            case .bundle(let bundle):
+                comparison.letGo()  // another may get its name
+                try library.folder.delete(bundle)
             case .run(let run): try library.folder.delete(run)
             }
         }
@@ -188,9 +224,9 @@ import Observation
 
     // MARK: - Runs
 
-    /// At a run's end, beside the main thread.
-    private func keepRuns() {
-        guard !controller.isRunning else { return }
+    /// A run needs the memory of a conversation; at its end its files are kept as they are to be, beside the main thread.
+    private func runChanged() {
+        guard !controller.isRunning else { return comparison.letGo() }
         let folder = library.folder
         Task.detached { folder.keepRuns() }
     }
@@ -300,6 +336,7 @@ import Observation
     public func checkDevice() {
         guard isFree, let bundle = form.bundle else { return }
         lastUsed = bundle.id
+        comparison.letGo()
         selfChecker.start(
             .init(bundle: bundle.url.path), file: library.folder.newSelfCheck(bundle: bundle.name))
     }

@@ -35,16 +35,21 @@ public struct RunProgress: Sendable, Equatable {
         secondsLeft = log.stepSeconds.map { $0 * Double(max(0, steps - log.lastStep)) }
     }
 
-    /// In words: `Step 12 of 100, loss 2.31, 14 min left`.
-    public var sentence: String {
-        var parts = ["Step \(step) of \(steps)"]
-        if let loss { parts.append("loss \(String(format: "%.2f", loss))") }
-        if let secondsLeft, step < steps {
-            let minutes = Int((secondsLeft / 60).rounded(.up))
-            parts.append(minutes < 60 ? "\(minutes) min left" : "\(minutes / 60) h \(minutes % 60) min left")
-        }
-        return parts.joined(separator: ", ")
+    /// From 0 to 1.
+    public var part: Double { steps > 0 ? min(Double(step) / Double(steps), 1) : 0 }
+    /// `Step 12 of 100`
+    public var stepWords: String { "Step \(step) of \(steps)" }
+    /// `loss 2.31`
+    public var lossWords: String? { loss.map { "loss \(String(format: "%.2f", $0))" } }
+    /// `14 min left`; nil where nothing is left, or nobody knows.
+    public var timeWords: String? {
+        guard let secondsLeft, step < steps else { return nil }
+        let minutes = Int((secondsLeft / 60).rounded(.up))
+        return minutes < 60 ? "\(minutes) min left" : "\(minutes / 60) h \(minutes % 60) min left"
     }
+
+    /// `Step 12 of 100, loss 2.31, 14 min left`
+    public var sentence: String { [stepWords, lossWords, timeWords].compactMap { $0 }.joined(separator: ", ") }
 }
 
 /// Asks for time in the background for runs that may train there (`Conditions`), and gives it to them.

@@ -58,6 +58,17 @@ import Observation
     /// What the conversation is with, and how: another has no use for it.
     @ObservationIgnored private var partners = ""
     @ObservationIgnored private var gate = PauseGate()
+    /// What each side has read of the conversation.
+    @ObservationIgnored private var read = Read()
+
+    /// Of one thread at a time: that of a text that is written.
+    private final class Read: @unchecked Sendable {
+        /// For one side, in bytes: with float32 keys and values, some 2,600 tokens of Qwen2.5-0.5B.
+        static let limit = 1 << 26
+
+        var base = KeyValueCache(limit: limit)
+        var tuned = KeyValueCache(limit: limit)
+    }
 
     public init(phone: any Phone, folder: DocumentsFolder? = nil) {
         (self.phone, self.folder) = (phone, folder)
@@ -67,8 +78,17 @@ import Observation
                 Turn(id: index, prompt: turn.prompt, base: Text(text: turn.base), tuned: Text(text: turn.tuned))
             }
         }
-        phone.observers.append { [weak self] _ in self?.update() }
+        phone.observers.append { [weak self] event in
+            self?.update()
+            if event == .memoryWarning { self?.letGo() }
+        }
     }
+
+    /// What is kept of what the models have read.
+    var bytesRead: Int { read.base.size + read.tuned.size }
+
+    /// Lets go of what the models have read. The next message goes through them with all that was said before.
+    func letGo() { read = Read() }
 
     /// Writes both texts, the base model's first. Does nothing while another is being written. A message goes on with the conversation,
     /// where that is with the same models.
@@ -80,12 +100,15 @@ import Observation
             bundle.lastPathComponent, adapters?.deletingLastPathComponent().lastPathComponent ?? "", request.system,
         ]
         let partners = request.isChat ? names.joined(separator: "\n") : ""
-        if !request.isChat || partners != self.partners { turns = [] }
+        if !request.isChat || partners != self.partners {
+            turns = []
+            letGo()
+        }
         self.partners = partners
         let history = turns
         turns.append(Turn(id: history.count, prompt: request.prompt))
         (problem, writing) = (nil, .base)
-        let gate = PauseGate()
+        let (gate, read) = (PauseGate(), read)
         self.gate = gate
         update()
         let (messages, sender) = AsyncStream.makeStream(of: Message.self)
@@ -98,8 +121,9 @@ import Observation
                 (generation.temperature, generation.topP) = (request.temperature, request.topP)
                 generation.seed = request.seed
                 generation.stop = endTokens(of: url) + (tokenizer.endOfText.map { [$0] } ?? [])
-                for (side, text) in [(Side.base, \Turn.base), (.tuned, \.tuned)] where side == .base || adapters != nil
-                {
+                for (side, text, cache) in [
+                    (Side.base, \Turn.base, \Read.base), (.tuned, \.tuned, \.tuned),
+                ] where side == .base || adapters != nil {
                     try gate.pass { _ in }
                     generation.prompt =
                         request.isChat
@@ -107,9 +131,9 @@ import Observation
                         : tokenizer.encode(request.prompt)
                     let generator = try Generator(bundle, adapters: side == .tuned ? adapters : nil)
                     sender.yield(.begins(side))
-                    let summary = try generator.generate(generation, atBlock: { try gate.pass { _ in } }) {
-                        sender.yield(.token(side, $0))
-                    }
+                    let summary = try generator.generate(
+                        generation, continuing: &read[keyPath: cache], atBlock: { try gate.pass { _ in } }
+                    ) { sender.yield(.token(side, $0)) }
                     sender.yield(.ends(side, summary))
                 }
             } catch is CancellationError {
@@ -122,6 +146,7 @@ import Observation
             for await message in messages { receive(message, tokenizer) }
             // A message that got no answer is no part of the conversation.
             if base.text.isEmpty, tuned.text.isEmpty, problem != nil { turns.removeLast() }
+            if !isConversation { letGo() }
             keep()
             writing = nil
         }
@@ -149,6 +174,7 @@ import Observation
     public func clear() {
         guard writing == nil else { return }
         (turns, partners, problem) = ([], "", nil)
+        letGo()
         keep()
     }
 

@@ -195,6 +195,25 @@ public struct DocumentsFolder: Sendable {
         return StoredBundle(url: target, isIncluded: false)
     }
 
+    private var downloadFile: URL { documents.appendingPathComponent(".download.json") }
+
+    /// What is being downloaded, also where the app was ended in it; nil for nothing.
+    func begunDownload() -> BundleDownload.Offer? {
+        (try? Data(contentsOf: downloadFile)).flatMap {
+            try? JSONDecoder().decode(BundleDownload.Offer.self, from: $0)
+        }
+    }
+
+    /// Keeps what is being downloaded; nil for nothing.
+    func keep(_ download: BundleDownload.Offer?) {
+        guard let download, let json = try? JSONEncoder().encode(download) else {
+            try? FileManager.default.removeItem(at: downloadFile)
+            return
+        }
+        try? json.write(to: downloadFile, options: .atomic)
+        keep(downloadFile, .bundle)
+    }
+
     public func delete(_ bundle: StoredBundle) throws {
         guard !bundle.isIncluded else { throw MeSPError("\(bundle.name) came with the app and stays with it.") }
         try delete(documents.appendingPathComponent(bundle.id))
@@ -229,7 +248,7 @@ public struct DocumentsFolder: Sendable {
 }
 
 extension URL {
-    fileprivate var isBundle: Bool { pathExtension == "mesp" }
+    var isBundle: Bool { pathExtension == "mesp" }
 
     fileprivate var resourceSize: Int? { try? resourceValues(forKeys: [.fileSizeKey]).fileSize }
 

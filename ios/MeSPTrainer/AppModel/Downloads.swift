@@ -50,14 +50,19 @@ import Observation
         }
     }
 
-    /// Downloads what was looked up, or goes on with it.
+    /// Downloads what was looked up, or goes on with it. Until it has ended, or was stopped, it is a download that a later start of the
+    /// app goes on with.
     ///
     /// - Returns: the bundle; nil where it was stopped.
     func download() async throws -> StoredBundle? {
         guard progress == nil, let offer else { return nil }
-        let download = try open(repository.trimmingCharacters(in: .whitespaces))
+        let download = try open(offer.repository)
         progress = 0
-        defer { (progress, work) = (nil, nil) }
+        folder.keep(offer)
+        defer {
+            (progress, work) = (nil, nil)
+            folder.keep(nil as BundleDownload.Offer?)
+        }
         let (bytes, sender) = AsyncStream.makeStream(of: Int.self, bufferingPolicy: .bufferingNewest(1))
         let folder = folder
         let work = Task.detached {
@@ -73,6 +78,13 @@ import Observation
         } catch is CancellationError {
             return nil
         }
+    }
+
+    /// Goes on with the download that the app was ended in, where there is one.
+    func goOn() async throws -> StoredBundle? {
+        guard progress == nil, let begun = folder.begunDownload() else { return nil }
+        (offer, repository) = (begun, begun.repository)
+        return try await download()
     }
 
     /// Ends the download. What has come stays, for the next time.

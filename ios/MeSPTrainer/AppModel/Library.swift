@@ -50,15 +50,48 @@ import Observation
     ///
     /// - Returns: the bundle's identifier.
     func importBundle(at url: URL) async throws -> StoredBundle.ID {
-        let source = url.deletingLastPathComponent().resolvingSymlinksInPath().path
-        if source == folder.documents.resolvingSymlinksInPath().path { return url.lastPathComponent }
+        if folder.documents.holds(url) { return url.lastPathComponent }
         importing = url.lastPathComponent
         defer { importing = nil }
         let folder = folder
         let bundle = try await Task.detached { try folder.importBundle(at: url) }.value
-        if source == folder.documents.appendingPathComponent("Inbox").resolvingSymlinksInPath().path {
-            try? FileManager.default.removeItem(at: url)
-        }
+        emptyInbox(of: url)
         return bundle.id
+    }
+
+    /// Where the text is that was copied last.
+    @ObservationIgnored private var textFolder: URL?
+
+    /// Copies a text that the person chose, in place of the last, to where the system may clear it. What AirDrop put into the inbox moves
+    /// from there.
+    ///
+    /// - Returns: the copy.
+    func copyText(at url: URL) async throws -> URL {
+        let place = FileManager.default.temporaryDirectory.appendingPathComponent("text-\(UUID().uuidString)")
+        let copy = place.appendingPathComponent(url.lastPathComponent)
+        do {
+            try await Task.detached {
+                try FileManager.default.createDirectory(at: place, withIntermediateDirectories: true)
+                try FileManager.default.copyItem(at: url, to: copy)
+            }.value
+        } catch {
+            try? FileManager.default.removeItem(at: place)
+            throw MeSPError("\(url.lastPathComponent) cannot be copied: \(error.plainSentence).")
+        }
+        if let textFolder { try? FileManager.default.removeItem(at: textFolder) }
+        textFolder = place
+        emptyInbox(of: url)
+        return copy
+    }
+
+    private func emptyInbox(of url: URL) {
+        if folder.documents.appendingPathComponent("Inbox").holds(url) { try? FileManager.default.removeItem(at: url) }
+    }
+}
+
+extension URL {
+    /// Whether a file or a folder is in this folder itself.
+    fileprivate func holds(_ url: URL) -> Bool {
+        url.deletingLastPathComponent().resolvingSymlinksInPath().path == resolvingSymlinksInPath().path
     }
 }

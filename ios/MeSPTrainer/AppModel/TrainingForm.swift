@@ -98,8 +98,8 @@ import Observation
     /// The memory limit in MB.
     public var limit = 100.0 { didSet { if hasLimit { settings.memoryLimitMb = limit } } }
     public var textKind = TextKind.bundle { didSet { settings.objective = textKind == .choices ? .dpo : nil } }
-    /// The text file that was chosen.
-    public var file: URL?
+    /// The text file that was chosen. With one, the text comes from it.
+    public var file: URL? { didSet { if file != nil { textKind = .file } } }
     public var pasted = ""
     /// Of records with prompts, whether only the answers count in the loss.
     public var answersOnly = true

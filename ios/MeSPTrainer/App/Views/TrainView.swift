@@ -85,7 +85,7 @@ struct SetupView: View {
         .scrollDismissesKeyboard(.interactively)
         .fileImporter(isPresented: $choosesFile, allowedContentTypes: [.plainText, .json, .data]) { result in
             switch result {
-            case .success(let url): choose(url)
+            case .success(let url): Task { await url.accessed { await model.chooseText(at: url) } }
             case .failure(let error): model.problem = error.localizedDescription
             }
         }
@@ -209,20 +209,6 @@ struct SetupView: View {
         @Bindable var form = model.form
         return LabeledContent(title) {
             TextField(title, text: $form[text: field]).multilineTextAlignment(.trailing).numberPad()
-        }
-    }
-
-    /// Access to the file ends with the choice, so it is copied.
-    private func choose(_ url: URL) {
-        let copy = URL.temporaryDirectory.appending(path: url.lastPathComponent)
-        let granted = url.startAccessingSecurityScopedResource()
-        defer { if granted { url.stopAccessingSecurityScopedResource() } }
-        do {
-            try? FileManager.default.removeItem(at: copy)
-            try FileManager.default.copyItem(at: url, to: copy)
-            model.form.file = copy
-        } catch {
-            model.problem = error.localizedDescription
         }
     }
 }

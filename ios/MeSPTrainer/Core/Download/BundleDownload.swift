@@ -13,8 +13,10 @@ import Foundation
 /// The manifest comes first. Each other file has the size and the SHA-256 that it says, or is refused. What is there of a download that
 /// ended early, `fetch` goes on from.
 public struct BundleDownload: Sendable {
-    /// What is at the Hub, before it is downloaded.
-    public struct Offer: Sendable {
+    /// What is at the Hub, before it is downloaded. It can be stored, for a process that goes on with the download.
+    public struct Offer: Sendable, Codable {
+        /// As `owner/name`.
+        public let repository: String
         public let manifest: Manifest
         /// As it came.
         let json: Data
@@ -23,6 +25,38 @@ public struct BundleDownload: Sendable {
 
         /// In bytes, of all files.
         public var size: Int { manifest.files.reduce(json.count) { $0 + $1.size } }
+
+        /// Checks that this build can use such a bundle.
+        init(repository: String, json: Data, commit: String?) throws {
+            (self.repository, self.json, self.commit) = (repository, json, commit)
+            manifest = try Manifest.read(json, of: URL(fileURLWithPath: repository))
+            for file in manifest.files {
+                let parts = file.path.split(separator: "/", omittingEmptySubsequences: false)
+                guard !file.path.contains("\0"), !parts.contains(where: { $0.isEmpty || $0 == "." || $0 == ".." }),
+                    (0...(1 << 40)).contains(file.size), file.path != "manifest.json"
+                else { throw MeSPError("The manifest of \(repository) names \(file.path), which no bundle has.") }
+            }
+            guard Set(manifest.files.map(\.path)).count == manifest.files.count else {
+                throw MeSPError("The manifest of \(repository) names a file twice.")
+            }
+        }
+
+        private enum Key: String, CodingKey { case repository, json, commit }
+
+        public init(from decoder: any Decoder) throws {
+            let container = try decoder.container(keyedBy: Key.self)
+            try self.init(
+                repository: container.decode(String.self, forKey: .repository),
+                json: container.decode(Data.self, forKey: .json),
+                commit: container.decodeIfPresent(String.self, forKey: .commit))
+        }
+
+        public func encode(to encoder: any Encoder) throws {
+            var container = encoder.container(keyedBy: Key.self)
+            try container.encode(repository, forKey: .repository)
+            try container.encode(json, forKey: .json)
+            try container.encodeIfPresent(commit, forKey: .commit)
+        }
     }
 
     /// As `owner/name`.
@@ -30,6 +64,8 @@ public struct BundleDownload: Sendable {
     private let hub: URL
     /// How long a connection may be silent, in seconds.
     private let patience: Double
+    /// What brings the files of the bundle.
+    private let transfer: any Transfer
     /// How often a file is asked for again without a byte more.
     private let attempts = 3
 
@@ -37,9 +73,10 @@ public struct BundleDownload: Sendable {
     ///   - repository: as `owner/name`, or its address at the Hub.
     ///   - hub: the Hub's address.
     ///   - patience: how long a connection may be silent, in seconds.
+    ///   - background: what brings the files while the app is suspended; without it they come as long as the process runs.
     public init(
         repository: String, hub: URL = URL(string: "https://huggingface.co") ?? URL(fileURLWithPath: "/"),
-        patience: Double = 30
+        patience: Double = 30, background: BackgroundTransfer? = nil
     ) throws {
         let prefix = "https://huggingface.co/"
         let name = repository.hasPrefix(prefix) ? String(repository.dropFirst(prefix.count)) : repository
@@ -52,6 +89,7 @@ public struct BundleDownload: Sendable {
             throw MeSPError("\(repository) is no repository: write it as owner/name.")
         }
         (self.repository, self.hub, self.patience) = (name, hub, patience)
+        transfer = background ?? ForegroundTransfer()
     }
 
     /// The bundle's name, as its folder gets it.
@@ -63,20 +101,16 @@ public struct BundleDownload: Sendable {
     public func offer() async throws -> Offer {
         let file = FileManager.default.temporaryDirectory.appendingPathComponent("manifest-\(UUID().uuidString).json")
         defer { try? FileManager.default.removeItem(at: file) }
-        let most = 1 << 26
-        let reception = try await receive("manifest.json", of: "main", to: file, limit: most)
-        let json = try Data(contentsOf: file)
-        let manifest = try Manifest.read(json, of: URL(fileURLWithPath: repository))
-        for file in manifest.files {
-            let parts = file.path.split(separator: "/", omittingEmptySubsequences: false)
-            guard !file.path.contains("\0"), !parts.contains(where: { $0.isEmpty || $0 == "." || $0 == ".." }),
-                (0...(1 << 40)).contains(file.size), file.path != "manifest.json"
-            else { throw MeSPError("The manifest of \(repository) names \(file.path), which no bundle has.") }
+        let wanted = wanted("manifest.json", of: "main", into: file, limit: 1 << 26)
+        do {
+            let answer = try await ForegroundTransfer().receive(wanted) { _ in }
+            let commit = answer.value(forHTTPHeaderField: "X-Repo-Commit").flatMap { commit in
+                commit.count >= 7 && commit.allSatisfy(\.isHexDigit) ? commit : nil
+            }
+            return try Offer(repository: repository, json: try Data(contentsOf: file), commit: commit)
+        } catch let error as Retryable {
+            throw MeSPError(error.sentence)
         }
-        guard Set(manifest.files.map(\.path)).count == manifest.files.count else {
-            throw MeSPError("The manifest of \(repository) names a file twice.")
-        }
-        return Offer(manifest: manifest, json: json, commit: reception.commit)
     }
 
     /// Downloads what `folder` lacks of the bundle. Cancelling the task ends it; the next call goes on from there.
@@ -91,23 +125,42 @@ public struct BundleDownload: Sendable {
         try attempt("written") {
             try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)
         }
-        var done = offer.json.count
-        for file in offer.manifest.files {
-            try Task.checkCancellation()
-            let target = folder.appendingPathComponent(file.path)
-            let before = done
-            if !Self.isThere(target, file) {
+        let count = ByteCount(offer.json.count, progress)
+        try await withThrowingTaskGroup(of: Void.self) { group in
+            var begun = 0
+            for file in offer.manifest.files {
+                let target = folder.appendingPathComponent(file.path)
+                guard !Self.isThere(target, file) else {
+                    count[file.path] = file.size
+                    continue
+                }
                 try attempt("written") {
                     try FileManager.default.createDirectory(
                         at: target.deletingLastPathComponent(), withIntermediateDirectories: true)
                 }
-                try await fetch(file, of: offer.commit ?? "main", to: target) { progress(before + $0) }
+                if begun == transfer.filesAtOnce {
+                    try await group.next()
+                    begun -= 1
+                }
+                begun += 1
+                group.addTask {
+                    try Task.checkCancellation()
+                    try await fetch(file, of: offer.commit ?? "main", to: target) { count[file.path] = $0 }
+                    count[file.path] = file.size
+                }
             }
-            done += file.size
-            progress(done)
+            try await group.waitForAll()
         }
         // Last: a folder with a manifest is a bundle that is whole.
         try attempt("written") { try offer.json.write(to: folder.appendingPathComponent("manifest.json")) }
+    }
+
+    private func wanted(_ path: String, of commit: String, into file: URL, limit: Int) -> Wanted {
+        let url = hub.appendingPathComponent("\(repository)/resolve/\(commit)/\(path)")
+        var request = URLRequest(url: url, cachePolicy: .reloadIgnoringLocalCacheData, timeoutInterval: patience)
+        // Ranges are of the file as it is, and not of one that was compressed for the way.
+        request.setValue("identity", forHTTPHeaderField: "Accept-Encoding")
+        return Wanted(request: request, file: file, limit: limit, path: path, repository: repository)
     }
 
     /// A file has its name only when its SHA-256 was right, so the size tells.
@@ -125,12 +178,13 @@ public struct BundleDownload: Sendable {
                 throw MeSPError("\(repository) cannot be written: \(partial.lastPathComponent) cannot be made.")
             }
         }
+        let wanted = wanted(file.path, of: commit, into: partial, limit: file.size)
         var (failures, damaged) = (0, false)
         while true {
             let had = Self.size(partial)
             if had < file.size || had == 0 && file.size == 0 && failures == 0 {
                 do {
-                    _ = try await receive(file.path, of: commit, to: partial, limit: file.size, progress: progress)
+                    _ = try await transfer.receive(wanted, progress: progress)
                 } catch let error as Retryable {
                     failures = Self.size(partial) > had ? 0 : failures + 1
                     guard failures < attempts else { throw MeSPError(error.sentence) }
@@ -163,153 +217,25 @@ public struct BundleDownload: Sendable {
     private func attempt(_ done: String, _ body: () throws -> Void) throws {
         do { try body() } catch { throw MeSPError("\(repository) cannot be \(done): \(error.plainSentence).") }
     }
-
-    // MARK: - One request
-
-    /// Receives what `file` lacks of a path in the repository.
-    ///
-    /// - Throws: `Retryable` where another request may do better, `MeSPError` where none will.
-    private func receive(
-        _ path: String, of commit: String, to file: URL, limit: Int,
-        progress: @escaping @Sendable (Int) -> Void = { _ in }
-    ) async throws -> Reception {
-        let url = hub.appendingPathComponent("\(repository)/resolve/\(commit)/\(path)")
-        var request = URLRequest(url: url, cachePolicy: .reloadIgnoringLocalCacheData, timeoutInterval: patience)
-        // Ranges are of the file as it is, and not of one that was compressed for the way.
-        request.setValue("identity", forHTTPHeaderField: "Accept-Encoding")
-        let reception = try Reception(
-            file: file, limit: limit, what: "\(path) of \(repository)", repository: repository, progress: progress)
-        if reception.offset > 0 { request.setValue("bytes=\(reception.offset)-", forHTTPHeaderField: "Range") }
-        let configuration = URLSessionConfiguration.ephemeral
-        configuration.timeoutIntervalForRequest = patience
-        let session = URLSession(configuration: configuration, delegate: reception, delegateQueue: nil)
-        defer { session.finishTasksAndInvalidate() }
-        let task = session.dataTask(with: request)
-        try await withTaskCancellationHandler {
-            try await reception.end(of: task)
-        } onCancel: {
-            task.cancel()
-        }
-        return reception
-    }
 }
 
-/// A failure that another request may not have.
-private struct Retryable: Error {
-    let sentence: String
-}
-
-/// Takes the answer to one request into a file, behind what that has.
-private final class Reception: NSObject, URLSessionDataDelegate, @unchecked Sendable {
-    /// What the file had before.
-    let offset: Int
-    private let what: String
-    private let repository: String
-    private let limit: Int
-    private let file: FileHandle
+/// How many bytes have come, over all files.
+private final class ByteCount: Sendable {
+    private let lock = NSLock()
+    private nonisolated(unsafe) var bytes = [String: Int]()  // under the lock
+    private nonisolated(unsafe) var sum: Int
     private let progress: @Sendable (Int) -> Void
 
-    // Of the session's queue until the answer has ended.
-    private var written: Int
-    private var failure: (any Error)?
-    private var continuation: CheckedContinuation<Void, any Error>?
-    private(set) var commit: String?
+    init(_ start: Int, _ progress: @escaping @Sendable (Int) -> Void) { (sum, self.progress) = (start, progress) }
 
-    init(file url: URL, limit: Int, what: String, repository: String, progress: @escaping @Sendable (Int) -> Void)
-        throws
-    {
-        if !FileManager.default.fileExists(atPath: url.path) {
-            _ = FileManager.default.createFile(atPath: url.path, contents: nil)
+    subscript(path: String) -> Int {
+        get { lock.withLock { bytes[path] ?? 0 } }
+        set {
+            progress(
+                lock.withLock {
+                    sum += newValue - (bytes.updateValue(newValue, forKey: path) ?? 0)
+                    return sum
+                })
         }
-        do {
-            file = try FileHandle(forWritingTo: url)
-            offset = Int(try file.seekToEnd())
-        } catch {
-            throw MeSPError("\(what) cannot be written: \(error.plainSentence).")
-        }
-        (self.limit, self.what, self.repository, self.progress) = (limit, what, repository, progress)
-        written = offset
-    }
-
-    /// Starts the task, and waits for its end.
-    func end(of task: URLSessionDataTask) async throws {
-        try await withCheckedThrowingContinuation {
-            continuation = $0
-            task.resume()
-        }
-    }
-
-    func urlSession(
-        _: URLSession, dataTask: URLSessionDataTask, didReceive response: URLResponse,
-        completionHandler: @escaping (URLSession.ResponseDisposition) -> Void
-    ) {
-        do {
-            try take(response)
-            completionHandler(.allow)
-        } catch {
-            failure = error
-            completionHandler(.cancel)
-        }
-    }
-
-    private func take(_ response: URLResponse) throws {
-        guard let response = response as? HTTPURLResponse else { throw Retryable(sentence: "\(what) gave no answer.") }
-        let page = "https://huggingface.co/\(repository)"
-        switch response.statusCode {
-        case 200:
-            // All of it, also where a part was asked for.
-            try file.truncate(atOffset: 0)
-            written = 0
-        case 206:
-            let range = response.value(forHTTPHeaderField: "Content-Range") ?? ""
-            guard range.hasPrefix("bytes \(offset)-") else {
-                throw Retryable(
-                    sentence: "The server sent another part of \(what) than was asked for; try again later.")
-            }
-        case 401, 403:
-            throw MeSPError("\(repository) is not open to everybody; see \(page), or take another repository.")
-        case 404:
-            throw MeSPError(
-                "There is no \(what) at the Hub; write the repository as owner/name, of one that holds a bundle.")
-        case 416:
-            try file.truncate(atOffset: 0)
-            throw Retryable(sentence: "\(what) is not as long as its manifest says.")
-        case 429, 500...599:
-            throw Retryable(sentence: "The Hub is busy (\(response.statusCode)); try again later.")
-        default: throw MeSPError("The Hub answers \(response.statusCode) for \(what); see \(page).")
-        }
-        commit = response.value(forHTTPHeaderField: "X-Repo-Commit").flatMap { commit in
-            commit.count >= 7 && commit.allSatisfy(\.isHexDigit) ? commit : nil
-        }
-    }
-
-    func urlSession(_: URLSession, dataTask: URLSessionDataTask, didReceive data: Data) {
-        guard failure == nil else { return }
-        guard written + data.count <= limit else {
-            failure = MeSPError("\(what) is longer than its manifest says.")
-            return dataTask.cancel()
-        }
-        do {
-            try file.write(contentsOf: data)
-            written += data.count
-            progress(written)
-        } catch {
-            failure = MeSPError("\(what) cannot be written: \(error.plainSentence).")
-            dataTask.cancel()
-        }
-    }
-
-    func urlSession(_: URLSession, task: URLSessionTask, didCompleteWithError error: (any Error)?) {
-        try? file.close()
-        if let failure {
-            continuation?.resume(throwing: failure)
-        } else if let error {
-            let isCancelled = (error as? URLError)?.code == .cancelled
-            let sentence = "\(what) stopped coming: \(error.plainSentence). Check the network and try again."
-            continuation?.resume(throwing: isCancelled ? CancellationError() : Retryable(sentence: sentence))
-        } else {
-            continuation?.resume()
-        }
-        continuation = nil
     }
 }

@@ -10,6 +10,12 @@ struct KeyValues {
         keys = MLXArray.zeros([a.numKeyValueHeads, 0, a.headDim], dtype: dtype)
         values = keys
     }
+
+    /// Keeps the first tokens. Copies, as a view would keep all.
+    mutating func cut(to count: Int) {
+        (keys, values) = (contiguous(keys[0..., 0..<count]), contiguous(values[0..., 0..<count]))
+        eval(keys, values)
+    }
 }
 
 /// The forward pass of one transformer block for tokens that follow others: the block function's arithmetic, without its fixed

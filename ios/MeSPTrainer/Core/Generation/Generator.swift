@@ -77,54 +77,84 @@ public struct Generator {
     public func generate(
         _ request: Request, atBlock: () throws -> Void = {}, onToken: (Int) throws -> Void
     ) throws -> Summary {
-        try request.check(vocabulary: bundle.architecture.vocabSize)
-        return try bundle.withDevice {
-            let sampler = FootprintSampler()
-            defer { sampler.stop() }
-            let begin = Date.now
-            var (first, count) = (Date?.none, 0)
-            func summary(_ reason: Summary.Reason) -> Summary {
-                let start = first ?? Date.now
-                return Summary(
-                    reason: reason, tokens: count, promptSeconds: start.timeIntervalSince(begin),
-                    seconds: Date.now.timeIntervalSince(start), footprintPeakBytes: sampler.takePeak())
-            }
+        var cache = KeyValueCache()
+        return try generate(request, continuing: &cache, atBlock: atBlock, onToken: onToken)
+    }
 
-            var cache = emptyCache()
-            let random = MLXRandom.RandomState(seed: request.seed)
-            do {
-                var logits = try logits(request.prompt, &cache, atBlock)
-                first = Date.now
-                while true {
-                    let token = choose(logits, request, random)
-                    if request.stop.contains(token) { return summary(.stop) }
-                    try onToken(token)
-                    count += 1
-                    if count == request.maxTokens { return summary(.length) }
-                    logits = try self.logits([token], &cache, atBlock)
-                }
-            } catch is CancellationError {
-                return summary(.stopped)
+    /// As ``generate(_:atBlock:onToken:)``, and reads of the prompt only what comes after what `cache` has of it.
+    ///
+    /// - Parameters:
+    ///   - request: the prompt, and how tokens are chosen.
+    ///   - cache: of the same model and adapters, or empty. It then has this prompt and its text, but for the last token.
+    ///   - atBlock: called before each block; `CancellationError` from it, or from `onToken`, ends the text as `stopped`.
+    ///   - onToken: gets the token's id.
+    /// - Returns: how many tokens, how fast, and why the text ended.
+    /// - Throws: `MeSPError`, and what `onToken` throws.
+    @discardableResult
+    public func generate(
+        _ request: Request, continuing cache: inout KeyValueCache, atBlock: () throws -> Void = {},
+        onToken: (Int) throws -> Void
+    ) throws -> Summary {
+        try request.check(vocabulary: bundle.architecture.vocabSize)
+        do {
+            return try bundle.withDevice {
+                defer { cache.end() }
+                return try write(request, &cache, atBlock, onToken)
             }
+        } catch {
+            cache = KeyValueCache(limit: cache.limit)  // its last arrays may not be whole
+            throw error
+        }
+    }
+
+    private func write(
+        _ request: Request, _ cache: inout KeyValueCache, _ atBlock: () throws -> Void, _ onToken: (Int) throws -> Void
+    ) throws -> Summary {
+        let sampler = FootprintSampler()
+        defer { sampler.stop() }
+        let begin = Date.now
+        var (first, count) = (Date?.none, 0)
+        func summary(_ reason: Summary.Reason) -> Summary {
+            let start = first ?? Date.now
+            return Summary(
+                reason: reason, tokens: count, promptSeconds: start.timeIntervalSince(begin),
+                seconds: Date.now.timeIntervalSince(start), footprintPeakBytes: sampler.takePeak())
+        }
+
+        let random = MLXRandom.RandomState(seed: request.seed)
+        do {
+            let prompt = cache.begin(request.prompt, bundle.architecture, dtype: bundle.dtype)
+            var logits = try logits(prompt, &cache, atBlock)
+            first = Date.now
+            while true {
+                let token = choose(logits, request, random)
+                if request.stop.contains(token) { return summary(.stop) }
+                try onToken(token)
+                count += 1
+                if count == request.maxTokens { return summary(.length) }
+                logits = try self.logits([token], &cache, atBlock)
+            }
+        } catch is CancellationError {
+            return summary(.stopped)
         }
     }
 
     // MARK: - Forward
 
-    func emptyCache() -> [KeyValues] {
-        (0..<bundle.architecture.numHiddenLayers).map { _ in KeyValues(bundle.architecture, dtype: bundle.dtype) }
-    }
-
     /// The logits `[vocabulary]` (float32, evaluated) of the token that comes after `tokens`, which follow those in the cache.
-    func logits(_ tokens: [Int], _ cache: inout [KeyValues], _ atBlock: () throws -> Void) throws -> MLXArray {
+    func logits(
+        _ tokens: ArraySlice<Int>, _ cache: inout KeyValueCache, _ atBlock: () throws -> Void
+    ) throws -> MLXArray {
         var last = MLXArray.zeros([1, bundle.architecture.hiddenSize], dtype: bundle.dtype)
         for range in tiles(of: tokens.count, size: chunk) {
-            var x = try embedded(tokens[range])
-            for block in cache.indices {
+            let read = tokens.dropFirst(range.lowerBound).prefix(range.count)
+            var x = try embedded(read)
+            for block in cache.blocks.indices {
                 try atBlock()
-                x = try forward(block, x, &cache[block])
+                x = try forward(block, x, &cache.blocks[block])
                 if range.count > 1 { Memory.clearCache() }
             }
+            cache.add(read)
             last = x[(range.count - 1)...]
         }
         Memory.clearCache()

@@ -175,6 +175,39 @@ import Testing
         try await ended()
     }
 
+    @Test func aTextThatAnotherAppHandsOverIsTrainedOn() async throws {
+        try await prepare(steps: 1)
+        (model.place, model.showsSetup) = (.runs, false)
+        let inbox = documents.appendingPathComponent("Inbox")
+        try FileManager.default.createDirectory(at: inbox, withIntermediateDirectories: true)
+        let dropped = inbox.appendingPathComponent("notes.txt")
+        try Data(String(repeating: "A line of text.\n", count: 20).utf8).write(to: dropped)
+        await model.open(dropped)
+        #expect(model.place == .train && model.showsSetup && model.form.textKind == .file)
+        #expect(model.form.file?.lastPathComponent == "notes.txt")
+        #expect(!FileManager.default.fileExists(atPath: dropped.path))
+
+        // One in another app's folder stays, and what is trained on is its copy.
+        let other = documents.appendingPathComponent("elsewhere.jsonl")
+        let record = #"{"prompt": "Who?", "completion": "You."}"# + "\n"
+        try Data(String(repeating: record, count: 8).utf8).write(to: other)
+        let first = try #require(model.form.file)
+        await model.open(other)
+        #expect(!FileManager.default.fileExists(atPath: first.path), "one copy at a time")
+        #expect(FileManager.default.fileExists(atPath: other.path))
+        try FileManager.default.removeItem(at: other)
+        await model.start()
+        try await ended()
+        #expect(model.problem == nil && model.controller.state == .finished(.finished))
+
+        await model.open(other)
+        #expect(model.problem?.hasPrefix("elsewhere.jsonl cannot be copied") == true)
+        #expect(FileManager.default.fileExists(atPath: try #require(model.form.file).path), "the last stays")
+        (model.problem, model.form.bundleID) = (nil, nil)
+        await model.open(documents.appendingPathComponent("bundle.mesp"))
+        #expect(model.place == .bundles && model.form.bundleID == "bundle.mesp" && model.problem == nil)
+    }
+
     @Test func textThatCannotBeUsedLeavesNoRun() async throws {
         try await prepare(steps: 1)
         (model.form.textKind, model.form.pasted) = (.pasted, "Too short.")

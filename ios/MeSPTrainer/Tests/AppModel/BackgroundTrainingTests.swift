@@ -42,20 +42,32 @@ import Testing
     func clear() { shown = nil }
 }
 
+/// A lock screen.
+@MainActor private final class Lock: GlanceBoard {
+    var title: String?
+    var shown: Glance?
+    var updates = 0
+    func begin(title: String, _ glance: Glance) { (self.title, shown) = (title, glance) }
+    func update(_ glance: Glance) { (shown, updates) = (glance, updates + 1) }
+    func end(_ last: Glance?) { (title, shown) = (nil, last) }
+}
+
 @Suite(.serialized) @MainActor final class BackgroundTrainingTests {
     private let documents = temporaryFolder()
     private let phone = TestPhone()
     private let scheduler = Scheduler()
     private let board = Board()
+    private let lock = Lock()
     private lazy var model = makeModel()
 
     init() throws { try FileManager.default.createDirectory(at: documents, withIntermediateDirectories: true) }
     deinit { try? FileManager.default.removeItem(at: documents) }
 
     private func makeModel() -> AppModel {
-        AppModel(phone: phone, folder: DocumentsFolder(documents: documents), scheduler: scheduler, board: board) { _ in
-            ByteTokenizer()
-        }
+        AppModel(
+            phone: phone, folder: DocumentsFolder(documents: documents), scheduler: scheduler, board: board,
+            glanceBoard: lock
+        ) { _ in ByteTokenizer() }
     }
 
     private func prepare(steps: Int) async throws {
@@ -234,6 +246,42 @@ import Testing
         #expect(board.shown?.title == "Training Has Failed")
         #expect(board.shown?.text.contains("01.bin") == true)
         #expect(time.ended == false)
+    }
+
+    @Test func theLockScreenShowsTheRun() async throws {
+        try await train()
+        #expect(lock.title == "Training \(try #require(model.controller.log.start).model.name)")
+        #expect(lock.shown?.progress.steps == 1_000_000 && lock.shown?.note == nil)
+        try await wait { model.controller.log.lastStep > 1 }
+        #expect(lock.updates == 0, "nobody sees it while the app is in front")
+        phone.scene = .inactive
+        try await wait { lock.updates > 2 }
+        let progress = try #require(lock.shown).progress
+        #expect(progress.step > 1 && progress.loss != nil && progress.part > 0)
+        phone.scene = .background
+        try await reach(.paused(.away))
+        #expect(
+            lock.shown?.note == "The app is not in front, and iOS gives it no time to train. Open the app to go on.")
+        // What is asked for and given, iOS shows itself.
+        _ = scheduler.give(.continued)
+        try await reach(.training)
+        #expect(lock.title == nil && lock.shown == nil)
+        try await end()
+        #expect(lock.shown == nil)
+    }
+
+    @Test func theLockScreenKeepsHowARunEnded() async throws {
+        try await train()
+        phone.scene = .inactive
+        model.controller.stop()
+        try await reach(.finished(.stopped))
+        #expect(lock.title == nil && lock.shown?.note == "Training was stopped.")
+    }
+
+    @Test func inFrontTheLockScreenKeepsNothing() async throws {
+        try await train()
+        try await end()
+        #expect(lock.title == nil && lock.shown == nil)
     }
 
     @Test func progressInWords() {

@@ -113,6 +113,39 @@ import Testing
         #expect(comparison.turns.isEmpty && documents.chat() == nil)
     }
 
+    @Test func aConversationIsReadOnce() async throws {
+        try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)
+        let documents = DocumentsFolder(documents: folder)
+        comparison = Comparison(phone: phone, folder: documents)
+        func say(_ text: String) async throws -> String {
+            comparison.start(message(text), bundle: try bundle(), adapters: nil, tokenizer: ByteTokenizer())
+            try await written()
+            return comparison.base.text
+        }
+        #expect(comparison.bytesRead == 0)
+        _ = try await say("One")
+        let once = comparison.bytesRead
+        #expect(once > 0)
+        let answer = try await say("Two")
+        #expect(comparison.bytesRead > once)
+        // The same from the start of the app, which reads all of it.
+        let kept = try #require(documents.chat())
+        documents.keep(Chat(partners: kept.partners, turns: Array(kept.turns.prefix(1))))
+        comparison = Comparison(phone: phone, folder: documents)
+        #expect(comparison.bytesRead == 0)
+        #expect(try await say("Two") == answer)
+
+        phone.tell(.memoryWarning)
+        #expect(comparison.bytesRead == 0)
+        _ = try await say("Three")
+        #expect(comparison.bytesRead > 0)
+        comparison.clear()
+        #expect(comparison.bytesRead == 0)
+        comparison.start(request(2), bundle: try bundle(), adapters: nil, tokenizer: Numbers())
+        try await written()
+        #expect(comparison.bytesRead == 0, "what is written on from is no conversation")
+    }
+
     @Test func everyEndTokenThatTheModelNamesEndsTheText() async throws {
         comparison.start(request(8), bundle: try bundle(), adapters: nil, tokenizer: Numbers())
         try await written()

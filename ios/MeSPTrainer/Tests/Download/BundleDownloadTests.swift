@@ -4,6 +4,10 @@ import Testing
 @testable import MeSPAppModel
 @testable import MeSPCore
 
+#if canImport(FoundationNetworking)
+    import FoundationNetworking
+#endif
+
 /// A server like the Hub, in a process of its own, that misbehaves as it is told. See hub_server.py.
 private final class Hub {
     let url: URL
@@ -33,9 +37,16 @@ private final class Hub {
     }
 }
 
+/// What brings the files. The system's own session is on phones only: here another has its place.
+enum Way: CaseIterable { case foreground, background }
+
 @Suite(.serialized) @MainActor final class BundleDownloadTests {
     private let folder = temporaryFolder()
-    deinit { try? FileManager.default.removeItem(at: folder) }
+    private let transfer = BackgroundTransfer(.ephemeral, home: FileManager.default.temporaryDirectory)
+    deinit {
+        transfer.session.finishTasksAndInvalidate()
+        try? FileManager.default.removeItem(at: folder)
+    }
 
     private func fixture() throws -> URL {
         try #require(Fixture.tied).appendingPathComponent("bundle.mesp").resolvingSymlinksInPath()
@@ -44,14 +55,17 @@ private final class Hub {
     /// Downloads from a server with these faults.
     ///
     /// - Returns: the requests that it got, and what went wrong.
-    private func fetch(_ faults: [String: [Any]], from source: URL? = nil) async throws -> ([String], String?) {
+    private func fetch(
+        _ faults: [String: [Any]], by way: Way = .foreground, from source: URL? = nil
+    ) async throws -> ([String], String?) {
         let hub = try Hub(try source ?? fixture(), faults)
         // A server on a busy machine may be slow to answer too: only one that is to stall is waited for a short time.
         let stalls = faults.values.joined().contains { $0 as? String == "stall" }
         var problem: String?
         do {
             let download = try BundleDownload(
-                repository: "someone/tied-mesp", hub: hub.url, patience: stalls ? 2 : 60)
+                repository: "someone/tied-mesp", hub: hub.url, patience: stalls ? 2 : 60,
+                background: way == .background ? transfer : nil)
             try await download.fetch(try await download.offer(), to: folder)
         } catch {
             problem = error.localizedDescription
@@ -62,16 +76,17 @@ private final class Hub {
     private func isWhole() throws -> Bool {
         let parts = FileManager.default.enumerator(atPath: folder.path)?.compactMap { $0 as? String }
         _ = try ModelBundle(url: folder)  // with every SHA-256
-        return parts?.contains { $0.hasSuffix(".part") } == false
+        return parts?.contains { $0.hasSuffix(".part") || $0.hasSuffix(".resume") } == false
     }
 
-    @Test func aBundleComesWholeAndEachFileOnce() async throws {
-        let (requests, problem) = try await fetch([:])
+    @Test(arguments: Way.allCases) func aBundleComesWholeAndEachFileOnce(_ way: Way) async throws {
+        let (requests, problem) = try await fetch([:], by: way)
         #expect(problem == nil)
         #expect(try isWhole())
         let manifest = try ModelBundle(url: try fixture()).manifest
-        #expect(requests == (["manifest.json"] + manifest.files.map(\.path)).map { "\($0) whole" })
-        let (again, _) = try await fetch([:])
+        #expect(requests.first == "manifest.json whole")
+        #expect(requests.sorted() == (["manifest.json"] + manifest.files.map(\.path)).map { "\($0) whole" }.sorted())
+        let (again, _) = try await fetch([:], by: way)
         #expect(again == ["manifest.json whole"], "everything is there")
     }
 
@@ -87,6 +102,47 @@ private final class Hub {
         if "\(faults[0])" != "503" {
             #expect(ranges.last?.hasPrefix("blocks/00.bin bytes=") == true, "not from the beginning")
         }
+    }
+
+    @Test(arguments: [["cut"], [503, "cut"], ["flip"], ["expired"]] as [[any Sendable]])
+    func inTheBackgroundWhatBreaksOffIsAskedForAgain(_ faults: [any Sendable]) async throws {
+        let (requests, problem) = try await fetch(["blocks/00.bin": faults], by: .background)
+        #expect(problem == nil)
+        #expect(try isWhole())
+        #expect(requests.filter { $0.hasPrefix("blocks/00.bin ") }.count == faults.count + 1)
+    }
+
+    @Test func anAddressThatIsNoLongerGoodIsAskedForAgain() async throws {
+        #expect(try await fetch(["blocks/00.bin": ["expired"]]).1 == nil)
+        #expect(try isWhole())
+    }
+
+    /// As after the app was ended: the system has brought one file and is bringing another, and nobody waits.
+    @Test func whatTheSystemBringsMeanwhileIsNotAskedForAgain() async throws {
+        let hub = try Hub(try fixture())
+        let download = try BundleDownload(
+            repository: "someone/tied-mesp", hub: hub.url, patience: 60, background: transfer)
+        let offer = try await download.offer()
+        try FileManager.default.createDirectory(
+            at: folder.appendingPathComponent("blocks"), withIntermediateDirectories: true)
+        func begin(_ path: String) -> URLSessionTask {
+            let commit = "0123456789abcdef"
+            let task = transfer.session.downloadTask(
+                with: hub.url.appendingPathComponent("someone/tied-mesp/resolve/\(commit)/\(path)"))
+            task.taskDescription = "\(folder.lastPathComponent)/\(path).part"
+            task.resume()
+            return task
+        }
+        let first = folder.appendingPathComponent("blocks/00.bin.part")
+        _ = begin("blocks/00.bin")
+        while !FileManager.default.fileExists(atPath: first.path) { try await Task.sleep(for: .milliseconds(2)) }
+        begin("blocks/01.bin").suspend()  // so it cannot come before anybody waits
+        // What goes on with a file may have gone, as here it has: then all of it is asked for.
+        try Data("nothing".utf8).write(to: folder.appendingPathComponent("blocks/02.bin.part.resume"))
+        try await download.fetch(offer, to: folder)
+        #expect(try isWhole())
+        let requests = hub.end()
+        #expect(requests.count == Set(requests).count && requests.count == offer.manifest.files.count + 1)
     }
 
     @Test func aServerWithoutRangesSendsItWhole() async throws {
@@ -115,15 +171,15 @@ private final class Hub {
                 "someone/tied-mesp is not open to everybody; see https://huggingface.co/someone/tied-mesp, or take another repository."
             ),
             ([503, 503, 503], "The Hub is busy (503); try again later."),
-        ] as [([any Sendable], String)]) func whatCannotBeIsASentence(_ faults: [any Sendable], _ sentence: String)
-        async throws
-    {
-        let (_, problem) = try await fetch(["blocks/00.bin": faults])
+        ] as [([any Sendable], String)], Way.allCases)
+    func whatCannotBeIsASentence(_ fault: ([any Sendable], String), _ way: Way) async throws {
+        let (faults, sentence) = fault
+        let (_, problem) = try await fetch(["blocks/00.bin": faults], by: way)
         #expect(problem == sentence)
         #expect(!FileManager.default.fileExists(atPath: folder.appendingPathComponent("manifest.json").path))
         #expect(!FileManager.default.fileExists(atPath: folder.appendingPathComponent("blocks/00.bin").path))
         // The next attempt goes on, and ends well.
-        #expect(try await fetch([:]).1 == nil)
+        #expect(try await fetch([:], by: way).1 == nil)
         #expect(try isWhole())
     }
 
@@ -208,14 +264,38 @@ private final class Hub {
         model.downloads.repository = "someone/tied-mesp"
         await model.lookUp()
         let work = Task { await model.download() }
-        while (model.downloads.progress ?? 0) == 0 { try await Task.sleep(for: .milliseconds(1)) }
+        let stalling = folder.appendingPathComponent(".downloading-someone--tied-mesp/blocks/02.bin.part")
+        while (try? Data(contentsOf: stalling))?.isEmpty != false { try await Task.sleep(for: .milliseconds(1)) }
         model.downloads.stop()
         await work.value
         #expect(model.problem == nil && model.library.bundles.isEmpty && model.downloads.progress == nil)
+        await model.finishDownload()
+        #expect(model.library.bundles.isEmpty, "what the person stopped begins when they want it")
         await model.download()
         #expect(model.form.bundle?.id == "tied.mesp")
         let requests = hub.end()
         #expect(requests.filter { $0 == "embedding.bin whole" }.count <= 2)
+    }
+
+    @Test func aDownloadThatTheAppWasEndedInGoesOn() async throws {
+        let hub = try Hub(try fixture(), ["blocks/01.bin": [404]])
+        defer { _ = hub.end() }
+        let ended = try model(hub)
+        ended.downloads.repository = "someone/tied-mesp"
+        await ended.lookUp()
+        let offer = try #require(ended.downloads.offer)
+        let documents = DocumentsFolder(documents: folder)
+        documents.keep(offer)  // as it is while the download goes on
+
+        let model = try model(hub)
+        await model.finishDownload()
+        #expect(model.problem?.hasPrefix("There is no blocks/01.bin of someone/tied-mesp") == true)
+        #expect(documents.begunDownload() == nil, "the person has been told, and can begin it again")
+        documents.keep(offer)
+        await model.finishDownload()
+        #expect(model.form.bundle?.id == "tied.mesp" && documents.begunDownload() == nil)
+        await model.finishDownload()
+        #expect(model.library.bundles.count == 1)
     }
 
     @Test func withoutRoomNothingIsDownloaded() async throws {

@@ -5,7 +5,8 @@
 FAULTS is a JSON object: for a path the faults of its answers, one after the other. `cut` closes
 the connection in the middle, `stall` falls silent there, `flip` changes a byte, `long` and `short`
 send more and less than there is, `whole` forgets that a part was asked for, `other` sends another
-part, and a number is the answer's status. Prints its port, and then each request with its Range.
+part, `expired` leads to another host that refuses, and a number is the answer's status. Prints its
+port, and then each request with its Range.
 """
 
 import json
@@ -19,27 +20,25 @@ folder, faults = Path(sys.argv[1]), json.loads(sys.argv[2])
 
 class Handler(BaseHTTPRequestHandler):
     def do_GET(self):
+        if self.path == "/expired":
+            return self.answer(403)
         path = self.path.partition("/resolve/")[2].partition("/")[2]
         asked = self.headers.get("Range")
-        print(path, asked or "whole", flush=True)
+        print(f"{path} {asked or 'whole'}\n", end="", flush=True)  # in one piece: others print too
         left = faults.get(path, [])
         fault = left.pop(0) if left else None
         file = folder / path
         if isinstance(fault, int) or not file.is_file():
-            self.send_response(fault if isinstance(fault, int) else 404)
-            self.send_header("Content-Length", "0")
-            self.end_headers()
-            return
+            return self.answer(fault if isinstance(fault, int) else 404)
+        if fault == "expired":
+            return self.answer(302, f"http://localhost:{server.server_address[1]}/expired")
         data = file.read_bytes()
         if fault == "flip":
             data = bytes([data[0] ^ 1]) + data[1:]
         start = int(asked.removeprefix("bytes=").removesuffix("-")) if asked else 0
         if asked and fault != "whole":
             if start >= len(data):
-                self.send_response(416)
-                self.send_header("Content-Length", "0")
-                self.end_headers()
-                return
+                return self.answer(416)
             self.send_response(206)
             begin = start + 1 if fault == "other" else start
             self.send_header("Content-Range", f"bytes {begin}-{len(data) - 1}/{len(data)}")
@@ -62,6 +61,13 @@ class Handler(BaseHTTPRequestHandler):
             self.close_connection = True
             return
         self.wfile.write(data[half:])
+
+    def answer(self, status, location=None):
+        self.send_response(status)
+        if location:
+            self.send_header("Location", location)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
 
     def log_message(self, *_):
         pass

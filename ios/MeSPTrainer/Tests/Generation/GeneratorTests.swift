@@ -17,8 +17,10 @@ import Testing
         let generator = try Generator(fixture.bundle, adapters: adapters, chunk: chunk)
         let tokens = try fixture.array("tokens").asArray(Int32.self).dropLast().map { Int($0) }
 
-        var cache = generator.emptyCache()
-        let logits = try generator.logits(tokens, &cache) {}
+        var cache = KeyValueCache()
+        let logits = try generator.logits(
+            cache.begin(tokens, fixture.bundle.architecture, dtype: fixture.bundle.dtype), &cache
+        ) {}
         let y = try fixture.array("y")
         let expected = try fixture.bundle.withHead { weights in
             let architecture = fixture.bundle.architecture
@@ -32,7 +34,63 @@ import Testing
         }
         // The order of sums in float32.
         #expect(relativeError(logits, expected) < 1e-5)
-        #expect(cache.allSatisfy { $0.count == tokens.count })
+        #expect(cache.tokens == tokens && cache.blocks.allSatisfy { $0.count == tokens.count })
+    }
+
+    /// A conversation's turns, of which one changes what was said before, and one was stopped within a block: each goes on as if all of it
+    /// were read anew, and reads what is new.
+    @Test(arguments: cases) func aTurnReadsOnlyWhatIsNew(_ folder: URL) throws {
+        let fixture = try Fixture(folder, "gradients")
+        let generator = try Generator(fixture.bundle, adapters: nil, chunk: 1)  // so a block is called for each token
+        let whole = try Generator(fixture.bundle)
+        let tokens = Array(1...10)
+        var cache = KeyValueCache()
+        var said = Array(tokens.prefix(5))
+        func say(_ prompt: [Int], stopAt block: Int = .max) throws -> (text: [Int], read: Int) {
+            var request = Generator.Request(prompt: prompt)
+            request.maxTokens = 3
+            var (text, read) = ([Int](), 0)
+            func atBlock() throws {
+                if read == block { throw CancellationError() }
+                read += 1
+            }
+            try generator.generate(request, continuing: &cache, atBlock: atBlock) { text.append($0) }
+            return (text, read)
+        }
+        func check(_ prompt: [Int], known: Int) throws {
+            let (text, read) = try say(prompt)
+            var anew = [Int]()
+            var request = Generator.Request(prompt: prompt)
+            request.maxTokens = 3
+            try whole.generate(request) { anew.append($0) }
+            #expect(text == anew)
+            // All but the last token that was chosen are read.
+            #expect(read == (prompt.count - known + 2) * fixture.layers)
+            #expect(cache.tokens == prompt + text.dropLast())
+            said = prompt + text
+        }
+        try check(said, known: 0)
+        try check(said + tokens[5..<8], known: said.count - 1)
+        try check(Array(said.prefix(7)) + tokens[8..<10], known: 7)
+        // The first turn again is cut back to, and read on from its last token.
+        try check(Array(said.prefix(5)), known: 4)
+
+        _ = try say(said + tokens[5..<8], stopAt: 2 * fixture.layers + 1)
+        #expect(cache.tokens == said + tokens[5..<6])
+        try check(said + tokens[5..<8], known: said.count + 1)
+    }
+
+    @Test func theCacheKeepsTheBeginningThatFits() throws {
+        let fixture = try Fixture(try #require(Fixture.tied), "gradients")
+        let generator = try Generator(fixture.bundle)
+        let architecture = fixture.bundle.architecture
+        let token = 2 * 4 * architecture.numKeyValueHeads * architecture.headDim * fixture.layers
+        var cache = KeyValueCache(limit: 6 * token + 1)
+        var request = Generator.Request(prompt: Array(1...5))
+        request.maxTokens = 4
+        var text = [Int]()
+        try generator.generate(request, continuing: &cache) { text.append($0) }
+        #expect(cache.tokens == request.prompt + text.prefix(1) && cache.size == 6 * token)
     }
 
     /// Of tokens with the probabilities 0.5, 0.3, 0.15 and 0.05, top-p keeps the fewest that reach p, and the temperature T draws them with

@@ -1,0 +1,70 @@
+import Foundation
+import MeSPCore
+
+/// What the lock screen shows of a run.
+public struct Glance: Sendable, Equatable {
+    public var progress: RunProgress
+    /// Why the run waits and what to do, or how it has ended, in sentences; nil while it trains.
+    public var note: String?
+}
+
+/// What shows a run while the app is not in front: in the app a Live Activity.
+@MainActor public protocol GlanceBoard: AnyObject {
+    /// Begins to show a run; to be called in front only.
+    func begin(title: String, _ glance: Glance)
+    func update(_ glance: Glance)
+    /// Leaves the last for the person to find; nil takes it away at once.
+    func end(_ last: Glance?)
+}
+
+/// Has the run in progress shown on the lock screen.
+///
+/// It begins in front, where iOS allows it, and changes while the app is not. What iOS itself shows of a time that it gives
+/// (`BGContinuedProcessingTask`) it leaves to iOS.
+@MainActor final class Glances {
+    private let controller: RunController
+    private let phone: any Phone
+    private let board: any GlanceBoard
+    /// What is shown; nil for nothing.
+    private var shown: Glance?
+
+    init(controller: RunController, phone: any Phone, board: any GlanceBoard) {
+        (self.controller, self.phone, self.board) = (controller, phone, board)
+        controller.observers.append { [weak self] in self?.update() }
+        phone.observers.append { [weak self] _ in self?.update() }
+    }
+
+    private func update() {
+        guard let glance, controller.isRunning, controller.grant != .continued else {
+            if shown != nil { board.end(phone.scene == .active || controller.isRunning ? nil : glance) }
+            shown = nil
+            return
+        }
+        if shown == nil {
+            guard phone.scene == .active, let start = controller.log.start else { return }
+            board.begin(title: "Training \(start.model.name)", glance)
+        } else {
+            guard phone.scene != .active, glance != shown else { return }
+            board.update(glance)
+        }
+        shown = glance
+    }
+
+    private var glance: Glance? {
+        controller.settings.map {
+            Glance(progress: RunProgress(controller.log, steps: $0.steps), note: controller.state.note)
+        }
+    }
+}
+
+extension RunController.State {
+    fileprivate var note: String? {
+        switch self {
+        case .idle, .preparing, .training: nil
+        case .paused(let reason): "\(reason.sentence) \(reason.remedy)"
+        case .finished(.finished): "Training is done."
+        case .finished: "Training was stopped."
+        case .failed(let sentence): sentence
+        }
+    }
+}

@@ -1,0 +1,183 @@
+import Foundation
+
+#if canImport(FoundationNetworking)
+    import FoundationNetworking
+#endif
+
+/// Has the system receive files, which goes on while the app is suspended and after it was ended. All that is wanted is asked for at
+/// once: for an app that is away, the system begins what is new when it suits it.
+///
+/// A file comes as a whole. What has come of one that broke off the system keeps, and says in a few bytes how to go on with it; they are
+/// put beside the file, under a name that ends in `.resume`.
+public final class BackgroundTransfer: NSObject, Transfer, @unchecked Sendable {
+    let filesAtOnce = Int.max
+
+    /// What tasks name their files relative to: the app's folders move when the app is updated.
+    private let home: URL
+    /// Set once, in `init`.
+    private(set) var session = URLSession.shared
+    private let lock = NSLock()
+    /// By the names of their files; under the lock.
+    private var receptions = [String: Reception]()
+
+    /// A file that somebody waits for.
+    private struct Reception {
+        let wanted: Wanted
+        let task: URLSessionDownloadTask
+        /// Whether the task goes on with what there was.
+        let goesOn: Bool
+        let progress: @Sendable (Int) -> Void
+        let continuation: CheckedContinuation<HTTPURLResponse, any Error>
+    }
+
+    #if canImport(Darwin)
+        /// To be made when the app starts, once, with the identifier that it always has: what came in the meantime is taken then.
+        public convenience init(identifier: String) {
+            let configuration = URLSessionConfiguration.background(withIdentifier: identifier)
+            configuration.sessionSendsLaunchEvents = true
+            self.init(configuration)
+        }
+    #endif
+
+    init(_ configuration: URLSessionConfiguration, home: URL = URL(fileURLWithPath: NSHomeDirectory())) {
+        self.home = home
+        super.init()
+        session = URLSession(configuration: configuration, delegate: self, delegateQueue: nil)
+    }
+
+    func receive(_ wanted: Wanted, progress: @escaping @Sendable (Int) -> Void) async throws -> HTTPURLResponse {
+        let name = name(of: wanted.file)
+        let (task, goesOn) = await task(for: wanted, name)
+        do {
+            return try await withTaskCancellationHandler {
+                try await withCheckedThrowingContinuation { continuation in
+                    let reception = Reception(
+                        wanted: wanted, task: task, goesOn: goesOn, progress: progress, continuation: continuation)
+                    lock.withLock { receptions[name] = reception }
+                    task.resume()
+                    // It may have ended before anybody waited.
+                    if goesOn && task.state == .completed || Task.isCancelled {
+                        end(task, .failure(URLError(.cancelled)))
+                    }
+                }
+            } onCancel: {
+                task.cancel { [self] in keep($0, for: task) }
+            }
+        } catch {
+            try Task.checkCancellation()
+            throw error
+        }
+    }
+
+    /// - Returns: the task that the system has for a file, or a new one, and whether it goes on with what has come.
+    private func task(for wanted: Wanted, _ name: String) async -> (URLSessionDownloadTask, Bool) {
+        let tasks = await withCheckedContinuation { found in session.getAllTasks { found.resume(returning: $0) } }
+        for task in tasks where task.taskDescription == name {
+            if let task = task as? URLSessionDownloadTask, task.originalRequest?.url == wanted.request.url,
+                task.state == .running || task.state == .suspended
+            {
+                return (task, true)
+            }
+            task.cancel()  // of another commit
+        }
+        let resumeFile = wanted.file.appendingPathExtension(Self.resume)
+        let resumeData = try? Data(contentsOf: resumeFile)
+        try? FileManager.default.removeItem(at: resumeFile)  // it is good for one attempt
+        let task = resumeData.map(session.downloadTask(withResumeData:)) ?? session.downloadTask(with: wanted.request)
+        task.taskDescription = name
+        return (task, resumeData != nil)
+    }
+
+    // MARK: - Files
+
+    private static let resume = "resume"
+
+    private func name(of file: URL) -> String {
+        let folder = home.path + "/"
+        return file.path.hasPrefix(folder) ? String(file.path.dropFirst(folder.count)) : file.path
+    }
+
+    /// The file that a task is for, whichever process has begun it.
+    private func file(of task: URLSessionTask) -> URL? {
+        task.taskDescription.map { URL(fileURLWithPath: $0, relativeTo: home).absoluteURL }
+    }
+
+    private func keep(_ resumeData: Data?, for task: URLSessionTask) {
+        guard let resumeData, let file = file(of: task) else { return }
+        try? resumeData.write(to: file.appendingPathExtension(Self.resume))
+    }
+
+    // MARK: - Whoever waits
+
+    private func reception(of task: URLSessionTask) -> Reception? {
+        lock.withLock { task.taskDescription.flatMap { receptions[$0] } }.flatMap { $0.task == task ? $0 : nil }
+    }
+
+    /// Tells whoever waits. Where nobody does, the next who wants the file finds it, or asks for it again.
+    private func end(_ task: URLSessionTask, _ result: Result<Void, any Error>) {
+        guard let reception = reception(of: task), let name = task.taskDescription,
+            lock.withLock({ receptions.removeValue(forKey: name) }) != nil
+        else { return }
+        reception.continuation.resume(
+            with: Result {
+                do { try result.get() } catch let error as URLError { throw reception.wanted.brokenOff(error) }
+                // What it goes on with may be no longer there.
+                if let response = task.response as? HTTPURLResponse, reception.goesOn {
+                    guard Self.isTaken(response) else {
+                        throw Retryable(sentence: "\(reception.wanted.what) could not go on; try again.")
+                    }
+                    return response
+                }
+                return try reception.wanted.check(task.response, offset: 0).answer
+            })
+    }
+
+    /// 206 is a file that the system has put together.
+    private static func isTaken(_ response: URLResponse?) -> Bool {
+        [200, 206].contains((response as? HTTPURLResponse)?.statusCode)
+    }
+}
+
+extension BackgroundTransfer: URLSessionDownloadDelegate {
+    public func urlSession(
+        _: URLSession, downloadTask task: URLSessionDownloadTask, didWriteData _: Int64,
+        totalBytesWritten written: Int64, totalBytesExpectedToWrite _: Int64
+    ) {
+        guard let reception = reception(of: task), Self.isTaken(task.response) else { return }
+        reception.progress(Int(written))
+        if isTooLong(task, Int(written)) { task.cancel() }
+    }
+
+    private func isTooLong(_ task: URLSessionTask, _ bytes: Int) -> Bool {
+        guard let reception = reception(of: task), bytes > reception.wanted.limit else { return false }
+        end(task, .failure(reception.wanted.isTooLong))
+        return true
+    }
+
+    /// The system deletes what lies at `location` when this returns.
+    public func urlSession(
+        _: URLSession, downloadTask task: URLSessionDownloadTask, didFinishDownloadingTo location: URL
+    ) {
+        guard let file = file(of: task), Self.isTaken(task.response) else { return }
+        do {
+            let size = try FileManager.default.attributesOfItem(atPath: location.path)[.size] as? Int ?? 0
+            if isTooLong(task, size) { return }
+            if FileManager.default.fileExists(atPath: file.path) { try FileManager.default.removeItem(at: file) }
+            try FileManager.default.moveItem(at: location, to: file)
+        } catch {
+            let what = reception(of: task)?.wanted.what ?? file.lastPathComponent
+            end(task, .failure(MeSPError("\(what) cannot be written: \(error.plainSentence).")))
+        }
+    }
+
+    public func urlSession(_: URLSession, task: URLSessionTask, didCompleteWithError error: (any Error)?) {
+        if let error = error as? URLError {
+            #if canImport(Darwin)
+                keep(error.downloadTaskResumeData, for: task)
+            #endif
+            end(task, .failure(error))
+        } else {
+            end(task, error.map { .failure(URLError(.unknown, userInfo: [NSUnderlyingErrorKey: $0])) } ?? .success(()))
+        }
+    }
+}
