@@ -14,10 +14,11 @@ import Testing
         let adapters = temporaryFolder()
         defer { try? FileManager.default.removeItem(at: adapters) }
         try fixture.saveAdapters(to: adapters)
-        let generator = try Generator(fixture.bundle, adapters: adapters, chunk: chunk)
+        let model = try CachedModel(fixture.bundle, adapters: adapters, chunk: chunk)
+        let generator = Generator(model)
         let tokens = try fixture.array("tokens").asArray(Int32.self).dropLast().map { Int($0) }
 
-        var cache = generator.emptyCache()
+        var cache = model.emptyCache()
         let logits = try generator.logits(tokens, &cache) {}
         let y = try fixture.array("y")
         let expected = try fixture.bundle.withHead { weights in
