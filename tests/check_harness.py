@@ -2,6 +2,7 @@
 test`, as the harness is large; `make test-slow` installs it."""
 
 import json
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.evaluate import MLXLM
 from mlx_lm.tuner.utils import linear_to_lora_layers, load_adapters
 
-from conftest import run
+from conftest import command, run
 from mesp.bundle.reader import Bundle
 from mesp.engine.prompts import load_tokenizer
 
@@ -131,7 +132,7 @@ class MlxModel(MLXLM):
 
 def ours(bundle: Path, folder: Path, out: Path, *options: object) -> dict:
     done = run("evaluate", bundle, "--include-path", folder, "--out", out, *options)
-    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+    assert done.returncode == 0, done.stderr
     return json.loads(out.read_text())
 
 
@@ -201,8 +202,18 @@ def test_a_bad_task_is_one_sentence(
     (tmp_path / "task.yaml").write_text(yaml.safe_dump(task))
     options = ("--tasks", "local_generate_until", "--include-path", tmp_path)
     done = run("evaluate", bundle, *options)
-    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
-    assert said in done.stderr
+    assert (done.returncode, done.stdout) == (2, ""), done.stderr
+    assert said in done.stderr.splitlines()[-1]
+
+
+def test_nothing_but_the_table_is_printed(bundle: Path, tasks: Path):
+    line = command("evaluate", bundle, "--tasks", "local_generate_until", "--include-path", tasks)
+    done = subprocess.run(line, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert [row.split()[:3] for row in done.stdout.splitlines()] == [
+        ["task", "metric", "model"],
+        ["local_generate_until", "exact_match", "↑"],
+    ]
 
 
 def test_an_unknown_task_is_named(bundle: Path):

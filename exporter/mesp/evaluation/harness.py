@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,9 @@ from mesp.errors import MespError
 from mesp.evaluation.metrics import Metric, exponential, mean
 from mesp.evaluation.model import Model
 
+os.environ.setdefault("TQDM_DISABLE", "1")  # read on import; `advance` shows how far it is
 try:
+    import datasets
     import lm_eval
     from lm_eval.api.model import TemplateLM
     from lm_eval.tasks import TaskManager
@@ -24,6 +27,7 @@ except ImportError as error:
     raise MespError("--tasks needs lm-evaluation-harness: pip install 'mesp[harness]'.") from error
 
 logging.getLogger("lm_eval").setLevel(logging.ERROR)
+datasets.disable_progress_bars()
 
 DEFAULT_MAX_TOKENS = 256  # lm-evaluation-harness's, where a task names none
 
@@ -90,7 +94,7 @@ class HarnessModel(TemplateLM):
         return self.tokenizer.encode(string, add_special_tokens=special)
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = True) -> list[Any]:
-        return super().loglikelihood(requests, disable_tqdm=True)  # `advance` shows how far it is
+        return super().loglikelihood(requests, disable_tqdm=True)
 
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **_: Any

@@ -17,16 +17,16 @@ import Testing
             let w = weights.matrix("", inputs: architecture.hiddenSize).take(MLXArray.arange(architecture.vocabSize))
             let logits = matmul(h, w.T)
             let capped = architecture.finalLogitSoftcapping.map { tanh(logits / $0) * $0 } ?? logits
-            return tokens.dropFirst().enumerated().map { row, token in
-                let z = capped[row]
-                let log = (z[token] - z.logSumExp()).item(Float.self)
-                return (Double(log), z.argMax().item(Int.self) == token)
-            }
+            let targets = MLXArray(tokens.dropFirst().map { Int32($0) })
+            let logs = takeAlong(capped, targets[0..., .newAxis], axis: 1)[0..., 0] - capped.logSumExp(axis: -1)
+            let isGreedy = capped.argMax(axis: -1) .== targets
+            eval(logs, isGreedy)
+            return zip(logs.asArray(Float.self), isGreedy.asArray(Bool.self)).map { (Double($0), $1) }
         }
     }
 
-    /// In one piece, in pieces of some tokens, and token by token: dequantized tiles and `quantizedMM`.
-    @Test(arguments: cases, [1, 3, 256]) func aContinuationsLikelihoodEqualsTheReference(_ folder: URL, _ chunk: Int)
+    /// In one piece, and in pieces of some tokens: dequantized tiles and `quantizedMM`.
+    @Test(arguments: cases, [3, 256]) func aContinuationsLikelihoodEqualsTheReference(_ folder: URL, _ chunk: Int)
         throws
     {
         let fixture = try Fixture(folder, "gradients")
@@ -34,7 +34,7 @@ import Testing
         let expected = try expected(fixture, tokens)
         try fixture.withAdapters { adapters in
             let evaluator = Evaluator(try CachedModel(fixture.bundle, adapters: adapters, chunk: chunk))
-            for first in [1, tokens.count / 2, tokens.count - 1] {
+            for first in [1, tokens.count - 3] {
                 let targets = expected[(first - 1)...]
                 let sum = targets.reduce(0) { $0 + $1.logProbability }
                 let (prompt, continuation) = (Array(tokens[..<first]), Array(tokens[first...]))
