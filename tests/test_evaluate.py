@@ -2,7 +2,10 @@
 
 import json
 import math
+import os
+import signal
 import subprocess
+import time
 from pathlib import Path
 
 import mlx.core as mx
@@ -12,7 +15,7 @@ from mlx import nn
 from mlx.utils import tree_flatten
 from mlx_lm.tuner.utils import linear_to_lora_layers, load_adapters
 
-from conftest import run
+from conftest import command, run
 from mesp.bundle.reader import Bundle
 from mesp.engine.build import find_engine
 from mesp.engine.evaluate import evaluator
@@ -125,6 +128,7 @@ def test_log_likelihoods_are_mlx_lms(bundle: Path, adapters: Path, tuned: bool):
     greedy = int(model(mx.array([text[:40]]))[0, -1].argmax())
     choices = [[5], [6, 7, 8], [greedy], text[40:43], text[40:], [9] * 30]
     with evaluator(bundle, folder) as engine:
+        assert engine.text(text[:9], 1 << 62) == engine.text(text[:9], 8)
         scores = engine.choices(text[:40], choices)
         for choice, score in zip(choices, scores, strict=True):
             expected, is_greedy = theirs(model, text[:40] + choice, 40)
@@ -255,6 +259,7 @@ def test_several_adapters_at_once(bundle: Path, adapters: Path, tmp_path: Path):
     options = ("--adapters", adapters, peft, "--limit", 3)
     found, results = evaluate(bundle, QUESTIONS, tmp_path, *options)
     assert [len(samples) for samples in found["samples"]] == [3, 3, 3]
+    assert found["adapters"] == [None, str(adapters), str(peft)]
     assert {name for _, name in results} == {None, str(adapters), str(peft)}
     ours, same = (results["acc", str(folder)] for folder in (adapters, peft))
     assert ours["difference"] == same["difference"]
@@ -301,6 +306,24 @@ def test_a_long_prompt_loses_its_beginning(bundle: Path, tmp_path: Path):
     done = run("evaluate", bundle, data, "--max-length", 8)
     assert done.returncode == 0
     assert done.stderr == "Prompts that --max-length 8 cut to their end: 1.\n"
+
+
+def test_ctrl_c_leaves_nothing(bundle: Path, tmp_path: Path):
+    data = write(tmp_path / "data.jsonl", [{"text": TEXTS[2] * 40}] * 1000)
+    engine, pid, out = tmp_path / "engine", tmp_path / "pid", tmp_path / "out.json"
+    engine.write_text(f'#!/bin/sh\necho $$ > {pid}\nexec {find_engine()} "$@"\n')
+    engine.chmod(0o755)
+    process = subprocess.Popen(
+        command("evaluate", bundle, data, "--out", out),
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={**os.environ, "MESP_ENGINE": str(engine)},
+    )  # fmt: skip
+    while not runs.exists():
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    printed, errors = process.communicate(timeout=60)
+    assert (process.returncode, printed, errors) == (130, "", "")
+    assert not out.exists()
 
 
 # What cannot be done

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -121,18 +122,25 @@ def main(
         return measure(model, records, options, advance)
 
     measured, cut = [], 0
-    with evaluation_progress() as bar:
-        for folder in folders:
-            task = bar.add_task("base" if folder is None else str(folder), total=total)
-            with running_model(bundle, folder, tokenizer, max_length) as model:
-                measured.append(evaluate(model, lambda task=task: bar.advance(task)))
-            cut = max(cut, model.cut)
+    try:
+        for folder in folders[1:]:  # what cannot be loaded is said before the others take hours
+            with running_model(bundle, folder, tokenizer, max_length):
+                pass
+        with evaluation_progress() as bar:
+            for folder in folders:
+                task = bar.add_task("base" if folder is None else str(folder), total=total)
+                with running_model(bundle, folder, tokenizer, max_length) as model:
+                    measured.append(evaluate(model, lambda task=task: bar.advance(task)))
+                cut = max(cut, model.cut)
+    except KeyboardInterrupt:
+        raise SystemExit(128 + signal.SIGINT) from None
     if cut:
         click.echo(f"Prompts that --max-length {max_length:,} cut to their end: {cut:,}.", err=True)
     found = rows(folders, [metrics for metrics, _ in measured])
     show(found)
     if out is not None:
-        what = {"bundle": str(bundle), "data": data, "tasks": list(tasks), "max_length": max_length}
+        what = {"bundle": str(bundle), "adapters": folders, "data": data, "tasks": list(tasks)}
+        what["max_length"] = max_length
         write(out, what, found, [samples for _, samples in measured])
         click.echo(f"Figures: {out}")
 

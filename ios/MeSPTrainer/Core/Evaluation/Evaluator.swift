@@ -82,6 +82,7 @@ public struct Evaluator {
         try check(text, "The text")
         guard text.count >= 2 else { throw MeSPError("The text must be at least two tokens long.") }
         guard window >= 1 else { throw MeSPError("window must be at least 1.") }
+        let window = min(window, text.count)
         return try stride(from: 1, to: text.count, by: window).reduce(0) { sum, first in
             let end = min(first + window, text.count)
             let start = max(0, end - 1 - window)
