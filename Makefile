@@ -1,7 +1,7 @@
 # make demo    fine-tunes the demo model and shows what that changed
 # make check   style and the quick tests: the everyday loop
 # make test    every test that needs nothing but the checkout
-# make test-slow  what is long: 2,000 steps, and PEFT, for which it installs PyTorch, some gigabytes
+# make test-slow  what is long: 2,000 steps, lm-evaluation-harness, and PEFT, for which it installs PyTorch, some gigabytes
 # make engine  builds mesp-engine, the trainer
 # make app-bundle  exports the demo model for the app, for a phone's GPU and for its CPU, and records a run of it
 # make check-gpu  asks this machine what training depends on: costs, exact gradients, peaks
@@ -13,7 +13,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
 FIXTURES := $(CURDIR)/.build/fixtures
-SLOW_IN_SWIFT := FuzzTests SelfCheck RunTests GeneratorTests ReliabilityTests RunControllerTests \
+SLOW_IN_SWIFT := FuzzTests SelfCheck RunTests EvaluatorTests GeneratorTests ReliabilityTests RunControllerTests \
 	DocumentsFolderTests lossesOfTrainingEqualTheReference trainsInBFloat16 everyPlanGivesTheSameGradients \
 	contextAndPaddingDoNotCount aConfidentTokensLossIsNotNegative
 REFERENCE := $(wildcard exporter/mesp/*.py exporter/mesp/*/*.py tests/make_*.py tests/conftest.py)
@@ -91,6 +91,10 @@ test-swift: $(FIXTURES).ready
 test-slow: engine
 	@echo "== A long run"
 	$(BIN)/python tools/long_run.py
+	@echo "== Tests of lm-evaluation-harness's tasks"
+	$(BIN)/python -m venv $(VENV)/harness
+	$(VENV)/harness/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,harness]'
+	$(VENV)/harness/bin/python -m pytest -q tests/check_harness.py
 	@echo "== Tests of the adapters in PEFT"
 	$(BIN)/python -m venv $(VENV)/peft
 	$(VENV)/peft/bin/python -m pip install --quiet --disable-pip-version-check torch peft --editable '.[dev]'

@@ -115,7 +115,7 @@ def commands() -> dict[str, set[str]]:
         patch.syspath_prepend(ROOT / "tools")
         for tool in ("bench", "check_gpu", "collect", "push", "report"):
             found[f"tools/{tool}.py"] = runpy.run_path(str(ROOT / "tools" / f"{tool}.py"))["main"]
-    assert len(found) == 10
+    assert len(found) == 11
     return {name: options(command) for name, command in found.items()}
 
 

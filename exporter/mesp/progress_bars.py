@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections import deque
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+)
 
 from mesp.formatting import decimal, duration, megabytes, quality
 
@@ -84,6 +91,20 @@ def export_progress() -> Progress:
         TextColumn("{task.description}"),
         BarColumn(),
         DownloadColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    )
+
+
+def evaluation_progress() -> Progress:
+    """The bars of an evaluation, one a model, shown on a terminal only."""
+    console = Console(stderr=True)
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
         TimeRemainingColumn(),
         console=console,
         transient=True,

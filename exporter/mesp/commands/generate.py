@@ -6,21 +6,16 @@ and streaming detokenizer.
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
 from mesp.bundle.manifest import read_manifest
 from mesp.engine.generate import generate
-from mesp.errors import MespError
+from mesp.engine.prompts import encode, load_tokenizer
 from mesp.formatting import decimal, megabytes
-
-if TYPE_CHECKING:
-    from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 
 @click.command(context_settings={"show_default": True, "help_option_names": ["-h", "--help"]})
@@ -94,47 +89,6 @@ def main(
         click.echo(summary(record, len(tokens)), err=True)
     if record["reason"] == "stopped":
         raise SystemExit(128 + signal.SIGINT)
-
-
-def load_tokenizer(bundle: Path) -> TokenizerWrapper:
-    """The bundle's tokenizer, with the tokens that end a text as mlx-lm finds them."""
-    if not (bundle / "tokenizer_config.json").is_file():
-        raise MespError(
-            f"{bundle} has no tokenizer; export it from a model folder that has one to generate."
-        )
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    from mlx_lm import utils
-
-    try:
-        ends = utils.load_config(bundle).get("eos_token_id")
-        return utils.load_tokenizer(bundle, eos_token_ids=ends)
-    except Exception as error:
-        reason = str(error).partition("\n")[0]
-        raise MespError(f"The tokenizer in {bundle} cannot be loaded: {reason}") from error
-
-
-def encode(
-    tokenizer: TokenizerWrapper, prompt: str, chat: bool | None, system: str | None = None
-) -> list[int]:
-    """Token ids of `prompt`, as mlx_lm.generate makes them.
-
-    With `chat` it is a user's message in the chat template, after a `system` message where there is
-    one; None means where there is a template.
-    """
-    if chat and not tokenizer.has_chat_template:
-        raise MespError("The bundle's tokenizer has no chat template; leave out --chat.")
-    if chat is not False and tokenizer.has_chat_template:
-        messages = [{"role": "system", "content": system}] if system else []
-        messages.append({"role": "user", "content": prompt})
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        tokens = tokenizer.encode(text, add_special_tokens=False)
-    elif system:
-        raise MespError("A system prompt is part of a chat template, which is not used here.")
-    else:
-        tokens = tokenizer.encode(prompt)
-    if not tokens:
-        raise MespError("The prompt is empty; give at least one word.")
-    return tokens
 
 
 def summary(end: dict, prompt_tokens: int) -> str:

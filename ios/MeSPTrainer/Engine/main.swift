@@ -1,6 +1,7 @@
 // mesp-engine SETTINGS.json: one training run. Prints the log's records as they are written; mesp-train drives it.
 // mesp-engine count SETTINGS.json: counts what a step takes on a phone's GPU. mesp-train --dry-run drives it.
 // mesp-engine generate SETTINGS.json: writes on from a prompt. Prints a record for each token; mesp-generate drives it.
+// mesp-engine evaluate SETTINGS.json: reads requests from standard input. Prints a record for each; mesp-evaluate drives it.
 // mesp-engine self-check SETTINGS.json: asks the machine. Prints a record for each check; tools/check_gpu.py drives it.
 
 import Foundation
@@ -94,6 +95,38 @@ func generate(_ file: URL) throws {
     try print("end", summary)
 }
 
+func evaluate(_ file: URL) throws {
+    struct Choices: Encodable {
+        let logLikelihoods: [Double]
+        let greedy: [Bool]
+    }
+    let settings = try EvaluationSettings(contentsOf: file)
+    let evaluator = try Evaluator(
+        ModelBundle(url: URL(fileURLWithPath: settings.bundle)),
+        adapters: settings.adapters.map { URL(fileURLWithPath: $0) })
+    var count = 0
+    while let line = readLine() {
+        count += 1
+        switch try EvaluationRequest(line: line, number: count) {
+        case .choices(let request):
+            let scores = try evaluator.scores(of: request.choices, after: request.prompt, atBlock: checkStop)
+            try print("choices", Choices(logLikelihoods: scores.map(\.logLikelihood), greedy: scores.map(\.isGreedy)))
+        case .text(let request):
+            let sum = try evaluator.logLikelihood(of: request.tokens, window: request.window, atBlock: checkStop)
+            try print("text", ["log_likelihood": sum])
+        case .generate(let request):
+            // Only who asks knows the text that the tokens make, and whether it is to go on.
+            let summary = try evaluator.generator.generate(request, atBlock: checkStop) {
+                try print("token", ["token": $0])
+                if readLine() != "true" { throw CancellationError() }
+            }
+            try checkStop()
+            try print("generated", summary)
+        }
+    }
+    try print("end", ["requests": count])
+}
+
 func checkMachine(_ file: URL) throws {
     try SelfCheck(SelfCheck.Settings(contentsOf: file)).run(atBlock: checkStop) { record in
         switch record {
@@ -125,13 +158,14 @@ do {
     let arguments = CommandLine.arguments.dropFirst()
     switch (arguments.count, arguments.first) {
     case (2, "count"): try count(URL(fileURLWithPath: arguments[2]))
+    case (2, "evaluate"): try evaluate(URL(fileURLWithPath: arguments[2]))
     case (2, "generate"): try generate(URL(fileURLWithPath: arguments[2]))
     case (2, "self-check"): try checkMachine(URL(fileURLWithPath: arguments[2]))
     case (1, let file?): try train(URL(fileURLWithPath: file))
-    default: fail("usage: mesp-engine [count|generate|self-check] SETTINGS.json")
+    default: fail("usage: mesp-engine [count|evaluate|generate|self-check] SETTINGS.json")
     }
 } catch is CancellationError {
-    fail("The self-check was stopped.")
+    fail(CommandLine.arguments[1] == "evaluate" ? "The evaluation was stopped." : "The self-check was stopped.")
 } catch {
     fail(error.localizedDescription)
 }

@@ -49,6 +49,27 @@ struct CrossEntropyHead {
         return logits
     }
 
+    /// What each row of y says of its target, with no gradient.
+    ///
+    /// - Parameters:
+    ///   - y: `[n, hidden]`
+    ///   - targets: token ids, `[n]` int32
+    ///   - atBoundary: as below
+    /// - Returns: the losses in nats, float32 `[n]`, and whether no logit is larger than the target's, bool `[n]`; evaluated.
+    func scores(_ y: MLXArray, targets: MLXArray, atBoundary: () throws -> Void) rethrows
+        -> (losses: MLXArray, isLargest: MLXArray)
+    {
+        var h = norm(y.asType(.float32))
+        var work = 0
+        let parts = try tiles(of: h.dim(0), size: tokens).map { t in
+            let (losses, isLargest, _) = try overVocabulary(
+                &h, t, targets[t], wantsGradient: false, &work, atBoundary)
+            eval(losses, isLargest)
+            return (losses, isLargest)
+        }
+        return (concatenated(parts.map(\.0))[0..., 0], concatenated(parts.map(\.1))[0..., 0])
+    }
+
     /// - Parameters:
     ///   - y: the last block's output, `[1, T, hidden]`
     ///   - targets: token ids of the positions that count, `[n]` int32
@@ -69,9 +90,9 @@ struct CrossEntropyHead {
         var gradients = [MLXArray]()
         var work = 0
         for t in tiles(of: shape[0], size: tokens) {
-            let (loss, dh) = try overVocabulary(
+            let (loss, _, dh) = try overVocabulary(
                 &h, t, targets[t], wantsGradient: gradientScale != nil, &work, atBoundary)
-            losses.append(loss)
+            losses.append(loss.sum())
             if let dh { gradients.append(dh) }
         }
         let loss = losses.dropFirst().reduce(losses[0]) { $0 + $1 }
@@ -94,7 +115,7 @@ struct CrossEntropyHead {
         return (loss, dy)
     }
 
-    /// The sum of the losses of the tokens t, and their part of dh `[t, hidden]`.
+    /// The losses of the tokens t, whether no logit is larger than the target's, `[t, 1]`, and their part of dh `[t, hidden]`.
     ///
     /// - Parameters:
     ///   - h: of all tokens, `[n, hidden]`
@@ -102,7 +123,7 @@ struct CrossEntropyHead {
     private func overVocabulary(
         _ h: inout MLXArray, _ t: Range<Int>, _ targets: MLXArray, wantsGradient: Bool, _ work: inout Int,
         _ atBoundary: () throws -> Void
-    ) rethrows -> (loss: MLXArray, dh: MLXArray?) {
+    ) rethrows -> (losses: MLXArray, isLargest: MLXArray, dh: MLXArray?) {
         let w = matrix
         var m = MLXArray.full([t.count, 1], values: MLXArray(-Float.infinity))
         var l = MLXArray.zeros([t.count, 1])
@@ -132,13 +153,14 @@ struct CrossEntropyHead {
         }
 
         // l ≥ 1, as the largest z has the term 1 in it.
-        let loss = (m + log(l) - zTarget).sum()
-        pace.finish([loss])
-        guard let sum else { return (loss, nil) }
+        let losses = m + log(l) - zTarget
+        let isLargest = zTarget .>= m
+        pace.finish([losses])
+        guard let sum else { return (losses, isLargest, nil) }
         let wTarget = w.take(targets)
         pace.finish([wTarget])
         let dh = sum / l - sloped(wTarget, zTarget)
         h = pace.next([h], after: [dh])[0]
-        return (loss, dh)
+        return (losses, isLargest, dh)
     }
 }

@@ -37,13 +37,14 @@ struct BlockForward {
     let tile: TileSizes
 
     /// - Parameters:
-    ///   - x: `[n, hidden]`
-    ///   - cache: of the tokens before; these are added
-    /// - Returns: y `[n, hidden]`. It and the cache are evaluated.
-    func callAsFunction(_ x: MLXArray, _ cache: inout KeyValues) -> MLXArray {
-        let xMid = (x + normed(weights.attentionPostNorm, attention(x, &cache), x.dtype)).asType(x.dtype)
+    ///   - x: `[n, hidden]`, the tokens of one or several sequences, one sequence below the other
+    ///   - sequences: the rows of each
+    ///   - caches: for each the tokens before; these are added
+    /// - Returns: y `[n, hidden]`. It and the caches are evaluated.
+    func callAsFunction(_ x: MLXArray, sequences: [Range<Int>], _ caches: inout [KeyValues]) -> MLXArray {
+        let xMid = (x + normed(weights.attentionPostNorm, attention(x, sequences, &caches), x.dtype)).asType(x.dtype)
         let y = (xMid + normed(weights.mlpPostNorm, mlp(weights.mlpNorm(xMid)), x.dtype)).asType(x.dtype)
-        eval(y, cache.keys, cache.values)
+        eval([y] + caches.flatMap { [$0.keys, $0.values] })
         return y
     }
 
@@ -53,18 +54,24 @@ struct BlockForward {
     }
 
     /// o(attn_out), in float32.
-    private func attention(_ x: MLXArray, _ cache: inout KeyValues) -> MLXArray {
-        let (attention, attnIn, start) = (weights.attention, weights.attentionNorm(x), cache.count)
+    private func attention(_ x: MLXArray, _ sequences: [Range<Int>], _ caches: inout [KeyValues]) -> MLXArray {
+        let (attention, attnIn) = (weights.attention, weights.attentionNorm(x))
         func heads(_ p: Projection) -> MLXArray {
             projection(p)(attnIn, tile: tile.projection).asType(x.dtype)
                 .reshaped([x.dim(0), -1, weights.architecture.headDim]).swappedAxes(0, 1)
         }
-        let q = attention.query(heads(.q), start: start)
-        let k = attention.key(heads(.k), start: start)
-        cache.keys = concatenated([cache.keys, k.asType(x.dtype)], axis: 1)
-        cache.values = concatenated([cache.values, heads(.v)], axis: 1)
-        let attnOut = attention(q: q, k: cache.keys, v: cache.values, tile: tile.attention).asType(x.dtype)
-        return projection(.o)(attnOut, tile: tile.projection)
+        let (q, k, v) = (heads(.q), heads(.k), heads(.v))
+        let parts = zip(sequences, caches.indices).map { rows, index in
+            let start = caches[index].count
+            let kHat = attention.key(k[0..., rows], start: start).asType(x.dtype)
+            caches[index].keys = concatenated([caches[index].keys, kHat], axis: 1)
+            caches[index].values = concatenated([caches[index].values, v[0..., rows]], axis: 1)
+            return attention(
+                q: attention.query(q[0..., rows], start: start), k: caches[index].keys, v: caches[index].values,
+                tile: tile.attention
+            ).asType(x.dtype)
+        }
+        return projection(.o)(concatenated(parts), tile: tile.projection)
     }
 
     /// down(act(gate) ∘ up), in float32.

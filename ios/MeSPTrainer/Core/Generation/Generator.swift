@@ -40,14 +40,7 @@ public struct Generator {
         public enum Reason: String, Codable, Sendable { case stop, length, stopped }
     }
 
-    private let bundle: ModelBundle
-    private let adapters: Adapters?
-    /// Of the manifest, which searches its layouts for it.
-    private let featureGroup: Int
-    /// Tokens of the prompt that go through the blocks together.
-    private let chunk: Int
-    /// The size of temporary arrays in the prompt's forward pass, in bytes.
-    private static let tileBytes = 1 << 20
+    private let model: CachedModel
     /// Rows of the vocabulary whose logits are computed at once.
     private static let vocabularyTile = 1 << 14
 
@@ -55,15 +48,10 @@ public struct Generator {
     ///   - bundle: the model.
     ///   - folder: adapters as mlx-lm or PEFT writes them; nil for the base model.
     public init(_ bundle: ModelBundle, adapters folder: URL? = nil) throws {
-        try self.init(bundle, adapters: folder, chunk: 256)
+        self.init(try CachedModel(bundle, adapters: folder))
     }
 
-    init(_ bundle: ModelBundle, adapters folder: URL?, chunk: Int) throws {
-        (self.bundle, self.chunk, featureGroup) = (bundle, chunk, bundle.manifest.featureGroup)
-        adapters = try folder.map { folder in
-            try bundle.withDevice { try loadAdapters(from: folder, architecture: bundle.architecture) }
-        }
-    }
+    init(_ model: CachedModel) { self.model = model }
 
     /// Calls `onToken` with each token as it is chosen.
     ///
@@ -95,9 +83,9 @@ public struct Generator {
         _ request: Request, continuing cache: inout KeyValueCache, atBlock: () throws -> Void = {},
         onToken: (Int) throws -> Void
     ) throws -> Summary {
-        try request.check(vocabulary: bundle.architecture.vocabSize)
+        try request.check(vocabulary: model.bundle.architecture.vocabSize)
         do {
-            return try bundle.withDevice {
+            return try model.bundle.withDevice {
                 defer { cache.end() }
                 return try write(request, &cache, atBlock, onToken)
             }
@@ -123,8 +111,7 @@ public struct Generator {
 
         let random = MLXRandom.RandomState(seed: request.seed)
         do {
-            let prompt = cache.begin(request.prompt, bundle.architecture, dtype: bundle.dtype)
-            var logits = try logits(prompt, &cache, atBlock)
+            var logits = try logits(cache.begin(request.prompt), &cache, atBlock)
             first = Date.now
             while true {
                 let token = choose(logits, request, random)
@@ -145,45 +132,12 @@ public struct Generator {
     func logits(
         _ tokens: ArraySlice<Int>, _ cache: inout KeyValueCache, _ atBlock: () throws -> Void
     ) throws -> MLXArray {
-        var last = MLXArray.zeros([1, bundle.architecture.hiddenSize], dtype: bundle.dtype)
-        for range in tiles(of: tokens.count, size: chunk) {
-            let read = tokens.dropFirst(range.lowerBound).prefix(range.count)
-            var x = try embedded(read)
-            for block in cache.blocks.indices {
-                try atBlock()
-                x = try forward(block, x, &cache.blocks[block])
-                if range.count > 1 { Memory.clearCache() }
-            }
-            cache.add(read)
-            last = x[(range.count - 1)...]
-        }
-        Memory.clearCache()
-        return try bundle.withHead { weights in
-            CrossEntropyHead(weights: weights, architecture: bundle.architecture, tile: Self.vocabularyTile).logits(
-                last)[0]
-        }
-    }
-
-    private func embedded(_ tokens: ArraySlice<Int>) throws -> MLXArray {
-        try bundle.withEmbedding { weights in
-            let x = embed(MLXArray(tokens.map { Int32($0) }), weights, bundle.architecture, dtype: bundle.dtype)[0]
-            eval(x)
-            return x
-        }
-    }
-
-    private func forward(_ block: Int, _ x: MLXArray, _ cache: inout KeyValues) throws -> MLXArray {
-        try bundle.withBlock(block) { weights in
-            let architecture = bundle.architecture
-            let bytes = x.dim(0) <= QuantizedMatrix.fewRows ? Int.max / 2 : Self.tileBytes
-            let forward = BlockForward(
-                weights: weights, lora: adapters?.lora[block],
-                layout: adapters?.layout ?? LoRALayout(architecture: architecture, rank: 0),
-                scale: adapters?.scale ?? 0,
-                tile: TileSizes(
-                    architecture, group: featureGroup, length: cache.count + x.dim(0),
-                    bytes: bytes, products: bundle.products))
-            return forward(x, &cache)
+        var last = MLXArray.zeros([1, model.bundle.architecture.hiddenSize], dtype: model.bundle.dtype)
+        try model.forward(tokens, &cache, atBlock) { _, y in last = y[(y.dim(0) - 1)...] }
+        return try model.bundle.withHead { weights in
+            CrossEntropyHead(
+                weights: weights, architecture: model.bundle.architecture, tile: Self.vocabularyTile
+            ).logits(last)[0]
         }
     }
 
@@ -225,18 +179,7 @@ public struct GenerationSettings: Decodable, Sendable {
     public let request: Generator.Request
 
     /// Reads a settings file (snake-case JSON, every key present).
-    public init(contentsOf url: URL) throws {
-        guard let json = try? Data(contentsOf: url) else {
-            throw MeSPError("Cannot read the settings file \(url.path).")
-        }
-        let decoder = JSONDecoder()
-        decoder.keyDecodingStrategy = .convertFromSnakeCase
-        do {
-            self = try decoder.decode(GenerationSettings.self, from: json)
-        } catch {
-            throw MeSPError("The settings file \(url.path) is not valid: \(error.plainSentence).")
-        }
-    }
+    public init(contentsOf url: URL) throws { self = try readSettings(url) }
 
     public init(from decoder: any Decoder) throws {
         enum Key: String, CodingKey { case bundle, adapters }
@@ -244,5 +187,19 @@ public struct GenerationSettings: Decodable, Sendable {
         bundle = try container.decode(String.self, forKey: .bundle)
         adapters = try container.decodeIfPresent(String.self, forKey: .adapters)
         request = try Generator.Request(from: decoder)
+    }
+}
+
+/// Reads a settings file of snake-case JSON.
+func readSettings<Settings: Decodable>(_ url: URL) throws -> Settings {
+    guard let json = try? Data(contentsOf: url) else {
+        throw MeSPError("Cannot read the settings file \(url.path).")
+    }
+    let decoder = JSONDecoder()
+    decoder.keyDecodingStrategy = .convertFromSnakeCase
+    do {
+        return try decoder.decode(Settings.self, from: json)
+    } catch {
+        throw MeSPError("The settings file \(url.path) is not valid: \(error.plainSentence).")
     }
 }

@@ -10,6 +10,7 @@ import MLX
 /// cut back to a beginning.
 public struct KeyValueCache {
     private(set) var tokens = [Int]()
+    /// None before the first token.
     var blocks = [KeyValues]()
     let limit: Int
 
@@ -22,10 +23,7 @@ public struct KeyValueCache {
     /// Readies it to go on with a text: keeps what that begins with, but for its last token, which the next is chosen after.
     ///
     /// - Returns: the tokens to read.
-    mutating func begin(_ text: [Int], _ architecture: Architecture, dtype: DType) -> ArraySlice<Int> {
-        if blocks.isEmpty {
-            blocks = (0..<architecture.numHiddenLayers).map { _ in KeyValues(architecture, dtype: dtype) }
-        }
+    mutating func begin(_ text: [Int]) -> ArraySlice<Int> {
         let common = zip(tokens, text.dropLast()).prefix { $0 == $1 }.count
         cut(to: common)
         return text[common...]

@@ -80,7 +80,7 @@ import Testing
 
     @Test func endsAtABoundary() throws {
         func zeros(_ weights: PackedWeights, _ a: Architecture) -> MLXArray { MLXArray.zeros([1, a.hiddenSize]) }
-        try withHead(try Fixture(try #require(Fixture.tied), "gradients").bundle, work: 1, y: zeros) { head, y in
+        _ = try withHead(try Fixture(try #require(Fixture.tied), "gradients").bundle, work: 1, y: zeros) { head, y in
             #expect(throws: Ended.self) {
                 try head(y, targets: MLXArray([0] as [Int32]), counted: [0], gradientScale: 1) { throw Ended() }
             }

@@ -14,13 +14,12 @@ import Testing
         let adapters = temporaryFolder()
         defer { try? FileManager.default.removeItem(at: adapters) }
         try fixture.saveAdapters(to: adapters)
-        let generator = try Generator(fixture.bundle, adapters: adapters, chunk: chunk)
+        let model = try CachedModel(fixture.bundle, adapters: adapters, chunk: chunk)
+        let generator = Generator(model)
         let tokens = try fixture.array("tokens").asArray(Int32.self).dropLast().map { Int($0) }
 
         var cache = KeyValueCache()
-        let logits = try generator.logits(
-            cache.begin(tokens, fixture.bundle.architecture, dtype: fixture.bundle.dtype), &cache
-        ) {}
+        let logits = try generator.logits(cache.begin(tokens), &cache) {}
         let y = try fixture.array("y")
         let expected = try fixture.bundle.withHead { weights in
             let architecture = fixture.bundle.architecture
@@ -41,7 +40,8 @@ import Testing
     /// were read anew, and reads what is new.
     @Test(arguments: cases) func aTurnReadsOnlyWhatIsNew(_ folder: URL) throws {
         let fixture = try Fixture(folder, "gradients")
-        let generator = try Generator(fixture.bundle, adapters: nil, chunk: 1)  // so a block is called for each token
+        // So a block is called for each token.
+        let generator = Generator(try CachedModel(fixture.bundle, adapters: nil, chunk: 1))
         let whole = try Generator(fixture.bundle)
         let tokens = Array(1...10)
         var cache = KeyValueCache()

@@ -1,0 +1,140 @@
+"""Records and a model to figures: perplexity, choices, or answers."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mesp.engine.prompts import encode
+from mesp.errors import MespError
+from mesp.evaluation.metrics import Metric, canonical_json, exponential, extract, f1
+from mesp.evaluation.model import Model
+from mesp.evaluation.records import Question, Record, Task, Text
+
+
+@dataclass(frozen=True)
+class Options:
+    """How prompts are put, and answers written and compared."""
+
+    chat: bool | None = None  # None: prompts of tasks, where the tokenizer has a template
+    max_tokens: int = 256
+    stops: tuple[str, ...] = ()
+    pattern: re.Pattern[str] | None = None
+    is_json: bool = False
+
+
+Sample = dict[str, Any]
+
+
+def measure(
+    model: Model, records: Sequence[Record], options: Options, advance: Callable[[], None]
+) -> tuple[list[Metric], list[Sample]]:
+    """The figures of all records, which are of one kind, and what the model made of each."""
+    kinds: dict[type, Any] = {
+        Text: (_measure_text, _text_metrics),
+        Question: (_measure_question, _question_metrics),
+        Task: (_measure_task, _task_metrics),
+    }
+    one, figures = kinds[type(records[0])]
+    samples = []
+    for record in records:
+        try:
+            samples.append(one(model, record, options))
+        except MespError as error:
+            raise MespError(f"{record.where}: {error.message.rstrip('.')}.") from error
+        advance()
+    return figures(samples), samples
+
+
+def _column(samples: list[Sample], key: str) -> list[float]:
+    return [float(sample[key]) for sample in samples]
+
+
+# Texts
+
+
+def _measure_text(model: Model, record: Text, _: Options) -> Sample:
+    log_likelihood, tokens = model.log_likelihood(record.text)
+    size = len(record.text.encode())
+    return {"log_likelihood": log_likelihood, "tokens": tokens, "bytes": size}
+
+
+def _text_metrics(samples: list[Sample]) -> list[Metric]:
+    losses = [-value for value in _column(samples, "log_likelihood")]
+    bits = [loss / math.log(2) for loss in losses]
+    tokens, size = _column(samples, "tokens"), _column(samples, "bytes")
+    return [
+        Metric.of("perplexity", losses, tokens, final=exponential, higher_is_better=False),
+        Metric.of("bits_per_byte", bits, size, higher_is_better=False),
+    ]
+
+
+# Choices
+
+
+def _measure_question(model: Model, record: Question, options: Options) -> Sample:
+    prompt = record.prompt
+    if options.chat:
+        prompt = _in_template(model.tokenizer, [{"role": "user", "content": prompt}], None)
+    pairs = [model.encode_pair(prompt, each, special=not options.chat) for each in record.choices]
+    scores = model.scores(pairs[0][0], [continuation for _, continuation in pairs])
+    values = [score.log_likelihood for score in scores]
+    # lm-evaluation-harness divides by characters too.
+    by_length = [v / len(c.strip()) for v, c in zip(values, record.choices, strict=True)]
+    chosen = [max(range(len(each)), key=each.__getitem__) for each in (values, by_length)]
+    return {
+        "log_likelihoods": values,
+        "chosen": chosen[0],
+        "acc": chosen[0] == record.answer,
+        "acc_norm": chosen[1] == record.answer,
+    }
+
+
+def _question_metrics(samples: list[Sample]) -> list[Metric]:
+    return [Metric.of(name, _column(samples, name)) for name in ("acc", "acc_norm")]
+
+
+# Answers
+
+
+def _measure_task(model: Model, record: Task, options: Options) -> Sample:
+    prompt = _prompt(model.tokenizer, record, options.chat)
+    written = model.write(prompt, options.max_tokens, options.stops)
+    answer = extract(options.pattern, written)
+    wanted = extract(options.pattern, record.answer)
+    wanted = record.answer.strip() if wanted is None else wanted
+    sample = {"written": written, "answer": answer, "exact_match": answer == wanted}
+    sample["f1"] = f1(answer or "", wanted)
+    if options.is_json:
+        value = canonical_json(answer or "")
+        sample["valid_json"] = value is not None
+        sample["exact_match"] = value is not None and value == canonical_json(wanted)
+    return sample
+
+
+def _task_metrics(samples: list[Sample]) -> list[Metric]:
+    names = [name for name in ("exact_match", "f1", "valid_json") if name in samples[0]]
+    return [Metric.of(name, _column(samples, name)) for name in names]
+
+
+def _prompt(tokenizer: Any, record: Task, chat: bool | None) -> list[int]:
+    if isinstance(record.prompt, str):
+        return encode(tokenizer, record.prompt, chat)
+    text = _in_template(tokenizer, record.prompt, record.tools)
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+def _in_template(tokenizer: Any, messages: list[dict[str, Any]], tools: list[Any] | None) -> str:
+    """A conversation, up to where the answer begins. Raises MespError where that fails."""
+    if not tokenizer.has_chat_template:
+        raise MespError("the bundle's tokenizer has no chat template; give prompts without --chat")
+    try:
+        return tokenizer.apply_chat_template(
+            messages, tools=tools, tokenize=False, add_generation_prompt=True
+        )
+    except Exception as error:  # a chat template can raise anything
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        raise MespError(f"the chat template refuses the messages: {reason}") from error

@@ -1,0 +1,106 @@
+"""A bundle's model as evaluations take it: text in, log-likelihoods and text out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from mesp.engine.evaluate import Evaluator, Score, evaluator
+from mesp.errors import MespError
+
+
+class Model:
+    """The engine with a tokenizer beside it. What is longer than `max_length` tokens is cut."""
+
+    def __init__(self, engine: Evaluator, tokenizer: Any, max_length: int) -> None:
+        self.engine, self.tokenizer, self.max_length = engine, tokenizer, max_length
+        self.cut = 0  # prompts that lost their beginning
+
+    @property
+    def prefix_token(self) -> int:
+        """What a text begins with, so that its first token has a probability too."""
+        for token in (self.tokenizer.bos_token_id, self.tokenizer.eos_token_id):
+            if token is not None:
+                return token
+        raise MespError("The bundle's tokenizer has no token that begins or ends a text.")
+
+    def encode_pair(
+        self, prompt: str, continuation: str, special: bool = True
+    ) -> tuple[list[int], list[int]]:
+        """Token ids of both, cut where lm-evaluation-harness cuts: white space at the end of the
+        prompt goes to the continuation, and both are tokenized together."""
+        kept = prompt.rstrip()
+        continuation = prompt[len(kept) :] + continuation
+        if not kept:
+            ids = self.tokenizer.encode(continuation, add_special_tokens=False)
+            return [self.prefix_token], ids
+        before = self.tokenizer.encode(kept, add_special_tokens=special)
+        both = self.tokenizer.encode(kept + continuation, add_special_tokens=special)
+        return before, both[len(before) :]
+
+    def scores(self, prompt: list[int], continuations: Sequence[list[int]]) -> list[Score]:
+        """How likely each continuation is after the same prompt.
+
+        Raises MespError where one has no token of its own, or more than `max_length`.
+        """
+        longest = max(map(len, continuations))
+        if not all(continuations):
+            raise MespError(
+                "a choice becomes one token with the end of the prompt; begin it with a space"
+            )
+        if longest > self.max_length:
+            raise MespError(
+                f"a choice has {longest:,} tokens; shorten it, or raise --max-length, which is "
+                f"{self.max_length:,}"
+            )
+        return self.engine.choices(
+            self._end_of(prompt, self.max_length + 1 - longest), continuations
+        )
+
+    def log_likelihood(self, text: str) -> tuple[float, int]:
+        """The log-likelihood in nats of a text, and how many tokens it has."""
+        tokens = self.tokenizer.encode(text, add_special_tokens=False)
+        if not tokens:
+            return 0.0, 0
+        return self.engine.text([self.prefix_token, *tokens], self.max_length), len(tokens)
+
+    def write(self, prompt: list[int], max_tokens: int, stops: Sequence[str]) -> str:
+        """The likeliest text after a prompt, until one of `stops`, which is left out.
+
+        Raises MespError where `max_tokens` leave no room for a prompt.
+        """
+        if max_tokens >= self.max_length:
+            raise MespError(
+                f"{max_tokens:,} tokens to write leave no room for a prompt; lower --max-tokens, "
+                f"or raise --max-length, which is {self.max_length:,}"
+            )
+        tokens: list[int] = []
+
+        def go_on(token: int) -> bool:
+            tokens.append(token)
+            text = self.tokenizer.decode(tokens) if stops else ""
+            return not any(stop in text for stop in stops)
+
+        self.engine.generate(
+            self._end_of(prompt, self.max_length - max_tokens),
+            max_tokens,
+            sorted(self.tokenizer.eos_token_ids),
+            go_on,
+        )
+        text = self.tokenizer.decode(tokens)
+        return text[: min((text.find(stop) for stop in stops if stop in text), default=len(text))]
+
+    def _end_of(self, prompt: list[int], length: int) -> list[int]:
+        self.cut += len(prompt) > length
+        return prompt[-length:]
+
+
+@contextmanager
+def running_model(
+    bundle: Path, adapters: Path | None, tokenizer: Any, max_length: int
+) -> Iterator[Model]:
+    """The model of `bundle`, with adapters or without. Raises MespError where the engine fails."""
+    with evaluator(bundle, adapters) as engine:
+        yield Model(engine, tokenizer, max_length)

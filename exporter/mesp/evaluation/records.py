@@ -1,0 +1,126 @@
+"""What a model is evaluated on: records of one of three kinds."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mesp.data.records import read_record
+from mesp.errors import MespError
+
+RECORDS = (
+    'records have "text"; "prompt", "choices" and "answer"; "prompt" and "completion"; or '
+    '"messages" that end with an answer'
+)
+
+
+@dataclass(frozen=True)
+class Text:
+    """A text, which is as likely as it is."""
+
+    where: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Question:
+    """A prompt and what may follow it; `answer` is the index of what is right."""
+
+    where: str
+    prompt: str
+    choices: list[str]
+    answer: int
+
+
+@dataclass(frozen=True)
+class Task:
+    """A prompt, or the conversation before an answer, and the answer that is right."""
+
+    where: str
+    prompt: str | list[dict[str, Any]]
+    answer: str
+    tools: list[Any] | None = field(default=None)
+
+
+Record = Text | Question | Task
+
+
+def read_records(data: str, limit: int | None) -> list[Record]:
+    """The records of a JSONL file, or of standard input for ``-``; all of one kind, the first
+    `limit` of them. Raises MespError where there are none, or one is wrong."""
+    if data == "-":
+        text, name = sys.stdin.read(), "standard input"
+    else:
+        text, name = _read(Path(data)), data
+    records = []
+    # Not str.splitlines, which also splits at characters that JSON allows in a string.
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.strip() and (limit is None or len(records) < limit):
+            records.append(_record(f"Line {number} of {name}", line))
+            if type(records[-1]) is not type(records[0]):
+                raise MespError(
+                    f"{records[-1].where} is of another kind than the first; keep one kind."
+                )
+    if not records:
+        raise MespError(f"{name} has no records; {RECORDS}.")
+    return records
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise MespError(f"{path} is not UTF-8 text; convert it first.") from error
+    except OSError as error:
+        raise MespError(f"{path} cannot be read: {error.strerror}.") from error
+
+
+def _record(where: str, line: str) -> Record:
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise MespError(f"{where} is not JSON.") from error
+    if not isinstance(record, dict):
+        raise MespError(f"{where} is no object; {RECORDS}.")
+    if "choices" in record:
+        return _question(where, record)
+    if not any(
+        record.keys() >= keys for keys in ({"text"}, {"prompt", "completion"}, {"messages"})
+    ):
+        raise MespError(f"{where} has {', '.join(record) or 'nothing'}; {RECORDS}.")
+    document = read_record(where, record, {})
+    if document.kind == "text":
+        if not record["text"]:
+            raise MespError(f"{where} has an empty text; leave it out.")
+        return Text(where, record["text"])
+    if document.kind == "prompt and completion":
+        return Task(where, record["prompt"], record["completion"])
+    if document.kind != "messages":
+        raise MespError(f"{where} has {', '.join(record)}; {RECORDS}.")
+    *before, last = document.messages
+    if not before or last["role"] != "assistant" or not isinstance(last.get("content"), str):
+        raise MespError(f"{where} has messages that do not end with an assistant's answer.")
+    return Task(where, before, last["content"], record.get("tools"))
+
+
+def _question(where: str, record: dict[str, Any]) -> Question:
+    prompt, choices, answer = (record.get(key) for key in ("prompt", "choices", "answer"))
+    if not isinstance(prompt, str):
+        raise MespError(f'{where} has no "prompt" that is a string.')
+    if (
+        not isinstance(choices, list)
+        or len(choices) < 2
+        or not all(isinstance(choice, str) and choice.strip() for choice in choices)
+    ):
+        raise MespError(f'{where} has "choices" that are not two or more strings with words.')
+    if isinstance(answer, str) and choices.count(answer) == 1:
+        answer = choices.index(answer)
+    if type(answer) is not int or not 0 <= answer < len(choices):
+        raise MespError(
+            f'{where} has an "answer" that is neither one of its choices nor its index, from 0 to '
+            f"{len(choices) - 1}."
+        )
+    return Question(where, prompt, choices, answer)

@@ -1,0 +1,51 @@
+import Foundation
+
+/// What `mesp-engine evaluate` reads first: a bundle's folder, and an adapter folder or null.
+public struct EvaluationSettings: Decodable, Sendable {
+    public let bundle: String
+    public let adapters: String?
+
+    /// Reads a settings file (snake-case JSON).
+    public init(contentsOf url: URL) throws { self = try readSettings(url) }
+}
+
+/// What `mesp-engine evaluate` is asked, a line of JSON each. `type` says which.
+public enum EvaluationRequest: Decodable, Sendable {
+    /// How likely each of several continuations of a prompt is.
+    case choices(Choices)
+    /// How likely a text is.
+    case text(Text)
+    /// What follows a prompt.
+    case generate(Generator.Request)
+
+    public struct Choices: Decodable, Sendable {
+        public let prompt: [Int]
+        public let choices: [[Int]]
+    }
+
+    public struct Text: Decodable, Sendable {
+        public let tokens: [Int]
+        public let window: Int
+    }
+
+    /// - Parameter line: snake-case JSON.
+    public init(line: String, number: Int) throws {
+        let decoder = JSONDecoder()
+        decoder.keyDecodingStrategy = .convertFromSnakeCase
+        do {
+            self = try decoder.decode(EvaluationRequest.self, from: Data(line.utf8))
+        } catch {
+            throw MeSPError("Request \(number) is not valid: \(error.plainSentence).")
+        }
+    }
+
+    public init(from decoder: any Decoder) throws {
+        enum Key: String, CodingKey { case type }
+        enum Kind: String, Decodable { case choices, text, generate }
+        switch try decoder.container(keyedBy: Key.self).decode(Kind.self, forKey: .type) {
+        case .choices: self = .choices(try Choices(from: decoder))
+        case .text: self = .text(try Text(from: decoder))
+        case .generate: self = .generate(try Generator.Request(from: decoder))
+        }
+    }
+}

@@ -1,0 +1,175 @@
+import Foundation
+import MLX
+
+/// How likely texts are to a bundle's model, with or without adapters. Weights are mapped block by block, as for a `Generator`.
+///
+///     let evaluator = try Evaluator(bundle, adapters: folder)
+///     let scores = try evaluator.scores(of: [yes, no], after: question)
+///
+/// Not for use from several threads at once.
+public struct Evaluator {
+    /// How likely a continuation is.
+    public struct Score: Sendable, Equatable {
+        /// log p(continuation | prompt), in nats, the sum over its tokens.
+        public var logLikelihood = 0.0
+        /// Whether each of its tokens is the likeliest after those before it: what greedy choice would write.
+        public var isGreedy = true
+    }
+
+    /// Writes on from a prompt with the same model.
+    public let generator: Generator
+    private let model: CachedModel
+
+    /// - Parameters:
+    ///   - bundle: the model.
+    ///   - folder: adapters as mlx-lm or PEFT writes them; nil for the base model.
+    public init(_ bundle: ModelBundle, adapters folder: URL? = nil) throws {
+        self.init(try CachedModel(bundle, adapters: folder))
+    }
+
+    init(_ model: CachedModel) { (self.model, generator) = (model, Generator(model)) }
+
+    /// How likely each of several continuations is after the same prompt, which goes through the model once.
+    ///
+    /// - Parameters:
+    ///   - continuations: token ids, at least one each.
+    ///   - prompt: token ids, at least one.
+    ///   - atBlock: called before each block; it may wait, or throw.
+    /// - Throws: `MeSPError`, also where the model gives no finite number; what `atBlock` throws.
+    public func scores(
+        of continuations: [[Int]], after prompt: [Int], atBlock: () throws -> Void = {}
+    ) throws -> [Score] {
+        try check(prompt, "The prompt")
+        for continuation in continuations { try check(continuation, "A continuation") }
+        let isShort = { (continuation: [Int]) in continuation.count <= model.chunk }
+        guard continuations.count > 1, continuations.contains(where: isShort) else {
+            return try continuations.map { try score(prompt + $0, from: prompt.count, atBlock) }
+        }
+        return try model.bundle.withDevice {
+            var cache = KeyValueCache()
+            var last = MLXArray.zeros([1, model.bundle.architecture.hiddenSize], dtype: model.bundle.dtype)
+            try model.forward(prompt[...], &cache, atBlock) { _, y in last = y[(y.dim(0) - 1)...] }
+            var scores = [Score]()
+            var group = [[Int]]()
+            func finishGroup() throws {
+                scores += try self.scores(of: group, last, cache, atBlock)
+                group = []
+            }
+            for continuation in continuations {
+                if group.reduce(continuation.count, { $0 + $1.count }) > model.chunk { try finishGroup() }
+                if isShort(continuation) {
+                    group.append(continuation)
+                } else {
+                    scores.append(try score(prompt + continuation, from: prompt.count, atBlock))
+                }
+            }
+            try finishGroup()
+            return scores
+        }
+    }
+
+    /// log p of a text's tokens but the first, in nats, each given at least one and at most `window` tokens before it.
+    ///
+    /// A long text is taken in windows of as many tokens, of which each begins with the last one before those it predicts; the last window
+    /// reaches back so far that it is full. That is the rolling log-likelihood of lm-evaluation-harness.
+    ///
+    /// - Parameters:
+    ///   - text: token ids, at least two.
+    ///   - window: at least 1.
+    ///   - atBlock: called before each block; it may wait, or throw.
+    /// - Throws: `MeSPError`, also where the model gives no finite number; what `atBlock` throws.
+    public func logLikelihood(of text: [Int], window: Int, atBlock: () throws -> Void = {}) throws -> Double {
+        try check(text, "The text")
+        guard text.count >= 2 else { throw MeSPError("The text must be at least two tokens long.") }
+        guard window >= 1 else { throw MeSPError("window must be at least 1.") }
+        let window = min(window, text.count)
+        return try stride(from: 1, to: text.count, by: window).reduce(0) { sum, first in
+            let end = min(first + window, text.count)
+            let start = max(0, end - 1 - window)
+            return try sum + score(Array(text[start..<end]), from: first - start, atBlock).logLikelihood
+        }
+    }
+
+    // MARK: - Scores
+
+    /// Of the tokens from position `first` on, which is not 0.
+    private func score(_ tokens: [Int], from first: Int, _ atBlock: () throws -> Void) throws -> Score {
+        try model.bundle.withDevice {
+            var score = Score()
+            var cache = KeyValueCache()
+            try model.forward(tokens.dropLast(), &cache, atBlock) { range, y in
+                // The last of the tokens before predicts the first that counts.
+                let counted = range.clamped(to: first - 1..<tokens.count)
+                guard !counted.isEmpty else { return }
+                let targets = tokens[counted.lowerBound + 1...counted.upperBound]
+                try score.add(judged(y[(counted.lowerBound - range.lowerBound)...], targets, atBlock)[...])
+            }
+            return score
+        }
+    }
+
+    /// Of continuations of together no more than a chunk.
+    ///
+    /// - Parameters:
+    ///   - last: y `[1, hidden]` of the prompt's last token, which predicts the first of each.
+    ///   - cache: of the prompt.
+    private func scores(
+        of continuations: [[Int]], _ last: MLXArray, _ cache: KeyValueCache, _ atBlock: () throws -> Void
+    ) throws -> [Score] {
+        guard !continuations.isEmpty else { return [] }
+        let inputs = continuations.map { Array($0.dropLast()) }
+        let branches = inputs.filter { !$0.isEmpty }
+        let y = branches.isEmpty ? last : try model.forward(branches: branches, after: cache, atBlock)
+        var rows = [MLXArray]()
+        var next = 0
+        for input in inputs {
+            rows.append(last)
+            if !input.isEmpty { rows.append(y[next..<next + input.count]) }
+            next += input.count
+        }
+        var judged = try judged(concatenated(rows), continuations.flatMap { $0 }[...], atBlock)[...]
+        return try continuations.map { continuation in
+            var score = Score()
+            try score.add(judged.prefix(continuation.count))
+            judged = judged.dropFirst(continuation.count)
+            return score
+        }
+    }
+
+    /// What rows of y `[n, hidden]` say of n targets: log p, and whether none is likelier.
+    private func judged(_ y: MLXArray, _ targets: ArraySlice<Int>, _ atBlock: () throws -> Void) throws
+        -> [(logProbability: Float, isGreedy: Bool)]
+    {
+        try model.bundle.withHead { weights in
+            let tile = model.tile(rows: targets.count, length: targets.count)
+            let head = CrossEntropyHead(
+                weights: weights, architecture: model.bundle.architecture, tile: tile.vocabulary,
+                tokens: tile.lossTokens, pace: tile.pace)
+            let (losses, isLargest) = try head.scores(
+                y, targets: MLXArray(targets.map { Int32($0) }), atBoundary: atBlock)
+            defer { Memory.clearCache() }
+            return zip(losses.asArray(Float.self), isLargest.asArray(Bool.self)).map { (-$0, $1) }
+        }
+    }
+
+    private func check(_ tokens: [Int], _ what: String) throws {
+        guard !tokens.isEmpty else { throw MeSPError("\(what) must be at least one token long.") }
+        let vocabulary = model.bundle.architecture.vocabSize
+        if let token = tokens.first(where: { !(0..<vocabulary).contains($0) }) {
+            throw MeSPError("\(what) holds the token \(token), and the model has \(vocabulary), from 0.")
+        }
+    }
+}
+
+extension Evaluator.Score {
+    /// - Throws: `MeSPError` where a log-likelihood is not finite, as of adapters whose training diverged.
+    fileprivate mutating func add(_ tokens: ArraySlice<(logProbability: Float, isGreedy: Bool)>) throws {
+        for token in tokens {
+            logLikelihood += Double(token.logProbability)
+            isGreedy = isGreedy && token.isGreedy
+        }
+        guard logLikelihood.isFinite else {
+            throw MeSPError("A log-likelihood is not finite: the adapters hold numbers that are not; train them again.")
+        }
+    }
+}

@@ -1,0 +1,103 @@
+import Foundation
+import MLX
+
+/// A bundle's model, with adapters or without, for tokens that follow others: block by block, over the keys and values of the tokens
+/// before. Weights are mapped for as long as a block is worked on.
+struct CachedModel {
+    let bundle: ModelBundle
+    /// Tokens that go through the blocks together.
+    let chunk: Int
+    private let adapters: Adapters?
+    /// Of the manifest, which searches its layouts for it.
+    private let featureGroup: Int
+    /// The size of temporary arrays, in bytes.
+    private static let tileBytes = 1 << 20
+
+    /// - Parameter folder: adapters as mlx-lm or PEFT writes them; nil for the base model.
+    init(_ bundle: ModelBundle, adapters folder: URL?, chunk: Int = 256) throws {
+        (self.bundle, self.chunk, featureGroup) = (bundle, chunk, bundle.manifest.featureGroup)
+        adapters = try folder.map { folder in
+            try bundle.withDevice { try loadAdapters(from: folder, architecture: bundle.architecture) }
+        }
+    }
+
+    /// Calls `body` with what the last block makes of `tokens`, which follow those in the cache and are added to it.
+    ///
+    /// - Parameter body: gets a piece of up to `chunk` tokens at a time: which they are, and y `[n, hidden]`, evaluated.
+    func forward(
+        _ tokens: ArraySlice<Int>, _ cache: inout KeyValueCache, _ atBlock: () throws -> Void,
+        _ body: (Range<Int>, MLXArray) throws -> Void
+    ) throws {
+        if cache.blocks.isEmpty {
+            cache.blocks = (0..<bundle.architecture.numHiddenLayers).map { _ in
+                KeyValues(bundle.architecture, dtype: bundle.dtype)
+            }
+        }
+        for range in tiles(of: tokens.count, size: chunk) {
+            let read = tokens.dropFirst(range.lowerBound).prefix(range.count)
+            var x = try embedded(read)
+            for block in cache.blocks.indices {
+                try atBlock()
+                var caches = [cache.blocks[block]]
+                x = try forward(block, x, sequences: [0..<range.count], &caches)
+                cache.blocks[block] = caches[0]
+                if range.count > 1 { Memory.clearCache() }
+            }
+            cache.add(read)
+            Memory.clearCache()
+            try body(range, x)
+        }
+    }
+
+    /// What the last block makes of several sequences, of which each follows the tokens in the cache. They go through the blocks together,
+    /// and the cache stays as it is.
+    ///
+    /// - Parameter sequences: of some tokens each.
+    /// - Returns: y `[n, hidden]`, one sequence below the other, evaluated.
+    func forward(branches sequences: [[Int]], after cache: KeyValueCache, _ atBlock: () throws -> Void) throws
+        -> MLXArray
+    {
+        var rows = [Range<Int>]()
+        for sequence in sequences {
+            let start = rows.last?.upperBound ?? 0
+            rows.append(start..<start + sequence.count)
+        }
+        var x = try embedded(sequences.flatMap { $0 }[...])
+        for block in cache.blocks.indices {
+            try atBlock()
+            var caches = [KeyValues](repeating: cache.blocks[block], count: rows.count)
+            x = try forward(block, x, sequences: rows, &caches)
+        }
+        Memory.clearCache()
+        return x
+    }
+
+    /// The sizes of tiles for `rows` tokens of sequences that are `length` tokens long with those before.
+    func tile(rows: Int, length: Int) -> TileSizes {
+        TileSizes(
+            bundle.architecture, group: featureGroup, length: length,
+            bytes: rows <= QuantizedMatrix.fewRows ? Int.max / 2 : Self.tileBytes, products: bundle.products)
+    }
+
+    private func embedded(_ tokens: ArraySlice<Int>) throws -> MLXArray {
+        try bundle.withEmbedding { weights in
+            let x = embed(MLXArray(tokens.map { Int32($0) }), weights, bundle.architecture, dtype: bundle.dtype)[0]
+            eval(x)
+            return x
+        }
+    }
+
+    private func forward(_ block: Int, _ x: MLXArray, sequences: [Range<Int>], _ caches: inout [KeyValues]) throws
+        -> MLXArray
+    {
+        try bundle.withBlock(block) { weights in
+            let architecture = bundle.architecture
+            let forward = BlockForward(
+                weights: weights, lora: adapters?.lora[block],
+                layout: adapters?.layout ?? LoRALayout(architecture: architecture, rank: 0),
+                scale: adapters?.scale ?? 0,
+                tile: tile(rows: x.dim(0), length: (caches.map(\.count).max() ?? 0) + x.dim(0)))
+            return forward(x, sequences: sequences, &caches)
+        }
+    }
+}
