@@ -31,7 +31,7 @@ from mesp.commands.generate import load_tokenizer
 from mesp.formatting import decimal, perplexity
 from studies.scores import Difference, Scores, loss_of_text, paired, score
 from studies.tasks import EXTRACTION, TASKS, Task, export
-from studies.trainers import Trained, with_mesp, with_mlx_lm, with_peft
+from studies.trainers import Trained, multiply_dequantized, with_mesp, with_mlx_lm, with_peft
 
 # Declared before any run: nats a token of held-out loss, and the share answered to the letter. Less
 # than that is nothing to choose a trainer for.
@@ -82,6 +82,7 @@ def main(
 ) -> None:
     """Train with MeSP and with others, and say whether the results are equivalent."""
     mx.set_default_device(mx.cpu)
+    multiply_dequantized()
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
     tasks = [QUICK] if quick else [task for task in TASKS if not names or task.name in names]

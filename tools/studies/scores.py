@@ -23,7 +23,8 @@ class Scores(NamedTuple):
     """Of each held-out sequence: the sum of its losses in nats, its number of targets that count,
     and whether all of them are the model's likeliest tokens, float64 [n] each.
 
-    They are exactly when the model, writing the likeliest token each time, writes the answer.
+    They are exactly when the model, writing the likeliest token each time, writes the answer and
+    what ends it.
     """
 
     losses: np.ndarray

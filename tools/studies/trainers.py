@@ -38,6 +38,13 @@ class Trained:
     adapters: Path
 
 
+def multiply_dequantized() -> None:
+    """Lets mlx-lm's models in this process multiply with whole dequantized matrices: the same, but
+    packed ones are slow on a CPU."""
+    nn.QuantizedLinear.__call__ = dequantized_linear
+    nn.QuantizedEmbedding.as_linear = lambda self, x: x @ whole_matrix(self).T
+
+
 def with_mesp(
     bundle: Path,
     task: Task,
@@ -60,13 +67,8 @@ def with_mesp(
 
 
 def with_mlx_lm(bundle: Path, task: Task, optimizer: str, seed: int, folder: Path) -> Trained:
-    """Trains with mlx-lm's own trainer, on the bundle's 4-bit weights in mlx-lm's model.
-
-    It multiplies with the dequantized matrices, as packed ones are slow on a CPU.
-    """
+    """Trains with mlx-lm's own trainer, on the bundle's 4-bit weights in mlx-lm's model."""
     opened = Bundle(bundle)
-    nn.QuantizedLinear.__call__ = dequantized_linear
-    nn.QuantizedEmbedding.as_linear = lambda self, x: x @ whole_matrix(self).T
     model = opened.to_mlx_lm()
     model.freeze()
     arch = opened.architecture

@@ -31,8 +31,8 @@ def answers(
         said = {"user": case.prompt, "assistant": case.completion}
         messages = [{"role": role, "content": content} for role, content in said.items()]
         ids, counted = encode_answers(tokenizer, messages, None)
-        start = counted.argmax()
-        right = ids[start : start + counted.sum()]
+        start = int(counted.argmax())
+        right = ids[start : ids.index(tokenizer.eos_token_id, start) + 1]
         written: list[int] = []
         for record in generate(bundle, ids[:start], adapters=adapters, max_tokens=len(right)):
             if record["type"] == "token":
