@@ -33,8 +33,7 @@ def test_a_request_names_what_its_answer_has():
         assert list(answer) == ["do", "what", "where", "when"]
         assert answer["where"] in case.prompt
         assert any(word in case.prompt for word in house.ALSO_CALLED.get(answer["what"], ["the"]))
-        if answer["when"] != "now":
-            assert answer["when"].lower() in case.prompt.lower()
+        assert answer["when"].lower() in case.prompt.lower()
         assert case.prompt.endswith(".") and case.prompt[0].isupper() and "  " not in case.prompt
 
 

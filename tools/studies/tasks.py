@@ -33,7 +33,7 @@ class Task:
     answers: bool = True
 
 
-EXTRACTION = Task("extraction", 96, 4, 160, 200)
+EXTRACTION = Task("extraction", 96, 4, 120, 200)
 CLASSIFICATION = Task("classification", 64, 4, 60, 100)
 TEXT = Task("text", 128, 2, 60, 60, answers=False)
 TASKS = (EXTRACTION, CLASSIFICATION, TEXT)

@@ -35,7 +35,7 @@ DO = {
 }
 ALSO_CALLED = {"light": ["light", "lamp"], "radio": ["radio", "music"]}
 WHEN = {
-    "now": ["", "now"],
+    "today": ["today"],
     "tomorrow": ["tomorrow"],
     **{day: [f"on {day}", f"next {day}"] for day in calendar.day_name},
 }
@@ -75,6 +75,5 @@ def cases(count: int, seed: int, *, held_out: bool) -> list[Case]:
             where=where,
             when=draw.choice(WHEN[when]),
         )
-        prompt = " ".join(words.split()).strip(" ,").replace(" ,", ",")
-        found[Case(prompt[0].upper() + prompt[1:] + ".", completion)] = None
+        found[Case(words[0].upper() + words[1:] + ".", completion)] = None
     return [*found]
