@@ -99,6 +99,8 @@ test-slow: engine
 	$(BIN)/python -m venv $(VENV)/peft
 	$(VENV)/peft/bin/python -m pip install --quiet --disable-pip-version-check torch peft --editable '.[dev]'
 	$(VENV)/peft/bin/python -m pytest -q tests/check_peft.py
+	@echo "== MeSP, mlx-lm and PEFT, from the same adapters on the same batches"
+	$(BIN)/python tools/parity.py --quick --peft $(VENV)/peft/bin/python
 
 # What the Swift tests compare with is computed by the Python reference, again when that changes.
 $(FIXTURES).ready: $(READY) $(REFERENCE)

@@ -1,0 +1,97 @@
+"""What adapters came to, and whether two of them came to the same."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import islice
+from pathlib import Path
+from typing import NamedTuple
+
+import mlx.core as mx
+import numpy as np
+from mlx import nn
+
+from mesp.adapters.load import apply_adapters, read_adapters
+from mesp.adapters.measure import sequences
+from mesp.bundle.reader import Bundle
+from studies.tasks import Task
+
+RESAMPLES = 10_000
+
+
+class Scores(NamedTuple):
+    """Of each held-out sequence: the sum of its losses in nats, its number of targets that count,
+    and whether all of them are the model's likeliest tokens, float64 [n] each.
+
+    They are exactly when the model, writing the likeliest token each time, writes the answer and
+    what ends it.
+    """
+
+    losses: np.ndarray
+    targets: np.ndarray
+    exact: np.ndarray
+
+    @property
+    def loss(self) -> float:
+        """Nats a token."""
+        return self.losses.sum() / self.targets.sum()
+
+
+def model_with(bundle: Bundle, adapters: Path | None) -> nn.Module:
+    """The bundle's weights as mlx-lm's model, with adapters in mlx-lm's form."""
+    model = bundle.to_mlx_lm()
+    if adapters is not None:
+        apply_adapters(model, read_adapters(adapters), adapters)
+    return model
+
+
+def score(bundle: Bundle, task: Task, adapters: Path | None) -> Scores:
+    """All trainers' adapters are judged by one program, which is none of theirs: mlx-lm's model."""
+    model = model_with(bundle, adapters)
+    rows = []
+    for ids, counts in islice(sequences(bundle, "valid", task.seq_len), task.held_out):
+        logits, targets = model(mx.array(ids[None, :-1]))[0], mx.array(ids[1:])
+        losses = nn.losses.cross_entropy(logits, targets) * mx.array(counts)
+        missed = (mx.argmax(logits, axis=-1) != targets) * mx.array(counts)
+        rows.append((losses.sum().item(), counts.sum(), missed.sum().item() == 0))
+    return Scores(*np.array(rows, np.float64).T)
+
+
+def loss_of_text(bundle: Bundle, adapters: Path | None, ids: np.ndarray, seq_len: int) -> float:
+    """Nats a token of windows of a text, int [n]."""
+    model = model_with(bundle, adapters)
+    rows = (len(ids) - 1) // seq_len
+    total = 0.0
+    for start in range(0, rows * seq_len, seq_len):
+        window = mx.array(ids[start : start + seq_len + 1])
+        total += nn.losses.cross_entropy(model(window[None, :-1])[0], window[1:]).mean().item()
+    return total / rows
+
+
+class Difference(NamedTuple):
+    """A difference of means, and its 95% interval by bootstrap."""
+
+    mean: float
+    low: float
+    high: float
+
+    def is_within(self, margin: float) -> bool:
+        return -margin <= self.low and self.high <= margin
+
+
+def paired(
+    ours: Sequence[Scores], theirs: Sequence[Scores], *, what: str, seed: int = 0
+) -> Difference:
+    """The difference, ours less theirs, of the `loss` a token or the share that is `exact`.
+
+    Each pair is of one seed; a resample draws held-out sequences, the same for both and all seeds.
+    """
+    if what == "loss":
+        above = sum(a.losses - b.losses for a, b in zip(ours, theirs, strict=True))
+        below = sum(a.targets for a in ours)
+    else:
+        above = sum(a.exact - b.exact for a, b in zip(ours, theirs, strict=True))
+        below = np.full(len(ours[0].exact), float(len(ours)))
+    draws = np.random.default_rng(seed).integers(len(above), size=(RESAMPLES, len(above)))
+    low, high = np.percentile(above[draws].sum(1) / below[draws].sum(1), [2.5, 97.5])
+    return Difference(above.sum() / below.sum(), low, high)

@@ -1,0 +1,104 @@
+"""The tasks of the parity study, as bundles of a model."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mesp import reference
+from mesp.bundle.reader import Bundle
+from mesp.errors import MespError
+from tasks import house, order
+
+RANK, ALPHA = 16, 32
+SCALE = ALPHA / RANK
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is trained: on sequences of `seq_len` tokens, `batch_size` a step, for `steps`; of
+    `held_out` sequences the loss is taken, and with `answers` what is answered to the letter."""
+
+    name: str
+    seq_len: int
+    batch_size: int
+    steps: int
+    held_out: int
+    answers: bool = True
+
+
+EXTRACTION = Task("extraction", 96, 4, 120, 200)
+CLASSIFICATION = Task("classification", 64, 4, 60, 100)
+TEXT = Task("text", 128, 2, 60, 60, answers=False)
+TASKS = (EXTRACTION, CLASSIFICATION, TEXT)
+
+
+def export(task: Task, model: str, folder: Path) -> Path:
+    """The task's bundle of a model: its data is written, and the model exported with it."""
+    bundle = folder / f"{task.name}.mesp"
+    data = "python-docs" if task.name == TEXT.name else write_data(task, folder / task.name)
+    command(
+        "mesp.commands.export",
+        *("--model", model, "--data", data, "--out", bundle, "--overwrite", "--device", "cpu"),
+        *("--dtype", "float32", "--seq-len", task.seq_len, "--rank", RANK),
+    )
+    return bundle
+
+
+def write_data(task: Task, folder: Path) -> Path:
+    if task.name == EXTRACTION.name:
+        train = house.cases(task.steps * task.batch_size, seed=0, held_out=False)
+        splits = {"train": train, "valid": house.cases(task.held_out, seed=1, held_out=True)}
+    else:
+        counts = {"train": task.steps * task.batch_size // 2, "valid": task.held_out // 2}
+        splits = {split: order.cases(split, count) for split, count in counts.items()}
+    folder.mkdir(parents=True, exist_ok=True)
+    for split, cases in splits.items():
+        lines = "".join(json.dumps(case._asdict()) + "\n" for case in cases)
+        (folder / f"{split}.jsonl").write_text(lines, encoding="utf-8")
+    return folder
+
+
+def command(module: str, *arguments: object) -> None:
+    """Runs one of the project's commands. Raises MespError with what it says where it fails."""
+    line = [sys.executable, "-c", f"from {module} import main; main()", *map(str, arguments)]
+    done = subprocess.run(line, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise MespError(done.stderr.strip() or f"{module} failed.")
+
+
+def batches(bundle: Bundle, task: Task, seed: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    """The batches that the engine trains on, in its order: of each step the ids int32 [batch_size,
+    seq_len + 1], padded with 0, and which of their targets count, bool [batch_size, seq_len]."""
+    tokens, examples, mask = bundle.tokens("train"), bundle.examples("train"), bundle.mask("train")
+    if examples is None:
+        windows = (len(tokens) - 1) // task.seq_len
+        examples = np.array([(i * task.seq_len, task.seq_len + 1) for i in range(windows)])
+    counts = np.ones(len(tokens), np.uint8) if mask is None else mask
+    found = []
+    for step in range(task.steps):
+        ids = np.zeros((task.batch_size, task.seq_len + 1), np.int32)
+        counted = np.zeros((task.batch_size, task.seq_len), bool)
+        for row in range(task.batch_size):
+            sequence = reference.step_window(step * task.batch_size + row, seed, len(examples))
+            start, length = examples[sequence].tolist()
+            ids[row, :length] = tokens[start : start + length]
+            counted[row, : length - 1] = counts[start + 1 : start + length]
+        found.append((ids, counted))
+    return found
+
+
+def first_adapters(bundle: Bundle, seed: int) -> dict[str, Any]:
+    """The adapters that the engine begins with, by mlx-lm's names."""
+    arch, arrays = bundle.architecture, {}
+    for layer, flat in enumerate(reference.init_lora(arch, RANK, seed)):
+        for module, (a, b) in reference.unpack_lora(flat, arch, RANK).items():
+            path = f"model.layers.{layer}.{module}"
+            arrays |= {f"{path}.lora_a": a, f"{path}.lora_b": b}
+    return arrays

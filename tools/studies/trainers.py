@@ -1,0 +1,158 @@
+"""The trainers that are compared, each from the same adapters over the same batches."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx import nn, optimizers
+from mlx_lm.tuner import trainer
+from mlx_lm.tuner.callbacks import TrainingCallback
+from mlx_lm.tuner.utils import build_schedule, linear_to_lora_layers
+
+from benchmarks.in_python.mlx_lm_trainer import dequantized_linear, whole_matrix
+from mesp.bundle.reader import Bundle
+from mesp.errors import MespError
+from mesp.reference import dequantize
+from mesp.runs.log import read_run
+from studies.tasks import ALPHA, RANK, SCALE, Task, batches, command, first_adapters
+
+BETA2 = 0.98
+RATES = {"adamw": 2e-3, "sgd": 0.1}  # falling to 0 in a line
+MEZO_RATE = 1e-4
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A run: its loss at each step, and the folder of its adapters in mlx-lm's form."""
+
+    losses: list[float]
+    adapters: Path
+
+
+def multiply_dequantized() -> None:
+    """Lets mlx-lm's models in this process multiply with whole dequantized matrices: the same, but
+    packed ones are slow on a CPU."""
+    nn.QuantizedLinear.__call__ = dequantized_linear
+    nn.QuantizedEmbedding.as_linear = lambda self, x: x @ whole_matrix(self).T
+
+
+def with_mesp(
+    bundle: Path,
+    task: Task,
+    optimizer: str,
+    seed: int,
+    folder: Path,
+    options: tuple[object, ...] = (),
+) -> Trained:
+    """Trains with mesp-engine, with further `options` of mesp-train."""
+    rate = MEZO_RATE if "mezo" in options else RATES[optimizer]
+    beta2 = ("--beta2", BETA2) if optimizer == "adamw" else ()
+    command(
+        "mesp.commands.train",
+        *(bundle, "--output", folder, "--steps", task.steps, "--batch-size", task.batch_size),
+        *("--rank", RANK, "--alpha", ALPHA, "--seed", seed, "--val-batches", 0),
+        *("--optimizer", optimizer, "--learning-rate", rate, "--schedule", "linear"),
+        *(*beta2, *options),
+    )
+    return Trained([step["loss"] for step in read_run(folder).steps], folder / "adapters")
+
+
+def with_mlx_lm(bundle: Path, task: Task, optimizer: str, seed: int, folder: Path) -> Trained:
+    """Trains with mlx-lm's own trainer, on the bundle's 4-bit weights in mlx-lm's model."""
+    opened = Bundle(bundle)
+    model = opened.to_mlx_lm()
+    model.freeze()
+    arch = opened.architecture
+    lora = {"rank": RANK, "scale": SCALE, "dropout": 0.0, "keys": [*arch.modules]}
+    linear_to_lora_layers(model, arch.num_hidden_layers, lora)
+    model.load_weights([*first_adapters(opened, seed).items()], strict=False)
+    losses = []
+
+    class Report(TrainingCallback):
+        def on_train_loss_report(self, info: dict[str, Any]) -> None:
+            losses.append(info["train_loss"])
+
+    def iterate_batches(**_: Any) -> Iterator[tuple[mx.array, mx.array]]:
+        for ids, counted in batches(opened, task, seed):
+            # mlx-lm counts targets from 1, from the first that counts to the last.
+            spans = [(row.argmax() + 1, row.size - row[::-1].argmax()) for row in counted]
+            yield mx.array(ids), mx.array(np.array(spans))
+
+    schedule = build_schedule(
+        {"name": "linear_schedule", "arguments": [RATES[optimizer], 0.0, task.steps]}
+    )
+    made = {
+        "adamw": lambda: optimizers.AdamW(schedule, betas=[0.9, BETA2], weight_decay=0.0),
+        "sgd": lambda: optimizers.SGD(schedule),
+    }
+    folder.mkdir(parents=True)
+    arguments = trainer.TrainingArgs(
+        batch_size=task.batch_size,
+        iters=task.steps,
+        steps_per_report=1,
+        adapter_file=str(folder / "adapters.safetensors"),
+    )
+    (folder / "adapter_config.json").write_text(
+        json.dumps({"fine_tune_type": "lora", "lora_parameters": lora})
+    )
+    with contextlib.redirect_stdout(io.StringIO()):
+        trainer.train(
+            *(model, made[optimizer](), None, None, arguments, trainer.default_loss),
+            iterate_batches,
+            Report(),
+        )
+    return Trained(losses, folder)
+
+
+def with_peft(
+    python: Path, dtype: str, bundle: Path, task: Task, optimizer: str, seed: int, folder: Path
+) -> Trained:
+    """Trains with PEFT on PyTorch, in another environment, on the dequantized weights."""
+    opened = Bundle(bundle)
+    folder.mkdir(parents=True)
+    write_dequantized(opened, folder / "model")
+    mx.save_safetensors(str(folder / "first.safetensors"), first_adapters(opened, seed))
+    ids, counted = map(np.stack, zip(*batches(opened, task, seed), strict=True))
+    np.savez(folder / "batches.npz", ids=ids, counted=counted)
+    settings = {"optimizer": optimizer, "rate": RATES[optimizer], "beta2": BETA2, "dtype": dtype}
+    settings |= {"rank": RANK, "alpha": ALPHA}
+    (folder / "settings.json").write_text(json.dumps(settings))
+    line = [python, Path(__file__).with_name("in_pytorch.py"), folder]
+    done = subprocess.run([*map(str, line)], capture_output=True, text=True)
+    if done.returncode != 0:
+        raise MespError(f"PEFT's run failed: {done.stderr.strip()[-500:]}")
+    lora = {"fine_tune_type": "lora", "lora_parameters": {"rank": RANK, "scale": SCALE}}
+    (folder / "adapter_config.json").write_text(json.dumps(lora))
+    return Trained(json.loads(done.stdout.splitlines()[-1]), folder)
+
+
+def write_dequantized(bundle: Bundle, folder: Path) -> None:
+    """The bundle's weights as a Hugging Face model in float32."""
+    arch = bundle.architecture
+    columns, head = arch.hidden_size, bundle.head()
+    tensors = {"model.norm.weight": head["norm"]}
+    tensors["model.embed_tokens.weight"] = dequantize(bundle.embedding(), "", columns)
+    if not arch.tie_word_embeddings:
+        tensors["lm_head.weight"] = dequantize(head, "", columns)
+    for index in range(arch.num_hidden_layers):
+        weights, prefix = bundle.block(index), f"model.layers.{index}."
+        for name, array in weights.items():
+            if name.endswith((".bias", "norm.weight")):
+                tensors[prefix + name] = array
+        for name, (_, in_size) in arch.sizes().items():
+            tensors[f"{prefix}{name}.weight"] = dequantize(weights, f"{name}.", in_size)
+    config = json.loads((bundle.path / "config.json").read_text(encoding="utf-8"))
+    for key in ("quantization", "quantization_config"):
+        config.pop(key, None)
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    mx.save_safetensors(str(folder / "model.safetensors"), tensors, {"format": "pt"})

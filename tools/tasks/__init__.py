@@ -1,0 +1,1 @@
+"""Tasks that have right and wrong answers, small enough for the demo model."""

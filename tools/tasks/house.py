@@ -1,0 +1,79 @@
+"""Requests to a house, and the JSON that each asks for.
+
+A command is what is to be done with which thing, where and when, and a request says it in one of
+many ways. Neither the held-out commands nor the ways of saying them are trained on: one command in
+five, and `UNHEARD`.
+"""
+
+from __future__ import annotations
+
+import calendar
+import json
+import random
+import zlib
+from typing import NamedTuple
+
+HELD_OUT = 5  # one command in so many
+
+
+class Case(NamedTuple):
+    """A request, and the JSON that is its only right answer."""
+
+    prompt: str
+    completion: str
+
+
+WHERE = ["kitchen", "bedroom", "garage", "garden", "office", "hall", "library", "cellar"]
+# What is to be done with which thing, by how it is said.
+DO = {
+    "light": {"turn on": "on", "turn off": "off"},
+    "heating": {"turn up": "up", "turn down": "down"},
+    "radio": {"play": "play", "mute": "mute"},
+    "door": {"open": "open", "close": "close", "lock": "lock"},
+    "window": {"open": "open", "close": "close"},
+    "alarm": {"set": "set", "clear": "clear"},
+}
+ALSO_CALLED = {"light": ["light", "lamp"], "radio": ["radio", "music"]}
+WHEN = {
+    "today": ["today"],
+    "tomorrow": ["tomorrow"],
+    **{day: [f"on {day}", f"next {day}"] for day in calendar.day_name},
+}
+HEARD = [
+    "{do} the {what} in the {where} {when}",
+    "{do} the {where} {what} {when}",
+    "please {do} the {where} {what} {when}",
+    "could you {do} the {what} {when} in the {where}",
+    "I want you to {do} the {what} in the {where} {when}",
+    "in the {where}, {do} the {what} {when}",
+    "{when} {do} the {what} of the {where}",
+    "{when}, please {do} the {where} {what}",
+    "{when} I would like you to {do} the {what} in the {where}",
+    "the {what} in the {where}: {do} it {when}",
+]
+UNHEARD = [
+    "would you {do} the {where} {what} {when}, please",
+    "we need you to {do} the {what} of the {where} {when}",
+    "{when}, in the {where}, {do} the {what}",
+]
+
+
+def cases(count: int, seed: int, *, held_out: bool) -> list[Case]:
+    """`count` cases that are different, of what is held out or of the rest."""
+    draw = random.Random(seed)
+    found: dict[Case, None] = {}
+    while len(found) < count:
+        what = draw.choice([*DO])
+        said, do = draw.choice([*DO[what].items()])
+        where, when = draw.choice(WHERE), draw.choice([*WHEN])
+        completion = json.dumps({"do": do, "what": what, "where": where, "when": when})
+        if (zlib.crc32(completion.encode()) % HELD_OUT == 0) is not held_out:
+            continue
+        words = draw.choice(UNHEARD if held_out else HEARD).format(
+            do=said,
+            what=draw.choice(ALSO_CALLED.get(what, [what])),
+            where=where,
+            when=draw.choice(WHEN[when]),
+        )
+        found[Case(words[0].upper() + words[1:] + ".", completion)] = None
+    return [*found]
