@@ -10,7 +10,9 @@ port, and then each request with its Range.
 """
 
 import json
+import os
 import sys
+import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -73,6 +75,12 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
 
+def end_with_input():
+    sys.stdin.read()
+    os._exit(0)
+
+
+threading.Thread(target=end_with_input, daemon=True).start()
 server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
 print(server.server_address[1], flush=True)
 server.serve_forever()
