@@ -28,7 +28,7 @@ import Observation
 
     /// The parts of the app.
     public enum Place: Sendable { case train, write, runs, bundles, compare }
-    /// The part that is shown. What a conversation has been read into ends with it being left.
+    /// The part that is shown. Leaving the chat lets go of what the models have read of it.
     public var place = Place.train { didSet { if place != .write { comparison.letGo() } } }
     /// What went wrong last, in a sentence, until it is set to nil.
     public var problem: String?
