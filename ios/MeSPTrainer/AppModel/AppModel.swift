@@ -28,8 +28,8 @@ import Observation
 
     /// The parts of the app.
     public enum Place: Sendable { case train, write, runs, bundles, compare }
-    /// The part that is shown.
-    public var place = Place.train
+    /// The part that is shown. Leaving the chat lets go of what the models have read of it.
+    public var place = Place.train { didSet { if place != .write { comparison.letGo() } } }
     /// What went wrong last, in a sentence, until it is set to nil.
     public var problem: String?
     /// Setting it to false is reading it.

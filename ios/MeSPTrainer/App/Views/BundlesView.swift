@@ -79,7 +79,9 @@ private struct DownloadSection: View {
         } header: {
             Text("From the Hugging Face Hub")
         } footer: {
-            Text("Each file is checked. What has come of a download stays, and the next one goes on from there.")
+            Text(
+                "Each file is checked. A download goes on while you use other apps. What has come of one stays, and the next goes on from there."
+            )
         }
     }
 }

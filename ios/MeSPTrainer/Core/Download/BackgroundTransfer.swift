@@ -54,7 +54,7 @@ public final class BackgroundTransfer: NSObject, Transfer, @unchecked Sendable {
                     let reception = Reception(
                         wanted: wanted, task: task, goesOn: goesOn, progress: progress, continuation: continuation)
                     lock.withLock { receptions[name] = reception }
-                    task.resume()
+                    if task.state == .suspended { task.resume() }
                     // It may have ended before anybody waited.
                     if goesOn && task.state == .completed || Task.isCancelled {
                         end(task, .failure(URLError(.cancelled)))
@@ -133,7 +133,7 @@ public final class BackgroundTransfer: NSObject, Transfer, @unchecked Sendable {
     }
 
     /// 206 is a file that the system has put together.
-    private static func isTaken(_ response: URLResponse?) -> Bool {
+    private static func isTaken(_ response: URLResponse) -> Bool {
         [200, 206].contains((response as? HTTPURLResponse)?.statusCode)
     }
 }
@@ -143,7 +143,8 @@ extension BackgroundTransfer: URLSessionDownloadDelegate {
         _: URLSession, downloadTask task: URLSessionDownloadTask, didWriteData _: Int64,
         totalBytesWritten written: Int64, totalBytesExpectedToWrite _: Int64
     ) {
-        guard let reception = reception(of: task), Self.isTaken(task.response) else { return }
+        // Foundation on Linux has the response only at the end.
+        guard let reception = reception(of: task), task.response.map(Self.isTaken) ?? true else { return }
         reception.progress(Int(written))
         if isTooLong(task, Int(written)) { task.cancel() }
     }
@@ -158,12 +159,13 @@ extension BackgroundTransfer: URLSessionDownloadDelegate {
     public func urlSession(
         _: URLSession, downloadTask task: URLSessionDownloadTask, didFinishDownloadingTo location: URL
     ) {
-        guard let file = file(of: task), Self.isTaken(task.response) else { return }
+        guard let file = file(of: task), let response = task.response, Self.isTaken(response) else { return }
         do {
             let size = try FileManager.default.attributesOfItem(atPath: location.path)[.size] as? Int ?? 0
             if isTooLong(task, size) { return }
             if FileManager.default.fileExists(atPath: file.path) { try FileManager.default.removeItem(at: file) }
             try FileManager.default.moveItem(at: location, to: file)
+            try? FileManager.default.removeItem(at: file.appendingPathExtension(Self.resume))
         } catch {
             let what = reception(of: task)?.wanted.what ?? file.lastPathComponent
             end(task, .failure(MeSPError("\(what) cannot be written: \(error.plainSentence).")))

@@ -208,6 +208,26 @@ import Testing
         #expect(model.place == .bundles && model.form.bundleID == "bundle.mesp" && model.problem == nil)
     }
 
+    @Test func whatAChatHoldsEndsWithItsTabAndWithARun() async throws {
+        try await prepare(steps: 1)
+        var request = Comparison.Request()
+        (request.prompt, request.isChat, request.maxTokens) = ("Hello", true, 2)
+        func say() async throws {
+            model.place = .write
+            await model.write(request, with: nil)
+            try await ended()
+            #expect(model.comparison.bytesRead > 0)
+        }
+        try await say()
+        model.place = .runs
+        #expect(model.comparison.bytesRead == 0)
+        try await say()
+        await model.start()
+        #expect(model.comparison.bytesRead == 0)
+        try await ended()
+        #expect(model.comparison.turns.count == 2, "the conversation itself stays")
+    }
+
     @Test func textThatCannotBeUsedLeavesNoRun() async throws {
         try await prepare(steps: 1)
         (model.form.textKind, model.form.pasted) = (.pasted, "Too short.")

@@ -121,28 +121,28 @@ enum Way: CaseIterable { case foreground, background }
 
     /// As after the app was ended: the system has brought one file and is bringing another, and nobody waits.
     @Test func whatTheSystemBringsMeanwhileIsNotAskedForAgain() async throws {
-        let hub = try Hub(try fixture())
+        let hub = try Hub(try fixture(), ["blocks/01.bin": ["trickle"]])
         let download = try BundleDownload(
             repository: "someone/tied-mesp", hub: hub.url, patience: 60, background: transfer)
         let offer = try await download.offer()
         try FileManager.default.createDirectory(
             at: folder.appendingPathComponent("blocks"), withIntermediateDirectories: true)
-        func begin(_ path: String) -> URLSessionTask {
-            let commit = "0123456789abcdef"
+        for path in ["blocks/00.bin", "blocks/01.bin"] {
             let task = transfer.session.downloadTask(
-                with: hub.url.appendingPathComponent("someone/tied-mesp/resolve/\(commit)/\(path)"))
+                with: hub.url.appendingPathComponent("someone/tied-mesp/resolve/0123456789abcdef/\(path)"))
             task.taskDescription = "\(folder.lastPathComponent)/\(path).part"
-            return task
+            task.resume()
         }
         let first = folder.appendingPathComponent("blocks/00.bin.part")
-        begin("blocks/00.bin").resume()
         while !FileManager.default.fileExists(atPath: first.path) { try await Task.sleep(for: .milliseconds(2)) }
-        _ = begin("blocks/01.bin")  // not resumed, so it cannot come before anybody waits
-        #if canImport(Darwin)  // elsewhere Foundation may end the process over such data
-            // What goes on with a file may have gone, as here it has: then all of it is asked for.
-            try Data("nothing".utf8).write(to: folder.appendingPathComponent("blocks/02.bin.part.resume"))
-        #endif
-        try await download.fetch(offer, to: folder)
+
+        let slow = try #require(offer.manifest.files.first { $0.path == "blocks/01.bin" })
+        let (bytes, sender) = AsyncStream.makeStream(of: Int.self)
+        async let fetched: Void = download.fetch(offer, to: folder) { sender.yield($0) }
+        // All but the slow one, and some of that: somebody waits for it.
+        for await count in bytes where count > offer.size - slow.size { break }
+        _ = try await URLSession.shared.data(from: hub.url.appendingPathComponent("go-on"))
+        try await fetched
         #expect(try isWhole())
         let requests = hub.end()
         #expect(requests.count == Set(requests).count && requests.count == offer.manifest.files.count + 1)

@@ -5,8 +5,9 @@
 FAULTS is a JSON object: for a path the faults of its answers, one after the other. `cut` closes
 the connection in the middle, `stall` falls silent there, `flip` changes a byte, `long` and `short`
 send more and less than there is, `whole` forgets that a part was asked for, `other` sends another
-part, `expired` leads to another host that refuses, and a number is the answer's status. Prints its
-port, and then each request with its Range.
+part, `trickle` sends byte after byte until `/go-on` is asked for, `expired` leads to another host
+that refuses, and a number is the answer's status. Prints its port, and then each request with its
+Range.
 """
 
 import json
@@ -17,6 +18,7 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+going = threading.Event()
 folder, faults = Path(sys.argv[1]), json.loads(sys.argv[2])
 
 
@@ -24,6 +26,9 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self):
         if self.path == "/expired":
             return self.answer(403)
+        if self.path == "/go-on":
+            going.set()
+            return self.answer(200)
         path = self.path.partition("/resolve/")[2].partition("/")[2]
         asked = self.headers.get("Range")
         print(f"{path} {asked or 'whole'}\n", end="", flush=True)  # in one piece: others print too
@@ -55,7 +60,12 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         half = len(data) // 2
-        self.wfile.write(data[:half])
+        if fault == "trickle":
+            for place in range(half):
+                self.wfile.write(data[place : place + 1])
+                going.wait(0.005)
+        else:
+            self.wfile.write(data[:half])
         self.wfile.flush()
         if fault == "stall":
             time.sleep(30)
