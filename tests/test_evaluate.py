@@ -5,6 +5,7 @@ import math
 import os
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -382,6 +383,13 @@ def test_bad_options_are_one_sentence(bundle: Path, tmp_path: Path, options: lis
     }
     typed = [places.get(option, option) for option in options]
     refused(run("evaluate", bundle, *typed), said, tmp_path)
+
+
+def test_the_harness_is_an_extra(bundle: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    monkeypatch.delitem(sys.modules, "mesp.evaluation.harness", raising=False)
+    done = run("evaluate", bundle, "--tasks", "arc_easy")
+    refused(done, "--tasks needs lm-evaluation-harness: pip install 'mesp[harness]'.", bundle)
 
 
 def refused(done: subprocess.CompletedProcess, said: str, place: Path) -> None:
