@@ -171,7 +171,7 @@ def check_alike(ours: list, theirs: list) -> None:
     """Log-likelihoods to float32's sums, whether they are greedy, and texts."""
     for our, their in zip(ours, theirs, strict=True):
         if isinstance(their, tuple | list):
-            assert our[0] == pytest.approx(their[0], abs=1e-3) and our[1] == their[1]
+            assert our[0] == pytest.approx(their[0], abs=1e-4) and our[1] == their[1]
         elif isinstance(their, float):
             assert our == pytest.approx(their, rel=1e-4)
         else:

@@ -5,6 +5,7 @@ import math
 import os
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -23,9 +24,9 @@ from mesp.engine.prompts import load_tokenizer
 
 pytestmark = pytest.mark.slow
 
-# Our sums and mlx-lm's, over a quantized matrix, are in another order: some 1e-6 of a token's loss
-# of 10 nats in float32, which a sequence adds up.
-PER_TOKEN = 1e-4
+# Our sums over a quantized matrix and mlx-lm's are in another order: of a token's loss, some 10
+# nats in float32, that is 3e-6 at most, and a sequence adds them up.
+PER_TOKEN = 1e-5
 QUESTIONS = [
     {"prompt": "The President of the United", "choices": [" States", " Kings of old"], "answer": 0},
     {"prompt": "We, the ", "choices": ["dogs", "people", "of"], "answer": "people"},
@@ -382,6 +383,13 @@ def test_bad_options_are_one_sentence(bundle: Path, tmp_path: Path, options: lis
     }
     typed = [places.get(option, option) for option in options]
     refused(run("evaluate", bundle, *typed), said, tmp_path)
+
+
+def test_the_harness_is_an_extra(bundle: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    monkeypatch.delitem(sys.modules, "mesp.evaluation.harness", raising=False)
+    done = run("evaluate", bundle, "--tasks", "arc_easy")
+    refused(done, "--tasks needs lm-evaluation-harness: pip install 'mesp[harness]'.", bundle)
 
 
 def refused(done: subprocess.CompletedProcess, said: str, place: Path) -> None:

@@ -1,4 +1,4 @@
-"""How far an export or a training run is, on standard error."""
+"""How far an export, a training run or an evaluation is, on standard error."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ import json
 import os
 import re
 import signal
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,7 @@ from mesp.commands.shared_options import ListOptions
 from mesp.engine.prompts import load_tokenizer
 from mesp.errors import MespError
 from mesp.evaluation.measure import Options, measure
-from mesp.evaluation.metrics import Metric
-from mesp.evaluation.model import Model, running_model
+from mesp.evaluation.model import running_model
 from mesp.evaluation.records import Task, read_records
 from mesp.evaluation.report import rows, show, write
 from mesp.progress_bars import evaluation_progress
@@ -100,26 +99,19 @@ def main(
 
         names = tuple(name for each in tasks for name in each.split(",") if name)
         chosen = harness.Tasks(names, include_path, num_fewshot, limit, bool(chat))
-        manager = harness.Tasks.manager(chosen)
-        total = None
+        evaluate, total = partial(harness.run, tasks=chosen, manager=chosen.manager()), None
     else:
-        check_unused(
-            {"--include-path": include_path, "--num-fewshot": num_fewshot}, "needs --tasks"
-        )
+        of_tasks = {"--include-path": include_path, "--num-fewshot": num_fewshot}
+        check_unused(of_tasks, "needs --tasks")
         records = read_records(data, limit)
         if not isinstance(records[0], Task):
             check_unused(written, 'is for records with "prompt" and "completion", or "messages"')
         options = Options(chat, max_tokens or 256, stops, pattern(extract), is_json)
-        total = len(records)
+        evaluate, total = partial(measure, records=records, options=options), len(records)
     if out is not None:
         check_writable(out)
     tokenizer = load_tokenizer(bundle)
     max_length = max_length or min(context_of(bundle), MAX_LENGTH)
-
-    def evaluate(model: Model, advance: Callable[[], None]) -> tuple[list[Metric], Any]:
-        if tasks:
-            return harness.run(model, chosen, manager, advance)
-        return measure(model, records, options, advance)
 
     measured, cut = [], 0
     try:
@@ -130,7 +122,7 @@ def main(
             for folder in folders:
                 task = bar.add_task("base" if folder is None else str(folder), total=total)
                 with running_model(bundle, folder, tokenizer, max_length) as model:
-                    measured.append(evaluate(model, lambda task=task: bar.advance(task)))
+                    measured.append(evaluate(model, partial(bar.advance, task)))
                 cut = max(cut, model.cut)
     except KeyboardInterrupt:
         raise SystemExit(128 + signal.SIGINT) from None

@@ -133,7 +133,7 @@ class HarnessModel(TemplateLM):
 
 
 def run(
-    model: Model, tasks: Tasks, manager: TaskManager, advance: Callable[[], None]
+    model: Model, advance: Callable[[], None], tasks: Tasks, manager: TaskManager
 ) -> tuple[list[Metric], dict[str, Any]]:
     """The figures of the tasks, and what the harness logs of each document.
 

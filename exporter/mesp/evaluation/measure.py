@@ -30,7 +30,7 @@ Sample = dict[str, Any]
 
 
 def measure(
-    model: Model, records: Sequence[Record], options: Options, advance: Callable[[], None]
+    model: Model, advance: Callable[[], None], records: Sequence[Record], options: Options
 ) -> tuple[list[Metric], list[Sample]]:
     """The figures of all records, which are of one kind, and what the model made of each."""
     kinds: dict[type, Any] = {

@@ -24,6 +24,7 @@ import Observation
     public let choices: Choices
     public let benchmark: Benchmark
     public let selfChecker: SelfChecker
+    public let evaluation: Evaluation
     public let downloads: Downloads
 
     /// The parts of the app.
@@ -87,6 +88,7 @@ import Observation
         choices = Choices(folder)
         benchmark = Benchmark(controller: controller)
         selfChecker = SelfChecker(phone: phone)
+        evaluation = Evaluation(phone: phone)
         downloads = Downloads(folder: folder, phone: phone, open: openDownload)
         controller.observers.append { [weak self] in self?.runChanged() }
         notices = board.map { Notices(controller: controller, phone: phone, board: $0) }
@@ -210,10 +212,10 @@ import Observation
         await refresh()
     }
 
-    /// The bundle that a run, a text, a benchmark or a self-check uses now.
+    /// The bundle that a run, a text, a benchmark, a self-check or an evaluation uses now.
     private var bundleInUse: StoredBundle.ID? {
         controller.isRunning || comparison.writing != nil || benchmark.running != nil || selfChecker.isRunning
-            || tokenized != nil ? lastUsed : nil
+            || evaluation.isRunning || tokenized != nil ? lastUsed : nil
     }
     /// The bundle that was used last.
     private var lastUsed: StoredBundle.ID?
@@ -231,10 +233,10 @@ import Observation
         Task.detached { folder.keepRuns() }
     }
 
-    /// Whether the device is free for a run, a text, a benchmark or a self-check.
+    /// Whether the device is free for a run, a text, a benchmark, a self-check or an evaluation.
     public var isFree: Bool {
         !controller.isRunning && comparison.writing == nil && benchmark.running == nil && tokenized == nil
-            && !selfChecker.isRunning && refusal == nil
+            && !selfChecker.isRunning && !evaluation.isRunning && refusal == nil
     }
 
     /// Whether a run with the form's settings can begin now.
@@ -356,7 +358,20 @@ import Observation
     }
 
     /// Whether the screen is to stay on.
-    public var staysAwake: Bool { screen.staysAwake || selfChecker.isRunning }
+    public var staysAwake: Bool { screen.staysAwake || selfChecker.isRunning || evaluation.isRunning }
+
+    /// Measures the base model, and the one with the adapters of `run`, on the records of a JSONL file.
+    public func evaluate(_ file: URL, with run: StoredRun?) async {
+        guard isFree, let bundle = run.flatMap(library.bundle(of:)) ?? form.bundle else { return }
+        lastUsed = bundle.id
+        await attempt {
+            guard let records = try? Data(contentsOf: file) else {
+                throw MeSPError("\(file.lastPathComponent) cannot be read.")
+            }
+            let tokenizer = try await loadTokenizer(bundle.url)
+            evaluation.start(records, bundle: bundle.url, adapters: run?.adapters, tokenizer: tokenizer)
+        }
+    }
 
     /// Lets both models write, with the adapters of `run`.
     public func write(_ request: Comparison.Request, with run: StoredRun?) async {

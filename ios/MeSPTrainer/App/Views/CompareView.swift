@@ -3,7 +3,7 @@ import MeSPCore
 import SwiftUI
 import UniformTypeIdentifiers
 
-/// MeSP, MeBP and MeZO on this phone, beside the paper's figures.
+/// The base model beside the fine-tuned one, and MeSP, MeBP and MeZO on this phone beside the paper's figures.
 struct CompareView: View {
     @Environment(AppModel.self) private var model
     @State private var steps = 5
@@ -14,6 +14,7 @@ struct CompareView: View {
     var body: some View {
         NavigationStack {
             List {
+                EvaluationSection()
                 Section {
                     LabeledContent("Model", value: model.form.bundle?.name ?? "None")
                     LabeledContent("Tokens in a sequence", value: model.form.settings.seqLen.formatted())

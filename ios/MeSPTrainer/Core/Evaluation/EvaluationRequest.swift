@@ -28,7 +28,9 @@ public enum EvaluationRequest: Decodable, Sendable {
         public let window: Int
     }
 
-    /// - Parameter line: snake-case JSON.
+    /// - Parameters:
+    ///   - line: snake-case JSON.
+    ///   - number: of the line, for what is said of one that is not valid.
     public init(line: String, number: Int) throws {
         let decoder = JSONDecoder()
         decoder.keyDecodingStrategy = .convertFromSnakeCase

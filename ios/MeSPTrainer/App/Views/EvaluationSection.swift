@@ -1,0 +1,75 @@
+import MeSPAppModel
+import MeSPCore
+import SwiftUI
+
+/// How good the base model and the fine-tuned one are on the records of a file.
+struct EvaluationSection: View {
+    @Environment(AppModel.self) private var model
+    @State private var runID: StoredRun.ID?
+    @State private var choosesFile = false
+
+    private var evaluation: Evaluation { model.evaluation }
+    private var trained: [StoredRun] { model.library.trained }
+    private var run: StoredRun? { trained.first { $0.id == runID } ?? trained.first }
+
+    var body: some View {
+        Section {
+            if !trained.isEmpty {
+                Picker("Run", selection: $runID) {
+                    Text("The latest").tag(StoredRun.ID?.none)
+                    ForEach(trained) { Text($0.name).tag(Optional($0.id)) }
+                }
+            }
+            if let progress = evaluation.progress {
+                ProgressView("Measuring", value: progress)
+                Button("Stop", systemImage: "stop.fill", role: .destructive) { evaluation.stop() }
+            } else {
+                Button("Measure on a File", systemImage: "checklist") { choosesFile = true }
+                    .disabled(!model.isFree || (run == nil && model.form.bundle == nil))
+            }
+            if let problem = evaluation.problem {
+                Label(problem, systemImage: "exclamationmark.triangle.fill").foregroundStyle(.orange)
+            }
+            if let figure = evaluation.figure { FigureRows(figure: figure) }
+        } header: {
+            Text("Base and fine-tuned")
+        } footer: {
+            Text("A JSONL file whose records have a text, a prompt with choices and an answer, or a conversation.")
+        }
+        .fileImporter(isPresented: $choosesFile, allowedContentTypes: [.plainText, .json, .data]) { result in
+            switch result {
+            case .success(let url): Task { await url.accessed { await model.evaluate(url, with: run) } }
+            case .failure(let error): model.problem = error.localizedDescription
+            }
+        }
+    }
+}
+
+private struct FigureRows: View {
+    let figure: Evaluation.Figure
+
+    private var name: LocalizedStringKey {
+        switch figure.kind {
+        case .perplexity: "Perplexity a token, lower is better"
+        case .accuracy: "Right choices"
+        case .exactMatch: "Right answers"
+        }
+    }
+
+    var body: some View {
+        LabeledContent("Records", value: figure.records.formatted())
+        Text(name).font(.headline)
+        LabeledContent("Base", value: shown(figure.base))
+        if let tuned = figure.tuned { LabeledContent("Fine-tuned", value: shown(tuned)) }
+        if let difference = figure.difference {
+            LabeledContent(
+                "Difference, 95%", value: "\(shown(difference.lowerBound)) … \(shown(difference.upperBound))")
+        }
+    }
+
+    private func shown(_ value: Double) -> String {
+        figure.kind == .perplexity
+            ? value.formatted(.number.precision(.fractionLength(2)))
+            : value.formatted(.percent.precision(.fractionLength(1)))
+    }
+}

@@ -1,0 +1,308 @@
+import Foundation
+import MeSPCore
+import Observation
+
+/// How good the base model and the fine-tuned one are on the same records, by the rules of `mesp-evaluate`: the perplexity of texts, how
+/// often the right one of several choices is the likeliest, or how often what is written is what should be. While the app is not in front,
+/// it waits.
+@MainActor @Observable public final class Evaluation {
+    /// A figure of both models.
+    public struct Figure: Sendable, Equatable {
+        public let kind: Kind
+        public let records: Int
+        public let base: Double
+        /// nil without adapters.
+        public let tuned: Double?
+        /// Where 95% of the bootstrap's differences from the base model are; nil of less than two records.
+        public let difference: ClosedRange<Double>?
+
+        public enum Kind: Sendable { case perplexity, accuracy, exactMatch }
+    }
+
+    /// What the last evaluation found; nil until it has ended.
+    public private(set) var figure: Figure?
+    /// How much of it is done, from 0 to 1; nil while none is in progress.
+    public private(set) var progress: Double?
+    /// Why it ended early, in a sentence.
+    public private(set) var problem: String?
+    public var isRunning: Bool { progress != nil }
+
+    @ObservationIgnored private let phone: any Phone
+    @ObservationIgnored private var gate = PauseGate()
+
+    public init(phone: any Phone) {
+        self.phone = phone
+        phone.observers.append { [weak self] _ in self?.update() }
+    }
+
+    /// Begins an evaluation. Does nothing while another is in progress.
+    ///
+    /// - Parameters:
+    ///   - records: JSON, a record a line: with `text`, with `prompt`, `choices` and `answer`, with `prompt` and `completion`, or with
+    ///     `messages` that end with an answer; all of one kind.
+    ///   - adapters: of the fine-tuned model; without them only the base model is measured.
+    public func start(_ records: Data, bundle: URL, adapters: URL?, tokenizer: any TextTokenizer) {
+        guard !isRunning else { return }
+        (figure, problem, progress) = (nil, nil, 0)
+        let gate = PauseGate()
+        self.gate = gate
+        update()
+        let (messages, sender) = AsyncStream.makeStream(of: Message.self)
+        gate.startThread("measuring") {
+            do {
+                let records = try EvaluationRecord.read(records)
+                let examiner = Examiner(bundle: bundle, tokenizer: tokenizer) { try gate.pass { _ in } }
+                let models = [nil] + (adapters.map { [$0] } ?? [])
+                let parts = try models.enumerated().map { index, adapters in
+                    try examiner.parts(of: records, adapters: adapters) { done in
+                        let all = Double(records.count * models.count)
+                        sender.yield(.progress(Double(records.count * index + done) / all))
+                    }
+                }
+                sender.yield(.ended(Figure(records[0].kind, base: parts[0], tuned: parts.count > 1 ? parts[1] : nil)))
+            } catch is CancellationError {
+            } catch {
+                sender.yield(.failed(error.localizedDescription))
+            }
+            sender.finish()
+        }
+        Task {
+            for await message in messages {
+                switch message {
+                case .progress(let part): progress = part
+                case .ended(let found): figure = found
+                case .failed(let sentence): problem = sentence
+                }
+            }
+            progress = nil
+        }
+    }
+
+    /// Ends it at the next block.
+    public func stop() { gate.stop() }
+
+    private enum Message: Sendable {
+        case progress(Double)
+        case ended(Figure)
+        case failed(String)
+    }
+
+    private func update() {
+        gate.set(phone.scene == .active ? [] : [.away])
+        // iOS may take the GPU away after this call.
+        if phone.scene == .background { gate.waitUntilAtRest(seconds: RunController.leaving) }
+    }
+}
+
+/// What a record adds to a figure, which is of Σ sum / Σ weight.
+struct FigurePart: Equatable {
+    var sum: Double
+    var weight = 1.0
+}
+
+extension Evaluation.Figure {
+    /// Draws of the bootstrap.
+    private static let draws = 1000
+
+    init(_ kind: Kind, base: [FigurePart], tuned: [FigurePart]?) {
+        func value(_ parts: [FigurePart], _ rows: [Int]) -> Double {
+            let (sum, weight) = rows.reduce((0.0, 0.0)) { ($0.0 + parts[$1].sum, $0.1 + parts[$1].weight) }
+            return kind == .perplexity ? exp(sum / weight) : sum / weight
+        }
+        let all = Array(base.indices)
+        (self.kind, records) = (kind, base.count)
+        self.base = value(base, all)
+        self.tuned = tuned.map { value($0, all) }
+        guard let tuned, base.count > 1 else {
+            difference = nil
+            return
+        }
+        // Both models on the same draws. The same records give the same bounds again.
+        var random = SplitMix64()
+        let differences = (0..<Self.draws).map { _ in
+            let rows = all.map { _ in Int.random(in: 0..<base.count, using: &random) }
+            return value(tuned, rows) - value(base, rows)
+        }.sorted()
+        difference = differences[Self.draws * 25 / 1000]...differences[Self.draws * 975 / 1000 - 1]
+    }
+}
+
+/// Steele, Lea and Flood's generator, from 0 on.
+private struct SplitMix64: RandomNumberGenerator {
+    private var state: UInt64 = 0
+
+    mutating func next() -> UInt64 {
+        state &+= 0x9E37_79B9_7F4A_7C15
+        var z = (state ^ (state >> 30)) &* 0xBF58_476D_1CE4_E5B9
+        z = (z ^ (z >> 27)) &* 0x94D0_49BB_1331_11EB
+        return z ^ (z >> 31)
+    }
+}
+
+/// What models are measured on.
+enum EvaluationRecord: Sendable {
+    case text(String)
+    /// `answer` is the index of the right choice.
+    case question(prompt: String, choices: [String], answer: Int)
+    /// A conversation, and the answer that should follow.
+    case task([ChatMessage], answer: String)
+
+    var kind: Evaluation.Figure.Kind {
+        switch self {
+        case .text: .perplexity
+        case .question: .accuracy
+        case .task: .exactMatch
+        }
+    }
+
+    private struct Fields: Decodable {
+        let text: String?
+        let prompt: String?
+        let choices: [String]?
+        let answer: Answer?
+        let completion: String?
+        let messages: [ChatMessage]?
+
+        enum Answer: Decodable {
+            case index(Int)
+            case text(String)
+
+            init(from decoder: any Decoder) throws {
+                let container = try decoder.singleValueContainer()
+                self = try (try? .index(container.decode(Int.self))) ?? .text(container.decode(String.self))
+            }
+        }
+    }
+
+    /// - Parameter data: JSON, a record a line.
+    /// - Throws: `MeSPError` with the line that is wrong, or where there is none.
+    static func read(_ data: Data) throws -> [EvaluationRecord] {
+        var records = [EvaluationRecord]()
+        for (index, line) in data.split(separator: UInt8(ascii: "\n"), omittingEmptySubsequences: false).enumerated() {
+            guard line.contains(where: { $0 > 0x20 }) else { continue }
+            guard let fields = try? JSONDecoder().decode(Fields.self, from: line), let record = Self(fields) else {
+                throw MeSPError(
+                    "Line \(index + 1) is no record to measure; records have \"text\", \"prompt\", \"choices\" and \"answer\", \"prompt\" and \"completion\", or \"messages\"."
+                )
+            }
+            guard record.kind == records.first?.kind ?? record.kind else {
+                throw MeSPError("Line \(index + 1) is another kind of record than the first; keep one kind.")
+            }
+            records.append(record)
+        }
+        guard !records.isEmpty else { throw MeSPError("The file has no records to measure.") }
+        return records
+    }
+
+    private init?(_ fields: Fields) {
+        if let choices = fields.choices {
+            let answer: Int? =
+                switch fields.answer {
+                case .index(let index): index
+                case .text(let text): choices.firstIndex(of: text)
+                case nil: nil
+                }
+            guard let prompt = fields.prompt, let answer, choices.count > 1, choices.indices.contains(answer),
+                !choices.contains(where: \.isEmpty)
+            else { return nil }
+            self = .question(prompt: prompt, choices: choices, answer: answer)
+        } else if let prompt = fields.prompt, let completion = fields.completion, !prompt.isEmpty {
+            self = .task([ChatMessage(role: "user", content: prompt)], answer: completion)
+        } else if let messages = fields.messages, messages.count > 1, let last = messages.last,
+            last.role == "assistant"
+        {
+            self = .task(messages.dropLast(), answer: last.content)
+        } else if let text = fields.text, !text.isEmpty {
+            self = .text(text)
+        } else {
+            return nil
+        }
+    }
+}
+
+/// Puts records to a bundle's model.
+private struct Examiner {
+    let bundle: URL
+    let tokenizer: any TextTokenizer
+    /// Called before each block.
+    let atBlock: () throws -> Void
+
+    /// - Parameter tell: gets how many records are done.
+    /// - Throws: `MeSPError`, also of a record that cannot be taken; what `atBlock` throws.
+    func parts(of records: [EvaluationRecord], adapters: URL?, tell: (Int) -> Void) throws -> [FigurePart] {
+        try atBlock()
+        let evaluator = try Evaluator(ModelBundle(url: bundle), adapters: adapters)
+        let window = contextLength(of: bundle)
+        return try records.enumerated().map { index, record in
+            defer { tell(index + 1) }
+            do {
+                return try part(of: record, evaluator, window)
+            } catch let error as MeSPError {
+                throw MeSPError("Record \(index + 1): \(error.message)")
+            }
+        }
+    }
+
+    private func part(of record: EvaluationRecord, _ evaluator: Evaluator, _ window: Int) throws -> FigurePart {
+        switch record {
+        case .text(let text):
+            let tokens = tokenizer.encode(text)
+            let sum = try evaluator.logLikelihood(of: try [first] + tokens, window: window, atBlock: atBlock)
+            return FigurePart(sum: -sum, weight: Double(tokens.count))
+        case .question(let prompt, let choices, let answer):
+            let (before, continuations) = try pairs(prompt, choices)
+            let room = window + 1 - (continuations.map(\.count).max() ?? 0)
+            guard room > 0 else { throw MeSPError("A choice is longer than the \(window) tokens that the model sees.") }
+            let scores = try evaluator.scores(of: continuations, after: before.suffix(room), atBlock: atBlock)
+            let best = scores.indices.max { scores[$0].logLikelihood < scores[$1].logLikelihood }
+            return FigurePart(sum: best == answer ? 1 : 0)
+        case .task(let messages, let answer):
+            guard tokenizer.hasChatTemplate || messages.count == 1 else {
+                throw MeSPError("The model has no chat template, which a conversation needs; take an -Instruct model.")
+            }
+            let prompt =
+                tokenizer.hasChatTemplate
+                ? try tokenizer.encode(messages, opensAnswer: true) : tokenizer.encode(messages[0].content)
+            var request = Generator.Request(prompt: prompt.suffix(max(1, window - 256)))
+            request.stop = endTokens(of: bundle) + (tokenizer.endOfText.map { [$0] } ?? [])
+            var written = [Int]()
+            // A stop is thrown, not taken for the answer's end.
+            let summary = try evaluator.generator.generate(request, atBlock: atBlock) { written.append($0) }
+            if summary.reason == .stopped { throw CancellationError() }
+            return FigurePart(sum: trimmed(tokenizer.decode(written)) == trimmed(answer) ? 1 : 0)
+        }
+    }
+
+    /// What a text begins with, so that its first token has a probability too.
+    private var first: Int {
+        get throws {
+            guard let token = tokenizer.endOfText ?? endTokens(of: bundle).first else {
+                throw MeSPError("The model has no token that ends a text.")
+            }
+            return token
+        }
+    }
+
+    /// The ids of a prompt, and of what follows it, cut where `mesp-evaluate` cuts: white space at the prompt's end goes to the choice, and
+    /// both are tokenized together.
+    private func pairs(_ prompt: String, _ choices: [String]) throws -> (prompt: [Int], choices: [[Int]]) {
+        let kept = prompt.reversed().drop(while: \.isWhitespace).reversed().reduce(into: "") { $0.append($1) }
+        let space = String(prompt.dropFirst(kept.count))
+        if kept.isEmpty { return ([try first], choices.map { tokenizer.encode(space + $0) }) }
+        let before = tokenizer.encode(kept)
+        return (before, choices.map { Array(tokenizer.encode(kept + space + $0).dropFirst(before.count)) })
+    }
+
+    private func trimmed(_ text: String) -> String { text.trimmingCharacters(in: .whitespacesAndNewlines) }
+}
+
+/// How many tokens the model in a bundle's folder sees at once, at most 2,048: keys and values of all of them are held.
+private func contextLength(of bundle: URL) -> Int {
+    struct Config: Decodable {
+        let positions: Int?
+        enum CodingKeys: String, CodingKey { case positions = "max_position_embeddings" }
+    }
+    let json = try? Data(contentsOf: bundle.appendingPathComponent("config.json"))
+    let config = json.flatMap { try? JSONDecoder().decode(Config.self, from: $0) }
+    return min(max(config?.positions ?? 2048, 1), 2048)
+}

@@ -1,0 +1,131 @@
+import Foundation
+import Testing
+
+@testable import MeSPAppModel
+@testable import MeSPCore
+
+@Suite(.serialized) @MainActor final class EvaluationTests {
+    private let phone = TestPhone()
+    private lazy var evaluation = Evaluation(phone: phone)
+    private let folder = temporaryFolder()
+    deinit { try? FileManager.default.removeItem(at: folder) }
+
+    private func bundle() throws -> URL { try #require(Fixture.tied).appendingPathComponent("bundle.mesp") }
+
+    /// Of a run that has learned something.
+    private func adapters() throws -> URL {
+        var settings = try RunSettings.ofATest(folder)
+        settings.steps = 3
+        try Run.run(settings)
+        return folder.appendingPathComponent("adapters")
+    }
+
+    private func measure(_ lines: String..., adapters: URL? = nil) async throws {
+        var tokenizer = ByteTokenizer()
+        tokenizer.hasChatTemplate = false
+        evaluation.start(
+            Data(lines.joined(separator: "\n").utf8), bundle: try bundle(), adapters: adapters, tokenizer: tokenizer)
+        while evaluation.isRunning { try await Task.sleep(for: .milliseconds(2)) }
+    }
+
+    @Test func perplexityIsTheEvaluators() async throws {
+        let adapters = try adapters()
+        try await measure(#"{"text": "The quick"}"#, "", #"{"text": "dog, lazy"}"#, adapters: adapters)
+        let figure = try #require(evaluation.figure)
+        #expect(evaluation.problem == nil && figure.kind == .perplexity && figure.records == 2)
+        for (folder, found) in [(nil, figure.base), (adapters, try #require(figure.tuned))] {
+            let evaluator = try Evaluator(ModelBundle(url: try bundle()), adapters: folder)
+            let sum = try ["The quick", "dog, lazy"].reduce(0) { sum, text in
+                sum + (try evaluator.logLikelihood(of: [0] + text.utf8.map { Int($0) }, window: 2048))
+            }
+            #expect(abs(found - exp(-sum / 18)) < 1e-9 * found)
+        }
+        #expect(figure.base != figure.tuned && figure.difference?.contains((figure.tuned ?? 0) - figure.base) == true)
+    }
+
+    /// The likeliest of two choices is right once it is said to be.
+    @Test(arguments: [#"" lazy dog""#, #""ABC, ABC""#, "0", "1"]) func choicesAreTheLikeliest(_ answer: String)
+        async throws
+    {
+        try await measure(#"{"prompt": "The quick ", "choices": [" lazy dog", "ABC, ABC"], "answer": \#(answer)}"#)
+        let evaluator = try Evaluator(ModelBundle(url: try bundle()))
+        // White space at the prompt's end belongs to the choice.
+        let scores = try evaluator.scores(
+            of: ["  lazy dog", " ABC, ABC"].map { $0.utf8.map { Int($0) } }, after: "The quick".utf8.map { Int($0) })
+        let isFirst = scores[0].logLikelihood > scores[1].logLikelihood
+        let figure = try #require(evaluation.figure)
+        #expect(figure.kind == .accuracy && figure.tuned == nil && figure.difference == nil)
+        #expect(figure.base == (isFirst == (answer == "0" || answer.contains("lazy")) ? 1 : 0))
+    }
+
+    @Test func answersAreWhatIsWritten() async throws {
+        var request = Generator.Request(prompt: "The quick".utf8.map { Int($0) })
+        request.stop = endTokens(of: try bundle()) + [0]
+        var written = [Int]()
+        try Generator(ModelBundle(url: try bundle())).generate(request) { written.append($0) }
+        let text = ByteTokenizer().decode(written)
+        let lines = try [text, "something else"].map { completion in
+            let record = try JSONEncoder().encode(["prompt": "The quick", "completion": completion])
+            return String(decoding: record, as: UTF8.self)
+        }
+        try await measure(lines[0], lines[1])
+        let figure = try #require(evaluation.figure)
+        #expect(figure.kind == .exactMatch && figure.base == 0.5)
+    }
+
+    @Test func differencesArePairedAndTheSameAgain() {
+        let base = (0..<40).map { FigurePart(sum: Double($0 * $0 % 17)) }
+        let tuned = base.map { FigurePart(sum: $0.sum + 1) }
+        let figure = Evaluation.Figure(.accuracy, base: base, tuned: tuned)
+        #expect(figure.difference.map { abs($0.lowerBound - 1) < 1e-9 && abs($0.upperBound - 1) < 1e-9 } == true)
+        let other = tuned.enumerated().map { FigurePart(sum: $1.sum + Double($0 % 5)) }
+        let wide = Evaluation.Figure(.accuracy, base: base, tuned: other)
+        #expect(wide.difference?.contains(3) == true && wide.difference?.contains(2) == false)
+        #expect(wide == Evaluation.Figure(.accuracy, base: base, tuned: other))
+    }
+
+    @Test(arguments: [
+        ("", "no records"), ("{", "Line 1 is no record"), (#"{"text": ""}"#, "Line 1 is no record"),
+        (#"{"prompt": "a", "choices": ["b", "c"], "answer": 2}"#, "Line 1 is no record"),
+        (#"{"prompt": "a", "choices": ["b", "c"], "answer": "d"}"#, "Line 1 is no record"),
+        (#"{"messages": [{"role": "user", "content": "a"}]}"#, "Line 1 is no record"),
+        ("{\"text\": \"a\"}\n{\"prompt\": \"a\", \"completion\": \"b\"}", "Line 2 is another kind"),
+        (
+            #"{"messages": [{"role": "system", "content": "a"}, {"role": "user", "content": "a"}, {"role": "assistant", "content": "a"}]}"#,
+            "Record 1: The model has no chat template"
+        ),
+    ]) func whatCannotBeEvaluatedIsSaid(_ lines: String, _ sentence: String) async throws {
+        try await measure(lines)
+        #expect(evaluation.figure == nil && evaluation.problem?.contains(sentence) == true)
+    }
+
+    @Test func stopsAndWaitsWhileTheAppIsNotInFront() async throws {
+        let line = #"{"prompt": "The quick", "completion": "x"}"#
+        phone.scene = .inactive
+        evaluation.start(Data(line.utf8), bundle: try bundle(), adapters: nil, tokenizer: ByteTokenizer())
+        evaluation.start(Data(), bundle: try bundle(), adapters: nil, tokenizer: ByteTokenizer())
+        try await Task.sleep(for: .milliseconds(50))
+        #expect(evaluation.isRunning && evaluation.problem == nil)
+        evaluation.stop()
+        phone.scene = .active
+        while evaluation.isRunning { try await Task.sleep(for: .milliseconds(2)) }
+        #expect(evaluation.figure == nil && evaluation.problem == nil)
+    }
+
+    @Test func theAppEvaluatesARunsAdapters() async throws {
+        let app = try TestApp()
+        try await app.importTied()
+        app.model.form.settings.steps = 1
+        await app.model.start()
+        try await app.ended()
+        let file = temporaryFolder().appendingPathExtension("jsonl")
+        defer { try? FileManager.default.removeItem(at: file) }
+        try Data(#"{"text": "The quick"}"#.utf8).write(to: file)
+        await app.model.evaluate(file, with: app.model.library.trained.first)
+        #expect(app.model.evaluation.isRunning && !app.model.isFree && app.model.staysAwake)
+        try await app.ended()
+        #expect(app.model.evaluation.figure?.tuned != nil && !app.model.staysAwake)
+        await app.model.evaluate(file.appendingPathExtension("not"), with: nil)
+        #expect(app.model.problem?.contains("cannot be read") == true)
+    }
+}
