@@ -14,7 +14,7 @@ import numpy as np
 from mesp import reference
 from mesp.bundle.reader import Bundle
 from mesp.errors import MespError
-from tasks import house, order
+from tasks import house
 
 RANK, ALPHA = 16, 32
 SCALE = ALPHA / RANK
@@ -34,7 +34,7 @@ class Task:
 
 
 EXTRACTION = Task("extraction", 96, 4, 120, 200)
-CLASSIFICATION = Task("classification", 64, 4, 60, 100)
+CLASSIFICATION = Task("classification", 64, 4, 60, 200)
 TEXT = Task("text", 128, 2, 60, 60, answers=False)
 TASKS = (EXTRACTION, CLASSIFICATION, TEXT)
 
@@ -52,14 +52,15 @@ def export(task: Task, model: str, folder: Path) -> Path:
 
 
 def write_data(task: Task, folder: Path) -> Path:
-    if task.name == EXTRACTION.name:
-        train = house.cases(task.steps * task.batch_size, seed=0, held_out=False)
-        splits = {"train": train, "valid": house.cases(task.held_out, seed=1, held_out=True)}
-    else:
-        counts = {"train": task.steps * task.batch_size // 2, "valid": task.held_out // 2}
-        splits = {split: order.cases(split, count) for split, count in counts.items()}
+    """Writes requests with what is asked for: all of it as JSON, or what is to be done alone."""
+    splits = {
+        "train": house.cases(task.steps * task.batch_size, seed=0, held_out=False),
+        "valid": house.cases(task.held_out, seed=1, held_out=True),
+    }
     folder.mkdir(parents=True, exist_ok=True)
     for split, cases in splits.items():
+        if task.name == CLASSIFICATION.name:
+            cases = [case._replace(completion=json.loads(case.completion)["do"]) for case in cases]
         lines = "".join(json.dumps(case._asdict()) + "\n" for case in cases)
         (folder / f"{split}.jsonl").write_text(lines, encoding="utf-8")
     return folder
