@@ -80,6 +80,7 @@ TRAINERS = QUICK_TRAINERS | {
     type=click.Choice([task.name for task in TASKS]),
     help="Only this task; may be repeated.",
 )
+@click.option("--steps", type=click.IntRange(min=1), help="Of each run.  [default: by task]")
 @click.option("--seeds", type=click.IntRange(min=1), default=3, help="Of MeSP and mlx-lm.")
 @click.option(
     "--peft",
@@ -96,6 +97,7 @@ def main(
     quick: bool,
     model: str,
     names: tuple[str, ...],
+    steps: int | None,
     seeds: int,
     peft: Path | None,
     text: Path | None,
@@ -107,6 +109,8 @@ def main(
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
     tasks = [QUICK] if quick else [task for task in TASKS if not names or task.name in names]
+    if steps is not None:
+        tasks = [dataclasses.replace(task, steps=steps) for task in tasks]
     trainers = QUICK_TRAINERS if quick else TRAINERS
     for dtype in ("float32", "bfloat16") if peft else ():
         train = partial(with_peft, peft.absolute(), dtype)
