@@ -197,7 +197,7 @@ def independent(bundle: Path, objective: str, steps: int) -> list[float]:
         every = mx.take_along_axis(
             nn.log_softmax(model(window[None, :-1])[0], axis=-1), window[1:, None], axis=-1
         )[:, 0]
-        return every[prompt - 1 :].sum(), -every.mean()
+        return every[prompt - 1 :].sum(), -every.sum()
 
     def mismatched(one, other) -> tuple[mx.array, int]:
         (ids, prompt), (others, start) = one, other
@@ -239,7 +239,8 @@ def independent(bundle: Path, objective: str, steps: int) -> list[float]:
                 chosen_logps=sums[::2], rejected_logps=sums[1::2],
                 ref_chosen_logps=first[step][::2], ref_rejected_logps=first[step][1::2],
                 chosen_count=counts[::2], rejected_count=counts[1::2],
-                chosen_nll_loss=mx.stack([nll for _, nll in both[::2]]).mean(),
+                chosen_nll_loss=sum(nll for _, nll in both[::2])
+                / sum(ids.size - 1 for ids, _ in chosen[::2]),
             )  # fmt: skip
 
         value, gradients = nn.value_and_grad(model, loss)(model)

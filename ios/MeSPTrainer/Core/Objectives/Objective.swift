@@ -46,8 +46,12 @@ struct Preference {
     ///     ORPO    o = logit(e^mean_w) − logit(e^mean_l)         L = −β log σ(o) + the chosen's supervised loss
     ///
     /// for the ratios log π / π₀ of a chosen answer w and a rejected one l of n targets, and their means of log π.
-    /// - Parameter contextTargets: how many targets the chosen answer's prompt has. ORPO's supervised loss is here without theirs.
-    init(_ objective: Objective, chosen w: Answer, rejected l: Answer, contextTargets: Int, _ settings: RunSettings) {
+    /// - Parameter supervisedTargets: of ORPO, whose supervised loss is a mean over all targets of a batch's chosen answers and their
+    ///   prompts, how many those are for each pair. The loss here is without the prompt's part.
+    init(
+        _ objective: Objective, chosen w: Answer, rejected l: Answer, supervisedTargets: Double,
+        _ settings: RunSettings
+    ) {
         let beta = settings.preferenceBeta
         switch objective {
         case .ipo:
@@ -65,12 +69,11 @@ struct Preference {
         case .orpo:
             func logit(_ mean: Double) -> Double { mean - log(-expm1(mean)) }
             let odds = logit(w.mean) - logit(l.mean)
-            let all = Double(w.tokens + contextTargets)
             let slope = beta * sigmoid(-odds)
-            loss = beta * softplus(-odds) - w.logProbability / all
-            chosen = slope / -expm1(w.mean) / Double(w.tokens) + 1 / all
+            loss = beta * softplus(-odds) - w.logProbability / supervisedTargets
+            chosen = slope / -expm1(w.mean) / Double(w.tokens) + 1 / supervisedTargets
             rejected = -slope / -expm1(l.mean) / Double(l.tokens)
-            context = 1 / all
+            context = 1 / supervisedTargets
             rewards = (beta * w.mean, beta * l.mean)
         case .dpo, .kto:
             let margin = beta * (w.ratio - l.ratio)

@@ -67,12 +67,12 @@ extension Trainer {
         }
         if objective.takesPairs {
             let part = Double(share) * 2 / Double(batch.count)
+            let supervised = Self.supervisedTargets(batch)
             for index in stride(from: 0, to: batch.count, by: 2) {
                 let (chosen, rejected) = (try answer(batch[index]), try answer(batch[index + 1]))
                 let context = objective == .orpo ? batch[index].context : nil
                 let pair = Preference(
-                    objective, chosen: chosen, rejected: rejected, contextTargets: context?.counted.count ?? 0, settings
-                )
+                    objective, chosen: chosen, rejected: rejected, supervisedTargets: supervised, settings)
                 record.add(pair, chosen, rejected, part: part)
                 if let context {
                     record.loss += part * pair.context * Double(try model.loss(context, parameters: parameters))
@@ -95,10 +95,11 @@ extension Trainer {
         _ batch: [JudgedAnswer], _ objective: Objective, share: Double, _ record: inout Record
     ) throws {
         if objective.takesPairs {
+            let supervised = Self.supervisedTargets(batch)
             for index in stride(from: 0, to: batch.count, by: 2) {
                 try backpropagate(
-                    chosen: batch[index], rejected: batch[index + 1], objective, part: share * 2 / Double(batch.count),
-                    &record)
+                    chosen: batch[index], rejected: batch[index + 1], objective, supervisedTargets: supervised,
+                    part: share * 2 / Double(batch.count), &record)
             }
         } else {
             let part = share / Double(batch.count)
@@ -122,7 +123,8 @@ extension Trainer {
     }
 
     private func backpropagate(
-        chosen: JudgedAnswer, rejected: JudgedAnswer, _ objective: Objective, part: Double, _ record: inout Record
+        chosen: JudgedAnswer, rejected: JudgedAnswer, _ objective: Objective, supervisedTargets: Double, part: Double,
+        _ record: inout Record
     ) throws {
         let waiting = try forwardToWait(rejected.example)
         let other = try answer(rejected, loss: waiting?.loss ?? model.loss(rejected.example), objective)
@@ -134,7 +136,7 @@ extension Trainer {
             let answer = Answer(
                 logProbability: -Double(loss), reference: reference, tokens: chosen.example.counted.count)
             let pair = Preference(
-                objective, chosen: answer, rejected: other, contextTargets: context?.counted.count ?? 0, settings)
+                objective, chosen: answer, rejected: other, supervisedTargets: supervisedTargets, settings)
             record.add(pair, answer, other, part: part)
             weight = part * pair.rejected
             var dy = Float(part * pair.chosen) * unweighted
@@ -150,6 +152,13 @@ extension Trainer {
         } else {
             try gather(rejected.example, first: false) { try head($0, rejected.example, weight: Float(weight)) }
         }
+    }
+
+    /// How many targets a batch's chosen answers and their prompts have, a pair.
+    private static func supervisedTargets(_ batch: [JudgedAnswer]) -> Double {
+        let chosen = stride(from: 0, to: batch.count, by: 2).map { batch[$0] }
+        let targets = chosen.reduce(0) { $0 + $1.example.counted.count + ($1.context?.counted.count ?? 0) }
+        return Double(targets) / Double(chosen.count)
     }
 
     /// Each prompt of a batch with the answer of the record before it, the first with the last's.
