@@ -25,7 +25,7 @@ final class ScreensTests: XCTestCase {
 
     @MainActor func testChoices() {
         let app = launched()
-        reach(app.buttons["train-on"].firstMatch, in: app).tap()
+        reach(app.identified("train-on"), in: app).tap()
         see(app.buttons["My choices"]).tap()
         reach(app.saying("Under Try It, say which of two answers is better"), in: app)
         keep(app, as: "Choices")
