@@ -25,6 +25,7 @@ final class ScreensTests: XCTestCase {
 
     @MainActor func testChoices() {
         let app = launched()
+        see(app.navigationBars["New Run"])
         reach(app.identified("train-on"), in: app).tap()
         see(app.buttons["My choices"]).tap()
         reach(app.saying("Under Try It, say which of two answers is better"), in: app)
