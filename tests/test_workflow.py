@@ -68,6 +68,8 @@ def test_the_scheme_is_the_projects_and_tests_the_screens():
     assert tested.get("skipped") == "NO"
     (test,) = re.findall(r"\$XCODE test .*", text)
     assert '-destination "platform=iOS Simulator,id=$device"' in test
+    # The oldest Xcode compiles it too.
+    assert "$XCODE build-for-testing -destination 'generic/platform=iOS Simulator'" in text
     # The result that the test writes is what is exported and kept.
     (result,) = re.findall(r"-resultBundlePath (\S+)", test)
     (exported,) = re.findall(rf"export attachments --path {result} --output-path (\S+)", text)
