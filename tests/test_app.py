@@ -37,6 +37,7 @@ STAND_INS = {
 }
 WIDGET = HOME / "Widget"
 SHARED = WIDGET / "RunAttributes.swift"
+UI_TESTS = HOME / "UITests"
 APP_SOURCES = [*sorted(APP.rglob("*.swift")), SHARED]
 VIEWS = sorted({*APP_SOURCES, *WIDGET.glob("*.swift")})
 
@@ -118,7 +119,7 @@ def test_every_identifier_in_the_project_is_of_an_object(project: dict, objects:
 def test_every_path_in_the_project_exists(objects: dict[str, dict]):
     for group in of(objects, "PBXFileSystemSynchronizedRootGroup"):
         assert (HOME / group["path"]).is_dir()
-        for exceptions in group["exceptions"]:
+        for exceptions in group.get("exceptions", []):
             for path in objects[exceptions]["membershipExceptions"]:
                 assert (HOME / group["path"] / path).is_file(), path
     files = [f for f in of(objects, "PBXFileReference") if f["sourceTree"] == "<group>"]
@@ -142,15 +143,15 @@ def settings_of(objects: dict[str, dict], target: dict) -> dict[str, dict]:
     return found
 
 
-def targets(objects: dict[str, dict]) -> tuple[dict, dict]:
-    """The app's target and the widget's."""
-    app, widget = of(objects, "PBXNativeTarget")
-    assert (app["name"], widget["name"]) == ("MeSPTrainer", "MeSPWidget")
-    return app, widget
+def targets(objects: dict[str, dict]) -> list[dict]:
+    """The app's target, the widget's, and the UI test's."""
+    found = of(objects, "PBXNativeTarget")
+    assert [each["name"] for each in found] == ["MeSPTrainer", "MeSPWidget", "MeSPTrainerUITests"]
+    return found
 
 
 def test_the_app_is_for_iphones_and_macs_with_swift_6(objects: dict[str, dict]):
-    target, _ = targets(objects)
+    target, *_ = targets(objects)
     assert target["productType"] == "com.apple.product-type.application"
     for settings in settings_of(objects, target).values():
         assert settings["IPHONEOS_DEPLOYMENT_TARGET"] == "17.0"
@@ -168,7 +169,7 @@ def test_the_app_is_for_iphones_and_macs_with_swift_6(objects: dict[str, dict]):
 
 
 def test_the_widget_comes_in_the_app_on_phones_alone(objects: dict[str, dict]):
-    app, widget = targets(objects)
+    app, widget, _ = targets(objects)
     assert widget["productType"] == "com.apple.product-type.app-extension"
     assert widget["packageProductDependencies"] == [], "a widget has some 30 MB"
     for settings in settings_of(objects, widget).values():
@@ -203,7 +204,7 @@ def test_the_widget_comes_in_the_app_on_phones_alone(objects: dict[str, dict]):
 
 def test_the_app_and_the_widget_compile_the_same_attributes(objects: dict[str, dict]):
     """iOS takes what the app gives to the widget by the name of the type."""
-    _, widget = targets(objects)
+    _, widget, _ = targets(objects)
     (folder,) = (objects[each] for each in widget["fileSystemSynchronizedGroups"])
     assert HOME / folder["path"] == WIDGET
     exceptions = {
@@ -212,6 +213,36 @@ def test_the_app_and_the_widget_compile_the_same_attributes(objects: dict[str, d
     }
     # Of a folder that is not the target's, the exceptions are what it takes.
     assert exceptions == {"MeSPWidget": ["Info.plist"], "MeSPTrainer": [SHARED.name]}
+
+
+def test_the_ui_test_starts_the_app_and_nothing_else_builds_it(objects: dict[str, dict]):
+    """A first build asks for no team for it, and is not held up by it."""
+    app, _, test = targets(objects)
+    assert test["productType"] == "com.apple.product-type.bundle.ui-testing"
+    assert objects[test["productReference"]]["path"] == "MeSPTrainerUITests.xctest"
+    assert test["packageProductDependencies"] == []
+    (folder,) = (objects[each] for each in test["fileSystemSynchronizedGroups"])
+    assert HOME / folder["path"] == UI_TESTS and "exceptions" not in folder
+    (dependency,) = (objects[each] for each in test["dependencies"])
+    assert objects[dependency["target"]] == app
+    assert objects[objects[dependency["targetProxy"]]["remoteGlobalIDString"]] == app
+    (project,) = of(objects, "PBXProject")
+    assert list(map(objects.get, project["targets"])) == targets(objects)
+    attributes = {
+        objects[key]["name"]: value
+        for key, value in project["attributes"]["TargetAttributes"].items()
+    }
+    assert objects[attributes[test["name"]]["TestTargetID"]] == app
+    apps = settings_of(objects, app)
+    for name, settings in settings_of(objects, test).items():
+        assert settings["TEST_TARGET_NAME"] == app["name"]
+        assert settings["PRODUCT_BUNDLE_IDENTIFIER"] == "$(APP_IDENTIFIER).UITests"
+        assert settings["GENERATE_INFOPLIST_FILE"] == "YES" and "INFOPLIST_FILE" not in settings
+        assert "DEVELOPMENT_TEAM" not in settings and "CODE_SIGN_ENTITLEMENTS" not in settings
+        # The scheme has the app's destinations, whatever Xcode makes of a test that has others.
+        assert settings["SUPPORTED_PLATFORMS"] == apps[name]["SUPPORTED_PLATFORMS"]
+    others = {each for other in targets(objects) if other != test for each in other["dependencies"]}
+    assert test not in [objects[objects[each]["target"]] for each in others]
 
 
 def test_the_packages_and_their_products_exist(objects: dict[str, dict]):
@@ -248,14 +279,20 @@ def test_what_the_views_import_is_linked(objects: dict[str, dict]):
     assert imports(sorted(WIDGET.glob("*.swift"))) == {"ActivityKit", "SwiftUI", "WidgetKit"}
 
 
-def test_the_scheme_is_of_the_target_and_shared(objects: dict[str, dict]):
+def test_the_scheme_runs_the_app_and_tests_its_screens(objects: dict[str, dict]):
     scheme = ElementTree.parse(PROJECT / "xcshareddata/xcschemes/MeSPTrainer.xcscheme")
     references = list(scheme.iter("BuildableReference"))
-    assert references
+    tests = list(scheme.find("TestAction").iter("BuildableReference"))
+    assert len(tests) == 1 and len(references) > 1
     for reference in references:
-        assert objects[reference.get("BlueprintIdentifier")]["name"] == "MeSPTrainer"
+        target = objects[reference.get("BlueprintIdentifier")]
+        name = "MeSPTrainerUITests" if reference in tests else "MeSPTrainer"
+        assert target["name"] == reference.get("BlueprintName") == name
+        product = objects[target["productReference"]]
+        assert product["path"] == reference.get("BuildableName")
         assert reference.get("ReferencedContainer") == f"container:{PROJECT.name}"
-    assert scheme.find("LaunchAction").get("buildConfiguration") == "Release", "training is slow"
+    for action in ("LaunchAction", "TestAction"):
+        assert scheme.find(action).get("buildConfiguration") == "Release", "training is slow"
 
 
 def test_info_plist_shares_documents_and_declares_bundles_and_texts():
@@ -446,6 +483,37 @@ def test_all_of_it_compiles_as_for_a_system_of_apples(system: str, tmp_path: Pat
         fault.write_text(f"import Darwin\nimport MeSPCore\n{text}\n", encoding="utf-8")
         done = compiler.compile("Fault", fault)
         assert done.returncode != 0 and said in done.stderr, said
+
+
+@pytest.mark.skipif(sys.platform == "darwin", reason="Xcode compiles the UI test itself")
+def test_the_ui_test_compiles(tmp_path: Path):
+    compiler = Compiler("iOS", tmp_path)
+    done = compiler.compile("XCTest", HERE / "app_stand_ins" / "XCTest.swift", version=5)
+    assert done.returncode == 0, done.stderr
+    done = compiler.compile("MeSPTrainerUITests", *UI_TESTS.glob("*.swift"))
+    assert done.returncode == 0 and "warning:" not in done.stderr, done.stderr
+
+
+def test_the_ui_test_looks_for_what_the_app_shows():
+    """Only Xcode runs it; what it looks for must not go away unseen meanwhile."""
+    (source,) = UI_TESTS.glob("*.swift")
+    text = source.read_text(encoding="utf-8")
+    views = "\n".join(view.read_text(encoding="utf-8") for view in APP_SOURCES)
+    model = (HOME / "AppModel" / "AppModel.swift").read_text(encoding="utf-8")
+    bundles = {path.stem for path in HOME.glob("*.mesp")}
+    shown = {*literals(views), *literals(model), *bundles}
+    given = set(re.findall(r'\.accessibilityIdentifier\("([^"]+)"\)', views))
+
+    identifiers = set(re.findall(r'\.identified\("([^"]+)"\)', text))
+    labels = set(re.findall(r'(?:s|launched|show)(?:\[|\((?:at: )?)"([^"]+)"', text))
+    assert {"loss-chart", "prompt"} <= identifiers and {"Start", "Runs", "Models"} <= labels
+    assert identifiers == given, "identifiers that nothing looks for, or that no view has"
+    assert labels - shown == set(), "no view says them"
+    for words in re.findall(r'\.saying\("([^"]+)"\)', text):
+        assert any(each.startswith(words) for each in shown), words
+    # A screenshot of each tab.
+    tabs = set(re.findall(r'\.tabItem \{ Label\("(\w+)"', views))
+    assert len(tabs) == 5 and tabs <= set(re.findall(r'as: "(\w+)"\)', text))
 
 
 def library_examples(source: Path) -> Path:

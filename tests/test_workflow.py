@@ -5,6 +5,7 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 import click
 import pytest
@@ -57,18 +58,23 @@ def test_the_paths_exist(workflow: Path):
         assert (ROOT / path).exists(), path
 
 
-def test_the_scheme_and_the_identifier_are_the_projects():
-    text = commands(ROOT / ".github" / "workflows" / "ci.yml")
+def test_the_scheme_is_the_projects_and_tests_the_screens():
+    workflow = ROOT / ".github" / "workflows" / "ci.yml"
+    text = commands(workflow)
     assert PROJECT.relative_to(ROOT).as_posix() in text
-    schemes = set(re.findall(r"-scheme (\w+)", text))
-    assert schemes
-    for scheme in schemes:
-        assert (PROJECT / "xcshareddata" / "xcschemes" / f"{scheme}.xcscheme").is_file()
-        # Where the scheme's configuration puts what it builds.
-        assert f"Release-iphonesimulator/{scheme}.app" in text
-    project = (PROJECT / "project.pbxproj").read_text(encoding="utf-8")
-    (identifier,) = set(re.findall(r"\bAPP_IDENTIFIER = (\S+);", project))
-    assert set(re.findall(r"simctl (?:launch|terminate) \S+ (\S+)", text)) == {identifier}
+    (scheme,) = set(re.findall(r"-scheme (\w+)", text))
+    file = PROJECT / "xcshareddata" / "xcschemes" / f"{scheme}.xcscheme"
+    (tested,) = ElementTree.parse(file).iterfind("TestAction/Testables/TestableReference")
+    assert tested.get("skipped") == "NO"
+    (test,) = re.findall(r"\$XCODE test .*", text)
+    assert '-destination "platform=iOS Simulator,id=$device"' in test
+    # The oldest Xcode compiles it too.
+    assert "$XCODE build-for-testing -destination 'generic/platform=iOS Simulator'" in text
+    # The result that the test writes is what is exported and kept.
+    (result,) = re.findall(r"-resultBundlePath (\S+)", test)
+    (exported,) = re.findall(rf"export attachments --path {result} --output-path (\S+)", text)
+    kept = [step["with"]["path"] for step in steps(workflow) if "upload" in step.get("uses", "")]
+    assert [path.split() for path in kept] == [[exported, result]]
 
 
 def test_a_model_of_each_family_is_checked_each_night():

@@ -351,6 +351,7 @@ extension View {
     public func refreshable(action: @escaping @Sendable () async -> Void) -> some View { self }
     public func accessibilityLabel(_ k: LocalizedStringKey) -> some View { self }
     public func accessibilityHint(_ k: LocalizedStringKey) -> some View { self }
+    public func accessibilityIdentifier(_ i: String) -> some View { self }
     public func accessibilityValue<S: StringProtocol>(_ k: S) -> some View { self }
     public func accessibilityElement(children: AccessibilityChildBehavior) -> some View { self }
     public func accessibilityAddTraits(_ t: AccessibilityTraits) -> some View { self }

@@ -75,6 +75,7 @@ struct LogSections: View {
             .frame(height: 180)
             .accessibilityLabel("Loss by step")
             .accessibilityValue(log.steps.last.map { "\($0.loss.formatted()) at step \($0.step)" } ?? "No step yet")
+            .accessibilityIdentifier("loss-chart")
         }
         Section("Footprint, MB") {
             Chart {
@@ -90,6 +91,7 @@ struct LogSections: View {
             .frame(height: 140)
             .accessibilityLabel("Peak footprint by step")
             .accessibilityValue(log.peakFootprint?.bytes ?? "No step yet")
+            .accessibilityIdentifier("footprint-chart")
         }
         Section("Figures") {
             if let loss = log.steps.last?.loss {

@@ -120,6 +120,7 @@ struct SetupView: View {
                 Text("Pasted text").tag(TrainingForm.TextKind.pasted)
                 Text("My choices").tag(TrainingForm.TextKind.choices)
             }
+            .accessibilityIdentifier("train-on")
             switch model.form.textKind {
             case .bundle: EmptyView()
             case .file:

@@ -29,6 +29,7 @@ struct TryView: View {
                     )
                     .lineLimit(2...6)
                     .accessibilityLabel("Prompt")
+                    .accessibilityIdentifier("prompt")
                     Toggle("As a message to the model", isOn: $request.isChat)
                     if comparison.writing == nil {
                         Button("Write", systemImage: "play.fill") { write() }

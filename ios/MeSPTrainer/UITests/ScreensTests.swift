@@ -1,0 +1,155 @@
+import XCTest
+
+/// Goes through the app's screens as the simulator shows them: nothing can be trained, and there is a recorded run.
+///
+/// Each screen leaves a screenshot, the elements that VoiceOver finds on it, and what Apple's audit of accessibility says of it. The audit fails
+/// nothing: much of what it finds can be the system's own.
+final class ScreensTests: XCTestCase {
+    /// How long a busy machine may take to show something, in seconds.
+    private static let patience: TimeInterval = 120
+
+    override func setUpWithError() throws {
+        #if !targetEnvironment(simulator)
+            throw XCTSkip("A device trains, and shows no recorded run.")
+        #endif
+    }
+
+    @MainActor func testTrain() {
+        let app = launched()
+        see(app.navigationBars["New Run"])
+        see(app.saying("The iOS simulator lacks the GPU that MLX needs"))
+        see(app.buttons["Show a Recorded Run"])
+        keep(app, as: "Train")
+        XCTAssertFalse(reach(app.buttons["Start"], in: app).isEnabled, "nothing can be trained here")
+    }
+
+    @MainActor func testChoices() {
+        let app = launched()
+        see(app.navigationBars["New Run"])
+        reach(app.identified("train-on"), in: app).tap()
+        see(app.buttons["My choices"]).tap()
+        reach(app.saying("Under Try It, say which of two answers is better"), in: app)
+        keep(app, as: "Choices")
+    }
+
+    @MainActor func testRecordedRun() {
+        let app = launched()
+        showRecordedRun(in: app)
+        see(app.navigationBars["MeSP"])
+        reach(app.identified("loss-chart"), in: app)
+        keep(app, as: "Run")
+        reach(app.identified("footprint-chart"), in: app)
+        see(app.buttons["New Run"]).tap()
+        see(app.navigationBars["New Run"])
+    }
+
+    @MainActor func testTry() {
+        let app = launched(at: "Try")
+        see(app.navigationBars["Try It"])
+        see(app.identified("prompt"))
+        see(app.switches["As a message to the model"])
+        XCTAssertFalse(see(app.buttons["Write"]).isEnabled, "there is no prompt")
+        keep(app, as: "Try")
+        reach(app.saying("Train a run first; until then only the base model writes."), in: app)
+    }
+
+    @MainActor func testRuns() {
+        let app = launched()
+        showRecordedRun(in: app)
+        show("Runs", in: app)
+        see(app.navigationBars["Runs"])
+        let run = see(app.saying("Recorded run"))
+        keep(app, as: "Runs")
+        run.tap()
+        see(app.navigationBars["Recorded run"])
+        see(app.buttons["Share Log and Adapters"])
+        reach(app.identified("loss-chart"), in: app)
+        keep(app, as: "A run of the list")
+    }
+
+    @MainActor func testModels() {
+        let app = launched(at: "Models")
+        see(app.navigationBars["Models"])
+        see(app.saying("Demo-GPU"))
+        keep(app, as: "Models")
+        XCTAssertFalse(reach(app.buttons["Look It Up"], in: app).isEnabled, "there is no name to look up")
+        XCTAssertFalse(reach(app.buttons["Check This Phone"], in: app).isEnabled, "there is no GPU to check")
+    }
+
+    @MainActor func testCompare() {
+        let app = launched(at: "Compare")
+        see(app.navigationBars["Compare"])
+        XCTAssertFalse(see(app.buttons["Measure on a File"]).isEnabled, "no model runs here")
+        keep(app, as: "Compare")
+        XCTAssertFalse(reach(app.buttons["Measure"], in: app).isEnabled, "nothing can be trained here")
+    }
+
+    // MARK: - Ways through the app
+
+    @MainActor private func launched(at tab: String = "Train") -> XCUIApplication {
+        let app = XCUIApplication()
+        app.launch()
+        show(tab, in: app)
+        return app
+    }
+
+    @MainActor private func show(_ tab: String, in app: XCUIApplication) { see(app.tabBars.buttons[tab]).tap() }
+
+    /// Shows the recorded run, to its end.
+    @MainActor private func showRecordedRun(in app: XCUIApplication) {
+        see(app.buttons["Show a Recorded Run"]).tap()
+        see(app.saying("Finished, adapters saved"))
+    }
+
+    /// Waits for an element.
+    @MainActor @discardableResult private func see(
+        _ element: XCUIElement, file: StaticString = #filePath, line: UInt = #line
+    ) -> XCUIElement {
+        XCTAssertTrue(
+            element.waitForExistence(timeout: Self.patience), "\(element) is not there", file: file, line: line)
+        return element
+    }
+
+    /// Scrolls down to an element: a list has no others than those that are in sight.
+    @MainActor @discardableResult private func reach(
+        _ element: XCUIElement, in app: XCUIApplication, file: StaticString = #filePath, line: UInt = #line
+    ) -> XCUIElement {
+        for _ in 0..<10 where !element.exists { app.swipeUp() }
+        XCTAssertTrue(element.exists, "\(element) is nowhere on the screen", file: file, line: line)
+        return element
+    }
+
+    /// Attaches what there is to see and to hear of a screen.
+    @MainActor private func keep(_ app: XCUIApplication, as name: String) {
+        attach(XCTAttachment(screenshot: app.screenshot()), as: name)
+        attach(XCTAttachment(string: app.debugDescription), as: "\(name), elements")
+        var findings: [String] = []
+        do {
+            try app.performAccessibilityAudit { issue in
+                findings.append("\(issue.detailedDescription) \(issue.element?.description ?? "")")
+                return true  // it fails nothing
+            }
+        } catch {
+            findings.append("The audit ended: \(error)")
+        }
+        attach(XCTAttachment(string: findings.joined(separator: "\n")), as: "\(name), audit")
+    }
+
+    @MainActor private func attach(_ attachment: XCTAttachment, as name: String) {
+        attachment.name = name
+        attachment.lifetime = .keepAlways
+        add(attachment)
+    }
+}
+
+@MainActor extension XCUIApplication {
+    /// The first element whose label begins with `words`.
+    fileprivate func saying(_ words: String) -> XCUIElement {
+        descendants(matching: .any).matching(NSPredicate(format: "label BEGINSWITH %@", words)).firstMatch
+    }
+
+    /// The first element with an identifier, which has its label from what it shows.
+    fileprivate func identified(_ identifier: String) -> XCUIElement {
+        descendants(matching: .any).matching(identifier: identifier).firstMatch
+    }
+}
