@@ -330,6 +330,17 @@ def test_ctrl_c_leaves_nothing(bundle: Path, tmp_path: Path):
     assert not out.exists()
 
 
+def test_ctrl_c_while_it_loads_is_silent(
+    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def stop(_: Path) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("mesp.commands.evaluate.load_tokenizer", stop)
+    done = run("evaluate", bundle, write(tmp_path / "data.jsonl", TASKS))
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
 # What cannot be done
 
 BAD_RECORDS = {

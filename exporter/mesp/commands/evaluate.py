@@ -113,11 +113,11 @@ def main(
         check_writable(out)
         if data is not None and out.exists() and out.resolve() == Path(data).resolve():
             raise MespError(f"--out {out} is the data; name another file.")
-    tokenizer = load_tokenizer(bundle)
-    max_length = max_length or min(context_of(bundle), MAX_LENGTH)
 
     measured, cut = [], 0
     try:
+        tokenizer = load_tokenizer(bundle)
+        max_length = max_length or min(context_of(bundle), MAX_LENGTH)
         for folder in folders[1:]:  # what cannot be loaded is said before the others take hours
             with running_model(bundle, folder, tokenizer, max_length):
                 pass
