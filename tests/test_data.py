@@ -73,6 +73,15 @@ def test_folder_with_splits(tokenizer, tmp_path):
         assert tokenizer.decode(each.tokens[:-1]) == f"{split} " * 50
 
 
+def test_the_mark_that_windows_begins_a_file_with_is_no_text(tokenizer, tmp_path):
+    for suffix, content in ((".txt", "Some words. " * 40), (".jsonl", '{"text": "Words."}\n' * 40)):
+        marked, plain = (tmp_path / f"{name}{suffix}" for name in ("marked", "plain"))
+        marked.write_text(content, encoding="utf-8-sig")
+        plain.write_text(content, encoding="utf-8")
+        found, expected = (tokens(load(each, tokenizer, 16)) for each in (marked, plain))
+        np.testing.assert_array_equal(found, expected)
+
+
 def test_jsonl_records_end_with_the_end_of_text(tokenizer, tmp_path):
     texts = ["One\u2028line.\n\nTwo.", "Ünïcode ✓ text", "x"] * 30
     path = tmp_path / "data.jsonl"
@@ -143,7 +152,8 @@ def test_random_data():
             {"train.txt": TEXT, "valid.jsonl": '{"messages": [{"role": "user"}]}'},
             r"Line 1 of .*valid\.jsonl has messages, and the data began with text",
         ),
-        ({"train.jsonl": '{"text": "\\ud800"}'}, "Line 1 .* cannot be tokenized"),
+        ({"train.jsonl": '{"text": "\\ud800"}'}, "Line 1 .* has half a character"),
+        ({"train.jsonl": "[" * 100_000}, "Line 1 .* is not JSON"),
         ({"train.jsonl": ""}, r"train\.jsonl has no text"),
         ({"train.txt": TEXT, "test.txt": "Too short."}, "test data .* less than one sequence"),
     ],

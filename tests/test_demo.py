@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 import demo
-from mesp.commands.generate import load_tokenizer
 from mesp.engine.build import find_engine
+from mesp.engine.prompts import load_tokenizer
 from tasks import exact_match, house
 
 BUNDLE = Path(__file__).parents[1] / "ios" / "MeSPTrainer" / "Demo.mesp"

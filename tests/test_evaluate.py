@@ -295,10 +295,13 @@ def test_the_table_says_what_changed(bundle: Path, adapters: Path, tmp_path: Pat
     assert done.stderr == ""  # no progress in a log
 
 
-def test_records_come_from_standard_input(bundle: Path, monkeypatch: pytest.MonkeyPatch):
+def test_records_come_from_standard_input(bundle: Path):
     lines = "".join(json.dumps(record) + "\n" for record in QUESTIONS)
-    done = run("evaluate", bundle, "-", input=lines)
-    assert done.returncode == 0 and "acc_norm" in done.stdout
+    for begin in ("", "\ufeff"):  # as Windows' editors begin a file
+        done = run("evaluate", bundle, "-", input=begin + lines)
+        assert done.returncode == 0 and "acc_norm" in done.stdout
+    done = run("evaluate", bundle, "-", input='{"text": "é"}'.encode("latin-1"))
+    refused(done, "standard input is not UTF-8 text; convert it first.", bundle)
 
 
 def test_a_long_prompt_loses_its_beginning(bundle: Path, tmp_path: Path):
@@ -327,6 +330,17 @@ def test_ctrl_c_leaves_nothing(bundle: Path, tmp_path: Path):
     assert not out.exists()
 
 
+def test_ctrl_c_while_it_loads_is_silent(
+    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def stop(_: Path) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("mesp.commands.evaluate.load_tokenizer", stop)
+    done = run("evaluate", bundle, write(tmp_path / "data.jsonl", TASKS))
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
 # What cannot be done
 
 BAD_RECORDS = {
@@ -345,6 +359,12 @@ BAD_RECORDS = {
     "two kinds": ('{"text": "a"}\n{"prompt": "a", "completion": "b"}', "is of another kind"),
     "empty prompt": ('{"prompt": "", "completion": "b"}', "Line 1 of {}: The prompt is empty"),
     "no token": ('{"prompt": "a", "choices": ["b", "c"], "answer": 0}', "begin it with a space"),
+    "nested": ("[" * 100_000, "Line 1 of {} is not JSON."),
+    "half a character": ('{"text": "\\ud83d"}', "Line 1 of {} has half a character"),
+    "equal choices": (
+        '{"prompt": "a", "choices": [" b", " b"], "answer": 1}',
+        '"choices" of which two are equal',
+    ),
     "long": (
         json.dumps({"prompt": "a", "choices": [" b", " war" * 2000], "answer": 0}),
         "Line 1 of {}: a choice has",
@@ -368,11 +388,18 @@ def test_bad_records_are_named(bundle: Path, tmp_path: Path, kind: str):
         ([], "Name either a JSONL file to measure on, or --tasks."),
         (["DATA", "--tasks", "arc"], "Name either"),
         (["DATA", "--json"], '--json is for records with "prompt" and "completion"'),
-        (["DATA", "--num-fewshot", 1], "--num-fewshot needs --tasks"),
+        (["DATA", "--num-fewshot", 0], "--num-fewshot needs --tasks"),
+        (["--tasks", ","], "Name either"),
+        (["TEXTS", "--chat"], "--chat is for records with a prompt"),
+        (["TALKS", "--no-chat"], "messages go through the chat template"),
         (["missing.jsonl"], "missing.jsonl cannot be read: No such file or directory."),
         (["TASKS", "--extract", "("], "--extract ( is no regular expression"),
+        (["TASKS", "--extract", "a{99999999999}"], "is no regular expression"),
         (["TASKS", "--max-tokens", 5000], "leave no room for a prompt"),
         (["DATA", "--out", "."], ". cannot be written; name another --out."),
+        (["DATA", "--out", "PIPE"], "pipe cannot be written; name another --out."),
+        (["DATA", "--out", "x" * 250], "File name too long"),
+        (["DATA", "--out", "DATA"], "is the data; name another file."),
         (["DATA", "--adapters", "nowhere"], "Cannot load the adapters in"),
     ],
 )
@@ -380,7 +407,14 @@ def test_bad_options_are_one_sentence(bundle: Path, tmp_path: Path, options: lis
     places = {
         "DATA": write(tmp_path / "data.jsonl", QUESTIONS),
         "TASKS": write(tmp_path / "tasks.jsonl", TASKS),
+        "PIPE": tmp_path / "pipe",
+        "TEXTS": write(tmp_path / "texts.jsonl", [{"text": "a"}]),
+        "TALKS": write(
+            tmp_path / "talks.jsonl",
+            [{"messages": [{"role": role, "content": "a"} for role in ("user", "assistant")]}],
+        ),
     }
+    os.mkfifo(places["PIPE"])
     typed = [places.get(option, option) for option in options]
     refused(run("evaluate", bundle, *typed), said, tmp_path)
 

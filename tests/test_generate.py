@@ -187,6 +187,13 @@ def test_the_command_prints_mlx_lms_text(bundle: Path, adapters: Path):
     assert run("generate", bundle, "--prompt", "-", *options, input=PROMPT).stdout == done.stdout
 
 
+def test_a_prompt_that_is_no_text_is_one_sentence(bundle: Path):
+    for prompt in ("-", "\udce9"):  # the shell's é of Latin-1
+        done = run("generate", bundle, "--prompt", prompt, input=b"\xe9")
+        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+        assert "is not UTF-8 text; convert it first." in done.stderr
+
+
 def test_ctrl_c_ends_the_text(bundle: Path):
     process = subprocess.Popen(
         command("generate", bundle, "--prompt", PROMPT, "--max-tokens", 1000000),

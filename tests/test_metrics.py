@@ -39,6 +39,13 @@ def test_differences_are_paired():
     assert compare(models) == compare(models)
 
 
+def test_no_interval_where_a_model_has_no_figures_to_draw_from():
+    known, unknown = Metric.of("perplexity", [1, 2]), Metric("perplexity", float("nan"))
+    for pair in ((known, unknown), (unknown, known)):
+        (first, _), (second, difference) = compare(pair)
+        assert first.low is second.low is difference.low is None
+
+
 @pytest.mark.parametrize("metric", [Metric("bleu", 12.5), Metric.of("acc", [1])])
 def test_no_interval_where_there_is_nothing_to_draw(metric: Metric):
     (_, (estimate, difference)) = compare([metric, metric])
@@ -79,6 +86,7 @@ def test_what_is_extracted(pattern: str | None, text: str, expected: str | None)
 def test_equal_values_are_equal_json():
     assert canonical_json('{"b": 1, "a": [true]}') == canonical_json('{"a":[true],"b":1}')
     assert canonical_json('{"a": 1}') != canonical_json('{"a": true}')
+    assert canonical_json("[1.0, 2.5, 1e400]") == canonical_json("[1, 2.50, 1e400]")
     assert [canonical_json(text) for text in ("{'a': 1}", "NaN", "", "{} x", "[" * 100000)] == [
         None
     ] * 5

@@ -28,7 +28,7 @@ import mlx.core as mx
 import numpy as np
 
 from mesp.bundle.reader import Bundle
-from mesp.commands.generate import load_tokenizer
+from mesp.engine.prompts import load_tokenizer
 from mesp.formatting import decimal, perplexity
 from studies.scores import Difference, Scores, loss_of_text, paired, score
 from studies.tasks import EXTRACTION, TASKS, Task, export

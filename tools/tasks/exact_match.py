@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
-from mesp.commands.generate import load_tokenizer
 from mesp.data.answers import encode_answers
 from mesp.engine.generate import generate
+from mesp.engine.prompts import load_tokenizer
 from tasks.house import Case
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 from functools import partial
@@ -18,8 +17,8 @@ from mesp.engine.prompts import load_tokenizer
 from mesp.errors import MespError
 from mesp.evaluation.measure import Options, measure
 from mesp.evaluation.model import running_model
-from mesp.evaluation.records import Task, read_records
-from mesp.evaluation.report import rows, show, write
+from mesp.evaluation.records import Task, Text, read_records
+from mesp.evaluation.report import check_writable, rows, show, write
 from mesp.progress_bars import evaluation_progress
 
 # Tokens that a model is given at once where nobody says: keys and values of all of them are held.
@@ -90,14 +89,14 @@ def main(
     """
     read_manifest(bundle)
     folders = [None] * (base or not adapters) + list(adapters)
-    if (data is None) == (not tasks):
+    names = tuple(name for each in tasks for name in each.split(",") if name)
+    if (data is None) == (not names):
         raise MespError("Name either a JSONL file to measure on, or --tasks.")
     written = {"--max-tokens": max_tokens, "--stop": stops, "--extract": extract, "--json": is_json}
-    if tasks:
+    if names:
         check_unused(written, "is for DATA; a task says that itself")
         from mesp.evaluation import harness
 
-        names = tuple(name for each in tasks for name in each.split(",") if name)
         chosen = harness.Tasks(names, include_path, num_fewshot, limit, bool(chat))
         evaluate, total = partial(harness.run, tasks=chosen, manager=chosen.manager()), None
     else:
@@ -106,15 +105,19 @@ def main(
         records = read_records(data, limit)
         if not isinstance(records[0], Task):
             check_unused(written, 'is for records with "prompt" and "completion", or "messages"')
+        if isinstance(records[0], Text):
+            check_unused({"--chat": chat}, "is for records with a prompt")
         options = Options(chat, max_tokens or 256, stops, pattern(extract), is_json)
         evaluate, total = partial(measure, records=records, options=options), len(records)
     if out is not None:
         check_writable(out)
-    tokenizer = load_tokenizer(bundle)
-    max_length = max_length or min(context_of(bundle), MAX_LENGTH)
+        if data is not None and out.exists() and out.resolve() == Path(data).resolve():
+            raise MespError(f"--out {out} is the data; name another file.")
 
     measured, cut = [], 0
     try:
+        tokenizer = load_tokenizer(bundle)
+        max_length = max_length or min(context_of(bundle), MAX_LENGTH)
         for folder in folders[1:]:  # what cannot be loaded is said before the others take hours
             with running_model(bundle, folder, tokenizer, max_length):
                 pass
@@ -140,22 +143,15 @@ def main(
 def check_unused(options: dict[str, Any], why: str) -> None:
     """Raises MespError where one of the options was given."""
     for name, value in options.items():
-        if value not in (None, (), False):
+        if value not in (None, ()) and value is not False:
             raise MespError(f"{name} {why}.")
 
 
 def pattern(text: str | None) -> re.Pattern[str] | None:
     try:
         return None if text is None else re.compile(text)
-    except re.error as error:
+    except (re.error, OverflowError, RecursionError) as error:
         raise MespError(f"--extract {text} is no regular expression: {error}.") from error
-
-
-def check_writable(out: Path) -> None:
-    """Raises MespError where `out` cannot be written: better now than after hours."""
-    folder = next(parent for parent in out.resolve().parents if parent.exists())
-    if out.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise MespError(f"{out} cannot be written; name another --out.")
 
 
 def context_of(bundle: Path) -> int:

@@ -13,6 +13,7 @@ from pathlib import Path
 import click
 
 from mesp.bundle.manifest import read_manifest
+from mesp.data.records import read_utf8
 from mesp.engine.generate import generate
 from mesp.engine.prompts import encode, load_tokenizer
 from mesp.formatting import decimal, megabytes
@@ -66,7 +67,7 @@ def main(
     read_manifest(bundle)
     tokenizer = load_tokenizer(bundle)
     if prompt == "-":
-        prompt = click.get_text_stream("stdin").read()
+        prompt = read_utf8("Standard input", sys.stdin.buffer.read)
     tokens = encode(tokenizer, prompt, chat, system_prompt)
     records = generate(
         bundle,

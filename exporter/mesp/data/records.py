@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from mesp.errors import MespError
@@ -45,15 +47,37 @@ class Document(NamedTuple):
         ]
 
 
-def read_line(where: str, line: str, columns: dict[str, str]) -> Document:
-    """A line of a JSONL file, as `read_record` has it. Raises MespError where it is no record."""
+def read_utf8(name: str, read: Callable[[], bytes]) -> str:
+    """The text that `read` gives of what is called `name`, its lines ended as Python's are. Raises
+    MespError where that fails, or bytes are no text."""
+    try:
+        return io.TextIOWrapper(io.BytesIO(read()), encoding="utf-8-sig").read()
+    except UnicodeDecodeError as error:
+        raise MespError(f"{name} is not UTF-8 text; convert it first.") from error
+    except OSError as error:
+        raise MespError(f"{name} cannot be read: {error.strerror}.") from error
+
+
+def read_object(where: str, line: str, records: str) -> dict[str, Any]:
+    """A line of a JSONL file. Raises MespError where it is no JSON object, and says what `records`
+    are, or where a tokenizer could not take its strings."""
     try:
         record = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise MespError(f"{where} is not JSON.") from error
     if not isinstance(record, dict):
-        raise MespError(f"{where} is no object; {RECORDS}.")
-    return read_record(where, record, columns)
+        raise MespError(f"{where} is no object; {records}.")
+    try:
+        if "\\u" in line:
+            json.dumps(record, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise MespError(f"{where} has half a character, as \\ud83d alone is; mend it.") from error
+    return record
+
+
+def read_line(where: str, line: str, columns: dict[str, str]) -> Document:
+    """A line of a JSONL file, as `read_record` has it. Raises MespError where it is no record."""
+    return read_record(where, read_object(where, line, RECORDS), columns)
 
 
 def read_record(where: str, record: dict[str, Any], columns: dict[str, str]) -> Document:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from mesp.data.hub_datasets import FORMATS, read_rows
 from mesp.data.python_docs import python_docs, python_docs_pairs
-from mesp.data.records import Document, read_line, read_record
+from mesp.data.records import Document, read_line, read_record, read_utf8
 from mesp.errors import MespError
 from mesp.hub_download import download
 
@@ -93,12 +93,7 @@ def _read_folder(folder: Path, selection: Selection) -> dict[str, list[Document]
 
 
 def _read_file(path: Path, selection: Selection) -> list[Document]:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise MespError(f"{path} is not UTF-8 text; convert it first.") from error
-    except OSError as error:
-        raise MespError(f"{path} cannot be read: {error.strerror}.") from error
+    text = read_utf8(str(path), path.read_bytes)
     if not text.strip():
         raise MespError(f"{path} has no text in it.")
     if path.suffix != ".jsonl":

@@ -37,6 +37,10 @@ def encode(
     With `chat` it is a user's message in the chat template, after a `system` message where there is
     one; None means where there is a template.
     """
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:  # of bytes that the shell, or an escape, made no text of
+        raise MespError("The prompt is not UTF-8 text; convert it first.") from error
     if chat and not tokenizer.has_chat_template:
         raise MespError("The bundle's tokenizer has no chat template; leave out --chat.")
     if chat is not False and tokenizer.has_chat_template:

@@ -21,6 +21,7 @@ os.environ.setdefault("TQDM_DISABLE", "1")  # read on import; `advance` shows ho
 try:
     import datasets
     import lm_eval
+    import lm_eval.evaluator
     from lm_eval.api.model import TemplateLM
     from lm_eval.tasks import TaskManager
 except ImportError as error:
@@ -28,6 +29,8 @@ except ImportError as error:
 
 logging.getLogger("lm_eval").setLevel(logging.ERROR)
 datasets.disable_progress_bars()
+# It asks git, which says on standard error where there is no repository.
+lm_eval.evaluator.get_git_commit_hash = lambda: None
 
 DEFAULT_MAX_TOKENS = 256  # lm-evaluation-harness's, where a task names none
 

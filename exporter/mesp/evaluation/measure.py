@@ -123,6 +123,8 @@ def _task_metrics(samples: list[Sample]) -> list[Metric]:
 def _prompt(tokenizer: Any, record: Task, chat: bool | None) -> list[int]:
     if isinstance(record.prompt, str):
         return encode(tokenizer, record.prompt, chat)
+    if chat is False:
+        raise MespError("messages go through the chat template; leave out --no-chat")
     text = _in_template(tokenizer, record.prompt, record.tools)
     return tokenizer.encode(text, add_special_tokens=False)
 

@@ -67,7 +67,7 @@ def compare(metrics: Sequence[Metric]) -> list[tuple[Estimate, Estimate | None]]
     1,000 draws with replacement; the same records give the same intervals again.
     """
     first = metrics[0]
-    if first.sums is None or len(first.sums) < 2:
+    if any(metric.sums is None for metric in metrics) or len(first.sums) < 2:
         bounds = [(None, None)] * (2 * len(metrics))
     else:
         random, n = np.random.default_rng(0), len(first.sums)
@@ -118,6 +118,13 @@ def canonical_json(text: str) -> str | None:
         raise ValueError(constant)
 
     try:
-        return json.dumps(json.loads(text, parse_constant=refuse), sort_keys=True)
+        value = json.loads(text, parse_constant=refuse, parse_float=_number)
+        return json.dumps(value, sort_keys=True)
     except (ValueError, RecursionError):
         return None
+
+
+def _number(text: str) -> int | float:
+    """JSON has one kind of number: 1.0 is 1."""
+    value = float(text)
+    return int(value) if value.is_integer() else value

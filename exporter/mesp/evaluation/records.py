@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mesp.data.records import read_record
+from mesp.data.records import read_object, read_record, read_utf8
 from mesp.errors import MespError
 
 RECORDS = (
@@ -52,9 +51,10 @@ def read_records(data: str, limit: int | None) -> list[Record]:
     """The records of a JSONL file, or of standard input for ``-``; all of one kind, the first
     `limit` of them. Raises MespError where there are none, or one is wrong."""
     if data == "-":
-        text, name = sys.stdin.read(), "standard input"
+        name, read = "standard input", sys.stdin.buffer.read
     else:
-        text, name = _read(Path(data)), data
+        name, read = data, Path(data).read_bytes
+    text = read_utf8(name, read)
     records = []
     # Not str.splitlines, which also splits at characters that JSON allows in a string.
     for number, line in enumerate(text.split("\n"), 1):
@@ -69,22 +69,8 @@ def read_records(data: str, limit: int | None) -> list[Record]:
     return records
 
 
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise MespError(f"{path} is not UTF-8 text; convert it first.") from error
-    except OSError as error:
-        raise MespError(f"{path} cannot be read: {error.strerror}.") from error
-
-
 def _record(where: str, line: str) -> Record:
-    try:
-        record = json.loads(line)
-    except ValueError as error:
-        raise MespError(f"{where} is not JSON.") from error
-    if not isinstance(record, dict):
-        raise MespError(f"{where} is no object; {RECORDS}.")
+    record = read_object(where, line, RECORDS)
     if "choices" in record:
         return _question(where, record)
     if not any(
@@ -116,7 +102,9 @@ def _question(where: str, record: dict[str, Any]) -> Question:
         or not all(isinstance(choice, str) and choice.strip() for choice in choices)
     ):
         raise MespError(f'{where} has "choices" that are not two or more strings with words.')
-    if isinstance(answer, str) and choices.count(answer) == 1:
+    if len({*choices}) < len(choices):
+        raise MespError(f'{where} has "choices" of which two are equal; keep one of them.')
+    if isinstance(answer, str) and answer in choices:
         answer = choices.index(answer)
     if type(answer) is not int or not 0 <= answer < len(choices):
         raise MespError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from mesp.errors import plain_os_errors
+from mesp.errors import MespError, plain_os_errors
 from mesp.evaluation.metrics import Estimate, Metric, compare
 from mesp.formatting import decimal
 
@@ -74,6 +75,16 @@ def _estimate(estimate: Estimate | None, sign: str = "") -> list[str]:
     ]
 
 
+def check_writable(path: Path) -> None:
+    """Raises MespError where `path` cannot be written: better now than after hours."""
+    with plain_os_errors(f"Cannot write {path}"):
+        folder = next(parent for parent in path.resolve().parents if parent.exists())
+        is_other = path.exists() and not path.is_file()  # a folder, a device
+        if is_other or not folder.is_dir() or not os.access(folder, os.W_OK):
+            raise MespError(f"{path} cannot be written; name another --out.")
+        _partial(path).exists()  # raises where that name is too long
+
+
 def write(path: Path, what: dict[str, Any], found: Sequence[Row], samples: Any) -> None:
     """Writes `path`: `what` was evaluated, ``results``, and what became of each record."""
     results = [
@@ -83,7 +94,7 @@ def write(path: Path, what: dict[str, Any], found: Sequence[Row], samples: Any) 
     for each in results:
         del each["estimate"]
     text = json.dumps({**what, "results": results, "samples": samples}, indent=1, default=str)
-    partial = path.with_name(f".{path.name}.partial")
+    partial = _partial(path)
     with plain_os_errors(f"Cannot write {path}"):
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -91,6 +102,10 @@ def write(path: Path, what: dict[str, Any], found: Sequence[Row], samples: Any) 
             partial.replace(path)
         finally:
             partial.unlink(missing_ok=True)
+
+
+def _partial(path: Path) -> Path:
+    return path.with_name(f".{path.name}.partial")
 
 
 def _numbers(estimate: Estimate | None) -> dict[str, float | None]:
