@@ -17,7 +17,7 @@ def test_each_way_is_trained_and_compared(tmp_path: Path):
     pytest.importorskip("matplotlib", reason="what it draws with is an extra")
     find_engine()
     rows_file, plot = tmp_path / "rows.json", tmp_path / "plot.png"
-    names = ["MeSP", "rank 2", "half of the layers", "shorter", "one a step"]
+    names = ["MeSP", "half of the layers", "shorter"]
     line = [sys.executable, TOOL, "--steps", 2, "--out", tmp_path / "out"]
     line += ["--json", rows_file, "--plot", plot]
     line += [word for name in names for word in ("--variant", name)]
@@ -30,12 +30,7 @@ def test_each_way_is_trained_and_compared(tmp_path: Path):
 
     untrained, default = rows["untrained"], rows["MeSP"]
     assert all(rows[name]["held_out_loss"] < untrained["held_out_loss"] for name in names)
-    assert rows["rank 2"]["settings"]["rank"] == 2
-    # An eighth of the adapters and of what the optimizer keeps of them.
-    assert rows["rank 2"]["peak_bytes"] < default["peak_bytes"]
-    assert rows["half of the layers"]["settings"]["layers"] == 3
+    assert rows["half of the layers"]["settings"]["num_layers"] == 3
     # The same examples, whole, in sequences with less padding: only the order of sums differs.
     assert rows["shorter"]["seq_len"] < default["seq_len"]
     assert rows["shorter"]["held_out_loss"] == pytest.approx(default["held_out_loss"], rel=1e-4)
-    assert rows["one a step"]["settings"]["batch_size"] == 1
-    assert rows["one a step"]["settings"]["steps"] == 8

@@ -3,7 +3,7 @@
     python tools/budget.py --plot budget.png
 
 Each variant is one run from the same weights over the same examples, with the study's update
-(tools/parity.py); a way is changed at a time. All adapters are judged by mlx-lm's model.
+(tools/parity.py), and changes one thing. All adapters are judged by mlx-lm's model.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import openblas  # noqa: F401, before MLX
 # isort: split
 import click
 import mlx.core as mx
+import numpy as np
 
 from benchmarks.machine import host
 from benchmarks.plot import check_plot
@@ -80,6 +81,9 @@ STYLES = {
     "part": ("#0072b2", "D"),
     "sequences": ("#cc79a7", "P"),
 }
+
+PANELS = [("peak MB", "peak_bytes", 1e6), ("seconds in all", "seconds", 1)]
+RISES = (0, 14, -14, 28, -28, 42, -42)  # pixels that a name may stand above its point
 
 
 @click.command(context_settings={"show_default": True})
@@ -189,58 +193,43 @@ def draw(path: Path, rows: list[dict[str, Any]]) -> None:
     """What is answered to the letter, against memory and against time."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9, 8), layout="constrained")
-    panels = figure.subplots(2)
-    for axes, (key, unit, label) in zip(
-        panels, [("peak_bytes", 1e6, "peak MB"), ("seconds", 1, "seconds in all")], strict=True
-    ):
+    figure = Figure(figsize=(9, 9), layout="constrained")
+    panels = figure.subplots(len(PANELS))
+    for axes, (label, key, unit) in zip(panels, PANELS, strict=True):
         for row in rows:
             changes = VARIANTS[row["variant"]].changes
             color, marker = STYLES[changes]
-            x, y = row[key] / unit, 100 * row["exact"]
-            axes.scatter(x, y, color=color, marker=marker, s=60, label=changes, zorder=2)
+            at = row[key] / unit, 100 * row["exact"]
+            axes.scatter(*at, color=color, marker=marker, s=60, label=changes, zorder=2)
         axes.set(xlabel=label, ylabel="answered to the letter, %", ylim=(-8, 108))
-        axes.margins(x=0.12)
+        axes.margins(x=0.2)
         axes.grid(alpha=0.3)
-    handles = dict(zip(*panels[0].get_legend_handles_labels()[::-1], strict=True))
-    figure.legend(handles.values(), handles.keys(), loc="outside upper center", ncols=7)
-    figure.draw_without_rendering()
-    for axes, (key, unit) in zip(panels, [("peak_bytes", 1e6), ("seconds", 1)], strict=True):
-        write_names(axes, [(r["variant"], r[key] / unit, 100 * r["exact"]) for r in rows])
+    handles, labels = panels[0].get_legend_handles_labels()
+    once = dict(zip(labels, handles, strict=True))
+    figure.legend(once.values(), once, loc="outside upper center", ncols=len(once))
+    figure.draw_without_rendering()  # places the panels, and so the points,
+    figure.set_layout_engine("none")  # which names must not move again
+    for axes, (_, key, unit) in zip(panels, PANELS, strict=True):
+        at = np.array([(row[key] / unit, 100 * row["exact"]) for row in rows])
+        write_names(axes, [row["variant"] for row in rows], axes.transData.transform(at))
     image = io.BytesIO()
     figure.savefig(image, format=path.suffix[1:], dpi=100)
     with plain_os_errors(f"Cannot write {path}"):
         path.write_bytes(image.getvalue())
 
 
-def write_names(axes: Any, points: list[tuple[str, float, float]]) -> None:
-    """A name beside each point, where it covers no other name or point if there is such a place."""
-    taken = [(*axes.transData.transform((x, y)), 6, 6) for _, x, y in points]  # pixels
-    for name, x, y in points:
-        at = axes.transData.transform((x, y))
-        width, height = 3 * len(name), 6  # halves
-        spots = [
-            (sign * (width + 10), rise) for rise in (0, 9, -9, 18, -18, 27, -27) for sign in (1, -1)
-        ]
-        spots += [(0, rise) for rise in (15, -15, 28, -28)]
-
-        def covered(spot: tuple[int, int], at: Any = at, size: Any = (width, height)) -> int:
-            x, y = at + spot
-            return sum(
-                abs(x - a) < size[0] + w and abs(y - b) < size[1] + h for a, b, w, h in taken
-            )
-
-        best = min(spots, key=covered)
-        taken.append((*(at + best), width, height))
-        axes.annotate(
-            name,
-            (x, y),
-            xytext=best,
-            textcoords="offset pixels",
-            fontsize="x-small",
-            ha="center",
-            va="center",
-        )
+def write_names(axes: Any, names: list[str], points: np.ndarray) -> None:
+    """A name beside each point, in pixels [n, 2], where it covers the least of names and points."""
+    taken = np.hstack([points, np.full_like(points, 6)])  # middles, and half of the sizes
+    for name, point in zip(names, points, strict=True):
+        size = np.array([3 * len(name) + 2, 7])
+        sides = [(sign * (size[0] + 9), rise) for rise in RISES for sign in (1, -1)]
+        spots = np.add(point, [*sides, *((0, rise) for rise in RISES if rise)])
+        apart = np.abs(spots[:, None] - taken[:, :2])
+        spot = spots[(apart < size + taken[:, 2:]).all(-1).sum(-1).argmin()]
+        taken = np.vstack([taken, [*spot, *size]])
+        middle = {"ha": "center", "va": "center"}
+        axes.annotate(name, spot, xycoords="figure pixels", fontsize="x-small", **middle)
 
 
 if __name__ == "__main__":
