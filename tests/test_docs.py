@@ -113,9 +113,9 @@ def commands() -> dict[str, set[str]]:
     }
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(ROOT / "tools")
-        for tool in ("bench", "check_gpu", "collect", "push", "report"):
+        for tool in ("bench", "budget", "check_gpu", "collect", "push", "report"):
             found[f"tools/{tool}.py"] = runpy.run_path(str(ROOT / "tools" / f"{tool}.py"))["main"]
-    assert len(found) == 11
+    assert len(found) == 12
     return {name: options(command) for name, command in found.items()}
 
 

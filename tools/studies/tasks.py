@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,14 +40,15 @@ TEXT = Task("text", 128, 2, 60, 60, answers=False)
 TASKS = (EXTRACTION, CLASSIFICATION, TEXT)
 
 
-def export(task: Task, model: str, folder: Path) -> Path:
-    """The task's bundle of a model: its data is written, and the model exported with it."""
+def export(task: Task, model: str, folder: Path, more_ranks: Iterable[int] = ()) -> Path:
+    """The task's bundle of a model: its data is written, and the model exported with it, to be
+    trained at `RANK` or `more_ranks`."""
     bundle = folder / f"{task.name}.mesp"
     data = "python-docs" if task.name == TEXT.name else write_data(task, folder / task.name)
     command(
         "mesp.commands.export",
         *("--model", model, "--data", data, "--out", bundle, "--overwrite", "--device", "cpu"),
-        *("--dtype", "float32", "--seq-len", task.seq_len, "--rank", RANK),
+        *("--dtype", "float32", "--seq-len", task.seq_len, "--rank", RANK, *more_ranks),
     )
     return bundle
 

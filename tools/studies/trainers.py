@@ -26,7 +26,7 @@ from mesp.runs.log import read_run
 from studies.tasks import ALPHA, RANK, SCALE, Task, batches, command, first_adapters
 
 BETA2 = 0.98
-RATES = {"adamw": 2e-3, "sgd": 0.1}  # falling to 0 in a line
+RATES = {"adamw": 2e-3, "adamw8bit": 2e-3, "sgd": 0.1}  # falling to 0 in a line
 MEZO_RATE = 1e-4
 
 
@@ -55,7 +55,7 @@ def with_mesp(
 ) -> Trained:
     """Trains with mesp-engine, with further `options` of mesp-train."""
     rate = MEZO_RATE if "mezo" in options else RATES[optimizer]
-    beta2 = ("--beta2", BETA2) if optimizer == "adamw" else ()
+    beta2 = ("--beta2", BETA2) if optimizer != "sgd" else ()
     command(
         "mesp.commands.train",
         *(bundle, "--output", folder, "--steps", task.steps, "--batch-size", task.batch_size),
