@@ -1,8 +1,8 @@
 """`make demo`: its task, how its answers are judged, and all of it in a few steps."""
 
+import contextlib
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -45,15 +45,20 @@ def test_an_answer_is_right_to_the_letter(monkeypatch: pytest.MonkeyPatch, wrong
     right = [*tokenizer.encode(f" {case.completion}"), tokenizer.eos_token_id]
     read = []
 
-    def generate(bundle: Path, prompt: list[int], **options: object) -> Iterator[dict]:
-        assert tokenizer.decode(prompt).endswith("Open the door.\nassistant:")
-        assert options == {"adapters": None, "max_tokens": len(right)}
-        for at, token in enumerate(right):
-            read.append(at)
-            yield {"type": "token", "token": token if at != wrong else token + 1}
-        yield {"type": "end"}
+    class Engine:
+        def generate(self, prompt, max_tokens, stop, go_on):
+            assert tokenizer.decode(prompt).endswith("Open the door.\nassistant:")
+            assert (max_tokens, stop) == (len(right), [])
+            for at, token in enumerate(right):
+                read.append(at)
+                if not go_on(token if at != wrong else token + 1):
+                    return
 
-    monkeypatch.setattr(exact_match, "generate", generate)
+    def evaluator(bundle, adapters):
+        assert (bundle, adapters) == (BUNDLE, None)
+        return contextlib.nullcontext(Engine())
+
+    monkeypatch.setattr(exact_match, "evaluator", evaluator)
     shown, other = exact_match.answers(BUNDLE, [case, case], whole=1)
     assert shown.is_right is other.is_right is (wrong is None)
     assert (shown.text == case.completion) is (wrong is None)

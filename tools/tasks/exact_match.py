@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mesp.data.answers import encode_answers
-from mesp.engine.generate import generate
+from mesp.engine.evaluate import evaluator
 from mesp.engine.prompts import load_tokenizer
 from tasks.house import Case
 
@@ -26,19 +26,22 @@ def answers(
     Those after the first `whole` are read until they are wrong.
     """
     tokenizer = load_tokenizer(bundle)
-    found = []
-    for number, case in enumerate(cases):
-        said = {"user": case.prompt, "assistant": case.completion}
-        messages = [{"role": role, "content": content} for role, content in said.items()]
-        ids, counted = encode_answers(tokenizer, messages, None)
-        start = int(counted.argmax())
-        right = ids[start : ids.index(tokenizer.eos_token_id, start) + 1]
-        written: list[int] = []
-        for record in generate(bundle, ids[:start], adapters=adapters, max_tokens=len(right)):
-            if record["type"] == "token":
-                written.append(record["token"])
-            if number >= whole and written != right[: len(written)]:
-                break
-        text = tokenizer.decode(written).partition(tokenizer.eos_token)[0]
-        found.append(Answer(text.strip(), written == right))
-    return found
+    with evaluator(bundle, adapters) as engine:
+
+        def answer(number: int, case: Case) -> Answer:
+            said = {"user": case.prompt, "assistant": case.completion}
+            messages = [{"role": role, "content": content} for role, content in said.items()]
+            ids, counted = encode_answers(tokenizer, messages, None)
+            start = int(counted.argmax())
+            right = ids[start : ids.index(tokenizer.eos_token_id, start) + 1]
+            written: list[int] = []
+
+            def go_on(token: int) -> bool:
+                written.append(token)
+                return number < whole or written == right[: len(written)]
+
+            engine.generate(ids[:start], len(right), stop=[], go_on=go_on)
+            text = tokenizer.decode(written).partition(tokenizer.eos_token)[0]
+            return Answer(text.strip(), written == right)
+
+        return [answer(number, case) for number, case in enumerate(cases)]

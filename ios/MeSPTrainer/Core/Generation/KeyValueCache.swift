@@ -34,7 +34,7 @@ public struct KeyValueCache {
 
     /// Lets go of what is above the limit.
     mutating func end() {
-        guard size > limit, !tokens.isEmpty else { return }
+        guard size > limit else { return }
         cut(to: tokens.count * limit / size)
     }
 

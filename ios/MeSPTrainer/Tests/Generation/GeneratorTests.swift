@@ -91,6 +91,15 @@ import Testing
         var text = [Int]()
         try generator.generate(request, continuing: &cache) { text.append($0) }
         #expect(cache.tokens == request.prompt + text.prefix(1) && cache.size == 6 * token)
+
+        // Stopped before all blocks have read the first tokens.
+        var (stopped, blocks) = (KeyValueCache(limit: 0), 0)
+        let stop = {
+            blocks += 1
+            if blocks > 1 { throw CancellationError() }
+        }
+        try generator.generate(request, continuing: &stopped, atBlock: stop) { _ in }
+        #expect(blocks == 2 && stopped.size == 0)
     }
 
     /// Of tokens with the probabilities 0.5, 0.3, 0.15 and 0.05, top-p keeps the fewest that reach p, and the temperature T draws them with
