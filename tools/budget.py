@@ -38,7 +38,7 @@ from studies.scores import score
 from studies.tasks import CLASSIFICATION, SCALE, TASKS, Task, export
 from studies.trainers import multiply_dequantized, with_mesp
 
-STEPS = 120  # as many as tell the variants apart: in 200 most answer all requests
+STEPS = 120  # enough to tell the variants apart: 200 teach the first of them all of it
 RANKS = (8, 4, 2)
 LENGTHS = 8  # the shortest length is a multiple of so many tokens
 
@@ -54,9 +54,8 @@ class Variant(NamedTuple):
     is_single: bool = False  # one sequence a step, and as many more steps
 
 
-DEFAULT = "MeSP"
 VARIANTS = {
-    DEFAULT: Variant("default"),
+    "MeSP": Variant("default"),
     "AdamW": Variant("optimizer", optimizer="adamw"),
     "SGD": Variant("optimizer", optimizer="sgd"),
     "all on disk": Variant("place", ("--offload", "all")),
@@ -81,7 +80,6 @@ STYLES = {
     "part": ("#0072b2", "D"),
     "sequences": ("#cc79a7", "P"),
 }
-
 PANELS = [("peak MB", "peak_bytes", 1e6), ("seconds in all", "seconds", 1)]
 RISES = (0, 14, -14, 28, -28, 42, -42)  # pixels that a name may stand above its point
 
