@@ -1,7 +1,7 @@
 # make demo    fine-tunes the demo model and shows what that changed
 # make check   style and the quick tests: the everyday loop
 # make test    every test that needs nothing but the checkout
-# make test-slow  what is long: 2,000 steps, lm-evaluation-harness, and PEFT, for which it installs PyTorch, some gigabytes
+# make test-slow  what is long: 2,000 steps, lm-evaluation-harness, llama.cpp, and PEFT, for which it installs PyTorch, some gigabytes
 # make engine  builds mesp-engine, the trainer
 # make app-bundle  exports the demo model for the app, for a phone's GPU and for its CPU, and records a run of it
 # make check-gpu  asks this machine what training depends on: costs, exact gradients, peaks
@@ -95,6 +95,10 @@ test-slow: engine
 	$(BIN)/python -m venv $(VENV)/harness
 	$(VENV)/harness/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,harness]'
 	$(VENV)/harness/bin/python -m pytest -q tests/check_harness.py
+	@echo "== Tests of the adapters and fused models in llama.cpp"
+	$(BIN)/python -m venv $(VENV)/llama
+	$(VENV)/llama/bin/python -m pip install --quiet --disable-pip-version-check xllamacpp --editable '.[dev]'
+	$(VENV)/llama/bin/python -m pytest -q tests/check_llama_cpp.py
 	@echo "== Tests of the adapters in PEFT"
 	$(BIN)/python -m venv $(VENV)/peft
 	$(VENV)/peft/bin/python -m pip install --quiet --disable-pip-version-check torch peft --editable '.[dev]'

@@ -13,7 +13,7 @@ from mesp.models.architecture import Architecture
 # llama.cpp's name of an architecture, by model_type.
 ARCHITECTURES = {
     "qwen2": "QWEN2", "qwen3": "QWEN3", "llama": "LLAMA", "mistral": "LLAMA", "smollm3": "SMOLLM3",
-    "gemma": "GEMMA", "gemma2": "GEMMA2", "gemma3_text": "GEMMA3", "phi3": "PHI3",
+    "gemma2": "GEMMA2", "gemma3_text": "GEMMA3", "phi3": "PHI3",
 }  # fmt: skip
 # Those whose q and k llama.cpp turns in pairs of neighbours: rows of a head's halves alternate.
 INTERLEAVED = ("LLAMA", "SMOLLM3")

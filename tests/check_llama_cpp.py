@@ -1,0 +1,206 @@
+"""llama.cpp with the adapters and the models that mesp-fuse writes: `make test-slow`.
+
+It comes as a wheel, xllamacpp. The base model is dequantized into a GGUF file, all in float32, and
+llama.cpp must write the tokens that mesp-generate does, as likely as mlx-lm finds them.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import gguf
+import mlx.core as mx
+import mlx_lm
+import numpy as np
+import pytest
+import xllamacpp
+from mlx import nn
+from mlx.utils import tree_flatten
+from mlx_lm.tuner.utils import load_adapters
+from mlx_lm.utils import dequantize_model
+
+from conftest import FAMILIES, run, write_model
+from mesp.adapters.gguf import ARCHITECTURES, INTERLEAVED
+from mesp.bundle.reader import Bundle
+from mesp.engine.generate import generate
+from mesp.models.architecture import Architecture
+from test_fuse import write_adapters
+
+COUNT = 48
+END = 0  # the token that ends a text, of all models here
+# Of a log-probability, by the activation. float32 on both sides: the sums' order differs, by 1e-5.
+# But llama.cpp looks GELU up in a table in float16: as much rounding in mlx-lm moves one by 0.012.
+TOLERANCE = {"silu": 1e-4, "gelu": 0.02}
+# Weights in bfloat16 have 8 bits of mantissa, which moves one by some 0.04.
+BFLOAT16 = 0.1
+# What a tiny model of each family has otherwise than in FAMILIES: no scaled RoPE, which GGUF keeps
+# in tensors of its own; windows longer than the text, as mlx-lm leaves some out; and what llama.cpp
+# knows without asking: which blocks have no RoPE, the scale of attention, the local RoPE's base.
+_GEMMA = {"query_pre_attn_scalar": 32, "sliding_window": 64, "rope_local_base_freq": 10000.0}
+TINY = {
+    "qwen3": {},
+    "llama": {"rope_scaling": None},
+    "smollm3": {"num_hidden_layers": 4, "no_rope_layers": [1, 1, 1, 0]},
+    "gemma2": _GEMMA,
+    "gemma3_text": _GEMMA,
+    "mistral": {"rope_scaling": None, "sliding_window": 64},
+    "phi3": {"rope_scaling": None, "sliding_window": 64},
+}
+
+
+@dataclass
+class Case:
+    """A bundle, adapters of it, and the folder that mesp-fuse made of both."""
+
+    bundle: Path
+    adapters: Path
+    fused: Path
+
+    @property
+    def prompt(self) -> list[int]:
+        return Bundle(self.bundle).tokens("train")[:4].tolist()
+
+    def model(self) -> nn.Module:
+        return Bundle(self.bundle).to_mlx_lm()
+
+    def adapted(self) -> nn.Module:
+        return load_adapters(self.model(), str(self.adapters))
+
+
+def call(*arguments: object) -> None:
+    done = run(*arguments)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture(scope="module", params=["demo", *TINY])
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    """The demo model with trained adapters, or a tiny one with random ones."""
+    folder, name = tmp_path_factory.mktemp(request.param), request.param
+    bundle = folder / "bundle.mesp"
+    if name == "demo":
+        call("export", "--model", "demo", "--out", bundle, "--seq-len", 64)
+        call("train", bundle, "--steps", 40, "--val-batches", 0, "--output", folder / "run")
+        adapters = folder / "run" / "adapters"
+    else:
+        model = write_model(folder / "model", FAMILIES[name] | TINY[name])
+        size = ("--seq-len", 8, "--rank", 2, "--group-size", 32, "--data", "python-docs")
+        call("export", "--model", model, "--out", bundle, *size)
+        adapters = write_adapters(folder / "adapters", bundle, 1.0 if "gemma" in name else 0.1)
+    options = ("--bits", "bfloat16", "--gguf", "--val-batches", 0)
+    call("fuse", bundle, "--adapters", adapters, "--out", folder / "fused", *options)
+    return Case(bundle, adapters, folder / "fused")
+
+
+def write_base(path: Path, model: nn.Module, folder: Path) -> Path:
+    """Writes mlx-lm's model with the config.json of `folder` as GGUF, in float32.
+
+    Tokens have numbers for names, as llama.cpp gets and gives ids here.
+    """
+    config = json.loads((folder / "config.json").read_text())
+    arch = Architecture.from_config(config)
+    name = ARCHITECTURES[arch.model_type]
+    architecture = gguf.MODEL_ARCH[name]
+    names = gguf.get_tensor_name_map(architecture, arch.num_hidden_layers)
+
+    writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[architecture])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_block_count(arch.num_hidden_layers)
+    writer.add_embedding_length(arch.hidden_size)
+    writer.add_feed_forward_length(arch.intermediate_size)
+    writer.add_head_count(arch.num_attention_heads)
+    writer.add_head_count_kv(arch.num_key_value_heads)
+    writer.add_key_length(arch.head_dim)
+    writer.add_value_length(arch.head_dim)
+    writer.add_layer_norm_rms_eps(arch.rms_norm_eps)
+    writer.add_rope_freq_base(config["rope_theta"])
+    writer.add_rope_dimension_count(2 * len(arch.attention[0].frequencies))
+    if config.get("sliding_window"):
+        writer.add_sliding_window(config["sliding_window"])
+    if arch.final_logit_softcapping:
+        writer.add_attn_logit_softcapping(arch.attn_logit_softcapping)
+        writer.add_final_logit_softcapping(arch.final_logit_softcapping)
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list([str(token) for token in range(arch.vocab_size)])
+    writer.add_eos_token_id(END)
+
+    heads = {"q_proj": arch.num_attention_heads, "k_proj": arch.num_key_value_heads}
+    model.set_dtype(mx.float32)
+    for key, weight in tree_flatten(dequantize_model(model).parameters()):
+        array = np.array(weight)
+        module = key.split(".")[-2]
+        if module in heads and name in INTERLEAVED:  # pairs of neighbours turn there, halves here
+            halves = array.reshape(heads[module], 2, -1, *array.shape[1:])
+            array = halves.swapaxes(1, 2).reshape(array.shape)
+        if module.endswith("norm"):
+            array = array + np.float32(arch.norm_offset)
+        writer.add_tensor(names.get_name(key, (".weight", ".bias")), np.ascontiguousarray(array))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def write(model: Path, prompt: list[int], adapters: Path | None = None) -> list[dict]:
+    """What llama.cpp writes greedily: of each token its `id`, its `logprob` and those of the two
+    likeliest, `top_logprobs`."""
+    params = xllamacpp.CommonParams()
+    params.model.path = str(model)
+    params.n_ctx, params.n_parallel, params.n_gpu_layers, params.verbosity = 128, 1, 0, -1
+    params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
+    params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
+    if adapters is not None:
+        lora = xllamacpp.CommonAdapterLoraInfo()
+        lora.path, lora.scale = str(adapters), 1.0
+        params.lora_adapters = [lora]
+    request = {"prompt": prompt, "n_predict": COUNT, "temperature": 0, "n_probs": 2}
+    answer = xllamacpp.Server(params).handle_completions(request)
+    return answer["choices"][0]["logprobs"]["content"]
+
+
+def log_probabilities(model: nn.Module, prompt: list[int], tokens: list[int]) -> list[float]:
+    """mlx-lm's, in float32, of each of `tokens` after the prompt and those before it."""
+    model.set_dtype(mx.float32)
+    logits = model(mx.array([prompt + tokens]))[0, len(prompt) - 1 : -1]
+    return np.array(nn.log_softmax(logits, -1))[range(len(tokens)), tokens].tolist()
+
+
+def check(
+    case: Case, steps: list[dict], model: nn.Module, adapters: Path | None, rounding: float = 0
+) -> None:
+    """Holds what llama.cpp wrote to `model`'s log-probabilities, and to mesp-generate's tokens.
+
+    The tokens may part where a tie decides: where the two likeliest are as near as the tolerance
+    of a log-probability, or as `rounding` of the weights.
+    """
+    tolerance = TOLERANCE[Bundle(case.bundle).architecture.hidden_act]
+    expected = log_probabilities(model, case.prompt, [step["id"] for step in steps])
+    assert [step["logprob"] for step in steps] == pytest.approx(expected, abs=tolerance)
+
+    settings = {"adapters": adapters, "max_tokens": COUNT, "stop": [END]}
+    *records, _ = generate(case.bundle, case.prompt, **settings)
+    tokens = [record["token"] for record in records]
+    tokens += [END] * (len(tokens) < COUNT)  # llama.cpp gives it too
+    for token, step in zip(tokens, steps, strict=True):
+        if token != step["id"]:
+            first, second = step["top_logprobs"]
+            assert second["id"] == token
+            assert first["logprob"] - second["logprob"] <= max(tolerance, rounding)
+            break
+
+
+def test_adapters(case: Case, tmp_path: Path):
+    base = write_base(tmp_path / "base.gguf", case.model(), case.bundle)
+    plain = write(base, case.prompt)
+    tuned = write(base, case.prompt, case.fused / "adapters.gguf")
+    check(case, plain, case.model(), None)
+    check(case, tuned, case.adapted(), case.adapters)
+    assert [step["id"] for step in plain] != [step["id"] for step in tuned]
+
+
+def test_a_fused_model(case: Case, tmp_path: Path):
+    fused, _ = mlx_lm.load(str(case.fused))
+    steps = write(write_base(tmp_path / "fused.gguf", fused, case.fused), case.prompt)
+    check(case, steps, fused, case.adapters, BFLOAT16)
