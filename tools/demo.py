@@ -23,8 +23,8 @@ from mesp.runs.log import read_run
 from tasks.exact_match import Answer, answers
 from tasks.house import Case, cases
 
-STEPS = 400
-BATCH_SIZE = 4
+STEPS = 600
+BATCH_SIZE = 2
 SEQ_LEN = 96  # holds the longest request with its answer
 RANK = 16
 # A small model that has never seen a brace has more to learn in these steps than the defaults are
