@@ -19,6 +19,8 @@ public final class BackgroundTransfer: NSObject, Transfer, @unchecked Sendable {
     private let lock = NSLock()
     /// By the names of their files; under the lock.
     private var receptions = [String: Reception]()
+    /// What the system had when it was first asked for a file: tasks of a process before this. Under the lock.
+    private var tasksOfBefore: Task<[URLSessionTask], Never>?
 
     /// A file that somebody waits for.
     private struct Reception {
@@ -71,11 +73,9 @@ public final class BackgroundTransfer: NSObject, Transfer, @unchecked Sendable {
 
     /// - Returns: the task that the system has for a file, or a new one, and whether it goes on with what has come.
     private func task(for wanted: Wanted, _ name: String) async -> (URLSessionDownloadTask, Bool) {
-        let tasks = await withCheckedContinuation { found in session.getAllTasks { found.resume(returning: $0) } }
-        for task in tasks where task.taskDescription == name {
-            if let task = task as? URLSessionDownloadTask, task.originalRequest?.url == wanted.request.url,
-                task.state == .running || task.state == .suspended
-            {
+        for task in await findTasksOfBefore()
+        where task.taskDescription == name && (task.state == .running || task.state == .suspended) {
+            if let task = task as? URLSessionDownloadTask, task.originalRequest?.url == wanted.request.url {
                 return (task, true)
             }
             task.cancel()  // of another commit
@@ -86,6 +86,21 @@ public final class BackgroundTransfer: NSObject, Transfer, @unchecked Sendable {
         let task = resumeData.map(session.downloadTask(withResumeData:)) ?? session.downloadTask(with: wanted.request)
         task.taskDescription = name
         return (task, resumeData != nil)
+    }
+
+    /// Asked once: those of this process somebody waits for, or they were cancelled. (And Foundation for Linux may crash where tasks begin
+    /// or end meanwhile.)
+    private func findTasksOfBefore() async -> [URLSessionTask] {
+        let search = lock.withLock {
+            let search =
+                tasksOfBefore
+                ?? Task { [session] in
+                    await withCheckedContinuation { found in session.getAllTasks { found.resume(returning: $0) } }
+                }
+            tasksOfBefore = search
+            return search
+        }
+        return await search.value
     }
 
     // MARK: - Files
