@@ -187,10 +187,7 @@ import Observation
     /// Ends both texts at the next block.
     public func stop() { gate.stop() }
 
-    private func update() {
-        gate.set(phone.scene == .active ? [] : [.away])
-        if phone.scene == .background { gate.waitUntilAtRest(seconds: RunController.leaving) }
-    }
+    private func update() { gate.follow(phone) }
 
     private enum Message: Sendable {
         case begins(Side)

@@ -75,11 +75,7 @@ import Observation
         case failed(String)
     }
 
-    private func update() {
-        gate.set(phone.scene == .active ? [] : [.away])
-        // iOS may take the GPU away after this call.
-        if phone.scene == .background { gate.waitUntilAtRest(seconds: RunController.leaving) }
-    }
+    private func update() { gate.follow(phone) }
 }
 
 extension SelfCheckReport {

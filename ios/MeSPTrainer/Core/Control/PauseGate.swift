@@ -100,4 +100,11 @@ package final class PauseGate: @unchecked Sendable {
             while !isAtRest, condition.wait(until: limit) {}
         }
     }
+
+    /// For work that is done in front only: it goes on there, and waits elsewhere.
+    @MainActor package func follow(_ phone: any Phone) {
+        set(phone.scene == .active ? [] : [.away])
+        // iOS may take the GPU away after this call.
+        if phone.scene == .background { waitUntilAtRest(seconds: RunController.leaving) }
+    }
 }
