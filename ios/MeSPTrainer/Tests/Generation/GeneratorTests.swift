@@ -18,7 +18,7 @@ import Testing
         let generator = Generator(model)
         let tokens = try fixture.array("tokens").asArray(Int32.self).dropLast().map { Int($0) }
 
-        var cache = KeyValueCache()
+        var cache = PromptCache()
         let logits = try generator.logits(cache.begin(tokens), &cache) {}
         let y = try fixture.array("y")
         let expected = try fixture.bundle.withHead { weights in
@@ -44,7 +44,7 @@ import Testing
         let generator = Generator(try CachedModel(fixture.bundle, adapters: nil, chunk: 1))
         let whole = try Generator(fixture.bundle)
         let tokens = Array(1...10)
-        var cache = KeyValueCache()
+        var cache = PromptCache()
         var said = Array(tokens.prefix(5))
         func say(_ prompt: [Int], stopAt block: Int = .max) throws -> (text: [Int], read: Int) {
             var request = Generator.Request(prompt: prompt)
@@ -85,7 +85,7 @@ import Testing
         let generator = try Generator(fixture.bundle)
         let architecture = fixture.bundle.architecture
         let token = 2 * 4 * architecture.numKeyValueHeads * architecture.headDim * fixture.layers
-        var cache = KeyValueCache(limit: 6 * token + 1)
+        var cache = PromptCache(limit: 6 * token + 1)
         var request = Generator.Request(prompt: Array(1...5))
         request.maxTokens = 4
         var text = [Int]()
@@ -93,7 +93,7 @@ import Testing
         #expect(cache.tokens == request.prompt + text.prefix(1) && cache.size == 6 * token)
 
         // Stopped before all blocks have read the first tokens.
-        var (stopped, blocks) = (KeyValueCache(limit: 0), 0)
+        var (stopped, blocks) = (PromptCache(limit: 0), 0)
         let stop = {
             blocks += 1
             if blocks > 1 { throw CancellationError() }
