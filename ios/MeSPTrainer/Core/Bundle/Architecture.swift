@@ -139,6 +139,14 @@ extension Architecture {
     /// The linear layers of all blocks, each once.
     var modules: [Module] { unique(mixers.flatMap(\.modules)) + mlp }
 
+    /// The most query heads of attention, 1 where there is none.
+    var attentionHeads: Int {
+        mixers.map { if case .attention(let mixer) = $0 { mixer.numAttentionHeads } else { 1 } }.max() ?? 1
+    }
+
+    /// The most features that a mixer's last projection takes.
+    var mixedSize: Int { mixers.map { $0.mixedSize(hidden: hiddenSize) }.max() ?? hiddenSize }
+
     /// Whether some block leaves one state of all tokens to those that follow.
     var isRecurrent: Bool {
         mixers.contains { if case .attention = $0 { false } else { true } }

@@ -39,7 +39,7 @@ public struct Manifest: Decodable, Sendable {
         public let words: Int
         public let arrays: [PackedArray]
     }
-    public struct Tokens: Decodable, Sendable {
+    public struct Tokens: Codable, Sendable {
         public let file: String
         public let tokens: Int
         /// Where the data is one example a sequence.
@@ -49,7 +49,7 @@ public struct Manifest: Decodable, Sendable {
         /// A file with a byte an example, what people said of it: see `TokenStream.Label`; nil where nobody did.
         public let labels: String?
 
-        public struct Examples: Decodable, Sendable {
+        public struct Examples: Codable, Sendable {
             public let file: String
             public let count: Int
         }

@@ -88,6 +88,15 @@ extension Mixer {
         }
     }
 
+    /// The features of mixed.
+    func mixedSize(hidden: Int) -> Int {
+        switch self {
+        case .attention(let mixer): mixer.queryWidth
+        case .gatedDeltaNet(let mixer): mixer.valueWidth
+        case .shortConvolution: hidden
+        }
+    }
+
     /// The names of m₁, m₂, m₃ and mixed of `Intermediates`.
     var intermediates: [String] {
         switch self {

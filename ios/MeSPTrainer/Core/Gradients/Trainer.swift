@@ -259,7 +259,8 @@ final class Trainer {
         self.settings = settings
         self.plan = plan
         trained = max(0, blocks - (settings.numLayers ?? blocks))..<blocks
-        modules = try settings.modules(of: architecture)
+        let modules = try settings.modules(of: architecture)
+        self.modules = modules
         masks =
             modules == architecture.modules
             ? nil : architecture.kinds.map { LoRALayout(block: $0, rank: settings.rank).mask(modules) }
