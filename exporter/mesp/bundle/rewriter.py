@@ -73,6 +73,7 @@ def rewrite_bundle(source: Path, options: BundleOptions) -> dict[str, Any]:
             "mlx_version": mx.__version__,
             "device": options.device,
             "dtype": options.dtype,
+            "architecture": bundle.architecture.to_manifest(),
             "seq_lens": options.seq_lens,
             "ranks": options.ranks,
             "blocks": [group.to_manifest() for group in groups],
