@@ -109,23 +109,24 @@ def write_base(path: Path, model: nn.Module, folder: Path) -> Path:
     writer.add_block_count(arch.num_hidden_layers)
     writer.add_embedding_length(arch.hidden_size)
     writer.add_feed_forward_length(arch.intermediate_size)
-    writer.add_head_count(arch.num_attention_heads)
-    writer.add_head_count_kv(arch.num_key_value_heads)
-    writer.add_key_length(arch.head_dim)
-    writer.add_value_length(arch.head_dim)
+    mixer = arch.mixers[0]
+    writer.add_head_count(mixer.num_attention_heads)
+    writer.add_head_count_kv(mixer.num_key_value_heads)
+    writer.add_key_length(mixer.head_dim)
+    writer.add_value_length(mixer.head_dim)
     writer.add_layer_norm_rms_eps(arch.rms_norm_eps)
     writer.add_rope_freq_base(config["rope_theta"])
-    writer.add_rope_dimension_count(2 * len(arch.attention[0].frequencies))
+    writer.add_rope_dimension_count(2 * len(mixer.frequencies))
     if config.get("sliding_window"):
         writer.add_sliding_window(config["sliding_window"])
     if arch.final_logit_softcapping:
-        writer.add_attn_logit_softcapping(arch.attn_logit_softcapping)
+        writer.add_attn_logit_softcapping(mixer.attn_logit_softcapping)
         writer.add_final_logit_softcapping(arch.final_logit_softcapping)
     writer.add_tokenizer_model("llama")
     writer.add_token_list([str(token) for token in range(arch.vocab_size)])
     writer.add_eos_token_id(END)
 
-    heads = {"q_proj": arch.num_attention_heads, "k_proj": arch.num_key_value_heads}
+    heads = {"q_proj": mixer.num_attention_heads, "k_proj": mixer.num_key_value_heads}
     model.set_dtype(mx.float32)
     for key, weight in tree_flatten(dequantize_model(model).parameters()):
         array = np.array(weight)

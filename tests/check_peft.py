@@ -61,7 +61,7 @@ def folder(bundle: Path) -> Path:
         for name, array in weights.items():
             if name.endswith((".bias", "norm.weight")):
                 tensors[prefix + name] = array
-        for name, (_, in_size) in arch.sizes().items():
+        for name, (_, in_size) in arch.blocks[index].sizes().items():
             tensors[f"{prefix}{name}.weight"] = dequantize(weights, f"{name}.", in_size)
     config = json.loads((bundle / "config.json").read_text())
     config.pop("quantization", None)

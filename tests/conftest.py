@@ -145,13 +145,13 @@ def random_tensors(config: dict, seed: int = 0) -> dict[str, mx.array]:
         return 1 + 0.2 * mx.random.normal((size,), key=next(keys)) - arch.norm_offset
 
     tensors = {"model.embed_tokens.weight": normal(arch.vocab_size, arch.hidden_size)}
-    for i in range(arch.num_hidden_layers):
+    for i, block in enumerate(arch.blocks):
         prefix = f"model.layers.{i}."
-        for name, (out, inp) in arch.sizes().items():
+        for name, (out, inp) in block.sizes().items():
             tensors[f"{prefix}{name}.weight"] = normal(out, inp)
             if name in arch.biases:
                 tensors[f"{prefix}{name}.bias"] = normal(out) * 3
-        for name, size in arch.norms().items():
+        for name, size in block.norms().items():
             tensors[prefix + name] = norm(size)
     tensors["model.norm.weight"] = norm(arch.hidden_size)
     if not arch.tie_word_embeddings:

@@ -73,8 +73,8 @@ def export_for_gpu(patch: pytest.MonkeyPatch) -> None:
     """
     of_device, multiply = function_files.block_function, mx.quantized_matmul
 
-    def of_gpu(arch, kind, layout, device, plain, fast):
-        return of_device(arch, kind, layout, "gpu", plain, fast)
+    def of_gpu(block, layout, device, plain, fast):
+        return of_device(block, layout, "gpu", plain, fast)
 
     def quantized_matmul(x, weight, scales, biases, **quantization):
         packed = (scales, biases)

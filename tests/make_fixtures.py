@@ -9,8 +9,9 @@
     loss        [1]
     x.N         [1, T, hidden]      block N's input
     y, dy       [1, T, hidden]      the last block's output, and the loss's gradient by it
-    attn_in, q, k, v, attn_out, x_mid, gate, up     block 0's intermediates,
-    o_out, mlp_out                                  and these where there are post norms
+    mixer_in.N, m1.N, m2.N, m3.N, mixed.N,      intermediates of block N, the first of each kind
+    x_mid.N, gate.N, up.N
+    o_out.N, mlp_out.N                          and these where there are post norms
     dx.N        [1, T, hidden]      the loss's gradient by block N's input
     grad.N      [P]                 the loss's gradient by block N's LoRA parameters
     moments     [P]                 numbers to quantize, some of them between two of the map
@@ -52,12 +53,13 @@ def random_lora(model: reference.Model, rank: int, seed: int) -> list[mx.array]:
     """Flat LoRA vectors with A as at the start and B normal, so that no gradient is zero."""
     lora = []
     block_keys = mx.random.split(mx.random.key(seed + 1), model.arch.num_hidden_layers)
-    for flat, key in zip(reference.init_lora(model.arch, rank, seed), block_keys, strict=True):
-        matrices = reference.unpack_lora(flat, model.arch, rank)
+    vectors = reference.init_lora(model.arch, rank, seed)
+    for flat, block, key in zip(vectors, model.arch.blocks, block_keys, strict=True):
+        matrices = reference.unpack_lora(flat, block)
         keys = mx.random.split(key, len(matrices))
         for (name, (A, B)), b_key in zip(matrices.items(), keys, strict=True):
             matrices[name] = (A, 0.02 * mx.random.normal(B.shape, key=b_key))
-        lora.append(reference.pack_lora(matrices, model.arch))
+        lora.append(reference.pack_lora(matrices, block))
     return lora
 
 
@@ -68,11 +70,13 @@ def gradient_arrays(
     g = reference.gradients(model, lora, window, scale)
     *x, y = g.x
     *dx, dy = g.dx
-    first = (lora[0], scale, model.blocks[0], model.arch, model.arch.kind(0))
-    _, *intermediates = reference.block_forward(x[0], *first)
     names = reference.INTERMEDIATES + (reference.POST_NORMED if model.arch.post_norms else ())
     arrays = {"tokens": window.astype(mx.int32), "loss": g.loss[None], "y": y, "dy": dy}
-    arrays |= dict(zip(names, intermediates, strict=True))
+    for i in map(model.arch.layers.index, range(len(model.arch.mixers))):
+        block = (lora[i], scale, model.blocks[i], model.arch.blocks[i])
+        _, *intermediates = reference.block_forward(x[i], *block)
+        named = zip(names, intermediates, strict=True)
+        arrays |= {f"{name}.{i}": array for name, array in named}
     arrays |= moment_arrays(g.lora[0])
     for name, blocks in {"lora": lora, "x": x, "dx": dx, "grad": g.lora}.items():
         arrays |= {f"{name}.{i}": array for i, array in enumerate(blocks)}
@@ -162,7 +166,7 @@ def floor_arrays(
     more exact, but by chance.
     """
     arch, targets = model.arch, window[1:]
-    blocks = [(lora[i], scale, model.blocks[i], arch, arch.kind(i)) for i in range(len(lora))]
+    blocks = [(lora[i], scale, model.blocks[i], arch.blocks[i]) for i in range(len(lora))]
     (embeddings,) = reference.forward(replace(model, blocks=[]), [], window[:-1], scale)
     x, forward = to_bfloat16(embeddings), []
     for block in blocks:

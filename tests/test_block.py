@@ -16,15 +16,14 @@ from mlx_lm.tuner.lora import LoRALinear
 
 from conftest import FAMILIES, HEADS_64, TINY, mlx_lm_model
 from mesp import reference
-from mesp.block_function import dequantize, forward_pass, fused, mlxfn, tiles
-from mesp.block_function.attention import Scoring, attention, fused_attention
+from mesp.block_function import attention, dequantize, fused, mlxfn, tiles
 from mesp.block_function.forward_pass import BlockFunction, block_function
 from mesp.block_function.trace import export_block
 from mesp.bundle.layout import Layout, block_layout
-from mesp.models.architecture import Architecture
+from mesp.models.architecture import Architecture, Block
 from mesp.quantization.modes import Quantization
 
-OUTPUTS = ("y", "attn_in", "q", "k", "v", "attn_out", "x_mid", "gate", "up", "o_out", "mlp_out")
+OUTPUTS = ("y", *reference.INTERMEDIATES, *reference.POST_NORMED)
 TOLERANCE = 1e-5
 SCALE = 2.0
 
@@ -60,7 +59,7 @@ MODELS |= {
 BLOCKS = [
     pytest.param(name, layer, id=f"{name} {layer}" if layer else name)
     for name, (config, _) in MODELS.items()
-    for layer in range(len(Architecture.from_config(config).attention))
+    for layer in range(len(Architecture.from_config(config).mixers))
     if name != "wide"
 ]
 
@@ -83,17 +82,17 @@ class Case:
     def __init__(self, name: str, layer: int = 0, rank: int = 4, lora: bool = True):
         config, quantization = MODELS[name]
         self.arch = Architecture.from_config(config)
-        self.kind = self.arch.kind(layer)
+        self.described = self.arch.blocks[layer]
         self.block = mlx_lm_model(config, quantization, seed=1).layers[layer]
         arrays = dict(tree_flatten(self.block.parameters()))
-        for norm in self.arch.norms():
+        for norm in self.described.norms():
             arrays[norm] = arrays[norm] + self.arch.norm_offset  # not in mlx-lm's array
-        quantizations = {name: quantization(name) for name in self.arch.modules}
-        self.layout = block_layout(self.arch, quantizations, "float32")
+        quantizations = {name: quantization(name) for name in self.described.modules}
+        self.layout = block_layout(self.described, quantizations, "float32")
         self.weights = pack(self.layout, arrays)
 
         flat = []
-        for name in self.arch.modules:
+        for name in self.described.modules:
             adapted = LoRALinear.from_base(self.module(name), r=rank, scale=SCALE)
             if lora:
                 adapted.lora_b = mx.random.normal(adapted.lora_b.shape) * 0.1
@@ -111,22 +110,26 @@ class Case:
 
     def run(self, x: mx.array) -> mx.array:
         """mlx-lm's block, with the window that Hugging Face gives it."""
-        return self.block(x, create_causal_mask(x.shape[1], window_size=self.kind.sliding_window))
+        return self.block(
+            x, create_causal_mask(x.shape[1], window_size=self.described.mixer.sliding_window)
+        )
 
     def expected(self, x: mx.array) -> list[mx.array]:
         """What mlx-lm computes: y, and what goes into and comes out of its modules."""
-        norms = [name.removesuffix(".weight") for name in self.arch.norms() if "attn" not in name]
-        spies = {name: Spy(self.module(name)) for name in (*norms, *self.arch.modules)}
+        norms = [
+            name.removesuffix(".weight") for name in self.described.norms() if "attn" not in name
+        ]
+        spies = {name: Spy(self.module(name)) for name in (*norms, *self.described.modules)}
         for name, spy in spies.items():
             self.replace(name, spy)
         found = {"y": self.run(x)}
-        for name, (module, rows, _) in self.arch.projections().items():
+        for name, (module, rows, _) in self.described.projections().items():
             found[name] = spies[module].seen["out"][..., rows]
-        for name in "qkv":
-            found[name] = found[name].reshape(1, x.shape[1], -1, self.arch.head_dim)
-            found[name] = found[name].swapaxes(1, 2)
-        found["attn_in"] = spies["input_layernorm"].seen["out"]
-        found["attn_out"] = spies["self_attn.o_proj"].seen["in"]
+        for m, name in {"m1": "q", "m2": "k", "m3": "v"}.items():
+            by_head = found[name].reshape(1, x.shape[1], -1, self.described.mixer.head_dim)
+            found[m] = by_head.swapaxes(1, 2)
+        found["mixer_in"] = spies["input_layernorm"].seen["out"]
+        found["mixed"] = spies["self_attn.o_proj"].seen["in"]
         found["x_mid"] = spies[self.arch.mlp_norm].seen["in"]
         found["o_out"], found["mlp_out"] = found["o"], found["down"]
         return [found[name] for name in OUTPUTS[: None if self.arch.post_norms else -2]]
@@ -135,15 +138,15 @@ class Case:
         """The block function, exported and imported again."""
         # A name of its own: MLX reads a function's constants when it first runs.
         path = str(folder / f"{plain}.mlxfn")
-        rank = self.lora.size // self.arch.lora_size(1)
+        rank = self.lora.size // self.described.lora_size(1)
         export_block(
-            path, self.function(plain, device), self.arch, self.layout, mx.float32, device,
+            path, self.function(plain, device), self.described, self.layout, mx.float32, device,
             [seq_len], [rank],
         )  # fmt: skip
         return mx.import_function(path)
 
     def function(self, plain: bool = False, device: str = "cpu") -> BlockFunction:
-        return block_function(self.arch, self.kind, self.layout, device, plain=plain)
+        return block_function(self.described, self.layout, device, plain=plain)
 
 
 def pack(layout: Layout, arrays: dict[str, mx.array]) -> mx.array:
@@ -193,8 +196,7 @@ def test_equals_mlx_lm(tmp_path, how, name, layer, seq_len):
 def test_the_reference_computes_the_same(name, layer):
     case = Case(name, layer)
     x, arrays = mx.random.normal((1, 12, case.arch.hidden_size)), case.layout.unpack(case.weights)
-    assert OUTPUTS[1:] == reference.INTERMEDIATES + reference.POST_NORMED
-    outputs = reference.block_forward(x, case.lora, SCALE, arrays, case.arch, case.kind)
+    outputs = reference.block_forward(x, case.lora, SCALE, arrays, case.described)
     assert_same(case, outputs, x)
 
 
@@ -215,7 +217,7 @@ def test_plain_function_differentiates(tmp_path, name, layer, seq_len):
 
     def mlx_lm(x: mx.array, lora: mx.array) -> mx.array:
         start = 0
-        for name in case.arch.modules:
+        for name in case.described.modules:
             layer = case.module(name)
             for matrix in ("lora_a", "lora_b"):
                 size = layer[matrix].size
@@ -238,8 +240,8 @@ def test_fused_attention_sees_the_same_keys(monkeypatch, window, length):
     """The GPU's attention, which the CPU has too: its mask is that of the tiles."""
     monkeypatch.setattr(tiles, "ATTENTION_ROWS", 4)
     q, k, v = (mx.random.normal((1, heads, length, 16)) for heads in (4, 2, 2))
-    scoring = Scoring(0.3, None, window)
-    functions = (partial(fused_attention, mx.fast), attention)
+    scoring = attention.Scoring(0.3, None, window)
+    functions = (partial(attention.fused_attention, mx.fast), attention.attention)
     a, b = (function(q, k, v, lambda x, _: x, scoring) for function in functions)
     assert relative_error(a, b) <= TOLERANCE
 
@@ -256,11 +258,11 @@ def test_the_gpu_function_computes_the_same(monkeypatch, name, how):
         lambda *args, **options: calls.append(args) or attend(*args, **options),
     )
     if how == "fused":
-        monkeypatch.setattr(forward_pass, "FUSED_HEADS", (case.arch.head_dim,))
+        monkeypatch.setattr(attention, "FUSED_HEADS", (case.described.mixer.head_dim,))
     x = mx.random.normal((1, 12, case.arch.hidden_size))
     function = case.function(how == "plain", device="gpu")
     outputs = function(x, case.lora, mx.array(SCALE), case.weights)
-    assert bool(calls) == (how == "fused" and case.arch.attn_logit_softcapping is None)
+    assert bool(calls) == (how == "fused" and case.described.mixer.attn_logit_softcapping is None)
     assert_same(case, outputs, x)
 
 
@@ -280,16 +282,16 @@ def test_the_gpu_function_differs_on_the_cpu_in_fused_primitives_only(monkeypatc
     the calls come to there. (MLX makes the real ones only where there is a GPU.)
     """
     case, plain = Case(name), Counter()
-    monkeypatch.setattr(forward_pass, "FUSED_HEADS", (case.arch.head_dim,))
-    quantizations = {module: MODELS[name][1](module) for module in case.arch.modules}
-    layout = block_layout(case.arch, quantizations, dtype)
+    monkeypatch.setattr(attention, "FUSED_HEADS", (case.described.mixer.head_dim,))
+    quantizations = {module: MODELS[name][1](module) for module in case.described.modules}
+    layout = block_layout(case.described, quantizations, dtype)
     # Inputs with a value, which have no graph.
     inputs = [mx.zeros((1, 12, case.arch.hidden_size), getattr(mx, dtype)), case.lora]
     inputs += [mx.array(SCALE), mx.zeros(layout.words, mx.uint32)]
     mx.eval(inputs)
 
     def graph() -> Counter:
-        return primitives(*block_function(case.arch, case.kind, layout, "gpu")(*inputs))
+        return primitives(*block_function(case.described, layout, "gpu")(*inputs))
 
     on_cpu = graph()
     for call in ("rms_norm", "rope", "scaled_dot_product_attention"):
@@ -319,14 +321,14 @@ GPU_BLOCKS |= {name: FAMILIES[name] for name in ("gemma2", "gemma3_text", "phi3"
 def gpu_block(name: str, dtype: str, plain: bool, fast: ModuleType) -> tuple:
     """The GPU's function with these fused primitives, and the widths of what it takes."""
     arch = Architecture.from_config(GPU_BLOCKS[name])
-    layout = block_layout(arch, dict.fromkeys(arch.modules, Quantization(4, 32)), dtype)
-    function = block_function(arch, arch.kind(0), layout, "gpu", plain, fast)
-    return function, arch, layout
+    block = arch.blocks[0]
+    layout = block_layout(block, dict.fromkeys(block.modules, Quantization(4, 32)), dtype)
+    return block_function(block, layout, "gpu", plain, fast), block, layout
 
 
-def gpu_inputs(arch: Architecture, layout: Layout, dtype: str, length: int) -> list[mx.array]:
-    x = mx.zeros((1, length, arch.hidden_size), getattr(mx, dtype))
-    return [x, mx.zeros(arch.lora_size(4)), mx.array(1.0), mx.zeros(layout.words, mx.uint32)]
+def gpu_inputs(block: Block, layout: Layout, dtype: str, length: int) -> list[mx.array]:
+    x = mx.zeros((1, length, block.arch.hidden_size), getattr(mx, dtype))
+    return [x, mx.zeros(block.lora_size(4)), mx.array(1.0), mx.zeros(layout.words, mx.uint32)]
 
 
 def trace(function: BlockFunction, *inputs: mx.array) -> list:
@@ -359,17 +361,17 @@ def flat(arguments: Iterable) -> list:
 @pytest.mark.parametrize("name", GPU_BLOCKS)
 def test_a_file_for_the_gpu_is_the_cpus_but_for_streams(tmp_path, name, dtype, plain, length):
     """The CPU's form, the GPU's and back: equal bytes, with the primitives that MLX traces."""
-    function, arch, layout = gpu_block(name, dtype, plain, fused)
+    function, block, layout = gpu_block(name, dtype, plain, fused)
     lengths = [length, length + 1]
     path = tmp_path / "block.mlxfn"
-    export_block(str(path), function, arch, layout, getattr(mx, dtype), "gpu", lengths, [4])
+    export_block(str(path), function, block, layout, getattr(mx, dtype), "gpu", lengths, [4])
     gpu = path.read_bytes()
     cpu = mlxfn.on_device(gpu, "cpu")
     assert mlxfn.on_device(cpu, "gpu") == gpu
 
     expected = []
     for each in lengths:
-        for part in trace(function, *gpu_inputs(arch, layout, dtype, each)):
+        for part in trace(function, *gpu_inputs(block, layout, dtype, each)):
             if isinstance(part, dict) and part["type"] == "primitive":
                 expected.append((part["name"], flat(part["arguments"])))
     assert [(p.name, flat(p.state)) for p in mlxfn.primitives(gpu)] == expected
@@ -377,10 +379,10 @@ def test_a_file_for_the_gpu_is_the_cpus_but_for_streams(tmp_path, name, dtype, p
     assert [(a, b) for a, b in zip(cpu, gpu, strict=True) if a != b] == [(0, 1)] * len(expected)
 
     used = {name for name, _ in expected} & {"RMSNorm", "RoPE", "ScaledDotProductAttention"}
-    attends = {"ScaledDotProductAttention"} if arch.head_dim == 64 else set()
+    attends = {"ScaledDotProductAttention"} if block.mixer.head_dim == 64 else set()
     assert used == (set() if plain else {"RMSNorm", "RoPE"} | attends)
     path.write_bytes(cpu)
-    assert len(mx.import_function(str(path))(*gpu_inputs(arch, layout, dtype, length))) >= 9
+    assert len(mx.import_function(str(path))(*gpu_inputs(block, layout, dtype, length))) >= 9
 
 
 @pytest.mark.skipif(not mx.metal.is_available(), reason="there is no GPU")
@@ -390,9 +392,9 @@ def test_a_file_for_the_gpu_is_the_cpus_but_for_streams(tmp_path, name, dtype, p
 def test_fused_primitives_are_those_of_a_trace_on_the_gpu(name, dtype, length):
     traces = []
     for device, fast in ((mx.gpu, mx.fast), (mx.cpu, fused)):
-        function, arch, layout = gpu_block(name, dtype, False, fast)
+        function, block, layout = gpu_block(name, dtype, False, fast)
         with mx.stream(device):
-            traces.append(trace(function, *gpu_inputs(arch, layout, dtype, length)))
+            traces.append(trace(function, *gpu_inputs(block, layout, dtype, length)))
     assert traces[0] == traces[1]
 
 
@@ -428,12 +430,12 @@ def test_one_file_serves_several_lengths_and_ranks(tmp_path):
     case = Case("groups")
     path = str(tmp_path / "block.mlxfn")
     function = case.function()
-    export_block(path, function, case.arch, case.layout, mx.float32, "cpu", [3, 70], [2, 4])
+    export_block(path, function, case.described, case.layout, mx.float32, "cpu", [3, 70], [2, 4])
     imported = mx.import_function(path)
     for seq_len in (3, 70):
         for rank in (2, 4):
             x = mx.random.normal((1, seq_len, case.arch.hidden_size))
-            lora = mx.random.normal((case.arch.lora_size(rank),)) * 0.1
+            lora = mx.random.normal((case.described.lora_size(rank),)) * 0.1
             arguments = (x, lora, mx.array(SCALE), case.weights)
             assert relative_error(imported(*arguments)[0], function(*arguments)[0]) <= 1e-6
     with pytest.raises(ValueError, match="No imported function"):
@@ -445,8 +447,8 @@ def test_bfloat16(tmp_path, name):
     """bfloat16 arrays and scales; the arithmetic between them is float32."""
     case = Case(name)
     wide = case.layout.unpack(case.weights)
-    quantizations = {module: MODELS[name][1](module) for module in case.arch.modules}
-    layout = block_layout(case.arch, quantizations, "bfloat16")
+    quantizations = {module: MODELS[name][1](module) for module in case.described.modules}
+    layout = block_layout(case.described, quantizations, "bfloat16")
     words = mx.zeros(layout.words, mx.uint32)
     rounded = {}
     for spec in layout.arrays:
@@ -456,8 +458,8 @@ def test_bfloat16(tmp_path, name):
             rounded[spec.name] = array.astype(mx.float32)
         words[spec.offset : spec.offset + spec.words] = array.flatten().view(mx.uint32)
     path = str(tmp_path / "block.mlxfn")
-    function = block_function(case.arch, case.kind, layout, "cpu")
-    export_block(path, function, case.arch, layout, mx.bfloat16, "cpu", [20], [4])
+    function = block_function(case.described, layout, "cpu")
+    export_block(path, function, case.described, layout, mx.bfloat16, "cpu", [20], [4])
     x = mx.random.normal((1, 20, case.arch.hidden_size)).astype(mx.bfloat16)
     outputs = mx.import_function(path)(x, case.lora, mx.array(SCALE), words)
 
@@ -482,5 +484,5 @@ def test_y_alone_takes_little_memory(tmp_path):
         mx.eval(function(x, case.lora, mx.array(SCALE), case.weights)[0])
         peaks[plain] = mx.get_peak_memory() - before
     gate = 4 * x.shape[1] * case.arch.intermediate_size
-    unpacked = 4 * sum(out * inp for out, inp in case.arch.sizes().values())
+    unpacked = 4 * sum(out * inp for out, inp in case.described.sizes().values())
     assert peaks[False] < gate + x.nbytes < unpacked < peaks[True]

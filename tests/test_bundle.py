@@ -120,8 +120,8 @@ def test_functions_give_the_logits_of_mlx_lm(family):
         tokens = mx.array(bundle.tokens("train")[:length])
         rows = {name: a[tokens] for name, a in bundle.embedding().items() if name != "norm"}
         x = arch.embedding_scale * reference.dequantize(rows, "", arch.hidden_size)[None]
-        lora = mx.zeros(arch.lora_size(2))
-        for i in range(arch.num_hidden_layers):
+        for i, block in enumerate(arch.blocks):
+            lora = mx.zeros(block.lora_size(2))
             function = bundle.function(length, i)
             x = function(x, lora, mx.array(1.0), bundle.block_words(i))[0]
         head = bundle.head()
@@ -140,11 +140,11 @@ def test_adapters_load_into_mlx_lm(family, tmp_path):
     lora = [w + 0.05 * mx.random.normal(w.shape, key=mx.random.key(i)) for i, w in enumerate(lora)]
     matrices = {}
     for i, flat in enumerate(lora):
-        for name, (a, b) in reference.unpack_lora(flat, arch, rank).items():
+        for name, (a, b) in reference.unpack_lora(flat, arch.blocks[i]).items():
             matrices[f"model.layers.{i}.{name}.lora_a"] = a
             matrices[f"model.layers.{i}.{name}.lora_b"] = b
     mx.save_safetensors(str(tmp_path / "adapters.safetensors"), matrices)
-    parameters = {"rank": rank, "scale": 3.0, "dropout": 0.0, "keys": list(arch.modules)}
+    parameters = {"rank": rank, "scale": 3.0, "dropout": 0.0, "keys": arch.modules}
     config = {"num_layers": arch.num_hidden_layers, "lora_parameters": parameters}
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
 

@@ -40,6 +40,7 @@ from mesp.bundle import rewriter
 from mesp.bundle.manifest import describe_files, read_manifest
 from mesp.bundle.reader import Bundle
 from mesp.commands.export import main
+from mesp.models.architecture import Architecture
 from mesp.quantization.modes import Quantization
 
 COMMAND = str(Path(sys.executable).with_name("mesp-export"))
@@ -91,7 +92,7 @@ def test_bundle_computes_what_mlx_lm_computes(tiny, text):
     rows = {name: a[tokens] for name, a in bundle.embedding().items() if name != "norm"}
     x = reference.dequantize(rows, "", arch.hidden_size)[None]
     function = bundle.function(24)
-    lora = mx.zeros(arch.lora_size(4))
+    lora = mx.zeros(arch.blocks[0].lora_size(4))
     for i in range(arch.num_hidden_layers):
         x = function(x, lora, mx.array(1.0), bundle.block_words(i))[0]
     head = bundle.head()
@@ -118,7 +119,7 @@ def test_summary_and_manifest(tiny, text):
     bundle = Bundle("tiny.mesp")
     for plain in (False, True):
         for rank in (2, 4):
-            lora = mx.zeros(bundle.architecture.lora_size(rank))
+            lora = mx.zeros(bundle.architecture.blocks[0].lora_size(rank))
             for seq_len in (8, 16):
                 function = bundle.function(seq_len, plain=plain)
                 x = mx.ones((1, seq_len, 128))
@@ -248,7 +249,7 @@ def test_bfloat16(tiny):
     assert mx.array_equal(block["mlp.up_proj.weight"], weight)
     assert mx.array_equal(block["mlp.up_proj.scales"], scales.astype(mx.bfloat16))
     x = mx.ones((1, 8, 128), mx.bfloat16)
-    lora = mx.zeros(bundle.architecture.lora_size(8))
+    lora = mx.zeros(bundle.architecture.blocks[0].lora_size(8))
     function = bundle.function(8)
     assert function(x, lora, mx.array(1.0), bundle.block_words(0))[0].dtype == mx.bfloat16
 
@@ -270,7 +271,7 @@ def test_first_layers_only(tiny):
     assert "has 3 blocks" in refused("--model", tiny, "--layers", 4)
     folder = write_model(Path("smollm3"), FAMILIES["smollm3"])
     bundle = exported("--model", folder, "--layers", 1, "--seq-len", 8)
-    assert len(bundle.architecture.attention) == 1
+    assert len(bundle.architecture.mixers) == 1
     assert len(bundle.to_mlx_lm().layers) == 1
 
 
@@ -427,7 +428,7 @@ def test_a_bundle_written_anew_in_place_keeps_its_weights_and_data(old):
     bundle.verify()
     assert (bundle.manifest["seq_lens"], bundle.manifest["ranks"]) == ([24], [2, 4])
     for rank in (2, 4):
-        lora = mx.zeros(bundle.architecture.lora_size(rank))
+        lora = mx.zeros(bundle.architecture.blocks[0].lora_size(rank))
         x = mx.ones((1, 24, 128))
         y = bundle.function(24)(x, lora, mx.array(1.0), bundle.block_words(0))[0]
         assert mx.isfinite(y).all()
@@ -481,6 +482,30 @@ def test_a_bundle_of_another_mlx_is_written_anew_for_this_one(old):
     bundle.function(16)
 
 
+def before_format_4(arch: Architecture) -> dict:
+    """A manifest's architecture as it was: of one mixer's kind, with the modules of a block."""
+    entry = arch.to_manifest()
+    (first, *_), mlp = entry["mixers"], entry.pop("mlp")
+    of_kind = ("frequencies", "rope_scale", "sliding_window")
+    kinds = [{key: mixer[key] for key in of_kind} for mixer in entry.pop("mixers")]
+    common = {key: first[key] for key in first if key not in (*of_kind, "type", "output_gate")}
+    entry |= common | {"modules": [*common["modules"], *mlp], "attention": kinds}
+    return {k: v for k, v in entry.items() if k not in ("mlx_prefix", "hf_prefix")}
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gemma2", "phi3"])
+def test_a_bundle_of_format_3_is_brought_up_to_date(family, text):
+    folder = write_model(Path("model"), FAMILIES[family])
+    bundle = exported("--model", folder, "--data", text, "--seq-len", 8)
+    edit(bundle.path, format=3, architecture=before_format_4(bundle.architecture))
+    assert "mesp-export --from" in run("data", bundle.path, "--data", "text.txt").stderr
+    assert export("--from", bundle.path, "--overwrite").exit_code == 0
+    now = Bundle(bundle.path)
+    now.verify()
+    for key in ("format", "architecture", "blocks", "data"):
+        assert now.manifest[key] == bundle.manifest[key], key
+
+
 def test_a_bundle_of_format_2_is_brought_up_to_date(old):
     """Its examples said how many tokens at their start are not in the loss; now a mask says it."""
     # The second and the third follow each other as a long record's do, the last has no prompt.
@@ -488,7 +513,8 @@ def test_a_bundle_of_format_2_is_brought_up_to_date(old):
     (old / "data" / "train.examples.bin").write_bytes(np.array(rows, "<u4").tobytes())
     data = json.loads((old / "manifest.json").read_text())["data"]
     data["train"]["examples"] = {"file": "data/train.examples.bin", "count": len(rows)}
-    edit(old, format=2, data=data, files=describe(old))
+    before = before_format_4(Bundle(old, to_run=False).architecture)
+    edit(old, format=2, architecture=before, data=data, files=describe(old))
     for refused_by in (run("train", old, "--steps", 1), run("data", old, "--data", "text.txt")):
         assert refused_by.returncode == 2
         assert "mesp-export --from" in refused_by.stderr and refused_by.stderr.count("\n") == 1
@@ -497,7 +523,7 @@ def test_a_bundle_of_format_2_is_brought_up_to_date(old):
     assert export("--from", old, "--overwrite").exit_code == 0
     bundle = Bundle(old)
     bundle.verify()
-    assert bundle.manifest["format"] == 3
+    assert bundle.manifest["format"] == 4
     assert bundle.examples("train").tolist() == [list(row[:2]) for row in rows]
     mask = bundle.mask("train")
     for start, length, prompt in rows:

@@ -26,12 +26,12 @@ def write_adapters(folder: Path, bundle: Path, size: float = 0.1) -> Path:
     matrices = {}
     for i, flat in enumerate(reference.init_lora(arch, RANK, seed=1)):
         flat = flat + size * mx.random.normal(flat.shape, key=mx.random.key(i))
-        for name, pair in reference.unpack_lora(flat, arch, RANK).items():
+        for name, pair in reference.unpack_lora(flat, arch.blocks[i]).items():
             for part, matrix in zip("ab", pair, strict=True):
                 matrices[f"model.layers.{i}.{name}.lora_{part}"] = matrix
     folder.mkdir()
     mx.save_safetensors(str(folder / "adapters.safetensors"), matrices)
-    lora = {"rank": RANK, "scale": SCALE, "dropout": 0.0, "keys": list(arch.modules)}
+    lora = {"rank": RANK, "scale": SCALE, "dropout": 0.0, "keys": arch.modules}
     config = {"num_layers": arch.num_hidden_layers, "lora_parameters": lora}
     (folder / "adapter_config.json").write_text(json.dumps(config))
     return folder
@@ -98,7 +98,7 @@ def test_the_losses_are_said(family, tmp_path):
     assert tuned == pytest.approx(fused, abs=0.03) and abs(base - tuned) > 0.001
     opened = Bundle(bundle)
     model = reference.Model.of(opened)
-    none = [mx.zeros(opened.architecture.lora_size(RANK))] * len(model.blocks)
+    none = [mx.zeros(block.lora_size(RANK)) for block in opened.architecture.blocks]
     ignores_window = opened.architecture.model_type in ("gemma2", "phi3")  # as mlx-lm does
     if not ignores_window:
         windows = [mx.array(opened.tokens("valid")[8 * i : 8 * i + 9]) for i in range(3)]
@@ -143,9 +143,10 @@ def test_gguf_adapters_are_as_llama_cpp_names_them(family, tmp_path):
         assert "blk.0.attn_qkv.weight.lora_a" in tensors and "blk.0.ffn_up.weight.lora_b" in tensors
         return
     b = np.array(ours["model.layers.0.self_attn.q_proj"][1]).T
-    heads = b.reshape(arch.num_attention_heads, arch.head_dim, RANK)
+    size = arch.mixers[0].head_dim
+    heads = b.reshape(arch.mixers[0].num_attention_heads, size, RANK)
     if arch.model_type in ("llama", "smollm3"):  # pairs of neighbours turn there, halves here
-        pairs = [i // 2 + (arch.head_dim // 2) * (i % 2) for i in range(arch.head_dim)]
+        pairs = [i // 2 + (size // 2) * (i % 2) for i in range(size)]
         heads = heads[:, pairs]
     assert np.array_equal(tensors["blk.0.attn_q.weight.lora_b"], heads.reshape(b.shape))
 

@@ -1,5 +1,6 @@
 import json
 import math
+from dataclasses import replace
 
 import mlx.core as mx
 import pytest
@@ -10,32 +11,34 @@ from mesp.block_function.rope import fast_rope
 from mesp.block_function.rope import rope as rope_of
 from mesp.errors import MespError
 from mesp.models.architecture import Architecture
-from mesp.models.attention_kinds import Attention
-from mesp.models.families import FUSED
+from mesp.models.families import FUSED_ATTENTION, FUSED_MLP
 
 
 def test_geometry_of_a_config():
     arch = Architecture.from_config(TINY)
-    assert (arch.hidden_size, arch.head_dim, arch.num_hidden_layers) == (128, 32, 3)
-    assert [*arch.projections()] == ["q", "k", "v", "o", "gate", "up", "down"]
-    assert arch.sizes()["self_attn.k_proj"] == (64, 128)
-    assert arch.sizes()["mlp.down_proj"] == (128, 320)
-    assert arch.lora_size(8) == 8 * (2 * 256 + 2 * 192 + 3 * 448)
-    assert arch.attention == (Attention(tuple(1e4 ** (-i / 32) for i in range(0, 32, 2))),)
+    (mixer,), block = arch.mixers, arch.blocks[0]
+    assert (arch.hidden_size, mixer.head_dim, arch.num_hidden_layers) == (128, 32, 3)
+    assert [*block.projections()] == ["q", "k", "v", "o", "gate", "up", "down"]
+    assert block.sizes()["self_attn.k_proj"] == (64, 128)
+    assert block.sizes()["mlp.down_proj"] == (128, 320)
+    assert block.lora_size(8) == 8 * (2 * 256 + 2 * 192 + 3 * 448)
+    assert mixer.frequencies == tuple(1e4 ** (-i / 32) for i in range(0, 32, 2))
+    assert (mixer.rope_scale, mixer.sliding_window) == (1, None)
     assert arch.layers == (0, 0, 0)
-    assert arch.attention_scale == pytest.approx(32**-0.5)
+    assert mixer.attention_scale == pytest.approx(32**-0.5)
 
 
 def test_fused_modules_hold_their_projections_one_below_the_other():
     arch = Architecture.from_config(FAMILIES["phi3"])  # 4 heads of 16, 2 of keys
-    assert arch.modules == FUSED
-    assert arch.sizes() == {
+    block = arch.blocks[0]
+    assert tuple(block.modules.items()) == FUSED_ATTENTION + FUSED_MLP
+    assert block.sizes() == {
         "self_attn.qkv_proj": (128, 64),
         "self_attn.o_proj": (64, 64),
         "mlp.gate_up_proj": (256, 64),
         "mlp.down_proj": (64, 128),
     }
-    places = arch.projections()
+    places = block.projections()
     assert places["k"] == ("self_attn.qkv_proj", slice(64, 96), (32, 64))
     assert places["up"] == ("mlp.gate_up_proj", slice(128, 256), (128, 64))
 
@@ -43,16 +46,16 @@ def test_fused_modules_hold_their_projections_one_below_the_other():
 @pytest.mark.parametrize("name", FAMILIES)
 def test_arrays_are_those_of_mlx_lm(name):
     """Modules, biases and norms of every family, by name and size."""
-    arch = Architecture.from_config(FAMILIES[name])
-    block = mlx_lm_model(FAMILIES[name]).layers[0]
-    arrays = {f"{module}.weight": size for module, size in arch.sizes().items()}
-    arrays |= {f"{module}.bias": arch.sizes()[module][:1] for module in arch.biases}
-    arrays |= {norm: (size,) for norm, size in arch.norms().items()}
-    modules = dict(block.named_modules())
+    block = Architecture.from_config(FAMILIES[name]).blocks[0]
+    layer = mlx_lm_model(FAMILIES[name]).layers[0]
+    arrays = {f"{module}.weight": size for module, size in block.sizes().items()}
+    arrays |= {f"{module}.bias": (size,) for module, size in block.biases().items()}
+    arrays |= {norm: (size,) for norm, size in block.norms().items()}
+    modules = dict(layer.named_modules())
     named = {n: modules[n.rpartition(".")[0]][n.rpartition(".")[2]].shape for n in arrays}
     assert named == arrays
     assert sum(map(math.prod, arrays.values())) == sum(
-        array.size for module in block.leaf_modules().values() for array in leaves(module)
+        array.size for module in layer.leaf_modules().values() for array in leaves(module)
     )
 
 
@@ -62,9 +65,6 @@ def leaves(tree) -> list[mx.array]:
     if isinstance(tree, dict):
         return [leaf for value in tree.values() for leaf in leaves(value)]
     return [tree]
-
-
-WINDOW = Attention((), sliding_window=5)
 
 
 @pytest.mark.parametrize(
@@ -81,9 +81,9 @@ WINDOW = Attention((), sliding_window=5)
 )
 def test_kinds_of_attention(name, windows, layers):
     arch = Architecture.from_config(FAMILIES[name])
-    assert [kind.sliding_window for kind in arch.attention] == windows
+    assert [mixer.sliding_window for mixer in arch.mixers] == windows
     assert arch.layers == layers
-    assert [arch.kind(i) for i in range(2)] == [arch.attention[kind] for kind in layers]
+    assert [block.mixer for block in arch.blocks] == [arch.mixers[kind] for kind in layers]
 
 
 def test_defaults_of_the_patterns():
@@ -94,20 +94,21 @@ def test_defaults_of_the_patterns():
     smollm3 = {k: v for k, v in FAMILIES["smollm3"].items() if k != "no_rope_layers"}
     arch = Architecture.from_config({**smollm3, "num_hidden_layers": 6})
     assert arch.layers == (0, 0, 0, 1, 0, 0)
-    assert arch.attention[1] == Attention(())
-    assert arch.first(3).attention == arch.attention[:1]
+    assert arch.mixers[1] == replace(arch.mixers[0], frequencies=())
+    assert arch.first(3).mixers == arch.mixers[:1]
     mistral = Architecture.from_config({**FAMILIES["mistral"], "sliding_window": None})
-    assert mistral.attention[0].sliding_window is None
+    assert mistral.mixers[0].sliding_window is None
 
 
 def test_a_window_of_the_whole_sequence_is_none():
-    assert WINDOW.within(5) == Attention(())
-    assert WINDOW.within(6) == WINDOW
+    block = Architecture.from_config(FAMILIES["mistral"]).blocks[0]
+    assert block.within(5).mixer == replace(block.mixer, sliding_window=None)
+    assert block.within(6) == block
 
 
 def test_numbers_of_gemma():
     gemma2, gemma3 = (Architecture.from_config(FAMILIES[n]) for n in ("gemma2", "gemma3_text"))
-    assert gemma2.attention_scale == gemma3.attention_scale == 24**-0.5
+    assert {mixer.attention_scale for mixer in gemma2.mixers + gemma3.mixers} == {24**-0.5}
     assert gemma2.embedding_scale == gemma3.embedding_scale == 8
     # √1152 is 33.94; Gemma 3 rounds it to bfloat16.
     scales = [
@@ -115,8 +116,10 @@ def test_numbers_of_gemma():
         for name in ("gemma2", "gemma3_text")
     ]
     assert scales == [math.sqrt(1152), 34.0]
-    assert (gemma2.attn_logit_softcapping, gemma2.final_logit_softcapping) == (3.0, 2.0)
-    assert (gemma3.attn_logit_softcapping, gemma3.final_logit_softcapping) == (None, None)
+    caps = [
+        (a.mixers[0].attn_logit_softcapping, a.final_logit_softcapping) for a in (gemma2, gemma3)
+    ]
+    assert caps == [(3.0, 2.0), (None, None)]
 
 
 LLAMA3 = {"factor": 32.0, "original_max_position_embeddings": 8192, "rope_type": "llama3"}
@@ -144,12 +147,12 @@ LONG |= {"original_max_position_embeddings": 4096}
 def test_rope_turns_as_in_mlx_lm(scaling):
     config = {**FAMILIES["llama"], "rope_theta": 5e5, "head_dim": 64, "rope_scaling": scaling}
     config["max_position_embeddings"] = 131072
-    kind = Architecture.from_config(config).kind(0)
+    mixer = Architecture.from_config(config).mixers[0]
     rope = initialize_rope(64, 5e5, False, scaling, 131072)
     x = mx.random.normal((1, 2, 40, 64), key=mx.random.key(0))
     expected = rope(mx.array(x))  # some of mlx-lm's change what they are given
     rows = slice(0, 40)
-    for turn in (fast_rope(kind, mx.fast), rope_of(kind, rows)):
+    for turn in (fast_rope(mixer, mx.fast), rope_of(mixer, rows)):
         error = mx.linalg.norm(turn(x, rows) - expected)
         assert error <= 1e-5 * mx.linalg.norm(expected)
         tile = turn(x[:, :, 30:], slice(30, 40))
@@ -162,29 +165,26 @@ def test_manifest_keeps_everything(name):
     entry = json.loads(json.dumps(arch.to_manifest()))
     assert Architecture.from_manifest(entry) == arch
     assert list(entry) == [
-        "model_type", "hidden_size", "intermediate_size", "num_attention_heads",
-        "num_key_value_heads", "head_dim", "vocab_size", "rms_norm_eps", "tie_word_embeddings",
-        "modules", "biases", "qk_norm", "post_norms", "hidden_act", "attention_scale",
-        "attn_logit_softcapping", "final_logit_softcapping", "embedding_scale", "attention",
-        "layers",
+        "model_type", "hidden_size", "intermediate_size", "vocab_size", "rms_norm_eps",
+        "tie_word_embeddings", "hidden_act", "post_norms", "final_logit_softcapping",
+        "embedding_scale", "mlx_prefix", "hf_prefix", "mlp", "biases", "mixers", "layers",
     ]  # fmt: skip
-    assert entry["modules"][0] in (["self_attn.q_proj", ["q"]], ["self_attn.qkv_proj", [*"qkv"]])
+    assert entry["mlp"][-1] == ["mlp.down_proj", ["down"]]
+    first = entry["mixers"][0]["modules"][0]
+    assert first in (["self_attn.q_proj", ["q"]], ["self_attn.qkv_proj", [*"qkv"]])
 
 
 @pytest.mark.parametrize(
     "damage",
     [
         {"hidden_size": 0},
-        {"head_dim": 8},  # fewer dimensions than are rotated
-        {"num_key_value_heads": 3},
         {"layers": [0, 2]},
         {"layers": []},
         {"hidden_act": "relu"},
-        {"modules": [["self_attn.q_proj", ["q"]]]},
+        {"mlp": [["mlp.gate_proj", ["gate"]]]},
         {"biases": ["lm_head"]},
         {"embedding_scale": "1"},
-        {"attention": [{"frequencies": [1.0], "rope_scale": 1.0}, {}]},
-        {"attn_logit_softcapping": -1},
+        {"mixers": []},
         {"more": 1},
     ],
 )
@@ -192,6 +192,26 @@ def test_damaged_manifest_is_refused(damage):
     entry = Architecture.from_config(FAMILIES["gemma2"]).to_manifest()
     with pytest.raises((ValueError, TypeError, KeyError)):
         Architecture.from_manifest(entry | damage)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"type": "mamba"},
+        {"head_dim": 8},  # fewer dimensions than are rotated
+        {"num_key_value_heads": 3},
+        {"qk_norm": 1},
+        {"modules": [["self_attn.q_proj", ["q"]]]},
+        {"frequencies": [0.0]},
+        {"attn_logit_softcapping": -1},
+        {"more": 1},
+    ],
+)
+def test_damaged_mixer_is_refused(damage):
+    entry = Architecture.from_config(FAMILIES["gemma2"]).to_manifest()
+    entry["mixers"][1] |= damage
+    with pytest.raises((ValueError, TypeError, KeyError)):
+        Architecture.from_manifest(entry)
 
 
 def test_rope_as_transformers_5_writes_it():

@@ -162,7 +162,7 @@ class Oracle:
         first = arch.num_hidden_layers - (recipe.num_layers or arch.num_hidden_layers)
         parameters = {}
         for index in range(first, arch.num_hidden_layers):
-            for name, (a, b) in reference.unpack_lora(flat[index], arch, RANK).items():
+            for name, (a, b) in reference.unpack_lora(flat[index], arch.blocks[index]).items():
                 if name.split(".")[1].removesuffix("_proj") in recipe.projections:
                     parameters[f"model.layers.{index}.{name}.lora_a"] = a
                     parameters[f"model.layers.{index}.{name}.lora_b"] = b
@@ -171,21 +171,17 @@ class Oracle:
     def loss(self, parameters: Parameters, batch: list, scale: float) -> mx.array:
         """Mean over all targets of the batch that count."""
         arch, losses = self.model.arch, []
-        nothing = {
-            name: (mx.zeros((inp, RANK)), mx.zeros((RANK, out)))
-            for name, (out, inp) in arch.sizes().items()
-        }
         lora = []
-        for index in range(arch.num_hidden_layers):
+        for index, block in enumerate(arch.blocks):
             prefix = f"model.layers.{index}."
             matrices = {
                 name: (
-                    parameters.get(f"{prefix}{name}.lora_a", nothing[name][0]),
-                    parameters.get(f"{prefix}{name}.lora_b", nothing[name][1]),
+                    parameters.get(f"{prefix}{name}.lora_a", mx.zeros((inp, RANK))),
+                    parameters.get(f"{prefix}{name}.lora_b", mx.zeros((RANK, out))),
                 )
-                for name in arch.modules
+                for name, (out, inp) in block.sizes().items()
             }
-            lora.append(reference.pack_lora(matrices, arch))
+            lora.append(reference.pack_lora(matrices, block))
         for tokens, positions in batch:
             y = reference.forward(self.model, lora, tokens[:-1], scale)[-1]
             counted = y[:, positions - 1]
@@ -446,12 +442,12 @@ def test_mezo_takes_the_options_too(bundle: Path, oracle: Oracle, tmp_path: Path
         order = [reference.step_window(2 * step + i, 0, len(oracle.sequences)) for i in (0, 1)]
         batch = [oracle.sequences[index] for index in order]
         noise = reference.mezo_noise(
-            [mx.zeros(arch.lora_size(RANK))] * arch.num_hidden_layers, 0, step
+            [mx.zeros(block.lora_size(RANK)) for block in arch.blocks], 0, step
         )
         z = {
             f"model.layers.{index}.{name}.{part}": matrix
             for index, flat in enumerate(noise)
-            for name, pair in reference.unpack_lora(flat, arch, RANK).items()
+            for name, pair in reference.unpack_lora(flat, arch.blocks[index]).items()
             for part, matrix in zip(("lora_a", "lora_b"), pair, strict=True)
         }
         plus, minus = (

@@ -184,8 +184,9 @@ def independent(bundle: Path, objective: str, steps: int) -> list[float]:
     opened = Bundle(bundle)
     arch, model = opened.architecture, opened.to_mlx_lm()
     model.freeze()
-    for layer, flat in zip(model.layers, reference.init_lora(arch, RANK, 0), strict=True):
-        load_lora(layer, flat, arch, RANK)
+    start = reference.init_lora(arch, RANK, 0)
+    for layer, flat, block in zip(model.layers, start, arch.blocks, strict=True):
+        load_lora(layer, flat, block)
     tokens, mask, labels = (getattr(opened, name)("train") for name in ("tokens", "mask", "labels"))
     sequences = []
     for start, length in opened.examples("train").tolist():

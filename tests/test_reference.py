@@ -13,8 +13,8 @@ from mlx_lm.tuner.trainer import default_loss
 
 from conftest import FAMILIES, TINY, mlx_lm_model
 from mesp import reference
-from mesp.models.architecture import Architecture
-from mesp.models.attention_kinds import Attention
+from mesp.models.architecture import Architecture, Block
+from mesp.models.mixers import AttentionMixer
 from mesp.quantization.modes import Quantization
 
 TOLERANCE = 1e-5
@@ -124,7 +124,7 @@ def frequencies(rotated: int, theta: float = 1e4) -> tuple[float, ...]:
     ],
 )
 def test_rope(heads, T, D, rotated, theta, scale):
-    kind = Attention(frequencies(rotated, theta), scale)
+    mixer = attention_mixer(frequencies=frequencies(rotated, theta), rope_scale=scale)
 
     def oracle(x):
         if not rotated:
@@ -133,8 +133,8 @@ def test_rope(heads, T, D, rotated, theta, scale):
         return mx.fast.rope(x, rotated, traditional=False, base=theta, scale=1.0, offset=0)
 
     check(
-        lambda x: reference.rope(x, kind),
-        lambda y, dy: [reference.rope_backward(dy, kind)],
+        lambda x: reference.rope(x, mixer),
+        lambda y, dy: [reference.rope_backward(dy, mixer)],
         oracle,
         {"x": normal(1, heads, T, D)},
     )
@@ -146,13 +146,13 @@ def test_rope(heads, T, D, rotated, theta, scale):
     [(1, 2, 1, 8), (7, 1, 1, 16), (9, 4, 4, 8), (32, 4, 2, 16), (33, 14, 2, 64)],
 )
 def test_attention(T, heads, kv_heads, D, window):
-    kind, scale = Attention((), sliding_window=window), 0.7 * D**-0.5
-    arch = replace(architecture(), attention_scale=scale)
+    scale = 0.7 * D**-0.5
+    mixer = attention_mixer(sliding_window=window, attention_scale=scale)
     q, k, v = normal(1, heads, T, D), normal(1, kv_heads, T, D), normal(1, kv_heads, T, D)
     alone = min(T, window or T) == 1  # each token sees itself only
     check(
-        lambda q, k, v: reference.attention(q, k, v, arch, kind),
-        lambda attn_out, dy: reference.attention_backward(q, k, v, attn_out, dy, arch, kind),
+        lambda q, k, v: reference.attention(q, k, v, mixer),
+        lambda attn_out, dy: reference.attention_backward(q, k, v, attn_out, dy, mixer),
         lambda q, k, v: reference.merge_heads(
             mx.fast.scaled_dot_product_attention(
                 q, k, v, scale=scale, mask=create_causal_mask(T, window_size=window)
@@ -167,21 +167,18 @@ def test_attention(T, heads, kv_heads, D, window):
 def test_attention_with_a_soft_cap(cap):
     """mlx-lm's Gemma 2 has one; here it is with heads repeated instead of grouped."""
     T, D = 9, 16
-    kind, arch = (
-        Attention((), sliding_window=4),
-        replace(architecture(), attn_logit_softcapping=cap),
-    )
+    mixer = attention_mixer(sliding_window=4, attn_logit_softcapping=cap)
     q, k, v = normal(1, 4, T, D), normal(1, 2, T, D), normal(1, 2, T, D)
 
     def oracle(q, k, v):
         k, v = (mx.repeat(heads, 2, axis=1) for heads in (k, v))
-        scores = mx.tanh(arch.attention_scale * q @ k.swapaxes(-1, -2) / cap) * cap
+        scores = mx.tanh(mixer.attention_scale * q @ k.swapaxes(-1, -2) / cap) * cap
         scores = mx.where(create_causal_mask(T, window_size=4), scores, mx.finfo(mx.float32).min)
         return reference.merge_heads(mx.softmax(scores, axis=-1) @ v)
 
     check(
-        lambda q, k, v: reference.attention(q, k, v, arch, kind),
-        lambda attn_out, dy: reference.attention_backward(q, k, v, attn_out, dy, arch, kind),
+        lambda q, k, v: reference.attention(q, k, v, mixer),
+        lambda attn_out, dy: reference.attention_backward(q, k, v, attn_out, dy, mixer),
         oracle,
         {"q": q, "k": k, "v": v},
     )
@@ -245,6 +242,11 @@ def architecture(**changes) -> Architecture:
     return Architecture.from_config(SMALL | changes)
 
 
+def attention_mixer(**changes) -> AttentionMixer:
+    """Attention without RoPE, as much as its formulas read of it."""
+    return replace(architecture().mixers[0], **{"frequencies": (), **changes})
+
+
 def random_lora(arch: Architecture, rank: int) -> list[mx.array]:
     """As after some training: A and B nonzero."""
     lora = reference.init_lora(arch, rank, seed=3)
@@ -254,7 +256,7 @@ def random_lora(arch: Architecture, rank: int) -> list[mx.array]:
 def test_lora_layout():
     arch, rank = architecture(hidden_size=96, num_attention_heads=3, num_key_value_heads=1), 4
     flat = random_lora(arch, rank)[0]
-    matrices = reference.unpack_lora(flat, arch, rank)
+    matrices = reference.unpack_lora(flat, arch.blocks[0])
     assert [(name, (A.shape, B.shape)) for name, (A, B) in matrices.items()] == [
         ("self_attn.q_proj", ((96, 4), (4, 96))),
         ("self_attn.k_proj", ((96, 4), (4, 32))),
@@ -267,13 +269,12 @@ def test_lora_layout():
     A, B = matrices["self_attn.q_proj"]
     assert A[1, 2] == flat[1 * 4 + 2]
     assert B[1, 2] == flat[96 * 4 + 1 * 96 + 2]
-    assert mx.array_equal(reference.pack_lora(matrices, arch), flat)
-    assert reference.lora_rank(flat, arch) == rank
+    assert mx.array_equal(reference.pack_lora(matrices, arch.blocks[0]), flat)
 
 
 def test_lora_of_fused_modules():
     arch = Architecture.from_config(FAMILIES["phi3"])
-    matrices = reference.unpack_lora(random_lora(arch, 4)[1], arch, 4)
+    matrices = reference.unpack_lora(random_lora(arch, 4)[1], arch.blocks[1])
     assert [(name, (A.shape, B.shape)) for name, (A, B) in matrices.items()] == [
         ("self_attn.qkv_proj", ((64, 4), (4, 128))),
         ("self_attn.o_proj", ((64, 4), (4, 64))),
@@ -288,13 +289,13 @@ def test_init_lora():
     assert len(lora) == arch.num_hidden_layers
     assert not mx.array_equal(lora[0], lora[1])
     assert not mx.array_equal(lora[0], reference.init_lora(arch, rank, seed=6)[0])
-    for A, B in reference.unpack_lora(lora[1], arch, rank).values():
+    for A, B in reference.unpack_lora(lora[1], arch.blocks[1]).values():
         bound = A.shape[0] ** -0.5
         assert 0.9 * bound < mx.abs(A).max() <= bound
         assert mx.abs(mx.mean(A)) < 0.1 * bound
         assert mx.all(B == 0)
     key = mx.random.split(mx.random.split(mx.random.key(5), 2)[1], 7)[6]
-    A, _ = reference.unpack_lora(lora[1], arch, rank)["mlp.down_proj"]
+    A, _ = reference.unpack_lora(lora[1], arch.blocks[1])["mlp.down_proj"]
     assert mx.array_equal(A, mx.random.uniform(-(128**-0.5), 128**-0.5, (128, rank), key=key))
 
 
@@ -311,19 +312,19 @@ def reference_model(model: nn.Module, arch: Architecture) -> reference.Model:
     embedding = dict(model.model.embed_tokens.parameters())
     head = embedding if arch.tie_word_embeddings else dict(model.lm_head.parameters())
     blocks = [dict(tree_flatten(layer.parameters())) for layer in model.layers]
-    for weights in blocks:
-        for name in arch.norms():
+    for weights, block in zip(blocks, arch.blocks, strict=True):
+        for name in block.norms():
             weights[name] = weights[name] + arch.norm_offset
     norm = model.model.norm.weight + arch.norm_offset
     return reference.Model(arch, blocks, embedding, head | {"norm": norm})
 
 
-def load_lora(layer: nn.Module, flat: mx.array, arch: Architecture, rank: int) -> None:
+def load_lora(layer: nn.Module, flat: mx.array, block: Block) -> None:
     """Wraps an mlx-lm block's modules in LoRALinear; only `flat`'s parameters are trainable."""
     modules = dict(layer.named_modules())
     wrapped = []
-    for name, (A, B) in reference.unpack_lora(flat, arch, rank).items():
-        lora = LoRALinear.from_base(modules[name], r=rank, scale=SCALE)
+    for name, (A, B) in reference.unpack_lora(flat, block).items():
+        lora = LoRALinear.from_base(modules[name], r=A.shape[1], scale=SCALE)
         lora.lora_a, lora.lora_b = A, B
         wrapped.append((name, lora))
     layer.freeze()
@@ -332,18 +333,19 @@ def load_lora(layer: nn.Module, flat: mx.array, arch: Architecture, rank: int) -
         setattr(layer[parent], child, lora)
 
 
-def flat_gradient(grads: dict, arch: Architecture) -> mx.array:
+def flat_gradient(grads: dict, block: Block) -> mx.array:
     """mlx-lm's gradients of a block's LoRALinear modules as the flat vector."""
     arrays = dict(tree_flatten(grads))
     return reference.pack_lora(
-        {name: (arrays[f"{name}.lora_a"], arrays[f"{name}.lora_b"]) for name in arch.modules}, arch
+        {name: (arrays[f"{name}.lora_a"], arrays[f"{name}.lora_b"]) for name in block.modules},
+        block,
     )
 
 
-def assert_same_gradient(actual, expected, arch, rank, T) -> None:
+def assert_same_gradient(actual, expected, block: Block, T: int) -> None:
     """Flat LoRA gradients, matrix by matrix. One token attends to itself only: q, k get none."""
-    actual, expected = (reference.unpack_lora(g, arch, rank) for g in (actual, expected))
-    for name in arch.modules:
+    actual, expected = (reference.unpack_lora(g, block) for g in (actual, expected))
+    for name in block.modules:
         for matrix, a, b in zip("AB", actual[name], expected[name], strict=True):
             if T == 1 and name in ("self_attn.q_proj", "self_attn.k_proj"):
                 limit = TOLERANCE * mx.linalg.norm(expected["mlp.down_proj"][0])
@@ -368,19 +370,20 @@ def test_block(T, rank, group_size, config):
     arch = Architecture.from_config(config)
     model = quantized(config, group_size)
     ours = reference_model(model, arch)
-    for i in range(len(arch.attention)):  # the first blocks are one of each kind
-        kind, weights, lora = arch.kind(i), ours.blocks[i], random_lora(arch, rank)[i]
+    for i in range(len(arch.mixers)):  # the first blocks are one of each kind
+        described, weights, lora = arch.blocks[i], ours.blocks[i], random_lora(arch, rank)[i]
         x, dy = normal(1, T, arch.hidden_size), normal(1, T, arch.hidden_size)
-        block = (lora, SCALE, weights, arch, kind)
+        block = (lora, SCALE, weights, described)
 
         y, *intermediates = reference.block_forward(x, *block)
         dx, d_lora = reference.block_backward(x, intermediates, dy, *block)
         dx_vjp, d_lora_vjp = reference.mebp_block_gradient(x, dy, *block)
         assert_close("dx (vjp)", dx, dx_vjp)
-        assert_same_gradient(d_lora, d_lora_vjp, arch, rank, T)
+        assert_same_gradient(d_lora, d_lora_vjp, described, T)
 
-        layer, mask = model.layers[i], create_causal_mask(T, window_size=kind.sliding_window)
-        load_lora(layer, lora, arch, rank)
+        window = described.mixer.sliding_window
+        layer, mask = model.layers[i], create_causal_mask(T, window_size=window)
+        load_lora(layer, lora, described)
 
         def mlx_lm_block(x, parameters, layer=layer, mask=mask, dy=dy):
             layer.update(parameters)
@@ -390,7 +393,7 @@ def test_block(T, rank, group_size, config):
         trainable = layer.trainable_parameters()
         dx_lm, grads = mx.grad(mlx_lm_block, argnums=(0, 1))(x, trainable)
         assert_close("dx (mlx-lm)", dx, dx_lm)
-        assert_same_gradient(d_lora, flat_gradient(grads, arch), arch, rank, T)
+        assert_same_gradient(d_lora, flat_gradient(grads, described), described, T)
 
 
 class Windowed(nn.Module):
@@ -403,7 +406,7 @@ class Windowed(nn.Module):
     def __call__(self, tokens: mx.array) -> mx.array:
         h = self.arch.embedding_scale * self.model.embed_tokens(tokens)
         for i, layer in enumerate(self.model.layers):
-            window = self.arch.kind(i).sliding_window
+            window = self.arch.blocks[i].mixer.sliding_window
             h = layer(h, create_causal_mask(tokens.shape[1], window_size=window))
         logits = self.model.embed_tokens.as_linear(self.model.norm(h))
         cap = self.arch.final_logit_softcapping
@@ -420,8 +423,8 @@ def test_model(T, rank, group_size, config):
     ours_gradients = reference.gradients(ours, lora, window, SCALE)
 
     model.freeze()
-    for layer, flat in zip(model.layers, lora, strict=True):
-        load_lora(layer, flat, arch, rank)
+    for layer, flat, block in zip(model.layers, lora, arch.blocks, strict=True):
+        load_lora(layer, flat, block)
     lengths = mx.array([[1, T]])
     if arch.model_type in ("mistral", "phi3", "gemma2") and T > 5:
         without, _ = default_loss(model, window[None], lengths)
@@ -431,8 +434,9 @@ def test_model(T, rank, group_size, config):
 
     assert_close("loss", ours_gradients.loss, loss)
     assert_close("loss", reference.loss(ours, lora, window, SCALE), loss)
-    for actual, layer_grads in zip(ours_gradients.lora, grads["model"]["layers"], strict=True):
-        assert_same_gradient(actual, flat_gradient(layer_grads, arch), arch, rank, T)
+    layers = zip(ours_gradients.lora, grads["model"]["layers"], arch.blocks, strict=True)
+    for actual, layer_grads, block in layers:
+        assert_same_gradient(actual, flat_gradient(layer_grads, block), block, T)
 
 
 @pytest.mark.parametrize("config", [SMALL, FAMILIES["gemma2"], FAMILIES["phi3"]])
@@ -447,7 +451,7 @@ def test_gradients_by_activations(config):
 
     def loss_from(first, x):
         for i in range(first, 3):
-            block = (lora[i], SCALE, model.blocks[i], arch, arch.kind(i))
+            block = (lora[i], SCALE, model.blocks[i], arch.blocks[i])
             x = reference.block_forward(x, *block)[0]
         return reference.cross_entropy(x, window[1:], model.head, arch)
 
@@ -664,8 +668,8 @@ def preferring():
     start = reference.init_lora(arch, 4, seed=0)
     windows = [mx.random.randint(0, arch.vocab_size, (n,)) for n, _ in PAIR_LENGTHS]
     model.freeze()
-    for layer, flat in zip(model.layers, lora, strict=True):
-        load_lora(layer, flat, arch, 4)
+    for layer, flat, block in zip(model.layers, lora, arch.blocks, strict=True):
+        load_lora(layer, flat, block)
     return arch, model, ours, lora, start, windows
 
 
@@ -701,7 +705,7 @@ def assert_same_training(model, expected_loss, arch, ours, lora, windows, loss, 
     ]
     for block, layer in enumerate(grads["model"]["layers"]):
         total = sum(each[block] for each in gradients)
-        assert_close(f"gradient of block {block}", total, flat_gradient(layer, arch))
+        assert_close(f"gradient of block {block}", total, flat_gradient(layer, arch.blocks[block]))
 
 
 @pytest.mark.parametrize("beta", [0.1, 2.0])

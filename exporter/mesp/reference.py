@@ -21,11 +21,11 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from mesp.bundle.reader import Bundle
-from mesp.models.architecture import Architecture
-from mesp.models.attention_kinds import Attention
+from mesp.models.architecture import Architecture, Block
+from mesp.models.mixers import AttentionMixer
 from mesp.quantization.modes import Quantization
 
-INTERMEDIATES = ("attn_in", "q", "k", "v", "attn_out", "x_mid", "gate", "up")
+INTERMEDIATES = ("mixer_in", "m1", "m2", "m3", "mixed", "x_mid", "gate", "up")
 POST_NORMED = ("o_out", "mlp_out")  # more intermediates of a block with post norms
 
 Weights = dict[str, mx.array]
@@ -74,21 +74,17 @@ def dequantize(weights: Weights, name: str, in_size: int) -> mx.array:
 
 
 # LoRA parameters: one flat float32 vector a block, with A [in, rank] then B [rank, out] of each
-# module in the order of `Architecture.modules`. The projections of a fused module share its A, and
+# module in the order of `Block.modules`. The projections of a fused module share its A, and
 # each has its columns of B.
 
 Matrices = dict[str, tuple[mx.array, mx.array]]
 
 
-def lora_rank(flat: mx.array, arch: Architecture) -> int:
-    """The rank of a flat LoRA vector, from its length."""
-    return flat.size // arch.lora_size(1)
-
-
-def unpack_lora(flat: mx.array, arch: Architecture, rank: int) -> Matrices:
+def unpack_lora(flat: mx.array, block: Block) -> Matrices:
     """The matrices A [in, rank] and B [rank, out] of each module, from the flat vector [P]."""
     matrices, start = {}, 0
-    for name, (out_size, in_size) in arch.sizes().items():
+    rank = flat.size // block.lora_size(1)
+    for name, (out_size, in_size) in block.sizes().items():
         middle, end = start + in_size * rank, start + (in_size + out_size) * rank
         matrices[name] = (
             flat[start:middle].reshape(in_size, rank),
@@ -98,23 +94,24 @@ def unpack_lora(flat: mx.array, arch: Architecture, rank: int) -> Matrices:
     return matrices
 
 
-def pack_lora(matrices: Matrices, arch: Architecture) -> mx.array:
+def pack_lora(matrices: Matrices, block: Block) -> mx.array:
     """The flat vector [P] of each module's A and B (or of their gradients)."""
-    return mx.concatenate([m.reshape(-1) for name in arch.modules for m in matrices[name]])
+    return mx.concatenate([m.reshape(-1) for name in block.modules for m in matrices[name]])
 
 
 def init_lora(arch: Architecture, rank: int, seed: int) -> list[mx.array]:
     """Initial flat LoRA vectors, one a block: A uniform in ±1/√in, B zero."""
-    blocks = []
-    for block_key in mx.random.split(mx.random.key(seed), arch.num_hidden_layers):
-        keys = mx.random.split(block_key, len(arch.modules))
+    vectors = []
+    block_keys = mx.random.split(mx.random.key(seed), arch.num_hidden_layers)
+    for block, block_key in zip(arch.blocks, block_keys, strict=True):
+        keys = mx.random.split(block_key, len(block.modules))
         matrices = {}
-        for key, (name, (out_size, in_size)) in zip(keys, arch.sizes().items(), strict=True):
+        for key, (name, (out_size, in_size)) in zip(keys, block.sizes().items(), strict=True):
             bound = 1 / math.sqrt(in_size)
             a = mx.random.uniform(-bound, bound, (in_size, rank), key=key)
             matrices[name] = (a, mx.zeros((rank, out_size)))
-        blocks.append(pack_lora(matrices, arch))
-    return blocks
+        vectors.append(pack_lora(matrices, block))
+    return vectors
 
 
 # The pieces of a block.
@@ -171,29 +168,29 @@ def rms_norm_backward(x: mx.array, dy: mx.array, weight: mx.array, eps: float) -
     return dx_direct + dx_through_r
 
 
-def _turn(x: mx.array, kind: Attention, direction: int) -> mx.array:
-    half = len(kind.frequencies)
+def _turn(x: mx.array, mixer: AttentionMixer, direction: int) -> mx.array:
+    half = len(mixer.frequencies)
     if half == 0:
         return x
     angle = (
-        direction * mx.arange(x.shape[-2], dtype=mx.float32)[:, None] * mx.array(kind.frequencies)
+        direction * mx.arange(x.shape[-2], dtype=mx.float32)[:, None] * mx.array(mixer.frequencies)
     )
-    cos, sin = kind.rope_scale * mx.cos(angle), kind.rope_scale * mx.sin(angle)
+    cos, sin = mixer.rope_scale * mx.cos(angle), mixer.rope_scale * mx.sin(angle)
     first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
     return mx.concatenate([first * cos - second * sin, first * sin + second * cos, rest], axis=-1)
 
 
-def rope(x: mx.array, kind: Attention) -> mx.array:
+def rope(x: mx.array, mixer: AttentionMixer) -> mx.array:
     """y_t = m R(t) x_t: dimensions i and i + n turn by the angle t f_i, i < n.   x, y [..., T, D]
 
-    f are the n frequencies and m the scale of this `kind` of attention. Dimensions from 2n on stay.
+    f are the mixer's n frequencies and m its scale. Dimensions from 2n on stay.
     """
-    return _turn(x, kind, 1)
+    return _turn(x, mixer, 1)
 
 
-def rope_backward(dy: mx.array, kind: Attention) -> mx.array:
+def rope_backward(dy: mx.array, mixer: AttentionMixer) -> mx.array:
     """dx_t = m R(t)ᵀ dy_t = m R(-t) dy_t: turn back."""
-    return _turn(dy, kind, -1)
+    return _turn(dy, mixer, -1)
 
 
 def split_heads(x: mx.array, heads: int) -> mx.array:
@@ -221,9 +218,7 @@ def soft_cap_backward(y: mx.array, dy: mx.array, cap: float | None) -> mx.array:
     return dy if cap is None else dy * (1 - (y / cap) ** 2)
 
 
-def _scores(
-    q: mx.array, k: mx.array, arch: Architecture, kind: Attention
-) -> tuple[mx.array, mx.array]:
+def _scores(q: mx.array, k: mx.array, mixer: AttentionMixer) -> tuple[mx.array, mx.array]:
     """S = cap(a q kᵀ) and P = softmax(S) over the keys s that t sees: t - window < s ≤ t.
 
     q [1, kv_heads, group, T, D], k [1, kv_heads, 1, T, D]; a is the attention scale.
@@ -231,21 +226,19 @@ def _scores(
     t = mx.arange(q.shape[-2])[:, None]
     s = mx.arange(q.shape[-2])
     seen = s <= t
-    if kind.sliding_window is not None:
-        seen = seen & (s > t - kind.sliding_window)
-    S = soft_cap(arch.attention_scale * (q @ k.swapaxes(-1, -2)), arch.attn_logit_softcapping)
+    if mixer.sliding_window is not None:
+        seen = seen & (s > t - mixer.sliding_window)
+    S = soft_cap(mixer.attention_scale * (q @ k.swapaxes(-1, -2)), mixer.attn_logit_softcapping)
     return S, mx.softmax(mx.where(seen, S, -mx.inf), axis=-1)
 
 
-def attention(
-    q: mx.array, k: mx.array, v: mx.array, arch: Architecture, kind: Attention
-) -> mx.array:
+def attention(q: mx.array, k: mx.array, v: mx.array, mixer: AttentionMixer) -> mx.array:
     """O = P v, P = softmax(cap(a q kᵀ)), causal and grouped-query; heads concatenated.
 
     q [1, heads, T, D], k and v [1, kv_heads, T, D] -> attn_out [1, T, heads·D]
     """
     k, v = k[:, :, None], v[:, :, None]
-    _, P = _scores(_by_group(q, k.shape[1]), k, arch, kind)
+    _, P = _scores(_by_group(q, k.shape[1]), k, mixer)
     return merge_heads((P @ v).reshape(q.shape))
 
 
@@ -255,8 +248,7 @@ def attention_backward(
     v: mx.array,
     attn_out: mx.array,
     d_attn_out: mx.array,
-    arch: Architecture,
-    kind: Attention,
+    mixer: AttentionMixer,
 ) -> tuple[mx.array, mx.array, mx.array]:
     """dq, dk, dv. S and P were not stored: they are computed again. Shapes as in `attention`.
 
@@ -272,14 +264,14 @@ def attention_backward(
     out, d_out = split_heads(attn_out, heads), split_heads(d_attn_out, heads)
     q, out, d_out = (_by_group(heads_array, kv_heads) for heads_array in (q, out, d_out))
     k, v = k[:, :, None], v[:, :, None]
-    S, P = _scores(q, k, arch, kind)
+    S, P = _scores(q, k, mixer)
     dv = (P.swapaxes(-1, -2) @ d_out).sum(axis=2)
     dP = d_out @ v.swapaxes(-1, -2)
     delta = (out * d_out).sum(axis=-1, keepdims=True)
     dS = P * (dP - delta)
-    dZ = soft_cap_backward(S, dS, arch.attn_logit_softcapping)
-    dq = (arch.attention_scale * (dZ @ k)).reshape(q_shape)
-    dk = (arch.attention_scale * (dZ.swapaxes(-1, -2) @ q)).sum(axis=2)
+    dZ = soft_cap_backward(S, dS, mixer.attn_logit_softcapping)
+    dq = (mixer.attention_scale * (dZ @ k)).reshape(q_shape)
+    dk = (mixer.attention_scale * (dZ.swapaxes(-1, -2) @ q)).sum(axis=2)
     return dq, dk, dv
 
 
@@ -377,17 +369,18 @@ def _matrix(head: Weights, x: mx.array) -> mx.array:
 
 
 class Parts(NamedTuple):
-    """What a block's formulas take: the projections by their short names, the norms by theirs."""
+    """What a block's formulas take: the projections by their short names, vectors by theirs."""
 
     p: dict[str, Projection]
-    norm: dict[str, mx.array]
+    vector: Weights
+    eps: float
 
     @classmethod
-    def of(cls, weights: Weights, lora: mx.array, arch: Architecture) -> "Parts":
+    def of(cls, weights: Weights, lora: mx.array, block: Block) -> "Parts":
         """A projection of a fused module takes its rows of W and bias, and its columns of B."""
-        matrices = unpack_lora(lora, arch, lora_rank(lora, arch))
+        matrices = unpack_lora(lora, block)
         projections = {}
-        for name, (module, rows, (_, in_size)) in arch.projections().items():
+        for name, (module, rows, (_, in_size)) in block.projections().items():
             bias = weights.get(f"{module}.bias")
             A, B = matrices[module]
             projections[name] = Projection(
@@ -396,35 +389,80 @@ class Parts(NamedTuple):
                 A,
                 B[:, rows],
             )
-        norms = {name: weights[f"{name}"].astype(mx.float32) for name in arch.norms()}
-        return cls(projections, norms)
+        vectors = {name: weights[name].astype(mx.float32) for name in block.norms()}
+        return cls(projections, vectors, block.arch.rms_norm_eps)
 
 
-def fuse(gradients: Matrices, arch: Architecture) -> Matrices:
+def fuse(gradients: Matrices, block: Block) -> Matrices:
     """The gradients by A and B of each module, from those of its projections.
 
     Its outputs lie side by side, so dB does; they share A, so dA adds up.
     """
     fused = {}
-    for module, names in arch.modules.items():
+    for module, names in block.modules.items():
         dA, dB = zip(*(gradients[name] for name in names), strict=True)
         fused[module] = (sum(dA[1:], dA[0]), mx.concatenate(dB, axis=1))
     return fused
 
 
-def place(x: mx.array, weight: mx.array | None, arch: Architecture, kind: Attention) -> mx.array:
+# Attention in a block: q, k and v of the block's normed input, and what o takes.
+
+Stored = Callable[[mx.array], mx.array]
+
+
+def place(x: mx.array, weight: mx.array | None, eps: float, mixer: AttentionMixer) -> mx.array:
     """y = RoPE(QKNorm(x)), what attention takes of q and k.   x, y [1, heads, T, D]"""
     if weight is not None:
-        x = rms_norm(x, weight, arch.rms_norm_eps)
-    return rope(x, kind)
+        x = rms_norm(x, weight, eps)
+    return rope(x, mixer)
 
 
 def place_backward(
-    x: mx.array, dy: mx.array, weight: mx.array | None, arch: Architecture, kind: Attention
+    x: mx.array, dy: mx.array, weight: mx.array | None, eps: float, mixer: AttentionMixer
 ) -> mx.array:
     """dx, through RoPE and then QK-norm, where there is one"""
-    dy = rope_backward(dy, kind)
-    return dy if weight is None else rms_norm_backward(x, dy, weight, arch.rms_norm_eps)
+    dy = rope_backward(dy, mixer)
+    return dy if weight is None else rms_norm_backward(x, dy, weight, eps)
+
+
+def mix_by_attention(
+    x: mx.array, scale: float, parts: Parts, mixer: AttentionMixer, stored: Stored
+) -> list[mx.array]:
+    """[q, k, v, attn_out] of x [1, T, hidden]
+
+    attn_out = attention(place(q(x)), place(k(x)), v(x))
+    """
+    p, vector, eps = parts
+    heads, kv_heads = mixer.num_attention_heads, mixer.num_key_value_heads
+    q = stored(split_heads(linear(x, p["q"], scale), heads))
+    k = stored(split_heads(linear(x, p["k"], scale), kv_heads))
+    v = stored(split_heads(linear(x, p["v"], scale), kv_heads))
+    placed_q = place(q, vector.get("self_attn.q_norm.weight"), eps, mixer)
+    placed_k = place(k, vector.get("self_attn.k_norm.weight"), eps, mixer)
+    return [q, k, v, stored(attention(placed_q, placed_k, v, mixer))]
+
+
+def mix_by_attention_backward(
+    x: mx.array,
+    mixed: list[mx.array],
+    d_attn_out: mx.array,
+    scale: float,
+    parts: Parts,
+    mixer: AttentionMixer,
+) -> tuple[mx.array, Matrices]:
+    """dx, and dA and dB of q, k and v.   mixed is what `mix_by_attention` gives"""
+    p, vector, eps = parts
+    q, k, v, attn_out = mixed
+    q_norm, k_norm = (vector.get(f"self_attn.{name}_norm.weight") for name in "qk")
+    placed_q, placed_k = place(q, q_norm, eps, mixer), place(k, k_norm, eps, mixer)
+    dq, dk, dv = attention_backward(placed_q, placed_k, v, attn_out, d_attn_out, mixer)
+    dq = place_backward(q, dq, q_norm, eps, mixer)
+    dk = place_backward(k, dk, k_norm, eps, mixer)
+    dx, grad = mx.zeros_like(x), {}
+    for name, dy in {"q": dq, "k": dk, "v": dv}.items():
+        d_in, *grad[name] = linear_backward(x, merge_heads(dy), p[name], scale)
+        dx = dx + d_in
+    return dx, grad
 
 
 def block_forward(
@@ -432,45 +470,38 @@ def block_forward(
     lora: mx.array,
     scale: float,
     weights: Weights,
-    arch: Architecture,
-    kind: Attention,
-    stored: Callable[[mx.array], mx.array] = lambda x: x,
+    block: Block,
+    stored: Stored = lambda x: x,
 ) -> list[mx.array]:
-    """[y, attn_in, q, k, v, attn_out, x_mid, gate, up], shapes as in docs/architecture.md.
+    """[y, mixer_in, m1, m2, m3, mixed, x_mid, gate, up], shapes as in docs/architecture.md.
 
-    x_mid = x + o(attention(RMSNorm(x)))        y = x_mid + down(act(gate) ∘ up)
+    x_mid = x + o(mix(RMSNorm(x)))        y = x_mid + down(act(gate) ∘ up)
 
     With post norms (o and down are normed before they are added) also o_out and mlp_out, which
     those take. `stored` is what becomes of an array in memory, such as rounding; gate and up are
     made again where they are needed.
     """
-    p, norm = Parts.of(weights, lora, arch)
-    eps = arch.rms_norm_eps
-    heads, kv_heads = arch.num_attention_heads, arch.num_key_value_heads
+    parts, arch, mixer = Parts.of(weights, lora, block), block.arch, block.mixer
+    p, vector, eps = parts
 
-    attn_in = stored(rms_norm(x, norm["input_layernorm.weight"], eps))
-    q = stored(split_heads(linear(attn_in, p["q"], scale), heads))
-    k = stored(split_heads(linear(attn_in, p["k"], scale), kv_heads))
-    v = stored(split_heads(linear(attn_in, p["v"], scale), kv_heads))
-    placed_q = place(q, norm.get("self_attn.q_norm.weight"), arch, kind)
-    placed_k = place(k, norm.get("self_attn.k_norm.weight"), arch, kind)
-    attn_out = stored(attention(placed_q, placed_k, v, arch, kind))
-    o_out = linear(attn_out, p["o"], scale)
+    mixer_in = stored(rms_norm(x, vector["input_layernorm.weight"], eps))
+    *m, mixed = mix_by_attention(mixer_in, scale, parts, mixer, stored)
+    o_out = linear(mixed, p[mixer.out], scale)
     if arch.post_norms:
         o_out = stored(o_out)
-        x_mid = stored(x + rms_norm(o_out, norm["post_attention_layernorm.weight"], eps))
+        x_mid = stored(x + rms_norm(o_out, vector["post_attention_layernorm.weight"], eps))
     else:
         x_mid = stored(x + o_out)
 
-    mlp_in = rms_norm(x_mid, norm[f"{arch.mlp_norm}.weight"], eps)
+    mlp_in = rms_norm(x_mid, vector[f"{arch.mlp_norm}.weight"], eps)
     gate = linear(mlp_in, p["gate"], scale)
     up = linear(mlp_in, p["up"], scale)
     mlp_out = linear(gated(gate, up, arch.hidden_act), p["down"], scale)
     if not arch.post_norms:
-        return [stored(x_mid + mlp_out), attn_in, q, k, v, attn_out, x_mid, gate, up]
+        return [stored(x_mid + mlp_out), mixer_in, *m, mixed, x_mid, gate, up]
     mlp_out = stored(mlp_out)
-    y = stored(x_mid + rms_norm(mlp_out, norm["post_feedforward_layernorm.weight"], eps))
-    return [y, attn_in, q, k, v, attn_out, x_mid, gate, up, o_out, mlp_out]
+    y = stored(x_mid + rms_norm(mlp_out, vector["post_feedforward_layernorm.weight"], eps))
+    return [y, mixer_in, *m, mixed, x_mid, gate, up, o_out, mlp_out]
 
 
 def block_backward(
@@ -480,50 +511,43 @@ def block_backward(
     lora: mx.array,
     scale: float,
     weights: Weights,
-    arch: Architecture,
-    kind: Attention,
+    block: Block,
 ) -> tuple[mx.array, mx.array]:
     """dx [1, T, hidden] and the gradient [P] by the flat LoRA vector.
 
     From x and the intermediates of `block_forward`, last formula first.
     """
-    p, norm = Parts.of(weights, lora, arch)
-    eps = arch.rms_norm_eps
-    attn_in, q, k, v, attn_out, x_mid, gate, up, *post = intermediates
+    parts, arch, mixer = Parts.of(weights, lora, block), block.arch, block.mixer
+    p, vector, eps = parts
+    mixer_in, *m, mixed, x_mid, gate, up = intermediates[: len(INTERMEDIATES)]
     grad = {}
 
     # y = x_mid + down(act(gate(mlp_in)) ∘ up(mlp_in))
     d_mlp_out = dy
-    if post:
-        o_out, mlp_out = post
-        weight = norm["post_feedforward_layernorm.weight"]
+    if arch.post_norms:
+        o_out, mlp_out = intermediates[len(INTERMEDIATES) :]
+        weight = vector["post_feedforward_layernorm.weight"]
         d_mlp_out = rms_norm_backward(mlp_out, dy, weight, eps)
     gated_up = gated(gate, up, arch.hidden_act)
     d_gated, *grad["down"] = linear_backward(gated_up, d_mlp_out, p["down"], scale)
     d_gate, d_up = gated_backward(gate, up, d_gated, arch.hidden_act)
-    mlp_norm = norm[f"{arch.mlp_norm}.weight"]
+    mlp_norm = vector[f"{arch.mlp_norm}.weight"]
     mlp_in = rms_norm(x_mid, mlp_norm, eps)
     d_in_gate, *grad["gate"] = linear_backward(mlp_in, d_gate, p["gate"], scale)
     d_in_up, *grad["up"] = linear_backward(mlp_in, d_up, p["up"], scale)
     d_x_mid = dy + rms_norm_backward(x_mid, d_in_gate + d_in_up, mlp_norm, eps)
 
-    # x_mid = x + o(attention(place(q(attn_in)), place(k(attn_in)), v(attn_in)))
+    # x_mid = x + o(mix(mixer_in))
     d_o_out = d_x_mid
-    if post:
-        d_o_out = rms_norm_backward(o_out, d_x_mid, norm["post_attention_layernorm.weight"], eps)
-    d_attn_out, *grad["o"] = linear_backward(attn_out, d_o_out, p["o"], scale)
-    q_norm, k_norm = (norm.get(f"self_attn.{name}_norm.weight") for name in "qk")
-    placed_q, placed_k = place(q, q_norm, arch, kind), place(k, k_norm, arch, kind)
-    dq, dk, dv = attention_backward(placed_q, placed_k, v, attn_out, d_attn_out, arch, kind)
-    dq = place_backward(q, dq, q_norm, arch, kind)
-    dk = place_backward(k, dk, k_norm, arch, kind)
-    dq, dk, dv = (merge_heads(d) for d in (dq, dk, dv))
-    d_in_q, *grad["q"] = linear_backward(attn_in, dq, p["q"], scale)
-    d_in_k, *grad["k"] = linear_backward(attn_in, dk, p["k"], scale)
-    d_in_v, *grad["v"] = linear_backward(attn_in, dv, p["v"], scale)
-    d_attn_in = d_in_q + d_in_k + d_in_v
-    dx = d_x_mid + rms_norm_backward(x, d_attn_in, norm["input_layernorm.weight"], eps)
-    return dx, pack_lora(fuse(grad, arch), arch)
+    if arch.post_norms:
+        d_o_out = rms_norm_backward(o_out, d_x_mid, vector["post_attention_layernorm.weight"], eps)
+    d_mixed, *grad[mixer.out] = linear_backward(mixed, d_o_out, p[mixer.out], scale)
+    d_mixer_in, of_mixer = mix_by_attention_backward(
+        mixer_in, [*m, mixed], d_mixed, scale, parts, mixer
+    )
+    grad |= of_mixer
+    dx = d_x_mid + rms_norm_backward(x, d_mixer_in, vector["input_layernorm.weight"], eps)
+    return dx, pack_lora(fuse(grad, block), block)
 
 
 # The model, and the three methods.
@@ -534,9 +558,8 @@ def forward(model: Model, lora: list[mx.array], tokens: mx.array, scale: float) 
     arch = model.arch
     rows = {name: array[tokens] for name, array in model.embedding.items() if name != "norm"}
     hidden = [arch.embedding_scale * dequantize(rows, "", arch.hidden_size)[None]]
-    for i, (block_lora, weights) in enumerate(zip(lora, model.blocks, strict=True)):
-        block = (block_lora, scale, weights, arch, arch.kind(i))
-        hidden.append(block_forward(hidden[-1], *block)[0])
+    for block_lora, weights, block in zip(lora, model.blocks, arch.blocks, strict=True):
+        hidden.append(block_forward(hidden[-1], block_lora, scale, weights, block)[0])
     return hidden
 
 
@@ -556,8 +579,7 @@ def loss(
 
 
 BlockGradient = Callable[
-    [mx.array, mx.array, mx.array, float, Weights, Architecture, Attention],
-    tuple[mx.array, mx.array],
+    [mx.array, mx.array, mx.array, float, Weights, Block], tuple[mx.array, mx.array]
 ]
 
 
@@ -567,12 +589,11 @@ def mesp_block_gradient(
     lora: mx.array,
     scale: float,
     weights: Weights,
-    arch: Architecture,
-    kind: Attention,
+    block: Block,
 ) -> tuple[mx.array, mx.array]:
     """MeSP: dx and the flat LoRA gradient of a block by hand. Recomputes the intermediates."""
-    _, *intermediates = block_forward(x, lora, scale, weights, arch, kind)
-    return block_backward(x, intermediates, dy, lora, scale, weights, arch, kind)
+    _, *intermediates = block_forward(x, lora, scale, weights, block)
+    return block_backward(x, intermediates, dy, lora, scale, weights, block)
 
 
 def mebp_block_gradient(
@@ -581,13 +602,12 @@ def mebp_block_gradient(
     lora: mx.array,
     scale: float,
     weights: Weights,
-    arch: Architecture,
-    kind: Attention,
+    block: Block,
 ) -> tuple[mx.array, mx.array]:
     """MeBP: the same by automatic differentiation."""
 
     def output(x: mx.array, lora: mx.array) -> mx.array:
-        return block_forward(x, lora, scale, weights, arch, kind)[0]
+        return block_forward(x, lora, scale, weights, block)[0]
 
     _, (dx, d_lora) = mx.vjp(output, [x, lora], [dy])
     return dx, d_lora
@@ -620,7 +640,7 @@ def gradients(
     dx = [cross_entropy_backward(x[-1], targets, model.head, arch, weights)]
     d_lora = []
     for i in reversed(range(len(lora))):
-        block = (lora[i], scale, model.blocks[i], arch, arch.kind(i))
+        block = (lora[i], scale, model.blocks[i], arch.blocks[i])
         d_input, d_block = block_gradient(x[i], dx[0], *block)
         dx.insert(0, d_input)
         d_lora.insert(0, d_block)

@@ -101,7 +101,7 @@ def first_adapters(bundle: Bundle, seed: int) -> dict[str, Any]:
     """The adapters that the engine begins with, by mlx-lm's names."""
     arch, arrays = bundle.architecture, {}
     for layer, flat in enumerate(reference.init_lora(arch, RANK, seed)):
-        for module, (a, b) in reference.unpack_lora(flat, arch, RANK).items():
+        for module, (a, b) in reference.unpack_lora(flat, arch.blocks[layer]).items():
             path = f"model.layers.{layer}.{module}"
             arrays |= {f"{path}.lora_a": a, f"{path}.lora_b": b}
     return arrays

@@ -72,7 +72,7 @@ def with_mlx_lm(bundle: Path, task: Task, optimizer: str, seed: int, folder: Pat
     model = opened.to_mlx_lm()
     model.freeze()
     arch = opened.architecture
-    lora = {"rank": RANK, "scale": SCALE, "dropout": 0.0, "keys": [*arch.modules]}
+    lora = {"rank": RANK, "scale": SCALE, "dropout": 0.0, "keys": arch.modules}
     linear_to_lora_layers(model, arch.num_hidden_layers, lora)
     model.load_weights([*first_adapters(opened, seed).items()], strict=False)
     losses = []
@@ -148,7 +148,7 @@ def write_dequantized(bundle: Bundle, folder: Path) -> None:
         for name, array in weights.items():
             if name.endswith((".bias", "norm.weight")):
                 tensors[prefix + name] = array
-        for name, (_, in_size) in arch.sizes().items():
+        for name, (_, in_size) in arch.blocks[index].sizes().items():
             tensors[f"{prefix}{name}.weight"] = dequantize(weights, f"{name}.", in_size)
     config = json.loads((bundle.path / "config.json").read_text(encoding="utf-8"))
     for key in ("quantization", "quantization_config"):

@@ -42,7 +42,8 @@ def write_gguf(path: Path, adapters: Adapters, arch: Architecture) -> None:
     writer.add_type(gguf.GGUFType.ADAPTER)
     writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
     writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, adapters.scale * rank)
-    heads = {"q_proj": arch.num_attention_heads, "k_proj": arch.num_key_value_heads}
+    attention = arch.mixers[0]
+    heads = {"q_proj": attention.num_attention_heads, "k_proj": attention.num_key_value_heads}
     for module, (a, b) in adapters.matrices.items():
         down, up = np.array(a).T, np.array(b).T
         if name in INTERLEAVED and (count := heads.get(module.rpartition(".")[2])):

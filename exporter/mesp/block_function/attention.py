@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType
 
 import mlx.core as mx
 
 from mesp.block_function import tiles
-from mesp.block_function.rope import Turn
+from mesp.block_function.parts import Parts
+from mesp.block_function.rope import Turn, fast_rope, rope
+from mesp.models.mixers import AttentionMixer
+
+# The head_dim that MLX's fused attention has a kernel for on Metal; for others it holds all scores,
+# heads·T·T of them, rounded to the dtype.
+FUSED_HEADS = (64, 80, 128)
 
 
 @dataclass(frozen=True)
@@ -18,6 +25,34 @@ class Scoring:
     scale: float
     cap: float | None
     window: int | None  # a query sees so many keys at most, its own among them; None: all before
+
+
+def mix_by_attention(
+    mixer: AttentionMixer, parts: Parts, x: mx.array
+) -> tuple[list[mx.array], mx.array]:
+    """[q, k, v, attn_out] of x [1, T, hidden], and what o takes: attn_out."""
+    dtype, everywhere = parts.dtype, slice(0, x.shape[1])
+    window = mixer.within(x.shape[1]).sliding_window
+    scoring = Scoring(mixer.attention_scale, mixer.attn_logit_softcapping, window)
+    on_gpu = parts.device == "gpu" and not parts.plain
+    turn = fast_rope(mixer, parts.fast) if on_gpu else rope(mixer, everywhere)
+
+    def heads(x: mx.array) -> mx.array:  # [1, T, n·head_dim] -> [1, n, T, head_dim]
+        return x.reshape(1, x.shape[1], -1, mixer.head_dim).swapaxes(1, 2).astype(dtype)
+
+    def place(name: str, x: mx.array, rows: slice = everywhere) -> mx.array:
+        """What attention takes of some rows of q or k."""
+        x = x.astype(mx.float32)
+        return turn(parts.norm(f"self_attn.{name}_norm", x) if mixer.qk_norm else x, rows)
+
+    q = heads(parts.project("q", x))
+    k = heads(parts.project("k", x, q))
+    v = heads(parts.project("v", x, k))
+    attend = plain_attention if parts.plain else attention
+    if on_gpu and mixer.head_dim in FUSED_HEADS and scoring.cap is None:
+        attend = partial(fused_attention, parts.fast)
+    attn_out = attend(q, place("k", k), v, partial(place, "q"), scoring).astype(dtype)
+    return [q, k, v, attn_out], attn_out
 
 
 def soft_cap(scores: mx.array, cap: float | None) -> mx.array:

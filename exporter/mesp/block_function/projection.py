@@ -1,4 +1,4 @@
-"""A block's seven projections: a quantized matrix with its LoRA matrices."""
+"""A block's projections: a quantized matrix with its LoRA matrices."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import mlx.core as mx
 from mesp.block_function import tiles
 from mesp.block_function.dequantize import dequantize
 from mesp.bundle.layout import Layout
-from mesp.models.architecture import Architecture
+from mesp.models.architecture import Block
 from mesp.quantization.modes import Quantization
 
 
@@ -95,13 +95,13 @@ class Projection:
 
 
 def projections(
-    arch: Architecture, layout: Layout, arrays: dict[str, mx.array], lora: mx.array,
+    block: Block, layout: Layout, arrays: dict[str, mx.array], lora: mx.array,
     scale: mx.array, device: str, dtype: mx.Dtype,
 ) -> dict[str, Projection]:  # fmt: skip
-    """The block's seven projections (`q`, …, `down`) as views of `arrays` and the flat `lora`."""
+    """The block's projections (`q`, …, `down`) as views of `arrays` and the flat `lora`."""
     modules, start = {}, 0
-    sizes = arch.sizes()
-    rank = lora.size // arch.lora_size(1)
+    sizes = block.sizes()
+    rank = lora.size // block.lora_size(1)
     for name, (out, inp) in sizes.items():
         middle, stop = start + inp * rank, start + (inp + out) * rank
         modules[name] = Projection(
@@ -114,5 +114,5 @@ def projections(
             dtype=dtype,
         )
         start = stop
-    places = arch.projections()
+    places = block.projections()
     return {name: modules[module].outputs(rows) for name, (module, rows, _) in places.items()}

@@ -7,34 +7,34 @@ from types import ModuleType
 
 import mlx.core as mx
 
-from mesp.models.attention_kinds import Attention
+from mesp.models.mixers import AttentionMixer
 
 Turn = Callable[[mx.array, slice], mx.array]  # of rows of [1, heads, T, head_dim] by their angles
 
 
-def fast_rope(kind: Attention, fast: ModuleType) -> Turn:
+def fast_rope(mixer: AttentionMixer, fast: ModuleType) -> Turn:
     """RoPE of the first dimensions in float32, by the fused primitive of `fast`; the rest stays."""
-    if not kind.frequencies:
+    if not mixer.frequencies:
         return lambda x, rows: x
-    size, periods = 2 * len(kind.frequencies), mx.array([1 / f for f in kind.frequencies])
+    size, periods = 2 * len(mixer.frequencies), mx.array([1 / f for f in mixer.frequencies])
     options = {"traditional": False, "base": None, "scale": 1.0, "freqs": periods}
 
     def turn(x: mx.array, rows: slice) -> mx.array:
-        if kind.rope_scale != 1:
-            x = mx.concatenate([x[..., :size] * kind.rope_scale, x[..., size:]], axis=-1)
+        if mixer.rope_scale != 1:
+            x = mx.concatenate([x[..., :size] * mixer.rope_scale, x[..., size:]], axis=-1)
         return fast.rope(x, size, offset=rows.start, **options)
 
     return turn
 
 
-def rope(kind: Attention, everywhere: slice) -> Turn:
+def rope(mixer: AttentionMixer, everywhere: slice) -> Turn:
     """`fast_rope` in plain operations, which compute the angles once."""
-    half = len(kind.frequencies)
+    half = len(mixer.frequencies)
     if not half:
         return lambda x, rows: x
-    frequencies = mx.reciprocal(mx.array([1 / f for f in kind.frequencies]))
+    frequencies = mx.reciprocal(mx.array([1 / f for f in mixer.frequencies]))
     angle = mx.arange(everywhere.stop, dtype=mx.float32)[:, None] * frequencies
-    cos, sin = kind.rope_scale * mx.cos(angle), kind.rope_scale * mx.sin(angle)
+    cos, sin = mixer.rope_scale * mx.cos(angle), mixer.rope_scale * mx.sin(angle)
 
     def turn(x: mx.array, rows: slice) -> mx.array:
         a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]

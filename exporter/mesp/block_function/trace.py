@@ -9,13 +9,13 @@ import mlx.core as mx
 from mesp.block_function import mlxfn
 from mesp.block_function.forward_pass import BlockFunction
 from mesp.bundle.layout import Layout
-from mesp.models.architecture import Architecture
+from mesp.models.architecture import Block
 
 
 def export_block(
     path: str,
     function: BlockFunction,
-    arch: Architecture,
+    block: Block,
     layout: Layout,
     dtype: mx.Dtype,
     device: str,
@@ -31,9 +31,14 @@ def export_block(
     with mx.stream(mx.cpu), mx.exporter(path, function) as trace:
         weights = mx.zeros(layout.words, mx.uint32)  # only the shape is read
         for rank in ranks:
-            lora = mx.zeros(arch.lora_size(rank))
+            lora = mx.zeros(block.lora_size(rank))
             for seq_len in seq_lens:
-                trace(mx.zeros((1, seq_len, arch.hidden_size), dtype), lora, mx.array(1.0), weights)
+                trace(
+                    mx.zeros((1, seq_len, block.arch.hidden_size), dtype),
+                    lora,
+                    mx.array(1.0),
+                    weights,
+                )
     if device != "cpu":
         file = Path(path)
         file.write_bytes(mlxfn.on_device(file.read_bytes(), device))

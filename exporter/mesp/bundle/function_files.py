@@ -13,8 +13,7 @@ from mesp.bundle.export_options import BundleOptions
 from mesp.bundle.layout import DTYPES, Layout
 from mesp.bundle.manifest import BlockGroup
 from mesp.errors import MespError
-from mesp.models.architecture import Architecture
-from mesp.models.attention_kinds import Attention
+from mesp.models.architecture import Architecture, Block
 
 
 def write_functions(
@@ -22,24 +21,26 @@ def write_functions(
 ) -> list[BlockGroup]:
     """Writes the block functions and their plain twins, a file for each sequence length.
 
-    Blocks of one layout and one kind of attention are a group, with functions of its own for the
-    lengths at which no group before has the same: a window counts only for longer sequences.
+    Blocks of one layout and one mixer are a group, with functions of its own for the lengths at
+    which no group before has the same: a window counts only for longer sequences.
     """
-    members: dict[tuple[Layout, Attention], list[int]] = {}
-    for i, layout in enumerate(layouts):
-        members.setdefault((layout, arch.kind(i)), []).append(i)
+    members: dict[tuple[Layout, Block], list[int]] = {}
+    for i, described in enumerate(zip(layouts, arch.blocks, strict=True)):
+        members.setdefault(described, []).append(i)
     fast = fused if options.device == "gpu" else mx.fast
     groups, written = [], {}
-    for number, ((layout, kind), layers) in enumerate(members.items()):
+    for number, ((layout, block), layers) in enumerate(members.items()):
         prefix = f"block.{number}." if number else "block."
         group = BlockGroup(tuple(layers), {}, {}, layout)
         for plain, files in ((False, group.functions), (True, group.plain_functions)):
-            function = block_function(arch, kind, layout, options.device, plain, fast)
+            function = block_function(block, layout, options.device, plain, fast)
             for seq_len in options.seq_lens:
-                same = (layout, kind.within(seq_len), plain, seq_len)
+                same = (layout, block.within(seq_len), plain, seq_len)
                 if same not in written:
                     written[same] = f"{prefix}{'plain.' if plain else ''}{seq_len}.mlxfn"
-                    write_function(folder / written[same], function, arch, layout, seq_len, options)
+                    write_function(
+                        folder / written[same], function, block, layout, seq_len, options
+                    )
                 files[str(seq_len)] = written[same]
         groups.append(group)
     return groups
@@ -48,7 +49,7 @@ def write_functions(
 def write_function(
     path: Path,
     function: BlockFunction,
-    arch: Architecture,
+    block: Block,
     layout: Layout,
     seq_len: int,
     options: BundleOptions,
@@ -56,6 +57,6 @@ def write_function(
     """Writes one block function, traced for a sequence length and every rank."""
     dtype, device, ranks = DTYPES[options.dtype], options.device, options.ranks
     try:
-        export_block(str(path), function, arch, layout, dtype, device, [seq_len], ranks)
+        export_block(str(path), function, block, layout, dtype, device, [seq_len], ranks)
     except RuntimeError as error:
         raise MespError(f"Cannot write {options.out}: is the disk full? ({error})") from error

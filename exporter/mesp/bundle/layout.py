@@ -9,7 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mesp.models.architecture import Architecture
+from mesp.models.architecture import Architecture, Block
 from mesp.quantization.modes import Quantization
 
 PAGE = 16384  # bytes: the page of Apple's processors; weight files are whole pages, to be mapped
@@ -81,14 +81,12 @@ class Layout:
         return arrays
 
 
-def block_layout(
-    arch: Architecture, quantizations: Mapping[str, Quantization], dtype: str
-) -> Layout:
-    """The layout of a block whose modules are quantized so; array names are mlx-lm's."""
-    arrays: list = [(name, (size,), dtype) for name, size in arch.norms().items()]
-    for name, (rows, columns) in arch.sizes().items():
+def block_layout(block: Block, quantizations: Mapping[str, Quantization], dtype: str) -> Layout:
+    """The layout of a block whose modules are quantized so; docs/architecture.md has the names."""
+    arrays: list = [(name, (size,), dtype) for name, size in block.norms().items()]
+    for name, (rows, columns) in block.sizes().items():
         arrays += quantizations[name].arrays(name + ".", rows, columns, dtype)
-        if name in arch.biases:
+        if name in block.arch.biases:
             arrays.append((name + ".bias", (rows,), dtype))
     return Layout.of(arrays)
 

@@ -11,10 +11,12 @@ from typing import Any
 import mlx.core as mx
 
 from mesp.bundle.layout import Layout
+from mesp.bundle.old_formats import architecture_now
 from mesp.errors import MespError
 from mesp.models.architecture import Architecture
 
-FORMAT = 3
+FORMAT = 4
+REWRITTEN = (2, 3, FORMAT)  # the formats that are read to be written anew
 
 # What commands read of a manifest, by its type; `Bundle` reads the rest.
 READ_BY_COMMANDS = {
@@ -84,7 +86,8 @@ def read_manifest(
             f"{path / 'manifest.json'} cannot be read; write the bundle again with mesp-export."
         ) from error
     if version not in formats:
-        remedy = "write it anew with mesp-export --from" if version == 2 else "export it again"
+        rewritable = version in REWRITTEN
+        remedy = "write it anew with mesp-export --from" if rewritable else "export it again"
         raise MespError(
             f"{path} has bundle format {version}, and this version reads format {FORMAT}; {remedy}."
         )
@@ -106,6 +109,8 @@ def read_manifest(
     ):
         raise damaged(path)
     try:
+        if version < FORMAT:
+            manifest["architecture"] = architecture_now(manifest["architecture"])
         Architecture.from_manifest(manifest["architecture"])
     except (TypeError, KeyError, ValueError, ArithmeticError) as error:
         raise damaged(path) from error
@@ -126,7 +131,7 @@ def damaged(path: Path) -> MespError:
 
 @dataclass(frozen=True)
 class BlockGroup:
-    """Blocks of one layout and one kind of attention, and their functions' files by length."""
+    """Blocks of one layout and one mixer, and their functions' files by length."""
 
     layers: tuple[int, ...]
     functions: dict[str, str]

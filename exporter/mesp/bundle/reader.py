@@ -70,25 +70,20 @@ class Bundle:
             raise damaged(self.path) from error
 
     def _check_groups(self) -> None:
-        """Raises ValueError unless each block is in one group, of one kind of attention, and every
-        layout holds the architecture's arrays."""
+        """Raises ValueError unless each block is in one group, of one mixer, and every layout
+        holds the architecture's arrays."""
         arch, dtype = self.architecture, self.manifest["dtype"]
         layers = [layer for group in self.groups for layer in group.layers]
         if sorted(layers) != list(range(arch.num_hidden_layers)):
             raise ValueError("a block is in no group, or in several")
         for group in self.groups:
-            if len({arch.kind(layer) for layer in group.layers}) != 1:
-                raise ValueError("blocks of a group differ in their attention")
-            quantizations = {
-                name: Quantization.of(group.layout, f"{name}.", columns)
-                for name, (_, columns) in arch.sizes().items()
-            }
-            _check_arrays(group.layout, block_layout(arch, quantizations, dtype))
-        for table in ("embedding", "head"):
-            layout = Layout.from_manifest(self.manifest[table])
-            quantization = Quantization.of(layout, "", arch.hidden_size)
-            norm = table == "head" or arch.tie_word_embeddings
-            _check_arrays(layout, table_layout(arch, quantization, dtype, norm))
+            if len({arch.layers[layer] for layer in group.layers}) != 1:
+                raise ValueError("blocks of a group differ in their mixer")
+        expected = self.layouts_in(dtype)
+        for group in self.groups:
+            _check_arrays(group.layout, expected[block_file(group.layers[0])])
+        for table in (self.manifest["embedding"], self.manifest["head"]):
+            _check_arrays(Layout.from_manifest(table), expected[table["file"]])
 
     def _check_files(self) -> None:
         """Raises ValueError unless each file that the manifest names is in its list, and each
@@ -116,6 +111,28 @@ class Bundle:
             files[entry["file"]] = Layout.from_manifest(entry)
         return files
 
+    def layouts_in(self, dtype: str) -> dict[str, Layout]:
+        """`weight_files` of the same architecture and quantization in a dtype.
+
+        Raises ValueError or KeyError where a matrix is not there, or of no quantization.
+        """
+        arch, files = self.architecture, self.weight_files()
+        for group in self.groups:
+            block = arch.blocks[group.layers[0]]
+            quantizations = {
+                name: Quantization.of(group.layout, f"{name}.", columns)
+                for name, (_, columns) in block.sizes().items()
+            }
+            files |= dict.fromkeys(
+                map(block_file, group.layers), block_layout(block, quantizations, dtype)
+            )
+        for table in ("embedding", "head"):
+            file = self.manifest[table]["file"]
+            quantization = Quantization.of(files[file], "", arch.hidden_size)
+            norm = table == "head" or arch.tie_word_embeddings
+            files[file] = table_layout(arch, quantization, dtype, norm)
+        return files
+
     def function_files(self) -> set[str]:
         """The paths of the functions' files."""
         named = [each for g in self.groups for each in (g.functions, g.plain_functions)]
@@ -134,7 +151,7 @@ class Bundle:
         return self.words(block_file(index))
 
     def block(self, index: int) -> dict[str, mx.array]:
-        """A block's arrays by mlx-lm's names, such as ``self_attn.q_proj.weight``."""
+        """A block's arrays by their names, such as ``self_attn.q_proj.weight``."""
         return self.group(index).layout.unpack(self.block_words(index))
 
     def embedding(self) -> dict[str, mx.array]:
@@ -162,7 +179,8 @@ class Bundle:
             weights |= {f"{table}.{part}": a for part, a in arrays.items() if part != "norm"}
         for index in range(arch.num_hidden_layers):
             block = self.block(index)
-            block |= {name: block[name] - arch.norm_offset for name in arch.norms()}
+            norms = arch.blocks[index].norms()
+            block |= {name: block[name] - arch.norm_offset for name in norms}
             weights |= {f"model.layers.{index}.{name}": array for name, array in block.items()}
         if hasattr(model, "sanitize"):
             weights = model.sanitize(weights)

@@ -10,22 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 
-from mesp.bundle.export_options import DTYPE_OF, BundleOptions
+from mesp.bundle.export_options import BundleOptions
 from mesp.bundle.folders import locked, new_folder
 from mesp.bundle.function_files import write_functions
-from mesp.bundle.layout import Layout
-from mesp.bundle.manifest import FORMAT, describe_files, write_manifest
+from mesp.bundle.manifest import FORMAT, REWRITTEN, describe_files, write_manifest
+from mesp.bundle.old_formats import splits_of_format_2
 from mesp.bundle.reader import Bundle, block_file, data_files
 from mesp.bundle.weight_files import write_weights
 from mesp.bundle.writer import check_disk
-from mesp.data.examples import Split
 from mesp.data.store import write_data
 from mesp.errors import MespError, plain_os_errors
 from mesp.progress_bars import export_progress
-
-REWRITTEN = (2, FORMAT)  # the formats that are read to be written anew
 
 
 def rewrite_bundle(source: Path, options: BundleOptions) -> dict[str, Any]:
@@ -48,7 +44,7 @@ def rewrite_bundle(source: Path, options: BundleOptions) -> dict[str, Any]:
         task = bar.add_task(f"Checking {source.name}", total=None)
         bundle.verify()
         old = bundle.weight_files()
-        layouts = {file: in_dtype(layout, options.dtype) for file, layout in old.items()}
+        layouts = bundle.layouts_in(options.dtype)
         changed = [file for file in old if layouts[file] != old[file]]
         total = sum(layouts[file].words * 4 for file in changed)
         check_disk(options.out, folder, total)
@@ -77,6 +73,7 @@ def rewrite_bundle(source: Path, options: BundleOptions) -> dict[str, Any]:
             "mlx_version": mx.__version__,
             "device": options.device,
             "dtype": options.dtype,
+            "architecture": bundle.architecture.to_manifest(),
             "seq_lens": options.seq_lens,
             "ranks": options.ranks,
             "blocks": [group.to_manifest() for group in groups],
@@ -88,24 +85,6 @@ def rewrite_bundle(source: Path, options: BundleOptions) -> dict[str, Any]:
     return manifest
 
 
-def splits_of_format_2(bundle: Bundle) -> dict[str, Split]:
-    """The data of a bundle of format 2, whose examples are uint32 [M, 3]: (start, length, prompt),
-    the first `prompt` tokens of each, and they alone, not being in the loss."""
-    splits = {}
-    for split, entry in bundle.manifest["data"].items():
-        tokens, examples, mask = bundle.tokens(split), None, None
-        if "examples" in entry:
-            rows = np.fromfile(bundle.path / entry["examples"]["file"], "<u4").reshape(-1, 3)
-            examples = rows[:, :2]
-            if rows[:, 2].any():
-                mask = np.ones(len(tokens), np.uint8)
-                # The first token is no prediction, but in the example before it, which shares it.
-                for start, _, prompt in rows.tolist():
-                    mask[start + 1 : start + prompt] = 0
-        splits[split] = Split(tokens, examples, mask)
-    return splits
-
-
 def check_data(bundle: Bundle, seq_len: int) -> None:
     """Raises MespError where a packed split is shorter than one sequence of `seq_len`."""
     for split, entry in bundle.manifest.get("data", {}).items():
@@ -115,14 +94,6 @@ def check_data(bundle: Bundle, seq_len: int) -> None:
                 f"sequence of {seq_len} and the token after; give it more text with mesp-data, or "
                 "take a smaller --seq-len."
             )
-
-
-def in_dtype(layout: Layout, dtype: str) -> Layout:
-    """The layout of the same arrays, with scales, biases and norms in another dtype."""
-    return Layout.of(
-        (spec.name, spec.shape, dtype if spec.dtype in DTYPE_OF.values() else spec.dtype)
-        for spec in layout.arrays
-    )
 
 
 def link(file: Path, new: Path) -> None:

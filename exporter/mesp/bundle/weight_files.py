@@ -11,7 +11,7 @@ import numpy as np
 
 from mesp.bundle.export_options import ExportOptions
 from mesp.bundle.layout import DTYPES, Layout, Piece, block_layout, table_layout
-from mesp.models.architecture import Architecture
+from mesp.models.architecture import Architecture, Block
 from mesp.quantization.choose import Quantizations
 from mesp.quantization.quantize_rows import matrix_pieces
 from mesp.source_model.weights import Weights
@@ -24,10 +24,10 @@ def weight_files(
 ) -> WeightFiles:
     """The layout and the content of every weight file; no content where there are no `weights`."""
     quantizations, files = options.quantizations, {}
-    for i in range(arch.num_hidden_layers):
-        modules = {name: quantizations.of(f"model.layers.{i}.{name}") for name in arch.modules}
-        layout = block_layout(arch, modules, options.dtype)
-        pieces = block_pieces(weights, i, layout, arch, quantizations) if weights else ()
+    for i, block in enumerate(arch.blocks):
+        modules = {name: quantizations.of(f"model.layers.{i}.{name}") for name in block.modules}
+        layout = block_layout(block, modules, options.dtype)
+        pieces = block_pieces(weights, i, layout, block, quantizations) if weights else ()
         files[f"blocks/{i:02d}.bin"] = layout, pieces
     tied = arch.tie_word_embeddings
     tables = [("embedding.bin", "model.embed_tokens", tied)]
@@ -46,16 +46,16 @@ def weight_bytes(files: WeightFiles) -> int:
 
 
 def block_pieces(
-    weights: Weights, index: int, layout: Layout, arch: Architecture, quantizations: Quantizations
+    weights: Weights, index: int, layout: Layout, block: Block, quantizations: Quantizations
 ) -> Iterator[Piece]:
     """What goes into a block's file."""
     prefix = f"model.layers.{index}."
-    for name in arch.norms():
-        yield name, 0, norm(weights, prefix + name, layout[name].shape, arch)
-    for name in arch.biases:
+    for name in block.norms():
+        yield name, 0, norm(weights, prefix + name, layout[name].shape, block.arch)
+    for name in block.biases():
         shape = layout[f"{name}.bias"].shape
         yield f"{name}.bias", 0, weights.rows(f"{prefix}{name}.bias", shape, slice(0, *shape))
-    for name in arch.modules:
+    for name in block.modules:
         yield from matrix_pieces(weights, prefix + name, layout, f"{name}.", quantizations)
 
 

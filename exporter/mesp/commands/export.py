@@ -12,8 +12,9 @@ from click.core import ParameterSource
 from mesp import hub_upload
 from mesp.bundle.export_options import DEVICE, DTYPE_OF, BundleOptions, ExportOptions
 from mesp.bundle.layout import Layout
+from mesp.bundle.manifest import REWRITTEN
 from mesp.bundle.reader import Bundle
-from mesp.bundle.rewriter import REWRITTEN, rewrite_bundle
+from mesp.bundle.rewriter import rewrite_bundle
 from mesp.bundle.writer import write_bundle
 from mesp.commands.list_models import list_models
 from mesp.commands.shared_options import ListOptions, data_options
@@ -187,7 +188,7 @@ def summary(out: Path, manifest: dict[str, Any]) -> str:
     """What was written, for people."""
     arch = Architecture.from_manifest(manifest["architecture"])
     size = sum(file["size"] for file in manifest["files"])
-    lora = {r: arch.num_hidden_layers * arch.lora_size(r) for r in manifest["ranks"]}
+    lora = {r: sum(block.lora_size(r) for block in arch.blocks) for r in manifest["ranks"]}
     blocks = dict.fromkeys(f"{g['words'] * 4 / 1e6:,.2f}" for g in manifest["blocks"])
     lines = {
         "model": f"{manifest['name']}, {arch.num_hidden_layers} blocks, hidden size "
@@ -209,7 +210,10 @@ def describe_weights(manifest: dict[str, Any]) -> str:
     """The quantization, and whether some matrices have another."""
     main = Quantization(**manifest["quantization"])
     arch = Architecture.from_manifest(manifest["architecture"])
-    layouts = [(Layout.from_manifest(group), arch.sizes()) for group in manifest["blocks"]]
+    layouts = [
+        (Layout.from_manifest(group), arch.blocks[group["layers"][0]].sizes())
+        for group in manifest["blocks"]
+    ]
     table = {"": (arch.vocab_size, arch.hidden_size)}
     layouts += [(Layout.from_manifest(manifest[name]), table) for name in ("embedding", "head")]
     differ = any(

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 from mesp.errors import MespError
-from mesp.models.attention_kinds import Attention, attention_by_layer
 from mesp.models.config_json import complete, unsupported
-from mesp.models.families import FAMILIES, FUSED, SEPARATE, VARIANTS, short
+from mesp.models.families import FAMILIES, VARIANTS, short
+from mesp.models.mixers import (
+    Mixer,
+    Modules,
+    is_positive,
+    is_size,
+    mixer_from_manifest,
+    modules_from_manifest,
+    projections_of,
+    refuse_unsound,
+)
+from mesp.models.mixers_by_layer import mixers_by_layer
 
 
 class Rows(NamedTuple):
-    """Where one of the seven projections lies: these rows of the W of a module, [out, in]."""
+    """Where one of a block's projections lies: these rows of the W of a module, [out, in]."""
 
     module: str
     rows: slice
@@ -30,22 +39,18 @@ class Architecture:
     model_type: str
     hidden_size: int
     intermediate_size: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
     vocab_size: int
     rms_norm_eps: float
     tie_word_embeddings: bool
-    modules: dict[str, tuple[str, ...]]
-    biases: tuple[str, ...]
-    qk_norm: bool
-    post_norms: bool
     hidden_act: str
-    attention_scale: float
-    attn_logit_softcapping: float | None
+    post_norms: bool
     final_logit_softcapping: float | None
     embedding_scale: float
-    attention: tuple[Attention, ...]
+    mlx_prefix: str
+    hf_prefix: str
+    mlp: Modules
+    biases: tuple[str, ...]
+    mixers: tuple[Mixer, ...]
     layers: tuple[int, ...]
 
     @classmethod
@@ -70,117 +75,139 @@ class Architecture:
         activation = config.get("hidden_activation") or config.get("hidden_act")
         if activation not in (None, family.activation):
             raise unsupported("hidden_act", activation)
-        hidden, heads = config["hidden_size"], config["num_attention_heads"]
-        head_dim = config.get("head_dim") or hidden // heads
-        kinds = attention_by_layer(config, head_dim)
-        attention = tuple(dict.fromkeys(kinds))
+        by_layer = mixers_by_layer(config)
+        mixers = tuple(dict.fromkeys(by_layer))
+        biased = set(family.biases)
+        if config.get("attention_bias"):
+            biased |= {name for name, _ in family.attention}
+        if config.get("mlp_bias"):
+            biased |= {name for name, _ in family.mlp}
         return cls(
             model_type=config["model_type"],
-            hidden_size=hidden,
+            hidden_size=config["hidden_size"],
             intermediate_size=config["intermediate_size"],
-            num_attention_heads=heads,
-            num_key_value_heads=config.get("num_key_value_heads") or heads,
-            head_dim=head_dim,
             vocab_size=config["vocab_size"],
             rms_norm_eps=config["rms_norm_eps"],
             tie_word_embeddings=config["tie_word_embeddings"],
-            modules=family.modules,
-            biases=tuple(
-                name
-                for name in family.modules
-                if name in family.biases
-                or config.get("mlp_bias" if name.startswith("mlp") else "attention_bias")
-            ),
-            qk_norm=family.qk_norm,
-            post_norms=family.post_norms,
             hidden_act="gelu" if family.activation.startswith("gelu") else "silu",
-            attention_scale=(config.get("query_pre_attn_scalar") or head_dim) ** -0.5,
-            attn_logit_softcapping=config.get("attn_logit_softcapping"),
+            post_norms=family.post_norms,
             final_logit_softcapping=config.get("final_logit_softcapping"),
-            embedding_scale=family.embedding_scale(hidden),
-            attention=attention,
-            layers=tuple(attention.index(kind) for kind in kinds),
+            embedding_scale=family.embedding_scale(config["hidden_size"]),
+            mlx_prefix="model",
+            hf_prefix="model",
+            mlp=family.mlp,
+            biases=tuple(name for name, _ in family.attention + family.mlp if name in biased),
+            mixers=mixers,
+            layers=tuple(map(mixers.index, by_layer)),
         )._checked()
 
     @classmethod
     def from_manifest(cls, entry: dict[str, Any]) -> Architecture:
         """The inverse of `to_manifest`. Raises ValueError, TypeError or KeyError where damaged."""
-        attention = [Attention(**kind) for kind in entry["attention"]]
         return cls(
             **{
                 **entry,
-                "modules": {name: tuple(computes) for name, computes in entry["modules"]},
+                "mlp": modules_from_manifest(entry["mlp"]),
                 "biases": tuple(entry["biases"]),
-                "attention": tuple(replace(a, frequencies=tuple(a.frequencies)) for a in attention),
+                "mixers": tuple(map(mixer_from_manifest, entry["mixers"])),
                 "layers": tuple(entry["layers"]),
             }
         )._checked()
 
     def to_manifest(self) -> dict[str, Any]:
-        modules = [[name, list(computes)] for name, computes in self.modules.items()]
-        return {**asdict(self), "modules": modules}
+        mixers = [{"type": mixer.type, **asdict(mixer)} for mixer in self.mixers]
+        return {**asdict(self), "mixers": mixers}
 
     def _checked(self) -> Architecture:
         """Itself. Raises ValueError where a field can't be what it says."""
-        sizes = [self.hidden_size, self.intermediate_size, self.num_attention_heads]
-        sizes += [self.num_key_value_heads, self.head_dim, self.vocab_size]
-        sizes += [a.sliding_window for a in self.attention if a.sliding_window is not None]
-        numbers = [self.rms_norm_eps, self.attention_scale, self.embedding_scale]
-        caps = (self.attn_logit_softcapping, self.final_logit_softcapping)
-        numbers += [cap for cap in caps if cap is not None]
-        numbers += [n for a in self.attention for n in (a.rope_scale, *a.frequencies)]
-        flags = (self.tie_word_embeddings, self.qk_norm, self.post_norms)
-        checks = {
-            "model_type": self.model_type in FAMILIES,
-            "sizes": all(type(n) is int and 0 < n < 1 << 31 for n in sizes),
-            "numbers": all(type(n) in (int, float) and 0 < n < math.inf for n in numbers),
-            "flags": all(type(flag) is bool for flag in flags),
-            "hidden_act": self.hidden_act in ("silu", "gelu"),
-            "num_key_value_heads": self.num_attention_heads % self.num_key_value_heads == 0,
-            "modules": self.modules in (SEPARATE, FUSED),
-            "biases": self.modules.keys() >= set(self.biases),
-            "frequencies": all(2 * len(a.frequencies) <= self.head_dim for a in self.attention),
-            "layers": self.layers
-            and all(type(i) is int and 0 <= i < len(self.attention) for i in self.layers),
-        }
-        for what, is_sound in checks.items():
-            if not is_sound:
-                raise ValueError(f"its {what} cannot be used")
+        for mixer in self.mixers:
+            mixer.check()
+        cap = self.final_logit_softcapping
+        numbers = [self.rms_norm_eps, self.embedding_scale, *([] if cap is None else [cap])]
+        refuse_unsound(
+            {
+                "model_type": self.model_type in FAMILIES,
+                "sizes": all(
+                    map(is_size, (self.hidden_size, self.intermediate_size, self.vocab_size))
+                ),
+                "numbers": all(map(is_positive, numbers)),
+                "flags": type(self.tie_word_embeddings) is type(self.post_norms) is bool,
+                "prefixes": type(self.mlx_prefix) is type(self.hf_prefix) is str,
+                "hidden_act": self.hidden_act in ("silu", "gelu"),
+                "mlp": sorted(projections_of(self.mlp)) == ["down", "gate", "up"],
+                "biases": set(self.modules) >= set(self.biases),
+                "layers": self.layers
+                and all(type(i) is int and 0 <= i < len(self.mixers) for i in self.layers),
+            }
+        )
         return self
 
     @property
-    def trainable(self) -> list[str]:
-        """The modules' short names, as in `q` and `gate_up`, in their order."""
-        return [short(module) for module in self.modules]
+    def kinds(self) -> tuple[Block, ...]:
+        """The kinds of block, one for each mixer."""
+        return tuple(Block(self, mixer) for mixer in self.mixers)
+
+    @property
+    def blocks(self) -> tuple[Block, ...]:
+        """Of each layer its block."""
+        kinds = self.kinds
+        return tuple(kinds[kind] for kind in self.layers)
 
     @property
     def num_hidden_layers(self) -> int:
         return len(self.layers)
 
     @property
+    def modules(self) -> list[str]:
+        """The names of the linear layers in its blocks, those of each kind in their order."""
+        return list(dict.fromkeys(name for block in self.kinds for name in block.modules))
+
+    @property
+    def trainable(self) -> list[str]:
+        """The modules' short names, as in `q` and `gate_up`."""
+        return list(dict.fromkeys(map(short, self.modules)))
+
+    @property
     def norm_offset(self) -> int:
         """What a norm's weight in the model's checkpoints and in mlx-lm lacks: 1 for Gemma."""
         return FAMILIES[self.model_type].norm_offset
 
-    def kind(self, layer: int) -> Attention:
-        return self.attention[self.layers[layer]]
-
     def first(self, count: int) -> Architecture:
         """The same without the blocks after the first `count`."""
-        kinds = [self.kind(layer) for layer in range(count)]
-        attention = tuple(dict.fromkeys(kinds))
-        layers = tuple(attention.index(kind) for kind in kinds)
-        return replace(self, attention=attention, layers=layers)
+        kept = [self.mixers[kind] for kind in self.layers[:count]]
+        mixers = tuple(dict.fromkeys(kept))
+        return replace(self, mixers=mixers, layers=tuple(map(mixers.index, kept)))
+
+    @property
+    def mlp_norm(self) -> str:
+        """The norm before the MLP; where there are post norms, Llama's name for it is theirs."""
+        return "pre_feedforward_layernorm" if self.post_norms else "post_attention_layernorm"
+
+    @property
+    def num_parameters(self) -> int:
+        """The numbers in the model, with those of a tied head counted once."""
+        tables = 1 if self.tie_word_embeddings else 2
+        ends = (tables * self.vocab_size + 1) * self.hidden_size
+        return ends + sum(block.num_parameters for block in self.blocks)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block of a model: its mixer, and the MLP that is the same in all of them."""
+
+    arch: Architecture
+    mixer: Mixer
+
+    @property
+    def modules(self) -> dict[str, tuple[str, ...]]:
+        """Its linear layers, and the projections that each computes, in the order of their rows."""
+        return dict(self.mixer.modules + self.arch.mlp)
 
     def projections(self) -> dict[str, Rows]:
-        """Where each of the seven projections (`q`, …, `down`) lies."""
-        hidden, ff = self.hidden_size, self.intermediate_size
-        queries = self.num_attention_heads * self.head_dim
-        keys = self.num_key_value_heads * self.head_dim
-        shapes = dict(
-            q=(queries, hidden), k=(keys, hidden), v=(keys, hidden), o=(hidden, queries),
-            gate=(ff, hidden), up=(ff, hidden), down=(hidden, ff),
-        )  # fmt: skip
+        """Where each of its projections (`q`, …, `down`) lies."""
+        hidden, ff = self.arch.hidden_size, self.arch.intermediate_size
+        shapes = self.mixer.shapes(hidden)
+        shapes |= {"gate": (ff, hidden), "up": (ff, hidden), "down": (hidden, ff)}
         found = {}
         for module, computes in self.modules.items():
             start = 0
@@ -191,36 +218,33 @@ class Architecture:
         return found
 
     def sizes(self) -> dict[str, tuple[int, int]]:
-        """Each module's (output size, input size), in the order of every flat LoRA vector."""
+        """Each module's (output size, input size), in the order of its flat LoRA vector."""
         sizes = dict.fromkeys(self.modules, (0, 0))
         for module, rows, (_, inp) in self.projections().values():
             sizes[module] = (max(sizes[module][0], rows.stop), inp)
         return sizes
 
-    def norms(self) -> dict[str, int]:
-        """The lengths of a block's norms by the names of their weights."""
-        names = ["input_layernorm", "post_attention_layernorm"]
-        if self.post_norms:
-            names += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
-        sizes = {f"{name}.weight": self.hidden_size for name in names}
-        if self.qk_norm:
-            sizes |= {f"self_attn.{name}_norm.weight": self.head_dim for name in "qk"}
-        return sizes
+    def biases(self) -> dict[str, int]:
+        """The lengths of its biases by the modules that have them."""
+        return {name: out for name, (out, _) in self.sizes().items() if name in self.arch.biases}
 
-    @property
-    def mlp_norm(self) -> str:
-        """The norm before the MLP; where there are post norms, Llama's name for it is theirs."""
-        return "pre_feedforward_layernorm" if self.post_norms else "post_attention_layernorm"
+    def norms(self) -> dict[str, int]:
+        """The lengths of its norms by the names of their weights."""
+        names = ["input_layernorm", "post_attention_layernorm"]
+        if self.arch.post_norms:
+            names += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
+        return {f"{name}.weight": self.arch.hidden_size for name in names} | self.mixer.norms()
+
+    def lora_size(self, rank: int) -> int:
+        """How many LoRA parameters of this rank it has."""
+        return rank * sum(out + inp for out, inp in self.sizes().values())
 
     @property
     def num_parameters(self) -> int:
-        """The numbers in the model, with those of a tied head counted once."""
-        sizes = self.sizes()
-        block = sum(out * inp for out, inp in sizes.values()) + sum(self.norms().values())
-        block += sum(sizes[name][0] for name in self.biases)
-        tables = 1 if self.tie_word_embeddings else 2
-        return self.num_hidden_layers * block + (tables * self.vocab_size + 1) * self.hidden_size
+        """The numbers in it."""
+        weights = sum(out * inp for out, inp in self.sizes().values())
+        return weights + sum(self.norms().values()) + sum(self.biases().values())
 
-    def lora_size(self, rank: int) -> int:
-        """How many LoRA parameters of this rank one block has."""
-        return rank * sum(out + inp for out, inp in self.sizes().values())
+    def within(self, length: int) -> Block:
+        """The same for sequences of `length` tokens; see `AttentionMixer.within`."""
+        return replace(self, mixer=self.mixer.within(length))

@@ -9,22 +9,23 @@ from typing import Any
 
 import mlx.core as mx
 
-# The linear layers of a block, and the projections that each computes, in the order of their rows.
-SEPARATE = {
-    "self_attn.q_proj": ("q",),
-    "self_attn.k_proj": ("k",),
-    "self_attn.v_proj": ("v",),
-    "self_attn.o_proj": ("o",),
-    "mlp.gate_proj": ("gate",),
-    "mlp.up_proj": ("up",),
-    "mlp.down_proj": ("down",),
-}
-FUSED = {
-    "self_attn.qkv_proj": ("q", "k", "v"),
-    "self_attn.o_proj": ("o",),
-    "mlp.gate_up_proj": ("gate", "up"),
-    "mlp.down_proj": ("down",),
-}
+from mesp.models.mixers import Modules
+
+# The linear layers of attention and of an MLP, and the projections that each computes, in the order
+# of their rows.
+SEPARATE_ATTENTION: Modules = (
+    ("self_attn.q_proj", ("q",)),
+    ("self_attn.k_proj", ("k",)),
+    ("self_attn.v_proj", ("v",)),
+    ("self_attn.o_proj", ("o",)),
+)
+SEPARATE_MLP: Modules = (
+    ("mlp.gate_proj", ("gate",)),
+    ("mlp.up_proj", ("up",)),
+    ("mlp.down_proj", ("down",)),
+)
+FUSED_ATTENTION: Modules = (("self_attn.qkv_proj", ("q", "k", "v")), ("self_attn.o_proj", ("o",)))
+FUSED_MLP: Modules = (("mlp.gate_up_proj", ("gate", "up")), ("mlp.down_proj", ("down",)))
 
 
 def short(module: str) -> str:
@@ -40,7 +41,8 @@ TRAINABLE = ("q", "k", "v", "qkv", "o", "gate", "up", "gate_up", "down")
 class Family:
     """What a ``model_type`` says by its name alone; the rest is in the config.json."""
 
-    modules: dict[str, tuple[str, ...]] = field(default_factory=lambda: SEPARATE)
+    attention: Modules = SEPARATE_ATTENTION
+    mlp: Modules = SEPARATE_MLP
     biases: tuple[str, ...] = ()  # modules that have one, whatever the config.json says
     qk_norm: bool = False
     post_norms: bool = False
@@ -91,7 +93,8 @@ FAMILIES = {
         },
     ),
     "phi3": Family(
-        modules=FUSED,
+        attention=FUSED_ATTENTION,
+        mlp=FUSED_MLP,
         full_every=math.inf,
         takes=("partial_rotary_factor",),
         defaults={"rms_norm_eps": 1e-5, "tie_word_embeddings": False},

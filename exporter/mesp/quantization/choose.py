@@ -118,8 +118,8 @@ def check_quantizations(arch: Architecture, quantizations: Quantizations) -> Non
     columns = {"model.embed_tokens": arch.hidden_size}
     if not arch.tie_word_embeddings:
         columns["lm_head"] = arch.hidden_size
-    for i in range(arch.num_hidden_layers):
-        for name, (_, inp) in arch.sizes().items():
+    for i, block in enumerate(arch.blocks):
+        for name, (_, inp) in block.sizes().items():
             columns[f"model.layers.{i}.{name}"] = inp
     for name, size in columns.items():
         group_size = quantizations.of(name).group_size

@@ -29,7 +29,7 @@ def mlx_lm(bundle: Bundle, settings: dict[str, Any]) -> None:
     model.freeze()
     lora = {"rank": settings["rank"], "scale": settings["scale"], "dropout": 0.0}
     arch = bundle.architecture
-    linear_to_lora_layers(model, arch.num_hidden_layers, {**lora, "keys": [*arch.modules]})
+    linear_to_lora_layers(model, arch.num_hidden_layers, {**lora, "keys": arch.modules})
     if settings["fast"]:
         nn.QuantizedLinear.__call__ = dequantized_linear
         nn.QuantizedEmbedding.as_linear = lambda self, x: x @ whole_matrix(self).T

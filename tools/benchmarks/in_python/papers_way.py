@@ -45,14 +45,14 @@ def paper_step(
     arch = bundle.architecture
     inputs = [arch.embedding_scale * Table(bundle, "embedding")[np.array(window[:-1])][None]]
     for index, block_lora in enumerate(lora):
-        x, weights, kind = inputs[-1], bundle.block(index), arch.kind(index)
-        inputs.append(reference.block_forward(x, block_lora, scale, weights, arch, kind)[0])
+        x, weights, block = inputs[-1], bundle.block(index), arch.blocks[index]
+        inputs.append(reference.block_forward(x, block_lora, scale, weights, block)[0])
         mx.eval(inputs[-1])
         del x, weights
     loss, dy = whole_loss(bundle, inputs.pop(), window[1:])
     for index in reversed(range(len(lora))):
-        x, weights, kind = inputs.pop(), bundle.block(index), arch.kind(index)
-        block = (lora[index], scale, weights, arch, kind)
+        x, weights = inputs.pop(), bundle.block(index)
+        block = (lora[index], scale, weights, arch.blocks[index])
         intermediates = reference.block_forward(x, *block)[1:]
         mx.eval(intermediates)
         dy, gradient = reference.block_backward(x, intermediates, dy, *block)

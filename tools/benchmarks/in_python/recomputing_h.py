@@ -17,18 +17,19 @@ from mesp.bundle.reader import Bundle
 def h(bundle: Bundle, settings: dict[str, Any]) -> None:
     """How long h = xA takes for a block's modules, and the block's whole gradient."""
     arch, weights = bundle.architecture, bundle.block(0)
-    lora = mx.random.normal((arch.lora_size(settings["rank"]),)) * 0.01
+    described = arch.blocks[0]
+    lora = mx.random.normal((described.lora_size(settings["rank"]),)) * 0.01
     x, dy = mx.random.normal((2, 1, settings["seq_len"], arch.hidden_size))
-    sizes = {size for _, size in arch.sizes().values()}
+    sizes = {size for _, size in described.sizes().values()}
     inputs = {size: mx.random.normal((settings["seq_len"], size)) for size in sizes}
     mx.eval(weights, lora, x, dy, inputs)
 
     def recompute_h() -> list[mx.array]:
-        matrices = reference.unpack_lora(lora, arch, settings["rank"])
+        matrices = reference.unpack_lora(lora, described)
         return [inputs[a.shape[0]] @ a for a, _ in matrices.values()]
 
     def gradient() -> tuple[mx.array, mx.array]:
-        block = (lora, settings["scale"], weights, arch, arch.kind(0))
+        block = (lora, settings["scale"], weights, described)
         return reference.mesp_block_gradient(x, dy, *block)
 
     h_bytes = sum(array.nbytes for array in recompute_h())

@@ -1,0 +1,49 @@
+"""What the formulas of a block's forward pass compute with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import ModuleType
+
+import mlx.core as mx
+
+from mesp.block_function.projection import Projection
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A block's projections and vectors, and how they are computed with."""
+
+    p: dict[str, Projection]
+    arrays: dict[str, mx.array]
+    eps: float
+    dtype: mx.Dtype
+    device: str
+    plain: bool
+    fast: ModuleType
+
+    def norm(self, name: str, x: mx.array) -> mx.array:
+        """RMSNorm by the norm `name`; x's dtype."""
+        function = rms_norm if self.plain else self.fast.rms_norm
+        return function(x, self.arrays[f"{name}.weight"], self.eps)
+
+    def project(
+        self, name: str, x: mx.array, after: mx.array | None = None, plus: mx.array | None = None
+    ) -> mx.array:
+        """The projection `name` of x, or that + plus, float32; not computed before `after` is.
+
+        (The plain twin's order is MLX's.)
+        """
+        projection = self.p[name]
+        if self.plain:
+            return projection(x, plus)
+        if after is not None:
+            projection = projection.after(after)
+        return projection(x, plus) if self.device == "gpu" else projection.by_rows(x, plus)
+
+
+def rms_norm(x: mx.array, weight: mx.array, eps: float) -> mx.array:
+    """`mx.fast.rms_norm` in plain operations: computed in float32, x's dtype."""
+    wide = x.astype(mx.float32)
+    wide = wide * mx.rsqrt(mx.mean(mx.square(wide), axis=-1, keepdims=True) + eps)
+    return wide.astype(x.dtype) * weight

@@ -1,0 +1,58 @@
+"""Which mixer each layer of a model has, by its config.json."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mesp.errors import MespError
+from mesp.models.config_json import unsupported
+from mesp.models.families import FAMILIES
+from mesp.models.mixers import AttentionMixer, Mixer
+from mesp.models.rope_scaling import rope_frequencies
+
+
+def mixers_by_layer(config: dict[str, Any]) -> list[Mixer]:
+    """The mixer of each layer, as Hugging Face's implementation has it."""
+    count, family = config["num_hidden_layers"], FAMILIES[config["model_type"]]
+    every = config.get("sliding_window_pattern") or family.full_every
+    types = config.get("layer_types") or [
+        "sliding_attention" if (i + 1) % every else "full_attention" for i in range(count)
+    ]
+    interval = config.get("no_rope_layer_interval", 4)
+    has_rope = [True] * count
+    if config["model_type"] == "smollm3":
+        has_rope = config.get("no_rope_layers") or [(i + 1) % interval for i in range(count)]
+    for key, each in (("layer_types", types), ("no_rope_layers", has_rope)):
+        if len(each) != count:
+            raise MespError(
+                f"The model's config.json is not in order: {key} has {len(each)} entries for "
+                f"{count} blocks; take an unchanged config.json."
+            )
+    return [
+        _attention(config, layer_type, bool(rotates))
+        for layer_type, rotates in zip(types, has_rope, strict=True)
+    ]
+
+
+def _attention(config: dict[str, Any], layer_type: str, rotates: bool) -> AttentionMixer:
+    if layer_type not in ("full_attention", "sliding_attention"):
+        raise unsupported("layer_types", layer_type)
+    family, slides = FAMILIES[config["model_type"]], layer_type == "sliding_attention"
+    heads = config["num_attention_heads"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    frequencies, rope_scale = (), 1.0
+    if rotates:
+        frequencies, rope_scale = rope_frequencies(config, head_dim, local=slides)
+    return AttentionMixer(
+        modules=family.attention,
+        num_attention_heads=heads,
+        num_key_value_heads=config.get("num_key_value_heads") or heads,
+        head_dim=head_dim,
+        qk_norm=family.qk_norm,
+        output_gate=False,
+        attention_scale=(config.get("query_pre_attn_scalar") or head_dim) ** -0.5,
+        attn_logit_softcapping=config.get("attn_logit_softcapping"),
+        frequencies=frequencies,
+        rope_scale=rope_scale,
+        sliding_window=(config.get("sliding_window") if slides else None) or None,
+    )
