@@ -257,12 +257,11 @@ import Testing
         let (folder, _) = try bundle()
         defer { try? FileManager.default.removeItem(at: folder) }
         let architecture = try ModelBundle(url: folder, checksums: false).architecture
-        let layout = LoRALayout(architecture: architecture, rank: 2)
+        let layouts = architecture.layouts(rank: 2)
         let adapters = folder.appendingPathComponent("adapters")
         try saveAdapterFolder(
-            layout: layout, blocks: 0..<architecture.numHiddenLayers, modules: [layout.modules[0]], scale: 2,
-            model: "m",
-            to: adapters, lora: { layout.initial(seed: 0, block: $0) })
+            architecture, rank: 2, blocks: architecture.layers.indices, modules: [architecture.modules[0]], scale: 2,
+            model: "m", to: adapters, lora: { layouts[$0].initial(seed: 0, block: $0) })
         let from = format.isEmpty ? adapters : adapters.appendingPathComponent(format)
         let files = ["adapter_config.json", format.isEmpty ? "adapters.safetensors" : "adapter_model.safetensors"].map {
             from.appendingPathComponent($0)
