@@ -132,13 +132,13 @@ extension Mixer {
         case .attention(let mixer):
             let factors = [mixer.attentionScale, mixer.attnLogitSoftcapping].compactMap { $0 }
             return areCounts([mixer.numAttentionHeads, mixer.numKeyValueHeads, mixer.headDim])
-                && areWidths([2 * mixer.queryWidth, mixer.keyValueWidth])
+                && areWidths([mixer.queryWidth * (mixer.outputGate ? 2 : 1), mixer.keyValueWidth])
                 && mixer.numAttentionHeads % mixer.numKeyValueHeads == 0
                 && factors.allSatisfy { $0.isFinite && $0 > 0 }
                 && mixer.frequencies.count * 2 <= mixer.headDim && mixer.slidingWindow ?? 1 >= 1
         case .gatedDeltaNet(let mixer):
             return areCounts([mixer.numKeyHeads, mixer.numValueHeads, mixer.keyHeadDim, mixer.valueHeadDim])
-                && areWidths([mixer.convolutionWidth, mixer.kernelSize])
+                && areCounts([mixer.kernelSize]) && areWidths([mixer.convolutionWidth])
                 && mixer.numValueHeads % mixer.numKeyHeads == 0
         case .shortConvolution(let mixer):
             return areCounts([mixer.kernelSize])

@@ -37,7 +37,7 @@ import Testing
     }
 
     /// A conversation's turns, of which one changes what was said before, and one was stopped within a block: each goes on as if all of it
-    /// were read anew, and reads what is new.
+    /// were read anew, and reads what is new; where a block is recurrent and the text is cut back, all.
     @Test(arguments: cases) func aTurnReadsOnlyWhatIsNew(_ folder: URL) throws {
         let fixture = try Fixture(folder, "gradients")
         // So a block is called for each token.
@@ -46,6 +46,7 @@ import Testing
         let tokens = Array(1...10)
         var cache = PromptCache()
         var said = Array(tokens.prefix(5))
+        let isRecurrent = fixture.bundle.architecture.isRecurrent
         func say(_ prompt: [Int], stopAt block: Int = .max) throws -> (text: [Int], read: Int) {
             var request = Generator.Request(prompt: prompt)
             request.maxTokens = 3
@@ -71,13 +72,47 @@ import Testing
         }
         try check(said, known: 0)
         try check(said + tokens[5..<8], known: said.count - 1)
-        try check(Array(said.prefix(7)) + tokens[8..<10], known: 7)
+        try check(Array(said.prefix(7)) + tokens[8..<10], known: isRecurrent ? 0 : 7)
         // The first turn again is cut back to, and read on from its last token.
-        try check(Array(said.prefix(5)), known: 4)
+        try check(Array(said.prefix(5)), known: isRecurrent ? 0 : 4)
 
         _ = try say(said + tokens[5..<8], stopAt: 2 * fixture.layers + 1)
         #expect(cache.tokens == said + tokens[5..<6])
-        try check(said + tokens[5..<8], known: said.count + 1)
+        try check(said + tokens[5..<8], known: isRecurrent ? 0 : said.count + 1)
+    }
+
+    /// A text that departs from the one read after the mark is read from there, whatever was written then.
+    @Test(arguments: cases.filter { ["qwen3_5", "lfm2"].contains($0.lastPathComponent) }, [1, 256])
+    func aRecurrentModelGoesBackToItsMark(_ folder: URL, _ chunk: Int) throws {
+        let fixture = try Fixture(folder, "gradients")
+        let generator = Generator(try CachedModel(fixture.bundle, adapters: nil, chunk: chunk))
+        let whole = try Generator(fixture.bundle)
+        func text(_ prompt: [Int], _ write: (Generator.Request, (Int) -> Void) throws -> Void) rethrows -> [Int] {
+            var (request, text) = (Generator.Request(prompt: prompt), [Int]())
+            request.maxTokens = 3
+            try write(request) { text.append($0) }
+            return text
+        }
+        var cache = PromptCache()
+        let prompt = Array(1...30)
+        let mark = prompt.count - PromptCache.opening
+        for (next, known) in [
+            (prompt, 0), (prompt, mark), (Array(prompt.prefix(mark + 2)) + [40, 41], mark),
+            (Array(prompt.prefix(mark - 1)) + [42], 0),
+        ] {
+            var started = cache
+            #expect(started.begin(next) == next[known...])
+            let ours = try text(next) { try generator.generate($0, continuing: &cache, onToken: $1) }
+            let anew = try text(next) { try whole.generate($0, onToken: $1) }
+            #expect(ours == anew)
+            #expect(cache.tokens == next + ours.dropLast())
+        }
+        // Of what is above the limit, the mark is kept, or nothing.
+        for (limit, kept) in [(cache.size - 1, mark), (0, 0)] {
+            var small = PromptCache(limit: limit)
+            _ = try text(prompt) { try generator.generate($0, continuing: &small, onToken: $1) }
+            #expect(small.tokens.count == kept && small.size <= limit)
+        }
     }
 
     @Test func theCacheKeepsTheBeginningThatFits() throws {
