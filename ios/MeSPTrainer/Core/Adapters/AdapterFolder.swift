@@ -30,7 +30,8 @@ func saveAdapterFolder(
                 return [("A", [inputs, rank], \LoRAMatrices.a), ("B", [rank, outputs], \.b)].map {
                     matrix, shape, path in
                     NewTensor(
-                        name: format.name(matrix, module, block, of: architecture), shape: format.turned(shape), dtype: .float32
+                        name: format.name(matrix, module, block, of: architecture), shape: format.turned(shape),
+                        dtype: .float32
                     ) {
                         format.turned(layout.matrices(module, in: try lora(block))[keyPath: path].asType(.float32))
                     }

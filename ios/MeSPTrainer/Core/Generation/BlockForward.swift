@@ -21,12 +21,15 @@ struct BlockForward {
     ///   - x: `[n, hidden]`, the tokens of one or several sequences, one sequence below the other
     ///   - sequences: the rows of each
     ///   - states: for each what the tokens before left; becomes what these leave
-    /// - Returns: y `[n, hidden]`. It and the states are evaluated.
-    func callAsFunction(_ x: MLXArray, sequences: [Range<Int>], _ states: inout [MixerState]) -> MLXArray {
+    ///   - keepsStates: whether that is asked for; otherwise it is not evaluated
+    /// - Returns: y `[n, hidden]`, evaluated.
+    func callAsFunction(
+        _ x: MLXArray, sequences: [Range<Int>], _ states: inout [MixerState], keepsStates: Bool
+    ) -> MLXArray {
         let mixerOut = mixer(weights.mixerNorm(x), sequences, &states).out
         let xMid = (x + normed(weights.mixerPostNorm, mixerOut, x.dtype)).asType(x.dtype)
         let y = (xMid + normed(weights.mlpPostNorm, mlp(weights.mlpNorm(xMid)), x.dtype)).asType(x.dtype)
-        eval([y] + states.flatMap(\.arrays))
+        eval([y] + (keepsStates ? states.flatMap(\.arrays) : []))
         return y
     }
 

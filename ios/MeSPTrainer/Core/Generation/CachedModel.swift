@@ -38,8 +38,9 @@ struct CachedModel {
             var x = try embedded(read)
             for block in cache.blocks.indices {
                 try atBlock()
-                let (y, states) = try forward(block, x, sequences: [0..<range.count], [cache.blocks[block]])
-                (x, cache.blocks[block]) = (y, states[0])
+                var states = [cache.blocks[block]]
+                x = try forward(block, x, sequences: [0..<range.count], &states, keepsStates: true)
+                cache.blocks[block] = states[0]
                 if range.count > 1 { Memory.clearCache() }
             }
             cache.add(read)
@@ -64,8 +65,8 @@ struct CachedModel {
         var x = try embedded(sequences.flatMap { $0 }[...])
         for block in cache.blocks.indices {
             try atBlock()
-            let states = [MixerState?](repeating: cache.blocks[block], count: rows.count)
-            x = try forward(block, x, sequences: rows, states).y
+            var states = [MixerState?](repeating: cache.blocks[block], count: rows.count)
+            x = try forward(block, x, sequences: rows, &states, keepsStates: false)
         }
         Memory.clearCache()
         return x
@@ -86,17 +87,19 @@ struct CachedModel {
         }
     }
 
-    /// - Parameter states: nil before the first token.
-    private func forward(_ block: Int, _ x: MLXArray, sequences: [Range<Int>], _ states: [MixerState?]) throws
-        -> (y: MLXArray, states: [MixerState])
-    {
+    /// - Parameter states: nil before the first token; see `BlockForward`.
+    private func forward(
+        _ block: Int, _ x: MLXArray, sequences: [Range<Int>], _ states: inout [MixerState?], keepsStates: Bool
+    ) throws -> MLXArray {
         try bundle.withBlock(block) { weights in
-            var states = states.map { $0 ?? MixerState(weights, dtype: bundle.dtype) }
+            var known = states.map { $0 ?? MixerState(weights, dtype: bundle.dtype) }
             let forward = BlockForward(
                 weights: weights, lora: adapters?.lora[block],
                 layout: LoRALayout(block: weights.shape, rank: adapters?.rank ?? 0), scale: adapters?.scale ?? 0,
-                tile: tile(rows: x.dim(0), length: (states.map(\.count).max() ?? 0) + x.dim(0)))
-            return (forward(x, sequences: sequences, &states), states)
+                tile: tile(rows: x.dim(0), length: (known.map(\.count).max() ?? 0) + x.dim(0)))
+            let y = forward(x, sequences: sequences, &known, keepsStates: keepsStates)
+            if keepsStates { states = known }
+            return y
         }
     }
 }

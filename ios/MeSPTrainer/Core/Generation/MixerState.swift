@@ -58,7 +58,9 @@ enum MixerState {
     /// Keeps what the first tokens left. Copies, as a view would keep all.
     mutating func cut(to count: Int) {
         guard case .attention(var cache) = self, count < self.count else { return }
-        (cache.keys, cache.values) = (contiguous(cache.keys[0..., 0..<count]), contiguous(cache.values[0..., 0..<count]))
+        (cache.keys, cache.values) = (
+            contiguous(cache.keys[0..., 0..<count]), contiguous(cache.values[0..., 0..<count])
+        )
         eval(cache.keys, cache.values)
         self = .attention(cache)
     }

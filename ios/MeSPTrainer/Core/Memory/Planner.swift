@@ -61,7 +61,9 @@ public struct Planner: Sendable {
             MixerMemory(
                 mixer: $0, hiddenSize: architecture.hiddenSize, length: settings.seqLen, itemSize: itemSize)
         }
-        left = architecture.layers.reversed().reduce(into: [0]) { $0.append($0[$0.count - 1] + mixers[$1].intermediates) }
+        left = architecture.layers.reversed().reduce(into: [0]) {
+            $0.append($0[$0.count - 1] + mixers[$1].intermediates)
+        }
         self.mixers = mixers
     }
 

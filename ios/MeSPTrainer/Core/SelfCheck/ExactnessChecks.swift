@@ -55,7 +55,8 @@ extension Bench {
             }
             // `max` would pass over a NaN.
             func worst(_ errors: [Double]) -> Double { errors.contains { !$0.isFinite } ? .nan : errors.max() ?? .nan }
-            return a.isEmpty ? [] : [Measurement("\(module.name).A", worst(a)), Measurement("\(module.name).B", worst(b))]
+            return a.isEmpty
+                ? [] : [Measurement("\(module.name).A", worst(a)), Measurement("\(module.name).B", worst(b))]
         }
     }
 
