@@ -66,33 +66,48 @@ struct GatedDeltaNet {
     /// `[n, heads · dv]` to `[n, heads, dv]`, in float32.
     private func byHead(_ x: MLXArray) -> MLXArray { x.asType(.float32).reshaped([x.dim(0), -1, valueDim]) }
 
-    /// The derivative from what the forward pass left. All but o is made again, for a tile of key heads:
+    /// The derivative of y:
     ///
-    ///     dz = dy ∘ RMSNorm(o) ∘ silu′(z)        db = β (1 − β) dβ        da = −exp(A_log) σ(a + dt_bias) dl
+    ///     dz = dy ∘ RMSNorm(o) ∘ silu′(z)        dRMSNorm(o) = dy ∘ silu(z)
+    ///
+    /// - Parameter dy: like o and z, `[T, value_heads · dv]`
+    /// - Returns: dO and dz, in float32, evaluated.
+    func outputBackward(o: MLXArray, z: MLXArray, dy: MLXArray) -> (dO: MLXArray, dZ: MLXArray) {
+        let byHead = byHead(o)
+        let d = Activation.silu.gatedBackward(
+            gate: [self.byHead(z)], up: [norm(byHead)], dAct: self.byHead(dy))
+        let (dO, dZ) = (norm.backward(byHead, dy: d.dUp).reshaped(o.shape), d.dGate.reshaped(z.shape))
+        eval(dO, dZ)
+        return (dO, dZ)
+    }
+
+    /// The derivative of o, of a whole sequence. What was made on the way to o is made again, for a tile of key heads.
+    ///
+    ///     db = β (1 − β) dβ        da = −exp(A_log) σ(a + dt_bias) dl
     ///
     /// - Parameters:
-    ///   - qkv: of a whole sequence, `[T, D]`
+    ///   - qkv: `[T, D]`
     ///   - b, a: `[T, value_heads]`
-    ///   - z, o, dy: `[T, value_heads · dv]`
+    ///   - dO: `[T, value_heads · dv]`, in float32
     ///   - tile: key heads at a time
-    /// - Returns: the gradients of the projections, in their shapes, in float32, evaluated.
-    func backward(
-        qkv: MLXArray, z: MLXArray, b: MLXArray, a: MLXArray, o: MLXArray, dy: MLXArray, tile: Int, pace: Pace
-    ) -> (dQKV: MLXArray, dZ: MLXArray, dB: MLXArray, dA: MLXArray) {
-        var inputs = [qkv, z, b, a, o, dy]
+    /// - Returns: the gradients of qkv, b and a, in float32, evaluated.
+    func backward(qkv: MLXArray, b: MLXArray, a: MLXArray, dO: MLXArray, tile: Int, pace: Pace)
+        -> (dQKV: MLXArray, dB: MLXArray, dA: MLXArray)
+    {
+        var inputs = [qkv, b, a, dO]
         var gradients = [[MLXArray]]()
         for heads in tiles(of: keyHeads, size: tile) {
-            gradients.append(
-                Part(self, heads).backward(
-                    qkv: inputs[0], z: inputs[1], b: inputs[2], a: inputs[3], o: inputs[4], dy: inputs[5], pace: pace))
-            inputs = pace.next(inputs, after: gradients[gradients.count - 1])
+            let d = Part(self, heads).backward(
+                qkv: inputs[0], b: inputs[1], a: inputs[2], dO: inputs[3], pace: pace)
+            inputs = pace.next(inputs, after: d)
+            gradients.append(d)
         }
-        func whole(_ indices: [Int]) -> MLXArray {
+        func whole(_ indices: Range<Int>) -> MLXArray {
             concatenated(indices.flatMap { index in gradients.map { $0[index] } }, axis: -1)
         }
-        let all = [whole([0, 1, 2]), whole([3]), whole([4]), whole([5])]
-        eval(all)
-        return (all[0], all[1], all[2], all[3])
+        let all = (whole(0..<3), whole(3..<4), whole(4..<5))
+        eval(all.0, all.1, all.2)
+        return all
     }
 
     /// Some of the key heads, with their value heads.
@@ -162,14 +177,10 @@ struct GatedDeltaNet {
                 q: qNorm(q), k: kNorm(k), v: v, decay: rate * logAddExp(x, 0 as Float), beta: beta(b), pace: pace)
         }
 
-        /// dq, dk and dv in qkv, dz, db and da, `[T, features]`.
-        func backward(
-            qkv: MLXArray, z: MLXArray, b: MLXArray, a: MLXArray, o: MLXArray, dy: MLXArray, pace: Pace
-        ) -> [MLXArray] {
-            let (dO, dZ) = outputBackward(o: o[0..., features], z: z[0..., features], dy: dy[0..., features])
-            pace.finish([dO, dZ])
+        /// dq, dk and dv of qkv, db and da, `[T, features]`.
+        func backward(qkv: MLXArray, b: MLXArray, a: MLXArray, dO: MLXArray, pace: Pace) -> [MLXArray] {
             let tail = net.convolution.start(dtype: qkv.dtype)
-            let d = rule(convolved(qkv, tail: tail), b: b, a: a, pace: pace).backward(dO: dO)
+            let d = rule(convolved(qkv, tail: tail), b: b, a: a, pace: pace).backward(dO: net.byHead(dO[0..., features]))
 
             let c = convolved(qkv, tail: tail)
             let (q, k, _) = split(c)
@@ -180,17 +191,9 @@ struct GatedDeltaNet {
             let width = heads.count * net.keyDim
             let (x, rate) = decay(a)
             return [
-                dX[0..., ..<width], dX[0..., width..<2 * width], dX[0..., (2 * width)...], dZ,
+                dX[0..., ..<width], dX[0..., width..<2 * width], dX[0..., (2 * width)...],
                 (1 - beta(b)) * d.betaDBeta, rate * sigmoid(x) * d.dDecay,
             ]
-        }
-
-        /// dO `[T, values, dv]` and dz `[T, features]`, through RMSNorm(o) ∘ silu(z).
-        private func outputBackward(o: MLXArray, z: MLXArray, dy: MLXArray) -> (dO: MLXArray, dZ: MLXArray) {
-            let o = net.byHead(o)
-            let d = Activation.silu.gatedBackward(
-                gate: [net.byHead(z)], up: [net.norm(o)], dAct: net.byHead(dy))
-            return (net.norm.backward(o, dy: d.dUp), d.dGate.reshaped(z.shape))
         }
     }
 }

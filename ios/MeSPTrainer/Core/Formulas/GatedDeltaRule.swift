@@ -36,7 +36,7 @@ struct GatedDeltaRule {
         let heads = k.dim(1)
         func chunked(_ x: MLXArray) -> MLXArray { Self.chunked(x, keyHeads: heads) }
         (self.q, self.k, self.v) = (chunked(q), chunked(k), chunked(v))
-        (self.decay, self.beta) = (chunked(decay[.ellipsis, .newAxis]), chunked(beta[.ellipsis, .newAxis]))
+        (self.decay, self.beta) = (chunked(decay.expandedDimensions(axis: -1)), chunked(beta.expandedDimensions(axis: -1)))
         (length, self.pace) = (k.dim(0), pace)
         pace.finish([self.q, self.k, self.v, self.decay, self.beta])
     }
@@ -47,7 +47,7 @@ struct GatedDeltaRule {
     /// - Returns: o `[n, value_heads, dv]`, in float32.
     func callAsFunction(state: inout MLXArray) -> MLXArray {
         let shape = state.shape
-        var s = state.reshaped([k.dim(1), -1, shape[1], shape[2]])
+        var s = state.reshaped([1, k.dim(1), -1, shape[1], shape[2]])
         let o = length == 1 ? step(&s) : byChunks(&s)
         state = s.reshaped(shape)
         return byToken(o)
@@ -55,10 +55,10 @@ struct GatedDeltaRule {
 
     /// One token, as the rule says it.
     private func step(_ s: inout MLXArray) -> MLXArray {
-        s = exp(decay[0]) * s
-        let d = beta[0] * (v[0] - matmul(k[0], s))
-        s = s + matmul(transposed(k[0]), d)
-        return matmul(q[0], s)[.newAxis]
+        s = exp(decay) * s
+        let d = beta * (v - matmul(k, s))
+        s = addMM(s, transposed(k), d)
+        return matmul(q, s)
     }
 
     private func byChunks(_ s: inout MLXArray) -> MLXArray {
@@ -67,19 +67,16 @@ struct GatedDeltaRule {
         return addMM(c.start * matmul(q, states), c.gamma * c.qk, d)
     }
 
-    /// D of all chunks, and S before each; s becomes that behind the last.
+    /// D, and S before each chunk; s becomes that behind the last.
     private func corrections(_ c: Chunks, w: MLXArray, _ s: inout MLXArray) -> (d: MLXArray, states: MLXArray) {
-        let u = matmul(c.m, beta * v)
-        let kEnd = transposed(c.end * k)
+        let (u, w, kEnd, whole) = (each(matmul(c.m, beta * v)), each(w), each(transposed(c.end * k)), each(c.whole))
         var (d, states) = ([MLXArray](), [MLXArray]())
-        for n in 0..<k.dim(0) {
+        for n in u.indices {
             states.append(s)
             d.append(addMM(u[n], w[n], s, alpha: -1))
-            s = addMM(c.whole[n] * s, kEnd[n], d[n])
+            s = addMM(whole[n] * s, kEnd[n], d[n])
         }
-        let all = (stacked(d), stacked(states))
-        pace.finish([all.0, all.1, s])
-        return all
+        return (concatenated(d), concatenated(states))
     }
 
     // MARK: - Backward
@@ -105,56 +102,69 @@ struct GatedDeltaRule {
     func backward(dO: MLXArray) -> (dq: MLXArray, dk: MLXArray, dv: MLXArray, dDecay: MLXArray, betaDBeta: MLXArray) {
         let c = Chunks(self)
         let dO = Self.chunked(dO, keyHeads: k.dim(1))
-        let (d, states, dD, dStates) = recurrenceBackward(c, dO)
+        let (d, states, dv, betaDBeta, dStates) = recurrenceBackward(c, dO)
 
-        let z = matmul(transposed(c.m), dD)
-        let dv = beta * z
-        let betaDBeta = (z * d).sum(axis: -1, keepDims: true)
-        let dP = c.gamma * matmul(dO, transposed(d))
-        let dA = -c.gamma * c.below * matmul(dv, transposed(d))
-
+        let (dP, dA) = (
+            Self.masked([matmul(dO, transposed(d)), c.gamma]),
+            Self.masked([matmul(dv, transposed(d)), c.gamma, -c.below])
+        )
+        pace.finish([dP, dA])
         let dQStart = c.start * matmul(dO, transposed(states))
         let dKStart = c.start * matmul(dv, transposed(states))
         let dKEnd = c.end * matmul(d, transposed(dStates))
-        let dq = addMM(dQStart, dP, k)
-        let dk = addMM(addMM(dKEnd - dKStart, dA + transposed(dA), k), transposed(dP), q)
+        pace.finish([dQStart, dKStart, dKEnd])
 
-        let inGamma = cumsum(dP * c.qk + dA * c.kk, axis: -2, reverse: true) * c.below
-        let inStart = (q * dQStart - k * dKStart).sum(axis: -1, keepDims: true)
+        let inGamma = cumsum(Self.productsSum([dP, c.qk, dA, c.kk]), axis: -2, reverse: true) * c.below
+        let inStart = Self.productsSum([q, dQStart, -k, dKStart]).sum(axis: -1, keepDims: true)
         let inEnd = (k * dKEnd).sum(axis: -1, keepDims: true)
         let dDecay =
             inGamma.sum(axis: -1, keepDims: true) + cumsum(inStart, axis: -2, reverse: true)
             + cumsum(inEnd, axis: -2, inclusive: false)
             + c.whole * (states * dStates).sum(axes: [-1, -2], keepDims: true)
+        pace.finish([dDecay])
 
+        let dq = addMM(dQStart, dP, k)
+        let dk = addMM(addMM(dKEnd - dKStart, dA + transposed(dA), k), transposed(dP), q)
         func overValueHeads(_ x: MLXArray) -> MLXArray { x.sum(axis: 2, keepDims: true) }
         let results = [overValueHeads(dq), overValueHeads(dk), dv, dDecay, betaDBeta].map(byToken)
         pace.finish(results)
-        return (results[0], results[1], results[2], results[3][.ellipsis, 0], results[4][.ellipsis, 0])
+        return (
+            results[0], results[1], results[2], results[3].squeezed(axis: -1), results[4].squeezed(axis: -1)
+        )
     }
 
-    /// D, S before each chunk, dD, and dS₊ behind each.
+    /// D, S before each chunk, dV, β dβ, and dS₊ behind each chunk.
     private func recurrenceBackward(_ c: Chunks, _ dO: MLXArray)
-        -> (d: MLXArray, states: MLXArray, dD: MLXArray, dStates: MLXArray)
+        -> (d: MLXArray, states: MLXArray, dv: MLXArray, betaDBeta: MLXArray, dStates: MLXArray)
     {
         let w = c.w(self)
-        var s = MLXArray.zeros([k.dim(1), v.dim(2), k.dim(4), v.dim(4)])
+        var s = MLXArray.zeros([1, k.dim(1), v.dim(2), k.dim(4), v.dim(4)])
         let (d, states) = corrections(c, w: w, &s)
-
-        let (pDO, qStart, kEnd) = (matmul(transposed(c.gamma * c.qk), dO), transposed(c.start * q), c.end * k)
-        let wT = transposed(w)
-        var (dD, dStates) = ([MLXArray](), [MLXArray]())
-        var dS = MLXArray.zeros(s.shape)
-        for n in (0..<k.dim(0)).reversed() {
-            dStates.append(dS)
-            let dDn = addMM(pDO[n], kEnd[n], dS)
-            dD.append(dDn)
-            dS = addMM(addMM(c.whole[n] * dS, qStart[n], dO[n]), wT[n], dDn, alpha: -1)
-        }
-        let all = (stacked(dD.reversed()), stacked(dStates.reversed()))
-        pace.finish([all.0, all.1])
-        return (d, states, all.0, all.1)
+        pace.finish([w, d, states])
+        let (dD, dStates) = statesBackward(c, w: w, dO)
+        pace.finish([dD, dStates])
+        let z = matmul(transposed(c.m), dD)
+        let (dv, betaDBeta) = (beta * z, (z * d).sum(axis: -1, keepDims: true))
+        pace.finish([dv, betaDBeta])
+        return (d, states, dv, betaDBeta, dStates)
     }
+
+    /// dD, and dS₊ behind each chunk.
+    private func statesBackward(_ c: Chunks, w: MLXArray, _ dO: MLXArray) -> (dD: MLXArray, dStates: MLXArray) {
+        let (pDO, kEnd) = (each(matmul(transposed(c.gamma * c.qk), dO)), each(c.end * k))
+        let (qStart, w, dO, whole) = (each(transposed(c.start * q)), each(transposed(w)), each(dO), each(c.whole))
+        var (dD, dStates) = ([MLXArray](), [MLXArray]())
+        var dS = MLXArray.zeros([1, k.dim(1), v.dim(2), k.dim(4), v.dim(4)])
+        for n in pDO.indices.reversed() {
+            dStates.insert(dS, at: 0)
+            dD.insert(addMM(pDO[n], kEnd[n], dS), at: 0)
+            dS = addMM(addMM(whole[n] * dS, qStart[n], dO[n]), w[n], dD[0], alpha: -1)
+        }
+        return (concatenated(dD), concatenated(dStates))
+    }
+
+    private static let masked = Fused { $0.dropFirst().reduce($0[0]) { $0 * $1 } }
+    private static let productsSum = Fused { $0[0] * $0[1] + $0[2] * $0[3] }
 
     // MARK: - Chunks
 
@@ -175,15 +185,17 @@ struct GatedDeltaRule {
             let (l, last) = (rule.decay, rule.k.dim(3) - 1)
             below = mask(last + 1) { i, j in i > j }
             // Added up term by term: differences of one running sum would lose what strong decays leave of weak ones.
-            gamma = exp(cumsum(l * below, axis: -2)) * mask(last + 1) { i, j in i >= j }
+            gamma = Self.expMasked([cumsum(l * below, axis: -2), mask(last + 1) { i, j in i >= j }])
             start = exp(cumsum(l, axis: -2))
-            end = gamma[.ellipsis, last, 0...][.ellipsis, .newAxis]
+            end = transposed(gamma[.ellipsis, last..., 0...])
             whole = start[.ellipsis, last..., 0...]
             qk = matmul(rule.q, transposed(rule.k))
             kk = matmul(rule.k, transposed(rule.k))
-            m = inverse(rule.beta * gamma * kk * below)
+            m = inverse(GatedDeltaRule.masked([kk, gamma, rule.beta, below]))
             rule.pace.finish([gamma, start, qk, kk, m])
         }
+
+        private static let expMasked = Fused { exp($0[0]) * $0[1] }
 
         /// W `[…, C, dk]`
         func w(_ rule: GatedDeltaRule) -> MLXArray { matmul(m, rule.beta * start * rule.k) }
@@ -199,6 +211,9 @@ struct GatedDeltaRule {
         let whole = missing > 0 ? concatenated([x, MLXArray.zeros([missing, heads, d])]) : x
         return whole.reshaped([chunks, rows, keyHeads, heads / keyHeads, d]).transposed(axes: [0, 2, 3, 1, 4])
     }
+
+    /// The chunks, `[1, …]` each.
+    private func each(_ x: MLXArray) -> [MLXArray] { x.split(parts: x.dim(0)) }
 
     /// `[chunks, key_heads, value heads of each, C, d]` to `[n, heads, d]`.
     private func byToken(_ x: MLXArray) -> MLXArray {
