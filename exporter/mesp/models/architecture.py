@@ -94,8 +94,8 @@ class Architecture:
             post_norms=family.post_norms,
             final_logit_softcapping=config.get("final_logit_softcapping"),
             embedding_scale=family.embedding_scale(config["hidden_size"]),
-            mlx_prefix="model",
-            hf_prefix="model",
+            mlx_prefix=family.mlx_prefix,
+            hf_prefix=family.hf_prefix,
             mlp=family.mlp,
             biases=tuple(name for name, _ in family.attention + family.mlp if name in biased),
             mixers=mixers,
@@ -170,7 +170,7 @@ class Architecture:
 
     @property
     def norm_offset(self) -> int:
-        """What a norm's weight in the model's checkpoints and in mlx-lm lacks: 1 for Gemma."""
+        """What a norm's weight in the model's checkpoints lacks: 1 for Gemma and Qwen3.5."""
         return FAMILIES[self.model_type].norm_offset
 
     def first(self, count: int) -> Architecture:
