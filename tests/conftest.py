@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
@@ -19,12 +20,14 @@ import mlx.nn as nn
 import pytest
 from click.testing import CliRunner
 from mlx.utils import tree_flatten
+from mlx_lm.models.base import create_causal_mask
 from mlx_lm.utils import _get_classes
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from mesp import reference
-from mesp.models.architecture import Architecture
+from mesp.models.architecture import Architecture, Block
+from mesp.models.mixers import AttentionMixer
 from mesp.quantization.modes import Quantization
+from mesp.source_model.names import CONVOLUTIONS, name_here, name_there
 from stand_ins import Phones
 
 # A shell that starts the tests in the background has SIGINT ignored, and children inherit that.
@@ -88,6 +91,37 @@ FAMILIES = {
         "sliding_window_pattern": 2,
         "rope_local_base_freq": 100.0,
     },
+    "qwen3_5": {
+        **_COMMON,
+        "model_type": "qwen3_5",
+        "head_dim": 32,
+        "full_attention_interval": 2,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 1e4,
+            "partial_rotary_factor": 0.5,
+            "mrope_section": [3, 3, 2],
+        },
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 8,
+        "tie_word_embeddings": False,
+    },
+    "lfm2": {
+        **_COMMON,
+        "model_type": "lfm2",
+        "num_attention_heads": 4,
+        "norm_eps": 1e-5,
+        "conv_bias": False,
+        "conv_L_cache": 3,
+        "block_dim": 64,
+        "block_ff_dim": 192,
+        "block_multiple_of": 32,
+        "block_ffn_dim_multiplier": 1.0,
+        "block_auto_adjust_ff_dim": True,
+        "full_attn_idxs": [1],
+    },
     "phi3": {
         **_COMMON,
         "model_type": "phi3",
@@ -141,8 +175,13 @@ def random_tensors(config: dict, seed: int = 0) -> dict[str, mx.array]:
     def normal(*shape: int) -> mx.array:
         return mx.random.normal(shape, key=next(keys)) * shape[-1] ** -0.5
 
-    def norm(size: int) -> mx.array:
-        return 1 + 0.2 * mx.random.normal((size,), key=next(keys)) - arch.norm_offset
+    def norm(size: int, offset: int = arch.norm_offset) -> mx.array:
+        return 1 + 0.2 * mx.random.normal((size,), key=next(keys)) - offset
+
+    def vector(name: str, shape: tuple[int, ...]) -> mx.array:
+        if "norm" in name:
+            return norm(*shape, offset=0)
+        return normal(*shape)[:, None] if name.endswith(CONVOLUTIONS) else normal(*shape) * 3
 
     tensors = {"model.embed_tokens.weight": normal(arch.vocab_size, arch.hidden_size)}
     for i, block in enumerate(arch.blocks):
@@ -152,8 +191,10 @@ def random_tensors(config: dict, seed: int = 0) -> dict[str, mx.array]:
             if name in arch.biases:
                 tensors[f"{prefix}{name}.bias"] = normal(out) * 3
         for name, size in block.norms().items():
-            tensors[prefix + name] = norm(size)
-    tensors["model.norm.weight"] = norm(arch.hidden_size)
+            tensors[name_there(prefix + name, arch.model_type)] = norm(size)
+        for name, shape in block.vectors().items():
+            tensors[prefix + name] = vector(name, shape)
+    tensors[name_there("model.norm.weight", arch.model_type)] = norm(arch.hidden_size)
     if not arch.tie_word_embeddings:
         tensors["lm_head.weight"] = normal(arch.vocab_size, arch.hidden_size)
     mx.eval(tensors)
@@ -224,7 +265,7 @@ def mlx_lm_model(
 ) -> nn.Module:
     """mlx-lm's model with `random_tensors`, each matrix quantized as said of its name."""
     model_class, arguments = _get_classes(config)
-    model = model_class(arguments.from_dict(config))
+    model = model_class(arguments.from_dict(deepcopy(config)))  # some change what they are given
     weights = random_tensors(config, seed)
     if hasattr(model, "sanitize"):
         weights = model.sanitize(weights)
@@ -237,18 +278,41 @@ def mlx_lm_model(
     return model
 
 
+def text_of(model: nn.Module) -> nn.Module:
+    """mlx-lm's language model, which may be a part of one of several modalities."""
+    return getattr(model, "language_model", model)
+
+
+def arrays_of(layer: nn.Module, block: Block) -> dict[str, mx.array]:
+    """A block of mlx-lm's by the names and in the form that a bundle has."""
+    arch, arrays = block.arch, {}
+    offset = 0 if arch.model_type.startswith("qwen3_5") else arch.norm_offset  # in mlx-lm's memory
+    for theirs, array in tree_flatten(layer.parameters()):
+        name = name_here(theirs, arch.model_type)
+        if name.endswith(CONVOLUTIONS):
+            array = array[..., 0]
+        arrays[name] = array + offset if name in block.norms() else array
+    return arrays
+
+
+def mask_of(block: Block, length: int) -> mx.array | None:
+    """What mlx-lm's block takes as a mask, with the window that Hugging Face gives it."""
+    if not isinstance(block.mixer, AttentionMixer):
+        return None
+    return create_causal_mask(length, window_size=block.mixer.sliding_window)
+
+
 def dequantize_once(patch: pytest.MonkeyPatch) -> None:
     """Lets the reference keep the matrices that it dequantizes: half of a small step is that."""
-    dequantize, known = reference.dequantize, {}
+    dequantize, known = mx.dequantize, {}
 
-    def remembered(weights: reference.Weights, name: str, in_size: int) -> mx.array:
-        packed = weights[f"{name}weight"]
+    def remembered(packed: mx.array, *others: mx.array, **options: object) -> mx.array:
         if id(packed) not in known:
-            matrix = dequantize(weights, name, in_size)
+            matrix = dequantize(packed, *others, **options)
             known[id(packed)] = (packed, matrix)  # kept with it, so that no other gets its id
         return known[id(packed)][1]
 
-    patch.setattr(reference, "dequantize", remembered)
+    patch.setattr(mx, "dequantize", remembered)
 
 
 def quantizable(module: nn.Module) -> bool:

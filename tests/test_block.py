@@ -10,18 +10,19 @@ from types import ModuleType
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from mlx.utils import tree_flatten
-from mlx_lm.models.base import create_causal_mask
 from mlx_lm.tuner.lora import LoRALinear
 
-from conftest import FAMILIES, HEADS_64, TINY, mlx_lm_model
+from conftest import FAMILIES, HEADS_64, TINY, arrays_of, mask_of, mlx_lm_model
 from mesp import reference
 from mesp.block_function import attention, dequantize, fused, mlxfn, tiles
 from mesp.block_function.forward_pass import BlockFunction, block_function
+from mesp.block_function.gated_delta_net import delta_rule
 from mesp.block_function.trace import export_block
 from mesp.bundle.layout import Layout, block_layout
 from mesp.models.architecture import Architecture, Block
+from mesp.models.mixers import AttentionMixer, GatedDeltaNet, ShortConvolution
 from mesp.quantization.modes import Quantization
+from mesp.source_model.names import name_there
 
 OUTPUTS = ("y", *reference.INTERMEDIATES, *reference.POST_NORMED)
 TOLERANCE = 1e-5
@@ -71,8 +72,8 @@ class Spy(nn.Module):
         super().__init__()
         self.module = module
 
-    def __call__(self, x: mx.array) -> mx.array:
-        self.seen = {"in": x, "out": self.module(x)}
+    def __call__(self, x: mx.array, *more: mx.array) -> mx.array:
+        self.seen = {"in": x, "out": self.module(x, *more)}
         return self.seen["out"]
 
 
@@ -83,10 +84,9 @@ class Case:
         config, quantization = MODELS[name]
         self.arch = Architecture.from_config(config)
         self.described = self.arch.blocks[layer]
+        self.mixer = self.described.mixer
         self.block = mlx_lm_model(config, quantization, seed=1).layers[layer]
-        arrays = dict(tree_flatten(self.block.parameters()))
-        for norm in self.described.norms():
-            arrays[norm] = arrays[norm] + self.arch.norm_offset  # not in mlx-lm's array
+        arrays = arrays_of(self.block, self.described)
         quantizations = {name: quantization(name) for name in self.described.modules}
         self.layout = block_layout(self.described, quantizations, "float32")
         self.weights = pack(self.layout, arrays)
@@ -101,37 +101,51 @@ class Case:
         self.lora = mx.concatenate(flat)
 
     def module(self, name: str) -> nn.Module:
-        return dict(self.block.named_modules())[name]
+        return dict(self.block.named_modules())[self.there(name)]
+
+    def there(self, name: str) -> str:
+        """What mlx-lm calls a module."""
+        return name_there(f"{name}.weight", self.arch.model_type).removesuffix(".weight")
 
     def replace(self, name: str, module: nn.Module) -> None:
-        *parents, last = name.split(".")
+        *parents, last = self.there(name).split(".")
         parent = self.module(parents[0]) if parents else self.block
         setattr(parent, last, module)
 
     def run(self, x: mx.array) -> mx.array:
         """mlx-lm's block, with the window that Hugging Face gives it."""
-        return self.block(
-            x, create_causal_mask(x.shape[1], window_size=self.described.mixer.sliding_window)
-        )
+        return self.block(x, mask_of(self.described, x.shape[1]))
 
     def expected(self, x: mx.array) -> list[mx.array]:
         """What mlx-lm computes: y, and what goes into and comes out of its modules."""
-        norms = [
-            name.removesuffix(".weight") for name in self.described.norms() if "attn" not in name
-        ]
-        spies = {name: Spy(self.module(name)) for name in (*norms, *self.described.modules)}
+        names = ["input_layernorm", self.arch.mlp_norm, *self.described.modules]
+        of_mixer = {GatedDeltaNet: "linear_attn.norm", ShortConvolution: "conv.conv"}
+        names += [name for kind, name in of_mixer.items() if isinstance(self.mixer, kind)]
+        spies = {name: Spy(self.module(name)) for name in names}
         for name, spy in spies.items():
             self.replace(name, spy)
         found = {"y": self.run(x)}
         for name, (module, rows, _) in self.described.projections().items():
             found[name] = spies[module].seen["out"][..., rows]
-        for m, name in {"m1": "q", "m2": "k", "m3": "v"}.items():
-            by_head = found[name].reshape(1, x.shape[1], -1, self.described.mixer.head_dim)
-            found[m] = by_head.swapaxes(1, 2)
         found["mixer_in"] = spies["input_layernorm"].seen["out"]
-        found["mixed"] = spies["self_attn.o_proj"].seen["in"]
         found["x_mid"] = spies[self.arch.mlp_norm].seen["in"]
-        found["o_out"], found["mlp_out"] = found["o"], found["down"]
+        found["o_out"], found["mlp_out"] = found[self.mixer.out], found["down"]
+        if isinstance(self.mixer, GatedDeltaNet):
+            found |= {"m1": found["qkv"], "m2": found["z"]}
+            found["m3"] = mx.concatenate([found["b"], found["a"]], axis=-1)
+            found["mixed"] = spies["linear_attn.norm"].seen["in"].flatten(2)
+        elif isinstance(self.mixer, ShortConvolution):
+            found |= dict(zip(("m1", "m2", "m3"), mx.split(found["in"], 3, axis=-1), strict=True))
+            found["mixed"] = spies["conv.conv"].seen["out"]
+        else:
+            counts = [self.mixer.num_attention_heads] + 2 * [self.mixer.num_key_value_heads]
+            for m, name, heads in zip(("m1", "m2", "m3"), "qkv", counts, strict=True):
+                found[m] = found[name].reshape(1, x.shape[1], heads, -1).swapaxes(1, 2)
+            *_, out = self.mixer.modules
+            found["mixed"] = spies[out[0]].seen["in"]
+            if self.mixer.output_gate:
+                gates = found["m1"][..., self.mixer.head_dim :].swapaxes(1, 2).flatten(2)
+                found["mixed"] = found["mixed"] / mx.sigmoid(gates)
         return [found[name] for name in OUTPUTS[: None if self.arch.post_norms else -2]]
 
     def export(self, folder, seq_len: int, plain: bool = False, device: str = "cpu"):
@@ -179,6 +193,7 @@ def how(request, monkeypatch) -> str:
     if request.param == "tiled":
         monkeypatch.setattr(tiles, "WIDTH", 24)
         monkeypatch.setattr(tiles, "ATTENTION_ROWS", 4)
+        monkeypatch.setattr(tiles, "HEADS_BY_TOKENS", 1)
     return request.param
 
 
@@ -190,6 +205,18 @@ def test_equals_mlx_lm(tmp_path, how, name, layer, seq_len):
     function = case.export(tmp_path, seq_len, plain=how == "plain")
     x = mx.random.normal((1, seq_len, case.arch.hidden_size))
     assert_same(case, function(x, case.lora, mx.array(SCALE), case.weights), x)
+
+
+@pytest.mark.parametrize("length", [63, 64, 65, 200])
+@pytest.mark.parametrize(("heads", "sizes"), [((2, 2), (8, 16)), ((1, 3), (16, 8))])
+def test_the_delta_rule_equals_the_reference(heads, sizes, length):
+    """Over the borders of its chunks, where some decays are near 0 and some near 1."""
+    (Hk, Hv), (dk, dv) = heads, sizes
+    q, k = (mx.random.normal((Hk, length, dk)) * dk**-0.5 for _ in range(2))
+    log_g = -mx.exp(3 * mx.random.normal((Hv, length)) - 2)
+    inputs = [q, k, mx.random.normal((Hv, length, dv)), log_g, mx.random.uniform(shape=log_g.shape)]
+    error = relative_error(delta_rule(*inputs), reference.gated_delta_rule(*inputs))
+    assert error <= TOLERANCE
 
 
 @pytest.mark.parametrize(("name", "layer"), BLOCKS)
@@ -247,22 +274,28 @@ def test_fused_attention_sees_the_same_keys(monkeypatch, window, length):
 
 
 @pytest.mark.parametrize("how", ["fused", "tiled", "plain"])
-@pytest.mark.parametrize("name", ["qwen3", "gemma2", "gemma3_text", "phi3", "nvfp4", "mixed"])
-def test_the_gpu_function_computes_the_same(monkeypatch, name, how):
+@pytest.mark.parametrize(
+    ("name", "layer"),
+    [*((name, 0) for name in ("qwen3", "gemma2", "gemma3_text", "phi3", "nvfp4", "mixed")),
+     ("qwen3_5", 0), ("qwen3_5", 1), ("lfm2", 0)],
+)  # fmt: skip
+def test_the_gpu_function_computes_the_same(monkeypatch, name, layer, how):
     """Its operations are there on the CPU too, so that a mistake in them shows without a GPU."""
-    case, calls = Case(name), []
+    case, calls = Case(name, layer), []
     attend = mx.fast.scaled_dot_product_attention
     monkeypatch.setattr(
         mx.fast,
         "scaled_dot_product_attention",
         lambda *args, **options: calls.append(args) or attend(*args, **options),
     )
-    if how == "fused":
-        monkeypatch.setattr(attention, "FUSED_HEADS", (case.described.mixer.head_dim,))
+    has_scores = isinstance(case.mixer, AttentionMixer)
+    if how == "fused" and has_scores:
+        monkeypatch.setattr(attention, "FUSED_HEADS", (case.mixer.head_dim,))
     x = mx.random.normal((1, 12, case.arch.hidden_size))
     function = case.function(how == "plain", device="gpu")
     outputs = function(x, case.lora, mx.array(SCALE), case.weights)
-    assert bool(calls) == (how == "fused" and case.described.mixer.attn_logit_softcapping is None)
+    takes_fused = has_scores and case.mixer.attn_logit_softcapping is None
+    assert bool(calls) == (how == "fused" and takes_fused)
     assert_same(case, outputs, x)
 
 
@@ -315,7 +348,9 @@ def test_the_gpu_function_differs_on_the_cpu_in_fused_primitives_only(monkeypatc
 
 # Of heads of 64, which Metal's fused attention takes, with and without a window, and of others.
 GPU_BLOCKS = {name: {**FAMILIES[name], **HEADS_64} for name in ("qwen2", "qwen3", "mistral")}
-GPU_BLOCKS |= {name: FAMILIES[name] for name in ("gemma2", "gemma3_text", "phi3")}
+GPU_BLOCKS |= {name: FAMILIES[name] for name in ("gemma2", "gemma3_text", "phi3", "lfm2")}
+GPU_BLOCKS |= {"qwen3_5": FAMILIES["qwen3_5"]}
+GPU_BLOCKS |= {"output gate": {**FAMILIES["qwen3_5"], "full_attention_interval": 1}}
 
 
 def gpu_block(name: str, dtype: str, plain: bool, fast: ModuleType) -> tuple:
@@ -379,8 +414,11 @@ def test_a_file_for_the_gpu_is_the_cpus_but_for_streams(tmp_path, name, dtype, p
     assert [(a, b) for a, b in zip(cpu, gpu, strict=True) if a != b] == [(0, 1)] * len(expected)
 
     used = {name for name, _ in expected} & {"RMSNorm", "RoPE", "ScaledDotProductAttention"}
-    attends = {"ScaledDotProductAttention"} if block.mixer.head_dim == 64 else set()
-    assert used == (set() if plain else {"RMSNorm", "RoPE"} | attends)
+    fused_ones = {"RMSNorm"}
+    if isinstance(block.mixer, AttentionMixer):
+        fused_ones |= {"RoPE"}
+        fused_ones |= {"ScaledDotProductAttention"} if block.mixer.head_dim == 64 else set()
+    assert used == (set() if plain else fused_ones)
     path.write_bytes(cpu)
     assert len(mx.import_function(str(path))(*gpu_inputs(block, layout, dtype, length))) >= 9
 
@@ -442,7 +480,7 @@ def test_one_file_serves_several_lengths_and_ranks(tmp_path):
         imported(x[:, :5], lora, mx.array(SCALE), case.weights)
 
 
-@pytest.mark.parametrize("name", ["groups", "gemma2", "nvfp4"])
+@pytest.mark.parametrize("name", ["groups", "gemma2", "nvfp4", "qwen3_5", "lfm2"])
 def test_bfloat16(tmp_path, name):
     """bfloat16 arrays and scales; the arithmetic between them is float32."""
     case = Case(name)

@@ -30,29 +30,35 @@ class Scoring:
 def mix_by_attention(
     mixer: AttentionMixer, parts: Parts, x: mx.array
 ) -> tuple[list[mx.array], mx.array]:
-    """[q, k, v, attn_out] of x [1, T, hidden], and what o takes: attn_out."""
+    """[q, k, v, attn_out] of x [1, T, hidden], and what o takes: attn_out, gated where q has gates
+    behind its queries.
+    """
     dtype, everywhere = parts.dtype, slice(0, x.shape[1])
     window = mixer.within(x.shape[1]).sliding_window
     scoring = Scoring(mixer.attention_scale, mixer.attn_logit_softcapping, window)
     on_gpu = parts.device == "gpu" and not parts.plain
     turn = fast_rope(mixer, parts.fast) if on_gpu else rope(mixer, everywhere)
 
-    def heads(x: mx.array) -> mx.array:  # [1, T, n·head_dim] -> [1, n, T, head_dim]
-        return x.reshape(1, x.shape[1], -1, mixer.head_dim).swapaxes(1, 2).astype(dtype)
+    def heads(x: mx.array, count: int) -> mx.array:  # [1, T, n·size] -> [1, n, T, size]
+        return x.reshape(1, x.shape[1], count, -1).swapaxes(1, 2).astype(dtype)
 
     def place(name: str, x: mx.array, rows: slice = everywhere) -> mx.array:
         """What attention takes of some rows of q or k."""
         x = x.astype(mx.float32)
         return turn(parts.norm(f"self_attn.{name}_norm", x) if mixer.qk_norm else x, rows)
 
-    q = heads(parts.project("q", x))
-    k = heads(parts.project("k", x, q))
-    v = heads(parts.project("v", x, k))
+    q = heads(parts.project("q", x), mixer.num_attention_heads)
+    k = heads(parts.project("k", x, q), mixer.num_key_value_heads)
+    v = heads(parts.project("v", x, k), mixer.num_key_value_heads)
+    queries, gates = q[..., : mixer.head_dim], q[..., mixer.head_dim :]
     attend = plain_attention if parts.plain else attention
     if on_gpu and mixer.head_dim in FUSED_HEADS and scoring.cap is None:
         attend = partial(fused_attention, parts.fast)
-    attn_out = attend(q, place("k", k), v, partial(place, "q"), scoring).astype(dtype)
-    return [q, k, v, attn_out], attn_out
+    attn_out = attend(queries, place("k", k), v, partial(place, "q"), scoring).astype(dtype)
+    if not mixer.output_gate:
+        return [q, k, v, attn_out], attn_out
+    gates = gates.swapaxes(1, 2).flatten(2).astype(mx.float32)
+    return [q, k, v, attn_out], attn_out * mx.sigmoid(gates)
 
 
 def soft_cap(scores: mx.array, cap: float | None) -> mx.array:

@@ -25,17 +25,23 @@ from types import ModuleType
 import mlx.core as mx
 
 from mesp.block_function.attention import mix_by_attention
+from mesp.block_function.convolution import mix_by_short_convolution
+from mesp.block_function.gated_delta_net import mix_by_gated_delta_net
 from mesp.block_function.mlp import ACTIVATIONS, mlp_by_tokens, plain_mlp, tiled_mlp
 from mesp.block_function.parts import Parts
 from mesp.block_function.projection import projections
 from mesp.bundle.layout import Layout
 from mesp.models.architecture import Block
-from mesp.models.mixers import AttentionMixer
+from mesp.models.mixers import AttentionMixer, GatedDeltaNet, ShortConvolution
 
 BlockFunction = Callable[[mx.array, mx.array, mx.array, mx.array], list[mx.array]]
 
 # By the mixer: [m1, m2, m3, mixed] in the dtype, and what the output projection takes.
-MIX = {AttentionMixer: mix_by_attention}
+MIX = {
+    AttentionMixer: mix_by_attention,
+    GatedDeltaNet: mix_by_gated_delta_net,
+    ShortConvolution: mix_by_short_convolution,
+}
 
 
 def block_function(

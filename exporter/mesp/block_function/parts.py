@@ -27,6 +27,10 @@ class Parts:
         function = rms_norm if self.plain else self.fast.rms_norm
         return function(x, self.arrays[f"{name}.weight"], self.eps)
 
+    def vector(self, name: str) -> mx.array:
+        """A weight that no linear layer has, float32."""
+        return self.arrays[name].astype(mx.float32)
+
     def project(
         self, name: str, x: mx.array, after: mx.array | None = None, plus: mx.array | None = None
     ) -> mx.array:

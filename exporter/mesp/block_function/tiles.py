@@ -16,6 +16,9 @@ NUMBERS_A_TOKEN = 2048
 # Query rows in a tile of attention. Few, because a tile reads no key after its last row.
 ATTENTION_ROWS = 32
 
+# Value heads times tokens in a tile of a gated delta net.
+HEADS_BY_TOKENS = 2048
+
 
 def cut(size: int, largest: int, multiple: int = 1) -> Iterator[slice]:
     """Cuts range(size) into slices of about one length: at most `largest`, and a `multiple`."""

@@ -22,6 +22,9 @@ DTYPES = {
 }
 
 
+KEPT_WIDE = ("linear_attn.A_log",)  # float32 whatever the bundle's dtype: its exponential counts
+
+
 @dataclass(frozen=True)
 class ArraySpec:
     """Where an array lies in a weight file: `offset` in 32-bit words."""
@@ -84,6 +87,10 @@ class Layout:
 def block_layout(block: Block, quantizations: Mapping[str, Quantization], dtype: str) -> Layout:
     """The layout of a block whose modules are quantized so; docs/architecture.md has the names."""
     arrays: list = [(name, (size,), dtype) for name, size in block.norms().items()]
+    arrays += [
+        (name, shape, "float32" if name in KEPT_WIDE else dtype)
+        for name, shape in block.vectors().items()
+    ]
     for name, (rows, columns) in block.sizes().items():
         arrays += quantizations[name].arrays(name + ".", rows, columns, dtype)
         if name in block.arch.biases:

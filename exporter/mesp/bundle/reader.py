@@ -25,6 +25,7 @@ from mesp.bundle.manifest import (
 from mesp.errors import MespError
 from mesp.models.architecture import Architecture
 from mesp.quantization.modes import Quantization
+from mesp.source_model.names import CONVOLUTIONS, name_there
 
 
 def block_file(index: int) -> str:
@@ -172,7 +173,9 @@ class Bundle:
         model = model_class(arguments.from_dict(config))
 
         head = self.head()
-        weights = {"model.norm.weight": head.pop("norm") - arch.norm_offset}
+        weights = {
+            name_there("model.norm.weight", arch.model_type): head.pop("norm") - arch.norm_offset
+        }
         tables = {"model.embed_tokens": self.embedding()}
         tables |= {} if arch.tie_word_embeddings else {"lm_head": head}
         for table, arrays in tables.items():
@@ -181,7 +184,10 @@ class Bundle:
             block = self.block(index)
             norms = arch.blocks[index].norms()
             block |= {name: block[name] - arch.norm_offset for name in norms}
-            weights |= {f"model.layers.{index}.{name}": array for name, array in block.items()}
+            for name, array in block.items():
+                if name.endswith(CONVOLUTIONS):
+                    array = array[:, None]
+                weights[name_there(f"model.layers.{index}.{name}", arch.model_type)] = array
         if hasattr(model, "sanitize"):
             weights = model.sanitize(weights)
 

@@ -52,6 +52,8 @@ def block_pieces(
     prefix = f"model.layers.{index}."
     for name in block.norms():
         yield name, 0, norm(weights, prefix + name, layout[name].shape, block.arch)
+    for name, shape in block.vectors().items():
+        yield name, 0, weights.rows(prefix + name, shape, slice(0, shape[0]))
     for name in block.biases():
         shape = layout[f"{name}.bias"].shape
         yield f"{name}.bias", 0, weights.rows(f"{prefix}{name}.bias", shape, slice(0, *shape))
@@ -70,7 +72,8 @@ def table_pieces(
 
 def norm(weights: Weights, source: str, shape: tuple[int], arch: Architecture) -> mx.array:
     """What a normed vector is multiplied by."""
-    return weights.rows(source, shape, slice(0, *shape)).astype(mx.float32) + arch.norm_offset
+    offset = 0 if weights.is_converted else arch.norm_offset
+    return weights.rows(source, shape, slice(0, *shape)).astype(mx.float32) + offset
 
 
 def write_weights(

@@ -24,6 +24,7 @@ from mesp.data.tokens import load_tokenizer
 from mesp.errors import MespError, plain_os_errors
 from mesp.models.architecture import Architecture
 from mesp.models.config_json import complete
+from mesp.models.families import FAMILIES
 from mesp.progress_bars import export_progress
 from mesp.quantization.choose import Quantizations, check_quantizations
 from mesp.source_model.find import TOKENIZER_FILES, Source
@@ -120,6 +121,7 @@ def copy_texts(
 ) -> None:
     """Writes config.json as of the bundle's weights; copies the tokenizer and the licence."""
     config = complete(source.config) | {
+        "model_type": FAMILIES[arch.model_type].mlx_type or arch.model_type,
         "num_hidden_layers": arch.num_hidden_layers,
         "tie_word_embeddings": arch.tie_word_embeddings,
         "quantization": quantizations.config or asdict(quantizations.main),

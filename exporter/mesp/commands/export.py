@@ -131,7 +131,13 @@ def main(
         source = replace(source, name=f"{source.name}-random", revision=None)
         weights = RandomWeights(seed, norm=1 - arch.norm_offset)
     else:
-        weights = SafetensorsWeights(source.folder)
+        weights = SafetensorsWeights(source.folder, arch.model_type)
+        if weights.left_out:
+            click.echo(
+                f"Note: {weights.left_out:,} tensors are left out: the text alone is trained, "
+                "without layers that predict several tokens.",
+                err=True,
+            )
         if arch.model_type == "gemma3_text" and weights.is_quantized("lm_head"):
             arch = replace(arch, tie_word_embeddings=False)  # a copy that older mlx-lm made
     if data is None and data_options != DataOptions():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
@@ -93,8 +94,8 @@ class Architecture:
             post_norms=family.post_norms,
             final_logit_softcapping=config.get("final_logit_softcapping"),
             embedding_scale=family.embedding_scale(config["hidden_size"]),
-            mlx_prefix="model",
-            hf_prefix="model",
+            mlx_prefix=family.mlx_prefix,
+            hf_prefix=family.hf_prefix,
             mlp=family.mlp,
             biases=tuple(name for name, _ in family.attention + family.mlp if name in biased),
             mixers=mixers,
@@ -169,7 +170,7 @@ class Architecture:
 
     @property
     def norm_offset(self) -> int:
-        """What a norm's weight in the model's checkpoints and in mlx-lm lacks: 1 for Gemma."""
+        """What a norm's weight in the model's checkpoints lacks: 1 for Gemma and Qwen3.5."""
         return FAMILIES[self.model_type].norm_offset
 
     def first(self, count: int) -> Architecture:
@@ -235,6 +236,10 @@ class Block:
             names += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
         return {f"{name}.weight": self.arch.hidden_size for name in names} | self.mixer.norms()
 
+    def vectors(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of its other weights that no linear layer has, by their names."""
+        return self.mixer.vectors(self.arch.hidden_size)
+
     def lora_size(self, rank: int) -> int:
         """How many LoRA parameters of this rank it has."""
         return rank * sum(out + inp for out, inp in self.sizes().values())
@@ -243,7 +248,8 @@ class Block:
     def num_parameters(self) -> int:
         """The numbers in it."""
         weights = sum(out * inp for out, inp in self.sizes().values())
-        return weights + sum(self.norms().values()) + sum(self.biases().values())
+        vectors = sum(map(math.prod, self.vectors().values()))
+        return weights + vectors + sum(self.norms().values()) + sum(self.biases().values())
 
     def within(self, length: int) -> Block:
         """The same for sequences of `length` tokens; see `AttentionMixer.within`."""

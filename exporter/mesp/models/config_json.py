@@ -20,15 +20,21 @@ def complete(config: dict[str, Any]) -> dict[str, Any]:
     model_type = config.get("model_type")
     if model_type not in FAMILIES:
         missing = ""
-        if "text_config" in config:
-            missing = " (it is of several modalities, and the trainer takes text alone)"
-        elif any("expert" in key for key in config):
+        if any("expert" in key for key in (*config, *(config.get("text_config") or ()))):
             missing = " (it mixes experts, and the trainer has one MLP a block)"
+        elif "text_config" in config:
+            missing = " (it is of several modalities, and the trainer takes text alone)"
         raise MespError(
             f"The architecture {model_type!r} is not supported{missing}; "
             f"supported are {', '.join(FAMILIES)}."
         )
-    config = {**_DEFAULTS, **FAMILIES[model_type].defaults, **config}
+    family = FAMILIES[model_type]
+    if family.text_of_several and "text_config" in config:
+        # What is said of the whole model goes before, such as how it is quantized.
+        whole = {k: v for k, v in config.items() if k not in ("text_config", "vision_config")}
+        config = config["text_config"] | whole
+    config = {**_DEFAULTS, **family.defaults, **config}
+    config |= family.read(config)
     rope = config.pop("rope_parameters", None) or {}
     if "full_attention" in rope:
         sliding, rope = rope.get("sliding_attention"), rope["full_attention"]
@@ -43,6 +49,9 @@ def complete(config: dict[str, Any]) -> dict[str, Any]:
         raise unsupported("rope_scaling", scaling)
     named = {**scaling, "type": kind, "rope_type": kind}
     config["rope_scaling"] = None if kind == "default" else named
+    if family.text_of_several:  # mlx-lm reads these there alone
+        turning = {key: config[key] for key in ("rope_theta", "partial_rotary_factor")}
+        config["rope_parameters"] = {**(config["rope_scaling"] or {"rope_type": kind}), **turning}
     return config
 
 

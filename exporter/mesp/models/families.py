@@ -25,6 +25,14 @@ SEPARATE_MLP: Modules = (
     ("mlp.down_proj", ("down",)),
 )
 FUSED_ATTENTION: Modules = (("self_attn.qkv_proj", ("q", "k", "v")), ("self_attn.o_proj", ("o",)))
+GATED_DELTA_NET: Modules = (
+    ("linear_attn.in_proj_qkv", ("qkv",)),
+    ("linear_attn.in_proj_z", ("z",)),
+    ("linear_attn.in_proj_b", ("b",)),
+    ("linear_attn.in_proj_a", ("a",)),
+    ("linear_attn.out_proj", ("out",)),
+)
+SHORT_CONVOLUTION: Modules = (("conv.in_proj", ("in",)), ("conv.out_proj", ("out",)))
 FUSED_MLP: Modules = (("mlp.gate_up_proj", ("gate", "up")), ("mlp.down_proj", ("down",)))
 
 
@@ -34,7 +42,10 @@ def short(module: str) -> str:
 
 
 # The short names of all modules that some model has, in the order of the projections.
-TRAINABLE = ("q", "k", "v", "qkv", "o", "gate", "up", "gate_up", "down")
+TRAINABLE = (
+    "q", "k", "v", "qkv", "o", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "in", "out",
+    "gate", "up", "gate_up", "down", "w1", "w3", "w2",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -45,13 +56,39 @@ class Family:
     mlp: Modules = SEPARATE_MLP
     biases: tuple[str, ...] = ()  # modules that have one, whatever the config.json says
     qk_norm: bool = False
+    output_gate: bool = False
     post_norms: bool = False
     norm_offset: int = 0  # a norm multiplies by this plus the weight in the checkpoint
+    norms: dict[str, str] = field(default_factory=dict)  # by the usual name, those named otherwise
+    text_of_several: bool = False  # published as the text's part of a model of several modalities
+    mlx_type: str | None = None  # mlx-lm's `model_type`, where it has another
+    mlx_prefix: str = "model"  # before `.layers` in adapters for mlx-lm, and for PEFT
+    hf_prefix: str = "model"
     activation: str = "silu"
-    full_every: float = 1  # each how many-th layer attends beyond the window; inf: none
+    full_every: float = 1  # each how many-th layer has full attention; inf: none
+    other_layers: str = "sliding_attention"  # what the others are in `layer_types`
     embedding_scale: Callable[[int], float] = lambda hidden: 1.0
     takes: tuple[str, ...] = ()  # of VARIANTS
     defaults: dict[str, Any] = field(default_factory=dict)  # of keys that may be missing
+    read: Callable[[dict[str, Any]], dict[str, Any]] = lambda config: {}  # keys of another name
+
+
+def _read_lfm2(config: dict[str, Any]) -> dict[str, Any]:
+    """Its own names of the norms' ε, of tying and of layers, and the width of its MLP."""
+    found = {"rms_norm_eps": config["norm_eps"]}
+    if "tie_embedding" in config:
+        found["tie_word_embeddings"] = config["tie_embedding"]
+    if not config.get("layer_types"):
+        attention = config["full_attn_idxs"]
+        found["layer_types"] = [
+            "full_attention" if i in attention else "conv"
+            for i in range(config["num_hidden_layers"])
+        ]
+    width = config["block_ff_dim"] or config["intermediate_size"]
+    if config["block_auto_adjust_ff_dim"]:
+        width = int(config["block_ffn_dim_multiplier"] * int(2 * width / 3))
+        width = math.ceil(width / config["block_multiple_of"]) * config["block_multiple_of"]
+    return found | {"intermediate_size": width}
 
 
 _LLAMA = Family(takes=("attention_bias", "mlp_bias"))
@@ -67,6 +104,26 @@ _GEMMA = Family(
         "attn_logit_softcapping": 50.0,
         "final_logit_softcapping": 30.0,
         "sliding_window": 4096,
+    },
+)
+_QWEN3_5 = Family(
+    qk_norm=True,
+    output_gate=True,
+    norm_offset=1,
+    text_of_several=True,
+    mlx_type="qwen3_5",
+    mlx_prefix="language_model.model",
+    full_every=4,
+    other_layers="linear_attention",
+    takes=("partial_rotary_factor",),
+    defaults={
+        "head_dim": 256,
+        "partial_rotary_factor": 0.25,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
     },
 )
 FAMILIES = {
@@ -92,6 +149,35 @@ FAMILIES = {
             "rope_local_base_freq": 1e4,
         },
     ),
+    "qwen3_5": replace(_QWEN3_5, hf_prefix="model.language_model"),
+    "qwen3_5_text": _QWEN3_5,
+    "lfm2": Family(
+        attention=(*SEPARATE_ATTENTION[:3], ("self_attn.out_proj", ("o",))),
+        mlp=(
+            ("feed_forward.w1", ("gate",)),
+            ("feed_forward.w3", ("up",)),
+            ("feed_forward.w2", ("down",)),
+        ),
+        qk_norm=True,
+        other_layers="conv",
+        norms={
+            "input_layernorm": "operator_norm",
+            "post_attention_layernorm": "ffn_norm",
+            "self_attn.q_norm": "self_attn.q_layernorm",
+            "self_attn.k_norm": "self_attn.k_layernorm",
+            "model.norm": "model.embedding_norm",
+        },
+        defaults={
+            "norm_eps": 1e-5,
+            "rope_theta": 1e6,
+            "conv_L_cache": 3,
+            "block_ff_dim": None,
+            "block_multiple_of": 256,
+            "block_ffn_dim_multiplier": 1.0,
+            "block_auto_adjust_ff_dim": True,
+        },
+        read=_read_lfm2,
+    ),
     "phi3": Family(
         attention=FUSED_ATTENTION,
         mlp=FUSED_MLP,
@@ -109,4 +195,6 @@ VARIANTS = {
     "partial_rotary_factor": 1.0,
     "rope_traditional": False,
     "use_bidirectional_attention": False,
+    "attn_output_gate": True,
+    "conv_bias": False,
 }

@@ -51,6 +51,10 @@ class AttentionMixer:
         """The lengths of its norms, by the names of their weights."""
         return {f"self_attn.{each}_norm.weight": self.head_dim for each in "qk" if self.qk_norm}
 
+    def vectors(self, hidden: int) -> dict[str, tuple[int, ...]]:
+        """The shapes of its other weights that no linear layer has."""
+        return {}
+
     def check(self) -> None:
         """Raises ValueError where a field can't be what it says."""
         sizes = [self.num_attention_heads, self.num_key_value_heads, self.head_dim]
@@ -70,8 +74,112 @@ class AttentionMixer:
         )
 
 
-Mixer = AttentionMixer
-_TYPES: dict[str, type[Mixer]] = {each.type: each for each in (AttentionMixer,)}
+@dataclass(frozen=True)
+class GatedDeltaNet:
+    """A state for each value head, which decays and is corrected (Yang et al., arXiv:2412.06464).
+
+    qkv goes through a causal convolution of each channel and silu.
+    """
+
+    type: ClassVar[str] = "gated_delta_net"
+    out: ClassVar[str] = "out"
+
+    modules: Modules
+    num_key_heads: int
+    num_value_heads: int
+    key_head_dim: int
+    value_head_dim: int
+    kernel_size: int  # tokens that the convolution sees
+
+    def within(self, length: int) -> GatedDeltaNet:
+        """Itself: it is the same for any length."""
+        return self
+
+    @property
+    def conv_dim(self) -> int:
+        """The channels of the convolution: q, k and v."""
+        return 2 * self.num_key_heads * self.key_head_dim + self.values
+
+    @property
+    def values(self) -> int:
+        """The numbers that all value heads give together."""
+        return self.num_value_heads * self.value_head_dim
+
+    def shapes(self, hidden: int) -> dict[str, Shape]:
+        """Its projections."""
+        outputs = {"qkv": self.conv_dim, "z": self.values}
+        outputs |= {"b": self.num_value_heads, "a": self.num_value_heads}
+        return {name: (out, hidden) for name, out in outputs.items()} | {
+            "out": (hidden, self.values)
+        }
+
+    def norms(self) -> dict[str, int]:
+        """None that a family may store minus 1; `vectors` has its norm."""
+        return {}
+
+    def vectors(self, hidden: int) -> dict[str, tuple[int, ...]]:
+        """The shapes of the weights that no linear layer has; a row of conv1d is a channel."""
+        shapes = {
+            "conv1d.weight": (self.conv_dim, self.kernel_size),
+            "norm.weight": (self.value_head_dim,),
+            "dt_bias": (self.num_value_heads,),
+            "A_log": (self.num_value_heads,),
+        }
+        return {f"linear_attn.{name}": shape for name, shape in shapes.items()}
+
+    def check(self) -> None:
+        """Raises ValueError where a field can't be what it says."""
+        sizes = (
+            self.num_key_heads, self.num_value_heads, self.key_head_dim, self.value_head_dim,
+            self.kernel_size,
+        )  # fmt: skip
+        refuse_unsound(
+            {
+                "sizes": all(map(is_size, sizes)),
+                "num_value_heads": self.num_value_heads % self.num_key_heads == 0,
+                "modules": sorted(projections_of(self.modules)) == ["a", "b", "out", "qkv", "z"],
+            }
+        )
+
+
+@dataclass(frozen=True)
+class ShortConvolution:
+    """A causal convolution of each channel between two gates, as in LFM2."""
+
+    type: ClassVar[str] = "short_convolution"
+    out: ClassVar[str] = "out"
+
+    modules: Modules
+    kernel_size: int  # tokens that it sees
+
+    def within(self, length: int) -> ShortConvolution:
+        """Itself: it is the same for any length."""
+        return self
+
+    def shapes(self, hidden: int) -> dict[str, Shape]:
+        """Its projections."""
+        return {"in": (3 * hidden, hidden), "out": (hidden, hidden)}
+
+    def norms(self) -> dict[str, int]:
+        """It has none."""
+        return {}
+
+    def vectors(self, hidden: int) -> dict[str, tuple[int, ...]]:
+        """The shape of the convolution's weights; a row is a channel."""
+        return {"conv.conv.weight": (hidden, self.kernel_size)}
+
+    def check(self) -> None:
+        """Raises ValueError where a field can't be what it says."""
+        refuse_unsound(
+            {
+                "kernel_size": is_size(self.kernel_size),
+                "modules": sorted(projections_of(self.modules)) == ["in", "out"],
+            }
+        )
+
+
+Mixer = AttentionMixer | GatedDeltaNet | ShortConvolution
+_TYPES = {each.type: each for each in (AttentionMixer, GatedDeltaNet, ShortConvolution)}
 
 
 def mixer_from_manifest(entry: dict[str, Any]) -> Mixer:

@@ -6,17 +6,18 @@ from typing import Any
 
 from mesp.errors import MespError
 from mesp.models.config_json import unsupported
-from mesp.models.families import FAMILIES
-from mesp.models.mixers import AttentionMixer, Mixer
+from mesp.models.families import FAMILIES, GATED_DELTA_NET, SHORT_CONVOLUTION
+from mesp.models.mixers import AttentionMixer, GatedDeltaNet, Mixer, ShortConvolution
 from mesp.models.rope_scaling import rope_frequencies
 
 
 def mixers_by_layer(config: dict[str, Any]) -> list[Mixer]:
     """The mixer of each layer, as Hugging Face's implementation has it."""
     count, family = config["num_hidden_layers"], FAMILIES[config["model_type"]]
-    every = config.get("sliding_window_pattern") or family.full_every
+    keys = ("sliding_window_pattern", "full_attention_interval")
+    every = next((config[key] for key in keys if config.get(key)), family.full_every)
     types = config.get("layer_types") or [
-        "sliding_attention" if (i + 1) % every else "full_attention" for i in range(count)
+        family.other_layers if (i + 1) % every else "full_attention" for i in range(count)
     ]
     interval = config.get("no_rope_layer_interval", 4)
     has_rope = [True] * count
@@ -28,16 +29,33 @@ def mixers_by_layer(config: dict[str, Any]) -> list[Mixer]:
                 f"The model's config.json is not in order: {key} has {len(each)} entries for "
                 f"{count} blocks; take an unchanged config.json."
             )
-    return [
-        _attention(config, layer_type, bool(rotates))
-        for layer_type, rotates in zip(types, has_rope, strict=True)
-    ]
+    mixers: list[Mixer] = []
+    for layer_type, rotates in zip(types, has_rope, strict=True):
+        if layer_type in ("full_attention", "sliding_attention"):
+            slides = layer_type == "sliding_attention"
+            mixers.append(_attention(config, slides, bool(rotates)))
+        elif layer_type == "linear_attention" and family.other_layers == layer_type:
+            mixers.append(_gated_delta_net(config))
+        elif layer_type == "conv" and family.other_layers == layer_type:
+            mixers.append(ShortConvolution(SHORT_CONVOLUTION, config["conv_L_cache"]))
+        else:
+            raise unsupported("layer_types", layer_type)
+    return mixers
 
 
-def _attention(config: dict[str, Any], layer_type: str, rotates: bool) -> AttentionMixer:
-    if layer_type not in ("full_attention", "sliding_attention"):
-        raise unsupported("layer_types", layer_type)
-    family, slides = FAMILIES[config["model_type"]], layer_type == "sliding_attention"
+def _gated_delta_net(config: dict[str, Any]) -> GatedDeltaNet:
+    return GatedDeltaNet(
+        modules=GATED_DELTA_NET,
+        num_key_heads=config["linear_num_key_heads"],
+        num_value_heads=config["linear_num_value_heads"],
+        key_head_dim=config["linear_key_head_dim"],
+        value_head_dim=config["linear_value_head_dim"],
+        kernel_size=config["linear_conv_kernel_dim"],
+    )
+
+
+def _attention(config: dict[str, Any], slides: bool, rotates: bool) -> AttentionMixer:
+    family = FAMILIES[config["model_type"]]
     heads = config["num_attention_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
     frequencies, rope_scale = (), 1.0
@@ -49,7 +67,7 @@ def _attention(config: dict[str, Any], layer_type: str, rotates: bool) -> Attent
         num_key_value_heads=config.get("num_key_value_heads") or heads,
         head_dim=head_dim,
         qk_norm=family.qk_norm,
-        output_gate=False,
+        output_gate=family.output_gate,
         attention_scale=(config.get("query_pre_attn_scalar") or head_dim) ** -0.5,
         attn_logit_softcapping=config.get("attn_logit_softcapping"),
         frequencies=frequencies,

@@ -9,6 +9,7 @@ from mesp.errors import MespError
 from mesp.models.architecture import Architecture
 from mesp.quantization.modes import MODES, Quantization, describe_quantization
 from mesp.source_model.find import Source
+from mesp.source_model.names import name_here
 
 BITS = (4, 8)  # that a model is quantized to here
 
@@ -92,7 +93,9 @@ def find_quantizations(
         )
     # As mlx-lm: a dictionary for a module's own, or whether it is quantized as the rest.
     others = {
-        name: read(entry) if isinstance(entry, dict) else main if entry else None
+        name_here(name, config["model_type"]): (
+            read(entry) if isinstance(entry, dict) else main if entry else None
+        )
         for name, entry in given.items()
         if isinstance(entry, dict | bool)
     }

@@ -12,6 +12,7 @@ class RandomWeights:
     """Weights of a geometry, drawn at random as they are asked for; see `Weights`."""
 
     has_float16_scales = False
+    is_converted = False
 
     def __init__(self, seed: int, norm: float = 1.0):
         """`norm` is what the norms' weights are."""
@@ -27,7 +28,7 @@ class RandomWeights:
     def rows(self, name: str, shape: tuple[int, ...], rows: slice) -> mx.array:
         size = (rows.stop - rows.start, *shape[1:])
         if "norm" in name:
-            return mx.full(size, self.norm)
+            return mx.full(size, 1.0 if "linear_attn" in name else self.norm)
         seed = (self.seed, zlib.crc32(name.encode()))
         generator = self.generators.setdefault(name, np.random.default_rng(seed))
         return mx.array(0.02 * generator.standard_normal(size, dtype=np.float32))

@@ -9,6 +9,7 @@ import mlx.core as mx
 import numpy as np
 
 from mesp.errors import MespError
+from mesp.source_model.names import CONVOLUTIONS, name_here
 
 # Types in a safetensors file: as NumPy reads them (it has no bfloat16), and what they are.
 TENSOR_DTYPES = {
@@ -23,9 +24,11 @@ TENSOR_DTYPES = {
 class SafetensorsWeights:
     """The tensors of a model folder, mapped, and read by rows; see `Weights`."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, model_type: str):
         """Raises MespError where a file is missing or truncated."""
-        self.folder = folder
+        self.folder, self.model_type = folder, model_type
+        self.is_converted = False
+        self.left_out = 0  # tensors that take no part, of vision for example
         self.tensors: dict[str, tuple[np.ndarray, mx.Dtype]] = {}
         self.unreadable: dict[str, str] = {}  # the dtypes of those that cannot be used
         index = folder / "model.safetensors.index.json"
@@ -53,13 +56,21 @@ class SafetensorsWeights:
                 header = json.loads(opened.read(start - 8))
             data = np.memmap(file, mode="r", offset=start)
             header.pop("__metadata__", None)
-            for name, tensor in header.items():
+            for theirs, tensor in header.items():
+                name = name_here(theirs, self.model_type)
+                if name is None:
+                    self.left_out += 1
+                    continue
                 if tensor["dtype"] not in TENSOR_DTYPES:
                     self.unreadable[name] = tensor["dtype"]
                     continue
                 stored, dtype = TENSOR_DTYPES[tensor["dtype"]]
                 begin, end = tensor["data_offsets"]
                 array = data[begin:end].view(stored).reshape(tensor["shape"])
+                if name.endswith(CONVOLUTIONS) and array.ndim == 3:
+                    # [channels, 1, kernel], or as mlx-lm has it [channels, kernel, 1]
+                    self.is_converted = array.shape[2] == 1
+                    array = array.reshape(len(array), -1)
                 self.tensors[name] = (array, dtype)
         except OSError as error:
             raise MespError(

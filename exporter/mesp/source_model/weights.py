@@ -17,6 +17,10 @@ class Weights(Protocol):
     def has_float16_scales(self) -> bool:
         """Whether some matrix comes quantized with float16 scales."""
 
+    @property
+    def is_converted(self) -> bool:
+        """Whether mlx-lm has converted norms and convolutions to what it computes with."""
+
     def is_quantized(self, name: str) -> bool:
         """Whether the matrix comes quantized, as MLX packs it."""
 

@@ -1,0 +1,31 @@
+"""Causal convolutions of each channel, and the mixer that has little else."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from mesp.block_function.parts import Parts
+from mesp.models.mixers import ShortConvolution
+
+
+def convolution(x: mx.array, w: mx.array) -> mx.array:
+    """y_t = Σ_j w_j ∘ x_{t-K+1+j}, float32: x [1, T, channels], w [channels, K] float32."""
+    length, kernel = x.shape[1], w.shape[1]
+    before = mx.zeros((1, kernel - 1, x.shape[2]))
+    padded = mx.concatenate([before, x.astype(mx.float32)], axis=1)
+    y = padded[:, :length] * w[:, 0]
+    for j in range(1, kernel):
+        y = y + padded[:, j : j + length] * w[:, j]
+    return y
+
+
+def mix_by_short_convolution(
+    mixer: ShortConvolution, parts: Parts, x: mx.array
+) -> tuple[list[mx.array], mx.array]:
+    """[b, c, u, conv(b ∘ u)] of x [1, T, hidden], where in(x) is b, c, u side by side; and what the
+    output projection takes, c ∘ conv(b ∘ u).
+    """
+    b, c, u = mx.split(parts.project("in", x).astype(parts.dtype), 3, axis=-1)
+    gated = b.astype(mx.float32) * u
+    mixed = convolution(gated, parts.vector("conv.conv.weight")).astype(parts.dtype)
+    return [b, c, u, mixed], c.astype(mx.float32) * mixed

@@ -1,0 +1,155 @@
+"""The gated delta net by chunks of tokens; docs/method.md derives the formulas."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from mesp.block_function import tiles
+from mesp.block_function.convolution import convolution
+from mesp.block_function.mlp import silu
+from mesp.block_function.parts import Parts
+from mesp.models.mixers import GatedDeltaNet
+
+CHUNK = 64  # tokens, a power of two
+UNIT_EPS = 1e-6  # of the norms of q and k, which have no weights
+
+
+def mix_by_gated_delta_net(
+    mixer: GatedDeltaNet, parts: Parts, x: mx.array
+) -> tuple[list[mx.array], mx.array]:
+    """[qkv, z, ba, o] of x [1, T, hidden], b and a side by side, and what out takes of o and z.
+
+    Heads don't depend on each other: some key heads, with their value heads, go at a time.
+    """
+    dtype = parts.dtype
+    qkv = parts.project("qkv", x).astype(dtype)
+    z = parts.project("z", x, qkv).astype(dtype)
+    b = parts.project("b", x, z)
+    ba = mx.concatenate([b, parts.project("a", x, b)], axis=-1).astype(dtype)
+
+    outputs: list[mx.array] = []
+    for heads in _tiles(mixer, x.shape[1], parts.plain):
+        tile = (qkv, ba) if parts.plain else mx.depends([qkv, ba], outputs[-1:])
+        outputs.append(_recurrence(mixer, parts, *tile, heads).astype(dtype))
+    o = mx.concatenate(outputs, axis=-1)
+    return [qkv, z, ba, o], _gated_norm(mixer, parts, o, z)
+
+
+def _tiles(mixer: GatedDeltaNet, length: int, plain: bool) -> list[slice]:
+    """Which key heads go at a time."""
+    if plain:
+        return [slice(0, mixer.num_key_heads)]
+    values = mixer.num_value_heads // mixer.num_key_heads
+    largest = max(tiles.HEADS_BY_TOKENS // (values * length), 1)
+    return list(tiles.cut(mixer.num_key_heads, largest))
+
+
+def _recurrence(
+    mixer: GatedDeltaNet, parts: Parts, qkv: mx.array, ba: mx.array, heads: slice
+) -> mx.array:
+    """o of some key heads' value heads, side by side: float32 [1, T, values·dv]"""
+    Hk, Hv = mixer.num_key_heads, mixer.num_value_heads
+    dk, dv = mixer.key_head_dim, mixer.value_head_dim
+    values = slice(heads.start * Hv // Hk, heads.stop * Hv // Hk)
+    w = parts.vector("linear_attn.conv1d.weight")
+
+    def mixed(of: slice, first: int, size: int) -> mx.array:
+        """silu(conv) of some heads of which the first channel is `first`: [heads, T, size]"""
+        channels = slice(first + of.start * size, first + of.stop * size)
+        y = silu(convolution(qkv[..., channels], w[channels]))
+        return y.reshape(y.shape[1], -1, size).swapaxes(0, 1)
+
+    q = _unit(mixed(heads, 0, dk)) / dk
+    k = _unit(mixed(heads, Hk * dk, dk)) * dk**-0.5
+    v = mixed(values, 2 * Hk * dk, dv)
+    b, a = (
+        ba[0, :, first + values.start : first + values.stop].T.astype(mx.float32)
+        for first in (0, Hv)
+    )
+    A_log, dt_bias = (
+        parts.vector(f"linear_attn.{name}")[values, None] for name in ("A_log", "dt_bias")
+    )
+    # As a logarithm: the decay itself may be 0 in float32, and its logarithm then infinite.
+    log_g = -mx.exp(A_log) * mx.logaddexp(a + dt_bias, mx.array(0.0))
+    o = delta_rule(q, k, v, log_g, mx.sigmoid(b))
+    return o.swapaxes(0, 1).reshape(1, o.shape[1], -1)
+
+
+def _unit(x: mx.array) -> mx.array:
+    """RMSNorm without weights."""
+    return x * mx.rsqrt(mx.mean(mx.square(x), axis=-1, keepdims=True) + UNIT_EPS)
+
+
+def _gated_norm(mixer: GatedDeltaNet, parts: Parts, o: mx.array, z: mx.array) -> mx.array:
+    """RMSNorm(o) ∘ silu(z), the norm a head's: float32 [1, T, Hv·dv]"""
+    by_head = o.astype(mx.float32).reshape(1, o.shape[1], -1, mixer.value_head_dim)
+    return parts.norm("linear_attn.norm", by_head).reshape(o.shape) * silu(z.astype(mx.float32))
+
+
+def delta_rule(q: mx.array, k: mx.array, v: mx.array, log_g: mx.array, beta: mx.array) -> mx.array:
+    """O [Hv, T, dv] of q, k [Hk, T, dk], v [Hv, T, dv], log g and β [Hv, T], all float32.
+
+    What needs no state is computed for all chunks at once:
+
+        A = Γ ∘ K Kᵀ below the diagonal        P = Γ ∘ Q Kᵀ        M = (I + β A)⁻¹
+        U = M β V        W = M β γ K
+
+    Then chunk after chunk, from a state S = 0:
+
+        D = U - W S        O = γ Q S + P D        S ← γ_C S + (δ K)ᵀ D
+    """
+    Hk, length, _ = q.shape
+    chunk = CHUNK
+    while chunk >= 2 * length:
+        chunk //= 2
+    q, k = (_by_chunk(each, chunk)[:, None] for each in (q, k))
+    v, log_g, beta = (
+        _by_chunk(each.reshape(Hk, -1, length, last), chunk)
+        for each, last in ((v, v.shape[-1]), (log_g, 1), (beta, 1))
+    )  # [Hk, Hv / Hk, chunks, chunk, …]
+
+    row, column = mx.arange(chunk)[:, None], mx.arange(chunk)
+    below = row > column
+    # Each sum of logarithms by itself: differences of one running sum would lose digits.
+    between = mx.cumsum(mx.where(below, log_g, 0.0), axis=-2)
+    Gamma = mx.where(row >= column, mx.exp(between), 0.0)
+    gamma = mx.exp(mx.cumsum(log_g, axis=-2))
+    delta = Gamma[..., -1, :, None]
+
+    k_t = k.swapaxes(-1, -2)
+    M = unit_inverse(beta * mx.where(below, Gamma * (k @ k_t), 0.0))
+    P = Gamma * (q @ k_t)
+    U, W = M @ (beta * v), M @ (beta * gamma * k)
+    q, k_t, last = gamma * q, (delta * k).swapaxes(-1, -2), gamma[..., -1:, :]
+
+    outputs, S = [], mx.zeros((*v.shape[:2], q.shape[-1], v.shape[-1]))
+    for i in range(v.shape[2]):
+        D = U[:, :, i] - W[:, :, i] @ S
+        outputs.append(q[:, :, i] @ S + P[:, :, i] @ D)
+        S = last[:, :, i] * S + k_t[:, :, i] @ D
+    o = mx.concatenate(outputs, axis=-2)
+    return o.flatten(0, 1)[:, :length]
+
+
+def _by_chunk(x: mx.array, chunk: int) -> mx.array:
+    """[…, T, n] -> […, chunks, chunk, n], with zeros behind: they neither decay nor write."""
+    missing = -x.shape[-2] % chunk
+    if missing:
+        zeros = mx.zeros((*x.shape[:-2], missing, x.shape[-1]))
+        x = mx.concatenate([x, zeros], axis=-2)
+    return x.reshape(*x.shape[:-2], -1, chunk, x.shape[-1])
+
+
+def unit_inverse(L: mx.array) -> mx.array:
+    """(I + L)⁻¹ of strictly lower L [..., n, n], n a power of two, by halves.
+
+    [[I + L₁, 0], [L₂₁, I + L₂]]⁻¹ = [[M₁, 0], [-M₂ L₂₁ M₁, M₂]]. (By squaring, the usual series,
+    near-equal keys overflow.)
+    """
+    half = L.shape[-1] // 2
+    if half == 0:
+        return mx.ones_like(L)
+    first, second = unit_inverse(mx.stack([L[..., :half, :half], L[..., half:, half:]]))
+    below = mx.concatenate([-(second @ L[..., half:, :half] @ first), second], axis=-1)
+    above = mx.concatenate([first, mx.zeros_like(first)], axis=-1)
+    return mx.concatenate([above, below], axis=-2)

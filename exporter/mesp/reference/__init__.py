@@ -1,0 +1,27 @@
+"""The mathematics of MeSP in plain MLX: the oracle that every other part is compared with.
+
+Right below each formula is its derivative, the backward pass, in which `dy` is the gradient of the
+loss by `y`. Read
+
+- `pieces`: what is shared, such as a linear layer with LoRA;
+- `attention`, `gated_delta_net`, `short_convolution`: the mixers of a block;
+- `block`, and `head` with the loss;
+- `methods`: MeSP, by hand from a block's input and its intermediates; MeBP, the same loop over
+  blocks, each differentiated by `mx.vjp`; MeZO, two forward passes with a seeded perturbation;
+- `preferences` and `adamw8bit` beside them; `model` has the weights.
+
+Everything is float32, whatever the bundle's dtype; nothing is tiled and nothing is tuned. What a
+family of models lacks (QK-norm, a soft cap, …) its formula leaves out. Sizes: T tokens, heads (of
+queries), kv_heads (of keys and values), D = head_dim, V = vocabulary; ∘ is the elementwise product.
+"""
+
+from mesp.reference.adamw8bit import *
+from mesp.reference.attention import *
+from mesp.reference.block import *
+from mesp.reference.gated_delta_net import *
+from mesp.reference.head import *
+from mesp.reference.methods import *
+from mesp.reference.model import *
+from mesp.reference.pieces import *
+from mesp.reference.preferences import *
+from mesp.reference.short_convolution import *

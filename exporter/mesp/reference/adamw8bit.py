@@ -1,0 +1,73 @@
+"""AdamW with its moments in 8 bits, as in bitsandbytes (Dettmers et al., arXiv:2110.02861)."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import mlx.core as mx
+
+MOMENT_BLOCK = 256  # numbers that share a scale
+
+
+class Quantized(NamedTuple):
+    """P numbers in 8 bits: what each code stands for, times its block's scale."""
+
+    codes: mx.array  # uint8 [P]
+    scales: mx.array  # float32 [⌈P / MOMENT_BLOCK⌉]
+
+
+def dynamic_map(signed: bool) -> mx.array:
+    """What each of 256 codes stands for, ascending, float32 [256].
+
+    0, 1, and of each power of ten from 10⁻⁶ to 1 the middles of equal parts of its upper nine
+    tenths, twice as many as of the last: 1 to 64 and their negatives, or, not signed, 2 to 128.
+    """
+    numbers = [0.0, 1.0]
+    for power in range(7):
+        parts = (1 if signed else 2) * 2**power
+        for part in range(parts):
+            number = 10.0 ** (power - 6) * (0.1 + 0.9 * (part + 0.5) / parts)
+            numbers += [number, -number] if signed else [number]
+    return mx.array(sorted(numbers))
+
+
+def quantize(x: mx.array, signed: bool) -> Quantized:
+    """Each of x [P] as the nearest fraction of its block's largest absolute value.
+
+    Of two that are equally near the lower: the code is the number of middles between neighbours of
+    the map that are below.
+    """
+    numbers = dynamic_map(signed)
+    middles = (numbers[:-1] + numbers[1:]) / 2
+    blocks = mx.pad(x, (0, -x.size % MOMENT_BLOCK)).reshape(-1, MOMENT_BLOCK)
+    scales = mx.abs(blocks).max(axis=1)
+    fractions = blocks / mx.where(scales > 0, scales, 1)[:, None]
+    codes = (fractions[..., None] > middles).sum(axis=-1)
+    return Quantized(codes.reshape(-1)[: x.size].astype(mx.uint8), scales)
+
+
+def dequantize_moment(moment: Quantized, signed: bool) -> mx.array:
+    """float32 [P]"""
+    scales = mx.repeat(moment.scales, MOMENT_BLOCK)[: moment.codes.size]
+    return dynamic_map(signed)[moment.codes] * scales
+
+
+def adamw8bit(
+    w: mx.array,
+    g: mx.array,
+    m: Quantized,
+    v: Quantized,
+    learning_rate: float,
+    betas: tuple[float, float] = (0.9, 0.999),
+    epsilon: float = 1e-8,
+    weight_decay: float = 0.0,
+) -> tuple[mx.array, Quantized, Quantized]:
+    """w [P], m and v after a step with the gradient g [P]: `mlx.optimizers.AdamW`'s.
+
+    w moves by m and v as they are before they are rounded.
+    """
+    new_m = betas[0] * dequantize_moment(m, signed=True) + (1 - betas[0]) * g
+    new_v = betas[1] * dequantize_moment(v, signed=False) + (1 - betas[1]) * mx.square(g)
+    step = learning_rate * new_m / (mx.sqrt(new_v) + epsilon)
+    new_w = w * (1 - learning_rate * weight_decay) - step
+    return new_w, quantize(new_m, signed=True), quantize(new_v, signed=False)

@@ -1,0 +1,183 @@
+"""Attention, causal and grouped-query, with what becomes of q and k before it."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from mesp.models.mixers import AttentionMixer
+from mesp.reference.model import Matrices, Parts, Stored
+from mesp.reference.pieces import (
+    linear,
+    linear_backward,
+    merge_heads,
+    rms_norm,
+    rms_norm_backward,
+    soft_cap,
+    soft_cap_backward,
+    split_heads,
+)
+
+
+def _turn(x: mx.array, mixer: AttentionMixer, direction: int) -> mx.array:
+    half = len(mixer.frequencies)
+    if half == 0:
+        return x
+    angle = (
+        direction * mx.arange(x.shape[-2], dtype=mx.float32)[:, None] * mx.array(mixer.frequencies)
+    )
+    cos, sin = mixer.rope_scale * mx.cos(angle), mixer.rope_scale * mx.sin(angle)
+    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    return mx.concatenate([first * cos - second * sin, first * sin + second * cos, rest], axis=-1)
+
+
+def rope(x: mx.array, mixer: AttentionMixer) -> mx.array:
+    """y_t = m R(t) x_t: dimensions i and i + n turn by the angle t f_i, i < n.   x, y [..., T, D]
+
+    f are the mixer's n frequencies and m its scale. Dimensions from 2n on stay.
+    """
+    return _turn(x, mixer, 1)
+
+
+def rope_backward(dy: mx.array, mixer: AttentionMixer) -> mx.array:
+    """dx_t = m R(t)ᵀ dy_t = m R(-t) dy_t: turn back."""
+    return _turn(dy, mixer, -1)
+
+
+def _by_group(q: mx.array, kv_heads: int) -> mx.array:
+    """[1, heads, T, D] -> [1, kv_heads, group, T, D]: query heads sharing a key and value head."""
+    return q.reshape(1, kv_heads, -1, *q.shape[2:])
+
+
+def _scores(q: mx.array, k: mx.array, mixer: AttentionMixer) -> tuple[mx.array, mx.array]:
+    """S = cap(a q kᵀ) and P = softmax(S) over the keys s that t sees: t - window < s ≤ t.
+
+    q [1, kv_heads, group, T, D], k [1, kv_heads, 1, T, D]; a is the attention scale.
+    """
+    t = mx.arange(q.shape[-2])[:, None]
+    s = mx.arange(q.shape[-2])
+    seen = s <= t
+    if mixer.sliding_window is not None:
+        seen = seen & (s > t - mixer.sliding_window)
+    S = soft_cap(mixer.attention_scale * (q @ k.swapaxes(-1, -2)), mixer.attn_logit_softcapping)
+    return S, mx.softmax(mx.where(seen, S, -mx.inf), axis=-1)
+
+
+def attention(q: mx.array, k: mx.array, v: mx.array, mixer: AttentionMixer) -> mx.array:
+    """O = P v, P = softmax(cap(a q kᵀ)), causal and grouped-query; heads concatenated.
+
+    q [1, heads, T, D], k and v [1, kv_heads, T, D] -> attn_out [1, T, heads·D]
+    """
+    k, v = k[:, :, None], v[:, :, None]
+    _, P = _scores(_by_group(q, k.shape[1]), k, mixer)
+    return merge_heads((P @ v).reshape(q.shape))
+
+
+def attention_backward(
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    attn_out: mx.array,
+    d_attn_out: mx.array,
+    mixer: AttentionMixer,
+) -> tuple[mx.array, mx.array, mx.array]:
+    """dq, dk, dv. S and P were not stored: they are computed again. Shapes as in `attention`.
+
+    dv = Pᵀ dO     dP = dO vᵀ     dS = P ∘ (dP - δ)     dZ = cap'(S) ∘ dS, Z = a q kᵀ
+
+    dq = a dZ k     dk = a dZᵀ q
+
+    δ = rowsum(P ∘ dP), the softmax's normalization, equals rowsum(O ∘ dO). dk and dv sum over the
+    query heads that share them.
+    """
+    q_shape = q.shape
+    heads, kv_heads = q.shape[1], k.shape[1]
+    out, d_out = split_heads(attn_out, heads), split_heads(d_attn_out, heads)
+    q, out, d_out = (_by_group(heads_array, kv_heads) for heads_array in (q, out, d_out))
+    k, v = k[:, :, None], v[:, :, None]
+    S, P = _scores(q, k, mixer)
+    dv = (P.swapaxes(-1, -2) @ d_out).sum(axis=2)
+    dP = d_out @ v.swapaxes(-1, -2)
+    delta = (out * d_out).sum(axis=-1, keepdims=True)
+    dS = P * (dP - delta)
+    dZ = soft_cap_backward(S, dS, mixer.attn_logit_softcapping)
+    dq = (mixer.attention_scale * (dZ @ k)).reshape(q_shape)
+    dk = (mixer.attention_scale * (dZ.swapaxes(-1, -2) @ q)).sum(axis=2)
+    return dq, dk, dv
+
+
+def place(x: mx.array, weight: mx.array | None, eps: float, mixer: AttentionMixer) -> mx.array:
+    """y = RoPE(QKNorm(x)), what attention takes of q and k.   x, y [1, heads, T, D]"""
+    if weight is not None:
+        x = rms_norm(x, weight, eps)
+    return rope(x, mixer)
+
+
+def place_backward(
+    x: mx.array, dy: mx.array, weight: mx.array | None, eps: float, mixer: AttentionMixer
+) -> mx.array:
+    """dx, through RoPE and then QK-norm, where there is one"""
+    dy = rope_backward(dy, mixer)
+    return dy if weight is None else rms_norm_backward(x, dy, weight, eps)
+
+
+def mix_by_attention(
+    x: mx.array, scale: float, parts: Parts, mixer: AttentionMixer, stored: Stored
+) -> list[mx.array]:
+    """[q, k, v, attn_out] of x [1, T, hidden]
+
+    attn_out = attention(place(q(x)), place(k(x)), v(x)). With an output gate the rows of q have 2 D
+    numbers, the query and then the gate.
+    """
+    p, vector, eps = parts
+    heads, kv_heads = mixer.num_attention_heads, mixer.num_key_value_heads
+    q = stored(split_heads(linear(x, p["q"], scale), heads))
+    k = stored(split_heads(linear(x, p["k"], scale), kv_heads))
+    v = stored(split_heads(linear(x, p["v"], scale), kv_heads))
+    query = q[..., : mixer.head_dim]
+    placed_q = place(query, vector.get("self_attn.q_norm.weight"), eps, mixer)
+    placed_k = place(k, vector.get("self_attn.k_norm.weight"), eps, mixer)
+    return [q, k, v, stored(attention(placed_q, placed_k, v, mixer))]
+
+
+def output_of_attention(mixed: list[mx.array], parts: Parts, mixer: AttentionMixer) -> mx.array:
+    """attn_out ∘ sigmoid(gate), or attn_out: what o takes.   [1, T, heads·D]"""
+    q, _, _, attn_out = mixed
+    if not mixer.output_gate:
+        return attn_out
+    return attn_out * mx.sigmoid(merge_heads(q[..., mixer.head_dim :]))
+
+
+def mix_by_attention_backward(
+    x: mx.array,
+    mixed: list[mx.array],
+    dy: mx.array,
+    scale: float,
+    parts: Parts,
+    mixer: AttentionMixer,
+) -> tuple[mx.array, Matrices]:
+    """dx, and dA and dB of q, k and v.   mixed is what `mix_by_attention` gives
+
+    dy is by what o takes, y. With an output gate, and s = sigmoid(gate),
+
+    d_attn_out = dy ∘ s        d_gate = dy ∘ attn_out ∘ s ∘ (1 - s)
+    """
+    p, vector, eps = parts
+    q, k, v, attn_out = mixed
+    q, gate = q[..., : mixer.head_dim], q[..., mixer.head_dim :]
+    d_attn_out = dy
+    if mixer.output_gate:
+        s = mx.sigmoid(gate)
+        d_attn_out = dy * merge_heads(s)
+        d_gate = split_heads(dy * attn_out, mixer.num_attention_heads) * s * (1 - s)
+    q_norm, k_norm = (vector.get(f"self_attn.{name}_norm.weight") for name in "qk")
+    placed_q, placed_k = place(q, q_norm, eps, mixer), place(k, k_norm, eps, mixer)
+    dq, dk, dv = attention_backward(placed_q, placed_k, v, attn_out, d_attn_out, mixer)
+    dq = place_backward(q, dq, q_norm, eps, mixer)
+    dk = place_backward(k, dk, k_norm, eps, mixer)
+    if mixer.output_gate:
+        dq = mx.concatenate([dq, d_gate], axis=-1)
+    dx, grad = mx.zeros_like(x), {}
+    for name, dy in {"q": dq, "k": dk, "v": dv}.items():
+        d_in, *grad[name] = linear_backward(x, merge_heads(dy), p[name], scale)
+        dx = dx + d_in
+    return dx, grad

@@ -1,0 +1,135 @@
+"""A block."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from mesp.models.architecture import Block
+from mesp.models.mixers import AttentionMixer, GatedDeltaNet, ShortConvolution
+from mesp.reference.attention import (
+    mix_by_attention,
+    mix_by_attention_backward,
+    output_of_attention,
+)
+from mesp.reference.gated_delta_net import (
+    mix_by_gated_delta_net,
+    mix_by_gated_delta_net_backward,
+    output_of_gated_delta_net,
+)
+from mesp.reference.model import Parts, Stored, Weights, fuse, pack_lora
+from mesp.reference.pieces import (
+    gated,
+    gated_backward,
+    linear,
+    linear_backward,
+    rms_norm,
+    rms_norm_backward,
+)
+from mesp.reference.short_convolution import (
+    mix_by_short_convolution,
+    mix_by_short_convolution_backward,
+    output_of_short_convolution,
+)
+
+INTERMEDIATES = ("mixer_in", "m1", "m2", "m3", "mixed", "x_mid", "gate", "up")
+POST_NORMED = ("o_out", "mlp_out")  # more intermediates of a block with post norms
+
+# Of each mixer m1, m2, m3 and mixed; what the output projection takes of them; its derivative.
+MIXERS = {
+    AttentionMixer: (mix_by_attention, output_of_attention, mix_by_attention_backward),
+    GatedDeltaNet: (
+        mix_by_gated_delta_net,
+        output_of_gated_delta_net,
+        mix_by_gated_delta_net_backward,
+    ),
+    ShortConvolution: (
+        mix_by_short_convolution,
+        output_of_short_convolution,
+        mix_by_short_convolution_backward,
+    ),
+}
+
+
+def block_forward(
+    x: mx.array,
+    lora: mx.array,
+    scale: float,
+    weights: Weights,
+    block: Block,
+    stored: Stored = lambda x: x,
+) -> list[mx.array]:
+    """[y, mixer_in, m1, m2, m3, mixed, x_mid, gate, up], shapes as in docs/architecture.md.
+
+    x_mid = x + out(mix(RMSNorm(x)))        y = x_mid + down(act(gate) ∘ up)
+
+    With post norms (out and down are normed before they are added) also o_out and mlp_out, which
+    those take. Gate and up, which are made again where they are needed, are not `stored`.
+    """
+    parts, arch, mixer = Parts.of(weights, lora, block), block.arch, block.mixer
+    p, vector, eps = parts
+
+    mixer_in = stored(rms_norm(x, vector["input_layernorm.weight"], eps))
+    mix, output, _ = MIXERS[type(mixer)]
+    mixed = mix(mixer_in, scale, parts, mixer, stored)
+    o_out = linear(output(mixed, parts, mixer), p[mixer.out], scale)
+    if arch.post_norms:
+        o_out = stored(o_out)
+        x_mid = stored(x + rms_norm(o_out, vector["post_attention_layernorm.weight"], eps))
+    else:
+        x_mid = stored(x + o_out)
+
+    mlp_in = rms_norm(x_mid, vector[f"{arch.mlp_norm}.weight"], eps)
+    gate = linear(mlp_in, p["gate"], scale)
+    up = linear(mlp_in, p["up"], scale)
+    mlp_out = linear(gated(gate, up, arch.hidden_act), p["down"], scale)
+    if not arch.post_norms:
+        return [stored(x_mid + mlp_out), mixer_in, *mixed, x_mid, gate, up]
+    mlp_out = stored(mlp_out)
+    y = stored(x_mid + rms_norm(mlp_out, vector["post_feedforward_layernorm.weight"], eps))
+    return [y, mixer_in, *mixed, x_mid, gate, up, o_out, mlp_out]
+
+
+def block_backward(
+    x: mx.array,
+    intermediates: list[mx.array],
+    dy: mx.array,
+    lora: mx.array,
+    scale: float,
+    weights: Weights,
+    block: Block,
+) -> tuple[mx.array, mx.array]:
+    """dx [1, T, hidden] and the gradient [P] by the flat LoRA vector.
+
+    From x and the intermediates of `block_forward`, last formula first.
+    """
+    parts, arch, mixer = Parts.of(weights, lora, block), block.arch, block.mixer
+    p, vector, eps = parts
+    mixer_in, *mixed, x_mid, gate, up = intermediates[: len(INTERMEDIATES)]
+    grad = {}
+
+    # y = x_mid + down(act(gate(mlp_in)) ∘ up(mlp_in))
+    d_mlp_out = dy
+    if arch.post_norms:
+        o_out, mlp_out = intermediates[len(INTERMEDIATES) :]
+        weight = vector["post_feedforward_layernorm.weight"]
+        d_mlp_out = rms_norm_backward(mlp_out, dy, weight, eps)
+    gated_up = gated(gate, up, arch.hidden_act)
+    d_gated, *grad["down"] = linear_backward(gated_up, d_mlp_out, p["down"], scale)
+    d_gate, d_up = gated_backward(gate, up, d_gated, arch.hidden_act)
+    mlp_norm = vector[f"{arch.mlp_norm}.weight"]
+    mlp_in = rms_norm(x_mid, mlp_norm, eps)
+    d_in_gate, *grad["gate"] = linear_backward(mlp_in, d_gate, p["gate"], scale)
+    d_in_up, *grad["up"] = linear_backward(mlp_in, d_up, p["up"], scale)
+    d_x_mid = dy + rms_norm_backward(x_mid, d_in_gate + d_in_up, mlp_norm, eps)
+
+    # x_mid = x + o(mix(mixer_in))
+    d_o_out = d_x_mid
+    if arch.post_norms:
+        d_o_out = rms_norm_backward(o_out, d_x_mid, vector["post_attention_layernorm.weight"], eps)
+    _, output, mix_backward = MIXERS[type(mixer)]
+    taken = output(mixed, parts, mixer)
+    d_taken, *grad[mixer.out] = linear_backward(taken, d_o_out, p[mixer.out], scale)
+    d_mixer_in, of_mixer = mix_backward(mixer_in, mixed, d_taken, scale, parts, mixer)
+    grad |= of_mixer
+    dx = d_x_mid + rms_norm_backward(x, d_mixer_in, vector["input_layernorm.weight"], eps)
+    return dx, pack_lora(fuse(grad, block), block)

@@ -1,0 +1,319 @@
+"""The gated delta net (Yang et al., arXiv:2412.06464), a mixer with a state instead of scores.
+
+A value head h has a state S [dk, dv], and q, k of key head h // (value heads / key heads). A token
+decays it by g = exp(l), l ≤ 0, and moves what it says of k towards v by β:
+
+    S ← g S        S ← S + k (β (v - Sᵀ k))ᵀ        o = Sᵀ q
+
+C tokens are computed at once. In a chunk that begins with the state S, row i has
+
+    d_i = β_i (v_i - γ_i Sᵀ k_i - Σ_{j<i} Γ_ij (k_i · k_j) d_j)        o_i = γ_i Sᵀ q_i + Σ_{j≤i} …
+
+where Γ_ij = exp(l_{j+1} + … + l_i) is the decay between two of its tokens and γ_i that since the
+chunk began. With A = Γ ∘ K Kᵀ strictly below the diagonal this is a linear system in the rows of D.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import mlx.core as mx
+
+from mesp.models.mixers import GatedDeltaNet
+from mesp.reference.model import Matrices, Parts, Stored
+from mesp.reference.pieces import (
+    linear,
+    linear_backward,
+    rms_norm,
+    rms_norm_backward,
+    silu,
+    silu_derivative,
+)
+from mesp.reference.short_convolution import convolution, convolution_backward
+
+CHUNK = 64  # tokens
+UNIT_EPS = 1e-6  # of the norms of q and k
+
+
+class Chunk(NamedTuple):
+    """Tokens of all value heads: q, k [Hv, C, dk], v [Hv, C, dv], l = log g and β [Hv, C, 1]."""
+
+    q: mx.array
+    k: mx.array
+    v: mx.array
+    log_g: mx.array
+    beta: mx.array
+
+
+def unit_inverse(L: mx.array) -> mx.array:
+    """M = (I + L)⁻¹ of strictly lower L [..., n, n], n a power of two, by halves:
+
+    [[I + L₁, 0], [L₂₁, I + L₂]]⁻¹ = [[M₁, 0], [-M₂ L₂₁ M₁, M₂]]
+    """
+    half = L.shape[-1] // 2
+    if half == 0:
+        return mx.ones_like(L)
+    halves = mx.stack([L[..., :half, :half], L[..., half:, half:]])
+    first, second = unit_inverse(halves)
+    below = -second @ L[..., half:, :half] @ first
+    above = mx.concatenate([first, mx.zeros_like(first)], axis=-1)
+    return mx.concatenate([above, mx.concatenate([below, second], axis=-1)], axis=-2)
+
+
+def _decays(log_g: mx.array) -> tuple[mx.array, mx.array, mx.array]:
+    """Γ [Hv, C, C], 0 above the diagonal; γ, since the start, and δ, until the end: [Hv, C, 1].
+
+    Each sum is added up by itself: differences of one running sum would lose digits.
+    """
+    C = log_g.shape[-2]
+    row, column = mx.arange(C)[:, None], mx.arange(C)
+    since = mx.cumsum(mx.where(row > column, log_g, 0), axis=-2)  # l_{j+1} + … + l_i
+    Gamma = mx.where(row >= column, mx.exp(since), 0)
+    return Gamma, mx.exp(mx.cumsum(log_g, axis=-2)), Gamma[:, -1, :, None]
+
+
+def _products(c: Chunk, Gamma: mx.array) -> tuple[mx.array, mx.array, mx.array]:
+    """A = Γ ∘ K Kᵀ strictly below the diagonal, P = Γ ∘ Q Kᵀ, M = (I + β A)⁻¹"""
+    below = mx.tri(Gamma.shape[-1], k=-1)
+    A = below * Gamma * (c.k @ c.k.swapaxes(-1, -2))
+    P = Gamma * (c.q @ c.k.swapaxes(-1, -2))
+    return A, P, unit_inverse(c.beta * A)
+
+
+def chunk_forward(c: Chunk, S: mx.array) -> tuple[mx.array, mx.array]:
+    """O [Hv, C, dv] and the state after the chunk, from that before it, S [Hv, dk, dv].
+
+    D = M β (V - γ K S)        O = γ Q S + P D        S₊ = γ_C S + (δ K)ᵀ D
+    """
+    Gamma, gamma, delta = _decays(c.log_g)
+    _, P, M = _products(c, Gamma)
+    D = M @ (c.beta * (c.v - gamma * (c.k @ S)))
+    out = gamma * (c.q @ S) + P @ D
+    return out, gamma[:, -1:] * S + (delta * c.k).swapaxes(-1, -2) @ D
+
+
+def chunk_backward(
+    c: Chunk, S: mx.array, dO: mx.array, dS_after: mx.array
+) -> tuple[Chunk, mx.array]:
+    """The gradients by the chunk's arrays and by S. D was not stored: it is computed again.
+
+    dD = Pᵀ dO + δ K dS₊        Z = Mᵀ dD        dV = β Z        dβ = rowsum(Z ∘ (V - γ K S - A D))
+
+    dP = dO Dᵀ        dA = -dV Dᵀ        dQ = γ dO Sᵀ + (Γ ∘ dP) K
+
+    dK = (Γ ∘ dA + (Γ ∘ dA)ᵀ) K + (Γ ∘ dP)ᵀ Q - γ dV Sᵀ + δ D dS₊ᵀ
+
+    dS = γ_C dS₊ + (γ Q)ᵀ dO - (γ K)ᵀ dV
+
+    l_m is in Γ_ij for j < m ≤ i, in γ_i for m ≤ i, in δ_j for j < m, and in γ_C. With
+    X = P ∘ dP + A ∘ dA, u = rowsum(dO ∘ γ Q S - dV ∘ γ K S) and w = rowsum(δ K dS₊ ∘ D)
+
+    dl_m = Σ_{j<m≤i} X_ij + Σ_{i≥m} u_i + Σ_{j<m} w_j + γ_C ⟨S, dS₊⟩
+    """
+    Gamma, gamma, delta = _decays(c.log_g)
+    A, P, M = _products(c, Gamma)
+    KS, QS = gamma * (c.k @ S), gamma * (c.q @ S)
+    D = M @ (c.beta * (c.v - KS))
+    from_state = delta * (c.k @ dS_after)
+
+    dD = P.swapaxes(-1, -2) @ dO + from_state
+    Z = M.swapaxes(-1, -2) @ dD
+    dV = c.beta * Z
+    d_beta = (Z * (c.v - KS - A @ D)).sum(axis=-1, keepdims=True)
+
+    below = mx.tri(Gamma.shape[-1], k=-1)
+    dP = dO @ D.swapaxes(-1, -2)
+    dA = -(dV @ D.swapaxes(-1, -2))
+    G_P, G_A = Gamma * dP, below * Gamma * dA
+    S_T = S.swapaxes(-1, -2)
+    dQ = gamma * (dO @ S_T) + G_P @ c.k
+    dK = (G_A + G_A.swapaxes(-1, -2)) @ c.k + G_P.swapaxes(-1, -2) @ c.q
+    dK = dK - gamma * (dV @ S_T) + delta * (D @ dS_after.swapaxes(-1, -2))
+    dS = gamma[:, -1:] * dS_after + (gamma * c.q).swapaxes(-1, -2) @ dO
+    dS = dS - (gamma * c.k).swapaxes(-1, -2) @ dV
+
+    X = P * dP + A * dA
+    u = (dO * QS - dV * KS).sum(axis=-1, keepdims=True)
+    w = (from_state * D).sum(axis=-1, keepdims=True)
+    within = (below * mx.cumsum(X, axis=-2, reverse=True)).sum(axis=-1, keepdims=True)
+    dl = within + mx.cumsum(u, axis=-2, reverse=True) + mx.cumsum(w, axis=-2, inclusive=False)
+    dl = dl + gamma[:, -1:] * (S * dS_after).sum(axis=(-2, -1), keepdims=True)
+    return Chunk(dQ, dK, dV, dl, d_beta), dS
+
+
+def _chunks(c: Chunk) -> list[Chunk]:
+    """Cuts T tokens, padded with ones that neither decay, write nor are read: k = β = l = 0."""
+    T = c.q.shape[1]
+    padded = [mx.pad(each, ((0, 0), (0, -T % CHUNK), (0, 0))) for each in c]
+    return [
+        Chunk(*(each[:, start : start + CHUNK] for each in padded)) for start in range(0, T, CHUNK)
+    ]
+
+
+def _states(chunks: list[Chunk]) -> tuple[list[mx.array], list[mx.array]]:
+    """The state before each chunk, and what each gives."""
+    heads, _, dk = chunks[0].k.shape
+    S, states, outputs = mx.zeros((heads, dk, chunks[0].v.shape[-1])), [], []
+    for chunk in chunks:
+        states.append(S)
+        out, S = chunk_forward(chunk, S)
+        outputs.append(out)
+    return states, outputs
+
+
+def _by_value_head(x: mx.array, value_heads: int) -> mx.array:
+    return mx.repeat(x, value_heads // x.shape[0], axis=0)
+
+
+def gated_delta_rule(
+    q: mx.array, k: mx.array, v: mx.array, log_g: mx.array, beta: mx.array
+) -> mx.array:
+    """O [Hv, T, dv] from a state of zeros.
+
+    q, k [Hk, T, dk], v [Hv, T, dv], l = log g and β [Hv, T]
+    """
+    Hv, T, _ = v.shape
+    whole = Chunk(
+        _by_value_head(q, Hv), _by_value_head(k, Hv), v, log_g[..., None], beta[..., None]
+    )
+    _, outputs = _states(_chunks(whole))
+    return mx.concatenate(outputs, axis=1)[:, :T]
+
+
+def gated_delta_rule_backward(
+    q: mx.array, k: mx.array, v: mx.array, log_g: mx.array, beta: mx.array, dO: mx.array
+) -> tuple[mx.array, ...]:
+    """dq, dk, dv, dl, dβ, over the chunks in reverse. dq and dk sum over a key head's value heads.
+
+    Shapes as in `gated_delta_rule`.
+    """
+    Hk, (Hv, T, _) = q.shape[0], v.shape
+    whole = Chunk(
+        _by_value_head(q, Hv), _by_value_head(k, Hv), v, log_g[..., None], beta[..., None]
+    )
+    chunks = _chunks(whole)
+    states, _ = _states(chunks)
+    dO = mx.pad(dO, ((0, 0), (0, -T % CHUNK), (0, 0)))
+    dS, found = mx.zeros_like(states[0]), []
+    for i in reversed(range(len(chunks))):
+        gradients, dS = chunk_backward(chunks[i], states[i], dO[:, i * CHUNK : (i + 1) * CHUNK], dS)
+        found.insert(0, gradients)
+    dq, dk, dv, dl, d_beta = (
+        mx.concatenate(each, axis=1)[:, :T] for each in zip(*found, strict=True)
+    )
+    dq, dk = (each.reshape(Hk, -1, *each.shape[1:]).sum(axis=1) for each in (dq, dk))
+    return dq, dk, dv, dl[..., 0], d_beta[..., 0]
+
+
+def log_decay(a: mx.array, A_log: mx.array, dt_bias: mx.array) -> mx.array:
+    """l = -exp(A_log) ∘ softplus(a + dt_bias), as g = exp(l) underflows.   a, l [..., Hv]"""
+    return -mx.exp(A_log) * mx.logaddexp(a + dt_bias, 0)
+
+
+def log_decay_backward(a: mx.array, dl: mx.array, A_log: mx.array, dt_bias: mx.array) -> mx.array:
+    """da = -exp(A_log) ∘ sigmoid(a + dt_bias) ∘ dl. A_log and dt_bias are frozen."""
+    return -mx.exp(A_log) * mx.sigmoid(a + dt_bias) * dl
+
+
+def gated_norm(x: mx.array, z: mx.array, weight: mx.array, eps: float) -> mx.array:
+    """y = RMSNorm(x) ∘ silu(z), the norm a head's.   x, z, y [..., dv]"""
+    return rms_norm(x, weight, eps) * silu(z)
+
+
+def gated_norm_backward(
+    x: mx.array, z: mx.array, dy: mx.array, weight: mx.array, eps: float
+) -> tuple[mx.array, mx.array]:
+    """dx = RMSNorm's of dy ∘ silu(z)        dz = dy ∘ RMSNorm(x) ∘ silu'(z)"""
+    dx = rms_norm_backward(x, dy * silu(z), weight, eps)
+    return dx, dy * rms_norm(x, weight, eps) * silu_derivative(z)
+
+
+def _heads(x: mx.array, size: int) -> mx.array:
+    """[1, T, n·size] -> [n, T, size]"""
+    return x.reshape(x.shape[1], -1, size).swapaxes(0, 1)
+
+
+def _merged(x: mx.array) -> mx.array:
+    """[n, T, size] -> [1, T, n·size], the inverse of `_heads`"""
+    return x.swapaxes(0, 1).reshape(1, x.shape[1], -1)
+
+
+def _rule_inputs(qkv: mx.array, ba: mx.array, parts: Parts, mixer: GatedDeltaNet) -> tuple:
+    """What the convolution gives, q and k before their norms, and what `gated_delta_rule` takes.
+
+    q = RMSNorm(q') / dk and k = RMSNorm(k') / √dk for q', k', v = silu(conv(qkv)) by heads.
+    """
+    keys, dk = mixer.num_key_heads * mixer.key_head_dim, mixer.key_head_dim
+    conv = convolution(qkv, parts.vector["linear_attn.conv1d.weight"])
+    q, k, v = mx.split(silu(conv), [keys, 2 * keys], axis=-1)
+    q, k, v = _heads(q, dk), _heads(k, dk), _heads(v, mixer.value_head_dim)
+    b, a = mx.split(ba[0].T, 2)
+    vectors = (parts.vector[f"linear_attn.{name}"][:, None] for name in ("A_log", "dt_bias"))
+    taken = (
+        rms_norm(q, 1 / dk, UNIT_EPS),
+        rms_norm(k, dk**-0.5, UNIT_EPS),
+        v,
+        log_decay(a, *vectors),
+        mx.sigmoid(b),
+    )
+    return conv, q, k, taken
+
+
+def mix_by_gated_delta_net(
+    x: mx.array, scale: float, parts: Parts, mixer: GatedDeltaNet, stored: Stored
+) -> list[mx.array]:
+    """[qkv, z, ba, o] of x [1, T, hidden]: the projections (b and a side by side), and the rule's
+
+    output with its heads side by side.
+    """
+    p = parts.p
+    qkv, z = (stored(linear(x, p[name], scale)) for name in ("qkv", "z"))
+    ba = stored(mx.concatenate([linear(x, p[name], scale) for name in "ba"], axis=-1))
+    *_, taken = _rule_inputs(qkv, ba, parts, mixer)
+    return [qkv, z, ba, stored(_merged(gated_delta_rule(*taken)))]
+
+
+def output_of_gated_delta_net(
+    mixed: list[mx.array], parts: Parts, mixer: GatedDeltaNet
+) -> mx.array:
+    """RMSNorm(o) ∘ silu(z) by heads, what the output projection takes.   [1, T, Hv·dv]"""
+    _, z, _, o = mixed
+    o, z = (_heads(each, mixer.value_head_dim) for each in (o, z))
+    return _merged(gated_norm(o, z, parts.vector["linear_attn.norm.weight"], parts.eps))
+
+
+def mix_by_gated_delta_net_backward(
+    x: mx.array,
+    mixed: list[mx.array],
+    dy: mx.array,
+    scale: float,
+    parts: Parts,
+    mixer: GatedDeltaNet,
+) -> tuple[mx.array, Matrices]:
+    """dx, and dA and dB of qkv, z, b and a.   dy [1, T, Hv·dv] is by what the output takes"""
+    p, vector, eps = parts
+    qkv, z, ba, o = mixed
+    heads = (_heads(each, mixer.value_head_dim) for each in (o, z, dy))
+    do, dz = gated_norm_backward(*heads, vector["linear_attn.norm.weight"], eps)
+
+    conv, q, k, taken = _rule_inputs(qkv, ba, parts, mixer)
+    dq, dk, dv, dl, d_beta = gated_delta_rule_backward(*taken, do)
+    dq = rms_norm_backward(q, dq, 1 / mixer.key_head_dim, UNIT_EPS)
+    dk = rms_norm_backward(k, dk, mixer.key_head_dim**-0.5, UNIT_EPS)
+    d_conv = mx.concatenate([_merged(dq), _merged(dk), _merged(dv)], axis=-1)
+    d_conv = d_conv * silu_derivative(conv)
+
+    b, a = mx.split(ba[0].T, 2)
+    beta = mx.sigmoid(b)
+    vectors = (vector[f"linear_attn.{name}"][:, None] for name in ("A_log", "dt_bias"))
+    outputs = {
+        "qkv": convolution_backward(d_conv, vector["linear_attn.conv1d.weight"]),
+        "z": _merged(dz),
+        "b": (beta * (1 - beta) * d_beta).T[None],
+        "a": log_decay_backward(a, dl, *vectors).T[None],
+    }
+    dx, grad = mx.zeros_like(x), {}
+    for name, d_out in outputs.items():
+        d_in, *grad[name] = linear_backward(x, d_out, p[name], scale)
+        dx = dx + d_in
+    return dx, grad

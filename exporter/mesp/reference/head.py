@@ -1,0 +1,55 @@
+"""The head and the loss."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from mesp.models.architecture import Architecture
+from mesp.reference.model import Weights, dequantize
+from mesp.reference.pieces import rms_norm, rms_norm_backward, soft_cap, soft_cap_backward
+
+
+def cross_entropy(
+    x: mx.array,
+    targets: mx.array,
+    head: Weights,
+    arch: Architecture,
+    weights: mx.array | None = None,
+) -> mx.array:
+    """L = Σ_t w_t (logsumexp(z_t) - z_t[target_t]),   z = cap(RMSNorm(x) Wᵀ).
+
+    x [1, T, hidden], the last block's output; targets [T] int; the weights w [T] are 1 / T each
+    where there are none -> L [], in nats, or then nats per token
+    """
+    z = _logits(x, head, arch)
+    z_target = mx.take_along_axis(z, targets[None, :, None], axis=-1)[..., 0]
+    losses = mx.logsumexp(z, axis=-1) - z_target
+    return mx.mean(losses) if weights is None else mx.sum(weights * losses)
+
+
+def cross_entropy_backward(
+    x: mx.array,
+    targets: mx.array,
+    head: Weights,
+    arch: Architecture,
+    weights: mx.array | None = None,
+) -> mx.array:
+    """dz = w ∘ cap'(z) ∘ (softmax(z) - onehot(target)),   d_normed = dz W,   dx = RMSNorm's.
+
+    w_t = 1 / T where there are no weights. W is frozen.
+    """
+    z = _logits(x, head, arch)
+    onehot = mx.arange(z.shape[-1]) == targets[:, None]
+    dz = mx.softmax(z, axis=-1) - onehot
+    dz = dz / targets.size if weights is None else weights[:, None] * dz
+    d_normed = soft_cap_backward(z, dz, arch.final_logit_softcapping) @ _matrix(head, x)
+    return rms_norm_backward(x, d_normed, head["norm"].astype(mx.float32), arch.rms_norm_eps)
+
+
+def _logits(x: mx.array, head: Weights, arch: Architecture) -> mx.array:
+    normed = rms_norm(x, head["norm"].astype(mx.float32), arch.rms_norm_eps)
+    return soft_cap(normed @ _matrix(head, x).T, arch.final_logit_softcapping)
+
+
+def _matrix(head: Weights, x: mx.array) -> mx.array:
+    return dequantize(head, "", x.shape[-1])

@@ -1,0 +1,249 @@
+"""The model, and the three training methods."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import mlx.core as mx
+
+from mesp.models.architecture import Block
+from mesp.reference.block import block_backward, block_forward
+from mesp.reference.head import cross_entropy, cross_entropy_backward
+from mesp.reference.model import Model, Weights, dequantize
+
+
+def forward(model: Model, lora: list[mx.array], tokens: mx.array, scale: float) -> list[mx.array]:
+    """The input of each block and the output of the last, [1, T, hidden] each.   tokens [T] int"""
+    arch = model.arch
+    rows = {name: array[tokens] for name, array in model.embedding.items() if name != "norm"}
+    hidden = [arch.embedding_scale * dequantize(rows, "", arch.hidden_size)[None]]
+    for block_lora, weights, block in zip(lora, model.blocks, arch.blocks, strict=True):
+        hidden.append(block_forward(hidden[-1], block_lora, scale, weights, block)[0])
+    return hidden
+
+
+def loss(
+    model: Model,
+    lora: list[mx.array],
+    window: mx.array,
+    scale: float,
+    weights: mx.array | None = None,
+) -> mx.array:
+    """Cross-entropy [] of a window of T + 1 tokens: T inputs and, shifted by one, T targets.
+
+    The targets' weights are as `cross_entropy` has them.
+    """
+    y = forward(model, lora, window[:-1], scale)[-1]
+    return cross_entropy(y, window[1:], model.head, model.arch, weights)
+
+
+BlockGradient = Callable[
+    [mx.array, mx.array, mx.array, float, Weights, Block], tuple[mx.array, mx.array]
+]
+
+
+def mesp_block_gradient(
+    x: mx.array,
+    dy: mx.array,
+    lora: mx.array,
+    scale: float,
+    weights: Weights,
+    block: Block,
+) -> tuple[mx.array, mx.array]:
+    """MeSP: dx and the flat LoRA gradient of a block by hand. Recomputes the intermediates."""
+    _, *intermediates = block_forward(x, lora, scale, weights, block)
+    return block_backward(x, intermediates, dy, lora, scale, weights, block)
+
+
+def mebp_block_gradient(
+    x: mx.array,
+    dy: mx.array,
+    lora: mx.array,
+    scale: float,
+    weights: Weights,
+    block: Block,
+) -> tuple[mx.array, mx.array]:
+    """MeBP: the same by automatic differentiation."""
+
+    def output(x: mx.array, lora: mx.array) -> mx.array:
+        return block_forward(x, lora, scale, weights, block)[0]
+
+    _, (dx, d_lora) = mx.vjp(output, [x, lora], [dy])
+    return dx, d_lora
+
+
+class Gradients(NamedTuple):
+    """Of one window: the loss, what `forward` gives, and the loss's gradients."""
+
+    loss: mx.array  # []
+    x: list[mx.array]  # each block's input and the last one's output, [1, T, hidden]
+    dx: list[mx.array]  # by each of those
+    lora: list[mx.array]  # by each block's flat LoRA vector, [P]
+
+
+def gradients(
+    model: Model,
+    lora: list[mx.array],
+    window: mx.array,
+    scale: float,
+    block_gradient: BlockGradient = mesp_block_gradient,
+    weights: mx.array | None = None,
+) -> Gradients:
+    """Forward keeping only block inputs, then backward from the last block.   window [T + 1] int
+
+    The targets' weights are as `cross_entropy` has them.
+    """
+    arch, targets = model.arch, window[1:]
+    x = forward(model, lora, window[:-1], scale)
+    window_loss = cross_entropy(x[-1], targets, model.head, arch, weights)
+    dx = [cross_entropy_backward(x[-1], targets, model.head, arch, weights)]
+    d_lora = []
+    for i in reversed(range(len(lora))):
+        block = (lora[i], scale, model.blocks[i], arch.blocks[i])
+        d_input, d_block = block_gradient(x[i], dx[0], *block)
+        dx.insert(0, d_input)
+        d_lora.insert(0, d_block)
+    return Gradients(window_loss, x, dx, d_lora)
+
+
+def _sgd_step(
+    model: Model,
+    lora: list[mx.array],
+    window: mx.array,
+    scale: float,
+    learning_rate: float,
+    block_gradient: BlockGradient,
+) -> float:
+    g = gradients(model, lora, window, scale, block_gradient)
+    for i, d_lora in enumerate(g.lora):
+        lora[i] = lora[i] - learning_rate * d_lora
+    mx.eval(g.loss, lora)
+    return g.loss.item()
+
+
+def mesp_step(
+    model: Model, lora: list[mx.array], window: mx.array, scale: float, learning_rate: float
+) -> float:
+    """One MeSP step with SGD. Updates `lora` in place; the loss before the update."""
+    return _sgd_step(model, lora, window, scale, learning_rate, mesp_block_gradient)
+
+
+def mebp_step(
+    model: Model, lora: list[mx.array], window: mx.array, scale: float, learning_rate: float
+) -> float:
+    """One MeBP step with SGD. Updates `lora` in place; the loss before the update."""
+    return _sgd_step(model, lora, window, scale, learning_rate, mebp_block_gradient)
+
+
+def mezo_noise(lora: list[mx.array], seed: int, step: int) -> list[mx.array]:
+    """z: standard normal, one flat vector a block, the same for the same seed and step."""
+    keys = mx.random.split(mx.random.key(seed + 1 + step), len(lora))
+    return [mx.random.normal(w.shape, key=key) for w, key in zip(lora, keys, strict=True)]
+
+
+def mezo_step(
+    model: Model,
+    lora: list[mx.array],
+    window: mx.array,
+    scale: float,
+    learning_rate: float,
+    *,
+    seed: int,
+    step: int,
+    epsilon: float = 1e-3,
+) -> float:
+    """One MeZO step with SGD. Updates `lora` in place; returns (L₊ + L₋) / 2, the loss up to O(ε²).
+
+    L± = L(lora ± ε z)        g = (L₊ - L₋) / 2ε ≈ z · ∇L        lora -= lr g z
+    """
+    z = mezo_noise(lora, seed, step)
+
+    def loss_at(move: float) -> float:
+        moved = [w + move * noise for w, noise in zip(lora, z, strict=True)]
+        return loss(model, moved, window, scale).item()
+
+    loss_plus, loss_minus = loss_at(epsilon), loss_at(-epsilon)
+    g = (loss_plus - loss_minus) / (2 * epsilon)
+    for i, noise in enumerate(z):
+        lora[i] = lora[i] - learning_rate * g * noise
+    mx.eval(lora)
+    return (loss_plus + loss_minus) / 2
+
+
+def step_window(step: int, seed: int, windows: int) -> int:
+    """The window that `step` (from 0) trains on. Each is visited once an epoch, in scattered order:
+
+    the stride is the smallest integer ≥ 0.618 · windows that is coprime to windows.
+    """
+    stride = -(-618 * windows // 1000) if windows > 1 else 1
+    while math.gcd(stride, windows) != 1:
+        stride += 1
+    return (step * stride + seed) % windows
+
+
+def step_example(
+    step: int, seed: int, examples: Sequence[Sequence[int]], mask: Sequence[int], seq_len: int
+) -> tuple[int, int]:
+    """The example (start, length) of the split's `examples` that `step` (from 0) takes,
+
+    its length at most `seq_len` + 1, in the order of `step_window` over those that then have a
+    target left. It is tokens[start : start + length]; the loss is the mean over the predictions of
+    its tokens after the first for which `mask`, beside the tokens, is not 0.
+    """
+    cut = [(start, min(length, seq_len + 1)) for start, length in examples]
+    usable = [(start, length) for start, length in cut if any(mask[start + 1 : start + length])]
+    return usable[step_window(step, seed, len(usable))]
+
+
+def _window(tokens: mx.array, index: int, seq_len: int) -> mx.array:
+    return tokens[index * seq_len : (index + 1) * seq_len + 1]
+
+
+def train(
+    model: Model,
+    lora: list[mx.array],
+    tokens: mx.array,
+    method: str,
+    steps: int,
+    *,
+    seq_len: int,
+    scale: float,
+    learning_rate: float,
+    seed: int = 0,
+    epsilon: float = 1e-3,
+) -> list[float]:
+    """Trains `lora` in place on the stream `tokens` [N] int; the loss of each step.
+
+    `method` is `mesp`, `mebp` or `mezo`.
+    """
+    windows = (tokens.size - 1) // seq_len
+    losses = []
+    for step in range(steps):
+        window = _window(tokens, step_window(step, seed, windows), seq_len)
+        settings = (model, lora, window, scale, learning_rate)
+        if method == "mesp":
+            losses.append(mesp_step(*settings))
+        elif method == "mebp":
+            losses.append(mebp_step(*settings))
+        elif method == "mezo":
+            losses.append(mezo_step(*settings, seed=seed, step=step, epsilon=epsilon))
+        else:
+            raise ValueError(f"unknown method: {method}")
+    return losses
+
+
+def evaluate(
+    model: Model,
+    lora: list[mx.array],
+    tokens: mx.array,
+    *,
+    seq_len: int,
+    scale: float,
+    val_batches: int,
+) -> float:
+    """Mean loss, in nats per token, of the first `val_batches` windows of `tokens` [N] int."""
+    windows = min(val_batches, (tokens.size - 1) // seq_len)
+    losses = [loss(model, lora, _window(tokens, i, seq_len), scale).item() for i in range(windows)]
+    return sum(losses) / windows

@@ -1,0 +1,142 @@
+"""A model's frozen weights, and the vectors of its LoRA parameters."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import mlx.core as mx
+
+from mesp.bundle.reader import Bundle
+from mesp.models.architecture import Architecture, Block
+from mesp.quantization.modes import Quantization
+from mesp.reference.pieces import Projection
+
+Weights = dict[str, mx.array]
+
+
+@dataclass
+class Model:
+    """Frozen weights, by mlx-lm's names (docs/architecture.md lists them).
+
+    `blocks` has one dictionary a block. `embedding` and `head` hold `weight` [V, hidden] packed,
+    `scales` and, unless the quantization has none, `biases`; `head` also `norm` [hidden], the final
+    RMSNorm. Both hold the embedding's matrix in a model that ties them.
+    """
+
+    arch: Architecture
+    blocks: list[Weights]
+    embedding: Weights
+    head: Weights
+
+    @classmethod
+    def of(cls, bundle: Bundle) -> Model:
+        """All weights of a bundle, read into memory."""
+        arch = bundle.architecture
+        blocks = [bundle.block(i) for i in range(arch.num_hidden_layers)]
+        return cls(arch, blocks, bundle.embedding(), bundle.head())
+
+
+def dequantize(weights: Weights, name: str, in_size: int) -> mx.array:
+    """W [out, in] float32 from `name`weight, `name`scales and, where there are, `name`biases.
+
+    The arrays' shapes tell the quantization.
+    """
+    quantization = Quantization.of(weights, name, in_size)
+    packed, scales, *biases = (weights[name + part] for part in quantization.parts)
+    if biases:
+        scales, biases = scales.astype(mx.float32), [biases[0].astype(mx.float32)]
+    return mx.dequantize(
+        packed,
+        scales,
+        *biases,
+        group_size=quantization.group_size,
+        bits=quantization.bits,
+        mode=quantization.mode,
+        dtype=mx.float32,
+    )
+
+
+# LoRA parameters: one flat float32 vector a block, with A [in, rank] then B [rank, out] of each
+# module in the order of `Block.modules`. The projections of a fused module share its A, and
+# each has its columns of B.
+
+Matrices = dict[str, tuple[mx.array, mx.array]]
+
+
+def unpack_lora(flat: mx.array, block: Block) -> Matrices:
+    """The matrices A [in, rank] and B [rank, out] of each module, from the flat vector [P]."""
+    matrices, start = {}, 0
+    rank = flat.size // block.lora_size(1)
+    for name, (out_size, in_size) in block.sizes().items():
+        middle, end = start + in_size * rank, start + (in_size + out_size) * rank
+        matrices[name] = (
+            flat[start:middle].reshape(in_size, rank),
+            flat[middle:end].reshape(rank, out_size),
+        )
+        start = end
+    return matrices
+
+
+def pack_lora(matrices: Matrices, block: Block) -> mx.array:
+    """The flat vector [P] of each module's A and B (or of their gradients)."""
+    return mx.concatenate([m.reshape(-1) for name in block.modules for m in matrices[name]])
+
+
+def init_lora(arch: Architecture, rank: int, seed: int) -> list[mx.array]:
+    """Initial flat LoRA vectors, one a block: A uniform in ±1/√in, B zero."""
+    vectors = []
+    block_keys = mx.random.split(mx.random.key(seed), arch.num_hidden_layers)
+    for block, block_key in zip(arch.blocks, block_keys, strict=True):
+        keys = mx.random.split(block_key, len(block.modules))
+        matrices = {}
+        for key, (name, (out_size, in_size)) in zip(keys, block.sizes().items(), strict=True):
+            bound = 1 / math.sqrt(in_size)
+            a = mx.random.uniform(-bound, bound, (in_size, rank), key=key)
+            matrices[name] = (a, mx.zeros((rank, out_size)))
+        vectors.append(pack_lora(matrices, block))
+    return vectors
+
+
+Stored = Callable[[mx.array], mx.array]  # what becomes of an array in memory, such as rounding
+
+
+class Parts(NamedTuple):
+    """What a block's formulas take: the projections by their short names, vectors by theirs."""
+
+    p: dict[str, Projection]
+    vector: Weights
+    eps: float
+
+    @classmethod
+    def of(cls, weights: Weights, lora: mx.array, block: Block) -> Parts:
+        """A projection of a fused module takes its rows of W and bias, and its columns of B."""
+        matrices = unpack_lora(lora, block)
+        projections = {}
+        for name, (module, rows, (_, in_size)) in block.projections().items():
+            bias = weights.get(f"{module}.bias")
+            A, B = matrices[module]
+            projections[name] = Projection(
+                dequantize(weights, f"{module}.", in_size)[rows],
+                None if bias is None else bias.astype(mx.float32)[rows],
+                A,
+                B[:, rows],
+            )
+        vectors = {
+            name: weights[name].astype(mx.float32) for name in (*block.norms(), *block.vectors())
+        }
+        return cls(projections, vectors, block.arch.rms_norm_eps)
+
+
+def fuse(gradients: Matrices, block: Block) -> Matrices:
+    """The gradients by A and B of each module, from those of its projections.
+
+    Its outputs lie side by side, so dB does; they share A, so dA adds up.
+    """
+    fused = {}
+    for module, names in block.modules.items():
+        dA, dB = zip(*(gradients[name] for name in names), strict=True)
+        fused[module] = (sum(dA[1:], dA[0]), mx.concatenate(dB, axis=1))
+    return fused

@@ -1,0 +1,120 @@
+"""Pieces that several parts of a model share."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import mlx.core as mx
+
+
+class Projection(NamedTuple):
+    """Frozen W [out, in] and bias [out] or None; trained A [in, rank] and B [rank, out]."""
+
+    W: mx.array
+    bias: mx.array | None
+    A: mx.array
+    B: mx.array
+
+
+def linear(x: mx.array, p: Projection, scale: float) -> mx.array:
+    """y = x Wᵀ + bias + s (x A) B.   x [..., in] -> y [..., out]"""
+    y = x @ p.W.T + scale * ((x @ p.A) @ p.B)
+    return y if p.bias is None else y + p.bias
+
+
+def linear_backward(
+    x: mx.array, dy: mx.array, p: Projection, scale: float
+) -> tuple[mx.array, mx.array, mx.array]:
+    """dx, dA and dB. W and bias are frozen. h = x A was not stored: it is computed again.
+
+    dh = s dy Bᵀ        dB = s hᵀ dy        dA = xᵀ dh        dx = dy W + dh Aᵀ
+    """
+    h = x @ p.A
+    dh = scale * (dy @ p.B.T)
+    dB = scale * (_rows(h).T @ _rows(dy))
+    dA = _rows(x).T @ _rows(dh)
+    dx_base = dy @ p.W
+    dx_lora = dh @ p.A.T
+    return dx_base + dx_lora, dA, dB
+
+
+def _rows(x: mx.array) -> mx.array:
+    """[..., n] -> [tokens, n]: a gradient of a matrix sums over all tokens."""
+    return x.reshape(-1, x.shape[-1])
+
+
+def rms_norm(x: mx.array, weight: mx.array, eps: float) -> mx.array:
+    """y = x r ∘ w,   r = 1 / √(mean(x²) + ε).   x [..., n], w [n] -> y [..., n]"""
+    r = mx.rsqrt(mx.mean(x * x, axis=-1, keepdims=True) + eps)
+    return x * r * weight
+
+
+def rms_norm_backward(x: mx.array, dy: mx.array, weight: mx.array, eps: float) -> mx.array:
+    """dx = r g - x r³ mean(g ∘ x),   g = dy ∘ w. The second term comes through r. w is frozen."""
+    r = mx.rsqrt(mx.mean(x * x, axis=-1, keepdims=True) + eps)
+    g = dy * weight
+    dx_direct = r * g
+    dx_through_r = -x * r**3 * mx.mean(g * x, axis=-1, keepdims=True)
+    return dx_direct + dx_through_r
+
+
+def split_heads(x: mx.array, heads: int) -> mx.array:
+    """[1, T, heads·D] -> [1, heads, T, D]"""
+    return x.reshape(1, x.shape[1], heads, -1).transpose(0, 2, 1, 3)
+
+
+def merge_heads(x: mx.array) -> mx.array:
+    """[1, heads, T, D] -> [1, T, heads·D], the inverse of `split_heads` and so its backward too"""
+    return x.transpose(0, 2, 1, 3).reshape(1, x.shape[2], -1)
+
+
+def soft_cap(x: mx.array, cap: float | None) -> mx.array:
+    """y = c tanh(x / c), or x where there is no cap."""
+    return x if cap is None else cap * mx.tanh(x / cap)
+
+
+def soft_cap_backward(y: mx.array, dy: mx.array, cap: float | None) -> mx.array:
+    """dx = dy ∘ (1 - (y / c)²)"""
+    return dy if cap is None else dy * (1 - (y / cap) ** 2)
+
+
+def silu(x: mx.array) -> mx.array:
+    """y = x sigmoid(x)"""
+    return x * mx.sigmoid(x)
+
+
+def silu_derivative(x: mx.array) -> mx.array:
+    """sigmoid(x) (1 + x (1 - sigmoid(x)))"""
+    sigma = mx.sigmoid(x)
+    return sigma * (1 + x * (1 - sigma))
+
+
+def gelu(x: mx.array) -> mx.array:
+    """y = ½ x (1 + tanh u),   u = √(2/π) (x + 0.044715 x³)"""
+    u = math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)
+    return 0.5 * x * (1 + mx.tanh(u))
+
+
+def gelu_derivative(x: mx.array) -> mx.array:
+    """½ (1 + tanh u) + ½ x (1 - tanh² u) u',   u' = √(2/π) (1 + 3 · 0.044715 x²)"""
+    tanh = mx.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))
+    du = math.sqrt(2 / math.pi) * (1 + 3 * 0.044715 * x**2)
+    return 0.5 * (1 + tanh) + 0.5 * x * (1 - tanh**2) * du
+
+
+ACTIVATIONS = {"silu": (silu, silu_derivative), "gelu": (gelu, gelu_derivative)}
+
+
+def gated(gate: mx.array, up: mx.array, hidden_act: str) -> mx.array:
+    """y = act(gate) ∘ up.   All [..., n]"""
+    act, _ = ACTIVATIONS[hidden_act]
+    return act(gate) * up
+
+
+def gated_backward(
+    gate: mx.array, up: mx.array, dy: mx.array, hidden_act: str
+) -> tuple[mx.array, mx.array]:
+    """d_gate = dy ∘ up ∘ act'(gate)        d_up = dy ∘ act(gate)"""
+    act, derivative = ACTIVATIONS[hidden_act]
+    return dy * up * derivative(gate), dy * act(gate)

@@ -1,0 +1,106 @@
+"""Objectives on answers that people have judged, as TRL 1.9.0 has them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class Answer(NamedTuple):
+    """What an objective knows of an answer of n tokens: log π(y) and log π₀(y) of the answer y,
+
+    sums over its targets, in nats. π₀ is the model as it was when the run began.
+    """
+
+    logp: float
+    reference: float
+    tokens: int
+
+    @property
+    def ratio(self) -> float:
+        """log(π(y) / π₀(y))"""
+        return self.logp - self.reference
+
+
+class Preference(NamedTuple):
+    """A pair's loss, and its derivatives by the two answers' -log π: each is the weight of all of
+
+    its answer's targets in the gradient.
+    """
+
+    loss: float
+    chosen: float
+    rejected: float
+
+
+def _sigmoid(x: float) -> float:
+    return 1 / (1 + math.exp(-x)) if x >= 0 else math.exp(x) / (1 + math.exp(x))
+
+
+def _softplus(x: float) -> float:
+    """-log sigmoid(-x)"""
+    return max(x, 0) + math.log1p(math.exp(-abs(x)))
+
+
+def dpo(chosen: Answer, rejected: Answer, beta: float) -> Preference:
+    """L = -log sigmoid(m),   m = β (ratio of the chosen - ratio of the rejected)"""
+    margin = beta * (chosen.ratio - rejected.ratio)
+    weight = beta * _sigmoid(-margin)
+    return Preference(_softplus(-margin), weight, -weight)
+
+
+def ipo(chosen: Answer, rejected: Answer, beta: float) -> Preference:
+    """L = (h - 1 / 2β)²,   h = the difference of the ratios a token"""
+    difference = chosen.ratio / chosen.tokens - rejected.ratio / rejected.tokens - 1 / (2 * beta)
+    slope = 2 * difference
+    return Preference(difference**2, -slope / chosen.tokens, slope / rejected.tokens)
+
+
+def simpo(chosen: Answer, rejected: Answer, beta: float, gamma: float) -> Preference:
+    """L = -log sigmoid(m),   m = β (difference of log π a token) - gamma"""
+    margin = beta * (chosen.logp / chosen.tokens - rejected.logp / rejected.tokens) - gamma
+    weight = beta * _sigmoid(-margin)
+    return Preference(_softplus(-margin), weight / chosen.tokens, -weight / rejected.tokens)
+
+
+def orpo(chosen: Answer, rejected: Answer, beta: float) -> Preference:
+    """L = -β log sigmoid(log odds of the chosen - log odds of the rejected),   odds = p / (1 - p),
+
+    p = exp(log π a token). To it comes the chosen's mean loss over all of its targets, those of the
+    prompt too.
+    """
+    means = [answer.logp / answer.tokens for answer in (chosen, rejected)]
+    odds = [mean - math.log(-math.expm1(mean)) for mean in means]
+    slope = beta * _sigmoid(odds[1] - odds[0])
+    # d odds / d mean = 1 / (1 - p)
+    weights = [slope / -math.expm1(mean) for mean in means]
+    return Preference(
+        beta * _softplus(odds[1] - odds[0]),
+        weights[0] / chosen.tokens,
+        -weights[1] / rejected.tokens,
+    )
+
+
+def kto(
+    answers: Sequence[Answer],
+    labels: Sequence[bool],
+    mismatched: Sequence[Answer],
+    beta: float,
+    desirable: float = 1.0,
+    undesirable: float = 1.0,
+) -> tuple[float, list[float]]:
+    """The mean loss of a batch, and the weight of each answer's targets.
+
+    L = w (1 - sigmoid(± β (ratio - k))), + and the weight `desirable` for good answers, - and
+    `undesirable` for bad ones; k = max(0, the mean ratio of `mismatched`), each prompt's with the
+    answer before it in the batch, and no function of the parameters.
+    """
+    kl = max(0.0, sum(each.ratio for each in mismatched) / len(mismatched))
+    total, weights = 0.0, []
+    for answer, good in zip(answers, labels, strict=True):
+        sign, factor = (1, desirable) if good else (-1, undesirable)
+        value = _sigmoid(sign * beta * (answer.ratio - kl))
+        total += factor * (1 - value) / len(answers)
+        weights.append(sign * factor * beta * value * (1 - value) / len(answers))
+    return total, weights

@@ -1,0 +1,61 @@
+"""The short convolution, a mixer that sees some tokens back."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from mesp.models.mixers import ShortConvolution
+from mesp.reference.model import Matrices, Parts, Stored
+from mesp.reference.pieces import linear, linear_backward
+
+
+def convolution(x: mx.array, w: mx.array) -> mx.array:
+    """y_t = Σ_j w_j ∘ x_{t-K+1+j}, each channel by itself; x is 0 before its start.
+
+    x, y [1, T, channels], w [channels, K]
+    """
+    T, K = x.shape[1], w.shape[1]
+    padded = mx.pad(x, ((0, 0), (K - 1, 0), (0, 0)))
+    return sum(w[:, j] * padded[:, j : j + T] for j in range(K))
+
+
+def convolution_backward(dy: mx.array, w: mx.array) -> mx.array:
+    """dx_s = Σ_j w_j ∘ dy_{s+K-1-j}. w is frozen."""
+    T, K = dy.shape[1], w.shape[1]
+    padded = mx.pad(dy, ((0, 0), (0, K - 1), (0, 0)))
+    return sum(w[:, j] * padded[:, K - 1 - j : K - 1 - j + T] for j in range(K))
+
+
+def mix_by_short_convolution(
+    x: mx.array, scale: float, parts: Parts, mixer: ShortConvolution, stored: Stored
+) -> list[mx.array]:
+    """[b, c, u, conv(b ∘ u)] of x [1, T, hidden], each the same shape.   b, c, u = in(x)"""
+    b, c, u = (stored(each) for each in mx.split(linear(x, parts.p["in"], scale), 3, axis=-1))
+    return [b, c, u, stored(convolution(b * u, parts.vector["conv.conv.weight"]))]
+
+
+def output_of_short_convolution(
+    mixed: list[mx.array], parts: Parts, mixer: ShortConvolution
+) -> mx.array:
+    """y = c ∘ conv, what the output projection takes."""
+    _, c, _, conv = mixed
+    return c * conv
+
+
+def mix_by_short_convolution_backward(
+    x: mx.array,
+    mixed: list[mx.array],
+    dy: mx.array,
+    scale: float,
+    parts: Parts,
+    mixer: ShortConvolution,
+) -> tuple[mx.array, Matrices]:
+    """dx, and dA and dB of in.
+
+    dc = dy ∘ conv        dconv = dy ∘ c        db = u ∘ conv's dx        du = b ∘ conv's dx
+    """
+    b, c, u, conv = mixed
+    d_bu = convolution_backward(dy * c, parts.vector["conv.conv.weight"])
+    d_in = mx.concatenate([d_bu * u, dy * conv, d_bu * b], axis=-1)
+    dx, dA, dB = linear_backward(x, d_in, parts.p["in"], scale)
+    return dx, {"in": (dA, dB)}

@@ -1,0 +1,35 @@
+"""The names of tensors in checkpoints, and those that they have here, whatever the family."""
+
+from __future__ import annotations
+
+from mesp.models.families import FAMILIES
+
+# Before the text's part in a model of several modalities, in Hugging Face's form and in mlx-lm's.
+_TEXT = {"model.language_model.": "model.", "language_model.": ""}
+# What such a model has beside its text, and layers that predict more than the next token.
+_UNUSED = ("mtp.", "language_model.mtp.", "model.visual.", "vision_tower.")
+# Matrices here, [channels, kernel]; in checkpoints they are [channels, 1, kernel].
+CONVOLUTIONS = ("conv1d.weight", "conv.conv.weight")
+
+
+def name_here(name: str, model_type: str) -> str | None:
+    """The name of a checkpoint's tensor or module; None where it takes no part in the training."""
+    family = FAMILIES[model_type]
+    if family.text_of_several:
+        if name.startswith(_UNUSED):
+            return None
+        for prefix, ours in _TEXT.items():
+            if name.startswith(prefix):
+                name = ours + name.removeprefix(prefix)
+                break
+    for ours, theirs in family.norms.items():
+        name = name.replace(f"{theirs}.weight", f"{ours}.weight")
+    return name
+
+
+def name_there(name: str, model_type: str) -> str:
+    """The name of a tensor in a checkpoint of the text alone: the inverse of `name_here`."""
+    for ours, theirs in FAMILIES[model_type].norms.items():
+        if name.endswith(f"{ours}.weight"):
+            return name.removesuffix(f"{ours}.weight") + f"{theirs}.weight"
+    return name
