@@ -180,7 +180,8 @@ struct GatedDeltaNet {
         /// dq, dk and dv of qkv, db and da, `[T, features]`.
         func backward(qkv: MLXArray, b: MLXArray, a: MLXArray, dO: MLXArray, pace: Pace) -> [MLXArray] {
             let tail = net.convolution.start(dtype: qkv.dtype)
-            let d = rule(convolved(qkv, tail: tail), b: b, a: a, pace: pace).backward(dO: net.byHead(dO[0..., features]))
+            let d = rule(convolved(qkv, tail: tail), b: b, a: a, pace: pace).backward(
+                dO: net.byHead(dO[0..., features]))
 
             let c = convolved(qkv, tail: tail)
             let (q, k, _) = split(c)

@@ -36,7 +36,9 @@ struct GatedDeltaRule {
         let heads = k.dim(1)
         func chunked(_ x: MLXArray) -> MLXArray { Self.chunked(x, keyHeads: heads) }
         (self.q, self.k, self.v) = (chunked(q), chunked(k), chunked(v))
-        (self.decay, self.beta) = (chunked(decay.expandedDimensions(axis: -1)), chunked(beta.expandedDimensions(axis: -1)))
+        (self.decay, self.beta) = (
+            chunked(decay.expandedDimensions(axis: -1)), chunked(beta.expandedDimensions(axis: -1))
+        )
         (length, self.pace) = (k.dim(0), pace)
         pace.finish([self.q, self.k, self.v, self.decay, self.beta])
     }
