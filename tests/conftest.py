@@ -94,6 +94,9 @@ FAMILIES = {
     "qwen3_5": {
         **_COMMON,
         "model_type": "qwen3_5",
+        # With few dimensions what the state gives a token may be near 0, and its norm's derivative
+        # then near 1 / √ε: with 1e-6, training would multiply rounding errors.
+        "rms_norm_eps": 1e-2,
         "head_dim": 32,
         "full_attention_interval": 2,
         "rope_parameters": {
@@ -104,14 +107,13 @@ FAMILIES = {
         },
         "linear_num_key_heads": 2,
         "linear_num_value_heads": 4,
-        "linear_key_head_dim": 16,
-        "linear_value_head_dim": 8,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 16,
         "tie_word_embeddings": False,
     },
     "lfm2": {
         **_COMMON,
         "model_type": "lfm2",
-        "num_attention_heads": 4,
         "norm_eps": 1e-5,
         "conv_bias": False,
         "conv_L_cache": 3,

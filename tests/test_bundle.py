@@ -141,8 +141,8 @@ def test_adapters_load_into_mlx_lm(family, tmp_path):
     matrices = {}
     for i, flat in enumerate(lora):
         for name, (a, b) in reference.unpack_lora(flat, arch.blocks[i]).items():
-            matrices[f"model.layers.{i}.{name}.lora_a"] = a
-            matrices[f"model.layers.{i}.{name}.lora_b"] = b
+            path = f"{arch.mlx_prefix}.layers.{i}.{name}"
+            matrices |= {f"{path}.lora_a": a, f"{path}.lora_b": b}
     mx.save_safetensors(str(tmp_path / "adapters.safetensors"), matrices)
     parameters = {"rank": rank, "scale": 3.0, "dropout": 0.0, "keys": arch.modules}
     config = {"num_layers": arch.num_hidden_layers, "lora_parameters": parameters}
@@ -157,7 +157,7 @@ def test_adapters_load_into_mlx_lm(family, tmp_path):
     assert abs(ours - with_none) > 1e-3
 
 
-def test_blocks_are_grouped_by_layout_and_attention(family):
+def test_blocks_are_grouped_by_layout_and_mixer(family):
     """A window of 5 makes no difference to sequences of 4: both kinds have the same function."""
     config, _, bundle = family
     kinds = {
@@ -165,6 +165,8 @@ def test_blocks_are_grouped_by_layout_and_attention(family):
         "smollm3": [(0, 1, 2), (3,)],
         "gemma2": [(0, 2), (1, 3)],
         "gemma3_text": [(0, 2), (1, 3)],
+        "qwen3_5": [(0, 2), (1, 3)],
+        "lfm2": [(0, 2, 3), (1,)],
     }
     expected = kinds.get(config["model_type"], [(0, 1, 2, 3)])
     assert [group.layers for group in bundle.groups] == expected

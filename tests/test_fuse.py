@@ -28,7 +28,7 @@ def write_adapters(folder: Path, bundle: Path, size: float = 0.1) -> Path:
         flat = flat + size * mx.random.normal(flat.shape, key=mx.random.key(i))
         for name, pair in reference.unpack_lora(flat, arch.blocks[i]).items():
             for part, matrix in zip("ab", pair, strict=True):
-                matrices[f"model.layers.{i}.{name}.lora_{part}"] = matrix
+                matrices[f"{arch.mlx_prefix}.layers.{i}.{name}.lora_{part}"] = matrix
     folder.mkdir()
     mx.save_safetensors(str(folder / "adapters.safetensors"), matrices)
     lora = {"rank": RANK, "scale": SCALE, "dropout": 0.0, "keys": arch.modules}

@@ -23,7 +23,7 @@ def write_gguf(path: Path, adapters: Adapters, arch: Architecture) -> None:
     """Writes `path`: of each module `blk.N.….lora_a` [rank, in], `….lora_b` [out, rank]; alpha.
 
     Names, order of rows and keys are those of llama.cpp's convert_lora_to_gguf.py. Raises MespError
-    where the gguf package is missing or llama.cpp has no such architecture.
+    where the gguf package is missing, or the architecture is none of these.
     """
     try:
         import gguf
@@ -33,7 +33,9 @@ def write_gguf(path: Path, adapters: Adapters, arch: Architecture) -> None:
         ) from error
     name = ARCHITECTURES.get(arch.model_type)
     if name is None:
-        raise MespError(f"llama.cpp has no adapters for {arch.model_type}; leave out --gguf.")
+        raise MespError(
+            f"Adapters of {arch.model_type} are not written for llama.cpp; leave out --gguf."
+        )
     architecture = gguf.MODEL_ARCH[name]
     names = gguf.get_tensor_name_map(architecture, arch.num_hidden_layers)
     rank = next(iter(adapters.matrices.values()))[0].shape[1]

@@ -14,12 +14,16 @@ from mesp.reference.head import cross_entropy, cross_entropy_backward
 from mesp.reference.model import Model, Weights, dequantize
 
 
+def embed(model: Model, tokens: mx.array) -> mx.array:
+    """The first block's input [1, T, hidden].   tokens [T] int"""
+    rows = {name: array[tokens] for name, array in model.embedding.items() if name != "norm"}
+    return model.arch.embedding_scale * dequantize(rows, "", model.arch.hidden_size)[None]
+
+
 def forward(model: Model, lora: list[mx.array], tokens: mx.array, scale: float) -> list[mx.array]:
     """The input of each block and the output of the last, [1, T, hidden] each.   tokens [T] int"""
-    arch = model.arch
-    rows = {name: array[tokens] for name, array in model.embedding.items() if name != "norm"}
-    hidden = [arch.embedding_scale * dequantize(rows, "", arch.hidden_size)[None]]
-    for block_lora, weights, block in zip(lora, model.blocks, arch.blocks, strict=True):
+    hidden = [embed(model, tokens)]
+    for block_lora, weights, block in zip(lora, model.blocks, model.arch.blocks, strict=True):
         hidden.append(block_forward(hidden[-1], block_lora, scale, weights, block)[0])
     return hidden
 
