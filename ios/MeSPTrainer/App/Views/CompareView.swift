@@ -30,7 +30,7 @@ struct CompareView: View {
                         .disabled(!model.canStart)
                     }
                     if let problem = benchmark.problem {
-                        Label(problem, systemImage: "exclamationmark.triangle.fill").foregroundStyle(.orange)
+                        Label(problem.localized, systemImage: "exclamationmark.triangle.fill").foregroundStyle(.orange)
                     }
                 } footer: {
                     Text("Length, rank and model are those of a new run. Let the phone cool down before.")

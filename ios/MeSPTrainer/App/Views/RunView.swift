@@ -30,7 +30,7 @@ struct RunView: View {
                     Toggle("Keep the screen on", isOn: $screen.keepsAwake).disabled(model.screen.isOvernight)
                 } footer: {
                     #if os(iOS)
-                        Text(model.screen.overnightAdvice)
+                        Text(model.screen.overnightAdvice.localized)
                     #endif
                 }
             }
@@ -113,7 +113,7 @@ struct LogSections: View {
             Section("Events") {
                 ForEach(log.events.reversed()) { event in
                     VStack(alignment: .leading) {
-                        Text(event.message)
+                        Text(event.message.localized)
                         Text(event.time, format: .dateTime.hour().minute().second())
                             .font(.caption).foregroundStyle(.secondary)
                     }
@@ -133,11 +133,12 @@ struct StateLabel: View {
         case .idle: Label("Ready", systemImage: "circle")
         case .preparing: Label("Checking the bundle", systemImage: "checkmark.shield")
         case .training: Label("Training", systemImage: "flame.fill").foregroundStyle(.green)
-        case .paused(let reason): Label(reason.sentence, systemImage: "pause.circle.fill").foregroundStyle(.orange)
+        case .paused(let reason):
+            Label(reason.sentence.localized, systemImage: "pause.circle.fill").foregroundStyle(.orange)
         case .finished(.stopped): Label("Stopped, adapters saved", systemImage: "stop.circle")
         case .finished: Label("Finished, adapters saved", systemImage: "checkmark.circle.fill").foregroundStyle(.green)
         case .failed(let sentence):
-            Label(sentence, systemImage: "exclamationmark.triangle.fill").foregroundStyle(.red)
+            Label(sentence.localized, systemImage: "exclamationmark.triangle.fill").foregroundStyle(.red)
         }
     }
 }

@@ -18,7 +18,7 @@ struct SelfCheckSection: View {
                     .disabled(!model.isFree || model.form.bundle == nil)
             }
             if let problem = checker.problem {
-                Label(problem, systemImage: "exclamationmark.triangle.fill").foregroundStyle(.orange)
+                Label(problem.localized, systemImage: "exclamationmark.triangle.fill").foregroundStyle(.orange)
             }
             ForEach(checker.report?.checks ?? []) { CheckRow(check: $0) }
         } header: {
@@ -45,7 +45,7 @@ private struct CheckRow: View {
         VStack(alignment: .leading, spacing: 4) {
             Label("\(check.name): \(check.verdict.rawValue)", systemImage: symbol)
                 .foregroundStyle(check.verdict == .fail ? Color.red : Color.primary)
-            Text(check.sentence).font(.caption).foregroundStyle(.secondary)
+            Text(check.sentence.localized).font(.caption).foregroundStyle(.secondary)
         }
         .accessibilityElement(children: .combine)
     }

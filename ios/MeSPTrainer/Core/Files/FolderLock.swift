@@ -26,19 +26,20 @@ final class FolderLock {
         guard flock(file, LOCK_EX | LOCK_NB) == 0 else {
             let holder = (try? String(contentsOfFile: path, encoding: .utf8)) ?? ""
             close(file)
+            let who: Sentence = holder.isEmpty ? "Another process" : Sentence(english: holder)
             throw MeSPError(
-                "\(holder.isEmpty ? "Another process" : holder) is writing to \(folder.path); wait for it, stop it, or choose another output folder."
+                "\(who) is writing to \(folder.path); wait for it, stop it, or choose another output folder."
             )
         }
         #if os(iOS)
             // The host's name can bring up the question about the local network, and nobody but the app writes here.
-            let holder = "Another run of this app"
+            let holder: Sentence = "Another run of this app"
         #else
-            let holder = "Process \(getpid()) on \(ProcessInfo.processInfo.hostName)"
+            let holder: Sentence = "Process \(getpid()) on \(ProcessInfo.processInfo.hostName)"
         #endif
         // It only informs.
         _ = ftruncate(file, 0)
-        _ = pwrite(file, holder, holder.utf8.count, 0)
+        _ = pwrite(file, holder.english, holder.english.utf8.count, 0)
     }
 
     deinit { close(file) }
