@@ -35,7 +35,7 @@ struct RunView: View {
                 }
             }
         }
-        .navigationTitle(controller.settings?.method.name ?? "Run")
+        .navigationTitle(controller.settings?.method.name ?? String(localized: "Run"))
         .toolbar { Button("New Run") { model.showsSetup = true } }
     }
 
@@ -59,16 +59,18 @@ struct RunView: View {
 struct LogSections: View {
     let log: LogSummary
 
+    private var training: String { String(localized: "Training") }
+
     var body: some View {
         Section("Loss, nats a token") {
             Chart {
                 ForEach(log.curve { Double($0.loss) }) {
-                    LineMark(x: .value("Step", $0.id), y: .value("Loss", $0.value), series: .value("Data", "Training"))
-                        .foregroundStyle(by: .value("Data", "Training"))
+                    LineMark(x: .value("Step", $0.id), y: .value("Loss", $0.value), series: .value("Data", training))
+                        .foregroundStyle(by: .value("Data", training))
                 }
                 ForEach(log.evals.filter { $0.split == "valid" }, id: \.step) {
                     PointMark(x: .value("Step", $0.step), y: .value("Loss", Double($0.loss)))
-                        .foregroundStyle(by: .value("Data", "Held out"))
+                        .foregroundStyle(by: .value("Data", String(localized: "Held out")))
                 }
             }
             .chartYScale(domain: .automatic(includesZero: false))
@@ -90,7 +92,7 @@ struct LogSections: View {
             }
             .frame(height: 140)
             .accessibilityLabel("Peak footprint by step")
-            .accessibilityValue(log.peakFootprint?.bytes ?? "No step yet")
+            .accessibilityValue(log.peakFootprint?.bytes ?? String(localized: "No step yet"))
             .accessibilityIdentifier("footprint-chart")
         }
         Section("Figures") {
@@ -99,7 +101,8 @@ struct LogSections: View {
             }
             if let peak = log.peakFootprint { LabeledContent("Peak footprint", value: peak.bytes) }
             if let seconds = log.stepSeconds {
-                LabeledContent("Time of a step", value: "\(seconds.formatted(.number.precision(.fractionLength(2)))) s")
+                let time = seconds.formatted(.number.precision(.fractionLength(2)))
+                LabeledContent("Time of a step", value: String(localized: "\(time) s"))
             }
             if let speed = log.tokensPerSecond {
                 LabeledContent("Tokens a second", value: speed.formatted(.number.precision(.fractionLength(0))))

@@ -11,7 +11,7 @@ struct SelfCheckSection: View {
     var body: some View {
         Section {
             if checker.isRunning {
-                ProgressView("Checking \(checker.current ?? "the bundle")")
+                ProgressView("Checking \(checker.current ?? String(localized: "the bundle"))")
                 Button("Stop", systemImage: "stop.fill", role: .destructive) { checker.stop() }
             } else {
                 Button("Check This Phone", systemImage: "checkmark.seal") { model.checkDevice() }

@@ -25,7 +25,7 @@ private struct InterruptedSection: View {
 
     var body: some View {
         Section("The app was ended during this run") {
-            LabeledContent("\(run.name)", value: "step \(run.log?.lastStep ?? 0)")
+            LabeledContent("\(run.name)", value: String(localized: "step \(run.log?.lastStep ?? 0)"))
             Button("Go On from the Last Saved State", systemImage: "play.fill") {
                 Task { await model.decide(run, goOn: true) }
             }

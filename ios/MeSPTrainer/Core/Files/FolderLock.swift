@@ -33,13 +33,13 @@ final class FolderLock {
         }
         #if os(iOS)
             // The host's name can bring up the question about the local network, and nobody but the app writes here.
-            let holder: Sentence = "Another run of this app"
+            let holder = ("Another run of this app" as Sentence).english
         #else
-            let holder: Sentence = "Process \(getpid()) on \(ProcessInfo.processInfo.hostName)"
+            let holder = "Process \(getpid()) on \(ProcessInfo.processInfo.hostName)"
         #endif
         // It only informs.
         _ = ftruncate(file, 0)
-        _ = pwrite(file, holder.english, holder.english.utf8.count, 0)
+        _ = pwrite(file, holder, holder.utf8.count, 0)
     }
 
     deinit { close(file) }
