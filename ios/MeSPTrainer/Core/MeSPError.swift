@@ -13,7 +13,7 @@ public struct MeSPError: LocalizedError, Sendable, Equatable {
 
 extension Error {
     /// The error in words: a `MeSPError`'s own, or the system's.
-    public var plainSentence: Sentence {
+    package var plainSentence: Sentence {
         if let error = self as? MeSPError { return error.sentence }
         if let decoding = self as? DecodingError {
             switch decoding {

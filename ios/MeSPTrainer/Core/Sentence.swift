@@ -4,7 +4,8 @@ import Foundation
 ///
 /// Written as a literal, `"\(name) has \(count) tokens"`. Its key in the catalogue is the one that Xcode makes of such a literal,
 /// `%@ has %lld tokens`: whole numbers are `%lld`, so that a translation can vary by them, and everything else is `%@`. A translation may
-/// put them in another order, as `%2$lld` and `%1$@`.
+/// put them in another order, as `%2$lld` and `%1$@`. A sentence within a sentence is in the language of the whole, and goes without its
+/// full stop.
 public struct Sentence: ExpressibleByStringInterpolation, Sendable {
     private let key: String
     private let values: [Value]
@@ -18,7 +19,7 @@ public struct Sentence: ExpressibleByStringInterpolation, Sendable {
     public init(stringLiteral text: String) { self.init(english: text) }
 
     /// - Parameter english: the words of a sentence that was written to a file. The catalogue has them where it was one without values.
-    public init(english: String) { (key, values) = (english, []) }
+    init(english: String) { (key, values) = (english, []) }
 
     public init(stringInterpolation literal: Interpolation) { (key, values) = (literal.key, literal.values) }
 
@@ -29,7 +30,7 @@ public struct Sentence: ExpressibleByStringInterpolation, Sendable {
     public var localized: String { localized(by: .main) }
 
     /// - Parameter bundle: has the table.
-    package func localized(by bundle: Bundle) -> String {
+    func localized(by bundle: Bundle) -> String {
         filled(bundle.localizedString(forKey: key, value: nil, table: "Sentences"), locale: .current) {
             $0.localized(by: bundle)
         }
@@ -60,14 +61,13 @@ public struct Sentence: ExpressibleByStringInterpolation, Sendable {
         }
 
         public mutating func appendInterpolation<Number: BinaryInteger>(_ number: Number) {
-            append("%lld", .number(Int64(number)))
+            append("%lld", .number(Int64(clamping: number)))
         }
 
         public mutating func appendInterpolation<Text: CustomStringConvertible>(_ text: Text) {
             append("%@", .text(text.description))
         }
 
-        /// A part, in the language of the whole and without a final full stop.
         public mutating func appendInterpolation(_ sentence: Sentence) { append("%@", .sentence(sentence)) }
 
         private mutating func append(_ specifier: String, _ value: Value) {

@@ -39,7 +39,7 @@ struct BundlesView: View {
             .fileImporter(isPresented: $choosesBundle, allowedContentTypes: [.mespBundle, .folder]) { result in
                 switch result {
                 case .success(let url): Task { await url.accessed { await model.importBundle(at: url) } }
-                case .failure(let error): model.problem = error.plainSentence
+                case .failure(let error): model.problem = "\(error.localizedDescription)"
                 }
             }
             .refreshable { await model.refresh() }
@@ -104,8 +104,8 @@ private struct BundleRow: View {
                 .font(.caption).foregroundStyle(.secondary)
             }
             if let problem = bundle.problem {
-                Label(problem.localized, systemImage: "exclamationmark.triangle.fill").font(.caption).foregroundStyle(
-                    .orange)
+                Label(problem.localized, systemImage: "exclamationmark.triangle.fill")
+                    .font(.caption).foregroundStyle(.orange)
             }
             if let advice = bundle.advice {
                 Label(advice.localized, systemImage: "info.circle").font(.caption).foregroundStyle(.secondary)

@@ -39,7 +39,7 @@ struct EvaluationSection: View {
         .fileImporter(isPresented: $choosesFile, allowedContentTypes: [.plainText, .json, .data]) { result in
             switch result {
             case .success(let url): Task { await url.accessed { await model.evaluate(url, with: run) } }
-            case .failure(let error): model.problem = error.plainSentence
+            case .failure(let error): model.problem = "\(error.localizedDescription)"
             }
         }
     }

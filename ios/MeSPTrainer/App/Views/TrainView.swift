@@ -86,7 +86,7 @@ struct SetupView: View {
         .fileImporter(isPresented: $choosesFile, allowedContentTypes: [.plainText, .json, .data]) { result in
             switch result {
             case .success(let url): Task { await url.accessed { await model.chooseText(at: url) } }
-            case .failure(let error): model.problem = error.plainSentence
+            case .failure(let error): model.problem = "\(error.localizedDescription)"
             }
         }
         .toolbar {
