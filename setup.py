@@ -6,8 +6,14 @@ from setuptools import setup
 from setuptools.command.build_py import build_py
 
 # The whole package of SwiftPM: a manifest whose targets are not all there does not load.
-FOLDERS = [f"ios/HostMLX/{name}" for name in ("Sources", "Tests")]
-FOLDERS += [f"ios/MeSPTrainer/{name}" for name in ("AppModel", "Core", "Engine", "Tests")]
+FOLDERS = (
+    "ios/HostMLX/Sources",
+    "ios/HostMLX/Tests",
+    "ios/MeSPTrainer/AppModel",
+    "ios/MeSPTrainer/Core",
+    "ios/MeSPTrainer/Engine",
+    "ios/MeSPTrainer/Tests",
+)
 SUFFIXES = (".swift", ".cpp", ".h", ".json")
 SOURCES = ["Package.swift", "ios/HostMLX/Package.swift"]
 SOURCES += sorted(
