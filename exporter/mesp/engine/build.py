@@ -109,7 +109,6 @@ def ready_in_cache(sources: Path) -> Path:
     with alone(engine.parent, waiting.start):
         waiting.stop()
         if not is_ready():
-            click.echo(f"Building mesp-engine in {engine.parent}, once; some minutes.", err=True)
             scratch = engine.with_name("build")  # what a build that was killed left, serves
             built = build_engine(sources, scratch)
             with plain_os_errors(f"Cannot write {engine}"):
@@ -129,8 +128,8 @@ def mlx_folder() -> Path:
 def build_engine(package: Path = CHECKOUT, scratch: Path | None = None) -> Path:
     """Builds the engine for release and returns its path. Only what has changed is compiled.
 
-    `package`: the folder of Package.swift; `scratch`: of what the compiler writes, the package's
-    .build where there is none.
+    `package`: the folder of Package.swift; `scratch`: of what the compiler writes, where that is
+    not the package's .build.
     """
     swift = shutil.which("swift")
     if swift is None:
@@ -139,6 +138,8 @@ def build_engine(package: Path = CHECKOUT, scratch: Path | None = None) -> Path:
             "with: install Swift 6 from https://swift.org/install, or set MESP_ENGINE to a built "
             "mesp-engine."
         )
+    if scratch is not None:
+        click.echo(f"Building mesp-engine in {scratch.parent}, once; some minutes.", err=True)
     command = [
         swift,
         "build",
