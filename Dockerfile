@@ -2,7 +2,7 @@
 # in is /work:
 #
 #     docker build --tag mesp .
-#     docker run --rm --interactive --tty --user "$(id -u):$(id -g)" --volume "$PWD:/work" mesp export --model demo
+#     docker run --rm --user "$(id -u):$(id -g)" --volume "$PWD:/work" mesp export --model demo
 FROM swift:6.3-noble
 
 # Of the image's Ubuntu, which changes no package's version but to mend it.

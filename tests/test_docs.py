@@ -80,7 +80,7 @@ def test_targets_of_make_exist(page: Path):
 def sources() -> dict[str, str]:
     """The text of every source file by the file's name."""
     folders = [ROOT / place for place in ("exporter", "ios", "tests", "tools")]
-    paths = [path for folder in folders for path in folder.rglob("*.*")]
+    paths = [ROOT / "setup.py", *(path for folder in folders for path in folder.rglob("*.*"))]
     return {p.name: p.read_text(encoding="utf-8") for p in paths if p.suffix in (".swift", ".py")}
 
 

@@ -164,7 +164,7 @@ do {
     case (2, "self-check"): try checkMachine(URL(fileURLWithPath: arguments[2]))
     case (1, "--version"): print("mesp-engine \(Run.version) with MLX \(Manifest.mlxVersion)")
     case (1, let file?): try train(URL(fileURLWithPath: file))
-    default: fail("usage: mesp-engine [count|evaluate|generate|self-check] SETTINGS.json")
+    default: fail("usage: mesp-engine [count|evaluate|generate|self-check] SETTINGS.json, or mesp-engine --version")
     }
 } catch is CancellationError {
     fail(CommandLine.arguments[1] == "evaluate" ? "The evaluation was stopped." : "The self-check was stopped.")
