@@ -70,7 +70,7 @@ def test_the_commands_work_away_from_a_checkout(programs: Path, work: Path):
     assert "Building mesp-engine in" in first.stderr
     assert "Finished after 5 steps" in first.stdout
     again = call([programs / "mesp", "train", "demo.mesp", *steps, "--output", "again"], work)
-    assert again.stderr == ""  # it was built, and is found
+    assert "Building" not in again.stderr
     (place,) = (work / "cache" / "mesp").iterdir()
     assert {path.name for path in place.iterdir()} == {"mesp-engine", "lock"}
 

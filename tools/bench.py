@@ -134,8 +134,6 @@ def memory_limit(value: str) -> str:
 )  # fmt: skip
 def main(table: str, json_file: Path | None, plot: Path | None, work: Path, **given: Any) -> None:
     options = find_options(table, given)
-    if options.get("peft"):
-        options["peft"] = options["peft"].absolute()  # not resolved: a link says its environment
     if plot:
         check_plot(plot)
     engine_program()

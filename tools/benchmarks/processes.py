@@ -75,7 +75,9 @@ def run_peft(python: Path, settings: dict[str, Any], folder: Path, threads: int,
     """
     environment = with_threads(threads) | {"PYTHONPATH": str(TOOLS)}
     settings = settings | {"output": str(folder.resolve())}
-    return run_program([python, "-m", "in_peft.train"], settings, folder, tell, environment)
+    # Not resolved: a link says which environment it is of.
+    command = [python.absolute(), "-m", "in_peft.train"]
+    return run_program(command, settings, folder, tell, environment)
 
 
 def run_program(
