@@ -1,10 +1,11 @@
 # make demo    fine-tunes the demo model and shows what that changed
 # make check   style and the quick tests: the everyday loop
 # make test    every test that needs nothing but the checkout
-# make test-slow  what is long: 2,000 steps, lm-evaluation-harness, llama.cpp, and PEFT, for which it installs PyTorch, some gigabytes
+# make test-slow  what is long: 2,000 steps, an installed wheel, lm-evaluation-harness, llama.cpp, and PEFT, for which it installs PyTorch, some gigabytes
 # make engine  builds mesp-engine, the trainer
 # make app-bundle  exports the demo model for the app, for a phone's GPU and for its CPU, and records a run of it
 # make check-gpu  asks this machine what training depends on: costs, exact gradients, peaks
+# make dist    writes the wheel and the sdist to dist/
 # make setup   makes .venv with everything the others need (each calls it)
 
 PYTHON ?= python3
@@ -25,13 +26,16 @@ PYTEST := OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -q --numprocesses auto 
 # the tests use the MLX library in the wheel instead (ios/HostMLX), on every system.
 HOST_MLX = MESP_HOST_MLX="$$($(BIN)/python -m mesp.engine --mlx)"
 
-.PHONY: setup engine demo app-bundle check check-gpu test test-slow test-format test-python test-swift clean
+.PHONY: setup engine dist demo app-bundle check check-gpu test test-slow test-format test-python test-swift clean
 
 setup: $(READY)
 
 $(READY): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
 		echo "MeSP needs Python 3.10 or newer: name one, as in make setup PYTHON=python3.12" >&2; \
+		exit 1; }
+	@$(PYTHON) -c 'import platform, sys; sys.exit(platform.machine() == "x86_64" and sys.platform == "darwin")' || { \
+		echo "MLX has no wheels for Intel Macs, nor for a Python that Rosetta runs: MeSP needs Apple silicon or Linux" >&2; \
 		exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' || { \
 		echo "Python's venv module is missing: on Debian, apt install python3-venv" >&2; exit 1; }
@@ -41,6 +45,9 @@ $(READY): pyproject.toml
 
 engine: $(READY)
 	$(BIN)/python -m mesp.engine
+
+dist: $(READY)
+	$(BIN)/python -m build
 
 demo: $(READY)
 	$(BIN)/python tools/demo.py
@@ -91,6 +98,8 @@ test-swift: $(FIXTURES).ready
 test-slow: engine
 	@echo "== A long run"
 	$(BIN)/python tools/long_run.py
+	@echo "== Tests of the commands as a wheel installs them"
+	$(BIN)/python -m pytest -q tests/check_install.py
 	@echo "== Tests of lm-evaluation-harness's tasks"
 	$(BIN)/python -m venv $(VENV)/harness
 	$(VENV)/harness/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,harness]'
@@ -114,4 +123,4 @@ $(FIXTURES).ready: $(READY) $(REFERENCE)
 	@touch $@
 
 clean:
-	rm -rf .build ios/HostMLX/.build build $(VENV)
+	rm -rf .build ios/HostMLX/.build build dist $(VENV)

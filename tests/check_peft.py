@@ -7,6 +7,7 @@ wrote, PEFT must find the engine's held-out loss, and the engine that of adapter
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import mlx.core as mx
@@ -16,10 +17,11 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from conftest import run
+from bench import main as bench
+from conftest import invoke, run
+from in_peft.inputs import write_model
 from mesp.bundle.reader import Bundle
 from mesp.engine.build import find_engine
-from mesp.reference import dequantize
 from mesp.runs.log import Run, read_run
 
 SEQ_LEN = 64
@@ -51,24 +53,8 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def folder(bundle: Path) -> Path:
     """The bundle's weights, dequantized, as a Hugging Face model in float32."""
-    opened, path = Bundle(bundle), bundle.parent / "dequantized"
-    arch = opened.architecture
-    norm = opened.head()["norm"]
-    embedding = dequantize(opened.embedding(), "", arch.hidden_size)
-    tensors = {"model.embed_tokens.weight": embedding, "model.norm.weight": norm}
-    for index in range(arch.num_hidden_layers):
-        weights, prefix = opened.block(index), f"model.layers.{index}."
-        for name, array in weights.items():
-            if name.endswith((".bias", "norm.weight")):
-                tensors[prefix + name] = array
-        for name, (_, in_size) in arch.blocks[index].sizes().items():
-            tensors[f"{prefix}{name}.weight"] = dequantize(weights, f"{name}.", in_size)
-    config = json.loads((bundle / "config.json").read_text())
-    config.pop("quantization", None)
-    config.pop("quantization_config", None)
-    path.mkdir()
-    (path / "config.json").write_text(json.dumps(config))
-    mx.save_safetensors(str(path / "model.safetensors"), tensors, {"format": "pt"})
+    path = bundle.parent / "dequantized"
+    write_model(Bundle(bundle), path)
     return path
 
 
@@ -143,3 +129,19 @@ def test_the_engine_starts_from_what_peft_saved(
     run = train(bundle, tmp_path / "run", "--adapters", tmp_path / "peft", *options)
     assert abs(expected - held_out_loss(adapted.unload(), bundle)) > 0.05
     assert run.held_out[0] == pytest.approx(expected, abs=TOLERANCE)
+
+
+@pytest.mark.parametrize("method", ["torch-peft", "torch-peft-checkpoint"])
+def test_the_benchmark_trains_with_peft_as_the_engine_does(
+    bundle: Path, method: str, tmp_path: Path
+):
+    files = ("--work", tmp_path, "--json", tmp_path / "rows.json")
+    size = ("--model", bundle, "--seq-len", SEQ_LEN)
+    methods = ("--methods", f"mesp,{method}", "--peft", sys.executable)
+    done = invoke(bench, "bench.py", *size, *methods, *files)
+    assert done.returncode == 0, done.stderr
+    engine, peft = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    # The same adapters, windows and update: float32's rounding alone is between the losses.
+    assert peft["losses"] == pytest.approx(engine["losses"], rel=1e-5)
+    assert 0 < peft["baseline_bytes"] < peft["footprint_peak_bytes"]
+    assert peft["seconds"] > 0 and peft["threads"] == engine["threads"]

@@ -17,6 +17,8 @@ import time
 from datetime import datetime, timezone
 from pathlib import Path
 
+if sys.argv[1] == "--version":
+    sys.exit(print("mesp-engine 0.1.0 with MLX 0.31.1"))
 how = os.environ.get("FAKE_ENGINE", "")
 settings = json.loads(Path(sys.argv[1]).read_text())
 if settings.get("dry_run"):

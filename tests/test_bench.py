@@ -16,7 +16,7 @@ from mesp.engine.build import CHECKOUT, built_engine
 ENGINE = Path(os.environ.get("MESP_ENGINE") or built_engine(CHECKOUT))
 # One thread: several, on a machine that is busy, mostly wait for each other.
 ENVIRONMENT = {
-    "MESP_ENGINE": str(ENGINE if ENGINE.exists() else sys.executable),
+    "MESP_ENGINE": str(ENGINE if ENGINE.exists() else Path(__file__).parent / "fake_engine.py"),
     "OPENBLAS_NUM_THREADS": "1",
 }
 # What a step of the demo model takes on a phone's GPU, by length. Less is an improvement: lower it.
@@ -76,6 +76,29 @@ def test_every_way_to_train_is_measured(model: Path, tmp_path: Path):
     assert {"method", "steps", "peak MB", "predicted peak MB", "time of MeBP"} <= set(cells(header))
     assert "paper MB" not in header  # it has none for this model
     assert [cells(line)[4] for line in lines[: len(rows)]] == list(rows)
+
+
+@needs_engine
+def test_the_products_alone_are_measured_by_threads(model: Path, tmp_path: Path):
+    size = ("--model", model, "--seq-len", 16, "--steps", 2, "--work", tmp_path / "work")
+    methods = ("--methods", "mesp,products,products-recomputed", "--threads", 1, 2)
+    done = bench(*size, *methods, "--json", tmp_path / "rows.json")
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    names = [row["variant"].removesuffix("s") for row in rows]
+    assert names[::2] == [f"{m} 1 thread" for m in ("mesp", "products", "products-recomputed")]
+    assert [row["threads"] for row in rows] == [1, 2] * 3
+    assert all(row["error"] is None and row["seconds"] > 0 for row in rows)
+    assert rows[0]["losses"] == pytest.approx(rows[1]["losses"], rel=1e-5)
+    # 2 T operations a weight, forward and back; none back to what is not trained: q, k and v of
+    # the first of three blocks. Recomputed is all but down.
+    width, inner, vocabulary = TINY["hidden_size"], TINY["intermediate_size"], TINY["vocab_size"]
+    qkv, mlp = 2 * width * width, width * inner  # k and v are half as wide as q
+    block = qkv + width * width + 3 * mlp
+    once = 2 * (3 * block + width * vocabulary) - qkv
+    again = 3 * (block - mlp)
+    assert rows[2]["tflop"] == pytest.approx(2e-12 * 16 * once)
+    assert rows[4]["tflop"] == pytest.approx(2e-12 * 16 * (once + again))
 
 
 @pytest.mark.slow
@@ -236,6 +259,7 @@ def test_convergence(tmp_path: Path):
         (["--methods", "mesp,sgd"], "no method 'sgd'"),
         (["--memory-limit", "much"], "much is neither a number of MB nor"),
         (["--memory-limit", "mebp", "--methods", "mesp"], "needs mebp among the --methods"),
+        (["--methods", "torch-peft"], "torch-peft needs --peft, a Python with torch"),
         (["--seq-len", "0"], "0 is not in the range"),
         (["--table", "h", "--offload", "all"], "--offload has no use in the table h"),
         (["--table", "gpu", "--steps", "2"], "--steps has no use in the table gpu"),

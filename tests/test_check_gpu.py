@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mesp.engine.build import find_engine
+from mesp.engine.build import expected_version, find_engine
 from stand_ins import APP, HERE, Phones
 from test_report import Page
 
@@ -61,7 +61,9 @@ def write_engine(folder: Path, *lines: object, then: str = "") -> str:
     engine = folder / "engine"
     text = "".join(json.dumps(line) + "\n" for line in lines)
     engine.write_text(
-        f"#!{sys.executable}\nimport os, sys\nassert sys.argv[1] == 'self-check'\n"
+        f"#!{sys.executable}\nimport os, sys\n"
+        f"if sys.argv[1] == '--version': sys.exit(print({expected_version()!r}))\n"
+        "assert sys.argv[1] == 'self-check'\n"
         f"sys.stdout.write({text!r})\nsys.stdout.flush()\n{then}\n"
     )
     engine.chmod(0o755)

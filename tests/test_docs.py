@@ -80,7 +80,7 @@ def test_targets_of_make_exist(page: Path):
 def sources() -> dict[str, str]:
     """The text of every source file by the file's name."""
     folders = [ROOT / place for place in ("exporter", "ios", "tests", "tools")]
-    paths = [path for folder in folders for path in folder.rglob("*.*")]
+    paths = [ROOT / "setup.py", *(path for folder in folders for path in folder.rglob("*.*"))]
     return {p.name: p.read_text(encoding="utf-8") for p in paths if p.suffix in (".swift", ".py")}
 
 
@@ -109,13 +109,17 @@ def commands() -> dict[str, set[str]]:
     scripts = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     found = {
         name: getattr(importlib.import_module(module), function)
-        for name, module, function in re.findall(r'^(mesp-\w+) = "([\w.]+):(\w+)"', scripts, re.M)
+        for name, module, function in re.findall(r'^(mesp[-\w]*) = "([\w.]+):(\w+)"', scripts, re.M)
     }
+    together = found.pop("mesp")
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(ROOT / "tools")
         for tool in ("bench", "budget", "check_gpu", "collect", "push", "report"):
             found[f"tools/{tool}.py"] = runpy.run_path(str(ROOT / "tools" / f"{tool}.py"))["main"]
     assert len(found) == 12
+    with click.Context(together) as context:
+        for name in together.list_commands(context):
+            found[f"mesp {name}"] = together.get_command(context, name)
     return {name: options(command) for name, command in found.items()}
 
 

@@ -5,7 +5,6 @@ import os
 import pty
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -636,84 +635,3 @@ def test_an_engine_that_is_no_program_is_named(bundle: Path, tmp_path: Path):
     )
     assert done.returncode == 2
     assert done.stderr == "Error: MESP_ENGINE names /nowhere/mesp-engine, which is not a program.\n"
-
-
-# Finding and building the engine, in a stand-in checkout with a stand-in compiler.
-
-SWIFT = """#!/bin/sh
-echo "$MESP_HOST_MLX $*" >> "$CHECKOUT/calls"
-echo "[1/2] Compiling MeSPCore"
-[ -e "$CHECKOUT/broken" ] && { echo "error: no such module"; exit 1; }
-mkdir -p "$CHECKOUT/.build/release" && cp "$CHECKOUT/engine" "$CHECKOUT/.build/release/mesp-engine"
-"""
-
-
-@pytest.fixture
-def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    folder = tmp_path / "checkout"
-    (folder / "ios").mkdir(parents=True)
-    (folder / "ios" / "Core.swift").touch()
-    (folder / "Package.swift").touch()
-    (folder / "engine").write_bytes(FAKE_ENGINE.read_bytes())
-    programs = tmp_path / "programs"
-    programs.mkdir()
-    (programs / "swift").write_text(SWIFT)
-    (programs / "swift").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
-    monkeypatch.setenv("CHECKOUT", str(folder))
-    monkeypatch.delenv("MESP_ENGINE", raising=False)
-    monkeypatch.delenv("MESP_HOST_MLX", raising=False)
-    return folder
-
-
-def find(checkout: Path) -> subprocess.CompletedProcess:
-    program = "import sys, pathlib, mesp.engine.build, mesp.errors\n"
-    program += "try: print(mesp.engine.build.find_engine(pathlib.Path(sys.argv[1])))\n"
-    program += "except mesp.errors.MespError as error: sys.exit(error.format_message())\n"
-    return subprocess.run([sys.executable, "-c", program, checkout], capture_output=True, text=True)
-
-
-def test_a_missing_engine_is_built_against_the_installed_mlx(checkout: Path):
-    found = find(checkout)
-    engine = checkout / ".build" / "release" / "mesp-engine"
-    assert found.stdout.strip() == str(engine), found.stderr
-    assert engine.exists()
-    mlx, *arguments = (checkout / "calls").read_text().split()
-    assert (Path(mlx) / "include").is_dir()
-    assert arguments == [
-        "build",
-        "-c",
-        "release",
-        "--product",
-        "mesp-engine",
-        "--package-path",
-        str(checkout),
-    ]
-
-
-def test_an_engine_is_built_again_only_when_a_source_is_newer(checkout: Path):
-    find(checkout)
-    find(checkout)
-    assert len((checkout / "calls").read_text().splitlines()) == 1
-    later = time.time() + 60
-    os.utime(checkout / "ios" / "Core.swift", (later, later))
-    find(checkout)
-    assert len((checkout / "calls").read_text().splitlines()) == 2
-
-
-def test_a_failed_build_shows_what_the_compiler_said(checkout: Path):
-    (checkout / "broken").touch()
-    found = find(checkout)
-    assert found.returncode == 1
-    assert "error: no such module" in found.stderr
-    assert found.stderr.splitlines()[-1].startswith("mesp-engine could not be built")
-
-
-def test_a_missing_compiler_is_named(checkout: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("PATH", "/nowhere")
-    assert "install Swift 6 from https://swift.org/install" in find(checkout).stderr
-
-
-def test_without_a_checkout_the_way_out_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.delenv("MESP_ENGINE", raising=False)
-    assert "set MESP_ENGINE" in find(tmp_path).stderr

@@ -31,6 +31,10 @@ Methods:
   mlx-lm-fast, mlx-lm-checkpoint-fast
                           the same, but its quantized layers dequantize and multiply with
                           OpenBLAS, as the trainer does on a CPU: faster, and more memory
+  torch-peft              PEFT on PyTorch, with the weights dequantized; needs --peft
+  torch-peft-checkpoint   the same with gradient checkpointing
+  products                no training: the products with frozen matrices alone, forward and back
+  products-recomputed     the same with the forward products twice, as MeSP has them
 
 \b
 Memory limits, for MeSP:
@@ -101,6 +105,14 @@ def memory_limit(value: str) -> str:
 @click.option(
     "--offload", type=click.Choice(["auto", "none", "inputs", "all", "each"]),
     help="What is in a file on disk, where the method has it; auto: as the trainer sees fit.",
+)  # fmt: skip
+@click.option(
+    "--threads", multiple=True, type=click.IntRange(min=1), metavar="N ...",
+    help="Threads of BLAS, each with every method; otherwise half of the cores.",
+)  # fmt: skip
+@click.option(
+    "--peft", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="PYTHON",
+    help="A Python with torch, peft and transformers, for torch-peft.",
 )  # fmt: skip
 @click.option(
     "--memory-limit", "limits", multiple=True, type=memory_limit, metavar="MB ...",

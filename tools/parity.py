@@ -113,7 +113,7 @@ def main(
         tasks = [dataclasses.replace(task, steps=steps) for task in tasks]
     trainers = QUICK_TRAINERS if quick else TRAINERS
     for dtype in ("float32", "bfloat16") if peft else ():
-        train = partial(with_peft, peft.absolute(), dtype)
+        train = partial(with_peft, peft, dtype)
         trainers = trainers | {f"PEFT, {dtype}": Trainer(train, is_exact=dtype == "float32")}
     if quick:
         seeds = 1

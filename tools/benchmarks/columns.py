@@ -20,6 +20,7 @@ COLUMNS = {
     "records/s": ("records_per_second", "{:,.2f}"),
     "of padded": ("to_padded", "{:.2f}"),
     "BLAS": ("blas", "{}"),
+    "threads": ("threads", "{}"),
     "offload": ("offload", "{}"),
     "kept": ("kept_blocks", "{}"),
     "s/step": ("seconds", "{:,.2f}"),

@@ -30,29 +30,54 @@ SETTING = {"learning_rate": PAPER["learning_rate"]} | {
     if option.name in ("alpha", "seed", "mezo_epsilon")
 }
 
-# glibc's allocator and OpenBLAS much as the engine sets them: memory is given back instead of
-# kept, and half of the cores are used.
+# glibc's allocator much as the engine sets it: memory is given back instead of kept.
 ENVIRONMENT = {
     "MALLOC_ARENA_MAX": "1",
     "MALLOC_MMAP_THRESHOLD_": "65536",
     "MALLOC_TRIM_THRESHOLD_": "65536",
-    "OPENBLAS_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // 2)),
 }
+# Where OpenBLAS, and PyTorch with its own BLAS, read how many threads to use.
+THREADS = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
+TOOLS = Path(__file__).resolve().parents[1]
 
 Tell = Callable[[int], None]  # gets the number of steps done
 engine_program = cache(find_engine)
 
 
+def blas_threads() -> int:
+    """Threads of BLAS where nobody says: as the engine has it, half of the cores."""
+    return int(os.environ.get(THREADS[0]) or max(1, (os.cpu_count() or 1) // 2))
+
+
+def with_threads(threads: int) -> dict[str, str]:
+    """The environment of a run with so many threads of BLAS."""
+    return os.environ | dict.fromkeys(THREADS, str(threads))
+
+
 def run_python(
-    cell: Cell, settings: dict[str, Any], work: Path, tell: Tell, preload: bool = True
-) -> Run:
+    cell: Cell, settings: dict[str, Any], work: Path, tell: Tell, preload: bool = True,
+    threads: int | None = None,
+) -> Run:  # fmt: skip
     """What `benchmarks.in_python` reports; `preload`: with OpenBLAS, where there is one."""
     size = {"bundle": str(cell.bundle), "seq_len": cell.seq_len, "rank": cell.rank}
-    environment = {**ENVIRONMENT, **os.environ, "LD_PRELOAD": (preload and find_openblas()) or ""}
-    path = (str(Path(__file__).resolve().parents[1]), os.environ.get("PYTHONPATH"))
+    environment = ENVIRONMENT | with_threads(threads or blas_threads())
+    environment["LD_PRELOAD"] = (preload and find_openblas()) or ""
+    path = (str(TOOLS), os.environ.get("PYTHONPATH"))
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, path))
     command = [sys.executable, "-m", "benchmarks.in_python"]
     return run_program(command, SETTING | size | settings, work, tell, environment)
+
+
+def run_peft(python: Path, settings: dict[str, Any], folder: Path, threads: int, tell: Tell) -> Run:
+    """What `in_peft.train` reports of the inputs in `folder`, run by a Python with torch and peft.
+
+    The allocator is left as PyTorch's users have it.
+    """
+    environment = with_threads(threads) | {"PYTHONPATH": str(TOOLS)}
+    settings = settings | {"output": str(folder.resolve())}
+    # Not resolved: a link says which environment it is of.
+    command = [python.absolute(), "-m", "in_peft.train"]
+    return run_program(command, settings, folder, tell, environment)
 
 
 def run_program(

@@ -3,16 +3,39 @@
 from __future__ import annotations
 
 import math
+import tempfile
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
+
 from benchmarks import paper
 from benchmarks.cells import Cell, Row
-from benchmarks.processes import Tell, engine_program, find_openblas, run_program, run_python
-from benchmarks.variants import ENGINE_METHODS, EVERYTHING_MB, PYTHON_METHODS, Variant
+from benchmarks.in_python.steps import windows
+from benchmarks.processes import (
+    SETTING,
+    Tell,
+    blas_threads,
+    engine_program,
+    find_openblas,
+    run_peft,
+    run_program,
+    run_python,
+    with_threads,
+)
+from benchmarks.variants import (
+    ENGINE_METHODS,
+    EVERYTHING_MB,
+    PEFT_METHODS,
+    PYTHON_METHODS,
+    Variant,
+)
+from in_peft.inputs import first_adapters, write_inputs
+from mesp.bundle.reader import Bundle
 from mesp.engine.plan import find_plan
 from mesp.errors import MespError
+from mesp.runs.log import Run
 
 SETTLED_AFTER = 10  # steps before memory is compared with the last step's, to see whether it grows
 
@@ -35,11 +58,13 @@ def new_row(cell: Cell, variant: Variant) -> Row:
         **cell.row(),
         "method": variant.method,
         "variant": str(variant),
+        "threads": variant.threads or blas_threads(),  # of BLAS
         "blas": None,  # of a row that ran in Python
         "memory_limit_mb": None,
         **dict.fromkeys(PLANNED),
         "steps": 0,
         "seconds": None,  # a step: the median, without the first where there are several
+        "tflop": None,  # of the products alone
         "losses": [],
         "footprint_peak_bytes": None,
         "growth_bytes": None,  # of a step's peak, once settled, in a long run
@@ -57,40 +82,62 @@ def new_row(cell: Cell, variant: Variant) -> Row:
 
 
 def measure(
-    cell: Cell, variant: Variant, before: list[Row], steps: int, work: Path, tell: Tell
-) -> Row:
+    cell: Cell, variant: Variant, before: list[Row], steps: int, work: Path, peft: Path | None,
+    tell: Tell,
+) -> Row:  # fmt: skip
     """Trains some steps in a process of its own. A run that fails gives a row with its error.
 
-    `before` has the rows so far, MeBP's of the same cell among them where it is the limit.
+    `before` has the rows so far, MeBP's of the same cell among them where it is the limit; `peft`
+    is a Python that has PyTorch and PEFT.
     """
     row = new_row(cell, variant)
     try:
         if variant.method in ENGINE_METHODS:
             settings = planned(row, cell, variant, before) | {"steps": steps}
-            run = run_program([engine_program()], settings, work, tell)
+            environment = with_threads(row["threads"])
+            run = run_program([engine_program()], settings, work, tell, environment)
             row |= {name: run.plan[name] for name in PLANNED}
             row["written_bytes"] = median(step["written_bytes"] for step in run.steps)
+        elif variant.method in PEFT_METHODS:
+            run = train_with_peft(cell, variant, steps, work, peft, tell)
+            row |= {"blas": "PyTorch's", "baseline_bytes": run.start["baseline_bytes"]}
         else:
             settings = PYTHON_METHODS[variant.method] | {"steps": steps}
             preload = settings.get("fast", True)
+            run = run_python(cell, settings, work, tell, preload, row["threads"])
             row["blas"] = "OpenBLAS" if preload and find_openblas() else "MLX's"
-            run = run_python(cell, settings, work, tell, preload)
-            row["baseline_bytes"] = run.start["baseline_bytes"]
+            row |= {name: value for name, value in run.start.items() if name in row}
     except MespError as error:
         return row | {"error": error.message}
-    seconds, peaks, mlx_peaks = (
-        [step[name] for step in run.steps]
-        for name in ("seconds", "footprint_peak_bytes", "mlx_peak_bytes")
+    seconds, peaks, mlx_peaks, losses = (
+        [step[name] for step in run.steps if name in step]
+        for name in ("seconds", "footprint_peak_bytes", "mlx_peak_bytes", "loss")
     )
     if len(peaks) > SETTLED_AFTER:
         row["growth_bytes"] = peaks[-1] - peaks[SETTLED_AFTER - 1]
     return row | {
         "steps": len(seconds),
         "seconds": median(seconds[1:] or seconds),
-        "losses": run.losses,
-        "footprint_peak_bytes": max(peaks),
-        "mlx_peak_bytes": max(mlx_peaks),
+        "losses": losses,
+        "footprint_peak_bytes": max(peaks, default=None),
+        "mlx_peak_bytes": max(mlx_peaks, default=None),
     }
+
+
+def train_with_peft(
+    cell: Cell, variant: Variant, steps: int, work: Path, python: Path, tell: Tell
+) -> Run:
+    """Trains the bundle's dequantized weights with PEFT, on the windows that the engine takes."""
+    bundle, (seed, rank) = Bundle(cell.bundle), (SETTING["seed"], cell.rank)
+    ids = np.stack([np.array(w)[None] for w in windows(bundle, cell.seq_len, seed, steps)])
+    settings = {"optimizer": "sgd", "rates": [SETTING["learning_rate"]] * steps, "rank": rank}
+    settings |= {"alpha": SETTING["alpha"], "dtype": cell.dtype}
+    with tempfile.TemporaryDirectory(prefix="peft-", dir=work.resolve()) as folder:
+        counted = np.ones((*ids.shape[:-1], cell.seq_len), bool)
+        write_inputs(Path(folder), bundle, first_adapters(bundle, rank, seed), ids, counted)
+        settings |= PEFT_METHODS[variant.method]
+        threads = variant.threads or blas_threads()
+        return run_peft(python, settings, Path(folder), threads, tell)
 
 
 def extrapolate(full: Cell, variant: Variant, rows: list[Row]) -> Row | None:
@@ -148,8 +195,8 @@ def engine_settings(cell: Cell, variant: Variant) -> dict[str, Any]:
 
 
 def first(row: Row, rows: list[Row], method: str) -> Row:
-    """The first row of this method in the row's cell; empty where there is none."""
-    same = {name: row[name] for name in ("model", "blocks", "seq_len", "rank")}
+    """The first row of this method in the row's cell, with its threads; empty where none is."""
+    same = {name: row[name] for name in ("model", "blocks", "seq_len", "rank", "threads")}
     same["method"] = method
     return next((r for r in rows if all(r[n] == value for n, value in same.items())), {})
 

@@ -17,7 +17,7 @@ from benchmarks.columns import SIZE, grouped
 from benchmarks.preferences import measure_objectives
 from benchmarks.processes import Tell, engine_program, run_program, run_python
 from benchmarks.rows import compare, engine_settings, extrapolate, measure
-from benchmarks.variants import ENGINE_METHODS, Variant, find_variants
+from benchmarks.variants import ENGINE_METHODS, PEFT_METHODS, Variant, find_variants
 from mesp.bundle.export_options import BundleOptions
 from mesp.bundle.manifest import read_manifest
 from mesp.bundle.rewriter import rewrite_bundle
@@ -40,7 +40,8 @@ SGD_RATES = (1e-4, 0.1, 0.5)  # the paper's, mesp-train's, and a higher one
 AGREEMENT = 1e-4  # relative: losses of MeSP and MeBP
 
 _SIZE = {"models": SIZES[:1], "seq_lens": (256,), "ranks": (paper.RANK,), "steps": 3}
-_RUNS = {**_SIZE, "methods": ("mesp",), "layers": (), "offload": "auto", "limits": ("auto",)}
+_RUNS = {**_SIZE, "methods": ("mesp",), "layers": (), "offload": "auto", "limits": ("auto",),
+         "threads": (), "peft": None}  # fmt: skip
 _DEMO = {**_SIZE, "models": ("demo",)}
 
 # What a row has of the engine's count.
@@ -86,10 +87,13 @@ class Bench:
 def run_rows(bench: Bench) -> Iterator[Row]:
     """A row for each cell and each way to train."""
     options, rows = bench.options, []
-    variants = find_variants(options["methods"], options["limits"], options["offload"])
+    names = ("methods", "limits", "offload", "threads")
+    variants = find_variants(*(options[name] for name in names))
+    if options["peft"] is None and PEFT_METHODS.keys() & {*options["methods"]}:
+        raise MespError("torch-peft needs --peft, a Python with torch, peft and transformers.")
     for cell, variant in itertools.product(bench.cells(), variants):
         tell = bench.doing(cell, variant)
-        rows.append(measure(cell, variant, rows, bench.steps, bench.work, tell))
+        rows.append(measure(cell, variant, rows, bench.steps, bench.work, options["peft"], tell))
         compare(rows)
         yield rows[-1]
     whole = bench.cells(whole=True) if len(bench.layers) > 1 else []
@@ -275,7 +279,8 @@ RUNS = Kind(
 {paper.TIME_OF_MEBP} times as long as MeBP.
 Net is the peak without Python and MLX as they are before anything is loaded. The trainer uses
 OpenBLAS; MLX's own BLAS is some 50 times slower. A row with "from blocks" has not been run, but is
-extrapolated from those numbers of blocks, beside the plan for all.""",
+extrapolated from those numbers of blocks, beside the plan for all. Products are those with frozen
+matrices alone, on NumPy's BLAS: what a step takes above them is all that a trainer can save.""",
 )
 KINDS = {
     "gpu": Kind(

@@ -23,27 +23,39 @@ PYTHON_METHODS: dict[str, dict[str, Any]] = {
     "mlx-lm-checkpoint": {**MLX_LM, "checkpoint": True},
     "mlx-lm-fast": {**MLX_LM, "fast": True},
     "mlx-lm-checkpoint-fast": {**MLX_LM, "checkpoint": True, "fast": True},
+    "products": {"kind": "products", "recompute": False},
+    "products-recomputed": {"kind": "products", "recompute": True},
 }
-METHODS = (*ENGINE_METHODS, *PYTHON_METHODS)
+# What `in_peft.train` is asked for, in an environment of its own.
+PEFT_METHODS: dict[str, dict[str, Any]] = {
+    "torch-peft": {"checkpoint": False},
+    "torch-peft-checkpoint": {"checkpoint": True},
+}
+METHODS = (*ENGINE_METHODS, *PYTHON_METHODS, *PEFT_METHODS)
 LIMITS = ("auto", "least", "bar", "mebp", "all")
 EVERYTHING_MB = 1e6  # more than keeping every intermediate takes
 
 
 class Variant(NamedTuple):
-    """How it is trained. `limit`: one of LIMITS, or MB."""
+    """How it is trained. `limit`: one of LIMITS, or MB; `threads`: of BLAS, by default half of the
+    cores."""
 
     method: str
     limit: str = "auto"
     offload: str | None = None
+    threads: int | None = None
 
     def __str__(self) -> str:
         limit = self.limit if self.limit in LIMITS else f"≤ {self.limit} MB"
         where = {"none": "in memory", "inputs": "inputs on disk", "all": "state on disk"}
-        parts = (self.method, limit != "auto" and limit, where.get(self.offload or ""))
+        threads = self.threads and f"{self.threads} thread{'s' * (self.threads > 1)}"
+        parts = (self.method, limit != "auto" and limit, where.get(self.offload or ""), threads)
         return " ".join(part for part in parts if part)
 
 
-def find_variants(methods: tuple, limits: tuple, offload: str) -> list[Variant]:
+def find_variants(
+    methods: tuple, limits: tuple, offload: str, threads: tuple[int, ...]
+) -> list[Variant]:
     """In the order of the methods; MeBP first where its peak is a limit."""
     if "mebp" in limits:
         if "mebp" not in methods:
@@ -52,6 +64,8 @@ def find_variants(methods: tuple, limits: tuple, offload: str) -> list[Variant]:
     variants = []
     for method in methods:
         offloads = [each for each in OFFLOADS.get(method, ()) if offload in (each, "each")]
-        choices = itertools.product(limits if method == "mesp" else ["auto"], offloads or [None])
+        choices = itertools.product(
+            limits if method == "mesp" else ["auto"], offloads or [None], threads or [None]
+        )
         variants += [Variant(method, *choice) for choice in choices]
     return list(dict.fromkeys(variants))

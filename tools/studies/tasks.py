@@ -8,7 +8,6 @@ import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -95,13 +94,3 @@ def batches(bundle: Bundle, task: Task, seed: int) -> list[tuple[np.ndarray, np.
             counted[row, : length - 1] = counts[start + 1 : start + length]
         found.append((ids, counted))
     return found
-
-
-def first_adapters(bundle: Bundle, seed: int) -> dict[str, Any]:
-    """The adapters that the engine begins with, by mlx-lm's names."""
-    arch, arrays = bundle.architecture, {}
-    for layer, flat in enumerate(reference.init_lora(arch, RANK, seed)):
-        for module, (a, b) in reference.unpack_lora(flat, arch.blocks[layer]).items():
-            path = f"model.layers.{layer}.{module}"
-            arrays |= {f"{path}.lora_a": a, f"{path}.lora_b": b}
-    return arrays

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,11 +18,11 @@ from mlx_lm.tuner.callbacks import TrainingCallback
 from mlx_lm.tuner.utils import build_schedule, linear_to_lora_layers
 
 from benchmarks.in_python.mlx_lm_trainer import dequantized_linear, whole_matrix
+from benchmarks.processes import blas_threads, run_peft
+from in_peft.inputs import first_adapters, write_inputs
 from mesp.bundle.reader import Bundle
-from mesp.errors import MespError
-from mesp.reference import dequantize
 from mesp.runs.log import read_run
-from studies.tasks import ALPHA, RANK, SCALE, Task, batches, command, first_adapters
+from studies.tasks import ALPHA, RANK, SCALE, Task, batches, command
 
 BETA2 = 0.98
 RATES = {"adamw": 2e-3, "adamw8bit": 2e-3, "sgd": 0.1}  # falling to 0 in a line
@@ -74,7 +73,7 @@ def with_mlx_lm(bundle: Path, task: Task, optimizer: str, seed: int, folder: Pat
     arch = opened.architecture
     lora = {"rank": RANK, "scale": SCALE, "dropout": 0.0, "keys": arch.modules}
     linear_to_lora_layers(model, arch.num_hidden_layers, lora)
-    model.load_weights([*first_adapters(opened, seed).items()], strict=False)
+    model.load_weights([*first_adapters(opened, RANK, seed).items()], strict=False)
     losses = []
 
     class Report(TrainingCallback):
@@ -119,40 +118,12 @@ def with_peft(
     """Trains with PEFT on PyTorch, in another environment, on the dequantized weights."""
     opened = Bundle(bundle)
     folder.mkdir(parents=True)
-    write_dequantized(opened, folder / "model")
-    mx.save_safetensors(str(folder / "first.safetensors"), first_adapters(opened, seed))
     ids, counted = map(np.stack, zip(*batches(opened, task, seed), strict=True))
-    np.savez(folder / "batches.npz", ids=ids, counted=counted)
-    settings = {"optimizer": optimizer, "rate": RATES[optimizer], "beta2": BETA2, "dtype": dtype}
+    write_inputs(folder, opened, first_adapters(opened, RANK, seed), ids, counted)
+    rates = [RATES[optimizer] * (1 - step / task.steps) for step in range(task.steps)]
+    settings = {"optimizer": optimizer, "rates": rates, "beta2": BETA2, "dtype": dtype}
     settings |= {"rank": RANK, "alpha": ALPHA}
-    (folder / "settings.json").write_text(json.dumps(settings))
-    line = [python, Path(__file__).with_name("in_pytorch.py"), folder]
-    done = subprocess.run([*map(str, line)], capture_output=True, text=True)
-    if done.returncode != 0:
-        raise MespError(f"PEFT's run failed: {done.stderr.strip()[-500:]}")
+    run = run_peft(python, settings, folder, blas_threads(), lambda step: None)
     lora = {"fine_tune_type": "lora", "lora_parameters": {"rank": RANK, "scale": SCALE}}
     (folder / "adapter_config.json").write_text(json.dumps(lora))
-    return Trained(json.loads(done.stdout.splitlines()[-1]), folder)
-
-
-def write_dequantized(bundle: Bundle, folder: Path) -> None:
-    """The bundle's weights as a Hugging Face model in float32."""
-    arch = bundle.architecture
-    columns, head = arch.hidden_size, bundle.head()
-    tensors = {"model.norm.weight": head["norm"]}
-    tensors["model.embed_tokens.weight"] = dequantize(bundle.embedding(), "", columns)
-    if not arch.tie_word_embeddings:
-        tensors["lm_head.weight"] = dequantize(head, "", columns)
-    for index in range(arch.num_hidden_layers):
-        weights, prefix = bundle.block(index), f"model.layers.{index}."
-        for name, array in weights.items():
-            if name.endswith((".bias", "norm.weight")):
-                tensors[prefix + name] = array
-        for name, (_, in_size) in arch.blocks[index].sizes().items():
-            tensors[f"{prefix}{name}.weight"] = dequantize(weights, f"{name}.", in_size)
-    config = json.loads((bundle.path / "config.json").read_text(encoding="utf-8"))
-    for key in ("quantization", "quantization_config"):
-        config.pop(key, None)
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(config))
-    mx.save_safetensors(str(folder / "model.safetensors"), tensors, {"format": "pt"})
+    return Trained(run.losses, folder)

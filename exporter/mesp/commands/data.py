@@ -15,7 +15,11 @@ from mesp.data.store import describe_data, replace_data
 from mesp.data.tokens import load_tokenizer
 
 
-@click.command(cls=ListOptions, context_settings={"show_default": True})
+@click.command(
+    cls=ListOptions,
+    short_help="Replace the data in a bundle.",
+    context_settings={"show_default": True},
+)
 @click.argument("bundle", type=click.Path(path_type=Path))
 @click.option("--data", required=True, metavar="FILE|DIR|NAME", help=f"The new data: {SOURCES}.")
 @data_options

@@ -27,6 +27,7 @@ MAX_LENGTH = 2048
 
 @click.command(
     cls=ListOptions,
+    short_help="Measure how good a model is.",
     context_settings={"show_default": True, "help_option_names": ["-h", "--help"]},
 )
 @click.argument("bundle", type=click.Path(path_type=Path))

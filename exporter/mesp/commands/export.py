@@ -42,7 +42,11 @@ OPTIONS_OF_FROM = [
 ]
 
 
-@click.command(cls=ListOptions, context_settings={"show_default": True})
+@click.command(
+    cls=ListOptions,
+    short_help="Write a model as a bundle.",
+    context_settings={"show_default": True},
+)
 @click.option(
     "--list-models", is_flag=True, is_eager=True, expose_value=False, callback=list_models,
     help="List the models that have short names, with the memory that training takes, and exit.",

@@ -22,7 +22,10 @@ EATEN = 0.1  # the part of what the adapters gained that quantizing may take wit
 WIDTHS = {"4": 4, "6": 6, "8": 8, "bfloat16": BFLOAT16}
 
 
-@click.command(context_settings={"show_default": True, "help_option_names": ["-h", "--help"]})
+@click.command(
+    short_help="Put adapters into the weights.",
+    context_settings={"show_default": True, "help_option_names": ["-h", "--help"]},
+)
 @click.argument("bundle", type=click.Path(path_type=Path))
 @click.option(
     "--adapters", required=True, type=click.Path(path_type=Path),

@@ -19,7 +19,10 @@ from mesp.engine.prompts import encode, load_tokenizer
 from mesp.formatting import decimal, megabytes
 
 
-@click.command(context_settings={"show_default": True, "help_option_names": ["-h", "--help"]})
+@click.command(
+    short_help="Write on from a prompt.",
+    context_settings={"show_default": True, "help_option_names": ["-h", "--help"]},
+)
 @click.argument("bundle", type=click.Path(path_type=Path))
 @click.option(
     "--adapters",

@@ -38,7 +38,7 @@ def list_models(context: click.Context, _option: click.Parameter, wanted: bool) 
     The size is that of the weights; peaks are of training with the default plan. Variants of one
     geometry share a row.
     """
-    if not wanted:
+    if not wanted or context.resilient_parsing:  # which only looks for what to complete
         return
     labels = {
         first: ", ".join([first, *(name.removeprefix(first) for name in others)])
@@ -79,7 +79,9 @@ def list_models(context: click.Context, _option: click.Parameter, wanted: bool) 
             size = megabytes(weight_bytes(files))
             show(label, f"{arch.num_parameters / 1e6:,.0f} M", size, license, *peaks)
     if not built:
-        click.echo("The trainer predicts the peaks: build it with `make engine`.", err=True)
+        click.echo(
+            "The trainer predicts the peaks: mesp-train builds it, or `make engine`.", err=True
+        )
     context.exit()
 
 

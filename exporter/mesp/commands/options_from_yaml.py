@@ -45,7 +45,7 @@ def read_config(context: click.Context, _: click.Parameter, path: Path | None) -
         if parameter is None:
             raise MespError(
                 f"{path} sets {key}, which is no option; "
-                f"`{context.info_name} --help` lists what there is."
+                f"`{context.command_path} --help` lists what there is."
             )
         if value is None:
             continue

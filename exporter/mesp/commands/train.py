@@ -88,7 +88,10 @@ def refuse(context: click.Context, parameter: click.Parameter, value: object) ->
         )
 
 
-@click.command(context_settings={"show_default": True, "help_option_names": ["-h", "--help"]})
+@click.command(
+    short_help="Fine-tune a bundle's model with LoRA.",
+    context_settings={"show_default": True, "help_option_names": ["-h", "--help"]},
+)
 @click.argument("bundle", required=False, type=click.Path(path_type=Path))
 @click.option(
     "-c",

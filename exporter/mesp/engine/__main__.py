@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from mesp.engine.build import build_engine, mlx_folder
+from mesp.engine.build import CHECKOUT, build_engine, find_engine, has_sources, mlx_folder
 
 
 @click.command()
@@ -15,7 +15,10 @@ from mesp.engine.build import build_engine, mlx_folder
 )
 def main(mlx: bool) -> None:
     """Build mesp-engine and print where it is."""
-    click.echo(mlx_folder() if mlx else build_engine())
+    if mlx:
+        click.echo(mlx_folder())
+    else:
+        click.echo(build_engine() if has_sources(CHECKOUT) else find_engine())
 
 
 if __name__ == "__main__":

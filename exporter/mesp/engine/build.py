@@ -1,4 +1,4 @@
-"""Finds mesp-engine, the trainer, and builds it where a checkout has none."""
+"""Finds mesp-engine, the trainer, and builds it where it is missing."""
 
 from __future__ import annotations
 
@@ -7,30 +7,38 @@ import os
 import shutil
 import subprocess
 from collections import deque
+from importlib import metadata
 from pathlib import Path
 
 import click
 from rich.console import Console
 from rich.markup import escape
 
-from mesp.errors import MespError
+import mesp
+from mesp.engine.cache import SOURCES, alone, cached_engine
+from mesp.errors import MespError, plain_os_errors
 
 # Installed editable, the package lies in exporter/ of the checkout it came from.
 CHECKOUT = Path(__file__).resolve().parents[3]
 
 
-def find_engine(checkout: Path = CHECKOUT) -> Path:
-    """A ready engine: MESP_ENGINE, or the checkout's, built first where missing or old."""
+def find_engine(checkout: Path = CHECKOUT, sources: Path = SOURCES) -> Path:
+    """A ready engine: MESP_ENGINE, the checkout's, or the one in the user's cache.
+
+    The last two are built first where they are missing or old. Raises MespError where that fails.
+    """
     if named := os.environ.get("MESP_ENGINE"):
         engine = Path(named)
         if not os.access(engine, os.X_OK) or engine.is_dir():
             raise MespError(f"MESP_ENGINE names {named}, which is not a program.")
+        if (said := version_of(engine)) != expected_version():
+            raise MespError(
+                f"MESP_ENGINE names {named}, which is not {expected_version()}: it says "
+                f"{said or 'nothing'}. Build it anew, or unset MESP_ENGINE."
+            )
         return engine
-    if not (checkout / "Package.swift").is_file():
-        raise MespError(
-            "mesp-engine is built from a checkout of MeSP, and this package is not installed from "
-            "one: set MESP_ENGINE to a built mesp-engine, or `pip install -e` a checkout."
-        )
+    if not has_sources(checkout):
+        return ready_in_cache(sources)
     engine = built_engine(checkout)
     if not engine.exists():
         return build_engine(checkout)
@@ -41,7 +49,14 @@ def find_engine(checkout: Path = CHECKOUT) -> Path:
 
 def engine_path() -> Path:
     """Where the engine is, or would be: as `find_engine`, which builds it."""
-    return Path(os.environ.get("MESP_ENGINE") or built_engine(CHECKOUT))
+    if named := os.environ.get("MESP_ENGINE"):
+        return Path(named)
+    return built_engine(CHECKOUT) if has_sources(CHECKOUT) else cached_engine(SOURCES, mlx_folder())
+
+
+def has_sources(folder: Path) -> bool:
+    """Whether what the engine is built from lies there, as in a checkout."""
+    return (folder / "Package.swift").is_file()
 
 
 def built_engine(checkout: Path) -> Path:
@@ -59,16 +74,63 @@ def is_older_than_sources(engine: Path, checkout: Path) -> bool:
     return any(source.stat().st_mtime > built for source in sources)
 
 
+def expected_version() -> str:
+    """What `mesp-engine --version` prints where it belongs to this package."""
+    return f"mesp-engine {mesp.__version__} with MLX {metadata.version('mlx')}"
+
+
+def version_of(engine: Path) -> str:
+    """What `ENGINE --version` says, or in place of it: its last line."""
+    try:
+        done = subprocess.run(
+            [engine, "--version"], stdin=subprocess.DEVNULL, capture_output=True, text=True
+        )
+    except OSError as error:
+        return str(error.strerror)
+    return ((done.stdout or done.stderr).strip().splitlines() or [""])[-1]
+
+
+def ready_in_cache(sources: Path) -> Path:
+    """The user's engine, built first where it is missing, or where it no longer starts: it needs
+    the libraries of the Swift that built it."""
+    if not has_sources(sources):
+        raise MespError(
+            "mesp-engine's sources have not been installed with this package: install MeSP from "
+            "its wheel or its checkout, or set MESP_ENGINE to a built mesp-engine."
+        )
+    engine = cached_engine(sources, mlx_folder())
+
+    def is_ready() -> bool:
+        return engine.exists() and version_of(engine) == expected_version()
+
+    if is_ready():
+        return engine
+    waiting = Console(stderr=True).status("Another process builds mesp-engine")
+    with alone(engine.parent, waiting.start):
+        waiting.stop()
+        if not is_ready():
+            scratch = engine.with_name("build")  # what a build that was killed left, serves
+            built = build_engine(sources, scratch)
+            with plain_os_errors(f"Cannot write {engine}"):
+                built.replace(engine)
+            shutil.rmtree(scratch, ignore_errors=True)
+    return engine
+
+
 def mlx_folder() -> Path:
     """The installed `mlx` package, whose headers and library the engine is built with."""
     spec = importlib.util.find_spec("mlx.core")
     if spec is None or spec.origin is None:
-        raise MespError("The Python package mlx is not installed: run `make setup`.")
+        raise MespError("The Python package mlx is missing: install MeSP anew, with what it needs.")
     return Path(spec.origin).parent
 
 
-def build_engine(checkout: Path = CHECKOUT) -> Path:
-    """Builds the engine for release and returns its path. Only what has changed is compiled."""
+def build_engine(package: Path = CHECKOUT, scratch: Path | None = None) -> Path:
+    """Builds the engine for release and returns its path. Only what has changed is compiled.
+
+    `package`: the folder of Package.swift; `scratch`: of what the compiler writes, where that is
+    not the package's .build.
+    """
     swift = shutil.which("swift")
     if swift is None:
         raise MespError(
@@ -76,6 +138,8 @@ def build_engine(checkout: Path = CHECKOUT) -> Path:
             "with: install Swift 6 from https://swift.org/install, or set MESP_ENGINE to a built "
             "mesp-engine."
         )
+    if scratch is not None:
+        click.echo(f"Building mesp-engine in {scratch.parent}, once; some minutes.", err=True)
     command = [
         swift,
         "build",
@@ -84,7 +148,8 @@ def build_engine(checkout: Path = CHECKOUT) -> Path:
         "--product",
         "mesp-engine",
         "--package-path",
-        str(checkout),
+        str(package),
+        *(["--scratch-path", str(scratch)] if scratch else []),
     ]
     # On macOS too: SwiftPM does not compile Metal shaders, and the wheel brings them compiled.
     environment = {"MESP_HOST_MLX": str(mlx_folder()), **os.environ}
@@ -108,6 +173,6 @@ def build_engine(checkout: Path = CHECKOUT) -> Path:
     if process.returncode != 0:
         click.echo("\n".join(tail), err=True)
         raise MespError("mesp-engine could not be built; the compiler's last lines are above.")
-    engine = built_engine(checkout)
+    engine = (scratch / "release" / "mesp-engine") if scratch else built_engine(package)
     engine.touch()  # where no source needed compiling, the program keeps its old date
     return engine

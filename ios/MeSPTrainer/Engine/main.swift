@@ -3,6 +3,7 @@
 // mesp-engine generate SETTINGS.json: writes on from a prompt. Prints a record for each token; mesp-generate drives it.
 // mesp-engine evaluate SETTINGS.json: reads requests from standard input. Prints a record for each; mesp-evaluate drives it.
 // mesp-engine self-check SETTINGS.json: asks the machine. Prints a record for each check; tools/check_gpu.py drives it.
+// mesp-engine --version: prints its version and MLX's, which the Python package compares with its own.
 
 import Foundation
 import MeSPCore
@@ -161,8 +162,9 @@ do {
     case (2, "evaluate"): try evaluate(URL(fileURLWithPath: arguments[2]))
     case (2, "generate"): try generate(URL(fileURLWithPath: arguments[2]))
     case (2, "self-check"): try checkMachine(URL(fileURLWithPath: arguments[2]))
+    case (1, "--version"): print("mesp-engine \(Run.version) with MLX \(Manifest.mlxVersion)")
     case (1, let file?): try train(URL(fileURLWithPath: file))
-    default: fail("usage: mesp-engine [count|evaluate|generate|self-check] SETTINGS.json")
+    default: fail("usage: mesp-engine [count|evaluate|generate|self-check] SETTINGS.json, or mesp-engine --version")
     }
 } catch is CancellationError {
     fail(CommandLine.arguments[1] == "evaluate" ? "The evaluation was stopped." : "The self-check was stopped.")

@@ -17,10 +17,12 @@ import mlx.core as mx
 from benchmarks.in_python.mezo_estimate import mezo_quality
 from benchmarks.in_python.mlx_lm_trainer import mlx_lm
 from benchmarks.in_python.papers_way import paper
+from benchmarks.in_python.products import products
 from benchmarks.in_python.recomputing_h import h
 from mesp.bundle.reader import Bundle
 
 KINDS = {"paper": paper, "mlx-lm": mlx_lm, "h": h, "mezo-quality": mezo_quality}
+KINDS |= {"products": products}
 
 
 def main() -> None:

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
-import os
 import sys
-import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
+from benchmarks.footprint import Peak, footprint
 from mesp import reference
 from mesp.bundle.reader import Bundle
 
 # A run ends early, with the steps it has, once it has taken this long: mlx-lm as shipped needs
 # minutes a step on a CPU.
 PATIENCE = 120.0
-SAMPLED_EVERY = 0.002  # seconds between two looks at this process's memory
 
 
 def report(kind: str, **fields: Any) -> None:
@@ -29,35 +25,15 @@ def report(kind: str, **fields: Any) -> None:
     print(json.dumps({"type": kind, **fields}), file=sys.__stdout__, flush=True)
 
 
-def footprint() -> int:
-    """This process's memory: RssAnon + VmSwap on Linux, phys_footprint on a Mac."""
-    if sys.platform == "darwin":
-        usage = (ctypes.c_uint64 * 64)()  # rusage_info_v0: a UUID, then 64-bit counters
-        ctypes.CDLL("libproc.dylib").proc_pid_rusage(os.getpid(), 0, usage)
-        return usage[9]
-    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
-    counted = (line for line in lines if line.startswith(("RssAnon:", "VmSwap:")))
-    return sum(int(line.split()[1]) * 1024 for line in counted)
-
-
 class Steps:
-    """Reports steps, with the highest footprint since the first began.
-
-    A thread looks at it: while MLX computes, Python is free.
-    """
+    """Reports steps, with the highest footprint since the first began."""
 
     def __init__(self) -> None:
-        self.count, self.peak = 0, 0
-        threading.Thread(target=self._watch, daemon=True).start()
-
-    def _watch(self) -> None:
-        while True:
-            self.peak = max(self.peak, footprint())
-            time.sleep(SAMPLED_EVERY)
+        self.count, self.peak = 0, Peak()
 
     def report(self, loss: float, seconds: float) -> None:
         self.count += 1
-        memory = {"footprint_peak_bytes": self.peak, "mlx_peak_bytes": mx.get_peak_memory()}
+        memory = {"footprint_peak_bytes": self.peak.bytes, "mlx_peak_bytes": mx.get_peak_memory()}
         report("step", step=self.count, loss=loss, seconds=seconds, **memory)
 
 

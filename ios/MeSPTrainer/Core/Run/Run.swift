@@ -3,7 +3,7 @@ import MLX
 
 /// One training run from settings to adapters.
 public enum Run {
-    /// The version of the trainer, as in `pyproject.toml`.
+    /// The version of the trainer, that of the Python package.
     public static let version = "0.1.0"
 
     /// Trains as `settings` say: evaluates, steps, saves, and appends each record to the log.

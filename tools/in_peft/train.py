@@ -1,22 +1,31 @@
-"""Trains with PEFT on PyTorch, in an environment that has these and not MeSP.
+"""Trains with PEFT on PyTorch, in an environment that has these and neither MLX nor MeSP.
 
-    python in_pytorch.py FOLDER
+    python -m in_peft.train SETTINGS.json
 
-`FOLDER` holds `model/`, `first.safetensors` (adapters by mlx-lm's names), `batches.npz` and
-`settings.json`. Writes `adapters.safetensors` and prints the losses, a JSON list.
+The folder `output` of the settings holds what `inputs.py` writes. Prints a record a line, as the
+engine does, and leaves `adapters.safetensors` there.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
+
+from benchmarks.footprint import Peak, footprint
+
+
+def report(kind: str, **fields: Any) -> None:
+    """Prints a record."""
+    print(json.dumps({"type": kind, **fields}), flush=True)
 
 
 class AdamW(torch.optim.Optimizer):
@@ -36,12 +45,14 @@ class AdamW(torch.optim.Optimizer):
                 p.addcdiv_(state["m"], state["v"].sqrt() + 1e-8, value=-group["lr"])
 
 
-def main() -> None:
-    folder = Path(sys.argv[1])
-    settings = json.loads((folder / "settings.json").read_text())
-    first, data = load_file(folder / "first.safetensors"), np.load(folder / "batches.npz")
+def load(folder: Path, settings: dict[str, Any]) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
+    """The model with its first adapters, and what is trained by mlx-lm's names, [in, out]ᵀ."""
+    first = load_file(folder / "first.safetensors")
     dtype = getattr(torch, settings["dtype"])
     model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=dtype)
+    if settings.get("checkpoint"):
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.train()  # in which alone it checkpoints; there is no dropout
     targets = sorted({name.split(".")[-2] for name in first})
     lora = LoraConfig(
         r=settings["rank"],
@@ -59,26 +70,37 @@ def main() -> None:
     with torch.no_grad():
         for name, parameter in trained.items():
             parameter.copy_(first[name].T)
-    parameters = [*trained.values()]
-    rate, steps = settings["rate"], len(data["ids"])
+    return model, trained
+
+
+def main() -> None:
+    settings = json.loads(Path(sys.argv[1]).read_text())
+    folder = Path(settings["output"])
+    torch.ones(256, 256) @ torch.ones(256, 256)
+    report("start", baseline_bytes=footprint())
+    model, trained = load(folder, settings)
     if settings["optimizer"] == "adamw":
-        optimizer = AdamW(parameters, rate, settings["beta2"])
+        optimizer = AdamW(trained.values(), 0.0, settings["beta2"])
     else:
-        optimizer = torch.optim.SGD(parameters, rate)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / steps)
-    losses = []
-    for ids, counted in zip(data["ids"], data["counted"], strict=True):
+        optimizer = torch.optim.SGD(trained.values(), 0.0)
+    data, peak = np.load(folder / "batches.npz"), Peak()
+    steps = zip(settings["rates"], data["ids"], data["counted"], strict=True)
+    for step, (rate, ids, counted) in enumerate(steps, start=1):
+        began = time.perf_counter()
+        for group in optimizer.param_groups:
+            group["lr"] = rate
         ids, counted = torch.from_numpy(ids).long(), torch.from_numpy(counted)
-        logits = model(input_ids=ids[:, :-1]).logits.float()
-        loss = torch.nn.functional.cross_entropy(logits[counted], ids[:, 1:][counted])
+        logits = model(input_ids=ids[:, :-1], use_cache=False).logits.float()
+        targets = ids[:, 1:].where(counted, -100)  # which cross_entropy leaves out
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        del logits
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        schedule.step()
-        losses.append(loss.item())
+        took = time.perf_counter() - began
+        report("step", step=step, loss=loss.item(), seconds=took, footprint_peak_bytes=peak.bytes)
     saved = {name: p.detach().float().T.contiguous() for name, p in trained.items()}
     save_file(saved, folder / "adapters.safetensors")
-    print(json.dumps(losses))
 
 
 if __name__ == "__main__":

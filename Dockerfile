@@ -1,0 +1,27 @@
+# MeSP with all that it needs, for a machine with Docker and without a Swift toolchain. The folder that it is started
+# in is /work:
+#
+#     docker build --tag mesp .
+#     docker run --rm --user "$(id -u):$(id -g)" --volume "$PWD:/work" mesp export --model demo
+FROM swift:6.3-noble
+
+# Of the image's Ubuntu, which changes no package's version but to mend it.
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends python3-venv \
+    && rm -rf /var/lib/apt/lists/*
+
+COPY . /mesp
+
+# The engine is built with the image, where every user can read it.
+ENV PATH=/opt/mesp/bin:$PATH
+RUN python3 -m venv /opt/mesp \
+    && pip install --no-cache-dir /mesp \
+    && cp "$(python -m mesp.engine)" /opt/mesp/bin/ \
+    && rm -r /root/.cache
+ENV MESP_ENGINE=/opt/mesp/bin/mesp-engine
+
+# What is downloaded lies there too, and is kept.
+ENV HOME=/work
+WORKDIR /work
+ENTRYPOINT ["mesp"]
