@@ -24,7 +24,7 @@ ROUNDS, STEPS, BATCH_SIZE = 8, 10, 2
 CASES, HELD_OUT_CASES = 1200, 50
 OUT = DEMO_OUT.with_name("demo-federate")
 # What is averaged, by what is typed for it.
-KINDS = {"B alone (FFA-LoRA)": ("--freeze-a",), "A and B apart": ()}
+KINDS = {"B alone (FFA-LoRA)": (), "A and B apart": ("--no-freeze-a",)}
 
 
 @click.command(context_settings={"show_default": True})
@@ -102,8 +102,9 @@ def draw(path: Path, found: dict[str, list[dict[str, Any]]]) -> None:
         apart.plot(numbers[1:], errors, "x--", color=line[0].get_color())
     loss.set(xlabel="round", ylabel="held-out loss (nats a token)")
     apart.set(xlabel="round", ylabel="drift; dashed: error of the average")
+    loss.set_yscale("log")
+    apart.set_ylim(bottom=0)
     for axes in (loss, apart):
-        axes.set_ylim(bottom=0)
         axes.grid(alpha=0.3)
         axes.legend(fontsize="small")
     figure.savefig(path, dpi=150)

@@ -23,6 +23,7 @@ from mesp.commands.training_options import (
     POSITIVE,
     adapter_options,
     evaluation_option,
+    freeze_a_option,
     memory_options,
     method_option,
     refused_options,
@@ -141,6 +142,7 @@ def parse_numbers(
 )
 @method_option
 @adapter_options
+@freeze_a_option(default=True)
 @update_options
 @evaluation_option
 @memory_options

@@ -27,6 +27,7 @@ from mesp.commands.training_options import (
     POSITIVE,
     adapter_options,
     evaluation_option,
+    freeze_a_option,
     memory_options,
     method_option,
     refused_options,
@@ -66,6 +67,7 @@ from mesp.runs.log import LOG_NAME, Run
 @method_option
 @click.option("--steps", type=click.IntRange(min=1), help="Updates of the adapters.  [required]")
 @adapter_options
+@freeze_a_option(default=False)
 @click.option(
     "--adapters",
     type=click.Path(exists=True, file_okay=False, path_type=Path),

@@ -119,15 +119,22 @@ adapter_options = group(
         help="Train the last N blocks only.  [default: all]",
     ),
     click.option(
-        "--freeze-a", is_flag=True, help="Train each B only, and leave A as it is (FFA-LoRA)."
-    ),
-    click.option(
         "--lora-dtype",
         type=click.Choice(["float32", "bfloat16"]),
         default="float32",
         help="Of the adapters in training; bfloat16 takes half the memory and rounds at random.",
     ),
 )
+
+
+def freeze_a_option(default: bool) -> Callable[[Callable], Callable]:
+    """Whether B alone is trained."""
+    return click.option(
+        "--freeze-a/--no-freeze-a",
+        default=default,
+        help="Train each B only, and leave A as it is (FFA-LoRA).",
+    )
+
 
 update_options = group(
     click.option(

@@ -67,7 +67,7 @@ def train(client: Client, received: Arrays, config: Mapping[str, Any]) -> Traine
             "data": None if client.data is None else str(client.data),
             "adapters": str(start),
             "output": str(output),
-            "first_step": (config["round"] - 1) * settings["steps"],
+            "first_step": (config["server-round"] - 1) * settings["steps"],
             "val_batches": 0,
             "save_every": 0,
         }

@@ -40,8 +40,8 @@ class Screened(Strategy):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         self.sent = to_numpy(arrays)
-        config["round"] = self.first + server_round
-        messages = list(self.inner.configure_train(server_round, arrays, config, grid))
+        number = self.first + server_round
+        messages = list(self.inner.configure_train(number, arrays, config, grid))
         self.asked = {message.metadata.dst_node_id for message in messages}
         down = arrays if self.exchange == "float32" else to_record(packed(self.sent))
         for message in messages:
@@ -78,7 +78,7 @@ class Screened(Strategy):
         self.report |= self._report(replies) | {"bytes_up": up, "left_out": sorted(left_out)}
         if hasattr(self.inner, "num_sampled_clients"):
             self.inner.num_sampled_clients = len(taken)
-        averaged, metrics = self.inner.aggregate_train(server_round, replies)
+        averaged, metrics = self.inner.aggregate_train(number, replies)
         if averaged is None:
             raise MespError(f"The strategy made no adapters of the clients' in round {number}.")
         return to_record(
