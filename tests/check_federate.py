@@ -27,7 +27,6 @@ from mesp.errors import MespError
 from mesp.federate.client_app import client_app
 from mesp.federate.exchange import Arrays, read_arrays, to_bfloat16
 from mesp.federate.federation import Federation
-from mesp.federate.local_training import Client
 from mesp.federate.messages import to_numpy, to_record
 from mesp.federate.screening import Screened
 from mesp.federate.server_app import serve
@@ -66,10 +65,10 @@ class Here:
     def send_and_receive(
         self, messages: Iterable[flwr.Message], *, timeout: float | None = None
     ) -> list[flwr.Message]:
-        bundle, replies = Path(self.federation.options["bundle"]), []
+        replies = []
         for message in messages:
             number = message.metadata.dst_node_id - 100
-            client = Client(f"client {number}", bundle, self.federation.share(number))
+            client = self.federation.client(number)
             context = flwr.Context(1, 100 + number, {}, flwr.RecordDict(), {})
             app = client_app(lambda _, client=client: client)
             reply = app(copy.deepcopy(message), context)
@@ -101,8 +100,8 @@ def test_two_clients_with_equal_data_are_one(bundle: Path, data: Path, tmp_path:
     two = federation(bundle, data, tmp_path / "two", "--clients", 2, *options)
     one = federation(bundle, data, tmp_path / "one", "--clients", 1, *options)
     for number in (0, 1):
-        shutil.rmtree(two.share(number))
-        shutil.copytree(one.share(0), two.share(number))
+        shutil.rmtree(two.client(number).data)
+        shutil.copytree(one.client(0).data, two.client(number).data)
     assert equal(served(two), served(one))
     assert two.rounds.record(2)["drift"] == 0
 
@@ -247,17 +246,17 @@ def test_a_client_that_does_not_fit_is_left_out_and_named(
 
 def test_a_client_whose_run_fails_is_left_out(bundle: Path, data: Path, tmp_path: Path):
     whole = federation(bundle, data, tmp_path / "f", "--clients", 2, "--rounds", 1, "--steps", 1)
-    shutil.rmtree(whole.share(1))
+    shutil.rmtree(whole.client(1).data)
     served(whole)
     record = whole.rounds.record(1)
     assert [client["name"] for client in record["clients"]] == ["client 0"]
     (sentence,) = record["left_out"]
-    assert sentence.startswith("client 1: ") and str(whole.share(1)) in sentence
+    assert sentence.startswith("client 1: ") and str(whole.client(1).data) in sentence
 
 
 def test_a_round_that_nobody_can_serve_ends_in_a_sentence(bundle: Path, data: Path, tmp_path: Path):
     whole = federation(bundle, data, tmp_path / "f", "--clients", 1, "--rounds", 1)
-    shutil.rmtree(whole.share(0))
+    shutil.rmtree(whole.client(0).data)
     with pytest.raises(MespError, match="Round 1 has adapters of 0 clients and needs 1: client 0"):
         served(whole)
     assert whole.rounds.last == 0

@@ -27,7 +27,7 @@ from mesp.federate.exchange import (
     travelling,
 )
 from mesp.federate.federation import Federation
-from mesp.federate.local_training import Client, model_name, train
+from mesp.federate.local_training import model_name, train
 from mesp.federate.people import Split, read_topics, share_out
 from mesp.runs.log import read_run
 
@@ -80,8 +80,7 @@ def trained_here(bundle: Path, output: Path, *options: object) -> Arrays:
 
 
 def a_round(federation: Federation, number: int, start: Arrays, client: int = 0):
-    one = Client(f"client {client}", Path(federation.options["bundle"]), federation.share(client))
-    return train(one, start, {**federation.config, "server-round": number})
+    return train(federation.client(client), start, {**federation.config, "server-round": number})
 
 
 def equal(a: Arrays, b: Arrays) -> bool:
@@ -181,7 +180,7 @@ def test_fedprox_adds_its_term_to_the_gradient(bundle: Path, data: Path, tmp_pat
     whole = federation(bundle, data, tmp_path / "f", "--clients", 1, "--rounds", 1, *SGD)
     whole.rounds.save(0, None, {})
     start = whole.rounds.arrays(0)
-    one = Client("one", bundle, whole.share(0))
+    one = whole.client(0)
 
     def trained(steps: int, mu: float) -> np.ndarray:
         config = {**whole.config, "server-round": 1, "steps": steps, "proximal-mu": mu}
@@ -196,7 +195,7 @@ def test_a_client_refuses_in_a_sentence(bundle: Path, data: Path, tmp_path: Path
     whole = federation(bundle, data, tmp_path / "f", "--clients", 1, "--rounds", 1)
     whole.rounds.save(0, None, {})
     start = whole.rounds.arrays(0)
-    one, config = Client("one", bundle, whole.share(0)), {**whole.config, "server-round": 1}
+    one, config = whole.client(0), {**whole.config, "server-round": 1}
     with pytest.raises(MespError, match="is of demo, and the round is of other"):
         train(one, start, config | {"model": "other"})
     with pytest.raises(MespError, match=r"took more than 0\.001 s"):

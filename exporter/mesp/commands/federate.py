@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import signal
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -160,21 +161,30 @@ def main(
         raise MespError(
             "mesp-federate needs Flower: with Python 3.11 or newer, `pip install 'mesp[federate]'`."
         )
-    federation = prepare(context, output, paper, options)
+    federation = prepare(context, output, paper, options, simulated=not app)
     if app:
         click.echo(write_app(federation))
         return
 
     from mesp.federate.simulation import simulate
 
-    with Report(federation.options["rounds"]) as report:
-        simulate(federation, report.show)
+    try:
+        with Report(federation.options["rounds"]) as report:
+            simulate(federation, report.show)
+    except KeyboardInterrupt:
+        click.echo(
+            f"Stopped; to go on: mesp-federate --resume --output {federation.output}", err=True
+        )
+        # Flower's server thread would wait for its clients first.
+        os._exit(128 + signal.SIGINT)
     click.echo(summary(federation))
 
 
-def prepare(context: click.Context, output: Path | None, paper: bool, options: dict) -> Federation:
-    """A federation of the command's options, in a folder with its settings and everybody's tokens,
-    or the one that is there to go on with. Raises MespError."""
+def prepare(
+    context: click.Context, output: Path | None, paper: bool, options: dict, simulated: bool = True
+) -> Federation:
+    """A federation of the command's options, in a folder with its settings and tokens, of all
+    clients where they are simulated; or the one that is there to go on with. Raises MespError."""
     if options["bundle"] is not None:
         options["bundle"] = str(options["bundle"].resolve())
     if options["resume"]:
@@ -196,17 +206,13 @@ def prepare(context: click.Context, output: Path | None, paper: bool, options: d
     federation = Federation(output.resolve(), options)
     if not options["resume"]:
         with Console(stderr=True).status("Tokenizing"):
-            write_shares(federation, manifest)
+            write_tokens(federation, manifest, simulated)
     write_settings(federation)
     return federation
 
 
 def check(options: dict) -> None:
     """Refuses, in a sentence, options of a federation that do not go together."""
-    if importlib.util.find_spec("flwr") is not None:
-        from mesp.federate.strategies import make_strategy
-
-        make_strategy(options)
     if (options["noise"] is None) != (options["clip"] is None):
         raise MespError("--noise and --clip go together: give both, or none.")
     if options["noise"] is not None and options["strategy"] != "fedavg":
@@ -215,28 +221,35 @@ def check(options: dict) -> None:
         raise MespError(
             f"--min-clients {options['min_clients']} is more than --clients {options['clients']}."
         )
+    if importlib.util.find_spec("flwr") is not None:
+        from mesp.federate.strategies import make_strategy
+
+        make_strategy(options)
 
 
-def write_shares(federation: Federation, manifest: dict) -> None:
-    """Writes each client's tokens and the held-out ones. Raises MespError."""
+def write_tokens(federation: Federation, manifest: dict, simulated: bool) -> None:
+    """Writes the held-out tokens, and those of clients that are simulated. Raises MespError."""
     options, bundle = federation.options, Path(federation.options["bundle"])
     topics, held_out = read_topics(options["data"])
-    split = Split.parse(options["split"])
-    shares = share_out(options["data"], topics, options["clients"], split, options["seed"])
-    documents = {f"client {number}": share for number, share in enumerate(shares)}
+    documents = {"valid": held_out}
+    if simulated:
+        split = Split.parse(options["split"])
+        shares = share_out(options["data"], topics, options["clients"], split, options["seed"])
+        documents |= {federation.client(number).name: each for number, each in enumerate(shares)}
     tokens = tokenize(
         options["data"],
-        {**documents, "valid": held_out},
+        documents,
         load_tokenizer(bundle),
         max(manifest["seq_lens"]),
         manifest["architecture"]["vocab_size"],
         DataOptions(),
     )
     with plain_os_errors(f"Cannot write the data to {federation.output}"):
-        for number, name in enumerate(documents):
-            folder = federation.share(number)
-            folder.mkdir(parents=True, exist_ok=True)
-            write_index(folder, write_data(folder, "data", {"train": tokens[name]}))
+        if simulated:
+            for client in map(federation.client, range(options["clients"])):
+                client.data.mkdir(parents=True, exist_ok=True)
+                data = write_data(client.data, "data", {"train": tokens[client.name]})
+                write_index(client.data, data)
         federation.held_out.mkdir(parents=True, exist_ok=True)
         data = write_data(federation.held_out, "data", {"valid": tokens["valid"]})
         # An engine's run has data to train on, even where it takes no step.

@@ -9,7 +9,7 @@ from typing import Any
 
 from mesp.bundle.manifest import read_manifest
 from mesp.errors import MespError
-from mesp.federate.local_training import SETTINGS, model_name
+from mesp.federate.local_training import SETTINGS, Client, model_name
 from mesp.federate.rounds import Rounds
 
 SETTINGS_NAME = "settings.json"
@@ -63,9 +63,10 @@ class Federation:
         """The folder of tokens that the server evaluates on."""
         return self.output / "held-out"
 
-    def share(self, number: int) -> Path:
-        """The folder of a simulated client's tokens."""
-        return self.output / "clients" / f"{number:02d}"
+    def client(self, number: int) -> Client:
+        """A simulated client, from 0, with the folder of its tokens."""
+        name = f"client {number:0{len(str(self.options['clients'] - 1))}}"
+        return Client(name, Path(self.options["bundle"]), self.output / "clients" / name[7:])
 
     @property
     def config(self) -> dict[str, Any]:

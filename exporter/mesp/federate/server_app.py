@@ -12,6 +12,7 @@ from flwr.serverapp import Grid, ServerApp
 from mesp.federate.exchange import travelling
 from mesp.federate.federation import Federation
 from mesp.federate.messages import to_numpy, to_record
+from mesp.federate.report import Report
 from mesp.federate.rounds import STATE_NAME
 from mesp.federate.screening import Screened
 from mesp.federate.strategies import make_strategy, restore, state_of
@@ -58,4 +59,5 @@ app = ServerApp()
 def main(grid: Grid, context: Context) -> None:
     """What a SuperLink runs: the federation in the folder that the app's configuration names."""
     federation = Federation.read(Path(str(context.run_config["output"])))
-    serve(federation, grid, show=lambda record: print(record, flush=True))
+    with Report(federation.options["rounds"]) as report:
+        serve(federation, grid, report.show)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-from pathlib import Path
 
 # Before Flower and Ray are imported: nothing is reported to anybody.
 os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
@@ -27,7 +26,6 @@ from mesp.federate.server_app import Show, serve
 def simulate(federation: Federation, show: Show) -> None:
     """All rounds that are not there yet, each client of a round in turn or, with several cores,
     beside another. Raises MespError."""
-    options = federation.options
     failed: list[MespError] = []
     server = ServerApp()
 
@@ -39,16 +37,13 @@ def simulate(federation: Federation, show: Show) -> None:
             failed.append(error)
 
     def find(context: Context) -> Client:
-        number = int(context.node_config["partition-id"])
-        width = len(str(options["clients"] - 1))
-        name = f"client {number:0{width}}"
-        return Client(name, Path(options["bundle"]), federation.share(number))
+        return federation.client(int(context.node_config["partition-id"]))
 
-    logging.getLogger("flwr").setLevel(logging.CRITICAL)
+    logging.getLogger("flwr").setLevel(logging.CRITICAL)  # `show` says what it would
     run_simulation(
         server,
         client_app(find),
-        num_supernodes=options["clients"],
+        num_supernodes=federation.options["clients"],
         backend_config={
             "client_resources": {"num_cpus": 1},
             "init_args": {"logging_level": "error", "log_to_driver": False},
