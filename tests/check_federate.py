@@ -178,6 +178,21 @@ def test_a_mean_counts_targets(bundle: Path, tmp_path: Path):
         assert np.linalg.norm(array - expected) <= 1e-6 * np.linalg.norm(expected)
 
 
+def test_half_a_billion_parameters_travel_in_5_mb():
+    """Qwen2.5-0.5B, rank 8, B alone, in bfloat16: all of a message."""
+    outputs = {"q": 896, "k": 128, "v": 128, "o": 896, "gate": 4864, "up": 4864, "down": 896}
+    arrays = {
+        f"self_attn.{name}_proj.lora_b": np.zeros((24, 8, size), np.uint16)
+        for name, size in outputs.items()
+    }
+    content = flwr.RecordDict({"arrays": to_record(arrays)})
+
+    def size(part) -> int:
+        return len(part.deflate()) + sum(map(size, (part.children or {}).values()))
+
+    assert 2 * 24 * 8 * sum(outputs.values()) < size(content) <= 5_000_000
+
+
 # Who is left out.
 
 
@@ -206,10 +221,15 @@ BAD = {
     "is silent": (lambda _: None, "node 101: did not answer in time"),
     "sends nothing": (nothing, "node 101: its answer is not as"),
     "sends NaN": (with_arrays(lambda a: a | {B: a[B] * np.nan}), "is not finite"),
-    "sends another shape": (with_arrays(lambda a: a | {B: a[B][:, :-1].copy()}), "and not float32"),
+    "sends another shape": (
+        with_arrays(lambda a: a | {B: a[B][:, :, :-1].copy()}),
+        "and not float32",
+    ),
     "sends float64": (with_arrays(lambda a: a | {B: a[B].astype(float)}), "and not float32"),
     "is of another model": (
-        with_arrays(lambda a: {name.replace(".0.", ".99."): each for name, each in a.items()}),
+        with_arrays(
+            lambda a: {name.replace("q_proj", "qkv_proj"): each for name, each in a.items()}
+        ),
         "is of another model",
     ),
     "claims too much": (with_metric("num-examples", 10**9), "counts 1000000000 targets"),

@@ -1,10 +1,11 @@
-"""What travels between the server and its clients: LoRA matrices by mlx-lm's names.
+"""What travels between the server and its clients: LoRA matrices, of all blocks in one array.
 
-A client gets the round's matrices and sends back what it made of them. With `freeze_a` only each B
-travels: every A is that of the run's seed, at every client the same. In `bfloat16` the server sends
-the matrices rounded, and a client sends what it added to them, rounded too: the server adds that to
-its own, so no small update is lost to the rounding of a large number. In `float32` both send the
-matrices as they are, and nothing is rounded.
+`self_attn.q_proj.lora_b` [blocks, rank, out] are the B of that module in each trained block: few
+arrays, as each costs a phone some requests. A client gets the round's and sends back what it made
+of them. With `freeze_a` only each B travels: every A is that of the run's seed, at every client the
+same. In `bfloat16` the server sends them rounded, and a client sends what it added to them, rounded
+too: the server adds that to its own, so no small update is lost to the rounding of a large number.
+In `float32` both send them as they are, and nothing is rounded.
 """
 
 from __future__ import annotations
@@ -21,23 +22,35 @@ from mesp.adapters.load import CONFIG, WEIGHTS
 from mesp.errors import MespError, plain_os_errors
 
 Arrays = dict[str, np.ndarray]
+PREFIX = "model.layers."  # mlx-lm's
 EXCHANGES = ("float32", "bfloat16")
 
 
 def read_arrays(folder: Path) -> Arrays:
-    """The matrices of an adapter folder, float32 A [in, rank] and B [rank, out]."""
+    """The matrices of an adapter folder, float32 A [blocks, in, rank] and B [blocks, rank, out]."""
     try:
-        return load_file(folder / WEIGHTS)
+        matrices = load_file(folder / WEIGHTS)
     except (OSError, SafetensorError) as error:
         raise MespError(f"{folder / WEIGHTS} cannot be read: {error}.") from error
+    blocks: dict[str, dict[int, np.ndarray]] = {}
+    for name, matrix in matrices.items():
+        block, _, module = name.removeprefix(PREFIX).partition(".")
+        blocks.setdefault(module, {})[int(block)] = matrix
+    return {name: np.stack([each[i] for i in sorted(each)]) for name, each in blocks.items()}
 
 
-def write_arrays(folder: Path, arrays: Arrays, rank: int, scale: float) -> None:
-    """Writes matrices as a folder of adapters that mesp-engine starts from."""
+def write_arrays(folder: Path, arrays: Arrays, rank: int, scale: float, layers: int) -> None:
+    """Writes the matrices of the last blocks of a model that has so many `layers`, as a folder of
+    adapters that mesp-engine starts from."""
     config = {"fine_tune_type": "lora", "lora_parameters": {"rank": rank, "scale": scale}}
+    matrices = {
+        f"{PREFIX}{layers - len(array) + index}.{name}": matrix
+        for name, array in arrays.items()
+        for index, matrix in enumerate(array)
+    }
     with plain_os_errors(f"Cannot write the adapters to {folder}"):
         folder.mkdir(parents=True)
-        save_file(arrays, folder / WEIGHTS)
+        save_file(matrices, folder / WEIGHTS)
         (folder / CONFIG).write_text(json.dumps(config), encoding="utf-8")
 
 
@@ -127,6 +140,6 @@ def _mean(clients: list[Arrays], weights: list[float], name: str) -> np.ndarray:
 
 
 def _squared_norm(left: list[np.ndarray], right: list[np.ndarray]) -> float:
-    u = np.concatenate(left, axis=1).astype(np.float64)
-    v = np.concatenate(right, axis=0).astype(np.float64)
-    return float(((u.T @ u) * (v @ v.T)).sum())
+    u = np.concatenate(left, axis=-1).astype(np.float64)
+    v = np.concatenate(right, axis=-2).astype(np.float64)
+    return float(((u.mT @ u) * (v @ v.mT)).sum())

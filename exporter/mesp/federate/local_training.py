@@ -53,7 +53,8 @@ def train(client: Client, received: Arrays, config: Mapping[str, Any]) -> Traine
     and every random number go on. Raises MespError where the run fails, lasts more than ``timeout``
     seconds, or the bundle is of another model than the server's.
     """
-    model = model_name(read_manifest(client.bundle))
+    manifest = read_manifest(client.bundle)
+    model, layers = model_name(manifest), len(manifest["architecture"]["layers"])
     if config["model"] != model:
         raise MespError(f"{client.bundle} is of {model}, and the round is of {config['model']}.")
     settings = {name: config[name] for name in SETTINGS if name in config}
@@ -61,7 +62,7 @@ def train(client: Client, received: Arrays, config: Mapping[str, Any]) -> Traine
         settings["proximal_mu"] = config["proximal-mu"]
     with tempfile.TemporaryDirectory(prefix="mesp-federate-") as folder:
         start, output = Path(folder, "start"), Path(folder, "run")
-        write_arrays(start, received, settings["rank"], scale(settings))
+        write_arrays(start, received, settings["rank"], scale(settings), layers)
         settings |= {
             "bundle": str(client.bundle),
             "data": None if client.data is None else str(client.data),

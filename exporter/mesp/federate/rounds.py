@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mesp.bundle.manifest import read_manifest
 from mesp.errors import MespError, plain_os_errors
 from mesp.federate.exchange import Arrays, read_arrays, travelling, write_arrays
 from mesp.federate.local_training import run_engine, scale
@@ -73,7 +74,8 @@ class Rounds:
         # Clients keep theirs in bfloat16, perhaps; a mean of them is none.
         settings |= {"lora_dtype": "float32", "output": str(partial / "run")}
         if arrays is not None:
-            write_arrays(start, arrays, self.training["rank"], scale(self.training))
+            layers = len(read_manifest(Path(settings["bundle"]))["architecture"]["layers"])
+            write_arrays(start, arrays, self.training["rank"], scale(self.training), layers)
             settings["adapters"] = str(start)
         run = run_engine(settings)
         record = {"round": number, "held_out_loss": run.held_out[0], **report}
