@@ -116,6 +116,7 @@ class Recipe:
     max_grad_norm: float | None = None
     projections: tuple[str, ...] = ("q", "k", "v", "o", "gate", "up", "down")
     num_layers: int | None = None
+    freeze_a: bool = False
     scale: float = ALPHA / RANK
     start: Parameters | None = None
     seed: int = 0
@@ -206,6 +207,8 @@ class Oracle:
                 losses.append(loss)
                 sums = {name: sums[name] + gradients[name] for name in sums}
             gradients = {name: array / recipe.accumulation for name, array in sums.items()}
+            if recipe.freeze_a:
+                gradients = {n: each * n.endswith("lora_b") for n, each in gradients.items()}
             if recipe.max_grad_norm:
                 gradients, norm = optim.clip_grad_norm(gradients, recipe.max_grad_norm)
                 trained.norms.append(norm.item())
@@ -325,6 +328,10 @@ CASES = {
     "clipping that need not": (("--max-grad-norm", 1e4), Recipe(SGD(RATE), max_grad_norm=1e4)),
     "projections": (("--projections", "q,v"), Recipe(SGD(RATE), projections=("q", "v"))),
     "layers": (("--num-layers", 2), Recipe(SGD(RATE), num_layers=2)),
+    "B alone": (
+        ("--freeze-a", "--max-grad-norm", 0.5),
+        Recipe(SGD(RATE), freeze_a=True, max_grad_norm=0.5),
+    ),
     "rank-stabilized": (("--rslora",), Recipe(SGD(RATE), scale=ALPHA / math.sqrt(RANK))),
     "MeBP with nearly all": (
         ("--method", "mebp", "--projections", "k,down", "--num-layers", 3, "--max-grad-norm", 0.2,

@@ -28,6 +28,7 @@ DEFAULTS = {
     "rank": 8,
     "alpha": 16.0,
     "rslora": False,
+    "freeze_a": False,
     "projections": None,
     "num_layers": None,
     "lora_dtype": "float32",

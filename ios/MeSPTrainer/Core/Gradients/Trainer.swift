@@ -161,7 +161,8 @@ final class Trainer {
 
     /// A random key for each block in a step.
     func keys(_ number: Int) -> [MLXArray] {
-        MLXRandom.split(key: MLXRandom.key(settings.seed &+ 1 &+ UInt64(number)), into: model.blocks.count)
+        let seed = settings.seed &+ 1 &+ UInt64(settings.firstStep + number)
+        return MLXRandom.split(key: MLXRandom.key(seed), into: model.blocks.count)
     }
 
     // MARK: - Sums of gradients
@@ -244,7 +245,7 @@ final class Trainer {
     /// Sums of gradients, float32 `[P]` a block, where an update needs more than one backward pass gives at a time.
     private var gradients: BlockArrays?
     var optimizer: Optimizer
-    /// The parameters that the run began with, where answers are compared with that model and it has adapters.
+    /// The parameters that the run began with, where answers are compared with that model or an update is held near it.
     let start: BlockArrays?
     /// log π₀ of answers, in nats, as they are met.
     var references = [JudgedAnswer.Source: Float]()
@@ -261,9 +262,12 @@ final class Trainer {
         trained = max(0, blocks - (settings.numLayers ?? blocks))..<blocks
         let modules = try settings.modules(of: architecture)
         self.modules = modules
+        let isPartial = modules != architecture.modules || settings.freezeA
         masks =
-            modules == architecture.modules
-            ? nil : architecture.kinds.map { LoRALayout(block: $0, rank: settings.rank).mask(modules) }
+            isPartial
+            ? architecture.kinds.map {
+                LoRALayout(block: $0, rank: settings.rank).mask(modules, onlyB: settings.freezeA)
+            } : nil
 
         let parameters = layouts.map(\.count)
         /// Of the shape that a block's P parameters give.
@@ -303,7 +307,8 @@ final class Trainer {
     ) throws -> BlockArrays? {
         guard settings.keepsStart, let folder = settings.adapters else { return nil }
         var start = try arrays()
-        let adapters = try loadAdapters(from: URL(fileURLWithPath: folder), architecture: architecture)
+        let adapters = try loadAdapters(
+            from: URL(fileURLWithPath: folder), architecture: architecture, onlyB: settings.freezeA)
         for (block, vector) in adapters.lora.enumerated() { try start.write(vector, block) }
         return start
     }

@@ -19,6 +19,10 @@ import Testing
             }
     }
 
+    private func adapters(_ folder: URL) throws -> [String: MLXArray] {
+        try loadArrays(url: folder.appendingPathComponent("adapters/adapters.safetensors"))
+    }
+
     @Test func writesLogAndAdapters() throws {
         let output = temporaryFolder()
         defer { try? FileManager.default.removeItem(at: output) }
@@ -34,7 +38,7 @@ import Testing
         #expect(
             steps.allSatisfy { ($0["footprint_peak_bytes"] as? Int ?? 0) >= ($0["footprint_bytes"] as? Int ?? 0) / 2 })
 
-        let adapters = try loadArrays(url: output.appendingPathComponent("adapters/adapters.safetensors"))
+        let adapters = try self.adapters(output)
         let architecture = try ModelBundle(url: URL(fileURLWithPath: settings.bundle)).architecture
         #expect(adapters.count == architecture.numHiddenLayers * architecture.modules.count * 2)
         for (name, array) in adapters where name.hasSuffix("lora_b") {
@@ -42,6 +46,50 @@ import Testing
         }
         let files = try FileManager.default.contentsOfDirectory(atPath: output.appendingPathComponent("adapters").path)
         #expect(Set(files) == ["adapters.safetensors", "adapter_config.json", "peft"])
+    }
+
+    @Test func aRunOfNoStepsEvaluatesAndSavesWhatItStartsFrom() throws {
+        let output = temporaryFolder()
+        defer { try? FileManager.default.removeItem(at: output) }
+        var settings = try settings(output)
+        settings.steps = 0
+        try Run.run(settings)
+        #expect(try lines(output).compactMap { $0["type"] as? String } == ["start", "plan", "eval", "end"])
+        let adapters = try self.adapters(output)
+        #expect(adapters.contains { $0.key.hasSuffix("lora_a") && $0.value.square().sum().item(Float.self) > 0 })
+        #expect(adapters.allSatisfy { $0.key.hasSuffix("lora_a") || $0.value.square().sum().item(Float.self) == 0 })
+    }
+
+    /// With B alone and SGD, runs that begin where others ended are one run, from a folder that has no A.
+    @Test func goesOnFromTheStepsOfOthers() throws {
+        let (whole, parts) = (temporaryFolder(), temporaryFolder())
+        defer { for folder in [whole, parts] { try? FileManager.default.removeItem(at: folder) } }
+        var settings = try settings(whole)
+        settings.freezeA = true
+        try Run.run(settings)
+        let half = settings.steps / 2
+        settings.steps = half
+        for (part, first) in [(parts.appendingPathComponent("0"), 0), (parts.appendingPathComponent("1"), half)] {
+            settings.output = part.path
+            settings.firstStep = first
+            try Run.run(settings)
+            let onlyB = parts.appendingPathComponent("B")
+            try? FileManager.default.removeItem(at: onlyB)
+            try FileManager.default.createDirectory(at: onlyB, withIntermediateDirectories: true)
+            try save(
+                arrays: adapters(part).filter { $0.key.hasSuffix("lora_b") },
+                url: onlyB.appendingPathComponent("adapters.safetensors"))
+            let config = "adapters/adapter_config.json"
+            try FileManager.default.copyItem(
+                at: part.appendingPathComponent(config), to: onlyB.appendingPathComponent("adapter_config.json"))
+            settings.adapters = onlyB.path
+        }
+        let (expected, found) = (try adapters(whole), try adapters(parts.appendingPathComponent("1")))
+        #expect(expected.keys.sorted() == found.keys.sorted())
+        for (name, array) in expected {
+            let other = try #require(found[name])
+            #expect(other.arrayEqual(array).item(Bool.self), "\(name)")
+        }
     }
 
     @Test func stopsWhenAskedAndSaves() throws {
@@ -61,7 +109,7 @@ import Testing
     /// A run that is stopped and resumed logs the same losses, to the last bit, as one that is not.
     @Test(arguments: [
         "sgd", "momentum", "adamw", "adamw offloaded", "adamw8bit", "adamw8bit offloaded", "accumulation", "mezo",
-        "bfloat16",
+        "bfloat16", "B alone",
     ])
     func resumesAsIfNothingHadHappened(_ kind: String) throws {
         let (whole, parts) = (temporaryFolder(), temporaryFolder())
@@ -82,6 +130,7 @@ import Testing
                 (settings.batchSize, settings.gradAccumulationSteps, settings.maxGradNorm) = (2, 2, 0.5)
             case "mezo": (settings.method, settings.learningRate) = (.mezo, 1e-3)
             case "bfloat16": settings.loraDtype = .bfloat16
+            case "B alone": settings.freezeA = true
             default: break
             }
             return settings
@@ -106,9 +155,6 @@ import Testing
         last.resume = true
         try Run.run(last)
         #expect(try losses(parts) == losses(whole))
-        func adapters(_ folder: URL) throws -> [String: MLXArray] {
-            try loadArrays(url: folder.appendingPathComponent("adapters/adapters.safetensors"))
-        }
         let (ours, expected) = (try adapters(parts), try adapters(whole))
         #expect(ours.keys == expected.keys)
         for (name, array) in expected { #expect(ours[name]?.arrayEqual(array).item(Bool.self) == true, "\(name)") }
@@ -238,7 +284,7 @@ import Testing
     }
 
     @Test(arguments: [
-        BadSetting("steps") { $0.steps = 0 }, BadSetting("rank") { $0.rank = 0 },
+        BadSetting("steps") { $0.steps = -1 }, BadSetting("rank") { $0.rank = 0 },
         BadSetting("--rank 3") { $0.rank = 3 },
         BadSetting("--seq-len 5") { $0.seqLen = 5 }, BadSetting("learning_rate") { $0.learningRate = -1 },
         BadSetting("learning_rate") { $0.learningRate = .nan }, BadSetting("alpha") { $0.alpha = 0 },
