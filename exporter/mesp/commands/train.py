@@ -6,7 +6,6 @@ checks the options, writes that file, starts the engine, and shows what it repor
 
 from __future__ import annotations
 
-import math
 import sys
 from datetime import datetime, timezone
 from pathlib import Path
@@ -17,12 +16,21 @@ from mesp.bundle.manifest import read_manifest
 from mesp.commands.options_from_yaml import read_config
 from mesp.commands.train_settings import (
     OBJECTIVES,
-    check,
-    choose,
-    choose_update,
+    check_goal,
+    complete,
     parameter,
     resumed,
     settings_file,
+)
+from mesp.commands.training_options import (
+    FROM_ZERO,
+    POSITIVE,
+    adapter_options,
+    evaluation_option,
+    memory_options,
+    method_option,
+    refused_options,
+    update_options,
 )
 from mesp.engine.build import find_engine
 from mesp.engine.drive import drive
@@ -33,59 +41,9 @@ from mesp.engine.plan import (
     find_count,
     find_plan,
 )
-from mesp.engine.update_defaults import OPTIMIZERS
 from mesp.errors import MespError
 from mesp.formatting import decimal, duration, megabytes, quality
-from mesp.models.families import TRAINABLE
 from mesp.runs.log import LOG_NAME, Run
-
-PREFERRED_SEQ_LEN = 256
-
-
-class Number(click.FloatRange):
-    """A finite number in a range: click's own comparisons let `nan` through."""
-
-    def convert(
-        self, value: object, param: click.Parameter | None, ctx: click.Context | None
-    ) -> float:
-        converted = super().convert(value, param, ctx)
-        if not math.isfinite(converted):
-            self.fail(f"{value} is not a finite number.", param, ctx)
-        return converted
-
-
-POSITIVE = Number(min=0, min_open=True)
-FROM_ZERO = Number(min=0)
-FRACTION = Number(min=0, max=1, max_open=True)
-
-
-class Projections(click.ParamType):
-    """Some modules of a block, as in `q,v` or `qkv,gate_up`; a list in the engine's order."""
-
-    name = "list"
-
-    def convert(
-        self, value: object, param: click.Parameter | None, ctx: click.Context | None
-    ) -> list[str]:
-        wanted = value if isinstance(value, list) else [part.strip() for part in value.split(",")]
-        for each in wanted:
-            if each not in TRAINABLE:
-                self.fail(f"{each!r} is not one of {', '.join(TRAINABLE)}.", param, ctx)
-        return [each for each in TRAINABLE if each in wanted]
-
-
-def refuse(context: click.Context, parameter: click.Parameter, value: object) -> None:
-    """The callback of what other trainers have and a MeSP block can't."""
-    why = {
-        "dropout": "LoRA dropout needs a random mask at each projection's input",
-        "dora": "DoRA needs the length of each column of W + s A B",
-        "fine_tune_type": "--fine-tune-type {} is not LoRA",
-    }
-    if value and value != "lora":
-        raise MespError(
-            f"{why[parameter.name].format(value)}, and the block function, exported as "
-            "y = x Wᵀ + s (x A) B, has no place for it: leave it out."
-        )
 
 
 @click.command(context_settings={"show_default": True, "help_option_names": ["-h", "--help"]})
@@ -105,53 +63,9 @@ def refuse(context: click.Context, parameter: click.Parameter, value: object) ->
     type=click.Path(path_type=Path),
     help="Folder of the run.  [default: runs/BUNDLE-METHOD-TIME]",
 )
-@click.option(
-    "--method",
-    type=click.Choice(["mesp", "mebp", "mezo"]),
-    default="mesp",
-    help="How gradients are found.",
-)
+@method_option
 @click.option("--steps", type=click.IntRange(min=1), help="Updates of the adapters.  [required]")
-@click.option(
-    "--seq-len",
-    type=click.IntRange(min=1),
-    help="Tokens a sequence.  [default: 256 or the bundle's longest]",
-)
-@click.option(
-    "--batch-size", type=click.IntRange(min=1), default=1, help="Sequences a gradient is made of."
-)
-@click.option(
-    "--grad-accumulation-steps",
-    type=click.IntRange(min=1),
-    default=1,
-    help="Batches whose mean gradient makes an update.",
-)
-@click.option(
-    "--seed",
-    type=click.IntRange(0, 2**31 - 1),
-    default=0,
-    help="Of the adapters' start and the data's order.",
-)
-@click.option(
-    "--rank", type=click.IntRange(min=1), help="LoRA rank.  [default: the bundle's first]"
-)
-@click.option("--alpha", type=POSITIVE, default=16.0, help="The adapters count alpha / rank.")
-@click.option("--rslora", is_flag=True, help="The adapters count alpha / √rank.")
-@click.option(
-    "--projections",
-    type=Projections(),
-    help="Which have adapters that are trained, as in q,v or, where q, k and v are one, qkv.  "
-    "[default: all]",
-)
-@click.option(
-    "--num-layers", type=click.IntRange(min=1), help="Train the last N blocks only.  [default: all]"
-)
-@click.option(
-    "--lora-dtype",
-    type=click.Choice(["float32", "bfloat16"]),
-    default="float32",
-    help="Of the adapters in training; bfloat16 takes half the memory and rounds at random.",
-)
+@adapter_options
 @click.option(
     "--adapters",
     type=click.Path(exists=True, file_okay=False, path_type=Path),
@@ -169,50 +83,8 @@ def refuse(context: click.Context, parameter: click.Parameter, value: object) ->
 @click.option("--gamma", type=FROM_ZERO, help="The margin that simpo wants.  [default: 0.5]")
 @click.option("--desirable-weight", type=POSITIVE, help="Of kto's good answers.  [default: 1]")
 @click.option("--undesirable-weight", type=POSITIVE, help="Of kto's bad answers.  [default: 1]")
-@click.option(
-    "--optimizer",
-    type=click.Choice(OPTIMIZERS),
-    help="AdamW keeps 8 bytes a parameter of the adapters, with its moments in 8 bits 2, SGD none: "
-    "--dry-run says what that takes.  [default: adamw8bit; of mezo sgd]",
-)
-@click.option(
-    "--learning-rate",
-    type=POSITIVE,
-    help="[default: of AdamW 0.014 / √hidden size, of SGD 0.1, a tenth of these with an "
-    "objective; of mezo 1e-4]",
-)
-@click.option("--paper", is_flag=True, help="Update as the paper does: SGD at 1e-4.")
-@click.option("--momentum", type=FRACTION, default=0.0, help="Of SGD.")
-@click.option("--beta1", type=FRACTION, default=0.9, help="Of AdamW.")
-@click.option("--beta2", type=FRACTION, default=0.999, help="Of AdamW.")
-@click.option("--epsilon", type=POSITIVE, default=1e-8, help="Of AdamW.")
-@click.option("--weight-decay", type=FROM_ZERO, default=0.0)
-@click.option(
-    "--schedule",
-    type=click.Choice(["constant", "linear", "cosine"]),
-    default="constant",
-    help="How the learning rate falls to zero after the warm-up.",
-)
-@click.option(
-    "--warmup",
-    type=click.IntRange(min=0),
-    default=0,
-    help="Steps over which the learning rate rises from zero.",
-)
-@click.option("--max-grad-norm", type=POSITIVE, help="Clip gradients to this norm over all blocks.")
-@click.option(
-    "--skip-bad-steps",
-    is_flag=True,
-    help="Take a step back whose loss or gradient is not finite, and go on; holds the parameters "
-    "twice.",
-)
-@click.option("--mezo-epsilon", type=POSITIVE, default=1e-3, help="Size of MeZO's perturbation.")
-@click.option(
-    "--val-batches",
-    type=click.IntRange(min=0),
-    default=25,
-    help="Held-out sequences an evaluation takes.",
-)
+@update_options
+@evaluation_option
 @click.option(
     "--eval-every",
     type=click.IntRange(min=0),
@@ -238,37 +110,13 @@ def refuse(context: click.Context, parameter: click.Parameter, value: object) ->
     help="Go on with the run in --output, with its settings; what may change is --steps, "
     "--save-every and where memory goes.",
 )
-@click.option(
-    "--memory-limit",
-    "memory_limit_mb",
-    type=POSITIVE,
-    metavar="MB",
-    help="Peak footprint to stay below, in 10⁶ bytes; room to spare is used for speed.",
-)
-@click.option(
-    "--offload",
-    type=click.Choice(["none", "inputs", "all"]),
-    help="Keep block inputs, or the optimizer's state too, in a file on disk.  "
-    "[default: what the limit asks for]",
-)
-@click.option(
-    "--keep-cache",
-    is_flag=True,
-    help="Let MLX keep freed buffers from block to block, where there is memory for it: faster on "
-    "a GPU where buffers are slow to make.",
-)
+@memory_options
 @click.option(
     "--dry-run",
     is_flag=True,
     help="Print the plan, its predicted memory and what a step counts on a phone's GPU, and end.",
 )
-@click.option(
-    "--dropout", "--lora-dropout", type=float, hidden=True, expose_value=False, callback=refuse
-)
-@click.option(
-    "--dora", "--use-dora", is_flag=True, hidden=True, expose_value=False, callback=refuse
-)
-@click.option("--fine-tune-type", hidden=True, expose_value=False, callback=refuse)
+@refused_options
 @click.pass_context
 def main(context: click.Context, output: Path | None, paper: bool, **options: object) -> None:
     """Fine-tune BUNDLE, a folder that mesp-export wrote, with LoRA.
@@ -284,12 +132,8 @@ def main(context: click.Context, output: Path | None, paper: bool, **options: ob
         if options[name] is None:
             raise click.MissingParameter(ctx=context, param=parameter(context, name))
     manifest = read_manifest(Path(options["bundle"]), to_run=not options["dry_run"])
-    options["seq_len"] = choose(
-        manifest["seq_lens"], options["seq_len"], "sequence length", PREFERRED_SEQ_LEN
-    )
-    options["rank"] = choose(manifest["ranks"], options["rank"], "rank", manifest["ranks"][0])
-    choose_update(context, options, manifest, paper)
-    check(context, options, manifest)
+    complete(context, options, manifest, paper)
+    check_goal(options, manifest)
     if output is None:
         stamp = datetime.now(timezone.utc).strftime("%Y%m%dT%H%M%SZ")
         output = Path("runs") / f"{manifest['name']}-{options['method']}-{stamp}"

@@ -16,12 +16,13 @@ from mesp.models.architecture import Architecture
 from mesp.runs.log import LOG_NAME
 
 SETTINGS_NAME = "settings.json"
+PREFERRED_SEQ_LEN = 256
 
 # What a run that goes on may have different: all of it changes nothing that is computed.
 MAY_CHANGE = ("bundle", "steps", "save_every", "memory_limit_mb", "offload", "keep_cache", "resume")
 
-# What settings.json lacks of runs that were begun before there were objectives.
-ADDED = ("objective", "beta", "gamma", "desirable_weight", "undesirable_weight")
+# What settings.json may lack, of runs that were begun before there were these.
+ADDED = ("objective", "beta", "gamma", "desirable_weight", "undesirable_weight", "freeze_a")
 
 OBJECTIVES = ("dpo", "ipo", "simpo", "orpo", "kto")
 
@@ -49,21 +50,29 @@ def flag(context: click.Context, name: str) -> str:
     return parameter(context, name).opts[-1]
 
 
-def resumed(context: click.Context, output: Path | None, given: dict) -> dict:
-    """The settings of the run in `output`, with what is given of `MAY_CHANGE`.
+def resumed(
+    context: click.Context,
+    output: Path | None,
+    given: dict,
+    begun: str = LOG_NAME,
+    may_change: tuple[str, ...] = MAY_CHANGE,
+) -> dict:
+    """The settings of the run in `output`, with what is given of those that `may_change`.
 
-    Raises MespError where there is no run, or where another option would change it.
+    A run has `begun` where it has a file of that name. Raises MespError where there is no run, or
+    where another option would change it.
     """
     if output is None:
         raise MespError("Say which run to go on with: --resume --output FOLDER.")
     path = output / SETTINGS_NAME
-    if not (output / LOG_NAME).exists():
+    if not (output / begun).exists():
         raise MespError(f"{output} holds no run to go on with; start one without --resume.")
     with plain_os_errors(f"Cannot read {path}"):
         text = path.read_text(encoding="utf-8", errors="replace")
     try:
         settings = json.loads(text)
-        recorded = {n: settings.get(n) if n in ADDED else settings[n] for n in given}
+        before = {n: parameter(context, n).default for n in ADDED if n in given} | settings
+        recorded = {n: before[n] for n in given}
         projections = recorded["projections"]
         if not (projections is None or isinstance(projections, list)) or not all(
             isinstance(each, str) for each in projections or ()
@@ -74,7 +83,7 @@ def resumed(context: click.Context, output: Path | None, given: dict) -> dict:
     for name, value in given.items():
         if context.get_parameter_source(name) == ParameterSource.DEFAULT:
             continue
-        if name not in MAY_CHANGE and value != recorded[name]:
+        if name not in may_change and value != recorded[name]:
             was = "not set" if recorded[name] is None else recorded[name]
             raise MespError(
                 f"A run that goes on keeps its settings: {flag(context, name)} is "
@@ -94,6 +103,17 @@ def choose(available: list[int], wanted: int | None, what: str, preferred: int) 
     return wanted
 
 
+def complete(context: click.Context, options: dict, manifest: dict, paper: bool) -> None:
+    """Fills in what is not given and goes by the bundle, and refuses, in a sentence, what does not
+    go together or what the bundle can't serve."""
+    options["seq_len"] = choose(
+        manifest["seq_lens"], options["seq_len"], "sequence length", PREFERRED_SEQ_LEN
+    )
+    options["rank"] = choose(manifest["ranks"], options["rank"], "rank", manifest["ranks"][0])
+    choose_update(context, options, manifest, paper)
+    check_training(context, options, manifest)
+
+
 def choose_update(context: click.Context, options: dict, manifest: dict, paper: bool) -> None:
     """Fills in the optimizer and the learning rate where none is given: `--paper`, or defaults.
 
@@ -109,19 +129,19 @@ def choose_update(context: click.Context, options: dict, manifest: dict, paper: 
     method, arch = options["method"], Architecture.from_manifest(manifest["architecture"])
     options["optimizer"] = options["optimizer"] or default_optimizer(method)
     options["learning_rate"] = options["learning_rate"] or default_learning_rate(
-        method, options["optimizer"], arch.hidden_size, options["objective"]
+        method, options["optimizer"], arch.hidden_size, options.get("objective")
     )
 
 
-def check(context: click.Context, options: dict, manifest: dict) -> None:
-    """Refuses, in a sentence, options that do not go together or that the bundle can't serve."""
+def check_training(context: click.Context, options: dict, manifest: dict) -> None:
+    """Refuses, in a sentence, options of the update and the adapters that have no use."""
 
     def changed(name: str) -> bool:
         # A default is no request, even where it is written out: settings.json may be a --config.
         return options[name] not in (None, parameter(context, name).default)
 
     for name, (other, values) in ONLY_WITH.items():
-        if changed(name) and options[other] not in values:
+        if name in options and changed(name) and options[other] not in values:
             raise MespError(
                 f"{flag(context, name)} has no use without {flag(context, other)} "
                 f"{' or '.join(values)}: leave it out."
@@ -130,12 +150,6 @@ def check(context: click.Context, options: dict, manifest: dict) -> None:
         raise MespError(
             f"--warmup {options['warmup']} does not end within --steps {options['steps']}."
         )
-    if options["objective"] == "kto" and options["batch_size"] < 2:
-        raise MespError(
-            "--objective kto takes each prompt with the answer of another record of the batch: "
-            "set --batch-size to 2 or more."
-        )
-    check_labels(options["objective"], manifest)
     arch = Architecture.from_manifest(manifest["architecture"])
     for each in options["projections"] or ():
         if each not in arch.trainable:
@@ -146,6 +160,16 @@ def check(context: click.Context, options: dict, manifest: dict) -> None:
     layers = arch.num_hidden_layers
     if (options["num_layers"] or 1) > layers:
         raise MespError(f"--num-layers {options['num_layers']} is more than the {layers} blocks.")
+
+
+def check_goal(options: dict, manifest: dict) -> None:
+    """Refuses, in a sentence, objectives and evaluations that the bundle's data can't serve."""
+    if options["objective"] == "kto" and options["batch_size"] < 2:
+        raise MespError(
+            "--objective kto takes each prompt with the answer of another record of the batch: "
+            "set --batch-size to 2 or more."
+        )
+    check_labels(options["objective"], manifest)
     held = manifest.get("data") or {}
     if options["early_stopping"] and not (
         options["eval_every"] and options["val_batches"] and "valid" in held

@@ -48,6 +48,19 @@ def load(
     """
     options = options or DataOptions()
     documents = read_documents(data, options.selection)
+    return tokenize(data, documents, tokenizer, seq_len, vocab_size, options)
+
+
+def tokenize(
+    data: str,
+    documents: dict[str, list[Document]],
+    tokenizer: Any,
+    seq_len: int,
+    vocab_size: int,
+    options: DataOptions,
+) -> dict[str, Split]:
+    """The splits of documents that were read of `data`, as `load` has them. With a ``valid`` among
+    them the others may have any names."""
     kind = kind_of(documents)
     pack = kind == "text" if options.pack is None else options.pack
     loss_on = options.loss_on or ("all" if kind == "text" else "answers")

@@ -137,7 +137,7 @@ def _check_judged(document: Document) -> None:
 
 def kind_of(documents: dict[str, list[Document]]) -> str:
     """The kind of all documents. Raises MespError where it is not one."""
-    first = documents["train"][0]
+    first = next(iter(documents.values()))[0]
     for document in (each for split in documents.values() for each in split):
         if document.kind != first.kind:
             raise MespError(

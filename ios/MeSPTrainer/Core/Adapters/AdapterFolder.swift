@@ -57,9 +57,11 @@ func saveAdapterFolder(
 
 /// Reads an adapter folder as mlx-lm or PEFT writes it.
 ///
-/// - Parameter absent: a block's parameters `[P]`, from which the matrices that the folder lacks are taken; zero by default
+/// - Parameters:
+///   - onlyB: whether a module's B may come without its A
+///   - absent: a block's parameters `[P]`, from which the matrices that the folder lacks are taken; zero by default
 func loadAdapters(
-    from folder: URL, architecture: Architecture,
+    from folder: URL, architecture: Architecture, onlyB: Bool = false,
     absent: (LoRALayout, _ block: Int) -> MLXArray = { layout, _ in MLXArray.zeros([layout.count]) }
 ) throws -> Adapters {
     do {
@@ -87,7 +89,7 @@ func loadAdapters(
                     let (inputs, outputs) = architecture.dimensions(module)
                     let a = try take("A", module, block, [inputs, rank])
                     let b = try take("B", module, block, [rank, outputs])
-                    guard (a == nil) == (b == nil) else {
+                    guard (a == nil) == (b == nil) || (onlyB && a == nil) else {
                         throw MeSPError("\(format.name(a == nil ? "A" : "B", module, block)) is missing")
                     }
                     let initial = layout.matrices(module, in: absent)
@@ -106,11 +108,12 @@ func loadAdapters(
 }
 
 extension Trainer {
-    /// Takes the parameters of adapters, as mlx-lm or PEFT wrote them, instead of the initial ones.
+    /// Takes the parameters of adapters, as mlx-lm or PEFT wrote them, instead of the initial ones. Where each A is frozen, a folder with B
+    /// alone goes on from the A of the run's seed.
     func startFrom(_ folder: URL) throws {
-        let adapters = try loadAdapters(from: folder, architecture: model.bundle.architecture) { [settings] in
-            $0.initial(seed: settings.seed, block: $1)
-        }
+        let adapters = try loadAdapters(
+            from: folder, architecture: model.bundle.architecture, onlyB: settings.freezeA
+        ) { [settings] in $0.initial(seed: settings.seed, block: $1) }
         guard adapters.layout.rank == settings.rank else {
             throw MeSPError(
                 "The adapters in \(folder.path) have rank \(adapters.layout.rank), the run has \(settings.rank); choose theirs."

@@ -64,10 +64,16 @@ struct LoRALayout {
             })
     }
 
-    /// 1 for each parameter of these modules, 0 for the others: `[P]`.
-    func mask(_ trained: [Module]) -> MLXArray {
-        concatenated(
-            modules.map { MLXArray.full([size($0)], values: MLXArray(trained.contains($0) ? 1 : Float(0))) })
+    /// 1 for each parameter of these modules, or of their B alone, 0 for the others: `[P]`.
+    func mask(_ trained: [Module], onlyB: Bool) -> MLXArray {
+        packed(
+            modules.map { module in
+                let (inputs, outputs) = architecture.dimensions(module)
+                let one: Float = trained.contains(module) ? 1 : 0
+                return LoRAMatrices(
+                    a: MLXArray.full([inputs, rank], values: MLXArray(onlyB ? 0 : one)),
+                    b: MLXArray.full([rank, outputs], values: MLXArray(one)))
+            })
     }
 }
 

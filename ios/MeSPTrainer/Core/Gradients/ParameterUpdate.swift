@@ -6,6 +6,8 @@ extension Trainer {
         try model.check(gradient, block)
         let stored = try model.lora.read(block)
         let old = stored.asType(.float32)
+        var gradient = gradient
+        if let mu = settings.proximalMu, let start = try start?.read(block) { gradient = gradient + mu * (old - start) }
         var new = try optimizer.update(old, gradient, block: block, rate: settings.learningRate(step: number))
         if let mask { new = which(mask, new, old) }
         if settings.loraDtype == .bfloat16 {

@@ -161,7 +161,8 @@ final class Trainer {
 
     /// A random key for each block in a step.
     func keys(_ number: Int) -> [MLXArray] {
-        MLXRandom.split(key: MLXRandom.key(settings.seed &+ 1 &+ UInt64(number)), into: model.blocks.count)
+        let seed = settings.seed &+ 1 &+ UInt64(settings.firstStep + number)
+        return MLXRandom.split(key: MLXRandom.key(seed), into: model.blocks.count)
     }
 
     // MARK: - Sums of gradients
@@ -235,7 +236,7 @@ final class Trainer {
     let trained: Range<Int>
     /// The modules of these blocks that are trained.
     let modules: [Module]
-    /// 1 for each parameter of a trained module, 0 for the others, `[P]`; nil where all are trained.
+    /// 1 for each parameter that is trained, 0 for the others, `[P]`; nil where all are trained.
     let mask: MLXArray?
     /// The block inputs, from the forward to the backward pass.
     private var inputs: BlockArrays
@@ -244,7 +245,7 @@ final class Trainer {
     /// Sums of gradients, float32 `[P]` a block, where an update needs more than one backward pass gives at a time.
     private var gradients: BlockArrays?
     var optimizer: Optimizer
-    /// The parameters that the run began with, where answers are compared with that model and it has adapters.
+    /// The parameters that the run began with, where answers are compared with that model or an update is held near it.
     let start: BlockArrays?
     /// log π₀ of answers, in nats, as they are met.
     var references = [JudgedAnswer.Source: Float]()
@@ -260,7 +261,8 @@ final class Trainer {
         self.plan = plan
         trained = max(0, blocks - (settings.numLayers ?? blocks))..<blocks
         modules = try settings.modules(of: architecture)
-        mask = modules == architecture.modules ? nil : layout.mask(modules)
+        let isPartial = modules != architecture.modules || settings.freezeA
+        mask = isPartial ? layout.mask(modules, onlyB: settings.freezeA) : nil
 
         func arrays(_ shape: [Int], _ dtype: DType) throws -> BlockArrays {
             let file = plan.offload == .all ? try ArrayFile(in: folder, shape: shape, dtype: dtype) : nil
@@ -297,7 +299,8 @@ final class Trainer {
     ) throws -> BlockArrays? {
         guard settings.keepsStart, let folder = settings.adapters else { return nil }
         var start = try arrays()
-        let adapters = try loadAdapters(from: URL(fileURLWithPath: folder), architecture: architecture)
+        let adapters = try loadAdapters(
+            from: URL(fileURLWithPath: folder), architecture: architecture, onlyB: settings.freezeA)
         for (block, vector) in adapters.lora.enumerated() { try start.write(vector, block) }
         return start
     }

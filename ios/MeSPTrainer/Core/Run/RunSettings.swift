@@ -12,7 +12,11 @@ public struct RunSettings: Codable, Sendable, Equatable {
     /// The folder that gets `metrics.jsonl` and `adapters/`.
     public var output: String
     public var method: GradientMethod = .mesp
+    /// Updates of the adapters; 0 for a run that evaluates and saves the adapters it would start from.
     public var steps: Int = 100
+    /// Steps that others have taken before this run, as the rounds of a federation: the order of the data and every random number go on
+    /// from there.
+    public var firstStep: Int = 0
     /// Tokens in a sequence.
     public var seqLen: Int = 256
     public var rank: Int = 8
@@ -26,6 +30,8 @@ public struct RunSettings: Codable, Sendable, Equatable {
     public var projections: [String]?
     /// Only the last so many blocks are trained; nil for all.
     public var numLayers: Int?
+    /// Trains B alone, and leaves each A as it is (FFA-LoRA, arXiv:2403.12313).
+    public var freezeA = false
     /// A folder of adapters to start from, as mlx-lm or PEFT writes it.
     public var adapters: String?
 
@@ -52,6 +58,8 @@ public struct RunSettings: Codable, Sendable, Equatable {
     public var epsilon: Float = 1e-8
     /// λ
     public var weightDecay: Float = 0
+    /// μ of FedProx (arXiv:1812.06127): μ (w − w₀) is added to the gradient, w₀ the adapters that the run starts from; nil for none.
+    public var proximalMu: Float?
     /// The largest norm of the whole gradient; a larger one is scaled down. nil for no limit.
     public var maxGradNorm: Float?
     /// Sequences of a batch; its loss is the mean over all their tokens.
@@ -129,8 +137,8 @@ public struct RunSettings: Codable, Sendable, Equatable {
         method != .mezo && (batchSize * gradAccumulationSteps > 1 || maxGradNorm != nil || objective != nil)
     }
 
-    /// Whether the adapters that a run starts from stay: answers are compared with the model that has them.
-    var keepsStart: Bool { adapters != nil && objective?.hasReference == true }
+    /// Whether the adapters that a run starts from stay: answers are compared with the model that has them, or the run is held near them.
+    var keepsStart: Bool { adapters != nil && (objective?.hasReference == true || proximalMu != nil) }
 
     public init(bundle: String, output: String) {
         self.bundle = bundle
@@ -197,8 +205,11 @@ public struct RunSettings: Codable, Sendable, Equatable {
             guard condition else { throw MeSPError("\(name) must be \(wanted).") }
         }
         // So high that nobody minds, and so low that no product of them overflows.
+        for (name, count) in [("steps", steps), ("first_step", firstStep)] {
+            try require((0...Self.mostSteps).contains(count), name, "0 or more and at most \(Self.mostSteps)")
+        }
         for (name, count) in [
-            ("steps", steps), ("batch_size", batchSize), ("grad_accumulation_steps", gradAccumulationSteps),
+            ("batch_size", batchSize), ("grad_accumulation_steps", gradAccumulationSteps),
         ] {
             try require((1...Self.mostSteps).contains(count), name, "at least 1 and at most \(Self.mostSteps)")
         }
@@ -216,12 +227,14 @@ public struct RunSettings: Codable, Sendable, Equatable {
         // KTO's estimate of the divergence takes each prompt with the answer of another record.
         try require(objective != .kto || batchSize >= 2, "batch_size", "at least 2 with kto")
         try require(learningRate.isFinite && learningRate > 0, "learning_rate", "a positive number")
-        try require((0..<steps).contains(warmup), "warmup", "0 or more and less than steps")
+        try require((0..<max(1, steps)).contains(warmup), "warmup", "0 or more and less than steps")
         try require((0..<1).contains(momentum), "momentum", "0 or more and less than 1")
         try require((0..<1).contains(beta1), "beta1", "0 or more and less than 1")
         try require((0..<1).contains(beta2), "beta2", "0 or more and less than 1")
         try require(epsilon.isFinite && epsilon > 0, "epsilon", "a positive number")
         try require(weightDecay.isFinite && weightDecay >= 0, "weight_decay", "0 or more")
+        try require(proximalMu.map { $0.isFinite && $0 > 0 } ?? true, "proximal_mu", "a positive number")
+        try require(proximalMu == nil || adapters != nil, "adapters", "named with proximal_mu, which stays near them")
         try require(maxGradNorm.map { $0.isFinite && $0 > 0 } ?? true, "max_grad_norm", "a positive number")
         try require(mezoEpsilon.isFinite && mezoEpsilon > 0, "mezo_epsilon", "a positive number")
         try require(valBatches >= 0, "val_batches", "0 or more")

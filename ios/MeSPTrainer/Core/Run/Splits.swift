@@ -43,6 +43,7 @@ struct Splits {
     /// The sequences of step `step` (from 0), in batches.
     func batches(step: Int, _ settings: RunSettings) -> [[Example]] {
         let (size, count) = (settings.batchSize, settings.gradAccumulationSteps)
+        let step = settings.firstStep + step
         return (0..<count).map { batch in
             (0..<size).map { train.training((step * count + batch) * size + $0, seed: settings.seed) }
         }
@@ -51,6 +52,7 @@ struct Splits {
     /// The judged answers of step `step` (from 0), in batches.
     func judgedBatches(step: Int, _ objective: Objective) -> [[JudgedAnswer]] {
         let (size, count) = (settings.batchSize, settings.gradAccumulationSteps)
+        let step = settings.firstStep + step
         let answers = JudgedAnswers(train, split: 0, objective)
         return (0..<count).map { batch in
             (0..<size).flatMap { answers.training((step * count + batch) * size + $0, seed: settings.seed) }

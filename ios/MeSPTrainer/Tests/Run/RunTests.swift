@@ -238,7 +238,7 @@ import Testing
     }
 
     @Test(arguments: [
-        BadSetting("steps") { $0.steps = 0 }, BadSetting("rank") { $0.rank = 0 },
+        BadSetting("steps") { $0.steps = -1 }, BadSetting("rank") { $0.rank = 0 },
         BadSetting("--rank 3") { $0.rank = 3 },
         BadSetting("--seq-len 5") { $0.seqLen = 5 }, BadSetting("learning_rate") { $0.learningRate = -1 },
         BadSetting("learning_rate") { $0.learningRate = .nan }, BadSetting("alpha") { $0.alpha = 0 },

@@ -1,0 +1,132 @@
+"""What travels between the server and its clients: LoRA matrices by mlx-lm's names.
+
+A client gets the round's matrices and sends back what it made of them. With `freeze_a` only each B
+travels: every A is that of the run's seed, at every client the same. In `bfloat16` the server sends
+the matrices rounded, and a client sends what it added to them, rounded too: the server adds that to
+its own, so no small update is lost to the rounding of a large number. In `float32` both send the
+matrices as they are, and nothing is rounded.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save_file
+
+from mesp.adapters.load import CONFIG, WEIGHTS
+from mesp.errors import MespError, plain_os_errors
+
+Arrays = dict[str, np.ndarray]
+EXCHANGES = ("float32", "bfloat16")
+
+
+def read_arrays(folder: Path) -> Arrays:
+    """The matrices of an adapter folder, float32 A [in, rank] and B [rank, out]."""
+    try:
+        return load_file(folder / WEIGHTS)
+    except (OSError, SafetensorError) as error:
+        raise MespError(f"{folder / WEIGHTS} cannot be read: {error}.") from error
+
+
+def write_arrays(folder: Path, arrays: Arrays, rank: int, scale: float) -> None:
+    """Writes matrices as a folder of adapters that mesp-engine starts from."""
+    config = {"fine_tune_type": "lora", "lora_parameters": {"rank": rank, "scale": scale}}
+    with plain_os_errors(f"Cannot write the adapters to {folder}"):
+        folder.mkdir(parents=True)
+        save_file(arrays, folder / WEIGHTS)
+        (folder / CONFIG).write_text(json.dumps(config), encoding="utf-8")
+
+
+def travelling(arrays: Arrays, freeze_a: bool) -> Arrays:
+    """Those that are trained, and so travel."""
+    return {name: each for name, each in arrays.items() if not freeze_a or name.endswith("lora_b")}
+
+
+def to_bfloat16(array: np.ndarray) -> np.ndarray:
+    """Finite float32 numbers as bfloat16's 16 bits, uint16, rounded to the nearest, ties to even.
+
+    NumPy has no bfloat16, nor has a Flower message.
+    """
+    bits = np.ascontiguousarray(array, np.float32).view(np.uint32)
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
+
+
+def from_bfloat16(bits: np.ndarray) -> np.ndarray:
+    """The float32 numbers that bfloat16's bits, uint16, stand for."""
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def packed(arrays: Arrays) -> Arrays:
+    """float32 as bfloat16's bits."""
+    return {name: to_bfloat16(array) for name, array in arrays.items()}
+
+
+def unpacked(arrays: Arrays) -> Arrays:
+    """bfloat16's bits as float32."""
+    return {name: from_bfloat16(array) for name, array in arrays.items()}
+
+
+def check_arrays(arrays: Arrays, expected: Arrays) -> None:
+    """Raises MespError, in a sentence, unless names, shapes and dtypes agree and all is finite."""
+    for name in expected.keys() ^ arrays.keys():
+        what = "lacks" if name in expected else "has"
+        raise MespError(f"it {what} {name}, and so is of another model or other settings")
+    for name, array in arrays.items():
+        wanted = expected[name]
+        if (array.shape, array.dtype) != (wanted.shape, wanted.dtype):
+            raise MespError(
+                f"its {name} is {array.dtype} {list(array.shape)} and not "
+                f"{wanted.dtype} {list(wanted.shape)}"
+            )
+        if not np.isfinite(from_bfloat16(array) if array.dtype == np.uint16 else array).all():
+            raise MespError(f"its {name} has a number that is not finite")
+
+
+def drift(clients: list[Arrays], weights: list[float], start: Arrays) -> float:
+    """How far clients are from each other, by how far they went together:
+    √(Σ pᵢ ‖wᵢ - w̄‖²) / ‖w̄ - w‖, with w̄ = Σ pᵢ wᵢ; 0 where nobody moved."""
+    apart = moved = 0.0
+    for name, before in start.items():
+        mean = _mean(clients, weights, name)
+        squares = (np.square(each[name] - mean).sum(dtype=np.float64) for each in clients)
+        apart += sum(p * square for p, square in zip(_shares(weights), squares, strict=True))
+        moved += np.square(mean - before).sum(dtype=np.float64)
+    return math.sqrt(apart / moved) if moved else 0.0
+
+
+def averaging_error(clients: list[Arrays], weights: list[float], start: Arrays) -> float:
+    """What averaging A and B apart gets wrong, by what the clients' products moved:
+    ‖Σ pᵢ AᵢBᵢ - ĀB̄‖ / ‖Σ pᵢ AᵢBᵢ - AB‖ over all modules; 0 where only B travels.
+
+    No product is made: for U [in, k] and V [k, out], ‖UV‖² = Σ (UᵀU) ∘ (VVᵀ).
+    """
+    wrong = moved = 0.0
+    for name in start:
+        if not name.endswith("lora_a"):
+            continue
+        b = name.removesuffix("a") + "b"
+        left = [each[name] for each in clients]
+        right = [p * each[b] for p, each in zip(_shares(weights), clients, strict=True)]
+        mean = (_mean(clients, weights, name), _mean(clients, weights, b))
+        wrong += _squared_norm([*left, mean[0]], [*right, -mean[1]])
+        moved += _squared_norm([*left, start[name]], [*right, -start[b]])
+    return math.sqrt(max(wrong, 0) / moved) if moved > 0 else 0.0
+
+
+def _shares(weights: list[float]) -> list[float]:
+    return [weight / sum(weights) for weight in weights]
+
+
+def _mean(clients: list[Arrays], weights: list[float], name: str) -> np.ndarray:
+    parts = zip(_shares(weights), clients, strict=True)
+    return sum(p * each[name].astype(np.float64) for p, each in parts)
+
+
+def _squared_norm(left: list[np.ndarray], right: list[np.ndarray]) -> float:
+    u = np.concatenate(left, axis=1).astype(np.float64)
+    v = np.concatenate(right, axis=0).astype(np.float64)
+    return float(((u.T @ u) * (v @ v.T)).sum())

@@ -1,0 +1,119 @@
+"""A client's part of a round: a run of mesp-engine from the round's adapters."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mesp.bundle.manifest import read_manifest
+from mesp.engine.build import find_engine
+from mesp.errors import MespError, plain_os_errors
+from mesp.federate.exchange import Arrays, read_arrays, write_arrays
+from mesp.runs.log import LOG_NAME, Run, read_run
+
+# What a server may set of a client's run, and no path.
+SETTINGS = (
+    *("method", "steps", "seq_len", "batch_size", "grad_accumulation_steps", "seed"),
+    *("rank", "alpha", "rslora", "projections", "num_layers", "freeze_a", "lora_dtype"),
+    *("optimizer", "learning_rate", "momentum", "beta1", "beta2", "epsilon", "weight_decay"),
+    *("schedule", "warmup", "max_grad_norm", "skip_bad_steps", "mezo_epsilon"),
+    *("memory_limit_mb", "offload", "keep_cache"),
+)
+
+
+@dataclass(frozen=True)
+class Client:
+    """One who takes part: `data` is a folder of tokens, None for the bundle's own."""
+
+    name: str
+    bundle: Path
+    data: Path | None = None
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a client made of a round's matrices, from so many `targets` that counted."""
+
+    arrays: Arrays
+    targets: int
+    loss: float
+    footprint: int
+
+
+def train(client: Client, received: Arrays, config: Mapping[str, Any]) -> Trained:
+    """Trains from the `received` matrices, float32, as the server's `config` says.
+
+    The optimizer and the learning rate's schedule begin anew in each round; the order of the data
+    and every random number go on. Raises MespError where the run fails, lasts more than ``timeout``
+    seconds, or the bundle is of another model than the server's.
+    """
+    model = model_name(read_manifest(client.bundle))
+    if config["model"] != model:
+        raise MespError(f"{client.bundle} is of {model}, and the round is of {config['model']}.")
+    settings = {name: config[name] for name in SETTINGS if name in config}
+    if config.get("proximal-mu"):  # FedProx's
+        settings["proximal_mu"] = config["proximal-mu"]
+    with tempfile.TemporaryDirectory(prefix="mesp-federate-") as folder:
+        start, output = Path(folder, "start"), Path(folder, "run")
+        write_arrays(start, received, settings["rank"], scale(settings))
+        settings |= {
+            "bundle": str(client.bundle),
+            "data": None if client.data is None else str(client.data),
+            "adapters": str(start),
+            "output": str(output),
+            "first_step": (config["round"] - 1) * settings["steps"],
+            "val_batches": 0,
+            "save_every": 0,
+        }
+        run = run_engine(settings, config["timeout"])
+        arrays = read_arrays(output / "adapters")
+    return Trained(
+        arrays={name: arrays[name] for name in received},
+        targets=sum(step["tokens"] for step in run.steps),
+        loss=sum(run.losses) / len(run.losses),
+        footprint=run.peak_footprint,
+    )
+
+
+def run_engine(settings: dict[str, Any], timeout: float | None = None) -> Run:
+    """Runs mesp-engine to its end, and returns its log. Raises MespError where it fails."""
+    output, engine = Path(settings["output"]), find_engine()
+    path = output / "settings.json"
+    with plain_os_errors(f"Cannot write to {output}"):
+        output.mkdir(parents=True)
+        path.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    with plain_os_errors(f"Cannot start {engine}"):
+        try:
+            done = subprocess.run(
+                [engine, path],
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                encoding="utf-8",
+                errors="replace",
+                timeout=timeout,
+            )
+        except subprocess.TimeoutExpired as error:
+            raise MespError(f"The run took more than {timeout:g} s.") from error
+    run = read_run(output) if (output / LOG_NAME).exists() else Run()
+    if done.returncode != 0 or run.end.get("reason") != "finished":
+        said = done.stderr.strip()
+        raise MespError(said or f"mesp-engine failed with exit status {done.returncode}.")
+    return run
+
+
+def scale(settings: Mapping[str, Any]) -> float:
+    """What the adapters' product is multiplied by: alpha / rank, or alpha / √rank."""
+    rank = settings["rank"]
+    return settings["alpha"] / (math.sqrt(rank) if settings["rslora"] else rank)
+
+
+def model_name(manifest: Mapping[str, Any]) -> str:
+    """The base model, which all clients must have: `ID` or `ID@REVISION`."""
+    model = manifest["model"]
+    return "@".join(part for part in (model["id"], model["revision"]) if part)

@@ -1,0 +1,32 @@
+"""Matrices in Flower's messages, and the mod that makes float32 of what travels in bfloat16."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from flwr.app import Array, ArrayRecord, Context, Message
+
+from mesp.federate.exchange import Arrays, packed, unpacked
+
+
+def to_numpy(record: ArrayRecord) -> Arrays:
+    return {name: array.numpy() for name, array in record.items()}
+
+
+def to_record(arrays: Arrays) -> ArrayRecord:
+    return ArrayRecord({name: Array(array) for name, array in arrays.items()})
+
+
+def in_float32(
+    message: Message, context: Context, call_next: Callable[[Message, Context], Message]
+) -> Message:
+    """The mod that lets the app, and mods within, see float32, whatever travels."""
+    if message.content["config"]["exchange"] == "float32":
+        return call_next(message, context)
+    received = unpacked(to_numpy(message.content["arrays"]))
+    message.content["arrays"] = to_record(received)
+    reply = call_next(message, context)
+    if not reply.has_error():
+        added = {n: a - received[n] for n, a in to_numpy(reply.content["arrays"]).items()}
+        reply.content["arrays"] = to_record(packed(added))
+    return reply

@@ -1,0 +1,68 @@
+"""What people see of the rounds: a line each on standard error, and a few at the end."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+
+from mesp.federate.federation import Federation
+from mesp.formatting import decimal, megabytes
+
+
+class Report:
+    """Shows rounds as they end; on a terminal also which one is on its way."""
+
+    def __init__(self, rounds: int) -> None:
+        self.rounds = rounds
+        self.console = Console(stderr=True, highlight=False)
+        self.status = self.console.status("Starting Flower")
+        self.before: float | None = None
+
+    def __enter__(self) -> Report:
+        if self.console.is_terminal:
+            self.status.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.status.stop()
+
+    def show(self, record: dict[str, Any]) -> None:
+        """A round's record; the first is of the round that this one begins after."""
+        number = record["round"]
+        self.console.print(line(record, self.rounds, self.before), markup=False, soft_wrap=True)
+        for sentence in record.get("left_out", ()):
+            self.console.print(f"  left out: {sentence}", markup=False, soft_wrap=True)
+        self.before = record["held_out_loss"]
+        if number < self.rounds:
+            self.status.update(f"Round {number + 1} of {self.rounds}")
+
+
+def line(record: dict[str, Any], rounds: int, before: float | None) -> str:
+    """A round in a line: loss before and after, drift, megabytes, the largest footprint."""
+    loss = decimal(record["held_out_loss"], 3)
+    if "clients" not in record:
+        return f"round {record['round']}/{rounds}: held-out loss {loss}"
+    footprint = max(client["footprint_bytes"] for client in record["clients"])
+    return (
+        f"round {record['round']}/{rounds}: held-out loss {decimal(before, 3)} → {loss}, "
+        f"{len(record['clients'])} clients, drift {decimal(record['drift'])}, "
+        f"{megabytes(record['bytes_down'])} MB down, {megabytes(record['bytes_up'])} MB up, "
+        f"footprint {megabytes(footprint)} MB"
+    )
+
+
+def summary(federation: Federation) -> str:
+    """What all rounds came to."""
+    rounds = federation.rounds
+    records = rounds.records()
+    before, after = records[0]["held_out_loss"], records[-1]["held_out_loss"]
+    down, up = (sum(r.get(f"bytes_{way}", 0) for r in records) for way in ("down", "up"))
+    return "\n".join(
+        [
+            f"Finished {len(records) - 1} rounds: {megabytes(down)} MB sent to clients, "
+            f"{megabytes(up)} MB back.",
+            f"Held-out loss {decimal(before, 3)} before, {decimal(after, 3)} after (nats a token).",
+            f"Adapters: {rounds.path(records[-1]['round']) / 'adapters'}",
+        ]
+    )

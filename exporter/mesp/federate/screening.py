@@ -1,0 +1,146 @@
+"""Who is left out of a round: a strategy around any of Flower's, which lets through what fits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Strategy
+
+from mesp.errors import MespError
+from mesp.federate.exchange import Arrays, averaging_error, check_arrays, drift, packed, unpacked
+from mesp.federate.messages import to_numpy, to_record
+
+
+class Screened(Strategy):
+    """A strategy that gets only what it can take: float32 matrices of the model, all finite.
+
+    Whoever fails, stays silent or sends anything else is left out of the round, and named in
+    `report`. `first` is the number of the round before the strategy's first.
+    """
+
+    def __init__(
+        self, inner: Strategy, first: int, exchange: str, most_targets: int, needed: int
+    ) -> None:
+        self.inner = inner
+        self.first = first
+        self.exchange = exchange
+        self.most_targets = most_targets
+        self.needed = needed
+        self.sent: Arrays = {}
+        self.asked: set[int] = set()
+        self.names: dict[int, str] = {}
+        self.report: dict[str, Any] = {}
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        self.sent = to_numpy(arrays)
+        config["round"] = self.first + server_round
+        messages = list(self.inner.configure_train(server_round, arrays, config, grid))
+        self.asked = {message.metadata.dst_node_id for message in messages}
+        down = arrays if self.exchange == "float32" else to_record(packed(self.sent))
+        for message in messages:
+            message.content["arrays"] = down
+        self.report = {"bytes_down": _size(down) * len(messages)}
+        return messages
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        taken: dict[str, Message] = {}
+        left_out: list[str] = []
+        silent, up = set(self.asked), 0
+        for reply in replies:
+            node = reply.metadata.src_node_id
+            silent.discard(node)
+            try:
+                if reply.has_error():
+                    raise MespError(str(reply.error.reason))
+                up += sum(map(_size, reply.content.array_records.values()))
+                taken[self._screen(reply)] = reply
+            except MespError as error:
+                name = "" if reply.has_error() else self.names.get(node, f"node {node}") + ": "
+                left_out.append(name + error.message)
+        left_out += [f"{self.names.get(n, f'node {n}')}: did not answer in time." for n in silent]
+        number = self.first + server_round
+        if len(taken) < self.needed:
+            raise MespError(
+                f"Round {number} has adapters of {len(taken)} clients and needs {self.needed}: "
+                + " ".join(sorted(left_out))
+            )
+        # In an order of their own: sums of float32 depend on it, and answers come as they come.
+        replies = [taken[name] for name in sorted(taken)]
+        self.report |= self._report(replies) | {"bytes_up": up, "left_out": sorted(left_out)}
+        if hasattr(self.inner, "num_sampled_clients"):
+            self.inner.num_sampled_clients = len(taken)
+        averaged, metrics = self.inner.aggregate_train(server_round, replies)
+        if averaged is None:
+            raise MespError(f"The strategy made no adapters of the clients' in round {number}.")
+        return to_record(
+            {name: array.astype(np.float32) for name, array in to_numpy(averaged).items()}
+        ), metrics
+
+    def _screen(self, reply: Message) -> str:
+        """The client's name, after its matrices have become float32. Raises MespError."""
+        content = reply.content
+        try:
+            arrays, metrics = to_numpy(content["arrays"]), content["metrics"]
+            name = str(content["about"]["name"])
+            targets, loss = metrics["num-examples"], float(metrics["loss"])
+            footprint = metrics["footprint-bytes"]
+        except (KeyError, TypeError, ValueError, AttributeError, OSError) as error:
+            raise MespError(f"its answer is not as docs/federation.md has it: {error}") from error
+        self.names[reply.metadata.src_node_id] = name
+        if not (isinstance(targets, int) and 0 < targets <= self.most_targets):
+            raise MespError(f"it counts {targets} targets, of {self.most_targets} at most")
+        if not (math.isfinite(loss) and isinstance(footprint, int) and metrics.get("client") == 1):
+            raise MespError("its metrics are not as docs/federation.md has them")
+        if self.exchange == "float32":
+            check_arrays(arrays, self.sent)
+        else:
+            check_arrays(arrays, packed(self.sent))
+            arrays = {n: self.sent[n] + added for n, added in unpacked(arrays).items()}
+            content["arrays"] = to_record(arrays)
+        return name
+
+    def _report(self, replies: list[Message]) -> dict[str, Any]:
+        arrays = [to_numpy(reply.content["arrays"]) for reply in replies]
+        metrics = [reply.content["metrics"] for reply in replies]
+        targets = [each["num-examples"] for each in metrics]
+        clients = [
+            {
+                "name": reply.content["about"]["name"],
+                "targets": each["num-examples"],
+                "loss": each["loss"],
+                "footprint_bytes": each["footprint-bytes"],
+            }
+            for reply, each in zip(replies, metrics, strict=True)
+        ]
+        return {
+            "clients": clients,
+            "drift": drift(arrays, targets, self.sent),
+            "averaging_error": averaging_error(arrays, targets, self.sent),
+        }
+
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        return ()  # the server has held-out data, and evaluates once for all
+
+    def aggregate_evaluate(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> MetricRecord | None:
+        return None
+
+    def summary(self) -> None:
+        self.inner.summary()
+
+
+def _size(record: ArrayRecord) -> int:
+    """The bytes of a record's arrays, as they travel."""
+    return sum(len(array.data) for array in record.values())

@@ -1,0 +1,58 @@
+"""A federation on one machine: Flower's simulation engine, with mesp-engine for every client."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+# Before Flower and Ray are imported: nothing is reported to anybody.
+os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
+os.environ.setdefault("FLWR_DISABLE_UPDATE_CHECK", "1")
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # or Ray warns of its future
+
+# isort: split
+from flwr.app import Context
+from flwr.serverapp import Grid, ServerApp
+from flwr.simulation import run_simulation
+
+from mesp.errors import MespError
+from mesp.federate.client_app import client_app
+from mesp.federate.federation import Federation
+from mesp.federate.local_training import Client
+from mesp.federate.server_app import Show, serve
+
+
+def simulate(federation: Federation, show: Show) -> None:
+    """All rounds that are not there yet, each client of a round in turn or, with several cores,
+    beside another. Raises MespError."""
+    options = federation.options
+    failed: list[MespError] = []
+    server = ServerApp()
+
+    @server.main()
+    def _(grid: Grid, _: Context) -> None:
+        try:
+            serve(federation, grid, show)
+        except MespError as error:  # Flower would say where it was raised
+            failed.append(error)
+
+    def find(context: Context) -> Client:
+        number = int(context.node_config["partition-id"])
+        width = len(str(options["clients"] - 1))
+        name = f"client {number:0{width}}"
+        return Client(name, Path(options["bundle"]), federation.share(number))
+
+    logging.getLogger("flwr").setLevel(logging.CRITICAL)
+    run_simulation(
+        server,
+        client_app(find),
+        num_supernodes=options["clients"],
+        backend_config={
+            "client_resources": {"num_cpus": 1},
+            "init_args": {"logging_level": "error", "log_to_driver": False},
+        },
+    )
+    if failed:
+        raise failed[0]

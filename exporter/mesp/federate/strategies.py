@@ -1,0 +1,75 @@
+"""Flower's strategies, made of options, and what they keep from round to round."""
+
+from __future__ import annotations
+
+import inspect
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from flwr.serverapp import strategy
+from flwr.serverapp.strategy import Strategy
+
+from mesp.errors import MespError
+from mesp.federate.federation import STRATEGIES
+
+# What FedAdam goes on from: its moments, by the matrices' names.
+KEPT = ("m_t", "v_t")
+
+
+def make_strategy(options: dict[str, Any]) -> Strategy:
+    """Flower's strategy of that name with these options. Raises MespError where it takes none."""
+    kind = getattr(strategy, STRATEGIES[options["strategy"]])
+    given = dict(options["strategy_options"])
+    numbers = {
+        name: each.default
+        for name, each in inspect.signature(kind).parameters.items()
+        if isinstance(each.default, int | float)
+    }
+    for name, value in given.items():
+        if name not in numbers:
+            raise MespError(
+                f"--strategy {options['strategy']} has no option {name}; it has "
+                f"{', '.join(sorted(numbers))}."
+            )
+        given[name] = type(numbers[name])(value)
+    clients = {"min_available_nodes": options["clients"], "min_train_nodes": 1}
+    private = options["noise"] is not None
+    # For the noise to hide any one client, all must count the same.
+    weight = {"weighted_by_key": "client" if private else "num-examples"}
+    inner = kind(**{**clients, **weight, "fraction_evaluate": 0.0, **given})
+    if not private:
+        return inner
+    return strategy.DifferentialPrivacyServerSideFixedClipping(
+        inner, options["noise"], options["clip"], options["clients"]
+    )
+
+
+def state_of(inner: Strategy) -> bytes | None:
+    """What a strategy keeps from round to round: FedAdam's moments."""
+    arrays = {
+        f"{field}/{name}": array
+        for field in KEPT
+        for name, array in (getattr(_innermost(inner), field, None) or {}).items()
+    }
+    if not arrays:
+        return None
+    file = io.BytesIO()
+    np.savez(file, **arrays)
+    return file.getvalue()
+
+
+def restore(inner: Strategy, path: Path) -> None:
+    """Gives a strategy what `state_of` kept, where there is any."""
+    if not path.exists():
+        return
+    with np.load(path) as kept:
+        for field in KEPT:
+            arrays = {n.partition("/")[2]: kept[n] for n in kept if n.startswith(f"{field}/")}
+            if arrays:
+                setattr(_innermost(inner), field, arrays)
+
+
+def _innermost(inner: Strategy) -> Strategy:
+    return getattr(inner, "strategy", inner)
