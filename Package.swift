@@ -30,7 +30,7 @@ let package = Package(
     targets: [
         .target(
             name: "MeSPCore",
-            dependencies: [.product(name: "MLX", package: hostMLX ? "HostMLX" : "mlx-swift")],
+            dependencies: ["MeSPFederation", .product(name: "MLX", package: hostMLX ? "HostMLX" : "mlx-swift")],
             path: "ios/MeSPTrainer/Core"),
         .target(name: "MeSPFederation", path: "ios/MeSPTrainer/Federation"),
         .executableTarget(

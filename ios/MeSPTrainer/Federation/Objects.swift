@@ -169,7 +169,7 @@ extension ObjectStore {
     private func values(_ object: FlowerObject) throws -> [String: FlowerValue] {
         var values = [String: FlowerValue]()
         for item in try ProtobufMessage(object.body).messages(1) {
-            values[item.text(1)] = try item.messages(2).last.flatMap(FlowerValue.init)
+            values[item.text(1)] = try item.messages(2).last.flatMap { try FlowerValue($0) }
         }
         return values
     }

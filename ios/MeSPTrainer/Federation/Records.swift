@@ -14,7 +14,7 @@ public struct Records: Sendable, Equatable {
     }
 }
 
-/// A number, or in a record of settings also a flag, a text or bytes. Lists are passed over.
+/// A number, or in a record of settings also a flag, a text, bytes or texts. Other lists are passed over.
 public enum FlowerValue: Sendable, Equatable {
     case double(Double)
     case int(Int64)
@@ -22,8 +22,9 @@ public enum FlowerValue: Sendable, Equatable {
     case flag(Bool)
     case text(String)
     case bytes(Data)
+    case texts([String])
 
-    init?(_ message: ProtobufMessage) {
+    init?(_ message: ProtobufMessage) throws {
         if message.has(1) {
             self = .double(message.double(1))
         } else if message.has(2) {
@@ -36,6 +37,8 @@ public enum FlowerValue: Sendable, Equatable {
             self = .text(message.text(5))
         } else if message.has(6) {
             self = .bytes(message.bytes(6))
+        } else if message.has(25) {
+            self = .texts(try message.messages(25).last?.texts(1) ?? [])
         } else {
             return nil
         }
@@ -49,6 +52,7 @@ public enum FlowerValue: Sendable, Equatable {
         case .flag(let flag): message.add(4, UInt64(flag ? 1 : 0), isPresent: true)
         case .text(let text): message.add(5, text, isPresent: true)
         case .bytes(let bytes): message.add(6, bytes)
+        case .texts(let texts): message.add(25) { list in texts.forEach { list.add(1, $0, isPresent: true) } }
         }
     }
 }

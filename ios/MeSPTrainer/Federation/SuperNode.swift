@@ -30,6 +30,8 @@ public struct SuperNode: Sendable {
     /// What a message asks.
     public struct Question: Sendable, Equatable {
         public let id: String
+        /// Which node it is for: this one.
+        public let node: UInt64
         /// `train`, `evaluate` or `query`, perhaps with a name behind a dot.
         public let type: String
         public let run: UInt64
@@ -169,8 +171,8 @@ public struct SuperNode: Sendable {
     private func work(
         _ node: UInt64, _ report: (Event) -> Void, _ answer: (Question) async throws -> Records
     ) async throws {
-        var mailbox = try Mailbox(folder)
-        guard let (metadata, tree) = try mailbox.message else {
+        var pending = try PendingMessage(folder)
+        guard let (metadata, tree) = try pending.message else {
             let pulled = try await persistently(report) {
                 try await api.call("pull-messages") { $0.add(1) { $0.add(1, node) } }
             }
@@ -178,15 +180,15 @@ public struct SuperNode: Sendable {
                 return try await Task.sleep(for: .seconds(seconds.poll))
             }
             // From here on the server takes it to be delivered.
-            return try mailbox.receive(Metadata(message.messages(1).last ?? ProtobufMessage(Data())), ObjectTree(tree))
+            return try pending.receive(Metadata(message.messages(1).last ?? ProtobufMessage(Data())), ObjectTree(tree))
         }
         let question: Question
         do {
-            question = try await receive(metadata, tree, &mailbox, node, report)
+            question = try await receive(metadata, tree, &pending, node, report)
         } catch let refusal as FleetAPI.Refusal where refusal.code == FleetAPI.Refusal.runHasEnded {
-            return try mailbox.empty()
+            return try pending.empty()
         }
-        if try mailbox.reply == nil {
+        if try pending.reply == nil {
             var records: Records?
             do {
                 records = try await answer(question)
@@ -195,24 +197,24 @@ public struct SuperNode: Sendable {
             } catch {
                 report(.failed(question, error.localizedDescription))
             }
-            try mailbox.answer(metadata, with: records)
+            try pending.answer(metadata, with: records)
         }
         let event: Event
         do {
-            event = .sent(question, bytes: try await send(mailbox, node, report))
+            event = .sent(question, bytes: try await send(pending, node, report))
         } catch let refusal as FleetAPI.Refusal where refusal.code == FleetAPI.Refusal.runHasEnded {
             event = .dropped(question, refusal.detail)
         }
-        try mailbox.empty()
+        try pending.empty()
         report(event)
     }
 
     /// Fetches what of the message is not here.
     private func receive(
-        _ metadata: Metadata, _ tree: ObjectTree, _ mailbox: inout Mailbox, _ node: UInt64, _ report: (Event) -> Void
+        _ metadata: Metadata, _ tree: ObjectTree, _ pending: inout PendingMessage, _ node: UInt64, _ report: (Event) -> Void
     ) async throws -> Question {
         var isNew = false
-        for id in tree.ids where try !mailbox.has(id) {
+        for id in tree.ids where try !pending.has(id) {
             isNew = true
             while true {
                 let answer = try await persistently(report) {
@@ -226,7 +228,7 @@ public struct SuperNode: Sendable {
                     throw FederationError("\(api.server.absoluteString) lacks a part of the message that it sent.")
                 }
                 if answer.number(2) != 0 {
-                    try mailbox.take(answer.bytes(3), id: id)
+                    try pending.take(answer.bytes(3), id: id)
                     break
                 }
                 try await Task.sleep(for: .seconds(1))
@@ -241,17 +243,17 @@ public struct SuperNode: Sendable {
                 }
             }
         }
-        let (records, bytes) = try mailbox.content(of: tree)
+        let (records, bytes) = try pending.content(of: tree)
         let question = Question(
-            id: metadata.message, type: metadata.type, run: metadata.run, group: metadata.group, records: records,
-            folder: try mailbox.workFolder)
+            id: metadata.message, node: metadata.destination, type: metadata.type, run: metadata.run, group: metadata.group, records: records,
+            folder: try pending.workFolder)
         if isNew { report(.received(question, bytes: bytes)) }
         return question
     }
 
     /// - Returns: how many bytes of objects the server wanted.
-    private func send(_ mailbox: Mailbox, _ node: UInt64, _ report: (Event) -> Void) async throws -> Int {
-        guard let (metadata, tree) = try mailbox.reply else { return 0 }
+    private func send(_ pending: PendingMessage, _ node: UInt64, _ report: (Event) -> Void) async throws -> Int {
+        guard let (metadata, tree) = try pending.reply else { return 0 }
         let pushed = try await persistently(report) {
             try await api.call("push-messages") { message in
                 message.add(1) { $0.add(1, node) }
@@ -265,7 +267,7 @@ public struct SuperNode: Sendable {
         }
         var bytes = 0
         for id in pushed.texts(3) {
-            let content = try mailbox.object(id)
+            let content = try pending.object(id)
             try await persistently(report) {
                 try await api.call("push-object") {
                     $0.add(1) { $0.add(1, node) }

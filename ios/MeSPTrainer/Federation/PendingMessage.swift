@@ -6,7 +6,7 @@ import Foundation
 ///     reply        the answer's
 ///     objects/ID   what both consist of
 ///     work/        what whoever answers keeps
-struct Mailbox {
+struct PendingMessage {
     private let folder: URL
 
     init(_ folder: URL) throws {
