@@ -1,7 +1,8 @@
 # make demo    fine-tunes the demo model and shows what that changed
+# make demo-federate  six people teach one model, each with requests of a kind (needs Python 3.11)
 # make check   style and the quick tests: the everyday loop
 # make test    every test that needs nothing but the checkout
-# make test-slow  what is long: 2,000 steps, lm-evaluation-harness, llama.cpp, and PEFT, for which it installs PyTorch, some gigabytes
+# make test-slow  what is long: 2,000 steps, lm-evaluation-harness, llama.cpp, Flower, and PEFT, for which it installs PyTorch, some gigabytes
 # make engine  builds mesp-engine, the trainer
 # make app-bundle  exports the demo model for the app, for a phone's GPU and for its CPU, and records a run of it
 # make check-gpu  asks this machine what training depends on: costs, exact gradients, peaks
@@ -25,7 +26,7 @@ PYTEST := OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -q --numprocesses auto 
 # the tests use the MLX library in the wheel instead (ios/HostMLX), on every system.
 HOST_MLX = MESP_HOST_MLX="$$($(BIN)/python -m mesp.engine --mlx)"
 
-.PHONY: setup engine demo app-bundle check check-gpu test test-slow test-format test-python test-swift clean
+.PHONY: setup engine demo demo-federate app-bundle check check-gpu test test-slow test-format test-python test-swift clean
 
 setup: $(READY)
 
@@ -44,6 +45,11 @@ engine: $(READY)
 
 demo: $(READY)
 	$(BIN)/python tools/demo.py
+
+demo-federate: engine
+	$(BIN)/python -m venv $(VENV)/federate
+	$(VENV)/federate/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[federate,report]'
+	$(VENV)/federate/bin/python tools/demo_federate.py
 
 # The app comes with these bundles, which are checked in.
 app-bundle: $(READY)
@@ -103,6 +109,10 @@ test-slow: engine
 	$(BIN)/python -m venv $(VENV)/peft
 	$(VENV)/peft/bin/python -m pip install --quiet --disable-pip-version-check torch peft --editable '.[dev]'
 	$(VENV)/peft/bin/python -m pytest -q tests/check_peft.py
+	@echo "== Tests of federated rounds in Flower"
+	$(BIN)/python -m venv $(VENV)/federate
+	$(VENV)/federate/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,federate]'
+	$(VENV)/federate/bin/python -m pytest -q tests/check_federate.py
 	@echo "== MeSP, mlx-lm and PEFT, from the same adapters on the same batches"
 	$(BIN)/python tools/parity.py --quick --peft $(VENV)/peft/bin/python
 

@@ -115,7 +115,7 @@ def commands() -> dict[str, set[str]]:
         patch.syspath_prepend(ROOT / "tools")
         for tool in ("bench", "budget", "check_gpu", "collect", "push", "report"):
             found[f"tools/{tool}.py"] = runpy.run_path(str(ROOT / "tools" / f"{tool}.py"))["main"]
-    assert len(found) == 12
+    assert len(found) == 13
     return {name: options(command) for name, command in found.items()}
 
 

@@ -158,6 +158,21 @@ def main(
         raise MespError(
             "mesp-federate needs Flower: with Python 3.11 or newer, `pip install 'mesp[federate]'`."
         )
+    federation = prepare(context, output, paper, options)
+    if app:
+        click.echo(write_app(federation))
+        return
+
+    from mesp.federate.simulation import simulate
+
+    with Report(federation.options["rounds"]) as report:
+        simulate(federation, report.show)
+    click.echo(summary(federation))
+
+
+def prepare(context: click.Context, output: Path | None, paper: bool, options: dict) -> Federation:
+    """A federation of the command's options, in a folder with its settings and everybody's tokens,
+    or the one that is there to go on with. Raises MespError."""
     if options["bundle"] is not None:
         options["bundle"] = str(options["bundle"].resolve())
     if options["resume"]:
@@ -168,9 +183,6 @@ def main(
     manifest = read_manifest(Path(options["bundle"]))
     complete(context, options, manifest, paper)
     check(options)
-    from mesp.federate.strategies import make_strategy
-
-    make_strategy(options)  # refuses what it does not take
     if output is None:
         stamp = datetime.now(timezone.utc).strftime("%Y%m%dT%H%M%SZ")
         output = Path("runs") / f"{manifest['name']}-federated-{stamp}"
@@ -184,19 +196,15 @@ def main(
         with Console(stderr=True).status("Tokenizing"):
             write_shares(federation, manifest)
     write_settings(federation)
-    if app:
-        click.echo(write_app(federation))
-        return
-
-    from mesp.federate.simulation import simulate
-
-    with Report(options["rounds"]) as report:
-        simulate(federation, report.show)
-    click.echo(summary(federation))
+    return federation
 
 
 def check(options: dict) -> None:
     """Refuses, in a sentence, options of a federation that do not go together."""
+    if importlib.util.find_spec("flwr") is not None:
+        from mesp.federate.strategies import make_strategy
+
+        make_strategy(options)
     if (options["noise"] is None) != (options["clip"] is None):
         raise MespError("--noise and --clip go together: give both, or none.")
     if options["noise"] is not None and options["strategy"] != "fedavg":

@@ -38,7 +38,7 @@ def make_strategy(options: dict[str, Any]) -> Strategy:
     private = options["noise"] is not None
     # For the noise to hide any one client, all must count the same.
     weight = {"weighted_by_key": "client" if private else "num-examples"}
-    inner = kind(**{**clients, **weight, "fraction_evaluate": 0.0, **given})
+    inner = kind(**{**clients, **weight, **given})
     if not private:
         return inner
     return strategy.DifferentialPrivacyServerSideFixedClipping(

@@ -1,0 +1,455 @@
+"""Federated rounds through Flower: `make test-slow` runs this where it has installed Flower.
+
+Most of it has Flower's messages, mods and strategies, and hands messages over in this process; one
+test has Flower's simulation engine, one its processes for real machines.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from conftest import command
+from mesp.errors import MespError
+from mesp.federate.client_app import client_app
+from mesp.federate.exchange import Arrays, read_arrays, travelling
+from mesp.federate.federation import Federation
+from mesp.federate.local_training import Client
+from mesp.federate.messages import to_numpy, to_record
+from mesp.federate.server_app import serve
+from test_federate import RECORDS, SGD, B, bundle, data, equal, federation, trained_here
+
+flwr = pytest.importorskip("flwr.app")
+__all__ = ["bundle", "data"]  # fixtures
+
+Change = Callable[[flwr.Message], flwr.Message | None]
+
+
+class Here:
+    """A Grid that hands messages over to a ClientApp in this process, in any order.
+
+    `changes` are what becomes of a client's answers, by its number; None for a silent one.
+    """
+
+    def __init__(self, federation: Federation, changes: dict[int, Change] | None = None) -> None:
+        self.federation = federation
+        self.changes = changes or {}
+
+    def get_node_ids(self) -> list[int]:
+        return [100 + number for number in range(self.federation.options["clients"])]
+
+    def send_and_receive(
+        self, messages: Iterable[flwr.Message], *, timeout: float | None = None
+    ) -> list[flwr.Message]:
+        bundle, replies = Path(self.federation.options["bundle"]), []
+        for message in messages:
+            number = message.metadata.dst_node_id - 100
+            client = Client(f"client {number}", bundle, self.federation.share(number))
+            context = flwr.Context(1, 100 + number, {}, flwr.RecordDict(), {})
+            app = client_app(lambda _, client=client: client)
+            reply = app(copy.deepcopy(message), context)
+            reply = self.changes.get(number, lambda reply: reply)(reply)
+            replies += [] if reply is None else [reply]
+        random.shuffle(replies)
+        return replies
+
+
+def served(federation: Federation, changes: dict[int, Change] | None = None) -> Arrays:
+    """The adapters after all rounds."""
+    serve(federation, Here(federation, changes), lambda _: None)
+    return federation.rounds.arrays(federation.options["rounds"])
+
+
+FLOAT32 = ("--exchange", "float32")
+
+
+def test_one_client_and_one_round_are_mesp_train(bundle: Path, data: Path, tmp_path: Path):
+    options = ("--steps", 4, "--batch-size", 2)
+    one = federation(
+        bundle, data, tmp_path / "f", "--clients", 1, "--rounds", 1, *FLOAT32, *options
+    )
+    assert equal(served(one), trained_here(bundle, tmp_path / "run", *options))
+
+
+def test_two_clients_with_equal_data_are_one(bundle: Path, data: Path, tmp_path: Path):
+    options = ("--rounds", 2, "--steps", 2, *FLOAT32)
+    two = federation(bundle, data, tmp_path / "two", "--clients", 2, *options)
+    one = federation(bundle, data, tmp_path / "one", "--clients", 1, *options)
+    for number in (0, 1):
+        shutil.rmtree(two.share(number))
+        shutil.copytree(one.share(0), two.share(number))
+    assert equal(served(two), served(one))
+    assert two.rounds.record(2)["drift"] == 0
+
+
+@pytest.mark.parametrize("frozen", [(), ("--freeze-a",)], ids=["A and B", "B alone"])
+def test_bfloat16_loses_little_and_half_the_bytes(
+    bundle: Path, data: Path, tmp_path: Path, frozen: tuple
+):
+    options = ("--clients", 2, "--rounds", 3, "--steps", 2, *SGD, *frozen)
+    found, sizes = [], []
+    for exchange in ("float32", "bfloat16"):
+        each = federation(bundle, data, tmp_path / exchange, "--exchange", exchange, *options)
+        found.append(served(each))
+        sizes.append([each.rounds.record(3)[f"bytes_{way}"] for way in ("down", "up")])
+        start = each.rounds.arrays(0)
+    exact, rounded = found
+    moved = sum(float(np.square(exact[name] - start[name]).sum()) for name in exact)
+    lost = sum(float(np.square(exact[name] - rounded[name]).sum()) for name in exact)
+    # A rounding is at most 2⁻⁹ of what travels; the start of a round and three differences.
+    assert 0 < lost**0.5 < 2**-7 * moved**0.5
+    headers = 256 * len(exact)  # NumPy's, of an array at two clients
+    for float32, bfloat16 in zip(*sizes, strict=True):
+        assert bfloat16 - headers == (float32 - headers) / 2
+    assert sum(array.size for array in exact.values()) * 2 * 2 + headers == sizes[1][0]
+
+
+def test_with_a_frozen_every_a_is_that_of_the_seed(bundle: Path, data: Path, tmp_path: Path):
+    frozen = federation(
+        bundle, data, tmp_path / "f", "--clients", 2, "--rounds", 2, "--steps", 2, "--freeze-a"
+    )
+    served(frozen)
+    first, last = (read_arrays(frozen.rounds.path(n) / "adapters") for n in (0, 2))
+    assert first.keys() == last.keys()
+    for name, array in first.items():
+        assert np.array_equal(array, last[name]) == name.endswith("lora_a")
+    assert frozen.rounds.record(2)["averaging_error"] == 0
+
+
+def test_a_mean_counts_targets(bundle: Path, tmp_path: Path):
+    long = [{"prompt": "Count: ", "completion": " ".join(map(str, range(9)))}] * 4
+    for name, records in (("a", RECORDS[:4]), ("b", long), ("valid", RECORDS[-4:])):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    options = ("--clients", 2, "--rounds", 1, "--steps", 1, "--split", "by-file", *FLOAT32, *SGD)
+    two = federation(bundle, tmp_path, tmp_path / "f", *options)
+    sent: dict[int, Arrays] = {}
+
+    def keep(number: int) -> Change:
+        def change(reply: flwr.Message) -> flwr.Message:
+            sent[number] = to_numpy(reply.content["arrays"])
+            return reply
+
+        return change
+
+    averaged = served(two, {number: keep(number) for number in (0, 1)})
+    targets = [client["targets"] for client in two.rounds.record(1)["clients"]]
+    assert targets[1] > 2 * targets[0]
+    for name, array in averaged.items():
+        expected = sum(t * sent[n][name] for n, t in enumerate(targets)) / sum(targets)
+        assert np.allclose(array, expected, rtol=1e-6, atol=1e-9)
+
+
+# Who is left out.
+
+
+def with_arrays(change: Callable[[Arrays], Arrays]) -> Change:
+    def changed(reply: flwr.Message) -> flwr.Message:
+        reply.content["arrays"] = to_record(change(to_numpy(reply.content["arrays"])))
+        return reply
+
+    return changed
+
+
+def with_metric(name: str, value: float) -> Change:
+    def changed(reply: flwr.Message) -> flwr.Message:
+        reply.content["metrics"][name] = value
+        return reply
+
+    return changed
+
+
+def failed(reply: flwr.Message) -> flwr.Message:
+    return flwr.Message(flwr.Error(2, "client 1: the engine fell over"), reply_to=reply)
+
+
+def nothing(reply: flwr.Message) -> flwr.Message:
+    reply.content = flwr.RecordDict({})
+    return reply
+
+
+BAD = {
+    "fails": (failed, "client 1: the engine fell over"),
+    "is silent": (lambda _: None, "node 101: did not answer in time"),
+    "sends nothing": (nothing, "node 101: its answer is not as"),
+    "sends NaN": (with_arrays(lambda a: a | {B: a[B] * np.nan}), "is not finite"),
+    "sends another shape": (with_arrays(lambda a: a | {B: a[B][:, :-1].copy()}), "and not float32"),
+    "sends float64": (with_arrays(lambda a: a | {B: a[B].astype(float)}), "and not float32"),
+    "is of another model": (
+        with_arrays(lambda a: {name.replace(".0.", ".99."): each for name, each in a.items()}),
+        "is of another model",
+    ),
+    "claims too much": (with_metric("num-examples", 10**9), "counts 1000000000 targets"),
+    "claims nothing": (with_metric("num-examples", 0), "counts 0 targets"),
+    "has no loss": (with_metric("loss", float("nan")), "its metrics are not as"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_a_client_that_does_not_fit_is_left_out_and_named(
+    bundle: Path, data: Path, tmp_path: Path, kind: str
+):
+    change, said = BAD[kind]
+    options = ("--clients", 3, "--rounds", 1, "--steps", 1, *FLOAT32)
+    whole = federation(bundle, data, tmp_path / "f", *options)
+    sent: dict[int, Arrays] = {}
+
+    def keep(number: int) -> Change:
+        def changed(reply: flwr.Message) -> flwr.Message:
+            sent[number] = to_numpy(reply.content["arrays"])
+            return reply
+
+        return changed
+
+    averaged = served(whole, {0: keep(0), 1: change, 2: keep(2)})
+    record = whole.rounds.record(1)
+    assert [client["name"] for client in record["clients"]] == ["client 0", "client 2"]
+    (sentence,) = record["left_out"]
+    assert said in sentence
+    weights = [client["targets"] for client in record["clients"]]
+    mean = (weights[0] * sent[0][B] + weights[1] * sent[2][B]) / sum(weights)
+    assert np.allclose(averaged[B], mean, rtol=1e-6, atol=1e-9)
+
+
+def test_a_round_that_nobody_can_serve_ends_in_a_sentence(bundle: Path, data: Path, tmp_path: Path):
+    whole = federation(bundle, data, tmp_path / "f", "--clients", 1, "--rounds", 1)
+    shutil.rmtree(whole.share(0))
+    with pytest.raises(MespError, match="Round 1 has adapters of 0 clients and needs 1: client 0"):
+        served(whole)
+    assert whole.rounds.last == 0
+
+
+# Strategies.
+
+
+def test_a_killed_server_goes_on_to_the_same_adapters(bundle: Path, data: Path, tmp_path: Path):
+    """FedAdam's moments too are those of a server that was never killed."""
+    options = ("--clients", 2, "--rounds", 3, "--steps", 1, "--strategy", "fedadam")
+    options += ("--strategy-options", "eta=0.01", "beta_1=0.9", *FLOAT32)
+    straight, killed = (
+        federation(bundle, data, tmp_path / name, *options) for name in ("straight", "killed")
+    )
+
+    def kill(record: dict) -> None:
+        if record["round"] == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        serve(killed, Here(killed), kill)
+    assert killed.rounds.last == 2
+    assert equal(served(straight), served(killed))
+    assert [r["round"] for r in killed.rounds.records()] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "given"),
+    [
+        ("fedprox", ("proximal_mu=0.1",)),
+        ("fedmedian", ()),
+        ("trimmed", ("beta=0.3",)),
+        ("krum", ("num_malicious_nodes=1",)),
+        ("multikrum", ("num_malicious_nodes=1", "num_nodes_to_select=2")),
+    ],
+)
+def test_strategies_of_flower_lower_the_loss(
+    bundle: Path, data: Path, tmp_path: Path, strategy: str, given: tuple
+):
+    options = ("--clients", 4, "--rounds", 1, "--steps", 3, "--strategy", strategy)
+    options += ("--strategy-options", *given) if given else ()
+    whole = federation(bundle, data, tmp_path / "f", *options)
+    served(whole)
+    before, after = (record["held_out_loss"] for record in whole.rounds.records())
+    assert after < before
+
+
+def test_krum_passes_over_a_client_that_sends_noise(bundle: Path, data: Path, tmp_path: Path):
+    options = ("--clients", 4, "--rounds", 1, "--steps", 3, *FLOAT32)
+    krum = ("--strategy", "krum", "--strategy-options", "num_malicious_nodes=1")
+    noise = with_arrays(lambda a: {n: each + 10 for n, each in a.items()})
+    losses = []
+    for name, more in (("mean", ()), ("krum", krum)):
+        whole = federation(bundle, data, tmp_path / name, *options, *more)
+        served(whole, {1: noise})
+        losses.append(whole.rounds.record(1)["held_out_loss"])
+    assert losses[1] < losses[0] / 2
+
+
+def test_an_unknown_option_of_a_strategy_is_refused(bundle: Path, data: Path, tmp_path: Path):
+    with pytest.raises(MespError, match="--strategy fedavg has no option eta; it has"):
+        federation(
+            *(bundle, data, tmp_path / "f", "--clients", 1, "--rounds", 1),
+            *("--strategy-options", "eta=1"),
+        )
+    assert not (tmp_path / "f").exists()
+
+
+def test_clipping_bounds_what_one_client_adds(bundle: Path, data: Path, tmp_path: Path):
+    options = ("--clients", 2, "--rounds", 1, "--steps", 2, *FLOAT32)
+    clipped = federation(bundle, data, tmp_path / "f", *options, "--clip", 0.01, "--noise", 0)
+    after, before = served(clipped), clipped.rounds.arrays(0)
+    norm = sum(float(np.square(after[name] - before[name]).sum()) for name in after) ** 0.5
+    assert 0 < norm <= 0.01 * (1 + 1e-4)  # of a mean of two; a sum of float32
+    noisy = federation(bundle, data, tmp_path / "n", *options, "--clip", 0.01, "--noise", 3)
+    after = served(noisy)
+    # Gaussian noise of standard deviation 3 · clip / clients in each of P numbers.
+    moved = np.concatenate([(after[name] - before[name]).ravel() for name in after])
+    assert moved.std() == pytest.approx(3 * 0.01 / 2, rel=0.05)
+
+
+# Flower's own processes.
+
+
+def test_flowers_simulation_gives_the_same_adapters(bundle: Path, data: Path, tmp_path: Path):
+    options = ("--clients", 2, "--rounds", 2, "--steps", 2, "--freeze-a")
+    done = subprocess.run(
+        command("federate", bundle, "--data", data, "--output", tmp_path / "f", *options),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    simulated = Federation.read(tmp_path / "f")
+    here = federation(bundle, data, tmp_path / "here", *options)
+    assert equal(simulated.rounds.arrays(2), served(here))
+    assert "Finished 2 rounds" in done.stdout
+    shown = done.stderr.splitlines()
+    assert [line.partition(":")[0] for line in shown] == ["round 0/2", "round 1/2", "round 2/2"]
+    on = subprocess.run(
+        command("federate", "--output", tmp_path / "f", "--resume", "--rounds", 3),
+        capture_output=True,
+        text=True,
+    )
+    assert on.returncode == 0, on.stderr
+    assert simulated.rounds.last == 3
+
+
+def openssl(*arguments: object) -> None:
+    subprocess.run(["openssl", *map(str, arguments)], check=True, capture_output=True)
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+def wait_for(condition: Callable[[], bool], what: str, log: Path) -> None:
+    deadline = time.monotonic() + 300
+    while not condition():
+        assert time.monotonic() < deadline, f"{what}\n{log.read_text()[-3000:]}"
+        time.sleep(0.5)
+
+
+def test_real_processes_over_tls_with_authentication(bundle: Path, data: Path, tmp_path: Path):
+    """A SuperLink and two SuperNodes, each a process, that know each other's keys."""
+    options = ("--clients", 2, "--rounds", 2, "--steps", 2, "--freeze-a")
+    server = federation(bundle, data, tmp_path / "server", *options)
+    done = subprocess.run(
+        command("federate", "--output", server.output, "--resume", "--app"),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    # A phone's bundle has its own person's data.
+    bundles = [shutil.copytree(bundle, tmp_path / f"{number}.mesp") for number in (0, 1)]
+    keys = tmp_path / "keys"
+    keys.mkdir()
+    openssl(
+        *("req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-384", "-nodes"),
+        *(
+            "-keyout",
+            keys / "ca.key",
+            "-out",
+            keys / "ca.pem",
+            "-days",
+            2,
+            "-subj",
+            "/CN=127.0.0.1",
+        ),
+        *("-addext", "subjectAltName=IP:127.0.0.1"),
+    )
+    for number in (0, 1):
+        key = keys / f"node{number}"
+        subprocess.run(
+            ["ssh-keygen", "-q", "-t", "ecdsa", "-b", "384", "-N", "", "-f", key], check=True
+        )
+    port, home = free_port(), tmp_path / "flwr"
+    home.mkdir()
+    (home / "config.toml").write_text(
+        f'[superlink]\ndefault = "here"\n\n[superlink.here]\naddress = "127.0.0.1:{port}"\n'
+        f'root-certificates = "{keys / "ca.pem"}"\n'
+    )
+    tools = Path(sys.executable).parent
+    environment = {
+        **os.environ,
+        "FLWR_HOME": str(home),
+        "FLWR_TELEMETRY_ENABLED": "0",
+        "FLWR_DISABLE_UPDATE_CHECK": "1",
+        "PATH": f"{tools}{os.pathsep}{os.environ['PATH']}",
+    }
+    log = tmp_path / "log"
+    processes = []
+
+    def start(*arguments: object) -> None:
+        with log.open("a") as file:
+            processes.append(
+                subprocess.Popen(
+                    [str(tools / str(arguments[0])), *map(str, arguments[1:])],
+                    env=environment,
+                    stdout=file,
+                    stderr=file,
+                    start_new_session=True,
+                )
+            )
+
+    def flwr_command(*arguments: object) -> subprocess.CompletedProcess:
+        return subprocess.run(
+            [tools / "flwr", *map(str, arguments)], env=environment, capture_output=True, text=True
+        )
+
+    try:
+        start(
+            *("flower-superlink", "--host", "127.0.0.1", "--port", port),
+            *("--ssl-ca-certfile", keys / "ca.pem", "--ssl-certfile", keys / "ca.pem"),
+            *("--ssl-keyfile", keys / "ca.key", "--enable-supernode-auth"),
+            "--disable-runtime-dependency-installation",
+        )
+        for number in (0, 1):
+
+            def registered(number: int = number) -> bool:
+                key = keys / f"node{number}.pub"
+                return flwr_command("supernode", "register", key, "here").returncode == 0
+
+            wait_for(registered, "the SuperLink takes no key", log)
+            start(
+                *("flower-supernode", "--superlink", f"127.0.0.1:{port}", "--port", free_port()),
+                *("--root-certificates", keys / "ca.pem"),
+                *("--auth-supernode-private-key", keys / f"node{number}"),
+                *("--node-config", f'name="phone {number}" bundle="{bundles[number]}"'),
+            )
+        done = flwr_command("run", server.output / "app", "here")
+        assert done.returncode == 0, done.stdout + done.stderr
+        wait_for(lambda: server.rounds.last == 2, "the rounds did not end", log)
+    finally:
+        for process in processes:
+            os.killpg(process.pid, signal.SIGTERM)
+            process.wait()
+    record = server.rounds.record(2)
+    assert [client["name"] for client in record["clients"]] == ["phone 0", "phone 1"]
+    assert record["left_out"] == [] and record["drift"] == 0, "both have the same data"
+    one = federation(bundle, data, tmp_path / "one", "--clients", 1, *options[2:])
+    assert equal(server.rounds.arrays(2), served(one))
+    assert travelling(read_arrays(server.rounds.path(2) / "adapters"), True).keys() == {
+        *served(one)
+    }

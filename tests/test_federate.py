@@ -1,0 +1,395 @@
+"""Federated rounds without Flower: what is shared out, trained, sent and kept."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from itertools import pairwise
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from conftest import run
+from mesp.bundle.manifest import read_manifest
+from mesp.commands.federate import main, prepare
+from mesp.engine.build import find_engine
+from mesp.errors import MespError
+from mesp.federate.exchange import (
+    Arrays,
+    averaging_error,
+    check_arrays,
+    drift,
+    from_bfloat16,
+    read_arrays,
+    to_bfloat16,
+    travelling,
+)
+from mesp.federate.federation import Federation
+from mesp.federate.local_training import Client, model_name, train
+from mesp.federate.people import Split, read_topics, share_out
+from mesp.runs.log import read_run
+
+SEQ_LEN, RANK = 32, 4
+RECORDS = [
+    {"prompt": f"{number} and {number + 1} are ", "completion": str(2 * number + 1)}
+    for number in range(40)
+]
+SGD = ("--optimizer", "sgd", "--learning-rate", 0.5)
+
+
+def write_records(path: Path, records: list[dict]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("data")
+    write_records(folder / "train.jsonl", RECORDS[:32])
+    write_records(folder / "valid.jsonl", RECORDS[32:])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def bundle(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo model with the data that is shared out, so that mesp-train can have it whole."""
+    find_engine()
+    path = tmp_path_factory.mktemp("demo") / "demo.mesp"
+    options = ("--data", data, "--seq-len", SEQ_LEN, "--rank", RANK)
+    done = run("export", "--model", "demo", "--out", path, *options)
+    assert done.returncode == 0, done.stderr
+    return path
+
+
+def federation(bundle: Path, data: Path, output: Path, *options: object) -> Federation:
+    """What mesp-federate makes of its options before Flower comes in."""
+    arguments = (bundle, "--data", data, "--output", output, *options)
+    with main.make_context("mesp-federate", [*map(str, arguments)]) as context:
+        given = dict(context.params)
+        given.pop("app")
+        return prepare(context, given.pop("output"), given.pop("paper"), given)
+
+
+def trained_here(bundle: Path, output: Path, *options: object) -> Arrays:
+    """The adapters of mesp-train on all of the data."""
+    done = run("train", bundle, "--output", output, "--val-batches", 0, *options)
+    assert done.returncode == 0, done.stderr
+    return read_arrays(output / "adapters")
+
+
+def a_round(federation: Federation, number: int, start: Arrays, client: int = 0):
+    one = Client(f"client {client}", Path(federation.options["bundle"]), federation.share(client))
+    return train(one, start, {**federation.config, "round": number})
+
+
+def equal(a: Arrays, b: Arrays) -> bool:
+    return a.keys() == b.keys() and all(np.array_equal(a[name], b[name]) for name in a)
+
+
+# A client's part.
+
+
+@pytest.mark.parametrize("frozen", [(), ("--freeze-a",)], ids=["A and B", "B alone"])
+@pytest.mark.parametrize("update", [SGD, ()], ids=["sgd", "adamw8bit"])
+def test_a_client_with_all_data_does_what_mesp_train_does(
+    bundle: Path, data: Path, tmp_path: Path, update: tuple, frozen: tuple
+):
+    options = ("--steps", 5, "--batch-size", 2, *update, *frozen)
+    whole = federation(bundle, data, tmp_path / "f", "--clients", 1, "--rounds", 1, *options)
+    whole.rounds.save(0, None, {})
+    trained = a_round(whole, 1, whole.rounds.arrays(0))
+    expected = travelling(trained_here(bundle, tmp_path / "run", *options), bool(frozen))
+    assert equal(trained.arrays, expected)
+    log = read_run(tmp_path / "run")
+    assert trained.targets == sum(step["tokens"] for step in log.steps)
+    assert trained.loss == pytest.approx(sum(log.losses) / 5)
+
+
+def test_rounds_of_sgd_are_one_run(bundle: Path, data: Path, tmp_path: Path):
+    """The order of the data goes on, and SGD has no state to lose."""
+    whole = federation(
+        bundle, data, tmp_path / "f", "--clients", 1, "--rounds", 3, "--steps", 2, *SGD
+    )
+    whole.rounds.save(0, None, {})
+    arrays = whole.rounds.arrays(0)
+    for number in (1, 2, 3):
+        arrays = a_round(whole, number, arrays).arrays
+        whole.rounds.save(number, arrays, {})
+        arrays = whole.rounds.arrays(number)
+    assert equal(arrays, trained_here(bundle, tmp_path / "run", "--steps", 6, *SGD))
+
+
+def test_the_moments_of_adamw_begin_anew_each_round(bundle: Path, data: Path, tmp_path: Path):
+    options = ("--optimizer", "adamw", "--beta1", 0.9, "--clients", 1, "--rounds", 2)
+    whole = federation(bundle, data, tmp_path / "f", *options, "--steps", 1)
+    whole.rounds.save(0, None, {})
+    first = a_round(whole, 1, whole.rounds.arrays(0)).arrays
+    second = a_round(whole, 2, first).arrays
+    one = trained_here(bundle, tmp_path / "run", "--steps", 2, "--optimizer", "adamw")
+    # From zero moments the first step of AdamW without bias correction goes 0.1 / sqrt(0.001)
+    # times the rate in each coordinate, whatever the gradient's size.
+    rate = whole.options["learning_rate"] * 0.1 / 0.001**0.5
+    moved = np.abs(second[B] - first[B])
+    assert np.median(moved) == pytest.approx(rate, rel=1e-2)
+    assert not equal(second, one)
+
+
+B = "model.layers.0.self_attn.q_proj.lora_b"
+
+
+def test_a_step_of_clients_with_a_frozen_is_a_step_on_their_union(
+    bundle: Path, data: Path, tmp_path: Path
+):
+    """Σ pᵢ (B - η gᵢ) = B - η Σ pᵢ gᵢ: the gradient of the mean over all targets."""
+    clients = 4
+    write_records(tmp_path / "d" / "train.jsonl", RECORDS[:clients])
+    shutil.copy(data / "valid.jsonl", tmp_path / "d")
+    options = ("--rounds", 2, "--steps", 1, "--freeze-a", *SGD)
+    many = federation(bundle, tmp_path / "d", tmp_path / "f", "--clients", clients, *options)
+    many.rounds.save(0, None, {})
+    own = shutil.copytree(bundle, tmp_path / "own.mesp")
+    assert run("data", own, "--data", tmp_path / "d").returncode == 0
+    arrays = many.rounds.arrays(0)
+    for number in (1, 2):
+        trained = [a_round(many, number, arrays, client) for client in range(clients)]
+        targets = sum(each.targets for each in trained)
+        arrays = {
+            name: sum(each.targets / targets * each.arrays[name] for each in trained)
+            for name in arrays
+        }
+    union = ("--steps", 2, "--batch-size", clients, "--freeze-a", *SGD)
+    expected = travelling(trained_here(own, tmp_path / "run", *union), True)
+    # Sums of float32 in another order.
+    for name, array in arrays.items():
+        assert np.linalg.norm(array - expected[name]) <= 1e-6 * np.linalg.norm(expected[name])
+
+
+def test_fedprox_adds_its_term_to_the_gradient(bundle: Path, data: Path, tmp_path: Path):
+    """w₂ = w₁ - η (g(w₁) + μ (w₁ - w₀)); in the first step w is w₀."""
+    whole = federation(bundle, data, tmp_path / "f", "--clients", 1, "--rounds", 1, *SGD)
+    whole.rounds.save(0, None, {})
+    start = whole.rounds.arrays(0)
+    one = Client("one", bundle, whole.share(0))
+
+    def trained(steps: int, mu: float) -> np.ndarray:
+        config = {**whole.config, "round": 1, "steps": steps, "proximal-mu": mu}
+        return train(one, start, config).arrays[B].astype(np.float64)
+
+    pulled = trained(2, 0.25) - trained(2, 0.0)
+    expected = -0.5 * 0.25 * (trained(1, 0.25) - start[B])
+    assert np.linalg.norm(pulled - expected) <= 1e-5 * np.linalg.norm(expected)
+
+
+def test_a_client_refuses_in_a_sentence(bundle: Path, data: Path, tmp_path: Path):
+    whole = federation(bundle, data, tmp_path / "f", "--clients", 1, "--rounds", 1)
+    whole.rounds.save(0, None, {})
+    start = whole.rounds.arrays(0)
+    one, config = Client("one", bundle, whole.share(0)), {**whole.config, "round": 1}
+    with pytest.raises(MespError, match="is of demo, and the round is of other"):
+        train(one, start, config | {"model": "other"})
+    with pytest.raises(MespError, match=r"took more than 0\.001 s"):
+        train(one, start, config | {"timeout": 0.001})
+    with pytest.raises(MespError, match="lora_b has the shape"):
+        train(one, start | {B: np.zeros((RANK, 3), np.float32)}, config)
+
+
+# What travels.
+
+
+def test_bfloat16_is_rounded_as_mlx_rounds():
+    generator = np.random.default_rng(0)
+    numbers = generator.normal(size=4096).astype(np.float32)
+    numbers = np.append(numbers, np.array([0, -0.0, 1.00390625, 1.01171875, 3e38], np.float32))
+    expected = np.array(mx.array(numbers).astype(mx.bfloat16).astype(mx.float32))
+    assert np.array_equal(from_bfloat16(to_bfloat16(numbers)), expected)
+
+
+def test_half_a_billion_parameters_travel_in_5_mb():
+    """Qwen2.5-0.5B, rank 8, B alone, in bfloat16; a name and a shape take less than 400 bytes."""
+    out = {"q": 896, "k": 128, "v": 128, "o": 896, "gate": 4864, "up": 4864, "down": 896}
+    arrays = 24 * len(out)
+    assert 24 * 8 * sum(out.values()) * 2 + 400 * arrays <= 5_000_000
+
+
+def random_adapters(generator: np.random.Generator, start: Arrays | None = None) -> Arrays:
+    shapes = {"m.lora_a": (6, 2), "m.lora_b": (2, 5), "n.lora_a": (4, 2), "n.lora_b": (2, 3)}
+    return {
+        name: (start[name] if start else 0) + generator.normal(size=shape).astype(np.float32)
+        for name, shape in shapes.items()
+    }
+
+
+def test_drift_and_the_error_of_averaging_are_as_their_formulas():
+    generator = np.random.default_rng(0)
+    start = random_adapters(generator)
+    clients, weights = [random_adapters(generator, start) for _ in range(3)], [1, 2, 5]
+    p = [weight / 8 for weight in weights]
+
+    def flat(arrays: Arrays) -> np.ndarray:
+        return np.concatenate([arrays[name].ravel() for name in sorted(arrays)])
+
+    def products(arrays: Arrays) -> np.ndarray:
+        made = [arrays[f"{module}.lora_a"] @ arrays[f"{module}.lora_b"] for module in "mn"]
+        return np.concatenate([each.ravel() for each in made])
+
+    mean = {name: sum(q * c[name] for q, c in zip(p, clients, strict=True)) for name in start}
+    apart = sum(q * np.square(flat(c) - flat(mean)).sum() for q, c in zip(p, clients, strict=True))
+    expected = np.sqrt(apart) / np.linalg.norm(flat(mean) - flat(start))
+    assert drift(clients, weights, start) == pytest.approx(expected, rel=1e-5)
+
+    exact = sum(q * products(c) for q, c in zip(p, clients, strict=True))
+    wrong = np.linalg.norm(exact - products(mean)) / np.linalg.norm(exact - products(start))
+    assert averaging_error(clients, weights, start) == pytest.approx(wrong, rel=1e-5)
+    only_b = [travelling(each, True) for each in clients]
+    assert averaging_error(only_b, weights, travelling(start, True)) == 0
+    assert drift([start], [1], start) == 0
+
+
+def test_matrices_that_do_not_fit_are_named():
+    start = random_adapters(np.random.default_rng(0))
+    check_arrays(dict(start), start)
+    wrong = {
+        "lacks n.lora_b": {name: start[name] for name in [*start][:3]},
+        "has other": start | {"other": start["m.lora_a"]},
+        "m.lora_a is float32": start | {"m.lora_a": start["n.lora_a"]},
+        "float64": start | {"m.lora_a": start["m.lora_a"].astype(np.float64)},
+        "not finite": start | {"n.lora_b": np.full((2, 3), np.nan, np.float32)},
+    }
+    for said, arrays in wrong.items():
+        with pytest.raises(MespError, match=said):
+            check_arrays(arrays, start)
+
+
+# Who gets what.
+
+
+def contents(documents: list) -> list[str]:
+    return [json.dumps(each.content) for each in documents]
+
+
+def test_shares_are_a_partition_in_the_datas_order(data: Path):
+    topics, held_out = read_topics(str(data))
+    everything = contents([unit.document for unit in topics["train"]])
+    assert everything == [json.dumps(record) for record in RECORDS[:32]]
+    assert len(held_out) == 8
+    for split in ("iid", "dirichlet:0.5"):
+        shares = share_out(str(data), topics, 3, Split.parse(split), seed=1)
+        orders = [[everything.index(each) for each in contents(share)] for share in shares]
+        assert sorted(index for order in orders for index in order) == list(range(32))
+        assert all(a < b for order in orders for a, b in pairwise(order))
+    sizes = [len(share) for share in share_out(str(data), topics, 3, Split("iid"), seed=1)]
+    assert max(sizes) - min(sizes) <= 1
+
+
+def test_a_file_is_a_topic(tmp_path: Path):
+    for name, start in (("a", 0), ("b", 10), ("c", 20), ("valid", 30)):
+        write_records(tmp_path / f"{name}.jsonl", RECORDS[start : start + 10])
+    topics, held_out = read_topics(str(tmp_path))
+    assert [*topics] == ["a.jsonl", "b.jsonl", "c.jsonl"]
+    assert len(held_out) == 10
+    shares = share_out("", topics, 2, Split("by-file"), seed=0)
+    assert [len(share) for share in shares] == [20, 10]
+    with pytest.raises(MespError, match="client 3 of 4 would get nothing"):
+        share_out("", topics, 4, Split("by-file"), seed=0)
+    # The smaller alpha, the more of a topic one client has.
+    most = []
+    for alpha in (0.05, 100):
+        shares = share_out("", topics, 2, Split("dirichlet", alpha), seed=3)
+        most.append(max(len(share) for share in shares))
+    assert most[0] > most[1]
+
+
+def test_texts_are_shared_out_by_paragraphs(tmp_path: Path):
+    text = "\n\n".join(f"Paragraph {number}." for number in range(20))
+    (tmp_path / "train.txt").write_text(text)
+    (tmp_path / "valid.txt").write_text("Held out.")
+    topics, _ = read_topics(str(tmp_path))
+    (whole,) = share_out("", topics, 1, Split("iid"), seed=0)
+    assert [each.content for each in whole] == [text]
+    shares = share_out("", topics, 2, Split("iid"), seed=0)
+    parts = [each.content.split("\n\n") for share in shares for each in share]
+    assert sorted(each for part in parts for each in part) == sorted(text.split("\n\n"))
+
+
+def test_a_topics_last_tenth_is_held_out(tmp_path: Path):
+    write_records(tmp_path / "a.jsonl", RECORDS[:20])
+    write_records(tmp_path / "b.jsonl", RECORDS[20:30])
+    topics, held_out = read_topics(str(tmp_path))
+    assert [len(units) for units in topics.values()] == [18, 9]
+    wanted = [*RECORDS[18:20], RECORDS[29]]
+    assert [each.content for each in held_out] == wanted
+
+
+# The server's folder.
+
+
+def test_round_0_is_the_adapters_that_mesp_train_starts_from(
+    bundle: Path, data: Path, tmp_path: Path
+):
+    whole = federation(bundle, data, tmp_path / "f", "--clients", 2, "--rounds", 1)
+    record = whole.rounds.save(0, None, {})
+    run(
+        *("train", bundle, "--output", tmp_path / "run", "--steps", 1, "--val-batches", 25),
+        *("--learning-rate", 1e-30),
+    )
+    assert record["held_out_loss"] == read_run(tmp_path / "run").held_out[0]
+    arrays = read_arrays(whole.rounds.path(0) / "adapters")
+    assert not any(arrays[name].any() for name in arrays if name.endswith("lora_b"))
+    assert (whole.rounds.path(0) / "adapters" / "peft" / "adapter_model.safetensors").exists()
+    assert whole.rounds.last == 0
+    assert not (whole.rounds.folder / "partial").exists()
+
+
+def test_a_round_that_was_not_finished_is_none(bundle: Path, data: Path, tmp_path: Path):
+    whole = federation(bundle, data, tmp_path / "f", "--clients", 1, "--rounds", 1)
+    assert whole.rounds.last is None
+    (whole.rounds.folder / "partial" / "run").mkdir(parents=True)
+    assert whole.rounds.last is None
+    whole.rounds.save(0, None, {})
+    assert whole.rounds.last == 0
+
+
+# The command.
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--split", "by-mood"), "--split is iid, by-file or dirichlet:ALPHA"),
+        (("--split", "dirichlet:0"), "--split is iid, by-file or dirichlet:ALPHA"),
+        (("--noise", 1), "--noise and --clip go together"),
+        (("--min-clients", 3), "--min-clients 3 is more than --clients 2"),
+        (("--clients", 33), "would get nothing"),
+        (("--strategy-options", "eta"), "takes NAME=NUMBER"),
+        (("--seq-len", 7), "no sequence length 7"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(
+    bundle: Path, data: Path, tmp_path: Path, options: tuple, said: str
+):
+    with pytest.raises(MespError) as caught:
+        federation(bundle, data, tmp_path / "f", "--clients", 2, "--rounds", 1, *options)
+    assert said in caught.value.message
+    assert not (tmp_path / "f" / "settings.json").exists()
+
+
+def test_a_federation_goes_on_with_its_settings(bundle: Path, data: Path, tmp_path: Path):
+    first = federation(
+        *(bundle, data, tmp_path / "f", "--clients", 2, "--rounds", 1, "--steps", 3),
+        *("--split", "dirichlet:5", "--freeze-a"),
+    )
+    on = federation(bundle, data, tmp_path / "f", "--resume", "--rounds", 4)
+    assert on.options == first.options | {"rounds": 4, "resume": True}
+    with pytest.raises(MespError, match="--steps is 3 and cannot become 4"):
+        federation(bundle, data, tmp_path / "f", "--resume", "--steps", 4)
+    with pytest.raises(MespError, match="already holds a federation"):
+        federation(bundle, data, tmp_path / "f", "--clients", 2, "--rounds", 1)
+
+
+def test_a_client_is_told_no_paths(bundle: Path, data: Path, tmp_path: Path):
+    whole = federation(bundle, data, tmp_path / "f", "--clients", 1, "--rounds", 1)
+    assert whole.config["model"] == model_name(read_manifest(bundle)) == "demo"
+    assert not {"bundle", "data", "output", "adapters"} & whole.config.keys()
+    assert str(tmp_path) not in json.dumps(whole.config)

@@ -1,0 +1,113 @@
+"""The demo behind `make demo-federate`: six people teach one model to turn requests into JSON.
+
+Each has requests about one thing in a house: lights, heating, radios, doors, windows, alarms. Held
+out are requests about all of them. Draws the held-out loss by round, and what clients differ in.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+
+from demo import OUT as DEMO_OUT
+from demo import RANK, SEQ_LEN, call, program
+from mesp.federate.federation import Federation
+from mesp.formatting import decimal, megabytes
+from tasks.house import DO, cases
+
+ROUNDS, STEPS, BATCH_SIZE = 8, 10, 2
+CASES, HELD_OUT_CASES = 1200, 50
+OUT = DEMO_OUT.with_name("demo-federate")
+# What is averaged, by what is typed for it.
+KINDS = {"B alone (FFA-LoRA)": ("--freeze-a",), "A and B apart": ()}
+
+
+@click.command(context_settings={"show_default": True})
+@click.option("--both", is_flag=True, help="Average A and B apart too, to compare.")
+@click.option("--rounds", type=click.IntRange(min=1), default=ROUNDS)
+@click.option("--split", default="by-file", help="As mesp-federate's.")
+@click.option("--out", type=click.Path(path_type=Path), default=OUT)
+def main(both: bool, rounds: int, split: str, out: Path) -> None:
+    """Simulate six people and draw their rounds."""
+    began = time.monotonic()
+    bundle, data = out / "demo.mesp", out / "requests"
+    write_data(data)
+    call(
+        *(program("mesp-export"), "--model", "demo", "--out", bundle, "--overwrite"),
+        *("--seq-len", SEQ_LEN, "--rank", RANK),
+    )
+    stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
+    found = {}
+    for number, (kind, options) in enumerate(KINDS.items()):
+        if number and not both:
+            break
+        run = out / "runs" / f"{stamp}-{number}"
+        call(
+            *(program("mesp-federate"), bundle, "--data", data, "--clients", len(DO)),
+            *("--rounds", rounds, "--steps", STEPS, "--batch-size", BATCH_SIZE),
+            *("--split", split, "--alpha", 2 * RANK, "--learning-rate", 2e-3),
+            *("--val-batches", HELD_OUT_CASES, "--output", run, *options),
+        )
+        found[kind] = Federation.read(run).rounds.records()
+    picture = out / "rounds.png"
+    draw(picture, found)
+    for kind, records in found.items():
+        click.echo(f"{kind}: {described(records)}")
+    click.echo(f"{time.monotonic() - began:.0f} s in all. The rounds, drawn: {picture}")
+
+
+def write_data(folder: Path) -> None:
+    """A file of training cases for each thing in the house, and the held-out cases."""
+    files = {f"{what}.jsonl": [] for what in DO}
+    for case in cases(CASES, seed=0, held_out=False):
+        files[json.loads(case.completion)["what"] + ".jsonl"].append(case)
+    files["valid.jsonl"] = cases(HELD_OUT_CASES, seed=1, held_out=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, each in files.items():
+        lines = "".join(json.dumps(case._asdict()) + "\n" for case in each)
+        (folder / name).write_text(lines, encoding="utf-8")
+
+
+def described(records: list[dict[str, Any]]) -> str:
+    """Rounds in a sentence."""
+    clients = sum(len(record["clients"]) for record in records[1:])
+    down, up = (sum(r[f"bytes_{way}"] for r in records[1:]) / clients for way in ("down", "up"))
+    drifts = [record["drift"] for record in records[1:]]
+    errors = [record["averaging_error"] for record in records[1:]]
+    return (
+        f"held-out loss {decimal(records[0]['held_out_loss'], 3)} before, "
+        f"{decimal(records[-1]['held_out_loss'], 3)} after {len(records) - 1} rounds; "
+        f"{megabytes(down)} MB down and {megabytes(up)} MB up a client and round; "
+        f"drift {decimal(sum(drifts) / len(drifts))}, "
+        f"error of the average {decimal(100 * sum(errors) / len(errors), 1)}%."
+    )
+
+
+def draw(path: Path, found: dict[str, list[dict[str, Any]]]) -> None:
+    """The held-out loss by round, and drift and the average's error."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 3.5), layout="constrained")
+    loss, apart = figure.subplots(1, 2)
+    for kind, records in found.items():
+        numbers = [record["round"] for record in records]
+        loss.plot(numbers, [record["held_out_loss"] for record in records], "o-", label=kind)
+        line = apart.plot(numbers[1:], [r["drift"] for r in records[1:]], "o-", label=kind)
+        errors = [record["averaging_error"] for record in records[1:]]
+        apart.plot(numbers[1:], errors, "x--", color=line[0].get_color())
+    loss.set(xlabel="round", ylabel="held-out loss (nats a token)")
+    apart.set(xlabel="round", ylabel="drift; dashed: error of the average")
+    for axes in (loss, apart):
+        axes.set_ylim(bottom=0)
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize="small")
+    figure.savefig(path, dpi=150)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
