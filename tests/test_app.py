@@ -402,8 +402,8 @@ class Compiler:
     """Compiles as for `system`, against the stand-ins in `modules`.
 
     With `-c`: type-checking alone finds neither data races nor missing returns. What is compiled is
-    a copy, in which `os(iOS)` and the like are replaced by what holds for `system`; that
-    `canImport(Darwin)` and `canImport(CryptoKit)` hold, the stand-ins bring about.
+    a copy, in which `os(iOS)` and the like are replaced by what holds for `system`, on iOS for the
+    simulator; that `canImport(Darwin)` and `canImport(CryptoKit)` hold, the stand-ins bring about.
     """
 
     def __init__(self, system: str, folder: Path) -> None:
@@ -415,16 +415,19 @@ class Compiler:
         self.options += ["-Xcc", f"-fmodule-map-file={build / 'CHostMLX.build/module.modulemap'}"]
         self.options += ["-package-name", "mesp"]
 
-    def compile(self, name: str, *sources: Path, version: int = 6) -> subprocess.CompletedProcess:
-        """Compiles a module into one object file, so that others can import it."""
+    def compile(
+        self, name: str, *sources: Path, version: int = 6, emit: str = "-c"
+    ) -> subprocess.CompletedProcess:
+        """Compiles a module into one file, NAME.o, and so that others can import it."""
         copies = self.folder / name
         shutil.rmtree(copies, ignore_errors=True)
         for source in sources:
             text = source.read_text(encoding="utf-8")
             copy = copies / source.relative_to(source.anchor)
             copy.parent.mkdir(parents=True, exist_ok=True)
-            copy.write_text(re.sub(r"\bos\((\w+)\)", self.condition, text), encoding="utf-8")
-        command = [tool("swiftc"), "-c", "-whole-module-optimization", "-module-name", name]
+            text = re.sub(r"\b(?:os|targetEnvironment)\((\w+)\)", self.condition, text)
+            copy.write_text(text, encoding="utf-8")
+        command = [tool("swiftc"), emit, "-whole-module-optimization", "-module-name", name]
         if "main.swift" not in {source.name for source in sources}:
             command += ["-parse-as-library", "-emit-module", "-emit-module-path"]
             command.append(self.modules / f"{name}.swiftmodule")
@@ -433,7 +436,28 @@ class Compiler:
         return subprocess.run(list(map(str, command)), capture_output=True, text=True)
 
     def condition(self, match: re.Match) -> str:
-        return "true" if match[1] == self.system else "false"
+        holds = {self.system, "simulator"} if self.system == "iOS" else {self.system}
+        return "true" if match[1] in holds else "false"
+
+    def compile_stand_ins(self) -> None:
+        for name in STAND_INS[self.system]:
+            stand_in = HERE / "app_stand_ins" / f"{name}.swift"
+            done = self.compile(name, stand_in, version=5)
+            assert done.returncode == 0, done.stderr
+
+    def app_modules(self) -> dict[str, list[Path]]:
+        """The sources of core, model and app, each after what it imports."""
+        # As SwiftPM makes it of a target with resources.
+        resources = self.folder / "Resources.swift"
+        resources.write_text(
+            "import Foundation\nextension Bundle { static let module = Bundle.main }\n",
+            encoding="utf-8",
+        )
+        return {
+            "MeSPCore": [*(HOME / "Core").rglob("*.swift")],
+            "MeSPAppModel": [*(HOME / "AppModel").glob("*.swift"), resources],
+            "MeSPTrainer": APP_SOURCES,
+        }
 
 
 # What must not compile, and what the compiler says of it.
@@ -459,19 +483,9 @@ def test_all_of_it_compiles_as_for_a_system_of_apples(system: str, tmp_path: Pat
         done = compiler.compile(name, *sources)
         assert done.returncode == 0 and "warning:" not in done.stderr, done.stderr
 
-    for name in STAND_INS[system]:
-        stand_in = HERE / "app_stand_ins" / f"{name}.swift"
-        done = compiler.compile(name, stand_in, version=5)
-        assert done.returncode == 0, done.stderr
-    compile("MeSPCore", *(HOME / "Core").rglob("*.swift"))
-    # As SwiftPM makes it of a target with resources.
-    resources = tmp_path / "Resources.swift"
-    resources.write_text(
-        "import Foundation\nextension Bundle { static let module = Bundle.main }\n",
-        encoding="utf-8",
-    )
-    compile("MeSPAppModel", *(HOME / "AppModel").glob("*.swift"), resources)
-    compile("MeSPTrainer", *APP_SOURCES)
+    compiler.compile_stand_ins()
+    for name, sources in compiler.app_modules().items():
+        compile(name, *sources)
     if system == "iOS":
         compile("MeSPWidget", *WIDGET.glob("*.swift"))
     compile("Example", library_examples(tmp_path / "Example.swift"))
@@ -572,10 +586,15 @@ def literals(text: str) -> list[str]:
     return found
 
 
+def catalog(name: str) -> dict[str, dict]:
+    """What the String Catalog lists, by key."""
+    catalog = json.loads((APP / f"{name}.xcstrings").read_text(encoding="utf-8"))
+    assert catalog["sourceLanguage"] == "en" and catalog["version"] == "1.0"
+    return catalog["strings"]
+
+
 def test_the_string_catalog_has_every_sentence_of_the_views():
     """A text begins with a capital, or has a space; names of symbols and files do neither."""
-    catalog = json.loads((APP / "Localizable.xcstrings").read_text(encoding="utf-8"))
-    assert catalog["sourceLanguage"] == "en" and catalog["version"] == "1.0"
     said = {
         text
         for view in [APP / "MeSPTrainerApp.swift", *(APP / "Views").glob("*.swift")]
@@ -583,9 +602,53 @@ def test_the_string_catalog_has_every_sentence_of_the_views():
         if re.search(r"[A-Za-z]", text.replace("%@", "")) and (text[0].isupper() or " " in text)
     }
     # Xcode tells numbers from words; both are one text.
-    listed = {re.sub(r"%(\d\$)?(lld|@)", "%@", key) for key in catalog["strings"]}
+    listed = {re.sub(r"%(\d\$)?(lld|@)", "%@", key) for key in catalog("Localizable")}
     assert said - listed == set(), "add them to Localizable.xcstrings"
     assert listed - said == set(), "no view says them"
+
+
+def sentence_keys(sil: str) -> set[str]:
+    """The keys of a module's `Sentence` literals, as the calls in its SIL make them."""
+    found: set[str] = set()
+    literal, keys = "", []  # keys: of the literals that are begun, as one may hold another
+    calls = r"init\(literalCapacity|append\w+|init\(stringInterpolation|init\(stringLiteral"
+    steps = (
+        rf'= string_literal utf8 (".*") +//|// function_ref Sentence\.(?:Interpolation\.)?({calls})'
+        # Its line and the next, which has the type that an argument is known by.
+        r".*\n.*"
+    )
+    for step in re.finditer(steps, sil):
+        if step[1]:
+            literal = step[1]
+        elif step[2] == "init(literalCapacity":
+            keys.append("")
+        elif step[2] == "appendLiteral":
+            keys[-1] += json.loads(literal).replace("%", "%%")
+        elif step[2] == "appendInterpolation":
+            keys[-1] += "%lld" if "BinaryInteger" in step[0] else "%@"
+        elif step[2] == "init(stringInterpolation":
+            found.add(keys.pop())
+        elif step[2] == "init(stringLiteral":
+            found.add(json.loads(literal))
+    return found
+
+
+@pytest.mark.skipif(sys.platform == "darwin", reason="the stand-ins are for other systems")
+def test_the_string_catalog_has_every_sentence_of_core_and_model(tmp_path: Path):
+    """A `Sentence` is looked up by its exact key, numbers told from words."""
+    compiler = Compiler("iOS", tmp_path)
+    compiler.compile_stand_ins()
+    said: set[str] = set()
+    for name, sources in compiler.app_modules().items():
+        done = compiler.compile(name, *sources, emit="-emit-silgen")
+        assert done.returncode == 0, done.stderr
+        said |= sentence_keys((tmp_path / f"{name}.o").read_text(encoding="utf-8"))
+    said = {key for key in said if re.search(r"[A-Za-z]", re.sub(r"%(lld|@)", "", key))}
+    listed = catalog("Sentences")
+    assert said - set(listed) == set(), "add them to Sentences.xcstrings"
+    assert set(listed) - said == set(), "nothing says them"
+    # Xcode finds none of them, and takes away what it has not been told to keep.
+    assert {entry["extractionState"] for entry in listed.values()} == {"manual"}
 
 
 def test_views_keep_to_the_systems_type_sizes_and_colors():

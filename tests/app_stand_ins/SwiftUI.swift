@@ -110,6 +110,10 @@ public struct EnvironmentValues {
     public init(_ t: V.Type) where V: AnyObject & Observable {}
     public var wrappedValue: V { fatalError() }
 }
+// Of Foundation, but not on Linux.
+extension String {
+    public init(localized: LocalizedStringKey) { self = "" }
+}
 public struct LocalizedStringKey: ExpressibleByStringInterpolation {
     public init(stringLiteral: String) {}
     public struct StringInterpolation: StringInterpolationProtocol {

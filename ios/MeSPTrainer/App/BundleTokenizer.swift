@@ -11,7 +11,7 @@ struct BundleTokenizer: TextTokenizer {
             tokenizer = try await AutoTokenizer.from(modelFolder: bundle)
         } catch {
             throw MeSPError(
-                "The tokenizer in \(bundle.lastPathComponent) cannot be read: \(error.localizedDescription) Train on the bundle's own text, or export the bundle again."
+                "The tokenizer in \(bundle.lastPathComponent) cannot be read: \(error.plainSentence). Train on the bundle's own text, or export the bundle again."
             )
         }
     }

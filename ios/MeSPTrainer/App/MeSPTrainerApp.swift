@@ -56,11 +56,11 @@ struct RootView: View {
         .alert("That Did Not Work", isPresented: $model.hasProblem) {
             Button("OK") {}
         } message: {
-            Text(model.problem ?? "")
+            Text(model.problem?.localized ?? "")
         }
         .onOpenURL { url in Task { await url.accessed { await model.open(url) } } }
         .confirmationDialog(
-            model.deletionQuestion, isPresented: $model.asksToDelete, titleVisibility: .visible
+            model.deletionQuestion.localized, isPresented: $model.asksToDelete, titleVisibility: .visible
         ) {
             Button("Delete", role: .destructive) { Task { await model.confirmDeletion() } }
         }

@@ -1,6 +1,7 @@
 #if os(iOS)
     import ActivityKit
     import MeSPAppModel
+    import MeSPCore
 
     /// The run on the lock screen, as a Live Activity.
     @MainActor final class SystemActivity: GlanceBoard {
@@ -14,10 +15,10 @@
             for left in Activity<RunAttributes>.activities.map(\.id) { change { await Self.end(left, nil) } }
         }
 
-        func begin(title: String, _ glance: Glance) {
+        func begin(title: Sentence, _ glance: Glance) {
             guard ActivityAuthorizationInfo().areActivitiesEnabled else { return }
             let content = ActivityContent(state: glance.state, staleDate: nil)
-            id = try? Activity.request(attributes: RunAttributes(title: title), content: content).id
+            id = try? Activity.request(attributes: RunAttributes(title: title.localized), content: content).id
         }
 
         func update(_ glance: Glance) {
@@ -58,8 +59,8 @@
     extension Glance {
         fileprivate var state: RunAttributes.ContentState {
             .init(
-                part: progress.part, step: progress.stepWords, loss: progress.lossWords, timeLeft: progress.timeWords,
-                note: note)
+                part: progress.part, step: progress.stepWords.localized, loss: progress.lossWords?.localized,
+                timeLeft: progress.timeWords?.localized, note: note?.localized)
         }
     }
 #endif

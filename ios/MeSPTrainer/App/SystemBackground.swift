@@ -16,7 +16,7 @@
         /// To be made before the app has launched: the system may have started it for the night's task.
         init() { register(overnight, for: .overnight) }
 
-        func ask(for grant: BackgroundGrant, title: String) {
+        func ask(for grant: BackgroundGrant, title: Sentence) {
             switch grant {
             case .overnight:
                 let request = BGProcessingTaskRequest(identifier: overnight)
@@ -29,8 +29,9 @@
                         let identifier = "\(prefix).run.\(UUID().uuidString)"
                         continued = identifier
                         register(identifier, for: .continued)
+                        let subtitle: Sentence = "Checking the bundle"
                         let request = BGContinuedProcessingTaskRequest(
-                            identifier: identifier, title: title, subtitle: "Checking the bundle")
+                            identifier: identifier, title: title.localized, subtitle: subtitle.localized)
                         try? BGTaskScheduler.shared.submit(request)
                     }
                 #endif
@@ -68,7 +69,7 @@
                     if #available(iOS 26.0, *), let task = task as? BGContinuedProcessingTask {
                         task.progress.totalUnitCount = Int64(progress.steps)
                         task.progress.completedUnitCount = Int64(progress.step)
-                        task.updateTitle(task.title, subtitle: progress.sentence)
+                        task.updateTitle(task.title, subtitle: progress.sentence.localized)
                     }
                 #endif
             }

@@ -11,7 +11,7 @@ import UserNotifications
 
     func show(_ notice: Notice) {
         let content = UNMutableNotificationContent()
-        (content.title, content.body, content.sound) = (notice.title, notice.text, .default)
+        (content.title, content.body, content.sound) = (notice.title.localized, notice.text.localized, .default)
         let trigger =
             notice.delay > 0 ? UNTimeIntervalNotificationTrigger(timeInterval: notice.delay, repeats: false) : nil
         clear()

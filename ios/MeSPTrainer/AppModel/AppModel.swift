@@ -5,7 +5,7 @@ import Observation
 /// What the app does, over what it shows: its views only lay this out.
 @MainActor @Observable public final class AppModel {
     /// Why an app can't train on this system; nil where it can.
-    nonisolated public static var systemRefusal: String? {
+    nonisolated public static var systemRefusal: Sentence? {
         #if targetEnvironment(simulator)
             "The iOS simulator lacks the GPU that MLX needs: train on an iPhone, an iPad or a Mac, or look at a recorded run."
         #else
@@ -14,7 +14,7 @@ import Observation
     }
 
     /// Why the app can't train here; nil where it can.
-    public let refusal: String?
+    public let refusal: Sentence?
 
     public let library: Library
     public let form: TrainingForm
@@ -32,7 +32,7 @@ import Observation
     /// The part that is shown. Leaving the chat lets go of what the models have read of it.
     public var place = Place.train { didSet { if place != .write { comparison.letGo() } } }
     /// What went wrong last, in a sentence, until it is set to nil.
-    public var problem: String?
+    public var problem: Sentence?
     /// Setting it to false is reading it.
     public var hasProblem: Bool {
         get { problem != nil }
@@ -74,7 +74,7 @@ import Observation
         phone: any Phone, folder: DocumentsFolder, display: (any Display)? = nil,
         scheduler: (any BackgroundScheduler)? = nil, board: (any NoticeBoard)? = nil,
         glanceBoard: (any GlanceBoard)? = nil,
-        refusal: String? = systemRefusal, recording: URL? = nil,
+        refusal: Sentence? = systemRefusal, recording: URL? = nil,
         openDownload: @escaping @Sendable (String) throws -> BundleDownload = { try BundleDownload(repository: $0) },
         loadTokenizer: @escaping @Sendable (URL) async throws -> any TextTokenizer
     ) {
@@ -172,12 +172,16 @@ import Observation
     }
 
     /// What there is to know before the decision.
-    public var deletionQuestion: String {
+    public var deletionQuestion: Sentence {
         switch deletion {
         case .bundle(let bundle):
             let runs = library.runs.filter { !$0.isBenchmark && library.bundle(of: $0)?.id == bundle.id }.count
-            let cost = runs == 0 ? "" : " \(runs == 1 ? "A run needs" : "\(runs) runs need") it to go on or to write."
-            return "Delete \(bundle.name)? It takes \(bundle.size.megabytes).\(cost)"
+            let question: Sentence = "Delete \(bundle.name)? It takes \(bundle.size.megabytes)."
+            return switch runs {
+            case 0: question
+            case 1: "\(question). A run needs it to go on or to write."
+            default: "\(question). \(runs) runs need it to go on or to write."
+            }
         case .run(let run): return "Delete \(run.name)? Its log and adapters cannot be had back."
         case nil: return ""
         }
@@ -394,7 +398,7 @@ import Observation
         do {
             try await body()
         } catch {
-            problem = error.localizedDescription
+            problem = error.plainSentence
         }
     }
 }

@@ -16,7 +16,7 @@ import MeSPCore
     /// To be called with each time that is given.
     var onGrant: ((any BackgroundTime) -> Void)? { get set }
     /// Asks for a time, which may never be given. One that was asked for before and not given yet, this replaces.
-    func ask(for grant: BackgroundGrant, title: String)
+    func ask(for grant: BackgroundGrant, title: Sentence)
     /// Takes back what was asked for.
     func withdraw(_ grant: BackgroundGrant)
 }
@@ -38,18 +38,18 @@ public struct RunProgress: Sendable, Equatable {
     /// From 0 to 1.
     public var part: Double { steps > 0 ? min(Double(step) / Double(steps), 1) : 0 }
     /// `Step 12 of 100`
-    public var stepWords: String { "Step \(step) of \(steps)" }
+    public var stepWords: Sentence { "Step \(step) of \(steps)" }
     /// `loss 2.31`
-    public var lossWords: String? { loss.map { "loss \(String(format: "%.2f", $0))" } }
+    public var lossWords: Sentence? { loss.map { "loss \(String(format: "%.2f", $0))" } }
     /// `14 min left`; nil where nothing is left, or nobody knows.
-    public var timeWords: String? {
+    public var timeWords: Sentence? {
         guard let secondsLeft, step < steps else { return nil }
         let minutes = Int((secondsLeft / 60).rounded(.up))
         return minutes < 60 ? "\(minutes) min left" : "\(minutes / 60) h \(minutes % 60) min left"
     }
 
     /// `Step 12 of 100, loss 2.31, 14 min left`
-    public var sentence: String { [stepWords, lossWords, timeWords].compactMap { $0 }.joined(separator: ", ") }
+    public var sentence: Sentence { [lossWords, timeWords].compactMap { $0 }.reduce(stepWords) { "\($0), \($1)" } }
 }
 
 /// Asks for time in the background for runs that may train there (`Conditions`), and gives it to them.
@@ -93,7 +93,7 @@ public struct RunProgress: Sendable, Equatable {
         for time in times.values { time.show(progress) }
     }
 
-    private var title: String { "Training \(controller.log.start?.model.name ?? "")" }
+    private var title: Sentence { "Training \(controller.log.start?.model.name ?? "")" }
 
     private func runEnded() {
         askedFor = nil

@@ -41,7 +41,7 @@ import Observation
     /// The method that runs; nil where none does.
     public private(set) var running: GradientMethod?
     /// Why the last benchmark ended early.
-    public private(set) var problem: String?
+    public private(set) var problem: Sentence?
 
     @ObservationIgnored private let controller: RunController
 
@@ -64,7 +64,7 @@ import Observation
             do {
                 for try await _ in try controller.train(settings) {}
             } catch {
-                problem = error.localizedDescription
+                problem = error.plainSentence
                 return
             }
             guard controller.log.end?.reason == .finished else { return }

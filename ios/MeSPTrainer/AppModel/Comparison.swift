@@ -50,7 +50,7 @@ import Observation
     /// The side that is being written; nil where none is.
     public private(set) var writing: Side?
     /// Why it ended early, in a sentence.
-    public private(set) var problem: String?
+    public private(set) var problem: Sentence?
 
     @ObservationIgnored private let phone: any Phone
     /// Where the conversation is kept.
@@ -138,7 +138,7 @@ import Observation
                 }
             } catch is CancellationError {
             } catch {
-                sender.yield(.failed(error.localizedDescription))
+                sender.yield(.failed(error.plainSentence))
             }
             sender.finish()
         }
@@ -193,7 +193,7 @@ import Observation
         case begins(Side)
         case token(Side, Int)
         case ends(Side, Generator.Summary)
-        case failed(String)
+        case failed(Sentence)
     }
 
     private func receive(_ message: Message, _ tokenizer: any TextTokenizer) {

@@ -166,7 +166,7 @@ public struct DocumentsFolder: Sendable {
         do {
             _ = try ModelBundle(url: partial)
         } catch {
-            throw MeSPError(error.localizedDescription.replacingOccurrences(of: partial.path, with: name))
+            throw MeSPError("\(error.localizedDescription.replacingOccurrences(of: partial.path, with: name))")
         }
         try FileManager.default.moveItem(at: partial, to: target)
         keep(target, .bundle)

@@ -32,21 +32,21 @@ import Observation
     }
 
     /// The licence, as far as it is known.
-    public var license: String { offer?.manifest.model.license ?? "not named" }
+    public var license: Sentence { offer?.manifest.model.license.map { "\($0)" } ?? "not named" }
 
     /// Whether such a bundle trains on this phone, in a sentence.
-    public var fit: String {
+    public var fit: Sentence {
         guard let manifest = offer?.manifest else { return "" }
         var settings = RunSettings(bundle: "", output: "")
         settings.seqLen = manifest.seqLens.min() ?? 1
         settings.rank = manifest.ranks.min() ?? 1
         do {
             let fit = try DeviceFit(settings, manifest, available: phone.availableMemory)
-            let peak = "Training on \(settings.seqLen) tokens takes \(fit.predictedPeak.megabytes)"
+            let peak: Sentence = "Training on \(settings.seqLen) tokens takes \(fit.predictedPeak.megabytes)"
             guard let available = fit.available, !fit.fits else { return "\(peak): it fits this phone." }
             return "\(peak), and the phone would give \(available.megabytes): it does not fit."
         } catch {
-            return error.localizedDescription
+            return error.plainSentence
         }
     }
 

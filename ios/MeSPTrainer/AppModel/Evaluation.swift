@@ -24,7 +24,7 @@ import Observation
     /// How much of it is done, from 0 to 1; nil while none is in progress.
     public private(set) var progress: Double?
     /// Why it ended early, in a sentence.
-    public private(set) var problem: String?
+    public private(set) var problem: Sentence?
     public var isRunning: Bool { progress != nil }
 
     @ObservationIgnored private let phone: any Phone
@@ -62,7 +62,7 @@ import Observation
                 sender.yield(.ended(Figure(records[0].kind, base: parts[0], tuned: parts.count > 1 ? parts[1] : nil)))
             } catch is CancellationError {
             } catch {
-                sender.yield(.failed(error.localizedDescription))
+                sender.yield(.failed(error.plainSentence))
             }
             sender.finish()
         }
@@ -84,7 +84,7 @@ import Observation
     private enum Message: Sendable {
         case progress(Double)
         case ended(Figure)
-        case failed(String)
+        case failed(Sentence)
     }
 
     private func update() { gate.follow(phone) }
@@ -234,7 +234,7 @@ private struct Examiner {
             do {
                 return try part(of: record, evaluator, window)
             } catch let error as MeSPError {
-                throw MeSPError("Record \(index + 1): \(error.message)")
+                throw MeSPError("Record \(index + 1): \(error.sentence).")
             }
         }
     }

@@ -5,13 +5,13 @@ import MeSPCore
 public struct Glance: Sendable, Equatable {
     public var progress: RunProgress
     /// Why the run waits and what to do, or how it has ended, in sentences; nil while it trains.
-    public var note: String?
+    public var note: Sentence?
 }
 
 /// What shows a run while the app is not in front: in the app a Live Activity.
 @MainActor public protocol GlanceBoard: AnyObject {
     /// Begins to show a run; to be called in front only.
-    func begin(title: String, _ glance: Glance)
+    func begin(title: Sentence, _ glance: Glance)
     func update(_ glance: Glance)
     /// Leaves the last for the person to find; nil takes it away at once.
     func end(_ last: Glance?)
@@ -58,10 +58,10 @@ public struct Glance: Sendable, Equatable {
 }
 
 extension RunController.State {
-    fileprivate var note: String? {
+    fileprivate var note: Sentence? {
         switch self {
         case .idle, .preparing, .training: nil
-        case .paused(let reason): "\(reason.sentence) \(reason.remedy)"
+        case .paused(let reason): reason.advice
         case .finished(.finished): "Training is done."
         case .finished: "Training was stopped."
         case .failed(let sentence): sentence

@@ -3,8 +3,8 @@ import MeSPCore
 
 /// A message about a run for a person who has left the app.
 public struct Notice: Sendable, Equatable {
-    public var title: String
-    public var text: String
+    public var title: Sentence
+    public var text: Sentence
     /// Seconds until it is shown, where nothing takes it back in the meantime.
     public var delay: Double
 }
@@ -58,14 +58,13 @@ public struct Notice: Sendable, Equatable {
         switch state {
         case .finished(.finished):
             let steps = controller.settings?.steps ?? controller.log.lastStep
-            return Notice(
-                title: "Training Is Done", text: RunProgress(controller.log, steps: steps).sentence + ".", delay: 0)
+            let progress = RunProgress(controller.log, steps: steps).sentence
+            return Notice(title: "Training Is Done", text: "\(progress).", delay: 0)
         case .failed(let sentence): return Notice(title: "Training Has Failed", text: sentence, delay: 0)
         case .paused(.user): return nil
         case .paused(let reason):
             return Notice(
-                title: "Training Waits", text: "\(reason.sentence) \(reason.remedy)",
-                delay: reason == .away ? Self.patience : 0)
+                title: "Training Waits", text: reason.advice, delay: reason == .away ? Self.patience : 0)
         case .idle, .preparing, .training, .finished: return nil
         }
     }

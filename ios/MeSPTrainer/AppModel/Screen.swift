@@ -45,11 +45,12 @@ import Observation
     }
 
     /// What to do for a run that takes the night.
-    public var overnightAdvice: String {
-        let battery = phone.battery.map { !$0.isCharging } ?? false
-        return (battery ? "Connect the charger: below 20% the run pauses. " : "")
-            + (controller.usesGPU
-                ? "Leave the app in front and don't lock the phone: iOS stops training on the GPU in the background, and it goes on only when you come back."
-                : "In front, with the phone not locked, it trains all night; in the background iOS decides when, on the charger.")
+    public var overnightAdvice: Sentence {
+        let advice: Sentence =
+            controller.usesGPU
+            ? "Leave the app in front and don't lock the phone: iOS stops training on the GPU in the background, and it goes on only when you come back."
+            : "In front, with the phone not locked, it trains all night; in the background iOS decides when, on the charger."
+        guard let battery = phone.battery, !battery.isCharging else { return advice }
+        return "Connect the charger: below 20% the run pauses. \(advice)."
     }
 }

@@ -9,7 +9,7 @@ import Observation
     public private(set) var report: SelfCheckReport?
     public private(set) var isRunning = false
     /// Why it ended early, in a sentence.
-    public private(set) var problem: String?
+    public private(set) var problem: Sentence?
 
     /// The check that runs now.
     public var current: String? {
@@ -52,7 +52,7 @@ import Observation
             } catch is CancellationError {
                 sender.yield(.failed("The self-check was stopped."))
             } catch {
-                sender.yield(.failed(error.localizedDescription))
+                sender.yield(.failed(error.plainSentence))
             }
             sender.finish()
         }
@@ -72,7 +72,7 @@ import Observation
 
     private enum Message: Sendable {
         case report(SelfCheckReport)
-        case failed(String)
+        case failed(Sentence)
     }
 
     private func update() { gate.follow(phone) }

@@ -9,7 +9,7 @@ public struct StoredBundle: Identifiable, Sendable {
     /// nil where the bundle can't be used.
     public let manifest: Manifest?
     /// Why it can't be used.
-    public let problem: String?
+    public let problem: Sentence?
 
     init(url: URL, isIncluded: Bool) {
         // devicectl can put a folder into one of its name.
@@ -21,7 +21,8 @@ public struct StoredBundle: Identifiable, Sendable {
             problem = nil
         } catch {
             manifest = nil
-            problem = error.localizedDescription.replacingOccurrences(of: url.path, with: url.lastPathComponent)
+            problem =
+                "\(error.localizedDescription.replacingOccurrences(of: url.path, with: url.lastPathComponent))"
         }
     }
 
@@ -33,7 +34,7 @@ public struct StoredBundle: Identifiable, Sendable {
     public var size: Int { manifest?.files.reduce(0) { $0 + $1.size } ?? 0 }
 
     /// Where a phone would do better with another export.
-    public var advice: String? {
+    public var advice: Sentence? {
         manifest?.device == "cpu" ? "Runs on the CPU. For the GPU, export it with --device gpu." : nil
     }
 }

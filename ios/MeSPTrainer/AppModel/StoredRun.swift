@@ -8,7 +8,7 @@ public struct StoredRun: Identifiable, Sendable {
         /// The app was ended while it ran.
         case interrupted
         /// Why the log can't be read.
-        case unreadable(String)
+        case unreadable(Sentence)
     }
 
     public let url: URL
@@ -35,7 +35,7 @@ public struct StoredRun: Identifiable, Sendable {
                 }
         } catch {
             log = nil
-            status = isRunning ? .running : .unreadable(error.localizedDescription)
+            status = isRunning ? .running : .unreadable(error.plainSentence)
         }
     }
 

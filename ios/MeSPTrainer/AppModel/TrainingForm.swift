@@ -159,13 +159,13 @@ import Observation
             return .failure(MeSPError("Bring in a bundle first, by AirDrop, the Files app or tools/push.py."))
         }
         if let (field, text) = unreadable.min(by: { $0.key.rawValue < $1.key.rawValue }) {
-            return .failure(
-                MeSPError("\(field.name): \(text.isEmpty ? "nothing" : text) is no number that can be used."))
+            let typed: Sentence = text.isEmpty ? "nothing" : "\(text)"
+            return .failure(MeSPError("\(field.name): \(typed) is no number that can be used."))
         }
         do {
             return .success(try DeviceFit(settings, manifest, available: phone.availableMemory))
         } catch {
-            return .failure(MeSPError(error.localizedDescription))
+            return .failure(MeSPError(error.plainSentence))
         }
     }
 

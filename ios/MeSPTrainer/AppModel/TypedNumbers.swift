@@ -1,11 +1,12 @@
 import Foundation
+import MeSPCore
 
 /// A number of the form that a person types.
 public enum NumberField: String, Sendable, CaseIterable {
     case steps, learningRate, limit, batchSize, accumulation, clipping, warmup
 
     /// As the form has it, for a sentence.
-    var name: String {
+    var name: Sentence {
         switch self {
         case .steps: "Steps"
         case .learningRate: "Learning rate"

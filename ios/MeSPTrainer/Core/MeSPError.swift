@@ -2,18 +2,19 @@ import Foundation
 
 /// A failure that a person can act on: one plain sentence that names the thing and the remedy.
 public struct MeSPError: LocalizedError, Sendable, Equatable {
-    public let message: String
+    public let sentence: Sentence
 
-    public init(_ message: String) {
-        self.message = message
+    public init(_ sentence: Sentence) {
+        self.sentence = sentence
     }
 
-    public var errorDescription: String? { message }
+    public var errorDescription: String? { sentence.localized }
 }
 
 extension Error {
-    /// The error in words, without a final full stop.
-    package var plainSentence: String {
+    /// The error in words: a `MeSPError`'s own, or the system's.
+    public var plainSentence: Sentence {
+        if let error = self as? MeSPError { return error.sentence }
         if let decoding = self as? DecodingError {
             switch decoding {
             case .keyNotFound(let key, _): return "\(key.stringValue) is missing"
@@ -23,7 +24,6 @@ extension Error {
             @unknown default: break
             }
         }
-        let text = localizedDescription
-        return text.hasSuffix(".") ? String(text.dropLast()) : text
+        return "\(localizedDescription)"
     }
 }

@@ -169,5 +169,5 @@ do {
 } catch is CancellationError {
     fail(CommandLine.arguments[1] == "evaluate" ? "The evaluation was stopped." : "The self-check was stopped.")
 } catch {
-    fail(error.localizedDescription)
+    fail(error.plainSentence.english)
 }

@@ -90,7 +90,7 @@ import Testing
                 try body(&random)
             } catch let error as MeSPError {
                 refused += 1
-                #expect(!error.message.isEmpty)
+                #expect(!error.sentence.english.isEmpty)
             }
         }
         #expect(refused > cases / 4 && refused < cases, "cases of both kinds")

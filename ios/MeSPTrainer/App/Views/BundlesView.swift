@@ -39,7 +39,7 @@ struct BundlesView: View {
             .fileImporter(isPresented: $choosesBundle, allowedContentTypes: [.mespBundle, .folder]) { result in
                 switch result {
                 case .success(let url): Task { await url.accessed { await model.importBundle(at: url) } }
-                case .failure(let error): model.problem = error.localizedDescription
+                case .failure(let error): model.problem = error.plainSentence
                 }
             }
             .refreshable { await model.refresh() }
@@ -71,8 +71,8 @@ private struct DownloadSection: View {
                 if let offer = downloads.offer {
                     LabeledContent("Model", value: offer.manifest.name)
                     LabeledContent("Size", value: offer.size.bytes)
-                    LabeledContent("License", value: downloads.license)
-                    Text(downloads.fit).font(.caption).foregroundStyle(.secondary)
+                    LabeledContent("License", value: downloads.license.localized)
+                    Text(downloads.fit.localized).font(.caption).foregroundStyle(.secondary)
                     Button("Download", systemImage: "arrow.down.circle") { Task { await model.download() } }
                 }
             }
@@ -104,10 +104,11 @@ private struct BundleRow: View {
                 .font(.caption).foregroundStyle(.secondary)
             }
             if let problem = bundle.problem {
-                Label(problem, systemImage: "exclamationmark.triangle.fill").font(.caption).foregroundStyle(.orange)
+                Label(problem.localized, systemImage: "exclamationmark.triangle.fill").font(.caption).foregroundStyle(
+                    .orange)
             }
             if let advice = bundle.advice {
-                Label(advice, systemImage: "info.circle").font(.caption).foregroundStyle(.secondary)
+                Label(advice.localized, systemImage: "info.circle").font(.caption).foregroundStyle(.secondary)
             }
         }
         .accessibilityElement(children: .combine)

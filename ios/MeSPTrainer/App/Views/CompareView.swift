@@ -16,7 +16,7 @@ struct CompareView: View {
             List {
                 EvaluationSection()
                 Section {
-                    LabeledContent("Model", value: model.form.bundle?.name ?? "None")
+                    LabeledContent("Model", value: model.form.bundle?.name ?? String(localized: "None"))
                     LabeledContent("Tokens in a sequence", value: model.form.settings.seqLen.formatted())
                     LabeledContent("Rank", value: model.form.settings.rank.formatted())
                     Stepper("\(steps) steps a method", value: $steps, in: 1...50)
@@ -30,7 +30,7 @@ struct CompareView: View {
                         .disabled(!model.canStart)
                     }
                     if let problem = benchmark.problem {
-                        Label(problem, systemImage: "exclamationmark.triangle.fill").foregroundStyle(.orange)
+                        Label(problem.localized, systemImage: "exclamationmark.triangle.fill").foregroundStyle(.orange)
                     }
                 } footer: {
                     Text("Length, rank and model are those of a new run. Let the phone cool down before.")
@@ -63,6 +63,8 @@ struct CompareView: View {
 private struct BenchmarkRow: View {
     let row: Benchmark.Row
 
+    private var seconds: String { row.seconds.formatted(.number.precision(.fractionLength(2))) }
+
     var body: some View {
         VStack(alignment: .leading, spacing: 4) {
             Text(row.method.name).font(.headline)
@@ -76,7 +78,7 @@ private struct BenchmarkRow: View {
                 figures("Peak", row.footprintPeakBytes.bytes, row.paperBytes?.bytes)
                 figures("Before the run", row.footprintBeforeBytes.bytes, nil)
                 figures("Predicted", row.predictedPeakBytes.bytes, nil)
-                figures("Time of a step", "\(row.seconds.formatted(.number.precision(.fractionLength(2)))) s", nil)
+                figures("Time of a step", String(localized: "\(seconds) s"), nil)
                 figures("Time of MeBP’s", row.timeOfMebp?.times, row.paperTimeOfMebp?.times)
             }
             .font(.callout).monospacedDigit()

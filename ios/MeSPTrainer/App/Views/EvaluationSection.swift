@@ -28,7 +28,7 @@ struct EvaluationSection: View {
                     .disabled(!model.isFree || (run == nil && model.form.bundle == nil))
             }
             if let problem = evaluation.problem {
-                Label(problem, systemImage: "exclamationmark.triangle.fill").foregroundStyle(.orange)
+                Label(problem.localized, systemImage: "exclamationmark.triangle.fill").foregroundStyle(.orange)
             }
             if let figure = evaluation.figure { FigureRows(figure: figure) }
         } header: {
@@ -39,7 +39,7 @@ struct EvaluationSection: View {
         .fileImporter(isPresented: $choosesFile, allowedContentTypes: [.plainText, .json, .data]) { result in
             switch result {
             case .success(let url): Task { await url.accessed { await model.evaluate(url, with: run) } }
-            case .failure(let error): model.problem = error.localizedDescription
+            case .failure(let error): model.problem = error.plainSentence
             }
         }
     }

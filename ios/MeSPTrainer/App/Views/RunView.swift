@@ -30,12 +30,12 @@ struct RunView: View {
                     Toggle("Keep the screen on", isOn: $screen.keepsAwake).disabled(model.screen.isOvernight)
                 } footer: {
                     #if os(iOS)
-                        Text(model.screen.overnightAdvice)
+                        Text(model.screen.overnightAdvice.localized)
                     #endif
                 }
             }
         }
-        .navigationTitle(controller.settings?.method.name ?? "Run")
+        .navigationTitle(controller.settings?.method.name ?? String(localized: "Run"))
         .toolbar { Button("New Run") { model.showsSetup = true } }
     }
 
@@ -59,16 +59,18 @@ struct RunView: View {
 struct LogSections: View {
     let log: LogSummary
 
+    private var training: String { String(localized: "Training") }
+
     var body: some View {
         Section("Loss, nats a token") {
             Chart {
                 ForEach(log.curve { Double($0.loss) }) {
-                    LineMark(x: .value("Step", $0.id), y: .value("Loss", $0.value), series: .value("Data", "Training"))
-                        .foregroundStyle(by: .value("Data", "Training"))
+                    LineMark(x: .value("Step", $0.id), y: .value("Loss", $0.value), series: .value("Data", training))
+                        .foregroundStyle(by: .value("Data", training))
                 }
                 ForEach(log.evals.filter { $0.split == "valid" }, id: \.step) {
                     PointMark(x: .value("Step", $0.step), y: .value("Loss", Double($0.loss)))
-                        .foregroundStyle(by: .value("Data", "Held out"))
+                        .foregroundStyle(by: .value("Data", String(localized: "Held out")))
                 }
             }
             .chartYScale(domain: .automatic(includesZero: false))
@@ -90,7 +92,7 @@ struct LogSections: View {
             }
             .frame(height: 140)
             .accessibilityLabel("Peak footprint by step")
-            .accessibilityValue(log.peakFootprint?.bytes ?? "No step yet")
+            .accessibilityValue(log.peakFootprint?.bytes ?? String(localized: "No step yet"))
             .accessibilityIdentifier("footprint-chart")
         }
         Section("Figures") {
@@ -99,7 +101,8 @@ struct LogSections: View {
             }
             if let peak = log.peakFootprint { LabeledContent("Peak footprint", value: peak.bytes) }
             if let seconds = log.stepSeconds {
-                LabeledContent("Time of a step", value: "\(seconds.formatted(.number.precision(.fractionLength(2)))) s")
+                let time = seconds.formatted(.number.precision(.fractionLength(2)))
+                LabeledContent("Time of a step", value: String(localized: "\(time) s"))
             }
             if let speed = log.tokensPerSecond {
                 LabeledContent("Tokens a second", value: speed.formatted(.number.precision(.fractionLength(0))))
@@ -113,7 +116,7 @@ struct LogSections: View {
             Section("Events") {
                 ForEach(log.events.reversed()) { event in
                     VStack(alignment: .leading) {
-                        Text(event.message)
+                        Text(event.message.localized)
                         Text(event.time, format: .dateTime.hour().minute().second())
                             .font(.caption).foregroundStyle(.secondary)
                     }
@@ -133,11 +136,12 @@ struct StateLabel: View {
         case .idle: Label("Ready", systemImage: "circle")
         case .preparing: Label("Checking the bundle", systemImage: "checkmark.shield")
         case .training: Label("Training", systemImage: "flame.fill").foregroundStyle(.green)
-        case .paused(let reason): Label(reason.sentence, systemImage: "pause.circle.fill").foregroundStyle(.orange)
+        case .paused(let reason):
+            Label(reason.sentence.localized, systemImage: "pause.circle.fill").foregroundStyle(.orange)
         case .finished(.stopped): Label("Stopped, adapters saved", systemImage: "stop.circle")
         case .finished: Label("Finished, adapters saved", systemImage: "checkmark.circle.fill").foregroundStyle(.green)
         case .failed(let sentence):
-            Label(sentence, systemImage: "exclamationmark.triangle.fill").foregroundStyle(.red)
+            Label(sentence.localized, systemImage: "exclamationmark.triangle.fill").foregroundStyle(.red)
         }
     }
 }

@@ -62,8 +62,8 @@ struct RunDetailView: View {
     var body: some View {
         List {
             Section {
-                LabeledContent("State", value: run.status.name)
-                if case .unreadable(let reason) = run.status { Text(reason).foregroundStyle(.orange) }
+                LabeledContent("State") { Text(run.status.name) }
+                if case .unreadable(let reason) = run.status { Text(reason.localized).foregroundStyle(.orange) }
                 if run.canResume {
                     Button("Go On from the Last Saved State", systemImage: "play.fill") {
                         Task { await model.resume(run) }

@@ -11,14 +11,14 @@ struct SelfCheckSection: View {
     var body: some View {
         Section {
             if checker.isRunning {
-                ProgressView("Checking \(checker.current ?? "the bundle")")
+                ProgressView("Checking \(checker.current ?? String(localized: "the bundle"))")
                 Button("Stop", systemImage: "stop.fill", role: .destructive) { checker.stop() }
             } else {
                 Button("Check This Phone", systemImage: "checkmark.seal") { model.checkDevice() }
                     .disabled(!model.isFree || model.form.bundle == nil)
             }
             if let problem = checker.problem {
-                Label(problem, systemImage: "exclamationmark.triangle.fill").foregroundStyle(.orange)
+                Label(problem.localized, systemImage: "exclamationmark.triangle.fill").foregroundStyle(.orange)
             }
             ForEach(checker.report?.checks ?? []) { CheckRow(check: $0) }
         } header: {
@@ -45,7 +45,7 @@ private struct CheckRow: View {
         VStack(alignment: .leading, spacing: 4) {
             Label("\(check.name): \(check.verdict.rawValue)", systemImage: symbol)
                 .foregroundStyle(check.verdict == .fail ? Color.red : Color.primary)
-            Text(check.sentence).font(.caption).foregroundStyle(.secondary)
+            Text(check.sentence.localized).font(.caption).foregroundStyle(.secondary)
         }
         .accessibilityElement(children: .combine)
     }

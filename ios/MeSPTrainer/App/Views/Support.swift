@@ -65,7 +65,8 @@ private struct Awake: ViewModifier {
                 activity =
                     wanted
                     ? ProcessInfo.processInfo.beginActivity(
-                        options: [.userInitiated, .idleSystemSleepDisabled], reason: "A model is trained.") : nil
+                        options: [.userInitiated, .idleSystemSleepDisabled],
+                        reason: String(localized: "A model is trained.")) : nil
             #endif
         }
     }
@@ -82,7 +83,7 @@ extension GradientMethod {
 }
 
 extension StoredRun.Status {
-    var name: String {
+    var name: LocalizedStringKey {
         switch self {
         case .running: "Running"
         case .finished: "Finished"

@@ -25,7 +25,7 @@ private struct InterruptedSection: View {
 
     var body: some View {
         Section("The app was ended during this run") {
-            LabeledContent("\(run.name)", value: "step \(run.log?.lastStep ?? 0)")
+            LabeledContent("\(run.name)", value: String(localized: "step \(run.log?.lastStep ?? 0)"))
             Button("Go On from the Last Saved State", systemImage: "play.fill") {
                 Task { await model.decide(run, goOn: true) }
             }
@@ -46,7 +46,7 @@ struct SetupView: View {
         Form {
             if let refusal = model.refusal {
                 Section {
-                    Label(refusal, systemImage: "iphone.slash")
+                    Label(refusal.localized, systemImage: "iphone.slash")
                     Button("Show a Recorded Run", systemImage: "play.rectangle") { Task { await model.replay() } }
                         .disabled(!model.canReplay)
                 }
@@ -86,7 +86,7 @@ struct SetupView: View {
         .fileImporter(isPresented: $choosesFile, allowedContentTypes: [.plainText, .json, .data]) { result in
             switch result {
             case .success(let url): Task { await url.accessed { await model.chooseText(at: url) } }
-            case .failure(let error): model.problem = error.localizedDescription
+            case .failure(let error): model.problem = error.plainSentence
             }
         }
         .toolbar {
@@ -185,7 +185,7 @@ struct SetupView: View {
                 )
                 .foregroundStyle(fit.fits ? .green : .orange)
             case .failure(let error):
-                Label(error.message, systemImage: "exclamationmark.triangle.fill").foregroundStyle(.orange)
+                Label(error.sentence.localized, systemImage: "exclamationmark.triangle.fill").foregroundStyle(.orange)
             }
         }
     }

@@ -38,7 +38,7 @@ struct TryView: View {
                         Button("Stop", systemImage: "stop.fill", role: .destructive) { comparison.stop() }
                     }
                     if let problem = comparison.problem {
-                        Label(problem, systemImage: "exclamationmark.triangle.fill").foregroundStyle(.orange)
+                        Label(problem.localized, systemImage: "exclamationmark.triangle.fill").foregroundStyle(.orange)
                     }
                     if model.controller.isRunning { Text("A run is in progress: writing has to wait for its end.") }
                 }

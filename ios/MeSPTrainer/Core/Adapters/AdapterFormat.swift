@@ -81,14 +81,14 @@ enum AdapterFormat {
         } catch {
             throw MeSPError("\(configFile) is not valid: \(error.plainSentence)")
         }
-        func supported(_ condition: Bool, _ kind: String) throws {
+        func supported(_ condition: Bool, _ kind: Sentence) throws {
             guard condition else {
                 throw MeSPError("they use \(kind), which is not supported; train plain LoRA adapters")
             }
         }
         let result: (format: AdapterFormat, rank: Int, scale: Float)
         if let type = config.peftType {
-            try supported(type == "LORA", type)
+            try supported(type == "LORA", "\(type)")
             try supported(config.useDora != true, "DoRA")
             try supported(config.bias ?? "none" == "none", "trained biases")
             try supported(config.modulesToSave?.isEmpty ?? true, "modules_to_save")

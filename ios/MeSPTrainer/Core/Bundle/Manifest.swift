@@ -97,7 +97,8 @@ extension Manifest {
             throw MeSPError("\(path.path) is damaged; export the bundle again.")
         }
         guard version.format == Manifest.format else {
-            let remedy = version.format == 2 ? "write it anew with mesp-export --from" : "export it again"
+            let remedy: Sentence =
+                version.format == 2 ? "write it anew with mesp-export --from" : "export it again"
             throw MeSPError(
                 "\(url.path) has bundle format \(version.format), this build reads format \(Manifest.format); \(remedy)."
             )
@@ -140,7 +141,7 @@ extension Manifest {
         _ = try settings.modules(of: architecture)
         guard seqLens.contains(length) else {
             throw MeSPError(
-                "\(name) has no trace for sequences of \(length) tokens, only for \(list(seqLens)); choose one of these or export it with --seq-len \(length)."
+                "\(name) has no trace for sequences of \(length) tokens, only for \(list(seqLens)); choose one of these or export it with --seq-len \(String(length))."
             )
         }
         guard ranks.contains(rank) else {

@@ -82,7 +82,7 @@ public struct ModelBundle {
             do {
                 return try withError { try body() }
             } catch let error as MLXError {
-                throw MeSPError(error.plainSentence + ".")
+                throw MeSPError("\(error.plainSentence).")
             }
         }
     }

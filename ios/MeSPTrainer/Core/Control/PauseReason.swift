@@ -14,7 +14,7 @@ public enum PauseReason: String, Sendable, CaseIterable {
     case charger
 
     /// The reason as a sentence.
-    public var sentence: String {
+    public var sentence: Sentence {
         switch self {
         case .user: "Paused by hand."
         case .away: "The app is not in front, and iOS gives it no time to train."
@@ -26,7 +26,7 @@ public enum PauseReason: String, Sendable, CaseIterable {
     }
 
     /// What ends it, as a sentence.
-    public var remedy: String {
+    public var remedy: Sentence {
         switch self {
         case .user: "Press Resume to go on."
         case .away: "Open the app to go on."
@@ -35,4 +35,7 @@ public enum PauseReason: String, Sendable, CaseIterable {
         case .battery, .charger: "Connect the charger to go on."
         }
     }
+
+    /// The reason and what ends it.
+    public var advice: Sentence { "\(sentence). \(remedy)." }
 }

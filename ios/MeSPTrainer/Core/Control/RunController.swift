@@ -18,7 +18,7 @@ import Observation
         /// The log has its `end` record, with `finished` or `stopped`.
         case finished(LogRecord.End.Reason)
         /// What went wrong, in a sentence.
-        case failed(String)
+        case failed(Sentence)
     }
 
     public private(set) var state = State.idle { didSet { tellObservers() } }
@@ -102,7 +102,7 @@ import Observation
                         }
                     }, besideBytes: beside, memoryIsShort: gate.takeMemoryWarning, battery: { gate.battery })
             } catch {
-                sender.yield(.failed(error.localizedDescription))
+                sender.yield(.failed(error.plainSentence))
             }
             sender.finish()
         }
@@ -150,7 +150,7 @@ import Observation
                 }
                 if isRunning { state = .finished(.stopped) }  // the recording was cut off
             } catch {
-                state = .failed(error.localizedDescription)
+                state = .failed(error.plainSentence)
             }
         }
     }
@@ -215,7 +215,7 @@ import Observation
         case record(LogRecord)
         /// nil: it goes on.
         case waits(PauseReason?)
-        case failed(String)
+        case failed(Sentence)
     }
 
     private func receive(_ message: Message) {

@@ -103,7 +103,7 @@ public struct ChoiceStore: Sendable {
         }
     }
 
-    private func attempt<R>(_ what: String, _ body: () throws -> R) throws -> R {
+    private func attempt<R>(_ what: Sentence, _ body: () throws -> R) throws -> R {
         do { return try body() } catch let error as MeSPError { throw error } catch {
             throw MeSPError("\(url.path) cannot be \(what): \(error.plainSentence).")
         }

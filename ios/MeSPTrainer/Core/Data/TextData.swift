@@ -81,7 +81,7 @@ public struct TextData: Sendable {
         case messages([ChatMessage])
     }
 
-    private static func read(_ source: Source) throws -> (name: String, [Document]) {
+    private static func read(_ source: Source) throws -> (name: Sentence, [Document]) {
         switch source {
         case .choices: preconditionFailure("choices are no documents")
         case .text(let text):
@@ -96,8 +96,8 @@ public struct TextData: Sendable {
                 throw MeSPError("\(name) is not UTF-8 text; convert it first.")
             }
             guard text.contains(where: { !$0.isWhitespace }) else { throw MeSPError("\(name) has no text in it.") }
-            guard url.pathExtension.lowercased() == "jsonl" else { return (name, [.text(text)]) }
-            return (name, try records(data, name))
+            guard url.pathExtension.lowercased() == "jsonl" else { return ("\(name)", [.text(text)]) }
+            return ("\(name)", try records(data, name))
         }
     }
 
@@ -166,7 +166,7 @@ public struct TextData: Sendable {
     private typealias Encoded = (tokens: [UInt32], counted: [Bool])
 
     /// A conversation; nil where nothing would be left to train on.
-    private func encode(_ document: Document, _ end: [Int], _ name: String) throws -> Encoded? {
+    private func encode(_ document: Document, _ end: [Int], _ name: Sentence) throws -> Encoded? {
         guard case .messages(let messages) = document else { return nil }
         let whole = try tokenizer.encode(messages, opensAnswer: false)
         let counted =
@@ -207,7 +207,7 @@ public struct TextData: Sendable {
     }
 
     /// Which of a conversation's ids are of its answers: what the template writes of each after what asks for it, with what ends it.
-    private func answers(_ messages: [ChatMessage], in ids: [Int], _ end: [Int], _ name: String) throws -> [Bool] {
+    private func answers(_ messages: [ChatMessage], in ids: [Int], _ end: [Int], _ name: Sentence) throws -> [Bool] {
         var (counted, stop) = ([Bool](repeating: false, count: ids.count), 0)
         for (index, message) in messages.enumerated() where message.role == "assistant" {
             // No template can be asked to begin a conversation.
@@ -279,7 +279,7 @@ public struct TextData: Sendable {
         }
     }
 
-    private func holdOut(_ stream: [UInt32], of name: String) throws -> [String: Split] {
+    private func holdOut(_ stream: [UInt32], of name: Sentence) throws -> [String: Split] {
         let held = max(stream.count / Self.heldOut, length + 1)
         guard stream.count >= held + length + 1 else {
             throw MeSPError(

@@ -182,7 +182,7 @@ extension BackgroundTransfer: URLSessionDownloadDelegate {
             try FileManager.default.moveItem(at: location, to: file)
             try? FileManager.default.removeItem(at: file.appendingPathExtension(Self.resume))
         } catch {
-            let what = reception(of: task)?.wanted.what ?? file.lastPathComponent
+            let what = reception(of: task)?.wanted.what ?? "\(file.lastPathComponent)"
             end(task, .failure(MeSPError("\(what) cannot be written: \(error.plainSentence).")))
         }
     }

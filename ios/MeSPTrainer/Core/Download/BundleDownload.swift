@@ -214,7 +214,7 @@ public struct BundleDownload: Sendable {
         (try? FileManager.default.attributesOfItem(atPath: url.path))?[.size] as? Int ?? 0
     }
 
-    private func attempt(_ done: String, _ body: () throws -> Void) throws {
+    private func attempt(_ done: Sentence, _ body: () throws -> Void) throws {
         do { try body() } catch { throw MeSPError("\(repository) cannot be \(done): \(error.plainSentence).") }
     }
 }

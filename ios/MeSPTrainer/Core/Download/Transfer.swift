@@ -16,7 +16,7 @@ protocol Transfer: Sendable {
 
 /// A failure that another request may not have.
 struct Retryable: Error {
-    let sentence: String
+    let sentence: Sentence
 }
 
 /// A file of a repository, and where it goes.
@@ -29,7 +29,7 @@ struct Wanted: Sendable {
     let path: String
     let repository: String
 
-    var what: String { "\(path) of \(repository)" }
+    var what: Sentence { "\(path) of \(repository)" }
     var isTooLong: MeSPError { MeSPError("\(what) is longer than its manifest says.") }
 
     /// - Parameter offset: from which on it was asked for.

@@ -152,7 +152,7 @@ public struct Evaluator {
         }
     }
 
-    private func check(_ tokens: [Int], _ what: String) throws {
+    private func check(_ tokens: [Int], _ what: Sentence) throws {
         guard !tokens.isEmpty else { throw MeSPError("\(what) must be at least one token long.") }
         let vocabulary = model.bundle.architecture.vocabSize
         if let token = tokens.first(where: { !(0..<vocabulary).contains($0) }) {

@@ -26,13 +26,14 @@ final class FolderLock {
         guard flock(file, LOCK_EX | LOCK_NB) == 0 else {
             let holder = (try? String(contentsOfFile: path, encoding: .utf8)) ?? ""
             close(file)
+            let who: Sentence = holder.isEmpty ? "Another process" : Sentence(english: holder)
             throw MeSPError(
-                "\(holder.isEmpty ? "Another process" : holder) is writing to \(folder.path); wait for it, stop it, or choose another output folder."
+                "\(who) is writing to \(folder.path); wait for it, stop it, or choose another output folder."
             )
         }
         #if os(iOS)
             // The host's name can bring up the question about the local network, and nobody but the app writes here.
-            let holder = "Another run of this app"
+            let holder = ("Another run of this app" as Sentence).english
         #else
             let holder = "Process \(getpid()) on \(ProcessInfo.processInfo.hostName)"
         #endif

@@ -133,7 +133,7 @@ func writeSafetensors(_ tensors: [NewTensor], metadata: [String: String], to url
     }
     try file.synchronize()
     try file.close()
-    guard rename(partial.path, url.path) == 0 else { throw MeSPError(String(cString: strerror(errno))) }
+    guard rename(partial.path, url.path) == 0 else { throw MeSPError("\(String(cString: strerror(errno)))") }
 }
 
 /// The contents of a regular file, mapped, or nil: a device or a pipe in its place would never end.

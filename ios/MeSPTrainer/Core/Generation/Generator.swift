@@ -159,10 +159,10 @@ public struct Generator {
 
 extension Generator.Request {
     func check(vocabulary: Int) throws {
-        func require(_ condition: Bool, _ name: String, _ wanted: String) throws {
+        func require(_ condition: Bool, _ name: String, _ wanted: Sentence) throws {
             guard condition else { throw MeSPError("\(name) must be \(wanted).") }
         }
-        try require(!prompt.isEmpty, "The prompt", "at least one token long")
+        guard !prompt.isEmpty else { throw MeSPError("The prompt must be at least one token long.") }
         if let token = prompt.first(where: { !(0..<vocabulary).contains($0) }) {
             throw MeSPError("The prompt holds the token \(token), and the model has \(vocabulary), from 0.")
         }

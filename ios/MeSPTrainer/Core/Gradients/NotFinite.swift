@@ -3,14 +3,15 @@ import MLX
 /// A number in a training step that is NaN or infinite.
 struct NotFinite: Error {
     /// What it is part of, as the beginning of a sentence: a block and a tensor.
-    let what: String
+    let what: Sentence
 }
 
 extension BlockwiseModel {
     /// - Throws: `NotFinite` with the name of the matrix where a block's gradient `[P]` is not finite.
     func check(_ gradient: MLXArray, _ block: Int) throws {
         guard !isFinite(gradient) else { return }
-        throw NotFinite(what: "The gradient of \(firstNotFinite(gradient, block) ?? "block \(block)")")
+        let place: Sentence = firstNotFinite(gradient, block).map { "\($0)" } ?? "block \(block)"
+        throw NotFinite(what: "The gradient of \(place)")
     }
 
     /// Where the numbers go wrong that make the loss of these sequences not finite, found by another forward pass.

@@ -74,7 +74,7 @@ public enum LogRecord: Sendable {
     }
     public struct Event: Codable, Sendable {
         public var event: String
-        public var message: String
+        public var message: Sentence
     }
     public struct End: Codable, Sendable {
         public var reason: Reason

@@ -6,7 +6,7 @@ public struct LogSummary: Sendable {
         public let id: Int
         public let time: Date
         public let name: String
-        public let message: String
+        public let message: Sentence
     }
 
     /// A point of a curve.

@@ -79,7 +79,7 @@ public struct Planner: Sendable {
         }
         let limit = min(asked ?? .max, systemLimit ?? .max)
         if let plan = plans.first(where: { withMargin(peak($0)) <= limit }) { return plan }
-        let (subject, remedy) =
+        let (subject, remedy): (Sentence, Sentence) =
             limit == asked
             ? ("A memory limit of \(rounded(limit)) MB is too low", "raise it")
             : ("The system allows this process \(rounded(limit)) MB, which is too little", "allow it more")

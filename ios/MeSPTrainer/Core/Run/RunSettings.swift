@@ -208,7 +208,7 @@ public struct RunSettings: Codable, Sendable, Equatable {
 
     /// Throws a sentence about the first setting that is out of range.
     public func check() throws {
-        func require(_ condition: Bool, _ name: String, _ wanted: String) throws {
+        func require(_ condition: Bool, _ name: String, _ wanted: Sentence) throws {
             guard condition else { throw MeSPError("\(name) must be \(wanted).") }
         }
         // So high that nobody minds, and so low that no product of them overflows.

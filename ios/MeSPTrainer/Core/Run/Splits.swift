@@ -77,14 +77,15 @@ extension TokenStream {
     fileprivate func check(_ objective: Objective?, _ split: String) throws {
         guard let objective else {
             guard !isJudged else {
+                let objective: Sentence = hasPairs ? "as dpo" : "kto"
                 throw MeSPError(
-                    "The \(split) data has answers that people have judged; choose an objective for them, \(hasPairs ? "as dpo" : "kto"), or other data."
+                    "The \(split) data has answers that people have judged; choose an objective for them, \(objective), or other data."
                 )
             }
             return
         }
         guard isJudged, hasPairs || !objective.takesPairs else {
-            let records =
+            let records: Sentence =
                 objective.takesPairs ? "prompt, chosen and rejected" : "prompt, completion and label"
             throw MeSPError(
                 "The objective \(objective.rawValue) needs records of \(records), and the \(split) data has others; add some with mesp-data."

@@ -19,7 +19,7 @@ final class TrainingLoop {
     /// The highest footprint so far, in bytes.
     private var peak = 0
     /// What a step took beyond the memory limit, in a sentence, until the next has a cheaper plan.
-    private var overBudget: String?
+    private var overBudget: Sentence?
     /// When it is time to save, however few steps it has been.
     private var saveAt = Date.distantFuture
 
@@ -45,7 +45,8 @@ final class TrainingLoop {
             state = saved.state
             try trainer.restore { saved.vectors[$0] }
             if log.lostLines {
-                let message = "the log's last lines are lost, as after a power failure; the run goes on from its state"
+                let message: Sentence =
+                    "the log's last lines are lost, as after a power failure; the run goes on from its state"
                 try append(.event(.init(event: "log_cut_off", message: message)))
             }
             try append(.event(.init(event: "resumed", message: "after step \(state.step)")))
@@ -70,7 +71,7 @@ final class TrainingLoop {
             try end(.stopped)
         } catch {
             // The log's disk may be the one that is full: the first error is the one to tell.
-            try? append(.event(.init(event: "error", message: error.localizedDescription)))
+            try? append(.event(.init(event: "error", message: error.plainSentence)))
             try? end(.failed)
             throw error
         }
@@ -85,7 +86,7 @@ final class TrainingLoop {
             let early = settings.earlyStopping > 0 && state.evaluationsSinceBest >= settings.earlyStopping
             if last || early || isTimeToSave { try save() }
             if early, !last {
-                let message = "no lower held-out loss in \(state.evaluationsSinceBest) evaluations"
+                let message: Sentence = "no lower held-out loss in \(state.evaluationsSinceBest) evaluations"
                 try append(.event(.init(event: "early_stopping", message: message)))
             }
             if last || early { return }
@@ -113,7 +114,7 @@ final class TrainingLoop {
                 )
             }
             state.step += 1
-            let message = "\(bad.what) is not finite in step \(state.step), which was taken back"
+            let message: Sentence = "\(bad.what) is not finite in step \(state.step), which was taken back"
             return try append(.event(.init(event: "skipped_step", message: message)))
         }
         record.footprintPeakBytes = sampler.takePeak()
@@ -154,7 +155,7 @@ final class TrainingLoop {
     }
 
     /// Goes on with the next cheaper plan. It is saved at once: what is resumed must repeat it.
-    private func economize(_ reason: String) throws {
+    private func economize(_ reason: Sentence) throws {
         guard let cheaper = planner.cheaper(than: plan) else {
             try save()
             throw MeSPError(
@@ -166,7 +167,7 @@ final class TrainingLoop {
         trainer = try Trainer(bundle: bundle, settings: settings, plan: plan, folder: output)
         letPause()
         try trainer.restore { vectors[$0] }
-        let message = "\(reason); the run goes on with a plan that takes less"
+        let message: Sentence = "\(reason); the run goes on with a plan that takes less"
         try append(.event(.init(event: "cheaper_plan", message: message)))
         try append(.plan(.init(settings, bundle, planner, plan)))
         try save()

@@ -95,7 +95,7 @@ extension Bench {
         /// W dequantized, then x Wᵀ
         case dequantized
 
-        var formula: String {
+        var formula: Sentence {
             switch self {
             case .transposed: "x Wᵀ"
             case .plain: "dy W"

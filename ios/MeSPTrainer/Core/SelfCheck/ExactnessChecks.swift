@@ -24,14 +24,19 @@ extension Bench {
     }
 
     /// Whether the largest of these errors is within the tolerance; a NaN is not.
-    private func compared(_ what: String, with other: String, _ errors: [Measurement]) -> Finding {
+    private func compared(_ what: Sentence, with other: Sentence, _ errors: [Measurement]) -> Finding {
         let worst = errors.max { $0.value ?? .infinity < $1.value ?? .infinity }
         let isGood = errors.allSatisfy { $0.value ?? .infinity <= tolerance }
-        let largest =
-            worst.map { "\($0.value.map { String(format: "%.1e", $0) } ?? "not finite") in \($0.name)" } ?? "none"
+        func shown(_ error: Measurement) -> Sentence {
+            error.value.map { "\(String(format: "%.1e", $0)) in \(error.name)" } ?? "not finite in \(error.name)"
+        }
+        let largest = worst.map(shown) ?? "none"
+        let allowed = String(format: "%.0e", tolerance)
         return Finding(
             isGood ? .pass : .fail,
-            "\(what) \(isGood ? "are" : "are not") \(other): the largest relative error is \(largest), \(String(format: "%.0e", tolerance)) is allowed.",
+            isGood
+                ? "\(what) are \(other): the largest relative error is \(largest), \(allowed) is allowed."
+                : "\(what) are not \(other): the largest relative error is \(largest), \(allowed) is allowed.",
             errors)
     }
 

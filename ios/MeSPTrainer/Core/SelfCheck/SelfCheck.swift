@@ -100,7 +100,7 @@ public struct SelfCheck {
         } catch let error as NotFinite {
             finding = Finding(.fail, "\(error.what) is not finite.")
         } catch {
-            finding = Finding(.fail, error.localizedDescription)
+            finding = Finding(.fail, error.plainSentence)
         }
         Memory.clearCache()
         return .init(
@@ -112,11 +112,11 @@ public struct SelfCheck {
 /// What a check found.
 struct Finding {
     let verdict: SelfCheckReport.Verdict
-    let sentence: String
+    let sentence: Sentence
     let measured: [SelfCheckReport.Measurement]
 
     init(
-        _ verdict: SelfCheckReport.Verdict, _ sentence: String, _ measured: [SelfCheckReport.Measurement] = []
+        _ verdict: SelfCheckReport.Verdict, _ sentence: Sentence, _ measured: [SelfCheckReport.Measurement] = []
     ) {
         (self.verdict, self.sentence, self.measured) = (verdict, sentence, measured)
     }
@@ -124,7 +124,7 @@ struct Finding {
 
 /// Why a check has nothing to look at here.
 struct Skipped: Error {
-    let reason: String
+    let reason: Sentence
 }
 
 /// What the checks share. Each is in an extension, by what it looks at.
@@ -214,7 +214,7 @@ final class Bench {
         do {
             return try Planner(bundle.manifest, run).plan()
         } catch let error as MeSPError {
-            throw Skipped(reason: error.message)
+            throw Skipped(reason: error.sentence)
         }
     }
 

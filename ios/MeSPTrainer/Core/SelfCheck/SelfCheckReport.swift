@@ -31,7 +31,7 @@ public struct SelfCheckReport: Codable, Sendable {
         public var name: String
         public var verdict: Verdict
         /// What was found, or why the check was left out.
-        public var sentence: String
+        public var sentence: Sentence
         public var measured: [Measurement]
         /// What the check took.
         public var seconds: Double

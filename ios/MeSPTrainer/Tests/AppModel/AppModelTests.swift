@@ -113,7 +113,7 @@ import Testing
         await model.refresh()
         #expect(model.library.runs.map(\.status) == [.stopped])
         model.askToDelete(.run(try #require(model.library.runs.first)))
-        #expect(model.deletionQuestion.hasSuffix("Its log and adapters cannot be had back."))
+        #expect(model.deletionQuestion.english.hasSuffix("Its log and adapters cannot be had back."))
         await model.confirmDeletion()
         #expect(model.library.runs.isEmpty && !model.asksToDelete)
     }
@@ -127,15 +127,15 @@ import Testing
         #expect(model.problem == "bundle is in use; delete it when that has ended." && !model.asksToDelete)
         await model.refresh()
         model.askToDelete(.run(try #require(model.library.runs.first)))
-        #expect(model.problem?.hasSuffix("is in progress; stop it first.") == true && !model.asksToDelete)
+        #expect(model.problem?.english.hasSuffix("is in progress; stop it first.") == true && !model.asksToDelete)
         model.controller.stop()
         try await ended()
         await model.refresh()
 
         model.askToDelete(.bundle(bundle))
         #expect(model.asksToDelete)
-        #expect(model.deletionQuestion.hasPrefix("Delete bundle? It takes "))
-        #expect(model.deletionQuestion.hasSuffix(" MB. A run needs it to go on or to write."))
+        #expect(model.deletionQuestion.english.hasPrefix("Delete bundle? It takes "))
+        #expect(model.deletionQuestion.english.hasSuffix(" MB. A run needs it to go on or to write."))
         model.asksToDelete = false
         await model.confirmDeletion()
         #expect(model.library.bundles.count == 1, "the person has decided against it")
@@ -201,7 +201,7 @@ import Testing
         #expect(model.problem == nil && model.controller.state == .finished(.finished))
 
         await model.open(other)
-        #expect(model.problem?.hasPrefix("elsewhere.jsonl cannot be copied") == true)
+        #expect(model.problem?.english.hasPrefix("elsewhere.jsonl cannot be copied") == true)
         #expect(FileManager.default.fileExists(atPath: try #require(model.form.file).path), "the last stays")
         (model.problem, model.form.bundleID) = (nil, nil)
         await model.open(documents.appendingPathComponent("bundle.mesp"))
@@ -232,7 +232,7 @@ import Testing
         try await prepare(steps: 1)
         (model.form.textKind, model.form.pasted) = (.pasted, "Too short.")
         await model.start()
-        #expect(model.problem?.hasPrefix("The text has 11 tokens, too few") == true)
+        #expect(model.problem?.english.hasPrefix("The text has 11 tokens, too few") == true)
         model.hasProblem = false
         #expect(model.problem == nil)
         model.form.textKind = .file
@@ -330,9 +330,9 @@ import Testing
     @Test func theScreenStaysAwakeOnlyForARun() async throws {
         model.screen.isOvernight = true
         #expect(!model.screen.staysAwake && !model.screen.isDimmed)
-        #expect(model.screen.overnightAdvice.hasPrefix("Connect the charger"))
+        #expect(model.screen.overnightAdvice.english.hasPrefix("Connect the charger"))
         phone.battery?.isCharging = true
-        #expect(model.screen.overnightAdvice.hasPrefix("Leave the app in front"))
+        #expect(model.screen.overnightAdvice.english.hasPrefix("Leave the app in front"))
         try await prepare(steps: 1_000_000)
         await model.start()
         #expect(model.screen.staysAwake && model.screen.isDimmed)

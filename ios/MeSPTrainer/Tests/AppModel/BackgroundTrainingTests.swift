@@ -10,8 +10,8 @@ import Testing
     var asked = [BackgroundGrant]()
     var withdrawn = [BackgroundGrant]()
 
-    func ask(for grant: BackgroundGrant, title: String) {
-        #expect(title.hasPrefix("Training "))
+    func ask(for grant: BackgroundGrant, title: Sentence) {
+        #expect(title.english.hasPrefix("Training "))
         asked.append(grant)
     }
     func withdraw(_ grant: BackgroundGrant) { withdrawn.append(grant) }
@@ -44,10 +44,10 @@ import Testing
 
 /// A lock screen.
 @MainActor private final class Lock: GlanceBoard {
-    var title: String?
+    var title: Sentence?
     var shown: Glance?
     var updates = 0
-    func begin(title: String, _ glance: Glance) { (self.title, shown) = (title, glance) }
+    func begin(title: Sentence, _ glance: Glance) { (self.title, shown) = (title, glance) }
     func update(_ glance: Glance) { (shown, updates) = (glance, updates + 1) }
     func end(_ last: Glance?) { (title, shown) = (nil, last) }
 }
@@ -244,7 +244,7 @@ import Testing
         try FileManager.default.removeItem(at: bundle.appendingPathComponent("blocks/01.bin"))
         try await wait { !model.controller.isRunning }
         #expect(board.shown?.title == "Training Has Failed")
-        #expect(board.shown?.text.contains("01.bin") == true)
+        #expect(board.shown?.text.english.contains("01.bin") == true)
         #expect(time.ended == false)
     }
 
@@ -295,7 +295,7 @@ import Testing
                             backwardSeconds: 0, tokens: 1, learningRate: 1, footprintBytes: 1, footprintPeakBytes: 1,
                             mlxActiveBytes: 1, mlxPeakBytes: 1, mlxCacheBytes: 1, writtenBytes: 1, thermalState: "")))
             }
-            return RunProgress(log, steps: 100).sentence
+            return RunProgress(log, steps: 100).sentence.english
         }
         #expect(sentence(0, 0) == "Step 0 of 100")
         #expect(sentence(10, 10) == "Step 10 of 100, loss 2.31, 15 min left")

@@ -202,6 +202,6 @@ import Testing
     @Test func aBundleThatIsGoneGivesASentence() async throws {
         comparison.start(request(1), bundle: URL(fileURLWithPath: "/nowhere"), adapters: nil, tokenizer: Numbers())
         try await written()
-        #expect(comparison.problem?.hasPrefix("/nowhere is not a bundle") == true)
+        #expect(comparison.problem?.english.hasPrefix("/nowhere is not a bundle") == true)
     }
 }

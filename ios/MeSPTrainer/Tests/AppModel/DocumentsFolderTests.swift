@@ -163,7 +163,7 @@ import Testing
     @Test func importsABundle() throws {
         let bundle = try store.importBundle(at: try fixture())
         #expect(bundle.problem == nil)
-        #expect(bundle.advice?.contains("CPU") == true)
+        #expect(bundle.advice?.english.contains("CPU") == true)
         #expect(store.bundles().map(\.url.lastPathComponent) == ["bundle.mesp"])
         #expect(throws: MeSPError("There is a bundle bundle.mesp already; delete it first.")) {
             _ = try store.importBundle(at: try fixture())
@@ -178,8 +178,8 @@ import Testing
             _ = try full.importBundle(at: try fixture())
             Issue.record("it was copied")
         } catch {
-            #expect(error.localizedDescription.hasPrefix("bundle.mesp takes "))
-            #expect(error.localizedDescription.hasSuffix("and the phone has 100 MB free; make room for it first."))
+            #expect(error.plainSentence.english.hasPrefix("bundle.mesp takes "))
+            #expect(error.plainSentence.english.hasSuffix("and the phone has 100 MB free; make room for it first."))
         }
         #expect(try files.contentsOfDirectory(atPath: documents.path).isEmpty)
         #expect(documents.freeBytes ?? 0 > 0)

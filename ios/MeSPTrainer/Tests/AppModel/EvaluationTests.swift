@@ -96,7 +96,7 @@ import Testing
         ),
     ]) func whatCannotBeEvaluatedIsSaid(_ lines: String, _ sentence: String) async throws {
         try await measure(lines)
-        #expect(evaluation.figure == nil && evaluation.problem?.contains(sentence) == true)
+        #expect(evaluation.figure == nil && evaluation.problem?.english.contains(sentence) == true)
     }
 
     @Test func stopsAndWaitsWhileTheAppIsNotInFront() async throws {
@@ -126,6 +126,6 @@ import Testing
         try await app.ended()
         #expect(app.model.evaluation.figure?.tuned != nil && !app.model.staysAwake)
         await app.model.evaluate(file.appendingPathExtension("not"), with: nil)
-        #expect(app.model.problem?.contains("cannot be read") == true)
+        #expect(app.model.problem?.english.contains("cannot be read") == true)
     }
 }

@@ -75,6 +75,7 @@ import Testing
     @Test func aBundleThatIsNoneIsASentence() async throws {
         model.selfChecker.start(.init(bundle: "/nowhere"), file: documents.appendingPathComponent("a.json"))
         try await ended()
-        #expect(model.selfChecker.problem?.contains("is not a bundle") == true && model.selfChecker.report == nil)
+        #expect(
+            model.selfChecker.problem?.english.contains("is not a bundle") == true && model.selfChecker.report == nil)
     }
 }

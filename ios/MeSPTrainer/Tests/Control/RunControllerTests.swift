@@ -51,7 +51,7 @@ import Testing
 
     /// `pause` and `resume` events in the log file, and what they say.
     private func events() throws -> [String] {
-        try LogSummary(folder: folder.appendingPathComponent("run")).events.map { "\($0.name): \($0.message)" }
+        try LogSummary(folder: folder.appendingPathComponent("run")).events.map { "\($0.name): \($0.message.english)" }
     }
 
     private func losses(_ name: String) throws -> [Float] {
@@ -313,7 +313,7 @@ import Testing
             Issue.record("\(controller.state)")
             return
         }
-        #expect(sentence.contains("start again with a lower learning rate"))
+        #expect(sentence.english.contains("start again with a lower learning rate"))
         #expect(controller.log.end?.reason == .failed)
     }
 }

@@ -70,7 +70,7 @@ enum Way: CaseIterable { case foreground, background }
                 background: way == .background ? transfer : nil)
             try await download.fetch(try await download.offer(), to: folder)
         } catch {
-            problem = error.localizedDescription
+            problem = error.plainSentence.english
         }
         return (hub.end(), problem)
     }
@@ -247,7 +247,7 @@ enum Way: CaseIterable { case foreground, background }
         await model.lookUp()
         let offer = try #require(model.downloads.offer)
         #expect(model.problem == nil && offer.size > 10_000)
-        #expect(model.downloads.fit.hasSuffix("it fits this phone."))
+        #expect(model.downloads.fit.english.hasSuffix("it fits this phone."))
         await model.download()
         #expect(model.problem == nil && model.downloads.offer == nil)
         #expect(model.form.bundle?.id == "tied.mesp" && model.canStart)
@@ -292,7 +292,7 @@ enum Way: CaseIterable { case foreground, background }
 
         let model = try model(hub)
         await model.finishDownload()
-        #expect(model.problem?.hasPrefix("There is no blocks/01.bin of someone/tied-mesp") == true)
+        #expect(model.problem?.english.hasPrefix("There is no blocks/01.bin of someone/tied-mesp") == true)
         #expect(documents.begunDownload() == nil, "the person has been told, and can begin it again")
         documents.keep(offer)
         await model.finishDownload()
@@ -307,7 +307,7 @@ enum Way: CaseIterable { case foreground, background }
         model.downloads.repository = "someone/tied-mesp"
         await model.lookUp()
         await model.download()
-        #expect(model.problem?.hasSuffix("and the phone has 0 MB free; make room for it first.") == true)
+        #expect(model.problem?.english.hasSuffix("and the phone has 0 MB free; make room for it first.") == true)
         #expect(hub.end() == ["manifest.json whole"])
     }
 }

@@ -188,7 +188,7 @@ import Testing
         var resumed = try settings(output)
         resumed.resume = true
         func message() -> String {
-            do { try Run.run(resumed) } catch { return error.localizedDescription }
+            do { try Run.run(resumed) } catch { return error.plainSentence.english }
             return ""
         }
         #expect(message().contains("no run to resume"))
@@ -252,7 +252,7 @@ import Testing
             try Run.run(settings)
             Issue.record("a run with bad settings went through")
         } catch {
-            #expect(error.localizedDescription.contains(bad.named), "\(error.localizedDescription)")
+            #expect(error.plainSentence.english.contains(bad.named), "\(error.plainSentence.english)")
         }
         #expect(!FileManager.default.fileExists(atPath: output.path))
     }

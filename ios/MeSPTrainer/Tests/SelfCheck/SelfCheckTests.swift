@@ -43,8 +43,8 @@ import Testing
             ] + lengths.flatMap { ["peak.\($0)", "time.\($0)"] } + ["throttling"]
         #expect(Set(names) == Set(all) && names.count == all.count)
         for line in lines {
-            #expect(line.verdict != .fail, "\(line.name): \(line.sentence)")
-            #expect((line.verdict == .skipped) == (line.name == "gpu"), "\(line.name): \(line.sentence)")
+            #expect(line.verdict != .fail, "\(line.name): \(line.sentence.english)")
+            #expect((line.verdict == .skipped) == (line.name == "gpu"), "\(line.name): \(line.sentence.english)")
             #expect(line.verdict == .skipped || !line.measured.isEmpty, "\(line.name)")
             #expect(line.measured.allSatisfy { $0.value != nil }, "\(line.name): \(line.measured)")
         }
@@ -65,7 +65,7 @@ import Testing
         let bench = try bench(settings(folder))
         for name in ["block.outputs", "gradients.cpu", "head.few_targets"] {
             let result = try result(name, bench)
-            #expect(result.verdict == .pass, "\(name): \(result.sentence)")
+            #expect(result.verdict == .pass, "\(name): \(result.sentence.english)")
         }
     }
 
@@ -79,14 +79,14 @@ import Testing
             return array.dtype == .uint32 ? array + MLXArray(UInt32(0)) : array * 1.001
         }
         let found = try result(name, faulty)
-        #expect(found.verdict == .fail, "\(found.sentence)")
+        #expect(found.verdict == .fail, "\(found.sentence.english)")
         #expect(try result(name, bench(settings())).verdict == .pass)
     }
 
     @Test func whatIsNotANumberFails() throws {
         let faulty = try bench(settings()) { $0 == "gradients.cpu" ? $1 * Float.nan : $1 }
         let found = try result("gradients.cpu", faulty)
-        #expect(found.verdict == .fail && found.sentence.contains("not finite"))
+        #expect(found.verdict == .fail && found.sentence.english.contains("not finite"))
         #expect(found.measured.contains { $0.value == nil })
         _ = try JSONEncoder().encode(found)
     }

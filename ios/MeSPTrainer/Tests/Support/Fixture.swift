@@ -87,7 +87,7 @@ func message(_ body: () throws -> Void) -> String {
         try body()
         return ""
     } catch {
-        return error.localizedDescription
+        return error.plainSentence.english
     }
 }
 
