@@ -36,7 +36,7 @@ let package = Package(
         .executableTarget(
             name: "mesp-engine", dependencies: ["MeSPCore", "MeSPFederation"] + ledger, path: "ios/MeSPTrainer/Engine"),
         .target(
-            name: "MeSPAppModel", dependencies: ["MeSPCore"], path: "ios/MeSPTrainer/AppModel",
+            name: "MeSPAppModel", dependencies: ["MeSPCore", "MeSPFederation"], path: "ios/MeSPTrainer/AppModel",
             resources: [.process("paper.json")]),
         .testTarget(
             name: "MeSPTests", dependencies: ["MeSPCore", "MeSPAppModel", "MeSPFederation"], path: "ios/MeSPTrainer/Tests",

@@ -14,8 +14,11 @@ import random
 import shutil
 import signal
 import socket
+import socketserver
+import ssl
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -27,7 +30,7 @@ from conftest import command
 from mesp.engine.build import find_engine
 from mesp.errors import MespError
 from mesp.federate.client_app import client_app
-from mesp.federate.exchange import Arrays, read_arrays, travelling
+from mesp.federate.exchange import Arrays, read_arrays
 from mesp.federate.federation import Federation
 from mesp.federate.local_training import Client
 from mesp.federate.messages import to_numpy, to_record
@@ -346,6 +349,40 @@ def free_port() -> int:
         return found.getsockname()[1]
 
 
+class Relay(socketserver.ThreadingTCPServer):
+    """Brings to a SuperLink with TLS what comes to it without.
+
+    Foundation for Linux trusts the system's certificates alone; phones trust those that their
+    owner has installed too.
+    """
+
+    allow_reuse_address, daemon_threads = True, True
+
+    def __init__(self, port: int, certificate: Path) -> None:
+        self.port, self.trusted = port, ssl.create_default_context(cafile=certificate)
+        super().__init__(("127.0.0.1", 0), self.Connection)
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+    class Connection(socketserver.BaseRequestHandler):
+        server: Relay
+
+        def handle(self) -> None:
+            with (
+                contextlib.suppress(OSError),
+                socket.create_connection(("127.0.0.1", self.server.port)) as plain,
+                self.server.trusted.wrap_socket(plain, server_hostname="127.0.0.1") as link,
+            ):
+                threading.Thread(target=self.copy, args=(link, self.request), daemon=True).start()
+                self.copy(self.request, link)
+
+        @staticmethod
+        def copy(source: socket.socket, target: socket.socket) -> None:
+            with contextlib.suppress(OSError):
+                while data := source.recv(1 << 16):
+                    target.sendall(data)
+                target.shutdown(socket.SHUT_WR)
+
+
 class Deployment:
     """A SuperLink with TLS that lets in whose key it knows, and SuperNodes: each a process."""
 
@@ -370,10 +407,9 @@ class Deployment:
             "FLWR_TELEMETRY_ENABLED": "0",
             "FLWR_DISABLE_UPDATE_CHECK": "1",
             "PATH": f"{self.tools}{os.pathsep}{os.environ['PATH']}",
-            # What Foundation for Linux trusts; a phone trusts what its owner has installed.
-            "URLSessionCertificateAuthorityInfoFile": str(self.keys / "ca.pem"),
         }
         self.processes: list[subprocess.Popen] = []
+        self.relay = Relay(self.port, self.keys / "ca.pem")
 
     def __enter__(self) -> Deployment:
         self.start(
@@ -385,6 +421,7 @@ class Deployment:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.relay.shutdown()
         for process in self.processes:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGTERM)
@@ -438,7 +475,8 @@ class Deployment:
     def swift_node(self, name: str, bundle: Path, data: Path) -> Callable[[], subprocess.Popen]:
         """Starts a node as a phone has it, and returns what starts it again."""
         folder, settings = self.folder / name, self.folder / f"{name}.json"
-        given = {"superlink": f"https://127.0.0.1:{self.port}", "folder": str(folder)}
+        given = {"superlink": f"http://127.0.0.1:{self.relay.server_address[1]}"}
+        given |= {"folder": str(folder)}
         given |= {"bundle": str(bundle), "data": str(data), "name": name}
         settings.write_text(json.dumps(given))
 

@@ -41,7 +41,7 @@ struct FleetAPI: Sendable {
         request.httpMethod = "POST"
         request.httpBody = message.data
         // A signature is good for five minutes.
-        let now = Date.now.formatted(.iso8601.time(includingFractionalSeconds: true))
+        let now = Date.now.formatted(Date.ISO8601FormatStyle(includingFractionalSeconds: true))
         let headers = [
             "content-type": "application/protobuf", "accept": "application/protobuf",
             "flwr-public-key": Data(key.publicKey.utf8).base64EncodedString(), "flwr-timestamp": now,
