@@ -23,21 +23,23 @@ let package = Package(
     products: [
         .library(name: "MeSPCore", targets: ["MeSPCore"]),
         .library(name: "MeSPAppModel", targets: ["MeSPAppModel"]),
+        .library(name: "MeSPFederation", targets: ["MeSPFederation"]),
         .executable(name: "mesp-engine", targets: ["mesp-engine"]),
     ],
     dependencies: [mlx],
     targets: [
         .target(
             name: "MeSPCore",
-            dependencies: [.product(name: "MLX", package: hostMLX ? "HostMLX" : "mlx-swift")],
+            dependencies: ["MeSPFederation", .product(name: "MLX", package: hostMLX ? "HostMLX" : "mlx-swift")],
             path: "ios/MeSPTrainer/Core"),
+        .target(name: "MeSPFederation", path: "ios/MeSPTrainer/Federation"),
         .executableTarget(
-            name: "mesp-engine", dependencies: ["MeSPCore"] + ledger, path: "ios/MeSPTrainer/Engine"),
+            name: "mesp-engine", dependencies: ["MeSPCore", "MeSPFederation"] + ledger, path: "ios/MeSPTrainer/Engine"),
         .target(
-            name: "MeSPAppModel", dependencies: ["MeSPCore"], path: "ios/MeSPTrainer/AppModel",
+            name: "MeSPAppModel", dependencies: ["MeSPCore", "MeSPFederation"], path: "ios/MeSPTrainer/AppModel",
             resources: [.process("paper.json")]),
         .testTarget(
-            name: "MeSPTests", dependencies: ["MeSPCore", "MeSPAppModel"], path: "ios/MeSPTrainer/Tests",
+            name: "MeSPTests", dependencies: ["MeSPCore", "MeSPAppModel", "MeSPFederation"], path: "ios/MeSPTrainer/Tests",
             exclude: ["Download/hub_server.py"]),
     ]
 )

@@ -6,6 +6,7 @@ test has Flower's simulation engine, one its processes for real machines.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import os
@@ -13,8 +14,11 @@ import random
 import shutil
 import signal
 import socket
+import socketserver
+import ssl
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -23,6 +27,7 @@ import numpy as np
 import pytest
 
 from conftest import command
+from mesp.engine.build import find_engine
 from mesp.errors import MespError
 from mesp.federate.client_app import client_app
 from mesp.federate.exchange import Arrays, read_arrays, to_bfloat16
@@ -395,109 +400,170 @@ def free_port() -> int:
         return found.getsockname()[1]
 
 
-def wait_for(condition: Callable[[], bool], what: str, log: Path) -> None:
-    deadline = time.monotonic() + 300
-    while not condition():
-        assert time.monotonic() < deadline, f"{what}\n{log.read_text()[-3000:]}"
-        time.sleep(0.5)
+class Relay(socketserver.ThreadingTCPServer):
+    """Brings to a SuperLink with TLS what comes to it without.
+
+    Foundation for Linux trusts the system's certificates alone; phones trust those that their
+    owner has installed too.
+    """
+
+    allow_reuse_address, daemon_threads = True, True
+
+    def __init__(self, port: int, certificate: Path) -> None:
+        self.port, self.trusted = port, ssl.create_default_context(cafile=certificate)
+        super().__init__(("127.0.0.1", 0), self.Connection)
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+    class Connection(socketserver.BaseRequestHandler):
+        server: Relay
+
+        def handle(self) -> None:
+            with (
+                contextlib.suppress(OSError),
+                socket.create_connection(("127.0.0.1", self.server.port)) as plain,
+                self.server.trusted.wrap_socket(plain, server_hostname="127.0.0.1") as link,
+            ):
+                threading.Thread(target=self.copy, args=(link, self.request), daemon=True).start()
+                self.copy(self.request, link)
+
+        @staticmethod
+        def copy(source: socket.socket, target: socket.socket) -> None:
+            with contextlib.suppress(OSError):
+                while data := source.recv(1 << 16):
+                    target.sendall(data)
+                target.shutdown(socket.SHUT_WR)
 
 
-def test_real_processes_over_tls_with_authentication(bundle: Path, data: Path, tmp_path: Path):
-    """A SuperLink and two SuperNodes, each a process, that know each other's keys."""
-    options = ("--clients", 2, "--rounds", 2, "--steps", 2, "--freeze-a")
-    server = federation(bundle, data, tmp_path / "server", *options)
-    done = subprocess.run(
-        command("federate", "--output", server.output, "--resume", "--app"),
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    # A phone's bundle has its own person's data.
-    bundles = [shutil.copytree(bundle, tmp_path / f"{number}.mesp") for number in (0, 1)]
-    keys = tmp_path / "keys"
-    keys.mkdir()
-    openssl(
-        *("req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-384", "-nodes"),
-        *(
-            "-keyout",
-            keys / "ca.key",
-            "-out",
-            keys / "ca.pem",
-            "-days",
-            2,
-            "-subj",
-            "/CN=127.0.0.1",
-        ),
-        *("-addext", "subjectAltName=IP:127.0.0.1"),
-    )
-    for number in (0, 1):
-        key = keys / f"node{number}"
+class Deployment:
+    """A SuperLink with TLS that lets in whose key it knows, and SuperNodes: each a process."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.log, self.port = folder, folder / "log", free_port()
+        self.keys, self.home = folder / "keys", folder / "flwr"
+        self.keys.mkdir()
+        self.home.mkdir()
+        openssl(
+            *("req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-384", "-nodes"),
+            *("-keyout", self.keys / "ca.key", "-out", self.keys / "ca.pem", "-days", 2),
+            *("-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1"),
+        )
+        (self.home / "config.toml").write_text(
+            f'[superlink]\ndefault = "here"\n\n[superlink.here]\n'
+            f'address = "127.0.0.1:{self.port}"\nroot-certificates = "{self.keys / "ca.pem"}"\n'
+        )
+        self.tools = Path(sys.executable).parent
+        self.environment = {
+            **os.environ,
+            "FLWR_HOME": str(self.home),
+            "FLWR_TELEMETRY_ENABLED": "0",
+            "FLWR_DISABLE_UPDATE_CHECK": "1",
+            "PATH": f"{self.tools}{os.pathsep}{os.environ['PATH']}",
+        }
+        self.processes: list[subprocess.Popen] = []
+        self.relay = Relay(self.port, self.keys / "ca.pem")
+
+    def __enter__(self) -> Deployment:
+        self.start(
+            *(self.tools / "flower-superlink", "--host", "127.0.0.1", "--port", self.port),
+            *("--ssl-ca-certfile", self.keys / "ca.pem", "--ssl-certfile", self.keys / "ca.pem"),
+            *("--ssl-keyfile", self.keys / "ca.key", "--enable-supernode-auth"),
+            "--disable-runtime-dependency-installation",
+        )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.relay.shutdown()
+        for process in self.processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGTERM)
+            process.wait()
+
+    def start(self, *arguments: object) -> subprocess.Popen:
+        with self.log.open("a") as file:
+            process = subprocess.Popen(
+                [*map(str, arguments)],
+                env=self.environment,
+                stdout=file,
+                stderr=file,
+                start_new_session=True,
+            )
+        self.processes.append(process)
+        return process
+
+    def flwr(self, *arguments: object) -> subprocess.CompletedProcess:
+        return subprocess.run(
+            [self.tools / "flwr", *map(str, arguments)],
+            env=self.environment,
+            capture_output=True,
+            text=True,
+        )
+
+    def wait_for(self, condition: Callable[[], bool], what: str) -> None:
+        deadline = time.monotonic() + 300
+        while not condition():
+            assert time.monotonic() < deadline, f"{what}\n{self.log.read_text()[-3000:]}"
+            time.sleep(0.5)
+
+    def register(self, key: Path) -> None:
+        self.wait_for(
+            lambda: self.flwr("supernode", "register", key, "here").returncode == 0,
+            "the SuperLink takes no key",
+        )
+
+    def python_node(self, name: str, bundle: Path, data: Path) -> None:
+        key = self.keys / name
         subprocess.run(
             ["ssh-keygen", "-q", "-t", "ecdsa", "-b", "384", "-N", "", "-f", key], check=True
         )
-    port, home = free_port(), tmp_path / "flwr"
-    home.mkdir()
-    (home / "config.toml").write_text(
-        f'[superlink]\ndefault = "here"\n\n[superlink.here]\naddress = "127.0.0.1:{port}"\n'
-        f'root-certificates = "{keys / "ca.pem"}"\n'
-    )
-    tools = Path(sys.executable).parent
-    environment = {
-        **os.environ,
-        "FLWR_HOME": str(home),
-        "FLWR_TELEMETRY_ENABLED": "0",
-        "FLWR_DISABLE_UPDATE_CHECK": "1",
-        "PATH": f"{tools}{os.pathsep}{os.environ['PATH']}",
-    }
-    log = tmp_path / "log"
-    processes = []
-
-    def start(*arguments: object) -> None:
-        with log.open("a") as file:
-            processes.append(
-                subprocess.Popen(
-                    [str(tools / str(arguments[0])), *map(str, arguments[1:])],
-                    env=environment,
-                    stdout=file,
-                    stderr=file,
-                    start_new_session=True,
-                )
-            )
-
-    def flwr_command(*arguments: object) -> subprocess.CompletedProcess:
-        return subprocess.run(
-            [tools / "flwr", *map(str, arguments)], env=environment, capture_output=True, text=True
+        self.register(key.with_suffix(".pub"))
+        self.start(
+            *(self.tools / "flower-supernode", "--superlink", f"127.0.0.1:{self.port}"),
+            *("--port", free_port(), "--root-certificates", self.keys / "ca.pem"),
+            *("--auth-supernode-private-key", key),
+            *("--node-config", f'name="{name}" bundle="{bundle}" data="{data}"'),
         )
 
-    try:
-        start(
-            *("flower-superlink", "--host", "127.0.0.1", "--port", port),
-            *("--ssl-ca-certfile", keys / "ca.pem", "--ssl-certfile", keys / "ca.pem"),
-            *("--ssl-keyfile", keys / "ca.key", "--enable-supernode-auth"),
-            "--disable-runtime-dependency-installation",
-        )
-        for number in (0, 1):
+    def swift_node(self, name: str, bundle: Path, data: Path) -> Callable[[], subprocess.Popen]:
+        """Starts a node as a phone has it, and returns what starts it again."""
+        folder, settings = self.folder / name, self.folder / f"{name}.json"
+        given = {"superlink": f"http://127.0.0.1:{self.relay.server_address[1]}"}
+        given |= {"folder": str(folder)}
+        given |= {"bundle": str(bundle), "data": str(data), "name": name}
+        settings.write_text(json.dumps(given))
 
-            def registered(number: int = number) -> bool:
-                key = keys / f"node{number}.pub"
-                return flwr_command("supernode", "register", key, "here").returncode == 0
+        def start() -> subprocess.Popen:
+            return self.start(find_engine(), "federate", settings)
 
-            wait_for(registered, "the SuperLink takes no key", log)
-            start(
-                *("flower-supernode", "--superlink", f"127.0.0.1:{port}", "--port", free_port()),
-                *("--root-certificates", keys / "ca.pem"),
-                *("--auth-supernode-private-key", keys / f"node{number}"),
-                *("--node-config", f'name="phone {number}" bundle="{bundles[number]}"'),
-            )
-        done = flwr_command("run", server.output / "app", "here")
+        start()
+        self.wait_for((folder / "node.pub").exists, "the node makes no key")
+        self.register(folder / "node.pub")
+        return start
+
+    def run(self, server: Federation) -> None:
+        """Starts the app of a federation."""
+        options = ("--output", server.output, "--resume", "--app")
+        done = subprocess.run(command("federate", *options), capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        done = self.flwr("run", server.output / "app", "here")
         assert done.returncode == 0, done.stdout + done.stderr
-        wait_for(lambda: server.rounds.last == 2, "the rounds did not end", log)
-    finally:
-        for process in processes:
-            os.killpg(process.pid, signal.SIGTERM)
-            process.wait()
-    record = server.rounds.record(2)
-    assert [client["name"] for client in record["clients"]] == ["phone 0", "phone 1"]
-    assert record["left_out"] == [] and record["drift"] == 0, "both have the same data"
-    one = federation(bundle, data, tmp_path / "one", "--clients", 1, *options[2:])
-    assert equal(server.rounds.arrays(2), served(one))
+
+
+def test_real_processes_over_tls_with_authentication(bundle: Path, data: Path, tmp_path: Path):
+    """Two nodes as a phone has them and one of Python, of which one phone is killed on the way."""
+    options = ("--clients", 3, "--rounds", 3, "--steps", 4, "--freeze-a")
+    server = federation(bundle, data, tmp_path / "server", *options)
+    with Deployment(tmp_path) as deployment:
+        deployment.python_node("client 0", bundle, server.share(0))
+        deployment.swift_node("client 1", bundle, server.share(1))
+        again = deployment.swift_node("client 2", bundle, server.share(2))
+        deployment.run(server)
+        deployment.wait_for(lambda: (server.rounds.last or 0) >= 1, "the first round did not end")
+        os.killpg(deployment.processes[-1].pid, signal.SIGKILL)
+        again()
+        deployment.wait_for(lambda: server.rounds.last == 3, "the rounds did not end")
+    for number in (1, 2, 3):
+        record = server.rounds.record(number)
+        assert [client["name"] for client in record["clients"]] == [f"client {n}" for n in range(3)]
+        assert record["left_out"] == []
+    simulated = federation(bundle, data, tmp_path / "simulated", *options)
+    assert equal(server.rounds.arrays(3), served(simulated))

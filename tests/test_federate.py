@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from conftest import run
+from conftest import FAMILIES, run
 from mesp.bundle.manifest import read_manifest
 from mesp.commands.federate import main, prepare
 from mesp.engine.build import find_engine
@@ -31,6 +31,7 @@ from mesp.federate.exchange import (
 from mesp.federate.federation import Federation
 from mesp.federate.local_training import model_name, train
 from mesp.federate.people import Split, read_topics, share_out
+from mesp.models.architecture import Architecture
 from mesp.runs.log import read_run
 
 SEQ_LEN, RANK = 32, 4
@@ -218,12 +219,24 @@ def test_bfloat16_is_rounded_as_mlx_rounds():
 
 
 def test_folders_of_the_last_blocks_are_read_as_they_were_written(tmp_path: Path):
-    arrays = random_adapters(np.random.default_rng(0))
-    write_arrays(tmp_path / "a", arrays, 2, 8.0, layers=12)
+    """Of a model with two kinds of blocks by turns, attention in the last."""
+    arch = Architecture.from_config(FAMILIES["qwen3_5"] | {"num_hidden_layers": 8})
+    arrays = {
+        "self_attn.o_proj.lora_b": np.ones((2, 2, 5), np.float32),
+        "linear_attn.out_proj.lora_b": np.arange(4 * 2 * 5, dtype=np.float32).reshape(4, 2, 5),
+        "mlp.up_proj.lora_b": np.zeros((6, 2, 7), np.float32),
+    }
+    write_arrays(tmp_path / "a", arrays, 2, 8.0, arch)
     assert equal(read_arrays(tmp_path / "a"), arrays)
     names = load_file(tmp_path / "a" / "adapters.safetensors").keys()
-    assert {"model.layers.9.m.lora_a", "model.layers.11.n.lora_b"} < {*names}
-    assert len(names) == 3 * len(arrays)
+    prefix = arch.mlx_prefix + ".layers"
+    assert {n for n in names if "mlp" not in n} == {
+        *(f"{prefix}.{block}.self_attn.o_proj.lora_b" for block in (5, 7)),
+        *(f"{prefix}.{block}.linear_attn.out_proj.lora_b" for block in (0, 2, 4, 6)),
+    }
+    with pytest.raises(MespError, match="no 5 blocks with a self_attn"):
+        five = {"self_attn.o_proj.lora_b": np.ones((5, 2, 5), np.float32)}
+        write_arrays(tmp_path / "b", five, 2, 8.0, arch)
 
 
 def random_adapters(generator: np.random.Generator, start: Arrays | None = None) -> Arrays:

@@ -8,7 +8,7 @@ import click
 
 import mesp
 
-NAMES = ("export", "data", "train", "generate", "evaluate", "fuse")
+NAMES = ("export", "data", "train", "generate", "evaluate", "fuse", "federate")
 
 
 class Commands(click.Group):

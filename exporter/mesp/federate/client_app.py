@@ -49,8 +49,9 @@ def _of_node(context: Context) -> Client:
     bundle = context.node_config.get("bundle")
     if bundle is None:
         raise ValueError("A SuperNode needs --node-config 'bundle=\"FOLDER\"'.")
-    return Client(name, Path(str(bundle)))
+    data = context.node_config.get("data")
+    return Client(name, Path(str(bundle)), None if data is None else Path(str(data)))
 
 
-# What `flower-supernode` runs: the bundle of its --node-config, with the data that is in it.
+# What `flower-supernode` runs: the bundle of its --node-config, with its `data` or that in it.
 app = client_app(_of_node)

@@ -1,11 +1,11 @@
 """What travels between the server and its clients: LoRA matrices, of all blocks in one array.
 
-`self_attn.q_proj.lora_b` [blocks, rank, out] are the B of that module in each trained block: few
-arrays, as each costs a phone some requests. A client gets the round's and sends back what it made
-of them. With `freeze_a` only each B travels: every A is that of the run's seed, at every client the
-same. In `bfloat16` the server sends them rounded, and a client sends what it added to them, rounded
-too: the server adds that to its own, so no small update is lost to the rounding of a large number.
-In `float32` both send them as they are, and nothing is rounded.
+`self_attn.q_proj.lora_b` [blocks, rank, out] are the B of that module in each trained block that
+has it: few arrays, as each costs a phone some requests. A client gets the round's and sends back
+what it made of them. With `freeze_a` only each B travels: every A is that of the run's seed, at
+every client the same. In `bfloat16` the server sends them rounded, and a client sends what it added
+to them, rounded too: the server adds that to its own, so no small update is lost to the rounding of
+a large number. In `float32` both send them as they are, and nothing is rounded.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from safetensors.numpy import load_file, save_file
 
 from mesp.adapters.load import CONFIG, WEIGHTS
 from mesp.errors import MespError, plain_os_errors
+from mesp.models.architecture import Architecture
 
 Arrays = dict[str, np.ndarray]
-PREFIX = "model.layers."  # mlx-lm's
 EXCHANGES = ("float32", "bfloat16")
 
 
@@ -34,19 +34,27 @@ def read_arrays(folder: Path) -> Arrays:
         raise MespError(f"{folder / WEIGHTS} cannot be read: {error}.") from error
     blocks: dict[str, dict[int, np.ndarray]] = {}
     for name, matrix in matrices.items():
-        block, _, module = name.removeprefix(PREFIX).partition(".")
+        block, _, module = name.partition(".layers.")[2].partition(".")
         blocks.setdefault(module, {})[int(block)] = matrix
     return {name: np.stack([each[i] for i in sorted(each)]) for name, each in blocks.items()}
 
 
-def write_arrays(folder: Path, arrays: Arrays, rank: int, scale: float, layers: int) -> None:
-    """Writes the matrices of the last blocks of a model that has so many `layers`, as a folder of
-    adapters that mesp-engine starts from."""
+def write_arrays(folder: Path, arrays: Arrays, rank: int, scale: float, arch: Architecture) -> None:
+    """Writes the matrices of the last blocks of a model that have the module, as a folder of
+    adapters that mesp-engine starts from. Raises MespError where the model has no such module, or
+    fewer blocks with it."""
+    blocks: dict[str, list[int]] = {}
+    for index, block in enumerate(arch.blocks):
+        for module in block.modules:
+            blocks.setdefault(module, []).append(index)
+    for name, array in arrays.items():
+        if len(array) > len(blocks.get(name.rpartition(".")[0], [])):
+            raise MespError(f"The model has no {len(array)} blocks with a {name}.")
     config = {"fine_tune_type": "lora", "lora_parameters": {"rank": rank, "scale": scale}}
     matrices = {
-        f"{PREFIX}{layers - len(array) + index}.{name}": matrix
+        f"{arch.mlx_prefix}.layers.{block}.{name}": matrix
         for name, array in arrays.items()
-        for index, matrix in enumerate(array)
+        for block, matrix in zip(blocks[name.rpartition(".")[0]][-len(array) :], array, strict=True)
     }
     with plain_os_errors(f"Cannot write the adapters to {folder}"):
         folder.mkdir(parents=True)

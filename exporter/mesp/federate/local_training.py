@@ -15,6 +15,7 @@ from mesp.bundle.manifest import read_manifest
 from mesp.engine.build import find_engine
 from mesp.errors import MespError, plain_os_errors
 from mesp.federate.exchange import Arrays, read_arrays, write_arrays
+from mesp.models.architecture import Architecture
 from mesp.runs.log import LOG_NAME, Run, read_run
 
 # What a server may set of a client's run, and no path.
@@ -54,7 +55,7 @@ def train(client: Client, received: Arrays, config: Mapping[str, Any]) -> Traine
     seconds, or the bundle is of another model than the server's.
     """
     manifest = read_manifest(client.bundle)
-    model, layers = model_name(manifest), len(manifest["architecture"]["layers"])
+    model, arch = model_name(manifest), Architecture.from_manifest(manifest["architecture"])
     if config["model"] != model:
         raise MespError(f"{client.bundle} is of {model}, and the round is of {config['model']}.")
     settings = {name: config[name] for name in SETTINGS if name in config}
@@ -62,7 +63,7 @@ def train(client: Client, received: Arrays, config: Mapping[str, Any]) -> Traine
         settings["proximal_mu"] = config["proximal-mu"]
     with tempfile.TemporaryDirectory(prefix="mesp-federate-") as folder:
         start, output = Path(folder, "start"), Path(folder, "run")
-        write_arrays(start, received, settings["rank"], scale(settings), layers)
+        write_arrays(start, received, settings["rank"], scale(settings), arch)
         settings |= {
             "bundle": str(client.bundle),
             "data": None if client.data is None else str(client.data),

@@ -17,6 +17,7 @@ from mesp.bundle.manifest import read_manifest
 from mesp.errors import MespError, plain_os_errors
 from mesp.federate.exchange import Arrays, read_arrays, travelling, write_arrays
 from mesp.federate.local_training import run_engine, scale
+from mesp.models.architecture import Architecture
 
 RECORD_NAME, STATE_NAME = "round.json", "strategy.npz"
 
@@ -74,8 +75,9 @@ class Rounds:
         # Clients keep theirs in bfloat16, perhaps; a mean of them is none.
         settings |= {"lora_dtype": "float32", "output": str(partial / "run")}
         if arrays is not None:
-            layers = len(read_manifest(Path(settings["bundle"]))["architecture"]["layers"])
-            write_arrays(start, arrays, self.training["rank"], scale(self.training), layers)
+            manifest = read_manifest(Path(settings["bundle"]))
+            arch = Architecture.from_manifest(manifest["architecture"])
+            write_arrays(start, arrays, self.training["rank"], scale(self.training), arch)
             settings["adapters"] = str(start)
         run = run_engine(settings)
         record = {"round": number, "held_out_loss": run.held_out[0], **report}

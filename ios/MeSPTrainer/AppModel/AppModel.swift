@@ -1,6 +1,11 @@
 import Foundation
 import MeSPCore
+import MeSPFederation
 import Observation
+
+#if canImport(FoundationNetworking)
+    import FoundationNetworking
+#endif
 
 /// What the app does, over what it shows: its views only lay this out.
 @MainActor @Observable public final class AppModel {
@@ -26,6 +31,7 @@ import Observation
     public let selfChecker: SelfChecker
     public let evaluation: Evaluation
     public let downloads: Downloads
+    public let federation: Federation
 
     /// The parts of the app.
     public enum Place: Sendable { case train, write, runs, bundles, compare }
@@ -68,6 +74,7 @@ import Observation
     ///   - glanceBoard: what shows the run on the lock screen; nil where nothing does.
     ///   - refusal: why nothing can be trained here; nil where it can.
     ///   - openDownload: the download of a repository.
+    ///   - openNode: the node of a federation for a server's address, its folder and the networks that may be used.
     ///   - recording: the folder of a run to look at where nothing can be trained.
     ///   - loadTokenizer: reads the tokenizer in a bundle's folder.
     public init(
@@ -76,6 +83,9 @@ import Observation
         glanceBoard: (any GlanceBoard)? = nil,
         refusal: Sentence? = systemRefusal, recording: URL? = nil,
         openDownload: @escaping @Sendable (String) throws -> BundleDownload = { try BundleDownload(repository: $0) },
+        openNode: @escaping @Sendable (URL, URL, URLSessionConfiguration) throws -> SuperNode = {
+            try SuperNode(server: $0, folder: $1, configuration: $2)
+        },
         loadTokenizer: @escaping @Sendable (URL) async throws -> any TextTokenizer
     ) {
         (self.board, self.refusal, self.recording) = (board, refusal, recording)
@@ -90,6 +100,7 @@ import Observation
         selfChecker = SelfChecker(phone: phone)
         evaluation = Evaluation(phone: phone)
         downloads = Downloads(folder: folder, phone: phone, open: openDownload)
+        federation = Federation(phone: phone, controller: controller, open: openNode)
         controller.observers.append { [weak self] in self?.runChanged() }
         notices = board.map { Notices(controller: controller, phone: phone, board: $0) }
         glances = glanceBoard.map { Glances(controller: controller, phone: phone, board: $0) }
@@ -219,7 +230,7 @@ import Observation
     /// The bundle that a run, a text, a benchmark, a self-check or an evaluation uses now.
     private var bundleInUse: StoredBundle.ID? {
         controller.isRunning || comparison.writing != nil || benchmark.running != nil || selfChecker.isRunning
-            || evaluation.isRunning || tokenized != nil ? lastUsed : nil
+            || evaluation.isRunning || federation.isOn || tokenized != nil ? lastUsed : nil
     }
     /// The bundle that was used last.
     private var lastUsed: StoredBundle.ID?
@@ -240,7 +251,7 @@ import Observation
     /// Whether the device is free for a run, a text, a benchmark, a self-check or an evaluation.
     public var isFree: Bool {
         !controller.isRunning && comparison.writing == nil && benchmark.running == nil && tokenized == nil
-            && !selfChecker.isRunning && !evaluation.isRunning && refusal == nil
+            && !selfChecker.isRunning && !evaluation.isRunning && !federation.isOn && refusal == nil
     }
 
     /// Whether a run with the form's settings can begin now.
@@ -262,6 +273,19 @@ import Observation
             showsSetup = false
         }
         if settings.data == nil, form.textKind != .bundle { try? FileManager.default.removeItem(at: folder) }
+        await refresh()
+    }
+
+    /// Tokenizes the text, where it is not the bundle's, and takes part in the federation until it is left. The person has agreed.
+    public func takePart() async {
+        guard isFree, let bundle = form.bundle else { return }
+        lastUsed = bundle.id
+        let folder = library.folder.federationFolder
+        await attempt {
+            var text: URL?
+            if let source = try form.source() { text = try await tokenize(source, for: bundle, into: folder) }
+            try await federation.join(with: bundle, data: text, folder: folder)
+        }
         await refresh()
     }
 
@@ -362,7 +386,9 @@ import Observation
     }
 
     /// Whether the screen is to stay on.
-    public var staysAwake: Bool { screen.staysAwake || selfChecker.isRunning || evaluation.isRunning }
+    public var staysAwake: Bool {
+        screen.staysAwake || selfChecker.isRunning || evaluation.isRunning || federation.isOn
+    }
 
     /// Measures the base model, and the one with the adapters of `run`, on the records of a JSONL file.
     public func evaluate(_ file: URL, with run: StoredRun?) async {

@@ -28,6 +28,8 @@ public struct DocumentsFolder: Sendable {
     }
 
     public var runsFolder: URL { documents.appendingPathComponent("runs") }
+    /// What a node of a federation keeps: its key, and what it has to answer.
+    var federationFolder: URL { documents.appendingPathComponent(".federation") }
     /// Where `tools/collect.py` finds reports of self-checks.
     public var selfChecksFolder: URL { documents.appendingPathComponent("self-check") }
 

@@ -1,5 +1,6 @@
 // mesp-engine SETTINGS.json: one training run. Prints the log's records as they are written; mesp-train drives it.
 // mesp-engine count SETTINGS.json: counts what a step takes on a phone's GPU. mesp-train --dry-run drives it.
+// mesp-engine federate SETTINGS.json: takes part in a federation until a signal comes. Prints a record for what happens.
 // mesp-engine generate SETTINGS.json: writes on from a prompt. Prints a record for each token; mesp-generate drives it.
 // mesp-engine evaluate SETTINGS.json: reads requests from standard input. Prints a record for each; mesp-evaluate drives it.
 // mesp-engine self-check SETTINGS.json: asks the machine. Prints a record for each check; tools/check_gpu.py drives it.
@@ -160,11 +161,14 @@ do {
     switch (arguments.count, arguments.first) {
     case (2, "count"): try count(URL(fileURLWithPath: arguments[2]))
     case (2, "evaluate"): try evaluate(URL(fileURLWithPath: arguments[2]))
+    case (2, "federate"): try FederationSettings(contentsOf: URL(fileURLWithPath: arguments[2])).run()
     case (2, "generate"): try generate(URL(fileURLWithPath: arguments[2]))
     case (2, "self-check"): try checkMachine(URL(fileURLWithPath: arguments[2]))
     case (1, "--version"): print("mesp-engine \(Run.version) with MLX \(Manifest.mlxVersion)")
     case (1, let file?): try train(URL(fileURLWithPath: file))
-    default: fail("usage: mesp-engine [count|evaluate|generate|self-check] SETTINGS.json, or mesp-engine --version")
+    default:
+        fail(
+            "usage: mesp-engine [count|evaluate|federate|generate|self-check] SETTINGS.json, or mesp-engine --version")
     }
 } catch is CancellationError {
     fail(CommandLine.arguments[1] == "evaluate" ? "The evaluation was stopped." : "The self-check was stopped.")

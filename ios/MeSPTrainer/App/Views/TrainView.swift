@@ -203,6 +203,7 @@ struct SetupView: View {
                 .buttonStyle(.borderedProminent)
                 .disabled(!model.canStart)
             }
+            NavigationLink("Train with Others") { FederationView() }
         }
     }
 

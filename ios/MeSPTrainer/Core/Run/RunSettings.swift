@@ -169,17 +169,24 @@ public struct RunSettings: Codable, Sendable, Equatable {
         guard let json = try? Data(contentsOf: url) else {
             throw MeSPError("Cannot read the settings file \(url.path).")
         }
+        try self.init(
+            json: try? JSONSerialization.jsonObject(with: json) as? [String: Any],
+            from: "The settings file \(url.path) is")
+    }
+
+    /// - Parameter source: the beginning of a sentence, for an error: where the object is from
+    init(json given: [String: Any]?, from source: String) throws {
         let (encoder, decoder) = (JSONEncoder(), JSONDecoder())
         encoder.keyEncodingStrategy = .convertToSnakeCase
         decoder.keyDecodingStrategy = .convertFromSnakeCase
         do {
-            guard let given = try? JSONSerialization.jsonObject(with: json) as? [String: Any],
-                given["bundle"] != nil, given["output"] != nil
-            else { throw MeSPError("it is no JSON object with a bundle and an output") }
+            guard let given, given["bundle"] != nil, given["output"] != nil else {
+                throw MeSPError("it is no JSON object with a bundle and an output")
+            }
             let keys = try Self.completed(given, encoder)
             self = try decoder.decode(RunSettings.self, from: JSONSerialization.data(withJSONObject: keys))
         } catch {
-            throw MeSPError("The settings file \(url.path) is not valid: \(error.plainSentence).")
+            throw MeSPError("\(source) not valid: \(error.plainSentence).")
         }
     }
 

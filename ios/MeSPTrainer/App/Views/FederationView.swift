@@ -1,0 +1,73 @@
+import MeSPAppModel
+import MeSPCore
+import SwiftUI
+
+/// Training a model together with others, whose texts stay with them.
+struct FederationView: View {
+    @Environment(AppModel.self) private var model
+    @State private var asks = false
+
+    private var federation: Federation { model.federation }
+
+    var body: some View {
+        @Bindable var federation = model.federation
+        Form {
+            Section {
+                TextField("https://links.example.org:8000", text: $federation.address)
+                    .plainWords()
+                    .accessibilityLabel("Address of the server")
+                TextField("Name of this device, or nothing", text: $federation.name).plainWords()
+                LabeledContent("Model", value: model.form.bundle?.name ?? "")
+            } header: {
+                Text("Server")
+            } footer: {
+                Text("A SuperLink of Flower. It trains the model and the text that are chosen for a new run.")
+            }
+            .disabled(federation.isOn)
+            Section("Allowed") {
+                Toggle("Only on unmetered networks", isOn: $federation.sparesData).disabled(federation.isOn)
+                Toggle("Only on the charger", isOn: $federation.needsCharger)
+            }
+            Section {
+                if federation.isOn {
+                    Label(federation.status.localized, systemImage: "person.3")
+                    Button("Leave", systemImage: "stop.fill", role: .destructive) { federation.leave() }
+                } else if let part = model.tokenized {
+                    ProgressView("Tokenizing the text", value: part)
+                } else {
+                    Button("Take Part", systemImage: "person.3") { asks = true }
+                        .disabled(!model.isFree || model.form.bundle == nil || federation.address.isEmpty)
+                }
+            }
+            if !federation.rounds.isEmpty {
+                Section("Rounds") { ForEach(federation.rounds) { RoundRow(round: $0) } }
+            }
+        }
+        .navigationTitle("Train with Others")
+        .confirmationDialog("Take Part?", isPresented: $asks, titleVisibility: .visible) {
+            Button("Take Part") { Task { await model.takePart() } }
+        } message: {
+            Text(Federation.agreement.localized)
+        }
+    }
+}
+
+/// What came, and what went.
+private struct RoundRow: View {
+    let round: Federation.Round
+
+    var body: some View {
+        VStack(alignment: .leading, spacing: 4) {
+            Text("Round \(round.name)").font(.headline)
+            if let problem = round.problem {
+                Label(problem.localized, systemImage: "exclamationmark.triangle.fill")
+                    .font(.caption).foregroundStyle(.orange)
+            } else if let bytesUp = round.bytesUp {
+                Text("\(round.bytesDown.bytes) came, \(bytesUp.bytes) went").font(.caption).foregroundStyle(.secondary)
+            } else {
+                Text("\(round.bytesDown.bytes) came").font(.caption).foregroundStyle(.secondary)
+            }
+        }
+        .accessibilityElement(children: .combine)
+    }
+}

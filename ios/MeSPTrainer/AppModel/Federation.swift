@@ -1,0 +1,168 @@
+import Foundation
+import MeSPCore
+import MeSPFederation
+import Observation
+
+#if canImport(FoundationNetworking)
+    import FoundationNetworking
+#endif
+
+/// Taking part in a federation: the adapters of a bundle get better together with those of other people, and nobody's text leaves their
+/// device. While it lasts, each message of the server is answered by a run.
+@MainActor @Observable public final class Federation {
+    /// What the person typed: the SuperLink's address.
+    public var address = ""
+    /// What the server calls this device; empty for a number.
+    public var name = ""
+    /// Whether only networks are used that cost nothing extra and are not in Low Data Mode.
+    public var sparesData = true
+    /// Whether it trains only on the charger.
+    public var needsCharger = true
+
+    public enum State: Sendable, Equatable {
+        case off
+        case joining
+        /// For the server's next message.
+        case waiting
+        case waitingForCharger
+        case training(round: String)
+        /// The server cannot be reached, which is why.
+        case unreachable(Sentence)
+    }
+    public private(set) var state = State.off
+    public var isOn: Bool { state != .off }
+    /// What it does now, in words.
+    public var status: Sentence {
+        switch state {
+        case .off: "Not taking part"
+        case .joining: "Joining"
+        case .waiting: "Waiting for the next round"
+        case .waitingForCharger: "Waiting for the charger"
+        case .training(let round): "Training in round \(round)"
+        case .unreachable(let why): why
+        }
+    }
+    /// The bundle that is trained; nil while it is off.
+    public private(set) var bundle: StoredBundle?
+
+    /// A message of the server's, and what became of it.
+    public struct Round: Sendable, Identifiable, Equatable {
+        public let id: String
+        /// As the server calls it.
+        public let name: String
+        public let bytesDown: Int
+        /// nil until its answer has been sent.
+        public var bytesUp: Int?
+        /// Why it was not answered, in a sentence.
+        public var problem: Sentence?
+    }
+    /// The latest first.
+    public private(set) var rounds = [Round]()
+
+    /// What leaves the device and what does not, to be agreed to before it begins.
+    public static let agreement: Sentence =
+        "What leaves this device: the adapters that it trains, how many tokens they were trained on, the mean loss, the peak of memory, and the name that you give it. Your texts, your choices and what the model writes stay here. Adapters can give away something about the text they were trained on: take part where you trust who runs the server."
+
+    @ObservationIgnored private let phone: any Phone
+    @ObservationIgnored private let controller: RunController
+    @ObservationIgnored private let open: @Sendable (URL, URL, URLSessionConfiguration) throws -> SuperNode
+    @ObservationIgnored private var work: Task<Void, any Error>?
+
+    /// - Parameter open: the node for a server's address, a folder and the networks that may be used.
+    init(
+        phone: any Phone, controller: RunController,
+        open: @escaping @Sendable (URL, URL, URLSessionConfiguration) throws -> SuperNode
+    ) {
+        (self.phone, self.controller, self.open) = (phone, controller, open)
+        phone.observers.append { [weak self] _ in self?.followCharger() }
+    }
+
+    /// Takes part until it is left.
+    ///
+    /// - Parameters:
+    ///   - data: the folder of the text's tokens; nil for the bundle's own
+    ///   - folder: what the node keeps
+    /// - Throws: `MeSPError`, `FederationError`
+    func join(with bundle: StoredBundle, data: URL?, folder: URL) async throws {
+        guard !isOn else { return }
+        guard let server = URL(string: address.trimmingCharacters(in: .whitespaces)) else {
+            throw MeSPError("\(address) is no address; write it as in https://links.example.org:8000.")
+        }
+        let node = try open(server, folder, configuration)
+        (state, self.bundle, rounds) = (.joining, bundle, [])
+        defer { (state, self.bundle, work) = (.off, nil, nil) }
+        let (events, sender) = AsyncStream.makeStream(of: SuperNode.Event.self)
+        let answer: @Sendable (SuperNode.Question) async throws -> Records = { [weak self] question in
+            guard let self else { throw CancellationError() }
+            return try await self.answer(question, with: bundle.url, data)
+        }
+        let work = Task.detached {
+            defer { sender.finish() }
+            try await node.run(report: { sender.yield($0) }, answer: answer)
+        }
+        self.work = work
+        for await event in events { take(event) }
+        do { try await work.value } catch is CancellationError {}
+    }
+
+    /// Ends it. A run in progress stops; what it was asked stays, and is answered when it joins again in time.
+    public func leave() { work?.cancel() }
+
+    private var configuration: URLSessionConfiguration {
+        let configuration = URLSessionConfiguration.ephemeral
+        #if canImport(Darwin)
+            configuration.allowsExpensiveNetworkAccess = !sparesData
+            configuration.allowsConstrainedNetworkAccess = !sparesData
+        #endif
+        return configuration
+    }
+
+    private func answer(_ question: SuperNode.Question, with bundle: URL, _ data: URL?) async throws -> Records {
+        let round = try FederatedRun(question, bundle: bundle, data: data)
+        while lacksCharger || controller.isRunning {
+            if lacksCharger { state = .waitingForCharger }
+            try await Task.sleep(for: .milliseconds(200))
+            guard .now < round.deadline else { throw late }
+        }
+        state = .training(round: question.group)
+        let limit = Task { [controller] in
+            try await Task.sleep(for: .seconds(min(round.deadline.timeIntervalSinceNow, 1e9)))
+            controller.stop()
+        }
+        defer { limit.cancel() }
+        for try await _ in try controller.train(round.settings) {}
+        guard .now < round.deadline else { throw late }
+        return try round.answer(as: name.isEmpty ? nil : name)
+    }
+
+    private var late: MeSPError { MeSPError("The server no longer waits for this round.") }
+
+    private var lacksCharger: Bool { needsCharger && phone.battery?.isCharging == false }
+
+    /// Off the charger, a run waits; on it, it goes on.
+    private func followCharger() {
+        guard case .training = state else { return }
+        if lacksCharger { controller.pause() } else { controller.resume() }
+    }
+
+    private func take(_ event: SuperNode.Event) {
+        switch event {
+        case .joined: state = .waiting
+        case .received(let question, let bytes):
+            rounds.insert(Round(id: question.id, name: question.group, bytesDown: bytes), at: 0)
+        case .sent(let question, let bytes): end(question) { $0.bytesUp = bytes }
+        case .dropped(let question, _): end(question) { $0.problem = "The federation ended before the answer came." }
+        case .failed(let question, let why): end(question) { $0.problem = "\(why)" }
+        case .waiting(let why): state = .unreachable("\(why)")
+        }
+    }
+
+    private func end(_ question: SuperNode.Question, _ change: (inout Round) -> Void) {
+        state = .waiting
+        // One that an earlier start of the app received is not in the list.
+        if !rounds.contains(where: { $0.id == question.id }) {
+            rounds.insert(Round(id: question.id, name: question.group, bytesDown: 0), at: 0)
+        }
+        for index in rounds.indices where rounds[index].id == question.id { change(&rounds[index]) }
+    }
+}

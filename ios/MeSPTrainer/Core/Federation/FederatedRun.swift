@@ -1,0 +1,204 @@
+import Foundation
+import MLX
+import MeSPFederation
+
+/// A device's part of a round of a federation: a run from the adapters in a message of the server's app, on data that stays here.
+///
+///     try await node.run(report: show) { question in
+///         let round = try FederatedRun(question, bundle: bundle, data: text)
+///         try train(round.settings)
+///         return try round.answer()
+///     }
+///
+/// What travels is as `docs/federation.md` has it: the LoRA matrices of a module in all blocks that have it as one array
+/// `[blocks, in, rank]` or `[blocks, rank, out]`, counts, a mean loss and a peak of memory. `mesp-federate`'s
+/// clients in Python answer alike, to the last bit of the matrices.
+public struct FederatedRun {
+    /// What to run. Where a run for the same message was ended before, it goes on.
+    public let settings: RunSettings
+    /// When the server no longer waits for the answer.
+    public let deadline: Date
+    private let question: SuperNode.Question
+    /// The arrays that came, in float32, row by row.
+    private let start: [String: [Float]]
+    private let architecture: Architecture
+    private let received: [String: FlowerArray]
+    private let isRounded: Bool
+
+    /// - Parameters:
+    ///   - data: a folder of tokens that `TextData` wrote; nil for the bundle's own text
+    ///   - memoryLimit: the peak footprint to stay below, in bytes; nil for what the server asks
+    /// - Throws: `MeSPError` where the message asks for what is not training of this model.
+    public init(_ question: SuperNode.Question, bundle: URL, data: URL? = nil, memoryLimit: Int? = nil) throws {
+        guard question.type == "train", let config = question.records.configs["config"],
+            let received = question.records.arrays["arrays"]
+        else { throw MeSPError("The server asks for \(question.type), which this version cannot do.") }
+        let manifest = try ModelBundle(url: bundle, checksums: false).manifest
+        let model = manifest.model
+        let name = [model.id, model.revision].compactMap { $0 }.joined(separator: "@")
+        guard config["model"] == .text(name) else {
+            throw MeSPError("\(bundle.path) is of \(name), and the round is of another model.")
+        }
+        switch config["exchange"] {
+        case .text("float32"): isRounded = false
+        case .text("bfloat16"): isRounded = true
+        default: throw MeSPError("The server exchanges adapters in a way that this version does not know.")
+        }
+        (self.question, self.received, architecture) = (question, received, manifest.architecture)
+        start = try received.mapValues { [isRounded] in try numbers($0, isRounded: isRounded) }
+        deadline = number(config["timeout"]).map { .now + $0 } ?? .distantFuture
+        var settings = try Self.settings(config, bundle, in: question.folder)
+        settings.data = data?.path
+        if let memoryLimit { settings.memoryLimitMb = min(settings.memoryLimitMb ?? .infinity, Double(memoryLimit) / 1e6) }
+        self.settings = settings
+        if !settings.resume { try writeStart() }
+    }
+
+    /// What the run made of the matrices.
+    ///
+    /// - Parameter name: what the server calls this device; nil for the node's number
+    /// - Throws: `CancellationError` where the run was stopped, `MeSPError`
+    public func answer(as name: String? = nil) throws -> Records {
+        let output = URL(fileURLWithPath: settings.output)
+        let summary = try LogSummary(folder: output)
+        guard summary.end?.reason == .finished else { throw CancellationError() }
+        let adapters = output.appendingPathComponent("adapters")
+        let trained = try Safetensors(adapters.appendingPathComponent(AdapterFormat.mlx.file))
+        let arrays = try received.map { name, array in
+            let new = try matrices(name, array).flatMap { matrix, shape in
+                guard let new = trained[matrix], new.shape == shape else {
+                    throw MeSPError("The server sent \(name), which the run does not train.")
+                }
+                return new.asArray(Float.self)
+            }
+            return (name, packed(new, from: start[name] ?? [], like: array))
+        }
+        let targets = summary.steps.reduce(0) { $0 + $1.tokens }
+        let loss = summary.steps.reduce(0) { $0 + Double($1.loss) } / Double(max(summary.steps.count, 1))
+        return Records(
+            arrays: ["arrays": Dictionary(uniqueKeysWithValues: arrays)],
+            metrics: [
+                "metrics": [
+                    "num-examples": .int(Int64(targets)), "client": .int(1), "loss": .double(loss),
+                    "footprint-bytes": .int(Int64(summary.end?.footprintPeakBytes ?? 0)),
+                ]
+            ],
+            configs: ["about": ["name": .text(name ?? "node \(question.node)")]])
+    }
+
+    // MARK: - What the server may ask
+
+    /// What a server may set of a run, and no path.
+    private static let allowed: Set = [
+        "method", "steps", "seq_len", "batch_size", "grad_accumulation_steps", "seed", "rank", "alpha", "rslora",
+        "projections", "num_layers", "freeze_a", "lora_dtype", "optimizer", "learning_rate", "momentum", "beta1",
+        "beta2", "epsilon", "weight_decay", "schedule", "warmup", "max_grad_norm", "skip_bad_steps", "mezo_epsilon",
+        "memory_limit_mb", "offload", "keep_cache",
+    ]
+
+    /// The server's settings of the run, in a message's folder. A run that is there already is gone on with.
+    private static func settings(_ config: [String: FlowerValue], _ bundle: URL, in folder: URL) throws -> RunSettings {
+        var given = [String: Any]()
+        for (name, value) in config where allowed.contains(name) {
+            switch value {
+            case .double(let number): given[name] = number
+            case .int(let number): given[name] = number
+            case .unsigned(let number): given[name] = number
+            case .flag(let flag): given[name] = flag
+            case .text(let text): given[name] = text
+            case .texts(let texts): given[name] = texts
+            case .bytes: throw MeSPError("The server's setting \(name) is none.")
+            }
+        }
+        let output = folder.appendingPathComponent("run")
+        given["bundle"] = bundle.path
+        given["output"] = output.path
+        var settings = try RunSettings(json: given, from: "The server's settings are")
+        settings.adapters = folder.appendingPathComponent("start").path
+        settings.firstStep = (Int(number(config["server-round"]) ?? 1) - 1) * settings.steps
+        settings.proximalMu = number(config["proximal-mu"]).flatMap { $0 == 0 ? nil : Float($0) }
+        settings.valBatches = 0
+        settings.resume = FileManager.default.fileExists(atPath: LogWriter.url(in: output).path)
+        return settings
+    }
+
+    /// The folder of adapters that the run starts from.
+    private func writeStart() throws {
+        let folder = URL(fileURLWithPath: settings.adapters ?? "")
+        try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)
+        let tensors = try start.sorted { $0.key < $1.key }.flatMap { name, numbers in
+            try received[name].map { try matrices(name, $0) }.map { matrices in
+                matrices.enumerated().map { index, matrix in
+                    let size = matrix.shape.reduce(1, *)
+                    return NewTensor(name: matrix.name, shape: matrix.shape, dtype: .float32) {
+                        MLXArray(Array(numbers[index * size..<(index + 1) * size]), matrix.shape)
+                    }
+                }
+            } ?? []
+        }
+        try writeSafetensors(
+            tensors, metadata: ["format": "pt"], to: folder.appendingPathComponent(AdapterFormat.mlx.file))
+        let config: [String: Any] = [
+            "fine_tune_type": "lora", "lora_parameters": ["rank": settings.rank, "scale": Double(settings.scale)],
+        ]
+        try JSONSerialization.data(withJSONObject: config)
+            .write(to: folder.appendingPathComponent(AdapterFormat.configFile), options: .atomic)
+    }
+
+    /// The matrices that are an array: those of the last blocks that have the module, by mlx-lm's names.
+    ///
+    /// - Parameter name: as `self_attn.q_proj.lora_b`
+    private func matrices(_ name: String, _ array: FlowerArray) throws -> [(name: String, shape: [Int])] {
+        let blocks = (0..<architecture.numHiddenLayers).filter { index in
+            architecture.block(index).modules.contains { name.hasPrefix($0.name + ".lora_") }
+        }
+        guard array.shape.count == 3, array.shape[0] > 0, array.shape[0] <= blocks.count else {
+            throw MeSPError("The server sent \(name), which this model does not have like that.")
+        }
+        return blocks.suffix(array.shape[0]).map {
+            ("\(architecture.mlxPrefix).layers.\($0).\(name)", Array(array.shape[1...]))
+        }
+    }
+
+    /// What goes back: the matrix, or in bfloat16 what was added to it, so that no small update is lost to the rounding of a large number.
+    private func packed(_ new: [Float], from old: [Float], like received: FlowerArray) -> FlowerArray {
+        var data = Data(capacity: received.data.count)
+        for (new, old) in zip(new, old) {
+            if isRounded {
+                let bits = (new - old).bitPattern
+                let rounded = UInt16((bits + 0x7fff + (bits >> 16 & 1)) >> 16)  // to the nearest, ties to even
+                withUnsafeBytes(of: rounded.littleEndian) { data.append(contentsOf: $0) }
+            } else {
+                withUnsafeBytes(of: new.bitPattern.littleEndian) { data.append(contentsOf: $0) }
+            }
+        }
+        return FlowerArray(received.kind, shape: received.shape, data: data)
+    }
+}
+
+/// A matrix that came, in float32: rounded it is bfloat16, as the bits of uint16.
+private func numbers(_ array: FlowerArray, isRounded: Bool) throws -> [Float] {
+    guard array.kind == (isRounded ? .uint16 : .float32) else {
+        throw MeSPError("The server sent matrices in another form than it says.")
+    }
+    let numbers: [Float] = array.data.withUnsafeBytes { bytes in
+        stride(from: 0, to: bytes.count, by: isRounded ? 2 : 4).map { place in
+            if isRounded {
+                let bits = UInt16(littleEndian: bytes.loadUnaligned(fromByteOffset: place, as: UInt16.self))
+                return Float(bitPattern: UInt32(bits) << 16)
+            }
+            return Float(bitPattern: UInt32(littleEndian: bytes.loadUnaligned(fromByteOffset: place, as: UInt32.self)))
+        }
+    }
+    guard numbers.allSatisfy(\.isFinite) else { throw MeSPError("The server sent a number that is not finite.") }
+    return numbers
+}
+
+private func number(_ value: FlowerValue?) -> Double? {
+    switch value {
+    case .double(let number): number
+    case .int(let number): Double(number)
+    case .unsigned(let number): Double(number)
+    default: nil
+    }
+}

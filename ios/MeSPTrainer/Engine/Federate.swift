@@ -1,0 +1,102 @@
+import Foundation
+import MeSPCore
+import MeSPFederation
+
+/// What `mesp-engine federate` reads: which SuperLink to join, and what to train on.
+struct FederationSettings: Decodable {
+    /// A SuperLink's address, as in `https://links.example.org:8000`.
+    let superlink: String
+    /// The node's key and what it has received.
+    let folder: String
+    let bundle: String
+    /// A folder of tokens; nil for the bundle's own text.
+    let data: String?
+    /// What the server calls this node; nil for its number.
+    let name: String?
+    let memoryLimitMb: Double?
+
+    init(contentsOf url: URL) throws {
+        let decoder = JSONDecoder()
+        decoder.keyDecodingStrategy = .convertFromSnakeCase
+        guard let json = try? Data(contentsOf: url) else {
+            throw MeSPError("Cannot read the settings file \(url.path).")
+        }
+        guard let settings = try? decoder.decode(Self.self, from: json) else {
+            throw MeSPError("The settings file \(url.path) needs superlink, folder and bundle.")
+        }
+        self = settings
+    }
+
+    /// Takes part in a federation until a signal comes. Prints a record for each thing that happens.
+    func run() throws {
+        guard let server = URL(string: superlink) else {
+            throw MeSPError("\(superlink) is no address; write it as in https://links.example.org:8000.")
+        }
+        let node = try SuperNode(server: server, folder: URL(fileURLWithPath: folder))
+        let (ended, outcome) = (DispatchSemaphore(value: 0), Outcome())
+        let task = Task.detached {
+            do {
+                try await node.run(report: tell) { question in try await onThread { try answer(question) } }
+            } catch {
+                outcome.error = error
+            }
+            ended.signal()
+        }
+        while ended.wait(timeout: .now() + 0.2) == .timedOut {
+            if stopRequested != 0 { task.cancel() }
+        }
+        if let error = outcome.error, !(error is CancellationError) { throw error }
+        try print("end", [String: String]())
+    }
+
+    private func answer(_ question: SuperNode.Question) throws -> Records {
+        let round = try FederatedRun(
+            question, bundle: URL(fileURLWithPath: bundle), data: data.map { URL(fileURLWithPath: $0) },
+            memoryLimit: memoryLimitMb.map { Int($0 * 1e6) })
+        try Run.run(
+            round.settings,
+            atBlock: { _ in
+                try checkStop()
+                if Date.now > round.deadline { throw MeSPError("The run took longer than the server waits.") }
+            })
+        return try round.answer(as: name)
+    }
+
+    private func tell(_ event: SuperNode.Event) {
+        struct Message: Encodable {
+            let id, type, round: String
+            var bytes: Int?
+            var message: String?
+
+            init(_ question: SuperNode.Question, bytes: Int? = nil, message: String? = nil) {
+                (id, type, round) = (question.id, question.type, question.group)
+                (self.bytes, self.message) = (bytes, message)
+            }
+        }
+        do {
+            switch event {
+            case .joined(let node): try print("joined", ["node": node])
+            case .received(let question, let bytes): try print("received", Message(question, bytes: bytes))
+            case .sent(let question, let bytes): try print("sent", Message(question, bytes: bytes))
+            case .dropped(let question, let why): try print("dropped", Message(question, message: why))
+            case .failed(let question, let why): try print("failed", Message(question, message: why))
+            case .waiting(let why): try print("waiting", ["message": why])
+            }
+        } catch {
+            stopRequested = 1  // without a reader it is over
+        }
+    }
+}
+
+private final class Outcome: @unchecked Sendable {
+    var error: (any Error)?  // written before the semaphore is signalled, read after
+}
+
+/// Runs what takes minutes on a thread of its own, with the stack of a main thread: MLX walks deep graphs recursively.
+private func onThread<R: Sendable>(_ body: @escaping @Sendable () throws -> R) async throws -> R {
+    try await withCheckedThrowingContinuation { continuation in
+        let thread = Thread { continuation.resume(with: Result(catching: body)) }
+        thread.stackSize = 16 << 20
+        thread.start()
+    }
+}

@@ -1,0 +1,134 @@
+import Foundation
+
+#if canImport(FoundationNetworking)
+    import FoundationNetworking
+#endif
+
+/// Flower's Fleet API over HTTP, as a SuperNode calls it: a protobuf message there and one back. It is Flower's own affair and moves from
+/// version to version; this is that of `version`.
+struct FleetAPI: Sendable {
+    static let version = "1.41.0"
+
+    /// A SuperLink's address, as in `https://links.example.org:8000`.
+    let server: URL
+    let key: NodeKey
+    let session: URLSession
+
+    /// A call failed in a way that another may not: the network, or a server that is busy.
+    struct Unreachable: Error {
+        let sentence: String
+    }
+
+    /// The server says by one of Flower's codes why it does not do it.
+    struct Refusal: Error, Decodable {
+        static let keyIsRegistered = 23
+        static let registersByHand = 2001
+        static let cannotActivate = 2004
+        static let runHasEnded = 2007
+
+        let code: Int
+        let detail: String
+    }
+
+    /// A call that has begun ends, also where the task is cancelled.
+    ///
+    /// - Throws: `Unreachable`, `Refusal`, `FederationError`
+    @discardableResult
+    func call(_ name: String, _ write: (inout ProtobufWriter) -> Void) async throws -> ProtobufMessage {
+        var message = ProtobufWriter()
+        write(&message)
+        var request = URLRequest(url: server.appendingPathComponent("v1/fleet/\(name)"), timeoutInterval: 30)
+        request.httpMethod = "POST"
+        request.httpBody = message.data
+        // A signature is good for five minutes.
+        let now = Date.now.formatted(Date.ISO8601FormatStyle(includingFractionalSeconds: true))
+        let headers = [
+            "content-type": "application/protobuf", "accept": "application/protobuf",
+            "flwr-public-key": Data(key.publicKey.utf8).base64EncodedString(), "flwr-timestamp": now,
+            "flwr-signature": try key.signature(of: now).base64EncodedString(),
+            "flwr-package-name": "flwr", "flwr-package-version": Self.version, "flwr-component-name": "SuperNode",
+        ]
+        for (name, value) in headers { request.setValue(value, forHTTPHeaderField: name) }
+        let (data, status) = try await answer(to: request)
+        switch status {
+        case 200: return try ProtobufMessage(data)
+        case 401:
+            throw FederationError(
+                "The SuperLink does not know this node's key, or the clocks differ by more than five seconds; have the key registered with flwr supernode register, and set the clock."
+            )
+        case 429, 500, 502, 503, 504:
+            throw Unreachable(sentence: "\(server.absoluteString) is busy (\(status)).")
+        default:
+            if let refusal = try? JSONDecoder().decode(Refusal.self, from: data) { throw refusal }
+            throw FederationError(
+                "\(server.absoluteString) does not speak the fleet protocol of Flower \(Self.version): it answers \(status) to \(name). Run that version's SuperLink there."
+            )
+        }
+    }
+
+    /// `URLSession.data(for:)` without its end on cancellation, at which Foundation for Linux may crash.
+    private func answer(to request: URLRequest) async throws -> (Data, status: Int) {
+        try await withCheckedThrowingContinuation { continuation in
+            session.dataTask(with: request) { data, response, error in
+                if let data, let response = response as? HTTPURLResponse {
+                    return continuation.resume(returning: (data, response.statusCode))
+                }
+                let reason = error?.localizedDescription ?? "no answer"
+                continuation.resume(
+                    throwing: Unreachable(sentence: "\(server.absoluteString) cannot be reached: \(reason)"))
+            }
+            .resume()
+        }
+    }
+}
+
+/// A message's metadata: whose it is, what it answers, and how long it is good.
+struct Metadata {
+    var run: UInt64
+    var message: String
+    var source: UInt64
+    var destination: UInt64
+    var replyTo = ""
+    var group: String
+    /// In seconds from `created`.
+    var timeToLive: Double
+    var type: String
+    /// In seconds since 1970.
+    var created: Double
+    var sourceTask: UInt64?
+    var destinationTask: UInt64?
+
+    init(_ message: ProtobufMessage) {
+        (run, self.message) = (message.number(1), message.text(2))
+        (source, destination) = (message.number(3), message.number(4))
+        (replyTo, group) = (message.text(5), message.text(6))
+        (timeToLive, type, created) = (message.double(7), message.text(8), message.double(9))
+        sourceTask = message.has(10) ? message.number(10) : nil
+        destinationTask = message.has(11) ? message.number(11) : nil
+    }
+
+    /// The metadata of an answer that is made now. It is good as long as the question.
+    func reply(now: Date = .now) -> Metadata {
+        var reply = self
+        (reply.message, reply.replyTo) = ("", message)
+        (reply.source, reply.destination) = (destination, source)
+        (reply.sourceTask, reply.destinationTask) = (destinationTask, sourceTask)
+        reply.created = now.timeIntervalSince1970
+        reply.timeToLive = created + timeToLive - reply.created
+        return reply
+    }
+
+    func write(to message: inout ProtobufWriter) {
+        message.add(1, run)
+        message.add(2, self.message)
+        message.add(3, source)
+        message.add(4, destination)
+        message.add(5, replyTo)
+        message.add(6, group)
+        message.add(7, timeToLive)
+        message.add(8, type)
+        message.add(9, created)
+        if let sourceTask { message.add(10, sourceTask, isPresent: true) }
+        if let destinationTask { message.add(11, destinationTask, isPresent: true) }
+    }
+}

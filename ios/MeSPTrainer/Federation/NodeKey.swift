@@ -1,0 +1,72 @@
+import Foundation
+
+#if canImport(CryptoKit)
+    import CryptoKit
+#endif
+
+/// Who a node is to a SuperLink: a key pair on P-256, which signs each of its calls.
+public struct NodeKey: Sendable {
+    private let key: P256Key
+
+    /// The key in a file, which is made where it is missing. The file is the person's alone, and the system encrypts it while the device
+    /// has not been unlocked since it started.
+    ///
+    /// - Throws: `FederationError` where the file cannot be read or written, or holds no key.
+    public init(file: URL) throws {
+        do {
+            if FileManager.default.fileExists(atPath: file.path) {
+                key = try P256Key(representation: Data(contentsOf: file))
+                return
+            }
+            key = try P256Key()
+            var options = Data.WritingOptions.atomic
+            #if !os(Linux)
+                options.insert(.completeFileProtectionUntilFirstUserAuthentication)
+            #endif
+            try key.representation.write(to: file, options: options)
+            try FileManager.default.setAttributes([.posixPermissions: 0o600], ofItemAtPath: file.path)
+        } catch {
+            throw FederationError("\(file.path) cannot be used as this node's key (\(error.localizedDescription)).")
+        }
+    }
+
+    /// The public key in PEM, as it is registered.
+    public var publicKey: String {
+        let base64 = key.publicKey.base64EncodedString(options: [.lineLength64Characters, .endLineWithLineFeed])
+        return "-----BEGIN PUBLIC KEY-----\n\(base64)\n-----END PUBLIC KEY-----\n"
+    }
+
+    /// The public key in OpenSSH's form, which `flwr supernode register` takes from a file.
+    public var openSSH: String {
+        let parts = [Data("ecdsa-sha2-nistp256".utf8), Data("nistp256".utf8), key.publicKey.suffix(65)]
+        let blob = parts.reduce(into: Data()) { blob, part in
+            withUnsafeBytes(of: UInt32(part.count).bigEndian) { blob.append(contentsOf: $0) }
+            blob.append(part)
+        }
+        return "ecdsa-sha2-nistp256 \(blob.base64EncodedString())\n"
+    }
+
+    /// ECDSA with SHA-256 of a text, in DER.
+    func signature(of text: String) throws -> Data { try key.signature(of: Data(text.utf8)) }
+}
+
+/// The SHA-256 of some bytes, in lower-case hexadecimal.
+func sha256(_ data: Data) throws -> String {
+    try sha256Digest(data).map { String(format: "%02x", $0) }.joined()
+}
+
+#if canImport(CryptoKit)
+    private func sha256Digest(_ data: Data) throws -> SHA256.Digest { SHA256.hash(data: data) }
+
+    private struct P256Key {
+        private let key: P256.Signing.PrivateKey
+
+        init() throws { key = P256.Signing.PrivateKey() }
+        init(representation: Data) throws { key = try P256.Signing.PrivateKey(derRepresentation: representation) }
+
+        var representation: Data { key.derRepresentation }
+        /// SubjectPublicKeyInfo, in DER; it ends with the 65 bytes of the point.
+        var publicKey: Data { key.publicKey.derRepresentation }
+        func signature(of message: Data) throws -> Data { try key.signature(for: message).derRepresentation }
+    }
+#endif

@@ -1,0 +1,194 @@
+import Foundation
+
+/// Flower's objects: what messages carry, each under the SHA-256 of its content, so that nothing is sent that is there.
+///
+///     "<type> <ids of its children, by commas> <length of the body>", a zero byte, the body
+struct FlowerObject {
+    let type: String
+    let children: [String]
+    let body: Data
+
+    var content: Data { Data("\(type) \(children.joined(separator: ",")) \(body.count)".utf8) + [0] + body }
+
+    init(_ type: String, children: [String] = [], body: Data) {
+        (self.type, self.children, self.body) = (type, children, body)
+    }
+
+    /// - Throws: `FederationError` where the content is not that of an object.
+    init(content: Data) throws {
+        let parts = content.prefix { $0 != 0 }.split(separator: UInt8(ascii: " "), omittingEmptySubsequences: false)
+            .map { String(decoding: $0, as: UTF8.self) }
+        let body = Data(content.drop { $0 != 0 }.dropFirst())
+        guard parts.count == 3, Int(parts[2]) == body.count else {
+            throw FederationError("The server sent an object that is not whole; ask who runs it.")
+        }
+        self.init(parts[0], children: parts[1].split(separator: ",").map(String.init), body: body)
+    }
+}
+
+/// An object's id, and its children's.
+struct ObjectTree {
+    let id: String
+    let children: [ObjectTree]
+
+    init(id: String, children: [ObjectTree]) { (self.id, self.children) = (id, children) }
+
+    /// - Throws: `FederationError` where it is deeper than any message, or an id is no SHA-256.
+    init(_ message: ProtobufMessage, depth: Int = 8) throws {
+        id = message.text(1)
+        guard depth > 0, id.count == 64, id.allSatisfy(\.isHexDigit) else {
+            throw FederationError("The server sent an object tree that is not in order; ask who runs it.")
+        }
+        children = try message.messages(2).map { try ObjectTree($0, depth: depth - 1) }
+    }
+
+    /// Each once, children before their parents.
+    var ids: [String] {
+        var seen = Set<String>()
+        func visit(_ tree: ObjectTree) -> [String] {
+            tree.children.flatMap(visit) + (seen.insert(tree.id).inserted ? [tree.id] : [])
+        }
+        return visit(self)
+    }
+
+    func write(to message: inout ProtobufWriter) {
+        message.add(1, id)
+        for child in children { message.add(2) { child.write(to: &$0) } }
+    }
+}
+
+/// Objects by their ids.
+struct ObjectStore {
+    private(set) var contents = [String: Data]()
+
+    /// Adds an object. Children that are alike are one.
+    ///
+    /// - Parameter body: is told of each child which of the object's children it is.
+    mutating func add(_ type: String, children: [ObjectTree] = [], body: ([Int]) throws -> Data) throws -> ObjectTree {
+        var unique = [ObjectTree]()
+        let places = children.map { child in
+            if let place = unique.firstIndex(where: { $0.id == child.id }) { return place }
+            unique.append(child)
+            return unique.count - 1
+        }
+        let content = FlowerObject(type, children: unique.map(\.id), body: try body(places)).content
+        let id = try sha256(content)
+        contents[id] = content
+        return ObjectTree(id: id, children: unique)
+    }
+
+    /// Takes an object that came from elsewhere.
+    ///
+    /// - Throws: `FederationError` where it is not the one of that id.
+    mutating func take(_ content: Data, id: String) throws {
+        guard try sha256(content) == id else {
+            throw FederationError("The server sent an object that is not the one that was asked for.")
+        }
+        contents[id] = content
+    }
+
+    func object(_ id: String) throws -> FlowerObject {
+        guard let content = contents[id] else { throw FederationError("The server sent a message that lacks a part.") }
+        return try FlowerObject(content: content)
+    }
+}
+
+// MARK: - Records as objects
+
+extension ObjectStore {
+    /// The most bytes of an array's `.npy` that are an object.
+    private static let chunk = 5_242_880
+
+    /// Adds a `RecordDict`, as Flower's `RecordDict.deflate` does.
+    mutating func add(_ records: Records) throws -> ObjectTree {
+        var trees = [String: ObjectTree]()
+        for (name, record) in records.arrays { trees[name] = try add(record) }
+        for (name, record) in records.metrics { trees[name] = try add("MetricRecord") { _ in Self.encoded(record) } }
+        for (name, record) in records.configs { trees[name] = try add("ConfigRecord") { _ in Self.encoded(record) } }
+        return try add(named: trees, "RecordDict")
+    }
+
+    private mutating func add(_ arrays: [String: FlowerArray]) throws -> ObjectTree {
+        var trees = [String: ObjectTree]()
+        for (name, array) in arrays {
+            let file = array.npy
+            let chunks = try stride(from: 0, to: file.count, by: Self.chunk).map { start in
+                try add("ArrayChunk") { _ in file[start..<min(start + Self.chunk, file.count)] }
+            }
+            trees[name] = try add("Array", children: chunks) { places in
+                try JSONSerialization.data(
+                    withJSONObject: [
+                        "dtype": array.kind.name, "shape": array.shape, "stype": "numpy.ndarray",
+                        "arraychunk_ids": places,
+                    ], options: .sortedKeys)
+            }
+        }
+        return try add(named: trees, "ArrayRecord")
+    }
+
+    /// An object whose body names its children.
+    private mutating func add(named trees: [String: ObjectTree], _ type: String) throws -> ObjectTree {
+        let sorted = trees.sorted { $0.key < $1.key }
+        return try add(type, children: sorted.map(\.value)) { _ in
+            try JSONSerialization.data(withJSONObject: trees.mapValues(\.id), options: .sortedKeys)
+        }
+    }
+
+    private static func encoded(_ record: [String: FlowerValue]) -> Data {
+        var message = ProtobufWriter()
+        for (name, value) in record.sorted(by: { $0.key < $1.key }) {
+            message.add(1) { item in
+                item.add(1, name)
+                item.add(2) { value.write(to: &$0) }
+            }
+        }
+        return message.data
+    }
+
+    /// The records of a `RecordDict`.
+    func records(_ id: String) throws -> Records {
+        var records = Records()
+        for (name, id) in try named(object(id), "RecordDict") {
+            let object = try object(id)
+            switch object.type {
+            case "ArrayRecord": records.arrays[name] = try named(object, "ArrayRecord").mapValues(array)
+            case "MetricRecord": records.metrics[name] = try values(object)
+            case "ConfigRecord": records.configs[name] = try values(object)
+            default: throw FederationError("The server sent a \(object.type), which this version does not know.")
+            }
+        }
+        return records
+    }
+
+    private func named(_ object: FlowerObject, _ type: String) throws -> [String: String] {
+        guard object.type == type, let names = try? JSONDecoder().decode([String: String].self, from: object.body)
+        else { throw FederationError("The server sent a \(object.type) where a \(type) belongs.") }
+        return names
+    }
+
+    private func values(_ object: FlowerObject) throws -> [String: FlowerValue] {
+        var values = [String: FlowerValue]()
+        for item in try ProtobufMessage(object.body).messages(1) {
+            values[item.text(1)] = try item.messages(2).last.flatMap { try FlowerValue($0) }
+        }
+        return values
+    }
+
+    private func array(_ id: String) throws -> FlowerArray {
+        struct Description: Decodable {
+            let stype: String
+            let chunks: [Int]
+            enum CodingKeys: String, CodingKey {
+                case stype
+                case chunks = "arraychunk_ids"
+            }
+        }
+        let object = try object(id)
+        guard object.type == "Array", let array = try? JSONDecoder().decode(Description.self, from: object.body),
+            array.stype == "numpy.ndarray", array.chunks.allSatisfy(object.children.indices.contains)
+        else { throw FederationError("The server sent an array in a form that this version does not know.") }
+        var file = Data()
+        for chunk in array.chunks { file.append(try self.object(object.children[chunk]).body) }
+        return try FlowerArray(npy: file)
+    }
+}

@@ -1,0 +1,104 @@
+import Foundation
+
+/// The message that a node has, and its answer, in files.
+///
+///     message      the message's metadata and object tree
+///     reply        the answer's
+///     objects/ID   what both consist of
+///     work/        what whoever answers keeps
+struct PendingMessage {
+    private let folder: URL
+
+    init(_ folder: URL) throws {
+        self.folder = folder
+        try FileManager.default.createDirectory(at: objects, withIntermediateDirectories: true)
+    }
+
+    private var objects: URL { folder.appendingPathComponent("objects") }
+
+    var workFolder: URL {
+        get throws {
+            let work = folder.appendingPathComponent("work")
+            try FileManager.default.createDirectory(at: work, withIntermediateDirectories: true)
+            return work
+        }
+    }
+
+    /// The message that was received and not yet answered.
+    var message: (Metadata, ObjectTree)? { get throws { try read("message") } }
+    var reply: (Metadata, ObjectTree)? { get throws { try read("reply") } }
+
+    private func read(_ name: String) throws -> (Metadata, ObjectTree)? {
+        let file = folder.appendingPathComponent(name)
+        guard FileManager.default.fileExists(atPath: file.path) else { return nil }
+        let saved = try ProtobufMessage(Data(contentsOf: file))
+        guard let metadata = try saved.messages(1).last, let tree = try saved.messages(2).last else { return nil }
+        return (Metadata(metadata), try ObjectTree(tree))
+    }
+
+    private func write(_ name: String, _ metadata: Metadata, _ tree: ObjectTree) throws {
+        var saved = ProtobufWriter()
+        saved.add(1) { metadata.write(to: &$0) }
+        saved.add(2) { tree.write(to: &$0) }
+        try saved.data.write(to: folder.appendingPathComponent(name), options: .atomic)
+    }
+
+    func receive(_ metadata: Metadata, _ tree: ObjectTree) throws { try write("message", metadata, tree) }
+
+    func has(_ id: String) throws -> Bool {
+        FileManager.default.fileExists(atPath: objects.appendingPathComponent(id).path)
+    }
+
+    func object(_ id: String) throws -> Data {
+        guard id.allSatisfy(\.isHexDigit), let content = try? Data(contentsOf: objects.appendingPathComponent(id)) else {
+            throw FederationError("The server asked for an object that is not this node's.")
+        }
+        return content
+    }
+
+    /// - Throws: `FederationError` where the content is not that of the id.
+    func take(_ content: Data, id: String) throws {
+        guard try sha256(content) == id else {
+            throw FederationError("The server sent an object that is not the one that was asked for.")
+        }
+        try content.write(to: objects.appendingPathComponent(id), options: .atomic)
+    }
+
+    /// What the message of a tree carries, and the bytes of its objects.
+    func content(of tree: ObjectTree) throws -> (Records, bytes: Int) {
+        var store = ObjectStore()
+        for id in tree.ids { try store.take(object(id), id: id) }
+        guard let content = try store.object(tree.id).children.first else {
+            throw FederationError("The server sent a message without content.")
+        }
+        return (try store.records(content), store.contents.values.reduce(0) { $0 + $1.count })
+    }
+
+    /// Keeps the answer to a message; without records, that there is none.
+    func answer(_ metadata: Metadata, with records: Records?) throws {
+        var (store, reply) = (ObjectStore(), metadata.reply())
+        let children = try records.map { [try store.add($0)] } ?? []
+        let tree = try store.add("Message", children: children) { _ in
+            var message = ProtobufWriter()
+            message.add(1) { reply.write(to: &$0) }
+            if records == nil {
+                message.add(3) {
+                    $0.add(1, signed: 2)  // CLIENT_APP_RAISED_EXCEPTION
+                    $0.add(2, "The node could not do it.")
+                }
+            }
+            return message.data
+        }
+        for (id, content) in store.contents { try take(content, id: id) }
+        reply.message = tree.id
+        try write("reply", reply, tree)
+    }
+
+    /// Makes room for the next message.
+    func empty() throws {
+        for name in ["message", "reply", "work", "objects"] {
+            let file = folder.appendingPathComponent(name)
+            if FileManager.default.fileExists(atPath: file.path) { try FileManager.default.removeItem(at: file) }
+        }
+    }
+}

@@ -1,0 +1,284 @@
+import Foundation
+
+#if canImport(FoundationNetworking)
+    import FoundationNetworking
+#endif
+
+/// A node of a Flower federation, without Python: it joins a SuperLink, waits for messages of the server's app, has them answered, and sends
+/// the answers.
+///
+///     let node = try SuperNode(server: address, folder: folder)
+///     try await node.run(report: show) { question in try await train(question) }
+///
+/// What it has received and what it has to send lies in files: a node that was ended goes on where it was, with what the server takes to
+/// be delivered, and sends no byte twice.
+public struct SuperNode: Sendable {
+    /// What happens, for people.
+    public enum Event: Sendable, Equatable {
+        case joined(node: UInt64)
+        /// A message is here, of so many bytes.
+        case received(Question, bytes: Int)
+        /// Its answer has been sent, of so many bytes, but for what the server had.
+        case sent(Question, bytes: Int)
+        /// The answer was of no use any more.
+        case dropped(Question, String)
+        /// A message could not be answered here; the server learns that, not why.
+        case failed(Question, String)
+        case waiting(String)
+    }
+
+    /// What a message asks.
+    public struct Question: Sendable, Equatable {
+        public let id: String
+        /// Which node it is for: this one.
+        public let node: UInt64
+        /// `train`, `evaluate` or `query`, perhaps with a name behind a dot.
+        public let type: String
+        public let run: UInt64
+        /// The round, as the server's app calls it.
+        public let group: String
+        public let records: Records
+        /// A folder for this message alone, which lasts until its answer was sent: to go on in, where the process ended.
+        public let folder: URL
+    }
+
+    private let api: FleetAPI
+    private let folder: URL
+    private let seconds: Seconds
+
+    /// Waiting times.
+    struct Seconds: Sendable {
+        /// Between heartbeats; the server takes a node to be online for twice that.
+        var heartbeat = 30.0
+        /// Before asking again whether there is a message.
+        var poll = 3.0
+        /// How long a key is taken to be in use by a node that has ended without a word.
+        var lease = 75.0
+    }
+
+    /// - Parameters:
+    ///   - server: a SuperLink's address, as in `https://links.example.org:8000`
+    ///   - folder: the node's key and what it has received; made where it is missing
+    ///   - configuration: what networks may be used
+    /// - Throws: `FederationError` where the address is none, or the key cannot be read or written.
+    public init(server: URL, folder: URL, configuration: URLSessionConfiguration = .ephemeral) throws {
+        try self.init(server: server, folder: folder, configuration: configuration, seconds: Seconds())
+    }
+
+    init(server: URL, folder: URL, configuration: URLSessionConfiguration = .ephemeral, seconds: Seconds) throws {
+        guard ["http", "https"].contains(server.scheme), server.host != nil else {
+            throw FederationError(
+                "\(server.absoluteString) is no SuperLink's address; write it as in https://links.example.org:8000.")
+        }
+        do {
+            try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)
+        } catch {
+            throw FederationError("\(folder.path) cannot be made (\(error.localizedDescription)).")
+        }
+        let key = try NodeKey(file: folder.appendingPathComponent("node.key"))
+        try Data(key.openSSH.utf8).write(to: folder.appendingPathComponent("node.pub"), options: .atomic)
+        api = FleetAPI(server: server, key: key, session: URLSession(configuration: configuration))
+        (self.folder, self.seconds) = (folder, seconds)
+    }
+
+    /// Takes part until the task is cancelled.
+    ///
+    /// - Parameters:
+    ///   - report: is told what happens
+    ///   - answer: makes the answer to a message; one at a time
+    /// - Throws: `FederationError` where the server does not let it in or speaks another protocol, `CancellationError`.
+    public func run(
+        report: @escaping @Sendable (Event) -> Void, answer: @escaping @Sendable (Question) async throws -> Records
+    ) async throws {
+        let node = try await join(report)
+        report(.joined(node: node))
+        do {
+            try await withThrowingTaskGroup(of: Void.self) { group in
+                defer { group.cancelAll() }
+                group.addTask { while true { try await beat(node, report) } }
+                group.addTask { while true { try await work(node, report, answer) } }
+                try await group.next()
+            }
+        } catch {
+            _ = try? await api.call("deactivate-node") { $0.add(1, node) }
+            throw error
+        }
+    }
+
+    // MARK: - Being there
+
+    /// - Returns: the node's id.
+    private func join(_ report: (Event) -> Void) async throws -> UInt64 {
+        let key = Data(api.key.publicKey.utf8)
+        do {
+            try await persistently(report) { try await api.call("register-node") { $0.add(1, key) } }
+        } catch let refusal as FleetAPI.Refusal
+            where [FleetAPI.Refusal.keyIsRegistered, FleetAPI.Refusal.registersByHand].contains(refusal.code)
+        {}
+        let began = Date.now
+        while true {
+            do {
+                let answer = try await persistently(report) {
+                    try await api.call("activate-node") {
+                        $0.add(1, key)
+                        $0.add(2, seconds.heartbeat)
+                    }
+                }
+                return answer.number(1)
+            } catch let refusal as FleetAPI.Refusal where refusal.code == FleetAPI.Refusal.cannotActivate {
+                guard Date.now.timeIntervalSince(began) < seconds.lease else {
+                    throw FederationError(
+                        "\(api.server.absoluteString) does not let this node in: have \(folder.appendingPathComponent("node.pub").path) registered there with flwr supernode register, or end the other node that uses its key."
+                    )
+                }
+                report(.waiting("\(api.server.absoluteString) does not let this node in yet."))
+                try await Task.sleep(for: .seconds(5))
+            }
+        }
+    }
+
+    private func beat(_ node: UInt64, _ report: (Event) -> Void) async throws {
+        try await Task.sleep(for: .seconds(seconds.heartbeat * 0.8))
+        let answer = try await persistently(report) {
+            try await api.call("send-node-heartbeat") {
+                $0.add(1) { $0.add(1, node) }
+                $0.add(2, seconds.heartbeat)
+            }
+        }
+        guard answer.number(1) != 0 else {
+            throw FederationError("\(api.server.absoluteString) no longer knows this node; join again.")
+        }
+    }
+
+    /// Tries again, ever more slowly, while the server cannot be reached.
+    @discardableResult
+    private func persistently<R>(_ report: (Event) -> Void, _ body: () async throws -> R) async throws -> R {
+        var pause = 1.0
+        while true {
+            do {
+                return try await body()
+            } catch let failure as FleetAPI.Unreachable {
+                report(.waiting(failure.sentence))
+                try await Task.sleep(for: .seconds(pause))
+                pause = min(2 * pause, 60)
+            }
+        }
+    }
+
+    // MARK: - One message after another
+
+    /// Does the next of what there is to do with a message.
+    private func work(
+        _ node: UInt64, _ report: (Event) -> Void, _ answer: (Question) async throws -> Records
+    ) async throws {
+        var pending = try PendingMessage(folder)
+        guard let (metadata, tree) = try pending.message else {
+            let pulled = try await persistently(report) {
+                try await api.call("pull-messages") { $0.add(1) { $0.add(1, node) } }
+            }
+            guard let message = try pulled.messages(2).first, let tree = try pulled.messages(3).first else {
+                return try await Task.sleep(for: .seconds(seconds.poll))
+            }
+            // From here on the server takes it to be delivered.
+            return try pending.receive(Metadata(message.messages(1).last ?? ProtobufMessage(Data())), ObjectTree(tree))
+        }
+        let question: Question
+        do {
+            question = try await receive(metadata, tree, &pending, node, report)
+        } catch let refusal as FleetAPI.Refusal where refusal.code == FleetAPI.Refusal.runHasEnded {
+            return try pending.empty()
+        }
+        if try pending.reply == nil {
+            var records: Records?
+            do {
+                records = try await answer(question)
+            } catch is CancellationError {
+                throw CancellationError()
+            } catch {
+                report(.failed(question, error.localizedDescription))
+            }
+            try pending.answer(metadata, with: records)
+        }
+        let event: Event
+        do {
+            event = .sent(question, bytes: try await send(pending, node, report))
+        } catch let refusal as FleetAPI.Refusal where refusal.code == FleetAPI.Refusal.runHasEnded {
+            event = .dropped(question, refusal.detail)
+        }
+        try pending.empty()
+        report(event)
+    }
+
+    /// Fetches what of the message is not here.
+    private func receive(
+        _ metadata: Metadata, _ tree: ObjectTree, _ pending: inout PendingMessage, _ node: UInt64, _ report: (Event) -> Void
+    ) async throws -> Question {
+        var isNew = false
+        for id in tree.ids where try !pending.has(id) {
+            isNew = true
+            while true {
+                let answer = try await persistently(report) {
+                    try await api.call("pull-object") {
+                        $0.add(1) { $0.add(1, node) }
+                        $0.add(2, metadata.run)
+                        $0.add(3, id)
+                    }
+                }
+                guard answer.number(1) != 0 else {
+                    throw FederationError("\(api.server.absoluteString) lacks a part of the message that it sent.")
+                }
+                if answer.number(2) != 0 {
+                    try pending.take(answer.bytes(3), id: id)
+                    break
+                }
+                try await Task.sleep(for: .seconds(1))
+            }
+        }
+        if isNew {
+            try await persistently(report) {
+                try await api.call("confirm-message-received") {
+                    $0.add(1) { $0.add(1, node) }
+                    $0.add(2, metadata.run)
+                    $0.add(3, tree.id)
+                }
+            }
+        }
+        let (records, bytes) = try pending.content(of: tree)
+        let question = Question(
+            id: metadata.message, node: metadata.destination, type: metadata.type, run: metadata.run, group: metadata.group, records: records,
+            folder: try pending.workFolder)
+        if isNew { report(.received(question, bytes: bytes)) }
+        return question
+    }
+
+    /// - Returns: how many bytes of objects the server wanted.
+    private func send(_ pending: PendingMessage, _ node: UInt64, _ report: (Event) -> Void) async throws -> Int {
+        guard let (metadata, tree) = try pending.reply else { return 0 }
+        let pushed = try await persistently(report) {
+            try await api.call("push-messages") { message in
+                message.add(1) { $0.add(1, node) }
+                message.add(2) {
+                    $0.add(1) { metadata.write(to: &$0) }
+                    $0.add(2) { _ in }
+                }
+                message.add(3) { tree.write(to: &$0) }
+                message.add(4, packed: [max(Date.now.timeIntervalSince1970 - metadata.created, 0.001)])
+            }
+        }
+        var bytes = 0
+        for id in pushed.texts(3) {
+            let content = try pending.object(id)
+            try await persistently(report) {
+                try await api.call("push-object") {
+                    $0.add(1) { $0.add(1, node) }
+                    $0.add(2, metadata.run)
+                    $0.add(3, id)
+                    $0.add(4, content)
+                    $0.add(5, pushed.text(4))
+                }
+            }
+            bytes += content.count
+        }
+        return bytes
+    }
+}

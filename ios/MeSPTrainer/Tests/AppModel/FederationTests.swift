@@ -1,0 +1,137 @@
+import Foundation
+import Testing
+
+@testable import MeSPAppModel
+@testable import MeSPCore
+@testable import MeSPFederation
+
+#if canImport(FoundationNetworking)
+    import FoundationNetworking
+#endif
+
+/// The app's part in a federation, with a server in this process.
+@Suite(.serialized) @MainActor final class FederationTests {
+    private let documents = temporaryFolder()
+    private let phone = TestPhone()
+    private let host = UUID().uuidString.lowercased() + ".test"
+    deinit { try? FileManager.default.removeItem(at: documents) }
+
+    private func model() async throws -> AppModel {
+        try FileManager.default.createDirectory(at: documents, withIntermediateDirectories: true)
+        let model = AppModel(
+            phone: phone, folder: DocumentsFolder(documents: documents),
+            openNode: { server, folder, _ in
+                try SuperNode(
+                    server: server, folder: folder, configuration: SuperLink.configuration(),
+                    seconds: .init(heartbeat: 30, poll: 0.01, lease: 0))
+            }
+        ) { _ in ByteTokenizer() }
+        let fixture = try #require(Fixture.tied).appendingPathComponent("bundle.mesp").resolvingSymlinksInPath()
+        await model.importBundle(at: fixture)
+        model.federation.address = "http://\(host):8000"
+        return model
+    }
+
+    /// What a server's app asks for: two steps of SGD with the initial adapters, of which B alone travels.
+    private func question(_ model: AppModel, round: Int64 = 1, exchange: String = "float32") throws -> Records {
+        let manifest = try #require(model.form.bundle?.manifest)
+        let (architecture, kind) = (manifest.architecture, exchange == "float32" ? FlowerArray.Kind.float32 : .uint16)
+        var arrays = [String: FlowerArray]()
+        for module in architecture.modules {
+            let blocks = (0..<architecture.numHiddenLayers).map { architecture.block($0) }
+                .filter { $0.modules.contains(module) }
+            let shape = [blocks.count, 2, blocks[0].dimensions(module).outputs]
+            arrays[module.name + ".lora_b"] = FlowerArray(
+                kind, shape: shape, data: Data(count: shape.reduce(kind == .float32 ? 4 : 2, *)))
+        }
+        let model = [manifest.model.id, manifest.model.revision].compactMap { $0 }.joined(separator: "@")
+        return Records(
+            arrays: ["arrays": arrays],
+            configs: [
+                "config": [
+                    "model": .text(model), "exchange": .text(exchange), "timeout": .double(600), "server-round": .int(round),
+                    "steps": .int(2), "seq_len": .int(Int64(manifest.seqLens[0])), "rank": .int(2),
+                    "alpha": .double(4), "freeze_a": .flag(true), "optimizer": .text("sgd"),
+                    "learning_rate": .double(0.1), "output": .text("/etc"),
+                ]
+            ])
+    }
+
+    /// Takes part until a round has ended.
+    private func round(_ model: AppModel) async throws -> Federation.Round {
+        let part = Task { await model.takePart() }
+        while model.federation.rounds.first.map({ $0.bytesUp == nil && $0.problem == nil }) ?? true {
+            try #require(model.problem == nil)
+            try await Task.sleep(for: .milliseconds(5))
+        }
+        model.federation.leave()
+        await part.value
+        return try #require(model.federation.rounds.first)
+    }
+
+    @Test(arguments: ["float32", "bfloat16"]) func trainsAsTheServerAsks(exchange: String) async throws {
+        let model = try await model()
+        try SuperLink.ask(host, question(model, exchange: exchange))
+        let round = try await round(model)
+        #expect(round.problem == nil && round.bytesUp ?? 0 > 0 && !model.federation.isOn && model.isFree)
+        let answer = try #require(try SuperLink.answered(host).1)
+
+        // The same by hand: what the bundle's text makes of the same adapters.
+        let manifest = try #require(model.form.bundle?.manifest)
+        var settings = RunSettings(
+            bundle: try #require(model.form.bundle).url.path, output: documents.appendingPathComponent("by hand").path)
+        (settings.steps, settings.rank, settings.alpha, settings.freezeA) = (2, 2, 4, true)
+        (settings.seqLen, settings.learningRate, settings.valBatches) = (manifest.seqLens[0], 0.1, 0)
+        let hand = settings
+        try await Task.detached { try Run.run(hand) }.value
+        let folder = URL(fileURLWithPath: settings.output).appendingPathComponent("adapters")
+        let expected = try Safetensors(folder.appendingPathComponent("adapters.safetensors"))
+        for (name, array) in try #require(answer.arrays["arrays"]) {
+            let numbers = expected.names.filter { $0.hasSuffix("." + name) }
+                .sorted { $0.localizedStandardCompare($1) == .orderedAscending }
+                .flatMap { expected[$0]?.asArray(Float.self) ?? [] }
+            let sent: [Float] = array.data.withUnsafeBytes { bytes in
+                exchange == "float32"
+                    ? Array(bytes.bindMemory(to: Float.self))
+                    : bytes.bindMemory(to: UInt16.self).map { Float(bitPattern: UInt32($0) << 16) }
+            }
+            // bfloat16 has 8 bits: what was added to 0 is rounded by at most 2⁻⁹ of it.
+            #expect(sent.count == numbers.count && numbers.contains { $0 != 0 })
+            #expect(zip(sent, numbers).allSatisfy { abs($0 - $1) <= (exchange == "float32" ? 0 : abs($1) / 512) })
+        }
+        let metrics = try #require(answer.metrics["metrics"])
+        #expect(metrics["num-examples"] == .int(Int64(2 * manifest.seqLens[0])))
+        #expect(try FileManager.default.contentsOfDirectory(atPath: documents.path).contains("runs") == false)
+    }
+
+    @Test func waitsForTheCharger() async throws {
+        let model = try await model()
+        phone.battery = Battery(level: 0.9, isCharging: false)
+        try SuperLink.ask(host, question(model))
+        let part = Task { await model.takePart() }
+        while model.federation.state != .waitingForCharger { try await Task.sleep(for: .milliseconds(5)) }
+        #expect(!model.controller.isRunning && !model.isFree)
+        phone.battery = Battery(level: 0.9, isCharging: true)
+        while model.federation.rounds.first?.bytesUp == nil { try await Task.sleep(for: .milliseconds(5)) }
+        model.federation.leave()
+        await part.value
+    }
+
+    @Test func saysWhyARoundWasNotAnswered() async throws {
+        let model = try await model()
+        var asked = try question(model)
+        asked.configs["config"]?["model"] = .text("another/model")
+        try SuperLink.ask(host, asked)
+        #expect(try await round(model).problem?.english.contains("the round is of another model") == true)
+        #expect(try SuperLink.answered(host).reason == "The node could not do it.")
+    }
+
+    @Test func anAddressThatIsNoneIsRefused() async throws {
+        let model = try await model()
+        for address in ["", "phone", "ftp://here"] {
+            (model.federation.address, model.problem) = (address, nil)
+            await model.takePart()
+            #expect(model.problem?.english.contains("address") == true && !model.federation.isOn)
+        }
+    }
+}

@@ -1,0 +1,166 @@
+import Foundation
+import Testing
+
+@testable import MeSPFederation
+
+private struct Interrupted: Error {}
+
+final class SuperNodeTests {
+    private let folder = FileManager.default.temporaryDirectory.appendingPathComponent(UUID().uuidString)
+    private let host = UUID().uuidString.lowercased() + ".test"
+    deinit { try? FileManager.default.removeItem(at: folder) }
+
+    private func node(lease: Double = 75) throws -> SuperNode {
+        try SuperNode(
+            server: try #require(URL(string: "http://\(host):8000")), folder: folder,
+            configuration: SuperLink.configuration(), seconds: .init(heartbeat: 30, poll: 0.01, lease: lease))
+    }
+
+    /// Runs a node until something happens that ends it.
+    ///
+    /// - Returns: what happened.
+    @discardableResult
+    private func run(
+        _ node: SuperNode, until isLast: @escaping @Sendable (SuperNode.Event) -> Bool,
+        answer: @escaping @Sendable (SuperNode.Question) async throws -> Records
+    ) async throws -> [SuperNode.Event] {
+        let (events, continuation) = AsyncStream.makeStream(of: SuperNode.Event.self)
+        let task = Task {
+            defer { continuation.finish() }
+            try await node.run(report: { continuation.yield($0) }, answer: answer)
+        }
+        var seen = [SuperNode.Event]()
+        for await event in events {
+            seen.append(event)
+            if isLast(event) { task.cancel() }
+        }
+        do { try await task.value } catch is CancellationError {}
+        return seen
+    }
+
+    /// What of a message is still there.
+    private func keeps() throws -> [String] {
+        try FileManager.default.subpathsOfDirectory(atPath: folder.path)
+            .filter { !["node.key", "node.pub", "objects"].contains($0) }
+    }
+
+    private static func isSent(_ event: SuperNode.Event) -> Bool {
+        if case .sent = event { true } else { false }
+    }
+
+    /// Adds one to each number.
+    @Sendable private static func train(_ question: SuperNode.Question) async throws -> Records {
+        let array = try #require(question.records.arrays["arrays"]?["a"])
+        let numbers = array.data.withUnsafeBytes { $0.bindMemory(to: Float.self).map { $0 + 1 } }
+        return Records(
+            arrays: ["arrays": ["a": SuperLink.numbers(numbers)]], metrics: ["metrics": ["num-examples": .int(3)]])
+    }
+
+    @Test func answersAMessage() async throws {
+        try SuperLink.ask(host)
+        let events = try await run(node(), until: Self.isSent, answer: Self.train)
+        let (metadata, records, _) = try SuperLink.answered(host)
+        #expect(records?.arrays == ["arrays": ["a": SuperLink.numbers([2, 3])]])
+        #expect(records?.metrics == ["metrics": ["num-examples": .int(3)]])
+        #expect(metadata.source == SuperLink.node && metadata.destination == 1 && metadata.run == 7)
+        #expect(metadata.destinationTask == 11 && metadata.sourceTask == nil && metadata.type == "train")
+        #expect(metadata.replyTo == SuperLink.with(host) { $0.question?.tree.id })
+        #expect(metadata.timeToLive < 3600)
+        #expect(events.first == .joined(node: SuperLink.node))
+        let calls = SuperLink.with(host) { $0.calls }
+        #expect(calls.prefix(2) == ["register-node", "activate-node"] && calls.last == "deactivate-node")
+    }
+
+    @Test func goesOnWhereItEnded() async throws {
+        try SuperLink.ask(host)
+        // Ended while it trained: the server takes the message to be delivered, and sends it no second time.
+        let first = try node()
+        await #expect(throws: CancellationError.self) {
+            try await first.run(report: { _ in }) { _ in throw CancellationError() }
+        }
+        let pulls = SuperLink.with(host) { $0.calls.filter { $0 == "pull-object" }.count }
+        // Ended while it sent.
+        SuperLink.with(host) { $0.faults["push-object"] = [(400, "")] }
+        await #expect(throws: FederationError.self) {
+            try await self.node().run(report: { _ in }, answer: Self.train)
+        }
+        // And at last, without another answer than the one it has.
+        try await run(node(), until: Self.isSent) { _ in throw Interrupted() }
+        #expect(try SuperLink.answered(host).1?.arrays == ["arrays": ["a": SuperLink.numbers([2, 3])]])
+        #expect(SuperLink.with(host) { $0.calls.filter { $0 == "pull-object" }.count } == pulls)
+        #expect(try keeps().isEmpty)
+    }
+
+    @Test func waitsForAServerThatCannotBeReached() async throws {
+        try SuperLink.ask(host)
+        SuperLink.with(host) {
+            $0.faults = ["activate-node": [(0, "")], "pull-object": [(503, ""), (0, "")], "push-object": [(502, "")]]
+        }
+        let events = try await run(node(), until: Self.isSent, answer: Self.train)
+        #expect(try SuperLink.answered(host).1 != nil)
+        #expect(events.filter { if case .waiting = $0 { true } else { false } }.count == 4)
+    }
+
+    @Test func saysThatItCouldNotAndNotWhy() async throws {
+        try SuperLink.ask(host)
+        let events = try await run(node(), until: Self.isSent) { _ in throw FederationError("secret") }
+        let (_, records, reason) = try SuperLink.answered(host)
+        #expect(records == nil && reason == "The node could not do it.")
+        #expect(events.contains { if case .failed(_, "secret") = $0 { true } else { false } })
+    }
+
+    @Test func dropsTheAnswerToARunThatHasEnded() async throws {
+        try SuperLink.ask(host)
+        SuperLink.with(host) { $0.faults["push-messages"] = [(412, #"{"code": 2007, "detail": "finished"}"#)] }
+        let isDropped: @Sendable (SuperNode.Event) -> Bool = { if case .dropped = $0 { true } else { false } }
+        try await run(node(), until: isDropped, answer: Self.train)
+        #expect(try keeps().isEmpty)
+    }
+
+    @Test func refusesInASentence() async throws {
+        func sentence(_ faults: [String: [(status: Int, body: String)]]) async throws -> String? {
+            SuperLink.with(host) { $0.faults = faults }
+            do {
+                try await node(lease: 0).run(report: { _ in }, answer: Self.train)
+                return nil
+            } catch let error as FederationError {
+                return error.sentence
+            }
+        }
+        #expect(try await sentence(["register-node": [(404, "not found")]])?.contains("Flower 1.41") == true)
+        #expect(try await sentence(["activate-node": [(401, "{}")]])?.contains("clock") == true)
+        let unknown = (412, #"{"code": 2004, "detail": "No SuperNode found"}"#)
+        #expect(try await sentence(["activate-node": [unknown]])?.contains("flwr supernode register") == true)
+        for address in ["ftp://a", "localhost:8000", "http://"] {
+            #expect(throws: FederationError.self) {
+                try SuperNode(server: try #require(URL(string: address)), folder: folder)
+            }
+        }
+        try Data("no key".utf8).write(to: folder.appendingPathComponent("node.key"))
+        #expect(throws: FederationError.self) { try node() }
+    }
+
+    @Test func anotherObjectThanAskedForIsRefused() async throws {
+        try SuperLink.ask(host)
+        SuperLink.with(host) { state in
+            for (id, content) in state.question?.contents ?? [:] where id != state.question?.tree.id {
+                state.question?.contents[id] = content + [0]
+            }
+        }
+        await #expect(throws: FederationError.self) {
+            try await self.node().run(report: { _ in }, answer: Self.train)
+        }
+    }
+
+    /// The key lasts, and only its owner may read it.
+    @Test func keepsItsKey() throws {
+        func made() throws -> NodeKey { try NodeKey(file: folder.appendingPathComponent("key")) }
+        try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)
+        let key = try made()
+        #expect(try made().publicKey == key.publicKey)
+        #expect(key.openSSH.hasPrefix("ecdsa-sha2-nistp256 AAAAE2VjZHNhLXNoYTItbmlzdHAyNTYAAAAIbmlzdHAyNTYAAABB"))
+        #expect(key.publicKey.split(separator: "\n").dropFirst().allSatisfy { $0.count <= 64 || $0.hasPrefix("-----") })
+        let rights = try FileManager.default.attributesOfItem(atPath: folder.appendingPathComponent("key").path)
+        #expect(rights[.posixPermissions] as? Int == 0o600)
+    }
+}

@@ -1,0 +1,142 @@
+import Foundation
+import Testing
+
+@testable import MeSPFederation
+
+#if canImport(FoundationNetworking)
+    import FoundationNetworking
+#endif
+
+/// A SuperLink in this process: what a node's calls reach in place of the network. It has one message for the node.
+final class SuperLink: URLProtocol {
+    struct State {
+        var calls = [String]()
+        /// What calls of these names get in place of an answer, one after the other: a status, or 0 for no connection.
+        var faults = [String: [(status: Int, body: String)]]()
+        var question: (tree: ObjectTree, contents: [String: Data])?
+        var isDelivered = false
+        var wanted = Set<String>()
+        var answer: (metadata: Metadata, tree: ObjectTree)?
+        var received = [String: Data]()
+    }
+    nonisolated(unsafe) private static var states = [String: State]()
+    private static let lock = NSLock()
+
+    /// - Parameter host: which SuperLink; each test has its own.
+    static func with<R>(_ host: String, _ body: (inout State) throws -> R) rethrows -> R {
+        try lock.withLock { try body(&states[host, default: State()]) }
+    }
+
+    static func configuration() -> URLSessionConfiguration {
+        let configuration = URLSessionConfiguration.ephemeral
+        configuration.protocolClasses = [SuperLink.self]
+        return configuration
+    }
+
+    override class func canInit(with request: URLRequest) -> Bool { true }
+    override class func canonicalRequest(for request: URLRequest) -> URLRequest { request }
+    override func stopLoading() {}
+
+    override func startLoading() {
+        guard let url = request.url, let host = url.host else { return }
+        // As Python's `datetime.fromisoformat` wants it, with a zone.
+        let signed = request.value(forHTTPHeaderField: "flwr-timestamp") ?? ""
+        #expect(signed.wholeMatch(of: /\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z/) != nil)
+        let (status, body) = Self.with(host) { state in
+            state.calls.append(url.lastPathComponent)
+            if var faults = state.faults[url.lastPathComponent], !faults.isEmpty {
+                let fault = faults.removeFirst()
+                state.faults[url.lastPathComponent] = faults
+                return (fault.status, Data(fault.body.utf8))
+            }
+            return (200, (try? Self.answer(url.lastPathComponent, ProtobufMessage(sent), &state)) ?? Data())
+        }
+        guard status != 0, let response = HTTPURLResponse(url: url, statusCode: status, httpVersion: nil, headerFields: [:])
+        else {
+            client?.urlProtocol(self, didFailWithError: URLError(.networkConnectionLost))
+            return
+        }
+        client?.urlProtocol(self, didReceive: response, cacheStoragePolicy: .notAllowed)
+        client?.urlProtocol(self, didLoad: body)
+        client?.urlProtocolDidFinishLoading(self)
+    }
+
+    /// On Apple's systems a body comes as a stream.
+    private var sent: Data {
+        if let body = request.httpBody { return body }
+        guard let stream = request.httpBodyStream else { return Data() }
+        stream.open()
+        defer { stream.close() }
+        var (data, buffer) = (Data(), [UInt8](repeating: 0, count: 1 << 16))
+        while case let count = stream.read(&buffer, maxLength: buffer.count), count > 0 { data += buffer[..<count] }
+        return data
+    }
+
+    static let node: UInt64 = 1 << 63 + 5
+
+    private static func answer(_ call: String, _ message: ProtobufMessage, _ state: inout State) throws -> Data {
+        var answer = ProtobufWriter()
+        switch call {
+        case "activate-node": answer.add(1, node)
+        case "send-node-heartbeat": answer.add(1, UInt64(1))
+        case "pull-messages":
+            guard let (tree, contents) = state.question, !state.isDelivered else { break }
+            state.isDelivered = true
+            let body = try FlowerObject(content: contents[tree.id] ?? Data()).body
+            let metadata = try ProtobufMessage(body).messages(1)[0]
+            var known = Metadata(metadata)
+            known.message = tree.id
+            answer.add(2) { $0.add(1) { known.write(to: &$0) } }
+            answer.add(3) { tree.write(to: &$0) }
+        case "pull-object":
+            answer.add(1, UInt64(1))
+            answer.add(2, UInt64(1))
+            answer.add(3, state.question?.contents[message.text(3)] ?? Data())
+        case "push-messages":
+            let tree = try ObjectTree(message.messages(3)[0])
+            state.answer = (Metadata(try message.messages(2)[0].messages(1)[0]), tree)
+            for id in tree.ids where state.received[id] == nil { answer.add(3, id) }
+            answer.add(4, "session")
+        case "push-object":
+            state.received[message.text(3)] = message.bytes(4)
+            answer.add(1, UInt64(1))
+        default: break
+        }
+        return answer.data
+    }
+
+    /// Has a message for the node: adapters of two numbers, or these records.
+    static func ask(_ host: String, _ records: Records? = nil) throws {
+        var store = ObjectStore()
+        let records = try store.add(records ?? Records(arrays: ["arrays": ["a": numbers([1, 2])]]))
+        let tree = try store.add("Message", children: [records]) { _ in
+            var metadata = Metadata(try ProtobufMessage(Data()))
+            (metadata.run, metadata.source, metadata.destination) = (7, 1, node)
+            (metadata.group, metadata.type, metadata.timeToLive) = ("1", "train", 3600)
+            metadata.created = Date.now.timeIntervalSince1970
+            metadata.sourceTask = 11
+            var body = ProtobufWriter()
+            body.add(1) { metadata.write(to: &$0) }
+            return body.data
+        }
+        with(host) {
+            ($0.question, $0.isDelivered, $0.answer) = ((tree, store.contents), false, nil)
+        }
+    }
+
+    static func numbers(_ numbers: [Float]) -> FlowerArray {
+        FlowerArray(.float32, shape: [numbers.count], data: numbers.withUnsafeBytes { Data($0) })
+    }
+
+    /// The records of the answer that came, or the reason that there are none.
+    static func answered(_ host: String) throws -> (Metadata, Records?, reason: String?) {
+        try with(host) { state in
+            let (metadata, tree) = try #require(state.answer)
+            var store = ObjectStore()
+            for id in tree.ids { try store.take(try #require(state.received[id]), id: id) }
+            let message = try store.object(tree.id)
+            let reason = try ProtobufMessage(message.body).messages(3).first?.text(2)
+            return (metadata, try message.children.first.map { try store.records($0) }, reason)
+        }
+    }
+}
