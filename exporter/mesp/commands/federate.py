@@ -69,6 +69,7 @@ def parse_numbers(
 @click.command(
     cls=ListOptions,
     context_settings={"show_default": True, "help_option_names": ["-h", "--help"]},
+    short_help="Fine-tune a bundle with the data of many.",
 )
 @click.argument("bundle", required=False, type=click.Path(path_type=Path))
 @click.option(
