@@ -186,8 +186,9 @@ def test_a_mean_counts_targets(bundle: Path, tmp_path: Path):
 def test_half_a_billion_parameters_travel_in_5_mb():
     """Qwen2.5-0.5B, rank 8, B alone, in bfloat16: all of a message."""
     outputs = {"q": 896, "k": 128, "v": 128, "o": 896, "gate": 4864, "up": 4864, "down": 896}
+    random_bits = np.random.default_rng(0).integers  # what is equal would travel once
     arrays = {
-        f"self_attn.{name}_proj.lora_b": np.zeros((24, 8, size), np.uint16)
+        f"self_attn.{name}_proj.lora_b": random_bits(2**16, size=(24, 8, size), dtype=np.uint16)
         for name, size in outputs.items()
     }
     content = flwr.RecordDict({"arrays": to_record(arrays)})
@@ -339,7 +340,8 @@ def test_krum_passes_over_a_client_that_sends_noise(bundle: Path, data: Path, tm
         whole = federation(bundle, data, tmp_path / name, *options, *more)
         served(whole, {1: noise})
         losses.append(whole.rounds.record(1)["held_out_loss"])
-    assert losses[1] < losses[0] / 2
+    before = whole.rounds.record(0)["held_out_loss"]
+    assert losses[1] < before < losses[0]
 
 
 def test_an_unknown_option_of_a_strategy_is_refused(bundle: Path, data: Path, tmp_path: Path):
