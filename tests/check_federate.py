@@ -558,6 +558,8 @@ def test_real_processes_over_tls_with_authentication(bundle: Path, data: Path, t
         deployment.python_node("client 0", bundle, server.share(0))
         deployment.swift_node("client 1", bundle, server.share(1))
         again = deployment.swift_node("client 2", bundle, server.share(2))
+        joined = "[Fleet.ActivateNode] Activated"
+        deployment.wait_for(lambda: deployment.log.read_text().count(joined) == 3, "one is missing")
         deployment.run(server)
         deployment.wait_for(lambda: (server.rounds.last or 0) >= 1, "the first round did not end")
         os.killpg(deployment.processes[-1].pid, signal.SIGKILL)

@@ -107,8 +107,29 @@ public struct SuperNode: Sendable {
 
     // MARK: - Being there
 
+    /// A node that ended without a word goes on as the one it was: only its key can be activated, and not before the server has given it up.
+    ///
     /// - Returns: the node's id.
     private func join(_ report: (Event) -> Void) async throws -> UInt64 {
+        let file = folder.appendingPathComponent("node.id")
+        if let id = try? UInt64(String(contentsOf: file, encoding: .utf8)), (try? await isKnown(id)) == true { return id }
+        let id = try await activate(report)
+        try Data(String(id).utf8).write(to: file, options: .atomic)
+        return id
+    }
+
+    /// Tells the server that the node is there.
+    ///
+    /// - Returns: whether the server knows it.
+    private func isKnown(_ node: UInt64) async throws -> Bool {
+        try await api.call("send-node-heartbeat") {
+            $0.add(1) { $0.add(1, node) }
+            $0.add(2, seconds.heartbeat)
+        }
+        .number(1) != 0
+    }
+
+    private func activate(_ report: (Event) -> Void) async throws -> UInt64 {
         let key = Data(api.key.publicKey.utf8)
         do {
             try await persistently(report) { try await api.call("register-node") { $0.add(1, key) } }
@@ -139,13 +160,7 @@ public struct SuperNode: Sendable {
 
     private func beat(_ node: UInt64, _ report: (Event) -> Void) async throws {
         try await Task.sleep(for: .seconds(seconds.heartbeat * 0.8))
-        let answer = try await persistently(report) {
-            try await api.call("send-node-heartbeat") {
-                $0.add(1) { $0.add(1, node) }
-                $0.add(2, seconds.heartbeat)
-            }
-        }
-        guard answer.number(1) != 0 else {
+        guard try await persistently(report, { try await isKnown(node) }) else {
             throw FederationError("\(api.server.absoluteString) no longer knows this node; join again.")
         }
     }

@@ -126,15 +126,15 @@ public struct FederatedRun {
     private func writeStart() throws {
         let folder = URL(fileURLWithPath: settings.adapters ?? "")
         try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)
-        let tensors = try start.sorted { $0.key < $1.key }.flatMap { name, numbers in
-            try received[name].map { try matrices(name, $0) }.map { matrices in
-                matrices.enumerated().map { index, matrix in
-                    let size = matrix.shape.reduce(1, *)
-                    return NewTensor(name: matrix.name, shape: matrix.shape, dtype: .float32) {
-                        MLXArray(Array(numbers[index * size..<(index + 1) * size]), matrix.shape)
-                    }
-                }
-            } ?? []
+        var tensors = [NewTensor]()
+        for (name, array) in received {
+            guard let numbers = start[name] else { continue }
+            for (index, matrix) in try matrices(name, array).enumerated() {
+                let size = matrix.shape.reduce(1, *)
+                let part = Array(numbers[index * size..<(index + 1) * size])
+                tensors.append(
+                    NewTensor(name: matrix.name, shape: matrix.shape, dtype: .float32) { MLXArray(part, matrix.shape) })
+            }
         }
         try writeSafetensors(
             tensors, metadata: ["format": "pt"], to: folder.appendingPathComponent(AdapterFormat.mlx.file))

@@ -41,7 +41,7 @@ final class SuperNodeTests {
     /// What of a message is still there.
     private func keeps() throws -> [String] {
         try FileManager.default.subpathsOfDirectory(atPath: folder.path)
-            .filter { !["node.key", "node.pub", "objects"].contains($0) }
+            .filter { !["node.id", "node.key", "node.pub", "objects"].contains($0) }
     }
 
     private static func isSent(_ event: SuperNode.Event) -> Bool {
@@ -79,6 +79,8 @@ final class SuperNodeTests {
             try await first.run(report: { _ in }) { _ in throw CancellationError() }
         }
         let pulls = SuperLink.with(host) { $0.calls.filter { $0 == "pull-object" }.count }
+        // It is still the node that it was.
+        #expect(SuperLink.with(host) { $0.calls.filter { $0 == "activate-node" }.count } == 1)
         // Ended while it sent.
         SuperLink.with(host) { $0.faults["push-object"] = [(400, "")] }
         await #expect(throws: FederationError.self) {
