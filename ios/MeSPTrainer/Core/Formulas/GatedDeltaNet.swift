@@ -70,7 +70,8 @@ struct GatedDeltaNet {
         }
         let (x, rate) = decay(heads, a)
         return GatedDeltaRule(
-            q: qkv[0], k: qkv[1], v: qkv[2], decay: rate * logAddExp(x, 0 as Float), beta: beta(heads, b), pace: pace)
+            q: qkv[0], k: qkv[1], v: qkv[2], logDecay: rate * logAddExp(x, 0 as Float), beta: beta(heads, b), pace: pace
+        )
     }
 
     /// The value heads of some key heads.
@@ -132,7 +133,8 @@ struct GatedDeltaNet {
         private static let siluBackward = Fused { $0[0] * Activation.silu.values($0[1]).slope }
     }
 
-    /// The derivative of o, of a whole sequence. What was made on the way to o is made again, some key heads at a time.
+    /// The derivative of o, of a whole sequence. What was made on the way to o is made again, some key heads at a time; qkv and dO are
+    /// given away, as their gradient is put together when they have been used.
     ///
     ///     db = β (1 − β) dβ        da = −exp(A_log) σ(a + dt_bias) dl
     ///
@@ -142,16 +144,19 @@ struct GatedDeltaNet {
     ///   - dO: `[T, value_heads · dv]`, in float32
     ///   - tile: key heads at a time
     /// - Returns: the gradients of qkv, b and a, in float32, evaluated.
-    func backward(qkv: MLXArray, b: MLXArray, a: MLXArray, dO: MLXArray, tile: Int, pace: Pace)
+    func backward(
+        qkv: consuming MLXArray, b: MLXArray, a: MLXArray, dO: consuming MLXArray, tile: Int, pace: Pace
+    )
         -> (dQKV: MLXArray, dB: MLXArray, dA: MLXArray)
     {
-        var arrays = [qkv, b, a, dO]
+        var arrays = [consume qkv, b, a, consume dO]
         var gradients = [[MLXArray]]()
         for heads in tiles(of: keyHeads, size: tile) {
             let d = backward(heads, qkv: arrays[0], b: arrays[1], a: arrays[2], dO: arrays[3], pace: pace)
             arrays = pace.next(arrays, after: d)
             gradients.append(d)
         }
+        arrays = []
         func whole(_ indices: Range<Int>) -> MLXArray {
             concatenated(indices.flatMap { index in gradients.map { $0[index] } }, axis: -1)
         }
@@ -174,7 +179,7 @@ struct GatedDeltaNet {
             return dx
         }
         let (x, rate) = decay(heads, a)
-        return dQKV + [(1 - beta(heads, b)) * d.betaDBeta, rate * sigmoid(x) * d.dDecay]
+        return dQKV + [(1 - beta(heads, b)) * d.betaDBeta, rate * sigmoid(x) * d.dLogDecay]
     }
 
     // MARK: - y = RMSNorm(o) ∘ silu(z)

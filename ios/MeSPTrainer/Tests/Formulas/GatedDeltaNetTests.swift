@@ -153,4 +153,17 @@ import Testing
         }
         for (a, b) in zip(run(2, .chained), run(3, .evaluated)) { #expect(relativeError(a, b) < 1e-6) }
     }
+
+    /// Beside the gradient, the derivative takes memory in proportion to a tile's bytes: some 25 arrays of a third of them.
+    @Test(arguments: [1 << 18, 1 << 19, 1 << 20]) func tilesBoundMemory(_ bytes: Int) {
+        let net = net(keyHeads: 16, valueHeads: 16, keyDim: 64, valueDim: 64)
+        let inputs = Inputs(net, length: 128)
+        eval(inputs.qkv, inputs.b, inputs.a, inputs.dy)
+        let before = Memory.activeMemory
+        Memory.peakMemory = 0
+        let d = net.backward(
+            qkv: inputs.qkv, b: inputs.b, a: inputs.a, dO: inputs.dy, tile: net.tile(length: 128, bytes: bytes),
+            pace: .evaluated)
+        #expect(Memory.peakMemory - before < d.dQKV.nbytes + 9 * bytes)
+    }
 }
