@@ -32,8 +32,8 @@ struct GatedDeltaNet {
         State(tail: convolution.start(dtype: dtype), memory: MLXArray.zeros([valueHeads, keyDim, valueDim]))
     }
 
-    /// How many key heads at a time keep the derivative's temporaries in proportion to `bytes`: it holds some 20 arrays of a row a token,
-    /// three times as many as attention's does of `bytes` each.
+    /// How many key heads at a time keep the derivative's temporaries in proportion to `bytes`: of what has a row a token it holds some
+    /// 25 arrays, where attention's holds some 6 of `bytes` each.
     func tile(length: Int, bytes: Int) -> Int {
         let features = max(keyDim, valueHeads / keyHeads * max(keyDim, valueDim, GatedDeltaRule.chunk))
         return min(keyHeads, max(1, bytes / (3 * 4 * length * features)))
@@ -96,7 +96,7 @@ struct GatedDeltaNet {
             let features = start + heads.lowerBound * dim..<start + heads.upperBound * dim
             return Input(
                 features: features, dim: dim, convolution: CausalConvolution(weight: convolution.weight[features]),
-                norm: scale.map { RMSNorm(weight: MLXArray.full([dim], values: MLXArray($0)), eps: 1e-6) })
+                norm: scale.map { RMSNorm(weight: MLXArray([Float](repeating: $0, count: dim)), eps: 1e-6) })
         }
         let (keys, scale) = (keyHeads * keyDim, 1 / Float(keyDim))
         return [

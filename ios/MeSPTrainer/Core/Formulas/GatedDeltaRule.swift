@@ -246,7 +246,7 @@ private func mask(_ c: Int, _ contains: (_ row: Int, _ column: Int) -> Bool) -> 
 private func inverse(_ l: MLXArray) -> MLXArray {
     let c = l.dim(-1)
     func lowerLeft(_ half: Int) -> MLXArray { l * mask(c) { i, j in i / half % 2 == 1 && i / half == j / half + 1 } }
-    var m = MLXArray.eye(c) - lowerLeft(1)
+    var m = mask(c) { i, j in i == j } - lowerLeft(1)
     var half = 2
     while half < c {
         m = addMM(m, matmul(m, lowerLeft(half)), m, alpha: -1)
