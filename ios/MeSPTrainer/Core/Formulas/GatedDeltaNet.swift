@@ -68,10 +68,8 @@ struct GatedDeltaNet {
             pace.finish([x])
             return x
         }
-        let (x, rate) = decay(heads, a)
         return GatedDeltaRule(
-            q: qkv[0], k: qkv[1], v: qkv[2], logDecay: rate * logAddExp(x, 0 as Float), beta: beta(heads, b), pace: pace
-        )
+            q: qkv[0], k: qkv[1], v: qkv[2], logDecay: Self.logDecay(decay(heads, a)), beta: beta(heads, b), pace: pace)
     }
 
     /// The value heads of some key heads.
@@ -80,11 +78,14 @@ struct GatedDeltaNet {
         return heads.lowerBound * each..<heads.upperBound * each
     }
 
-    /// a + dt_bias, and −exp(A_log).
-    private func decay(_ heads: Range<Int>, _ a: MLXArray) -> (x: MLXArray, rate: MLXArray) {
+    /// What l is made of: a, dt_bias and A_log, `[…, values]`.
+    private func decay(_ heads: Range<Int>, _ a: MLXArray) -> [MLXArray] {
         let values = values(heads)
-        return (a[0..., values].asType(.float32) + dtBias[values], -exp(aLog[values].asType(.float32)))
+        return [a[0..., values], dtBias[values], aLog[values]].map { $0.asType(.float32) }
     }
+
+    private static let logDecay = Fused { -exp($0[2]) * logAddExp($0[0] + $0[1], 0 as Float) }
+    private static let logDecayBackward = Fused { -exp($0[2]) * sigmoid($0[0] + $0[1]) * $0[3] }
 
     private func beta(_ heads: Range<Int>, _ b: MLXArray) -> MLXArray {
         sigmoid(b[0..., values(heads)].asType(.float32))
@@ -178,8 +179,7 @@ struct GatedDeltaNet {
             pace.finish([dx])
             return dx
         }
-        let (x, rate) = decay(heads, a)
-        return dQKV + [(1 - beta(heads, b)) * d.betaDBeta, rate * sigmoid(x) * d.dLogDecay]
+        return dQKV + [(1 - beta(heads, b)) * d.betaDBeta, Self.logDecayBackward(decay(heads, a) + [d.dLogDecay])]
     }
 
     // MARK: - y = RMSNorm(o) ∘ silu(z)
