@@ -14,6 +14,7 @@ from mesp.models.architecture import Architecture
 from mesp.models.short_names import KNOWN, geometries
 
 # Of the safetensors files' metadata on the Hub; Qwen3's below 4B have the tied head a second time.
+# Of Qwen3.5 the text alone, in the smallest as llama.cpp counts it too (752.39 M).
 PUBLISHED = {
     "Qwen2.5-0.5B": 494_032_768,
     "Qwen2.5-1.5B": 1_543_714_304,
@@ -21,6 +22,14 @@ PUBLISHED = {
     "Qwen3-0.6B": 751_632_384 - 151_936 * 1024,
     "Qwen3-1.7B": 2_031_739_904 - 151_936 * 2048,
     "Qwen3-4B": 4_022_468_096,
+    "Qwen3.5-0.8B": 752_393_024,
+    "Qwen3.5-2B": 1_881_825_088,
+    "Qwen3.5-4B": 4_205_751_296,
+    "LFM2-350M": 354_483_968,
+    "LFM2.5-350M": 354_483_968,
+    "LFM2-700M": 742_489_344,
+    "LFM2-1.2B": 1_170_340_608,
+    "LFM2.5-1.2B": 1_170_340_608,
     "Llama-3.2-1B": 1_235_814_400,
     "Llama-3.2-3B": 3_212_749_824,
     "SmolLM2-135M": 134_515_008,
@@ -43,7 +52,7 @@ def test_a_model_has_the_published_number_of_parameters(name, parameters):
 
 def test_a_variant_for_chats_has_the_geometry_of_its_model():
     for name, (_, _, config) in KNOWN.items():
-        base = name.replace("-Instruct", "").removesuffix("-it")
+        base = name.replace("-Instruct", "").removesuffix("-it").removesuffix("-Base")
         assert base in PUBLISHED
         assert config is KNOWN[base][2]
 

@@ -30,9 +30,9 @@ def complete(config: dict[str, Any]) -> dict[str, Any]:
         )
     family = FAMILIES[model_type]
     if family.text_of_several and "text_config" in config:
-        # What is said of the whole model goes before, such as how it is quantized.
+        # Some things are said of the whole model, such as how it is quantized.
         whole = {k: v for k, v in config.items() if k not in ("text_config", "vision_config")}
-        config = config["text_config"] | whole
+        config = {**whole, **config["text_config"], "model_type": model_type}
     config = {**_DEFAULTS, **family.defaults, **config}
     config |= family.read(config)
     rope = config.pop("rope_parameters", None) or {}
