@@ -55,8 +55,14 @@ class Here:
     `changes` are what becomes of a client's answers, by its number; None for a silent one.
     """
 
-    def __init__(self, federation: Federation, changes: dict[int, Change] | None = None) -> None:
+    def __init__(
+        self,
+        federation: Federation,
+        changes: dict[int, Change] | None = None,
+        node_config: dict | None = None,
+    ) -> None:
         self.federation = federation
+        self.node_config = node_config or {}
         self.changes = changes or {}
 
     def get_node_ids(self) -> list[int]:
@@ -69,7 +75,7 @@ class Here:
         for message in messages:
             number = message.metadata.dst_node_id - 100
             client = self.federation.client(number)
-            context = flwr.Context(1, 100 + number, {}, flwr.RecordDict(), {})
+            context = flwr.Context(1, 100 + number, self.node_config, flwr.RecordDict(), {})
             app = client_app(lambda _, client=client: client)
             reply = app(copy.deepcopy(message), context)
             reply = self.changes.get(number, lambda reply: reply)(reply)
@@ -359,6 +365,18 @@ def test_clipping_bounds_what_one_client_adds(bundle: Path, data: Path, tmp_path
     # Gaussian noise of standard deviation 3 · clip / clients in each of P numbers.
     moved = np.concatenate([(after[name] - before[name]).ravel() for name in after])
     assert moved.std() == pytest.approx(3 * 0.01 / 2, rel=0.05)
+
+
+@pytest.mark.parametrize("exchange", ["float32", "bfloat16"])
+def test_a_client_adds_its_own_noise(bundle: Path, data: Path, tmp_path: Path, exchange: str):
+    options = ("--clients", 1, "--rounds", 1, "--steps", 1, "--exchange", exchange)
+    whole = federation(bundle, data, tmp_path / "f", *options)
+    own = {"clip": 0.01, "epsilon": 0.5, "delta": 1e-5}
+    serve(whole, Here(whole, node_config=own), lambda _: None)
+    before, after = whole.rounds.arrays(0), whole.rounds.arrays(1)
+    added = np.concatenate([(after[name] - before[name]).ravel() for name in after])
+    # The Gaussian mechanism with sensitivity 2 · 0.01; the update is far below it.
+    assert added.std() == pytest.approx(0.02 * np.sqrt(2 * np.log(1.25e5)) / 0.5, rel=0.05)
 
 
 # Flower's own processes.
