@@ -219,6 +219,14 @@ def with_metric(name: str, value: float) -> Change:
     return changed
 
 
+def without(record: str) -> Change:
+    def changed(reply: flwr.Message) -> flwr.Message:
+        del reply.content[record]
+        return reply
+
+    return changed
+
+
 def nothing(reply: flwr.Message) -> flwr.Message:
     reply.content = flwr.RecordDict({})
     return reply
@@ -239,6 +247,7 @@ BAD = {
         ),
         "is of another model",
     ),
+    "has no name": (without("about"), "node 101: its answer is not as"),
     "claims too much": (with_metric("num-examples", 10**9), "counts 1000000000 targets"),
     "claims nothing": (with_metric("num-examples", 0), "counts 0 targets"),
     "has no loss": (with_metric("loss", float("nan")), "its metrics are not as"),
@@ -269,6 +278,27 @@ def test_a_client_that_does_not_fit_is_left_out_and_named(
     weights = [client["targets"] for client in record["clients"]]
     mean = (weights[0] * sent[0][B] + weights[1] * sent[2][B]) / sum(weights)
     assert np.allclose(averaged[B], mean, rtol=1e-6, atol=1e-9)
+
+
+def test_nobody_can_spoil_a_round_with_more_than_is_asked_for(
+    bundle: Path, data: Path, tmp_path: Path
+):
+    """Flower gives a round up where clients send other records, and two may have one name."""
+
+    def more(reply: flwr.Message) -> flwr.Message:
+        reply.content["metrics"]["other"] = 1.0
+        reply.content["others"] = flwr.MetricRecord({"other": 1.0})
+        reply.content["more"] = to_record({"more": np.zeros(3)})
+        reply.content["about"]["name"] = "client 0"
+        arrays = to_numpy(reply.content["arrays"])
+        reply.content["arrays"] = to_record({name: arrays[name] for name in sorted(arrays)[::-1]})
+        return reply
+
+    options = ("--clients", 2, "--rounds", 1, "--steps", 1, *FLOAT32)
+    plain = federation(bundle, data, tmp_path / "plain", *options)
+    more_sent = federation(bundle, data, tmp_path / "more", *options)
+    assert equal(served(plain), served(more_sent, {1: more}))
+    assert [each["name"] for each in more_sent.rounds.record(1)["clients"]] == ["client 0"] * 2
 
 
 def test_a_client_whose_run_fails_is_left_out(bundle: Path, data: Path, tmp_path: Path):

@@ -31,7 +31,6 @@ def client_app(find: Callable[[Context], Client]) -> ClientApp:
             return Message(error, reply_to=message)
         metrics = {
             "num-examples": trained.targets,
-            "client": 1,  # a weight that is the same for all
             "loss": trained.loss,
             "footprint-bytes": trained.footprint,
         }
