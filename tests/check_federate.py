@@ -60,8 +60,14 @@ class Here:
     `changes` are what becomes of a client's answers, by its number; None for a silent one.
     """
 
-    def __init__(self, federation: Federation, changes: dict[int, Change] | None = None) -> None:
+    def __init__(
+        self,
+        federation: Federation,
+        changes: dict[int, Change] | None = None,
+        node_config: dict | None = None,
+    ) -> None:
         self.federation = federation
+        self.node_config = node_config or {}
         self.changes = changes or {}
 
     def get_node_ids(self) -> list[int]:
@@ -74,7 +80,7 @@ class Here:
         for message in messages:
             number = message.metadata.dst_node_id - 100
             client = self.federation.client(number)
-            context = flwr.Context(1, 100 + number, {}, flwr.RecordDict(), {})
+            context = flwr.Context(1, 100 + number, self.node_config, flwr.RecordDict(), {})
             app = client_app(lambda _, client=client: client)
             reply = app(copy.deepcopy(message), context)
             reply = self.changes.get(number, lambda reply: reply)(reply)
@@ -218,6 +224,14 @@ def with_metric(name: str, value: float) -> Change:
     return changed
 
 
+def without(record: str) -> Change:
+    def changed(reply: flwr.Message) -> flwr.Message:
+        del reply.content[record]
+        return reply
+
+    return changed
+
+
 def nothing(reply: flwr.Message) -> flwr.Message:
     reply.content = flwr.RecordDict({})
     return reply
@@ -238,6 +252,7 @@ BAD = {
         ),
         "is of another model",
     ),
+    "has no name": (without("about"), "node 101: its answer is not as"),
     "claims too much": (with_metric("num-examples", 10**9), "counts 1000000000 targets"),
     "claims nothing": (with_metric("num-examples", 0), "counts 0 targets"),
     "has no loss": (with_metric("loss", float("nan")), "its metrics are not as"),
@@ -268,6 +283,27 @@ def test_a_client_that_does_not_fit_is_left_out_and_named(
     weights = [client["targets"] for client in record["clients"]]
     mean = (weights[0] * sent[0][B] + weights[1] * sent[2][B]) / sum(weights)
     assert np.allclose(averaged[B], mean, rtol=1e-6, atol=1e-9)
+
+
+def test_nobody_can_spoil_a_round_with_more_than_is_asked_for(
+    bundle: Path, data: Path, tmp_path: Path
+):
+    """Flower gives a round up where clients send other records, and two may have one name."""
+
+    def more(reply: flwr.Message) -> flwr.Message:
+        reply.content["metrics"]["other"] = 1.0
+        reply.content["others"] = flwr.MetricRecord({"other": 1.0})
+        reply.content["more"] = to_record({"more": np.zeros(3)})
+        reply.content["about"]["name"] = "client 0"
+        arrays = to_numpy(reply.content["arrays"])
+        reply.content["arrays"] = to_record({name: arrays[name] for name in sorted(arrays)[::-1]})
+        return reply
+
+    options = ("--clients", 2, "--rounds", 1, "--steps", 1, *FLOAT32)
+    plain = federation(bundle, data, tmp_path / "plain", *options)
+    more_sent = federation(bundle, data, tmp_path / "more", *options)
+    assert equal(served(plain), served(more_sent, {1: more}))
+    assert [each["name"] for each in more_sent.rounds.record(1)["clients"]] == ["client 0"] * 2
 
 
 def test_a_client_whose_run_fails_is_left_out(bundle: Path, data: Path, tmp_path: Path):
@@ -364,6 +400,18 @@ def test_clipping_bounds_what_one_client_adds(bundle: Path, data: Path, tmp_path
     # Gaussian noise of standard deviation 3 · clip / clients in each of P numbers.
     moved = np.concatenate([(after[name] - before[name]).ravel() for name in after])
     assert moved.std() == pytest.approx(3 * 0.01 / 2, rel=0.05)
+
+
+@pytest.mark.parametrize("exchange", ["float32", "bfloat16"])
+def test_a_client_adds_its_own_noise(bundle: Path, data: Path, tmp_path: Path, exchange: str):
+    options = ("--clients", 1, "--rounds", 1, "--steps", 1, "--exchange", exchange)
+    whole = federation(bundle, data, tmp_path / "f", *options)
+    own = {"clip": 0.01, "epsilon": 0.5, "delta": 1e-5}
+    serve(whole, Here(whole, node_config=own), lambda _: None)
+    before, after = whole.rounds.arrays(0), whole.rounds.arrays(1)
+    added = np.concatenate([(after[name] - before[name]).ravel() for name in after])
+    # The Gaussian mechanism with sensitivity 2 · 0.01; the update is far below it.
+    assert added.std() == pytest.approx(0.02 * np.sqrt(2 * np.log(1.25e5)) / 0.5, rel=0.05)
 
 
 # Flower's own processes.

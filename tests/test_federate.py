@@ -401,6 +401,15 @@ def test_what_does_not_go_together_is_refused(
     assert not (tmp_path / "f" / "settings.json").exists()
 
 
+def test_without_flower_a_sentence_says_what_to_install(
+    bundle: Path, data: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    done = run("federate", bundle, "--data", data, "--clients", 2, "--rounds", 1)
+    assert done.returncode == 2
+    assert done.stderr.startswith("Error: mesp-federate needs Flower: with Python 3.11 or newer")
+
+
 def test_a_federation_goes_on_with_its_settings(bundle: Path, data: Path, tmp_path: Path):
     first = federation(
         *(bundle, data, tmp_path / "f", "--clients", 2, "--rounds", 1, "--steps", 3),

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from flwr.app import ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
+from flwr.clientapp.mod import LocalDpMod
 from flwr.common.constant import ErrorCode
 
 from mesp.errors import MespError
@@ -16,7 +17,7 @@ from mesp.federate.messages import in_float32, to_numpy, to_record
 
 def client_app(find: Callable[[Context], Client]) -> ClientApp:
     """An app that trains as the client which `find` gives. What fails is answered in a sentence."""
-    app = ClientApp(mods=[in_float32])
+    app = ClientApp(mods=[in_float32, with_own_noise])
 
     @app.train()
     def _(message: Message, context: Context) -> Message:
@@ -30,7 +31,6 @@ def client_app(find: Callable[[Context], Client]) -> ClientApp:
             return Message(error, reply_to=message)
         metrics = {
             "num-examples": trained.targets,
-            "client": 1,  # a weight that is the same for all
             "loss": trained.loss,
             "footprint-bytes": trained.footprint,
         }
@@ -42,6 +42,21 @@ def client_app(find: Callable[[Context], Client]) -> ClientApp:
         return Message(RecordDict(content), reply_to=message)
 
     return app
+
+
+def with_own_noise(
+    message: Message, context: Context, call_next: Callable[[Message, Context], Message]
+) -> Message:
+    """The mod for a client that trusts no server, by `clip`, `epsilon` and `delta` of its
+    --node-config: what it adds is clipped and gets noise before it leaves.
+
+    Any two updates of norm C at most differ by 2 C, the mechanism's sensitivity.
+    """
+    config = context.node_config
+    if "epsilon" not in config:
+        return call_next(message, context)
+    clip, epsilon, delta = (float(config[name]) for name in ("clip", "epsilon", "delta"))
+    return LocalDpMod(clip, 2 * clip, epsilon, delta)(message, context, call_next)
 
 
 def _of_node(context: Context) -> Client:

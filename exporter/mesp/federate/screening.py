@@ -7,13 +7,14 @@ from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
-from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 
 from mesp.errors import MespError
 from mesp.federate.exchange import Arrays, averaging_error, check_arrays, drift, packed, unpacked
 from mesp.federate.messages import to_numpy, to_record
+from mesp.federate.strategies import ONE
 
 
 class Screened(Strategy):
@@ -52,7 +53,7 @@ class Screened(Strategy):
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        taken: dict[str, Message] = {}
+        taken: list[tuple[str, int, Message]] = []
         left_out: list[str] = []
         silent, up = set(self.asked), 0
         for reply in replies:
@@ -62,7 +63,8 @@ class Screened(Strategy):
                 if reply.has_error():
                     raise MespError(str(reply.error.reason))
                 up += sum(map(_size, reply.content.array_records.values()))
-                taken[self._screen(reply)] = reply
+                self._screen(reply)
+                taken.append((self.names[node], node, reply))
             except MespError as error:
                 name = "" if reply.has_error() else self.names.get(node, f"node {node}") + ": "
                 left_out.append(name + error.message)
@@ -74,7 +76,8 @@ class Screened(Strategy):
                 + " ".join(sorted(left_out))
             )
         # In an order of their own: sums of float32 depend on it, and answers come as they come.
-        replies = [taken[name] for name in sorted(taken)]
+        taken.sort(key=lambda each: each[:2])
+        replies = [reply for *_, reply in taken]
         self.report |= self._report(replies) | {"bytes_up": up, "left_out": sorted(left_out)}
         if hasattr(self.inner, "num_sampled_clients"):
             self.inner.num_sampled_clients = len(taken)
@@ -85,28 +88,30 @@ class Screened(Strategy):
             {name: array.astype(np.float32) for name, array in to_numpy(averaged).items()}
         ), metrics
 
-    def _screen(self, reply: Message) -> str:
-        """The client's name, after its matrices have become float32. Raises MespError."""
+    def _screen(self, reply: Message) -> None:
+        """Leaves of an answer what a strategy takes, matrices in float32 and metrics, and notes the
+        client's name. Raises MespError."""
         content = reply.content
         try:
-            arrays, metrics = to_numpy(content["arrays"]), content["metrics"]
-            name = str(content["about"]["name"])
-            targets, loss = metrics["num-examples"], float(metrics["loss"])
+            arrays, metrics = to_numpy(content["arrays"]), dict(content["metrics"])
+            self.names[reply.metadata.src_node_id] = str(content["about"]["name"])
+            targets, loss = metrics["num-examples"], metrics["loss"]
             footprint = metrics["footprint-bytes"]
-        except (KeyError, TypeError, ValueError, AttributeError, OSError) as error:
+        except Exception as error:  # what a stranger sends can raise anything
             raise MespError(f"its answer is not as docs/federation.md has it: {error}") from error
-        self.names[reply.metadata.src_node_id] = name
         if not (isinstance(targets, int) and 0 < targets <= self.most_targets):
             raise MespError(f"it counts {targets} targets, of {self.most_targets} at most")
-        if not (math.isfinite(loss) and isinstance(footprint, int) and metrics.get("client") == 1):
+        if not (isinstance(loss, float) and math.isfinite(loss) and isinstance(footprint, int)):
             raise MespError("its metrics are not as docs/federation.md has them")
         if self.exchange == "float32":
             check_arrays(arrays, self.sent)
         else:
             check_arrays(arrays, packed(self.sent))
             arrays = {n: self.sent[n] + added for n, added in unpacked(arrays).items()}
-            content["arrays"] = to_record(arrays)
-        return name
+        kept = {"num-examples": targets, "loss": loss, "footprint-bytes": footprint, ONE: 1}
+        # In one order and nothing more: Flower gives a round up in which clients differ in that.
+        arrays = {name: arrays[name] for name in self.sent}
+        reply.content = RecordDict({"arrays": to_record(arrays), "metrics": MetricRecord(kept)})
 
     def _report(self, replies: list[Message]) -> dict[str, Any]:
         arrays = [to_numpy(reply.content["arrays"]) for reply in replies]
@@ -114,7 +119,7 @@ class Screened(Strategy):
         targets = [each["num-examples"] for each in metrics]
         clients = [
             {
-                "name": reply.content["about"]["name"],
+                "name": self.names[reply.metadata.src_node_id],
                 "targets": each["num-examples"],
                 "loss": each["loss"],
                 "footprint_bytes": each["footprint-bytes"],

@@ -16,6 +16,8 @@ from mesp.federate.federation import STRATEGIES
 
 # What FedAdam goes on from: its moments, by the matrices' names.
 KEPT = ("m_t", "v_t")
+# The metric of a client that is 1 for all: a weight.
+ONE = "client"
 
 
 def make_strategy(options: dict[str, Any]) -> Strategy:
@@ -37,7 +39,7 @@ def make_strategy(options: dict[str, Any]) -> Strategy:
     clients = {"min_available_nodes": options["clients"], "min_train_nodes": 1}
     private = options["noise"] is not None
     # For the noise to hide any one client, all must count the same.
-    weight = {"weighted_by_key": "client" if private else "num-examples"}
+    weight = {"weighted_by_key": ONE if private else "num-examples"}
     inner = kind(**{**clients, **weight, **given})
     if not private:
         return inner

@@ -162,6 +162,8 @@ import Observation
             let typed: Sentence = text.isEmpty ? "nothing" : "\(text)"
             return .failure(MeSPError("\(field.name): \(typed) is no number that can be used."))
         }
+        // The engine takes none too, to evaluate; nobody starts a training for that.
+        guard settings.steps > 0 else { return .failure(MeSPError("Steps must be at least 1.")) }
         do {
             return .success(try DeviceFit(settings, manifest, available: phone.availableMemory))
         } catch {
