@@ -39,7 +39,8 @@ let package = Package(
             name: "MeSPAppModel", dependencies: ["MeSPCore", "MeSPFederation"], path: "ios/MeSPTrainer/AppModel",
             resources: [.process("paper.json")]),
         .testTarget(
-            name: "MeSPTests", dependencies: ["MeSPCore", "MeSPAppModel", "MeSPFederation"], path: "ios/MeSPTrainer/Tests",
+            name: "MeSPTests", dependencies: ["MeSPCore", "MeSPAppModel", "MeSPFederation"],
+            path: "ios/MeSPTrainer/Tests",
             exclude: ["Download/hub_server.py"]),
     ]
 )

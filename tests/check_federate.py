@@ -603,9 +603,9 @@ def test_real_processes_over_tls_with_authentication(bundle: Path, data: Path, t
     options = ("--clients", 3, "--rounds", 3, "--steps", 4, "--freeze-a")
     server = federation(bundle, data, tmp_path / "server", *options)
     with Deployment(tmp_path) as deployment:
-        deployment.python_node("client 0", bundle, server.share(0))
-        deployment.swift_node("client 1", bundle, server.share(1))
-        again = deployment.swift_node("client 2", bundle, server.share(2))
+        deployment.python_node("client 0", bundle, server.client(0).data)
+        deployment.swift_node("client 1", bundle, server.client(1).data)
+        again = deployment.swift_node("client 2", bundle, server.client(2).data)
         joined = "[Fleet.ActivateNode] Activated"
         deployment.wait_for(lambda: deployment.log.read_text().count(joined) == 3, "one is missing")
         deployment.run(server)

@@ -7,7 +7,7 @@
         typealias Output = UnsafeMutablePointer<UnsafeMutablePointer<UInt8>?>
 
         // A handle of the loader's, never closed.
-        nonisolated(unsafe) private static let library = 
+        nonisolated(unsafe) private static let library =
             dlopen("libcrypto.so.3", RTLD_NOW) ?? dlopen("libcrypto.so.1.1", RTLD_NOW)
 
         /// - Parameter type: the function's, as in OpenSSL's headers
@@ -56,10 +56,11 @@
 
         /// ECDSA with SHA-256, in DER.
         func signature(of message: Data) throws -> Data {
-            typealias Sign = @convention(c) (
-                CInt, UnsafePointer<UInt8>, CInt, UnsafeMutablePointer<UInt8>, UnsafeMutablePointer<CUnsignedInt>,
-                OpaquePointer
-            ) -> CInt
+            typealias Sign =
+                @convention(c) (
+                    CInt, UnsafePointer<UInt8>, CInt, UnsafeMutablePointer<UInt8>, UnsafeMutablePointer<CUnsignedInt>,
+                    OpaquePointer
+                ) -> CInt
             let sign = try Libcrypto.function("ECDSA_sign", Sign.self)
             let key = try Self.read(representation)
             defer { try? Self.free(key) }
@@ -73,9 +74,10 @@
         }
 
         private static func read(_ representation: Data) throws -> OpaquePointer {
-            typealias Read = @convention(c) (
-                UnsafeMutableRawPointer?, UnsafeMutablePointer<UnsafePointer<UInt8>?>, CLong
-            ) -> OpaquePointer?
+            typealias Read =
+                @convention(c) (
+                    UnsafeMutableRawPointer?, UnsafeMutablePointer<UnsafePointer<UInt8>?>, CLong
+                ) -> OpaquePointer?
             let read = try Libcrypto.function("d2i_ECPrivateKey", Read.self)
             let bytes = [UInt8](representation)
             let key = bytes.withUnsafeBufferPointer { buffer in
@@ -93,7 +95,8 @@
 
     /// SHA-256, 32 bytes.
     func sha256Digest(_ message: Data) throws -> [UInt8] {
-        typealias Hash = @convention(c) (UnsafePointer<UInt8>?, Int, UnsafeMutablePointer<UInt8>?) ->
+        typealias Hash =
+            @convention(c) (UnsafePointer<UInt8>?, Int, UnsafeMutablePointer<UInt8>?) ->
             UnsafeMutablePointer<UInt8>?
         let hash = try Libcrypto.function("SHA256", Hash.self)
         var digest = [UInt8](repeating: 0, count: 32)

@@ -50,7 +50,8 @@ struct PendingMessage {
     }
 
     func object(_ id: String) throws -> Data {
-        guard id.allSatisfy(\.isHexDigit), let content = try? Data(contentsOf: objects.appendingPathComponent(id)) else {
+        guard id.allSatisfy(\.isHexDigit), let content = try? Data(contentsOf: objects.appendingPathComponent(id))
+        else {
             throw FederationError("The server asked for an object that is not this node's.")
         }
         return content

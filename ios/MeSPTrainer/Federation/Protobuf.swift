@@ -26,7 +26,7 @@ struct ProtobufWriter {
         guard !numbers.isEmpty else { return }
         key(field, .bytes)
         varint(UInt64(numbers.count * 8))
-        numbers.forEach { append($0) }
+        for number in numbers { append(number) }
     }
 
     mutating func add(_ field: Int, _ text: String, isPresent: Bool = false) {

@@ -52,7 +52,7 @@ public enum FlowerValue: Sendable, Equatable {
         case .flag(let flag): message.add(4, UInt64(flag ? 1 : 0), isPresent: true)
         case .text(let text): message.add(5, text, isPresent: true)
         case .bytes(let bytes): message.add(6, bytes)
-        case .texts(let texts): message.add(25) { list in texts.forEach { list.add(1, $0, isPresent: true) } }
+        case .texts(let texts): message.add(25) { list in for text in texts { list.add(1, text, isPresent: true) } }
         }
     }
 }

@@ -112,7 +112,9 @@ public struct SuperNode: Sendable {
     /// - Returns: the node's id.
     private func join(_ report: (Event) -> Void) async throws -> UInt64 {
         let file = folder.appendingPathComponent("node.id")
-        if let id = try? UInt64(String(contentsOf: file, encoding: .utf8)), (try? await isKnown(id)) == true { return id }
+        if let id = try? UInt64(String(contentsOf: file, encoding: .utf8)), (try? await isKnown(id)) == true {
+            return id
+        }
         let id = try await activate(report)
         try Data(String(id).utf8).write(to: file, options: .atomic)
         return id
@@ -226,7 +228,8 @@ public struct SuperNode: Sendable {
 
     /// Fetches what of the message is not here.
     private func receive(
-        _ metadata: Metadata, _ tree: ObjectTree, _ pending: inout PendingMessage, _ node: UInt64, _ report: (Event) -> Void
+        _ metadata: Metadata, _ tree: ObjectTree, _ pending: inout PendingMessage, _ node: UInt64,
+        _ report: (Event) -> Void
     ) async throws -> Question {
         var isNew = false
         for id in tree.ids where try !pending.has(id) {
@@ -260,7 +263,8 @@ public struct SuperNode: Sendable {
         }
         let (records, bytes) = try pending.content(of: tree)
         let question = Question(
-            id: metadata.message, node: metadata.destination, type: metadata.type, run: metadata.run, group: metadata.group, records: records,
+            id: metadata.message, node: metadata.destination, type: metadata.type, run: metadata.run,
+            group: metadata.group, records: records,
             folder: try pending.workFolder)
         if isNew { report(.received(question, bytes: bytes)) }
         return question

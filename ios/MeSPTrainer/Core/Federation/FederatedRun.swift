@@ -49,7 +49,9 @@ public struct FederatedRun {
         deadline = number(config["timeout"]).map { .now + $0 } ?? .distantFuture
         var settings = try Self.settings(config, bundle, in: question.folder)
         settings.data = data?.path
-        if let memoryLimit { settings.memoryLimitMb = min(settings.memoryLimitMb ?? .infinity, Double(memoryLimit) / 1e6) }
+        if let memoryLimit {
+            settings.memoryLimitMb = min(settings.memoryLimitMb ?? .infinity, Double(memoryLimit) / 1e6)
+        }
         self.settings = settings
         if !settings.resume { try writeStart() }
     }

@@ -18,14 +18,14 @@ import Testing
 
     private func model() async throws -> AppModel {
         try FileManager.default.createDirectory(at: documents, withIntermediateDirectories: true)
+        phone.battery = Battery(level: 0.9, isCharging: true)
         let model = AppModel(
             phone: phone, folder: DocumentsFolder(documents: documents),
             openNode: { server, folder, _ in
                 try SuperNode(
                     server: server, folder: folder, configuration: SuperLink.configuration(),
                     seconds: .init(heartbeat: 30, poll: 0.01, lease: 0))
-            }
-        ) { _ in ByteTokenizer() }
+            }, loadTokenizer: { _ in ByteTokenizer() })
         let fixture = try #require(Fixture.tied).appendingPathComponent("bundle.mesp").resolvingSymlinksInPath()
         await model.importBundle(at: fixture)
         model.federation.address = "http://\(host):8000"
@@ -40,7 +40,7 @@ import Testing
         for module in architecture.modules {
             let blocks = (0..<architecture.numHiddenLayers).map { architecture.block($0) }
                 .filter { $0.modules.contains(module) }
-            let shape = [blocks.count, 2, blocks[0].dimensions(module).outputs]
+            let shape = [blocks.count, manifest.ranks[0], blocks[0].dimensions(module).outputs]
             arrays[module.name + ".lora_b"] = FlowerArray(
                 kind, shape: shape, data: Data(count: shape.reduce(kind == .float32 ? 4 : 2, *)))
         }
@@ -49,8 +49,10 @@ import Testing
             arrays: ["arrays": arrays],
             configs: [
                 "config": [
-                    "model": .text(model), "exchange": .text(exchange), "timeout": .double(600), "server-round": .int(round),
-                    "steps": .int(2), "seq_len": .int(Int64(manifest.seqLens[0])), "rank": .int(2),
+                    "model": .text(model), "exchange": .text(exchange), "timeout": .double(600),
+                    "server-round": .int(round),
+                    "steps": .int(2), "seq_len": .int(Int64(manifest.seqLens[0])),
+                    "rank": .int(Int64(manifest.ranks[0])),
                     "alpha": .double(4), "freeze_a": .flag(true), "optimizer": .text("sgd"),
                     "learning_rate": .double(0.1), "output": .text("/etc"),
                 ]
@@ -73,14 +75,15 @@ import Testing
         let model = try await model()
         try SuperLink.ask(host, question(model, exchange: exchange))
         let round = try await round(model)
-        #expect(round.problem == nil && round.bytesUp ?? 0 > 0 && !model.federation.isOn && model.isFree)
+        #expect(round.problem?.english == nil)
+        #expect(round.bytesUp ?? 0 > 0 && !model.federation.isOn && model.isFree)
         let answer = try #require(try SuperLink.answered(host).1)
 
         // The same by hand: what the bundle's text makes of the same adapters.
         let manifest = try #require(model.form.bundle?.manifest)
         var settings = RunSettings(
             bundle: try #require(model.form.bundle).url.path, output: documents.appendingPathComponent("by hand").path)
-        (settings.steps, settings.rank, settings.alpha, settings.freezeA) = (2, 2, 4, true)
+        (settings.steps, settings.rank, settings.alpha, settings.freezeA) = (2, manifest.ranks[0], 4, true)
         (settings.seqLen, settings.learningRate, settings.valBatches) = (manifest.seqLens[0], 0.1, 0)
         let hand = settings
         try await Task.detached { try Run.run(hand) }.value
@@ -95,9 +98,9 @@ import Testing
                     ? Array(bytes.bindMemory(to: Float.self))
                     : bytes.bindMemory(to: UInt16.self).map { Float(bitPattern: UInt32($0) << 16) }
             }
-            // bfloat16 has 8 bits: what was added to 0 is rounded by at most 2⁻⁹ of it.
+            // bfloat16 has 8 bits: what was added to 0 is rounded by at most 2⁻⁸ of it.
             #expect(sent.count == numbers.count && numbers.contains { $0 != 0 })
-            #expect(zip(sent, numbers).allSatisfy { abs($0 - $1) <= (exchange == "float32" ? 0 : abs($1) / 512) })
+            #expect(zip(sent, numbers).allSatisfy { abs($0 - $1) <= (exchange == "float32" ? 0 : abs($1) / 256) })
         }
         let metrics = try #require(answer.metrics["metrics"])
         #expect(metrics["num-examples"] == .int(Int64(2 * manifest.seqLens[0])))

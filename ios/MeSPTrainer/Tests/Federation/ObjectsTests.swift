@@ -44,7 +44,8 @@ struct ObjectsTests {
         metrics: ["metrics": ["num-examples": .int(-3), "loss": .double(0.5)]],
         configs: [
             "config": [
-                "lr": .double(0.25), "round": .int(2), "name": .text("n"), "on": .flag(true), "raw": .bytes(Data([0, 1])),
+                "lr": .double(0.25), "round": .int(2), "name": .text("n"), "on": .flag(true),
+                "raw": .bytes(Data([0, 1])),
             ]
         ])
 
@@ -59,7 +60,9 @@ struct ObjectsTests {
     @Test func writesWhatFlowerWrites() throws {
         var (store, flowers) = (ObjectStore(), ObjectStore())
         let tree = try store.add(records)
-        for content in objects.compactMap({ Data(base64Encoded: $0) }) { try flowers.take(content, id: sha256(content)) }
+        for content in objects.compactMap({ Data(base64Encoded: $0) }) {
+            try flowers.take(content, id: sha256(content))
+        }
         for content in flowers.contents.values where content.starts(with: Data("ArrayChunk".utf8)) {
             #expect(store.contents.values.contains(content))
         }

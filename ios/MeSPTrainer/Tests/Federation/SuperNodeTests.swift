@@ -76,7 +76,7 @@ final class SuperNodeTests {
         // Ended while it trained: the server takes the message to be delivered, and sends it no second time.
         let first = try node()
         await #expect(throws: CancellationError.self) {
-            try await first.run(report: { _ in }) { _ in throw CancellationError() }
+            try await first.run(report: { _ in }, answer: { _ in throw CancellationError() })
         }
         let pulls = SuperLink.with(host) { $0.calls.filter { $0 == "pull-object" }.count }
         // It is still the node that it was.

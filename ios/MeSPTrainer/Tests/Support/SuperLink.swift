@@ -51,7 +51,8 @@ final class SuperLink: URLProtocol {
             }
             return (200, (try? Self.answer(url.lastPathComponent, ProtobufMessage(sent), &state)) ?? Data())
         }
-        guard status != 0, let response = HTTPURLResponse(url: url, statusCode: status, httpVersion: nil, headerFields: [:])
+        guard status != 0,
+            let response = HTTPURLResponse(url: url, statusCode: status, httpVersion: nil, headerFields: [:])
         else {
             client?.urlProtocol(self, didFailWithError: URLError(.networkConnectionLost))
             return
