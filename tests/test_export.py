@@ -1010,6 +1010,18 @@ def test_the_text_alone():
     assert_same_logits(bundle, model)
 
 
+def test_the_decays_of_a_bundle_keep_their_digits():
+    """Whatever dtype it is in, and was."""
+    folder = write_model(Path("model"), FAMILIES["qwen3_5"])
+    first = exported("--model", folder, "--seq-len", 8, "--dtype", "bfloat16").block(0)
+    assert export("--from", "out.mesp", "--overwrite", "--dtype", "float32").exit_code == 0
+    second = Bundle("out.mesp").block(0)
+    name = "linear_attn.A_log"
+    assert first[name].dtype == mx.float32 and mx.array_equal(first[name], second[name])
+    assert first["linear_attn.dt_bias"].dtype == mx.bfloat16
+    assert second["linear_attn.dt_bias"].dtype == mx.float32
+
+
 def test_random_weights_of_a_hybrid_model_count():
     """No mixer is silent: without its state or its gates the logits would be others."""
     for name in ("qwen3_5", "lfm2"):
