@@ -104,6 +104,8 @@ def draw(path: Path, found: dict[str, list[dict[str, Any]]]) -> None:
     loss.set(xlabel="round", ylabel="held-out loss (nats a token)")
     apart.set(xlabel="round", ylabel="drift; dashed: error of the average")
     loss.set_yscale("log")
+    loss.yaxis.set_major_formatter("{x:g}")
+    loss.yaxis.set_minor_formatter("{x:g}")
     apart.set_ylim(bottom=0)
     for axes in (loss, apart):
         axes.grid(alpha=0.3)
