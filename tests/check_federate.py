@@ -98,6 +98,16 @@ def served(federation: Federation, changes: dict[int, Change] | None = None) -> 
 FLOAT32 = ("--exchange", "float32")
 
 
+def keeping(sent: dict[int, Arrays], number: int) -> Change:
+    """Puts a client's matrices into `sent`, and changes nothing."""
+
+    def unchanged(reply: flwr.Message) -> flwr.Message:
+        sent[number] = to_numpy(reply.content["arrays"])
+        return reply
+
+    return unchanged
+
+
 def test_one_client_and_one_round_are_mesp_train(bundle: Path, data: Path, tmp_path: Path):
     options = ("--steps", 4, "--batch-size", 2, "--no-freeze-a")
     one = federation(
@@ -174,14 +184,7 @@ def test_a_mean_counts_targets(bundle: Path, tmp_path: Path):
     two = federation(bundle, tmp_path, tmp_path / "f", *options)
     sent: dict[int, Arrays] = {}
 
-    def keep(number: int) -> Change:
-        def change(reply: flwr.Message) -> flwr.Message:
-            sent[number] = to_numpy(reply.content["arrays"])
-            return reply
-
-        return change
-
-    averaged = served(two, {number: keep(number) for number in (0, 1)})
+    averaged = served(two, {number: keeping(sent, number) for number in (0, 1)})
     targets = [client["targets"] for client in two.rounds.record(1)["clients"]]
     assert targets[1] > 2 * targets[0]
     for name, array in averaged.items():
@@ -268,14 +271,7 @@ def test_a_client_that_does_not_fit_is_left_out_and_named(
     whole = federation(bundle, data, tmp_path / "f", *options)
     sent: dict[int, Arrays] = {}
 
-    def keep(number: int) -> Change:
-        def changed(reply: flwr.Message) -> flwr.Message:
-            sent[number] = to_numpy(reply.content["arrays"])
-            return reply
-
-        return changed
-
-    averaged = served(whole, {0: keep(0), 1: change, 2: keep(2)})
+    averaged = served(whole, {0: keeping(sent, 0), 1: change, 2: keeping(sent, 2)})
     record = whole.rounds.record(1)
     assert [client["name"] for client in record["clients"]] == ["client 0", "client 2"]
     (sentence,) = record["left_out"]

@@ -93,6 +93,7 @@ def equal(a: Arrays, b: Arrays) -> bool:
 # A client's part.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("frozen", ["--no-freeze-a", "--freeze-a"])
 @pytest.mark.parametrize("update", [SGD, ()], ids=["sgd", "adamw8bit"])
 def test_a_client_with_all_data_does_what_mesp_train_does(
@@ -109,6 +110,7 @@ def test_a_client_with_all_data_does_what_mesp_train_does(
     assert trained.loss == pytest.approx(sum(log.losses) / 5)
 
 
+@pytest.mark.slow
 def test_rounds_of_sgd_are_one_run(bundle: Path, data: Path, tmp_path: Path):
     """The order of the data goes on, and SGD has no state to lose."""
     whole = federation(
@@ -133,6 +135,7 @@ def test_rounds_of_sgd_are_one_run(bundle: Path, data: Path, tmp_path: Path):
     assert equal(arrays, trained_here(bundle, tmp_path / "run", "--steps", 6, *SGD))
 
 
+@pytest.mark.slow
 def test_the_moments_of_adamw_begin_anew_each_round(bundle: Path, data: Path, tmp_path: Path):
     options = ("--optimizer", "adamw", "--clients", 1, "--rounds", 2, "--no-freeze-a")
     whole = federation(bundle, data, tmp_path / "f", *options, "--steps", 1)
@@ -151,6 +154,7 @@ def test_the_moments_of_adamw_begin_anew_each_round(bundle: Path, data: Path, tm
 B = "self_attn.q_proj.lora_b"
 
 
+@pytest.mark.slow
 def test_a_step_of_clients_with_a_frozen_is_a_step_on_their_union(
     bundle: Path, data: Path, tmp_path: Path
 ):
@@ -178,6 +182,7 @@ def test_a_step_of_clients_with_a_frozen_is_a_step_on_their_union(
         assert np.linalg.norm(array - expected[name]) <= 1e-6 * np.linalg.norm(expected[name])
 
 
+@pytest.mark.slow
 def test_fedprox_adds_its_term_to_the_gradient(bundle: Path, data: Path, tmp_path: Path):
     """w₂ = w₁ - η (g(w₁) + μ (w₁ - w₀)); in the first step w is w₀."""
     whole = federation(bundle, data, tmp_path / "f", "--clients", 1, "--rounds", 1, *SGD)
@@ -351,6 +356,7 @@ def test_a_topics_last_tenth_is_held_out(tmp_path: Path):
 # The server's folder.
 
 
+@pytest.mark.slow
 def test_round_0_is_the_adapters_that_mesp_train_starts_from(
     bundle: Path, data: Path, tmp_path: Path
 ):

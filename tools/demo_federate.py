@@ -32,8 +32,9 @@ KINDS = {"B alone (FFA-LoRA)": (), "A and B apart": ("--no-freeze-a",)}
 @click.option("--rounds", type=click.IntRange(min=1), default=ROUNDS)
 @click.option("--split", default="by-file", help="As mesp-federate's.")
 @click.option("--seed", type=int, default=0, help="As mesp-federate's.")
+@click.option("--learning-rate", type=float, default=2e-3, help="As mesp-federate's.")
 @click.option("--out", type=click.Path(path_type=Path), default=OUT)
-def main(both: bool, rounds: int, split: str, seed: int, out: Path) -> None:
+def main(both: bool, rounds: int, split: str, seed: int, learning_rate: float, out: Path) -> None:
     """Simulate six people and draw their rounds."""
     began = time.monotonic()
     bundle, data = out / "demo.mesp", out / "requests"
@@ -51,7 +52,16 @@ def main(both: bool, rounds: int, split: str, seed: int, out: Path) -> None:
         call(
             *(program("mesp-federate"), bundle, "--data", data, "--clients", len(DO)),
             *("--rounds", rounds, "--steps", STEPS, "--batch-size", BATCH_SIZE),
-            *("--split", split, "--seed", seed, "--alpha", 2 * RANK, "--learning-rate", 2e-3),
+            *(
+                "--split",
+                split,
+                "--seed",
+                seed,
+                "--alpha",
+                2 * RANK,
+                "--learning-rate",
+                learning_rate,
+            ),
             *("--val-batches", HELD_OUT_CASES, "--output", run, *options),
         )
         found[kind] = Federation.read(run).rounds.records()
@@ -104,6 +114,8 @@ def draw(path: Path, found: dict[str, list[dict[str, Any]]]) -> None:
     loss.set(xlabel="round", ylabel="held-out loss (nats a token)")
     apart.set(xlabel="round", ylabel="drift; dashed: error of the average")
     loss.set_yscale("log")
+    loss.yaxis.set_major_formatter("{x:g}")
+    loss.yaxis.set_minor_formatter("{x:g}")
     apart.set_ylim(bottom=0)
     for axes in (loss, apart):
         axes.grid(alpha=0.3)

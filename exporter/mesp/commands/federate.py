@@ -9,20 +9,19 @@ import importlib.util
 import json
 import os
 import signal
-from datetime import datetime, timezone
 from pathlib import Path
 
 import click
 from rich.console import Console
 
 from mesp.bundle.manifest import read_manifest
-from mesp.commands.options_from_yaml import read_config
 from mesp.commands.shared_options import ListOptions
-from mesp.commands.train_settings import complete, parameter, resumed
+from mesp.commands.train_settings import complete, default_output, require, resumed
 from mesp.commands.training_options import (
     FROM_ZERO,
     POSITIVE,
     adapter_options,
+    config_option,
     evaluation_option,
     freeze_a_option,
     memory_options,
@@ -72,15 +71,7 @@ def parse_numbers(
     short_help="Fine-tune a bundle with the data of many.",
 )
 @click.argument("bundle", required=False, type=click.Path(path_type=Path))
-@click.option(
-    "-c",
-    "--config",
-    type=click.Path(path_type=Path),
-    is_eager=True,
-    expose_value=False,
-    callback=read_config,
-    help="YAML file with any of these options by name; what is typed counts more.",
-)
+@config_option
 @click.option(
     "--data",
     metavar="FILE|DIR|NAME",
@@ -190,15 +181,12 @@ def prepare(
         options["bundle"] = str(options["bundle"].resolve())
     if options["resume"]:
         options = resumed(context, output, options, SETTINGS_NAME, MAY_CHANGE)
-    for name in ("bundle", "data", "clients", "rounds"):
-        if options[name] is None:
-            raise click.MissingParameter(ctx=context, param=parameter(context, name))
+    require(context, options, "bundle", "data", "clients", "rounds")
     manifest = read_manifest(Path(options["bundle"]))
     complete(context, options, manifest, paper)
     check(options)
     if output is None:
-        stamp = datetime.now(timezone.utc).strftime("%Y%m%dT%H%M%SZ")
-        output = Path("runs") / f"{manifest['name']}-federated-{stamp}"
+        output = default_output(manifest, "federated")
     if (output / SETTINGS_NAME).exists() and not options["resume"]:
         raise MespError(
             f"{output} already holds a federation: name another folder with --output, or go on "

@@ -7,18 +7,17 @@ checks the options, writes that file, starts the engine, and shows what it repor
 from __future__ import annotations
 
 import sys
-from datetime import datetime, timezone
 from pathlib import Path
 
 import click
 
 from mesp.bundle.manifest import read_manifest
-from mesp.commands.options_from_yaml import read_config
 from mesp.commands.train_settings import (
     OBJECTIVES,
     check_goal,
     complete,
-    parameter,
+    default_output,
+    require,
     resumed,
     settings_file,
 )
@@ -26,6 +25,7 @@ from mesp.commands.training_options import (
     FROM_ZERO,
     POSITIVE,
     adapter_options,
+    config_option,
     evaluation_option,
     freeze_a_option,
     memory_options,
@@ -52,16 +52,7 @@ from mesp.runs.log import LOG_NAME, Run
     context_settings={"show_default": True, "help_option_names": ["-h", "--help"]},
 )
 @click.argument("bundle", required=False, type=click.Path(path_type=Path))
-@click.option(
-    "-c",
-    "--config",
-    type=click.Path(path_type=Path),
-    is_eager=True,
-    expose_value=False,
-    callback=read_config,
-    help="YAML file with any of these options by name, as in `seq_len: 128`, and `bundle`; "
-    "what is typed counts more.",
-)
+@config_option
 @click.option(
     "--output",
     type=click.Path(path_type=Path),
@@ -133,15 +124,12 @@ def main(context: click.Context, output: Path | None, paper: bool, **options: ob
             options[name] = str(options[name].resolve())
     if options["resume"]:
         options = resumed(context, output, options)
-    for name in ("bundle", "steps"):
-        if options[name] is None:
-            raise click.MissingParameter(ctx=context, param=parameter(context, name))
+    require(context, options, "bundle", "steps")
     manifest = read_manifest(Path(options["bundle"]), to_run=not options["dry_run"])
     complete(context, options, manifest, paper)
     check_goal(options, manifest)
     if output is None:
-        stamp = datetime.now(timezone.utc).strftime("%Y%m%dT%H%M%SZ")
-        output = Path("runs") / f"{manifest['name']}-{options['method']}-{stamp}"
+        output = default_output(manifest, options["method"])
     if (output / LOG_NAME).exists() and not options["resume"]:
         raise MespError(
             f"{output} already holds a run: name another folder with --output, "

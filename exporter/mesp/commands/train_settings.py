@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import datetime, timezone
 from pathlib import Path
 
 import click
@@ -48,6 +49,19 @@ def parameter(context: click.Context, name: str) -> click.Parameter:
 def flag(context: click.Context, name: str) -> str:
     """What is typed for an option, as in `--seq-len`."""
     return parameter(context, name).opts[-1]
+
+
+def require(context: click.Context, options: dict, *names: str) -> None:
+    """Raises click's own error for the first that is neither given nor resumed."""
+    for name in names:
+        if options[name] is None:
+            raise click.MissingParameter(ctx=context, param=parameter(context, name))
+
+
+def default_output(manifest: dict, kind: str) -> Path:
+    """A run's folder where none is named: `runs/BUNDLE-KIND-TIME`."""
+    stamp = datetime.now(timezone.utc).strftime("%Y%m%dT%H%M%SZ")
+    return Path("runs") / f"{manifest['name']}-{kind}-{stamp}"
 
 
 def resumed(

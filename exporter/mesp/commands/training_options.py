@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 
 import click
 
+from mesp.commands.options_from_yaml import read_config
 from mesp.engine.update_defaults import OPTIMIZERS
 from mesp.errors import MespError
 from mesp.models.families import TRAINABLE
@@ -68,6 +70,17 @@ def group(*options: Callable) -> Callable[[Callable], Callable]:
 
     return decorate
 
+
+config_option = click.option(
+    "-c",
+    "--config",
+    type=click.Path(path_type=Path),
+    is_eager=True,
+    expose_value=False,
+    callback=read_config,
+    help="YAML file with any of these options by name, as in `seq_len: 128`, and `bundle`; "
+    "what is typed counts more.",
+)
 
 method_option = group(
     click.option(

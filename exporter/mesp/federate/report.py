@@ -39,9 +39,10 @@ class Report:
 
 
 def line(record: dict[str, Any], rounds: int, before: float | None) -> str:
-    """A round in a line: loss before and after, drift, megabytes, the largest footprint."""
+    """A round in a line: loss before and after, drift, megabytes, the largest footprint; of one
+    that has no loss `before` it, its own."""
     loss = decimal(record["held_out_loss"], 3)
-    if "clients" not in record:
+    if before is None:
         return f"round {record['round']}/{rounds}: held-out loss {loss}"
     footprint = max(client["footprint_bytes"] for client in record["clients"])
     return (
