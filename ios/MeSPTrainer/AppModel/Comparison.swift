@@ -66,8 +66,8 @@ import Observation
         /// For one side, in bytes: with float32 keys and values, some 2,600 tokens of Qwen2.5-0.5B.
         static let limit = 1 << 26
 
-        var base = KeyValueCache(limit: limit)
-        var tuned = KeyValueCache(limit: limit)
+        var base = PromptCache(limit: limit)
+        var tuned = PromptCache(limit: limit)
     }
 
     public init(phone: any Phone, folder: DocumentsFolder? = nil) {

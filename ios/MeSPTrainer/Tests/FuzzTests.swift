@@ -187,9 +187,19 @@ import Testing
         var manifest = try #require(try JSONSerialization.jsonObject(with: json) as? [String: Any])
         var architecture = try #require(manifest["architecture"] as? [String: Any])
         for name in ["hidden_size", "intermediate_size", "vocab_size"] { architecture[name] = 1 << 20 }
-        (architecture["num_attention_heads"], architecture["num_key_value_heads"]) = (1 << 12, 1 << 12)
-        architecture["head_dim"] = 1 << 8
-        architecture["layers"] = [Int](repeating: 0, count: 1 << 12)
+        var attention = try #require((architecture["mixers"] as? [[String: Any]])?.first)
+        (attention["num_attention_heads"], attention["num_key_value_heads"]) = (1 << 12, 1 << 12)
+        attention["head_dim"] = 1 << 8
+        func modules(_ names: [String]) -> [[Any]] { names.map { ["m.\($0)", [$0]] } }
+        let net: [String: Any] = [
+            "type": "gated_delta_net", "modules": modules(["qkv", "z", "b", "a", "out"]), "num_key_heads": 1 << 10,
+            "num_value_heads": 1 << 10, "key_head_dim": 1 << 8, "value_head_dim": 1 << 9, "kernel_size": 1 << 12,
+        ]
+        let convolution: [String: Any] = [
+            "type": "short_convolution", "modules": modules(["in", "out"]), "kernel_size": 1 << 12,
+        ]
+        architecture["mixers"] = [attention, net, convolution]
+        architecture["layers"] = (0..<1 << 12).map { $0 % 3 }
         (manifest["architecture"], manifest["seq_lens"]) = (architecture, [1 << 20])
         let decoder = JSONDecoder()
         decoder.keyDecodingStrategy = .convertFromSnakeCase
@@ -257,12 +267,11 @@ import Testing
         let (folder, _) = try bundle()
         defer { try? FileManager.default.removeItem(at: folder) }
         let architecture = try ModelBundle(url: folder, checksums: false).architecture
-        let layout = LoRALayout(architecture: architecture, rank: 2)
+        let layouts = architecture.layouts(rank: 2)
         let adapters = folder.appendingPathComponent("adapters")
         try saveAdapterFolder(
-            layout: layout, blocks: 0..<architecture.numHiddenLayers, modules: [layout.modules[0]], scale: 2,
-            model: "m",
-            to: adapters, lora: { layout.initial(seed: 0, block: $0) })
+            architecture, rank: 2, blocks: architecture.layers.indices, modules: [architecture.modules[0]], scale: 2,
+            model: "m", to: adapters, lora: { layouts[$0].initial(seed: 0, block: $0) })
         let from = format.isEmpty ? adapters : adapters.appendingPathComponent(format)
         let files = ["adapter_config.json", format.isEmpty ? "adapters.safetensors" : "adapter_model.safetensors"].map {
             from.appendingPathComponent($0)

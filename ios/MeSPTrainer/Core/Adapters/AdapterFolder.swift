@@ -3,7 +3,7 @@ import MLX
 
 /// Adapters that were read.
 struct Adapters {
-    let layout: LoRALayout
+    let rank: Int
     /// What a projection's adapter is multiplied by: α / rank.
     let scale: Float
     /// One flat vector `[P]` a block.
@@ -19,18 +19,19 @@ struct Adapters {
 ///   - model: the Hugging Face id of the base model
 ///   - lora: a block's parameters `[P]`
 func saveAdapterFolder(
-    layout: LoRALayout, blocks: Range<Int>, modules: [Module], scale: Float, model: String, to folder: URL,
-    lora: @escaping (_ block: Int) throws -> MLXArray
+    _ architecture: Architecture, rank: Int, blocks: Range<Int>, modules: [Module], scale: Float, model: String,
+    to folder: URL, lora: @escaping (_ block: Int) throws -> MLXArray
 ) throws {
-    let rank = layout.rank
     func tensors(_ format: AdapterFormat) -> [NewTensor] {
         blocks.flatMap { block in
-            modules.flatMap { module -> [NewTensor] in
-                let (inputs, outputs) = layout.architecture.dimensions(module)
+            let layout = LoRALayout(block: architecture.block(block), rank: rank)
+            return layout.modules.filter(modules.contains).flatMap { module -> [NewTensor] in
+                let (inputs, outputs) = layout.block.dimensions(module)
                 return [("A", [inputs, rank], \LoRAMatrices.a), ("B", [rank, outputs], \.b)].map {
                     matrix, shape, path in
                     NewTensor(
-                        name: format.name(matrix, module, block), shape: format.turned(shape), dtype: .float32
+                        name: format.name(matrix, module, block, of: architecture), shape: format.turned(shape),
+                        dtype: .float32
                     ) {
                         format.turned(layout.matrices(module, in: try lora(block))[keyPath: path].asType(.float32))
                     }
@@ -43,7 +44,7 @@ func saveAdapterFolder(
         try writeSafetensors(
             tensors(format), metadata: ["format": "pt"], to: folder.appendingPathComponent(format.file))
         let config = format.config(
-            rank: rank, scale: Double(scale), blocks: blocks, of: layout.architecture, modules: modules, model: model)
+            rank: rank, scale: Double(scale), blocks: blocks, of: architecture, modules: modules, model: model)
         let json = try JSONSerialization.data(withJSONObject: config, options: [.prettyPrinted, .sortedKeys])
         try json.write(to: folder.appendingPathComponent(AdapterFormat.configFile), options: .atomic)
     }
@@ -67,28 +68,28 @@ func loadAdapters(
         guard rank <= architecture.hiddenSize else {
             throw MeSPError("their rank, \(rank), is above the model's width of \(architecture.hiddenSize)")
         }
-        let layout = LoRALayout(architecture: architecture, rank: rank)
         let tensors = try Safetensors(folder.appendingPathComponent(format.file))
         var names = tensors.names
         guard !names.isEmpty else { throw MeSPError("\(format.file) is empty") }
 
         func take(_ matrix: String, _ module: Module, _ block: Int, _ shape: [Int]) throws -> MLXArray? {
-            let name = format.name(matrix, module, block)
+            let name = format.name(matrix, module, block, of: architecture)
             guard names.remove(name) != nil, let found = tensors.shape(name) else { return nil }
             guard found == format.turned(shape), let array = tensors[name] else {
                 throw MeSPError("\(name) has the shape \(found), where the model needs \(format.turned(shape))")
             }
             return format.turned(array)
         }
-        let lora = try (0..<architecture.numHiddenLayers).map { block in
+        let lora = try architecture.layouts(rank: rank).enumerated().map { block, layout in
             let absent = absent(layout, block)
             let flat = layout.packed(
                 try layout.modules.map { module in
-                    let (inputs, outputs) = architecture.dimensions(module)
+                    let (inputs, outputs) = layout.block.dimensions(module)
                     let a = try take("A", module, block, [inputs, rank])
                     let b = try take("B", module, block, [rank, outputs])
                     guard (a == nil) == (b == nil) else {
-                        throw MeSPError("\(format.name(a == nil ? "A" : "B", module, block)) is missing")
+                        let name = format.name(a == nil ? "A" : "B", module, block, of: architecture)
+                        throw MeSPError("\(name) is missing")
                     }
                     let initial = layout.matrices(module, in: absent)
                     return LoRAMatrices(a: a ?? initial.a, b: b ?? initial.b)
@@ -99,7 +100,7 @@ func loadAdapters(
         if let name = names.min() {
             throw MeSPError("it holds \(name), which is not a LoRA matrix of one of this model's layers")
         }
-        return Adapters(layout: layout, scale: scale, lora: lora)
+        return Adapters(rank: rank, scale: scale, lora: lora)
     } catch {
         throw MeSPError("Cannot load the adapters in \(folder.path): \(error.plainSentence).")
     }
@@ -111,9 +112,9 @@ extension Trainer {
         let adapters = try loadAdapters(from: folder, architecture: model.bundle.architecture) { [settings] in
             $0.initial(seed: settings.seed, block: $1)
         }
-        guard adapters.layout.rank == settings.rank else {
+        guard adapters.rank == settings.rank else {
             throw MeSPError(
-                "The adapters in \(folder.path) have rank \(adapters.layout.rank), the run has \(settings.rank); choose theirs."
+                "The adapters in \(folder.path) have rank \(adapters.rank), the run has \(settings.rank); choose theirs."
             )
         }
         guard abs(adapters.scale - model.scale) <= 1e-6 * abs(adapters.scale) else {
@@ -122,8 +123,9 @@ extension Trainer {
             )
         }
         for (block, vector) in adapters.lora.enumerated() {
-            for module in model.layout.modules where !trained.contains(block) || !modules.contains(module) {
-                guard model.layout.matrices(module, in: vector).b.abs().max().item(Float.self) == 0 else {
+            let layout = model.layouts[block]
+            for module in layout.modules where !trained.contains(block) || !modules.contains(module) {
+                guard layout.matrices(module, in: vector).b.abs().max().item(Float.self) == 0 else {
                     throw MeSPError(
                         "The adapters in \(folder.path) have a \(module.shortName) in block \(block), which this run does not train and would lose; train it too."
                     )
@@ -136,7 +138,7 @@ extension Trainer {
     /// Writes the trained adapters for mlx-lm and PEFT.
     func saveAdapters(to folder: URL) throws {
         try saveAdapterFolder(
-            layout: model.layout, blocks: trained, modules: modules, scale: model.scale,
+            model.bundle.architecture, rank: settings.rank, blocks: trained, modules: modules, scale: model.scale,
             model: model.bundle.manifest.model.id, to: folder, lora: model.lora.read)
     }
 }

@@ -12,11 +12,12 @@ enum AdapterFormat {
 
     var file: String { self == .mlx ? "adapters.safetensors" : "adapter_model.safetensors" }
 
-    func name(_ matrix: String, _ module: Module, _ block: Int) -> String {
-        let layer = "model.layers.\(block).\(module.name)"
+    /// - Parameter matrix: A or B
+    func name(_ matrix: String, _ module: Module, _ block: Int, of architecture: Architecture) -> String {
+        let layer = "layers.\(block).\(module.name)"
         switch self {
-        case .mlx: return "\(layer).lora_\(matrix.lowercased())"
-        case .peft: return "base_model.model.\(layer).lora_\(matrix).weight"
+        case .mlx: return "\(architecture.mlxPrefix).\(layer).lora_\(matrix.lowercased())"
+        case .peft: return "base_model.model.\(architecture.hfPrefix).\(layer).lora_\(matrix).weight"
         }
     }
 

@@ -4,23 +4,23 @@ import MLX
 /// How a block's LoRA matrices lie in one flat float32 vector `[count]`: for each module A `[in, rank]`, then B `[rank, out]`, row-major.
 /// The projections of a module share its A and have columns of its B each.
 struct LoRALayout {
-    let architecture: Architecture
+    let block: BlockShape
     let rank: Int
 
-    var modules: [Module] { architecture.modules }
+    var modules: [Module] { block.modules }
 
     /// P, the number of LoRA parameters of a block.
     var count: Int { modules.reduce(0) { $0 + size($1) } }
 
     private func size(_ module: Module) -> Int {
-        let (inputs, outputs) = architecture.dimensions(module)
+        let (inputs, outputs) = block.dimensions(module)
         return (inputs + outputs) * rank
     }
 
     /// The matrices of one module as views of `flat`.
     func matrices(_ module: Module, in flat: MLXArray) -> LoRAMatrices {
         let start = modules.prefix { $0 != module }.reduce(0) { $0 + size($1) }
-        let (inputs, outputs) = architecture.dimensions(module)
+        let (inputs, outputs) = block.dimensions(module)
         let middle = start + inputs * rank
         return LoRAMatrices(
             a: flat[start..<middle].reshaped([inputs, rank]),
@@ -29,7 +29,7 @@ struct LoRALayout {
 
     /// The matrices of one projection, likewise.
     func matrices(_ projection: Projection, in flat: MLXArray) -> LoRAMatrices {
-        let (module, outputs) = architecture.place(projection)
+        let (module, outputs) = block.place(projection)
         let whole = matrices(module, in: flat)
         return module.projections.count == 1 ? whole : LoRAMatrices(a: whole.a, b: whole.b[0..., outputs])
     }
@@ -51,12 +51,12 @@ struct LoRALayout {
             })
     }
 
-    /// Initial parameters of a block, float32 `[P]`: A uniform in ±1/√in, B zero, as in mlx-lm.
-    func initial(seed: UInt64, block: Int) -> MLXArray {
-        let key = MLXRandom.split(key: MLXRandom.key(seed), into: architecture.numHiddenLayers)[block]
+    /// Initial parameters of the block with this index, float32 `[P]`: A uniform in ±1/√in, B zero, as in mlx-lm.
+    func initial(seed: UInt64, block index: Int) -> MLXArray {
+        let key = MLXRandom.split(key: MLXRandom.key(seed), into: block.architecture.numHiddenLayers)[index]
         return packed(
             zip(modules, MLXRandom.split(key: key, into: modules.count)).map { module, key in
-                let (inputs, outputs) = architecture.dimensions(module)
+                let (inputs, outputs) = block.dimensions(module)
                 let bound = 1 / Float(inputs).squareRoot()
                 return LoRAMatrices(
                     a: MLXRandom.uniform(low: -bound, high: bound, [inputs, rank], key: key),
@@ -75,4 +75,11 @@ struct LoRALayout {
 struct LoRAMatrices {
     let a: MLXArray
     let b: MLXArray
+}
+
+extension Architecture {
+    /// Of each block.
+    func layouts(rank: Int) -> [LoRALayout] {
+        layers.indices.map { LoRALayout(block: block($0), rank: rank) }
+    }
 }

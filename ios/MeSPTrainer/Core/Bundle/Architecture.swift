@@ -1,64 +1,56 @@
 /// What there is to know of a model besides its weights: one description for all families, as the exporter read it from the model's
-/// `config.json`.
+/// `config.json`. A block is a mixer and an MLP:
 ///
-///     attn_in = RMSNorm(x)                              q, k, v = projections of attn_in
-///     q̂, k̂ = RoPE(norm(q)), RoPE(norm(k))               norm where there is `qkNorm`
-///     attn_out = softmax(mask(cap(q̂ k̂ᵀ · scale))) v     cap(s) = c tanh(s / c) where there is `attnLogitSoftcapping`
-///     x_mid = x + norm(o(attn_out))                     norm where there are `postNorms`
+///     x_mid = x + norm(mixer(mixer_in)),  mixer_in = RMSNorm(x)                  norm where there are `postNorms`
 ///     y = x_mid + norm(down(act(gate(mlp_in)) ∘ up(mlp_in))),  mlp_in = RMSNorm(x_mid)
-public struct Architecture: Codable, Sendable, Equatable {
+public struct Architecture: Decodable, Sendable, Equatable {
     /// The name of the family in `config.json`, for people.
     public let modelType: String
     public let hiddenSize: Int
     public let intermediateSize: Int
-    public let numAttentionHeads: Int
-    public let numKeyValueHeads: Int
-    public let headDim: Int
     public let vocabSize: Int
     public let rmsNormEps: Float
     public let tieWordEmbeddings: Bool
-    /// The linear layers of a block, in the order of every flat vector of LoRA parameters.
-    let modules: [Module]
-    /// The names of those with a bias.
-    let biases: [String]
-    let qkNorm: Bool
-    let postNorms: Bool
     let hiddenAct: Activation
-    /// What `q̂ k̂ᵀ` is multiplied by.
-    let attentionScale: Float
-    let attnLogitSoftcapping: Float?
+    let postNorms: Bool
     let finalLogitSoftcapping: Float?
     /// What the embedding is multiplied by.
     let embeddingScale: Float
-    /// The kinds of attention in the model.
-    let attention: [AttentionKind]
-    /// For each block the index of its kind.
+    /// What stands before `.layers.N.` in the names of adapters, of mlx-lm and of PEFT.
+    let mlxPrefix: String
+    let hfPrefix: String
+    /// The linear layers of the MLP.
+    let mlp: [Module]
+    /// The names of the linear layers with a bias.
+    let biases: [String]
+    /// The mixers in the model.
+    let mixers: [Mixer]
+    /// For each block the index of its mixer.
     let layers: [Int]
 
     public var numHiddenLayers: Int { layers.count }
 
     /// The linear layers by the short names that `RunSettings.projections` has.
-    public var projectionNames: [String] { modules.map(\.shortName) }
+    public var projectionNames: [String] { unique(modules.map(\.shortName)) }
 }
 
-/// What differs between the attention of one block and another.
-struct AttentionKind: Codable, Sendable, Equatable {
-    /// Radians a position of each pair of dimensions that RoPE turns; empty where there is no RoPE.
-    let frequencies: [Float]
-    /// What the turned dimensions are multiplied by.
-    let ropeScale: Float
-    /// How many positions a query sees, its own included; nil for all before it.
-    let slidingWindow: Int?
-}
-
-/// One of the seven matrices of a block's mathematics.
-enum Projection: String, Codable, CaseIterable, Sendable {
-    case q, k, v, o, gate, up, down
+/// One of the matrices of a block's mathematics.
+enum Projection: String, Decodable, CaseIterable, Sendable {
+    /// Of attention.
+    case q, k, v, o
+    /// Into a gated delta net; qkv before its convolution.
+    case qkv, z, b, a
+    /// Into a short convolution: its three parts behind each other.
+    case `in`
+    /// Out of either.
+    case out
+    /// Of the MLP.
+    case gate, up, down
 }
 
 /// A linear layer of a block, named as in Hugging Face and mlx-lm checkpoints: one projection, or several whose outputs lie behind each
 /// other. It is written as the pair of its name and them.
-struct Module: Codable, Sendable, Equatable {
+struct Module: Decodable, Sendable, Equatable {
     let name: String
     let projections: [Projection]
 
@@ -73,71 +65,105 @@ struct Module: Codable, Sendable, Equatable {
         name = try pair.decode(String.self)
         projections = try pair.decode([Projection].self)
     }
-
-    func encode(to encoder: any Encoder) throws {
-        var pair = encoder.unkeyedContainer()
-        try pair.encode(name)
-        try pair.encode(projections)
-    }
 }
 
-extension Architecture {
-    /// The input features of a projection.
-    func inputs(_ projection: Projection) -> Int {
-        switch projection {
-        case .q, .k, .v, .gate, .up: hiddenSize
-        case .o: numAttentionHeads * headDim
-        case .down: intermediateSize
-        }
-    }
+/// What there is to know of one block: its mixer, and what it has in common with all blocks.
+struct BlockShape: Sendable, Equatable {
+    let architecture: Architecture
+    let mixer: Mixer
 
-    /// The output features of a projection.
-    func outputs(_ projection: Projection) -> Int {
+    /// The linear layers, in the order of every flat vector of LoRA parameters.
+    var modules: [Module] { mixer.modules + architecture.mlp }
+
+    /// (input, output) features of a projection, which the block must have.
+    func dimensions(_ projection: Projection) -> (inputs: Int, outputs: Int) {
+        let (hidden, intermediate) = (architecture.hiddenSize, architecture.intermediateSize)
         switch projection {
-        case .q: numAttentionHeads * headDim
-        case .k, .v: numKeyValueHeads * headDim
-        case .o, .down: hiddenSize
-        case .gate, .up: intermediateSize
+        case .gate, .up: return (hidden, intermediate)
+        case .down: return (intermediate, hidden)
+        default:
+            guard let dimensions = mixer.dimensions(projection, hidden: hidden) else {
+                preconditionFailure("no projection \(projection)")
+            }
+            return dimensions
         }
     }
 
     /// (input, output) features of a module, whose projections have the same input.
-    func dimensions(_ module: Module) -> (Int, Int) {
-        (module.projections.first.map(inputs) ?? 0, module.projections.reduce(0) { $0 + outputs($1) })
+    func dimensions(_ module: Module) -> (inputs: Int, outputs: Int) {
+        let parts = module.projections.map(dimensions)
+        return (parts.first?.inputs ?? 0, parts.reduce(0) { $0 + $1.outputs })
     }
 
     /// The module that computes a projection, and which of its outputs the projection's are. `ModelBundle` has checked that there is one.
     func place(_ projection: Projection) -> (module: Module, outputs: Range<Int>) {
         for module in modules {
             guard let index = module.projections.firstIndex(of: projection) else { continue }
-            let start = module.projections[..<index].reduce(0) { $0 + outputs($1) }
-            return (module, start..<start + outputs(projection))
+            let start = module.projections[..<index].reduce(0) { $0 + dimensions($1).outputs }
+            return (module, start..<start + dimensions(projection).outputs)
         }
         preconditionFailure("no module for \(projection)")
     }
 
-    /// The names and lengths of a block's norms.
-    var norms: [(name: String, size: Int)] {
-        var norms = [("input_layernorm", hiddenSize), ("post_attention_layernorm", hiddenSize)]
-        if postNorms {
-            norms += [("pre_feedforward_layernorm", hiddenSize), ("post_feedforward_layernorm", hiddenSize)]
+    /// The arrays that are not quantized: norms, the mixer's own, and biases.
+    var plainArrays: [PlainArray] {
+        let (hidden, postNorms) = (architecture.hiddenSize, architecture.postNorms)
+        let norms =
+            ["input_layernorm", "post_attention_layernorm"]
+            + (postNorms ? ["pre_feedforward_layernorm", "post_feedforward_layernorm"] : [])
+        let biased = modules.filter { architecture.biases.contains($0.name) }
+        return norms.map { PlainArray(name: $0 + ".weight", shape: [hidden]) } + mixer.arrays(hidden: hidden)
+            + biased.map { PlainArray(name: $0.name + ".bias", shape: [dimensions($0).outputs]) }
+    }
+
+    /// Whether every part of the block is there, once.
+    fileprivate var isWhole: Bool {
+        let hidden = architecture.hiddenSize
+        let parts = modules.flatMap(\.projections)
+        let all = Projection.allCases.filter {
+            [.gate, .up, .down].contains($0) || mixer.dimensions($0, hidden: hidden) != nil
         }
-        if qkNorm { norms += [("self_attn.q_norm", headDim), ("self_attn.k_norm", headDim)] }
-        return norms.map { ($0.0 + ".weight", $0.1) }
+        return parts.count == all.count && Set(parts) == Set(all)
+            && modules.allSatisfy { Set($0.projections.map { dimensions($0).inputs }).count == 1 }
+            && Set(modules.map(\.name)).count == modules.count
+    }
+}
+
+extension Architecture {
+    /// The block with this index.
+    func block(_ index: Int) -> BlockShape { BlockShape(architecture: self, mixer: mixers[layers[index]]) }
+
+    /// A block of each kind.
+    var kinds: [BlockShape] { mixers.map { BlockShape(architecture: self, mixer: $0) } }
+
+    /// The linear layers of all blocks, each once.
+    var modules: [Module] { unique(mixers.flatMap(\.modules)) + mlp }
+
+    /// The most query heads of attention, 1 where there is none.
+    var attentionHeads: Int {
+        mixers.map { if case .attention(let mixer) = $0 { mixer.numAttentionHeads } else { 1 } }.max() ?? 1
+    }
+
+    /// The most features that a mixer's last projection takes.
+    var mixedSize: Int { mixers.map { $0.mixedSize(hidden: hiddenSize) }.max() ?? hiddenSize }
+
+    /// Whether some block leaves one state of all tokens to those that follow.
+    var isRecurrent: Bool {
+        mixers.contains { if case .attention = $0 { false } else { true } }
     }
 
     /// Whether the sizes can be a model's, and every part of a block is there. No product of the sizes, here or in a plan, overflows.
     var isConsistent: Bool {
-        let counts = [numHiddenLayers, numAttentionHeads, numKeyValueHeads, headDim]
-        guard counts.allSatisfy({ (1...(1 << 12)).contains($0) }) else { return false }
-        let widths = [hiddenSize, intermediateSize, vocabSize, outputs(.q), outputs(.k)]
-        let factors = [attentionScale, embeddingScale, attnLogitSoftcapping, finalLogitSoftcapping].compactMap { $0 }
-        let parts = modules.flatMap(\.projections)
-        return widths.allSatisfy { (1...(1 << 20)).contains($0) } && numAttentionHeads % numKeyValueHeads == 0
-            && factors.allSatisfy { $0.isFinite && $0 > 0 } && layers.allSatisfy(attention.indices.contains)
-            && attention.allSatisfy { $0.frequencies.count * 2 <= headDim && $0.slidingWindow ?? 1 >= 1 }
-            && parts.count == Projection.allCases.count && Set(parts) == Set(Projection.allCases)
-            && modules.allSatisfy { Set($0.projections.map(inputs)).count == 1 }
-            && biases.allSatisfy(modules.map(\.name).contains)
+        let widths = [hiddenSize, intermediateSize, vocabSize]
+        let factors = [embeddingScale, finalLogitSoftcapping].compactMap { $0 }
+        return (1...(1 << 12)).contains(numHiddenLayers) && widths.allSatisfy { (1...(1 << 20)).contains($0) }
+            && factors.allSatisfy { $0.isFinite && $0 > 0 }
+            && layers.allSatisfy(mixers.indices.contains) && mixers.allSatisfy { $0.isConsistent(hidden: hiddenSize) }
+            && kinds.allSatisfy(\.isWhole) && biases.allSatisfy(modules.map(\.name).contains)
     }
+}
+
+/// Without what came before.
+private func unique<T: Equatable>(_ all: [T]) -> [T] {
+    all.reduce(into: []) { if !$0.contains($1) { $0.append($1) } }
 }

@@ -58,7 +58,7 @@ extension ModelBundle {
 
     mutating func checkDimensions() throws {
         let lengths = manifest.blocks.map(\.words) + [manifest.embedding.words, manifest.head.words]
-        // Every block must be of one kind, and have that kind of attention.
+        // Every block must be of one kind, and have that kind's mixer.
         let places = manifest.blocks.enumerated().flatMap { kind, blocks in
             blocks.layers.map { (block: $0, kind: kind) }
         }
@@ -73,19 +73,17 @@ extension ModelBundle {
     }
 
     func checkLayout() throws {
-        let a = architecture
         let tables = [manifest.embedding, manifest.head].map { ($0.file, $0.words) }
         for (file, words) in tables + zip(blockFiles, kinds.map { manifest.blocks[$0].words })
         where sizes[file] != words * 4 {
             throw MeSPError("\(file) in \(url.path) doesn't have the length of its layout; export the bundle again.")
         }
         func check(
-            _ arrays: [Manifest.PackedArray], _ words: Int, vectors: [(name: String, size: Int)],
+            _ arrays: [Manifest.PackedArray], _ words: Int, plain: [PlainArray],
             matrices: [(name: String, rows: Int, columns: Int)]
         ) throws {
-            func array(_ name: String, _ rows: Int, dimensions: Int = 2, dtype: String) throws -> Manifest.PackedArray {
-                guard let array = arrays.first(where: { $0.name == name }), array.dtype == dtype,
-                    array.shape.count == dimensions, array.shape[0] == rows,
+            func array(_ name: String, dtype: String, fits: ([Int]) -> Bool) throws -> Manifest.PackedArray {
+                guard let array = arrays.first(where: { $0.name == name }), array.dtype == dtype, fits(array.shape),
                     array.shape.allSatisfy({ (1...(1 << 24)).contains($0) }),
                     (0...words).contains(array.offset), array.words <= words - array.offset
                 else { throw wrong(name) }
@@ -94,27 +92,33 @@ extension ModelBundle {
             func wrong(_ name: String) -> MeSPError {
                 MeSPError("\(url.path): the manifest's entry for \(name) is missing or wrong; export the bundle again.")
             }
-            for (name, size) in vectors { _ = try array(name, size, dimensions: 1, dtype: manifest.dtype) }
+            for expected in plain {
+                let dtype = expected.isFloat32 ? "float32" : manifest.dtype
+                _ = try array(expected.name, dtype: dtype) { $0 == expected.shape }
+            }
             for (name, rows, columns) in matrices {
                 let hasBiases = arrays.contains { $0.name == name + "biases" }
-                let weight = try array(name + "weight", rows, dtype: "uint32")
-                let scales = try array(name + "scales", rows, dtype: hasBiases ? manifest.dtype : "uint8")
-                guard
-                    QuantizationFormat(
-                        inputs: columns, words: weight.shape[1], groups: scales.shape[1], hasBiases: hasBiases) != nil,
-                    try !hasBiases || array(name + "biases", rows, dtype: manifest.dtype).shape == scales.shape
-                else { throw wrong(name + "weight") }
+                let isTable = { (shape: [Int]) in shape.count == 2 && shape[0] == rows }
+                let weight = try array(name + "weight", dtype: "uint32", fits: isTable)
+                let scales = try array(name + "scales", dtype: hasBiases ? manifest.dtype : "uint8", fits: isTable)
+                if hasBiases { _ = try array(name + "biases", dtype: manifest.dtype) { $0 == scales.shape } }
+                let format = QuantizationFormat(
+                    inputs: columns, words: weight.shape[1], groups: scales.shape[1], hasBiases: hasBiases)
+                guard format != nil else { throw wrong(name + "weight") }
             }
         }
         for blocks in manifest.blocks {
+            let block = architecture.block(blocks.layers[0])
             try check(
-                blocks.arrays, blocks.words,
-                vectors: a.norms
-                    + a.modules.filter { a.biases.contains($0.name) }.map { ($0.name + ".bias", a.dimensions($0).1) },
-                matrices: a.modules.map { ($0.name + ".", a.dimensions($0).1, a.dimensions($0).0) })
+                blocks.arrays, blocks.words, plain: block.plainArrays,
+                matrices: block.modules.map {
+                    let (inputs, outputs) = block.dimensions($0)
+                    return ($0.name + ".", outputs, inputs)
+                })
         }
-        let table = [("", a.vocabSize, a.hiddenSize)]
-        try check(manifest.embedding.arrays, manifest.embedding.words, vectors: [], matrices: table)
-        try check(manifest.head.arrays, manifest.head.words, vectors: [("norm", a.hiddenSize)], matrices: table)
+        let table = [("", architecture.vocabSize, architecture.hiddenSize)]
+        try check(manifest.embedding.arrays, manifest.embedding.words, plain: [], matrices: table)
+        let norm = PlainArray(name: "norm", shape: [architecture.hiddenSize])
+        try check(manifest.head.arrays, manifest.head.words, plain: [norm], matrices: table)
     }
 }

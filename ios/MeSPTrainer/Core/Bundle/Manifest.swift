@@ -2,31 +2,31 @@ import Foundation
 import MLX
 
 /// `manifest.json`: what a bundle holds. See `docs/architecture.md`.
-public struct Manifest: Codable, Sendable {
+public struct Manifest: Decodable, Sendable {
     /// The bundle format and the MLX version this build reads. A `.mlxfn` of another MLX version can crash on import.
-    public static let format = 3
+    public static let format = 4
     public static let mlxVersion = "0.31.1"
 
-    public struct Model: Codable, Sendable {
+    public struct Model: Decodable, Sendable {
         public let id: String
         public let revision: String?
         public let license: String?
     }
     /// Of most matrices. What each one has, its arrays tell.
-    public struct Quantization: Codable, Sendable, Equatable {
+    public struct Quantization: Decodable, Sendable, Equatable {
         public let bits: Int
         public let groupSize: Int
         public let mode: String
     }
     /// Where an array lies in a file of words. `offset` counts 32-bit words.
-    public struct PackedArray: Codable, Sendable {
+    public struct PackedArray: Decodable, Sendable {
         public let name: String
         public let offset: Int
         public let shape: [Int]
         public let dtype: String
     }
-    /// Blocks whose files have one layout and whose attention is of one kind.
-    public struct Blocks: Codable, Sendable {
+    /// Blocks whose files have one layout and whose mixer is one.
+    public struct Blocks: Decodable, Sendable {
         public let layers: [Int]
         /// Files by sequence length.
         public let functions: [String: String]
@@ -34,7 +34,7 @@ public struct Manifest: Codable, Sendable {
         public let words: Int
         public let arrays: [PackedArray]
     }
-    public struct PackedFile: Codable, Sendable {
+    public struct PackedFile: Decodable, Sendable {
         public let file: String
         public let words: Int
         public let arrays: [PackedArray]
@@ -54,7 +54,7 @@ public struct Manifest: Codable, Sendable {
             public let count: Int
         }
     }
-    public struct File: Codable, Sendable {
+    public struct File: Decodable, Sendable {
         public let path: String
         public let size: Int
         public let sha256: String
@@ -97,7 +97,7 @@ extension Manifest {
             throw MeSPError("\(path.path) is damaged; export the bundle again.")
         }
         guard version.format == Manifest.format else {
-            let remedy = version.format == 2 ? "write it anew with mesp-export --from" : "export it again"
+            let remedy = (2...3).contains(version.format) ? "write it anew with mesp-export --from" : "export it again"
             throw MeSPError(
                 "\(url.path) has bundle format \(version.format), this build reads format \(Manifest.format); \(remedy)."
             )
@@ -121,7 +121,7 @@ extension Manifest {
 
     /// The most weights that share a scale in a row of a down projection. Tiles of the intermediate features are multiples of it.
     var featureGroup: Int {
-        let scales = architecture.place(.down).module.name + ".scales"
+        let scales = architecture.kinds[0].place(.down).module.name + ".scales"
         return blocks.compactMap { $0.arrays.first { $0.name == scales }?.shape.last }
             .map { architecture.intermediateSize / $0 }.max() ?? 1
     }

@@ -92,9 +92,7 @@ public struct ModelBundle {
     func withBlock<R>(_ index: Int, _ body: (BlockWeights) throws -> R) throws -> R {
         let kind = manifest.blocks[kinds[index]]
         return try withWeights(Self.blockFile(index), kind.words, kind.arrays) {
-            try body(
-                BlockWeights(
-                    architecture: architecture, kind: architecture.attention[architecture.layers[index]], packed: $0))
+            try body(BlockWeights(shape: architecture.block(index), packed: $0))
         }
     }
 

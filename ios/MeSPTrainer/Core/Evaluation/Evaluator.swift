@@ -46,7 +46,7 @@ public struct Evaluator {
             return try continuations.map { try score(prompt + $0, from: prompt.count, atBlock) }
         }
         return try model.bundle.withDevice {
-            var cache = KeyValueCache()
+            var cache = PromptCache()
             var last = MLXArray.zeros([1, model.bundle.architecture.hiddenSize], dtype: model.bundle.dtype)
             try model.forward(prompt[...], &cache, atBlock) { _, y in last = y[(y.dim(0) - 1)...] }
             var scores = [Score]()
@@ -96,7 +96,7 @@ public struct Evaluator {
     private func score(_ tokens: [Int], from first: Int, _ atBlock: () throws -> Void) throws -> Score {
         try model.bundle.withDevice {
             var score = Score()
-            var cache = KeyValueCache()
+            var cache = PromptCache()
             try model.forward(tokens.dropLast(), &cache, atBlock) { range, y in
                 // The last of the tokens before predicts the first that counts.
                 let counted = range.clamped(to: first - 1..<tokens.count)
@@ -114,7 +114,7 @@ public struct Evaluator {
     ///   - last: y `[1, hidden]` of the prompt's last token, which predicts the first of each.
     ///   - cache: of the prompt.
     private func scores(
-        of continuations: [[Int]], _ last: MLXArray, _ cache: KeyValueCache, _ atBlock: () throws -> Void
+        of continuations: [[Int]], _ last: MLXArray, _ cache: PromptCache, _ atBlock: () throws -> Void
     ) throws -> [Score] {
         guard !continuations.isEmpty else { return [] }
         let inputs = continuations.map { Array($0.dropLast()) }

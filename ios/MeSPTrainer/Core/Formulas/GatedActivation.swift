@@ -49,7 +49,7 @@ enum Activation: String, Codable, Sendable {
     private static let gelus = Kernels(.gelu)
 
     /// f(x) and f′(x)
-    private func values(_ x: MLXArray) -> (f: MLXArray, slope: MLXArray) {
+    func values(_ x: MLXArray) -> (f: MLXArray, slope: MLXArray) {
         switch self {
         case .silu:  // silu′ = σ + x σ (1 − σ)
             let sigma = sigmoid(x)

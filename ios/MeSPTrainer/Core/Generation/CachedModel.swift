@@ -1,13 +1,14 @@
 import Foundation
 import MLX
 
-/// A bundle's model, with adapters or without, for tokens that follow others: block by block, over the keys and values of the tokens
-/// before. Weights are mapped for as long as a block is worked on.
+/// A bundle's model, with adapters or without, for tokens that follow others: block by block, over what the tokens before
+/// left. Weights are mapped for as long as a block is worked on.
 struct CachedModel {
     let bundle: ModelBundle
     /// Tokens that go through the blocks together.
     let chunk: Int
     private let adapters: Adapters?
+    private let isRecurrent: Bool
     /// Of the manifest, which searches its layouts for it.
     private let featureGroup: Int
     /// The size of temporary arrays, in bytes.
@@ -16,6 +17,7 @@ struct CachedModel {
     /// - Parameter folder: adapters as mlx-lm or PEFT writes them; nil for the base model.
     init(_ bundle: ModelBundle, adapters folder: URL?, chunk: Int = 256) throws {
         (self.bundle, self.chunk, featureGroup) = (bundle, chunk, bundle.manifest.featureGroup)
+        isRecurrent = bundle.architecture.isRecurrent
         adapters = try folder.map { folder in
             try bundle.withDevice { try loadAdapters(from: folder, architecture: bundle.architecture) }
         }
@@ -25,22 +27,20 @@ struct CachedModel {
     ///
     /// - Parameter body: gets a piece of up to `chunk` tokens at a time: which they are, and y `[n, hidden]`, evaluated.
     func forward(
-        _ tokens: ArraySlice<Int>, _ cache: inout KeyValueCache, _ atBlock: () throws -> Void,
+        _ tokens: ArraySlice<Int>, _ cache: inout PromptCache, _ atBlock: () throws -> Void,
         _ body: (Range<Int>, MLXArray) throws -> Void
     ) throws {
         if cache.blocks.isEmpty {
-            cache.blocks = (0..<bundle.architecture.numHiddenLayers).map { _ in
-                KeyValues(bundle.architecture, dtype: bundle.dtype)
-            }
+            cache.blocks = Array(repeating: nil, count: bundle.architecture.numHiddenLayers)
         }
-        for range in tiles(of: tokens.count, size: chunk) {
+        for range in cache.pieces(of: tokens.count, size: chunk, isRecurrent: isRecurrent) {
             let read = tokens.dropFirst(range.lowerBound).prefix(range.count)
             var x = try embedded(read)
             for block in cache.blocks.indices {
                 try atBlock()
-                var caches = [cache.blocks[block]]
-                x = try forward(block, x, sequences: [0..<range.count], &caches)
-                cache.blocks[block] = caches[0]
+                var states = [cache.blocks[block]]
+                x = try forward(block, x, sequences: [0..<range.count], &states, keepsStates: true)
+                cache.blocks[block] = states[0]
                 if range.count > 1 { Memory.clearCache() }
             }
             cache.add(read)
@@ -52,9 +52,9 @@ struct CachedModel {
     /// What the last block makes of several sequences, of which each follows the tokens in the cache. They go through the blocks together,
     /// and the cache stays as it is.
     ///
-    /// - Parameter sequences: of some tokens each.
+    /// - Parameter sequences: of some tokens each. They share the keys and values in the cache, and each goes on from a recurrent state.
     /// - Returns: y `[n, hidden]`, one sequence below the other, evaluated.
-    func forward(branches sequences: [[Int]], after cache: KeyValueCache, _ atBlock: () throws -> Void) throws
+    func forward(branches sequences: [[Int]], after cache: PromptCache, _ atBlock: () throws -> Void) throws
         -> MLXArray
     {
         var rows = [Range<Int>]()
@@ -65,8 +65,8 @@ struct CachedModel {
         var x = try embedded(sequences.flatMap { $0 }[...])
         for block in cache.blocks.indices {
             try atBlock()
-            var caches = [KeyValues](repeating: cache.blocks[block], count: rows.count)
-            x = try forward(block, x, sequences: rows, &caches)
+            var states = [MixerState?](repeating: cache.blocks[block], count: rows.count)
+            x = try forward(block, x, sequences: rows, &states, keepsStates: false)
         }
         Memory.clearCache()
         return x
@@ -87,17 +87,19 @@ struct CachedModel {
         }
     }
 
-    private func forward(_ block: Int, _ x: MLXArray, sequences: [Range<Int>], _ caches: inout [KeyValues]) throws
-        -> MLXArray
-    {
+    /// - Parameter states: nil before the first token; see `BlockForward`.
+    private func forward(
+        _ block: Int, _ x: MLXArray, sequences: [Range<Int>], _ states: inout [MixerState?], keepsStates: Bool
+    ) throws -> MLXArray {
         try bundle.withBlock(block) { weights in
-            let architecture = bundle.architecture
+            var known = states.map { $0 ?? MixerState(weights, dtype: bundle.dtype) }
             let forward = BlockForward(
                 weights: weights, lora: adapters?.lora[block],
-                layout: adapters?.layout ?? LoRALayout(architecture: architecture, rank: 0),
-                scale: adapters?.scale ?? 0,
-                tile: tile(rows: x.dim(0), length: (caches.map(\.count).max() ?? 0) + x.dim(0)))
-            return forward(x, sequences: sequences, &caches)
+                layout: LoRALayout(block: weights.shape, rank: adapters?.rank ?? 0), scale: adapters?.scale ?? 0,
+                tile: tile(rows: x.dim(0), length: (known.map(\.count).max() ?? 0) + x.dim(0)))
+            let y = forward(x, sequences: sequences, &known, keepsStates: keepsStates)
+            if keepsStates { states = known }
+            return y
         }
     }
 }

@@ -65,7 +65,7 @@ public struct Generator {
     public func generate(
         _ request: Request, atBlock: () throws -> Void = {}, onToken: (Int) throws -> Void
     ) throws -> Summary {
-        var cache = KeyValueCache()
+        var cache = PromptCache()
         return try generate(request, continuing: &cache, atBlock: atBlock, onToken: onToken)
     }
 
@@ -80,7 +80,7 @@ public struct Generator {
     /// - Throws: `MeSPError`, and what `onToken` throws.
     @discardableResult
     public func generate(
-        _ request: Request, continuing cache: inout KeyValueCache, atBlock: () throws -> Void = {},
+        _ request: Request, continuing cache: inout PromptCache, atBlock: () throws -> Void = {},
         onToken: (Int) throws -> Void
     ) throws -> Summary {
         try request.check(vocabulary: model.bundle.architecture.vocabSize)
@@ -90,13 +90,13 @@ public struct Generator {
                 return try write(request, &cache, atBlock, onToken)
             }
         } catch {
-            cache = KeyValueCache(limit: cache.limit)  // its last arrays may not be whole
+            cache = PromptCache(limit: cache.limit)  // its last arrays may not be whole
             throw error
         }
     }
 
     private func write(
-        _ request: Request, _ cache: inout KeyValueCache, _ atBlock: () throws -> Void, _ onToken: (Int) throws -> Void
+        _ request: Request, _ cache: inout PromptCache, _ atBlock: () throws -> Void, _ onToken: (Int) throws -> Void
     ) throws -> Summary {
         let sampler = FootprintSampler()
         defer { sampler.stop() }
@@ -130,7 +130,7 @@ public struct Generator {
 
     /// The logits `[vocabulary]` (float32, evaluated) of the token that comes after `tokens`, which follow those in the cache.
     func logits(
-        _ tokens: ArraySlice<Int>, _ cache: inout KeyValueCache, _ atBlock: () throws -> Void
+        _ tokens: ArraySlice<Int>, _ cache: inout PromptCache, _ atBlock: () throws -> Void
     ) throws -> MLXArray {
         var last = MLXArray.zeros([1, model.bundle.architecture.hiddenSize], dtype: model.bundle.dtype)
         try model.forward(tokens, &cache, atBlock) { _, y in last = y[(y.dim(0) - 1)...] }

@@ -1,35 +1,42 @@
 import MLX
 
-/// What the backward pass reads of what the block function returns: `[1, T, features]`, or `[1, heads, T, head_dim]`. attn_in is made
-/// again, a norm of x; so are gate and up, tile by tile, where they were not kept.
+/// What the backward pass reads of what the block function returns. mixer_in is made again, a norm of x; so are gate and up, tile by
+/// tile, where they were not kept.
 struct Intermediates {
-    let q, k, v, attnOut, xMid: MLXArray
+    /// Of the mixer's projections `[1, T, features]`, or `[1, heads, T, d]` of attention's:
+    ///
+    ///     attention            q, behind each head its gate if it has one;  k;  v
+    ///     gated delta net      qkv, before its convolution;  z;  b and a behind it
+    ///     short convolution    b;  c;  u
+    let m1, m2, m3: MLXArray
+    /// What the mixer's formula makes of these, before its output's gate or norm `[1, T, features]`.
+    let mixed: MLXArray
+    let xMid: MLXArray
     let gate, up: MLXArray?
-    /// The outputs of attention and of the MLP that go through norms, in a block with post-norms.
-    let oOut, mlpOut: MLXArray?
+    /// The outputs of the mixer and of the MLP that go through norms, in a block with post-norms.
+    let mixerOut, mlpOut: MLXArray?
 
     /// - Parameter outputs: all of a block function's
     init(kept outputs: [MLXArray]) {
-        (q, k, v, attnOut, xMid) = (outputs[2], outputs[3], outputs[4], outputs[5], outputs[6])
+        (m1, m2, m3, mixed, xMid) = (outputs[2], outputs[3], outputs[4], outputs[5], outputs[6])
         (gate, up) = (outputs[7], outputs[8])
-        (oOut, mlpOut) = outputs.count > 9 ? (outputs[9], outputs[10]) : (nil, nil)
+        (mixerOut, mlpOut) = outputs.count > 9 ? (outputs[9], outputs[10]) : (nil, nil)
     }
 
     /// - Parameter outputs: a block function's `Outputs.intermediates`
     init(recomputed outputs: [MLXArray]) {
-        (q, k, v, attnOut, xMid) = (outputs[0], outputs[1], outputs[2], outputs[3], outputs[4])
+        (m1, m2, m3, mixed, xMid) = (outputs[0], outputs[1], outputs[2], outputs[3], outputs[4])
         (gate, up) = (nil, nil)
-        (oOut, mlpOut) = outputs.count > 5 ? (outputs[5], outputs[6]) : (nil, nil)
+        (mixerOut, mlpOut) = outputs.count > 5 ? (outputs[5], outputs[6]) : (nil, nil)
     }
 
-    var arrays: [MLXArray] { [q, k, v, attnOut, xMid] + [gate, up, oOut, mlpOut].compactMap { $0 } }
+    var arrays: [MLXArray] { [m1, m2, m3, mixed, xMid] + [gate, up, mixerOut, mlpOut].compactMap { $0 } }
 }
 
 /// The structured backward pass of one transformer block:
 ///
-///     attn_in = RMSNorm(x)                      x_mid = x + o(attn_out)
-///     q, k, v = q(attn_in), …                   mlp_in = RMSNorm(x_mid)
-///     attn_out = attention(q, k, v)             y = x_mid + down(act(gate(mlp_in)) ∘ up(mlp_in))
+///     mixer_in = RMSNorm(x)                     mlp_in = RMSNorm(x_mid)
+///     x_mid = x + mixer(mixer_in)               y = x_mid + down(act(gate(mlp_in)) ∘ up(mlp_in))
 ///
 /// Each projection is a LoRA linear, and what is added to x and x_mid may go through an RMSNorm before. From x, the intermediates and dy
 /// it makes dx and the gradients of the LoRA matrices, and nothing else. What it takes and dx have the bundle's dtype, norms too, as the
@@ -56,7 +63,7 @@ struct BlockBackward {
         var gradients = [Projection: LoRAMatrices]()
         d = d.reshaped([shape[1], shape[2]]).asType(.float32)
         d = mlp(forward, dy: d, &gradients)
-        if let dx = attention(x: x, consume forward, dMid: d, wantsInput: wantsInput, &gradients) { d = dx }
+        if let dx = mixer(x: x, consume forward, dMid: d, wantsInput: wantsInput, &gradients) { d = dx }
         d = d.reshaped(shape).asType(x.dtype)
         let gradient = layout.packed(gradients)
         eval(d, gradient)
@@ -122,7 +129,7 @@ struct BlockBackward {
                     upKept.map { [$0[t, f]] }
                     ?? [wUpF.apply(mlpIn[t]), matmul(hUp[t], bUp), upBias?[f]].compactMap { $0 }
                 let dAct = addMM(wDownF.applyTransposed(dy[t], addedTo: nil), dyB[t], aDown.T)
-                let (act, dGate, dUp) = weights.architecture.hiddenAct.gatedBackward(gate: gate, up: up, dAct: dAct)
+                let (act, dGate, dUp) = weights.activation.gatedBackward(gate: gate, up: up, dAct: dAct)
 
                 hDown = product(act, aDown, addedTo: hDown)
                 dGateB = product(dGate, bGate.T, addedTo: dGateB)
@@ -169,43 +176,49 @@ struct BlockBackward {
         return d
     }
 
-    // MARK: - x_mid = x + norm(o_out),  o_out = o(attention(q(attn_in), k(attn_in), v(attn_in))),  attn_in = RMSNorm(x)
+    // MARK: - x_mid = x + norm(mixer_out),  mixer_out = mixer(mixer_in),  mixer_in = RMSNorm(x)
 
     /// - Returns: dx `[T, hidden]`, evaluated, or nil where it is not wanted.
-    private func attention(
+    private func mixer(
         x: MLXArray, _ forward: consuming Intermediates, dMid: MLXArray, wantsInput: Bool,
         _ gradients: inout [Projection: LoRAMatrices]
     ) -> MLXArray? {
-        let norm = weights.attentionNorm
-        let (dq, dk, dv) = heads(consume forward, dMid: dMid, &gradients)
-        let attnIn = norm(x).asType(.float32)
-        var dAttnIn: MLXArray?
-        for (name, dy) in [(Projection.q, dq), (.k, dk), (.v, dv)] {
-            dAttnIn = projection(name, attnIn, dy: dy, wantsInput: wantsInput, addedTo: dAttnIn, &gradients)
+        let projected = projected(consume forward, dMid: dMid, &gradients)
+        let norm = weights.mixerNorm
+        let mixerIn = norm(x).asType(.float32)
+        var dMixerIn: MLXArray?
+        for (name, dy) in projected {
+            dMixerIn = projection(name, mixerIn, dy: dy, wantsInput: wantsInput, addedTo: dMixerIn, &gradients)
         }
-        guard let dAttnIn else { return nil }
-        tile.endPhase([dAttnIn] + gradients.values.flatMap { [$0.a, $0.b] })
-        let dx = norm.backward(x, dy: dAttnIn, addedTo: dMid)
+        guard let dMixerIn else { return nil }
+        tile.endPhase([dMixerIn] + gradients.values.flatMap { [$0.a, $0.b] })
+        let dx = norm.backward(x, dy: dMixerIn, addedTo: dMid)
         eval(dx)
         return dx
     }
 
-    /// - Returns: the gradients of the q, k and v projections' outputs, `[T, features]`, evaluated.
-    private func heads(
+    /// What a mixer's derivative gives: the gradients of what its projections of mixer_in give `[T, features]`, evaluated.
+    typealias Projected = KeyValuePairs<Projection, MLXArray>
+
+    private func projected(
         _ forward: consuming Intermediates, dMid: MLXArray, _ gradients: inout [Projection: LoRAMatrices]
-    ) -> (dq: MLXArray, dk: MLXArray, dv: MLXArray) {
-        let a = weights.architecture
-        let shape = [dMid.dim(0), a.numAttentionHeads, a.headDim]
-        let attnOut = forward.attnOut.reshaped([shape[0], shape[1] * shape[2]]).asType(.float32)
-        let dOut = through(weights.attentionPostNorm, forward.oOut, dy: dMid)
-        guard
-            let dAttnOut = projection(
-                .o, attnOut, dy: dOut, wantsInput: true, addedTo: nil, &gradients)
-        else { preconditionFailure("a gradient was asked for") }
-        func byHead(_ x: MLXArray) -> MLXArray { x.reshaped(shape).swappedAxes(0, 1) }
-        return weights.attention.backward(
-            q: forward.q[0], k: forward.k[0], v: forward.v[0], dOut: byHead(dAttnOut),
-            tile: tile)
+    ) -> Projected {
+        let dOut = through(weights.mixerPostNorm, forward.mixerOut, dy: dMid)
+        switch weights.shape.mixer {
+        case .attention(let mixer): return attention(mixer, consume forward, dOut: dOut, &gradients)
+        case .gatedDeltaNet(let mixer): return gatedDeltaNet(mixer, consume forward, dOut: dOut, &gradients)
+        case .shortConvolution: return shortConvolution(consume forward, dOut: dOut, &gradients)
+        }
+    }
+
+    /// The derivative of the mixer's last projection, o or out.
+    /// - Returns: the gradient of its input `[T, features]`.
+    func lastProjection(
+        _ projection: Projection, _ input: MLXArray, dy: MLXArray, _ gradients: inout [Projection: LoRAMatrices]
+    ) -> MLXArray {
+        let dInput = self.projection(projection, input, dy: dy, wantsInput: true, addedTo: nil, &gradients)
+        guard let dInput else { preconditionFailure("a gradient was asked for") }
+        return dInput
     }
 
     /// The derivative of one projection of `input`: see `linearBackward`.

@@ -2,11 +2,11 @@ import MLX
 
 /// The forward pass of a block, `f(x, lora, scale, weights)`, from a bundle's file.
 final class BlockFunction {
-    /// What a caller evaluates of what the file's function returns: y, attn_in, q, k, v, attn_out, x_mid, gate, up and, with
-    /// post-norms, o_out and mlp_out.
+    /// What a caller evaluates of what the file's function returns: y, mixer_in, m₁, m₂, m₃, mixed, x_mid, gate, up and, with
+    /// post-norms, mixer_out and mlp_out. See `Intermediates`.
     enum Outputs {
         case y
-        /// What the backward pass reads, but for gate and up: q, k, v, attn_out, x_mid, and o_out and mlp_out.
+        /// What the backward pass reads, but for gate and up: m₁, m₂, m₃, mixed, x_mid, and mixer_out and mlp_out.
         case intermediates
         case all
 

@@ -4,7 +4,8 @@ import MLX
 /// that is alive. Sequences may have any of the lengths that the bundle has functions for.
 final class BlockwiseModel {
     let bundle: ModelBundle
-    let layout: LoRALayout
+    /// Of each block.
+    let layouts: [LoRALayout]
     /// What the adapters' output is multiplied by: α / rank, or α / √rank.
     let scale: Float
     private let tileBytes: Int
@@ -23,7 +24,7 @@ final class BlockwiseModel {
     init(_ bundle: ModelBundle, _ settings: RunSettings, plan: Plan, lora: BlockArrays, clock: StepClock) throws {
         let architecture = bundle.architecture
         (self.bundle, self.lora, self.clock) = (bundle, lora, clock)
-        layout = LoRALayout(architecture: architecture, rank: settings.rank)
+        layouts = architecture.layouts(rank: settings.rank)
         scale = settings.scale
         tileBytes = plan.tileBytes
         workspace = bundle.products == .packed ? Planner(bundle.manifest, settings).workspace(plan) : nil

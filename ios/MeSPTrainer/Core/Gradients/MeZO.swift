@@ -9,10 +9,10 @@ struct MeZO {
     let epsilon: Float
     /// A key of the random numbers for each block.
     let keys: [MLXArray]
-    let layout: LoRALayout
-    /// The blocks that are moved, and of their parameters those where this is 1: `[P]`, nil for all.
+    let layouts: [LoRALayout]
+    /// The blocks that are moved, and of a block's parameters those where this is 1: `[P]`, nil for all.
     let trained: Range<Int>
-    let mask: MLXArray?
+    let mask: (_ block: Int) -> MLXArray?
 
     /// - Parameter loss: L with each block's parameters `[P]` moved.
     /// - Returns: the mean of the two losses, and g.
@@ -28,7 +28,7 @@ struct MeZO {
 
     /// A block's direction, `[P]`.
     func z(_ block: Int) -> MLXArray {
-        let z = MLXRandom.normal([layout.count], key: keys[block])
-        return mask.map { z * $0 } ?? z
+        let z = MLXRandom.normal([layouts[block].count], key: keys[block])
+        return mask(block).map { z * $0 } ?? z
     }
 }

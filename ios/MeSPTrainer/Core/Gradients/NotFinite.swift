@@ -29,10 +29,10 @@ extension BlockwiseModel {
 
     /// The name, as in a file of adapters, of the first matrix in a block's vector `[P]` that is not finite.
     private func firstNotFinite(_ vector: MLXArray, _ block: Int) -> String? {
-        for module in layout.modules {
-            let matrices = layout.matrices(module, in: vector)
-            for (name, matrix) in [("lora_a", matrices.a), ("lora_b", matrices.b)] where !isFinite(matrix) {
-                return "model.layers.\(block).\(module.name).\(name)"
+        for module in layouts[block].modules {
+            let matrices = layouts[block].matrices(module, in: vector)
+            for (name, matrix) in [("A", matrices.a), ("B", matrices.b)] where !isFinite(matrix) {
+                return AdapterFormat.mlx.name(name, module, block, of: bundle.architecture)
             }
         }
         return nil

@@ -10,25 +10,24 @@ struct Optimizer {
     /// How `first` and `second` are quantized; nil where they are float32.
     private let maps: (first: DynamicMap, second: DynamicMap)?
 
-    /// - Parameters:
-    ///   - parameters: P, of a block
-    ///   - zeros: makes an array of zeros for each block.
-    init(_ settings: RunSettings, parameters: Int, zeros: (_ shape: [Int], _ dtype: DType) throws -> BlockArrays)
-        rethrows
-    {
+    /// - Parameter zeros: makes an array of zeros for each block, in the shape that its P parameters give.
+    init(
+        _ settings: RunSettings,
+        zeros: (_ shape: (_ parameters: Int) -> [Int], _ dtype: DType) throws -> BlockArrays
+    ) rethrows {
         self.settings = settings
-        let state = Self.state(settings, parameters: parameters)
+        let state = Self.state(settings)
         first = state.count > 0 ? try zeros(state.shape, state.dtype) : nil
         second = state.count > 1 ? try zeros(state.shape, state.dtype) : nil
         maps = settings.optimizer == .adamw8bit ? (DynamicMap(signed: true), DynamicMap(signed: false)) : nil
     }
 
-    /// How many arrays are kept for a block of `parameters`, and of what kind: float32 `[P]`, or what `DynamicMap` makes of them.
-    static func state(_ settings: RunSettings, parameters: Int) -> (count: Int, shape: [Int], dtype: DType) {
+    /// How many arrays are kept for a block of P parameters, and of what kind: float32 `[P]`, or what `DynamicMap` makes of them.
+    static func state(_ settings: RunSettings) -> (count: Int, shape: (_ parameters: Int) -> [Int], dtype: DType) {
         switch settings.optimizer {
-        case .sgd: (settings.momentum > 0 ? 1 : 0, [parameters], .float32)
-        case .adamw: (2, [parameters], .float32)
-        case .adamw8bit: (2, DynamicMap.shape(parameters), .uint8)
+        case .sgd: (settings.momentum > 0 ? 1 : 0, { [$0] }, .float32)
+        case .adamw: (2, { [$0] }, .float32)
+        case .adamw8bit: (2, DynamicMap.shape, .uint8)
         }
     }
 

@@ -7,7 +7,7 @@ extension Trainer {
         let stored = try model.lora.read(block)
         let old = stored.asType(.float32)
         var new = try optimizer.update(old, gradient, block: block, rate: settings.learningRate(step: number))
-        if let mask { new = which(mask, new, old) }
+        if let mask = mask(block) { new = which(mask, new, old) }
         if settings.loraDtype == .bfloat16 {
             new = stochasticallyRounded(new, key: MLXRandom.split(key: key).0)
         }

@@ -80,7 +80,7 @@ final class Trainer {
     private func gradient(_ block: Int, _ x: MLXArray, _ kept: Intermediates?, d: inout MLXArray) throws -> MLXArray {
         let gradient =
             if let automatic { try automatic(block, x, d: &d) } else { try structured(block, x, kept, d: &d) }
-        return mask.map { gradient * $0 } ?? gradient
+        return mask(block).map { gradient * $0 } ?? gradient
     }
 
     /// The structured backward pass: the block's forward pass again up to x_mid, unless it was kept, then the derivatives by hand.
@@ -89,7 +89,7 @@ final class Trainer {
         return try model.withBlock(block) { weights in
             let intermediates = try kept ?? model.recompute(block, x, lora, weights)
             let backward = BlockBackward(
-                weights: weights, lora: lora, layout: model.layout, scale: model.scale, tile: model.tile(x))
+                weights: weights, lora: lora, layout: model.layouts[block], scale: model.scale, tile: model.tile(x))
             return backward(x: x, consume intermediates, d: &d, wantsInput: block > trained.lowerBound)
         }
     }
@@ -220,7 +220,7 @@ final class Trainer {
     }
 
     func zerothOrder(_ keys: [MLXArray]) -> MeZO {
-        MeZO(epsilon: settings.mezoEpsilon, keys: keys, layout: model.layout, trained: trained, mask: mask)
+        MeZO(epsilon: settings.mezoEpsilon, keys: keys, layouts: model.layouts, trained: trained, mask: mask)
     }
 
     // MARK: - What a step needs
@@ -235,8 +235,8 @@ final class Trainer {
     let trained: Range<Int>
     /// The modules of these blocks that are trained.
     let modules: [Module]
-    /// 1 for each parameter of a trained module, 0 for the others, `[P]`; nil where all are trained.
-    let mask: MLXArray?
+    /// For each of the model's mixers what `mask` gives of its blocks.
+    private let masks: [MLXArray]?
     /// The block inputs, from the forward to the backward pass.
     private var inputs: BlockArrays
     /// Those of a sequence that waits.
@@ -255,21 +255,27 @@ final class Trainer {
     init(bundle: ModelBundle, settings: RunSettings, plan: Plan, folder: URL) throws {
         let architecture = bundle.architecture
         let blocks = architecture.numHiddenLayers
-        let layout = LoRALayout(architecture: architecture, rank: settings.rank)
+        let layouts = architecture.layouts(rank: settings.rank)
         self.settings = settings
         self.plan = plan
         trained = max(0, blocks - (settings.numLayers ?? blocks))..<blocks
-        modules = try settings.modules(of: architecture)
-        mask = modules == architecture.modules ? nil : layout.mask(modules)
+        let modules = try settings.modules(of: architecture)
+        self.modules = modules
+        masks =
+            modules == architecture.modules
+            ? nil : architecture.kinds.map { LoRALayout(block: $0, rank: settings.rank).mask(modules) }
 
-        func arrays(_ shape: [Int], _ dtype: DType) throws -> BlockArrays {
-            let file = plan.offload == .all ? try ArrayFile(in: folder, shape: shape, dtype: dtype) : nil
+        let parameters = layouts.map(\.count)
+        /// Of the shape that a block's P parameters give.
+        func arrays(_ shape: (_ parameters: Int) -> [Int], _ dtype: DType) throws -> BlockArrays {
+            let largest = shape(parameters.max() ?? 0)
+            let file = plan.offload == .all ? try ArrayFile(in: folder, shape: largest, dtype: dtype) : nil
             return BlockArrays(count: blocks, file: file, keepsPrevious: settings.skipBadSteps)
         }
         let trained = trained
-        func zeros(_ shape: [Int], _ dtype: DType) throws -> BlockArrays {
+        func zeros(_ shape: (_ parameters: Int) -> [Int], _ dtype: DType) throws -> BlockArrays {
             var arrays = try arrays(shape, dtype)
-            for block in trained { try arrays.write(MLXArray.zeros(shape, dtype: dtype), block) }
+            for block in trained { try arrays.write(MLXArray.zeros(shape(parameters[block]), dtype: dtype), block) }
             return arrays
         }
         let longest = [1, settings.seqLen, architecture.hiddenSize]
@@ -280,13 +286,13 @@ final class Trainer {
         }
         self.inputs = try inputs(areKept: true)
         waitingInputs = try inputs(areKept: plan.keepsAnswer == true)
-        optimizer = try Optimizer(settings, parameters: layout.count, zeros: zeros)
-        gradients = settings.gathersGradients ? try zeros([layout.count], .float32) : nil
-        var lora = try arrays([layout.count], settings.loraDtype.dtype)
-        for block in 0..<blocks {
+        optimizer = try Optimizer(settings, zeros: zeros)
+        gradients = settings.gathersGradients ? try zeros({ [$0] }, .float32) : nil
+        var lora = try arrays({ [$0] }, settings.loraDtype.dtype)
+        for (block, layout) in layouts.enumerated() {
             try lora.write(layout.initial(seed: settings.seed, block: block).asType(settings.loraDtype.dtype), block)
         }
-        start = try Self.start(settings, architecture) { try arrays([layout.count], .float32) }
+        start = try Self.start(settings, architecture) { try arrays({ [$0] }, .float32) }
         model = try BlockwiseModel(bundle, settings, plan: plan, lora: lora, clock: clock)
         automatic = settings.method == .mebp ? AutomaticBackward(model) : nil
     }
@@ -301,6 +307,9 @@ final class Trainer {
         for (block, vector) in adapters.lora.enumerated() { try start.write(vector, block) }
         return start
     }
+
+    /// 1 for each parameter of a trained module of a block, 0 for the others, `[P]`; nil where all are trained.
+    func mask(_ block: Int) -> MLXArray? { masks.map { $0[model.bundle.architecture.layers[block]] } }
 
     /// Whether a block's intermediates stay from the forward to the backward pass.
     private func keeps(_ block: Int) -> Bool {

@@ -26,6 +26,12 @@ public struct Planner: Sendable {
     private let products: QuantizedMatrix.Products
     private let functionBytes: Int
     private let mappedBytes: Int
+    /// The parameters of all blocks, the optimizer's state and the sums of gradients, in bytes.
+    private let vectors: Int
+    /// For each of the model's mixers.
+    private let mixers: [MixerMemory]
+    /// What the mixers of the last blocks leave, by the number of blocks, in bytes.
+    private let left: [Int]
 
     /// From the largest, which the default plan takes: larger ones are no faster. On a GPU, where a kernel costs as much as some 500 kB
     /// of memory traffic, they grow with the sequence, so that a step of any length has about as many kernels, up to where that is a
@@ -50,6 +56,31 @@ public struct Planner: Sendable {
         let functions = Set(
             manifest.lengths(settings).flatMap { length in manifest.blocks.compactMap { $0.functions["\(length)"] } })
         functionBytes = manifest.files.filter { functions.contains($0.path) }.reduce(0) { $0 + $1.size }
+        vectors = Self.vectors(manifest.architecture, settings)
+        let mixers = architecture.mixers.map { [architecture, itemSize] in
+            MixerMemory(
+                mixer: $0, hiddenSize: architecture.hiddenSize, length: settings.seqLen, itemSize: itemSize)
+        }
+        left = architecture.layers.reversed().reduce(into: [0]) {
+            $0.append($0[$0.count - 1] + mixers[$1].intermediates)
+        }
+        self.mixers = mixers
+    }
+
+    private static func vectors(_ architecture: Architecture, _ settings: RunSettings) -> Int {
+        let ofMixers = architecture.kinds.map { LoRALayout(block: $0, rank: settings.rank).count }
+        let all = architecture.layers.map { ofMixers[$0] }
+        let trained = all.suffix(settings.numLayers ?? all.count)
+        func sum(_ blocks: some Sequence<Int>, _ bytes: (_ parameters: Int) -> Int = { 4 * $0 }) -> Int {
+            blocks.reduce(0) { $0 + bytes($1) }
+        }
+        let kept = Optimizer.state(settings)
+        let state = kept.count * sum(trained) { kept.shape($0).reduce(kept.dtype.size, *) }
+        let parameters = sum(all) { settings.loraDtype.dtype.size * $0 }
+        let start = settings.keepsStart ? sum(all) : 0
+        // A step can be taken back while the old values are there.
+        return (parameters + state) * (settings.skipBadSteps ? 2 : 1)
+            + (settings.gathersGradients ? sum(trained) : 0) + start
     }
 
     private var method: GradientMethod { settings.method }
@@ -152,7 +183,7 @@ public struct Planner: Sendable {
         let inputs = method == .mezo || plan.offload != .none ? 0 : sequences * trainedBlocks * hidden
         // The waiting answer's d.
         let waiting = plan.keepsAnswer == true ? hidden : 0
-        return (plan.offload == .all ? 0 : vectors) + inputs + waiting + plan.keptBlocks * keptBytes
+        return (plan.offload == .all ? 0 : vectors) + inputs + waiting + kept(plan.keptBlocks)
     }
 
     private func tile(_ plan: Plan) -> TileSizes {
@@ -160,13 +191,13 @@ public struct Planner: Sendable {
     }
 
     /// What the arrays of one block, or of the head, take on a GPU, in bytes: what lives through a tile, and what some 21 kernels
-    /// write, the longest command buffer, for while it is encoded nothing of it can go. Whichever derivative takes more, attention's
+    /// write, the longest command buffer, for while it is encoded nothing of it can go. Whichever derivative takes more, the mixer's
     /// or the MLP's; fitted to what docs/ledger.md counts.
     private func phase(_ plan: Plan) -> Int {
         let postNormed = architecture.postNorms ? hidden : 0
-        let attention = 58 * plan.tileBytes + 142 * query + 157 * keyValue + 17 * postNormed
+        let mixer = 58 * plan.tileBytes + most(\.tenPhases) + 17 * postNormed
         let mlp = 34 * plan.tileBytes + 180 * hidden + 38 * loraBytes + 46 * postNormed
-        return max(attention, mlp) / 10
+        return max(mixer, mlp) / 10
     }
 
     /// Above what there is when a phase begins, what it may take before MLX waits for the GPU: less than half of what it takes at its
@@ -180,7 +211,7 @@ public struct Planner: Sendable {
             + max(forward, loss(tile), backward(tile))
             // What is freed doesn't go back to the system at once: small blocks, and activations between others, up to a size.
             + (plan.tileBytes < tileSizes[0] ? 4_000_000 : 0)
-            + ((1_600_000..<8 << 20).contains(hidden) ? 3 * max(hidden, query) : 0)
+            + ((1_600_000..<8 << 20).contains(hidden) ? 3 * max(hidden, most(\.mixed)) : 0)
     }
 
     // MARK: - What is alive at once. Counts of arrays follow the code; the few constants were fitted to measurements on Linux.
@@ -191,37 +222,29 @@ public struct Planner: Sendable {
     /// One array `[T, features]`.
     private func activation(_ features: Int) -> Int { length * features * itemSize }
     private var hidden: Int { activation(architecture.hiddenSize) }
-    private var query: Int { activation(architecture.numAttentionHeads * architecture.headDim) }
-    private var keyValue: Int { activation(architecture.numKeyValueHeads * architecture.headDim) }
     private var intermediate: Int { activation(architecture.intermediateSize) }
+
+    /// Of the mixer that takes most.
+    private func most(_ bytes: (MixerMemory) -> Int) -> Int { mixers.map(bytes).max() ?? 0 }
 
     /// `rows` of a weight `[rows, hidden]`, dequantized.
     private func weight(_ rows: Int) -> Int { rows * architecture.hiddenSize * 4 }
 
-    /// The LoRA parameters of a block, or their gradient.
-    private var loraBytes: Int { LoRALayout(architecture: architecture, rank: rank).count * 4 }
-
-    /// The parameters of all blocks, the optimizer's state and the sums of gradients.
-    private var vectors: Int {
-        let parameters = architecture.numHiddenLayers * loraBytes * settings.loraDtype.dtype.size / 4
-        let kept = Optimizer.state(settings, parameters: loraBytes / 4)
-        let state = trainedBlocks * kept.count * kept.shape.reduce(kept.dtype.size, *)
-        let sums = settings.gathersGradients ? trainedBlocks * loraBytes : 0
-        let start = settings.keepsStart ? architecture.numHiddenLayers * loraBytes : 0
-        // A step can be taken back while the old values are there.
-        return (parameters + state) * (settings.skipBadSteps ? 2 : 1) + sums + start
+    /// The LoRA parameters of the largest block, or their gradient.
+    private var loraBytes: Int {
+        architecture.kinds.map { LoRALayout(block: $0, rank: rank).count * 4 }.max() ?? 0
     }
 
-    /// The outputs of attention and of the MLP, which the backward pass of post-norms reads.
+    /// The outputs of the mixer and of the MLP, which the backward pass of post-norms reads.
     private var postNormed: Int { architecture.postNorms ? 2 * hidden : 0 }
 
-    /// q, k, v, attn_out, x_mid, gate and up.
-    private var keptBytes: Int { 2 * query + 2 * keyValue + hidden + 2 * intermediate + postNormed }
-
-    /// The block function: x, attn_in, q, attn_out, x_mid and y, what QK-norm takes and makes, and the tiles of its trace, 256 outputs each.
-    private var forward: Int {
-        4 * hidden + (architecture.qkNorm ? 6 : 2) * query + 2 * keyValue + 3 * weight(256) + 2 * activation(256)
+    /// What the last blocks keep: m₁, m₂, m₃, mixed, x_mid, gate and up.
+    private func kept(_ blocks: Int) -> Int {
+        left[blocks] + blocks * (hidden + 2 * intermediate + postNormed)
     }
+
+    /// The block function: x, mixer_in, x_mid and y, what the mixer takes and makes, and the tiles of its trace, 256 outputs each.
+    private var forward: Int { 4 * hidden + most(\.forward) + 3 * weight(256) + 2 * activation(256) }
 
     /// y, h, dh and the running sum before and after a tile, in float32; of the tile, W while it is dequantized, and z and p.
     private func loss(_ tile: TileSizes) -> Int {
@@ -234,27 +257,22 @@ public struct Planner: Sendable {
         switch method {
         case .mesp:
             let features = min(tile.mlp, a.intermediateSize)
-            let queries = min(tile.attention, length)
-            let scores = a.numAttentionHeads * queries * length * 4
             return max(
                 // d waits while the block function runs again.
                 hidden + forward,
-                // q, k, v and attn_out wait; x_mid, dy, mlp_in and its gradient before and after a tile; of the tile, three weights,
+                // What the mixer left waits; x_mid, dy, mlp_in and its gradient before and after a tile; of the tile, three weights,
                 // one of them while it is dequantized, and gate, up and what becomes of them.
-                2 * query + 2 * keyValue + 5 * hidden + 5 * weight(features) + 9 * activation(features) + loraBytes,
+                most(\.intermediates) + 5 * hidden + 5 * weight(features) + 9 * activation(features) + loraBytes,
                 // The same without the tile, but with the temporaries of the norm's derivative.
-                2 * query + 2 * keyValue + 10 * hidden + loraBytes,
-                // q, k, v and attn_out with d_x_mid, d_attn_out, k̂, and the tiles of dq, dk and dv; dk and dv before and after a tile;
-                // of the tile, scores, P, dP and dS, and q̂, dq, O and dO in float32.
-                4 * query + 9 * keyValue + hidden + 6 * scores
-                    + 5 * queries * a.numAttentionHeads * a.headDim * 4 + 3 * loraBytes) + postNormed
+                most(\.intermediates) + 10 * hidden + loraBytes,
+                most { $0.backward(tile) } + 3 * loraBytes) + postNormed
         case .mebp:
-            // All of the block's weights dequantized, six arrays as wide as the MLP, the scores and P of all heads; what automatic
-            // differentiation keeps of QK-norm and of gelu.
-            let weights = Projection.allCases.reduce(0) { $0 + a.inputs($1) * a.outputs($1) } * 4
-            return weights + (a.hiddenAct == .gelu ? 15 : 6) * intermediate + 2 * a.numAttentionHeads * length * length
-                * 4
-                + (a.qkNorm ? 13 * (query + keyValue) : 0)
+            // All of the block's weights dequantized, six arrays as wide as the MLP, and what automatic differentiation keeps of the
+            // mixer and of gelu.
+            let weights = a.kinds.map { block in
+                block.modules.reduce(0) { $0 + block.dimensions($1).inputs * block.dimensions($1).outputs }
+            }
+            return 4 * (weights.max() ?? 0) + (a.hiddenAct == .gelu ? 15 : 6) * intermediate + most(\.automatic)
         case .mezo:
             // z, and the parameters moved by it, on the way into the block function.
             return forward + 2 * loraBytes

@@ -17,14 +17,17 @@ struct TileSizes {
     let lossTokens: Int
     let vocabulary: Int
     let pace: Pace
+    /// What a temporary is to take, in bytes.
+    let bytes: Int
     /// Whether what a block's phases leave is evaluated on a GPU too: an `eval` costs it what writing some 16 MB would, and bounds
     /// the arrays as long as the sequence, of which a phase makes a dozen, to those of that phase.
     private let evaluatesPhases: Bool
 
     /// Sizes that keep each temporary near `bytes`, for sequences of `length` tokens.
     init(_ a: Architecture, group: Int, length: Int, bytes: Int, products: QuantizedMatrix.Products) {
+        self.bytes = bytes
         let floats = bytes / 4
-        let rows = max(8, floats / (a.numAttentionHeads * length))
+        let rows = max(8, floats / (a.attentionHeads * length))
         /// Parts of one size, of which none is longer than `size`.
         func evenly(_ count: Int, _ size: Int) -> Int {
             let parts = (count + size - 1) / size
@@ -33,7 +36,7 @@ struct TileSizes {
         switch products {
         case .dense:
             attention = rows
-            projection = max(64, floats / max(a.hiddenSize, a.numAttentionHeads * a.headDim, length))
+            projection = max(64, floats / max(a.hiddenSize, a.mixedSize, length))
             mlp = max(1, floats / max(a.hiddenSize, length) / group) * group
             (tokens, lossTokens) = (length, length)
             vocabulary = max(64, floats / max(a.hiddenSize, length))

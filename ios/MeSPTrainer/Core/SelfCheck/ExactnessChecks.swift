@@ -17,7 +17,7 @@ extension Bench {
 
     private func cpu(_ trainer: Trainer) -> FormulasOnCPU {
         FormulasOnCPU(
-            bundle: bundle, layout: trainer.model.layout, scale: trainer.model.scale,
+            bundle: bundle, layouts: trainer.model.layouts, scale: trainer.model.scale,
             tile: TileSizes(
                 architecture, group: bundle.manifest.featureGroup, length: shortest, bytes: 1 << 20,
                 products: .dense))
@@ -41,20 +41,22 @@ extension Bench {
     }
 
     /// The errors of each module's A and B, the largest of all blocks.
-    private func errors(_ layout: LoRALayout, _ gradients: [Int: MLXArray], _ expected: [Int: MLXArray])
+    private func errors(_ layouts: [LoRALayout], _ gradients: [Int: MLXArray], _ expected: [Int: MLXArray])
         -> [Measurement]
     {
-        layout.modules.flatMap { module in
+        architecture.modules.flatMap { module -> [Measurement] in
             var (a, b) = ([Double](), [Double]())
-            for (block, gradient) in gradients {
+            for (block, gradient) in gradients where layouts[block].modules.contains(module) {
                 guard let right = expected[block] else { continue }
+                let layout = layouts[block]
                 let (ours, theirs) = (layout.matrices(module, in: gradient), layout.matrices(module, in: right))
                 a.append(error(ours.a, theirs.a))
                 b.append(error(ours.b, theirs.b))
             }
             // `max` would pass over a NaN.
             func worst(_ errors: [Double]) -> Double { errors.contains { !$0.isFinite } ? .nan : errors.max() ?? .nan }
-            return [Measurement("\(module.name).A", worst(a)), Measurement("\(module.name).B", worst(b))]
+            return a.isEmpty
+                ? [] : [Measurement("\(module.name).A", worst(a)), Measurement("\(module.name).B", worst(b))]
         }
     }
 
@@ -72,19 +74,25 @@ extension Bench {
     func blockOutputs() throws -> Finding {
         let trainer = try trainer(run(shortest))
         let model = trainer.model
-        let (x, lora) = (try model.embed(example(shortest)), try model.parameters(0))
-        let outputs = try bundle.withBlock(0) { weights in
-            let outputs = try model.function(0, x)(.all, model.arguments(x, lora, weights))
-            eval(outputs)
-            return outputs
+        let x = try model.embed(example(shortest))
+        /// The first block of a kind stands for all.
+        let errors = try architecture.mixers.indices.compactMap(architecture.layers.firstIndex).flatMap { block in
+            let lora = try model.parameters(block)
+            let outputs = try bundle.withBlock(block) { weights in
+                let outputs = try model.function(block, x)(.all, model.arguments(x, lora, weights))
+                eval(outputs)
+                return outputs
+            }
+            let expected = try cpu(trainer).outputs(block, x, lora)
+            let names =
+                ["y", "mixer_in"] + architecture.block(block).mixer.intermediates
+                + ["x_mid", "gate", "up", "mixer_out", "mlp_out"]
+            return zip(names, zip(outputs, expected)).map { name, pair in
+                Measurement("\(block).\(name)", error(tamper("block.outputs", pair.0), pair.1))
+            }
         }
-        let expected = try cpu(trainer).outputs(0, x, lora)
-        let names = ["y", "attn_in", "q", "k", "v", "attn_out", "x_mid", "gate", "up", "o_out", "mlp_out"]
         return compared(
-            "The outputs of the block function", with: "those of the formulas on the CPU",
-            zip(names, zip(outputs, expected)).map { name, pair in
-                Measurement(name, error(tamper("block.outputs", pair.0), pair.1))
-            })
+            "The outputs of the block function", with: "those of the formulas on the CPU", errors)
     }
 
     func gradientsAgainstCPU() throws -> Finding {
@@ -113,7 +121,7 @@ extension Bench {
             expected[block] = try cpu.backward(block, x, lora, cpu.outputs(block, x, lora), d: &d)
         }
         sum = sum * weight
-        let found = errors(model.layout, ours.mapValues { tamper("gradients.cpu", $0) }, expected)
+        let found = errors(model.layouts, ours.mapValues { tamper("gradients.cpu", $0) }, expected)
         return compared(
             "The gradients of \(fewBlocks) blocks", with: "those of the formulas on the CPU",
             [Measurement("loss", error(MLXArray(loss), sum))] + found)
@@ -123,7 +131,7 @@ extension Bench {
         let trainer = try trainer(fewBlocks(.mesp))
         let (loss, ours) = try gradients(trainer)
         let (expectedLoss, expected) = try gradients(self.trainer(fewBlocks(.mebp)))
-        let found = errors(trainer.model.layout, ours.mapValues { tamper("gradients.mebp", $0) }, expected)
+        let found = errors(trainer.model.layouts, ours.mapValues { tamper("gradients.mebp", $0) }, expected)
         return compared(
             "The gradients of \(fewBlocks) blocks by MeSP", with: "those by automatic differentiation",
             [Measurement("loss", error(MLXArray(loss), MLXArray(expectedLoss)))] + found)

@@ -4,7 +4,7 @@ import MLX
 /// another way to the same numbers as the block function's.
 struct FormulasOnCPU {
     let bundle: ModelBundle
-    let layout: LoRALayout
+    let layouts: [LoRALayout]
     /// α / rank
     let scale: Float
     let tile: TileSizes
@@ -16,30 +16,23 @@ struct FormulasOnCPU {
     ///   - lora: `[P]`
     func outputs(_ block: Int, _ x: MLXArray, _ lora: MLXArray) throws -> [MLXArray] {
         try withBlock(block) { weights in
-            let a = weights.architecture
-            let x = x[0].asType(.float32)
+            let forward = BlockForward(weights: weights, lora: lora, layout: layouts[block], scale: scale, tile: tile)
             func linear(_ p: Projection, _ input: MLXArray) -> MLXArray {
-                LoRALinear(
-                    weight: weights.matrix(p), bias: weights.bias(p), lora: layout.matrices(p, in: lora), scale: scale)(
-                        input, tile: tile.projection)
+                forward.projection(p)(input, tile: tile.projection)
             }
-            func heads(_ p: Projection, _ input: MLXArray) -> MLXArray {
-                linear(p, input).reshaped([x.dim(0), -1, a.headDim]).swappedAxes(0, 1)
-            }
-            let attnIn = weights.attentionNorm(x)
-            let (q, k, v) = (heads(.q, attnIn), heads(.k, attnIn), heads(.v, attnIn))
-            let attention = weights.attention
-            let attnOut = attention(
-                q: attention.query(q, start: 0), k: attention.key(k, start: 0), v: v, tile: tile.attention)
-            let oOut = linear(.o, attnOut)
-            let xMid = x + (weights.attentionPostNorm.map { $0(oOut) } ?? oOut)
+            let x = x[0].asType(.float32)
+            let mixerIn = weights.mixerNorm(x)
+            var states = [MixerState(weights, dtype: .float32)]
+            let mixed = forward.mixer(mixerIn, [0..<x.dim(0)], &states)
+            let xMid = x + (weights.mixerPostNorm.map { $0(mixed.out) } ?? mixed.out)
             let mlpIn = weights.mlpNorm(xMid)
             let (gate, up) = (linear(.gate, mlpIn), linear(.up, mlpIn))
-            let mlpOut = linear(.down, a.hiddenAct.gated(gate: gate, up: up))
+            let mlpOut = linear(.down, weights.activation.gated(gate: gate, up: up))
             let y = xMid + (weights.mlpPostNorm.map { $0(mlpOut) } ?? mlpOut)
-            let outputs =
-                [y, attnIn, q, k, v, attnOut, xMid, gate, up] + (a.postNorms ? [oOut, mlpOut] : [])
-            let batch = outputs.map { $0.expandedDimensions(axis: 0) }
+            let postNormed = weights.mlpPostNorm == nil ? [] : [mixed.out, mlpOut]
+            let batch = ([y, mixerIn] + mixed.intermediates + [xMid, gate, up] + postNormed).map {
+                $0.expandedDimensions(axis: 0)
+            }
             eval(batch)
             return batch
         }
@@ -50,7 +43,8 @@ struct FormulasOnCPU {
         -> MLXArray
     {
         try withBlock(block) { weights in
-            let backward = BlockBackward(weights: weights, lora: lora, layout: layout, scale: scale, tile: tile)
+            let backward = BlockBackward(
+                weights: weights, lora: lora, layout: layouts[block], scale: scale, tile: tile)
             return backward(
                 x: x.asType(.float32), Intermediates(kept: outputs), d: &d, wantsInput: true)
         }
@@ -77,8 +71,7 @@ struct FormulasOnCPU {
             try bundle.withBlock(block) { weights in
                 let packed = PackedWeights(
                     words: weights.packed.words, arrays: weights.packed.arrays, products: .dense, onCPU: true)
-                return try body(
-                    BlockWeights(architecture: weights.architecture, kind: weights.kind, packed: packed))
+                return try body(BlockWeights(shape: weights.shape, packed: packed))
             }
         }
     }

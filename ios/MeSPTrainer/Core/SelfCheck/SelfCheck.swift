@@ -203,7 +203,8 @@ final class Bench {
         let plan = try plan ?? defaultPlan(run)
         let trainer = try Trainer(bundle: bundle, settings: run, plan: plan, folder: Self.temporaryFolder)
         for block in trainer.model.blocks {
-            let noise = MLXRandom.normal([trainer.model.layout.count], scale: 0.02, key: MLXRandom.key(UInt64(block)))
+            let noise = MLXRandom.normal(
+                [trainer.model.layouts[block].count], scale: 0.02, key: MLXRandom.key(UInt64(block)))
             try trainer.model.lora.write(trainer.model.parameters(block) + noise, block)
         }
         trainer.clock.atBlock = atBlock

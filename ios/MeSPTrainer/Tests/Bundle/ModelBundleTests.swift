@@ -44,8 +44,8 @@ import Testing
 
     @Test(arguments: [
         (
-            "\"format\": 3", "\"format\": 2",
-            "format 2, this build reads format 3; write it anew with mesp-export --from"
+            "\"format\": 4", "\"format\": 3",
+            "format 3, this build reads format 4; write it anew with mesp-export --from"
         ),
         ("\"mlx_version\": \"0.31.1\"", "\"mlx_version\": \"0.32.0\"", "MLX 0.32.0"),
         ("\"device\": \"cpu\"", "\"device\": \"gpu\"", "--device cpu"),
@@ -64,7 +64,7 @@ import Testing
         #expect(sentence.lowercased().contains(expected.lowercased()), "\(sentence)")
     }
 
-    /// What a manifest of format 3 can say that no bundle has, of a model with two kinds of attention.
+    /// What a manifest can say that no bundle has, of a model with two kinds of attention.
     @Test(arguments: [
         "a block of two kinds", "a block of no kind", "a kind with two attentions", "many dimensions", "another dtype",
         "scales of no format",

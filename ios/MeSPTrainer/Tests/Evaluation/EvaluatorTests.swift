@@ -128,8 +128,8 @@ extension Fixture {
         defer { try? FileManager.default.removeItem(at: folder) }
         let rank = try number("rank")
         try saveAdapterFolder(
-            layout: LoRALayout(architecture: bundle.architecture, rank: Int(rank)), blocks: 0..<layers,
-            modules: bundle.architecture.modules, scale: try number("alpha") / rank, model: bundle.manifest.model.id,
+            bundle.architecture, rank: Int(rank), blocks: 0..<layers, modules: bundle.architecture.modules,
+            scale: try number("alpha") / rank, model: bundle.manifest.model.id,
             to: folder
         ) { try array("lora.\($0)") * factor }
         try body(folder)

@@ -18,7 +18,7 @@ import Testing
         let generator = Generator(model)
         let tokens = try fixture.array("tokens").asArray(Int32.self).dropLast().map { Int($0) }
 
-        var cache = KeyValueCache()
+        var cache = PromptCache()
         let logits = try generator.logits(cache.begin(tokens), &cache) {}
         let y = try fixture.array("y")
         let expected = try fixture.bundle.withHead { weights in
@@ -33,19 +33,20 @@ import Testing
         }
         // The order of sums in float32.
         #expect(relativeError(logits, expected) < 1e-5)
-        #expect(cache.tokens == tokens && cache.blocks.allSatisfy { $0.count == tokens.count })
+        #expect(cache.tokens == tokens && cache.blocks.allSatisfy { $0?.count == tokens.count })
     }
 
     /// A conversation's turns, of which one changes what was said before, and one was stopped within a block: each goes on as if all of it
-    /// were read anew, and reads what is new.
+    /// were read anew, and reads what is new; where a block is recurrent and the text is cut back, all.
     @Test(arguments: cases) func aTurnReadsOnlyWhatIsNew(_ folder: URL) throws {
         let fixture = try Fixture(folder, "gradients")
         // So a block is called for each token.
         let generator = Generator(try CachedModel(fixture.bundle, adapters: nil, chunk: 1))
         let whole = try Generator(fixture.bundle)
         let tokens = Array(1...10)
-        var cache = KeyValueCache()
+        var cache = PromptCache()
         var said = Array(tokens.prefix(5))
+        let isRecurrent = fixture.bundle.architecture.isRecurrent
         func say(_ prompt: [Int], stopAt block: Int = .max) throws -> (text: [Int], read: Int) {
             var request = Generator.Request(prompt: prompt)
             request.maxTokens = 3
@@ -71,21 +72,55 @@ import Testing
         }
         try check(said, known: 0)
         try check(said + tokens[5..<8], known: said.count - 1)
-        try check(Array(said.prefix(7)) + tokens[8..<10], known: 7)
+        try check(Array(said.prefix(7)) + tokens[8..<10], known: isRecurrent ? 0 : 7)
         // The first turn again is cut back to, and read on from its last token.
-        try check(Array(said.prefix(5)), known: 4)
+        try check(Array(said.prefix(5)), known: isRecurrent ? 0 : 4)
 
         _ = try say(said + tokens[5..<8], stopAt: 2 * fixture.layers + 1)
         #expect(cache.tokens == said + tokens[5..<6])
-        try check(said + tokens[5..<8], known: said.count + 1)
+        try check(said + tokens[5..<8], known: isRecurrent ? 0 : said.count + 1)
+    }
+
+    /// A text that departs from the one read after the mark is read from there, whatever was written then.
+    @Test(arguments: cases.filter { ["qwen3_5", "lfm2"].contains($0.lastPathComponent) }, [1, 256])
+    func aRecurrentModelGoesBackToItsMark(_ folder: URL, _ chunk: Int) throws {
+        let fixture = try Fixture(folder, "gradients")
+        let generator = Generator(try CachedModel(fixture.bundle, adapters: nil, chunk: chunk))
+        let whole = try Generator(fixture.bundle)
+        func text(_ prompt: [Int], _ write: (Generator.Request, (Int) -> Void) throws -> Void) rethrows -> [Int] {
+            var (request, text) = (Generator.Request(prompt: prompt), [Int]())
+            request.maxTokens = 3
+            try write(request) { text.append($0) }
+            return text
+        }
+        var cache = PromptCache()
+        let prompt = Array(1...30)
+        let mark = prompt.count - PromptCache.opening
+        for (next, known) in [
+            (prompt, 0), (prompt, mark), (Array(prompt.prefix(mark + 2)) + [40, 41], mark),
+            (Array(prompt.prefix(mark - 1)) + [42], 0),
+        ] {
+            var started = cache
+            #expect(started.begin(next) == next[known...])
+            let ours = try text(next) { try generator.generate($0, continuing: &cache, onToken: $1) }
+            let anew = try text(next) { try whole.generate($0, onToken: $1) }
+            #expect(ours == anew)
+            #expect(cache.tokens == next + ours.dropLast())
+        }
+        // Of what is above the limit, the mark is kept, or nothing.
+        for (limit, kept) in [(cache.size - 1, mark), (0, 0)] {
+            var small = PromptCache(limit: limit)
+            _ = try text(prompt) { try generator.generate($0, continuing: &small, onToken: $1) }
+            #expect(small.tokens.count == kept && small.size <= limit)
+        }
     }
 
     @Test func theCacheKeepsTheBeginningThatFits() throws {
         let fixture = try Fixture(try #require(Fixture.tied), "gradients")
         let generator = try Generator(fixture.bundle)
-        let architecture = fixture.bundle.architecture
-        let token = 2 * 4 * architecture.numKeyValueHeads * architecture.headDim * fixture.layers
-        var cache = KeyValueCache(limit: 6 * token + 1)
+        guard case .attention(let mixer) = fixture.bundle.architecture.mixers[0] else { return }
+        let token = 2 * 4 * mixer.keyValueWidth * fixture.layers
+        var cache = PromptCache(limit: 6 * token + 1)
         var request = Generator.Request(prompt: Array(1...5))
         request.maxTokens = 4
         var text = [Int]()
@@ -93,7 +128,7 @@ import Testing
         #expect(cache.tokens == request.prompt + text.prefix(1) && cache.size == 6 * token)
 
         // Stopped before all blocks have read the first tokens.
-        var (stopped, blocks) = (KeyValueCache(limit: 0), 0)
+        var (stopped, blocks) = (PromptCache(limit: 0), 0)
         let stop = {
             blocks += 1
             if blocks > 1 { throw CancellationError() }
@@ -134,7 +169,7 @@ import Testing
         try fixture.saveAdapters(to: adapters)
         let loaded = try loadAdapters(
             from: adapters.appendingPathComponent(format), architecture: fixture.bundle.architecture)
-        #expect(loaded.layout.rank == Int(try fixture.number("rank")))
+        #expect(loaded.rank == Int(try fixture.number("rank")))
         #expect(loaded.scale == (try fixture.number("alpha")) / (try fixture.number("rank")))
         for (block, vector) in loaded.lora.enumerated() {
             #expect(vector.arrayEqual(try fixture.array("lora.\(block)")).item(Bool.self))
@@ -152,9 +187,10 @@ import Testing
             from: adapters.appendingPathComponent(format), architecture: fixture.bundle.architecture)
         for (block, vector) in loaded.lora.enumerated() {
             let expected = try fixture.array("lora.\(block)")
-            for module in loaded.layout.modules {
-                let ours = loaded.layout.matrices(module, in: vector)
-                let saved = loaded.layout.matrices(module, in: expected)
+            let layout = LoRALayout(block: fixture.bundle.architecture.block(block), rank: loaded.rank)
+            for module in layout.modules {
+                let ours = layout.matrices(module, in: vector)
+                let saved = layout.matrices(module, in: expected)
                 let trained = block == last && modules.contains(module)
                 #expect(ours.a.arrayEqual(trained ? saved.a : MLXArray.zeros(saved.a.shape)).item(Bool.self))
                 #expect(ours.b.arrayEqual(trained ? saved.b : MLXArray.zeros(saved.b.shape)).item(Bool.self))
@@ -170,7 +206,7 @@ extension Fixture {
     ) throws {
         let rank = try number("rank")
         try saveAdapterFolder(
-            layout: LoRALayout(architecture: bundle.architecture, rank: Int(rank)), blocks: blocks ?? 0..<layers,
+            bundle.architecture, rank: Int(rank), blocks: blocks ?? 0..<layers,
             modules: modules ?? bundle.architecture.modules, scale: try number("alpha") / rank,
             model: bundle.manifest.model.id, to: folder
         ) { try array("lora.\($0)") }

@@ -24,9 +24,10 @@ import Testing
             #expect(relativeError(MLXArray([loss]), try fixture.array("loss")) < tolerance)
             for (block, gradient) in gradients {
                 let expected = try fixture.array("grad.\(block)")
-                for module in trainer.model.layout.modules {
-                    let ours = trainer.model.layout.matrices(module, in: gradient)
-                    let reference = trainer.model.layout.matrices(module, in: expected)
+                let layout = trainer.model.layouts[block]
+                for module in layout.modules {
+                    let ours = layout.matrices(module, in: gradient)
+                    let reference = layout.matrices(module, in: expected)
                     let name = "\(method) block \(block) \(module.name)"
                     #expect(relativeError(ours.a, reference.a) < tolerance, "\(name).A")
                     #expect(relativeError(ours.b, reference.b) < tolerance, "\(name).B")
@@ -45,8 +46,8 @@ import Testing
         let bar: Float = folder.lastPathComponent.hasPrefix("wide") ? 1.25 : 4
         for method in [GradientMethod.mesp, .mebp] {
             let trainer = try fixture.trainer(method)
-            let layout = trainer.model.layout
             let loss = try fixture.backpropagate(trainer) { block, gradient in
+                let layout = trainer.model.layouts[block]
                 let (exact, floor) = (try fixture.array("grad.\(block)"), try fixture.array("floor.\(block)"))
                 for module in layout.modules {
                     let (ours, exact, floor) = (

@@ -1,0 +1,172 @@
+/// What mixes the tokens of a block: projections of mixer_in, the block's input after a norm; a formula that makes `mixed` of three of
+/// them; and a last projection of that, which is added to the block's input.
+enum Mixer: Sendable, Equatable {
+    case attention(AttentionMixer)
+    case gatedDeltaNet(GatedDeltaNetMixer)
+    case shortConvolution(ShortConvolutionMixer)
+}
+
+/// Softmax attention over the tokens before:
+///
+///     q̂, k̂ = RoPE(norm(q)), RoPE(norm(k))              norm where there is `qkNorm`
+///     mixed = softmax(mask(cap(q̂ k̂ᵀ · scale))) v       cap(s) = c tanh(s / c) where there is `attnLogitSoftcapping`
+///     x_mid = x + o(mixed)                             o(mixed ∘ σ(g)) where there is `outputGate`
+struct AttentionMixer: Decodable, Sendable, Equatable {
+    let modules: [Module]
+    let numAttentionHeads: Int
+    let numKeyValueHeads: Int
+    let headDim: Int
+    let qkNorm: Bool
+    /// Whether q has a gate g behind each head.
+    let outputGate: Bool
+    /// What `q̂ k̂ᵀ` is multiplied by.
+    let attentionScale: Float
+    let attnLogitSoftcapping: Float?
+    /// Radians a position of each pair of dimensions that RoPE turns; empty where there is no RoPE.
+    let frequencies: [Float]
+    /// What the turned dimensions are multiplied by.
+    let ropeScale: Float
+    /// How many positions a query sees, its own included; nil for all before it.
+    let slidingWindow: Int?
+
+    var queryWidth: Int { numAttentionHeads * headDim }
+    var keyValueWidth: Int { numKeyValueHeads * headDim }
+}
+
+/// The gated delta rule over a short convolution's output ([Yang et al.](https://arxiv.org/abs/2412.06464)):
+///
+///     q, k, v = silu(conv(qkv))                        q and k normalized by head
+///     S ← g S + k (β (v − (g S)ᵀ k))ᵀ                  g = exp(−exp(A_log) softplus(a + dt_bias)),  β = σ(b)
+///     mixed = Sᵀ q                                     by head
+///     x_mid = x + out(norm(mixed) ∘ silu(z))
+struct GatedDeltaNetMixer: Decodable, Sendable, Equatable {
+    let modules: [Module]
+    let numKeyHeads: Int
+    let numValueHeads: Int
+    let keyHeadDim: Int
+    let valueHeadDim: Int
+    let kernelSize: Int
+
+    var keyWidth: Int { numKeyHeads * keyHeadDim }
+    var valueWidth: Int { numValueHeads * valueHeadDim }
+    /// Of q, k and v beside each other.
+    var convolutionWidth: Int { 2 * keyWidth + valueWidth }
+}
+
+/// A causal convolution between two gates, with b, c and u the thirds of one projection:
+///
+///     mixed = conv(b ∘ u)
+///     x_mid = x + out(c ∘ mixed)
+struct ShortConvolutionMixer: Decodable, Sendable, Equatable {
+    let modules: [Module]
+    let kernelSize: Int
+}
+
+extension Mixer {
+    /// The linear layers, in the order of every flat vector of LoRA parameters.
+    var modules: [Module] {
+        switch self {
+        case .attention(let mixer): mixer.modules
+        case .gatedDeltaNet(let mixer): mixer.modules
+        case .shortConvolution(let mixer): mixer.modules
+        }
+    }
+
+    /// (input, output) features of one of the mixer's projections in a model of this width; nil for a projection that it has not.
+    func dimensions(_ projection: Projection, hidden: Int) -> (inputs: Int, outputs: Int)? {
+        switch (self, projection) {
+        case (.attention(let mixer), .q): (hidden, mixer.queryWidth * (mixer.outputGate ? 2 : 1))
+        case (.attention(let mixer), .k), (.attention(let mixer), .v): (hidden, mixer.keyValueWidth)
+        case (.attention(let mixer), .o): (mixer.queryWidth, hidden)
+        case (.gatedDeltaNet(let mixer), .qkv): (hidden, mixer.convolutionWidth)
+        case (.gatedDeltaNet(let mixer), .z): (hidden, mixer.valueWidth)
+        case (.gatedDeltaNet(let mixer), .a), (.gatedDeltaNet(let mixer), .b): (hidden, mixer.numValueHeads)
+        case (.gatedDeltaNet(let mixer), .out): (mixer.valueWidth, hidden)
+        case (.shortConvolution, .in): (hidden, 3 * hidden)
+        case (.shortConvolution, .out): (hidden, hidden)
+        default: nil
+        }
+    }
+
+    /// The features of mixed.
+    func mixedSize(hidden: Int) -> Int {
+        switch self {
+        case .attention(let mixer): mixer.queryWidth
+        case .gatedDeltaNet(let mixer): mixer.valueWidth
+        case .shortConvolution: hidden
+        }
+    }
+
+    /// The names of m₁, m₂, m₃ and mixed of `Intermediates`.
+    var intermediates: [String] {
+        switch self {
+        case .attention: ["q", "k", "v", "attn_out"]
+        case .gatedDeltaNet: ["qkv", "z", "ba", "o"]
+        case .shortConvolution: ["b", "c", "u", "mixed"]
+        }
+    }
+
+    /// Arrays of the mixer that are no part of a module.
+    func arrays(hidden: Int) -> [PlainArray] {
+        switch self {
+        case .attention(let mixer):
+            mixer.qkNorm
+                ? ["q_norm", "k_norm"].map { PlainArray(name: "self_attn.\($0).weight", shape: [mixer.headDim]) } : []
+        case .gatedDeltaNet(let mixer):
+            [
+                PlainArray(name: "linear_attn.conv1d.weight", shape: [mixer.convolutionWidth, mixer.kernelSize]),
+                PlainArray(name: "linear_attn.norm.weight", shape: [mixer.valueHeadDim]),
+                PlainArray(name: "linear_attn.dt_bias", shape: [mixer.numValueHeads]),
+                PlainArray(name: "linear_attn.A_log", shape: [mixer.numValueHeads], isFloat32: true),
+            ]
+        case .shortConvolution(let mixer):
+            [PlainArray(name: "conv.conv.weight", shape: [hidden, mixer.kernelSize])]
+        }
+    }
+
+    /// Whether the sizes can be a model's; every width is at most 2²⁰.
+    func isConsistent(hidden: Int) -> Bool {
+        func areCounts(_ numbers: [Int]) -> Bool { numbers.allSatisfy { (1...(1 << 12)).contains($0) } }
+        func areWidths(_ numbers: [Int]) -> Bool { numbers.allSatisfy { (1...(1 << 20)).contains($0) } }
+        switch self {
+        case .attention(let mixer):
+            let factors = [mixer.attentionScale, mixer.attnLogitSoftcapping].compactMap { $0 }
+            return areCounts([mixer.numAttentionHeads, mixer.numKeyValueHeads, mixer.headDim])
+                && areWidths([mixer.queryWidth * (mixer.outputGate ? 2 : 1), mixer.keyValueWidth])
+                && mixer.numAttentionHeads % mixer.numKeyValueHeads == 0
+                && factors.allSatisfy { $0.isFinite && $0 > 0 }
+                && mixer.frequencies.count * 2 <= mixer.headDim && mixer.slidingWindow ?? 1 >= 1
+        case .gatedDeltaNet(let mixer):
+            return areCounts([mixer.numKeyHeads, mixer.numValueHeads, mixer.keyHeadDim, mixer.valueHeadDim])
+                && areCounts([mixer.kernelSize]) && areWidths([mixer.convolutionWidth])
+                && mixer.numValueHeads % mixer.numKeyHeads == 0
+        case .shortConvolution(let mixer):
+            return areCounts([mixer.kernelSize])
+        }
+    }
+}
+
+/// An array of a block that is not quantized.
+struct PlainArray {
+    let name: String
+    let shape: [Int]
+    /// Whether it is float32 in a bundle of any dtype.
+    var isFloat32 = false
+}
+
+extension Mixer: Decodable {
+    init(from decoder: any Decoder) throws {
+        enum Key: String, CodingKey { case type }
+        enum Kind: String, Decodable {
+            case attention
+            case gatedDeltaNet = "gated_delta_net"
+            case shortConvolution = "short_convolution"
+        }
+        self =
+            switch try decoder.container(keyedBy: Key.self).decode(Kind.self, forKey: .type) {
+            case .attention: .attention(try AttentionMixer(from: decoder))
+            case .gatedDeltaNet: .gatedDeltaNet(try GatedDeltaNetMixer(from: decoder))
+            case .shortConvolution: .shortConvolution(try ShortConvolutionMixer(from: decoder))
+            }
+    }
+}

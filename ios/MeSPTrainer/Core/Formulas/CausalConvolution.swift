@@ -1,0 +1,48 @@
+import MLX
+
+/// A convolution of each feature by itself over a token and the K − 1 before it, without a bias:
+///
+///     y_t = Σ_j w_j x_{t−K+1+j}        dx_s = Σ_j w_j dy_{s+K−1−j}
+struct CausalConvolution {
+    /// `[D, K]`
+    let weight: MLXArray
+
+    /// The convolution of some of the features.
+    func features(_ range: Range<Int>) -> CausalConvolution { CausalConvolution(weight: weight[range]) }
+
+    /// What is before the first token: K − 1 rows of zeros.
+    func start(dtype: DType) -> MLXArray { MLXArray.zeros([weight.dim(1) - 1, weight.dim(0)], dtype: dtype) }
+
+    /// - Parameters:
+    ///   - x: `[n, D]`
+    ///   - tail: x of the tokens before, `[K − 1, D]`
+    /// - Returns: y `[n, D]`, in float32.
+    func callAsFunction(_ x: MLXArray, tail: MLXArray) -> MLXArray {
+        sum(of: concatenated([tail, x]), weights)
+    }
+
+    /// The tail for the tokens behind x. A copy, as a view would keep all of x.
+    func tail(after x: MLXArray, tail: MLXArray) -> MLXArray {
+        contiguous(concatenated([tail, x[max(0, x.dim(0) - tail.dim(0))...]])[(-tail.dim(0))...])
+    }
+
+    /// dx of a whole sequence `[T, D]`, from dy, in float32.
+    func backward(dy: MLXArray) -> MLXArray {
+        sum(of: concatenated([dy, start(dtype: dy.dtype)]), weights.reversed())
+    }
+
+    /// w_0 … w_{K−1}, `[D]` each.
+    private var weights: [MLXArray] { (0..<weight.dim(1)).map { weight[0..., $0] } }
+
+    /// Σ_j w_j x_{t+j} for all t that have as many.
+    private func sum(of x: MLXArray, _ weights: [MLXArray]) -> MLXArray {
+        let count = x.dim(0) - weights.count + 1
+        return Self.weightedSum(weights + weights.indices.map { x[$0..<$0 + count] })
+    }
+
+    private static let weightedSum = Fused { terms in
+        let terms = terms.map { $0.asType(.float32) }
+        let products = zip(terms.prefix(terms.count / 2), terms.suffix(terms.count / 2)).map { $0 * $1 }
+        return products.dropFirst().reduce(products[0]) { $0 + $1 }
+    }
+}

@@ -1,0 +1,246 @@
+import MLX
+
+/// The gated delta rule of some heads ([Yang et al.](https://arxiv.org/abs/2412.06464)). Each token corrects what a state S `[dk, dv]`
+/// answers to its key, and asks it:
+///
+///     S ← exp(l) S        d = β (v − Sᵀ k)        S ← S + k dᵀ        o = Sᵀ q
+///
+/// By chunks of C tokens, the rows of Q, K, V, D and O, with S before a chunk and S₊ behind it:
+///
+///     Γ_ij = exp(l_{j+1} + … + l_i) for i ≥ j, else 0        γ_i = exp(l_1 + … + l_i)        δ_j = Γ_Cj
+///     A = Γ ∘ K Kᵀ below the diagonal        P = Γ ∘ Q Kᵀ        M = (I + β A)⁻¹
+///     U = M β V        W = M β γ K        D = U − W S        O = γ Q S + P D        S₊ = γ_C S + (δ K)ᵀ D
+///
+/// β, γ and δ are columns. Only D and S₊ wait for the chunk before. A key head has one or several value heads: arrays are
+/// `[chunks, key_heads, value heads of each, …]`, with 1 in the third place where all value heads share them.
+struct GatedDeltaRule {
+    /// `[…, C, dk]`
+    private let q, k: MLXArray
+    /// `[…, C, dv]`
+    private let v: MLXArray
+    /// l and β, `[…, C, 1]`
+    private let decay, beta: MLXArray
+    private let length: Int
+    private let pace: Pace
+
+    /// C, but for fewer tokens: the next power of two.
+    static let chunk = 64
+
+    /// All in float32.
+    /// - Parameters:
+    ///   - q, k: `[n, key_heads, dk]`
+    ///   - v: `[n, value_heads, dv]`; a key head's value heads lie behind each other
+    ///   - decay: l ≤ 0, `[n, value_heads]`
+    ///   - beta: `[n, value_heads]`
+    init(q: MLXArray, k: MLXArray, v: MLXArray, decay: MLXArray, beta: MLXArray, pace: Pace) {
+        let heads = k.dim(1)
+        func chunked(_ x: MLXArray) -> MLXArray { Self.chunked(x, keyHeads: heads) }
+        (self.q, self.k, self.v) = (chunked(q), chunked(k), chunked(v))
+        (self.decay, self.beta) = (chunked(decay.expandedDimensions(axis: -1)), chunked(beta.expandedDimensions(axis: -1)))
+        (length, self.pace) = (k.dim(0), pace)
+        pace.finish([self.q, self.k, self.v, self.decay, self.beta])
+    }
+
+    // MARK: - Forward
+
+    /// - Parameter state: S before the tokens, `[value_heads, dk, dv]` in float32; becomes that behind them
+    /// - Returns: o `[n, value_heads, dv]`, in float32.
+    func callAsFunction(state: inout MLXArray) -> MLXArray {
+        let shape = state.shape
+        var s = state.reshaped([1, k.dim(1), -1, shape[1], shape[2]])
+        let o = length == 1 ? step(&s) : byChunks(&s)
+        state = s.reshaped(shape)
+        return byToken(o)
+    }
+
+    /// One token, as the rule says it.
+    private func step(_ s: inout MLXArray) -> MLXArray {
+        s = exp(decay) * s
+        let d = beta * (v - matmul(k, s))
+        s = addMM(s, transposed(k), d)
+        return matmul(q, s)
+    }
+
+    private func byChunks(_ s: inout MLXArray) -> MLXArray {
+        let c = Chunks(self)
+        let (d, states) = corrections(c, w: c.w(self), &s)
+        return addMM(c.start * matmul(q, states), c.gamma * c.qk, d)
+    }
+
+    /// D, and S before each chunk; s becomes that behind the last.
+    private func corrections(_ c: Chunks, w: MLXArray, _ s: inout MLXArray) -> (d: MLXArray, states: MLXArray) {
+        let (u, w, kEnd, whole) = (each(matmul(c.m, beta * v)), each(w), each(transposed(c.end * k)), each(c.whole))
+        var (d, states) = ([MLXArray](), [MLXArray]())
+        for n in u.indices {
+            states.append(s)
+            d.append(addMM(u[n], w[n], s, alpha: -1))
+            s = addMM(whole[n] * s, kEnd[n], d[n])
+        }
+        return (concatenated(d), concatenated(states))
+    }
+
+    // MARK: - Backward
+
+    /// The derivative of a sequence that began with S = 0. From the last chunk to the first
+    ///
+    ///     dD = Pᵀ dO + δ K dS₊        dS = γ_C dS₊ + (γ Q)ᵀ dO − Wᵀ dD
+    ///
+    /// and of all chunks at once
+    ///
+    ///     Z = Mᵀ dD        dV = β Z        β dβ = rowsum(Z ∘ D)
+    ///     dP = dO Dᵀ        dA = −dV Dᵀ below the diagonal
+    ///     dQ = γ dO Sᵀ + (Γ ∘ dP) K
+    ///     dK = δ D dS₊ᵀ − γ dV Sᵀ + (Γ ∘ dA + (Γ ∘ dA)ᵀ) K + (Γ ∘ dP)ᵀ Q
+    ///
+    /// with dQ and dK summed over a key head's value heads. l_m is in Γ_ij for j < m ≤ i, in γ_i for m ≤ i, in δ_j for j < m:
+    ///
+    ///     X = Γ ∘ (dP ∘ Q Kᵀ + dA ∘ K Kᵀ)        x = rowsum(Q ∘ γ dO Sᵀ − K ∘ γ dV Sᵀ)        y = rowsum(K ∘ δ D dS₊ᵀ)
+    ///     dl_m = Σ_{j < m ≤ i} X_ij + Σ_{i ≥ m} x_i + Σ_{j < m} y_j + γ_C ⟨S, dS₊⟩
+    ///
+    /// - Parameter dO: `[T, value_heads, dv]`
+    /// - Returns: dq and dk `[T, key_heads, dk]`, dv `[T, value_heads, dv]`, dl and β dβ `[T, value_heads]`, in float32, evaluated.
+    func backward(dO: MLXArray) -> (dq: MLXArray, dk: MLXArray, dv: MLXArray, dDecay: MLXArray, betaDBeta: MLXArray) {
+        let c = Chunks(self)
+        let dO = Self.chunked(dO, keyHeads: k.dim(1))
+        let (d, states, dv, betaDBeta, dStates) = recurrenceBackward(c, dO)
+
+        let (dP, dA) = (
+            Self.masked([matmul(dO, transposed(d)), c.gamma]),
+            Self.masked([matmul(dv, transposed(d)), c.gamma, -c.below])
+        )
+        pace.finish([dP, dA])
+        let dQStart = c.start * matmul(dO, transposed(states))
+        let dKStart = c.start * matmul(dv, transposed(states))
+        let dKEnd = c.end * matmul(d, transposed(dStates))
+        pace.finish([dQStart, dKStart, dKEnd])
+
+        let inGamma = cumsum(Self.productsSum([dP, c.qk, dA, c.kk]), axis: -2, reverse: true) * c.below
+        let inStart = Self.productsSum([q, dQStart, -k, dKStart]).sum(axis: -1, keepDims: true)
+        let inEnd = (k * dKEnd).sum(axis: -1, keepDims: true)
+        let dDecay =
+            inGamma.sum(axis: -1, keepDims: true) + cumsum(inStart, axis: -2, reverse: true)
+            + cumsum(inEnd, axis: -2, inclusive: false)
+            + c.whole * (states * dStates).sum(axes: [-1, -2], keepDims: true)
+        pace.finish([dDecay])
+
+        let dq = addMM(dQStart, dP, k)
+        let dk = addMM(addMM(dKEnd - dKStart, dA + transposed(dA), k), transposed(dP), q)
+        func overValueHeads(_ x: MLXArray) -> MLXArray { x.sum(axis: 2, keepDims: true) }
+        let results = [overValueHeads(dq), overValueHeads(dk), dv, dDecay, betaDBeta].map(byToken)
+        pace.finish(results)
+        return (
+            results[0], results[1], results[2], results[3].squeezed(axis: -1), results[4].squeezed(axis: -1)
+        )
+    }
+
+    /// D, S before each chunk, dV, β dβ, and dS₊ behind each chunk.
+    private func recurrenceBackward(_ c: Chunks, _ dO: MLXArray)
+        -> (d: MLXArray, states: MLXArray, dv: MLXArray, betaDBeta: MLXArray, dStates: MLXArray)
+    {
+        let w = c.w(self)
+        var s = MLXArray.zeros([1, k.dim(1), v.dim(2), k.dim(4), v.dim(4)])
+        let (d, states) = corrections(c, w: w, &s)
+        pace.finish([w, d, states])
+        let (dD, dStates) = statesBackward(c, w: w, dO)
+        pace.finish([dD, dStates])
+        let z = matmul(transposed(c.m), dD)
+        let (dv, betaDBeta) = (beta * z, (z * d).sum(axis: -1, keepDims: true))
+        pace.finish([dv, betaDBeta])
+        return (d, states, dv, betaDBeta, dStates)
+    }
+
+    /// dD, and dS₊ behind each chunk.
+    private func statesBackward(_ c: Chunks, w: MLXArray, _ dO: MLXArray) -> (dD: MLXArray, dStates: MLXArray) {
+        let (pDO, kEnd) = (each(matmul(transposed(c.gamma * c.qk), dO)), each(c.end * k))
+        let (qStart, w, dO, whole) = (each(transposed(c.start * q)), each(transposed(w)), each(dO), each(c.whole))
+        var (dD, dStates) = ([MLXArray](), [MLXArray]())
+        var dS = MLXArray.zeros([1, k.dim(1), v.dim(2), k.dim(4), v.dim(4)])
+        for n in pDO.indices.reversed() {
+            dStates.insert(dS, at: 0)
+            dD.insert(addMM(pDO[n], kEnd[n], dS), at: 0)
+            dS = addMM(addMM(whole[n] * dS, qStart[n], dO[n]), w[n], dD[0], alpha: -1)
+        }
+        return (concatenated(dD), concatenated(dStates))
+    }
+
+    private static let masked = Fused { $0.dropFirst().reduce($0[0]) { $0 * $1 } }
+    private static let productsSum = Fused { $0[0] * $0[1] + $0[2] * $0[3] }
+
+    // MARK: - Chunks
+
+    /// What a chunk's tokens are to each other, before there is a state.
+    private struct Chunks {
+        /// Γ `[…, C, C]`
+        let gamma: MLXArray
+        /// Q Kᵀ and K Kᵀ
+        let qk, kk: MLXArray
+        let m: MLXArray
+        /// γ and δ `[…, C, 1]`, and γ_C `[…, 1, 1]`
+        let start, end, whole: MLXArray
+        /// 1 below the diagonal, else 0: `[C, C]`.
+        let below: MLXArray
+
+        /// Evaluated.
+        init(_ rule: GatedDeltaRule) {
+            let (l, last) = (rule.decay, rule.k.dim(3) - 1)
+            below = mask(last + 1) { i, j in i > j }
+            // Added up term by term: differences of one running sum would lose what strong decays leave of weak ones.
+            gamma = Self.expMasked([cumsum(l * below, axis: -2), mask(last + 1) { i, j in i >= j }])
+            start = exp(cumsum(l, axis: -2))
+            end = transposed(gamma[.ellipsis, last..., 0...])
+            whole = start[.ellipsis, last..., 0...]
+            qk = matmul(rule.q, transposed(rule.k))
+            kk = matmul(rule.k, transposed(rule.k))
+            m = inverse(GatedDeltaRule.masked([kk, gamma, rule.beta, below]))
+            rule.pace.finish([gamma, start, qk, kk, m])
+        }
+
+        private static let expMasked = Fused { exp($0[0]) * $0[1] }
+
+        /// W `[…, C, dk]`
+        func w(_ rule: GatedDeltaRule) -> MLXArray { matmul(m, rule.beta * start * rule.k) }
+    }
+
+    /// `[n, heads, d]` to `[chunks, key_heads, value heads of each, C, d]`, with zeros behind the last token: these change no state.
+    private static func chunked(_ x: MLXArray, keyHeads: Int) -> MLXArray {
+        let (length, heads, d) = (x.dim(0), x.dim(1), x.dim(2))
+        var rows = 1
+        while rows < min(length, chunk) { rows *= 2 }
+        let chunks = (length + rows - 1) / rows
+        let missing = chunks * rows - length
+        let whole = missing > 0 ? concatenated([x, MLXArray.zeros([missing, heads, d])]) : x
+        return whole.reshaped([chunks, rows, keyHeads, heads / keyHeads, d]).transposed(axes: [0, 2, 3, 1, 4])
+    }
+
+    /// The chunks, `[1, …]` each.
+    private func each(_ x: MLXArray) -> [MLXArray] { x.split(parts: x.dim(0)) }
+
+    /// `[chunks, key_heads, value heads of each, C, d]` to `[n, heads, d]`.
+    private func byToken(_ x: MLXArray) -> MLXArray {
+        x.transposed(axes: [0, 3, 1, 2, 4]).reshaped([-1, x.dim(1) * x.dim(2), x.dim(4)])[0..<length]
+    }
+}
+
+/// The transpose of the last two axes.
+private func transposed(_ x: MLXArray) -> MLXArray { x.swappedAxes(-1, -2) }
+
+/// 1 where `contains` says of a row and a column, else 0: `[C, C]`.
+private func mask(_ c: Int, _ contains: (_ row: Int, _ column: Int) -> Bool) -> MLXArray {
+    MLXArray((0..<c * c).map { contains($0 / c, $0 % c) ? 1 : 0 as Float }, [c, c])
+}
+
+/// (I + L)⁻¹ of L `[…, C, C]`, zero but below the diagonal, C a power of two.
+///
+/// With the inverses A and B of its halves it is [[A, 0], [−B L₂₁ A, B]]: M − M L₂₁ M, with M = [[A, 0], [0, B]]; here for all blocks of
+/// a size at once. The product (I − L)(I + L²)(I + L⁴) … has as many steps, but where keys are near each other its factors are huge.
+private func inverse(_ l: MLXArray) -> MLXArray {
+    let c = l.dim(-1)
+    func lowerLeft(_ half: Int) -> MLXArray { l * mask(c) { i, j in i / half % 2 == 1 && i / half == j / half + 1 } }
+    var m = MLXArray.eye(c) - lowerLeft(1)
+    var half = 2
+    while half < c {
+        m = addMM(m, matmul(m, lowerLeft(half)), m, alpha: -1)
+        half *= 2
+    }
+    return m
+}

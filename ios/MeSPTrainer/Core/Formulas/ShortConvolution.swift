@@ -1,0 +1,42 @@
+import MLX
+
+/// LFM2's gated short convolution:  y = c ∘ mixed,  mixed = conv(b ∘ u)
+///
+/// b, c and u are the three thirds of its projection, in this order. All are `[n, hidden]`.
+struct ShortConvolution {
+    let convolution: CausalConvolution
+
+    /// What is before the first token.
+    func start() -> MLXArray { convolution.start(dtype: .float32) }
+
+    /// - Parameter tail: b ∘ u of the tokens before, `[K − 1, hidden]` float32; becomes that of the last ones
+    /// - Returns: mixed, in float32.
+    func callAsFunction(b: MLXArray, u: MLXArray, tail: inout MLXArray) -> MLXArray {
+        let x = product(b, u)
+        let mixed = convolution(x, tail: tail)
+        tail = convolution.tail(after: x, tail: tail)
+        return mixed
+    }
+
+    /// y, in float32.
+    func output(mixed: MLXArray, c: MLXArray) -> MLXArray { product(mixed, c) }
+
+    /// dc = dy ∘ mixed,  dx = convᵀ(dy ∘ c),  db = dx ∘ u,  du = dx ∘ b
+    ///
+    /// - Parameters:
+    ///   - b, c, u, mixed: of a whole sequence, `[T, hidden]`
+    ///   - dy: `[T, hidden]`
+    /// - Returns: the gradients, `[T, hidden]`, in float32, evaluated.
+    func backward(b: MLXArray, c: MLXArray, u: MLXArray, mixed: MLXArray, dy: MLXArray)
+        -> (db: MLXArray, dc: MLXArray, du: MLXArray)
+    {
+        let dx = convolution.backward(dy: product(dy, c))
+        let (db, dc, du) = (product(dx, u), product(dy, mixed), product(dx, b))
+        eval(db, dc, du)
+        return (db, dc, du)
+    }
+
+    private func product(_ a: MLXArray, _ b: MLXArray) -> MLXArray { Self.product([a, b]) }
+
+    private static let product = Fused { $0[0].asType(.float32) * $0[1].asType(.float32) }
+}

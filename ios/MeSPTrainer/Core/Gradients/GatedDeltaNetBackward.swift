@@ -1,0 +1,27 @@
+import MLX
+
+extension BlockBackward {
+    /// The derivative of out(norm(o) ∘ silu(z)), with o the gated delta rule of qkv, b and a, from that of its output `[T, hidden]`.
+    func gatedDeltaNet(
+        _ mixer: GatedDeltaNetMixer, _ forward: consuming Intermediates, dOut: MLXArray,
+        _ gradients: inout [Projection: LoRAMatrices]
+    ) -> Projected {
+        let net = weights.gatedDeltaNet(mixer)
+        let (qkv, ba) = (forward.m1[0], forward.m3[0])
+        let (dO, dZ) = gatedOutput(net, consume forward, dOut: dOut, &gradients)
+        let d = net.backward(
+            qkv: qkv, b: ba[0..., ..<mixer.numValueHeads], a: ba[0..., mixer.numValueHeads...], dO: dO,
+            tile: net.tile(length: dOut.dim(0), bytes: tile.bytes), pace: tile.pace)
+        return [.qkv: d.dQKV, .z: dZ, .b: d.dB, .a: d.dA]
+    }
+
+    /// - Returns: the gradients of o and z. What they are made of goes with the function.
+    private func gatedOutput(
+        _ net: GatedDeltaNet, _ forward: consuming Intermediates, dOut: MLXArray,
+        _ gradients: inout [Projection: LoRAMatrices]
+    ) -> (dO: MLXArray, dZ: MLXArray) {
+        let (z, o) = (forward.m2[0], forward.mixed[0])
+        let dy = lastProjection(.out, net.output(o: o, z: z), dy: dOut, &gradients)
+        return net.outputBackward(o: o, z: z, dy: dy)
+    }
+}

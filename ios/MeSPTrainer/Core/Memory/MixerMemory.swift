@@ -1,0 +1,72 @@
+/// What a mixer's arrays take for a sequence, in bytes. Counts of arrays follow the code; the few constants were fitted to measurements
+/// on Linux.
+struct MixerMemory {
+    let mixer: Mixer
+    /// The model's width.
+    let hiddenSize: Int
+    let length: Int
+    /// Of a number as it is stored.
+    let itemSize: Int
+
+    /// One array `[T, features]`.
+    private func activation(_ features: Int) -> Int { length * features * itemSize }
+    private var hidden: Int { activation(hiddenSize) }
+    /// mixed
+    var mixed: Int { activation(mixer.mixedSize(hidden: hiddenSize)) }
+
+    /// m₁, m₂, m₃ and mixed, which the backward pass reads.
+    var intermediates: Int {
+        switch mixer {
+        case .attention(let a):
+            activation((a.outputGate ? 3 : 2) * a.queryWidth + 2 * a.keyValueWidth)
+        case .gatedDeltaNet(let net):
+            activation(net.convolutionWidth + 2 * net.valueWidth + 2 * net.numValueHeads)
+        case .shortConvolution: 4 * hidden
+        }
+    }
+
+    /// In the block function, besides its input and output.
+    var forward: Int {
+        switch mixer {
+        case .attention(let a):
+            intermediates + (a.qkNorm ? 4 * mixed : 0)
+        case .gatedDeltaNet: intermediates
+        case .shortConvolution: intermediates
+        }
+    }
+
+    /// In the derivative, with d_x_mid.
+    func backward(_ tile: TileSizes) -> Int {
+        switch mixer {
+        case .attention(let a):
+            let queries = min(tile.attention, length)
+            let scores = a.numAttentionHeads * queries * length * 4
+            // q, k, v and attn_out with d_x_mid, d_attn_out, k̂, and the tiles of dq, dk and dv; dk and dv before and after a tile;
+            // of the tile, scores, P, dP and dS, and q̂, dq, O and dO in float32.
+            return 4 * mixed + 9 * activation(a.keyValueWidth) + hidden + 6 * scores + 5 * queries * a.queryWidth * 4
+        case .gatedDeltaNet: return 2 * intermediates + hidden
+        case .shortConvolution: return 3 * intermediates + hidden
+        }
+    }
+
+    /// What automatic differentiation keeps.
+    var automatic: Int {
+        switch mixer {
+        case .attention(let a):
+            // The scores and P of all heads; and of QK-norm.
+            2 * a.numAttentionHeads * length * length * 4
+                + (a.qkNorm ? 13 * activation(a.queryWidth + a.keyValueWidth) : 0)
+        case .gatedDeltaNet: 10 * intermediates
+        case .shortConvolution: 3 * intermediates
+        }
+    }
+
+    /// On a GPU, ten times what its derivative takes besides its tiles; fitted to what docs/ledger.md counts.
+    var tenPhases: Int {
+        switch mixer {
+        case .attention(let a): 142 * activation(a.queryWidth) + 157 * activation(a.keyValueWidth)
+        case .gatedDeltaNet: 40 * intermediates
+        case .shortConvolution: 40 * intermediates
+        }
+    }
+}

@@ -1,0 +1,156 @@
+import MLX
+import Testing
+
+@testable import MeSPCore
+
+/// Against the recurrence as it is defined, a token after the other, and automatic differentiation of it.
+@Suite(.serialized) struct GatedDeltaNetTests {
+    /// What the mixer's projections give, and the gradient of its output.
+    private struct Inputs {
+        var qkv, z, b, a, dy: MLXArray
+
+        init(_ net: GatedDeltaNet, length: Int) {
+            let keys = MLXRandom.split(key: MLXRandom.key(UInt64(length)), into: 5)
+            func normal(_ features: Int, _ index: Int) -> MLXArray {
+                MLXRandom.normal([length, features], key: keys[index])
+            }
+            qkv = normal(net.convolution.weight.dim(0), 0)
+            z = normal(net.valueHeads * net.valueDim, 1)
+            (b, a) = (normal(net.valueHeads, 2), normal(net.valueHeads, 3))
+            dy = normal(net.valueHeads * net.valueDim, 4)
+        }
+    }
+
+    /// dk ≠ dv, so that none stands for the other.
+    private func net(keyHeads: Int, valueHeads: Int, keyDim: Int = 8, valueDim: Int = 16) -> GatedDeltaNet {
+        let keys = MLXRandom.split(key: MLXRandom.key(0), into: 4)
+        let features = 2 * keyHeads * keyDim + valueHeads * valueDim
+        return GatedDeltaNet(
+            keyHeads: keyHeads, valueHeads: valueHeads, keyDim: keyDim, valueDim: valueDim,
+            convolution: CausalConvolution(weight: MLXRandom.normal([features, 4], key: keys[0])),
+            aLog: MLXRandom.uniform(low: -4, high: 1, [valueHeads], key: keys[1]),
+            dtBias: MLXRandom.normal([valueHeads], key: keys[2]),
+            norm: RMSNorm(weight: MLXRandom.uniform(low: 0.5, high: 1.5, [valueDim], key: keys[3]), eps: 1e-2))
+    }
+
+    /// y of a whole sequence: `[T, value_heads · dv]`.
+    private func sequential(_ net: GatedDeltaNet, _ inputs: [MLXArray]) -> MLXArray {
+        let (qkv, z, b, a) = (inputs[0], inputs[1], inputs[2], inputs[3])
+        let (n, w, reach) = (qkv.dim(0), net.convolution.weight, net.convolution.weight.dim(1) - 1)
+        let all = concatenated([MLXArray.zeros([reach, qkv.dim(1)]), qkv])
+        let conv = (0...reach).map { all[$0..<$0 + n] * w[0..., $0] }.reduce(MLXArray(0 as Float)) { $0 + $1 }
+        let x = conv * sigmoid(conv)
+
+        let keys = net.keyHeads * net.keyDim
+        func unit(_ x: MLXArray) -> MLXArray {
+            let x = repeated(
+                x.reshaped([n, net.keyHeads, net.keyDim]), count: net.valueHeads / net.keyHeads, axis: 1)
+            return x * rsqrt(x.square().mean(axis: -1, keepDims: true) + 1e-6)
+        }
+        let q = unit(x[0..., ..<keys]) / Float(net.keyDim)
+        let k = unit(x[0..., keys..<2 * keys]) / Float(net.keyDim).squareRoot()
+        let v = x[0..., (2 * keys)...].reshaped([n, net.valueHeads, net.valueDim])
+        let g = exp(-exp(net.aLog) * logAddExp(a + net.dtBias, Float(0)))
+        let beta = sigmoid(b)
+
+        // Of a token, with S's axes: k and q are columns, v is a row.
+        func column(_ x: MLXArray) -> MLXArray { x.expandedDimensions(axis: -1) }
+        func row(_ x: MLXArray) -> MLXArray { x.expandedDimensions(axis: -2) }
+        func number(_ x: MLXArray) -> MLXArray { x.expandedDimensions(axes: [-1, -2]) }
+        var s = MLXArray.zeros([net.valueHeads, net.keyDim, net.valueDim])
+        let o = stacked(
+            (0..<n).map { t in
+                s = number(g[t]) * s
+                let d = number(beta[t]) * (row(v[t]) - (s * column(k[t])).sum(axis: 1, keepDims: true))
+                s = s + column(k[t]) * d
+                return (s * column(q[t])).sum(axis: 1)
+            })
+        let normed = o * rsqrt(o.square().mean(axis: -1, keepDims: true) + net.norm.eps) * net.norm.weight
+        return normed.reshaped(z.shape) * z * sigmoid(z)
+    }
+
+    /// That y and all gradients are those of the sequential form, ‖found − expected‖ ≤ 1e-4 ‖expected‖.
+    private func expectEqual(
+        _ net: GatedDeltaNet, _ inputs: Inputs, tile: Int, sourceLocation: SourceLocation = #_sourceLocation
+    ) {
+        let (y, expected) = vjp(
+            { [sequential(net, $0)] }, primals: [inputs.qkv, inputs.z, inputs.b, inputs.a], cotangents: [inputs.dy])
+        var state = net.start(dtype: .float32)
+        let o = net(qkv: inputs.qkv, b: inputs.b, a: inputs.a, state: &state, tile: tile)
+        let (dO, dZ) = net.outputBackward(o: o, z: inputs.z, dy: inputs.dy)
+        let d = net.backward(qkv: inputs.qkv, b: inputs.b, a: inputs.a, dO: dO, tile: tile, pace: .evaluated)
+        let found = [net.output(o: o, z: inputs.z), d.dQKV, dZ, d.dB, d.dA]
+        for (name, (found, expected)) in zip(["y", "dqkv", "dz", "db", "da"], zip(found, y + expected)) {
+            let error = (found - expected).square().sum().sqrt().item(Float.self)
+            let size = expected.square().sum().sqrt().item(Float.self)
+            #expect(found.shape == expected.shape && error <= 1e-4 * size, "\(name)", sourceLocation: sourceLocation)
+        }
+    }
+
+    /// Of one token, which decays nothing, da is 0.
+    @Test(
+        arguments: [1, 2, 37, 64, 130, 256],
+        [(keyHeads: 2, valueHeads: 2, tile: 2), (2, 2, 1), (2, 4, 1), (3, 6, 2)])
+    func equalsTheSequentialForm(_ length: Int, _ heads: (keyHeads: Int, valueHeads: Int, tile: Int)) {
+        let net = net(keyHeads: heads.keyHeads, valueHeads: heads.valueHeads)
+        expectEqual(net, Inputs(net, length: length), tile: heads.tile)
+    }
+
+    @Test func equalsTheSequentialFormOfALongSequence() {
+        let net = net(keyHeads: 1, valueHeads: 2)
+        expectEqual(net, Inputs(net, length: 1024), tile: 1)
+    }
+
+    /// From what forgets at once, exp(l) < 1e-37, to what forgets nothing, exp(l) = 1 in float32; and the same of β.
+    @Test(arguments: [-20, -5, 5, 20] as [Float], [-20, 5, 100] as [Float])
+    func extremeDecaysAndCorrections(_ b: Float, _ a: Float) {
+        let net = net(keyHeads: 2, valueHeads: 4)
+        var inputs = Inputs(net, length: 130)
+        // Half of the tokens: strong decays stand beside weak ones.
+        let every = (MLXArray.arange(130) % 2).expandedDimensions(axis: -1)
+        (inputs.b, inputs.a) = (inputs.b + every * b, inputs.a + every * a)
+        expectEqual(net, inputs, tile: 1)
+    }
+
+    /// Keys that are almost one key, which each token corrects anew: the inverse's worst case.
+    @Test func keysNearEachOther() {
+        let net = net(keyHeads: 2, valueHeads: 2)
+        var inputs = Inputs(net, length: 130)
+        let same = MLXRandom.normal([1, inputs.qkv.dim(1)], key: MLXRandom.key(9))
+        inputs.qkv = 3 + same.square() + 1e-3 * inputs.qkv
+        inputs.b = inputs.b + 8
+        inputs.a = inputs.a - 8
+        expectEqual(net, inputs, tile: 2)
+    }
+
+    /// However a text is cut, the state carries what the pieces say to each other.
+    @Test(arguments: [[1, 1, 1, 127], [64, 66], [129, 1], [5, 2, 100, 1, 1, 21]])
+    func piecesEqualTheWhole(_ pieces: [Int]) {
+        let net = net(keyHeads: 2, valueHeads: 4)
+        let inputs = Inputs(net, length: 130)
+        func run(_ pieces: [Int]) -> (o: MLXArray, state: GatedDeltaNet.State) {
+            var (state, start) = (net.start(dtype: .float32), 0)
+            let outputs = pieces.map { count in
+                let rows = start..<start + count
+                start += count
+                return net(qkv: inputs.qkv[rows], b: inputs.b[rows], a: inputs.a[rows], state: &state, tile: 1)
+            }
+            return (concatenated(outputs), state)
+        }
+        let (whole, cut) = (run([130]), run(pieces))
+        #expect(relativeError(cut.o, whole.o) < 1e-5)
+        #expect(relativeError(cut.state.memory, whole.state.memory) < 1e-5)
+        #expect(cut.state.tail.shape == [3, inputs.qkv.dim(1)] && all(cut.state.tail .== whole.state.tail).item())
+    }
+
+    /// The derivative on a GPU, whose tiles wait for each other in other ways.
+    @Test func everyPaceGivesTheSame() {
+        let net = net(keyHeads: 3, valueHeads: 6)
+        let i = Inputs(net, length: 100)
+        func run(_ tile: Int, _ pace: Pace) -> [MLXArray] {
+            let d = net.backward(qkv: i.qkv, b: i.b, a: i.a, dO: i.dy, tile: tile, pace: pace)
+            return [d.dQKV, d.dB, d.dA]
+        }
+        for (a, b) in zip(run(2, .chained), run(3, .evaluated)) { #expect(relativeError(a, b) < 1e-6) }
+    }
+}
