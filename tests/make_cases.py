@@ -48,38 +48,23 @@ CASES = [
     ("gemma3", FAMILIES["gemma3_text"], 32, 4),
     ("gemma2", FAMILIES["gemma2"], 9, 4, "--group-size", 32),
     ("phi3", FAMILIES["phi3"], 16, 4),
-<<<<<<< HEAD
     ("qwen3_5", FAMILIES["qwen3_5"], 70, 4),
     ("lfm2", FAMILIES["lfm2"], 9, 4),
-=======
-    # More than a chunk of the gated delta rule.
-    ("qwen3_5", FAMILIES["qwen3_5"], 70, 4, "--group-size", 32),
-    ("lfm2", FAMILIES["lfm2"], 16, 4),
->>>>>>> hybrid-swift
     ("mixed", {**TINY, "tie_word_embeddings": False}, 9, 4),
     ("mxfp4", TINY, 9, 4, "--mode", "mxfp4"),
     ("nvfp4", FAMILIES["phi3"], 9, 4, "--mode", "nvfp4"),
     ("mxfp8", FAMILIES["qwen3"], 9, 4, "--mode", "mxfp8"),
     ("gemma2-bfloat16", FAMILIES["gemma2"], 9, 4, "--dtype", "bfloat16"),
     ("qwen3-bfloat16", FAMILIES["qwen3"], 9, 4, "--mode", "mxfp4", "--dtype", "bfloat16"),
-<<<<<<< HEAD
     ("qwen3_5-bfloat16", FAMILIES["qwen3_5"], 40, 4, "--dtype", "bfloat16"),
-=======
-    ("qwen3_5-bfloat16", FAMILIES["qwen3_5"], 9, 4, "--mode", "mxfp8", "--dtype", "bfloat16"),
->>>>>>> hybrid-swift
     ("lfm2-bfloat16", FAMILIES["lfm2"], 9, 4, "--dtype", "bfloat16"),
     ("wide-bfloat16", WIDE, 64, 8, "--dtype", "bfloat16"),
     ("tied-gpu", {**TINY, "hidden_size": 256}, 20, 4),
     ("qwen3-gpu", {**FAMILIES["qwen3"], **HEADS_64}, 9, 4, "--group-size", 32),
     ("gemma2-gpu", FAMILIES["gemma2"], 9, 4, "--group-size", 32),
     ("phi3-gpu", FAMILIES["phi3"], 9, 4, "--mode", "nvfp4"),
-<<<<<<< HEAD
     ("qwen3_5-gpu", FAMILIES["qwen3_5"], 70, 4),
     ("lfm2-gpu", FAMILIES["lfm2"], 9, 4),
-=======
-    ("qwen3_5-gpu", FAMILIES["qwen3_5"], 70, 4, "--group-size", 32),
-    ("lfm2-gpu", FAMILIES["lfm2"], 9, 4, "--group-size", 32),
->>>>>>> hybrid-swift
     ("qwen3-gpu-bfloat16", {**FAMILIES["qwen3"], **HEADS_64}, 9, 4, "--dtype", "bfloat16"),
     ("gemma2-gpu-bfloat16", FAMILIES["gemma2"], 9, 4, "--dtype", "bfloat16"),
     ("wide-gpu-bfloat16", WIDE, 64, 8, "--dtype", "bfloat16"),
