@@ -32,11 +32,14 @@ struct GatedDeltaNet {
         State(tail: convolution.start(dtype: dtype), memory: MLXArray.zeros([valueHeads, keyDim, valueDim]))
     }
 
-    /// The key heads of a tile, such that what has a row a token takes some `bytes`.
+    /// How many key heads at a time keep the derivative's temporaries in proportion to `bytes`: it holds some 20 arrays of a row a token,
+    /// three times as many as attention's does of `bytes` each.
     func tile(length: Int, bytes: Int) -> Int {
         let features = max(keyDim, valueHeads / keyHeads * max(keyDim, valueDim, GatedDeltaRule.chunk))
-        return min(keyHeads, max(1, bytes / (4 * length * features)))
+        return min(keyHeads, max(1, bytes / (3 * 4 * length * features)))
     }
+
+    // MARK: - o
 
     /// - Parameters:
     ///   - qkv: `[n, D]`
@@ -47,9 +50,8 @@ struct GatedDeltaNet {
     func callAsFunction(qkv: MLXArray, b: MLXArray, a: MLXArray, state: inout State, tile: Int) -> MLXArray {
         let before = state
         let parts = tiles(of: keyHeads, size: tile).map { heads in
-            let part = Part(self, heads)
-            var memory = before.memory[part.values]
-            let o = part.rule(part.convolved(qkv, tail: before.tail), b: b, a: a, pace: .chained)(state: &memory)
+            var memory = before.memory[values(heads)]
+            let o = rule(heads, qkv: qkv, tail: before.tail, b: b, a: a, pace: .chained)(state: &memory)
             if heads.count < keyHeads { eval(o, memory) }
             return (o: o.reshaped([o.dim(0), -1]), memory: memory)
         }
@@ -58,30 +60,79 @@ struct GatedDeltaNet {
         return concatenated(parts.map(\.o), axis: -1)
     }
 
-    /// y `[n, value_heads · dv]`, in float32, of z and o, alike.
-    func output(o: MLXArray, z: MLXArray) -> MLXArray {
-        Activation.silu.gated(gate: z.asType(.float32), up: norm(byHead(o)).reshaped(z.shape))
+    private func rule(
+        _ heads: Range<Int>, qkv: MLXArray, tail: MLXArray, b: MLXArray, a: MLXArray, pace: Pace
+    ) -> GatedDeltaRule {
+        let qkv = inputs(heads).map { input in
+            let x = input(qkv, tail: tail)
+            pace.finish([x])
+            return x
+        }
+        let (x, rate) = decay(heads, a)
+        return GatedDeltaRule(
+            q: qkv[0], k: qkv[1], v: qkv[2], decay: rate * logAddExp(x, 0 as Float), beta: beta(heads, b), pace: pace)
     }
 
-    /// `[n, heads · dv]` to `[n, heads, dv]`, in float32.
-    private func byHead(_ x: MLXArray) -> MLXArray { x.asType(.float32).reshaped([x.dim(0), -1, valueDim]) }
-
-    /// The derivative of y:
-    ///
-    ///     dz = dy ∘ RMSNorm(o) ∘ silu′(z)        dRMSNorm(o) = dy ∘ silu(z)
-    ///
-    /// - Parameter dy: like o and z, `[T, value_heads · dv]`
-    /// - Returns: dO and dz, in float32, evaluated.
-    func outputBackward(o: MLXArray, z: MLXArray, dy: MLXArray) -> (dO: MLXArray, dZ: MLXArray) {
-        let byHead = byHead(o)
-        let d = Activation.silu.gatedBackward(
-            gate: [self.byHead(z)], up: [norm(byHead)], dAct: self.byHead(dy))
-        let (dO, dZ) = (norm.backward(byHead, dy: d.dUp).reshaped(o.shape), d.dGate.reshaped(z.shape))
-        eval(dO, dZ)
-        return (dO, dZ)
+    /// The value heads of some key heads.
+    private func values(_ heads: Range<Int>) -> Range<Int> {
+        let each = valueHeads / keyHeads
+        return heads.lowerBound * each..<heads.upperBound * each
     }
 
-    /// The derivative of o, of a whole sequence. What was made on the way to o is made again, for a tile of key heads.
+    /// a + dt_bias, and −exp(A_log).
+    private func decay(_ heads: Range<Int>, _ a: MLXArray) -> (x: MLXArray, rate: MLXArray) {
+        let values = values(heads)
+        return (a[0..., values].asType(.float32) + dtBias[values], -exp(aLog[values].asType(.float32)))
+    }
+
+    private func beta(_ heads: Range<Int>, _ b: MLXArray) -> MLXArray {
+        sigmoid(b[0..., values(heads)].asType(.float32))
+    }
+
+    /// q, k and v.
+    private func inputs(_ heads: Range<Int>) -> [Input] {
+        func input(_ heads: Range<Int>, _ dim: Int, start: Int, scale: Float?) -> Input {
+            let features = start + heads.lowerBound * dim..<start + heads.upperBound * dim
+            return Input(
+                features: features, dim: dim, convolution: CausalConvolution(weight: convolution.weight[features]),
+                norm: scale.map { RMSNorm(weight: MLXArray.full([dim], values: MLXArray($0)), eps: 1e-6) })
+        }
+        let (keys, scale) = (keyHeads * keyDim, 1 / Float(keyDim))
+        return [
+            input(heads, keyDim, start: 0, scale: scale),
+            input(heads, keyDim, start: keys, scale: scale.squareRoot()),
+            input(values(heads), valueDim, start: 2 * keys, scale: nil),
+        ]
+    }
+
+    /// q, k or v of some heads:  norm(silu(conv(x))), where there is a norm.
+    private struct Input {
+        /// Of qkv.
+        let features: Range<Int>
+        let dim: Int
+        let convolution: CausalConvolution
+        let norm: RMSNorm?
+
+        /// qkv `[n, D]` to `[n, heads, dim]`, in float32.
+        func callAsFunction(_ qkv: MLXArray, tail: MLXArray) -> MLXArray {
+            let x = activated(convolution(qkv[0..., features], tail: tail[0..., features]))
+            return norm.map { $0(x) } ?? x
+        }
+
+        /// The gradient of these features of a whole sequence's qkv, in float32.
+        func backward(_ qkv: MLXArray, dy: MLXArray) -> MLXArray {
+            let convolved = convolution(qkv[0..., features], tail: convolution.start(dtype: qkv.dtype))
+            let d = norm.map { $0.backward(activated(convolved), dy: dy) } ?? dy
+            return convolution.backward(dy: Self.siluBackward([d.reshaped(convolved.shape), convolved]))
+        }
+
+        private func activated(_ x: MLXArray) -> MLXArray { Self.silu([x]).reshaped([x.dim(0), -1, dim]) }
+
+        private static let silu = Fused { Activation.silu.values($0[0]).f }
+        private static let siluBackward = Fused { $0[0] * Activation.silu.values($0[1]).slope }
+    }
+
+    /// The derivative of o, of a whole sequence. What was made on the way to o is made again, some key heads at a time.
     ///
     ///     db = β (1 − β) dβ        da = −exp(A_log) σ(a + dt_bias) dl
     ///
@@ -94,12 +145,11 @@ struct GatedDeltaNet {
     func backward(qkv: MLXArray, b: MLXArray, a: MLXArray, dO: MLXArray, tile: Int, pace: Pace)
         -> (dQKV: MLXArray, dB: MLXArray, dA: MLXArray)
     {
-        var inputs = [qkv, b, a, dO]
+        var arrays = [qkv, b, a, dO]
         var gradients = [[MLXArray]]()
         for heads in tiles(of: keyHeads, size: tile) {
-            let d = Part(self, heads).backward(
-                qkv: inputs[0], b: inputs[1], a: inputs[2], dO: inputs[3], pace: pace)
-            inputs = pace.next(inputs, after: d)
+            let d = backward(heads, qkv: arrays[0], b: arrays[1], a: arrays[2], dO: arrays[3], pace: pace)
+            arrays = pace.next(arrays, after: d)
             gradients.append(d)
         }
         func whole(_ indices: Range<Int>) -> MLXArray {
@@ -110,90 +160,39 @@ struct GatedDeltaNet {
         return all
     }
 
-    /// Some of the key heads, with their value heads.
-    private struct Part {
-        let net: GatedDeltaNet
-        let heads, values: Range<Int>
-
-        init(_ net: GatedDeltaNet, _ heads: Range<Int>) {
-            let each = net.valueHeads / net.keyHeads
-            (self.net, self.heads, values) = (net, heads, heads.lowerBound * each..<heads.upperBound * each)
+    /// The gradients of some heads' q, k and v in qkv, and of their b and a, `[T, features]`.
+    private func backward(
+        _ heads: Range<Int>, qkv: MLXArray, b: MLXArray, a: MLXArray, dO: MLXArray, pace: Pace
+    ) -> [MLXArray] {
+        let values = values(heads)
+        let tail = convolution.start(dtype: qkv.dtype)
+        let d = rule(heads, qkv: qkv, tail: tail, b: b, a: a, pace: pace)
+            .backward(dO: byHead(dO[0..., values.lowerBound * valueDim..<values.upperBound * valueDim]))
+        let dQKV = zip(inputs(heads), [d.dq, d.dk, d.dv]).map { input, dy in
+            let dx = input.backward(qkv, dy: dy)
+            pace.finish([dx])
+            return dx
         }
-
-        /// The features of z and o.
-        private var features: Range<Int> { values.lowerBound * net.valueDim..<values.upperBound * net.valueDim }
-
-        /// The features of qkv.
-        private func features(_ x: MLXArray, axis: Int) -> MLXArray {
-            let (dk, count) = (net.keyDim, net.keyHeads)
-            let q = heads.lowerBound * dk..<heads.upperBound * dk
-            let k = q.lowerBound + count * dk..<q.upperBound + count * dk
-            let v = 2 * count * dk + features.lowerBound..<2 * count * dk + features.upperBound
-            guard heads.count < count else { return x }
-            return concatenated([q, k, v].map { axis == 0 ? x[$0] : x[0..., $0] }, axis: axis)
-        }
-
-        private var convolution: CausalConvolution {
-            CausalConvolution(weight: features(net.convolution.weight, axis: 0))
-        }
-
-        /// conv(qkv) of these heads
-        func convolved(_ qkv: MLXArray, tail: MLXArray) -> MLXArray {
-            convolution(features(qkv, axis: 1), tail: features(tail, axis: 1))
-        }
-
-        /// silu(conv(qkv)) by head: q and k `[n, heads, dk]`, v `[n, values, dv]`.
-        private func split(_ convolved: MLXArray) -> (q: MLXArray, k: MLXArray, v: MLXArray) {
-            let (n, width) = (convolved.dim(0), heads.count * net.keyDim)
-            let x = Self.silu([convolved])
-            return (
-                x[0..., ..<width].reshaped([n, heads.count, net.keyDim]),
-                x[0..., width..<2 * width].reshaped([n, heads.count, net.keyDim]),
-                x[0..., (2 * width)...].reshaped([n, values.count, net.valueDim])
-            )
-        }
-
-        private static let silu = Fused { Activation.silu.values($0[0]).f }
-        private static let siluBackward = Fused { $0[0] * Activation.silu.values($0[1]).slope }
-
-        private var qNorm: RMSNorm { norm(scale: 1 / Float(net.keyDim)) }
-        private var kNorm: RMSNorm { norm(scale: 1 / Float(net.keyDim).squareRoot()) }
-        private func norm(scale: Float) -> RMSNorm {
-            RMSNorm(weight: MLXArray.full([net.keyDim], values: MLXArray(scale)), eps: 1e-6)
-        }
-
-        /// a + dt_bias, and −exp(A_log).
-        private func decay(_ a: MLXArray) -> (x: MLXArray, rate: MLXArray) {
-            let (aLog, dtBias) = (net.aLog[values].asType(.float32), net.dtBias[values].asType(.float32))
-            return (a[0..., values].asType(.float32) + dtBias, -exp(aLog))
-        }
-
-        private func beta(_ b: MLXArray) -> MLXArray { sigmoid(b[0..., values].asType(.float32)) }
-
-        func rule(_ convolved: MLXArray, b: MLXArray, a: MLXArray, pace: Pace) -> GatedDeltaRule {
-            let (q, k, v) = split(convolved)
-            let (x, rate) = decay(a)
-            return GatedDeltaRule(
-                q: qNorm(q), k: kNorm(k), v: v, decay: rate * logAddExp(x, 0 as Float), beta: beta(b), pace: pace)
-        }
-
-        /// dq, dk and dv of qkv, db and da, `[T, features]`.
-        func backward(qkv: MLXArray, b: MLXArray, a: MLXArray, dO: MLXArray, pace: Pace) -> [MLXArray] {
-            let tail = net.convolution.start(dtype: qkv.dtype)
-            let d = rule(convolved(qkv, tail: tail), b: b, a: a, pace: pace).backward(dO: net.byHead(dO[0..., features]))
-
-            let c = convolved(qkv, tail: tail)
-            let (q, k, _) = split(c)
-            let dC = concatenated(
-                [qNorm.backward(q, dy: d.dq), kNorm.backward(k, dy: d.dk), d.dv].map { $0.reshaped([$0.dim(0), -1]) },
-                axis: -1)
-            let dX = convolution.backward(dy: Self.siluBackward([dC, c]))
-            let width = heads.count * net.keyDim
-            let (x, rate) = decay(a)
-            return [
-                dX[0..., ..<width], dX[0..., width..<2 * width], dX[0..., (2 * width)...],
-                (1 - beta(b)) * d.betaDBeta, rate * sigmoid(x) * d.dDecay,
-            ]
-        }
+        let (x, rate) = decay(heads, a)
+        return dQKV + [(1 - beta(heads, b)) * d.betaDBeta, rate * sigmoid(x) * d.dDecay]
     }
+
+    // MARK: - y = RMSNorm(o) ∘ silu(z)
+
+    /// y `[n, value_heads · dv]`, in float32, of o and z, alike.
+    func output(o: MLXArray, z: MLXArray) -> MLXArray {
+        Activation.silu.gated(gate: z.asType(.float32), up: norm(byHead(o)).reshaped(z.shape))
+    }
+
+    /// do and dz `[T, value_heads · dv]`, in float32, evaluated, from dy, alike.
+    func outputBackward(o: MLXArray, z: MLXArray, dy: MLXArray) -> (dO: MLXArray, dZ: MLXArray) {
+        let (byHead, z) = (byHead(o), z.reshaped([z.dim(0), -1, valueDim]))
+        let d = Activation.silu.gatedBackward(gate: [z], up: [norm(byHead)], dAct: dy.reshaped(z.shape))
+        let (dO, dZ) = (norm.backward(byHead, dy: d.dUp).reshaped(o.shape), d.dGate.reshaped(o.shape))
+        eval(dO, dZ)
+        return (dO, dZ)
+    }
+
+    /// `[n, heads · dv]` to `[n, heads, dv]`, in float32.
+    private func byHead(_ x: MLXArray) -> MLXArray { x.asType(.float32).reshaped([x.dim(0), -1, valueDim]) }
 }

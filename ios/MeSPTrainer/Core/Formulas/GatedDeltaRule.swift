@@ -36,9 +36,10 @@ struct GatedDeltaRule {
         let heads = k.dim(1)
         func chunked(_ x: MLXArray) -> MLXArray { Self.chunked(x, keyHeads: heads) }
         (self.q, self.k, self.v) = (chunked(q), chunked(k), chunked(v))
-        (self.decay, self.beta) = (chunked(decay.expandedDimensions(axis: -1)), chunked(beta.expandedDimensions(axis: -1)))
+        (self.decay, self.beta) = (
+            chunked(decay.expandedDimensions(axis: -1)), chunked(beta.expandedDimensions(axis: -1))
+        )
         (length, self.pace) = (k.dim(0), pace)
-        pace.finish([self.q, self.k, self.v, self.decay, self.beta])
     }
 
     // MARK: - Forward
@@ -103,34 +104,43 @@ struct GatedDeltaRule {
         let c = Chunks(self)
         let dO = Self.chunked(dO, keyHeads: k.dim(1))
         let (d, states, dv, betaDBeta, dStates) = recurrenceBackward(c, dO)
-
+        let inAll = c.whole * dot(states, dStates)
         let (dP, dA) = (
             Self.masked([matmul(dO, transposed(d)), c.gamma]),
             Self.masked([matmul(dv, transposed(d)), c.gamma, -c.below])
         )
-        pace.finish([dP, dA])
-        let dQStart = c.start * matmul(dO, transposed(states))
-        let dKStart = c.start * matmul(dv, transposed(states))
-        let dKEnd = c.end * matmul(d, transposed(dStates))
-        pace.finish([dQStart, dKStart, dKEnd])
-
+        pace.finish([inAll, dP, dA])
         let inGamma = cumsum(Self.productsSum([dP, c.qk, dA, c.kk]), axis: -2, reverse: true) * c.below
-        let inStart = Self.productsSum([q, dQStart, -k, dKStart]).sum(axis: -1, keepDims: true)
-        let inEnd = (k * dKEnd).sum(axis: -1, keepDims: true)
-        let dDecay =
-            inGamma.sum(axis: -1, keepDims: true) + cumsum(inStart, axis: -2, reverse: true)
-            + cumsum(inEnd, axis: -2, inclusive: false)
-            + c.whole * (states * dStates).sum(axes: [-1, -2], keepDims: true)
-        pace.finish([dDecay])
 
-        let dq = addMM(dQStart, dP, k)
-        let dk = addMM(addMM(dKEnd - dKStart, dA + transposed(dA), k), transposed(dP), q)
-        func overValueHeads(_ x: MLXArray) -> MLXArray { x.sum(axis: 2, keepDims: true) }
-        let results = [overValueHeads(dq), overValueHeads(dk), dv, dDecay, betaDBeta].map(byToken)
+        let dQStart = c.start * matmul(dO, transposed(states))
+        let inQStart = rowsum(q, dQStart)
+        let dq = overValueHeads(addMM(dQStart, dP, k))
+        pace.finish([dq, inQStart])
+        let dKStart = c.start * matmul(dv, transposed(states))
+        let inKStart = rowsum(k, dKStart)
+        pace.finish([dKStart, inKStart])
+        let dKEnd = c.end * matmul(d, transposed(dStates))
+        let inEnd = rowsum(k, dKEnd)
+        let dk = overValueHeads(
+            addMM(addMM(dKEnd - dKStart, dA + transposed(dA), k), transposed(dP), q))
+        let dDecay =
+            inGamma.sum(axis: -1, keepDims: true) + cumsum(inQStart - inKStart, axis: -2, reverse: true)
+            + cumsum(inEnd, axis: -2, inclusive: false) + inAll
+        let results = [dq, dk, dv, dDecay, betaDBeta].map(byToken)
         pace.finish(results)
         return (
             results[0], results[1], results[2], results[3].squeezed(axis: -1), results[4].squeezed(axis: -1)
         )
+    }
+
+    private func overValueHeads(_ x: MLXArray) -> MLXArray { x.dim(2) == 1 ? x : x.sum(axis: 2, keepDims: true) }
+
+    private func rowsum(_ x: MLXArray, _ y: MLXArray) -> MLXArray { (x * y).sum(axis: -1, keepDims: true) }
+
+    /// ⟨S, dS₊⟩ of each chunk, `[…, 1, 1]`: a product, so that S ∘ dS₊ is not made.
+    private func dot(_ x: MLXArray, _ y: MLXArray) -> MLXArray {
+        let shape = Array(x.shape[..<3])
+        return matmul(x.reshaped(shape + [1, -1]), y.reshaped(shape + [-1, 1]))
     }
 
     /// D, S before each chunk, dV, β dβ, and dS₊ behind each chunk.
@@ -144,7 +154,7 @@ struct GatedDeltaRule {
         let (dD, dStates) = statesBackward(c, w: w, dO)
         pace.finish([dD, dStates])
         let z = matmul(transposed(c.m), dD)
-        let (dv, betaDBeta) = (beta * z, (z * d).sum(axis: -1, keepDims: true))
+        let (dv, betaDBeta) = (beta * z, rowsum(z, d))
         pace.finish([dv, betaDBeta])
         return (d, states, dv, betaDBeta, dStates)
     }
