@@ -120,15 +120,22 @@ def copy_texts(
     source: Source, folder: Path, arch: Architecture, quantizations: Quantizations
 ) -> None:
     """Writes config.json as of the bundle's weights; copies the tokenizer and the licence."""
+    family = FAMILIES[arch.model_type]
     config = complete(source.config) | {
-        "model_type": FAMILIES[arch.model_type].mlx_type or arch.model_type,
         "num_hidden_layers": arch.num_hidden_layers,
         "tie_word_embeddings": arch.tie_word_embeddings,
-        "quantization": quantizations.config or asdict(quantizations.main),
     }
     for key in ("layer_types", "no_rope_layers"):  # one entry a block
         if isinstance(config.get(key), list):
             config[key] = config[key][: arch.num_hidden_layers]
+    if family.texts:
+        text = source.config.get("text_config", {}).get("model_type", family.texts[0])
+        config = {
+            "model_type": family.mlx_type or arch.model_type,
+            "text_config": config | {"model_type": text},
+            "vocab_size": arch.vocab_size,
+        }
+    config["quantization"] = quantizations.config or asdict(quantizations.main)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     if source.folder:
         licenses = [f.name for f in source.folder.glob("LICENSE*") if f.is_file()]

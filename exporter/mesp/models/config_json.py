@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from mesp.errors import MespError
-from mesp.models.families import FAMILIES
+from mesp.models.families import FAMILIES, LACKING
 from mesp.models.rope_scaling import SCALINGS
 
 _DEFAULTS = {"rms_norm_eps": 1e-6, "rope_theta": 1e4, "tie_word_embeddings": True}
@@ -19,8 +19,10 @@ def complete(config: dict[str, Any]) -> dict[str, Any]:
     """
     model_type = config.get("model_type")
     if model_type not in FAMILIES:
-        missing = ""
-        if any("expert" in key for key in (*config, *(config.get("text_config") or ()))):
+        missing = f" ({LACKING[model_type]})" if model_type in LACKING else ""
+        if not missing and any(
+            "expert" in key for key in (*config, *(config.get("text_config") or ()))
+        ):
             missing = " (it mixes experts, and the trainer has one MLP a block)"
         elif "text_config" in config:
             missing = " (it is of several modalities, and the trainer takes text alone)"
@@ -29,10 +31,13 @@ def complete(config: dict[str, Any]) -> dict[str, Any]:
             f"supported are {', '.join(FAMILIES)}."
         )
     family = FAMILIES[model_type]
-    if family.text_of_several and "text_config" in config:
-        # What is said of the whole model goes before, such as how it is quantized.
+    if family.texts and "text_config" in config:
+        text = config["text_config"]
+        if text.get("model_type", family.texts[0]) not in family.texts:
+            raise unsupported("text_config's model_type", text["model_type"])
+        # Some things are said of the whole model, such as how it is quantized.
         whole = {k: v for k, v in config.items() if k not in ("text_config", "vision_config")}
-        config = config["text_config"] | whole
+        config = {**whole, **text, "model_type": model_type}
     config = {**_DEFAULTS, **family.defaults, **config}
     config |= family.read(config)
     rope = config.pop("rope_parameters", None) or {}
@@ -49,8 +54,9 @@ def complete(config: dict[str, Any]) -> dict[str, Any]:
         raise unsupported("rope_scaling", scaling)
     named = {**scaling, "type": kind, "rope_type": kind}
     config["rope_scaling"] = None if kind == "default" else named
-    if family.text_of_several:  # mlx-lm reads these there alone
-        turning = {key: config[key] for key in ("rope_theta", "partial_rotary_factor")}
+    if rope or family.texts:  # mlx-lm reads these of some families there alone
+        keys = ("rope_theta", "partial_rotary_factor")
+        turning = {key: config[key] for key in keys if key in config}
         config["rope_parameters"] = {**(config["rope_scaling"] or {"rope_type": kind}), **turning}
     return config
 
