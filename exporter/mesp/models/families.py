@@ -177,7 +177,6 @@ FAMILIES = {
             "logits_scaling",
         ),
     ),
-    "mimo": _QWEN2,
     "mistral": _MISTRAL,
     "ministral3": _MINISTRAL3,
     "mistral3": _in_several(_MINISTRAL3, "mistral", "ministral3"),

@@ -8,7 +8,7 @@ from mesp.models.families import FAMILIES
 _TEXT = {"model.language_model.": "model.", "language_model.": ""}
 # What such a model has beside its text, and layers that predict more than the next token.
 _UNUSED = (
-    "mtp.", "language_model.mtp.", "model.mtp_layers.", "visual.", "model.visual.",
+    "mtp.", "language_model.mtp.", "visual.", "model.visual.",
     "vision_tower.", "model.vision_tower.", "multi_modal_projector.",
     "model.multi_modal_projector.",
 )  # fmt: skip
