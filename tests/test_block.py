@@ -194,6 +194,7 @@ def how(request, monkeypatch) -> str:
     if request.param == "tiled":
         monkeypatch.setattr(tiles, "WIDTH", 24)
         monkeypatch.setattr(tiles, "ATTENTION_ROWS", 4)
+        monkeypatch.setattr(tiles, "FEWEST_HEADS", 1)
         monkeypatch.setattr(tiles, "HEADS_BY_TOKENS", 1)
     return request.param
 

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
+import mlx_lm
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
@@ -951,3 +952,69 @@ def test_tokenizer_of_another_model():
     folder = write_model(Path("model"), {**TINY, "vocab_size": 100}, tokenizer=False)
     write_tokenizer(folder, 512)
     assert "do not belong together" in refused("--model", folder, "--data", "python-docs")
+
+
+def of_several_modalities(folder: Path) -> Path:
+    """A Qwen3.5 as it is published: its text beside vision, and layers that predict further."""
+    text = FAMILIES["qwen3_5"]
+    tensors = random_tensors(text)
+    tensors = {k.replace("model.", "model.language_model.", 1): v for k, v in tensors.items()}
+    tensors |= {f"{name}.weight": mx.ones((4, 4)) for name in ("model.visual.blocks.0", "mtp.fc")}
+    whole = {"model_type": "qwen3_5", "vision_config": {"depth": 2, "hidden_size": 32}}
+    whole["text_config"] = {**text, "model_type": "qwen3_5_text"}
+    write_model(folder, whole, tensors, tokenizer=False)
+    write_tokenizer(folder, text["vocab_size"])
+    return folder
+
+
+def assert_same_logits(bundle: Bundle, model: nn.Module) -> None:
+    tokens = mx.arange(1, 13)[None]
+    expected = model(tokens)
+    error = mx.linalg.norm(bundle.to_mlx_lm()(tokens) - expected)
+    assert error <= 1e-5 * mx.linalg.norm(expected)
+
+
+def test_the_text_of_a_model_of_several_modalities():
+    folder = of_several_modalities(Path("whole"))
+    result = export("--model", folder, "--seq-len", 8, "--out", "out.mesp")
+    assert result.exit_code == 0, result.output
+    assert "2 tensors are left out" in result.stderr and result.stderr.count("\n") == 1
+    bundle = Bundle("out.mesp")
+    arch = bundle.architecture
+    assert (arch.mlx_prefix, arch.hf_prefix) == ("language_model.model", "model.language_model")
+    assert [mixer.type for mixer in arch.mixers] == ["gated_delta_net", "attention"]
+    model, _ = load_model(folder)
+    nn.quantize(model, 64, 4)
+    assert_same_logits(bundle, model)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "lfm2"])
+def test_a_hybrid_model_that_mlx_lm_has_converted(family):
+    """Its convolutions lie otherwise there, and Qwen3.5's norms are whole."""
+    if family == "qwen3_5":
+        folder = of_several_modalities(Path("whole"))
+    else:
+        folder = write_model(Path("whole"), FAMILIES[family])
+    mlx_lm.convert(str(folder), "converted", quantize=True, dtype="float32")
+    bundle = exported("--model", "converted", "--seq-len", 8)
+    assert_same_logits(bundle, load_model(Path("converted"))[0])
+
+
+def test_the_text_alone():
+    """As `Qwen3_5ForCausalLM` is saved."""
+    config = {**FAMILIES["qwen3_5"], "model_type": "qwen3_5_text"}
+    bundle = exported("--model", write_model(Path("text"), config), "--seq-len", 8)
+    assert bundle.architecture.hf_prefix == "model"
+    model = mlx_lm_model(FAMILIES["qwen3_5"])
+    nn.quantize(model, 64, 4)
+    assert_same_logits(bundle, model)
+
+
+def test_random_weights_of_a_hybrid_model_count():
+    """No mixer is silent: without its state or its gates the logits would be others."""
+    for name in ("qwen3_5", "lfm2"):
+        folder = write_model(Path(name), FAMILIES[name], {}, tokenizer=False)
+        bundle = exported("--model", folder, "--random-weights", "--seq-len", 8)
+        for i, block in enumerate(bundle.architecture.blocks):
+            for array, _ in block.vectors().items():
+                assert mx.all(bundle.block(i)[array] != 0), array

@@ -188,7 +188,7 @@ def test_weights(tmp_path: Path, data: st.DataObject):
     file = struct.pack("<Q", len(text)) + text + np.zeros(12, np.float32).tobytes()
     (tmp_path / "model.safetensors").write_bytes(data.draw(st.just(file) | damaged(file)))
     with contextlib.suppress(MespError):
-        weights = SafetensorsWeights(tmp_path)
+        weights = SafetensorsWeights(tmp_path, "qwen2")
         for name in "ab":
             assert weights.rows(name, (2, 3), slice(0, 2)).shape == (2, 3)
 

@@ -14,6 +14,7 @@ from mesp.models.architecture import Architecture
 from mesp.models.short_names import KNOWN, geometries
 
 # Of the safetensors files' metadata on the Hub; Qwen3's below 4B have the tied head a second time.
+# Of Qwen3.5 the text's, as llama.cpp counts it in the smallest, and as this counts it in the others.
 PUBLISHED = {
     "Qwen2.5-0.5B": 494_032_768,
     "Qwen2.5-1.5B": 1_543_714_304,
@@ -26,6 +27,14 @@ PUBLISHED = {
     "Qwen3-4B": 4_022_468_096,
     "Qwen3-8B": 8_190_735_360,
     "Qwen3-14B": 14_768_307_200,
+    "Qwen3.5-0.8B": 752_393_024,
+    "Qwen3.5-2B": 1_881_825_088,
+    "Qwen3.5-4B": 4_205_751_296,
+    "LFM2-350M": 354_483_968,
+    "LFM2.5-350M": 354_483_968,
+    "LFM2-700M": 742_489_344,
+    "LFM2-1.2B": 1_170_340_608,
+    "LFM2.5-1.2B": 1_170_340_608,
     "Llama-3.2-1B": 1_235_814_400,
     "Llama-3.2-3B": 3_212_749_824,
     "Llama-3.1-8B": 8_030_261_248,
@@ -56,7 +65,7 @@ def test_a_model_has_the_published_number_of_parameters(name, parameters):
 
 def test_a_variant_for_chats_has_the_geometry_of_its_model():
     for name, (_, _, config) in KNOWN.items():
-        base = name.replace("-Instruct", "").removesuffix("-it")
+        base = name.replace("-Instruct", "").removesuffix("-it").removesuffix("-Base")
         assert base in PUBLISHED
         assert config is KNOWN[base][2]
 

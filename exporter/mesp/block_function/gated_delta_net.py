@@ -39,9 +39,9 @@ def _tiles(mixer: GatedDeltaNet, length: int, plain: bool) -> list[slice]:
     """Which key heads go at a time."""
     if plain:
         return [slice(0, mixer.num_key_heads)]
-    values = mixer.num_value_heads // mixer.num_key_heads
-    largest = max(tiles.HEADS_BY_TOKENS // (values * length), 1)
-    return list(tiles.cut(mixer.num_key_heads, largest))
+    value_heads = max(tiles.HEADS_BY_TOKENS // length, tiles.FEWEST_HEADS)
+    by_key_head = mixer.num_value_heads // mixer.num_key_heads
+    return list(tiles.cut(mixer.num_key_heads, max(value_heads // by_key_head, 1)))
 
 
 def _recurrence(

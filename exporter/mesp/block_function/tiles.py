@@ -16,8 +16,10 @@ NUMBERS_A_TOKEN = 2048
 # Query rows in a tile of attention. Few, because a tile reads no key after its last row.
 ATTENTION_ROWS = 32
 
-# Value heads times tokens in a tile of a gated delta net.
-HEADS_BY_TOKENS = 2048
+# Value heads times tokens in a tile of a gated delta net, and how many heads it has at least: a
+# head's part of the graph takes as much memory as fewer heads would save.
+HEADS_BY_TOKENS = 1024
+FEWEST_HEADS = 2
 
 
 def cut(size: int, largest: int, multiple: int = 1) -> Iterator[slice]:

@@ -92,6 +92,26 @@ def _ministral3(*sizes: int, **others: Any) -> dict[str, Any]:
     return {"model_type": "mistral3", "text_config": text}
 
 
+_qwen35 = partial(
+    _config, "qwen3_5", head_dim=256, vocab_size=248320, max_position_embeddings=262144,
+    rms_norm_eps=1e-6, rope_theta=1e7, partial_rotary_factor=0.25, full_attention_interval=4,
+    linear_num_key_heads=16, linear_key_head_dim=128, linear_value_head_dim=128,
+    linear_conv_kernel_dim=4, tie_word_embeddings=True, hidden_act="silu",
+)  # fmt: skip
+
+
+def _lfm2(hidden: int, block_ff_dim: int, heads: int) -> dict[str, Any]:
+    """The MLP is a good two thirds as wide as `block_ff_dim`."""
+    return {
+        "model_type": "lfm2", "hidden_size": hidden, "block_dim": hidden, "num_hidden_layers": 16,
+        "block_ff_dim": block_ff_dim, "block_auto_adjust_ff_dim": True, "block_multiple_of": 256,
+        "block_ffn_dim_multiplier": 1.0, "num_attention_heads": heads, "num_key_value_heads": 8,
+        "full_attn_idxs": [2, 5, 8, 10, 12, 14], "conv_L_cache": 3, "conv_bias": False,
+        "vocab_size": 65536, "max_position_embeddings": 128000, "norm_eps": 1e-5,
+        "rope_theta": 1e6, "tie_embedding": True,
+    }  # fmt: skip
+
+
 _PHI4_LONG_FACTOR = [
     1, 1.118320672, 1.250641126, 1.398617824, 1.564103225, 1.74916897, 1.956131817, 2.187582649,
     2.446418898, 2.735880826, 3.059592084, 3.421605075, 3.826451687, 4.279200023, 4.785517845,
@@ -132,6 +152,16 @@ _MODELS = (
         "apache-2.0",
         _qwen3(5120, 40, 17408, 40, 8, tie_word_embeddings=False),
     ),
+    (_tuned("Qwen/Qwen3.5-0.8B", "-Base"), "apache-2.0",
+     _qwen35(1024, 24, 3584, 8, 2, linear_num_value_heads=16)),
+    (_tuned("Qwen/Qwen3.5-2B", "-Base"), "apache-2.0",
+     _qwen35(2048, 24, 6144, 8, 2, linear_num_value_heads=16)),
+    (_tuned("Qwen/Qwen3.5-4B", "-Base"), "apache-2.0",
+     _qwen35(2560, 32, 9216, 16, 4, linear_num_value_heads=32)),
+    (("LiquidAI/LFM2-350M", "LiquidAI/LFM2.5-350M"), "lfm1.0", _lfm2(1024, 6656, 16)),
+    (("LiquidAI/LFM2-700M",), "lfm1.0", _lfm2(1536, 10240, 24)),
+    (("LiquidAI/LFM2-1.2B", "LiquidAI/LFM2.5-1.2B-Base", "LiquidAI/LFM2.5-1.2B-Instruct"), "lfm1.0",
+     _lfm2(2048, 12288, 32)),
     (_tuned("meta-llama/Llama-3.2-1B"), "llama3.2", _llama32(2048, 16, 8192, 32, 8, head_dim=64)),
     (_tuned("meta-llama/Llama-3.2-3B"), "llama3.2", _llama32(3072, 28, 8192, 24, 8, head_dim=128)),
     (_tuned("meta-llama/Llama-3.1-8B"), "llama3.1", _llama31(4096, 32, 14336, 32, 8)),
@@ -252,6 +282,7 @@ _SHORT_NAMES = {
     "mistralai/Ministral-3-3B-Instruct-2512-BF16": "Ministral-3-3B-Instruct",
     "mistralai/Ministral-3-8B-Base-2512": "Ministral-3-8B",
     "mistralai/Ministral-3-8B-Instruct-2512-BF16": "Ministral-3-8B-Instruct",
+    "LiquidAI/LFM2.5-1.2B-Base": "LFM2.5-1.2B",
 }
 
 # By short name: the id on the Hub, the licence, and the config.json. Names of one geometry follow
