@@ -261,7 +261,6 @@ def write_model(
 ) -> Path:
     """Writes a Hugging Face model folder and returns it."""
     folder.mkdir(parents=True)
-    vocab_size = config["vocab_size"]
     if tensors is None:
         config, tensors = published(config, random_tensors(config))
     (folder / "config.json").write_text(json.dumps(config))
@@ -277,7 +276,7 @@ def write_model(
         index = json.dumps({"weight_map": weight_map})
         (folder / "model.safetensors.index.json").write_text(index)
     if tokenizer:
-        write_tokenizer(folder, vocab_size)
+        write_tokenizer(folder, config["vocab_size"])
     return folder
 
 

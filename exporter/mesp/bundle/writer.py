@@ -23,7 +23,7 @@ from mesp.data.store import write_data
 from mesp.data.tokens import load_tokenizer
 from mesp.errors import MespError, plain_os_errors
 from mesp.models.architecture import Architecture
-from mesp.models.config_json import complete
+from mesp.models.config_json import check_length, complete
 from mesp.models.families import FAMILIES
 from mesp.progress_bars import export_progress
 from mesp.quantization.choose import Quantizations, check_quantizations
@@ -40,6 +40,7 @@ def write_bundle(
     Raises MespError where the disk, the weights or the data do not allow it; nothing is left then.
     """
     check_quantizations(arch, options.quantizations)
+    check_length(source.config, max(options.seq_lens))
     files = weight_files(weights, arch, options)
     total = weight_bytes(files)
     with (

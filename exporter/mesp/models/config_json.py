@@ -61,6 +61,20 @@ def complete(config: dict[str, Any]) -> dict[str, Any]:
     return config
 
 
+def check_length(config: dict[str, Any], length: int) -> None:
+    """Raises MespError where sequences of `length` tokens reach beyond what the blocks describe.
+
+    Ministral 3 multiplies the query at position t by 1 + β log(1 + ⌊t / L⌋), which is 1 below L.
+    """
+    rope = complete(config)["rope_scaling"] or {}
+    limit = rope.get("original_max_position_embeddings", length)
+    if rope.get("llama_4_scaling_beta") and length > limit:
+        raise MespError(
+            f"From {limit:,} tokens on the model scales its queries, which is not supported; take "
+            "a --seq-len up to that."
+        )
+
+
 def unsupported(key: str, value: object) -> MespError:
     """What is said of a config.json that asks for what the trainer lacks."""
     return MespError(
