@@ -189,6 +189,41 @@ def test_damaged_manifest_is_refused(damage):
 
 
 @pytest.mark.parametrize(
+    ("family", "damage"),
+    [
+        ("qwen3_5", {"num_value_heads": 3}),
+        ("qwen3_5", {"key_head_dim": 0}),
+        ("qwen3_5", {"modules": [["linear_attn.out_proj", ["out"]]]}),
+        ("lfm2", {"kernel_size": 0}),
+        ("lfm2", {"kernel_size": True}),
+        ("lfm2", {"modules": [["conv.in_proj", ["in", "out", "out"]]]}),
+    ],
+)
+def test_damaged_mixer_of_a_hybrid_is_refused(family, damage):
+    entry = Architecture.from_config(FAMILIES[family]).to_manifest()
+    entry["mixers"][0] |= damage
+    with pytest.raises((ValueError, TypeError, KeyError)):
+        Architecture.from_manifest(entry)
+
+
+def test_layers_of_a_hybrid():
+    """What a config.json leaves out, as Hugging Face fills it in; and LFM2's two ways to say it."""
+    qwen = {k: v for k, v in FAMILIES["qwen3_5"].items() if k != "full_attention_interval"}
+    arch = Architecture.from_config({**qwen, "num_hidden_layers": 9})
+    assert arch.layers == (0, 0, 0, 1, 0, 0, 0, 1, 0)
+    types = ["full_attention", "linear_attention"]
+    assert Architecture.from_config({**qwen, "layer_types": types}).layers == (0, 1)
+    lfm2 = FAMILIES["lfm2"]
+    named = {**lfm2, "layer_types": ["conv", "full_attention"], "full_attn_idxs": None}
+    assert Architecture.from_config(named) == Architecture.from_config(lfm2)
+    narrow = Architecture.from_config({**lfm2, "block_auto_adjust_ff_dim": False})
+    assert (Architecture.from_config(lfm2).intermediate_size, narrow.intermediate_size) == (
+        128,
+        192,
+    )
+
+
+@pytest.mark.parametrize(
     "damage",
     [
         {"type": "mamba"},
@@ -249,8 +284,13 @@ def test_rope_as_transformers_5_writes_it():
         ("qwen2", {"model_type": "nemotron_h"}, "Mamba mixers"),
         ("qwen3", {"head_dim": 33}, "not in order .*frequencies"),
         ("lfm2", {"conv_L_cache": 0}, "not in order .*kernel_size"),
-        ("qwen3_5", {"linear_num_value_heads": 3}, "not in order .*num_value_heads"),
         ("qwen3_5", {"linear_key_head_dim": 0}, "not in order .*sizes"),
+        ("qwen3_5", {"model_type": "qwen3_5_moe", "text_config": {"num_experts": 8}}, "experts"),
+        ("qwen3_5", {"attn_output_gate": False}, "attn_output_gate"),
+        ("qwen3_5", {"layer_types": ["mamba", "full_attention"]}, "layer_types to 'mamba'"),
+        ("qwen3_5", {"layer_types": ["conv", "full_attention"]}, "layer_types to 'conv'"),
+        ("qwen3_5", {"linear_num_value_heads": 3}, "num_value_heads cannot be used"),
+        ("lfm2", {"conv_bias": True}, "conv_bias"),
         ("qwen2", {"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "rope_scaling.*dynamic"),
         ("qwen2", {"rope_parameters": {"rope_type": "ntk", "rope_theta": 1e6}}, "ntk"),
         ("qwen2", {"use_sliding_window": True}, "use_sliding_window"),

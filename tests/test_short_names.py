@@ -14,8 +14,7 @@ from mesp.models.architecture import Architecture
 from mesp.models.short_names import KNOWN, geometries
 
 # Of the safetensors files' metadata on the Hub; Qwen3's below 4B have the tied head a second time.
-# Of Qwen3.5 the text's, as llama.cpp counts it in the smallest, and as this counts the others; and
-# so of Gemma 3 4B and Ministral 3.
+# Of Qwen3.5, Gemma 3 4B and Ministral 3 the text alone; of the smallest as llama.cpp counts it too.
 PUBLISHED = {
     "Qwen2.5-0.5B": 494_032_768,
     "Qwen2.5-1.5B": 1_543_714_304,

@@ -21,9 +21,9 @@ struct CausalConvolution {
         sum(of: concatenated([tail, x]), weights)
     }
 
-    /// The tail for the tokens behind x. A copy, as a view would keep all of x.
+    /// The tail for the tokens behind x, as a part of 2 (K − 1) rows: a part of x would keep all of it.
     func tail(after x: MLXArray, tail: MLXArray) -> MLXArray {
-        contiguous(concatenated([tail, x[max(0, x.dim(0) - tail.dim(0))...]])[(-tail.dim(0))...])
+        concatenated([tail, x[max(0, x.dim(0) - tail.dim(0))...]])[(-tail.dim(0))...]
     }
 
     /// dx of a whole sequence `[T, D]`, from dy, in float32.

@@ -32,8 +32,8 @@ struct GatedDeltaNet {
         State(tail: convolution.start(dtype: dtype), memory: MLXArray.zeros([valueHeads, keyDim, valueDim]))
     }
 
-    /// How many key heads at a time keep the derivative's temporaries in proportion to `bytes`: it holds some 20 arrays of a row a token,
-    /// three times as many as attention's does of `bytes` each.
+    /// How many key heads at a time keep the derivative's temporaries in proportion to `bytes`: of what has a row a token it holds some
+    /// 25 arrays, where attention's holds some 6 of `bytes` each.
     func tile(length: Int, bytes: Int) -> Int {
         let features = max(keyDim, valueHeads / keyHeads * max(keyDim, valueDim, GatedDeltaRule.chunk))
         return min(keyHeads, max(1, bytes / (3 * 4 * length * features)))
@@ -68,9 +68,8 @@ struct GatedDeltaNet {
             pace.finish([x])
             return x
         }
-        let (x, rate) = decay(heads, a)
         return GatedDeltaRule(
-            q: qkv[0], k: qkv[1], v: qkv[2], decay: rate * logAddExp(x, 0 as Float), beta: beta(heads, b), pace: pace)
+            q: qkv[0], k: qkv[1], v: qkv[2], logDecay: Self.logDecay(decay(heads, a)), beta: beta(heads, b), pace: pace)
     }
 
     /// The value heads of some key heads.
@@ -79,11 +78,14 @@ struct GatedDeltaNet {
         return heads.lowerBound * each..<heads.upperBound * each
     }
 
-    /// a + dt_bias, and −exp(A_log).
-    private func decay(_ heads: Range<Int>, _ a: MLXArray) -> (x: MLXArray, rate: MLXArray) {
+    /// What l is made of: a, dt_bias and A_log, `[…, values]`.
+    private func decay(_ heads: Range<Int>, _ a: MLXArray) -> [MLXArray] {
         let values = values(heads)
-        return (a[0..., values].asType(.float32) + dtBias[values], -exp(aLog[values].asType(.float32)))
+        return [a[0..., values], dtBias[values], aLog[values]].map { $0.asType(.float32) }
     }
+
+    private static let logDecay = Fused { -exp($0[2]) * logAddExp($0[0] + $0[1], 0 as Float) }
+    private static let logDecayBackward = Fused { -exp($0[2]) * sigmoid($0[0] + $0[1]) * $0[3] }
 
     private func beta(_ heads: Range<Int>, _ b: MLXArray) -> MLXArray {
         sigmoid(b[0..., values(heads)].asType(.float32))
@@ -95,7 +97,7 @@ struct GatedDeltaNet {
             let features = start + heads.lowerBound * dim..<start + heads.upperBound * dim
             return Input(
                 features: features, dim: dim, convolution: CausalConvolution(weight: convolution.weight[features]),
-                norm: scale.map { RMSNorm(weight: MLXArray.full([dim], values: MLXArray($0)), eps: 1e-6) })
+                norm: scale.map { RMSNorm(weight: MLXArray([Float](repeating: $0, count: dim)), eps: 1e-6) })
         }
         let (keys, scale) = (keyHeads * keyDim, 1 / Float(keyDim))
         return [
@@ -132,7 +134,8 @@ struct GatedDeltaNet {
         private static let siluBackward = Fused { $0[0] * Activation.silu.values($0[1]).slope }
     }
 
-    /// The derivative of o, of a whole sequence. What was made on the way to o is made again, some key heads at a time.
+    /// The derivative of o, of a whole sequence. What was made on the way to o is made again, some key heads at a time; qkv and dO are
+    /// given away, as their gradient is put together when they have been used.
     ///
     ///     db = β (1 − β) dβ        da = −exp(A_log) σ(a + dt_bias) dl
     ///
@@ -142,16 +145,19 @@ struct GatedDeltaNet {
     ///   - dO: `[T, value_heads · dv]`, in float32
     ///   - tile: key heads at a time
     /// - Returns: the gradients of qkv, b and a, in float32, evaluated.
-    func backward(qkv: MLXArray, b: MLXArray, a: MLXArray, dO: MLXArray, tile: Int, pace: Pace)
+    func backward(
+        qkv: consuming MLXArray, b: MLXArray, a: MLXArray, dO: consuming MLXArray, tile: Int, pace: Pace
+    )
         -> (dQKV: MLXArray, dB: MLXArray, dA: MLXArray)
     {
-        var arrays = [qkv, b, a, dO]
+        var arrays = [consume qkv, b, a, consume dO]
         var gradients = [[MLXArray]]()
         for heads in tiles(of: keyHeads, size: tile) {
             let d = backward(heads, qkv: arrays[0], b: arrays[1], a: arrays[2], dO: arrays[3], pace: pace)
             arrays = pace.next(arrays, after: d)
             gradients.append(d)
         }
+        arrays = []
         func whole(_ indices: Range<Int>) -> MLXArray {
             concatenated(indices.flatMap { index in gradients.map { $0[index] } }, axis: -1)
         }
@@ -173,8 +179,7 @@ struct GatedDeltaNet {
             pace.finish([dx])
             return dx
         }
-        let (x, rate) = decay(heads, a)
-        return dQKV + [(1 - beta(heads, b)) * d.betaDBeta, rate * sigmoid(x) * d.dDecay]
+        return dQKV + [(1 - beta(heads, b)) * d.betaDBeta, Self.logDecayBackward(decay(heads, a) + [d.dLogDecay])]
     }
 
     // MARK: - y = RMSNorm(o) ∘ silu(z)

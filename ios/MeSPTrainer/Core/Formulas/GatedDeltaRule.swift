@@ -19,7 +19,7 @@ struct GatedDeltaRule {
     /// `[…, C, dv]`
     private let v: MLXArray
     /// l and β, `[…, C, 1]`
-    private let decay, beta: MLXArray
+    private let logDecay, beta: MLXArray
     private let length: Int
     private let pace: Pace
 
@@ -30,14 +30,14 @@ struct GatedDeltaRule {
     /// - Parameters:
     ///   - q, k: `[n, key_heads, dk]`
     ///   - v: `[n, value_heads, dv]`; a key head's value heads lie behind each other
-    ///   - decay: l ≤ 0, `[n, value_heads]`
+    ///   - logDecay: l ≤ 0, `[n, value_heads]`
     ///   - beta: `[n, value_heads]`
-    init(q: MLXArray, k: MLXArray, v: MLXArray, decay: MLXArray, beta: MLXArray, pace: Pace) {
+    init(q: MLXArray, k: MLXArray, v: MLXArray, logDecay: MLXArray, beta: MLXArray, pace: Pace) {
         let heads = k.dim(1)
         func chunked(_ x: MLXArray) -> MLXArray { Self.chunked(x, keyHeads: heads) }
         (self.q, self.k, self.v) = (chunked(q), chunked(k), chunked(v))
-        (self.decay, self.beta) = (
-            chunked(decay.expandedDimensions(axis: -1)), chunked(beta.expandedDimensions(axis: -1))
+        (self.logDecay, self.beta) = (
+            chunked(logDecay.expandedDimensions(axis: -1)), chunked(beta.expandedDimensions(axis: -1))
         )
         (length, self.pace) = (k.dim(0), pace)
     }
@@ -56,7 +56,7 @@ struct GatedDeltaRule {
 
     /// One token, as the rule says it.
     private func step(_ s: inout MLXArray) -> MLXArray {
-        s = exp(decay) * s
+        s = exp(logDecay) * s
         let d = beta * (v - matmul(k, s))
         s = addMM(s, transposed(k), d)
         return matmul(q, s)
@@ -100,17 +100,18 @@ struct GatedDeltaRule {
     ///
     /// - Parameter dO: `[T, value_heads, dv]`
     /// - Returns: dq and dk `[T, key_heads, dk]`, dv `[T, value_heads, dv]`, dl and β dβ `[T, value_heads]`, in float32, evaluated.
-    func backward(dO: MLXArray) -> (dq: MLXArray, dk: MLXArray, dv: MLXArray, dDecay: MLXArray, betaDBeta: MLXArray) {
+    func backward(dO: MLXArray) -> (dq: MLXArray, dk: MLXArray, dv: MLXArray, dLogDecay: MLXArray, betaDBeta: MLXArray)
+    {
         let c = Chunks(self)
         let dO = Self.chunked(dO, keyHeads: k.dim(1))
         let (d, states, dv, betaDBeta, dStates) = recurrenceBackward(c, dO)
         let inAll = c.whole * dot(states, dStates)
         let (dP, dA) = (
-            Self.masked([matmul(dO, transposed(d)), c.gamma]),
-            Self.masked([matmul(dv, transposed(d)), c.gamma, -c.below])
+            Self.product([matmul(dO, transposed(d)), c.gamma]),
+            Self.product([matmul(dv, transposed(d)), c.gamma, -c.below])
         )
         pace.finish([inAll, dP, dA])
-        let inGamma = cumsum(Self.productsSum([dP, c.qk, dA, c.kk]), axis: -2, reverse: true) * c.below
+        let inGamma = cumsum(Self.sumOfProducts([dP, c.qk, dA, c.kk]), axis: -2, reverse: true) * c.below
 
         let dQStart = c.start * matmul(dO, transposed(states))
         let inQStart = rowsum(q, dQStart)
@@ -123,10 +124,10 @@ struct GatedDeltaRule {
         let inEnd = rowsum(k, dKEnd)
         let dk = overValueHeads(
             addMM(addMM(dKEnd - dKStart, dA + transposed(dA), k), transposed(dP), q))
-        let dDecay =
+        let dLogDecay =
             inGamma.sum(axis: -1, keepDims: true) + cumsum(inQStart - inKStart, axis: -2, reverse: true)
             + cumsum(inEnd, axis: -2, inclusive: false) + inAll
-        let results = [dq, dk, dv, dDecay, betaDBeta].map(byToken)
+        let results = [dq, dk, dv, dLogDecay, betaDBeta].map(byToken)
         pace.finish(results)
         return (
             results[0], results[1], results[2], results[3].squeezed(axis: -1), results[4].squeezed(axis: -1)
@@ -173,8 +174,8 @@ struct GatedDeltaRule {
         return (concatenated(dD), concatenated(dStates))
     }
 
-    private static let masked = Fused { $0.dropFirst().reduce($0[0]) { $0 * $1 } }
-    private static let productsSum = Fused { $0[0] * $0[1] + $0[2] * $0[3] }
+    private static let product = Fused { $0.dropFirst().reduce($0[0]) { $0 * $1 } }
+    private static let sumOfProducts = Fused { $0[0] * $0[1] + $0[2] * $0[3] }
 
     // MARK: - Chunks
 
@@ -190,9 +191,8 @@ struct GatedDeltaRule {
         /// 1 below the diagonal, else 0: `[C, C]`.
         let below: MLXArray
 
-        /// Evaluated.
         init(_ rule: GatedDeltaRule) {
-            let (l, last) = (rule.decay, rule.k.dim(3) - 1)
+            let (l, last) = (rule.logDecay, rule.k.dim(3) - 1)
             below = mask(last + 1) { i, j in i > j }
             // Added up term by term: differences of one running sum would lose what strong decays leave of weak ones.
             gamma = Self.expMasked([cumsum(l * below, axis: -2), mask(last + 1) { i, j in i >= j }])
@@ -201,7 +201,7 @@ struct GatedDeltaRule {
             whole = start[.ellipsis, last..., 0...]
             qk = matmul(rule.q, transposed(rule.k))
             kk = matmul(rule.k, transposed(rule.k))
-            m = inverse(GatedDeltaRule.masked([kk, gamma, rule.beta, below]))
+            m = inverse(GatedDeltaRule.product([kk, gamma, rule.beta, below]))
             rule.pace.finish([gamma, start, qk, kk, m])
         }
 
@@ -246,7 +246,7 @@ private func mask(_ c: Int, _ contains: (_ row: Int, _ column: Int) -> Bool) -> 
 private func inverse(_ l: MLXArray) -> MLXArray {
     let c = l.dim(-1)
     func lowerLeft(_ half: Int) -> MLXArray { l * mask(c) { i, j in i / half % 2 == 1 && i / half == j / half + 1 } }
-    var m = MLXArray.eye(c) - lowerLeft(1)
+    var m = mask(c) { i, j in i == j } - lowerLeft(1)
     var half = 2
     while half < c {
         m = addMM(m, matmul(m, lowerLeft(half)), m, alpha: -1)

@@ -153,4 +153,36 @@ import Testing
         }
         for (a, b) in zip(run(2, .chained), run(3, .evaluated)) { #expect(relativeError(a, b) < 1e-6) }
     }
+
+    /// Arithmetic is float32, whatever dtype the block function left its arrays in.
+    @Test func readsBFloat16() {
+        let net = net(keyHeads: 2, valueHeads: 4)
+        let i = Inputs(net, length: 70)
+        func run(_ dtype: DType) -> [MLXArray] {
+            func stored(_ x: MLXArray) -> MLXArray { x.asType(.bfloat16).asType(dtype) }
+            let (qkv, z, b, a) = (stored(i.qkv), stored(i.z), stored(i.b), stored(i.a))
+            var state = net.start(dtype: dtype)
+            let o = net(qkv: qkv, b: b, a: a, state: &state, tile: 1)
+            #expect(state.tail.dtype == dtype)
+            let (dO, dZ) = net.outputBackward(o: stored(o), z: z, dy: i.dy)
+            let d = net.backward(qkv: qkv, b: b, a: a, dO: dO, tile: 1, pace: .evaluated)
+            return [o, net.output(o: stored(o), z: z), dO, dZ, d.dQKV, d.dB, d.dA]
+        }
+        for (a, b) in zip(run(.bfloat16), run(.float32)) {
+            #expect(a.dtype == .float32 && relativeError(a, b) < 1e-6)
+        }
+    }
+
+    /// Beside the gradient, the derivative takes memory in proportion to a tile's bytes: some 25 arrays of a third of them.
+    @Test(arguments: [1 << 18, 1 << 19, 1 << 20]) func tilesBoundMemory(_ bytes: Int) {
+        let net = net(keyHeads: 16, valueHeads: 16, keyDim: 64, valueDim: 64)
+        let inputs = Inputs(net, length: 128)
+        eval(inputs.qkv, inputs.b, inputs.a, inputs.dy)
+        let before = Memory.activeMemory
+        Memory.peakMemory = 0
+        let d = net.backward(
+            qkv: inputs.qkv, b: inputs.b, a: inputs.a, dO: inputs.dy, tile: net.tile(length: 128, bytes: bytes),
+            pace: .evaluated)
+        #expect(Memory.peakMemory - before < d.dQKV.nbytes + 9 * bytes)
+    }
 }
