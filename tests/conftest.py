@@ -110,6 +110,13 @@ FAMILIES = {
         "attention_bias": False,
         "mlp_bias": False,
     },
+    "minicpm": {
+        **_COMMON,
+        "model_type": "minicpm",
+        "scale_emb": 12,
+        "scale_depth": 1.4,
+        "dim_model_base": 128,
+    },
     "mistral3": {
         **_COMMON,
         "model_type": "mistral3",
@@ -281,8 +288,11 @@ def write_model(
 
 
 def published(config: dict, tensors: dict[str, mx.array]) -> tuple[dict, dict[str, mx.array]]:
-    """Both as in a model of several modalities, where the family is of such."""
-    texts = families.FAMILIES[config["model_type"]].texts
+    """Both as published: in a model of several modalities, or not saying that the head is tied."""
+    family = families.FAMILIES[config["model_type"]]
+    texts = family.texts
+    if not family.mlx_ties:
+        config = {k: v for k, v in config.items() if k != "tie_word_embeddings"}
     if not texts or config["model_type"] in texts:
         return config, tensors
     whole = {"model_type": config["model_type"], "vocab_size": config["vocab_size"]}
@@ -347,10 +357,17 @@ def mask_of(block: Block, length: int) -> mx.array | None:
     return create_causal_mask(length, window_size=block.mixer.sliding_window)
 
 
+def residual_factor(layer: nn.Module) -> float:
+    """What mlx-lm's block multiplies what it adds to x by."""
+    if hasattr(layer, "scale_depth"):
+        return layer.scale_depth / layer.num_hidden_layers**0.5
+    return getattr(layer, "residual_multiplier", 1.0)
+
+
 def run_layer(layer: nn.Module, x: mx.array, block: Block) -> mx.array:
     """mlx-lm's block of what ours takes: where it multiplies what it adds to x by m, x is m times
     ours. Ministral 3's multiplies queries too, by 1 as far as sequences go here."""
-    factor = getattr(layer, "residual_multiplier", 1.0)
+    factor = residual_factor(layer)
     query_scale = [mx.array(1.0)] if type(layer).__module__.endswith("ministral3") else []
     return layer(factor * x, *query_scale, mask_of(block, x.shape[1])) / factor
 

@@ -176,7 +176,7 @@ class Bundle:
         norm = head.pop("norm") * arch.logits_scaling - arch.norm_offset
         weights = {name_there("model.norm.weight", arch.model_type): norm}
         tables = {"model.embed_tokens": self.embedding()}
-        tables |= {} if arch.tie_word_embeddings else {"lm_head": head}
+        tables |= {} if arch.is_tied_in_mlx_lm else {"lm_head": head}
         for table, arrays in tables.items():
             weights |= {f"{table}.{part}": a for part, a in arrays.items() if part != "norm"}
         for index in range(arch.num_hidden_layers):

@@ -124,7 +124,7 @@ def copy_texts(
     family = FAMILIES[arch.model_type]
     config = complete(source.config) | {
         "num_hidden_layers": arch.num_hidden_layers,
-        "tie_word_embeddings": arch.tie_word_embeddings,
+        "tie_word_embeddings": arch.is_tied_in_mlx_lm,
     }
     for key in ("layer_types", "no_rope_layers"):  # one entry a block
         if isinstance(config.get(key), list):

@@ -181,6 +181,11 @@ class Architecture:
         """What a norm's weight in the model's checkpoints lacks: 1 for Gemma and Qwen3.5."""
         return FAMILIES[self.model_type].norm_offset
 
+    @property
+    def is_tied_in_mlx_lm(self) -> bool:
+        """Whether the embedding is mlx-lm's head too; where not, a copy of it may be."""
+        return self.tie_word_embeddings and FAMILIES[self.model_type].mlx_ties
+
     def first(self, count: int) -> Architecture:
         """The same without the blocks after the first `count`."""
         kept = [self.mixers[kind] for kind in self.layers[:count]]

@@ -63,6 +63,7 @@ class Family:
     # The `model_type`s of the text, where it is published in a model of several modalities.
     texts: tuple[str, ...] = ()
     mlx_type: str | None = None  # mlx-lm's `model_type`, where it has another
+    mlx_ties: bool = True  # mlx-lm ties the head where the model does; otherwise it has a copy
     mlx_prefix: str = "model"  # before `.layers` in adapters for mlx-lm, and for PEFT
     hf_prefix: str = "model"
     activation: str = "silu"
@@ -101,6 +102,15 @@ def _in_several(text: Family, *names: str, **changes: Any) -> Family:
         hf_prefix="model.language_model",
         **changes,
     )
+
+
+def _read_minicpm(config: dict[str, Any]) -> dict[str, Any]:
+    """Granite's names of its factors."""
+    return {
+        "embedding_multiplier": config["scale_emb"],
+        "residual_multiplier": config["scale_depth"] / math.sqrt(config["num_hidden_layers"]),
+        "logits_scaling": config["hidden_size"] / config["dim_model_base"],
+    }
 
 
 _LLAMA = Family(takes=("attention_bias", "mlp_bias"))
@@ -177,6 +187,11 @@ FAMILIES = {
             "logits_scaling",
         ),
     ),
+    "minicpm": Family(
+        mlx_ties=False,
+        takes=("embedding_multiplier", "residual_multiplier", "logits_scaling"),
+        read=_read_minicpm,
+    ),
     "mistral": _MISTRAL,
     "ministral3": _MINISTRAL3,
     "mistral3": _in_several(_MINISTRAL3, "mistral", "ministral3"),
@@ -244,6 +259,7 @@ VARIANTS = {
     "attention_multiplier": None,
     "residual_multiplier": 1.0,
     "logits_scaling": 1.0,
+    "sparse_config": None,
     "num_experts": 0,
     "num_local_experts": 0,
 }
@@ -261,7 +277,6 @@ LACKING = {
     ),
     "hunyuan_v1_dense": "it norms q and k after RoPE",
     "gemma": "its activation in mlx-lm is not the one that it was trained with",
-    "minicpm": "mlx-lm keeps a head that is tied as a matrix of its own",
     "granitemoehybrid": "it has Mamba-2 mixers or experts, or an MLP of other matrices than in "
     "mlx-lm; a dense granite can be trained",
     **dict.fromkeys(
