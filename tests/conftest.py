@@ -103,19 +103,19 @@ FAMILIES = {
         **_COMMON,
         "model_type": "granite",
         "head_dim": None,
-        "embedding_multiplier": 12.0,
+        "embedding_multiplier": 2.0,
         "attention_multiplier": 0.1,
         "residual_multiplier": 0.5,
-        "logits_scaling": 0.3,  # published models have 8, and learn too slowly for a test
+        "logits_scaling": 1.5,
         "attention_bias": False,
         "mlp_bias": False,
     },
     "minicpm": {
         **_COMMON,
         "model_type": "minicpm",
-        "scale_emb": 12,
+        "scale_emb": 2,
         "scale_depth": 1.4,
-        "dim_model_base": 128,
+        "dim_model_base": 32,
     },
     "mistral3": {
         **_COMMON,
