@@ -41,6 +41,7 @@ from mesp.block_function import mlxfn
 from mesp.bundle import rewriter
 from mesp.bundle.manifest import describe_files, read_manifest
 from mesp.bundle.reader import Bundle
+from mesp.commands.evaluate import MAX_LENGTH, context_of
 from mesp.commands.export import main
 from mesp.models.architecture import Architecture
 from mesp.quantization.modes import Quantization
@@ -1030,6 +1031,7 @@ def test_the_text_by_the_names_that_it_is_published_under(config, text, others):
     bundle = Bundle("out.mesp")
     arch = bundle.architecture
     assert (arch.mlx_prefix, arch.hf_prefix) == ("language_model.model", "model.language_model")
+    assert context_of(bundle.path) == config.get("max_position_embeddings", MAX_LENGTH)
     model = mlx_lm_model(config)
     nn.quantize(model, 64, 4)
     assert_same_logits(bundle, model)
@@ -1055,6 +1057,18 @@ def test_the_text_alone():
     model = mlx_lm_model(FAMILIES["qwen3_5"])
     nn.quantize(model, 64, 4)
     assert_same_logits(bundle, model)
+
+
+def test_the_decays_of_a_bundle_keep_their_digits():
+    """Whatever dtype it is in, and was."""
+    folder = write_model(Path("model"), FAMILIES["qwen3_5"])
+    first = exported("--model", folder, "--seq-len", 8, "--dtype", "bfloat16").block(0)
+    assert export("--from", "out.mesp", "--overwrite", "--dtype", "float32").exit_code == 0
+    second = Bundle("out.mesp").block(0)
+    name = "linear_attn.A_log"
+    assert first[name].dtype == mx.float32 and mx.array_equal(first[name], second[name])
+    assert first["linear_attn.dt_bias"].dtype == mx.bfloat16
+    assert second["linear_attn.dt_bias"].dtype == mx.float32
 
 
 def test_random_weights_of_a_hybrid_model_count():

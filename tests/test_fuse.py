@@ -10,9 +10,10 @@ import mlx_lm
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
+from mlx_lm.tuner.lora import LoRALinear
 from mlx_lm.tuner.utils import load_adapters
 
-from conftest import FAMILIES, run, write_model
+from conftest import FAMILIES, run, text_of, write_model
 from mesp import reference
 from mesp.adapters.load import read_adapters
 from mesp.bundle.reader import Bundle
@@ -37,10 +38,17 @@ def write_adapters(folder: Path, bundle: Path, size: float = 0.1) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module", params=["qwen3", "llama", "gemma2", "phi3", "smollm3"])
+TO_GGUF = ("qwen3", "llama", "gemma2", "phi3", "smollm3")
+
+
+@pytest.fixture(scope="module", params=[*TO_GGUF, "lfm2", "granite", "minicpm", "gemma3"])
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
-    folder = tmp_path_factory.mktemp(request.param)
-    model = write_model(folder / "model", FAMILIES[request.param])
+    return with_adapters(request.param, tmp_path_factory.mktemp(request.param))
+
+
+def with_adapters(name: str, folder: Path) -> tuple[Path, Path]:
+    """A bundle of a tiny model of the family, and adapters."""
+    model = write_model(folder / "model", FAMILIES[name])
     bundle = folder / "bundle.mesp"
     size = ("--seq-len", 8, "--rank", RANK, "--group-size", 32, "--data", "python-docs")
     done = run("export", "--model", model, "--out", bundle, *size)
@@ -86,8 +94,25 @@ def test_layers_without_adapters_stay_as_they_are(family, tmp_path):
     bundle, adapters = family
     assert fuse(bundle, adapters, tmp_path / "fused", "--bits", 8).returncode == 0
     fused, _ = mlx_lm.load(str(tmp_path / "fused"))
-    weight = dict(tree_flatten(fused.parameters()))["model.embed_tokens.weight"]
+    weight = text_of(fused).model.embed_tokens.weight
     assert mx.array_equal(weight, Bundle(bundle).embedding()["weight"])
+
+
+def test_a_text_of_several_modalities_is_fused_by_its_place_there(tmp_path):
+    """And the logarithms of its decays keep their digits, as mlx-lm has them."""
+    bundle, adapters = with_adapters("qwen3_5", tmp_path)
+    assert fuse(bundle, adapters, tmp_path / "fused", "--bits", "bfloat16").returncode == 0
+    fused = dict(tree_flatten(mlx_lm.load(str(tmp_path / "fused"))[0].parameters()))
+    model = load_adapters(Bundle(bundle).to_mlx_lm(), str(adapters))
+    prefix = "language_model.model.layers.0.linear_attn"
+    decays = dict(tree_flatten(model.parameters()))[f"{prefix}.A_log"]
+    assert mx.array_equal(fused[f"{prefix}.A_log"], decays)
+    assert decays.dtype == fused[f"{prefix}.A_log"].dtype == mx.float32
+    for path, layer in model.named_modules():
+        if isinstance(layer, LoRALinear):
+            whole = layer.fuse(dequantize=True).weight.astype(mx.bfloat16)
+            assert mx.array_equal(fused[f"{path}.weight"], whole), path
+    assert any(path.endswith("in_proj_b.weight") for path in fused)
 
 
 def test_the_losses_are_said(family, tmp_path):
@@ -123,6 +148,10 @@ def test_quantizing_that_eats_the_adapters_is_told(tmp_path):
 def test_gguf_adapters_are_as_llama_cpp_names_them(family, tmp_path):
     bundle, adapters = family
     done = fuse(bundle, adapters, tmp_path / "fused", "--gguf", "--val-batches", 0)
+    if (family_name := Bundle(bundle).architecture.model_type) not in TO_GGUF:
+        assert done.returncode == 2
+        assert f"Adapters of {family_name} are not written for llama.cpp" in done.stderr
+        return
     assert done.returncode == 0, done.stderr
     reader = gguf.GGUFReader(tmp_path / "fused" / "adapters.gguf")
 
@@ -157,7 +186,7 @@ def test_bad_input_is_one_sentence_and_nothing_is_left(family, tmp_path, what):
     mine = shutil.copytree(adapters, tmp_path / "adapters")
     out = tmp_path / "fused"
     said = {
-        "another model": "are of another model: this one has no model.layers.0.",
+        "another model": "are of another model: this one has no ",
         "no adapters": "holds no adapters in mlx-lm's form",
         "no B": "holds no adapters in mlx-lm's form",
         "taken": "exists; name another --out",

@@ -278,6 +278,7 @@ def test_rope_as_transformers_5_writes_it():
         ("granite", {"layer_types": ["mamba"] * 2}, "layer_types to 'mamba'"),
         ("granite", {"num_local_experts": 8}, "num_local_experts to 8"),
         ("qwen3", {"residual_multiplier": 0.5}, "residual_multiplier to 0.5"),
+        ("minicpm", {"sparse_config": {"topk": 64}}, "sparse_config"),
         ("qwen2", {"model_type": "olmo2"}, "norm what comes out of attention and MLP alone"),
         ("qwen2", {"model_type": "exaone4"}, "norm what comes out of attention and MLP alone"),
         ("qwen2", {"model_type": "glm4"}, "RoPE turns neighbours"),

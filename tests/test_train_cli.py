@@ -15,7 +15,7 @@ from conftest import FAMILIES, TINY, command, run
 from mesp.models.architecture import Architecture
 
 FAKE_ENGINE = Path(__file__).parent / "fake_engine.py"
-MANIFEST = {"format": 3, "name": "demo", "mlx_version": "0.31.1", "device": "cpu"}
+MANIFEST = {"format": 4, "name": "demo", "mlx_version": "0.31.1", "device": "cpu"}
 MANIFEST |= {"seq_lens": [128, 256, 512], "ranks": [8, 16], "files": []}
 ARCHITECTURE = Architecture.from_config({**TINY, "num_hidden_layers": 4})
 MANIFEST |= {"architecture": ARCHITECTURE.to_manifest()}

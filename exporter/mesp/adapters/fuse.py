@@ -8,7 +8,7 @@ from pathlib import Path
 
 import mlx.core as mx
 from mlx import nn
-from mlx.utils import tree_unflatten
+from mlx.utils import tree_map_with_path, tree_unflatten
 
 from mesp.bundle.reader import Bundle
 
@@ -20,7 +20,7 @@ def fuse(model: nn.Module, bits: int) -> dict[str, dict[str, int]]:
     """Makes each layer with adapters one matrix, W + scale · (A B)ᵀ, quantized to `bits`.
 
     The other layers stay as they are quantized; with 16 bits nothing is quantized. What is
-    floating-point becomes bfloat16.
+    floating-point becomes bfloat16, but for what mlx-lm keeps as it is.
 
     Returns: how each changed layer is quantized, by its path, as mlx-lm's config.json has it.
     """
@@ -41,7 +41,15 @@ def fuse(model: nn.Module, bits: int) -> dict[str, dict[str, int]]:
     model.update_modules(tree_unflatten(fused))
     if bits == BFLOAT16:
         dequantize_model(model)
-    model.set_dtype(mx.bfloat16)
+    keeps = getattr(model, "cast_predicate", lambda path: True)  # of a dtype that counts: not cast
+    model.update(
+        tree_map_with_path(
+            lambda path, a: (
+                a.astype(mx.bfloat16) if keeps(path) and mx.issubdtype(a.dtype, mx.floating) else a
+            ),
+            model.parameters(),
+        )
+    )
     mx.eval(model.parameters())
     return quantized
 

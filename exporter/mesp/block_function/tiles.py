@@ -18,7 +18,7 @@ ATTENTION_ROWS = 32
 
 # Value heads times tokens in a tile of a gated delta net, and how many heads it has at least: a
 # head's part of the graph takes as much memory as fewer heads would save.
-HEADS_BY_TOKENS = 1024
+HEADS_BY_TOKENS = 512
 FEWEST_HEADS = 2
 
 

@@ -7,10 +7,11 @@ decays it by g = exp(l), l ≤ 0, and moves what it says of k towards v by β:
 
 C tokens are computed at once. In a chunk that begins with the state S, row i has
 
-    d_i = β_i (v_i - γ_i Sᵀ k_i - Σ_{j<i} Γ_ij (k_i · k_j) d_j)        o_i = γ_i Sᵀ q_i + Σ_{j≤i} …
+    d_i = β_i (v_i - γ_i Sᵀ k_i - Σ_{j<i} Γ_ij (k_j · k_i) d_j)
+    o_i = γ_i Sᵀ q_i + Σ_{j≤i} Γ_ij (k_j · q_i) d_j
 
-where Γ_ij = exp(l_{j+1} + … + l_i) is the decay between two of its tokens and γ_i that since the
-chunk began. With A = Γ ∘ K Kᵀ strictly below the diagonal this is a linear system in the rows of D.
+where Γ_ij = exp(l_{j+1} + … + l_i) is the decay between two of its tokens, and γ_i = exp(l_1 + … +
+l_i) that since the chunk began: a linear system in the rows of D. docs/method.md derives the rest.
 """
 
 from __future__ import annotations
