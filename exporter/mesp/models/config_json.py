@@ -54,7 +54,8 @@ def complete(config: dict[str, Any]) -> dict[str, Any]:
         raise unsupported("rope_scaling", scaling)
     named = {**scaling, "type": kind, "rope_type": kind}
     config["rope_scaling"] = None if kind == "default" else named
-    if rope or family.texts:  # mlx-lm reads these of some families there alone
+    # mlx-lm reads these of some families there alone, where there is one base.
+    if (rope or family.texts) and "rope_local_base_freq" not in config:
         keys = ("rope_theta", "partial_rotary_factor")
         turning = {key: config[key] for key in keys if key in config}
         config["rope_parameters"] = {**(config["rope_scaling"] or {"rope_type": kind}), **turning}
