@@ -95,16 +95,22 @@ struct Attention {
         -> (dq: MLXArray, dk: MLXArray, dv: MLXArray)
     {
         var parts = tilesBackward(q: q, k: k, v: v, dOut: dOut, tile: tile)
-        func joined(_ tiles: inout [MLXArray], _ before: (MLXArray) -> MLXArray) -> MLXArray {
-            let whole = before(concatenated(tiles.reversed(), axis: 1))
-            let byToken = whole.swappedAxes(0, 1).reshaped([whole.dim(1), -1])
+        /// By token, and before that some heads at a time through `backward`.
+        func joined(_ parts: inout [MLXArray], _ backward: (MLXArray, _ heads: Range<Int>) -> MLXArray) -> MLXArray {
+            let whole = concatenated(parts.reversed(), axis: 1)
+            parts = []
+            let byHead = tiles(of: whole.dim(0), size: tile.rows(of: whole)).map { heads in
+                let d = backward(whole[heads], heads)
+                tile.pace.finish([d])
+                return d
+            }
+            let byToken = concatenated(byHead).swappedAxes(0, 1).reshaped([whole.dim(1), -1])
             tile.pace.finish([byToken])
-            tiles = []
             return byToken
         }
-        let dq = joined(&parts.dq) { positionedBackward(q, qNorm, dy: $0 * scale) }
-        let dk = joined(&parts.dk) { positionedBackward(k, kNorm, dy: $0) }
-        let dv = joined(&parts.dv) { $0 }
+        let dq = joined(&parts.dq) { positionedBackward(q[$1], qNorm, dy: $0 * scale) }
+        let dk = joined(&parts.dk) { positionedBackward(k[$1], kNorm, dy: $0) }
+        let dv = joined(&parts.dv) { d, _ in d }
         eval(dq, dk, dv)
         return (dq, dk, dv)
     }

@@ -99,7 +99,7 @@ struct GatedDeltaRule {
     ///     dl_m = Σ_{j < m ≤ i} X_ij + Σ_{i ≥ m} x_i + Σ_{j < m} y_j + γ_C ⟨S, dS₊⟩
     ///
     /// - Parameter dO: `[T, value_heads, dv]`
-    /// - Returns: dq and dk `[T, key_heads, dk]`, dv `[T, value_heads, dv]`, dl and β dβ `[T, value_heads]`, in float32, evaluated.
+    /// - Returns: dq and dk `[T, key_heads, dk]`, dv `[T, value_heads, dv]`, dl and β dβ `[T, value_heads]`, in float32.
     func backward(dO: MLXArray) -> (dq: MLXArray, dk: MLXArray, dv: MLXArray, dLogDecay: MLXArray, betaDBeta: MLXArray)
     {
         let c = Chunks(self)

@@ -9,21 +9,20 @@ extension BlockBackward {
         let (length, heads, d) = (dOut.dim(0), mixer.numAttentionHeads, mixer.headDim)
         func byHead(_ x: MLXArray) -> MLXArray { x.reshaped([length, heads, d]).swappedAxes(0, 1) }
         func byToken(_ x: MLXArray) -> MLXArray { x.swappedAxes(0, 1).reshaped([length, heads * d]) }
-        let attnOut = forward.mixed.reshaped([length, heads * d]).asType(.float32)
+        let attnOut = forward.mixed.asType(.float32)
         let attention = weights.attention(mixer)
 
         guard mixer.outputGate else {
             let dAttnOut = lastProjection(.o, attnOut, dy: dOut, &gradients)
             let (dq, dk, dv) = attention.backward(
-                q: forward.m1[0], k: forward.m2[0], v: forward.m3[0], dOut: byHead(dAttnOut), tile: tile)
+                q: forward.m1, k: forward.m2, v: forward.m3, dOut: byHead(dAttnOut), tile: tile)
             return [.q: dq, .k: dk, .v: dv]
         }
-        let (q, g) = (forward.m1[0][.ellipsis, ..<d], byToken(forward.m1[0][.ellipsis, d...]))
-        let gate = OutputGate(g: g)
+        let gate = OutputGate(g: byToken(forward.m1[.ellipsis, d...]))
         let (dAttnOut, dg) = gate.backward(attnOut, dy: lastProjection(.o, gate(attnOut), dy: dOut, &gradients))
         tile.pace.finish([dAttnOut, dg])
         let (dq, dk, dv) = attention.backward(
-            q: q, k: forward.m2[0], v: forward.m3[0], dOut: byHead(dAttnOut), tile: tile)
+            q: forward.m1[.ellipsis, ..<d], k: forward.m2, v: forward.m3, dOut: byHead(dAttnOut), tile: tile)
         let dqg = concatenated([dq, dg].map { $0.reshaped([length, heads, d]) }, axis: -1)
             .reshaped([length, 2 * heads * d])
         tile.pace.finish([dqg])

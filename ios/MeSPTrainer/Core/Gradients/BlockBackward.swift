@@ -1,15 +1,15 @@
 import MLX
 
-/// What the backward pass reads of what the block function returns. mixer_in is made again, a norm of x; so are gate and up, tile by
-/// tile, where they were not kept.
+/// What the backward pass reads of what the block function returns, without its first axis. mixer_in is made again, a norm of x; so are
+/// gate and up, tile by tile, where they were not kept.
 struct Intermediates {
-    /// Of the mixer's projections `[1, T, features]`, or `[1, heads, T, d]` of attention's:
+    /// Of the mixer's projections `[T, features]`, or `[heads, T, d]` of attention's:
     ///
     ///     attention            q, behind each head its gate if it has one;  k;  v
     ///     gated delta net      qkv, before its convolution;  z;  b and a behind it
     ///     short convolution    b;  c;  u
     let m1, m2, m3: MLXArray
-    /// What the mixer's formula makes of these, before its output's gate or norm `[1, T, features]`.
+    /// What the mixer's formula makes of these, before its output's gate or norm `[T, features]`.
     let mixed: MLXArray
     let xMid: MLXArray
     let gate, up: MLXArray?
@@ -18,16 +18,18 @@ struct Intermediates {
 
     /// - Parameter outputs: all of a block function's
     init(kept outputs: [MLXArray]) {
-        (m1, m2, m3, mixed, xMid) = (outputs[2], outputs[3], outputs[4], outputs[5], outputs[6])
-        (gate, up) = (outputs[7], outputs[8])
-        (mixerOut, mlpOut) = outputs.count > 9 ? (outputs[9], outputs[10]) : (nil, nil)
+        self.init(Array(outputs[2...6] + outputs.dropFirst(9)), gate: outputs[7], up: outputs[8])
     }
 
     /// - Parameter outputs: a block function's `Outputs.intermediates`
-    init(recomputed outputs: [MLXArray]) {
-        (m1, m2, m3, mixed, xMid) = (outputs[0], outputs[1], outputs[2], outputs[3], outputs[4])
-        (gate, up) = (nil, nil)
-        (mixerOut, mlpOut) = outputs.count > 5 ? (outputs[5], outputs[6]) : (nil, nil)
+    init(recomputed outputs: [MLXArray]) { self.init(outputs, gate: nil, up: nil) }
+
+    private init(_ outputs: [MLXArray], gate: MLXArray?, up: MLXArray?) {
+        // Views: an index would copy.
+        let arrays = outputs.map { $0.squeezed(axis: 0) }
+        (m1, m2, m3, mixed, xMid) = (arrays[0], arrays[1], arrays[2], arrays[3], arrays[4])
+        (self.gate, self.up) = (gate?.squeezed(axis: 0), up?.squeezed(axis: 0))
+        (mixerOut, mlpOut) = arrays.count > 5 ? (arrays[5], arrays[6]) : (nil, nil)
     }
 
     var arrays: [MLXArray] { [m1, m2, m3, mixed, xMid] + [gate, up, mixerOut, mlpOut].compactMap { $0 } }
@@ -78,9 +80,9 @@ struct BlockBackward {
     )
         -> MLXArray
     {
-        let xMid = forward.xMid.reshaped(dResidual.shape)
+        let xMid = forward.xMid
         let dMlpIn = gatedMLP(
-            weights.mlpNorm(xMid), gate: forward.gate?[0], up: forward.up?[0],
+            weights.mlpNorm(xMid), gate: forward.gate, up: forward.up,
             dy: through(weights.mlpPostNorm, forward.mlpOut, dy: dResidual), &gradients)
         let dMid = weights.mlpNorm.backward(xMid, dy: dMlpIn, addedTo: dResidual)
         eval([dMid] + gradients.values.flatMap { [$0.a, $0.b] })
@@ -171,7 +173,7 @@ struct BlockBackward {
     /// The gradient of what a norm of an output took, evaluated; dy where there is no such norm.
     private func through(_ norm: RMSNorm?, _ output: MLXArray?, dy: MLXArray) -> MLXArray {
         guard let norm, let output else { return dy }
-        let d = norm.backward(output.reshaped(dy.shape), dy: dy)
+        let d = norm.backward(output, dy: dy)
         eval(d)
         return d
     }

@@ -100,9 +100,10 @@ final class BlockwiseModel {
 
     /// The block's intermediates again, from its input.
     func recompute(_ block: Int, _ x: MLXArray, _ lora: MLXArray, _ weights: BlockWeights) throws -> Intermediates {
-        let outputs = try function(block, x)(.intermediates, arguments(x, lora, weights))
-        eval(outputs)
-        return Intermediates(recomputed: outputs)
+        let intermediates = Intermediates(
+            recomputed: try function(block, x)(.intermediates, arguments(x, lora, weights)))
+        eval(intermediates.arrays)
+        return intermediates
     }
 
     /// What a block function takes.

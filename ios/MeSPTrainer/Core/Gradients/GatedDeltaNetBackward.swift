@@ -7,11 +7,11 @@ extension BlockBackward {
         _ gradients: inout [Projection: LoRAMatrices]
     ) -> Projected {
         let net = weights.gatedDeltaNet(mixer)
-        let (qkv, ba) = (forward.m1[0], forward.m3[0])
+        let (qkv, ba) = (forward.m1, forward.m3)
         let (dO, dZ) = gatedOutput(net, consume forward, dOut: dOut, &gradients)
         let d = net.backward(
-            qkv: qkv, b: ba[0..., ..<mixer.numValueHeads], a: ba[0..., mixer.numValueHeads...], dO: dO,
-            tile: net.tile(length: dOut.dim(0), bytes: tile.bytes), pace: tile.pace)
+            qkv: consume qkv, b: ba[0..., ..<mixer.numValueHeads], a: ba[0..., mixer.numValueHeads...],
+            dO: consume dO, tile: net.tile(length: dOut.dim(0), bytes: tile.bytes), pace: tile.pace)
         return [.qkv: d.dQKV, .z: dZ, .b: d.dB, .a: d.dA]
     }
 
@@ -20,8 +20,13 @@ extension BlockBackward {
         _ net: GatedDeltaNet, _ forward: consuming Intermediates, dOut: MLXArray,
         _ gradients: inout [Projection: LoRAMatrices]
     ) -> (dO: MLXArray, dZ: MLXArray) {
-        let (z, o) = (forward.m2[0], forward.mixed[0])
+        let (z, o) = (forward.m2, forward.mixed)
         let dy = lastProjection(.out, net.output(o: o, z: z), dy: dOut, &gradients)
-        return net.outputBackward(o: o, z: z, dy: dy)
+        let parts = tiles(of: z.dim(0), size: tile.rows(of: z)).map {
+            net.outputBackward(o: o[$0], z: z[$0], dy: dy[$0])
+        }
+        let (dO, dZ) = (concatenated(parts.map(\.dO)), concatenated(parts.map(\.dZ)))
+        tile.pace.finish([dO, dZ])
+        return (dO, dZ)
     }
 }

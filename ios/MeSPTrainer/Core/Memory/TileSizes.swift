@@ -51,6 +51,10 @@ struct TileSizes {
         }
     }
 
+    /// How many rows of x `[n, features]` go at a time through arithmetic by rows: on a CPU, where each operation writes an array, as many
+    /// as take `bytes`.
+    func rows(of x: MLXArray) -> Int { pace == .evaluated ? max(1, bytes * x.dim(0) / x.nbytes) : x.dim(0) }
+
     /// Ends a phase of a block: what it leaves is evaluated where that pays.
     func endPhase(_ arrays: [MLXArray]) {
         if evaluatesPhases { eval(arrays) }

@@ -60,7 +60,7 @@ import Testing
     }
 
     /// Families with norms of other places, several modules in one, biases; and activations in bfloat16.
-    @Test(arguments: (Fixture.cases + Fixture.roundedCases).filter { !Fixture.wideCases.contains($0) })
+    @Test(arguments: (Fixture.cases + Fixture.roundedCases).filter { !Fixture.noisyCases.contains($0) })
     func everyBundleFollowsTheFormulas(_ folder: URL) throws {
         let bench = try bench(settings(folder))
         for name in ["block.outputs", "gradients.cpu", "head.few_targets"] {
