@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Gemma3Config, Gemma3ForConditionalGeneration
 
 from bench import main as bench
-from conftest import invoke, run
-from in_peft.inputs import write_model
+from conftest import FAMILIES, TEXT, invoke, run, write_model
+from in_peft.inputs import write_model as write_dequantized
 from mesp.bundle.reader import Bundle
 from mesp.engine.build import find_engine
 from mesp.runs.log import Run, read_run
@@ -54,7 +54,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def folder(bundle: Path) -> Path:
     """The bundle's weights, dequantized, as a Hugging Face model in float32."""
     path = bundle.parent / "dequantized"
-    write_model(Bundle(bundle), path)
+    write_dequantized(Bundle(bundle), path)
     return path
 
 
@@ -71,6 +71,15 @@ def held_out_loss(model: torch.nn.Module, bundle: Path) -> float:
     with torch.no_grad():
         logits = model(input_ids=inputs).logits
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets).item()
+
+
+def lora_parameters(adapted: PeftModel) -> dict[str, np.ndarray]:
+    """By their names in a file."""
+    return {
+        name.replace(".default", ""): value.detach().numpy()
+        for name, value in adapted.named_parameters()
+        if "lora_" in name
+    }
 
 
 @pytest.mark.parametrize(
@@ -97,14 +106,37 @@ def test_peft_has_a_matrix_for_every_tensor(bundle: Path, model: torch.nn.Module
     folder = tmp_path / "run" / "adapters" / "peft"
     adapted = PeftModel.from_pretrained(model, folder)
     saved = mx.load(str(folder / "adapter_model.safetensors"))
-    parameters = {
-        name.replace(".default", ""): value
-        for name, value in adapted.named_parameters()
-        if "lora_" in name
-    }
+    parameters = lora_parameters(adapted)
     assert saved.keys() == parameters.keys() and len(saved) == 2 * 2 * 2
     for name, array in saved.items():
-        assert np.array_equal(np.array(array), parameters[name].detach().numpy()), name
+        assert np.array_equal(np.array(array), parameters[name]), name
+
+
+def test_peft_has_the_adapters_of_a_text_among_several_modalities(tmp_path: Path):
+    """By name and value: vision, whose modules have the same last names, gets none."""
+    write_model(tmp_path / "model", FAMILIES["gemma3"])
+    (tmp_path / "text.txt").write_text(TEXT)
+    call(
+        "export", "--model", tmp_path / "model", "--data", tmp_path / "text.txt",
+        "--out", tmp_path / "bundle", "--seq-len", 24,
+    )  # fmt: skip
+    options = ("--steps", 2, "--num-layers", 1, "--projections", "q,v,down")
+    call("train", tmp_path / "bundle", "--output", tmp_path / "run", *options)
+
+    config = json.loads((tmp_path / "bundle" / "config.json").read_text())["text_config"]
+    sizes = ("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size", "head_dim")
+    sizes += ("num_attention_heads", "num_key_value_heads")
+    vision = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    vision |= {"num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+    model = Gemma3ForConditionalGeneration(
+        Gemma3Config(text_config={size: config[size] for size in sizes}, vision_config=vision)
+    )
+    folder = tmp_path / "run" / "adapters" / "peft"
+    saved = mx.load(str(folder / "adapter_model.safetensors"))
+    parameters = lora_parameters(PeftModel.from_pretrained(model, folder))
+    assert saved.keys() == parameters.keys() and len(saved) == 2 * 3
+    for name, array in saved.items():
+        assert np.array_equal(np.array(array), parameters[name]), name
 
 
 @pytest.mark.parametrize("rslora", [False, True])

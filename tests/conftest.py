@@ -24,6 +24,7 @@ from mlx_lm.models.base import create_causal_mask
 from mlx_lm.utils import _get_classes
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from mesp.models import families
 from mesp.models.architecture import Architecture, Block
 from mesp.models.mixers import AttentionMixer
 from mesp.quantization.modes import Quantization
@@ -90,6 +91,44 @@ FAMILIES = {
         "model_type": "gemma3_text",
         "sliding_window_pattern": 2,
         "rope_local_base_freq": 100.0,
+    },
+    "gemma3": {
+        **_GEMMA,
+        "model_type": "gemma3",
+        "sliding_window_pattern": 2,
+        "rope_local_base_freq": 100.0,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    },
+    "granite": {
+        **_COMMON,
+        "model_type": "granite",
+        "head_dim": None,
+        "embedding_multiplier": 2.0,
+        "attention_multiplier": 0.1,
+        "residual_multiplier": 0.5,
+        "logits_scaling": 1.5,
+        "attention_bias": False,
+        "mlp_bias": False,
+    },
+    "minicpm": {
+        **_COMMON,
+        "model_type": "minicpm",
+        "scale_emb": 2,
+        "scale_depth": 1.4,
+        "dim_model_base": 32,
+    },
+    "mistral3": {
+        **_COMMON,
+        "model_type": "mistral3",
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1e6,
+            "factor": 4.0,
+            "original_max_position_embeddings": 64,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.1,
+        },
     },
     "qwen3_5": {
         **_COMMON,
@@ -229,8 +268,9 @@ def write_model(
 ) -> Path:
     """Writes a Hugging Face model folder and returns it."""
     folder.mkdir(parents=True)
+    if tensors is None:
+        config, tensors = published(config, random_tensors(config))
     (folder / "config.json").write_text(json.dumps(config))
-    tensors = random_tensors(config) if tensors is None else tensors
     if shards == 1:
         mx.save_safetensors(str(folder / "model.safetensors"), tensors)
     else:
@@ -245,6 +285,19 @@ def write_model(
     if tokenizer:
         write_tokenizer(folder, config["vocab_size"])
     return folder
+
+
+def published(config: dict, tensors: dict[str, mx.array]) -> tuple[dict, dict[str, mx.array]]:
+    """Both as published: in a model of several modalities, or not saying that the head is tied."""
+    family = families.FAMILIES[config["model_type"]]
+    texts = family.texts
+    if not family.mlx_ties:
+        config = {k: v for k, v in config.items() if k != "tie_word_embeddings"}
+    if not texts or config["model_type"] in texts:
+        return config, tensors
+    whole = {"model_type": config["model_type"], "vocab_size": config["vocab_size"]}
+    whole["text_config"] = {**config, "model_type": texts[-1]}
+    return whole, {f"language_model.{name}": array for name, array in tensors.items()}
 
 
 def write_mixed_model(folder: Path, config: dict, recipe: str = "mixed_4_6") -> Path:
@@ -266,9 +319,9 @@ def mlx_lm_model(
     config: dict, quantization: Callable[[str], Quantization] | None = None, seed: int = 0
 ) -> nn.Module:
     """mlx-lm's model with `random_tensors`, each matrix quantized as said of its name."""
+    config, weights = published(config, random_tensors(config, seed))
     model_class, arguments = _get_classes(config)
     model = model_class(arguments.from_dict(deepcopy(config)))  # some change what they are given
-    weights = random_tensors(config, seed)
     if hasattr(model, "sanitize"):
         weights = model.sanitize(weights)
     model.load_weights(list(weights.items()))
@@ -302,6 +355,21 @@ def mask_of(block: Block, length: int) -> mx.array | None:
     if not isinstance(block.mixer, AttentionMixer):
         return None
     return create_causal_mask(length, window_size=block.mixer.sliding_window)
+
+
+def residual_factor(layer: nn.Module) -> float:
+    """What mlx-lm's block multiplies what it adds to x by."""
+    if hasattr(layer, "scale_depth"):
+        return layer.scale_depth / layer.num_hidden_layers**0.5
+    return getattr(layer, "residual_multiplier", 1.0)
+
+
+def run_layer(layer: nn.Module, x: mx.array, block: Block) -> mx.array:
+    """mlx-lm's block of what ours takes: where it multiplies what it adds to x by m, x is m times
+    ours. Ministral 3's multiplies queries too, by 1 as far as sequences go here."""
+    factor = residual_factor(layer)
+    query_scale = [mx.array(1.0)] if type(layer).__module__.endswith("ministral3") else []
+    return layer(factor * x, *query_scale, mask_of(block, x.shape[1])) / factor
 
 
 def dequantize_once(patch: pytest.MonkeyPatch) -> None:

@@ -166,7 +166,8 @@ def floor_arrays(
     """
     arch, targets = model.arch, window[1:]
     blocks = [(lora[i], scale, model.blocks[i], arch.blocks[i]) for i in range(len(lora))]
-    x, forward = to_bfloat16(reference.embed(model, window[:-1])), []
+    embeddings = reference.forward(model, lora, window[:-1], scale)[0]
+    x, forward = to_bfloat16(embeddings), []
     for block in blocks:
         y, *intermediates = reference.block_forward(x, *block, stored=to_bfloat16)
         forward.append((x, intermediates))

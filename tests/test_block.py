@@ -12,7 +12,7 @@ import mlx.nn as nn
 import pytest
 from mlx_lm.tuner.lora import LoRALinear
 
-from conftest import FAMILIES, HEADS_64, TINY, arrays_of, mask_of, mlx_lm_model
+from conftest import FAMILIES, HEADS_64, TINY, arrays_of, mlx_lm_model, residual_factor, run_layer
 from mesp import reference
 from mesp.block_function import attention, dequantize, fused, mlxfn, tiles
 from mesp.block_function.forward_pass import BlockFunction, block_function
@@ -114,7 +114,7 @@ class Case:
 
     def run(self, x: mx.array) -> mx.array:
         """mlx-lm's block, with the window that Hugging Face gives it."""
-        return self.block(x, mask_of(self.described, x.shape[1]))
+        return run_layer(self.block, x, self.described)
 
     def expected(self, x: mx.array) -> list[mx.array]:
         """What mlx-lm computes: y, and what goes into and comes out of its modules."""
@@ -128,7 +128,7 @@ class Case:
         for name, (module, rows, _) in self.described.projections().items():
             found[name] = spies[module].seen["out"][..., rows]
         found["mixer_in"] = spies["input_layernorm"].seen["out"]
-        found["x_mid"] = spies[self.arch.mlp_norm].seen["in"]
+        found["x_mid"] = spies[self.arch.mlp_norm].seen["in"] / residual_factor(self.block)
         found["o_out"], found["mlp_out"] = found[self.mixer.out], found["down"]
         if isinstance(self.mixer, GatedDeltaNet):
             found |= {"m1": found["qkv"], "m2": found["z"]}

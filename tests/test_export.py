@@ -29,6 +29,7 @@ from conftest import (
     TEXT,
     TINY,
     mlx_lm_model,
+    published,
     random_tensors,
     run,
     write_mixed_model,
@@ -40,6 +41,7 @@ from mesp.block_function import mlxfn
 from mesp.bundle import rewriter
 from mesp.bundle.manifest import describe_files, read_manifest
 from mesp.bundle.reader import Bundle
+from mesp.commands.evaluate import MAX_LENGTH, context_of
 from mesp.commands.export import main
 from mesp.models.architecture import Architecture
 from mesp.quantization.modes import Quantization
@@ -984,6 +986,53 @@ def test_the_text_of_a_model_of_several_modalities():
     assert (arch.mlx_prefix, arch.hf_prefix) == ("language_model.model", "model.language_model")
     assert [mixer.type for mixer in arch.mixers] == ["gated_delta_net", "attention"]
     model, _ = load_model(folder)
+    nn.quantize(model, 64, 4)
+    assert_same_logits(bundle, model)
+
+
+def test_queries_that_would_be_scaled_are_refused():
+    """The tiny Ministral 3 has 64 tokens before it scales them."""
+    folder = write_model(Path("model"), FAMILIES["mistral3"])
+    assert "From 64 tokens on" in refused("--model", folder, "--seq-len", 64, 65)
+
+
+QWEN2_5_VL = {**FAMILIES["qwen2"], "model_type": "qwen2_5_vl"}
+QWEN2_5_VL |= {"rope_scaling": {"type": "mrope", "mrope_section": [4, 6, 6]}}
+QWEN3_VL = {**FAMILIES["qwen3"], "model_type": "qwen3_vl"}
+QWEN3_VL |= {"rope_scaling": {"rope_type": "default", "mrope_section": [6, 5, 5]}}
+UNTIED_MISTRAL3 = {**FAMILIES["mistral3"], "tie_word_embeddings": False}
+
+
+@pytest.mark.parametrize(
+    ("config", "text", "others"),
+    [
+        (FAMILIES["gemma3"], "language_model.model.", ("vision_tower", "multi_modal_projector")),
+        (
+            FAMILIES["gemma3"],
+            "model.language_model.",
+            ("model.vision_tower", "model.multi_modal_projector"),
+        ),
+        (UNTIED_MISTRAL3, "language_model.model.", ("vision_tower", "multi_modal_projector")),
+        (QWEN2_5_VL, "model.", ("visual",)),
+        (QWEN3_VL, "model.language_model.", ("model.visual",)),
+    ],
+    ids=["gemma3", "gemma3, newer", "mistral3", "qwen2_5_vl", "qwen3_vl"],
+)
+def test_the_text_by_the_names_that_it_is_published_under(config, text, others):
+    tensors = {name.replace("model.", text, 1): a for name, a in random_tensors(config).items()}
+    if "lm_head.weight" in tensors:
+        tensors["language_model.lm_head.weight"] = tensors.pop("lm_head.weight")
+    tensors |= {f"{name}.blocks.0.weight": mx.ones((4, 4)) for name in others}
+    whole, _ = published(config, {})
+    folder = write_model(Path("whole"), config if text == "model." else whole, tensors)
+    result = export("--model", folder, "--seq-len", 8, "--out", "out.mesp")
+    assert result.exit_code == 0, result.output
+    assert f"{len(others)} tensors are left out" in result.stderr
+    bundle = Bundle("out.mesp")
+    arch = bundle.architecture
+    assert (arch.mlx_prefix, arch.hf_prefix) == ("language_model.model", "model.language_model")
+    assert context_of(bundle.path) == config.get("max_position_embeddings", MAX_LENGTH)
+    model = mlx_lm_model(config)
     nn.quantize(model, 64, 4)
     assert_same_logits(bundle, model)
 

@@ -41,7 +41,7 @@ def write_adapters(folder: Path, bundle: Path, size: float = 0.1) -> Path:
 TO_GGUF = ("qwen3", "llama", "gemma2", "phi3", "smollm3")
 
 
-@pytest.fixture(scope="module", params=[*TO_GGUF, "lfm2"])
+@pytest.fixture(scope="module", params=[*TO_GGUF, "lfm2", "granite", "minicpm", "gemma3"])
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
     return with_adapters(request.param, tmp_path_factory.mktemp(request.param))
 

@@ -157,7 +157,8 @@ def test_manifest_keeps_everything(name):
     assert list(entry) == [
         "model_type", "hidden_size", "intermediate_size", "vocab_size", "rms_norm_eps",
         "tie_word_embeddings", "hidden_act", "post_norms", "final_logit_softcapping",
-        "embedding_scale", "mlx_prefix", "hf_prefix", "mlp", "biases", "mixers", "layers",
+        "embedding_scale", "logits_scaling", "mlx_prefix", "hf_prefix", "mlp", "biases", "mixers",
+        "layers",
     ]  # fmt: skip
     assert entry["mlp"][-1][1] == ["down"]
     for mixer in entry["mixers"]:
@@ -262,14 +263,29 @@ def test_rope_as_transformers_5_writes_it():
 @pytest.mark.parametrize(
     ("family", "change", "named"),
     [
-        (
-            "qwen2",
-            {"model_type": "falcon"},
-            "'falcon' is not supported; supported are qwen2, qwen3",
-        ),
+        ("qwen2", {"model_type": "falcon"}, "'falcon' is not supported; supported are qwen2, "),
         ("qwen2", {"model_type": None}, "None"),
         ("qwen3", {"model_type": "qwen3_moe", "num_experts": 8}, "mixes experts"),
-        ("gemma2", {"model_type": "gemma3", "text_config": {}}, "several modalities"),
+        ("qwen2", {"model_type": "idefics3", "text_config": {}}, "several modalities"),
+        ("qwen2", {"model_type": "mixtral", "num_local_experts": 8}, "mixes experts"),
+        (
+            "mistral3",
+            {"text_config": {"model_type": "mistral4"}},
+            "text_config's model_type to 'mistral4'",
+        ),
+        ("gemma2", {"model_type": "gemma3n"}, "embeddings for each layer.* share keys and values"),
+        ("granite", {"model_type": "granitemoehybrid"}, "Mamba-2 mixers or experts"),
+        ("granite", {"layer_types": ["mamba"] * 2}, "layer_types to 'mamba'"),
+        ("granite", {"num_local_experts": 8}, "num_local_experts to 8"),
+        ("qwen3", {"residual_multiplier": 0.5}, "residual_multiplier to 0.5"),
+        ("minicpm", {"sparse_config": {"topk": 64}}, "sparse_config"),
+        ("qwen2", {"model_type": "olmo2"}, "norm what comes out of attention and MLP alone"),
+        ("qwen2", {"model_type": "exaone4"}, "norm what comes out of attention and MLP alone"),
+        ("qwen2", {"model_type": "glm4"}, "RoPE turns neighbours"),
+        ("qwen2", {"model_type": "nemotron_h"}, "Mamba mixers"),
+        ("qwen3", {"head_dim": 33}, "not in order .*frequencies"),
+        ("lfm2", {"conv_L_cache": 0}, "not in order .*kernel_size"),
+        ("qwen3_5", {"linear_key_head_dim": 0}, "not in order .*sizes"),
         ("qwen3_5", {"model_type": "qwen3_5_moe", "text_config": {"num_experts": 8}}, "experts"),
         ("qwen3_5", {"attn_output_gate": False}, "attn_output_gate"),
         ("qwen3_5", {"layer_types": ["mamba", "full_attention"]}, "layer_types to 'mamba'"),

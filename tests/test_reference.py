@@ -11,7 +11,7 @@ from mlx_lm.models.base import create_causal_mask
 from mlx_lm.tuner.lora import LoRALinear
 from mlx_lm.tuner.trainer import default_loss
 
-from conftest import FAMILIES, TINY, arrays_of, mask_of, mlx_lm_model, text_of
+from conftest import FAMILIES, TINY, arrays_of, mlx_lm_model, run_layer, text_of
 from mesp import reference
 from mesp.models.architecture import Architecture, Block
 from mesp.models.mixers import AttentionMixer
@@ -314,6 +314,7 @@ def reference_model(model: nn.Module, arch: Architecture) -> reference.Model:
     blocks = list(map(arrays_of, model.layers, arch.blocks))
     offset = 0 if arch.model_type == "qwen3_5" else arch.norm_offset  # in mlx-lm's memory
     norm = model.model["embedding_norm" if arch.model_type == "lfm2" else "norm"].weight + offset
+    norm = norm / arch.logits_scaling
     return reference.Model(arch, blocks, embedding, head | {"norm": norm})
 
 
@@ -388,14 +389,14 @@ def test_block(T, rank, group_size, config):
         assert_close("dx (vjp)", dx, dx_vjp)
         assert_same_gradient(d_lora, d_lora_vjp, described, T)
 
-        layer, mask = model.layers[i], mask_of(described, T)
+        layer = model.layers[i]
         load_lora(layer, lora, described)
 
-        def mlx_lm_block(x, parameters, layer=layer, mask=mask, dy=dy):
+        def mlx_lm_block(x, parameters, layer=layer, described=described, dy=dy):
             layer.update(parameters)
-            return (layer(x, mask) * dy).sum()
+            return (run_layer(layer, x, described) * dy).sum()
 
-        assert_close("y", y, layer(x, mask))
+        assert_close("y", y, run_layer(layer, x, described))
         trainable = layer.trainable_parameters()
         dx_lm, grads = mx.grad(mlx_lm_block, argnums=(0, 1))(x, trainable)
         assert_close("dx (mlx-lm)", dx, dx_lm)
@@ -412,7 +413,7 @@ class Windowed(nn.Module):
     def __call__(self, tokens: mx.array) -> mx.array:
         h = self.arch.embedding_scale * self.model.embed_tokens(tokens)
         for i, layer in enumerate(self.model.layers):
-            h = layer(h, mask_of(self.arch.blocks[i], tokens.shape[1]))
+            h = run_layer(layer, h, self.arch.blocks[i])
         logits = self.model.embed_tokens.as_linear(self.model.norm(h))
         cap = self.arch.final_logit_softcapping
         return cap * mx.tanh(logits / cap) if cap else logits

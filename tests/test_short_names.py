@@ -14,14 +14,19 @@ from mesp.models.architecture import Architecture
 from mesp.models.short_names import KNOWN, geometries
 
 # Of the safetensors files' metadata on the Hub; Qwen3's below 4B have the tied head a second time.
-# Of Qwen3.5 the text alone, in the smallest as llama.cpp counts it too (752.39 M).
+# Of Qwen3.5, Gemma 3 4B and Ministral 3 the text alone; of the smallest as llama.cpp counts it too.
 PUBLISHED = {
     "Qwen2.5-0.5B": 494_032_768,
     "Qwen2.5-1.5B": 1_543_714_304,
     "Qwen2.5-3B": 3_085_938_688,
+    "Qwen2.5-7B": 7_615_616_512,
+    "Qwen2.5-14B": 14_770_033_664,
+    "Qwen2.5-32B": 32_763_876_352,
     "Qwen3-0.6B": 751_632_384 - 151_936 * 1024,
     "Qwen3-1.7B": 2_031_739_904 - 151_936 * 2048,
     "Qwen3-4B": 4_022_468_096,
+    "Qwen3-8B": 8_190_735_360,
+    "Qwen3-14B": 14_768_307_200,
     "Qwen3.5-0.8B": 752_393_024,
     "Qwen3.5-2B": 1_881_825_088,
     "Qwen3.5-4B": 4_205_751_296,
@@ -32,15 +37,23 @@ PUBLISHED = {
     "LFM2.5-1.2B": 1_170_340_608,
     "Llama-3.2-1B": 1_235_814_400,
     "Llama-3.2-3B": 3_212_749_824,
+    "Llama-3.1-8B": 8_030_261_248,
     "SmolLM2-135M": 134_515_008,
     "SmolLM2-360M": 361_821_120,
     "SmolLM2-1.7B": 1_711_376_384,
     "SmolLM3-3B": 3_075_098_624,
     "Gemma-3-270m": 268_098_176,
     "Gemma-3-1B": 999_885_952,
+    "Gemma-3-4B": 3_880_263_168,
     "Gemma-2-2B": 2_614_341_888,
+    "Gemma-2-9B": 9_241_705_984,
+    "Granite-3.3-2B": 2_533_539_840,
+    "Granite-3.3-8B": 8_170_864_640,
     "Phi-3-mini-4k-instruct": 3_821_079_552,
     "Phi-4-mini-instruct": 3_836_021_760,
+    "Phi-4": 14_659_507_200,
+    "Ministral-3-3B": 3_429_006_336,
+    "Ministral-3-8B": 8_489_553_920,
     "Mistral-7B-v0.3": 7_248_023_552,
 }
 

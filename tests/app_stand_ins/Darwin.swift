@@ -75,5 +75,13 @@ extension URLSessionConfiguration {
         get { true }
         set {}
     }
+    public var allowsExpensiveNetworkAccess: Bool {
+        get { true }
+        set {}
+    }
+    public var allowsConstrainedNetworkAccess: Bool {
+        get { true }
+        set {}
+    }
 }
 extension URLError { public var downloadTaskResumeData: Data? { nil } }

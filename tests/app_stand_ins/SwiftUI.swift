@@ -141,7 +141,7 @@ public struct Label<T: View, I: View>: Prim {
     public init(_ k: LocalizedStringKey, systemImage: String) where T == Text, I == Image {}
     @_disfavoredOverload public init<S: StringProtocol>(_ s: S, systemImage: String) where T == Text, I == Image {}
 }
-public struct ButtonRole: Sendable { public static let destructive = ButtonRole() }
+public struct ButtonRole: Sendable { public static let destructive = ButtonRole(), cancel = ButtonRole() }
 public struct Button<L: View>: Prim {
     public init(action: @escaping @MainActor () -> Void, @ViewBuilder label: () -> L) {}
     public init(_ k: LocalizedStringKey, action: @escaping @MainActor () -> Void) where L == Text {}

@@ -31,6 +31,7 @@ def architecture_now(old: dict[str, Any]) -> dict[str, Any]:
     common = {"type": "attention", "modules": parts["self_attn"], "output_gate": False}
     common |= {key: old[key] for key in of_mixer}
     return kept | {
+        "logits_scaling": 1.0,
         "mlx_prefix": "model",
         "hf_prefix": "model",
         "mlp": parts["mlp"],

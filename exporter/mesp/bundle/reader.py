@@ -173,11 +173,10 @@ class Bundle:
         model = model_class(arguments.from_dict(config))
 
         head = self.head()
-        weights = {
-            name_there("model.norm.weight", arch.model_type): head.pop("norm") - arch.norm_offset
-        }
+        norm = head.pop("norm") * arch.logits_scaling - arch.norm_offset
+        weights = {name_there("model.norm.weight", arch.model_type): norm}
         tables = {"model.embed_tokens": self.embedding()}
-        tables |= {} if arch.tie_word_embeddings else {"lm_head": head}
+        tables |= {} if arch.is_tied_in_mlx_lm else {"lm_head": head}
         for table, arrays in tables.items():
             weights |= {f"{table}.{part}": a for part, a in arrays.items() if part != "norm"}
         for index in range(arch.num_hidden_layers):
@@ -188,6 +187,7 @@ class Bundle:
                 if name.endswith(CONVOLUTIONS):
                     array = array[:, None]
                 weights[name_there(f"model.layers.{index}.{name}", arch.model_type)] = array
+        weights = {arch.mlx_prefix.removesuffix("model") + n: a for n, a in weights.items()}
         if hasattr(model, "sanitize"):
             weights = model.sanitize(weights)
 

@@ -67,7 +67,8 @@ def table_pieces(
     """What goes into the file of the embedding or the head; the one used as head has the norm."""
     yield from matrix_pieces(weights, source, layout, "", quantizations)
     if "norm" in layout:
-        yield "norm", 0, norm(weights, "model.norm.weight", layout["norm"].shape, arch)
+        final = norm(weights, "model.norm.weight", layout["norm"].shape, arch)
+        yield "norm", 0, final / arch.logits_scaling
 
 
 def norm(weights: Weights, source: str, shape: tuple[int], arch: Architecture) -> mx.array:

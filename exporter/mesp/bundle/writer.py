@@ -23,7 +23,7 @@ from mesp.data.store import write_data
 from mesp.data.tokens import load_tokenizer
 from mesp.errors import MespError, plain_os_errors
 from mesp.models.architecture import Architecture
-from mesp.models.config_json import complete
+from mesp.models.config_json import check_length, complete
 from mesp.models.families import FAMILIES
 from mesp.progress_bars import export_progress
 from mesp.quantization.choose import Quantizations, check_quantizations
@@ -40,6 +40,7 @@ def write_bundle(
     Raises MespError where the disk, the weights or the data do not allow it; nothing is left then.
     """
     check_quantizations(arch, options.quantizations)
+    check_length(source.config, max(options.seq_lens))
     files = weight_files(weights, arch, options)
     total = weight_bytes(files)
     with (
@@ -120,15 +121,22 @@ def copy_texts(
     source: Source, folder: Path, arch: Architecture, quantizations: Quantizations
 ) -> None:
     """Writes config.json as of the bundle's weights; copies the tokenizer and the licence."""
+    family = FAMILIES[arch.model_type]
     config = complete(source.config) | {
-        "model_type": FAMILIES[arch.model_type].mlx_type or arch.model_type,
         "num_hidden_layers": arch.num_hidden_layers,
-        "tie_word_embeddings": arch.tie_word_embeddings,
-        "quantization": quantizations.config or asdict(quantizations.main),
+        "tie_word_embeddings": arch.is_tied_in_mlx_lm,
     }
     for key in ("layer_types", "no_rope_layers"):  # one entry a block
         if isinstance(config.get(key), list):
             config[key] = config[key][: arch.num_hidden_layers]
+    if family.texts:
+        text = source.config.get("text_config", {}).get("model_type", family.texts[0])
+        config = {
+            "model_type": family.mlx_type or arch.model_type,
+            "text_config": config | {"model_type": text},
+            "vocab_size": arch.vocab_size,
+        }
+    config["quantization"] = quantizations.config or asdict(quantizations.main)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     if source.folder:
         licenses = [f.name for f in source.folder.glob("LICENSE*") if f.is_file()]

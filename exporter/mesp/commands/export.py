@@ -142,7 +142,7 @@ def main(
                 "without layers that predict several tokens.",
                 err=True,
             )
-        if arch.model_type == "gemma3_text" and weights.is_quantized("lm_head"):
+        if arch.model_type in ("gemma3", "gemma3_text") and weights.is_quantized("lm_head"):
             arch = replace(arch, tie_word_embeddings=False)  # a copy that older mlx-lm made
     if data is None and data_options != DataOptions():
         raise MespError("The options of how data is taken need --data; name it too.")

@@ -47,6 +47,7 @@ class Architecture:
     post_norms: bool
     final_logit_softcapping: float | None
     embedding_scale: float
+    logits_scaling: float
     mlx_prefix: str
     hf_prefix: str
     mlp: Modules
@@ -77,6 +78,11 @@ class Architecture:
         if activation not in (None, family.activation):
             raise unsupported("hidden_act", activation)
         by_layer = mixers_by_layer(config)
+        # A norm does not see how long its input is. So where what a block adds is multiplied by
+        # m, x + m·out(…), that is x/m + out(…), with ε/m² in the norms.
+        residual = config.get("residual_multiplier") or 1.0
+        embedding_scale = family.embedding_scale(config["hidden_size"])
+        embedding_scale *= config.get("embedding_multiplier") or 1.0
         mixers = tuple(dict.fromkeys(by_layer))
         biased = set(family.biases)
         if config.get("attention_bias"):
@@ -88,12 +94,13 @@ class Architecture:
             hidden_size=config["hidden_size"],
             intermediate_size=config["intermediate_size"],
             vocab_size=config["vocab_size"],
-            rms_norm_eps=config["rms_norm_eps"],
+            rms_norm_eps=config["rms_norm_eps"] / residual**2,
             tie_word_embeddings=config["tie_word_embeddings"],
             hidden_act="gelu" if family.activation.startswith("gelu") else "silu",
             post_norms=family.post_norms,
             final_logit_softcapping=config.get("final_logit_softcapping"),
-            embedding_scale=family.embedding_scale(config["hidden_size"]),
+            embedding_scale=embedding_scale / residual,
+            logits_scaling=config.get("logits_scaling") or 1.0,
             mlx_prefix=family.mlx_prefix,
             hf_prefix=family.hf_prefix,
             mlp=family.mlp,
@@ -124,7 +131,8 @@ class Architecture:
         for mixer in self.mixers:
             mixer.check()
         cap = self.final_logit_softcapping
-        numbers = [self.rms_norm_eps, self.embedding_scale, *([] if cap is None else [cap])]
+        numbers = [self.rms_norm_eps, self.embedding_scale, self.logits_scaling]
+        numbers += [] if cap is None else [cap]
         refuse_unsound(
             {
                 "model_type": self.model_type in FAMILIES,
@@ -172,6 +180,11 @@ class Architecture:
     def norm_offset(self) -> int:
         """What a norm's weight in the model's checkpoints lacks: 1 for Gemma and Qwen3.5."""
         return FAMILIES[self.model_type].norm_offset
+
+    @property
+    def is_tied_in_mlx_lm(self) -> bool:
+        """Whether the embedding is mlx-lm's head too; where not, a copy of it may be."""
+        return self.tie_word_embeddings and FAMILIES[self.model_type].mlx_ties
 
     def first(self, count: int) -> Architecture:
         """The same without the blocks after the first `count`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from mesp.errors import MespError
-from mesp.models.families import FAMILIES
+from mesp.models.families import FAMILIES, LACKING
 from mesp.models.rope_scaling import SCALINGS
 
 _DEFAULTS = {"rms_norm_eps": 1e-6, "rope_theta": 1e4, "tie_word_embeddings": True}
@@ -19,8 +19,10 @@ def complete(config: dict[str, Any]) -> dict[str, Any]:
     """
     model_type = config.get("model_type")
     if model_type not in FAMILIES:
-        missing = ""
-        if any("expert" in key for key in (*config, *(config.get("text_config") or ()))):
+        missing = f" ({LACKING[model_type]})" if model_type in LACKING else ""
+        if not missing and any(
+            "expert" in key for key in (*config, *(config.get("text_config") or ()))
+        ):
             missing = " (it mixes experts, and the trainer has one MLP a block)"
         elif "text_config" in config:
             missing = " (it is of several modalities, and the trainer takes text alone)"
@@ -29,10 +31,13 @@ def complete(config: dict[str, Any]) -> dict[str, Any]:
             f"supported are {', '.join(FAMILIES)}."
         )
     family = FAMILIES[model_type]
-    if family.text_of_several and "text_config" in config:
+    if family.texts and "text_config" in config:
+        text = config["text_config"]
+        if text.get("model_type", family.texts[0]) not in family.texts:
+            raise unsupported("text_config's model_type", text["model_type"])
         # Some things are said of the whole model, such as how it is quantized.
         whole = {k: v for k, v in config.items() if k not in ("text_config", "vision_config")}
-        config = {**whole, **config["text_config"], "model_type": model_type}
+        config = {**whole, **text, "model_type": model_type}
     config = {**_DEFAULTS, **family.defaults, **config}
     config |= family.read(config)
     rope = config.pop("rope_parameters", None) or {}
@@ -49,10 +54,26 @@ def complete(config: dict[str, Any]) -> dict[str, Any]:
         raise unsupported("rope_scaling", scaling)
     named = {**scaling, "type": kind, "rope_type": kind}
     config["rope_scaling"] = None if kind == "default" else named
-    if family.text_of_several:  # mlx-lm reads these there alone
-        turning = {key: config[key] for key in ("rope_theta", "partial_rotary_factor")}
+    # mlx-lm reads these of some families there alone, where there is one base.
+    if (rope or family.texts) and "rope_local_base_freq" not in config:
+        keys = ("rope_theta", "partial_rotary_factor")
+        turning = {key: config[key] for key in keys if key in config}
         config["rope_parameters"] = {**(config["rope_scaling"] or {"rope_type": kind}), **turning}
     return config
+
+
+def check_length(config: dict[str, Any], length: int) -> None:
+    """Raises MespError where sequences of `length` tokens reach beyond what the blocks describe.
+
+    Ministral 3 multiplies the query at position t by 1 + β log(1 + ⌊t / L⌋), which is 1 below L.
+    """
+    rope = complete(config)["rope_scaling"] or {}
+    limit = rope.get("original_max_position_embeddings", length)
+    if rope.get("llama_4_scaling_beta") and length > limit:
+        raise MespError(
+            f"From {limit:,} tokens on the model scales its queries, which is not supported; take "
+            "a --seq-len up to that."
+        )
 
 
 def unsupported(key: str, value: object) -> MespError:

@@ -60,8 +60,10 @@ class Family:
     post_norms: bool = False
     norm_offset: int = 0  # a norm multiplies by this plus the weight in the checkpoint
     norms: dict[str, str] = field(default_factory=dict)  # by the usual name, those named otherwise
-    text_of_several: bool = False  # published as the text's part of a model of several modalities
+    # The `model_type`s of the text, where it is published in a model of several modalities.
+    texts: tuple[str, ...] = ()
     mlx_type: str | None = None  # mlx-lm's `model_type`, where it has another
+    mlx_ties: bool = True  # mlx-lm ties the head where the model does; otherwise it has a copy
     mlx_prefix: str = "model"  # before `.layers` in adapters for mlx-lm, and for PEFT
     hf_prefix: str = "model"
     activation: str = "silu"
@@ -91,7 +93,36 @@ def _read_lfm2(config: dict[str, Any]) -> dict[str, Any]:
     return found | {"intermediate_size": width}
 
 
+def _in_several(text: Family, *names: str, **changes: Any) -> Family:
+    """The family of models of several modalities whose text, by one of the names, is like this."""
+    return replace(
+        text,
+        texts=names,
+        mlx_prefix="language_model.model",
+        hf_prefix="model.language_model",
+        **changes,
+    )
+
+
+def _read_minicpm(config: dict[str, Any]) -> dict[str, Any]:
+    """Granite's names of its factors."""
+    return {
+        "embedding_multiplier": config["scale_emb"],
+        "residual_multiplier": config["scale_depth"] / math.sqrt(config["num_hidden_layers"]),
+        "logits_scaling": config["hidden_size"] / config["dim_model_base"],
+    }
+
+
 _LLAMA = Family(takes=("attention_bias", "mlp_bias"))
+_MISTRAL = replace(_LLAMA, full_every=math.inf, defaults={"sliding_window": 4096})
+_MINISTRAL3 = replace(
+    _MISTRAL, defaults={"sliding_window": None, "rope_theta": 1e6, "tie_word_embeddings": False}
+)
+_QWEN2 = Family(
+    biases=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    defaults={"rope_theta": 1e6},
+)
+_QWEN3 = Family(qk_norm=True, defaults={"head_dim": 128})
 _GEMMA = Family(
     post_norms=True,
     norm_offset=1,
@@ -110,7 +141,7 @@ _QWEN3_5 = Family(
     qk_norm=True,
     output_gate=True,
     norm_offset=1,
-    text_of_several=True,
+    texts=("qwen3_5_text",),
     mlx_type="qwen3_5",
     mlx_prefix="language_model.model",
     full_every=4,
@@ -126,30 +157,57 @@ _QWEN3_5 = Family(
         "linear_conv_kernel_dim": 4,
     },
 )
+_GEMMA3 = replace(
+    _GEMMA,
+    qk_norm=True,
+    full_every=6,
+    embedding_scale=lambda hidden: mx.array(math.sqrt(hidden), mx.bfloat16).item(),
+    defaults={
+        "head_dim": 256,
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 512,
+        "rope_theta": 1e6,
+        "rope_local_base_freq": 1e4,
+    },
+)
 FAMILIES = {
-    "qwen2": Family(
-        biases=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-        defaults={"rope_theta": 1e6},
-    ),
-    "qwen3": Family(qk_norm=True, defaults={"head_dim": 128}),
+    "qwen2": _QWEN2,
+    "qwen2_5_vl": _in_several(_QWEN2, "qwen2_5_vl_text"),
+    "qwen3": _QWEN3,
+    "qwen3_vl": _in_several(_QWEN3, "qwen3_vl_text"),
     "llama": _LLAMA,
     "smollm3": replace(_LLAMA, defaults={"rope_theta": 2e6}),
-    "mistral": replace(_LLAMA, full_every=math.inf, defaults={"sliding_window": 4096}),
+    "granite": replace(
+        _LLAMA,
+        takes=(
+            *_LLAMA.takes,
+            "embedding_multiplier",
+            "attention_multiplier",
+            "residual_multiplier",
+            "logits_scaling",
+        ),
+    ),
+    "minicpm": Family(
+        mlx_ties=False,
+        takes=("embedding_multiplier", "residual_multiplier", "logits_scaling"),
+        read=_read_minicpm,
+    ),
+    "mistral": _MISTRAL,
+    "ministral3": _MINISTRAL3,
+    "mistral3": _in_several(_MINISTRAL3, "mistral", "ministral3"),
     "gemma2": _GEMMA,
-    "gemma3_text": replace(
-        _GEMMA,
-        qk_norm=True,
-        full_every=6,
-        embedding_scale=lambda hidden: mx.array(math.sqrt(hidden), mx.bfloat16).item(),
+    "gemma3_text": _GEMMA3,
+    "gemma3": _in_several(
+        _GEMMA3,
+        "gemma3_text",
         defaults={
-            "head_dim": 256,
-            "query_pre_attn_scalar": 256,
-            "sliding_window": 512,
-            "rope_theta": 1e6,
-            "rope_local_base_freq": 1e4,
+            **_GEMMA3.defaults,
+            "vocab_size": 262208,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
         },
     ),
-    "qwen3_5": replace(_QWEN3_5, hf_prefix="model.language_model"),
+    "qwen3_5": _in_several(_QWEN3_5, "qwen3_5_text"),
     "qwen3_5_text": _QWEN3_5,
     "lfm2": Family(
         attention=(*SEPARATE_ATTENTION[:3], ("self_attn.out_proj", ("o",))),
@@ -197,4 +255,37 @@ VARIANTS = {
     "use_bidirectional_attention": False,
     "attn_output_gate": True,
     "conv_bias": False,
+    "embedding_multiplier": 1.0,
+    "attention_multiplier": None,
+    "residual_multiplier": 1.0,
+    "logits_scaling": 1.0,
+    "sparse_config": None,
+    "num_experts": 0,
+    "num_local_experts": 0,
+}
+
+# What else mlx-lm can run, by `model_type`, and what the trainer lacks for it.
+LACKING = {
+    **dict.fromkeys(
+        ("olmo2", "olmo3"),
+        "its blocks norm what comes out of attention and MLP alone, and q and k over all heads",
+    ),
+    "exaone4": "its blocks norm what comes out of attention and MLP alone",
+    **dict.fromkeys(
+        ("glm", "glm4", "ernie4_5", "helium"),
+        "its RoPE turns neighbours, where the trainer's turns halves",
+    ),
+    "hunyuan_v1_dense": "it norms q and k after RoPE",
+    "gemma": "its activation in mlx-lm is not the one that it was trained with",
+    "granitemoehybrid": "it has Mamba-2 mixers or experts, or an MLP of other matrices than in "
+    "mlx-lm; a dense granite can be trained",
+    **dict.fromkeys(
+        ("gemma3n", "gemma3n_text"),
+        "it has embeddings for each layer, and layers that share keys and values",
+    ),
+    **dict.fromkeys(("mamba", "mamba2", "falcon_h1", "nemotron_h", "jamba"), "it has Mamba mixers"),
+    **dict.fromkeys(
+        ("olmo", "cohere", "cohere2", "phi", "stablelm", "starcoder2", "gpt2", "gpt_neox"),
+        "its norms are LayerNorms",
+    ),
 }

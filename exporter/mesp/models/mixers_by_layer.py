@@ -68,7 +68,8 @@ def _attention(config: dict[str, Any], slides: bool, rotates: bool) -> Attention
         head_dim=head_dim,
         qk_norm=family.qk_norm,
         output_gate=family.output_gate,
-        attention_scale=(config.get("query_pre_attn_scalar") or head_dim) ** -0.5,
+        attention_scale=config.get("attention_multiplier")
+        or (config.get("query_pre_attn_scalar") or head_dim) ** -0.5,
         attn_logit_softcapping=config.get("attn_logit_softcapping"),
         frequencies=frequencies,
         rope_scale=rope_scale,

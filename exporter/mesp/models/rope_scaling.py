@@ -73,6 +73,7 @@ def _yarn(base: list[float], scaling: dict, config: dict) -> tuple[list[float], 
 # config.json the scaled frequencies, and the factor of the rotated part of q and k.
 SCALINGS: dict[str, Callable[[list[float], dict, dict], tuple[list[float], float]]] = {
     "default": lambda base, scaling, config: (base, 1.0),
+    "mrope": lambda base, scaling, config: (base, 1.0),  # three positions, which text has alike
     "linear": _linear,
     "llama3": _llama3,
     "longrope": _longrope,

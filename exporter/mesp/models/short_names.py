@@ -37,6 +37,10 @@ _llama32 = partial(
         "original_max_position_embeddings": 8192,
     },
 )  # fmt: skip
+_llama31 = partial(
+    _llama32, tie_word_embeddings=False,
+    rope_scaling={**_llama32.keywords["rope_scaling"], "factor": 8.0},
+)  # fmt: skip
 _smollm2 = partial(
     _config, "llama", vocab_size=49152, max_position_embeddings=8192, rms_norm_eps=1e-5,
     rope_scaling=None, tie_word_embeddings=True, hidden_act="silu",
@@ -62,10 +66,31 @@ _phi3 = partial(
     _config, "phi3", rms_norm_eps=1e-5, rope_theta=1e4, original_max_position_embeddings=4096,
     hidden_act="silu",
 )  # fmt: skip
+_granite = partial(
+    _config, "granite", vocab_size=49159, max_position_embeddings=131072, rms_norm_eps=1e-5,
+    rope_theta=1e7, rope_scaling=None, embedding_multiplier=12.0, residual_multiplier=0.22,
+    attention_bias=False, mlp_bias=False, tie_word_embeddings=True, hidden_act="silu",
+)  # fmt: skip
 _mistral = partial(
     _config, "mistral", vocab_size=32768, max_position_embeddings=32768, rms_norm_eps=1e-5,
     rope_theta=1e6, sliding_window=None, tie_word_embeddings=False, hidden_act="silu",
 )  # fmt: skip
+
+
+def _ministral3(*sizes: int, **others: Any) -> dict[str, Any]:
+    """As it is published, beside vision."""
+    text = _config(
+        "ministral3", *sizes, head_dim=128, vocab_size=131072, max_position_embeddings=262144,
+        rms_norm_eps=1e-5, sliding_window=None, hidden_act="silu",
+        rope_parameters={
+            "rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0,
+            "original_max_position_embeddings": 16384, "beta_fast": 32.0, "beta_slow": 1.0,
+            "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
+        },
+        **others,
+    )  # fmt: skip
+    return {"model_type": "mistral3", "text_config": text}
+
 
 _qwen35 = partial(
     _config, "qwen3_5", head_dim=256, vocab_size=248320, max_position_embeddings=262144,
@@ -103,14 +128,30 @@ def _tuned(repo: str, suffix: str = "-Instruct") -> tuple[str, str]:
     return repo, repo + suffix
 
 
+# Of Qwen2.5 from 7B on.
+_UNTIED = {"vocab_size": 152064, "tie_word_embeddings": False}
+
 # Ids on the Hugging Face Hub, the licence that their cards name, and their common config.json.
 _MODELS = (
     (_tuned("Qwen/Qwen2.5-0.5B"), "apache-2.0", _qwen25(896, 24, 4864, 14, 2)),
     (_tuned("Qwen/Qwen2.5-1.5B"), "apache-2.0", _qwen25(1536, 28, 8960, 12, 2)),
     (_tuned("Qwen/Qwen2.5-3B"), "qwen-research", _qwen25(2048, 36, 11008, 16, 2)),
+    (_tuned("Qwen/Qwen2.5-7B"), "apache-2.0", _qwen25(3584, 28, 18944, 28, 4, **_UNTIED)),
+    (_tuned("Qwen/Qwen2.5-14B"), "apache-2.0", _qwen25(5120, 48, 13824, 40, 8, **_UNTIED)),
+    (_tuned("Qwen/Qwen2.5-32B"), "apache-2.0", _qwen25(5120, 64, 27648, 40, 8, **_UNTIED)),
     (("Qwen/Qwen3-0.6B",), "apache-2.0", _qwen3(1024, 28, 3072, 16, 8)),
     (("Qwen/Qwen3-1.7B",), "apache-2.0", _qwen3(2048, 28, 6144, 16, 8)),
     (("Qwen/Qwen3-4B",), "apache-2.0", _qwen3(2560, 36, 9728, 32, 8)),
+    (
+        ("Qwen/Qwen3-8B",),
+        "apache-2.0",
+        _qwen3(4096, 36, 12288, 32, 8, tie_word_embeddings=False),
+    ),
+    (
+        ("Qwen/Qwen3-14B",),
+        "apache-2.0",
+        _qwen3(5120, 40, 17408, 40, 8, tie_word_embeddings=False),
+    ),
     (_tuned("Qwen/Qwen3.5-0.8B", "-Base"), "apache-2.0",
      _qwen35(1024, 24, 3584, 8, 2, linear_num_value_heads=16)),
     (_tuned("Qwen/Qwen3.5-2B", "-Base"), "apache-2.0",
@@ -123,6 +164,7 @@ _MODELS = (
      _lfm2(2048, 12288, 32)),
     (_tuned("meta-llama/Llama-3.2-1B"), "llama3.2", _llama32(2048, 16, 8192, 32, 8, head_dim=64)),
     (_tuned("meta-llama/Llama-3.2-3B"), "llama3.2", _llama32(3072, 28, 8192, 24, 8, head_dim=128)),
+    (_tuned("meta-llama/Llama-3.1-8B"), "llama3.1", _llama31(4096, 32, 14336, 32, 8)),
     (
         _tuned("HuggingFaceTB/SmolLM2-135M"),
         "apache-2.0",
@@ -151,7 +193,26 @@ _MODELS = (
         "gemma",
         _gemma3(1152, 26, 6912, 4, 1, sliding_window_pattern=6),
     ),
+    (
+        ("google/gemma-3-4b-pt", "google/gemma-3-4b-it"),
+        "gemma",
+        {"model_type": "gemma3", "text_config": _gemma3(
+            2560, 34, 10240, 8, 4, vocab_size=262208, max_position_embeddings=131072,
+            sliding_window=1024, rope_scaling={"rope_type": "linear", "factor": 8.0},
+        )},
+    ),
     (_tuned("google/gemma-2-2b", "-it"), "gemma", _gemma2(2304, 26, 9216, 8, 4)),
+    (_tuned("google/gemma-2-9b", "-it"), "gemma", _gemma2(3584, 42, 14336, 16, 8)),
+    (
+        ("ibm-granite/granite-3.3-2b-base", "ibm-granite/granite-3.3-2b-instruct"),
+        "apache-2.0",
+        _granite(2048, 40, 8192, 32, 8, attention_multiplier=0.015625, logits_scaling=8.0),
+    ),
+    (
+        ("ibm-granite/granite-3.3-8b-base", "ibm-granite/granite-3.3-8b-instruct"),
+        "apache-2.0",
+        _granite(4096, 40, 12800, 32, 8, attention_multiplier=0.0078125, logits_scaling=16.0),
+    ),
     (
         ("microsoft/Phi-3-mini-4k-instruct",),
         "mit",
@@ -170,6 +231,30 @@ _MODELS = (
         ),
     ),
     (
+        ("microsoft/phi-4",),
+        "mit",
+        _phi3(
+            5120, 40, 17920, 40, 10, vocab_size=100352, max_position_embeddings=16384,
+            rope_theta=250000, rope_scaling=None, sliding_window=None, tie_word_embeddings=False,
+        ),
+    ),
+    (
+        (
+            "mistralai/Ministral-3-3B-Base-2512",
+            "mistralai/Ministral-3-3B-Instruct-2512-BF16",
+        ),
+        "apache-2.0",
+        _ministral3(3072, 26, 9216, 32, 8, tie_word_embeddings=True),
+    ),
+    (
+        (
+            "mistralai/Ministral-3-8B-Base-2512",
+            "mistralai/Ministral-3-8B-Instruct-2512-BF16",
+        ),
+        "apache-2.0",
+        _ministral3(4096, 34, 14336, 32, 8, tie_word_embeddings=False),
+    ),
+    (
         ("mistralai/Mistral-7B-v0.3", "mistralai/Mistral-7B-Instruct-v0.3"),
         "apache-2.0",
         _mistral(4096, 32, 14336, 32, 8),
@@ -182,8 +267,21 @@ _SHORT_NAMES = {
     "google/gemma-3-270m-it": "Gemma-3-270m-it",
     "google/gemma-3-1b-pt": "Gemma-3-1B",
     "google/gemma-3-1b-it": "Gemma-3-1B-it",
+    "google/gemma-3-4b-pt": "Gemma-3-4B",
+    "google/gemma-3-4b-it": "Gemma-3-4B-it",
     "google/gemma-2-2b": "Gemma-2-2B",
     "google/gemma-2-2b-it": "Gemma-2-2B-it",
+    "google/gemma-2-9b": "Gemma-2-9B",
+    "google/gemma-2-9b-it": "Gemma-2-9B-it",
+    "ibm-granite/granite-3.3-2b-base": "Granite-3.3-2B",
+    "ibm-granite/granite-3.3-2b-instruct": "Granite-3.3-2B-Instruct",
+    "ibm-granite/granite-3.3-8b-base": "Granite-3.3-8B",
+    "ibm-granite/granite-3.3-8b-instruct": "Granite-3.3-8B-Instruct",
+    "microsoft/phi-4": "Phi-4",
+    "mistralai/Ministral-3-3B-Base-2512": "Ministral-3-3B",
+    "mistralai/Ministral-3-3B-Instruct-2512-BF16": "Ministral-3-3B-Instruct",
+    "mistralai/Ministral-3-8B-Base-2512": "Ministral-3-8B",
+    "mistralai/Ministral-3-8B-Instruct-2512-BF16": "Ministral-3-8B-Instruct",
     "LiquidAI/LFM2.5-1.2B-Base": "LFM2.5-1.2B",
 }
 

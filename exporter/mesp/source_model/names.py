@@ -7,7 +7,11 @@ from mesp.models.families import FAMILIES
 # Before the text's part in a model of several modalities, in Hugging Face's form and in mlx-lm's.
 _TEXT = {"model.language_model.": "model.", "language_model.": ""}
 # What such a model has beside its text, and layers that predict more than the next token.
-_UNUSED = ("mtp.", "language_model.mtp.", "model.visual.", "vision_tower.")
+_UNUSED = (
+    "mtp.", "language_model.mtp.", "visual.", "model.visual.",
+    "vision_tower.", "model.vision_tower.", "multi_modal_projector.",
+    "model.multi_modal_projector.",
+)  # fmt: skip
 # Matrices here, [channels, kernel]; in checkpoints they are [channels, 1, kernel].
 CONVOLUTIONS = ("conv1d.weight", "conv.conv.weight")
 
@@ -15,9 +19,9 @@ CONVOLUTIONS = ("conv1d.weight", "conv.conv.weight")
 def name_here(name: str, model_type: str) -> str | None:
     """The name of a checkpoint's tensor or module; None where it takes no part in the training."""
     family = FAMILIES[model_type]
-    if family.text_of_several:
-        if name.startswith(_UNUSED):
-            return None
+    if name.startswith(_UNUSED):
+        return None
+    if family.texts:
         for prefix, ours in _TEXT.items():
             if name.startswith(prefix):
                 name = ours + name.removeprefix(prefix)

@@ -13,15 +13,15 @@ struct FederationView: View {
         @Bindable var federation = model.federation
         Form {
             Section {
-                TextField("https://links.example.org:8000", text: $federation.address)
-                    .plainWords()
-                    .accessibilityLabel("Address of the server")
+                TextField("Address", text: $federation.address).plainWords()
                 TextField("Name of this device, or nothing", text: $federation.name).plainWords()
                 LabeledContent("Model", value: model.form.bundle?.name ?? "")
             } header: {
                 Text("Server")
             } footer: {
-                Text("A SuperLink of Flower. It trains the model and the text that are chosen for a new run.")
+                Text(
+                    "The address of a Flower SuperLink begins with https and ends with its port. You train the model and the text that are chosen for a new run."
+                )
             }
             .disabled(federation.isOn)
             Section("Allowed") {
@@ -44,8 +44,9 @@ struct FederationView: View {
             }
         }
         .navigationTitle("Train with Others")
-        .confirmationDialog("Take Part?", isPresented: $asks, titleVisibility: .visible) {
+        .alert("Take Part?", isPresented: $asks) {
             Button("Take Part") { Task { await model.takePart() } }
+            Button("Cancel", role: .cancel) {}
         } message: {
             Text(Federation.agreement.localized)
         }

@@ -40,14 +40,25 @@ enum AdapterFormat {
             ]
         case .peft:
             let allBlocks = blocks.count == architecture.numHiddenLayers
+            // Beside a text there are other parts, with modules of the same last names: there a pattern says which are meant.
+            let isAlone = architecture.hfPrefix == "model"
             return [
                 "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": model, "r": rank,
                 "lora_alpha": scale * Double(rank), "use_rslora": false, "use_dora": false, "lora_dropout": 0.0,
                 "bias": "none", "fan_in_fan_out": false, "inference_mode": true,
-                "target_modules": modules.compactMap { $0.name.split(separator: ".").last.map(String.init) },
-                "layers_to_transform": allBlocks ? NSNull() : Array(blocks) as Any,
+                "target_modules": isAlone
+                    ? modules.compactMap { $0.name.split(separator: ".").last.map(String.init) }
+                    : pattern(of: modules, blocks, prefix: architecture.hfPrefix) as Any,
+                "layers_to_transform": allBlocks || !isAlone ? NSNull() : Array(blocks) as Any,
             ]
         }
+    }
+
+    /// A regular expression of the modules' whole names.
+    private func pattern(of modules: [Module], _ blocks: Range<Int>, prefix: String) -> String {
+        let names = modules.map(\.name).joined(separator: "|")
+        return "\(prefix).layers.(\(blocks.map(String.init).joined(separator: "|"))).(\(names))"
+            .replacingOccurrences(of: ".", with: "\\.")
     }
 
     /// The folder's format, and the adapters' rank and scale.

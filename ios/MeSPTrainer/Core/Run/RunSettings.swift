@@ -175,7 +175,7 @@ public struct RunSettings: Codable, Sendable, Equatable {
     }
 
     /// - Parameter source: the beginning of a sentence, for an error: where the object is from
-    init(json given: [String: Any]?, from source: String) throws {
+    init(json given: [String: Any]?, from source: Sentence) throws {
         let (encoder, decoder) = (JSONEncoder(), JSONDecoder())
         encoder.keyEncodingStrategy = .convertToSnakeCase
         decoder.keyDecodingStrategy = .convertFromSnakeCase
