@@ -211,8 +211,11 @@ public struct Planner: Sendable {
             + max(forward, loss(tile), backward(tile))
             // What is freed doesn't go back to the system at once: small blocks, and activations between others, up to a size.
             + (plan.tileBytes < tileSizes[0] ? 4_000_000 : 0)
-            + ((1_600_000..<8 << 20).contains(hidden) ? 3 * max(hidden, most(\.mixed)) : 0)
+            + (scattered.contains(hidden) ? 3 * max(hidden, most(\.mixed)) : 0)
     }
+
+    /// The sizes of such activations, in bytes; a recurrent block has wider ones beside.
+    private var scattered: Range<Int> { (architecture.isRecurrent ? 1_000_000 : 1_600_000)..<8 << 20 }
 
     // MARK: - What is alive at once. Counts of arrays follow the code; the few constants were fitted to measurements on Linux.
 

@@ -51,9 +51,9 @@ struct TileSizes {
         }
     }
 
-    /// How many rows of x `[n, features]` go at a time through arithmetic by rows: on a CPU, where each operation writes an array, as many
-    /// as take `bytes`.
-    func rows(of x: MLXArray) -> Int { pace == .evaluated ? max(1, bytes * x.dim(0) / x.nbytes) : x.dim(0) }
+    /// How many rows of x `[n, …]` go at a time through arithmetic by rows: on a CPU, where each operation writes an array, as many as
+    /// take a quarter of `bytes`, so that some take what a tile of a product does.
+    func rows(of x: MLXArray) -> Int { pace == .evaluated ? max(1, bytes / 4 * x.dim(0) / x.nbytes) : x.dim(0) }
 
     /// Ends a phase of a block: what it leaves is evaluated where that pays.
     func endPhase(_ arrays: [MLXArray]) {
