@@ -802,7 +802,7 @@ def test_output_that_cannot_be_written(tiny):
         ([], "--model"),
         (["--model", "nothing"], "There is no model nothing"),
         (["--model", "./no/folder"], "There is no model ./no/folder"),
-        (["--model", "Qwen2.5-7B"], "Qwen2.5-0.5B"),
+        (["--model", "Qwen2.5-9B"], "Qwen2.5-0.5B"),
         (["--model", "TINY", "--rank", "0"], "--rank"),
         (["--model", "TINY", "--rank", "8", "x"], "--rank"),
         (["--model", "TINY", "--seq-len", "0"], "--seq-len"),
@@ -889,7 +889,7 @@ def quantized(**quantization: object) -> str:
     [
         ("{", "config.json cannot be read"),
         ("[]", "config.json cannot be read"),
-        (json.dumps({**TINY, "model_type": "gemma3"}), "gemma3"),
+        (json.dumps({**TINY, "model_type": "gemma3n"}), "gemma3n"),
         (json.dumps({**TINY, "quantization_config": {"quant_method": "gptq"}}), "gptq"),
         (json.dumps({**TINY, "quantization_config": "x"}), "its quantization_config cannot"),
         (json.dumps({**TINY, "quantization": "4bit"}), "config.json is not in order"),

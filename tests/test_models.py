@@ -273,7 +273,11 @@ def test_rope_as_transformers_5_writes_it():
             {"text_config": {"model_type": "mistral4"}},
             "text_config's model_type to 'mistral4'",
         ),
-        ("gemma2", {"model_type": "gemma3n"}, "embeddings for each layer.* share keys and values"),
+        (
+            "gemma2",
+            {"model_type": "gemma3n", "text_config": {}},
+            "embeddings for each layer.* share keys and values",
+        ),
         ("granite", {"model_type": "granitemoehybrid"}, "Mamba-2 mixers or experts"),
         ("granite", {"layer_types": ["mamba"] * 2}, "layer_types to 'mamba'"),
         ("granite", {"num_local_experts": 8}, "num_local_experts to 8"),

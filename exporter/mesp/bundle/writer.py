@@ -129,13 +129,10 @@ def copy_texts(
     for key in ("layer_types", "no_rope_layers"):  # one entry a block
         if isinstance(config.get(key), list):
             config[key] = config[key][: arch.num_hidden_layers]
-    if family.texts:
+    if family.texts:  # mlx-lm reads it there; what else reads it, such as its end tokens, above
         text = source.config.get("text_config", {}).get("model_type", family.texts[0])
-        config = {
-            "model_type": family.mlx_type or arch.model_type,
-            "text_config": config | {"model_type": text},
-            "vocab_size": arch.vocab_size,
-        }
+        config["text_config"] = config | {"model_type": text}
+    config["model_type"] = family.mlx_type or arch.model_type
     config["quantization"] = quantizations.config or asdict(quantizations.main)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     if source.folder:

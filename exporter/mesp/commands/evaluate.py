@@ -158,4 +158,4 @@ def pattern(text: str | None) -> re.Pattern[str] | None:
 def context_of(bundle: Path) -> int:
     """How many tokens the model was made for."""
     config = json.loads((bundle / "config.json").read_text(encoding="utf-8"))
-    return config.get("text_config", config).get("max_position_embeddings") or MAX_LENGTH
+    return config.get("max_position_embeddings") or MAX_LENGTH

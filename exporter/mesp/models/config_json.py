@@ -19,10 +19,10 @@ def complete(config: dict[str, Any]) -> dict[str, Any]:
     """
     model_type = config.get("model_type")
     if model_type not in FAMILIES:
-        missing = f" ({LACKING[model_type]})" if model_type in LACKING else ""
-        if not missing and any(
-            "expert" in key for key in (*config, *(config.get("text_config") or ()))
-        ):
+        missing = ""
+        if model_type in LACKING:
+            missing = f" ({LACKING[model_type]})"
+        elif any("expert" in key for key in (*config, *(config.get("text_config") or ()))):
             missing = " (it mixes experts, and the trainer has one MLP a block)"
         elif "text_config" in config:
             missing = " (it is of several modalities, and the trainer takes text alone)"
@@ -31,8 +31,8 @@ def complete(config: dict[str, Any]) -> dict[str, Any]:
             f"supported are {', '.join(FAMILIES)}."
         )
     family = FAMILIES[model_type]
-    if family.texts and "text_config" in config:
-        text = config["text_config"]
+    if family.texts:
+        text = config.get("text_config") or {}
         if text.get("model_type", family.texts[0]) not in family.texts:
             raise unsupported("text_config's model_type", text["model_type"])
         # Some things are said of the whole model, such as how it is quantized.
