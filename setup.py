@@ -12,6 +12,7 @@ FOLDERS = (
     "ios/MeSPTrainer/AppModel",
     "ios/MeSPTrainer/Core",
     "ios/MeSPTrainer/Engine",
+    "ios/MeSPTrainer/Federation",
     "ios/MeSPTrainer/Tests",
 )
 SUFFIXES = (".swift", ".cpp", ".h", ".json")

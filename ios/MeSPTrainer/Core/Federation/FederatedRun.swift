@@ -26,6 +26,8 @@ public struct FederatedRun {
     private let isRounded: Bool
 
     /// - Parameters:
+    ///   - question: the message
+    ///   - bundle: of the model that the server names
     ///   - data: a folder of tokens that `TextData` wrote; nil for the bundle's own text
     ///   - memoryLimit: the peak footprint to stay below, in bytes; nil for what the server asks
     /// - Throws: `MeSPError` where the message asks for what is not training of this model.
