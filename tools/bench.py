@@ -12,6 +12,7 @@ the process's anonymous memory (phys_footprint on a Mac), the highest during any
 Tables, each with its own defaults for the options that apply to it:
   memory        peak and time by method and size
   length        MeSP by sequence length, the paper's sizes and other families
+  families      MeSP of the models with recurrent blocks, in memory and all on disk
   rank          MeSP by LoRA rank, all three sizes
   time          MeSP's time against MeBP's, by memory limit
   gpu           what a step on a phone's GPU would take, counted on any machine

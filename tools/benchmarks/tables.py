@@ -31,6 +31,7 @@ from mesp.models.architecture import Architecture
 SIZES = tuple(paper.PEAK_MB)
 MODELS = (*SIZES, "Llama-3.2-1B", "Llama-3.2-3B", "Qwen3-0.6B", "Qwen3-1.7B", "Qwen3-4B",
           "SmolLM2-135M", "SmolLM2-360M", "SmolLM2-1.7B", "Gemma-3-1B")  # fmt: skip
+HYBRIDS = ("Qwen3.5-0.8B", "Qwen3.5-2B", "Qwen3.5-4B", "LFM2-350M", "LFM2-700M", "LFM2-1.2B")
 
 # MeZO's estimate is so noisy that it diverges at the exact methods' learning rate.
 CONVERGENCE_RATES = {"mesp": 0.1, "mebp": 0.1, "mezo": 1e-4}
@@ -52,6 +53,7 @@ COUNTED = ("evals", "kernels", "tflop", "ledger_peak_bytes", "predicted_peak_byt
 TABLES: dict[str, dict[str, Any]] = {
     "memory": {**_RUNS, "methods": ENGINE_METHODS},
     "length": {**_RUNS, "models": MODELS, "seq_lens": tuple(paper.PEAK_MB[SIZES[0]])},
+    "families": {**_RUNS, "models": HYBRIDS, "seq_lens": (256, 1024), "offload": "each"},
     "rank": {**_RUNS, "models": SIZES, "ranks": (4, 8, 16, 32)},
     "time": {**_RUNS, "methods": ("mebp", "mesp"), "limits": ("auto", "bar", "mebp", "all")},
     "gpu": {"models": SIZES[:1], "seq_lens": (256, 1024), "ranks": (paper.RANK,), "device": "gpu"},

@@ -195,7 +195,7 @@ public struct Planner: Sendable {
     /// or the MLP's; fitted to what docs/ledger.md counts.
     private func phase(_ plan: Plan) -> Int {
         let postNormed = architecture.postNorms ? hidden : 0
-        let mixer = 58 * plan.tileBytes + most(\.tenPhases) + 17 * postNormed
+        let mixer = 54 * plan.tileBytes + most(\.tenPhases) + 17 * postNormed
         let mlp = 34 * plan.tileBytes + 180 * hidden + 38 * loraBytes + 46 * postNormed
         return max(mixer, mlp) / 10
     }
