@@ -280,8 +280,8 @@ import Observation
     public func takePart() async {
         guard isFree, let bundle = form.bundle else { return }
         lastUsed = bundle.id
-        let folder = library.folder.federationFolder
         await attempt {
+            let folder = try library.folder.makeFederationFolder()
             var text: URL?
             if let source = try form.source() { text = try await tokenize(source, for: bundle, into: folder) }
             try await federation.join(with: bundle, data: text, folder: folder)

@@ -28,8 +28,13 @@ public struct DocumentsFolder: Sendable {
     }
 
     public var runsFolder: URL { documents.appendingPathComponent("runs") }
-    /// What a node of a federation keeps: its key, and what it has to answer.
-    var federationFolder: URL { documents.appendingPathComponent(".federation") }
+    /// The folder of a federation's node, made where it is missing: its key, the text's tokens and what it has to answer.
+    func makeFederationFolder() throws -> URL {
+        let folder = documents.appendingPathComponent(".federation")
+        try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)
+        keep(folder, .state)
+        return folder
+    }
     /// Where `tools/collect.py` finds reports of self-checks.
     public var selfChecksFolder: URL { documents.appendingPathComponent("self-check") }
 
