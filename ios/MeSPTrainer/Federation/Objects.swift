@@ -10,6 +10,13 @@ struct FlowerObject {
 
     var content: Data { Data("\(type) \(children.joined(separator: ",")) \(body.count)".utf8) + [0] + body }
 
+    /// - Throws: `FederationError` where the content is not that of the id.
+    static func check(_ content: Data, id: String) throws {
+        guard try sha256(content) == id else {
+            throw FederationError("The server sent an object that is not the one that was asked for.")
+        }
+    }
+
     init(_ type: String, children: [String] = [], body: Data) {
         (self.type, self.children, self.body) = (type, children, body)
     }
@@ -81,9 +88,7 @@ struct ObjectStore {
     ///
     /// - Throws: `FederationError` where it is not the one of that id.
     mutating func take(_ content: Data, id: String) throws {
-        guard try sha256(content) == id else {
-            throw FederationError("The server sent an object that is not the one that was asked for.")
-        }
+        try FlowerObject.check(content, id: id)
         contents[id] = content
     }
 

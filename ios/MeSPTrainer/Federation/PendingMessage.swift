@@ -59,9 +59,7 @@ struct PendingMessage {
 
     /// - Throws: `FederationError` where the content is not that of the id.
     func take(_ content: Data, id: String) throws {
-        guard try sha256(content) == id else {
-            throw FederationError("The server sent an object that is not the one that was asked for.")
-        }
+        try FlowerObject.check(content, id: id)
         try content.write(to: objects.appendingPathComponent(id), options: .atomic)
     }
 
