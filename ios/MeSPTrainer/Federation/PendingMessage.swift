@@ -7,12 +7,7 @@ import Foundation
 ///     objects/ID   what both consist of
 ///     work/        what whoever answers keeps
 struct PendingMessage {
-    private let folder: URL
-
-    init(_ folder: URL) throws {
-        self.folder = folder
-        try FileManager.default.createDirectory(at: objects, withIntermediateDirectories: true)
-    }
+    let folder: URL
 
     private var objects: URL { folder.appendingPathComponent("objects") }
 
@@ -60,6 +55,7 @@ struct PendingMessage {
     /// - Throws: `FederationError` where the content is not that of the id.
     func take(_ content: Data, id: String) throws {
         try FlowerObject.check(content, id: id)
+        try FileManager.default.createDirectory(at: objects, withIntermediateDirectories: true)
         try content.write(to: objects.appendingPathComponent(id), options: .atomic)
     }
 

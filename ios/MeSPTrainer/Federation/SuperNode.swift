@@ -188,7 +188,7 @@ public struct SuperNode: Sendable {
     private func work(
         _ node: UInt64, _ report: (Event) -> Void, _ answer: (Question) async throws -> Records
     ) async throws {
-        var pending = try PendingMessage(folder)
+        let pending = PendingMessage(folder: folder)
         guard let (metadata, tree) = try pending.message else {
             let pulled = try await persistently(report) {
                 try await api.call("pull-messages") { $0.add(1) { $0.add(1, node) } }
@@ -201,7 +201,7 @@ public struct SuperNode: Sendable {
         }
         let question: Question
         do {
-            question = try await receive(metadata, tree, &pending, node, report)
+            question = try await receive(metadata, tree, pending, node, report)
         } catch let refusal as FleetAPI.Refusal where refusal.code == FleetAPI.Refusal.runHasEnded {
             return try pending.empty()
         }
@@ -228,7 +228,7 @@ public struct SuperNode: Sendable {
 
     /// Fetches what of the message is not here.
     private func receive(
-        _ metadata: Metadata, _ tree: ObjectTree, _ pending: inout PendingMessage, _ node: UInt64,
+        _ metadata: Metadata, _ tree: ObjectTree, _ pending: PendingMessage, _ node: UInt64,
         _ report: (Event) -> Void
     ) async throws -> Question {
         var isNew = false

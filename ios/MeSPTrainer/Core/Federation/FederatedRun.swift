@@ -19,8 +19,6 @@ public struct FederatedRun {
     /// When the server no longer waits for the answer.
     public let deadline: Date
     private let question: SuperNode.Question
-    /// The arrays that came, in float32, row by row.
-    private let start: [String: [Float]]
     private let architecture: Architecture
     private let received: [String: FlowerArray]
     private let isRounded: Bool
@@ -47,7 +45,6 @@ public struct FederatedRun {
         default: throw MeSPError("The server exchanges adapters in a way that this version does not know.")
         }
         (self.question, self.received, architecture) = (question, received, manifest.architecture)
-        start = try received.mapValues { [isRounded] in try numbers($0, isRounded: isRounded) }
         deadline = number(config["timeout"]).map { .now + $0 } ?? .distantFuture
         var settings = try Self.settings(config, bundle, in: question.folder)
         settings.data = data?.path
@@ -75,7 +72,7 @@ public struct FederatedRun {
                 }
                 return new.asArray(Float.self)
             }
-            return (name, packed(new, from: start[name] ?? [], like: array))
+            return (name, packed(new, from: try numbers(array, isRounded: isRounded), like: array))
         }
         let targets = summary.steps.reduce(0) { $0 + $1.tokens }
         let loss = summary.steps.reduce(0) { $0 + Double($1.loss) } / Double(max(summary.steps.count, 1))
@@ -132,7 +129,7 @@ public struct FederatedRun {
         try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)
         var tensors = [NewTensor]()
         for (name, array) in received {
-            guard let numbers = start[name] else { continue }
+            let numbers = try numbers(array, isRounded: isRounded)
             for (index, matrix) in try matrices(name, array).enumerated() {
                 let size = matrix.shape.reduce(1, *)
                 let part = Array(numbers[index * size..<(index + 1) * size])
