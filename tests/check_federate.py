@@ -6,6 +6,7 @@ test has Flower's simulation engine, one its processes for real machines.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import copy
 import json
@@ -14,7 +15,6 @@ import random
 import shutil
 import signal
 import socket
-import socketserver
 import ssl
 import subprocess
 import sys
@@ -446,38 +446,36 @@ def free_port() -> int:
         return found.getsockname()[1]
 
 
-class Relay(socketserver.ThreadingTCPServer):
+class Relay:
     """Brings to a SuperLink with TLS what comes to it without.
 
     Foundation for Linux trusts the system's certificates alone; phones trust those that their
     owner has installed too.
     """
 
-    allow_reuse_address, daemon_threads = True, True
-
     def __init__(self, port: int, certificate: Path) -> None:
-        self.port, self.trusted = port, ssl.create_default_context(cafile=certificate)
-        super().__init__(("127.0.0.1", 0), self.Connection)
-        threading.Thread(target=self.serve_forever, daemon=True).start()
+        self.link, self.trusted = port, ssl.create_default_context(cafile=certificate)
+        self.loop = asyncio.new_event_loop()  # a TLS connection is for one thread
+        server = self.loop.run_until_complete(asyncio.start_server(self.bring, "127.0.0.1", 0))
+        self.port = server.sockets[0].getsockname()[1]
+        threading.Thread(target=self.loop.run_forever, daemon=True).start()
 
-    class Connection(socketserver.BaseRequestHandler):
-        server: Relay
+    async def bring(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError):
+            link = await asyncio.open_connection("127.0.0.1", self.link, ssl=self.trusted)
+            await asyncio.gather(self.copy(reader, link[1]), self.copy(link[0], writer))
+        writer.close()
 
-        def handle(self) -> None:
-            with (
-                contextlib.suppress(OSError),
-                socket.create_connection(("127.0.0.1", self.server.port)) as plain,
-                self.server.trusted.wrap_socket(plain, server_hostname="127.0.0.1") as link,
-            ):
-                threading.Thread(target=self.copy, args=(link, self.request), daemon=True).start()
-                self.copy(self.request, link)
+    @staticmethod
+    async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError):
+            while data := await reader.read(1 << 16):
+                writer.write(data)
+                await writer.drain()
+        writer.close()
 
-        @staticmethod
-        def copy(source: socket.socket, target: socket.socket) -> None:
-            with contextlib.suppress(OSError):
-                while data := source.recv(1 << 16):
-                    target.sendall(data)
-                target.shutdown(socket.SHUT_WR)
+    def shutdown(self) -> None:
+        self.loop.call_soon_threadsafe(self.loop.stop)
 
 
 class Deployment:
@@ -518,11 +516,11 @@ class Deployment:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.relay.shutdown()
-        for process in self.processes:
+        for process in reversed(self.processes):  # nodes take their leave of the SuperLink
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGTERM)
             process.wait()
+        self.relay.shutdown()
 
     def start(self, *arguments: object) -> subprocess.Popen:
         with self.log.open("a") as file:
@@ -572,7 +570,7 @@ class Deployment:
     def swift_node(self, name: str, bundle: Path, data: Path) -> Callable[[], subprocess.Popen]:
         """Starts a node as a phone has it, and returns what starts it again."""
         folder, settings = self.folder / name, self.folder / f"{name}.json"
-        given = {"superlink": f"http://127.0.0.1:{self.relay.server_address[1]}"}
+        given = {"superlink": f"http://127.0.0.1:{self.relay.port}"}
         given |= {"folder": str(folder)}
         given |= {"bundle": str(bundle), "data": str(data), "name": name}
         settings.write_text(json.dumps(given))
