@@ -12,7 +12,8 @@ import subprocess
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-SOURCE = ROOT / "ios" / "HostMLX" / "Sources" / "CHostMLX" / "OpenBLAS.cpp"
+FOLDER = ROOT / "ios" / "HostMLX" / "Sources" / "CHostMLX"
+SOURCES = [FOLDER / "OpenBLAS.cpp", FOLDER / "Pool.cpp"]
 LIBRARY = ROOT / ".build" / "openblas.so"
 
 
@@ -23,10 +24,12 @@ def load() -> None:
     if spec is None or compiler is None:
         return
     folder = Path(spec.origin).parent / "lib"
-    if not LIBRARY.exists() or LIBRARY.stat().st_mtime < SOURCE.stat().st_mtime:
+    newest = max(source.stat().st_mtime for source in SOURCES)
+    if not LIBRARY.exists() or LIBRARY.stat().st_mtime < newest:
         LIBRARY.parent.mkdir(exist_ok=True)
         built = LIBRARY.with_suffix(f".{os.getpid()}")
-        command = [compiler, "-shared", "-fPIC", "-DHOST_OPENBLAS", SOURCE, "-o", built]
+        command = [compiler, "-std=c++20", "-O2", "-shared", "-fPIC", "-DHOST_OPENBLAS", "-pthread"]
+        command += [*SOURCES, "-o", built]
         command += [f"-L{folder}", f"-Wl,-rpath,{folder}", "-lscipy_openblas"]
         subprocess.run(command, check=True)
         built.replace(LIBRARY)  # several processes may be at it

@@ -10,7 +10,9 @@
 #include <sstream>
 #include <stdexcept>
 
+#include "Exponential.h"
 #include "Ledger.h"
+#include "PackedProduct.h"
 #include "mlx/compile_impl.h"
 #include "mlx/mlx.h"
 
@@ -341,8 +343,20 @@ HostArray host_vector_get(HostVector v, size_t index) { return WRAP(get(v).at(in
 
 // MARK: Operations
 
+namespace {
+
+// Taken before MLX's, which have a `StreamOrDevice`.
+mx::array exp(const mx::array &x, mx::Stream s) {
+    return host::exponential(host::Exponential::exp, x, s).value_or(mx::exp(x, s));
+}
+mx::array sigmoid(const mx::array &x, mx::Stream s) {
+    return host::exponential(host::Exponential::sigmoid, x, s).value_or(mx::sigmoid(x, s));
+}
+
+}  // namespace
+
 #define HOST_DEFINE(name) \
-    HostArray host_##name(HostArray a, HostStream s) { return WRAP(mx::name(get(a), get(s))); }
+    HostArray host_##name(HostArray a, HostStream s) { return WRAP(name(get(a), get(s))); }
 HOST_UNARY_OPERATIONS(HOST_DEFINE)
 #undef HOST_DEFINE
 
@@ -434,6 +448,9 @@ HostArray host_where(HostArray condition, HostArray a, HostArray b, HostStream s
     return WRAP(mx::where(get(condition), get(a), get(b), get(s)));
 }
 HostArray host_softmax(HostArray a, const int32_t *axes, ptrdiff_t count, bool precise, HostStream s) {
+    if (count == 1 && (axes[0] == -1 || axes[0] + 1 == int(get(a).ndim()))) {
+        if (auto y = host::exponential(host::Exponential::softmax, get(a), get(s))) return wrap(*y);
+    }
     return count < 0 ? WRAP(mx::softmax(get(a), precise, get(s)))
                      : WRAP(mx::softmax(get(a), list(axes, count), precise, get(s)));
 }
@@ -611,8 +628,15 @@ HostArray host_dequantize(
 HostArray host_quantized_matmul(
     HostArray x, HostArray w, HostArray scales, HostArray biases, bool transpose, HostOptionalInt group_size,
     HostOptionalInt bits, const char *mode, HostStream s) {
-    return WRAP(mx::quantized_matmul(
-        get(x), get(w), get(scales), maybe(biases), transpose, maybe(group_size), maybe(bits), mode, get(s)));
+    return WRAP([&] {
+        if (group_size.has_value && bits.has_value) {
+            const auto packed = host::packed_product(
+                get(x), get(w), get(scales), maybe(biases), transpose, group_size.value, bits.value, mode, get(s));
+            if (packed) return *packed;
+        }
+        return mx::quantized_matmul(
+            get(x), get(w), get(scales), maybe(biases), transpose, maybe(group_size), maybe(bits), mode, get(s));
+    }());
 }
 
 HostArray host_arange(double start, double stop, double step, int32_t type, HostStream s) {

@@ -2,10 +2,11 @@
 
 #ifdef HOST_OPENBLAS
 
-#include <unistd.h>
-
 #include <algorithm>
-#include <cstdlib>
+#include <cstddef>
+#include <cstdint>
+
+#include "Pool.h"
 
 extern "C" {
 
@@ -20,10 +21,31 @@ void scipy_cblas_cgemm(
     int order, int trans_a, int trans_b, int m, int n, int k, const void *alpha, const void *a, int lda, const void *b,
     int ldb, const void *beta, void *c, int ldc);
 
+/// In parts of the longer side of c, each of which takes long enough to wake a thread for.
 void cblas_sgemm(
     int order, int trans_a, int trans_b, int m, int n, int k, float alpha, const float *a, int lda, const float *b,
     int ldb, float beta, float *c, int ldc) {
-    scipy_cblas_sgemm(order, trans_a, trans_b, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc);
+    constexpr int row_major = 101, transposed = 112;
+    const int64_t worth = int64_t(1) << 22, most = 8;
+    const int64_t parts = order == row_major ? std::min(int64_t(m) * n * k / worth, most) : 1;
+    if (parts < 2) {
+        return scipy_cblas_sgemm(order, trans_a, trans_b, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc);
+    }
+    const bool by_rows = m > n;
+    const int size = by_rows ? m : n;
+    const int step = (size / int(parts) + 15) / 16 * 16;
+    host::parallel((size + step - 1) / step, [=](int part) {
+        const ptrdiff_t start = ptrdiff_t(part) * step;
+        const int count = std::min<ptrdiff_t>(step, size - start);
+        if (by_rows) {
+            const float *rows = a + (trans_a == transposed ? start : start * lda);
+            scipy_cblas_sgemm(
+                order, trans_a, trans_b, count, n, k, alpha, rows, lda, b, ldb, beta, c + start * ldc, ldc);
+        } else {
+            const float *columns = b + (trans_b == transposed ? start * ldb : start);
+            scipy_cblas_sgemm(order, trans_a, trans_b, m, count, k, alpha, a, lda, columns, ldb, beta, c + start, ldc);
+        }
+    });
 }
 
 void cblas_dgemm(
@@ -40,11 +62,7 @@ void cblas_cgemm(
 
 }  // extern "C"
 
-// OpenBLAS's threads spin while they wait: where another program takes one core, all stand still. So half of the cores,
-// unless the user has said how many.
-__attribute__((constructor)) static void set_up_threads() {
-    if (std::getenv("OPENBLAS_NUM_THREADS")) return;
-    scipy_openblas_set_num_threads(std::max(1, static_cast<int>(sysconf(_SC_NPROCESSORS_ONLN)) / 2));
-}
+// OpenBLAS's own threads spin while they wait: where another program takes one core, all stand still. Ours sleep.
+__attribute__((constructor)) static void set_up_threads() { scipy_openblas_set_num_threads(1); }
 
 #endif

@@ -1,5 +1,10 @@
+import Foundation
 import MLX
 import Testing
+
+extension Double {
+    fileprivate var exponential: Double { Foundation.exp(self) }
+}
 
 extension AllTests {
     @Suite struct OpsTests {
@@ -99,6 +104,74 @@ extension AllTests {
             let v = MLXArray.ones([1, 64])
             let product = quantizedMM(v, q.wq, scales: q.scales, biases: q.biases, groupSize: 32, bits: 4)
             expectClose(product, matmul(v, restored.T).asArray(Float.self), [1, 1])
+        }
+
+        private static let formats: [(mode: QuantizationMode, bits: Int, groupSize: Int)] =
+            [2, 3, 4, 5, 6, 8].flatMap { bits in [32, 64, 128].map { (.affine, bits, $0) } }
+            + [(.mxfp4, 4, 32), (.mxfp8, 8, 32), (.nvfp4, 4, 16)]
+
+        /// In every format; with rows and columns that don't fill the parts of a product, and with parts of a matrix.
+        @Test(arguments: formats.indices) func quantizedProducts(_ index: Int) throws {
+            let (mode, bits, groupSize) = Self.formats[index]
+            let w = MLXRandom.normal([410, 1408], key: MLXRandom.key(0))
+            let q = quantized(w, groupSize: groupSize, bits: bits, mode: mode)
+            let words = max(32, groupSize)  // columns that begin with a group and with a word
+            for (rows, columns) in [(0..<410, 0..<1408), (3..<300, words * 2..<words * 9), (7..<8, 0..<words)] {
+                let groups = columns.lowerBound / groupSize..<columns.upperBound / groupSize
+                let packed = q.wq[rows, columns.lowerBound * bits / 32..<columns.upperBound * bits / 32]
+                let (scales, biases) = (q.scales[rows, groups], q.biases?[rows, groups])
+                let dense = dequantized(
+                    packed, scales: scales, biases: biases, groupSize: groupSize, bits: bits, mode: mode,
+                    dtype: .float32)
+                for m in [1, 3, 70] {
+                    func product(_ x: MLXArray, transpose: Bool) -> MLXArray {
+                        quantizedMM(
+                            x, packed, scales: scales, biases: biases, transpose: transpose, groupSize: groupSize,
+                            bits: bits, mode: mode)
+                    }
+                    let x = MLXRandom.normal([m, columns.count], key: MLXRandom.key(1))
+                    let dy = MLXRandom.normal([m, rows.count], key: MLXRandom.key(2))
+                    let (_, dx) = vjp({ [product($0[0], transpose: true)] }, primals: [x], cotangents: [dy])
+                    // Sums in another order.
+                    for (ours, theirs) in [
+                        (product(x, transpose: true), matmul(x, dense.T)),
+                        (product(dy, transpose: false), matmul(dy, dense)), (dx[0], matmul(dy, dense)),
+                    ] {
+                        #expect(ours.shape == theirs.shape)
+                        let error = ((ours - theirs).square().sum() / theirs.square().sum()).sqrt()
+                        #expect(error.item(Float.self) < 2e-6, "\(mode) \(bits) \(groupSize), \(m) rows")
+                    }
+                }
+            }
+        }
+
+        @Test func exponentials() {
+            let values: [Float] =
+                [-.infinity, -200, -88.1, -87, -0.5, -1e-7, 0, 0.3, 1, 12.5, 87, .infinity]
+                + (0..<2021).map { Float($0) / 30 - 33 }
+            let x = MLXArray(values)
+            let e = exp(x).asArray(Float.self)
+            let s = sigmoid(x).asArray(Float.self)
+            for (i, value) in values.enumerated() {
+                // MLX's polynomial is of x / ln 2, which is rounded; below -88 it gives 0.
+                let exact = value < -88 ? 0 : Float(Double(value).exponential)
+                let bar = 5e-7 + 1.2e-7 * min(abs(value), 88)
+                #expect(e[i] == exact || abs(e[i] - exact) <= bar * exact, "exp(\(value)) is \(e[i])")
+                #expect(abs(s[i] - Float(1 / (1 + Double(-value).exponential))) < 2e-7, "sigmoid(\(value))")
+            }
+            #expect(exp(MLXArray([Float.nan])).item(Float.self).isNaN)
+
+            let rows = MLXArray(Array(values[12...2031]), [5, 404])
+            let z = exp(rows - rows.max(axis: -1, keepDims: true))
+            let p = softmax(rows, axis: -1)
+            #expect(abs(p - z / z.sum(axis: -1, keepDims: true)).max().item(Float.self) < 1e-6)
+
+            let gradients = vjp(
+                { [(exp($0[0]) * 2 + sigmoid($0[0])).sum() + (softmax($0[0], axis: -1) * $0[0]).sum()] },
+                primals: [MLXArray([0.1, -0.4, 0.7] as [Float])], cotangents: [MLXArray(Float(1))]
+            ).1
+            // By central differences in double precision.
+            expectClose(gradients[0], [2.684_175_6, 1.628_591, 4.977_070_5])
         }
     }
 }

@@ -1,0 +1,282 @@
+#include "PackedProduct.h"
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <cstring>
+#include <vector>
+
+#include "Pool.h"
+#include "mlx/backend/cpu/encoder.h"
+#include "mlx/primitives.h"
+
+namespace mx = mlx::core;
+
+namespace host {
+
+#ifdef HOST_OPENBLAS
+
+extern "C" void scipy_cblas_sgemm(
+    int order, int trans_a, int trans_b, int m, int n, int k, float alpha, const float *a, int lda, const float *b,
+    int ldb, float beta, float *c, int ldc);
+
+namespace {
+
+// As MLX has it, so that what is unpacked here and what `dequantize` gives are the same numbers.
+#pragma clang fp contract(off)
+
+#if defined(__x86_64__)
+#define FOR_EACH_CPU __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#else
+#define FOR_EACH_CPU
+#endif
+
+typedef uint8_t Bytes __attribute__((vector_size(16)));
+typedef uint32_t Words __attribute__((vector_size(64)));
+typedef float Floats __attribute__((vector_size(64)));
+
+enum class Mode { affine, mxfp4, nvfp4, mxfp8 };
+
+/// A matrix W `[rows, columns]` in groups along its rows, somewhere in memory.
+struct PackedMatrix {
+    Mode mode;
+    int bits, group_size;
+    const uint8_t *codes;
+    /// Of a row of codes, in bytes; of a row of scales, in elements.
+    ptrdiff_t codes_stride, scales_stride;
+    /// Affine: float32, with biases. Otherwise a float of 8 bits.
+    const void *scales;
+    const float *biases;
+};
+
+/// E4M3: 4 bits of exponent, 3 of mantissa.
+std::array<float, 256> e4m3_values() {
+    std::array<float, 256> values;
+    for (int code = 0; code < 256; code++) {
+        const int exponent = code >> 3 & 15, mantissa = code & 7;
+        const float magnitude = std::ldexp(mantissa / 8.0f + (exponent > 0), std::max(exponent, 1) - 7);
+        values[code] = code & 128 ? -magnitude : magnitude;
+    }
+    return values;
+}
+const std::array<float, 256> e4m3 = e4m3_values();
+
+/// The factor of a group: 2 to the power of E8M0, or E4M3.
+float factor(const PackedMatrix &w, ptrdiff_t index) {
+    const uint8_t scale = static_cast<const uint8_t *>(w.scales)[index];
+    return w.mode == Mode::nvfp4 ? e4m3[scale] : std::ldexp(1.0f, scale - 127);
+}
+
+/// 16 codes of 4 bits, the lowest bits first.
+inline Bytes nibbles(const uint8_t *codes) {
+    uint64_t packed;
+    std::memcpy(&packed, codes, sizeof packed);
+    const uint64_t mask = 0x0f0f0f0f0f0f0f0f;
+    const uint64_t halves[2] = {packed & mask, packed >> 4 & mask};
+    Bytes bytes;
+    std::memcpy(&bytes, halves, sizeof bytes);
+    return __builtin_shufflevector(bytes, bytes, 0, 8, 1, 9, 2, 10, 3, 11, 4, 12, 5, 13, 6, 14, 7, 15);
+}
+
+/// The code of b bits that begins at a bit of a row.
+inline int code(const uint8_t *row, size_t bit, int bits) {
+    const uint8_t *byte = row + bit / 8;
+    const int shift = bit % 8;
+    const int word = byte[0] | (shift + bits > 8 ? byte[1] << 8 : 0);
+    return word >> shift & ((1 << bits) - 1);
+}
+
+/// `count` weights of a row from the `begin`-th, whole groups.
+FOR_EACH_CPU
+void unpack(const PackedMatrix &w, ptrdiff_t row, int begin, int count, float *out) {
+    const uint8_t *codes = w.codes + row * w.codes_stride;
+    for (int start = begin; start < begin + count; start += w.group_size, out += w.group_size) {
+        const ptrdiff_t group = row * w.scales_stride + start / w.group_size;
+        const uint8_t *first = codes + size_t(start) * w.bits / 8;
+        switch (w.mode) {
+            case Mode::affine: {
+                const float scale = static_cast<const float *>(w.scales)[group], bias = w.biases[group];
+                if (w.bits == 4) {
+                    for (int i = 0; i < w.group_size; i += 16) {
+                        const Words four = __builtin_convertvector(nibbles(first + i / 2), Words);
+                        const Floats values = __builtin_convertvector(four, Floats) * scale + bias;
+                        std::memcpy(out + i, &values, sizeof values);
+                    }
+                } else if (w.bits == 8) {
+                    for (int i = 0; i < w.group_size; i++) out[i] = first[i] * scale + bias;
+                } else {
+                    for (int i = 0; i < w.group_size; i++) {
+                        out[i] = code(codes, size_t(start + i) * w.bits, w.bits) * scale + bias;
+                    }
+                }
+                break;
+            }
+            case Mode::mxfp4:
+            case Mode::nvfp4: {
+                // Twice the numbers 0, ½, 1, 1½, 2, 3, 4, 6 are the nibbles of one integer.
+                const float scale = factor(w, group);
+                for (int i = 0; i < w.group_size; i += 16) {
+                    const Words four = __builtin_convertvector(nibbles(first + i / 2), Words);
+                    const Words doubled = (Words{} + 0xC8643210u) >> ((four & 7) << 2) & 15;
+                    const Floats sign = 0.5f - __builtin_convertvector(four >> 3, Floats);
+                    const Floats values = __builtin_convertvector(doubled, Floats) * sign * scale;
+                    std::memcpy(out + i, &values, sizeof values);
+                }
+                break;
+            }
+            case Mode::mxfp8: {
+                const float scale = factor(w, group);
+                for (int i = 0; i < w.group_size; i++) out[i] = e4m3[first[i]] * scale;
+                break;
+            }
+        }
+    }
+}
+
+constexpr int row_major = 101, plain = 111, transposed = 112;
+/// How many columns, or rows, of a part are unpacked at a time: a tile is to stay in a core's own cache.
+constexpr int tile_length = 1024;
+
+/// The bounds of the parts of a product, in rows or columns of W: an even number of parts, of 128 where they are that many, and the
+/// last two of what is left, in multiples of `unit`.
+std::vector<int> bounds(int count, int unit) {
+    constexpr int size = 128;
+    std::vector<int> bounds{0};
+    while (count - bounds.back() >= 2 * size) {
+        bounds.push_back(bounds.back() + size);
+        bounds.push_back(bounds.back() + size);
+    }
+    const int rest = count - bounds.back(), half = (rest / 2 + unit - 1) / unit * unit;
+    if (half > 0 && half < rest) bounds.push_back(bounds.back() + half);
+    if (rest > 0) bounds.push_back(count);
+    return bounds;
+}
+
+/// A thread's own, for a tile.
+float *scratch(size_t count) {
+    static thread_local std::vector<float> tile;
+    if (tile.size() < count) tile.resize(count);
+    return tile.data();
+}
+
+/// y = x Wᵀ: x [m, columns], y [m, rows]
+void by_rows(const PackedMatrix &w, int rows, int columns, const float *x, int m, float *y) {
+    const std::vector<int> parts = bounds(rows, 16);
+    parallel(int(parts.size()) - 1, [=, &parts](int part) {
+        const int first = parts[part], count = parts[part + 1] - first;
+        float *tile = scratch(size_t(count) * std::min(tile_length, columns));
+        for (int start = 0; start < columns; start += tile_length) {
+            const int length = std::min(tile_length, columns - start);
+            for (int row = 0; row < count; row++) unpack(w, first + row, start, length, tile + size_t(row) * length);
+            scipy_cblas_sgemm(
+                row_major, plain, transposed, m, count, length, 1, x + start, columns, tile, length, start > 0,
+                y + first, rows);
+        }
+    });
+}
+
+/// y = x W: x [m, rows], y [m, columns]
+void by_columns(const PackedMatrix &w, int rows, int columns, const float *x, int m, float *y) {
+    const std::vector<int> parts = bounds(columns, w.group_size);
+    parallel(int(parts.size()) - 1, [=, &parts](int part) {
+        const int first = parts[part], count = parts[part + 1] - first;
+        float *tile = scratch(size_t(count) * std::min(tile_length, rows));
+        for (int start = 0; start < rows; start += tile_length) {
+            const int length = std::min(tile_length, rows - start);
+            for (int row = 0; row < length; row++) unpack(w, start + row, first, count, tile + size_t(row) * count);
+            scipy_cblas_sgemm(
+                row_major, plain, plain, m, count, length, 1, x + start, rows, tile, count, start > 0, y + first,
+                columns);
+        }
+    });
+}
+
+class PackedProduct : public mx::UnaryPrimitive {
+  public:
+    PackedProduct(mx::Stream s, int group_size, int bits, Mode mode, bool transpose)
+        : UnaryPrimitive(s), group_size(group_size), bits(bits), mode(mode), transpose(transpose) {}
+
+    void eval_cpu(const std::vector<mx::array> &inputs, mx::array &out) override {
+        const mx::array &x = inputs[0], &w = inputs[1], &scales = inputs[2];
+        if (w.strides(1) != 1 || scales.strides(1) != 1 || (inputs.size() > 3 && inputs[3].strides() != scales.strides())) {
+            throw std::runtime_error("[quantized_matmul] the rows of a quantized matrix must lie in one piece");
+        }
+        out.set_data(mx::allocator::malloc(out.nbytes()));
+        const PackedMatrix packed{
+            mode, bits, group_size, w.data<uint8_t>(), w.strides(0) * 4, scales.strides(0), scales.data<void>(),
+            inputs.size() > 3 ? inputs[3].data<float>() : nullptr};
+        const int rows = w.shape(0), columns = scales.shape(1) * group_size;
+        const int m = x.size() / x.shape(-1);
+        mx::cpu::get_command_encoder(stream()).dispatch(
+            [packed, rows, columns, m, product = transpose ? by_rows : by_columns, x = x.data<float>(),
+             y = out.data<float>()] { product(packed, rows, columns, x, m, y); });
+    }
+    void eval_gpu(const std::vector<mx::array> &, mx::array &) override {
+        throw std::runtime_error("[quantized_matmul] a product for the CPU");
+    }
+
+    /// By x; W is constant.
+    std::vector<mx::array> vjp(
+        const std::vector<mx::array> &primals, const std::vector<mx::array> &cotangents,
+        const std::vector<int> &argnums, const std::vector<mx::array> &) override {
+        if (argnums != std::vector<int>{0}) {
+            throw std::runtime_error("[quantized_matmul] no gradient by the quantized weights");
+        }
+        std::vector<mx::array> inputs = primals;
+        inputs[0] = mx::contiguous(cotangents[0], false, stream());
+        return {mx::array(
+            primals[0].shape(), mx::float32,
+            std::make_shared<PackedProduct>(stream(), group_size, bits, mode, !transpose), inputs)};
+    }
+
+    const char *name() const override { return "PackedProduct"; }
+
+    bool is_equivalent(const mx::Primitive &other) const override {
+        const auto *same = dynamic_cast<const PackedProduct *>(&other);
+        return same && group_size == same->group_size && bits == same->bits && mode == same->mode &&
+               transpose == same->transpose;
+    }
+
+  private:
+    const int group_size, bits;
+    const Mode mode;
+    const bool transpose;
+};
+
+}  // namespace
+
+std::optional<mx::array> packed_product(
+    const mx::array &x, const mx::array &w, const mx::array &scales, const std::optional<mx::array> &biases,
+    bool transpose, int group_size, int bits, const std::string &mode, mx::Stream s) {
+    if (s.device != mx::Device::cpu || x.dtype() != mx::float32 || x.ndim() < 1 || w.ndim() != 2) return std::nullopt;
+    // MLX says what is wrong with arrays that do not fit.
+    if (scales.ndim() != 2 || scales.shape(0) != w.shape(0) || (biases && biases->shape() != scales.shape()) ||
+        int64_t(w.shape(1)) * 32 != int64_t(scales.shape(1)) * group_size * bits) {
+        return std::nullopt;
+    }
+    const Mode packing = mode == "affine"  ? Mode::affine
+                         : mode == "mxfp4" ? Mode::mxfp4
+                         : mode == "nvfp4" ? Mode::nvfp4
+                                           : Mode::mxfp8;
+    const int columns = scales.shape(1) * group_size;
+    mx::Shape shape = x.shape();
+    if (shape.back() != (transpose ? columns : w.shape(0))) return std::nullopt;
+    shape.back() = transpose ? w.shape(0) : columns;
+    std::vector<mx::array> inputs = {mx::contiguous(x, false, s), w};
+    inputs.push_back(biases ? mx::astype(scales, mx::float32, s) : scales);
+    if (biases) inputs.push_back(mx::astype(*biases, mx::float32, s));
+    return mx::array(
+        shape, mx::float32, std::make_shared<PackedProduct>(s, group_size, bits, packing, transpose), inputs);
+}
+
+#else
+
+std::optional<mx::array> packed_product(
+    const mx::array &, const mx::array &, const mx::array &, const std::optional<mx::array> &, bool, int, int,
+    const std::string &, mx::Stream) {
+    return std::nullopt;
+}
+
+#endif
+
+}  // namespace host

@@ -1,0 +1,23 @@
+// Products with a quantized matrix on the CPU.
+
+#ifndef PACKED_PRODUCT_H
+#define PACKED_PRODUCT_H
+
+#include <optional>
+
+#include "mlx/mlx.h"
+
+namespace host {
+
+/// What `mlx::core::quantized_matmul` gives for float32 x `[…, m, k]`, as soon as OpenBLAS multiplies: W is unpacked a tile at a time,
+/// between the caches, for all rows of x. MLX's own kernel unpacks each weight again for each row, some 50 times slower.
+///
+/// nil where this does not serve: without OpenBLAS, on another device, for another dtype or a stack of matrices.
+std::optional<mlx::core::array> packed_product(
+    const mlx::core::array &x, const mlx::core::array &w, const mlx::core::array &scales,
+    const std::optional<mlx::core::array> &biases, bool transpose, int group_size, int bits, const std::string &mode,
+    mlx::core::Stream s);
+
+}  // namespace host
+
+#endif

@@ -1,0 +1,81 @@
+#include "Pool.h"
+
+#include <algorithm>
+#include <condition_variable>
+#include <cstdlib>
+#include <mutex>
+#include <thread>
+
+#ifdef __linux__
+#include <sched.h>
+#endif
+
+namespace host {
+namespace {
+
+int threads() {
+    if (const char *asked = std::getenv("OPENBLAS_NUM_THREADS")) return std::max(1, std::atoi(asked));
+#ifdef __linux__
+    cpu_set_t allowed;
+    if (sched_getaffinity(0, sizeof allowed, &allowed) == 0) return std::clamp(CPU_COUNT(&allowed), 1, 8);
+#endif
+    return std::clamp(int(std::thread::hardware_concurrency()), 1, 8);
+}
+
+class Pool {
+  public:
+    explicit Pool(int threads) {
+        for (int i = 1; i < threads; i++) {
+            std::thread([this] { serve(); }).detach();
+        }
+    }
+
+    void run(int count, const std::function<void(int)> &part) {
+        std::unique_lock lock(mutex);
+        this->part = &part;
+        next = 0;
+        this->count = unfinished = count;
+        work.notify_all();
+        take(lock);
+        done.wait(lock, [this] { return unfinished == 0; });
+    }
+
+    /// Held by who runs parts: MLX has a thread for each stream.
+    std::mutex inUse;
+
+  private:
+    void serve() {
+        std::unique_lock lock(mutex);
+        while (true) {
+            work.wait(lock, [this] { return next < count; });
+            take(lock);
+        }
+    }
+
+    void take(std::unique_lock<std::mutex> &lock) {
+        while (next < count) {
+            const int index = next++;
+            lock.unlock();
+            (*part)(index);
+            lock.lock();
+            if (--unfinished == 0) done.notify_one();
+        }
+    }
+
+    std::mutex mutex;
+    std::condition_variable work, done;
+    const std::function<void(int)> *part = nullptr;
+    int next = 0, count = 0, unfinished = 0;
+};
+
+}  // namespace
+
+void parallel(int count, const std::function<void(int)> &part) {
+    // Never destroyed: its threads wait in it until the process ends.
+    static Pool &pool = *new Pool(threads());
+    std::unique_lock lock(pool.inUse, std::try_to_lock);
+    if (count > 1 && lock.owns_lock()) return pool.run(count, part);
+    for (int i = 0; i < count; i++) part(i);
+}
+
+}  // namespace host
