@@ -34,20 +34,29 @@ struct QuantizedMatrix {
     /// nil but for affine quantization.
     let biases: MLXArray?
     let format: QuantizationFormat
-    /// W in float32, made when the first product asks for it and shared by all; nil for packed products.
+    private let products: Products
+    /// W in float32, made when the first product asks for it and shared by all; nil where `quantizedMM` is taken.
     private let dense: Dense?
     /// Affine scales and biases in float32, cast once for all products with what is float32.
     private let wide: (scales: MLXArray, biases: MLXArray?)
     /// MLX's `quantizedMM` adds up in its operands' dtype on the CPU, and in float32 on the GPU: on the CPU it gets float32.
     private let onCPU: Bool
 
-    /// How a product is computed. On the CPU a dense one is some 50 times as fast, on the GPU it is the other way round.
+    /// How a product is computed.
     enum Products {
-        /// W is dequantized to float32, and multiplied.
+        /// As a CPU does it: in float32, with W dequantized.
         case dense
-        /// By `quantizedMM`, in the dtype of what W is multiplied with.
+        /// As a GPU does it: by `quantizedMM`, in the dtype of what W is multiplied with.
         case packed
     }
+
+    /// Whether on the CPU `quantizedMM` dequantizes W by tiles that stay in the caches, as HostMLX's does with OpenBLAS. MLX's own, some
+    /// 50 times slower than a dense product, does not: there W is dequantized before.
+    #if os(Linux)
+        static let dequantizesInside = true
+    #else
+        static let dequantizesInside = false
+    #endif
 
     private final class Dense {
         lazy var array = make()
@@ -60,9 +69,10 @@ struct QuantizedMatrix {
         onCPU: Bool
     ) {
         (self.weight, self.scales, self.biases, self.format) = (weight, scales, biases, format)
-        self.onCPU = onCPU
+        (self.products, self.onCPU) = (products, onCPU)
         wide = (biases == nil ? scales : scales.asType(.float32), biases?.asType(.float32))
-        dense = products == .dense ? Dense { Self.dequantize(weight, scales, biases, format) } : nil
+        let isDense = products == .dense && !Self.dequantizesInside
+        dense = isDense ? Dense { Self.dequantize(weight, scales, biases, format) } : nil
     }
 
     /// With bfloat16 scales `dequantized` would round W to bfloat16.
@@ -91,8 +101,7 @@ struct QuantizedMatrix {
 
     private func part(_ weight: MLXArray, _ scales: MLXArray, _ biases: MLXArray?) -> QuantizedMatrix {
         QuantizedMatrix(
-            weight: weight, scales: scales, biases: biases, format: format, products: dense == nil ? .packed : .dense,
-            onCPU: onCPU)
+            weight: weight, scales: scales, biases: biases, format: format, products: products, onCPU: onCPU)
     }
 
     /// The rows of W that `indices` `[n]` name, in float32: `[n, in]`.
@@ -118,24 +127,24 @@ struct QuantizedMatrix {
     /// sum + dy W, `[T, in]`, in sum's dtype; dy W, in dy's, where there is no sum.
     func applyTransposed(_ dy: MLXArray, addedTo sum: MLXArray?) -> MLXArray {
         guard let sum else {
-            return dense.map { matmul(dy.asType(.float32), $0.array).asType(dy.dtype) }
-                ?? multiplied(dy, transpose: false)
+            return (dense.map { matmul(dy.asType(.float32), $0.array) } ?? multiplied(dy, transpose: false))
+                .asType(dy.dtype)
         }
         if let dense { return addMM(sum.asType(.float32), dy.asType(.float32), dense.array).asType(sum.dtype) }
         return sum + multiplied(dy, transpose: false).asType(sum.dtype)
     }
 
-    /// x Wᵀ or x W by `quantizedMM`; where products are packed, in x's dtype.
+    /// x Wᵀ or x W by `quantizedMM`, in float32 on the CPU; where products are packed, in x's dtype.
     private func multiplied(_ x: MLXArray, transpose: Bool) -> MLXArray {
         func cast(_ array: MLXArray) -> MLXArray { onCPU ? array.asType(.float32) : array }
         let isWide = onCPU || x.dtype == .float32
         let rows = x.dim(0)
-        let padded = transpose || dense != nil || !(2..<4).contains(rows) ? x : Self.padded(x, to: 4)
+        let padded = transpose || products == .dense || !(2..<4).contains(rows) ? x : Self.padded(x, to: 4)
         var product = quantizedMM(
             cast(padded), weight, scales: isWide ? wide.scales : scales, biases: isWide ? wide.biases : biases,
             transpose: transpose, groupSize: format.groupSize, bits: format.bits, mode: format.mode)
         if padded.dim(0) > rows { product = product[0..<rows] }
-        return dense == nil ? product.asType(x.dtype) : product
+        return products == .packed ? product.asType(x.dtype) : product
     }
 
     /// x with rows of zeros below. Metal's kernel for two or three rows times W reads x with a wrong stride where W has 1,024 rows or

@@ -27,26 +27,68 @@ struct BlockForward {
         _ x: MLXArray, sequences: [Range<Int>], _ states: inout [MixerState], keepsStates: Bool
     ) -> MLXArray {
         let mixerOut = mixer(weights.mixerNorm(x), sequences, &states).out
-        let xMid = (x + normed(weights.mixerPostNorm, mixerOut, x.dtype)).asType(x.dtype)
-        let y = (xMid + normed(weights.mlpPostNorm, mlp(weights.mlpNorm(xMid)), x.dtype)).asType(x.dtype)
+        let xMid = sum(x, weights.mixerPostNorm, mixerOut)
+        let y = sum(xMid, weights.mlpPostNorm, mlp(weights.mlpNorm(xMid)))
         eval([y] + (keepsStates ? states.flatMap(\.arrays) : []))
         return y
     }
 
-    /// What is added to x: the output, in float32, or its norm, of the output as it would be stored.
-    private func normed(_ norm: RMSNorm?, _ output: MLXArray, _ dtype: DType) -> MLXArray {
-        norm.map { $0(output.asType(dtype).asType(.float32)) } ?? output
+    /// What the block function returns, of a whole sequence.
+    ///
+    /// - Parameter x: `[1, T, hidden]`
+    /// - Returns: the outputs asked for as `BlockFunction` has them, evaluated.
+    func callAsFunction(_ outputs: BlockFunction.Outputs, _ x: MLXArray) -> [MLXArray] {
+        let x = x.squeezed(axis: 0)
+        func stored(_ arrays: [MLXArray]) -> [MLXArray] {
+            let stored = arrays.map { $0.asType(x.dtype).expandedDimensions(axis: 0) }
+            eval(stored)
+            return stored
+        }
+        /// mixer_in, m₁, m₂, m₃, mixed, x_mid and, with post-norms, mixer_out; x_mid alone where no more is asked for.
+        func firstHalf() -> [MLXArray] {
+            var states = [MixerState(weights, dtype: x.dtype)]
+            let mixerIn = weights.mixerNorm(x)
+            let mixed = mixer(mixerIn, [0..<x.dim(0)], &states)
+            let xMid = sum(x, weights.mixerPostNorm, mixed.out)
+            if outputs == .y { return stored([xMid]) }
+            return stored([mixerIn] + mixed.intermediates + [xMid] + (isPostNormed ? [mixed.out] : []))
+        }
+        let first = firstHalf()
+        if outputs == .intermediates, !isPostNormed { return Array(first[1...5]) }
+
+        let xMid = first[outputs == .y ? 0 : 5].squeezed(axis: 0)
+        var kept: [(gate: MLXArray, up: MLXArray)]? = outputs == .all ? [] : nil
+        let mlpOut = mlp(weights.mlpNorm(xMid), keeping: &kept)
+        if outputs == .intermediates { return first[1...] + stored([mlpOut]) }
+        let y = stored([sum(xMid, weights.mlpPostNorm, mlpOut)])
+        guard let kept else { return y }
+        let gateAndUp = [kept.map(\.gate), kept.map(\.up)].map { concatenated($0, axis: -1) }
+        return y + first[...5] + stored(gateAndUp) + first[6...] + (isPostNormed ? stored([mlpOut]) : [])
+    }
+
+    private var isPostNormed: Bool { weights.mlpPostNorm != nil }
+
+    /// x + norm(output), where there is a norm of the output as it would be stored; in x's dtype.
+    private func sum(_ x: MLXArray, _ norm: RMSNorm?, _ output: MLXArray) -> MLXArray {
+        (x + (norm.map { $0(output.asType(x.dtype).asType(.float32)) } ?? output)).asType(x.dtype)
     }
 
     /// down(act(gate) ∘ up), in float32.
     private func mlp(_ mlpIn: MLXArray) -> MLXArray {
+        var kept: [(gate: MLXArray, up: MLXArray)]?
+        return mlp(mlpIn, keeping: &kept)
+    }
+
+    /// - Parameter kept: gets gate and up by tiles of their features, unless it is nil.
+    private func mlp(_ mlpIn: MLXArray, keeping kept: inout [(gate: MLXArray, up: MLXArray)]?) -> MLXArray {
         let (gate, up, down) = (projection(.gate), projection(.up), projection(.down))
         let features = tiles(of: gate.weight.rows, size: tile.mlp)
-        let sum = features.reduce(MLXArray.zeros(mlpIn.shape)) { sum, f in
-            let act = weights.activation.gated(gate: gate.outputs(f)(mlpIn), up: up.outputs(f)(mlpIn))
-            let y = sum + down.inputs(f)(act)
-            if features.count > 1 { eval(y) }
-            return y
+        var sum = MLXArray.zeros(mlpIn.shape)
+        for f in features {
+            let (gateF, upF) = (gate.outputs(f)(mlpIn), up.outputs(f)(mlpIn))
+            sum = sum + down.inputs(f)(weights.activation.gated(gate: gateF, up: upF))
+            kept?.append((gateF.asType(mlpIn.dtype), upF.asType(mlpIn.dtype)))
+            if features.count > 1 { eval([sum] + (kept?.suffix(1).flatMap { [$0.gate, $0.up] } ?? [])) }
         }
         return down.bias.map { sum + $0 } ?? sum
     }

@@ -80,7 +80,7 @@ final class BlockwiseModel {
         return try clock.timed(\.forward) {
             defer { freeCache() }
             return try withBlock(block) { weights in
-                let outputs = try function(block, x)(keep ? .all : .y, arguments(x, lora, weights))
+                let outputs = try outputs(keep ? .all : .y, block, x, lora, weights)
                 let kept = keep ? Intermediates(kept: outputs) : nil
                 eval([outputs[0]] + (kept?.arrays ?? []))
                 return (outputs[0], kept)
@@ -100,10 +100,22 @@ final class BlockwiseModel {
 
     /// The block's intermediates again, from its input.
     func recompute(_ block: Int, _ x: MLXArray, _ lora: MLXArray, _ weights: BlockWeights) throws -> Intermediates {
-        let intermediates = Intermediates(
-            recomputed: try function(block, x)(.intermediates, arguments(x, lora, weights)))
+        let intermediates = Intermediates(recomputed: try outputs(.intermediates, block, x, lora, weights))
         eval(intermediates.arrays)
         return intermediates
+    }
+
+    /// By the bundle's function on a GPU, whose kernels it lays out. A function runs on one stream: on a CPU the same formulas are called
+    /// one by one, so that each product has all cores.
+    private func outputs(
+        _ outputs: BlockFunction.Outputs, _ block: Int, _ x: MLXArray, _ lora: MLXArray, _ weights: BlockWeights
+    ) throws -> [MLXArray] {
+        guard bundle.products == .dense else {
+            return try function(block, x)(outputs, arguments(x, lora, weights))
+        }
+        let forward = BlockForward(
+            weights: weights, lora: lora, layout: layouts[block], scale: scale, tile: tile(x))
+        return forward(outputs, x)
     }
 
     /// What a block function takes.

@@ -41,9 +41,9 @@ struct MixerMemory {
         case .attention(let a):
             let queries = min(tile.attention, length)
             let scores = a.numAttentionHeads * queries * length * 4
-            // q, k, v and attn_out with d_x_mid, d_attn_out, k̂, and the tiles of dq, dk and dv; dk and dv before and after a tile;
-            // of the tile, scores, P, dP and dS, and q̂, dq, O and dO in float32.
-            return 4 * mixed + 9 * activation(a.keyValueWidth) + hidden + 6 * scores + 5 * queries * a.queryWidth * 4
+            // x and d_x_mid; q, attn_out, d_attn_out, q̂ and the tiles of dq; k, v, k̂, v in float32 and the tiles of dk and dv, these
+            // before and after a tile; of the tile, scores, P, dP and dS.
+            return 2 * hidden + 5 * mixed + 9 * activation(a.keyValueWidth) + 9 * scores / 2
         case .gatedDeltaNet: return 2 * intermediates + hidden
         case .shortConvolution: return 3 * intermediates + hidden
         }

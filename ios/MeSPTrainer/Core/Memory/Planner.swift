@@ -219,8 +219,19 @@ public struct Planner: Sendable {
 
     // MARK: - What is alive at once. Counts of arrays follow the code; the few constants were fitted to measurements on Linux.
 
-    /// The process with MLX started and the block functions imported, whose graphs take several times the files.
-    private var process: Int { 5_500_000 + 15 * functionBytes / 2 }
+    /// The process with MLX started and, where they are called, the block functions imported, whose graphs take several times the files.
+    /// On a CPU MeBP alone calls them.
+    private var process: Int {
+        5_000_000 + 1_750_000 * Self.threads + (products == .dense && method != .mebp ? 0 : 15 * functionBytes / 2)
+    }
+
+    /// Of products, each of which unpacks and arranges matrices in buffers of its own; as HostMLX has it.
+    private static let threads: Int = {
+        guard QuantizedMatrix.dequantizesInside else { return 1 }
+        let process = ProcessInfo.processInfo
+        let asked = process.environment["OPENBLAS_NUM_THREADS"].flatMap { Int($0) }
+        return max(1, asked ?? min(8, process.activeProcessorCount))
+    }()
 
     /// One array `[T, features]`.
     private func activation(_ features: Int) -> Int { length * features * itemSize }
@@ -230,8 +241,10 @@ public struct Planner: Sendable {
     /// Of the mixer that takes most.
     private func most(_ bytes: (MixerMemory) -> Int) -> Int { mixers.map(bytes).max() ?? 0 }
 
-    /// `rows` of a weight `[rows, hidden]`, dequantized.
-    private func weight(_ rows: Int) -> Int { rows * architecture.hiddenSize * 4 }
+    /// `rows` of a weight `[rows, hidden]`, dequantized before it is multiplied.
+    private func weight(_ rows: Int) -> Int {
+        QuantizedMatrix.dequantizesInside ? 0 : rows * architecture.hiddenSize * 4
+    }
 
     /// The LoRA parameters of the largest block, or their gradient.
     private var loraBytes: Int {
@@ -267,8 +280,8 @@ public struct Planner: Sendable {
                 // one of them while it is dequantized, and gate, up and what becomes of them.
                 most(\.intermediates) + 5 * hidden + 5 * weight(features) + 9 * activation(features) + loraBytes,
                 // The same without the tile, but with the temporaries of the norm's derivative.
-                most(\.intermediates) + 10 * hidden + loraBytes,
-                most { $0.backward(tile) } + 3 * loraBytes) + postNormed
+                most(\.intermediates) + 15 * hidden / 2 + loraBytes,
+                most { $0.backward(tile) } + 2 * loraBytes) + postNormed
         case .mebp:
             // All of the block's weights dequantized, six arrays as wide as the MLP, and what automatic differentiation keeps of the
             // mixer and of gelu.

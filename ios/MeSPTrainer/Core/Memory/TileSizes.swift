@@ -2,8 +2,8 @@ import MLX
 
 /// How much of a matrix is worked on at once.
 ///
-/// Where W is dequantized (`Products.dense`), it is W that is cut, and each part is dequantized once for all tokens. Where it is not
-/// (`.packed`, on the GPU), W costs nothing, and what is wide is cut by tokens: fewer and larger kernels for the same memory.
+/// On the CPU (`Products.dense`) it is W that is cut, and each part is dequantized once for all tokens. On the GPU (`.packed`) W costs
+/// nothing, and what is wide is cut by tokens: fewer and larger kernels for the same memory.
 struct TileSizes {
     /// Rows of a projection's weight.
     let projection: Int
@@ -36,10 +36,12 @@ struct TileSizes {
         switch products {
         case .dense:
             attention = rows
-            projection = max(64, floats / max(a.hiddenSize, a.mixedSize, length))
-            mlp = max(1, floats / max(a.hiddenSize, length) / group) * group
+            // What a row of W takes while it is worked on: its products, and itself where it is dequantized for all of them.
+            let row = QuantizedMatrix.dequantizesInside ? 2 * length : max(a.hiddenSize, length)
+            projection = QuantizedMatrix.dequantizesInside ? .max : max(64, floats / max(row, a.mixedSize))
+            mlp = max(1, floats / row / group) * group
             (tokens, lossTokens) = (length, length)
-            vocabulary = max(64, floats / max(a.hiddenSize, length))
+            vocabulary = max(64, floats / row)
             (pace, evaluatesPhases) = (.evaluated, true)
         case .packed:
             attention = evenly(length, rows)

@@ -17,24 +17,7 @@ struct FormulasOnCPU {
     func outputs(_ block: Int, _ x: MLXArray, _ lora: MLXArray) throws -> [MLXArray] {
         try withBlock(block) { weights in
             let forward = BlockForward(weights: weights, lora: lora, layout: layouts[block], scale: scale, tile: tile)
-            func linear(_ p: Projection, _ input: MLXArray) -> MLXArray {
-                forward.projection(p)(input, tile: tile.projection)
-            }
-            let x = x[0].asType(.float32)
-            let mixerIn = weights.mixerNorm(x)
-            var states = [MixerState(weights, dtype: .float32)]
-            let mixed = forward.mixer(mixerIn, [0..<x.dim(0)], &states)
-            let xMid = x + (weights.mixerPostNorm.map { $0(mixed.out) } ?? mixed.out)
-            let mlpIn = weights.mlpNorm(xMid)
-            let (gate, up) = (linear(.gate, mlpIn), linear(.up, mlpIn))
-            let mlpOut = linear(.down, weights.activation.gated(gate: gate, up: up))
-            let y = xMid + (weights.mlpPostNorm.map { $0(mlpOut) } ?? mlpOut)
-            let postNormed = weights.mlpPostNorm == nil ? [] : [mixed.out, mlpOut]
-            let batch = ([y, mixerIn] + mixed.intermediates + [xMid, gate, up] + postNormed).map {
-                $0.expandedDimensions(axis: 0)
-            }
-            eval(batch)
-            return batch
+            return forward(.all, x.asType(.float32))
         }
     }
 

@@ -67,6 +67,37 @@ import Testing
         }
     }
 
+    /// A CPU's forward pass calls the formulas, a GPU's the bundle's function.
+    @Test(arguments: Fixture.cases + Fixture.roundedCases) func theFormulasGiveWhatTheFunctionGives(_ folder: URL)
+        throws
+    {
+        let fixture = try Fixture(folder, "gradients")
+        let trainer = try fixture.trainer(.mesp, plan: Plan(tileBytes: 1 << 14))
+        try fixture.restore(trainer)
+        let model = trainer.model
+        // What is stored in bfloat16 is rounded by up to 2⁻⁹; sums in another order, or a norm of what was rounded, go the other way.
+        let bar: Float = fixture.bundle.dtype == .float32 ? 1e-5 : 1e-2
+        var x = try model.embed(fixture.example())
+        for block in model.blocks {
+            let lora = try model.parameters(block)
+            x = try fixture.bundle.withBlock(block) { weights in
+                let function = try model.function(block, x)
+                let forward = BlockForward(
+                    weights: weights, lora: lora, layout: model.layouts[block], scale: model.scale, tile: model.tile(x))
+                for outputs in [BlockFunction.Outputs.y, .intermediates, .all] {
+                    let expected = try function(outputs, model.arguments(x, lora, weights))
+                    let ours = forward(outputs, x)
+                    #expect(ours.map(\.shape) == expected.map(\.shape) && ours.map(\.dtype) == expected.map(\.dtype))
+                    for (index, (a, b)) in zip(ours, expected).enumerated() {
+                        let error = relativeError(a.asType(.float32), b.asType(.float32))
+                        #expect(error < bar, "block \(block), \(outputs) \(index): \(error)")
+                    }
+                }
+                return forward(.y, x)[0]
+            }
+        }
+    }
+
     /// Tiles, kept intermediates and offloading change nothing but the order of sums.
     @Test(arguments: Fixture.cases) func everyPlanGivesTheSameGradients(_ folder: URL) throws {
         let fixture = try Fixture(folder, "gradients")
