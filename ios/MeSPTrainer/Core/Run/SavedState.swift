@@ -70,8 +70,8 @@ struct SavedState {
         (same.bundle, same.data, same.output, same.steps, same.resume) = (
             settings.bundle, settings.data, settings.output, settings.steps, settings.resume
         )
-        (same.saveEvery, same.memoryLimitMb, same.offload, same.keepCache) = (
-            settings.saveEvery, settings.memoryLimitMb, settings.offload, settings.keepCache
+        (same.saveEvery, same.memoryLimitMb, same.offload, same.order, same.keepCache) = (
+            settings.saveEvery, settings.memoryLimitMb, settings.offload, settings.order, settings.keepCache
         )
         guard same == settings else {
             throw MeSPError("The run in \(folder.path) had other settings; resume it with those it was started with.")
@@ -81,7 +81,7 @@ struct SavedState {
             evaluationsSinceBest: saved.evaluationsSinceBest, logBytes: saved.logBytes)
         let samePlan =
             saved.settings.memoryLimitMb == settings.memoryLimitMb && saved.settings.offload == settings.offload
-            && saved.settings.keepCache == settings.keepCache
+            && saved.settings.order == settings.order && saved.settings.keepCache == settings.keepCache
         return (state, samePlan ? saved.plan : nil, tensors)
     }
 }
