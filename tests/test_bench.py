@@ -241,6 +241,23 @@ def test_objectives_beside_supervised_steps(tmp_path: Path):
 
 @pytest.mark.slow
 @needs_engine
+def test_the_order_of_a_batch_changes_memory_and_reading_alone(model: Path, tmp_path: Path):
+    size = ("--model", model, "--seq-len", 16, "--work", tmp_path)
+    done = bench("--table", "batches", *size, "--json", tmp_path / "rows.json")
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    assert len(rows) == 6
+    for row, order in zip(rows, 3 * ("sequences", "blocks"), strict=True):
+        assert row["variant"].endswith(f" by {order}")
+        assert row["losses"] == pytest.approx(rows[0]["losses"], rel=1e-5)  # of tiles' sums
+    for sequences, blocks in zip(rows[::2], rows[1::2], strict=True):
+        assert sequences["read_bytes"] == 4 * blocks["read_bytes"]
+    on_disk = rows[2:]
+    assert [row["written_bytes"] > 0 for row in rows] == [False] * 2 + [True] * len(on_disk)
+
+
+@pytest.mark.slow
+@needs_engine
 def test_convergence(tmp_path: Path):
     size = ("--seq-len", 32, "--steps", 1, "--work", tmp_path, "--json", tmp_path / "losses.json")
     done = bench("--table", "convergence", *size, "--plot", tmp_path / "losses.svg")

@@ -64,17 +64,27 @@ def predicted_memory(out: Path, manifest: dict[str, Any]) -> str | None:
     return "training peaks at " + ", ".join(peaks)
 
 
+# What its sequences do, by `order` of a plan.
+ORDERS = {
+    "sequences": "one sequence after the other",
+    "blocks": "all its sequences go through a block before the next",
+}
+
+
 def describe_plan(plan: dict) -> str:
     """The engine's plan in words."""
     cache = f"; a cache of {megabytes(plan['cache_bytes'])} MB" if "cache_bytes" in plan else ""
     answer = "; of a pair the inputs of one answer kept" if plan.get("keeps_answer") else ""
+    read = f" A step reads {megabytes(plan['read_bytes'])} MB" if "read_bytes" in plan else ""
+    order = f": {ORDERS[plan['order']]}" if read and "order" in plan else ""
     return "\n".join(
         [
             f"Predicted peak footprint: {megabytes(plan['predicted_peak_bytes'])} MB "
             f"(the lowest --memory-limit: {megabytes(plan['least_peak_bytes'])} MB).",
             f"Tiles of {plan['tile_bytes'] // 1024} KiB; on disk: {plan['offload']}; "
             f"intermediates of {plan['kept_blocks']} blocks kept{cache}{answer}.",
-            f"Mapped weights: {megabytes(plan['mapped_bytes'])} MB, not in the footprint.",
+            f"Mapped weights: {megabytes(plan['mapped_bytes'])} MB, not in the footprint."
+            f"{read}{order}{'.' if read else ''}",
         ]
     )
 

@@ -24,6 +24,8 @@ public struct ModelBundle {
     final class Maps {
         var areKept = false { didSet { if !areKept { words = [:] } } }
         fileprivate var words = [String: MLXArray]()
+        /// How often each file was mapped.
+        fileprivate(set) var mapped = [String: Int]()
     }
 
     public var architecture: Architecture { manifest.architecture }
@@ -111,7 +113,10 @@ public struct ModelBundle {
         let known = maps.words[path]
         let words =
             try known ?? mappedWords(url.appendingPathComponent(path), size: count * 4, version: versions[path])
-        maps.words[path] = words
+        if known == nil {
+            maps.words[path] = words
+            maps.mapped[path, default: 0] += 1
+        }
         defer { if known == nil, !maps.areKept { maps.words[path] = nil } }
         // While this reference lives, MLX can't donate the mapped buffer and write a result into it.
         return try withExtendedLifetime(words) {

@@ -182,6 +182,50 @@ import Testing
         #expect(sentence.contains("The system allows") && sentence.contains("at least"), "\(sentence)")
     }
 
+    /// Sequences go through the blocks together where that takes no more memory, or where memory doesn't hold the weights and has room.
+    @Test func sequencesGoByBlocksWhereThatPays() throws {
+        var settings = try RunSettings.ofATest(temporaryFolder())
+        let manifest = try ModelBundle(url: URL(fileURLWithPath: settings.bundle)).manifest
+        var systemLimit: Int?
+        func planner() -> Planner { Planner(manifest, settings, systemLimit: systemLimit) }
+        func order() throws -> RunSettings.Order? { try planner().plan().order }
+        func peak(_ order: RunSettings.Order) -> Int {
+            planner().peak(Plan(tileBytes: 1 << 20, offload: settings.offload ?? .none, order: order))
+        }
+        #expect(try order() == nil, "of one sequence there is no order")
+
+        // A sum of all gradients takes as much as the block inputs of so many sequences.
+        for batch in [2, 4, 64, 256] {
+            settings.batchSize = batch
+            #expect(try order() == (peak(.blocks) <= peak(.sequences) ? .blocks : .sequences), "\(batch)")
+        }
+        #expect(peak(.blocks) > peak(.sequences))
+        settings.batchSize = 4
+        settings.maxGradNorm = 1
+        #expect(try order() == .sequences, "clipping keeps all gradients in any order")
+        settings.maxGradNorm = nil
+        settings.offload = .inputs
+        #expect(try order() == .blocks)
+        settings.batchSize = 10_000
+        #expect(try order() == .sequences, "on disk the inputs would take more than the weights")
+
+        (settings.offload, settings.batchSize, settings.maxGradNorm) = (nil, 4, 1)
+        let (bySequences, byBlocks) = (peak(.sequences) * 108 / 100, peak(.blocks) * 108 / 100)
+        systemLimit = bySequences + manifest.mappedBytes + 1000
+        #expect(try order() == .sequences)
+        systemLimit = bySequences + manifest.mappedBytes - 1000
+        #expect(try order() == .blocks)
+        // A limit without the room: rather the other order than inputs on disk.
+        settings.memoryLimitMb = Double(byBlocks - 100_000) / 1e6
+        let plan = try planner().plan()
+        #expect(planner().peak(plan) < byBlocks && plan.offload == .none)
+
+        (settings.memoryLimitMb, settings.objective) = (nil, .dpo)
+        #expect(try order() == .sequences)
+        (settings.objective, settings.method) = (nil, .mezo)
+        #expect(try order() == .sequences)
+    }
+
     /// A pair's second forward pass is spared where that costs no memory, or there is a limit with room for it.
     @Test func aPairsInputsStayWhereThereIsRoom() throws {
         var settings = try RunSettings.ofATest(temporaryFolder())
