@@ -114,7 +114,7 @@ def test_the_whole_model_is_extrapolated(model: Path, tmp_path: Path):
     peaks = [row["footprint_peak_bytes"] for row in (one, two, whole)]
     assert peaks[2] == pytest.approx(2 * peaks[1] - peaks[0])
     assert two["predicted_peak_bytes"] < whole["predicted_peak_bytes"]
-    assert (tmp_path / "rows.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "rows.png").read_weight_bytes().startswith(b"\x89PNG")
 
 
 @needs_engine
@@ -251,7 +251,7 @@ def test_the_order_of_a_batch_changes_memory_and_reading_alone(model: Path, tmp_
         assert row["variant"].endswith(f" by {order}")
         assert row["losses"] == pytest.approx(rows[0]["losses"], rel=1e-5)  # of tiles' sums
     for sequences, blocks in zip(rows[::2], rows[1::2], strict=True):
-        assert sequences["read_bytes"] == 4 * blocks["read_bytes"]
+        assert sequences["read_weight_bytes"] == 4 * blocks["read_weight_bytes"]
     on_disk = rows[2:]
     assert [row["written_bytes"] > 0 for row in rows] == [False] * 2 + [True] * len(on_disk)
 

@@ -270,7 +270,7 @@ def batches_rows(bench: Bench) -> Iterator[Row]:
             "footprint_peak_bytes": peak,
             "predicted_peak_bytes": predicted,
             "prediction_error": predicted / peak - 1,
-            "read_bytes": run.plan["read_bytes"],
+            "read_weight_bytes": run.plan["read_weight_bytes"],
             "written_bytes": run.steps[-1]["written_bytes"],
             "losses": run.losses,
         }

@@ -39,7 +39,7 @@ public enum LogRecord: Sendable {
         public var predictedPeakBytes: Int
         public var leastPeakBytes: Int
         public var mappedBytes: Int
-        public var readBytes: Int?
+        public var readWeightBytes: Int?
     }
     public struct Step: Codable, Sendable {
         public var step: Int

@@ -213,7 +213,7 @@ public struct Planner: Sendable {
     }
 
     /// The weights that a step reads, from disk where memory doesn't hold them, in bytes; nil with an objective, where that varies.
-    func readBytes(_ plan: Plan) -> Int? {
+    func readWeightBytes(_ plan: Plan) -> Int? {
         guard settings.objective == nil else { return nil }
         let (bytes, overflow) = passedBytes.multipliedReportingOverflow(
             by: plan.order == .sequences ? settings.sequences : 1)

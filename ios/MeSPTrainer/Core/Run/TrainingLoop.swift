@@ -288,6 +288,6 @@ extension LogRecord.Plan {
             keptBlocks: plan.keptBlocks, offload: plan.offload, order: plan.order, keepsAnswer: plan.keepsAnswer,
             cacheBytes: plan.cacheBytes,
             predictedPeakBytes: planner.peak(plan), leastPeakBytes: planner.leastPeak,
-            mappedBytes: bundle.manifest.mappedBytes, readBytes: planner.readBytes(plan))
+            mappedBytes: bundle.manifest.mappedBytes, readWeightBytes: planner.readWeightBytes(plan))
     }
 }

@@ -148,17 +148,20 @@ import Testing
         },
         Ordered(
             testDescription: "intermediates kept", batches: [2],
-            plan: Plan(tileBytes: 1 << 14, keptBlocks: 2, offload: .inputs)) { $0.numLayers = 2 },
+            plan: Plan(tileBytes: 1 << 14, keptBlocks: 2, offload: .inputs)
+        ) { $0.numLayers = 2 },
         Ordered(testDescription: "bfloat16, B alone", batches: [2]) { ($0.loraDtype, $0.freezeA) = (.bfloat16, true) },
         Ordered(testDescription: "MeBP", batches: [2], method: .mebp) { $0.projections = ["q", "down"] },
     ]
 
     /// Sequences that go through each block together make the sums that they make one after the other, in the same order.
-    @Test(arguments: orders, Fixture.cases.filter { ["tied-32", "untied-7", "tied-gpu"].contains($0.lastPathComponent) })
+    @Test(
+        arguments: orders, Fixture.cases.filter { ["tied-32", "tied-gpu"].contains($0.lastPathComponent) })
     func theOrderOfSequencesChangesNothing(_ ordered: Ordered, _ folder: URL) throws {
         let fixture = try Fixture(folder, "gradients")
         let stream = try #require(try fixture.bundle.tokens("train")).sequences(lengths: [fixture.length])
-        func train(_ order: RunSettings.Order) throws -> (losses: [Float], norms: [Float?], vectors: [String: MLXArray]) {
+        func train(_ order: RunSettings.Order) throws -> (losses: [Float], norms: [Float?], vectors: [String: MLXArray])
+        {
             var plan = ordered.plan
             plan.order = order
             let trainer = try fixture.trainer(ordered.method, plan: plan) {
@@ -214,7 +217,7 @@ import Testing
             let read = mapped.filter { $0.key != manifest.embedding.file }.reduce(0) {
                 $0 + $1.value * (fixture.bundle.sizes[$1.key] ?? 0)
             }
-            #expect(Planner(manifest, trainer.settings).readBytes(plan) == read)
+            #expect(Planner(manifest, trainer.settings).readWeightBytes(plan) == read)
         }
     }
 
