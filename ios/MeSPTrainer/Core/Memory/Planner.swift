@@ -25,7 +25,8 @@ public struct Plan: Codable, Sendable, Equatable {
 
     /// Whether an update needs all gradients at once, or sums over sequences that go one after the other.
     func gathersGradients(of settings: RunSettings) -> Bool {
-        settings.method != .mezo && (order == .sequences || settings.maxGradNorm != nil || settings.objective != nil)
+        let oneByOne = settings.sequences > 1 && order != .blocks
+        return settings.method != .mezo && (oneByOne || settings.maxGradNorm != nil || settings.objective != nil)
     }
 }
 
@@ -192,7 +193,7 @@ public struct Planner: Sendable {
     }
 
     /// So many that no product overflows.
-    private static let mostTogether = 1 << 16
+    static let mostTogether = 1 << 16
 
     /// The plan in whichever of these orders takes least memory, with and without a cache; none where it can be in none.
     private func ordered(_ plan: Plan, _ orders: [RunSettings.Order?]) -> [Plan] {
@@ -216,7 +217,7 @@ public struct Planner: Sendable {
     func readWeightBytes(_ plan: Plan) -> Int? {
         guard settings.objective == nil else { return nil }
         let (bytes, overflow) = passedBytes.multipliedReportingOverflow(
-            by: plan.order == .sequences ? settings.sequences : 1)
+            by: plan.order == .blocks ? 1 : settings.sequences)
         return overflow ? .max : bytes
     }
 

@@ -33,6 +33,7 @@ struct SavedState {
             format == 1 && (0...RunSettings.mostSteps).contains(step) && (0...step).contains(evaluated ?? 0)
                 && (0...step + 1).contains(evaluationsSinceBest) && (1...(1 << 30)).contains(plan.tileBytes)
                 && (0...1 << 20).contains(plan.keptBlocks) && (try? settings.check()) != nil
+                && (plan.order != .blocks || settings.sequences <= Planner.mostTogether)
         }
     }
 
