@@ -114,7 +114,7 @@ def test_the_whole_model_is_extrapolated(model: Path, tmp_path: Path):
     peaks = [row["footprint_peak_bytes"] for row in (one, two, whole)]
     assert peaks[2] == pytest.approx(2 * peaks[1] - peaks[0])
     assert two["predicted_peak_bytes"] < whole["predicted_peak_bytes"]
-    assert (tmp_path / "rows.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "rows.png").read_weight_bytes().startswith(b"\x89PNG")
 
 
 @needs_engine
@@ -237,6 +237,23 @@ def test_objectives_beside_supervised_steps(tmp_path: Path):
     for row in others:
         assert row["time_of_supervised"] == row["seconds"] / supervised["seconds"]
         assert 0.5 < row["peak_of_supervised"] < 1.5
+
+
+@pytest.mark.slow
+@needs_engine
+def test_the_order_of_a_batch_changes_memory_and_reading_alone(model: Path, tmp_path: Path):
+    size = ("--model", model, "--seq-len", 16, "--work", tmp_path)
+    done = bench("--table", "batches", *size, "--json", tmp_path / "rows.json")
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    assert len(rows) == 6
+    for row, order in zip(rows, 3 * ("sequences", "blocks"), strict=True):
+        assert row["variant"].endswith(f" by {order}")
+        assert row["losses"] == pytest.approx(rows[0]["losses"], rel=1e-5)  # of tiles' sums
+    for sequences, blocks in zip(rows[::2], rows[1::2], strict=True):
+        assert sequences["read_weight_bytes"] == 4 * blocks["read_weight_bytes"]
+    on_disk = rows[2:]
+    assert [row["written_bytes"] > 0 for row in rows] == [False] * 2 + [True] * len(on_disk)
 
 
 @pytest.mark.slow

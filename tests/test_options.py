@@ -382,6 +382,7 @@ def bundle_of_lengths(bundle_of_examples: Path, tmp_path_factory: pytest.TempPat
     [
         ("--val-batches", 5, "--batch-size", 2),
         ("--offload", "all"),
+        ("--batch-size", 2, "--offload", "inputs"),  # by blocks
         ("--memory-limit", 1000),
         ("--method", "mebp"),
         ("--method", "mezo", "--learning-rate", 1e-3),
@@ -400,7 +401,7 @@ def test_short_examples_run_at_short_lengths(
     tolerance = 1e-5 if "mezo" in options else 1e-6
     assert all(a == pytest.approx(b, rel=tolerance, abs=tolerance) for a, b in pairs)
     peaks = [[step["mlx_peak_bytes"] for step in each.steps] for each in (short, padded)]
-    if "--offload" in options or "--method" in options:
+    if options[0] in ("--offload", "--method"):
         assert min(peaks[0]) < 0.95 * min(peaks[1])
     assert max(peaks[0]) <= 1.01 * max(peaks[1])
 
@@ -418,14 +419,19 @@ def test_a_run_goes_on_when_its_bundle_got_shorter_lengths(
 
 
 @pytest.mark.parametrize(
-    ("batch", "accumulation"), [(1, 1), (4, 1), (1, 4), (2, 2)], ids=lambda value: str(value)
+    ("batch", "accumulation", "order"),
+    [(1, 1, None), (4, 1, "sequences"), (1, 4, "blocks"), (2, 2, "blocks")],
+    ids=lambda value: str(value),
 )
 def test_what_counts_of_an_example_is_in_the_loss(
-    bundle_of_examples: Path, tmp_path: Path, batch: int, accumulation: int
+    bundle_of_examples: Path, tmp_path: Path, batch: int, accumulation: int, order: str | None
 ):
     """A batch is a mean over its targets, accumulation a mean over its batches: not the same."""
-    options = ("--batch-size", batch, "--grad-accumulation-steps", accumulation)
+    options = ["--batch-size", batch, "--grad-accumulation-steps", accumulation]
+    if order == "sequences":  # the sum of all gradients is kept in any order
+        options += ["--max-grad-norm", 1e9]
     run = train(bundle_of_examples, tmp_path / "run", *options)
+    assert run.plan.get("order") == order
     recipe = Recipe(SGD(RATE), batch_size=batch, accumulation=accumulation)
     oracle = Oracle.of(bundle_of_examples)
     agree(run, tmp_path / "run", oracle.train(recipe))

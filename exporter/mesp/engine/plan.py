@@ -64,19 +64,28 @@ def predicted_memory(out: Path, manifest: dict[str, Any]) -> str | None:
     return "training peaks at " + ", ".join(peaks)
 
 
+# What its sequences do, by `order` of a plan.
+ORDERS = {
+    "sequences": "one sequence after the other",
+    "blocks": "all its sequences go through a block before the next",
+}
+
+
 def describe_plan(plan: dict) -> str:
     """The engine's plan in words."""
     cache = f"; a cache of {megabytes(plan['cache_bytes'])} MB" if "cache_bytes" in plan else ""
     answer = "; of a pair the inputs of one answer kept" if plan.get("keeps_answer") else ""
-    return "\n".join(
-        [
-            f"Predicted peak footprint: {megabytes(plan['predicted_peak_bytes'])} MB "
-            f"(the lowest --memory-limit: {megabytes(plan['least_peak_bytes'])} MB).",
-            f"Tiles of {plan['tile_bytes'] // 1024} KiB; on disk: {plan['offload']}; "
-            f"intermediates of {plan['kept_blocks']} blocks kept{cache}{answer}.",
-            f"Mapped weights: {megabytes(plan['mapped_bytes'])} MB, not in the footprint.",
-        ]
-    )
+    lines = [
+        f"Predicted peak footprint: {megabytes(plan['predicted_peak_bytes'])} MB "
+        f"(the lowest --memory-limit: {megabytes(plan['least_peak_bytes'])} MB).",
+        f"Tiles of {plan['tile_bytes'] // 1024} KiB; on disk: {plan['offload']}; "
+        f"intermediates of {plan['kept_blocks']} blocks kept{cache}{answer}.",
+        f"Mapped weights: {megabytes(plan['mapped_bytes'])} MB, not in the footprint.",
+    ]
+    if "read_weight_bytes" in plan:
+        order = f": {ORDERS[plan['order']]}" if "order" in plan else ""
+        lines.append(f"A step goes over {megabytes(plan['read_weight_bytes'])} MB of them{order}.")
+    return "\n".join(lines)
 
 
 def describe_count(count: dict) -> str:

@@ -19,10 +19,13 @@ public struct ModelBundle {
     var kinds = [Int]()
     let maps = Maps()
 
-    /// The weight files that stay mapped from one use to the next, on a GPU, where each map is a buffer to make.
+    /// The weight files that are mapped: those in use, which a use within takes too, and with `areKept` those of uses before, on a GPU,
+    /// where each map is a buffer to make.
     final class Maps {
         var areKept = false { didSet { if !areKept { words = [:] } } }
         fileprivate var words = [String: MLXArray]()
+        /// How often each file was mapped.
+        fileprivate(set) var mapped = [String: Int]()
     }
 
     public var architecture: Architecture { manifest.architecture }
@@ -107,10 +110,14 @@ public struct ModelBundle {
     private func withWeights<R>(
         _ path: String, _ count: Int, _ arrays: [Manifest.PackedArray], _ body: (PackedWeights) throws -> R
     ) throws -> R {
+        let known = maps.words[path]
         let words =
-            try maps.words[path]
-            ?? mappedWords(url.appendingPathComponent(path), size: count * 4, version: versions[path])
-        if maps.areKept { maps.words[path] = words }
+            try known ?? mappedWords(url.appendingPathComponent(path), size: count * 4, version: versions[path])
+        if known == nil {
+            maps.words[path] = words
+            maps.mapped[path, default: 0] += 1
+        }
+        defer { if known == nil, !maps.areKept { maps.words[path] = nil } }
         // While this reference lives, MLX can't donate the mapped buffer and write a result into it.
         return try withExtendedLifetime(words) {
             try body(PackedWeights(words: words, arrays: arrays, products: products, onCPU: manifest.device == "cpu"))

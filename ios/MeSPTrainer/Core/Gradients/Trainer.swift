@@ -13,61 +13,101 @@ import MLX
 ///         update            block l's LoRA matrices with g
 ///         free              everything but d
 ///
-/// Updating at once is exact: no block before reads block l's matrices again.
+/// Updating at once is exact: no block before reads block l's matrices again. Of several sequences g is the sum: they go through the
+/// model one after the other, or each block takes all of them before the next (`Plan.order`).
 final class Trainer {
-    /// One forward and backward pass.
+    /// One forward and backward pass of some sequences, which go through each block together.
     ///
-    /// - Parameter update: gets each trained block's gradient `[P]`, from the last block to the first, as soon as it is there, and may
-    ///   change that block's parameters.
-    /// - Returns: the sum of the losses of the counted targets, in nats. Where it is not finite, nothing was updated.
-    func backpropagate(_ part: Part, update: (_ block: Int, _ gradient: MLXArray) throws -> Void) throws -> Float {
-        try backpropagate(part.example, update: update) { try head($0, part.example, weight: part.weight) }
+    /// - Parameter update: gets each trained block's gradient `[P]`, the sum of the sequences', from the last block to the first, as soon
+    ///   as it is there, and may change that block's parameters.
+    /// - Returns: the sum of the losses, each times its part's weight.
+    /// - Throws: `NotFinite` where that is not finite; then nothing was updated.
+    func backpropagate(_ parts: [Part], update: (_ block: Int, _ gradient: MLXArray) throws -> Void) throws -> Float {
+        try backpropagate(parts.map(\.example), update: update) { y, sequence in
+            let part = parts[sequence]
+            let (loss, dy) = try head(y, part.example, weight: part.weight)
+            return (part.weight * loss, dy)
+        }
     }
 
-    /// The same, with a loss of one's own.
+    /// The same, with losses of one's own.
     ///
-    /// - Parameter head: gets the last block's output; returns the loss, and its gradient by that.
+    /// - Parameter head: gets the last block's output and the number of its sequence; returns the loss, and its gradient by that.
     private func backpropagate(
-        _ example: Example, update: (_ block: Int, _ gradient: MLXArray) throws -> Void,
-        head: (_ y: MLXArray) throws -> (loss: Float, dy: MLXArray)
+        _ examples: [Example], update: (_ block: Int, _ gradient: MLXArray) throws -> Void,
+        head: (_ y: MLXArray, _ sequence: Int) throws -> (loss: Float, dy: MLXArray)
     ) throws -> Float {
         var kept = [Int: Intermediates]()
-        // d is the gradient of the head's input, and from here on of each block's output, then of its input.
-        let (loss, d) = try head(forward(example) { kept[$0] = $1 })
-        guard loss.isFinite else { return loss }
-        try backward(consume d, &kept, update: update)
-        return loss
+        // Of each sequence the last block's output, then d: the gradient of the head's input, and from there on of each block's output,
+        // then of its input.
+        var states = try forward(examples) { kept[$0] = $1 }
+        var sum: Float = 0
+        try model.bundle.withHead { _ in
+            for (sequence, example) in examples.enumerated() {
+                let (loss, dy) = try head(states[sequence], sequence)
+                sum += loss
+                guard sum.isFinite else { throw try model.notFinite([example]) }
+                states[sequence] = dy
+            }
+        }
+        try backward(consume states, &kept, update: update)
+        return sum
     }
 
-    /// Forward: each block's input stays.
+    /// Forward: each block's inputs stay. All sequences go through a block while its weights are mapped.
     ///
-    /// - Parameter keep: takes the last blocks' intermediates, where the plan has memory for them; nil makes none.
-    /// - Returns: the last block's output.
-    private func forward(_ example: Example, keep: ((_ block: Int, Intermediates?) -> Void)? = nil) throws -> MLXArray {
-        var x = try model.embed(example)
+    /// - Parameters:
+    ///   - first: the number of the first sequence, among those whose inputs stay.
+    ///   - keep: takes the last blocks' intermediates, where the plan has memory for them; nil makes none.
+    /// - Returns: the last block's outputs.
+    private func forward(
+        _ examples: [Example], first: Int = 0, keep: ((_ place: Int, Intermediates?) -> Void)? = nil
+    ) throws -> [MLXArray] {
+        var states = try examples.map(model.embed)
         for block in model.blocks {
-            if trained.contains(block) { try inputs.write(x, block) }
-            let (y, kept) = try model.forward(block, x, model.parameters(block), keep: keep != nil && keeps(block))
-            x = y
-            keep?(block, kept)
+            try model.bundle.withBlock(block) { _ in
+                for sequence in states.indices {
+                    let place = place(block, first + sequence)
+                    if trained.contains(block) { try inputs.write(states[sequence], place) }
+                    let (y, kept) = try model.forward(
+                        block, states[sequence], model.parameters(block), keep: keep != nil && keeps(block))
+                    states[sequence] = y
+                    keep?(place, kept)
+                }
+            }
         }
-        return x
+        return states
     }
 
     /// Backward, from the last block: recompute, differentiate, update, free.
     private func backward(
-        _ d: consuming MLXArray, _ kept: inout [Int: Intermediates],
+        _ d: consuming [MLXArray], first: Int = 0, _ kept: inout [Int: Intermediates],
         update: (_ block: Int, _ gradient: MLXArray) throws -> Void
     ) throws {
+        let last = d.count - 1
         for block in trained.reversed() {
-            try clock.boundary(changed: gradients == nil && block < model.blocks.upperBound - 1)
-            try clock.timed(\.backward) {
-                let x = try inputs.take(block)
-                try update(block, gradient(block, x, kept.removeValue(forKey: block), d: &d))
-                model.freeCache()
+            var sum: MLXArray?
+            try model.bundle.withBlock(block) { _ in
+                for sequence in 0...last {
+                    try clock.boundary(changed: gradients == nil && block < model.blocks.upperBound - 1)
+                    try clock.timed(\.backward) {
+                        let place = place(block, first + sequence)
+                        let x = try inputs.take(place)
+                        var gradient = try gradient(block, x, kept.removeValue(forKey: place), d: &d[sequence])
+                        if let sum {
+                            gradient = sum + gradient
+                            eval(gradient)
+                        }
+                        if sequence == last { try update(block, gradient) } else { sum = gradient }
+                        model.freeCache()
+                    }
+                }
             }
         }
     }
+
+    /// Where a block's input of a sequence is kept.
+    private func place(_ block: Int, _ sequence: Int) -> Int { sequence * model.blocks.count + block }
 
     /// The sum of a sequence's losses, and its gradient by the last block's output, times `weight`.
     func head(_ y: MLXArray, _ example: Example, weight: Float) throws -> (loss: Float, dy: MLXArray) {
@@ -115,8 +155,9 @@ final class Trainer {
 
     /// One update from some batches of sequences.
     ///
-    /// A batch's loss is the mean over all its counted targets, the step's the mean of its batches'. Sequences go one after the
-    /// other, so that a step of any size takes the memory of one sequence and, where there are several, of a sum of gradients.
+    /// A batch's loss is the mean over all its counted targets, the step's the mean of its batches'. One after the other, sequences take
+    /// the memory of one and of a sum of gradients, however many they are; by blocks, of all their block inputs, and unless the update
+    /// needs all gradients at once, of one block's sum.
     /// - Parameter number: of the step, from 0.
     /// - Throws: `NotFinite`. With `skipBadSteps` nothing has changed then; otherwise some blocks may have been updated.
     func step(_ batches: [[Example]], number: Int) throws -> StepResult {
@@ -147,13 +188,12 @@ final class Trainer {
         }
 
         var loss: Float = 0
-        for (index, part) in parts.enumerated() {
-            let sum = try backpropagate(part) { block, gradient in
+        let groups = plan.order == .blocks ? [parts] : parts.map { [$0] }
+        for (index, group) in groups.enumerated() {
+            loss += try backpropagate(group) { block, gradient in
                 guard gradients != nil else { return try update(block, gradient, number, keys[block]) }
                 try gather(gradient, block, first: index == 0)
             }
-            loss += part.weight * sum
-            guard loss.isFinite else { throw try model.notFinite([part.example]) }
         }
         let norm = gradients == nil ? nil : try updateGathered(number, keys)
         return StepResult(loss: loss, tokens: tokens, gradientNorm: norm)
@@ -171,9 +211,9 @@ final class Trainer {
     ///
     /// - Parameter head: gets the last block's output; returns a loss, which is not to be more than a number, and its gradient by that.
     func gather(_ example: Example, first: Bool, head: (_ y: MLXArray) throws -> (loss: Float, dy: MLXArray)) throws {
-        let loss = try backpropagate(
-            example, update: { block, gradient in try gather(gradient, block, first: first) }, head: head)
-        guard loss.isFinite else { throw try model.notFinite([example]) }
+        _ = try backpropagate(
+            [example], update: { block, gradient in try gather(gradient, block, first: first) },
+            head: { y, _ in try head(y) })
     }
 
     /// A sequence whose forward pass is done, and whose block inputs wait for the weight of its gradient.
@@ -187,16 +227,14 @@ final class Trainer {
     /// for that.
     func forwardToWait(_ example: Example) throws -> Waiting? {
         guard plan.keepsAnswer == true else { return nil }
-        let (loss, dy) = try head(forward(example), example, weight: 1)
-        swap(&inputs, &waitingInputs)
+        let (loss, dy) = try head(forward([example], first: 1)[0], example, weight: 1)
         return Waiting(loss: loss, dy: dy)
     }
 
     func gather(_ waiting: consuming Waiting, weight: Float) throws {
-        swap(&inputs, &waitingInputs)
-        let d = weight * waiting.dy
+        let d = [weight * waiting.dy]
         var kept = [Int: Intermediates]()
-        try backward(consume d, &kept) { block, gradient in try gather(gradient, block, first: false) }
+        try backward(consume d, first: 1, &kept) { block, gradient in try gather(gradient, block, first: false) }
     }
 
     private func gather(_ gradient: MLXArray, _ block: Int, first: Bool) throws {
@@ -238,10 +276,8 @@ final class Trainer {
     let modules: [Module]
     /// For each of the model's mixers what `mask` gives of its blocks.
     private let masks: [MLXArray]?
-    /// The block inputs, from the forward to the backward pass.
+    /// The block inputs, from the forward to the backward pass: all of a sequence, then of the next.
     private var inputs: BlockArrays
-    /// Those of a sequence that waits.
-    private var waitingInputs: BlockArrays
     /// Sums of gradients, float32 `[P]` a block, where an update needs more than one backward pass gives at a time.
     private var gradients: BlockArrays?
     var optimizer: Optimizer
@@ -283,15 +319,12 @@ final class Trainer {
             return arrays
         }
         let longest = [1, settings.seqLen, architecture.hiddenSize]
-        func inputs(areKept: Bool) throws -> BlockArrays {
-            let file = areKept && plan.offload != .none && settings.method != .mezo
-            return BlockArrays(
-                count: blocks, file: file ? try ArrayFile(in: folder, shape: longest, dtype: bundle.dtype) : nil)
-        }
-        self.inputs = try inputs(areKept: true)
-        waitingInputs = try inputs(areKept: plan.keepsAnswer == true)
+        let inputsFile =
+            plan.offload != .none && settings.method != .mezo
+            ? try ArrayFile(in: folder, shape: longest, dtype: bundle.dtype) : nil
+        inputs = BlockArrays(count: plan.sequences(of: settings) * blocks, file: inputsFile)
         optimizer = try Optimizer(settings, zeros: zeros)
-        gradients = settings.gathersGradients ? try zeros({ [$0] }, .float32) : nil
+        gradients = plan.gathersGradients(of: settings) ? try zeros({ [$0] }, .float32) : nil
         var lora = try arrays({ [$0] }, settings.loraDtype.dtype)
         for (block, layout) in layouts.enumerated() {
             try lora.write(layout.initial(seed: settings.seed, block: block).asType(settings.loraDtype.dtype), block)
@@ -323,7 +356,7 @@ final class Trainer {
 
     /// Bytes written to offloaded arrays since the start.
     var writtenBytes: Int {
-        [inputs, waitingInputs, model.lora, gradients, optimizer.first, optimizer.second].reduce(0) {
+        [inputs, model.lora, gradients, optimizer.first, optimizer.second].reduce(0) {
             $0 + ($1?.written ?? 0)
         }
     }

@@ -33,11 +33,13 @@ public enum LogRecord: Sendable {
         public var tileBytes: Int
         public var keptBlocks: Int
         public var offload: RunSettings.Offload
+        public var order: RunSettings.Order?
         public var keepsAnswer: Bool?
         public var cacheBytes: Int?
         public var predictedPeakBytes: Int
         public var leastPeakBytes: Int
         public var mappedBytes: Int
+        public var readWeightBytes: Int?
     }
     public struct Step: Codable, Sendable {
         public var step: Int

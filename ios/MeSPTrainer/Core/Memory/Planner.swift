@@ -8,6 +8,8 @@ public struct Plan: Codable, Sendable, Equatable {
     public var keptBlocks = 0
     /// What is kept in a file instead of in memory.
     public var offload = RunSettings.Offload.none
+    /// How the sequences of a step go through the model; nil for a step of one.
+    public var order: RunSettings.Order?
     /// Whether of a pair the block inputs of the answer that is scored first are kept too, so that it runs forward once; nil has it run
     /// forward again.
     public var keepsAnswer: Bool?
@@ -15,6 +17,17 @@ public struct Plan: Codable, Sendable, Equatable {
     public var cacheBytes: Int?
     /// Whether weights stay mapped from one use to the next; nil maps them anew for each.
     public var keepsMaps: Bool?
+
+    /// The sequences whose block inputs are there at once.
+    func sequences(of settings: RunSettings) -> Int {
+        order == .blocks ? settings.sequences : keepsAnswer == true ? 2 : 1
+    }
+
+    /// Whether an update needs all gradients at once, or sums over sequences that go one after the other.
+    func gathersGradients(of settings: RunSettings) -> Bool {
+        let oneByOne = settings.sequences > 1 && order != .blocks
+        return settings.method != .mezo && (oneByOne || settings.maxGradNorm != nil || settings.objective != nil)
+    }
 }
 
 /// Predicts the peak footprint of a step, and chooses the plan.
@@ -26,8 +39,10 @@ public struct Planner: Sendable {
     private let products: QuantizedMatrix.Products
     private let functionBytes: Int
     private let mappedBytes: Int
-    /// The parameters of all blocks, the optimizer's state and the sums of gradients, in bytes.
-    private let vectors: Int
+    /// The weights that a sequence passes in a step, in bytes.
+    private let passedBytes: Int
+    /// The parameters of all blocks and the optimizer's state, and a gradient of those that are trained, in bytes.
+    private let vectors, gradients: Int
     /// For each of the model's mixers.
     private let mixers: [MixerMemory]
     /// What the mixers of the last blocks leave, by the number of blocks, in bytes.
@@ -51,12 +66,13 @@ public struct Planner: Sendable {
         self.settings = settings
         group = manifest.featureGroup
         mappedBytes = manifest.mappedBytes
+        passedBytes = Self.passedBytes(manifest, settings)
         products = manifest.device == "cpu" ? .dense : .packed
         itemSize = manifest.dtype == "float32" ? 4 : 2
         let functions = Set(
             manifest.lengths(settings).flatMap { length in manifest.blocks.compactMap { $0.functions["\(length)"] } })
         functionBytes = manifest.files.filter { functions.contains($0.path) }.reduce(0) { $0 + $1.size }
-        vectors = Self.vectors(manifest.architecture, settings)
+        (vectors, gradients) = Self.vectors(manifest.architecture, settings)
         let mixers = architecture.mixers.map { [architecture, itemSize] in
             MixerMemory(
                 mixer: $0, hiddenSize: architecture.hiddenSize, length: settings.seqLen, itemSize: itemSize)
@@ -67,7 +83,18 @@ public struct Planner: Sendable {
         self.mixers = mixers
     }
 
-    private static func vectors(_ architecture: Architecture, _ settings: RunSettings) -> Int {
+    private static func passedBytes(_ manifest: Manifest, _ settings: RunSettings) -> Int {
+        let layers = manifest.architecture.numHiddenLayers
+        let first = settings.method == .mezo ? 0 : layers - min(settings.numLayers ?? layers, layers)
+        let blocks = manifest.blocks.reduce(0) { sum, kind in
+            sum + kind.words * (kind.layers.count + kind.layers.count { $0 >= first })
+        }
+        return 4 * (blocks + manifest.head.words * (settings.method == .mezo ? 2 : 1))
+    }
+
+    private static func vectors(_ architecture: Architecture, _ settings: RunSettings)
+        -> (vectors: Int, gradients: Int)
+    {
         let ofMixers = architecture.kinds.map { LoRALayout(block: $0, rank: settings.rank).count }
         let all = architecture.layers.map { ofMixers[$0] }
         let trained = all.suffix(settings.numLayers ?? all.count)
@@ -79,8 +106,7 @@ public struct Planner: Sendable {
         let parameters = sum(all) { settings.loraDtype.dtype.size * $0 }
         let start = settings.keepsStart ? sum(all) : 0
         // A step can be taken back while the old values are there.
-        return (parameters + state) * (settings.skipBadSteps ? 2 : 1)
-            + (settings.gathersGradients ? sum(trained) : 0) + start
+        return ((parameters + state) * (settings.skipBadSteps ? 2 : 1) + start, sum(trained))
     }
 
     private var method: GradientMethod { settings.method }
@@ -96,15 +122,22 @@ public struct Planner: Sendable {
         let asked = settings.memoryLimitMb.map { Int($0 * 1e6) }
         var plan = try plan(within: asked)
         // Clean pages are not in the footprint. Where they would fit in, nothing is lost if a GPU's driver counts them.
-        let room = min(asked ?? .max, systemLimit ?? Int(ProcessInfo.processInfo.physicalMemory))
-        if products == .packed, withMargin(peak(plan)) + mappedBytes <= room { plan.keepsMaps = true }
+        if products == .packed, withMargin(peak(plan)) + mappedBytes <= min(asked ?? .max, room) {
+            plan.keepsMaps = true
+        }
         return plan
     }
 
+    /// What a step and the weights' clean pages can have together, in bytes.
+    private var room: Int { min(systemLimit ?? .max, Int(ProcessInfo.processInfo.physicalMemory)) }
+
     private func plan(within asked: Int?) throws -> Plan {
         let offload = settings.offload ?? .none
-        let standard = cached(
-            Plan(tileBytes: tileSizes[0], offload: offload, keepsAnswer: keepingAnswers(offload).last ?? nil))
+        let standard = orders.flatMap { orders in
+            ordered(
+                Plan(tileBytes: tileSizes[0], offload: offload, keepsAnswer: keepingAnswers(offload).last ?? nil),
+                orders)
+        }
         if asked == nil, let plan = standard.first(where: { withMargin(peak($0)) <= systemLimit ?? .max }) {
             return plan
         }
@@ -129,15 +162,63 @@ public struct Planner: Sendable {
     private var plans: [Plan] {
         let most = method == .mesp ? trainedBlocks : 0
         return offloads.flatMap { offload in
-            tileSizes.flatMap { tileBytes in
-                keepingAnswers(offload).flatMap { keepsAnswer in
-                    (0...most).reversed().flatMap {
-                        cached(
-                            Plan(tileBytes: tileBytes, keptBlocks: $0, offload: offload, keepsAnswer: keepsAnswer))
+            orders.flatMap { orders in
+                tileSizes.flatMap { tileBytes in
+                    keepingAnswers(offload).flatMap { keepsAnswer in
+                        (0...most).reversed().flatMap {
+                            ordered(
+                                Plan(
+                                    tileBytes: tileBytes, keptBlocks: $0, offload: offload, keepsAnswer: keepsAnswer),
+                                orders)
+                        }
                     }
                 }
             }
         }
+    }
+
+    // MARK: - The order of a step's sequences
+
+    /// The orders to choose from, the faster first; where one is as fast as another, the one that takes less memory. Sequences go through
+    /// the blocks together where that takes no more memory, or where memory doesn't hold the weights, which each sequence by itself would
+    /// read from disk again.
+    private var orders: [[RunSettings.Order?]] {
+        guard settings.sequences > 1 else { return [[nil]] }
+        guard method != .mezo, settings.objective == nil, settings.sequences <= Self.mostTogether else {
+            return [[.sequences]]
+        }
+        if let order = settings.order { return [[order]] }
+        let plan = Plan(tileBytes: tileSizes[0], offload: settings.offload ?? .none, order: .sequences)
+        return withMargin(peak(plan)) + mappedBytes <= room ? [[.blocks, .sequences]] : [[.blocks], [.sequences]]
+    }
+
+    /// So many that no product overflows.
+    static let mostTogether = 1 << 16
+
+    /// The plan in whichever of these orders takes least memory, with and without a cache; none where it can be in none.
+    private func ordered(_ plan: Plan, _ orders: [RunSettings.Order?]) -> [Plan] {
+        let plans = orders.map { order in
+            var plan = plan
+            plan.order = order
+            return plan
+        }
+        return plans.filter(hasPlace).min { peak($0) < peak($1) }.map(cached) ?? []
+    }
+
+    /// Whether all sequences' block inputs have a place, unless that order is asked for: in memory or, up to the size of the weights, on
+    /// disk.
+    private func hasPlace(_ plan: Plan) -> Bool {
+        guard plan.order == .blocks, settings.order == nil else { return true }
+        return withMargin(peak(plan)) <= room
+            && (plan.offload == .none || settings.sequences * trainedBlocks * hidden <= mappedBytes)
+    }
+
+    /// The weights that a step reads, from disk where memory doesn't hold them, in bytes; nil with an objective, where that varies.
+    func readWeightBytes(_ plan: Plan) -> Int? {
+        guard settings.objective == nil else { return nil }
+        let (bytes, overflow) = passedBytes.multipliedReportingOverflow(
+            by: plan.order == .blocks ? 1 : settings.sequences)
+        return overflow ? .max : bytes
     }
 
     /// What `keepsAnswer` may be, the faster first: on disk it costs no memory.
@@ -179,11 +260,15 @@ public struct Planner: Sendable {
 
     /// What lives through a step: parameters, optimizer state and sums of gradients; block inputs; kept intermediates.
     private func lasting(_ plan: Plan) -> Int {
-        let sequences = plan.keepsAnswer == true ? 2 : 1
+        let (sequences, gathers) = (plan.sequences(of: settings), plan.gathersGradients(of: settings))
         let inputs = method == .mezo || plan.offload != .none ? 0 : sequences * trainedBlocks * hidden
-        // The waiting answer's d.
-        let waiting = plan.keepsAnswer == true ? hidden : 0
-        return (plan.offload == .all ? 0 : vectors) + inputs + waiting + kept(plan.keptBlocks)
+        // What the last block has made of the other sequences, then their d.
+        let waiting = (sequences - 1) * hidden
+        let together = plan.order == .blocks
+        // Of a block, until the last sequence's gradient is there.
+        let sum = together ? loraBytes : 0
+        return (plan.offload == .all ? 0 : vectors + (gathers ? gradients : 0)) + inputs + waiting + sum
+            + kept(plan.keptBlocks) * (together ? sequences : 1)
     }
 
     private func tile(_ plan: Plan) -> TileSizes {

@@ -29,9 +29,12 @@ public final class Rehearsal {
     /// Whether the bundle's functions are for a GPU.
     public var isForGPU: Bool { trainer.model.bundle.device == .gpu }
 
-    /// A step: forward, head, backward and update.
+    /// A step of the settings' batches; with an objective, of one sequence.
     public func step() throws {
-        try trainer.model.bundle.withDevice { _ = try trainer.step([[example]], number: number) }
+        let (settings, sequences) = (trainer.settings, trainer.settings.objective == nil)
+        let batch = Array(repeating: example, count: sequences ? settings.batchSize : 1)
+        let batches = Array(repeating: batch, count: sequences ? settings.gradAccumulationSteps : 1)
+        try trainer.model.bundle.withDevice { _ = try trainer.step(batches, number: number) }
         number += 1
     }
 }

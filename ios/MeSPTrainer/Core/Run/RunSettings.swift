@@ -88,6 +88,8 @@ public struct RunSettings: Codable, Sendable, Equatable {
     public var memoryLimitMb: Double?
     /// What is kept in a file on disk instead of in memory; nil leaves it to the planner.
     public var offload: Offload?
+    /// How the sequences of a step go through the model; nil leaves it to the planner.
+    public var order: Order?
     /// Let MLX keep freed buffers from one block to the next, on a GPU, where the plan has memory for it: faster where buffers are slow
     /// to make.
     public var keepCache = false
@@ -112,6 +114,13 @@ public struct RunSettings: Codable, Sendable, Equatable {
         case all
     }
 
+    public enum Order: String, Codable, Sendable, CaseIterable {
+        /// Each through all blocks, forward and backward, before the next.
+        case sequences
+        /// All through each block before the next block, forward and backward, so that its weights are read once a pass.
+        case blocks
+    }
+
     public enum LoRADtype: String, Codable, Sendable, CaseIterable {
         case float32, bfloat16
 
@@ -132,10 +141,8 @@ public struct RunSettings: Codable, Sendable, Equatable {
         return architecture.modules.filter { projections.contains($0.shortName) }
     }
 
-    /// Whether an update needs all gradients at once, or those of several sequences.
-    var gathersGradients: Bool {
-        method != .mezo && (batchSize * gradAccumulationSteps > 1 || maxGradNorm != nil || objective != nil)
-    }
+    /// Sequences of a step, or pairs or answers of an objective.
+    var sequences: Int { batchSize * gradAccumulationSteps }
 
     /// Whether the adapters that a run starts from stay: answers are compared with the model that has them, or the run is held near them.
     var keepsStart: Bool { adapters != nil && (objective?.hasReference == true || proximalMu != nil) }

@@ -33,6 +33,7 @@ struct SavedState {
             format == 1 && (0...RunSettings.mostSteps).contains(step) && (0...step).contains(evaluated ?? 0)
                 && (0...step + 1).contains(evaluationsSinceBest) && (1...(1 << 30)).contains(plan.tileBytes)
                 && (0...1 << 20).contains(plan.keptBlocks) && (try? settings.check()) != nil
+                && (plan.order != .blocks || settings.sequences <= Planner.mostTogether)
         }
     }
 
@@ -70,8 +71,8 @@ struct SavedState {
         (same.bundle, same.data, same.output, same.steps, same.resume) = (
             settings.bundle, settings.data, settings.output, settings.steps, settings.resume
         )
-        (same.saveEvery, same.memoryLimitMb, same.offload, same.keepCache) = (
-            settings.saveEvery, settings.memoryLimitMb, settings.offload, settings.keepCache
+        (same.saveEvery, same.memoryLimitMb, same.offload, same.order, same.keepCache) = (
+            settings.saveEvery, settings.memoryLimitMb, settings.offload, settings.order, settings.keepCache
         )
         guard same == settings else {
             throw MeSPError("The run in \(folder.path) had other settings; resume it with those it was started with.")
@@ -81,7 +82,7 @@ struct SavedState {
             evaluationsSinceBest: saved.evaluationsSinceBest, logBytes: saved.logBytes)
         let samePlan =
             saved.settings.memoryLimitMb == settings.memoryLimitMb && saved.settings.offload == settings.offload
-            && saved.settings.keepCache == settings.keepCache
+            && saved.settings.order == settings.order && saved.settings.keepCache == settings.keepCache
         return (state, samePlan ? saved.plan : nil, tensors)
     }
 }

@@ -285,9 +285,9 @@ extension LogRecord.Plan {
     init(_ settings: RunSettings, _ bundle: ModelBundle, _ planner: Planner, _ plan: Plan) {
         self.init(
             method: settings.method, seqLen: settings.seqLen, rank: settings.rank, tileBytes: plan.tileBytes,
-            keptBlocks: plan.keptBlocks, offload: plan.offload, keepsAnswer: plan.keepsAnswer,
+            keptBlocks: plan.keptBlocks, offload: plan.offload, order: plan.order, keepsAnswer: plan.keepsAnswer,
             cacheBytes: plan.cacheBytes,
             predictedPeakBytes: planner.peak(plan), leastPeakBytes: planner.leastPeak,
-            mappedBytes: bundle.manifest.mappedBytes)
+            mappedBytes: bundle.manifest.mappedBytes, readWeightBytes: planner.readWeightBytes(plan))
     }
 }

@@ -160,6 +160,98 @@ import Testing
         #expect(abs(try gradients([padded]).loss - gradients([half]).loss) < 1e-5 * expected.loss)
     }
 
+    // MARK: - The order of a step's sequences
+
+    struct Ordered: Sendable, CustomTestStringConvertible {
+        let testDescription: String
+        /// Sequences a batch.
+        let batches: [Int]
+        var plan = Plan(tileBytes: 1 << 14)
+        var method = GradientMethod.mesp
+        var change: @Sendable (inout RunSettings) -> Void = { _ in }
+    }
+
+    private static let orders = [
+        Ordered(testDescription: "a batch", batches: [3]),
+        Ordered(testDescription: "accumulation", batches: [1, 1]),
+        Ordered(testDescription: "clipping, on disk", batches: [2, 2], plan: Plan(tileBytes: 1 << 14, offload: .all)) {
+            ($0.maxGradNorm, $0.skipBadSteps, $0.optimizer) = (0.1, true, .adamw8bit)
+        },
+        Ordered(
+            testDescription: "intermediates kept", batches: [2],
+            plan: Plan(tileBytes: 1 << 14, keptBlocks: 2, offload: .inputs)
+        ) { $0.numLayers = 2 },
+        Ordered(testDescription: "bfloat16, B alone", batches: [2]) { ($0.loraDtype, $0.freezeA) = (.bfloat16, true) },
+        Ordered(testDescription: "MeBP", batches: [2], method: .mebp) { $0.projections = ["q", "down"] },
+    ]
+
+    /// Sequences that go through each block together make the sums that they make one after the other, in the same order.
+    @Test(
+        arguments: orders, Fixture.cases.filter { ["tied-32", "tied-gpu"].contains($0.lastPathComponent) })
+    func theOrderOfSequencesChangesNothing(_ ordered: Ordered, _ folder: URL) throws {
+        let fixture = try Fixture(folder, "gradients")
+        let stream = try #require(try fixture.bundle.tokens("train")).sequences(lengths: [fixture.length])
+        func train(_ order: RunSettings.Order) throws -> (losses: [Float], norms: [Float?], vectors: [String: MLXArray])
+        {
+            var plan = ordered.plan
+            plan.order = order
+            let trainer = try fixture.trainer(ordered.method, plan: plan) {
+                ($0.batchSize, $0.gradAccumulationSteps) = (ordered.batches[0], ordered.batches.count)
+                ($0.optimizer, $0.learningRate) = (.adamw, 1e-2)
+                ordered.change(&$0)
+            }
+            for block in 0..<fixture.layers {
+                let lora = try fixture.array("lora.\(block)").asType(trainer.settings.loraDtype.dtype)
+                try trainer.model.lora.write(lora, block)
+            }
+            let each = ordered.batches.reduce(0, +)
+            let results = try (0..<2).map { step in
+                var sequences = (step * each..<(step + 1) * each).map { stream.training($0, seed: 0) }[...]
+                let batches = ordered.batches.map { size in
+                    defer { sequences = sequences.dropFirst(size) }
+                    // What doesn't count makes the weights of targets in sequences differ.
+                    return sequences.prefix(size).enumerated().map {
+                        Example(tokens: $1.tokens, counted: Array($1.counted.dropFirst($0)))
+                    }
+                }
+                return try trainer.step(batches, number: step)
+            }
+            return (results.map(\.loss), results.map(\.gradientNorm), try trainer.vectors())
+        }
+        let (expected, found) = (try train(.sequences), try train(.blocks))
+        for (ours, loss) in zip(found.losses, expected.losses) { #expect(abs(ours - loss) <= 1e-6 * loss) }
+        for (ours, norm) in zip(found.norms, expected.norms) {
+            #expect((ours == nil) == (norm == nil) && abs((ours ?? 0) - (norm ?? 0)) <= 1e-6 * (norm ?? 0))
+        }
+        #expect(found.vectors.keys == expected.vectors.keys)
+        for (name, vector) in expected.vectors {
+            #expect(found.vectors[name]?.arrayEqual(vector).item(Bool.self) == true, "\(name)")
+        }
+    }
+
+    /// By blocks a file of weights is mapped once a pass, and otherwise once a pass of each sequence; the planner knows how much that is.
+    @Test(arguments: [("untied-7", nil), ("untied-7", 1)]) func weightsAreReadOnceAPass(_ name: String, _ layers: Int?)
+        throws
+    {
+        let folder = try #require(Fixture.cases.first { $0.lastPathComponent == name })
+        for (order, times) in [(RunSettings.Order.sequences, 4), (.blocks, 1)] {
+            let fixture = try Fixture(folder, "gradients")
+            let plan = Plan(tileBytes: 1 << 20, order: order)
+            let trainer = try fixture.trainer(.mesp, plan: plan) { ($0.batchSize, $0.numLayers) = (4, layers) }
+            _ = try trainer.step([Array(repeating: fixture.example(), count: 4)], number: 0)
+            let (manifest, mapped) = (fixture.bundle.manifest, fixture.bundle.maps.mapped)
+            for block in 0..<fixture.layers {
+                let passes = block >= fixture.layers - (layers ?? fixture.layers) ? 2 : 1
+                #expect(mapped[ModelBundle.blockFile(block)] == times * passes, "block \(block)")
+            }
+            #expect(mapped[manifest.head.file] == times)
+            let read = mapped.filter { $0.key != manifest.embedding.file }.reduce(0) {
+                $0 + $1.value * (fixture.bundle.sizes[$1.key] ?? 0)
+            }
+            #expect(Planner(manifest, trainer.settings).readWeightBytes(plan) == read)
+        }
+    }
+
     /// A pause can wait within the head too, and changes nothing.
     @Test func theHeadHasBoundaries() throws {
         let fixture = try Fixture(try #require(Fixture.tied), "gradients")

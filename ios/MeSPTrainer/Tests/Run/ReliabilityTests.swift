@@ -15,11 +15,16 @@ import Testing
     // MARK: - NaN and infinity
 
     /// Block 0's parameters are lost when the blocks after it have been updated.
-    @Test(arguments: [false, true]) func aGradientThatIsNotFiniteIsNamedAndTakenBack(_ skip: Bool) throws {
+    @Test(arguments: [false, true], [1, 2])
+    func aGradientThatIsNotFiniteIsNamedAndTakenBack(_ skip: Bool, _ sequences: Int) throws {
         let fixture = try Fixture(try #require(Fixture.tied), "gradients")
-        let trainer = try fixture.trainer(.mesp) { ($0.skipBadSteps, $0.momentum) = (skip, 0.9) }
+        let plan = Plan(tileBytes: 1 << 20, order: .blocks)
+        let trainer = try fixture.trainer(.mesp, plan: plan) {
+            ($0.skipBadSteps, $0.momentum, $0.batchSize) = (skip, 0.9, sequences)
+        }
         let start = try trainer.vectors()
-        var boundaries = 2 * fixture.layers + 1  // each block's forward, the head, each block's backward
+        // Each block's forward, the head, each block's backward, the last one's of the last sequence.
+        var boundaries = sequences * (2 * fixture.layers + 1)
         trainer.clock.atBlock = {
             boundaries -= 1
             guard boundaries == 0 else { return }
@@ -28,7 +33,7 @@ import Testing
             try trainer.restore { vectors[$0] }
         }
         do {
-            _ = try trainer.step([[try fixture.example()]], number: 0)
+            _ = try trainer.step([Array(repeating: try fixture.example(), count: sequences)], number: 0)
             Issue.record("the step went through")
         } catch let error as NotFinite {
             #expect(error.what == "The gradient of model.layers.0.self_attn.q_proj.lora_a")
@@ -180,6 +185,48 @@ import Testing
         #expect(free.peak(try Planner(manifest, settings, systemLimit: enough - 1).plan()) < free.peak(standard))
         let sentence = message { _ = try Planner(manifest, settings, systemLimit: free.leastPeak / 2).plan() }
         #expect(sentence.contains("The system allows") && sentence.contains("at least"), "\(sentence)")
+    }
+
+    /// Sequences go through the blocks together where that takes no more memory, or where memory doesn't hold the weights and has room.
+    @Test func sequencesGoByBlocksWhereThatPays() throws {
+        var settings = try RunSettings.ofATest(temporaryFolder())
+        let manifest = try ModelBundle(url: URL(fileURLWithPath: settings.bundle)).manifest
+        var systemLimit: Int?
+        func planner() -> Planner { Planner(manifest, settings, systemLimit: systemLimit) }
+        func order() throws -> RunSettings.Order? { try planner().plan().order }
+        func peak(_ order: RunSettings.Order) -> Int {
+            planner().peak(Plan(tileBytes: 1 << 20, offload: settings.offload ?? .none, order: order))
+        }
+        #expect(try order() == nil, "of one sequence there is no order")
+
+        // A sum of all gradients takes more than the block inputs of few sequences.
+        settings.batchSize = 256
+        #expect(try order() == .sequences && peak(.blocks) > peak(.sequences))
+        settings.batchSize = 2
+        #expect(try order() == .blocks && peak(.blocks) < peak(.sequences))
+        settings.maxGradNorm = 1
+        #expect(try order() == .sequences, "clipping keeps all gradients in any order")
+        settings.maxGradNorm = nil
+        settings.offload = .inputs
+        #expect(try order() == .blocks)
+        settings.batchSize = 10_000
+        #expect(try order() == .sequences, "on disk the inputs would take more than the weights")
+
+        (settings.offload, settings.batchSize, settings.maxGradNorm) = (nil, 4, 1)
+        let (bySequences, byBlocks) = (peak(.sequences) * 108 / 100, peak(.blocks) * 108 / 100)
+        systemLimit = bySequences + manifest.mappedBytes + 1000
+        #expect(try order() == .sequences)
+        systemLimit = bySequences + manifest.mappedBytes - 1000
+        #expect(try order() == .blocks)
+        // A limit without the room: rather the other order than inputs on disk.
+        settings.memoryLimitMb = Double(byBlocks - 100_000) / 1e6
+        let plan = try planner().plan()
+        #expect(planner().peak(plan) < byBlocks && plan.offload == .none)
+
+        (settings.memoryLimitMb, settings.objective) = (nil, .dpo)
+        #expect(try order() == .sequences)
+        (settings.objective, settings.method) = (nil, .mezo)
+        #expect(try order() == .sequences)
     }
 
     /// A pair's second forward pass is spared where that costs no memory, or there is a limit with room for it.

@@ -108,8 +108,8 @@ import Testing
 
     /// A run that is stopped and resumed logs the same losses, to the last bit, as one that is not.
     @Test(arguments: [
-        "sgd", "momentum", "adamw", "adamw offloaded", "adamw8bit", "adamw8bit offloaded", "accumulation", "mezo",
-        "bfloat16", "B alone",
+        "sgd", "momentum", "adamw", "adamw offloaded", "adamw8bit", "adamw8bit offloaded", "accumulation", "by blocks",
+        "mezo", "bfloat16", "B alone",
     ])
     func resumesAsIfNothingHadHappened(_ kind: String) throws {
         let (whole, parts) = (temporaryFolder(), temporaryFolder())
@@ -128,6 +128,7 @@ import Testing
                 (settings.maxGradNorm, settings.skipBadSteps) = (0.5, true)
             case "accumulation":
                 (settings.batchSize, settings.gradAccumulationSteps, settings.maxGradNorm) = (2, 2, 0.5)
+            case "by blocks": (settings.batchSize, settings.offload, settings.order) = (3, .inputs, .blocks)
             case "mezo": (settings.method, settings.learningRate) = (.mezo, 1e-3)
             case "bfloat16": settings.loraDtype = .bfloat16
             case "B alone": settings.freezeA = true

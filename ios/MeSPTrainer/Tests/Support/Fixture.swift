@@ -64,7 +64,7 @@ struct Fixture {
     {
         try restore(trainer)
         let weight = 1 / Float(length)
-        return weight * (try trainer.backpropagate(.init(example: example(), weight: weight), update: update))
+        return try trainer.backpropagate([.init(example: example(), weight: weight)], update: update)
     }
 
     /// Gives a trainer the fixture's parameters.
