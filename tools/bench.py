@@ -110,7 +110,7 @@ def memory_limit(value: str) -> str:
 )  # fmt: skip
 @click.option(
     "--threads", multiple=True, type=click.IntRange(min=1), metavar="N ...",
-    help="Threads of BLAS, each with every method; otherwise half of the cores.",
+    help="Threads of products, each with every method; otherwise a core each, up to 8.",
 )  # fmt: skip
 @click.option(
     "--peft", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="PYTHON",

@@ -45,8 +45,9 @@ engine_program = cache(find_engine)
 
 
 def blas_threads() -> int:
-    """Threads of BLAS where nobody says: as the engine has it, half of the cores."""
-    return int(os.environ.get(THREADS[0]) or max(1, (os.cpu_count() or 1) // 2))
+    """Threads of products where nobody says: as the engine has it, the cores, but at most 8."""
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    return int(os.environ.get(THREADS[0]) or min(8, cores))
 
 
 def with_threads(threads: int) -> dict[str, str]:

@@ -37,7 +37,7 @@ EVERYTHING_MB = 1e6  # more than keeping every intermediate takes
 
 
 class Variant(NamedTuple):
-    """How it is trained. `limit`: one of LIMITS, or MB; `threads`: of BLAS, by default half of the
+    """How it is trained. `limit`: one of LIMITS, or MB; `threads`: of products, by default as many as
     cores."""
 
     method: str
