@@ -21,7 +21,7 @@ from studies.plans import plans
 from studies.scores import Scores, paired
 from studies.tasks import CLASSIFICATION, GSM8K, export
 from studies.trainers import with_mesp
-from tasks.last_number import last_number
+from tasks.gsm8k import final_number
 
 TOOL = Path(__file__).parents[1] / "tools" / "parity.py"
 
@@ -62,13 +62,13 @@ def test_what_is_right_counts_by_the_sequence():
         ("He pays 3 * 4 = <<3*4=12>>12 dollars.\n#### 12", "12"),
         ("#### 1,234,000", "1234000"),
         ("####-5.50.", "-5.50"),
-        ("#### 3\nNo: #### $7", "7"),
+        ("#### $7\nNext, #### 3", "7"),
         ("It is 12.", None),
         ("#### none", None),
     ],
 )
 def test_the_number_after_a_solution_is_its_answer(text: str, number: str | None):
-    assert last_number(text) == number
+    assert final_number(text) == number
 
 
 @pytest.fixture(scope="module")

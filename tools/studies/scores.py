@@ -18,7 +18,7 @@ from mesp.adapters.measure import sequences
 from mesp.bundle.reader import Bundle
 from mesp.engine.prompts import load_tokenizer
 from studies.tasks import Task
-from tasks.last_number import last_number
+from tasks.gsm8k import final_number
 
 RESAMPLES = 10_000
 
@@ -58,8 +58,8 @@ def score(model: nn.Module, bundle: Bundle, task: Task) -> Scores:
         if task.answers == "number":
             start = int(counts.argmax()) + 1
             written = write(model, ids[:start], task.seq_len - start, tokenizer.eos_token_id)
-            number = last_number(tokenizer.decode(ids[start:].tolist()))
-            right = number is not None and last_number(tokenizer.decode(written)) == number
+            number = final_number(tokenizer.decode(ids[start:].tolist()))
+            right = number is not None and final_number(tokenizer.decode(written)) == number
         else:  # each token the likeliest after those before it: what would be written, to the end
             missed = (mx.argmax(logits, axis=-1) != targets) * mx.array(counts)
             right = missed.sum().item() == 0
