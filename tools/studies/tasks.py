@@ -90,7 +90,8 @@ def command(module: str, *arguments: object) -> None:
     line = [sys.executable, "-c", f"from {module} import main; main()", *map(str, arguments)]
     done = subprocess.run(line, capture_output=True, text=True)
     if done.returncode != 0:
-        raise MespError(done.stderr.strip() or f"{module} failed.")
+        said = done.stderr.strip().removeprefix("Error: ")
+        raise MespError(said or f"{module} failed.")
 
 
 def batches(bundle: Bundle, task: Task, seed: int) -> list[tuple[np.ndarray, np.ndarray]]:
