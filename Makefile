@@ -116,7 +116,7 @@ test-slow: engine
 	$(VENV)/llama/bin/python -m pytest -q tests/check_llama_cpp.py
 	@echo "== Tests of the adapters in PEFT"
 	$(BIN)/python -m venv $(VENV)/peft
-	$(VENV)/peft/bin/python -m pip install --quiet --disable-pip-version-check torch peft --editable '.[dev]'
+	$(VENV)/peft/bin/python -m pip install --quiet --disable-pip-version-check torch peft bitsandbytes --editable '.[dev]'
 	$(VENV)/peft/bin/python -m pytest -q tests/check_peft.py
 	@echo "== Tests of federated rounds in Flower"
 	$(BIN)/python -m venv $(VENV)/federate

@@ -20,9 +20,12 @@ from transformers import AutoModelForCausalLM, Gemma3Config, Gemma3ForConditiona
 from bench import main as bench
 from conftest import FAMILIES, TEXT, invoke, run, write_model
 from in_peft.inputs import write_model as write_dequantized
+from in_peft.train import in_nf4, write_base
 from mesp.bundle.reader import Bundle
 from mesp.engine.build import find_engine
 from mesp.runs.log import Run, read_run
+from mesp.source_model.find import DEMO
+from studies.scores import model_with
 
 SEQ_LEN = 64
 VAL_BATCHES = 8
@@ -177,3 +180,18 @@ def test_the_benchmark_trains_with_peft_as_the_engine_does(
     assert peft["losses"] == pytest.approx(engine["losses"], rel=1e-5)
     assert 0 < peft["baseline_bytes"] < peft["footprint_peak_bytes"]
     assert peft["seconds"] > 0 and peft["threads"] == engine["threads"]
+
+
+def test_qlora_is_judged_by_the_weights_that_it_trains_on(bundle: Path, tmp_path: Path):
+    """What bitsandbytes multiplies with, in another library."""
+    pytest.importorskip("bitsandbytes", reason="PEFT has NF4 of it alone")
+    model = in_nf4(DEMO, torch.float32).train()
+    write_base(model, DEMO, tmp_path / "base")
+    ids = Bundle(bundle).tokens("valid")[:SEQ_LEN].astype(np.int64)[None]
+    there = model(input_ids=torch.from_numpy(ids)).logits.detach().numpy()
+    with mx.stream(mx.cpu):
+        ours = np.array(model_with(Bundle(bundle), None, tmp_path / "base")(mx.array(ids)))
+        others = np.array(model_with(Bundle(bundle), None)(mx.array(ids)))
+    # float32 on both sides; between the two ways to have 4 bits there is much more.
+    assert np.linalg.norm(ours - there) < TOLERANCE * np.linalg.norm(there)
+    assert np.linalg.norm(others - there) > 100 * TOLERANCE * np.linalg.norm(there)

@@ -15,9 +15,12 @@ from tasks import exact_match, house
 BUNDLE = Path(__file__).parents[1] / "ios" / "MeSPTrainer" / "Demo.mesp"
 
 
-def test_neither_the_commands_nor_the_wordings_that_are_held_out_are_trained_on():
-    train = house.cases(1600, seed=0, held_out=False)
-    held_out = house.cases(200, seed=1, held_out=True)
+@pytest.mark.parametrize("whens", [house.SOON, house.WHEN], ids=["soon", "any day"])
+def test_neither_the_commands_nor_the_wordings_that_are_held_out_are_trained_on(
+    whens: dict[str, list[str]],
+):
+    train = house.cases(1600, seed=0, held_out=False, whens=whens)
+    held_out = house.cases(200, seed=1, held_out=True, whens=whens)
     assert len(set(train)) == 1600 and len(set(held_out)) == 200
     commands = [{case.completion for case in cases} for cases in (train, held_out)]
     assert not commands[0] & commands[1]
@@ -27,8 +30,9 @@ def test_neither_the_commands_nor_the_wordings_that_are_held_out_are_trained_on(
     assert words[1] <= words[0]
 
 
-def test_a_request_names_what_its_answer_has():
-    for case in house.cases(300, seed=2, held_out=False):
+@pytest.mark.parametrize("whens", [house.SOON, house.WHEN], ids=["soon", "any day"])
+def test_a_request_names_what_its_answer_has(whens: dict[str, list[str]]):
+    for case in house.cases(300, seed=2, held_out=False, whens=whens):
         answer = json.loads(case.completion)
         assert list(answer) == ["do", "what", "where", "when"]
         assert answer["where"] in case.prompt
@@ -73,7 +77,7 @@ def test_the_demo_counts_what_is_right(
     for name, value in {"STEPS": 21, "TRAINING_CASES": 42, "HELD_OUT_CASES": 3, "SHOWN": 2}.items():
         monkeypatch.setattr(demo, name, value)
     monkeypatch.setattr(demo, "OUT", tmp_path)
-    demo.main()
+    demo.main(["--seed", "1"], standalone_mode=False)
     printed, _ = capfd.readouterr()
     assert "Right to the letter: 0 of 3 before fine-tuning, 0 of 3 after." in printed
     requests = (tmp_path / "requests" / "valid.jsonl").read_text().splitlines()

@@ -34,7 +34,7 @@ from mesp.engine.build import find_engine
 from mesp.errors import plain_os_errors
 from mesp.formatting import decimal, megabytes
 from mesp.runs.log import read_run
-from studies.scores import score
+from studies.scores import model_with, score
 from studies.tasks import CLASSIFICATION, SCALE, TASKS, Task, export
 from studies.trainers import multiply_dequantized, with_mesp
 
@@ -128,7 +128,7 @@ def main(
     if any(VARIANTS[each].is_short for each in chosen):
         short = dataclasses.replace(task, seq_len=shortest(Bundle(bundle)))
         short_bundle = export(short, model, out / "short")
-    untrained = score(Bundle(bundle), task, None)
+    untrained = score(model_with(Bundle(bundle), None), Bundle(bundle), task)
     rows: list[dict[str, Any]] = [
         {"variant": "untrained", "held_out_loss": untrained.loss, "exact": untrained.exact.mean()}
     ]
@@ -163,7 +163,7 @@ def run(variant: Variant, bundle: Path, task: Task, folder: Path) -> dict[str, A
     if variant.is_single:
         task = dataclasses.replace(task, steps=task.steps * task.batch_size, batch_size=1)
     adapters = with_mesp(bundle, task, variant.optimizer, 0, folder, options).adapters
-    found, log = score(opened, task, adapters), read_run(folder)
+    found, log = score(model_with(opened, adapters), opened, task), read_run(folder)
     return {
         "held_out_loss": found.loss,
         "exact": found.exact.mean(),

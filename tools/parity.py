@@ -2,16 +2,19 @@
 
     python tools/parity.py            the study
     python tools/parity.py --quick    MeSP against mlx-lm's trainer, in half a minute
+    python tools/parity.py --plans    MeSP's plans against each other
 
 All train the same 4-bit weights from the same adapters on the same sequences in the same order,
-with the same update. Two results are called equivalent where the 95% interval of their paired
-difference, by bootstrap over held-out sequences, lies within the margins below; the table says so.
-Ends with exit code 1 where two that compute the same gradients in float32 are not equivalent.
+with the same update; QLoRA has weights of its own. Two results are called equivalent where the 95%
+interval of their paired difference, by bootstrap over held-out sequences, lies within the margins
+below; the table says so. Ends with exit code 1 where two that compute the same gradients in float32
+are not equivalent.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import shutil
 import sys
 from collections.abc import Callable, Iterable
@@ -27,17 +30,30 @@ import click
 import mlx.core as mx
 import numpy as np
 
+from mesp.adapters.load import WEIGHTS
 from mesp.bundle.reader import Bundle
 from mesp.engine.prompts import load_tokenizer
+from mesp.errors import MespError
 from mesp.formatting import decimal, perplexity
-from studies.scores import Difference, Scores, loss_of_text, paired, score
-from studies.tasks import EXTRACTION, TASKS, Task, export
-from studies.trainers import Trained, multiply_dequantized, with_mesp, with_mlx_lm, with_peft
+from mesp.source_model.find import find_source
+from studies.plans import plans
+from studies.scores import Difference, Scores, loss_of_text, model_with, paired, score
+from studies.tasks import EXTRACTION, GSM8K, GSM8K_DATA, TASKS, Task, export
+from studies.trainers import (
+    Trained,
+    has_bitsandbytes,
+    multiply_dequantized,
+    with_mesp,
+    with_mlx_lm,
+    with_peft,
+)
 
-# Declared before any run: nats a token of held-out loss, and the share answered to the letter. Less
-# than that is nothing to choose a trainer for.
+# Declared before any run: nats a token of held-out loss, and the share of right answers. Less than
+# that is nothing to choose a trainer for.
 LOSS_MARGIN = 0.01
 EXACT_MARGIN = 0.02
+# What a plan may change of a training step's loss, in float32, beside.
+PLAN_MARGIN = 1e-5
 
 QUICK = dataclasses.replace(EXTRACTION, steps=8, held_out=20)
 TEXT_WINDOWS = 40  # of the text whose perplexity tells what is forgotten
@@ -46,17 +62,18 @@ OPTIMIZERS = ("adamw", "sgd")
 
 class Trainer(NamedTuple):
     """How it trains, the optimizers that it is compared under, whether it takes the same gradients,
-    and whether with every seed or the first alone."""
+    whether with every seed or the first alone, and by how much each step's loss may be another."""
 
     train: Callable[[Path, Task, str, int, Path], Trained]
     optimizers: tuple[str, ...] = ("adamw",)
     is_exact: bool = True
     every_seed: bool = False
+    apart: float = float("inf")
 
 
-BASELINE = "mlx-lm"
+# The first of the trainers that are compared is what the others are compared with.
 QUICK_TRAINERS = {
-    BASELINE: Trainer(with_mlx_lm, OPTIMIZERS, every_seed=True),
+    "mlx-lm": Trainer(with_mlx_lm, OPTIMIZERS, every_seed=True),
     "MeSP": Trainer(with_mesp, OPTIMIZERS, every_seed=True),
 }
 TRAINERS = QUICK_TRAINERS | {
@@ -72,20 +89,32 @@ TRAINERS = QUICK_TRAINERS | {
 
 @click.command(context_settings={"show_default": True})
 @click.option("--quick", is_flag=True, help="One task, one seed, few steps, mlx-lm only.")
+@click.option(
+    "--plans", "of_plans", is_flag=True, help="Compare MeSP's plans, in float32 and bfloat16."
+)
 @click.option("--model", default="demo", help="As mesp-export takes it.")
 @click.option(
     "--task",
     "names",
     multiple=True,
-    type=click.Choice([task.name for task in TASKS]),
-    help="Only this task; may be repeated.",
+    type=click.Choice([task.name for task in (*TASKS, GSM8K)]),
+    help="Only this task; may be repeated.  [default: all but gsm8k]",
+)
+@click.option("--gsm8k", default=GSM8K_DATA, help="Where that task's data are: there, or a folder.")
+@click.option(
+    "--trainer",
+    "only",
+    multiple=True,
+    metavar="NAME",
+    help="Only this one, by its name in the table, and the first; may be repeated.",
 )
 @click.option("--steps", type=click.IntRange(min=1), help="Of each run.  [default: by task]")
 @click.option("--seeds", type=click.IntRange(min=1), default=3, help="Of MeSP and mlx-lm.")
 @click.option(
     "--peft",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="A Python with torch, peft and transformers: PEFT is compared too.",
+    help="A Python with torch, peft and transformers: PEFT is compared too, and with bitsandbytes "
+    "QLoRA.",
 )
 @click.option(
     "--text",
@@ -95,8 +124,11 @@ TRAINERS = QUICK_TRAINERS | {
 @click.option("--out", type=click.Path(path_type=Path), default="build/parity", help="Replaced.")
 def main(
     quick: bool,
+    of_plans: bool,
     model: str,
     names: tuple[str, ...],
+    gsm8k: str,
+    only: tuple[str, ...],
     steps: int | None,
     seeds: int,
     peft: Path | None,
@@ -108,85 +140,174 @@ def main(
     multiply_dequantized()
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
-    tasks = [QUICK] if quick else [task for task in TASKS if not names or task.name in names]
+    every = [*TASKS, GSM8K] if names else TASKS
+    tasks = [QUICK] if quick else [task for task in every if not names or task.name in names]
     if steps is not None:
         tasks = [dataclasses.replace(task, steps=steps) for task in tasks]
     trainers = QUICK_TRAINERS if quick else TRAINERS
-    for dtype in ("float32", "bfloat16") if peft else ():
-        train = partial(with_peft, peft, dtype)
-        trainers = trainers | {f"PEFT, {dtype}": Trainer(train, is_exact=dtype == "float32")}
+    if peft and not of_plans:
+        trainers = trainers | with_pytorch(peft, model)
     if quick:
         seeds = 1
     equivalent = True
     for task in tasks:
-        bundle = export(task, model, out)
-        for optimizer in OPTIMIZERS:
-            found = {
-                name: [
-                    each.train(
-                        bundle, task, optimizer, seed, folder(out, task, optimizer, name, seed)
-                    )
-                    for seed in range(seeds if each.every_seed else 1)
-                ]
-                for name, each in trainers.items()
-                if optimizer in each.optimizers
-            }
-            same = report(Bundle(bundle), task, optimizer, found, text)
-            equivalent &= all(same[name] for name in same if trainers[name].is_exact)
+        for dtype in ("float32", "bfloat16") if of_plans else ("float32",):
+            place = out / dtype
+            place.mkdir(exist_ok=True)
+            bundle = export(task, model, place, dtype=dtype, gsm8k=gsm8k)
+            if of_plans:
+                trainers = by_plan(bundle, task, dtype)
+            for optimizer in OPTIMIZERS:
+                chosen = choose(trainers, optimizer, only)
+                if len(chosen) > 1:
+                    equivalent &= compare(bundle, task, optimizer, chosen, seeds, text)
     if not equivalent:
         raise click.ClickException("Two trainers are not equivalent that should be: see above.")
 
 
-def folder(out: Path, task: Task, optimizer: str, name: str, seed: int) -> Path:
-    """Where a run goes; says so, as it takes a while."""
-    path = out / f"{task.name}-{optimizer}-{name.replace(', ', '-').replace(' ', '-')}-{seed}"
-    click.echo(f"{task.name}, {optimizer}, {name}, seed {seed} …", err=True)
-    return path
+def choose(
+    trainers: dict[str, Trainer], optimizer: str, only: tuple[str, ...]
+) -> dict[str, Trainer]:
+    """Those that an optimizer is for: the first, and `only` these, or all. Raises MespError where
+    one is not there."""
+    first, *others = trainers
+    for name in only:
+        if name not in others:
+            raise MespError(f"There is no trainer {name} here; name one of {'; '.join(others)}.")
+    return {
+        name: each
+        for name, each in trainers.items()
+        if optimizer in each.optimizers and (name == first or not only or name in only)
+    }
+
+
+def compare(
+    bundle: Path,
+    task: Task,
+    optimizer: str,
+    trainers: dict[str, Trainer],
+    seeds: int,
+    text: Path | None,
+) -> bool:
+    """Trains with each, and prints a table; whether those that should be are equivalent."""
+
+    def train(name: str, seed: int) -> Trained:
+        click.echo(f"{task.name}, {optimizer}, {name}, seed {seed} …", err=True)
+        run = f"{task.name}-{optimizer}-{name.replace(', ', '-').replace(' ', '-')}-{seed}"
+        return trainers[name].train(bundle, task, optimizer, seed, bundle.parent / run)
+
+    found = {
+        name: [train(name, seed) for seed in range(seeds if each.every_seed else 1)]
+        for name, each in trainers.items()
+    }
+    same = report(Bundle(bundle), task, optimizer, trainers, found, text)
+    return all(same[name] for name in same if trainers[name].is_exact)
+
+
+def with_pytorch(peft: Path, model: str) -> dict[str, Trainer]:
+    """PEFT's, of that Python; says so where it has no bitsandbytes."""
+    found = {
+        f"PEFT, {dtype}": Trainer(partial(with_peft, peft, dtype), is_exact=dtype == "float32")
+        for dtype in ("float32", "bfloat16")
+    }
+    if not has_bitsandbytes(peft):
+        click.echo(f"QLoRA is left out: {peft} has no bitsandbytes.", err=True)
+        return found
+    source = find_source(model, random_weights=False).folder
+    train = partial(with_peft, peft, "float32", nf4=source)
+    return found | {"QLoRA, NF4": Trainer(train, is_exact=False, every_seed=True)}
+
+
+def by_plan(bundle: Path, task: Task, dtype: str) -> dict[str, Trainer]:
+    """MeSP by each plan, the default one first, and mlx-lm's trainer."""
+    is_exact = dtype == "float32"
+    found = {
+        f"MeSP, {name}": Trainer(
+            partial(with_mesp, options=options),
+            is_exact=is_exact,
+            every_seed=True,
+            apart=PLAN_MARGIN,
+        )
+        for name, options in plans(bundle, task, "adamw").items()
+    }
+    return found | {"mlx-lm": Trainer(with_mlx_lm, is_exact=is_exact, every_seed=True)}
+
+
+class Judged(NamedTuple):
+    """What one run came to, and its loss on the old text, nats a token."""
+
+    scores: Scores
+    old: float | None
 
 
 def report(
-    bundle: Bundle, task: Task, optimizer: str, found: dict[str, list[Trained]], text: Path | None
+    bundle: Bundle,
+    task: Task,
+    optimizer: str,
+    trainers: dict[str, Trainer],
+    found: dict[str, list[Trained]],
+    text: Path | None,
 ) -> dict[str, bool]:
-    """Prints a table of a task's trainers; which are equivalent to the baseline."""
-    scores = {
-        name: [score(bundle, task, each.adapters) for each in runs] for name, runs in found.items()
-    }
+    """Prints a table of a task's trainers; which are equivalent to the first of them."""
     ids = None if text is None else end_of(text, bundle, task.seq_len)
+    asks = task.answers is not None
 
-    def cells(runs: list[Path | None], of: list[Scores]) -> list[str]:
-        """Held-out loss, what is answered to the letter, perplexity of the old text."""
-        row = [decimal(mean(each.loss for each in of), 4)]
-        row += [f"{mean(each.exact.mean() for each in of):.1%}"] * task.answers
+    seen: dict[tuple[bytes, bool], Judged] = {}
+
+    def judge(adapters: Path | None, base: Path | None = None) -> Judged:
+        """Adapters that are the same to the last bit are judged once."""
+        file = adapters and adapters / WEIGHTS
+        key = (hashlib.sha256(file.read_bytes() if file else b"").digest(), base is None)
+        if key not in seen:
+            model = model_with(bundle, adapters, base)
+            old = None if ids is None else loss_of_text(model, ids, task.seq_len)
+            seen[key] = Judged(score(model, bundle, task), old)
+        return seen[key]
+
+    def cells(runs: list[Judged]) -> list[str]:
+        """Held-out loss, right answers, perplexity of the old text."""
+        row = [decimal(mean(each.scores.loss for each in runs), 4)]
+        row += [f"{mean(each.scores.exact.mean() for each in runs):.1%}"] * asks
         if ids is not None:
-            old = mean(loss_of_text(bundle, each, ids, task.seq_len) for each in runs)
-            row.append(decimal(perplexity(old), 1))
+            row.append(decimal(perplexity(mean(each.old for each in runs)), 1))
         return row
 
-    columns = ["trainer", "seeds", "held-out loss", *["to the letter"] * task.answers]
+    right = {"letter": "to the letter", "number": "right number"}.get(task.answers or "", "")
+    columns = ["trainer", "seeds", "held-out loss", *[right] * asks]
     columns += ["old text"] * (ids is not None)
-    columns += ["losses apart", "loss, 95%", *["letter, 95%"] * task.answers, "equivalent"]
-    rows = [["none", "", *cells([None], [score(bundle, task, None)])]]
+    columns += ["losses apart", "loss, 95%", *[f"{task.answers}, 95%"] * asks, "equivalent"]
+    rows = [["none", "", *cells([judge(None)])]]
+    for name, runs in found.items():
+        if runs[0].base is not None:
+            rows.append([f"none, of {name}", "", *cells([judge(None, runs[0].base)])])
+    judged = {
+        name: [judge(each.adapters, each.base) for each in runs] for name, runs in found.items()
+    }
+    scores = {name: [each.scores for each in runs] for name, runs in judged.items()}
+    first, *_ = found
     verdicts = {}
     for name, runs in found.items():
-        row = [name, str(len(runs)), *cells([each.adapters for each in runs], scores[name])]
-        if name != BASELINE:
-            baseline = scores[BASELINE][: len(runs)]
+        row = [name, str(len(runs)), *cells(judged[name])]
+        if name != first:
+            baseline = scores[first][: len(runs)]
             loss = paired(scores[name], baseline, what="loss")
             exact = paired(scores[name], baseline, what="exact")
-            same = loss.is_within(LOSS_MARGIN)
-            same &= not task.answers or exact.is_within(EXACT_MARGIN)
-            verdicts[name] = same
-            curves = zip(runs, found[BASELINE], strict=False)
+            curves = zip(runs, found[first], strict=False)
             apart = max(np.abs(np.subtract(a.losses, b.losses)).max() for a, b in curves)
-            row += [f"{apart:.0e}", interval(loss, 4), *[interval(exact, 3)] * task.answers]
+            same = loss.is_within(LOSS_MARGIN)
+            same &= not asks or exact.is_within(EXACT_MARGIN)
+            same &= not trainers[name].is_exact or bool(apart <= trainers[name].apart)
+            verdicts[name] = same
+            row += [f"{apart:.0e}", interval(loss, 4), *[interval(exact, 3)] * asks]
             row.append("yes" if same else "no")
         rows.append(row)
-    click.echo(f"\n{task.name}, {optimizer}, {task.steps} steps of {task.batch_size} sequences\n")
+    steps = f"{task.steps} steps of {task.batch_size} sequences"
+    click.echo(f"\n{task.name}, {optimizer}, {bundle.manifest['dtype']}, {steps}\n")
     for row in [columns, ["---"] * len(columns), *rows]:
         click.echo(f"| {' | '.join(row + [''] * (len(columns) - len(row)))} |")
-    if len(scores[BASELINE]) > 1:
-        spread = np.ptp([each.loss for each in scores[BASELINE]])
-        click.echo(f"\n{BASELINE}'s held-out losses of several seeds differ by up to {spread:.4f}.")
+    if len(scores[first]) > 1:
+        spread = np.ptp([each.loss for each in scores[first]])
+        click.echo(f"\nThe held-out losses of {first}'s seeds differ by up to {spread:.4f}.")
     return verdicts
 
 

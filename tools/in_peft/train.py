@@ -3,12 +3,14 @@
     python -m in_peft.train SETTINGS.json
 
 The folder `output` of the settings holds what `inputs.py` writes. Prints a record a line, as the
-engine does, and leaves `adapters.safetensors` there.
+engine does, and leaves `adapters.safetensors` there. With `nf4`, a Hugging Face model, it trains as
+QLoRA does: on that model's weights in NF4, which it leaves dequantized in `base/`.
 """
 
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -18,7 +20,7 @@ import numpy as np
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from benchmarks.footprint import Peak, footprint
 
@@ -49,10 +51,14 @@ def load(folder: Path, settings: dict[str, Any]) -> tuple[torch.nn.Module, dict[
     """The model with its first adapters, and what is trained by mlx-lm's names, [in, out]ᵀ."""
     first = load_file(folder / "first.safetensors")
     dtype = getattr(torch, settings["dtype"])
-    model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=dtype)
+    if "nf4" in settings:
+        model = in_nf4(Path(settings["nf4"]), dtype)
+        write_base(model, Path(settings["nf4"]), folder / "base")
+    else:
+        model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=dtype)
+    model.train()  # in which alone it checkpoints and multiplies in NF4; there is no dropout
     if settings.get("checkpoint"):
         model.gradient_checkpointing_enable({"use_reentrant": False})
-        model.train()  # in which alone it checkpoints; there is no dropout
     targets = sorted({name.split(".")[-2] for name in first})
     lora = LoraConfig(
         r=settings["rank"],
@@ -71,6 +77,34 @@ def load(folder: Path, settings: dict[str, Any]) -> tuple[torch.nn.Module, dict[
         for name, parameter in trained.items():
             parameter.copy_(first[name].T)
     return model, trained
+
+
+def in_nf4(folder: Path, dtype: torch.dtype) -> torch.nn.Module:
+    """A model with the matrices of its blocks as QLoRA has them: NF4, and the scales in 8 bits."""
+    quantization = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=dtype,
+    )
+    return AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, quantization_config=quantization, device_map="cpu"
+    )
+
+
+def write_base(model: torch.nn.Module, source: Path, folder: Path) -> None:
+    """Writes what a quantized model multiplies with, in float32, as a Hugging Face model."""
+    from bitsandbytes.functional import dequantize_4bit
+    from bitsandbytes.nn import Params4bit
+
+    tensors = {}
+    for name, parameter in model.named_parameters():  # of tied matrices the first
+        if isinstance(parameter, Params4bit):
+            parameter = dequantize_4bit(parameter.data, parameter.quant_state)
+        tensors[name] = parameter.detach().float().contiguous()
+    folder.mkdir()
+    shutil.copy(source / "config.json", folder)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
 
 def main() -> None:

@@ -3,28 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import islice
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
 from mlx import nn
+from mlx_lm.generate import generate_step
+from mlx_lm.utils import load_model
 
 from mesp.adapters.load import apply_adapters, read_adapters
 from mesp.adapters.measure import sequences
 from mesp.bundle.reader import Bundle
+from mesp.engine.prompts import load_tokenizer
 from studies.tasks import Task
+from tasks.gsm8k import final_number
 
 RESAMPLES = 10_000
 
 
 class Scores(NamedTuple):
     """Of each held-out sequence: the sum of its losses in nats, its number of targets that count,
-    and whether all of them are the model's likeliest tokens, float64 [n] each.
-
-    They are exactly when the model, writing the likeliest token each time, writes the answer and
-    what ends it.
+    and whether the model, writing the likeliest token each time, answers right, float64 [n] each.
     """
 
     losses: np.ndarray
@@ -37,29 +38,43 @@ class Scores(NamedTuple):
         return self.losses.sum() / self.targets.sum()
 
 
-def model_with(bundle: Bundle, adapters: Path | None) -> nn.Module:
-    """The bundle's weights as mlx-lm's model, with adapters in mlx-lm's form."""
-    model = bundle.to_mlx_lm()
+def model_with(bundle: Bundle, adapters: Path | None, base: Path | None = None) -> nn.Module:
+    """The bundle's weights as mlx-lm's model, or those of the Hugging Face model `base`, with
+    adapters in mlx-lm's form; it computes in float32."""
+    model = bundle.to_mlx_lm() if base is None else load_model(base)[0]
+    model.set_dtype(mx.float32)
     if adapters is not None:
         apply_adapters(model, read_adapters(adapters), adapters)
     return model
 
 
-def score(bundle: Bundle, task: Task, adapters: Path | None) -> Scores:
+def score(model: nn.Module, bundle: Bundle, task: Task) -> Scores:
     """All trainers' adapters are judged by one program, which is none of theirs: mlx-lm's model."""
-    model = model_with(bundle, adapters)
+    tokenizer = load_tokenizer(bundle.path)
     rows = []
     for ids, counts in islice(sequences(bundle, "valid", task.seq_len), task.held_out):
         logits, targets = model(mx.array(ids[None, :-1]))[0], mx.array(ids[1:])
         losses = nn.losses.cross_entropy(logits, targets) * mx.array(counts)
-        missed = (mx.argmax(logits, axis=-1) != targets) * mx.array(counts)
-        rows.append((losses.sum().item(), counts.sum(), missed.sum().item() == 0))
+        if task.answers == "number":
+            start = int(counts.argmax()) + 1
+            written = write(model, ids[:start], task.seq_len - start, tokenizer.eos_token_id)
+            number = final_number(tokenizer.decode(ids[start:].tolist()))
+            right = number is not None and final_number(tokenizer.decode(written)) == number
+        else:  # each token the likeliest after those before it: what would be written, to the end
+            missed = (mx.argmax(logits, axis=-1) != targets) * mx.array(counts)
+            right = missed.sum().item() == 0
+        rows.append((losses.sum().item(), counts.sum(), right))
     return Scores(*np.array(rows, np.float64).T)
 
 
-def loss_of_text(bundle: Bundle, adapters: Path | None, ids: np.ndarray, seq_len: int) -> float:
+def write(model: nn.Module, prompt: np.ndarray, most: int, end: int) -> list[int]:
+    """The likeliest tokens after a prompt, int [n], until `end`."""
+    tokens = (token for token, _ in generate_step(mx.array(prompt), model, max_tokens=most))
+    return [*takewhile(lambda token: token != end, tokens)]
+
+
+def loss_of_text(model: nn.Module, ids: np.ndarray, seq_len: int) -> float:
     """Nats a token of windows of a text, int [n]."""
-    model = model_with(bundle, adapters)
     rows = (len(ids) - 1) // seq_len
     total = 0.0
     for start in range(0, rows * seq_len, seq_len):

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
@@ -22,32 +23,49 @@ SCALE = ALPHA / RANK
 
 @dataclass(frozen=True)
 class Task:
-    """What is trained: on sequences of `seq_len` tokens, `batch_size` a step, for `steps`; of
-    `held_out` sequences the loss is taken, and with `answers` what is answered to the letter."""
+    """What is trained: on sequences of `seq_len` tokens, `batch_size` a step, for `steps`, at
+    AdamW's `rate`; of `held_out` sequences the loss is taken, and how many answers are right: to
+    the `letter`, by their final `number`, or, where there are none, neither."""
 
     name: str
     seq_len: int
     batch_size: int
     steps: int
     held_out: int
-    answers: bool = True
+    answers: Literal["letter", "number"] | None = "letter"
+    rate: float = 2e-3
 
 
 EXTRACTION = Task("extraction", 96, 4, 120, 200)
 CLASSIFICATION = Task("classification", 64, 4, 60, 200)
-TEXT = Task("text", 128, 2, 60, 60, answers=False)
+TEXT = Task("text", 128, 2, 60, 60, answers=None)
 TASKS = (EXTRACTION, CLASSIFICATION, TEXT)
+# For models of a billion parameters and more; the demo model can't count.
+GSM8K = Task("gsm8k", 384, 8, 500, 200, answers="number", rate=2e-4)
+GSM8K_DATA = "openai/gsm8k"
 
 
-def export(task: Task, model: str, folder: Path, more_ranks: Iterable[int] = ()) -> Path:
+def export(
+    task: Task,
+    model: str,
+    folder: Path,
+    more_ranks: Iterable[int] = (),
+    dtype: str = "float32",
+    gsm8k: str = GSM8K_DATA,
+) -> Path:
     """The task's bundle of a model: its data is written, and the model exported with it, to be
-    trained at `RANK` or `more_ranks`."""
+    trained at `RANK` or `more_ranks`; `gsm8k` is where that task's data are."""
     bundle = folder / f"{task.name}.mesp"
-    data = "python-docs" if task.name == TEXT.name else write_data(task, folder / task.name)
+    if task.name == GSM8K.name:
+        columns = ("--columns", "prompt=question", "completion=answer")
+        splits = ("--splits", "train=train", f"valid=test[:{task.held_out}]")
+        data = (gsm8k, "--subset", "main", *splits, *columns)
+    else:
+        data = ("python-docs" if task.name == TEXT.name else write_data(task, folder / task.name),)
     command(
         "mesp.commands.export",
-        *("--model", model, "--data", data, "--out", bundle, "--overwrite", "--device", "cpu"),
-        *("--dtype", "float32", "--seq-len", task.seq_len, "--rank", RANK, *more_ranks),
+        *("--model", model, "--out", bundle, "--overwrite", "--device", "cpu", "--dtype", dtype),
+        *("--seq-len", task.seq_len, "--rank", RANK, *more_ranks, "--data", *data),
     )
     return bundle
 
@@ -72,7 +90,8 @@ def command(module: str, *arguments: object) -> None:
     line = [sys.executable, "-c", f"from {module} import main; main()", *map(str, arguments)]
     done = subprocess.run(line, capture_output=True, text=True)
     if done.returncode != 0:
-        raise MespError(done.stderr.strip() or f"{module} failed.")
+        said = done.stderr.strip().removeprefix("Error: ")
+        raise MespError(said or f"{module} failed.")
 
 
 def batches(bundle: Bundle, task: Task, seed: int) -> list[tuple[np.ndarray, np.ndarray]]:

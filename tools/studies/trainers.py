@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,16 +26,23 @@ from mesp.runs.log import read_run
 from studies.tasks import ALPHA, RANK, SCALE, Task, batches, command
 
 BETA2 = 0.98
-RATES = {"adamw": 2e-3, "adamw8bit": 2e-3, "sgd": 0.1}  # falling to 0 in a line
+SGD_RATE = 0.1
 MEZO_RATE = 1e-4
 
 
 @dataclass(frozen=True)
 class Trained:
-    """A run: its loss at each step, and the folder of its adapters in mlx-lm's form."""
+    """A run: its loss at each step, and the folder of its adapters in mlx-lm's form; `base`: the
+    Hugging Face model that they are of, where that is another than the bundle's."""
 
     losses: list[float]
     adapters: Path
+    base: Path | None = None
+
+
+def rate_of(task: Task, optimizer: str) -> float:
+    """The first, which falls to 0 in a line."""
+    return SGD_RATE if optimizer == "sgd" else task.rate
 
 
 def multiply_dequantized() -> None:
@@ -53,7 +61,7 @@ def with_mesp(
     options: tuple[object, ...] = (),
 ) -> Trained:
     """Trains with mesp-engine, with further `options` of mesp-train."""
-    rate = MEZO_RATE if "mezo" in options else RATES[optimizer]
+    rate = MEZO_RATE if "mezo" in options else rate_of(task, optimizer)
     beta2 = ("--beta2", BETA2) if optimizer != "sgd" else ()
     command(
         "mesp.commands.train",
@@ -87,7 +95,7 @@ def with_mlx_lm(bundle: Path, task: Task, optimizer: str, seed: int, folder: Pat
             yield mx.array(ids), mx.array(np.array(spans))
 
     schedule = build_schedule(
-        {"name": "linear_schedule", "arguments": [RATES[optimizer], 0.0, task.steps]}
+        {"name": "linear_schedule", "arguments": [rate_of(task, optimizer), 0.0, task.steps]}
     )
     made = {
         "adamw": lambda: optimizers.AdamW(schedule, betas=[0.9, BETA2], weight_decay=0.0),
@@ -113,17 +121,33 @@ def with_mlx_lm(bundle: Path, task: Task, optimizer: str, seed: int, folder: Pat
 
 
 def with_peft(
-    python: Path, dtype: str, bundle: Path, task: Task, optimizer: str, seed: int, folder: Path
+    python: Path,
+    dtype: str,
+    bundle: Path,
+    task: Task,
+    optimizer: str,
+    seed: int,
+    folder: Path,
+    nf4: Path | None = None,
 ) -> Trained:
-    """Trains with PEFT on PyTorch, in another environment, on the dequantized weights."""
+    """Trains with PEFT on PyTorch, in another environment, on the dequantized weights; or as QLoRA,
+    on those of the Hugging Face model `nf4`, which bitsandbytes quantizes to NF4."""
     opened = Bundle(bundle)
     folder.mkdir(parents=True)
     ids, counted = map(np.stack, zip(*batches(opened, task, seed), strict=True))
     write_inputs(folder, opened, first_adapters(opened, RANK, seed), ids, counted)
-    rates = [RATES[optimizer] * (1 - step / task.steps) for step in range(task.steps)]
+    first = rate_of(task, optimizer)
+    rates = [first * (1 - step / task.steps) for step in range(task.steps)]
     settings = {"optimizer": optimizer, "rates": rates, "beta2": BETA2, "dtype": dtype}
     settings |= {"rank": RANK, "alpha": ALPHA}
+    settings |= {} if nf4 is None else {"nf4": str(nf4.resolve())}
     run = run_peft(python, settings, folder, blas_threads(), lambda step: None)
     lora = {"fine_tune_type": "lora", "lora_parameters": {"rank": RANK, "scale": SCALE}}
     (folder / "adapter_config.json").write_text(json.dumps(lora))
-    return Trained(run.losses, folder)
+    return Trained(run.losses, folder, None if nf4 is None else folder / "base")
+
+
+def has_bitsandbytes(python: Path) -> bool:
+    """Whether that Python can train on weights in NF4."""
+    line = [python.absolute(), "-c", "import bitsandbytes"]
+    return subprocess.run(line, capture_output=True).returncode == 0
