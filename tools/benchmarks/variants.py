@@ -37,8 +37,8 @@ EVERYTHING_MB = 1e6  # more than keeping every intermediate takes
 
 
 class Variant(NamedTuple):
-    """How it is trained. `limit`: one of LIMITS, or MB; `threads`: of products, by default as many as
-    cores."""
+    """How it is trained. `limit`: one of LIMITS, or MB; `threads`: of products, by default
+    a core each, up to 8."""
 
     method: str
     limit: str = "auto"
