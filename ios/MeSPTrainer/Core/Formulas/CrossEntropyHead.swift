@@ -28,7 +28,7 @@ struct CrossEntropyHead {
     /// On a GPU, of 350 GFLOPS or more: a boundary is a round trip.
     static let gpuWork = 1 << 35
 
-    private static let exponential = Fused { exp($0[0] - $0[1]) }
+    private static let exponential = Fused { MeSPCore.exponential($0[0] - $0[1]) }
 
     private var matrix: QuantizedMatrix { weights.matrix("", inputs: architecture.hiddenSize) }
     private var norm: RMSNorm { RMSNorm(weight: weights["norm"], eps: architecture.rmsNormEps) }

@@ -13,9 +13,9 @@ struct OutputGate {
         (Self.y([dy, g]), Self.dg([x, dy, g]))
     }
 
-    private static let y = Fused { $0[0].asType(.float32) * sigmoid($0[1].asType(.float32)) }
+    private static let y = Fused { $0[0].asType(.float32) * logistic($0[1].asType(.float32)) }
     private static let dg = Fused {
-        let sigma = sigmoid($0[2].asType(.float32))
+        let sigma = logistic($0[2].asType(.float32))
         return $0[0].asType(.float32) * $0[1] * sigma * (1 - sigma)
     }
 }
