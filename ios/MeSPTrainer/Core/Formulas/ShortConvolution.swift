@@ -6,6 +6,11 @@ import MLX
 struct ShortConvolution {
     let convolution: CausalConvolution
 
+    /// The short convolution of some of the features.
+    func features(_ range: Range<Int>) -> ShortConvolution {
+        ShortConvolution(convolution: convolution.features(range))
+    }
+
     /// What is before the first token.
     func start() -> MLXArray { convolution.start(dtype: .float32) }
 

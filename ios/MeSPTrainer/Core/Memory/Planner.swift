@@ -299,8 +299,11 @@ public struct Planner: Sendable {
             + (scattered.contains(hidden) ? 3 * max(hidden, most(\.mixed)) : 0)
     }
 
-    /// The sizes of such activations, in bytes; a recurrent block has wider ones beside.
-    private var scattered: Range<Int> { (architecture.isRecurrent ? 1_000_000 : 1_600_000)..<8 << 20 }
+    /// The sizes of such activations, in bytes; a recurrent block whose mixer is wider than the model has wider ones beside.
+    private var scattered: Range<Int> {
+        let isWide = architecture.isRecurrent && most(\.mixed) > hidden
+        return (isWide ? 1_000_000 : 1_600_000)..<8 << 20
+    }
 
     // MARK: - What is alive at once. Counts of arrays follow the code; the few constants were fitted to measurements on Linux.
 
