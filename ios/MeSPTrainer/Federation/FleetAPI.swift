@@ -1,4 +1,5 @@
 import Foundation
+import MeSPSentences
 
 #if canImport(FoundationNetworking)
     import FoundationNetworking
@@ -16,7 +17,7 @@ struct FleetAPI: Sendable {
 
     /// A call failed in a way that another may not: the network, or a server that is busy.
     struct Unreachable: Error {
-        let sentence: String
+        let sentence: Sentence
     }
 
     /// The server says by one of Flower's codes why it does not do it.
