@@ -49,6 +49,10 @@ struct FleetAPI: Sendable {
             "flwr-signature": try key.signature(of: now).base64EncodedString(),
             "flwr-package-name": "flwr", "flwr-package-version": Self.version, "flwr-component-name": "SuperNode",
         ]
+        #if canImport(FoundationNetworking)
+            // Foundation for Linux keeps a core busy with a connection that was kept and that the server then closed.
+            request.setValue("close", forHTTPHeaderField: "connection")
+        #endif
         for (name, value) in headers { request.setValue(value, forHTTPHeaderField: name) }
         let (data, status) = try await answer(to: request)
         switch status {
