@@ -30,9 +30,12 @@ let package = Package(
     targets: [
         .target(
             name: "MeSPCore",
-            dependencies: ["MeSPFederation", .product(name: "MLX", package: hostMLX ? "HostMLX" : "mlx-swift")],
+            dependencies: [
+                "MeSPFederation", "MeSPSentences", .product(name: "MLX", package: hostMLX ? "HostMLX" : "mlx-swift"),
+            ],
             path: "ios/MeSPTrainer/Core"),
-        .target(name: "MeSPFederation", path: "ios/MeSPTrainer/Federation"),
+        .target(name: "MeSPFederation", dependencies: ["MeSPSentences"], path: "ios/MeSPTrainer/Federation"),
+        .target(name: "MeSPSentences", path: "ios/MeSPTrainer/Sentences"),
         .executableTarget(
             name: "mesp-engine", dependencies: ["MeSPCore", "MeSPFederation"] + ledger, path: "ios/MeSPTrainer/Engine"),
         .target(

@@ -12,6 +12,7 @@ import copy
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import socket
@@ -26,6 +27,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import federate_study
 from conftest import command
 from mesp.engine.build import find_engine
 from mesp.errors import MespError
@@ -613,3 +615,46 @@ def test_real_processes_over_tls_with_authentication(bundle: Path, data: Path, t
         assert record["left_out"] == []
     simulated = federation(bundle, data, tmp_path / "simulated", *options)
     assert equal(server.rounds.arrays(3), served(simulated))
+
+
+# The tools.
+
+
+def tool(name: str, *arguments: object) -> str:
+    """What one of the tools prints."""
+    path = Path(__file__).parents[1] / "tools" / f"{name}.py"
+    done = subprocess.run(
+        [sys.executable, path, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "MESP_ENGINE": str(find_engine())},
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_study_begins_alike_and_trains_each_way(tmp_path: Path):
+    options = ("--rounds", 1, "--steps", 2, "--out", tmp_path / "out")
+    said = tool("federate_study", *options, "--plot", tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+    tables = re.findall(r"by round\n\n(.*?)\n\n", said, flags=re.DOTALL)
+    losses, _ = ([re.findall(r"[^|]+", line) for line in each.splitlines()] for each in tables)
+    names, _, before, after = ([cell.strip() for cell in line] for line in losses)
+    assert names == ["round", "alone", "federated", "noise 0.1", "noise 1", "together"]
+    assert len(set(before[1:])) == 1
+    lowered = dict(zip(names, [float(cell) < float(before[1]) for cell in after], strict=True))
+    assert lowered["alone"] and lowered["federated"] and lowered["together"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_the_load_counts_every_run(tmp_path: Path):
+    options = ("--clients", 6, "--sampled", 2, "--rounds", 7, "--steps", 1)
+    said = tool("federate_load", *options, "--out", tmp_path / "out")
+    assert re.search(r" s for 14 runs of [\d.,]+ s in all, \d+ at once: ", said)
+    assert re.search(r"^\| +7 \| +2 \|", said, flags=re.MULTILINE)
+
+
+def test_a_noise_is_as_private_as_zcdp_has_it():
+    """Eight rounds of noise 1: r = 4, and 4 + 2 √(4 ln 10⁵)."""
+    assert federate_study.epsilon(1, 8) == pytest.approx(17.572, abs=1e-3)
+    assert federate_study.epsilon(2, 32) == federate_study.epsilon(1, 8)

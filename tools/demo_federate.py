@@ -21,6 +21,7 @@ from mesp.formatting import decimal, megabytes
 from tasks.house import DO, cases
 
 ROUNDS, STEPS, BATCH_SIZE = 8, 10, 2
+RATE = 2e-3
 CASES, HELD_OUT_CASES = 1200, 50
 OUT = DEMO_OUT.with_name("demo-federate")
 # What is averaged, by what is typed for it.
@@ -32,39 +33,25 @@ KINDS = {"B alone (FFA-LoRA)": (), "A and B apart": ("--no-freeze-a",)}
 @click.option("--rounds", type=click.IntRange(min=1), default=ROUNDS)
 @click.option("--split", default="by-file", help="As mesp-federate's.")
 @click.option("--seed", type=int, default=0, help="As mesp-federate's.")
-@click.option("--learning-rate", type=float, default=2e-3, help="As mesp-federate's.")
+@click.option("--learning-rate", type=float, default=RATE, help="As mesp-federate's.")
 @click.option("--out", type=click.Path(path_type=Path), default=OUT)
 def main(both: bool, rounds: int, split: str, seed: int, learning_rate: float, out: Path) -> None:
     """Simulate six people and draw their rounds."""
     began = time.monotonic()
     bundle, data = out / "demo.mesp", out / "requests"
-    write_data(data)
-    call(
-        *(program("mesp-export"), "--model", "demo", "--out", bundle, "--overwrite"),
-        *("--seq-len", SEQ_LEN, "--rank", RANK),
-    )
+    write_data(data, HELD_OUT_CASES)
+    export(bundle)
     stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
     found = {}
     for number, (kind, options) in enumerate(KINDS.items()):
         if number and not both:
             break
-        run = out / "runs" / f"{stamp}-{number}"
-        call(
-            *(program("mesp-federate"), bundle, "--data", data, "--clients", len(DO)),
-            *("--rounds", rounds, "--steps", STEPS, "--batch-size", BATCH_SIZE),
-            *(
-                "--split",
-                split,
-                "--seed",
-                seed,
-                "--alpha",
-                2 * RANK,
-                "--learning-rate",
-                learning_rate,
-            ),
-            *("--val-batches", HELD_OUT_CASES, "--output", run, *options),
+        federation = federated(
+            *(bundle, data, out / "runs" / f"{stamp}-{number}", "--rounds", rounds),
+            *("--split", split, "--seed", seed, "--learning-rate", learning_rate),
+            *("--steps", STEPS, "--val-batches", HELD_OUT_CASES, *options),
         )
-        found[kind] = Federation.read(run).rounds.records()
+        found[kind] = federation.rounds.records()
     picture = out / "rounds.png"
     draw(picture, found)
     for kind, records in found.items():
@@ -72,16 +59,33 @@ def main(both: bool, rounds: int, split: str, seed: int, learning_rate: float, o
     click.echo(f"{time.monotonic() - began:.0f} s in all. The rounds, drawn: {picture}")
 
 
-def write_data(folder: Path) -> None:
-    """A file of training cases for each thing in the house, and the held-out cases."""
+def write_data(folder: Path, held_out: int) -> None:
+    """A file of training cases for each thing in the house, and so many that are held out."""
     files = {f"{what}.jsonl": [] for what in DO}
     for case in cases(CASES, seed=0, held_out=False):
         files[json.loads(case.completion)["what"] + ".jsonl"].append(case)
-    files["valid.jsonl"] = cases(HELD_OUT_CASES, seed=1, held_out=True)
+    files["valid.jsonl"] = cases(held_out, seed=1, held_out=True)
     folder.mkdir(parents=True, exist_ok=True)
     for name, each in files.items():
         lines = "".join(json.dumps(case._asdict()) + "\n" for case in each)
         (folder / name).write_text(lines, encoding="utf-8")
+
+
+def export(bundle: Path, *options: object) -> None:
+    """Exports the demo model, to be trained on requests."""
+    call(
+        *(program("mesp-export"), "--model", "demo", "--out", bundle, "--overwrite"),
+        *("--seq-len", SEQ_LEN, "--rank", RANK, *options),
+    )
+
+
+def federated(bundle: Path, data: Path, output: Path, *options: object) -> Federation:
+    """Simulates the six people with `options` of mesp-federate."""
+    call(
+        *(program("mesp-federate"), bundle, "--data", data, "--clients", len(DO)),
+        *("--batch-size", BATCH_SIZE, "--alpha", 2 * RANK, "--output", output, *options),
+    )
+    return Federation.read(output)
 
 
 def described(records: list[dict[str, Any]]) -> str:

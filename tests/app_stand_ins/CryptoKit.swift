@@ -1,12 +1,32 @@
-// What the core uses of CryptoKit.
+// What the core and the federation use of CryptoKit.
 
 import Foundation
 
 public struct SHA256: Sendable {
+    public typealias Digest = SHA256Digest
     public init() {}
     public mutating func update(data: some DataProtocol) {}
     public func finalize() -> SHA256Digest { SHA256Digest() }
+    public static func hash(data: some DataProtocol) -> SHA256Digest { SHA256Digest() }
 }
 public struct SHA256Digest: Sequence, Sendable {
     public func makeIterator() -> Array<UInt8>.Iterator { [].makeIterator() }
+}
+
+public enum P256 {
+    public enum Signing {
+        public struct PrivateKey: Sendable {
+            public init() {}
+            public init(derRepresentation: some RandomAccessCollection<UInt8>) throws {}
+            public var derRepresentation: Data { Data() }
+            public var publicKey: PublicKey { PublicKey() }
+            public func signature(for data: some DataProtocol) throws -> ECDSASignature { ECDSASignature() }
+        }
+        public struct PublicKey: Sendable {
+            public var derRepresentation: Data { Data() }
+        }
+        public struct ECDSASignature: Sendable {
+            public var derRepresentation: Data { Data() }
+        }
+    }
 }

@@ -153,7 +153,7 @@ import Observation
         case .sent(let question, let bytes): end(question) { $0.bytesUp = bytes }
         case .dropped(let question, _): end(question) { $0.problem = "The federation ended before the answer came." }
         case .failed(let question, let why): end(question) { $0.problem = "\(why)" }
-        case .waiting(let why): state = .unreachable("\(why)")
+        case .waiting(let why): state = .unreachable(why)
         }
     }
 

@@ -80,7 +80,7 @@ struct FederationSettings: Decodable {
             case .sent(let question, let bytes): try print("sent", Message(question, bytes: bytes))
             case .dropped(let question, let why): try print("dropped", Message(question, message: why))
             case .failed(let question, let why): try print("failed", Message(question, message: why))
-            case .waiting(let why): try print("waiting", ["message": why])
+            case .waiting(let why): try print("waiting", ["message": why.english])
             }
         } catch {
             stopRequested = 1  // without a reader it is over

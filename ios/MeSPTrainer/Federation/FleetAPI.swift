@@ -1,4 +1,5 @@
 import Foundation
+import MeSPSentences
 
 #if canImport(FoundationNetworking)
     import FoundationNetworking
@@ -16,7 +17,7 @@ struct FleetAPI: Sendable {
 
     /// A call failed in a way that another may not: the network, or a server that is busy.
     struct Unreachable: Error {
-        let sentence: String
+        let sentence: Sentence
     }
 
     /// The server says by one of Flower's codes why it does not do it.
@@ -48,6 +49,10 @@ struct FleetAPI: Sendable {
             "flwr-signature": try key.signature(of: now).base64EncodedString(),
             "flwr-package-name": "flwr", "flwr-package-version": Self.version, "flwr-component-name": "SuperNode",
         ]
+        #if canImport(FoundationNetworking)
+            // Foundation for Linux keeps a core busy with a connection that was kept and that the server then closed.
+            request.setValue("close", forHTTPHeaderField: "connection")
+        #endif
         for (name, value) in headers { request.setValue(value, forHTTPHeaderField: name) }
         let (data, status) = try await answer(to: request)
         switch status {

@@ -1,4 +1,5 @@
 import Foundation
+import MeSPSentences
 
 #if canImport(FoundationNetworking)
     import FoundationNetworking
@@ -24,7 +25,7 @@ public struct SuperNode: Sendable {
         case dropped(Question, String)
         /// A message could not be answered here; the server learns that, not why.
         case failed(Question, String)
-        case waiting(String)
+        case waiting(Sentence)
     }
 
     /// What a message asks.

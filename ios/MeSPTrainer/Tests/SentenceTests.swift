@@ -1,4 +1,5 @@
 import Foundation
+import MeSPFederation
 import Testing
 
 @testable import MeSPCore
@@ -33,6 +34,12 @@ import Testing
         #expect(sentence.english == "The text has 7 of 100%@")
         #expect(("\("x"): \(5)%" as Sentence).localized(by: bundle) == "5 % (x)")
         #expect(("Below 20%." as Sentence).localized(by: bundle) == "Unter 20 %.")
+    }
+
+    @Test func aFederationsErrorIsTranslatedToo() throws {
+        let bundle = try translated(["%@ no longer knows this node; join again.": "%@ kennt diesen Knoten nicht mehr."])
+        let error: any Error = FederationError("\("a.org") no longer knows this node; join again.")
+        #expect(error.plainSentence.localized(by: bundle) == "a.org kennt diesen Knoten nicht mehr.")
     }
 
     @Test func aSentenceInAnotherLosesItsFullStop() throws {

@@ -126,7 +126,7 @@ final class SuperNodeTests {
                 try await node(lease: 0).run(report: { _ in }, answer: Self.train)
                 return nil
             } catch let error as FederationError {
-                return error.sentence
+                return error.sentence.english
             }
         }
         #expect(try await sentence(["register-node": [(404, "not found")]])?.contains("Flower 1.41") == true)

@@ -42,6 +42,9 @@ final class SuperLink: URLProtocol {
         // As Python's `datetime.fromisoformat` wants it, with a zone.
         let signed = request.value(forHTTPHeaderField: "flwr-timestamp") ?? ""
         #expect(signed.wholeMatch(of: /\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z/) != nil)
+        #if canImport(FoundationNetworking)
+            #expect(request.value(forHTTPHeaderField: "connection") == "close")
+        #endif
         let (status, body) = Self.with(host) { state in
             state.calls.append(url.lastPathComponent)
             if var faults = state.faults[url.lastPathComponent], !faults.isEmpty {

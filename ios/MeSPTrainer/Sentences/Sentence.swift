@@ -19,7 +19,7 @@ public struct Sentence: ExpressibleByStringInterpolation, Sendable {
     public init(stringLiteral text: String) { self.init(english: text) }
 
     /// - Parameter english: the words of a sentence that was written to a file. The catalogue has them where it was one without values.
-    init(english: String) { (key, values) = (english, []) }
+    package init(english: String) { (key, values) = (english, []) }
 
     public init(stringInterpolation literal: Interpolation) { (key, values) = (literal.key, literal.values) }
 
@@ -30,7 +30,7 @@ public struct Sentence: ExpressibleByStringInterpolation, Sendable {
     public var localized: String { localized(by: .main) }
 
     /// - Parameter bundle: has the table.
-    func localized(by bundle: Bundle) -> String {
+    package func localized(by bundle: Bundle) -> String {
         filled(bundle.localizedString(forKey: key, value: nil, table: "Sentences"), locale: .current) {
             $0.localized(by: bundle)
         }
