@@ -114,7 +114,7 @@ def test_the_whole_model_is_extrapolated(model: Path, tmp_path: Path):
     peaks = [row["footprint_peak_bytes"] for row in (one, two, whole)]
     assert peaks[2] == pytest.approx(2 * peaks[1] - peaks[0])
     assert two["predicted_peak_bytes"] < whole["predicted_peak_bytes"]
-    assert (tmp_path / "rows.png").read_weight_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "rows.png").read_bytes().startswith(b"\x89PNG")
 
 
 @needs_engine
@@ -167,7 +167,7 @@ def test_records_at_their_own_length_are_compared_with_padded_ones(model: Path, 
     ratio = short["records_per_second"] / padded["records_per_second"]
     assert short["to_padded"] == pytest.approx(ratio)
     assert short["losses"] == pytest.approx(padded["losses"], rel=1e-6)
-    assert short["predicted_peak_bytes"] > padded["predicted_peak_bytes"]
+    assert short["predicted_peak_bytes"] == padded["predicted_peak_bytes"]  # the longest's
 
 
 @needs_engine

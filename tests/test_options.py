@@ -523,6 +523,18 @@ def test_a_run_that_goes_on_is_as_if_it_had_not_stopped(
     assert distance(saved(tmp_path / "run"), saved(tmp_path / "whole")) == 0
 
 
+def test_the_number_of_threads_changes_no_bit(
+    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    adapters = set()
+    for threads in (1, 2, 5):
+        monkeypatch.setenv("OPENBLAS_NUM_THREADS", str(threads))
+        output = tmp_path / f"{threads}"
+        train(bundle, output, steps=2)
+        adapters.add((output / "adapters" / "adapters.safetensors").read_bytes())
+    assert len(adapters) == 1
+
+
 def test_the_best_is_kept_and_a_run_that_gets_worse_ends(bundle: Path, tmp_path: Path):
     options = ("--learning-rate", 2.0, "--eval-every", 1, "--early-stopping", 3)
     run = train(bundle, tmp_path / "run", *options, steps=60)

@@ -34,7 +34,7 @@ enum Activation: String, Codable, Sendable {
     }
 
     private struct Kernels {
-        let act, dGate, dUp, f, slope: Fused
+        let act, dGate, dUp: Fused
 
         init(_ activation: Activation) {
             act = Fused { activation.gated(gate: sum($0.prefix($0.count / 2)), up: sum($0.suffix($0.count / 2))) }
@@ -43,25 +43,16 @@ enum Activation: String, Codable, Sendable {
                 return dAct * sum($0.dropLast().suffix($0.count / 2)) * activation.values(gate).slope
             }
             dUp = Fused { $0[$0.count - 1] * activation.values(sum($0.dropLast())).f }
-            f = Fused { activation.values($0[0]).f }
-            slope = Fused { activation.values($0[0]).slope }
         }
     }
     private static let silus = Kernels(.silu)
     private static let gelus = Kernels(.gelu)
 
-    /// f(x) and f′(x), x in float32; on a GPU a kernel for each.
-    func each(_ x: MLXArray) -> (f: MLXArray, slope: MLXArray) {
-        guard Device.defaultDevice().deviceType == .gpu else { return values(x) }
-        let kernels = self == .silu ? Self.silus : Self.gelus
-        return (kernels.f([x]), kernels.slope([x]))
-    }
-
-    /// f(x) and f′(x), x in float32
+    /// f(x) and f′(x)
     func values(_ x: MLXArray) -> (f: MLXArray, slope: MLXArray) {
         switch self {
         case .silu:  // silu′ = σ + x σ (1 − σ)
-            let sigma = logistic(x)
+            let sigma = sigmoid(x)
             let silu = x * sigma
             return (silu, sigma + silu * (1 - sigma))
         case .gelu:  // gelu′ = (1 + t) / 2 + x (1 − t²) √(2/π) (1 + 3 · 0.044715 x²) / 2

@@ -51,8 +51,7 @@ struct GatedDeltaNet {
         let before = state
         let parts = tiles(of: keyHeads, size: tile).map { heads in
             var memory = before.memory[values(heads)]
-            let qkv = inputs(heads).map { $0(qkv, tail: before.tail).y }
-            let o = rule(heads, qkv, b: b, a: a, pace: .chained)(state: &memory)
+            let o = rule(heads, qkv: qkv, tail: before.tail, b: b, a: a, pace: .chained)(state: &memory)
             if heads.count < keyHeads { eval(o, memory) }
             return (o: o.reshaped([o.dim(0), -1]), memory: memory)
         }
@@ -61,11 +60,15 @@ struct GatedDeltaNet {
         return concatenated(parts.map(\.o), axis: -1)
     }
 
-    /// - Parameter qkv: q̂, k̂ and v of these heads
     private func rule(
-        _ heads: Range<Int>, _ qkv: [MLXArray], b: MLXArray, a: MLXArray, pace: Pace
+        _ heads: Range<Int>, qkv: MLXArray, tail: MLXArray, b: MLXArray, a: MLXArray, pace: Pace
     ) -> GatedDeltaRule {
-        GatedDeltaRule(
+        let qkv = inputs(heads).map { input in
+            let x = input(qkv, tail: tail)
+            pace.finish([x])
+            return x
+        }
+        return GatedDeltaRule(
             q: qkv[0], k: qkv[1], v: qkv[2], logDecay: Self.logDecay(decay(heads, a)), beta: beta(heads, b), pace: pace)
     }
 
@@ -112,18 +115,23 @@ struct GatedDeltaNet {
         let convolution: CausalConvolution
         let norm: RMSNorm?
 
-        /// qkv `[n, D]` to y `[n, heads, dim]`, with what the derivative reads: silu and silu′ of the convolution; all in float32.
-        func callAsFunction(_ qkv: MLXArray, tail: MLXArray) -> (y: MLXArray, silu: MLXArray, slope: MLXArray) {
-            let (silu, slope) = Activation.silu.each(convolution(qkv[0..., features], tail: tail[0..., features]))
-            let byHead = silu.reshaped([silu.dim(0), -1, dim])
-            return (norm.map { $0(byHead) } ?? byHead, byHead, slope)
+        /// qkv `[n, D]` to `[n, heads, dim]`, in float32.
+        func callAsFunction(_ qkv: MLXArray, tail: MLXArray) -> MLXArray {
+            let x = activated(convolution(qkv[0..., features], tail: tail[0..., features]))
+            return norm.map { $0(x) } ?? x
         }
 
-        /// The gradient of these features of a whole sequence's qkv `[T, features]`, in float32.
-        func backward(silu: MLXArray, slope: MLXArray, dy: MLXArray) -> MLXArray {
-            let dSilu = norm.map { $0.backward(silu, dy: dy) } ?? dy
-            return convolution.backward(dy: dSilu.reshaped(slope.shape) * slope)
+        /// The gradient of these features of a whole sequence's qkv, in float32.
+        func backward(_ qkv: MLXArray, dy: MLXArray) -> MLXArray {
+            let convolved = convolution(qkv[0..., features], tail: convolution.start(dtype: qkv.dtype))
+            let d = norm.map { $0.backward(activated(convolved), dy: dy) } ?? dy
+            return convolution.backward(dy: Self.siluBackward([d.reshaped(convolved.shape), convolved]))
         }
+
+        private func activated(_ x: MLXArray) -> MLXArray { Self.silu([x]).reshaped([x.dim(0), -1, dim]) }
+
+        private static let silu = Fused { Activation.silu.values($0[0]).f }
+        private static let siluBackward = Fused { $0[0] * Activation.silu.values($0[1]).slope }
     }
 
     /// The derivative of o, of a whole sequence. What was made on the way to o is made again, some key heads at a time; qkv and dO are
@@ -163,16 +171,11 @@ struct GatedDeltaNet {
         _ heads: Range<Int>, qkv: MLXArray, b: MLXArray, a: MLXArray, dO: MLXArray, pace: Pace
     ) -> [MLXArray] {
         let values = values(heads)
-        let (inputs, tail) = (inputs(heads), convolution.start(dtype: qkv.dtype))
-        let made = inputs.map { input in
-            let made = input(qkv, tail: tail)
-            pace.finish([made.y, made.silu, made.slope])
-            return made
-        }
-        let d = rule(heads, made.map(\.y), b: b, a: a, pace: pace)
+        let tail = convolution.start(dtype: qkv.dtype)
+        let d = rule(heads, qkv: qkv, tail: tail, b: b, a: a, pace: pace)
             .backward(dO: byHead(dO[0..., values.lowerBound * valueDim..<values.upperBound * valueDim]))
-        let dQKV = zip(zip(inputs, made), [d.dq, d.dk, d.dv]).map { input, dy in
-            let dx = input.0.backward(silu: input.1.silu, slope: input.1.slope, dy: dy)
+        let dQKV = zip(inputs(heads), [d.dq, d.dk, d.dv]).map { input, dy in
+            let dx = input.backward(qkv, dy: dy)
             pace.finish([dx])
             return dx
         }

@@ -205,7 +205,7 @@ struct GatedDeltaRule {
             rule.pace.finish([gamma, start, qk, kk, m])
         }
 
-        private static let expMasked = Fused { exponential($0[0]) * $0[1] }
+        private static let expMasked = Fused { exp($0[0]) * $0[1] }
 
         /// W `[…, C, dk]`
         func w(_ rule: GatedDeltaRule) -> MLXArray { matmul(m, rule.beta * start * rule.k) }

@@ -297,6 +297,7 @@ public struct Planner: Sendable {
             // What is freed doesn't go back to the system at once: small blocks, and activations between others, up to a size.
             + (plan.tileBytes < tileSizes[0] ? 4_000_000 : 0)
             + (scattered.contains(hidden) ? 3 * max(hidden, most(\.mixed)) : 0)
+            + (method == .mebp && scattered.contains(intermediate) ? 7 * intermediate : 0)
     }
 
     /// The sizes of such activations, in bytes; a recurrent block whose mixer is wider than the model has wider ones beside.
