@@ -152,6 +152,9 @@ std::vector<int> bounds(int count, int unit) {
     return bounds;
 }
 
+/// Whether a product is worth waking a thread for: unpacking a weight takes as long as multiplying it with some 16 rows, 0.3 ns.
+bool is_work(int rows, int columns, int m) { return int64_t(rows) * columns * (m + 16) > 1 << 23; }
+
 /// A thread's own, for a tile.
 float *scratch(size_t count) {
     static thread_local std::vector<float> tile;
@@ -162,7 +165,7 @@ float *scratch(size_t count) {
 /// y = x Wᵀ: x [m, columns], y [m, rows]
 void by_rows(const PackedMatrix &w, int rows, int columns, const float *x, int m, float *y) {
     const std::vector<int> parts = bounds(rows, 16);
-    parallel(int(parts.size()) - 1, [=, &parts](int part) {
+    parallel(int(parts.size()) - 1, is_work(rows, columns, m), [=, &parts](int part) {
         const int first = parts[part], count = parts[part + 1] - first;
         float *tile = scratch(size_t(count) * std::min(tile_length, columns));
         for (int start = 0; start < columns; start += tile_length) {
@@ -178,7 +181,7 @@ void by_rows(const PackedMatrix &w, int rows, int columns, const float *x, int m
 /// y = x W: x [m, rows], y [m, columns]
 void by_columns(const PackedMatrix &w, int rows, int columns, const float *x, int m, float *y) {
     const std::vector<int> parts = bounds(columns, w.group_size);
-    parallel(int(parts.size()) - 1, [=, &parts](int part) {
+    parallel(int(parts.size()) - 1, is_work(rows, columns, m), [=, &parts](int part) {
         const int first = parts[part], count = parts[part + 1] - first;
         float *tile = scratch(size_t(count) * std::min(tile_length, rows));
         for (int start = 0; start < rows; start += tile_length) {

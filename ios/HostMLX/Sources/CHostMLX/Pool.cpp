@@ -70,11 +70,13 @@ class Pool {
 
 }  // namespace
 
-void parallel(int count, const std::function<void(int)> &part) {
-    // Never destroyed: its threads wait in it until the process ends.
-    static Pool &pool = *new Pool(threads());
-    std::unique_lock lock(pool.inUse, std::try_to_lock);
-    if (count > 1 && lock.owns_lock()) return pool.run(count, part);
+void parallel(int count, bool isWork, const std::function<void(int)> &part) {
+    if (isWork && count > 1) {
+        // Never destroyed: its threads wait in it until the process ends.
+        static Pool &pool = *new Pool(threads());
+        std::unique_lock lock(pool.inUse, std::try_to_lock);
+        if (lock.owns_lock()) return pool.run(count, part);
+    }
     for (int i = 0; i < count; i++) part(i);
 }
 

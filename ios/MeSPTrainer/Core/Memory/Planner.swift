@@ -296,7 +296,7 @@ public struct Planner: Sendable {
             + max(forward, loss(tile), backward(tile))
             // What is freed doesn't go back to the system at once: small blocks, and activations between others, up to a size.
             + (plan.tileBytes < tileSizes[0] ? 4_000_000 : 0)
-            + (scattered.contains(hidden) ? 3 * max(hidden, most(\.mixed)) : 0)
+            + (scattered.contains(hidden) ? (architecture.isRecurrent ? 3 : 1) * max(hidden, most(\.mixed)) : 0)
             + (method == .mebp && scattered.contains(intermediate) ? 7 * intermediate : 0)
     }
 
