@@ -294,16 +294,16 @@ public struct Planner: Sendable {
         let forward = plan.keptBlocks > 0 ? forward + 2 * intermediate : forward
         return process + lasting(plan)
             + max(forward, loss(tile), backward(tile))
-            // What is freed doesn't go back to the system at once: small blocks, and activations between others, up to a size.
-            + (plan.tileBytes < tileSizes[0] ? 4_000_000 : 0)
-            + (scattered.contains(hidden) ? (architecture.isRecurrent ? 3 : 1) * max(hidden, most(\.mixed)) : 0)
-            + (method == .mebp && scattered.contains(intermediate) ? 7 * intermediate : 0)
+            // What is freed doesn't go back to the system at once: small blocks, and gaps between activations.
+            + (plan.tileBytes < tileSizes[0] ? 4_000_000 : 0) + gaps
     }
 
-    /// The sizes of such activations, in bytes; a recurrent block whose mixer is wider than the model has wider ones beside.
-    private var scattered: Range<Int> {
+    /// What lies between activations of a size that malloc keeps, in bytes; a recurrent mixer that is wider than the model leaves more.
+    private var gaps: Int {
         let isWide = architecture.isRecurrent && most(\.mixed) > hidden
-        return (isWide ? 1_000_000 : 1_600_000)..<8 << 20
+        let sizes = (isWide ? 1_000_000 : 1_600_000)..<8 << 20
+        return (sizes.contains(hidden) ? (isWide ? 3 : 1) * max(hidden, most(\.mixed)) : 0)
+            + (method == .mebp && sizes.contains(intermediate) ? 7 * intermediate : 0)
     }
 
     // MARK: - What is alive at once. Counts of arrays follow the code; the few constants were fitted to measurements on Linux.
