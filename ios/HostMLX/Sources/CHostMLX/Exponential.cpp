@@ -27,6 +27,8 @@ constexpr int lanes = 16;
 typedef float Floats __attribute__((vector_size(4 * lanes)));
 typedef int32_t Integers __attribute__((vector_size(4 * lanes)));
 
+// Macros, as a vector of another CPU's size can't be given to a function.
+
 /// As simd/math.h of MLX has it: 2^(x / ln 2), the integer part by bits, the fraction by a polynomial of Cephes.
 #define EXPONENTIAL(result, in)                                                              \
     Floats result;                                                                           \
