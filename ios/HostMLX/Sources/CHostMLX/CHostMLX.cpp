@@ -347,10 +347,12 @@ namespace {
 
 // Taken before MLX's, which have a `StreamOrDevice`.
 mx::array exp(const mx::array &x, mx::Stream s) {
-    return host::exponential(host::Exponential::exp, x, s).value_or(mx::exp(x, s));
+    const auto y = host::exponential(host::Exponential::exp, x, s);
+    return y ? *y : mx::exp(x, s);
 }
 mx::array sigmoid(const mx::array &x, mx::Stream s) {
-    return host::exponential(host::Exponential::sigmoid, x, s).value_or(mx::sigmoid(x, s));
+    const auto y = host::exponential(host::Exponential::sigmoid, x, s);
+    return y ? *y : mx::sigmoid(x, s);
 }
 
 }  // namespace
@@ -448,11 +450,12 @@ HostArray host_where(HostArray condition, HostArray a, HostArray b, HostStream s
     return WRAP(mx::where(get(condition), get(a), get(b), get(s)));
 }
 HostArray host_softmax(HostArray a, const int32_t *axes, ptrdiff_t count, bool precise, HostStream s) {
-    if (count == 1 && (axes[0] == -1 || axes[0] + 1 == int(get(a).ndim()))) {
-        if (auto y = host::exponential(host::Exponential::softmax, get(a), get(s))) return wrap(*y);
-    }
-    return count < 0 ? WRAP(mx::softmax(get(a), precise, get(s)))
-                     : WRAP(mx::softmax(get(a), list(axes, count), precise, get(s)));
+    return WRAP([&] {
+        if (count == 1 && (axes[0] == -1 || axes[0] + 1 == int(get(a).ndim()))) {
+            if (const auto y = host::exponential(host::Exponential::softmax, get(a), get(s))) return *y;
+        }
+        return count < 0 ? mx::softmax(get(a), precise, get(s)) : mx::softmax(get(a), list(axes, count), precise, get(s));
+    }());
 }
 
 // MARK: Fused operations

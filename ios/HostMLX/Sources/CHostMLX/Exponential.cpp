@@ -6,6 +6,7 @@
 #include <limits>
 
 #include "Pool.h"
+#include "Vectors.h"
 #include "mlx/backend/cpu/encoder.h"
 #include "mlx/primitives.h"
 
@@ -16,12 +17,6 @@ namespace {
 
 // Fused only where MLX's polynomial is.
 #pragma clang fp contract(off)
-
-#if defined(__x86_64__) && defined(__linux__)
-#define FOR_EACH_CPU __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
-#else
-#define FOR_EACH_CPU
-#endif
 
 constexpr int lanes = 16;
 typedef float Floats __attribute__((vector_size(4 * lanes)));

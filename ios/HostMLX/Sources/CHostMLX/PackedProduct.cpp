@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "Pool.h"
+#include "Vectors.h"
 #include "mlx/backend/cpu/encoder.h"
 #include "mlx/primitives.h"
 
@@ -25,17 +26,11 @@ namespace {
 // As MLX has it, so that what is unpacked here and what `dequantize` gives are the same numbers.
 #pragma clang fp contract(off)
 
-#if defined(__x86_64__)
-#define FOR_EACH_CPU __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
-#else
-#define FOR_EACH_CPU
-#endif
-
 typedef uint8_t Bytes __attribute__((vector_size(16)));
 typedef uint32_t Words __attribute__((vector_size(64)));
 typedef float Floats __attribute__((vector_size(64)));
 
-enum class Mode { affine, mxfp4, nvfp4, mxfp8 };
+using Mode = mx::QuantizationMode;
 
 /// A matrix W `[rows, columns]` in groups along its rows, somewhere in memory.
 struct PackedMatrix {
@@ -64,7 +59,7 @@ const std::array<float, 256> e4m3 = e4m3_values();
 /// The factor of a group: 2 to the power of E8M0, or E4M3.
 float factor(const PackedMatrix &w, ptrdiff_t index) {
     const uint8_t scale = static_cast<const uint8_t *>(w.scales)[index];
-    return w.mode == Mode::nvfp4 ? e4m3[scale] : std::ldexp(1.0f, scale - 127);
+    return w.mode == Mode::Nvfp4 ? e4m3[scale] : std::ldexp(1.0f, scale - 127);
 }
 
 /// 16 codes of 4 bits, the lowest bits first.
@@ -94,7 +89,7 @@ void unpack(const PackedMatrix &w, ptrdiff_t row, int begin, int count, float *o
         const ptrdiff_t group = row * w.scales_stride + start / w.group_size;
         const uint8_t *first = codes + size_t(start) * w.bits / 8;
         switch (w.mode) {
-            case Mode::affine: {
+            case Mode::Affine: {
                 const float scale = static_cast<const float *>(w.scales)[group], bias = w.biases[group];
                 if (w.bits == 4) {
                     for (int i = 0; i < w.group_size; i += 16) {
@@ -111,8 +106,8 @@ void unpack(const PackedMatrix &w, ptrdiff_t row, int begin, int count, float *o
                 }
                 break;
             }
-            case Mode::mxfp4:
-            case Mode::nvfp4: {
+            case Mode::Mxfp4:
+            case Mode::Nvfp4: {
                 // Twice the numbers 0, ½, 1, 1½, 2, 3, 4, 6 are the nibbles of one integer.
                 const float scale = factor(w, group);
                 for (int i = 0; i < w.group_size; i += 16) {
@@ -124,7 +119,7 @@ void unpack(const PackedMatrix &w, ptrdiff_t row, int begin, int count, float *o
                 }
                 break;
             }
-            case Mode::mxfp8: {
+            case Mode::Mxfp8: {
                 const float scale = factor(w, group);
                 for (int i = 0; i < w.group_size; i++) out[i] = e4m3[first[i]] * scale;
                 break;
@@ -153,7 +148,7 @@ std::vector<int> bounds(int count, int unit) {
 }
 
 /// Whether a product is worth waking a thread for: unpacking a weight takes as long as multiplying it with some 16 rows, 0.3 ns.
-bool is_work(int rows, int columns, int m) { return int64_t(rows) * columns * (m + 16) > 1 << 23; }
+bool is_work(int outputs, int inputs, int m) { return int64_t(outputs) * inputs * (m + 16) > 1 << 23; }
 
 /// A thread's own, for a tile.
 float *scratch(size_t count) {
@@ -162,35 +157,36 @@ float *scratch(size_t count) {
     return tile.data();
 }
 
+/// Calls `multiply(first, count, start, length, tile)` for each tile of a product: the outputs of a part, and of all `inputs` so many
+/// at a time, which are summed in their order. `tile` has room for their weights.
+template <class F>
+void by_tiles(int outputs, int unit, int inputs, int m, F multiply) {
+    const std::vector<int> parts = bounds(outputs, unit);
+    parallel(int(parts.size()) - 1, is_work(outputs, inputs, m), [&](int part) {
+        const int first = parts[part], count = parts[part + 1] - first;
+        float *tile = scratch(size_t(count) * std::min(tile_length, inputs));
+        for (int start = 0; start < inputs; start += tile_length) {
+            multiply(first, count, start, std::min(tile_length, inputs - start), tile);
+        }
+    });
+}
+
 /// y = x Wᵀ: x [m, columns], y [m, rows]
 void by_rows(const PackedMatrix &w, int rows, int columns, const float *x, int m, float *y) {
-    const std::vector<int> parts = bounds(rows, 16);
-    parallel(int(parts.size()) - 1, is_work(rows, columns, m), [=, &parts](int part) {
-        const int first = parts[part], count = parts[part + 1] - first;
-        float *tile = scratch(size_t(count) * std::min(tile_length, columns));
-        for (int start = 0; start < columns; start += tile_length) {
-            const int length = std::min(tile_length, columns - start);
-            for (int row = 0; row < count; row++) unpack(w, first + row, start, length, tile + size_t(row) * length);
-            scipy_cblas_sgemm(
-                row_major, plain, transposed, m, count, length, 1, x + start, columns, tile, length, start > 0,
-                y + first, rows);
-        }
+    by_tiles(rows, 16, columns, m, [&](int first, int count, int start, int length, float *tile) {
+        for (int row = 0; row < count; row++) unpack(w, first + row, start, length, tile + size_t(row) * length);
+        scipy_cblas_sgemm(
+            row_major, plain, transposed, m, count, length, 1, x + start, columns, tile, length, start > 0, y + first,
+            rows);
     });
 }
 
 /// y = x W: x [m, rows], y [m, columns]
 void by_columns(const PackedMatrix &w, int rows, int columns, const float *x, int m, float *y) {
-    const std::vector<int> parts = bounds(columns, w.group_size);
-    parallel(int(parts.size()) - 1, is_work(rows, columns, m), [=, &parts](int part) {
-        const int first = parts[part], count = parts[part + 1] - first;
-        float *tile = scratch(size_t(count) * std::min(tile_length, rows));
-        for (int start = 0; start < rows; start += tile_length) {
-            const int length = std::min(tile_length, rows - start);
-            for (int row = 0; row < length; row++) unpack(w, start + row, first, count, tile + size_t(row) * count);
-            scipy_cblas_sgemm(
-                row_major, plain, plain, m, count, length, 1, x + start, rows, tile, count, start > 0, y + first,
-                columns);
-        }
+    by_tiles(columns, w.group_size, rows, m, [&](int first, int count, int start, int length, float *tile) {
+        for (int row = 0; row < length; row++) unpack(w, start + row, first, count, tile + size_t(row) * count);
+        scipy_cblas_sgemm(
+            row_major, plain, plain, m, count, length, 1, x + start, rows, tile, count, start > 0, y + first, columns);
     });
 }
 
@@ -257,10 +253,10 @@ std::optional<mx::array> packed_product(
         int64_t(w.shape(1)) * 32 != int64_t(scales.shape(1)) * group_size * bits) {
         return std::nullopt;
     }
-    const Mode packing = mode == "affine"  ? Mode::affine
-                         : mode == "mxfp4" ? Mode::mxfp4
-                         : mode == "nvfp4" ? Mode::nvfp4
-                                           : Mode::mxfp8;
+    const Mode packing = mode == "affine"  ? Mode::Affine
+                         : mode == "mxfp4" ? Mode::Mxfp4
+                         : mode == "nvfp4" ? Mode::Nvfp4
+                                           : Mode::Mxfp8;
     const int columns = scales.shape(1) * group_size;
     mx::Shape shape = x.shape();
     if (shape.back() != (transpose ? columns : w.shape(0))) return std::nullopt;

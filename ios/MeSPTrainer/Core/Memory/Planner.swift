@@ -348,7 +348,7 @@ public struct Planner: Sendable {
         left[blocks] + blocks * (hidden + 2 * intermediate + postNormed)
     }
 
-    /// The block function: x, mixer_in, x_mid and y, what the mixer takes and makes, and the tiles of its trace, 256 outputs each.
+    /// The forward pass of a block: x, mixer_in, x_mid and y, what the mixer takes and makes, and its tiles, of some 256 outputs each.
     private var forward: Int { 4 * hidden + most(\.forward) + 3 * weight(256) + 2 * activation(256) }
 
     /// y, h, dh and the running sum before and after a tile, in float32; of the tile, W while it is dequantized, and z and p.
