@@ -9,7 +9,6 @@ Each variant is one run from the same weights over the same examples, with the s
 from __future__ import annotations
 
 import dataclasses
-import io
 import json
 import shlex
 import shutil
@@ -27,7 +26,7 @@ import mlx.core as mx
 import numpy as np
 
 from benchmarks.machine import host
-from benchmarks.plot import check_plot
+from benchmarks.plot import check_plot, write
 from benchmarks.show import show
 from mesp.bundle.reader import Bundle
 from mesp.engine.build import find_engine
@@ -210,10 +209,7 @@ def draw(path: Path, rows: list[dict[str, Any]]) -> None:
     for axes, (_, key, unit) in zip(panels, PANELS, strict=True):
         at = np.array([(row[key] / unit, 100 * row["exact"]) for row in rows])
         write_names(axes, [row["variant"] for row in rows], axes.transData.transform(at))
-    image = io.BytesIO()
-    figure.savefig(image, format=path.suffix[1:], dpi=100)
-    with plain_os_errors(f"Cannot write {path}"):
-        path.write_bytes(image.getvalue())
+    write(figure, path, dpi=100)
 
 
 def write_names(axes: Any, names: list[str], points: np.ndarray) -> None:

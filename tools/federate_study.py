@@ -10,7 +10,6 @@ Flower.
 
 from __future__ import annotations
 
-import io
 import math
 import os
 import shutil
@@ -27,12 +26,11 @@ import openblas  # noqa: F401, before MLX
 import click
 import mlx.core as mx
 
-from benchmarks.plot import check_plot
+from benchmarks.plot import check_plot, write
 from benchmarks.show import show
 from demo import SEQ_LEN
 from demo_federate import BATCH_SIZE, OUT, RATE, ROUNDS, STEPS, export, federated, write_data
 from mesp.bundle.reader import Bundle
-from mesp.errors import plain_os_errors
 from mesp.federate.federation import Federation
 from mesp.federate.local_training import Client, train
 from mesp.federate.rounds import Rounds
@@ -202,10 +200,7 @@ def draw(path: Path, found: dict[str, list[Round]]) -> None:
     for axes in (loss, exact):
         axes.grid(alpha=0.3)
     exact.legend(fontsize="small")
-    image = io.BytesIO()
-    figure.savefig(image, format=path.suffix[1:], dpi=100)
-    with plain_os_errors(f"Cannot write {path}"):
-        path.write_bytes(image.getvalue())
+    write(figure, path, dpi=100)
 
 
 if __name__ == "__main__":

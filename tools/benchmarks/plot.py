@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from benchmarks.cells import Row
 from benchmarks.columns import COLUMNS, in_unit
 from benchmarks.show import drawn
 from benchmarks.tables import Kind
 from mesp.errors import MespError, plain_os_errors
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 LOG_FROM = 10  # ratio of largest to smallest above which a plot is logarithmic
 
@@ -58,7 +62,12 @@ def draw(path: Path, rows: list[Row], kind: Kind) -> None:
             axes.set_xticks(sorted({row[x] for row in points}))
         axes.grid(alpha=0.3)
         axes.legend(fontsize="x-small")
+    write(figure, path, dpi=150)
+
+
+def write(figure: Figure, path: Path, dpi: int) -> None:
+    """The picture, in the format that its suffix says; whole or not at all."""
     image = io.BytesIO()
-    figure.savefig(image, format=path.suffix[1:], dpi=150)
+    figure.savefig(image, format=path.suffix[1:], dpi=dpi)
     with plain_os_errors(f"Cannot write {path}"):
         path.write_bytes(image.getvalue())
