@@ -345,13 +345,24 @@ HostArray host_vector_get(HostVector v, size_t index) { return WRAP(get(v).at(in
 
 namespace {
 
+/// A function that is exported consists of MLX's own operations, and so does what the ledger records.
+thread_local bool is_exporting = false;
+struct Exporting {
+    Exporting() { is_exporting = true; }
+    ~Exporting() { is_exporting = false; }
+};
+
+std::optional<mx::array> vectorized(host::Exponential f, const mx::array &x, mx::Stream s) {
+    return is_exporting || ledger::recording() ? std::nullopt : host::exponential(f, x, s);
+}
+
 // Taken before MLX's, which have a `StreamOrDevice`.
 mx::array exp(const mx::array &x, mx::Stream s) {
-    const auto y = host::exponential(host::Exponential::exp, x, s);
+    const auto y = vectorized(host::Exponential::exp, x, s);
     return y ? *y : mx::exp(x, s);
 }
 mx::array sigmoid(const mx::array &x, mx::Stream s) {
-    const auto y = host::exponential(host::Exponential::sigmoid, x, s);
+    const auto y = vectorized(host::Exponential::sigmoid, x, s);
     return y ? *y : mx::sigmoid(x, s);
 }
 
@@ -452,7 +463,7 @@ HostArray host_where(HostArray condition, HostArray a, HostArray b, HostStream s
 HostArray host_softmax(HostArray a, const int32_t *axes, ptrdiff_t count, bool precise, HostStream s) {
     return WRAP([&] {
         if (count == 1 && (axes[0] == -1 || axes[0] + 1 == int(get(a).ndim()))) {
-            if (const auto y = host::exponential(host::Exponential::softmax, get(a), get(s))) return *y;
+            if (const auto y = vectorized(host::Exponential::softmax, get(a), get(s))) return *y;
         }
         return count < 0 ? mx::softmax(get(a), precise, get(s)) : mx::softmax(get(a), list(axes, count), precise, get(s));
     }());
@@ -632,7 +643,7 @@ HostArray host_quantized_matmul(
     HostArray x, HostArray w, HostArray scales, HostArray biases, bool transpose, HostOptionalInt group_size,
     HostOptionalInt bits, const char *mode, HostStream s) {
     return WRAP([&] {
-        if (group_size.has_value && bits.has_value) {
+        if (group_size.has_value && bits.has_value && !is_exporting && !ledger::recording()) {
             const auto packed = host::packed_product(
                 get(x), get(w), get(scales), maybe(biases), transpose, group_size.value, bits.value, mode, get(s));
             if (packed) return *packed;
@@ -776,6 +787,7 @@ bool host_export_function(
             }
             return function(all);
         };
+        const Exporting exporting;
         mx::export_function(path, both, get(arguments), array_map(names, count, named), shapeless);
     });
 }

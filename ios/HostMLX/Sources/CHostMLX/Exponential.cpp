@@ -146,6 +146,15 @@ class ExponentialPrimitive : public mx::UnaryPrimitive {
         }
     }
 
+    /// As vjp: the Jacobians are symmetric, softmax's diag(y) − y yᵀ.
+    std::vector<mx::array> jvp(
+        const std::vector<mx::array> &primals, const std::vector<mx::array> &tangents,
+        const std::vector<int> &argnums) override {
+        const auto y = mx::array(
+            primals[0].shape(), mx::float32, std::make_shared<ExponentialPrimitive>(stream(), f), primals);
+        return vjp(primals, tangents, argnums, {y});
+    }
+
     const char *name() const override { return "Exponential"; }
 
     bool is_equivalent(const mx::Primitive &other) const override {

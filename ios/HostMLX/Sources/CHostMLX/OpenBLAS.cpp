@@ -33,7 +33,7 @@ void cblas_sgemm(
     }
     const bool by_rows = m > n;
     const int size = by_rows ? m : n;
-    const int step = (size / int(parts) + 15) / 16 * 16;
+    const int step = std::max(16, (size / int(parts) + 15) / 16 * 16);
     host::parallel((size + step - 1) / step, true, [=](int part) {
         const ptrdiff_t start = ptrdiff_t(part) * step;
         const int count = std::min<ptrdiff_t>(step, size - start);

@@ -133,7 +133,7 @@ constexpr int row_major = 101, plain = 111, transposed = 112;
 constexpr int tile_length = 1024;
 
 /// The bounds of the parts of a product, in rows or columns of W: an even number of parts, of 128 where they are that many, and the
-/// last two of what is left, in multiples of `unit`.
+/// last two of what is left, in multiples of `unit`, or one where that is no more than `unit`.
 std::vector<int> bounds(int count, int unit) {
     constexpr int size = 128;
     std::vector<int> bounds{0};
@@ -198,7 +198,8 @@ class PackedProduct : public mx::UnaryPrimitive {
     void eval_cpu(const std::vector<mx::array> &inputs, mx::array &out) override {
         const mx::array &x = inputs[0], &w = inputs[1], &scales = inputs[2];
         if (w.strides(1) != 1 || scales.strides(1) != 1 || (inputs.size() > 3 && inputs[3].strides() != scales.strides())) {
-            throw std::runtime_error("[quantized_matmul] the rows of a quantized matrix must lie in one piece");
+            throw std::runtime_error(
+                "[quantized_matmul] the rows of a quantized matrix must lie in one piece: take its contiguous()");
         }
         out.set_data(mx::allocator::malloc(out.nbytes()));
         const PackedMatrix packed{
@@ -221,11 +222,18 @@ class PackedProduct : public mx::UnaryPrimitive {
         if (argnums != std::vector<int>{0}) {
             throw std::runtime_error("[quantized_matmul] no gradient by the quantized weights");
         }
-        std::vector<mx::array> inputs = primals;
-        inputs[0] = mx::contiguous(cotangents[0], false, stream());
-        return {mx::array(
-            primals[0].shape(), mx::float32,
-            std::make_shared<PackedProduct>(stream(), group_size, bits, mode, !transpose), inputs)};
+        return {product(!transpose, cotangents[0], primals, primals[0].shape())};
+    }
+
+    std::vector<mx::array> jvp(
+        const std::vector<mx::array> &primals, const std::vector<mx::array> &tangents,
+        const std::vector<int> &argnums) override {
+        if (argnums != std::vector<int>{0}) {
+            throw std::runtime_error("[quantized_matmul] no derivative by the quantized weights");
+        }
+        mx::Shape shape = primals[0].shape();
+        shape.back() = transpose ? primals[1].shape(0) : primals[2].shape(1) * group_size;
+        return {product(transpose, tangents[0], primals, shape)};
     }
 
     const char *name() const override { return "PackedProduct"; }
@@ -237,6 +245,13 @@ class PackedProduct : public mx::UnaryPrimitive {
     }
 
   private:
+    /// Of x with the W of `inputs`.
+    mx::array product(bool transpose, const mx::array &x, std::vector<mx::array> inputs, mx::Shape shape) {
+        inputs[0] = mx::contiguous(x, false, stream());
+        return mx::array(
+            shape, mx::float32, std::make_shared<PackedProduct>(stream(), group_size, bits, mode, transpose), inputs);
+    }
+
     const int group_size, bits;
     const Mode mode;
     const bool transpose;
@@ -249,11 +264,17 @@ std::optional<mx::array> packed_product(
     bool transpose, int group_size, int bits, const std::string &mode, mx::Stream s) {
     if (s.device != mx::Device::cpu || x.dtype() != mx::float32 || x.ndim() < 1 || w.ndim() != 2) return std::nullopt;
     // MLX says what is wrong with arrays that do not fit.
+    const bool is_affine = mode == "affine";
+    if (!is_affine && mode != "mxfp4" && mode != "nvfp4" && mode != "mxfp8") return std::nullopt;
+    if (w.dtype() != mx::uint32 || group_size % 16 != 0 || biases.has_value() != is_affine ||
+        (!is_affine && scales.dtype() != mx::uint8)) {
+        return std::nullopt;
+    }
     if (scales.ndim() != 2 || scales.shape(0) != w.shape(0) || (biases && biases->shape() != scales.shape()) ||
         int64_t(w.shape(1)) * 32 != int64_t(scales.shape(1)) * group_size * bits) {
         return std::nullopt;
     }
-    const Mode packing = mode == "affine"  ? Mode::Affine
+    const Mode packing = is_affine         ? Mode::Affine
                          : mode == "mxfp4" ? Mode::Mxfp4
                          : mode == "nvfp4" ? Mode::Nvfp4
                                            : Mode::Mxfp8;

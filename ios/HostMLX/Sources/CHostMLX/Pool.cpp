@@ -4,6 +4,7 @@
 #include <condition_variable>
 #include <cstdlib>
 #include <mutex>
+#include <system_error>
 #include <thread>
 
 #ifdef __linux__
@@ -14,7 +15,8 @@ namespace host {
 namespace {
 
 int threads() {
-    if (const char *asked = std::getenv("OPENBLAS_NUM_THREADS")) return std::max(1, std::atoi(asked));
+    const char *asked = std::getenv("OPENBLAS_NUM_THREADS");
+    if (asked && std::atoi(asked) > 0) return std::atoi(asked);
 #ifdef __linux__
     cpu_set_t allowed;
     if (sched_getaffinity(0, sizeof allowed, &allowed) == 0) return std::clamp(CPU_COUNT(&allowed), 1, 8);
@@ -25,8 +27,10 @@ int threads() {
 class Pool {
   public:
     explicit Pool(int threads) {
-        for (int i = 1; i < threads; i++) {
-            std::thread([this] { serve(); }).detach();
+        try {
+            for (; helpers < threads - 1; helpers++) std::thread([this] { serve(); }).detach();
+        } catch (const std::system_error &) {
+            // The system allows no more of them: fewer do.
         }
     }
 
@@ -35,7 +39,7 @@ class Pool {
         this->part = &part;
         next = 0;
         this->count = unfinished = count;
-        work.notify_all();
+        for (int i = 0; i < std::min(helpers, count - 1); i++) work.notify_one();
         take(lock);
         done.wait(lock, [this] { return unfinished == 0; });
     }
@@ -65,7 +69,7 @@ class Pool {
     std::mutex mutex;
     std::condition_variable work, done;
     const std::function<void(int)> *part = nullptr;
-    int next = 0, count = 0, unfinished = 0;
+    int helpers = 0, next = 0, count = 0, unfinished = 0;
 };
 
 }  // namespace

@@ -14,7 +14,7 @@ namespace host {
 /// some 100 µs.
 ///
 /// Threads take one part after the other, so that one whose core is busy with another program takes fewer, and sleep when there are
-/// none left. What the parts are must not depend on the number of threads: results don't then either.
+/// none left. A part does not throw. What the parts are must not depend on the number of threads: results don't then either.
 void parallel(int count, bool isWork, const std::function<void(int)> &part);
 
 }  // namespace host

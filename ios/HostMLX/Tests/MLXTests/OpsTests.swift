@@ -132,10 +132,12 @@ extension AllTests {
                     let x = MLXRandom.normal([m, columns.count], key: MLXRandom.key(1))
                     let dy = MLXRandom.normal([m, rows.count], key: MLXRandom.key(2))
                     let (_, dx) = vjp({ [product($0[0], transpose: true)] }, primals: [x], cotangents: [dy])
+                    let (_, y) = jvp({ [product($0[0], transpose: true)] }, primals: [x * 2], tangents: [x])
                     // Sums in another order.
                     for (ours, theirs) in [
                         (product(x, transpose: true), matmul(x, dense.T)),
                         (product(dy, transpose: false), matmul(dy, dense)), (dx[0], matmul(dy, dense)),
+                        (y[0], matmul(x, dense.T)),
                     ] {
                         #expect(ours.shape == theirs.shape)
                         let error = ((ours - theirs).square().sum() / theirs.square().sum()).sqrt()
@@ -166,12 +168,23 @@ extension AllTests {
             let p = softmax(rows, axis: -1)
             #expect(abs(p - z / z.sum(axis: -1, keepDims: true)).max().item(Float.self) < 1e-6)
 
-            let gradients = vjp(
-                { [(exp($0[0]) * 2 + sigmoid($0[0])).sum() + (softmax($0[0], axis: -1) * $0[0]).sum()] },
-                primals: [MLXArray([0.1, -0.4, 0.7] as [Float])], cotangents: [MLXArray(Float(1))]
-            ).1
+            func f(_ arguments: [MLXArray]) -> [MLXArray] {
+                let x = arguments[0]
+                return [(exp(x) * 2 + sigmoid(x)).sum() + (softmax(x, axis: -1) * x).sum()]
+            }
+            let here = MLXArray([0.1, -0.4, 0.7] as [Float])
+            let gradients = vjp(f, primals: [here], cotangents: [MLXArray(Float(1))]).1
             // By central differences in double precision.
             expectClose(gradients[0], [2.684_175_6, 1.628_591, 4.977_070_5])
+            let along = MLXArray([1, 2, -3] as [Float])
+            expectClose(
+                jvp(f, primals: [here], tangents: [along]).1[0], [2.684_175_6 + 2 * 1.628_591 - 3 * 4.977_070_5], [])
+        }
+
+        /// Fewer numbers than parts that are worth a thread.
+        @Test func oneLongProduct() {
+            let ones = MLXArray.ones([1, 1 << 23])
+            expectClose(matmul(ones, ones.T), [8_388_608], [1, 1])
         }
     }
 }

@@ -63,6 +63,11 @@ extension AllTests {
             expectClose(try f(x, MLXArray([3, 4] as [Float]), bias: MLXArray(2.0))[0], [5, 10])
             #expect(throws: MLXError.self) { try f(x) }
 
+            let exponentials = TemporaryFile("mlxfn")
+            try exportFunction(to: exponentials.url) { [exp($0[0]) + softmax($0[0], axis: -1)] }(x)
+            let g = try importFunction(from: exponentials.url)
+            expectClose(try g(x)[0], [2.718_282 + 0.268_941_4, 7.389_056 + 0.731_058_6])
+
             var failure: Error?
             let (_, gradients) = vjp(
                 { arguments in
