@@ -44,7 +44,7 @@ struct QuantizedMatrix {
 
     /// How a product is computed.
     enum Products {
-        /// As a CPU does it: in float32, with W dequantized.
+        /// As a CPU does it: in float32, with W dequantized, before or inside.
         case dense
         /// As a GPU does it: by `quantizedMM`, in the dtype of what W is multiplied with.
         case packed

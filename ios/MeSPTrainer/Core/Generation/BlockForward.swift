@@ -1,7 +1,7 @@
 import MLX
 
-/// The forward pass of one transformer block for tokens that follow others: the block function's arithmetic, without its fixed
-/// length.
+/// The forward pass of one transformer block, as a CPU trains with it and both devices generate, for tokens that may follow others: the
+/// block function's arithmetic, without its fixed length.
 ///
 ///     mixer_in = RMSNorm(x)                     mlp_in = RMSNorm(x_mid)
 ///     x_mid = x + mixer(mixer_in)               y = x_mid + down(act(gate(mlp_in)) ∘ up(mlp_in))

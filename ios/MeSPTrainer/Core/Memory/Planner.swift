@@ -311,15 +311,16 @@ public struct Planner: Sendable {
     /// The process with MLX started and, where they are called, the block functions imported, whose graphs take several times the files.
     /// On a CPU MeBP alone calls them.
     private var process: Int {
-        5_000_000 + 1_750_000 * Self.threads + (products == .dense && method != .mebp ? 0 : 15 * functionBytes / 2)
+        5_000_000 + 1_750_000 * (products == .dense ? Self.threads : 1)
+            + (products == .dense && method != .mebp ? 0 : 15 * functionBytes / 2)
     }
 
     /// Of products, each of which unpacks and arranges matrices in buffers of its own; as HostMLX has it.
     private static let threads: Int = {
         guard QuantizedMatrix.dequantizesInside else { return 1 }
         let process = ProcessInfo.processInfo
-        let asked = process.environment["OPENBLAS_NUM_THREADS"].flatMap { Int($0) }
-        return max(1, asked ?? min(8, process.activeProcessorCount))
+        let asked = process.environment["OPENBLAS_NUM_THREADS"].flatMap { Int($0) } ?? 0
+        return asked > 0 ? asked : min(8, process.activeProcessorCount)
     }()
 
     /// One array `[T, features]`.

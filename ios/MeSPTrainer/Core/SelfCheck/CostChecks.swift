@@ -117,7 +117,7 @@ extension Bench {
                 try atBlock()
                 let w = all.rows(0..<rows)
                 let x = MLXRandom.normal(
-                    [length, product == .plain ? rows : inputs], dtype: bundle.dtype, key: MLXRandom.key(0))
+                    [length, product == .plain ? rows : inputs], dtype: productType, key: MLXRandom.key(0))
                 // A tile of a mapped matrix may be copied before the product; in training too.
                 eval(x)
                 let time = try median { eval(result(product, x, w)) }
@@ -144,14 +144,17 @@ extension Bench {
                 x,
                 dequantized(
                     w.weight, scales: w.scales, biases: w.biases, groupSize: w.format.groupSize, bits: w.format.bits,
-                    mode: w.format.mode, dtype: bundle.dtype
+                    mode: w.format.mode, dtype: productType
                 ).T)
         }
     }
 
-    /// Training takes the quantized products on a GPU, and dequantizes on the CPU.
+    /// In what training multiplies.
+    private var productType: DType { bundle.device == .cpu ? .float32 : bundle.dtype }
+
+    /// Training takes the quantized products on a GPU, and on a CPU where they dequantize inside.
     private func note(_ product: Product, _ rate: Double) {
-        if (product == .dequantized) == (bundle.device == .cpu) {
+        if (product == .dequantized) == (bundle.device == .cpu && !QuantizedMatrix.dequantizesInside) {
             constants.flopsPerSecond = min(constants.flopsPerSecond ?? rate, rate)
         }
     }
