@@ -10,7 +10,11 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
+import resource
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -533,6 +537,31 @@ def test_the_number_of_threads_changes_no_bit(
         train(bundle, output, steps=2)
         adapters.add((output / "adapters" / "adapters.safetensors").read_bytes())
     assert len(adapters) == 1
+
+
+def test_threads_that_wait_take_no_processor(
+    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """With every core busy, as is usual where other programs run, a thread that spun until the
+    others were done would take as much again as the work itself, and more with each thread."""
+    seconds = {}
+    loops = [
+        subprocess.Popen([sys.executable, "-c", "while True: pass"])
+        for _ in range(os.cpu_count() or 1)
+    ]
+    try:
+        for threads in (1, 5):
+            monkeypatch.setenv("OPENBLAS_NUM_THREADS", str(threads))
+            before = resource.getrusage(resource.RUSAGE_CHILDREN)
+            train(bundle, tmp_path / f"{threads}", steps=20)
+            after = resource.getrusage(resource.RUSAGE_CHILDREN)
+            seconds[threads] = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    finally:
+        for loop in loops:
+            loop.kill()
+            loop.wait()
+    # Waking threads takes some; the processor's time differs with what shares its caches.
+    assert seconds[5] < 2 * seconds[1]
 
 
 def test_the_best_is_kept_and_a_run_that_gets_worse_ends(bundle: Path, tmp_path: Path):
