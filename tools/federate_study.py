@@ -35,7 +35,7 @@ from mesp.federate.federation import Federation
 from mesp.federate.local_training import Client, train
 from mesp.federate.rounds import Rounds
 from mesp.formatting import decimal, megabytes
-from studies.scores import score
+from studies.scores import model_with, score
 from studies.tasks import Task
 from studies.trainers import multiply_dequantized
 from tasks.house import DO
@@ -151,7 +151,8 @@ def by_oneself(federation: Federation, client: Client, people: int = 1) -> Round
 
 def judged(bundle: Bundle, task: Task, runs: list[Rounds], number: int) -> Round:
     """What a round came to, in the mean of several runs."""
-    scores = [score(bundle, task, run.path(number) / "adapters") for run in runs]
+    adapters = [run.path(number) / "adapters" for run in runs]
+    scores = [score(model_with(bundle, each), bundle, task) for each in adapters]
     return Round(mean(each.loss for each in scores), mean(each.exact.mean() for each in scores))
 
 
