@@ -31,7 +31,7 @@ import federate_study
 from conftest import command
 from mesp.engine.build import find_engine
 from mesp.errors import MespError
-from mesp.federate.client_app import client_app
+from mesp.federate.client_app import app, client_app
 from mesp.federate.exchange import Arrays, read_arrays, to_bfloat16
 from mesp.federate.federation import Federation
 from mesp.federate.messages import to_numpy, to_record
@@ -67,7 +67,9 @@ class Here:
         federation: Federation,
         changes: dict[int, Change] | None = None,
         node_config: dict | None = None,
+        tells: bool = True,
     ) -> None:
+        self.tells = tells
         self.federation = federation
         self.node_config = node_config or {}
         self.changes = changes or {}
@@ -83,7 +85,7 @@ class Here:
             number = message.metadata.dst_node_id - 100
             client = self.federation.client(number)
             context = flwr.Context(1, 100 + number, self.node_config, flwr.RecordDict(), {})
-            app = client_app(lambda _, client=client: client)
+            app = client_app(lambda _, client=client: client, tells=self.tells)
             reply = app(copy.deepcopy(message), context)
             reply = self.changes.get(number, lambda reply: reply)(reply)
             replies += [] if reply is None else [reply]
@@ -93,7 +95,7 @@ class Here:
 
 def served(federation: Federation, changes: dict[int, Change] | None = None) -> Arrays:
     """The adapters after all rounds."""
-    serve(federation, Here(federation, changes), lambda _: None)
+    serve(federation, Here(federation, changes), lambda _: None, timeout=None)
     return federation.rounds.arrays(federation.options["rounds"])
 
 
@@ -314,6 +316,40 @@ def test_a_client_whose_run_fails_is_left_out(bundle: Path, data: Path, tmp_path
     assert sentence.startswith("client 1: ") and str(whole.client(1).data) in sentence
 
 
+def test_a_client_on_another_machine_tells_no_paths(bundle: Path, data: Path, tmp_path: Path):
+    whole = federation(bundle, data, tmp_path / "f", "--clients", 2, "--rounds", 1, "--steps", 1)
+    shutil.rmtree(whole.client(1).data)
+    serve(whole, Here(whole, tells=False), lambda _: None, timeout=None)
+    (sentence,) = whole.rounds.record(1)["left_out"]
+    assert sentence == "client 1: it could not train; its own log says why."
+
+
+def test_what_a_stranger_sends_is_shown_without_what_a_terminal_obeys(
+    bundle: Path, data: Path, tmp_path: Path
+):
+    def named(reply: flwr.Message) -> flwr.Message:
+        reply.content["about"]["name"] = "\x1b[2J" + "Ann" * 1000
+        return reply
+
+    whole = federation(bundle, data, tmp_path / "f", "--clients", 1, "--rounds", 1, "--steps", 1)
+    served(whole, {0: named})
+    (client,) = whole.rounds.record(1)["clients"]
+    assert client["name"].startswith(" [2JAnn") and len(client["name"]) == 500
+
+
+def test_one_server_at_a_time(bundle: Path, data: Path, tmp_path: Path):
+    whole = federation(bundle, data, tmp_path / "f", "--clients", 1, "--rounds", 1, "--steps", 1)
+    refused = []
+
+    def another(record: dict) -> None:
+        with pytest.raises(MespError, match=f"Another server is at work in {whole.output}"):
+            served(whole)
+        refused.append(record["round"])
+
+    serve(whole, Here(whole), another, timeout=None)
+    assert refused == [0, 1]
+
+
 def test_a_round_that_nobody_can_serve_ends_in_a_sentence(bundle: Path, data: Path, tmp_path: Path):
     whole = federation(bundle, data, tmp_path / "f", "--clients", 1, "--rounds", 1)
     shutil.rmtree(whole.client(0).data)
@@ -338,7 +374,7 @@ def test_a_killed_server_goes_on_to_the_same_adapters(bundle: Path, data: Path, 
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        serve(killed, Here(killed), kill)
+        serve(killed, Here(killed), kill, timeout=None)
     assert killed.rounds.last == 2
     assert equal(served(straight), served(killed))
     assert [r["round"] for r in killed.rounds.records()] == [0, 1, 2, 3]
@@ -387,6 +423,38 @@ def test_an_unknown_option_of_a_strategy_is_refused(bundle: Path, data: Path, tm
     assert not (tmp_path / "f").exists()
 
 
+@pytest.mark.parametrize(
+    ("strategy", "given", "sentence"),
+    [
+        ("krum", "num_malicious_nodes=nan", "num_malicious_nodes=nan is not a whole number"),
+        ("krum", "num_malicious_nodes=1.9", "num_malicious_nodes=1.9 is not a whole number"),
+        ("fedadam", "eta=inf", "eta=inf is not a finite number"),
+        ("trimmed", "beta=0.5", "do not suit trimmed: .*beta"),
+        ("fedavg", "fraction_train=2", "fraction_train is above 0 and at most 1"),
+        ("fedavg", "min_train_nodes=3", "min_train_nodes is above 0 and at most 2"),
+    ],
+)
+def test_options_that_a_strategy_cannot_take_are_refused(
+    bundle: Path, data: Path, tmp_path: Path, strategy: str, given: str, sentence: str
+):
+    with pytest.raises(MespError, match=sentence):
+        federation(
+            *(bundle, data, tmp_path / "f", "--clients", 2, "--rounds", 1),
+            *("--strategy", strategy, "--strategy-options", given),
+        )
+    assert not (tmp_path / "f").exists()
+
+
+def test_who_changes_nothing_cannot_be_clipped(bundle: Path, data: Path, tmp_path: Path):
+    options = ("--clients", 2, "--rounds", 1, "--steps", 1, "--clip", 0.01, "--noise", 0)
+    whole = federation(bundle, data, tmp_path / "f", *options, *FLOAT32)
+    start = whole.rounds
+    unchanged = with_arrays(lambda _: start.arrays(0))
+    served(whole, {1: unchanged})
+    (sentence,) = whole.rounds.record(1)["left_out"]
+    assert sentence == "client 1: it changed nothing, which has no norm to be clipped"
+
+
 def test_clipping_bounds_what_one_client_adds(bundle: Path, data: Path, tmp_path: Path):
     options = ("--clients", 2, "--rounds", 1, "--steps", 2, *FLOAT32)
     clipped = federation(bundle, data, tmp_path / "f", *options, "--clip", 0.01, "--noise", 0)
@@ -405,11 +473,29 @@ def test_a_client_adds_its_own_noise(bundle: Path, data: Path, tmp_path: Path, e
     options = ("--clients", 1, "--rounds", 1, "--steps", 1, "--exchange", exchange)
     whole = federation(bundle, data, tmp_path / "f", *options)
     own = {"clip": 0.01, "epsilon": 0.5, "delta": 1e-5}
-    serve(whole, Here(whole, node_config=own), lambda _: None)
+    serve(whole, Here(whole, node_config=own), lambda _: None, timeout=None)
     before, after = whole.rounds.arrays(0), whole.rounds.arrays(1)
     added = np.concatenate([(after[name] - before[name]).ravel() for name in after])
     # The Gaussian mechanism with sensitivity 2 · 0.01; the update is far below it.
     assert added.std() == pytest.approx(0.02 * np.sqrt(2 * np.log(1.25e5)) / 0.5, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("own", "sentence"),
+    [
+        ({"clip": 0.01, "eps": 1.0, "delta": 1e-5}, "needs the numbers clip, epsilon and delta"),
+        ({"epsilon": 1.0}, "needs the numbers clip, epsilon and delta"),
+        ({"clip": 0.01, "epsilon": 0.0, "delta": 1e-5}, "are finite and above 0"),
+        ({"bundle": "b", "eps": 1.0}, "has no eps, only name, bundle, data, clip, epsilon, delta"),
+    ],
+)
+def test_a_client_sends_nothing_without_the_noise_that_it_asked_for(own: dict, sentence: str):
+    config = flwr.ConfigRecord({"exchange": "float32"})
+    content = flwr.RecordDict({"arrays": to_record({}), "config": config})
+    question = flwr.Message(content, dst_node_id=1, message_type="train")
+    context = flwr.Context(1, 1, own, flwr.RecordDict(), {})
+    with pytest.raises(ValueError, match=sentence):
+        app(question, context)
 
 
 # Flower's own processes.

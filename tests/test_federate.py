@@ -332,6 +332,20 @@ def test_a_file_is_a_topic(tmp_path: Path):
     assert most[0] > most[1]
 
 
+def test_a_server_needs_nothing_to_train_on(bundle: Path, tmp_path: Path):
+    """Its clients have that; for a simulation it is refused."""
+    folder = tmp_path / "held-out"
+    folder.mkdir()
+    (folder / "valid.txt").write_text("What is held out.\n" * 100, encoding="utf-8")
+    options = (bundle, "--data", folder, "--clients", 2, "--rounds", 1, "--output")
+    refused = run("federate", *options, tmp_path / "simulated")
+    assert refused.returncode == 2
+    assert "nothing to train on" in refused.stderr
+    done = run("federate", *options, tmp_path / "real", "--app")
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "real" / "held-out" / "data.json").exists()
+
+
 def test_texts_are_shared_out_by_paragraphs(tmp_path: Path):
     text = "\n\n".join(f"Paragraph {number}." for number in range(20))
     (tmp_path / "train.txt").write_text(text)

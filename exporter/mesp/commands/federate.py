@@ -20,6 +20,7 @@ from mesp.commands.train_settings import complete, default_output, require, resu
 from mesp.commands.training_options import (
     FROM_ZERO,
     POSITIVE,
+    Number,
     adapter_options,
     config_option,
     evaluation_option,
@@ -122,7 +123,10 @@ def parse_numbers(
     help="End where fewer have answered in a round.",
 )
 @click.option(
-    "--timeout", type=POSITIVE, default=3600.0, help="Seconds that a client has for a round."
+    "--timeout",
+    type=Number(min=0, min_open=True, max=1e6),
+    default=3600.0,
+    help="Seconds that a client has for a round.",
 )
 @click.option(
     "--output",

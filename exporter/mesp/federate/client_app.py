@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from logging import ERROR
 from pathlib import Path
 
 from flwr.app import ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.clientapp.mod import LocalDpMod
 from flwr.common.constant import ErrorCode
+from flwr.common.logger import log
 
 from mesp.errors import MespError
 from mesp.federate.local_training import Client, train
 from mesp.federate.messages import in_float32, to_numpy, to_record
 
+# Of a --node-config: the noise that is a client's own, and what else there is.
+NOISE = ("clip", "epsilon", "delta")
+NODE = ("name", "bundle", "data")
 
-def client_app(find: Callable[[Context], Client]) -> ClientApp:
-    """An app that trains as the client which `find` gives. What fails is answered in a sentence."""
+
+def client_app(find: Callable[[Context], Client], tells: bool) -> ClientApp:
+    """An app that trains as the client which `find` gives. What fails is answered in a sentence,
+    which `tells` the server why: it may name files."""
     app = ClientApp(mods=[in_float32, with_own_noise])
 
     @app.train()
@@ -26,9 +34,10 @@ def client_app(find: Callable[[Context], Client]) -> ClientApp:
         try:
             trained = train(client, received, message.content["config"])
         except MespError as error:
-            reason = f"{client.name}: {error.message}"
-            error = Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, reason)
-            return Message(error, reply_to=message)
+            log(ERROR, error.message)
+            reason = error.message if tells else "it could not train; its own log says why."
+            failed = Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, f"{client.name}: {reason}")
+            return Message(failed, reply_to=message)
         metrics = {
             "num-examples": trained.targets,
             "loss": trained.loss,
@@ -52,14 +61,22 @@ def with_own_noise(
 
     Any two updates of norm C at most differ by 2 C, the mechanism's sensitivity.
     """
-    config = context.node_config
-    if "epsilon" not in config:
+    given = {name: context.node_config[name] for name in NOISE if name in context.node_config}
+    if not given:
         return call_next(message, context)
-    clip, epsilon, delta = (float(config[name]) for name in ("clip", "epsilon", "delta"))
+    try:
+        clip, epsilon, delta = (float(given[name]) for name in NOISE)
+    except (KeyError, ValueError) as error:
+        raise ValueError("--node-config needs the numbers clip, epsilon and delta.") from error
+    if not all(0 < number < math.inf for number in (clip, epsilon, delta)):
+        raise ValueError("clip, epsilon and delta of --node-config are finite and above 0.")
     return LocalDpMod(clip, 2 * clip, epsilon, delta)(message, context, call_next)
 
 
 def _of_node(context: Context) -> Client:
+    # A misspelt epsilon would leave out the noise.
+    if unknown := context.node_config.keys() - {*NODE, *NOISE}:
+        raise ValueError(f"--node-config has no {min(unknown)}, only {', '.join(NODE + NOISE)}.")
     name = str(context.node_config.get("name", f"node {context.node_id}"))
     bundle = context.node_config.get("bundle")
     if bundle is None:
@@ -69,4 +86,4 @@ def _of_node(context: Context) -> Client:
 
 
 # What `flower-supernode` runs: the bundle of its --node-config, with its `data` or that in it.
-app = client_app(_of_node)
+app = client_app(_of_node, tells=False)

@@ -37,6 +37,6 @@ def write_app(federation: Federation) -> str:
     folder = federation.output / "app"
     with plain_os_errors(f"Cannot write {folder}"):
         folder.mkdir(exist_ok=True)
-        text = PROJECT.format(output=json.dumps(str(federation.output)))
+        text = PROJECT.format(output=json.dumps(str(federation.output), ensure_ascii=False))
         (folder / "pyproject.toml").write_text(text, encoding="utf-8")
     return f"Start it where the SuperLink runs: flwr run {folder} --stream"

@@ -75,6 +75,8 @@ def train(client: Client, received: Arrays, config: Mapping[str, Any]) -> Traine
         }
         run = run_engine(settings, config["timeout"])
         arrays = read_arrays(output / "adapters")
+    if not run.losses:
+        raise MespError("All of its steps were skipped: no loss was finite.")
     return Trained(
         arrays={name: arrays[name] for name in received},
         targets=sum(step["tokens"] for step in run.steps),

@@ -53,7 +53,8 @@ def read_topics(data: str) -> tuple[dict[str, list[Unit]], list[Document]]:
     """The units of each topic, and the held-out documents.
 
     `data` is a folder with a file a topic and perhaps one called valid, or what `mesp-data` takes.
-    Without held-out data the last tenth of each topic is held out. Raises MespError.
+    Without held-out data the last tenth of each topic is held out. There may be no topics.
+    Raises MespError.
     """
     folder = Path(data)
     files = sorted(f for f in folder.glob("*") if f.suffix in KINDS) if folder.is_dir() else []
@@ -68,10 +69,10 @@ def read_topics(data: str) -> tuple[dict[str, list[Unit]], list[Document]]:
         for name, documents in named.items()
         if name not in is_named["valid"] + is_named["test"]
     }
-    if not topics:
-        raise MespError(f"{data} has nothing to train on; add a .jsonl or .txt file for a topic.")
     if held_out:
         return topics, held_out
+    if not topics:
+        raise MespError(f"{data} has no text; add a .jsonl or .txt file for a topic.")
     for name, units in topics.items():
         count = max(len(units) // HELD_OUT, 1)
         if count == len(units):
@@ -94,6 +95,8 @@ def share_out(
     - dirichlet: of each topic client i gets a share p[i], p ~ Dirichlet(alpha, …, alpha): the
       smaller alpha, the fewer clients have most of a topic (Hsu, Qi, Brown, arXiv:1909.06335).
     """
+    if not topics:
+        raise MespError(f"{data} has nothing to train on; add a .jsonl or .txt file for a topic.")
     random = np.random.default_rng(seed)
     shares: list[list[list[Unit]]] = [[] for _ in range(clients)]
     all_units = [unit for units in topics.values() for unit in units]

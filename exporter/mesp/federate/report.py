@@ -17,7 +17,7 @@ class Report:
         self.rounds = rounds
         self.console = Console(stderr=True, highlight=False)
         self.status = self.console.status("Starting Flower")
-        self.before: float | None = None
+        self.before: dict[str, Any] | None = None
 
     def __enter__(self) -> Report:
         if self.console.is_terminal:
@@ -33,20 +33,21 @@ class Report:
         self.console.print(line(record, self.rounds, self.before), markup=False, soft_wrap=True)
         for sentence in record.get("left_out", ()):
             self.console.print(f"  left out: {sentence}", markup=False, soft_wrap=True)
-        self.before = record["held_out_loss"]
+        self.before = record
         if number < self.rounds:
             self.status.update(f"Round {number + 1} of {self.rounds}")
 
 
-def line(record: dict[str, Any], rounds: int, before: float | None) -> str:
-    """A round in a line: loss before and after, drift, megabytes, the largest footprint; of one
-    that has no loss `before` it, its own."""
+def line(record: dict[str, Any], rounds: int, before: dict[str, Any] | None) -> str:
+    """A round in a line: loss before and after, drift, megabytes, the largest footprint; of the
+    first its loss."""
     loss = decimal(record["held_out_loss"], 3)
+    was = before and decimal(before["held_out_loss"], 3)
     if before is None:
         return f"round {record['round']}/{rounds}: held-out loss {loss}"
     footprint = max(client["footprint_bytes"] for client in record["clients"])
     return (
-        f"round {record['round']}/{rounds}: held-out loss {decimal(before, 3)} → {loss}, "
+        f"round {record['round']}/{rounds}: held-out loss {was} → {loss}, "
         f"{len(record['clients'])} clients, drift {decimal(record['drift'])}, "
         f"{megabytes(record['bytes_down'])} MB down, {megabytes(record['bytes_up'])} MB up, "
         f"footprint {megabytes(footprint)} MB"

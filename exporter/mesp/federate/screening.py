@@ -16,6 +16,8 @@ from mesp.federate.exchange import Arrays, averaging_error, check_arrays, drift,
 from mesp.federate.messages import to_numpy, to_record
 from mesp.federate.strategies import ONE
 
+MOST_CHARACTERS = 500  # of a name or a reason
+
 
 class Screened(Strategy):
     """A strategy that gets only what it can take: float32 matrices of the model, all finite.
@@ -61,7 +63,7 @@ class Screened(Strategy):
             silent.discard(node)
             try:
                 if reply.has_error():
-                    raise MespError(str(reply.error.reason))
+                    raise MespError(_printable(reply.error.reason))
                 up += sum(map(_size, reply.content.array_records.values()))
                 self._screen(reply)
                 taken.append((self.names[node], node, reply))
@@ -79,7 +81,7 @@ class Screened(Strategy):
         taken.sort(key=lambda each: each[:2])
         replies = [reply for *_, reply in taken]
         self.report |= self._report(replies) | {"bytes_up": up, "left_out": sorted(left_out)}
-        if hasattr(self.inner, "num_sampled_clients"):
+        if _is_private(self.inner):
             self.inner.num_sampled_clients = len(taken)
         averaged, metrics = self.inner.aggregate_train(number, replies)
         if averaged is None:
@@ -94,7 +96,7 @@ class Screened(Strategy):
         content = reply.content
         try:
             arrays, metrics = to_numpy(content["arrays"]), dict(content["metrics"])
-            self.names[reply.metadata.src_node_id] = str(content["about"]["name"])
+            self.names[reply.metadata.src_node_id] = _printable(content["about"]["name"])
             targets, loss = metrics["num-examples"], metrics["loss"]
             footprint = metrics["footprint-bytes"]
         except Exception as error:  # what a stranger sends can raise anything
@@ -108,6 +110,9 @@ class Screened(Strategy):
         else:
             check_arrays(arrays, packed(self.sent))
             arrays = {n: self.sent[n] + added for n, added in unpacked(arrays).items()}
+        # Flower's clipping divides by what was added.
+        if _is_private(self.inner) and all((arrays[n] == self.sent[n]).all() for n in self.sent):
+            raise MespError("it changed nothing, which has no norm to be clipped")
         kept = {"num-examples": targets, "loss": loss, "footprint-bytes": footprint, ONE: 1}
         # In one order and nothing more: Flower gives a round up in which clients differ in that.
         arrays = {name: arrays[name] for name in self.sent}
@@ -144,6 +149,16 @@ class Screened(Strategy):
 
     def summary(self) -> None:
         self.inner.summary()
+
+
+def _is_private(inner: Strategy) -> bool:
+    """Whether a strategy clips what each adds, and adds noise."""
+    return hasattr(inner, "num_sampled_clients")
+
+
+def _printable(text: object) -> str:
+    """What a stranger sends to be shown, without what a terminal would obey."""
+    return "".join(each if each.isprintable() else " " for each in str(text))[:MOST_CHARACTERS]
 
 
 def _size(record: ArrayRecord) -> int:

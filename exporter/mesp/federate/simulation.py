@@ -32,7 +32,8 @@ def simulate(federation: Federation, show: Show) -> None:
     @server.main()
     def _(grid: Grid, _: Context) -> None:
         try:
-            serve(federation, grid, show)
+            # Clients wait for each other here; each has its time from its own start.
+            serve(federation, grid, show, timeout=None)
         except MespError as error:  # Flower would say where it was raised
             failed.append(error)
 
@@ -42,7 +43,7 @@ def simulate(federation: Federation, show: Show) -> None:
     logging.getLogger("flwr").setLevel(logging.CRITICAL)  # `show` says what it would
     run_simulation(
         server,
-        client_app(find),
+        client_app(find, tells=True),
         num_supernodes=federation.options["clients"],
         backend_config={
             "client_resources": {"num_cpus": 1},

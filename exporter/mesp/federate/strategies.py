@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import io
+import math
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +36,28 @@ def make_strategy(options: dict[str, Any]) -> Strategy:
                 f"--strategy {options['strategy']} has no option {name}; it has "
                 f"{', '.join(sorted(numbers))}."
             )
-        given[name] = type(numbers[name])(value)
+        is_whole = isinstance(numbers[name], int)
+        if not math.isfinite(value) or (is_whole and value != int(value)):
+            raise MespError(
+                f"--strategy-options {name}={value:g} is not a {'whole' if is_whole else 'finite'} "
+                "number."
+            )
+        given[name] = int(value) if is_whole else value
+    most_of = {"min_available_nodes": options["clients"], "min_train_nodes": options["clients"]}
+    for name, most in (most_of | {"fraction_train": 1}).items():
+        if not 0 < given.get(name, most) <= most:
+            raise MespError(
+                f"--strategy-options {name} is above 0 and at most {most}, or a round would wait "
+                "for clients forever."
+            )
     clients = {"min_available_nodes": options["clients"], "min_train_nodes": 1}
     private = options["noise"] is not None
     # For the noise to hide any one client, all must count the same.
     weight = {"weighted_by_key": ONE if private else "num-examples"}
-    inner = kind(**{**clients, **weight, **given})
+    try:
+        inner = kind(**{**clients, **weight, **given})
+    except ValueError as error:
+        raise MespError(f"--strategy-options do not suit {options['strategy']}: {error}") from error
     if not private:
         return inner
     return strategy.DifferentialPrivacyServerSideFixedClipping(
