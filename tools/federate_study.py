@@ -188,6 +188,7 @@ def epsilon(noise: float, rounds: int) -> float:
 def draw(path: Path, found: dict[str, list[Round]]) -> None:
     """The held-out loss and what is answered to the letter, by round."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator
 
     figure = Figure(figsize=(9, 4), layout="constrained")
     loss, exact = figure.subplots(1, 2)
@@ -195,8 +196,9 @@ def draw(path: Path, found: dict[str, list[Round]]) -> None:
         loss.plot([each.loss for each in rounds], "o-", label=name)
         exact.plot([100 * each.exact for each in rounds], "o-", label=name)
     loss.set(xlabel="round", ylabel="held-out loss (nats a token)", yscale="log")
+    loss.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     loss.yaxis.set_major_formatter("{x:g}")
-    loss.yaxis.set_minor_formatter("{x:g}")
+    loss.yaxis.set_minor_formatter("")
     exact.set(xlabel="round", ylabel="answered to the letter, %", ylim=(-4, 104))
     for axes in (loss, exact):
         axes.grid(alpha=0.3)
