@@ -16,7 +16,7 @@ import Testing
     private let host = UUID().uuidString.lowercased() + ".test"
     deinit { try? FileManager.default.removeItem(at: documents) }
 
-    private func model() async throws -> AppModel {
+    private func model(heartbeat: Double = 30) async throws -> AppModel {
         try FileManager.default.createDirectory(at: documents, withIntermediateDirectories: true)
         phone.battery = Battery(level: 0.9, isCharging: true)
         let model = AppModel(
@@ -24,7 +24,7 @@ import Testing
             openNode: { server, folder, _ in
                 try SuperNode(
                     server: server, folder: folder, configuration: SuperLink.configuration(),
-                    seconds: .init(heartbeat: 30, poll: 0.01, lease: 0))
+                    seconds: .init(heartbeat: heartbeat, poll: 0.01, lease: 0))
             }, loadTokenizer: { _ in ByteTokenizer() })
         let fixture = try #require(Fixture.tied).appendingPathComponent("bundle.mesp").resolvingSymlinksInPath()
         await model.importBundle(at: fixture)
@@ -33,7 +33,7 @@ import Testing
     }
 
     /// What a server's app asks for: two steps of SGD with the initial adapters, of which B alone travels.
-    private func question(_ model: AppModel, round: Int64 = 1, exchange: String = "float32") throws -> Records {
+    private func question(_ model: AppModel, steps: Int64 = 2, exchange: String = "float32") throws -> Records {
         let manifest = try #require(model.form.bundle?.manifest)
         let (architecture, kind) = (manifest.architecture, exchange == "float32" ? FlowerArray.Kind.float32 : .uint16)
         var arrays = [String: FlowerArray]()
@@ -50,8 +50,8 @@ import Testing
             configs: [
                 "config": [
                     "model": .text(model), "exchange": .text(exchange), "timeout": .double(600),
-                    "server-round": .int(round),
-                    "steps": .int(2), "seq_len": .int(Int64(manifest.seqLens[0])),
+                    "server-round": .int(1),
+                    "steps": .int(steps), "seq_len": .int(Int64(manifest.seqLens[0])),
                     "rank": .int(Int64(manifest.ranks[0])),
                     "alpha": .double(4), "freeze_a": .flag(true), "optimizer": .text("sgd"),
                     "learning_rate": .double(0.1), "output": .text("/etc"),
@@ -117,6 +117,39 @@ import Testing
         phone.battery = Battery(level: 0.9, isCharging: true)
         while model.federation.rounds.first?.bytesUp == nil { try await Task.sleep(for: .milliseconds(5)) }
         model.federation.leave()
+        await part.value
+    }
+
+    @Test func followsTheChargerWhileTheServerCannotBeReached() async throws {
+        let model = try await model(heartbeat: 0.01)
+        let (federation, controller) = (model.federation, model.controller)
+        func wait(until isSo: () -> Bool) async throws {
+            while !isSo() {
+                try #require(model.problem == nil)
+                try await Task.sleep(for: .milliseconds(5))
+            }
+        }
+        try SuperLink.ask(host, question(model, steps: 1_000_000))
+        let part = Task { await model.takePart() }
+        try await wait { controller.state == .training }
+        SuperLink.with(host) { $0.faults["send-node-heartbeat"] = Array(repeating: (0, ""), count: 100) }
+        try await wait { federation.unreachable != nil }
+        #expect(federation.status == federation.unreachable && federation.state == .training(round: "1"))
+        phone.battery = Battery(level: 0.9, isCharging: false)
+        try await wait { controller.state == .paused(.user) }
+        phone.battery = Battery(level: 0.9, isCharging: true)
+        try await wait { controller.state == .training }
+
+        SuperLink.with(host) { $0.faults = [:] }
+        try await wait { federation.unreachable == nil }
+        #expect(federation.status == "Training in round 1")
+        phone.battery = Battery(level: 0.9, isCharging: false)
+        try await wait { controller.state == .paused(.user) }
+        federation.needsCharger = false
+        try await wait { controller.state == .training }
+        federation.needsCharger = true
+        try await wait { controller.state == .paused(.user) }
+        federation.leave()
         await part.value
     }
 
