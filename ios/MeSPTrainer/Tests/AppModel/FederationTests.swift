@@ -153,6 +153,54 @@ import Testing
         await part.value
     }
 
+    /// The server's clock runs from when it made the message, however often the app was started since.
+    @Test func aRoundThatIsOverIsNotTrained() async throws {
+        let model = try await model()
+        try SuperLink.ask(host, question(model), age: 601)
+        #expect(try await round(model).problem?.english.contains("no longer waits") == true)
+        #expect(try SuperLink.answered(host).reason == "The node could not do it.")
+        #expect(model.controller.state == .idle)
+    }
+
+    @Test func whatNoRunHasIsRefusedInASentence() async throws {
+        let model = try await model()
+        let bundle = try #require(model.form.bundle).url
+        let asked = try question(model)
+        func run(_ change: (inout Records) -> Void) throws -> FederatedRun {
+            var records = asked
+            change(&records)
+            let folder = documents.appendingPathComponent(UUID().uuidString)
+            let question = SuperNode.Question(
+                id: "", node: 1, type: "train", run: 1, group: "1", created: .now, records: records, folder: folder)
+            return try FederatedRun(question, bundle: bundle)
+        }
+        #expect(try run { _ in }.settings.firstStep == 0)
+        #expect(try run { $0.configs["config"]?["server-round"] = .int(3) }.settings.firstStep == 4)
+        let bad: [(String, [FlowerValue])] = [
+            (
+                "server-round",
+                [.int(0), .int(.max), .int(.min), .double(1e300), .double(-.infinity), .double(.nan), .unsigned(.max)]
+            ),
+            ("steps", [.int(.max), .int(.min), .int(-1), .double(.nan)]),
+            ("learning_rate", [.double(.nan), .double(.infinity), .double(1e300)]),
+            ("proximal-mu", [.double(.nan), .double(1e300)]),
+            ("timeout", [.double(.nan), .double(.infinity), .double(-1e300), .int(-1)]),
+            ("alpha", [.double(.nan), .double(-1)]), ("rank", [.int(0), .int(.max)]),
+        ]
+        for (name, values) in bad {
+            for value in values {
+                #expect(throws: MeSPError.self, "\(name) \(value)") {
+                    try run { $0.configs["config"]?[name] = value }
+                }
+            }
+        }
+        let (name, array) = try #require(asked.arrays["arrays"]?.first)
+        for shape in [[array.shape[0], 1 << 40, 0], [array.shape[0], 0, 1 << 40], [1, 1], [], [1 << 40, 0, 1]] {
+            let other = FlowerArray(.float32, shape: shape, data: Data(count: shape.reduce(4, *)))
+            #expect(throws: MeSPError.self, "\(shape)") { try run { $0.arrays["arrays"]?[name] = other } }
+        }
+    }
+
     @Test func saysWhyARoundWasNotAnswered() async throws {
         let model = try await model()
         var asked = try question(model)
