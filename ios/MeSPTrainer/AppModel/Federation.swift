@@ -17,7 +17,7 @@ import Observation
     /// Whether only networks are used that cost nothing extra and are not in Low Data Mode.
     public var sparesData = true
     /// Whether it trains only on the charger.
-    public var needsCharger = true
+    public var needsCharger = true { didSet { followCharger() } }
 
     public enum State: Sendable, Equatable {
         case off
@@ -26,20 +26,20 @@ import Observation
         case waiting
         case waitingForCharger
         case training(round: String)
-        /// The server cannot be reached, which is why.
-        case unreachable(Sentence)
     }
     public private(set) var state = State.off
     public var isOn: Bool { state != .off }
+    /// Why the server cannot be reached now, whatever else goes on; nil where it can.
+    public private(set) var unreachable: Sentence?
     /// What it does now, in words.
     public var status: Sentence {
-        switch state {
+        if let unreachable { return unreachable }
+        return switch state {
         case .off: "Not taking part"
         case .joining: "Joining"
         case .waiting: "Waiting for the next round"
         case .waitingForCharger: "Waiting for the charger"
         case .training(let round): "Training in round \(round)"
-        case .unreachable(let why): why
         }
     }
     /// The bundle that is trained; nil while it is off.
@@ -90,7 +90,7 @@ import Observation
         }
         let node = try open(server, folder, configuration)
         (state, self.bundle, rounds) = (.joining, bundle, [])
-        defer { (state, self.bundle, work) = (.off, nil, nil) }
+        defer { (state, unreachable, self.bundle, work) = (.off, nil, nil, nil) }
         let (events, sender) = AsyncStream.makeStream(of: SuperNode.Event.self)
         let answer: @Sendable (SuperNode.Question) async throws -> Records = { [weak self] question in
             guard let self else { throw CancellationError() }
@@ -119,11 +119,12 @@ import Observation
 
     private func answer(_ question: SuperNode.Question, with bundle: URL, _ data: URL?) async throws -> Records {
         let round = try FederatedRun(question, bundle: bundle, data: data)
-        while lacksCharger || controller.isRunning {
+        defer { state = .waiting }
+        while lacksCharger || controller.isRunning, .now < round.deadline {
             if lacksCharger { state = .waitingForCharger }
             try await Task.sleep(for: .milliseconds(200))
-            guard .now < round.deadline else { throw late }
         }
+        guard .now < round.deadline else { throw late }
         state = .training(round: question.group)
         let limit = Task { [controller] in
             try await Task.sleep(for: .seconds(min(round.deadline.timeIntervalSinceNow, 1e9)))
@@ -146,19 +147,19 @@ import Observation
     }
 
     private func take(_ event: SuperNode.Event) {
+        if case .waiting(let why) = event { unreachable = why } else { unreachable = nil }
         switch event {
-        case .joined: state = .waiting
+        case .joined: if state == .joining { state = .waiting }
         case .received(let question, let bytes):
             rounds.insert(Round(id: question.id, name: question.group, bytesDown: bytes), at: 0)
         case .sent(let question, let bytes): end(question) { $0.bytesUp = bytes }
-        case .dropped(let question, _): end(question) { $0.problem = "The federation ended before the answer came." }
+        case .dropped(let question, let why): end(question) { $0.problem = why }
         case .failed(let question, let why): end(question) { $0.problem = "\(why)" }
-        case .waiting(let why): state = .unreachable(why)
+        case .waiting, .reached: break
         }
     }
 
     private func end(_ question: SuperNode.Question, _ change: (inout Round) -> Void) {
-        state = .waiting
         // One that an earlier start of the app received is not in the list.
         if !rounds.contains(where: { $0.id == question.id }) {
             rounds.insert(Round(id: question.id, name: question.group, bytesDown: 0), at: 0)

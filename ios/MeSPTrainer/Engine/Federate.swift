@@ -78,9 +78,10 @@ struct FederationSettings: Decodable {
             case .joined(let node): try print("joined", ["node": node])
             case .received(let question, let bytes): try print("received", Message(question, bytes: bytes))
             case .sent(let question, let bytes): try print("sent", Message(question, bytes: bytes))
-            case .dropped(let question, let why): try print("dropped", Message(question, message: why))
+            case .dropped(let question, let why): try print("dropped", Message(question, message: why.english))
             case .failed(let question, let why): try print("failed", Message(question, message: why))
             case .waiting(let why): try print("waiting", ["message": why.english])
+            case .reached: try print("reached", [String: String]())
             }
         } catch {
             stopRequested = 1  // without a reader it is over

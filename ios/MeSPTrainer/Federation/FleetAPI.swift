@@ -21,7 +21,7 @@ struct FleetAPI: Sendable {
     }
 
     /// The server says by one of Flower's codes why it does not do it.
-    struct Refusal: Error, Decodable {
+    struct Refusal: LocalizedError, Decodable {
         static let keyIsRegistered = 23
         static let registersByHand = 2001
         static let cannotActivate = 2004
@@ -29,7 +29,11 @@ struct FleetAPI: Sendable {
 
         let code: Int
         let detail: String
+        var errorDescription: String? { detail }
     }
+
+    /// More than any answer has: objects are of 5 MB at most.
+    private static let mostBytes = 8 << 20
 
     /// A call that has begun ends, also where the task is cancelled.
     ///
@@ -55,6 +59,11 @@ struct FleetAPI: Sendable {
         #endif
         for (name, value) in headers { request.setValue(value, forHTTPHeaderField: name) }
         let (data, status) = try await answer(to: request)
+        guard data.count <= Self.mostBytes else {
+            throw FederationError(
+                "\(server.absoluteString) answers \(name) with \(data.count) bytes, which no answer of Flower's has; ask who runs it."
+            )
+        }
         switch status {
         case 200: return try ProtobufMessage(data)
         case 401:
@@ -122,6 +131,9 @@ struct Metadata {
         reply.timeToLive = created + timeToLive - reply.created
         return reply
     }
+
+    /// Whether it is good no longer, nor an answer to it.
+    var hasExpired: Bool { created + timeToLive <= Date.now.timeIntervalSince1970 }
 
     func write(to message: inout ProtobufWriter) {
         message.add(1, run)

@@ -152,11 +152,23 @@ extension ObjectStore {
 
     /// The records of a `RecordDict`.
     func records(_ id: String) throws -> Records {
+        // What came once may be named any number of times.
+        var room = Int(clamping: ProcessInfo.processInfo.physicalMemory / 4)
+        func take(_ bytes: Int) throws {
+            room -= bytes
+            guard room >= 0 else {
+                throw FederationError(
+                    "The server sent a message that takes more than a quarter of this device's memory; ask who runs it."
+                )
+            }
+        }
         var records = Records()
         for (name, id) in try named(object(id), "RecordDict") {
             let object = try object(id)
+            try take(object.body.count)
             switch object.type {
-            case "ArrayRecord": records.arrays[name] = try named(object, "ArrayRecord").mapValues(array)
+            case "ArrayRecord":
+                records.arrays[name] = try named(object, "ArrayRecord").mapValues { try array($0, take) }
             case "MetricRecord": records.metrics[name] = try values(object)
             case "ConfigRecord": records.configs[name] = try values(object)
             default: throw FederationError("The server sent a \(object.type), which this version does not know.")
@@ -179,7 +191,8 @@ extension ObjectStore {
         return values
     }
 
-    private func array(_ id: String) throws -> FlowerArray {
+    /// - Parameter take: is told how many bytes are about to be used.
+    private func array(_ id: String, _ take: (Int) throws -> Void) throws -> FlowerArray {
         struct Description: Decodable {
             let stype: String
             let chunks: [Int]
@@ -189,11 +202,14 @@ extension ObjectStore {
             }
         }
         let object = try object(id)
+        try take(object.body.count)
         guard object.type == "Array", let array = try? JSONDecoder().decode(Description.self, from: object.body),
             array.stype == "numpy.ndarray", array.chunks.allSatisfy(object.children.indices.contains)
         else { throw FederationError("The server sent an array in a form that this version does not know.") }
-        var file = Data()
-        for chunk in array.chunks { file.append(try self.object(object.children[chunk]).body) }
-        return try FlowerArray(npy: file)
+        var chunks = [String: Data]()
+        for id in Set(object.children) { chunks[id] = try self.object(id).body }
+        let parts = array.chunks.compactMap { chunks[object.children[$0]] }
+        try take(parts.reduce(0) { $0 + $1.count })
+        return try FlowerArray(npy: parts.reduce(into: Data()) { $0.append($1) })
     }
 }

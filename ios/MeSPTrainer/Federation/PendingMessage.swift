@@ -38,7 +38,11 @@ struct PendingMessage {
         try saved.data.write(to: folder.appendingPathComponent(name), options: .atomic)
     }
 
-    func receive(_ metadata: Metadata, _ tree: ObjectTree) throws { try write("message", metadata, tree) }
+    /// Keeps a message, and nothing of the one before, which may have been left half emptied.
+    func receive(_ metadata: Metadata, _ tree: ObjectTree) throws {
+        try empty()
+        try write("message", metadata, tree)
+    }
 
     func has(_ id: String) throws -> Bool {
         FileManager.default.fileExists(atPath: objects.appendingPathComponent(id).path)
@@ -89,7 +93,7 @@ struct PendingMessage {
         try write("reply", reply, tree)
     }
 
-    /// Makes room for the next message.
+    /// Makes room for the next message. Without `message` the rest is nothing.
     func empty() throws {
         for name in ["message", "reply", "work", "objects"] {
             let file = folder.appendingPathComponent(name)

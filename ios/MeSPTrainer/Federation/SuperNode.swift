@@ -12,7 +12,8 @@ import MeSPSentences
 ///     try await node.run(report: show) { question in try await train(question) }
 ///
 /// What it has received and what it has to send lies in files: a node that was ended goes on where it was, with what the server takes to
-/// be delivered, and sends no byte twice.
+/// be delivered, and sends no byte twice. What nobody waits for any more it lets go, and a message that cannot be read is answered as one
+/// that failed.
 public struct SuperNode: Sendable {
     /// What happens, for people.
     public enum Event: Sendable, Equatable {
@@ -21,11 +22,13 @@ public struct SuperNode: Sendable {
         case received(Question, bytes: Int)
         /// Its answer has been sent, of so many bytes, but for what the server had.
         case sent(Question, bytes: Int)
-        /// The answer was of no use any more.
-        case dropped(Question, String)
-        /// A message could not be answered here; the server learns that, not why.
+        /// The message was of no use any more, or its answer.
+        case dropped(Question, Sentence)
+        /// A message could not be read or answered here; the server learns that, not why.
         case failed(Question, String)
         case waiting(Sentence)
+        /// The server can be reached again.
+        case reached
     }
 
     /// What a message asks.
@@ -38,7 +41,9 @@ public struct SuperNode: Sendable {
         public let run: UInt64
         /// The round, as the server's app calls it.
         public let group: String
-        public let records: Records
+        /// When the server's app made it, by the server's clock.
+        public let created: Date
+        public internal(set) var records = Records()
         /// A folder for this message alone, which lasts until its answer was sent: to go on in, where the process ended.
         public let folder: URL
     }
@@ -112,12 +117,15 @@ public struct SuperNode: Sendable {
     ///
     /// - Returns: the node's id.
     private func join(_ report: (Event) -> Void) async throws -> UInt64 {
-        let file = folder.appendingPathComponent("node.id")
-        if let id = try? UInt64(String(contentsOf: file, encoding: .utf8)), (try? await isKnown(id)) == true {
+        let (file, server) = (folder.appendingPathComponent("node.id"), api.server.absoluteString)
+        let last = (try? String(contentsOf: file, encoding: .utf8))?.split(separator: "\n").map(String.init) ?? []
+        if last.count == 2, last[1] == server, let id = UInt64(last[0]), (try? await isKnown(id)) == true {
             return id
         }
         let id = try await activate(report)
-        try Data(String(id).utf8).write(to: file, options: .atomic)
+        // Ids are random: a server that has lost what it knew gives another, and what was here is none of its.
+        if last != [String(id), server] { try PendingMessage(folder: folder).empty() }
+        try Data("\(id)\n\(server)\n".utf8).write(to: file, options: .atomic)
         return id
     }
 
@@ -174,7 +182,9 @@ public struct SuperNode: Sendable {
         var pause = 1.0
         while true {
             do {
-                return try await body()
+                let result = try await body()
+                if pause > 1 { report(.reached) }
+                return result
             } catch let failure as FleetAPI.Unreachable {
                 report(.waiting(failure.sentence))
                 try await Task.sleep(for: .seconds(pause))
@@ -200,48 +210,71 @@ public struct SuperNode: Sendable {
             // From here on the server takes it to be delivered.
             return try pending.receive(Metadata(message.messages(1).last ?? ProtobufMessage(Data())), ObjectTree(tree))
         }
-        let question: Question
-        do {
-            question = try await receive(metadata, tree, pending, node, report)
-        } catch let refusal as FleetAPI.Refusal where refusal.code == FleetAPI.Refusal.runHasEnded {
-            return try pending.empty()
-        }
-        if try pending.reply == nil {
-            var records: Records?
-            do {
-                records = try await answer(question)
-            } catch is CancellationError {
-                throw CancellationError()
-            } catch {
-                report(.failed(question, error.localizedDescription))
-            }
-            try pending.answer(metadata, with: records)
-        }
+        var question = Question(
+            id: metadata.message, node: metadata.destination, type: metadata.type, run: metadata.run,
+            group: metadata.group, created: Date(timeIntervalSince1970: metadata.created),
+            folder: try pending.workFolder)
         let event: Event
         do {
+            try checkTime(of: metadata)
+            if try pending.reply == nil {
+                var records: Records?
+                do {
+                    try await receive(&question, metadata, tree, pending, node, report)
+                    records = try await answer(question)
+                } catch let error where !(error is CancellationError || error is Useless) {
+                    report(.failed(question, error.localizedDescription))
+                }
+                try pending.answer(metadata, with: records)
+            }
             event = .sent(question, bytes: try await send(pending, node, report))
-        } catch let refusal as FleetAPI.Refusal where refusal.code == FleetAPI.Refusal.runHasEnded {
-            event = .dropped(question, refusal.detail)
+        } catch let useless as Useless {
+            event = .dropped(question, useless.why)
         }
         try pending.empty()
         report(event)
     }
 
-    /// Fetches what of the message is not here.
+    /// A message is of no use any more, or its answer.
+    private struct Useless: Error {
+        let why: Sentence
+    }
+
+    private func checkTime(of metadata: Metadata) throws {
+        if metadata.hasExpired { throw Useless(why: "The server no longer waits for this round.") }
+    }
+
+    /// A call for a message, which is tried again for as long as the message is good.
+    @discardableResult
+    private func call(
+        _ name: String, for metadata: Metadata, _ node: UInt64, _ report: (Event) -> Void,
+        _ write: (inout ProtobufWriter) -> Void
+    ) async throws -> ProtobufMessage {
+        do {
+            return try await persistently(report) {
+                try checkTime(of: metadata)
+                return try await api.call(name) {
+                    $0.add(1) { $0.add(1, node) }
+                    write(&$0)
+                }
+            }
+        } catch let refusal as FleetAPI.Refusal where refusal.code == FleetAPI.Refusal.runHasEnded {
+            throw Useless(why: "The federation ended before the answer came.")
+        }
+    }
+
+    /// Fetches what of the message is not here, and reads it.
     private func receive(
-        _ metadata: Metadata, _ tree: ObjectTree, _ pending: PendingMessage, _ node: UInt64,
-        _ report: (Event) -> Void
-    ) async throws -> Question {
+        _ question: inout Question, _ metadata: Metadata, _ tree: ObjectTree, _ pending: PendingMessage,
+        _ node: UInt64, _ report: (Event) -> Void
+    ) async throws {
         var isNew = false
         for id in tree.ids where try !pending.has(id) {
             isNew = true
             while true {
-                let answer = try await persistently(report) {
-                    try await api.call("pull-object") {
-                        $0.add(1) { $0.add(1, node) }
-                        $0.add(2, metadata.run)
-                        $0.add(3, id)
-                    }
+                let answer = try await call("pull-object", for: metadata, node, report) {
+                    $0.add(2, metadata.run)
+                    $0.add(3, id)
                 }
                 guard answer.number(1) != 0 else {
                     throw FederationError("\(api.server.absoluteString) lacks a part of the message that it sent.")
@@ -254,48 +287,35 @@ public struct SuperNode: Sendable {
             }
         }
         if isNew {
-            try await persistently(report) {
-                try await api.call("confirm-message-received") {
-                    $0.add(1) { $0.add(1, node) }
-                    $0.add(2, metadata.run)
-                    $0.add(3, tree.id)
-                }
+            try await call("confirm-message-received", for: metadata, node, report) {
+                $0.add(2, metadata.run)
+                $0.add(3, tree.id)
             }
         }
-        let (records, bytes) = try pending.content(of: tree)
-        let question = Question(
-            id: metadata.message, node: metadata.destination, type: metadata.type, run: metadata.run,
-            group: metadata.group, records: records,
-            folder: try pending.workFolder)
+        let bytes: Int
+        (question.records, bytes) = try pending.content(of: tree)
         if isNew { report(.received(question, bytes: bytes)) }
-        return question
     }
 
     /// - Returns: how many bytes of objects the server wanted.
     private func send(_ pending: PendingMessage, _ node: UInt64, _ report: (Event) -> Void) async throws -> Int {
         guard let (metadata, tree) = try pending.reply else { return 0 }
-        let pushed = try await persistently(report) {
-            try await api.call("push-messages") { message in
-                message.add(1) { $0.add(1, node) }
-                message.add(2) {
-                    $0.add(1) { metadata.write(to: &$0) }
-                    $0.add(2) { _ in }
-                }
-                message.add(3) { tree.write(to: &$0) }
-                message.add(4, packed: [max(Date.now.timeIntervalSince1970 - metadata.created, 0.001)])
+        let pushed = try await call("push-messages", for: metadata, node, report) { message in
+            message.add(2) {
+                $0.add(1) { metadata.write(to: &$0) }
+                $0.add(2) { _ in }
             }
+            message.add(3) { tree.write(to: &$0) }
+            message.add(4, packed: [max(Date.now.timeIntervalSince1970 - metadata.created, 0.001)])
         }
         var bytes = 0
         for id in pushed.texts(3) {
             let content = try pending.object(id)
-            try await persistently(report) {
-                try await api.call("push-object") {
-                    $0.add(1) { $0.add(1, node) }
-                    $0.add(2, metadata.run)
-                    $0.add(3, id)
-                    $0.add(4, content)
-                    $0.add(5, pushed.text(4))
-                }
+            try await call("push-object", for: metadata, node, report) {
+                $0.add(2, metadata.run)
+                $0.add(3, id)
+                $0.add(4, content)
+                $0.add(5, pushed.text(4))
             }
             bytes += content.count
         }

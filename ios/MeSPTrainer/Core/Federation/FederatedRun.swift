@@ -45,7 +45,9 @@ public struct FederatedRun {
         default: throw MeSPError("The server exchanges adapters in a way that this version does not know.")
         }
         (self.question, self.received, architecture) = (question, received, manifest.architecture)
-        deadline = number(config["timeout"]).map { .now + $0 } ?? .distantFuture
+        let timeout = number(config["timeout"])
+        guard timeout.map({ (0..<Double.infinity).contains($0) }) ?? true else { throw noSetting("timeout") }
+        deadline = timeout.map { question.created + $0 } ?? .distantFuture
         var settings = try Self.settings(config, bundle, in: question.folder)
         settings.data = data?.path
         if let memoryLimit {
@@ -80,7 +82,7 @@ public struct FederatedRun {
             arrays: ["arrays": Dictionary(uniqueKeysWithValues: arrays)],
             metrics: [
                 "metrics": [
-                    "num-examples": .int(Int64(targets)), "client": .int(1), "loss": .double(loss),
+                    "num-examples": .int(Int64(targets)), "loss": .double(loss),
                     "footprint-bytes": .int(Int64(summary.end?.footprintPeakBytes ?? 0)),
                 ]
             ],
@@ -102,13 +104,13 @@ public struct FederatedRun {
         var given = [String: Any]()
         for (name, value) in config where allowed.contains(name) {
             switch value {
-            case .double(let number): given[name] = number
+            case .double(let number) where number.isFinite: given[name] = number
             case .int(let number): given[name] = number
             case .unsigned(let number): given[name] = number
             case .flag(let flag): given[name] = flag
             case .text(let text): given[name] = text
             case .texts(let texts): given[name] = texts
-            case .bytes: throw MeSPError("The server's setting \(name) is none.")
+            case .double, .bytes: throw noSetting(name)
             }
         }
         let output = folder.appendingPathComponent("run")
@@ -116,9 +118,12 @@ public struct FederatedRun {
         given["output"] = output.path
         var settings = try RunSettings(json: given, from: "The server's settings are")
         settings.adapters = folder.appendingPathComponent("start").path
-        settings.firstStep = (Int(number(config["server-round"]) ?? 1) - 1) * settings.steps
+        let first = ((number(config["server-round"]) ?? 1) - 1) * Double(settings.steps)
+        guard let firstStep = Int(exactly: first) else { throw noSetting("server-round") }
+        settings.firstStep = firstStep
         settings.proximalMu = number(config["proximal-mu"]).flatMap { $0 == 0 ? nil : Float($0) }
         settings.valBatches = 0
+        try settings.check()
         settings.resume = FileManager.default.fileExists(atPath: LogWriter.url(in: output).path)
         return settings
     }
@@ -150,15 +155,20 @@ public struct FederatedRun {
     ///
     /// - Parameter name: as `self_attn.q_proj.lora_b`
     private func matrices(_ name: String, _ array: FlowerArray) throws -> [(name: String, shape: [Int])] {
-        let blocks = (0..<architecture.numHiddenLayers).filter { index in
-            architecture.block(index).modules.contains { name.hasPrefix($0.name + ".lora_") }
+        let found = (0..<architecture.numHiddenLayers).compactMap { index -> (name: String, shape: [Int])? in
+            let block = architecture.block(index)
+            guard let module = block.modules.first(where: { name.hasPrefix($0.name + ".lora_") }) else { return nil }
+            let (inputs, outputs) = block.dimensions(module)
+            return (
+                "\(architecture.mlxPrefix).layers.\(index).\(name)",
+                name.hasSuffix("a") ? [inputs, settings.rank] : [settings.rank, outputs]
+            )
         }
-        guard array.shape.count == 3, array.shape[0] > 0, array.shape[0] <= blocks.count else {
+        let matrices = found.suffix(array.shape.first ?? 0)
+        guard !matrices.isEmpty, matrices.allSatisfy({ array.shape == [matrices.count] + $0.shape }) else {
             throw MeSPError("The server sent \(name), which this model does not have like that.")
         }
-        return blocks.suffix(array.shape[0]).map {
-            ("\(architecture.mlxPrefix).layers.\($0).\(name)", Array(array.shape[1...]))
-        }
+        return Array(matrices)
     }
 
     /// What goes back: the matrix, or in bfloat16 what was added to it, so that no small update is lost to the rounding of a large number.
@@ -194,6 +204,8 @@ private func numbers(_ array: FlowerArray, isRounded: Bool) throws -> [Float] {
     guard numbers.allSatisfy(\.isFinite) else { throw MeSPError("The server sent a number that is not finite.") }
     return numbers
 }
+
+private func noSetting(_ name: String) -> MeSPError { MeSPError("The server's setting \(name) is none.") }
 
 private func number(_ value: FlowerValue?) -> Double? {
     switch value {

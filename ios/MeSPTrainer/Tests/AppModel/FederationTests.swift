@@ -16,7 +16,7 @@ import Testing
     private let host = UUID().uuidString.lowercased() + ".test"
     deinit { try? FileManager.default.removeItem(at: documents) }
 
-    private func model() async throws -> AppModel {
+    private func model(heartbeat: Double = 30) async throws -> AppModel {
         try FileManager.default.createDirectory(at: documents, withIntermediateDirectories: true)
         phone.battery = Battery(level: 0.9, isCharging: true)
         let model = AppModel(
@@ -24,7 +24,7 @@ import Testing
             openNode: { server, folder, _ in
                 try SuperNode(
                     server: server, folder: folder, configuration: SuperLink.configuration(),
-                    seconds: .init(heartbeat: 30, poll: 0.01, lease: 0))
+                    seconds: .init(heartbeat: heartbeat, poll: 0.01, lease: 0))
             }, loadTokenizer: { _ in ByteTokenizer() })
         let fixture = try #require(Fixture.tied).appendingPathComponent("bundle.mesp").resolvingSymlinksInPath()
         await model.importBundle(at: fixture)
@@ -33,7 +33,7 @@ import Testing
     }
 
     /// What a server's app asks for: two steps of SGD with the initial adapters, of which B alone travels.
-    private func question(_ model: AppModel, round: Int64 = 1, exchange: String = "float32") throws -> Records {
+    private func question(_ model: AppModel, steps: Int64 = 2, exchange: String = "float32") throws -> Records {
         let manifest = try #require(model.form.bundle?.manifest)
         let (architecture, kind) = (manifest.architecture, exchange == "float32" ? FlowerArray.Kind.float32 : .uint16)
         var arrays = [String: FlowerArray]()
@@ -50,8 +50,8 @@ import Testing
             configs: [
                 "config": [
                     "model": .text(model), "exchange": .text(exchange), "timeout": .double(600),
-                    "server-round": .int(round),
-                    "steps": .int(2), "seq_len": .int(Int64(manifest.seqLens[0])),
+                    "server-round": .int(1),
+                    "steps": .int(steps), "seq_len": .int(Int64(manifest.seqLens[0])),
                     "rank": .int(Int64(manifest.ranks[0])),
                     "alpha": .double(4), "freeze_a": .flag(true), "optimizer": .text("sgd"),
                     "learning_rate": .double(0.1), "output": .text("/etc"),
@@ -118,6 +118,87 @@ import Testing
         while model.federation.rounds.first?.bytesUp == nil { try await Task.sleep(for: .milliseconds(5)) }
         model.federation.leave()
         await part.value
+    }
+
+    @Test func followsTheChargerWhileTheServerCannotBeReached() async throws {
+        let model = try await model(heartbeat: 0.01)
+        let (federation, controller) = (model.federation, model.controller)
+        func wait(until isSo: () -> Bool) async throws {
+            while !isSo() {
+                try #require(model.problem == nil)
+                try await Task.sleep(for: .milliseconds(5))
+            }
+        }
+        try SuperLink.ask(host, question(model, steps: 1_000_000))
+        let part = Task { await model.takePart() }
+        try await wait { controller.state == .training }
+        SuperLink.with(host) { $0.faults["send-node-heartbeat"] = Array(repeating: (0, ""), count: 100) }
+        try await wait { federation.unreachable != nil }
+        #expect(federation.status == federation.unreachable && federation.state == .training(round: "1"))
+        phone.battery = Battery(level: 0.9, isCharging: false)
+        try await wait { controller.state == .paused(.user) }
+        phone.battery = Battery(level: 0.9, isCharging: true)
+        try await wait { controller.state == .training }
+
+        SuperLink.with(host) { $0.faults = [:] }
+        try await wait { federation.unreachable == nil }
+        #expect(federation.status == "Training in round 1")
+        phone.battery = Battery(level: 0.9, isCharging: false)
+        try await wait { controller.state == .paused(.user) }
+        federation.needsCharger = false
+        try await wait { controller.state == .training }
+        federation.needsCharger = true
+        try await wait { controller.state == .paused(.user) }
+        federation.leave()
+        await part.value
+    }
+
+    /// The server's clock runs from when it made the message, however often the app was started since.
+    @Test func aRoundThatIsOverIsNotTrained() async throws {
+        let model = try await model()
+        try SuperLink.ask(host, question(model), age: 601)
+        #expect(try await round(model).problem?.english.contains("no longer waits") == true)
+        #expect(try SuperLink.answered(host).reason == "The node could not do it.")
+        #expect(model.controller.state == .idle)
+    }
+
+    @Test func whatNoRunHasIsRefusedInASentence() async throws {
+        let model = try await model()
+        let bundle = try #require(model.form.bundle).url
+        let asked = try question(model)
+        func run(_ change: (inout Records) -> Void) throws -> FederatedRun {
+            var records = asked
+            change(&records)
+            let folder = documents.appendingPathComponent(UUID().uuidString)
+            let question = SuperNode.Question(
+                id: "", node: 1, type: "train", run: 1, group: "1", created: .now, records: records, folder: folder)
+            return try FederatedRun(question, bundle: bundle)
+        }
+        #expect(try run { _ in }.settings.firstStep == 0)
+        #expect(try run { $0.configs["config"]?["server-round"] = .int(3) }.settings.firstStep == 4)
+        let bad: [(String, [FlowerValue])] = [
+            (
+                "server-round",
+                [.int(0), .int(.max), .int(.min), .double(1e300), .double(-.infinity), .double(.nan), .unsigned(.max)]
+            ),
+            ("steps", [.int(.max), .int(.min), .int(-1), .double(.nan)]),
+            ("learning_rate", [.double(.nan), .double(.infinity), .double(1e300)]),
+            ("proximal-mu", [.double(.nan), .double(1e300)]),
+            ("timeout", [.double(.nan), .double(.infinity), .double(-1e300), .int(-1)]),
+            ("alpha", [.double(.nan), .double(-1)]), ("rank", [.int(0), .int(.max)]),
+        ]
+        for (name, values) in bad {
+            for value in values {
+                #expect(throws: MeSPError.self, "\(name) \(value)") {
+                    try run { $0.configs["config"]?[name] = value }
+                }
+            }
+        }
+        let (name, array) = try #require(asked.arrays["arrays"]?.first)
+        for shape in [[array.shape[0], 1 << 40, 0], [array.shape[0], 0, 1 << 40], [1, 1], [], [1 << 40, 0, 1]] {
+            let other = FlowerArray(.float32, shape: shape, data: Data(count: shape.reduce(4, *)))
+            #expect(throws: MeSPError.self, "\(shape)") { try run { $0.arrays["arrays"]?[name] = other } }
+        }
     }
 
     @Test func saysWhyARoundWasNotAnswered() async throws {

@@ -80,6 +80,26 @@ struct ObjectsTests {
         #expect(try store.records(tree.id).arrays["arrays"]?["a"] == array)
     }
 
+    /// Chunks that are alike are one object, which a message may name as often as it likes: here for more than there is memory.
+    @Test(arguments: [1, 100_000])
+    func aMessageTakesNoMoreMemoryThanThereIs(times: Int) throws {
+        var store = ObjectStore()
+        let size = Int(clamping: ProcessInfo.processInfo.physicalMemory) / (3 * times) + 1
+        let chunk = try store.add("ArrayChunk") { _ in Data(count: times == 1 ? 64 : size) }
+        let array = try store.add("Array", children: [chunk]) { _ in
+            let places = Array(repeating: "0", count: times).joined(separator: ",")
+            return Data(#"{"stype": "numpy.ndarray", "arraychunk_ids": [\#(places)]}"#.utf8)
+        }
+        let arrays = try store.add("ArrayRecord", children: [array]) { _ in
+            Data(#"{"a": "\#(array.id)"}"#.utf8)
+        }
+        let records = try store.add("RecordDict", children: [arrays]) { _ in
+            Data(#"{"arrays": "\#(arrays.id)"}"#.utf8)
+        }
+        let error = #expect(throws: FederationError.self) { try store.records(records.id) }
+        #expect(error?.sentence.english.contains("memory") == (times > 1))
+    }
+
     /// A server's bytes are not to be trusted: each is changed, and each beginning is taken for the whole.
     @Test func damagedObjectsAreRefused() throws {
         for content in objects.compactMap({ Data(base64Encoded: $0) }) {

@@ -10,9 +10,9 @@ final class SuperNodeTests {
     private let host = UUID().uuidString.lowercased() + ".test"
     deinit { try? FileManager.default.removeItem(at: folder) }
 
-    private func node(lease: Double = 75) throws -> SuperNode {
+    private func node(lease: Double = 75, at host: String? = nil) throws -> SuperNode {
         try SuperNode(
-            server: try #require(URL(string: "http://\(host):8000")), folder: folder,
+            server: try #require(URL(string: "http://\(host ?? self.host):8000")), folder: folder,
             configuration: SuperLink.configuration(), seconds: .init(heartbeat: 30, poll: 0.01, lease: lease))
     }
 
@@ -101,6 +101,8 @@ final class SuperNodeTests {
         let events = try await run(node(), until: Self.isSent, answer: Self.train)
         #expect(try SuperLink.answered(host).1 != nil)
         #expect(events.filter { if case .waiting = $0 { true } else { false } }.count == 4)
+        // Once for each call that got through at last.
+        #expect(events.filter { $0 == .reached }.count == 3)
     }
 
     @Test func saysThatItCouldNotAndNotWhy() async throws {
@@ -111,12 +113,85 @@ final class SuperNodeTests {
         #expect(events.contains { if case .failed(_, "secret") = $0 { true } else { false } })
     }
 
-    @Test func dropsTheAnswerToARunThatHasEnded() async throws {
+    private static func isDropped(_ event: SuperNode.Event) -> Bool {
+        if case .dropped = event { true } else { false }
+    }
+
+    @Test(arguments: ["pull-object", "push-messages"])
+    func dropsAMessageOfARunThatHasEnded(call: String) async throws {
         try SuperLink.ask(host)
-        SuperLink.with(host) { $0.faults["push-messages"] = [(412, #"{"code": 2007, "detail": "finished"}"#)] }
-        let isDropped: @Sendable (SuperNode.Event) -> Bool = { if case .dropped = $0 { true } else { false } }
-        try await run(node(), until: isDropped, answer: Self.train)
+        SuperLink.with(host) { $0.faults[call] = [(412, #"{"code": 2007, "detail": "finished"}"#)] }
+        try await run(node(), until: Self.isDropped, answer: Self.train)
         #expect(try keeps().isEmpty)
+    }
+
+    @Test func dropsAMessageThatNobodyWaitsFor() async throws {
+        try SuperLink.ask(host, age: 3601)
+        let events = try await run(node(), until: Self.isDropped) { _ in throw Interrupted() }
+        #expect(!events.contains { if case .failed = $0 { true } else { false } })
+        #expect(try keeps().isEmpty)
+        #expect(SuperLink.with(host) { !$0.calls.contains("pull-object") && $0.answer == nil })
+        // Its time may also end while the server is away, or knows nothing of it.
+        try SuperLink.ask(host, age: 3599.5)
+        SuperLink.with(host) { $0.faults["pull-object"] = Array(repeating: (500, ""), count: 100) }
+        try await run(node(), until: Self.isDropped, answer: Self.train)
+        #expect(try keeps().isEmpty)
+        SuperLink.with(host) { $0.faults = [:] }
+        try await answersTheNext()
+    }
+
+    /// That the node, joined again, answers another message, and that alone.
+    private func answersTheNext(at host: String? = nil) async throws {
+        let host = host ?? self.host
+        let next = Records(arrays: ["arrays": ["a": SuperLink.numbers([5, 6])]])
+        try SuperLink.ask(host, next)
+        try await run(node(at: host), until: Self.isSent) { question in
+            #expect(question.records == next)
+            return try await Self.train(question)
+        }
+        #expect(try SuperLink.answered(host).1?.arrays == ["arrays": ["a": SuperLink.numbers([6, 7])]])
+        #expect(try keeps().isEmpty)
+    }
+
+    /// The server takes what it does not know for an error of its own, and would be asked for ever.
+    @Test(arguments: [false, true])
+    func forgetsAMessageOfAnotherServer(isElsewhere: Bool) async throws {
+        try SuperLink.ask(host)
+        let first = try node()
+        await #expect(throws: CancellationError.self) {
+            try await first.run(report: { _ in }, answer: { _ in throw CancellationError() })
+        }
+        #expect(try !keeps().isEmpty)
+        if isElsewhere {
+            // Which says that it knows the node, whatever it is asked.
+            try await answersTheNext(at: UUID().uuidString.lowercased() + ".test")
+        } else {
+            // It was started anew, with nothing of what it knew.
+            SuperLink.with(host) { $0.node = 5 }
+            try await answersTheNext()
+        }
+    }
+
+    /// Ended between the removals of what a message had.
+    @Test func aMessageThatWasHalfRemovedLeavesNothing() async throws {
+        try SuperLink.ask(host)
+        SuperLink.with(host) { $0.faults["push-object"] = [(400, "")] }
+        await #expect(throws: FederationError.self) {
+            try await self.node().run(
+                report: { _ in },
+                answer: { question in
+                    try Data().write(to: question.folder.appendingPathComponent("kept"))
+                    return try await Self.train(question)
+                })
+        }
+        #expect(try Set(keeps()).isSuperset(of: ["message", "reply", "work/kept"]))
+        try FileManager.default.removeItem(at: folder.appendingPathComponent("message"))
+        try SuperLink.ask(host, Records(arrays: ["arrays": ["a": SuperLink.numbers([5, 6])]]))
+        try await run(node(), until: Self.isSent) { question in
+            #expect(try FileManager.default.contentsOfDirectory(atPath: question.folder.path).isEmpty)
+            return try await Self.train(question)
+        }
+        #expect(try SuperLink.answered(host).1?.arrays == ["arrays": ["a": SuperLink.numbers([6, 7])]])
     }
 
     @Test func refusesInASentence() async throws {
@@ -142,16 +217,50 @@ final class SuperNodeTests {
         #expect(throws: FederationError.self) { try node() }
     }
 
-    @Test func anotherObjectThanAskedForIsRefused() async throws {
+    /// What makes a message that no node can read, and what is said of it.
+    enum Damage: String, CaseIterable {
+        case anotherObject = "not the one that was asked for"
+        case noObject = "lacks a part"
+        case otherNumbers = "neither float32 nor uint16"
+        case tooLarge = "bytes"
+        case noAnswer = "no protobuf message"
+    }
+
+    /// The server learns that, and the next message is answered.
+    @Test(arguments: Damage.allCases)
+    func goesOnAfterAMessageThatItCannotRead(damage: Damage) async throws {
         try SuperLink.ask(host)
-        SuperLink.with(host) { state in
-            for (id, content) in state.question?.contents ?? [:] where id != state.question?.tree.id {
-                state.question?.contents[id] = content + [0]
+        switch damage {
+        case .anotherObject, .noObject:
+            SuperLink.with(host) { state in
+                for (id, content) in state.question?.contents ?? [:] where id != state.question?.tree.id {
+                    state.question?.contents[id] = damage == .noObject ? nil : content + [0]
+                }
             }
+        case .otherNumbers:
+            try SuperLink.ask(host) { store in
+                var npy = SuperLink.numbers([1, 2]).npy
+                npy.replaceSubrange(try #require(npy.range(of: Data("<f4".utf8))), with: Data("<i8".utf8))
+                let chunk = try store.add("ArrayChunk") { _ in npy }
+                let array = try store.add("Array", children: [chunk]) { _ in
+                    Data(#"{"dtype": "int64", "shape": [2], "stype": "numpy.ndarray", "arraychunk_ids": [0]}"#.utf8)
+                }
+                let record = try store.add("ArrayRecord", children: [array]) { _ in
+                    Data(#"{"a": "\#(array.id)"}"#.utf8)
+                }
+                return try store.add("RecordDict", children: [record]) { _ in
+                    Data(#"{"arrays": "\#(record.id)"}"#.utf8)
+                }
+            }
+        case .tooLarge:
+            SuperLink.with(host) { $0.faults["pull-object"] = [(200, String(repeating: "x", count: 9 << 20))] }
+        case .noAnswer: SuperLink.with(host) { $0.faults["pull-object"] = [(200, "x")] }
         }
-        await #expect(throws: FederationError.self) {
-            try await self.node().run(report: { _ in }, answer: Self.train)
-        }
+        let events = try await run(node(), until: Self.isSent) { _ in throw Interrupted() }
+        #expect(events.contains { if case .failed(_, let why) = $0 { why.contains(damage.rawValue) } else { false } })
+        let (_, records, reason) = try SuperLink.answered(host)
+        #expect(records == nil && reason == "The node could not do it.")
+        try await answersTheNext()
     }
 
     /// The key lasts, and only its owner may read it.

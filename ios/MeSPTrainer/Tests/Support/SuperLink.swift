@@ -18,6 +18,8 @@ final class SuperLink: URLProtocol {
         var wanted = Set<String>()
         var answer: (metadata: Metadata, tree: ObjectTree)?
         var received = [String: Data]()
+        /// What it calls the node.
+        var node = SuperLink.node
     }
     nonisolated(unsafe) private static var states = [String: State]()
     private static let lock = NSLock()
@@ -81,8 +83,8 @@ final class SuperLink: URLProtocol {
     private static func answer(_ call: String, _ message: ProtobufMessage, _ state: inout State) throws -> Data {
         var answer = ProtobufWriter()
         switch call {
-        case "activate-node": answer.add(1, node)
-        case "send-node-heartbeat": answer.add(1, UInt64(1))
+        case "activate-node": answer.add(1, state.node)
+        case "send-node-heartbeat": answer.add(1, try message.messages(1)[0].number(1) == state.node ? 1 : 0 as UInt64)
         case "pull-messages":
             guard let (tree, contents) = state.question, !state.isDelivered else { break }
             state.isDelivered = true
@@ -93,9 +95,10 @@ final class SuperLink: URLProtocol {
             answer.add(2) { $0.add(1) { known.write(to: &$0) } }
             answer.add(3) { tree.write(to: &$0) }
         case "pull-object":
+            guard let content = state.question?.contents[message.text(3)] else { break }
             answer.add(1, UInt64(1))
             answer.add(2, UInt64(1))
-            answer.add(3, state.question?.contents[message.text(3)] ?? Data())
+            answer.add(3, content)
         case "push-messages":
             let tree = try ObjectTree(message.messages(3)[0])
             state.answer = (Metadata(try message.messages(2)[0].messages(1)[0]), tree)
@@ -110,14 +113,23 @@ final class SuperLink: URLProtocol {
     }
 
     /// Has a message for the node: adapters of two numbers, or these records.
-    static func ask(_ host: String, _ records: Records? = nil) throws {
+    ///
+    /// - Parameter age: how long ago it was made, in seconds; it is good for an hour.
+    static func ask(_ host: String, _ records: Records? = nil, age: Double = 0) throws {
+        try ask(host, age: age) { try $0.add(records ?? Records(arrays: ["arrays": ["a": numbers([1, 2])]])) }
+    }
+
+    /// - Parameter content: puts the message's content into a store.
+    static func ask(
+        _ host: String, age: Double = 0, content: (inout ObjectStore) throws -> ObjectTree
+    ) throws {
         var store = ObjectStore()
-        let records = try store.add(records ?? Records(arrays: ["arrays": ["a": numbers([1, 2])]]))
+        let records = try content(&store)
         let tree = try store.add("Message", children: [records]) { _ in
             var metadata = Metadata(try ProtobufMessage(Data()))
             (metadata.run, metadata.source, metadata.destination) = (7, 1, node)
             (metadata.group, metadata.type, metadata.timeToLive) = ("1", "train", 3600)
-            metadata.created = Date.now.timeIntervalSince1970
+            metadata.created = Date.now.timeIntervalSince1970 - age
             metadata.sourceTask = 11
             var body = ProtobufWriter()
             body.add(1) { metadata.write(to: &$0) }
