@@ -5,8 +5,11 @@
 Each case is a folder with `bundle.mesp` and what tests/make_fixtures.py computes on it. A name
 with `bfloat16` tells the dtype, and one with `gpu` that the functions are the GPU's, traced on the
 CPU: there `mx.fast`'s primitives are plain operations, and the rest is what runs on a GPU.
+
+tied-32 has `text_ids.json` too: the ids that the commands make of texts.
 """
 
+import json
 import multiprocessing
 import shutil
 import sys
@@ -16,6 +19,8 @@ from pathlib import Path
 
 import mlx.core as mx  # before OpenBLAS: the engine, which has that, is compared with another
 import pytest
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from tokenizers import Tokenizer, models, processors
 
 # isort: split
 import make_fixtures
@@ -31,6 +36,11 @@ from conftest import (
     write_model,
 )
 from mesp.bundle import function_files
+from mesp.data.records import Document
+from mesp.data.sources import Selection, read_documents
+from mesp.data.tokens import cut_text, encoder, load_tokenizer
+from mesp.engine import prompts
+from mesp.evaluation.model import Model
 
 UNTIED = {**TINY, "num_hidden_layers": 2, "tie_word_embeddings": False, "rope_theta": 1e6}
 # Qwen2.5-0.5B's width.
@@ -135,11 +145,71 @@ def wide_tensors(config: dict) -> dict[str, mx.array]:
     return tensors
 
 
+WORDS = "The quick brown fox jumps over the lazy dog"
+FILE = "\ufeffThe quick brown fox\r\njumps over\rthe lazy dog\n"
+PARAGRAPH = "Some ✓ words,\n\n  indented \n\t and\n\n\n more!\n = Title = \n"
+QUESTIONS = [("The quick ", ["brown fox", " dog"]), (" \n", ["The", "A dog"])]
+
+
+def text_ids() -> dict:
+    """What the commands make of texts, with a tokenizer that begins them with a token, with one
+    that has such a token and does not, and with one that has none; and where they cut a long one.
+    """
+
+    class Engine:
+        def text(self, tokens: list[int], window: int) -> float:
+            self.tokens = tokens
+            return 0.0
+
+    made = []
+    for has_begin, adds_begin in ((True, True), (True, False), (False, False)):
+        with tempfile.TemporaryDirectory() as folder:
+            tokenizer = byte_tokenizer(Path(folder), has_begin, adds_begin)
+            Path(folder, "text.txt").write_bytes(FILE.encode())
+            (file,) = read_documents(f"{folder}/text.txt", Selection())["train"]
+        model = Model(Engine(), tokenizer, len(WORDS))
+        model.log_likelihood(WORDS)
+        train = encoder("text", tokenizer, "all")
+        questions = [
+            {"prompt": prompt, "choices": choices}
+            | {"ids": [model.encode_pair(prompt, choice) for choice in choices]}
+            for prompt, choices in QUESTIONS
+        ]
+        of_words = {
+            "text": model.engine.tokens,
+            "prompt": prompts.encode(tokenizer, WORDS, chat=None),
+            "file": train(file)[0],
+            "record": train(Document("A record", {"text": WORDS}))[0],
+        }
+        begin = {"begin_of_text": tokenizer.bos_token_id, "adds_begin": adds_begin}
+        made.append({**begin, **of_words, "questions": questions})
+    pieces = [len(piece) for piece in cut_text(PARAGRAPH * 1000)]
+    texts = {"words": WORDS, "file": FILE, "paragraph": PARAGRAPH, "pieces": pieces}
+    return {**texts, "tokenizers": made}
+
+
+def byte_tokenizer(folder: Path, has_begin: bool, adds_begin: bool) -> TokenizerWrapper:
+    """A token a byte: 0 ends a text, and 1 begins it."""
+    end, begin, *others = (f"<0x{byte:02X}>" for byte in range(256))
+    vocabulary = {token: byte for byte, token in enumerate([end, begin, *others])}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [], byte_fallback=True))
+    if adds_begin:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{begin} $A", special_tokens=[(begin, vocabulary[begin])]
+        )
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end}
+    config |= {"bos_token": begin} if has_begin else {}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return load_tokenizer(folder)
+
+
 def main() -> None:
     # Not forked: MLX's threads would be missing.
     with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
         for made in [pool.submit(make, Path(sys.argv[1]), *case) for case in CASES]:
             made.result()
+    Path(sys.argv[1], "tied-32", "text_ids.json").write_text(json.dumps(text_ids()))
     wide = Path(sys.argv[1], "wide-bfloat16")
     shutil.copy(wide / "gradients.safetensors", wide.with_name("wide-gpu-bfloat16"))
 

@@ -16,10 +16,13 @@ struct BundleTokenizer: TextTokenizer {
         }
     }
 
+    var beginOfText: Int? { tokenizer.bosTokenId }
     var endOfText: Int? { tokenizer.eosTokenId }
     var hasChatTemplate: Bool { tokenizer.hasChatTemplate }
 
-    func encode(_ text: String) -> [Int] { tokenizer.encode(text: text, addSpecialTokens: false) }
+    func encode(_ text: String, addsSpecialTokens: Bool) -> [Int] {
+        tokenizer.encode(text: text, addSpecialTokens: addsSpecialTokens)
+    }
 
     func decode(_ tokens: [Int]) -> String { tokenizer.decode(tokens: tokens) }
 

@@ -227,13 +227,17 @@ import Observation
         await refresh()
     }
 
-    /// The bundle that a run, a text, a benchmark, a self-check or an evaluation uses now.
-    private var bundleInUse: StoredBundle.ID? {
-        controller.isRunning || comparison.writing != nil || benchmark.running != nil || selfChecker.isRunning
-            || evaluation.isRunning || federation.isOn || tokenized != nil ? lastUsed : nil
-    }
+    /// The bundle that is used now.
+    private var bundleInUse: StoredBundle.ID? { isBusy ? lastUsed : nil }
     /// The bundle that was used last.
     private var lastUsed: StoredBundle.ID?
+    /// Whether a run, a text, a benchmark, a self-check, an evaluation or a federation is in progress or about to begin.
+    private var isBusy: Bool {
+        isPreparing || controller.isRunning || comparison.writing != nil || benchmark.running != nil
+            || selfChecker.isRunning || evaluation.isRunning || federation.isOn
+    }
+    /// Whether one of them is about to begin: what it needs is read or tokenized.
+    private var isPreparing = false
 
     private func isWritten(_ run: StoredRun) -> Bool {
         controller.isRunning && controller.settings.map { URL(fileURLWithPath: $0.output).lastPathComponent } == run.id
@@ -248,11 +252,8 @@ import Observation
         Task.detached { folder.keepRuns() }
     }
 
-    /// Whether the device is free for a run, a text, a benchmark, a self-check or an evaluation.
-    public var isFree: Bool {
-        !controller.isRunning && comparison.writing == nil && benchmark.running == nil && tokenized == nil
-            && !selfChecker.isRunning && !evaluation.isRunning && !federation.isOn && refusal == nil
-    }
+    /// Whether the device is free for a run, a text, a benchmark, a self-check, an evaluation or a federation.
+    public var isFree: Bool { !isBusy && refusal == nil }
 
     /// Whether a run with the form's settings can begin now.
     public var canStart: Bool { isFree && (try? form.fit.get().fits) == true }
@@ -260,11 +261,10 @@ import Observation
     /// Tokenizes the text, where it is not the bundle's, and begins the run.
     public func start() async {
         guard canStart, let bundle = form.bundle else { return }
-        lastUsed = bundle.id
         let folder = library.folder.newRun(bundle: bundle.name, method: form.settings.method)
         var settings = form.settingsToStart
         settings.output = folder.path
-        await attempt {
+        await prepare(bundle) {
             if let source = try form.source() {
                 settings.data = try await tokenize(source, for: bundle, into: folder).path
             }
@@ -279,8 +279,7 @@ import Observation
     /// Tokenizes the text, where it is not the bundle's, and takes part in the federation until it is left. The person has agreed.
     public func takePart() async {
         guard isFree, let bundle = form.bundle else { return }
-        lastUsed = bundle.id
-        await attempt {
+        await prepare(bundle) {
             let folder = try library.folder.makeFederationFolder()
             var text: URL?
             if let source = try form.source() { text = try await tokenize(source, for: bundle, into: folder) }
@@ -393,8 +392,7 @@ import Observation
     /// Measures the base model, and the one with the adapters of `run`, on the records of a JSONL file.
     public func evaluate(_ file: URL, with run: StoredRun?) async {
         guard isFree, let bundle = run.flatMap(library.bundle(of:)) ?? form.bundle else { return }
-        lastUsed = bundle.id
-        await attempt {
+        await prepare(bundle) {
             guard let records = try? Data(contentsOf: file) else {
                 throw MeSPError("\(file.lastPathComponent) cannot be read.")
             }
@@ -406,8 +404,7 @@ import Observation
     /// Lets both models write, with the adapters of `run`.
     public func write(_ request: Comparison.Request, with run: StoredRun?) async {
         guard isFree, let bundle = run.flatMap(library.bundle(of:)) ?? form.bundle else { return }
-        lastUsed = bundle.id
-        await attempt {
+        await prepare(bundle) {
             let tokenizer = try await loadTokenizer(bundle.url)
             comparison.start(request, bundle: bundle.url, adapters: run?.adapters, tokenizer: tokenizer)
         }
@@ -419,6 +416,13 @@ import Observation
     }
 
     public func deleteChoices(_ ids: Set<Choice.ID>) async { await attempt { try choices.remove(ids) } }
+
+    /// Begins something with `bundle`: the device and the bundle are taken while `body` reads and tokenizes what that needs.
+    private func prepare(_ bundle: StoredBundle, _ body: () async throws -> Void) async {
+        (isPreparing, lastUsed) = (true, bundle.id)
+        defer { isPreparing = false }
+        await attempt(body)
+    }
 
     private func attempt(_ body: () async throws -> Void) async {
         do {

@@ -120,7 +120,7 @@ import Observation
                 generation.maxTokens = request.maxTokens
                 (generation.temperature, generation.topP) = (request.temperature, request.topP)
                 generation.seed = request.seed
-                generation.stop = endTokens(of: url) + (tokenizer.endOfText.map { [$0] } ?? [])
+                generation.stop = endTokens(of: url, tokenizer)
                 for (side, text, cache) in [
                     (Side.base, \Turn.base, \Read.base), (.tuned, \.tuned, \.tuned),
                 ] where side == .base || adapters != nil {
@@ -128,7 +128,7 @@ import Observation
                     generation.prompt =
                         request.isChat
                         ? try tokenizer.encode(request.messages(after: history, text), opensAnswer: true)
-                        : tokenizer.encode(request.prompt)
+                        : tokenizer.encode(request.prompt, addsSpecialTokens: true)
                     let generator = try Generator(bundle, adapters: side == .tuned ? adapters : nil)
                     sender.yield(.begins(side))
                     let summary = try generator.generate(

@@ -242,25 +242,21 @@ private struct Examiner {
     private func part(of record: EvaluationRecord, _ evaluator: Evaluator, _ window: Int) throws -> FigurePart {
         switch record {
         case .text(let text):
-            let tokens = tokenizer.encode(text)
-            let sum = try evaluator.logLikelihood(of: try [first] + tokens, window: window, atBlock: atBlock)
+            let tokens = tokenizer.encode(text, addsSpecialTokens: false)
+            let sum = try evaluator.logLikelihood(
+                of: try [tokenizer.prefixToken] + tokens, window: window, atBlock: atBlock)
             return FigurePart(sum: -sum, weight: Double(tokens.count))
         case .question(let prompt, let choices, let answer):
-            let (before, continuations) = try pairs(prompt, choices)
+            let (before, continuations) = try tokenizer.encode(prompt, followedBy: choices)
             let room = window + 1 - (continuations.map(\.count).max() ?? 0)
             guard room > 0 else { throw MeSPError("A choice is longer than the \(window) tokens that the model sees.") }
             let scores = try evaluator.scores(of: continuations, after: before.suffix(room), atBlock: atBlock)
             let best = scores.indices.max { scores[$0].logLikelihood < scores[$1].logLikelihood }
             return FigurePart(sum: best == answer ? 1 : 0)
         case .task(let messages, let answer):
-            guard tokenizer.hasChatTemplate || messages.count == 1 else {
-                throw MeSPError("The model has no chat template, which a conversation needs; take an -Instruct model.")
-            }
-            let prompt =
-                tokenizer.hasChatTemplate
-                ? try tokenizer.encode(messages, opensAnswer: true) : tokenizer.encode(messages[0].content)
+            let prompt = try tokenizer.encode(upToAnswer: messages)
             var request = Generator.Request(prompt: prompt.suffix(max(1, window - 256)))
-            request.stop = endTokens(of: bundle) + (tokenizer.endOfText.map { [$0] } ?? [])
+            request.stop = endTokens(of: bundle, tokenizer)
             var written = [Int]()
             // A stop is thrown, not taken for the answer's end.
             let summary = try evaluator.generator.generate(request, atBlock: atBlock) { written.append($0) }
@@ -269,11 +265,15 @@ private struct Examiner {
         }
     }
 
+    private func trimmed(_ text: String) -> String { text.trimmingCharacters(in: .whitespacesAndNewlines) }
+}
+
+extension TextTokenizer {
     /// What a text begins with, so that its first token has a probability too.
-    private var first: Int {
+    fileprivate var prefixToken: Int {
         get throws {
-            guard let token = tokenizer.endOfText ?? endTokens(of: bundle).first else {
-                throw MeSPError("The model has no token that ends a text.")
+            guard let token = beginOfText ?? endOfText else {
+                throw MeSPError("The model has no token that begins or ends a text.")
             }
             return token
         }
@@ -281,15 +281,26 @@ private struct Examiner {
 
     /// The ids of a prompt, and of what follows it, cut where `mesp-evaluate` cuts: white space at the prompt's end goes to the choice, and
     /// both are tokenized together.
-    private func pairs(_ prompt: String, _ choices: [String]) throws -> (prompt: [Int], choices: [[Int]]) {
+    func encode(_ prompt: String, followedBy choices: [String]) throws -> (prompt: [Int], choices: [[Int]]) {
         let kept = prompt.reversed().drop(while: \.isWhitespace).reversed().reduce(into: "") { $0.append($1) }
         let space = String(prompt.dropFirst(kept.count))
-        if kept.isEmpty { return ([try first], choices.map { tokenizer.encode(space + $0) }) }
-        let before = tokenizer.encode(kept)
-        return (before, choices.map { Array(tokenizer.encode(kept + space + $0).dropFirst(before.count)) })
+        if kept.isEmpty {
+            return ([try prefixToken], choices.map { encode(space + $0, addsSpecialTokens: false) })
+        }
+        let before = encode(kept, addsSpecialTokens: true)
+        return (
+            before, choices.map { Array(encode(kept + space + $0, addsSpecialTokens: true).dropFirst(before.count)) }
+        )
     }
 
-    private func trimmed(_ text: String) -> String { text.trimmingCharacters(in: .whitespacesAndNewlines) }
+    /// The ids of a conversation up to where its answer begins; of a single message, without a template where the model has none.
+    func encode(upToAnswer messages: [ChatMessage]) throws -> [Int] {
+        if hasChatTemplate { return try encode(messages, opensAnswer: true) }
+        guard messages.count == 1 else {
+            throw MeSPError("The model has no chat template, which a conversation needs; take an -Instruct model.")
+        }
+        return encode(messages[0].content, addsSpecialTokens: true)
+    }
 }
 
 /// How many tokens the model in a bundle's folder sees at once, at most 2,048: keys and values of all of them are held.

@@ -43,8 +43,8 @@ public struct TextData: Sendable {
         if case .text = documents[0] {
             var stream = [UInt32]()
             for (index, document) in documents.enumerated() {
-                if case .text(let text) = document {
-                    try encode(text, into: &stream) { part in
+                if case .text(let text, let isRecord) = document {
+                    try encode(text, isRecord: isRecord, into: &stream) { part in
                         try progress((Double(index) + part) / Double(documents.count))
                     }
                 }
@@ -77,7 +77,7 @@ public struct TextData: Sendable {
     // MARK: - Reading
 
     private enum Document {
-        case text(String)
+        case text(String, isRecord: Bool)
         case messages([ChatMessage])
     }
 
@@ -86,19 +86,28 @@ public struct TextData: Sendable {
         case .choices: preconditionFailure("choices are no documents")
         case .text(let text):
             guard text.contains(where: { !$0.isWhitespace }) else { throw MeSPError("There is no text yet.") }
-            return ("The text", [.text(text)])
+            return ("The text", [.text(text, isRecord: false)])
         case .file(let url):
             let name = url.lastPathComponent
             guard let data = try? Data(contentsOf: url, options: .mappedIfSafe) else {
                 throw MeSPError("\(name) cannot be read.")
             }
-            guard let text = String(data: data, encoding: .utf8) else {
+            guard let text = String(data: data, encoding: .utf8).map(plain) else {
                 throw MeSPError("\(name) is not UTF-8 text; convert it first.")
             }
             guard text.contains(where: { !$0.isWhitespace }) else { throw MeSPError("\(name) has no text in it.") }
-            guard url.pathExtension.lowercased() == "jsonl" else { return ("\(name)", [.text(text)]) }
-            return ("\(name)", try records(data, name))
+            guard url.pathExtension.lowercased() == "jsonl" else {
+                return ("\(name)", [.text(text, isRecord: false)])
+            }
+            return ("\(name)", try records(Data(text.utf8), name))
         }
+    }
+
+    /// A file's text with lines that end as Python reads them, and without the mark that some editors put before it.
+    private static func plain(_ text: String) -> String {
+        var text = text.replacingOccurrences(of: "\r\n", with: "\n").replacingOccurrences(of: "\r", with: "\n")
+        if text.unicodeScalars.first == "\u{FEFF}" { text.unicodeScalars.removeFirst() }
+        return text
     }
 
     private struct Fields: Decodable {
@@ -121,7 +130,7 @@ public struct TextData: Sendable {
             } else if let messages = fields.messages, !messages.isEmpty {
                 documents.append(.messages(messages))
             } else if let text = fields.text {
-                documents.append(.text(text))
+                documents.append(.text(text, isRecord: true))
             } else {
                 throw MeSPError(
                     "Line \(index + 1) of \(name) has no text; records have \"text\", \"prompt\" and \"completion\", or \"messages\"."
@@ -136,12 +145,15 @@ public struct TextData: Sendable {
 
     // MARK: - Tokenizing
 
-    /// Appends the ids of `text`, tokenized in pieces, and the token that ends a text.
-    private func encode(_ text: String, into stream: inout [UInt32], progress: (Double) throws -> Void) throws {
+    /// Appends the ids of `text` and the token that ends a text. That of a file is tokenized in pieces; a record's is begun as the model's
+    /// texts are, as mlx-lm does it.
+    private func encode(
+        _ text: String, isRecord: Bool, into stream: inout [UInt32], progress: (Double) throws -> Void
+    ) throws {
         let before = stream.count
-        let pieces = Self.pieces(text)
+        let pieces = isRecord ? [text[...]] : Self.pieces(text)
         for (index, piece) in pieces.enumerated() {
-            stream += tokenizer.encode(String(piece)).map { UInt32($0) }
+            stream += tokenizer.encode(String(piece), addsSpecialTokens: isRecord).map { UInt32($0) }
             try progress(Double(index + 1) / Double(pieces.count))
         }
         if let end = tokenizer.endOfText, stream.count > before, stream.last != UInt32(end) {
@@ -150,16 +162,26 @@ public struct TextData: Sendable {
     }
 
     /// A long text, cut at starts of lines: tokenizing it whole takes much memory, and byte-level BPE cuts there too.
-    private static func pieces(_ text: String, size: Int = 1 << 14) -> [Substring] {
+    static func pieces(_ text: String, size: Int = 1 << 14) -> [Substring] {
         var (pieces, rest) = ([Substring](), text[...])
-        while let limit = rest.utf8.index(rest.startIndex, offsetBy: size, limitedBy: rest.endIndex),
-            let lineFeed = rest[limit...].firstIndex(where: \.isNewline)
+        while let limit = rest.unicodeScalars.index(rest.startIndex, offsetBy: size, limitedBy: rest.endIndex),
+            let cut = startOfLine(in: rest.unicodeScalars[limit...])
         {
-            let cut = rest.index(after: lineFeed)
             pieces.append(rest[..<cut])
             rest = rest[cut...]
         }
         return rest.isEmpty ? pieces : pieces + [rest]
+    }
+
+    /// After the first line feed before what is no white space but for one space; nil where there is none.
+    private static func startOfLine(in text: Substring.UnicodeScalarView) -> String.Index? {
+        var rest = text
+        while let lineFeed = rest.firstIndex(of: "\n") {
+            rest = rest[rest.index(after: lineFeed)...]
+            let word = rest.first == " " ? rest.dropFirst() : rest
+            if let first = word.first, !first.properties.isWhitespace { return rest.startIndex }
+        }
+        return nil
     }
 
     /// Tokens, and which of them are in the loss.

@@ -1,9 +1,12 @@
 /// Turns text into token ids and back, as the model that a bundle holds has it: in the app, swift-transformers' `Tokenizer`.
 public protocol TextTokenizer: Sendable {
+    /// The id of the token that begins a text; nil where the model has none.
+    var beginOfText: Int? { get }
     /// The id of the token that ends a text; nil where the model has none.
     var endOfText: Int? { get }
-    /// The ids of `text` alone, without special tokens around it.
-    func encode(_ text: String) -> [Int]
+    /// The ids of `text`; where `addsSpecialTokens` is set, with what the model wants around a text. That may be `beginOfText`: some
+    /// models that have it do not want it.
+    func encode(_ text: String, addsSpecialTokens: Bool) -> [Int]
     func decode(_ tokens: [Int]) -> String
     /// Whether the model knows conversations.
     var hasChatTemplate: Bool { get }

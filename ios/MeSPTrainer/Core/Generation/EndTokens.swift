@@ -1,8 +1,8 @@
 import Foundation
 
 /// Every token that ends a text of the model in a bundle's folder, as mlx-lm finds them: those of `generation_config.json`, or where it
-/// names none, of `config.json`. Chat models name several.
-public func endTokens(of bundle: URL) -> [Int] {
+/// names none, of `config.json`, or where that names none either, the tokenizer's. Chat models name several.
+public func endTokens(of bundle: URL, _ tokenizer: any TextTokenizer) -> [Int] {
     struct Config: Decodable {
         let tokens: [Int]
 
@@ -20,5 +20,5 @@ public func endTokens(of bundle: URL) -> [Int] {
             return config.tokens
         }
     }
-    return []
+    return tokenizer.endOfText.map { [$0] } ?? []
 }

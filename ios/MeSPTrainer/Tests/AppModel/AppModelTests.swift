@@ -151,6 +151,47 @@ import Testing
         #expect(model.library.bundles.isEmpty)
     }
 
+    enum Job: CaseIterable { case train, write, measure }
+
+    @Test(arguments: Job.allCases) func nothingElseBeginsWhileATokenizerIsRead(_ job: Job) async throws {
+        let (reads, reading) = AsyncStream.makeStream(of: Void.self)
+        let (waiting, wait) = AsyncStream.makeStream(of: Void.self)
+        model = AppModel(phone: phone, folder: DocumentsFolder(documents: documents)) { _ in
+            reading.yield()
+            for await _ in waiting {}
+            return ByteTokenizer()
+        }
+        try await prepare(steps: 1)
+        (model.form.textKind, model.form.pasted) = (.pasted, String(repeating: "A line of text.\n", count: 20))
+        let file = documents.appendingPathComponent("records.jsonl")
+        try Data(#"{"text": "The quick"}"#.utf8).write(to: file)
+        var request = Comparison.Request()
+        (request.prompt, request.maxTokens) = ("The", 1)
+        let asked = request
+        let begun = Task {
+            switch job {
+            case .train: await model.start()
+            case .write: await model.write(asked, with: nil)
+            case .measure: await model.evaluate(file, with: nil)
+            }
+        }
+        for await _ in reads { break }
+        #expect(!model.isFree && !model.canStart)
+        model.form.textKind = .bundle  // which no tokenizer is read for
+        await model.start()
+        model.checkDevice()
+        #expect(model.controller.state == .idle && !model.selfChecker.isRunning)
+        model.askToDelete(.bundle(try #require(model.form.bundle)))
+        #expect(model.problem == "bundle is in use; delete it when that has ended." && !model.asksToDelete)
+
+        wait.finish()
+        await begun.value
+        try await ended()
+        #expect((model.controller.state == .finished(.finished)) == (job == .train))
+        #expect((model.comparison.base.summary != nil) == (job == .write))
+        #expect((model.evaluation.figure != nil) == (job == .measure))
+    }
+
     @Test func trainsOnPastedTextAndGoesOnWithItAfterAKill() async throws {
         try await prepare(steps: 1_000_000)
         model.form.settings.saveEvery = 1

@@ -20,9 +20,13 @@ import Testing
 
     /// Tokens of the tiny model's vocabulary as text.
     private struct Numbers: TextTokenizer {
+        var bytes = ByteTokenizer()
+        var beginOfText: Int? { bytes.beginOfText }
         let endOfText: Int? = nil
         let hasChatTemplate = false
-        func encode(_ text: String) -> [Int] { text.utf8.map { Int($0) } }
+        func encode(_ text: String, addsSpecialTokens: Bool) -> [Int] {
+            bytes.encode(text, addsSpecialTokens: addsSpecialTokens)
+        }
         func decode(_ tokens: [Int]) -> String { tokens.map(String.init).joined(separator: " ") }
         func encode(_ messages: [ChatMessage], opensAnswer: Bool) -> [Int] { [] }
     }
@@ -47,17 +51,18 @@ import Testing
 
     /// What each side was asked, as the tokenizer got it.
     private final class Asked: TextTokenizer, @unchecked Sendable {
+        let beginOfText: Int? = nil
         let endOfText: Int? = nil
         let hasChatTemplate = true
         private let lock = NSLock()
         private var all = [[ChatMessage]]()
         var conversations: [[ChatMessage]] { lock.withLock { all } }
-        func encode(_ text: String) -> [Int] { text.utf8.map { Int($0) } }
+        func encode(_ text: String, addsSpecialTokens: Bool) -> [Int] { text.utf8.map { Int($0) } }
         func decode(_ tokens: [Int]) -> String { tokens.map(String.init).joined(separator: " ") }
         func encode(_ messages: [ChatMessage], opensAnswer: Bool) throws -> [Int] {
             lock.withLock { all.append(messages) }
             if messages.last?.content == "refused" { throw MeSPError("The template takes no such message.") }
-            return encode(messages.map(\.content).joined())
+            return encode(messages.map(\.content).joined(), addsSpecialTokens: false)
         }
     }
 
@@ -157,7 +162,7 @@ import Testing
             try Data(json.utf8).write(to: copy.appendingPathComponent(name))
         }
         try config("generation_config.json", "{\"eos_token_id\": [100000, \(tokens[3])]}")
-        #expect(endTokens(of: copy) == [100000, tokens[3]])
+        #expect(endTokens(of: copy, Numbers()) == [100000, tokens[3]])
         comparison.start(request(8), bundle: copy, adapters: nil, tokenizer: Numbers())
         try await written()
         #expect(comparison.base.summary?.reason == .stop)
@@ -165,9 +170,27 @@ import Testing
 
         try config("generation_config.json", "{\"do_sample\": true}")
         try config("config.json", "{\"eos_token_id\": 7}")
-        #expect(endTokens(of: copy) == [7])
+        #expect(endTokens(of: copy, ByteTokenizer()) == [7])
         try config("config.json", "no JSON")
-        #expect(endTokens(of: copy).isEmpty)
+        #expect(endTokens(of: copy, ByteTokenizer()) == [0], "the tokenizer's, where the model names none")
+    }
+
+    @Test func aPromptIsWrittenOnFromAsByTheCommand() async throws {
+        let expected = try CommandIDs()
+        var texts = Set<String>()
+        for ids in expected.tokenizers {
+            let tokenizer = Numbers(bytes: ids.tokenizer)
+            var asked = request(24)
+            asked.prompt = expected.words
+            comparison.start(asked, bundle: try bundle(), adapters: nil, tokenizer: tokenizer)
+            try await written()
+            var (request, tokens) = (Generator.Request(prompt: ids.prompt), [Int]())
+            request.maxTokens = 24
+            try Generator(ModelBundle(url: try bundle())).generate(request) { tokens.append($0) }
+            #expect(comparison.base.text == tokenizer.decode(tokens))
+            texts.insert(comparison.base.text)
+        }
+        #expect(texts.count == 2, "it makes a difference whether a text is begun")
     }
 
     @Test func withoutAdaptersOnlyTheBaseModelWrites() async throws {

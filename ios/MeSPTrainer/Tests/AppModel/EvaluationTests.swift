@@ -20,9 +20,9 @@ import Testing
         return folder.appendingPathComponent("adapters")
     }
 
-    private func measure(_ lines: String..., adapters: URL? = nil) async throws {
-        var tokenizer = ByteTokenizer()
-        tokenizer.hasChatTemplate = false
+    private func measure(
+        _ lines: String..., adapters: URL? = nil, tokenizer: ByteTokenizer = ByteTokenizer(hasChatTemplate: false)
+    ) async throws {
         evaluation.start(
             Data(lines.joined(separator: "\n").utf8), bundle: try bundle(), adapters: adapters, tokenizer: tokenizer)
         while evaluation.isRunning { try await Task.sleep(for: .milliseconds(2)) }
@@ -60,7 +60,7 @@ import Testing
 
     @Test func answersAreWhatIsWritten() async throws {
         var request = Generator.Request(prompt: "The quick".utf8.map { Int($0) })
-        request.stop = endTokens(of: try bundle()) + [0]
+        request.stop = endTokens(of: try bundle(), ByteTokenizer())
         var written = [Int]()
         try Generator(ModelBundle(url: try bundle())).generate(request) { written.append($0) }
         let text = ByteTokenizer().decode(written)
@@ -71,6 +71,32 @@ import Testing
         try await measure(lines[0], lines[1])
         let figure = try #require(evaluation.figure)
         #expect(figure.kind == .exactMatch && figure.base == 0.5)
+    }
+
+    @Test func textsAreThoseOfTheCommand() async throws {
+        let expected = try CommandIDs()
+        var figures = Set<Double>()
+        for ids in expected.tokenizers {
+            try await measure(#"{"text": "\#(expected.words)"}"#, tokenizer: ids.tokenizer)
+            let found = try #require(evaluation.figure).base
+            let evaluator = try Evaluator(ModelBundle(url: try bundle()))
+            let sum = try evaluator.logLikelihood(of: ids.text, window: 2048)
+            #expect(abs(found - exp(-sum / Double(expected.words.utf8.count))) < 1e-9 * found)
+            figures.insert(found)
+        }
+        #expect(figures.count == 2, "a text begins with the token that begins one, or else with the one that ends one")
+    }
+
+    @Test func promptsAndChoicesAreThoseOfTheCommand() throws {
+        let expected = try CommandIDs()
+        for ids in expected.tokenizers {
+            let prompt = try ids.tokenizer.encode(upToAnswer: [.init(role: "user", content: expected.words)])
+            #expect(prompt == ids.prompt)
+            for question in ids.questions {
+                let (prompt, choices) = try ids.tokenizer.encode(question.prompt, followedBy: question.choices)
+                #expect(choices.map { [prompt, $0] } == question.ids)
+            }
+        }
     }
 
     @Test func differencesArePairedAndTheSameAgain() {

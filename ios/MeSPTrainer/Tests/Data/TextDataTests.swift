@@ -7,11 +7,13 @@ import Testing
     private let folder = FileManager.default.temporaryDirectory.appendingPathComponent(UUID().uuidString)
     private var target: URL { folder.appendingPathComponent("tokens") }
 
-    private func write(_ name: String, _ text: String, answersOnly: Bool = true) throws {
+    private func write(
+        _ name: String, _ text: String, answersOnly: Bool = true, tokenizer: ByteTokenizer = ByteTokenizer()
+    ) throws {
         try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)
         let file = folder.appendingPathComponent(name)
         try text.write(to: file, atomically: true, encoding: .utf8)
-        try TextData(tokenizer: ByteTokenizer(), length: 16, answersOnly: answersOnly).write(.file(file), to: target)
+        try TextData(tokenizer: tokenizer, length: 16, answersOnly: answersOnly).write(.file(file), to: target)
     }
 
     private func words(_ name: String) throws -> [Int] {
@@ -37,6 +39,24 @@ import Testing
         try write("text.jsonl", "{\"text\": \"\(line)\"}\n\n{\"text\": \"\(line)\"}\n")
         let tokens = line.utf8.map { Int($0) } + [0]
         #expect(try words("train.bin") + words("valid.bin") == tokens + tokens)
+    }
+
+    @Test func theIDsAreThoseOfTheCommand() throws {
+        defer { try? FileManager.default.removeItem(at: folder) }
+        let expected = try CommandIDs()
+        for ids in expected.tokenizers {
+            try write("text.txt", expected.file, tokenizer: ids.tokenizer)
+            #expect(try words("train.bin") + words("valid.bin") == ids.file)
+            let record = "{\"text\": \"\(expected.words)\"}\n"
+            try write("text.jsonl", record + record, tokenizer: ids.tokenizer)
+            #expect(try words("train.bin") + words("valid.bin") == ids.record + ids.record)
+        }
+    }
+
+    @Test func aLongTextIsCutAsByTheCommand() throws {
+        let expected = try CommandIDs()
+        let pieces = TextData.pieces(String(repeating: expected.paragraph, count: 1000))
+        #expect(pieces.count > 2 && pieces.map(\.unicodeScalars.count) == expected.pieces)
     }
 
     @Test func conversationsAreOneExampleASequence() throws {
