@@ -332,18 +332,14 @@ def test_a_file_is_a_topic(tmp_path: Path):
     assert most[0] > most[1]
 
 
-def test_a_server_needs_nothing_to_train_on(bundle: Path, tmp_path: Path):
-    """Its clients have that; for a simulation it is refused."""
-    folder = tmp_path / "held-out"
-    folder.mkdir()
-    (folder / "valid.txt").write_text("What is held out.\n" * 100, encoding="utf-8")
-    options = (bundle, "--data", folder, "--clients", 2, "--rounds", 1, "--output")
-    refused = run("federate", *options, tmp_path / "simulated")
-    assert refused.returncode == 2
-    assert "nothing to train on" in refused.stderr
-    done = run("federate", *options, tmp_path / "real", "--app")
-    assert done.returncode == 0, done.stderr
-    assert (tmp_path / "real" / "held-out" / "data.json").exists()
+def test_held_out_data_alone_trains_nobody(tmp_path: Path):
+    """A server on real machines needs no more."""
+    (tmp_path / "valid.txt").write_text("What is held out.\n", encoding="utf-8")
+    topics, held_out = read_topics(str(tmp_path))
+    assert not topics
+    assert [each.content for each in held_out] == ["What is held out.\n"]
+    with pytest.raises(MespError, match="has nothing to train on"):
+        share_out(str(tmp_path), topics, 2, Split("iid"), 0)
 
 
 def test_texts_are_shared_out_by_paragraphs(tmp_path: Path):
