@@ -448,8 +448,7 @@ def test_options_that_a_strategy_cannot_take_are_refused(
 def test_who_changes_nothing_cannot_be_clipped(bundle: Path, data: Path, tmp_path: Path):
     options = ("--clients", 2, "--rounds", 1, "--steps", 1, "--clip", 0.01, "--noise", 0)
     whole = federation(bundle, data, tmp_path / "f", *options, *FLOAT32)
-    start = whole.rounds
-    unchanged = with_arrays(lambda _: start.arrays(0))
+    unchanged = with_arrays(lambda _: whole.rounds.arrays(0))
     served(whole, {1: unchanged})
     (sentence,) = whole.rounds.record(1)["left_out"]
     assert sentence == "client 1: it changed nothing, which has no norm to be clipped"

@@ -42,9 +42,9 @@ def line(record: dict[str, Any], rounds: int, before: dict[str, Any] | None) -> 
     """A round in a line: loss before and after, drift, megabytes, the largest footprint; of the
     first its loss."""
     loss = decimal(record["held_out_loss"], 3)
-    was = before and decimal(before["held_out_loss"], 3)
     if before is None:
         return f"round {record['round']}/{rounds}: held-out loss {loss}"
+    was = decimal(before["held_out_loss"], 3)
     footprint = max(client["footprint_bytes"] for client in record["clients"])
     return (
         f"round {record['round']}/{rounds}: held-out loss {was} → {loss}, "

@@ -43,8 +43,12 @@ def make_strategy(options: dict[str, Any]) -> Strategy:
                 "number."
             )
         given[name] = int(value) if is_whole else value
-    most_of = {"min_available_nodes": options["clients"], "min_train_nodes": options["clients"]}
-    for name, most in (most_of | {"fraction_train": 1}).items():
+    limits = {
+        "min_available_nodes": options["clients"],
+        "min_train_nodes": options["clients"],
+        "fraction_train": 1,
+    }
+    for name, most in limits.items():
         if not 0 < given.get(name, most) <= most:
             raise MespError(
                 f"--strategy-options {name} is above 0 and at most {most}, or a round would wait "

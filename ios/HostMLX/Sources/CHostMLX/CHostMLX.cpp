@@ -345,15 +345,17 @@ HostArray host_vector_get(HostVector v, size_t index) { return WRAP(get(v).at(in
 
 namespace {
 
-/// A function that is exported consists of MLX's own operations, and so does what the ledger records.
 thread_local bool is_exporting = false;
 struct Exporting {
     Exporting() { is_exporting = true; }
     ~Exporting() { is_exporting = false; }
 };
 
+/// A function that is exported consists of MLX's own operations, and so does what the ledger records.
+bool needs_mlx() { return is_exporting || ledger::recording(); }
+
 std::optional<mx::array> vectorized(host::Exponential f, const mx::array &x, mx::Stream s) {
-    return is_exporting || ledger::recording() ? std::nullopt : host::exponential(f, x, s);
+    return needs_mlx() ? std::nullopt : host::exponential(f, x, s);
 }
 
 // Taken before MLX's, which have a `StreamOrDevice`.
@@ -643,7 +645,7 @@ HostArray host_quantized_matmul(
     HostArray x, HostArray w, HostArray scales, HostArray biases, bool transpose, HostOptionalInt group_size,
     HostOptionalInt bits, const char *mode, HostStream s) {
     return WRAP([&] {
-        if (group_size.has_value && bits.has_value && !is_exporting && !ledger::recording()) {
+        if (group_size.has_value && bits.has_value && !needs_mlx()) {
             const auto packed = host::packed_product(
                 get(x), get(w), get(scales), maybe(biases), transpose, group_size.value, bits.value, mode, get(s));
             if (packed) return *packed;
