@@ -17,6 +17,9 @@ let mlx: Package.Dependency =
 /// What a step would cost on a phone's GPU is counted where MLX is the wheel's.
 let ledger: [Target.Dependency] = hostMLX ? [.product(name: "HostMLXLedger", package: "HostMLX")] : []
 
+/// Metal's behaviour, for the core's tests.
+let metal: [Target.Dependency] = hostMLX ? [.product(name: "HostMLXMetal", package: "HostMLX")] : []
+
 let package = Package(
     name: "MeSP",
     platforms: [.iOS(.v17), .macOS(.v14)],
@@ -42,7 +45,7 @@ let package = Package(
             name: "MeSPAppModel", dependencies: ["MeSPCore", "MeSPFederation"], path: "ios/MeSPTrainer/AppModel",
             resources: [.process("paper.json")]),
         .testTarget(
-            name: "MeSPTests", dependencies: ["MeSPCore", "MeSPAppModel", "MeSPFederation"],
+            name: "MeSPTests", dependencies: ["MeSPCore", "MeSPAppModel", "MeSPFederation"] + metal,
             path: "ios/MeSPTrainer/Tests",
             exclude: ["Download/hub_server.py"]),
     ]

@@ -44,12 +44,15 @@ let package = Package(
         .library(name: "MLX", targets: ["MLX"]),
         // Not mlx-swift's: what the work would cost on a phone's GPU.
         .library(name: "HostMLXLedger", targets: ["HostMLXLedger"]),
+        // Nor this: Metal's behaviour where a CPU is kinder.
+        .library(name: "HostMLXMetal", targets: ["HostMLXMetal"]),
     ],
     targets: [
         .target(name: "CHostMLX", cxxSettings: cxxSettings, linkerSettings: linkerSettings),
         .target(name: "MLX", dependencies: ["CHostMLX"]),
         .target(name: "HostMLXLedger", dependencies: ["CHostMLX", "MLX"]),
-        .testTarget(name: "MLXTests", dependencies: ["MLX"]),
+        .target(name: "HostMLXMetal", dependencies: ["CHostMLX", "MLX"]),
+        .testTarget(name: "MLXTests", dependencies: ["MLX", "HostMLXMetal"]),
         .target(
             name: "CLedgerProbe", dependencies: ["CHostMLX"], path: "Tests/CLedgerProbe", cxxSettings: cxxSettings),
         .testTarget(name: "LedgerTests", dependencies: ["MLX", "HostMLXLedger", "CLedgerProbe"]),

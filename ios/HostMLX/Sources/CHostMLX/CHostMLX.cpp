@@ -12,6 +12,7 @@
 
 #include "Exponential.h"
 #include "Ledger.h"
+#include "Metal.h"
 #include "PackedProduct.h"
 #include "mlx/compile_impl.h"
 #include "mlx/mlx.h"
@@ -303,15 +304,29 @@ size_t host_dtype_size(int32_t type) {
 }
 
 void host_array_eval(HostArray a) {
-    done([&] { ledger::recording() ? ledger::wait(get(a)) : get(a).eval(); });
+    done([&] {
+        if (ledger::recording()) {
+            ledger::wait(get(a));
+            return;
+        }
+        metal::begin_evaluation({get(a)});
+        get(a).eval();
+    });
+}
+bool host_array_is_computed(HostArray a) {
+    return guarded([&] { return get(a).is_available(); });
 }
 const void *host_array_data(HostArray a) {
-    return guarded([&] { return static_cast<const void *>(get(a).data<char>()); });
+    return guarded([&] {
+        return get(a).is_available() ? static_cast<const void *>(get(a).data<char>()) : metal::data_of_failed(get(a));
+    });
 }
 void host_array_copy_bytes(HostArray handle, void *destination) {
     done([&] {
         const mx::array &a = get(handle);
-        if (a.flags().row_contiguous) {
+        if (!a.is_available()) {
+            std::memcpy(destination, metal::data_of_failed(a), a.nbytes());
+        } else if (a.flags().row_contiguous) {
             std::memcpy(destination, a.data<char>(), a.nbytes());
         } else {
             auto *out = static_cast<char *>(destination);
@@ -567,9 +582,10 @@ HostArray host_rope(
         const auto stream = get(s);
         const auto freqs = frequencies ? std::optional(get(frequencies)) : std::nullopt;
         if (!is_recorded_gpu(stream)) {
-            return wrap(mx::fast::rope(
+            const auto y = mx::fast::rope(
                 get(x), dimensions, traditional, has_base ? std::optional(base) : std::nullopt, scale, offset, freqs,
-                stream));
+                stream);
+            return wrap(metal::has_rope_of_one_token() ? metal::rope(get(x), y, stream) : y);
         }
         FunctionFile state;
         state.put<int32_t>(dimensions).put(traditional).put(has_base ? base : 1.0f).put(scale).put(true);
@@ -645,6 +661,12 @@ HostArray host_quantized_matmul(
     HostArray x, HostArray w, HostArray scales, HostArray biases, bool transpose, HostOptionalInt group_size,
     HostOptionalInt bits, const char *mode, HostStream s) {
     return WRAP([&] {
+        // As MLX chooses the kernel that takes TF32 (metal/quantized.cpp:694): of one row a product by the vector has its own.
+        if (metal::has_tf32() && transpose && get(x).dtype() == mx::float32 && get(x).size() > get(x).shape(-1)) {
+            const auto dense = mx::dequantize(
+                get(w), get(scales), maybe(biases), maybe(group_size), maybe(bits), mode, std::nullopt, mx::float32, get(s));
+            return mx::matmul(get(x), mx::swapaxes(dense, -1, -2, get(s)), get(s));
+        }
         if (group_size.has_value && bits.has_value && !needs_mlx()) {
             const auto packed = host::packed_product(
                 get(x), get(w), get(scales), maybe(biases), transpose, group_size.value, bits.value, mode, get(s));
@@ -717,6 +739,7 @@ bool host_eval(HostVector arrays) {
             ledger::evaluate(get(arrays), false);
             return;
         }
+        metal::begin_evaluation(get(arrays));
         mx::eval(get(arrays));
 #ifdef __GLIBC__
         trim_what_went();
@@ -724,7 +747,14 @@ bool host_eval(HostVector arrays) {
     });
 }
 bool host_async_eval(HostVector arrays) {
-    return done([&] { ledger::recording() ? ledger::evaluate(get(arrays), true) : mx::async_eval(get(arrays)); });
+    return done([&] {
+        if (ledger::recording()) {
+            ledger::evaluate(get(arrays), true);
+            return;
+        }
+        metal::begin_evaluation(get(arrays));
+        mx::async_eval(get(arrays));
+    });
 }
 
 bool host_vjp(HostClosure f, HostVector primals, HostVector cotangents, HostVector *values, HostVector *gradients) {
@@ -852,12 +882,12 @@ void host_clear_cache(void) {
 
 int32_t host_default_device(void) { return mx::default_device() == mx::Device::gpu ? 1 : 0; }
 void host_set_default_device(int32_t type) {
-    done([&] { mx::set_default_device(device(type)); });
+    done([&] { metal::set_default_device(device(type)); });
 }
 bool host_default_stream(int32_t type, HostStream *stream) {
     return done([&] {
         auto gpu = type == 1 ? ledger::gpu_stream() : std::nullopt;
-        *stream = wrap(gpu ? *gpu : mx::default_stream(device(type)));
+        *stream = wrap(gpu ? *gpu : type == 0 ? metal::default_cpu_stream() : mx::default_stream(device(type)));
     });
 }
 bool host_new_stream(int32_t type, HostStream *stream) {

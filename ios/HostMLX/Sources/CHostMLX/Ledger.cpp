@@ -639,21 +639,17 @@ void new_stream(Stream) {}
 }  // namespace mlx::core::gpu
 #endif
 
-// MARK: The C interface
-
-namespace {
-
 /// `mx::new_stream` refuses to make a stream for a GPU that is not there, but the scheduler it asks does not: the graph
 /// needs the stream's device, and import_function looks for a stream of that device (export.cpp:482).
-void make_gpu_stream() {
+void ledger::make_gpu_stream() {
 #ifdef __linux__
-    if (!mx::is_available(mx::Device::gpu) && !ledger::made_gpu_stream) {
-        ledger::made_gpu_stream = mx::scheduler::scheduler().new_stream(mx::Device::gpu);
+    if (!mx::is_available(mx::Device::gpu) && !made_gpu_stream) {
+        made_gpu_stream = mx::scheduler::scheduler().new_stream(mx::Device::gpu);
     }
 #endif
 }
 
-}  // namespace
+// MARK: The C interface
 
 char *host_ledger_begin(HostLedgerRules rules) {
     std::lock_guard lock(ledger::mutex);
@@ -661,7 +657,7 @@ char *host_ledger_begin(HostLedgerRules rules) {
         return strdup("a ledger is being recorded already");
     }
     try {
-        make_gpu_stream();
+        ledger::make_gpu_stream();
         ledger::current = std::make_shared<ledger::Recorder>(rules);
     } catch (const std::exception &e) {
         return strdup(e.what());

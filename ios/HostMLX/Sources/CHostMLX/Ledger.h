@@ -36,6 +36,8 @@ void reset_peak_memory();
 
 /// The stream for the GPU of a machine that has none: its graphs can be built and recorded, but not computed.
 std::optional<mlx::core::Stream> gpu_stream();
+/// Makes that stream, unless it is there.
+void make_gpu_stream();
 
 }  // namespace ledger
 

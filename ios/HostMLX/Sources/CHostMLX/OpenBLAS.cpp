@@ -5,7 +5,9 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <vector>
 
+#include "Metal.h"
 #include "Pool.h"
 
 extern "C" {
@@ -22,7 +24,7 @@ void scipy_cblas_cgemm(
     int ldb, const void *beta, void *c, int ldc);
 
 /// In parts of the longer side of c, each of which takes long enough to wake a thread for.
-void cblas_sgemm(
+static void product(
     int order, int trans_a, int trans_b, int m, int n, int k, float alpha, const float *a, int lda, const float *b,
     int ldb, float beta, float *c, int ldc) {
     constexpr int row_major = 101, transposed = 112;
@@ -46,6 +48,31 @@ void cblas_sgemm(
             scipy_cblas_sgemm(order, trans_a, trans_b, m, count, k, alpha, a, lda, columns, ldb, beta, c + start, ldc);
         }
     });
+}
+
+/// `rows` × `columns` numbers of a matrix whose rows are `stride` apart, rounded to TF32; `stride` becomes `columns`.
+static std::vector<float> rounded(const float *x, int rows, int columns, int &stride) {
+    std::vector<float> y(size_t(rows) * columns);
+    for (int row = 0; row < rows; row++) {
+        for (int column = 0; column < columns; column++) {
+            y[size_t(row) * columns + column] = metal::tf32(x[ptrdiff_t(row) * stride + column]);
+        }
+    }
+    stride = columns;
+    return y;
+}
+
+void cblas_sgemm(
+    int order, int trans_a, int trans_b, int m, int n, int k, float alpha, const float *a, int lda, const float *b,
+    int ldb, float beta, float *c, int ldc) {
+    constexpr int row_major = 101, transposed = 112;
+    // A product with a vector has a kernel of its own (metal/matmul.cpp), without TF32.
+    if (order != row_major || m < 2 || n < 2 || !metal::has_tf32()) {
+        return product(order, trans_a, trans_b, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc);
+    }
+    const auto x = trans_a == transposed ? rounded(a, k, m, lda) : rounded(a, m, k, lda);
+    const auto y = trans_b == transposed ? rounded(b, n, k, ldb) : rounded(b, k, n, ldb);
+    product(order, trans_a, trans_b, m, n, k, alpha, x.data(), lda, y.data(), ldb, beta, c, ldc);
 }
 
 void cblas_dgemm(

@@ -125,9 +125,14 @@ extension MLXArray {
         return scalar(type)
     }
 
-    /// The first element of an evaluated array that holds elements of type `T`.
+    /// The first element of an evaluated array that holds elements of type `T`; 0 where the evaluation failed, as mlx-c leaves it.
     private func scalar<T>(_ type: T.Type) -> T {
-        guard let data = host_array_data(ctx) else { fatalError("the array is empty") }
+        guard host_array_is_computed(ctx), let data = host_array_data(ctx) else {
+            return withUnsafeTemporaryAllocation(of: T.self, capacity: 1) { zero in
+                UnsafeMutableRawBufferPointer(zero).initializeMemory(as: UInt8.self, repeating: 0)
+                return zero[0]
+            }
+        }
         return data.loadUnaligned(as: T.self)
     }
 

@@ -49,6 +49,8 @@ HostArray host_array_retain(HostArray a);
 void host_array_free(HostArray a);
 void host_array_assign(HostArray *a, HostArray other);
 
+/// Whether the data is there.
+bool host_array_is_computed(HostArray a);
 size_t host_array_ndim(HostArray a);
 size_t host_array_size(HostArray a);
 size_t host_array_nbytes(HostArray a);
@@ -284,6 +286,21 @@ char *host_ledger_end(
 void host_ledger_restart(void);
 /// Calls `trace` for each primitive that is evaluated, in order, with the number of elements of its output.
 void host_ledger_trace(void *context, void (*trace)(void *context, const char *primitive, size_t size));
+
+// MARK: Metal's behaviour, see Metal.cpp
+
+typedef struct {
+    bool rope_of_one_token;     // RoPE of one token a row rotates the first of the leading dimension only
+    bool tf32;                  // operands of float32 products are rounded to TF32
+    bool gpu_by_default;        // the default device of C++ is the GPU
+    size_t failing_evaluation;  // the first evaluation that fails, and all after it with it; 0: none
+} HostMetalRules;
+
+/// Puts the rules in force; false where some are already.
+bool host_metal_begin(HostMetalRules rules);
+/// Ends them. Calls `fault` for what would have ended a process on Metal, with how often it happened; returns how many evaluations
+/// had something to compute.
+size_t host_metal_end(void *context, void (*fault)(void *context, const char *text, size_t count));
 
 #ifdef __cplusplus
 }

@@ -1,0 +1,40 @@
+// The hooks of the Metal mode, called by CHostMLX.cpp and OpenBLAS.cpp; the C interface to it is in include/CHostMLX.h.
+
+#ifndef METAL_H
+#define METAL_H
+
+#include <vector>
+
+#include "mlx/mlx.h"
+
+namespace metal {
+
+/// Called before each evaluation of `outputs`; throws in place of those that are to fail, or run on the GPU.
+void begin_evaluation(const std::vector<mlx::core::array> &outputs);
+
+/// The CPU's default stream, which with a GPU is not the default of C++.
+mlx::core::Stream default_cpu_stream();
+
+/// Sets the default device of C++.
+void set_default_device(mlx::core::Device device);
+
+/// Notes that data of an array was read which was never computed; mlx-swift dereferences a null pointer there.
+/// \returns zeros in its place, as many bytes as the array has.
+const void *data_of_failed(const mlx::core::array &a);
+
+/// Whether RoPE follows the kernel for one token a row: see `rope`.
+bool has_rope_of_one_token();
+
+/// x [B, …, N, 1, d] after RoPE, `rotated`, as MLX 0.31.1's kernel for one token leaves it (metal/rope.cpp:94, 134): its grid leaves out
+/// B, so that only the first of B is rotated.
+mlx::core::array rope(const mlx::core::array &x, const mlx::core::array &rotated, mlx::core::Stream s);
+
+/// Whether float32 matrix products round their operands to TF32: the rule is on, and MLX_ENABLE_TF32 is not 0 (utils.h:163).
+bool has_tf32();
+
+/// The nearest number with 10 bits of mantissa.
+float tf32(float x);
+
+}  // namespace metal
+
+#endif

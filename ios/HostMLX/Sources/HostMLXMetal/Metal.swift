@@ -1,0 +1,62 @@
+import CHostMLX
+import Foundation
+import MLX
+
+/// The behaviour of MLX 0.31.1 on Metal that a CPU does not show.
+///
+/// Everything is still computed on the CPU. `Sources/CHostMLX/Metal.cpp` cites the lines of MLX for each rule.
+public struct MetalRules: Sendable {
+    /// RoPE of a contiguous `[B, …, 1, d]` rotates only the first of B. MLX mended it in 0.32.0 (#3498).
+    public var ropeOfOneToken = false
+    /// Matrix products in float32 round their operands to TF32, as on an A19 or an M5, unless the environment's `MLX_ENABLE_TF32`
+    /// is 0. Needs OpenBLAS, as on Linux.
+    public var tf32 = false
+    /// The GPU is the default device of C++, and of Swift outside of `Device.withDefaultDevice`. Work for it fails.
+    public var gpuByDefault = false
+    /// The first evaluation that fails, from 1, and all after it with it; nil for none. `item()` is then 0, and reading the data of an
+    /// array, which ends a process on Metal, is a fault.
+    public var failingEvaluation: Int?
+
+    public init(
+        ropeOfOneToken: Bool = false, tf32: Bool = false, gpuByDefault: Bool = false, failingEvaluation: Int? = nil
+    ) {
+        self.ropeOfOneToken = ropeOfOneToken
+        self.tf32 = tf32
+        self.gpuByDefault = gpuByDefault
+        self.failingEvaluation = failingEvaluation
+    }
+}
+
+/// What happened while HostMLX behaved like Metal.
+public struct MetalReport: Sendable, Equatable {
+    /// Evaluations that had something to compute.
+    public var evaluations = 0
+    /// What would have ended the process, with how often it happened.
+    public var faults = [String: Int]()
+}
+
+/// Runs `body` with HostMLX behaving like Metal by the rules. One call at a time in a process.
+///
+/// - Returns: the result of `body`, or the error that it threw, and the report.
+public func withMetal<R>(_ rules: MetalRules, _ body: () throws -> R) -> (
+    result: Result<R, any Error>, report: MetalReport
+) {
+    // Made before the rules are in force, so that they are the CPU's and the GPU's own.
+    _ = (Stream.cpu, Device.cpu)
+    let begun = host_metal_begin(
+        HostMetalRules(
+            rope_of_one_token: rules.ropeOfOneToken, tf32: rules.tf32, gpu_by_default: rules.gpuByDefault,
+            failing_evaluation: rules.failingEvaluation ?? 0))
+    precondition(begun, "HostMLX behaves like Metal already")
+    let result = Result {
+        rules.gpuByDefault ? try Device.withDefaultDevice(Device(.gpu), body) : try body()
+    }
+    var report = MetalReport()
+    report.evaluations = withUnsafeMutablePointer(to: &report.faults) { faults in
+        host_metal_end(faults) { context, text, count in
+            guard let context, let text else { return }
+            context.assumingMemoryBound(to: [String: Int].self).pointee[String(cString: text)] = count
+        }
+    }
+    return (result, report)
+}

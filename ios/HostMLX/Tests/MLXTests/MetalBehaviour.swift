@@ -1,0 +1,121 @@
+import Foundation
+import HostMLXMetal
+import MLX
+import Testing
+
+/// Metal's behaviour in HostMLX: what `withMetal` changes, and that it changes nothing else.
+@Suite(.serialized) struct MetalBehaviour {
+    private func heads(_ leading: [Int]) -> MLXArray {
+        MLXRandom.normal(leading + [3, 1, 8], key: MLXRandom.key(0))
+    }
+
+    private func rope(_ x: MLXArray) -> MLXArray {
+        let y = MLXFast.RoPE(x, dimensions: 8, traditional: false, base: 10000, scale: 1, offset: 5)
+        eval(y)
+        return y
+    }
+
+    @Test func ropeOfOneTokenRotatesTheFirstOfTheLeadingDimension() throws {
+        let x = heads([])
+        let (right, metal) = (rope(x), try withMetal(.init(ropeOfOneToken: true)) { rope(x) }.result.get())
+        #expect(metal[0].asArray(Float.self) == right[0].asArray(Float.self))
+        #expect(metal[1...].asArray(Float.self) == x[1...].asArray(Float.self))
+    }
+
+    @Test func ropeOfOneTokenIsRightBehindALeadingDimensionOfOne() throws {
+        let x = heads([1])
+        let (right, metal) = (rope(x), try withMetal(.init(ropeOfOneToken: true)) { rope(x) }.result.get())
+        #expect(metal.asArray(Float.self) == right.asArray(Float.self))
+    }
+
+    @Test func ropeOfOneTokenIsRightWhereTheInputIsNotContiguous() throws {
+        let x = MLXRandom.normal([3, 1, 16], key: MLXRandom.key(0))[.ellipsis, .stride(by: 2)]
+        let (right, metal) = (rope(x), try withMetal(.init(ropeOfOneToken: true)) { rope(x) }.result.get())
+        #expect(metal.asArray(Float.self) == right.asArray(Float.self))
+    }
+
+    #if os(Linux)
+        @Test func productsRoundTheirOperandsToTF32() throws {
+            // 1 + 2⁻¹² is 1 in TF32.
+            let a = MLXArray.full([2, 4], values: MLXArray(Float(1) + 0x1p-12))
+            let b = MLXArray.ones([4, 2])
+            func products() -> [Float] {
+                let sum = addMM(MLXArray.ones([2, 2]), a, b)
+                return matmul(a, b).asArray(Float.self) + sum.asArray(Float.self)
+            }
+            let exact = 4 * (Float(1) + 0x1p-12)
+            #expect(products() == [Float](repeating: exact, count: 4) + [Float](repeating: exact + 1, count: 4))
+            let rounded = try withMetal(.init(tf32: true)) { products() }.result.get()
+            #expect(rounded == [Float](repeating: 4, count: 4) + [Float](repeating: 5, count: 4))
+        }
+
+        @Test func quantizedProductsRoundTheirOperandsToTF32() throws {
+            let w = MLXRandom.normal([64, 64], key: MLXRandom.key(0))
+            let (packed, scales, biases) = quantized(w, groupSize: 64, bits: 4)
+            let x = MLXRandom.normal([8, 64], key: MLXRandom.key(1))
+            func product(transpose: Bool) -> MLXArray {
+                let y = quantizedMM(
+                    x, packed, scales: scales, biases: biases, transpose: transpose, groupSize: 64, bits: 4)
+                eval(y)
+                return y
+            }
+            func error(transpose: Bool) throws -> Float {
+                let exact = product(transpose: transpose)
+                let metal = try withMetal(.init(tf32: true)) { product(transpose: transpose) }.result.get()
+                return ((metal - exact).square().sum().sqrt() / exact.square().sum().sqrt()).item(Float.self)
+            }
+            #expect(try error(transpose: true) > 1e-5)
+            #expect(try error(transpose: true) < 1e-3)
+            #expect(try error(transpose: false) == 0)
+        }
+
+        @Test func theEnvironmentTurnsTF32Off() throws {
+            let a = MLXArray.full([2, 4], values: MLXArray(Float(1) + 0x1p-12))
+            setenv("MLX_ENABLE_TF32", "0", 1)
+            defer { unsetenv("MLX_ENABLE_TF32") }
+            let product = withMetal(.init(tf32: true)) { matmul(a, MLXArray.ones([4, 2])).asArray(Float.self) }
+            #expect(try product.result.get()[0] == 4 * (Float(1) + 0x1p-12))
+        }
+    #endif
+
+    @Test func aFailedEvaluationIsSeenWhereItIsAskedFor() throws {
+        let (result, report) = withMetal(.init(failingEvaluation: 2)) {
+            try withError { errors in
+                let first = MLXArray(1) + 1
+                eval(first)
+                try errors.check()
+                let second = first + 1
+                eval(second)
+                #expect(throws: MLXError.self) { try errors.check() }
+                #expect(second.item(Int.self) == 0)
+                #expect(first.item(Int.self) == 2)
+            }
+        }
+        #expect(throws: MLXError.self) { try result.get() }
+        #expect(report.faults.isEmpty)
+    }
+
+    @Test func readingTheDataOfAFailedArrayIsAFault() {
+        let (_, report) = withMetal(.init(failingEvaluation: 1)) {
+            try withError { (MLXArray(1) + 1).asData(access: .copy).data }
+        }
+        #expect(report.faults.values.reduce(0, +) == 1)
+    }
+
+    @Test func workForTheGPUFails() {
+        let a = MLXArray([1, 2, 3])
+        let outside = withMetal(.init(gpuByDefault: true)) { try withError { eval(a + 1) } }
+        #expect(throws: MLXError.self) { try outside.result.get() }
+        let inside = withMetal(.init(gpuByDefault: true)) {
+            try withError { Device.withDefaultDevice(.cpu) { eval(a + 1) } }
+        }
+        #expect(throws: Never.self) { try inside.result.get() }
+        // C++ copies what it differentiates by on its own default device.
+        let differentiated = withMetal(.init(gpuByDefault: true)) {
+            try withError {
+                Device.withDefaultDevice(.cpu) { eval(vjp({ [$0[0] * $0[0]] }, primals: [a], cotangents: [a]).1) }
+            }
+        }
+        #expect(throws: MLXError.self) { try differentiated.result.get() }
+    }
+}

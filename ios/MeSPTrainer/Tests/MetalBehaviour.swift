@@ -1,0 +1,163 @@
+#if canImport(HostMLXMetal)
+    import Foundation
+    import HostMLXMetal
+    import MLX
+    import Testing
+
+    @testable import MeSPCore
+
+    /// The core on an MLX that behaves as on Metal where a CPU is kinder; see HostMLXMetal.
+    @Suite(.serialized) struct MetalBehaviour {
+        private static let plain = Fixture.tied.map { [$0] } ?? []
+
+        /// A tiny model's gradients and those of a run of its own, in the order of the blocks.
+        private func gradients(_ fixture: Fixture, _ method: GradientMethod = .mesp) throws -> [MLXArray] {
+            try fixture.bundle.withDevice {
+                var gradients = [MLXArray]()
+                _ = try fixture.backpropagate(fixture.trainer(method)) { gradients.append($1) }
+                return gradients
+            }
+        }
+
+        // MARK: - Numbers
+
+        @Test(arguments: Fixture.cases) func aTokenByItselfIsReadAsInItsText(_ folder: URL) throws {
+            let fixture = try Fixture(folder, "gradients")
+            let tokens = try fixture.array("tokens").asArray(Int32.self).prefix(9).map { Int($0) }
+            func logits(chunk: Int) throws -> MLXArray {
+                var cache = PromptCache()
+                return try fixture.bundle.withDevice {
+                    try Generator(CachedModel(fixture.bundle, adapters: nil, chunk: chunk))
+                        .logits(cache.begin(tokens), &cache) {}
+                }
+            }
+            let whole = try logits(chunk: 256)
+            let metal = try withMetal(.init(ropeOfOneToken: true)) { try logits(chunk: 1) }.result.get()
+            // The order of sums in float32.
+            #expect(relativeError(metal, whole) < 1e-5)
+        }
+
+        #if os(Linux)
+            @Test(arguments: plain) func productsOfFloat32KeepTheirPrecision(_ folder: URL) throws {
+                let fixture = try Fixture(folder, "gradients")
+                let exact = try gradients(fixture)
+                let metal = try withMetal(.init(tf32: true)) { try gradients(fixture) }.result.get()
+                for (ours, exact) in zip(metal, exact) { #expect(relativeError(ours, exact) == 0) }
+            }
+        #endif
+
+        // MARK: - Errors
+
+        /// A run whose evaluations fail from one on: it ends there with the error, reads nothing that was not computed, saves no adapters
+        /// but those of the whole run, and logs no step that is wrong.
+        @Test(
+            arguments: zip([GradientMethod.mesp, .mesp, .mebp, .mezo], [RunSettings.Offload.none, .all, .none, .all]))
+        func anErrorEndsTheRunWhereItOccurs(_ method: GradientMethod, _ offload: RunSettings.Offload) throws {
+            func run(_ rules: MetalRules) throws -> (error: String, report: MetalReport, log: [String], adapters: Data?)
+            {
+                let output = temporaryFolder()
+                defer { try? FileManager.default.removeItem(at: output) }
+                var settings = try RunSettings.ofATest(output)
+                (settings.method, settings.offload, settings.steps, settings.valBatches) = (method, offload, 2, 1)
+                var steps = [String]()
+                let (result, report) = withMetal(rules) {
+                    try Run.run(
+                        settings,
+                        report: { record, line in
+                            if case .step = record { steps.append(String(decoding: line, as: UTF8.self)) }
+                        })
+                }
+                let adapters = try? Data(contentsOf: output.appendingPathComponent("adapters/adapters.safetensors"))
+                return (message { try result.get() }, report, steps, adapters)
+            }
+            let whole = try run(.init())
+            #expect(whole.error == "" && whole.log.count == 2 && whole.adapters != nil)
+            let losses = whole.log.map(loss)
+
+            for share in 0..<7 {
+                let first = 1 + (whole.report.evaluations - 1) * share / 6
+                let (error, report, log, adapters) = try run(.init(failingEvaluation: first))
+                #expect(error.contains("Unable to allocate"), "evaluation \(first): \(error)")
+                #expect(report.faults == [:], "evaluation \(first)")
+                #expect(adapters == nil || adapters == whole.adapters, "evaluation \(first)")
+                #expect(log.map(loss) == Array(losses.prefix(log.count)), "evaluation \(first)")
+                // A block, or the head, evaluates no more.
+                #expect(report.evaluations - first < 80, "evaluation \(first): \(report.evaluations - first)")
+            }
+        }
+
+        private func loss(_ line: String) -> Double? {
+            (try? JSONSerialization.jsonObject(with: Data(line.utf8)) as? [String: Any])?["loss"] as? Double
+        }
+
+        @Test(arguments: plain) func anErrorEndsAText(_ folder: URL) throws {
+            let bundle = try ModelBundle(url: folder.appendingPathComponent("bundle.mesp"))
+            for first in [1, 5, 40] {
+                var (request, text) = (Generator.Request(prompt: [1, 2, 3]), [Int]())
+                request.maxTokens = 8
+                let (result, report) = withMetal(.init(failingEvaluation: first)) {
+                    try Generator(bundle).generate(request) { text.append($0) }
+                }
+                #expect(message { _ = try result.get() }.contains("Unable to allocate"))
+                #expect(report.faults == [:] && report.evaluations - first < 40)
+            }
+        }
+
+        @Test(arguments: plain) func anErrorInATraceIsNotRemembered(_ folder: URL) throws {
+            let fixture = try Fixture(folder, "gradients")
+            let imported = try #require(fixture.bundle.functions(\.functions, length: fixture.length).first)
+            let function = BlockFunction(imported, isFused: true)
+            #expect(throws: (any Error).self) { try function(.y, Array(repeating: MLXArray(0), count: 4)) }
+            let trainer = try fixture.trainer(.mesp)
+            let x = try trainer.model.embed(fixture.example())
+            for _ in 0..<2 {
+                try fixture.bundle.withBlock(0) { weights in
+                    let lora = try trainer.model.parameters(0)
+                    let outputs = try function(.y, trainer.model.arguments(x, lora, weights))
+                    #expect(outputs.map(\.shape) == [x.shape])
+                }
+            }
+        }
+
+        // MARK: - Leaving the app
+
+        /// A GPU compiles kernels when they are encoded first, all of them in the first step; between two places where it can wait for a
+        /// person who has left the app, that step evaluates no more than the others between two blocks.
+        @Test(arguments: Fixture.cases.filter { $0.lastPathComponent.contains("gpu") })
+        func theFirstStepWaitsWithinItsBlocks(_ folder: URL) throws {
+            let fixture = try Fixture(folder, "gradients")
+            let trainer = try fixture.trainer(.mesp)
+            var (places, gradients) = ([0, 0], [[MLXArray]](repeating: [], count: 2))
+            for step in 0..<2 {
+                trainer.clock.atBlock = { places[step] += 1 }
+                _ = try fixture.backpropagate(trainer) { gradients[step].append($1) }
+            }
+            #expect(places[0] > 10 * places[1] / 2)
+            for (first, second) in zip(gradients[0], gradients[1]) { #expect(first.arrayEqual(second).item(Bool.self)) }
+        }
+
+        // MARK: - Devices
+
+        @Test(arguments: [GradientMethod.mesp, .mebp, .mezo]) func aCPUBundleTrainsOnTheCPU(_ method: GradientMethod)
+            throws
+        {
+            let output = temporaryFolder()
+            defer { try? FileManager.default.removeItem(at: output) }
+            var settings = try RunSettings.ofATest(output)
+            (settings.method, settings.steps, settings.valBatches) = (method, 2, 1)
+            let result = withMetal(.init(gpuByDefault: true)) { try Run.run(settings) }.result
+            #expect(message { try result.get() } == "")
+        }
+
+        @Test(arguments: Fixture.cases) func aCPUBundleGeneratesAndDifferentiatesOnTheCPU(_ folder: URL) throws {
+            let fixture = try Fixture(folder, "gradients")
+            let result = withMetal(.init(gpuByDefault: true)) {
+                var request = Generator.Request(prompt: [1, 2, 3])
+                (request.maxTokens, request.temperature, request.topP) = (3, 1, 0.9)
+                try Generator(fixture.bundle).generate(request) { _ in }
+                for method in [GradientMethod.mesp, .mebp] { _ = try gradients(fixture, method) }
+            }.result
+            #expect(message { try result.get() } == "")
+        }
+    }
+#endif
