@@ -17,12 +17,15 @@ struct RoPE {
     private func turned(_ x: MLXArray, start: Int, sign: Float) -> MLXArray {
         guard !frequencies.isEmpty else { return x }
         let dimensions = 2 * frequencies.count
-        var x = x
+        // Behind an axis of one: the kernel for one token a row turns only the first of the leading axis (`rope_single` of MLX 0.31,
+        // mended in 0.32).
+        var x = x.expandedDimensions(axis: 0)
         if scale != 1 {
             x = concatenated([x[.ellipsis, 0..<dimensions] * scale, x[.ellipsis, dimensions...]], axis: -1)
         }
         return MLXFast.RoPE(
             x, dimensions: dimensions, traditional: false, base: nil, scale: 1, offset: start,
-            freqs: MLXArray(frequencies.map { sign / $0 }))
+            freqs: MLXArray(frequencies.map { sign / $0 })
+        ).squeezed(axis: 0)
     }
 }
