@@ -19,6 +19,7 @@ final class AutomaticBackward {
             ?? model.bundle.functions(\.plainFunctions, length: x.dim(1)).map { BlockFunction($0, isFused: false) }
         self.functions[x.dim(1)] = functions
         return try model.bundle.withBlock(block) { weights in
+            (BundleDevice.self as any DefaultDevice.Type).set(model.bundle.device)
             let (_, gradients) = vjp(
                 { primals in
                     // The call fails only for shapes that the file has no trace for; `Manifest.check` has found these.
@@ -29,4 +30,14 @@ final class AutomaticBackward {
             return gradients[1]
         }
     }
+}
+
+/// C++'s default device, which is the GPU whatever Swift's is: `vjp` copies what it differentiates by there (transforms.cpp:337), and the
+/// derivative of softmax subtracts there (primitives.cpp:5049). Only a deprecated function sets it, so it is called through a protocol.
+private protocol DefaultDevice {
+    static func set(_ device: Device)
+}
+
+private enum BundleDevice: DefaultDevice {
+    @available(*, deprecated) static func set(_ device: Device) { Device.setDefault(device: device) }
 }
