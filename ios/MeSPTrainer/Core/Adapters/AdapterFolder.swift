@@ -128,7 +128,7 @@ extension Trainer {
         for (block, vector) in adapters.lora.enumerated() {
             let layout = model.layouts[block]
             for module in layout.modules where !trained.contains(block) || !modules.contains(module) {
-                guard layout.matrices(module, in: vector).b.abs().max().item(Float.self) == 0 else {
+                guard try layout.matrices(module, in: vector).b.abs().max().number(Float.self) == 0 else {
                     throw MeSPError(
                         "The adapters in \(folder.path) have a \(module.shortName) in block \(block), which this run does not train and would lose; train it too."
                     )

@@ -39,6 +39,7 @@ public struct ModelBundle {
     ///   - checksums: whether files are read and their SHA-256 compared, which takes seconds for gigabytes. Without, only the
     ///     manifest may be used.
     public init(url: URL, text: URL? = nil, checksums: Bool = true) throws {
+        _ = Self.fullPrecision
         self.url = url
         let path = url.appendingPathComponent("manifest.json")
         guard let json = regularFile(path) else {
@@ -58,6 +59,10 @@ public struct ModelBundle {
         if checksums { try checkSums() }
         try checkLayout()
     }
+
+    /// On GPUs with neural accelerators (A19, M5) MLX rounds the operands of float32 products to TF32, unless this is 0 when it
+    /// multiplies for the first time. What the environment says otherwise stands.
+    private static let fullPrecision = setenv("MLX_ENABLE_TF32", "0", 0)
 
     // MARK: - Weights
 
@@ -81,13 +86,8 @@ public struct ModelBundle {
 
     /// Calls `body` with the bundle's device as MLX's default. An error in MLX, which ends the process elsewhere, is thrown.
     func withDevice<R>(_ body: () throws -> R) throws -> R {
-        try Device.withDefaultDevice(device) {
-            do {
-                return try withError { try body() }
-            } catch let error as MLXError {
-                throw MeSPError("\(error.plainSentence).")
-            }
-        }
+        // Naming the device is the first thing that can fail.
+        try MLXErrors.collect { try Device.withDefaultDevice(device, body) }
     }
 
     /// Calls `body` with the weights of block `index`, whose file is mapped for as long as `body` runs. What `body` returns must be
@@ -120,7 +120,10 @@ public struct ModelBundle {
         defer { if known == nil, !maps.areKept { maps.words[path] = nil } }
         // While this reference lives, MLX can't donate the mapped buffer and write a result into it.
         return try withExtendedLifetime(words) {
-            try body(PackedWeights(words: words, arrays: arrays, products: products, onCPU: manifest.device == "cpu"))
+            let result = try body(
+                PackedWeights(words: words, arrays: arrays, products: products, onCPU: manifest.device == "cpu"))
+            try MLXErrors.check()
+            return result
         }
     }
 

@@ -148,7 +148,7 @@ public struct Evaluator {
             let (losses, isLargest) = try head.scores(
                 y, targets: MLXArray(targets.map { Int32($0) }), atBoundary: atBlock)
             defer { Memory.clearCache() }
-            return zip(losses.asArray(Float.self), isLargest.asArray(Bool.self)).map { (-$0, $1) }
+            return try zip(losses.numbers(Float.self), isLargest.numbers(Bool.self)).map { (-$0, $1) }
         }
     }
 

@@ -72,7 +72,7 @@ public struct FederatedRun {
                 guard let new = trained[matrix], new.shape == shape else {
                     throw MeSPError("The server sent \(name), which the run does not train.")
                 }
-                return new.asArray(Float.self)
+                return try new.numbers(Float.self)
             }
             return (name, packed(new, from: try numbers(array, isRounded: isRounded), like: array))
         }

@@ -114,7 +114,7 @@ public struct Generator {
             var logits = try logits(cache.begin(request.prompt), &cache, atBlock)
             first = Date.now
             while true {
-                let token = choose(logits, request, random)
+                let token = try choose(logits, request, random)
                 if request.stop.contains(token) { return summary(.stop) }
                 try onToken(token)
                 count += 1
@@ -145,15 +145,15 @@ public struct Generator {
 
     /// As mlx-lm's `make_sampler`: the likeliest token, or one drawn from those that `topP` leaves. The same seed draws the same tokens
     /// there: the noise belongs to the tokens in the vocabulary's order.
-    func choose(_ logits: MLXArray, _ request: Request, _ random: MLXRandom.RandomState) -> Int {
-        guard request.temperature > 0 else { return logits.argMax().item(Int.self) }
+    func choose(_ logits: MLXArray, _ request: Request, _ random: MLXRandom.RandomState) throws -> Int {
+        guard request.temperature > 0 else { return try logits.argMax().number(Int.self) }
         var logits = logits - logits.max()  // the likeliest stays 0, however low the temperature
         if request.topP < 1 {
             let order = argSort(logits)
             let likelier = cumsum(softmax(logits.take(order)), reverse: true, inclusive: false)
             logits = which(likelier.take(argSort(order)) .< request.topP, logits, -Float.infinity)
         }
-        return MLXRandom.categorical(logits * (1 / request.temperature), key: random).item(Int.self)
+        return try MLXRandom.categorical(logits * (1 / request.temperature), key: random).number(Int.self)
     }
 }
 

@@ -25,6 +25,8 @@ final class BlockFunction {
     private let isFused: Bool
     private var fused = [Outputs: @Sendable ([MLXArray]) -> [MLXArray]]()
     private var error: (any Error)?
+    /// Whether it was called, so that its kernels are there.
+    private var isCompiled = false
 
     init(_ function: ImportedFunction, isFused: Bool) {
         (self.function, self.isFused) = (function, isFused)
@@ -35,8 +37,23 @@ final class BlockFunction {
         guard isFused else { return outputs.of(try call(arguments)) }
         error = nil
         let result = kernels(outputs)(arguments)
-        if let error { throw error }
+        if let error {
+            // MLX would call what it traced again, which is nothing.
+            fused[outputs] = nil
+            throw error
+        }
         return result
+    }
+
+    /// Calls the function for the first time, if it was not: one output after the other, with `pause` between them, as a GPU compiles
+    /// kernels meanwhile.
+    func compileKernels(_ arguments: [MLXArray], pause: () -> Void) throws {
+        guard !isCompiled else { return }
+        for output in try self(.intermediates, arguments) {
+            eval(output)
+            pause()
+        }
+        isCompiled = true
     }
 
     private func call(_ a: [MLXArray]) throws -> [MLXArray] {

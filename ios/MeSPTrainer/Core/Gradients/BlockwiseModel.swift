@@ -17,6 +17,8 @@ final class BlockwiseModel {
     var workBetweenBoundaries: Int
     /// The parameters: one flat vector `[P]` a block, in float32 or bfloat16.
     var lora: BlockArrays
+    /// Whether a whole step was done, so that a GPU has compiled the kernels; see `Pace`.
+    var isWarm: Bool
     /// For each block the function of its kind, by the number of tokens, imported when a sequence of so many comes.
     private var functions = [Int: [BlockFunction]]()
 
@@ -29,6 +31,7 @@ final class BlockwiseModel {
         tileBytes = plan.tileBytes
         workspace = bundle.products == .packed ? Planner(bundle.manifest, settings).workspace(plan) : nil
         keepsCache = plan.cacheBytes != nil
+        isWarm = bundle.products == .dense
         bundle.maps.areKept = plan.keepsMaps == true
         workBetweenBoundaries =
             bundle.products == .packed ? CrossEntropyHead.gpuWork : CrossEntropyHead.defaultWork
@@ -54,7 +57,7 @@ final class BlockwiseModel {
     func tile(_ x: MLXArray) -> TileSizes {
         TileSizes(
             bundle.architecture, group: bundle.manifest.featureGroup, length: x.dim(1), bytes: tileBytes,
-            products: bundle.products)
+            products: bundle.products, pause: isWarm ? nil : { [clock] in clock.pause() })
     }
 
     var blocks: Range<Int> { 0..<bundle.architecture.numHiddenLayers }
@@ -111,7 +114,9 @@ final class BlockwiseModel {
         _ outputs: BlockFunction.Outputs, _ block: Int, _ x: MLXArray, _ lora: MLXArray, _ weights: BlockWeights
     ) throws -> [MLXArray] {
         guard bundle.products == .dense else {
-            return try function(block, x)(outputs, arguments(x, lora, weights))
+            let (function, arguments) = (try function(block, x), arguments(x, lora, weights))
+            if !isWarm { try function.compileKernels(arguments, pause: clock.pause) }
+            return try function(outputs, arguments)
         }
         let forward = BlockForward(
             weights: weights, lora: lora, layout: layouts[block], scale: scale, tile: tile(x))
@@ -141,7 +146,7 @@ final class BlockwiseModel {
                 }
             }
             freeCache()
-            return (loss.item(Float.self), dy)
+            return (try loss.number(Float.self), dy)
         }
     }
 

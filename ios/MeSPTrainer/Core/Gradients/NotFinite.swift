@@ -9,8 +9,8 @@ struct NotFinite: Error {
 extension BlockwiseModel {
     /// - Throws: `NotFinite` with the name of the matrix where a block's gradient `[P]` is not finite.
     func check(_ gradient: MLXArray, _ block: Int) throws {
-        guard !isFinite(gradient) else { return }
-        let place: Sentence = firstNotFinite(gradient, block).map { "\($0)" } ?? "block \(block)"
+        guard try !isFinite(gradient) else { return }
+        let place: Sentence = try firstNotFinite(gradient, block).map { "\($0)" } ?? "block \(block)"
         throw NotFinite(what: "The gradient of \(place)")
     }
 
@@ -20,24 +20,24 @@ extension BlockwiseModel {
             var x = try embed(example)
             for block in blocks {
                 let lora = try parameters(block)
-                if let name = firstNotFinite(lora, block) { return NotFinite(what: "The parameter \(name)") }
+                if let name = try firstNotFinite(lora, block) { return NotFinite(what: "The parameter \(name)") }
                 x = try forward(block, x, lora).y
-                guard isFinite(x) else { return NotFinite(what: "The output of block \(block)") }
+                guard try isFinite(x) else { return NotFinite(what: "The output of block \(block)") }
             }
         }
         return NotFinite(what: "The loss")
     }
 
     /// The name, as in a file of adapters, of the first matrix in a block's vector `[P]` that is not finite.
-    private func firstNotFinite(_ vector: MLXArray, _ block: Int) -> String? {
+    private func firstNotFinite(_ vector: MLXArray, _ block: Int) throws -> String? {
         for module in layouts[block].modules {
             let matrices = layouts[block].matrices(module, in: vector)
-            for (name, matrix) in [("A", matrices.a), ("B", matrices.b)] where !isFinite(matrix) {
+            for (name, matrix) in [("A", matrices.a), ("B", matrices.b)] where try !isFinite(matrix) {
                 return AdapterFormat.mlx.name(name, module, block, of: bundle.architecture)
             }
         }
         return nil
     }
 
-    private func isFinite(_ array: MLXArray) -> Bool { array.sum().item(Float.self).isFinite }
+    private func isFinite(_ array: MLXArray) throws -> Bool { try array.sum().number(Float.self).isFinite }
 }

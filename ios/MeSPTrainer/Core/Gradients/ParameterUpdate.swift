@@ -31,7 +31,7 @@ extension Trainer {
     /// What the whole gradient is multiplied by: min(1, limit / (‖g‖₂ + 10⁻⁶)); and ‖g‖₂ over all blocks. Without a limit 1 and nil.
     private func clipping(_ gradient: (_ block: Int) throws -> MLXArray) throws -> (factor: Float, norm: Float?) {
         guard let limit = settings.maxGradNorm else { return (1, nil) }
-        let squares = try trained.reduce(Float(0)) { try $0 + gradient($1).square().sum().item(Float.self) }
+        let squares = try trained.reduce(Float(0)) { try $0 + gradient($1).square().sum().number(Float.self) }
         // Clipping would make zeros of the finite gradients, and spread what is not.
         if !squares.isFinite { for block in trained { try model.check(gradient(block), block) } }
         let norm = squares.squareRoot()

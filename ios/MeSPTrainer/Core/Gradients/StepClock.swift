@@ -24,6 +24,9 @@ final class StepClock {
         do { try atBlock() } catch is CancellationError where changed {}
     }
 
+    /// Waits where there is a reason to, within a block. A stop, or an error, is heeded at the next boundary.
+    func pause() { try? boundary() }
+
     func timed<R>(_ phase: WritableKeyPath<Phases, Double>, _ body: () throws -> R) rethrows -> R {
         let (start, waiting) = (Date.now, time.waiting)
         defer { time[keyPath: phase] += Date.now.timeIntervalSince(start) - (time.waiting - waiting) }

@@ -104,6 +104,7 @@ final class Trainer {
                 }
             }
         }
+        model.isWarm = true
     }
 
     /// Where a block's input of a sequence is kept.
@@ -255,6 +256,7 @@ final class Trainer {
             try parts.reduce(0) { try $0 + $1.weight * model.loss($1.example, parameters: moved) }
         }
         guard g.isFinite else { throw try model.notFinite(parts.map(\.example)) }
+        model.isWarm = true
         return (loss, try updateAll(number, keys) { g * mezo.z($0) })
     }
 

@@ -39,7 +39,7 @@ final class ArrayFile {
     deinit { close(file) }
 
     func write(_ array: MLXArray, at index: Int) throws {
-        let data = array.asData(access: .noCopyIfContiguous).data
+        let data = try array.bytes()
         let done = data.withUnsafeBytes { bytes in
             var done = 0
             while done < bytes.count {
@@ -108,14 +108,14 @@ struct BlockArrays {
             if keepsPrevious { slots[block] = (slots[block] + arrays.count) % (2 * arrays.count) }
             try file.write(array, at: slots[block])
         } else {
-            eval(array)
+            try array.compute()
             guard arrays[block] != nil else {
                 arrays[block] = array
                 return
             }
             // Into the gap that the last one leaves. Where `array` was made, among what comes and goes in a step, it would be in the way of
             // the next steps' large arrays.
-            let data = array.asData(access: .noCopyIfContiguous).data
+            let data = try array.bytes()
             arrays[block] = nil
             arrays[block] = MLXArray(data, array.shape, dtype: array.dtype)
         }

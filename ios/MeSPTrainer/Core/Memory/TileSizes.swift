@@ -22,9 +22,16 @@ struct TileSizes {
     /// Whether what a block's phases leave is evaluated on a GPU too: an `eval` costs it what writing some 16 MB would, and bounds
     /// the arrays as long as the sequence, of which a phase makes a dozen, to those of that phase.
     private let evaluatesPhases: Bool
+    /// Whether arithmetic by rows goes some rows at a time.
+    private let cutsRows: Bool
 
     /// Sizes that keep each temporary near `bytes`, for sequences of `length` tokens.
-    init(_ a: Architecture, group: Int, length: Int, bytes: Int, products: QuantizedMatrix.Products) {
+    ///
+    /// - Parameter pause: see `Pace`.
+    init(
+        _ a: Architecture, group: Int, length: Int, bytes: Int, products: QuantizedMatrix.Products,
+        pause: (() -> Void)? = nil
+    ) {
         self.bytes = bytes
         let floats = bytes / 4
         let rows = max(8, floats / (a.attentionHeads * length))
@@ -42,47 +49,53 @@ struct TileSizes {
             mlp = max(1, floats / row / group) * group
             (tokens, lossTokens) = (length, length)
             vocabulary = max(64, floats / row)
-            (pace, evaluatesPhases) = (.evaluated, true)
+            (pace, evaluatesPhases, cutsRows) = (.evaluated, true, true)
         case .packed:
             attention = evenly(length, rows)
             (projection, mlp) = (.max, .max)
             tokens = evenly(length, max(8, floats / a.intermediateSize))
             lossTokens = min(256, length)
             vocabulary = max(64, 2 * floats / lossTokens)
-            (pace, evaluatesPhases) = (.chained, length * a.hiddenSize * 4 >= 2 << 20)
+            pace = Pace(isChained: true, pause: pause)
+            evaluatesPhases = length * a.hiddenSize * 4 >= 2 << 20
+            cutsRows = false
         }
     }
 
     /// How many rows of x `[n, …]` go at a time through arithmetic by rows: on a CPU, where each operation writes an array, as many as
     /// take a quarter of `bytes`, so that some take what a tile of a product does.
-    func rows(of x: MLXArray) -> Int { pace == .evaluated ? max(1, bytes / 4 * x.dim(0) / x.nbytes) : x.dim(0) }
+    func rows(of x: MLXArray) -> Int { cutsRows ? max(1, bytes / 4 * x.dim(0) / x.nbytes) : x.dim(0) }
 
     /// Ends a phase of a block: what it leaves is evaluated where that pays.
     func endPhase(_ arrays: [MLXArray]) {
         if evaluatesPhases { eval(arrays) }
+        if pace.pause != nil { pace.finish(arrays) }
     }
 }
 
 /// How the temporaries of a piece of work go before the next begins.
-enum Pace {
-    /// It is evaluated: a CPU computes while it waits.
-    case evaluated
+struct Pace {
     /// The next piece depends on it, so that MLX encodes one after the other, and nobody waits for a GPU that would then have nothing to
-    /// do. `Memory.memoryLimit` bounds what lives until the GPU has got so far.
-    case chained
+    /// do. `Memory.memoryLimit` bounds what lives until the GPU has got so far. Otherwise each piece is evaluated: a CPU computes while it
+    /// waits.
+    let isChained: Bool
+    /// Called after each piece, which is then evaluated: while a GPU's kernels are compiled, which can take seconds a block, a person who
+    /// leaves the app must not wait for the block's end.
+    var pause: (() -> Void)?
+
+    static var evaluated: Pace { Pace(isChained: false) }
 
     /// Ends a piece of work that has others behind it in the same function.
     func finish(_ arrays: [MLXArray]) {
-        if self == .evaluated { eval(arrays) }
+        if !isChained || pause != nil { eval(arrays) }
+        pause?()
     }
 
     /// What the next piece begins with, to be had only after `done`.
     func next(_ inputs: [MLXArray], after done: [MLXArray]) -> [MLXArray] {
-        guard self == .chained else {
-            eval(done)
-            return inputs
-        }
-        return depends(inputs: inputs, dependencies: done)
+        if isChained, pause == nil { return depends(inputs: inputs, dependencies: done) }
+        finish(done)
+        return inputs
     }
 }
 

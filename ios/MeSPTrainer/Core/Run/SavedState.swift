@@ -119,8 +119,8 @@ extension Trainer {
             guard answers.dtype == .int32, values.dtype == .float32, values.ndim == 1,
                 answers.shape == [values.size, 3]
             else { throw MeSPError("The saved state is damaged; start the run again in another folder.") }
-            let numbers = answers.asArray(Int32.self)
-            for (index, value) in values.asArray(Float.self).enumerated() where value.isFinite {
+            let numbers = try answers.numbers(Int32.self)
+            for (index, value) in try values.numbers(Float.self).enumerated() where value.isFinite {
                 references[
                     .init(split: numbers[3 * index], prompt: numbers[3 * index + 1], answer: numbers[3 * index + 2])] =
                     value

@@ -154,7 +154,7 @@ import Testing
 
         let draws = 1000
         var counts = [Int](repeating: 0, count: 4)
-        for _ in 0..<draws { counts[order[generator.choose(logits, request, random)]] += 1 }
+        for _ in 0..<draws { counts[order[try generator.choose(logits, request, random)]] += 1 }
         for (count, weight) in zip(counts, weights) {
             let p = weight / weights.reduce(0, +)
             // Five standard deviations of a binomial distribution.

@@ -1,0 +1,65 @@
+import Foundation
+import MLX
+
+/// The errors of MLX in a stretch of work.
+///
+/// MLX's functions do not throw: mlx-swift hands an error to the handler in force and returns. Then `eval` has computed nothing,
+/// `item()` is 0, and `asData` reads through a null pointer. So an error is looked for wherever a value leaves MLX, and after each use
+/// of weights.
+enum MLXErrors {
+    @TaskLocal private static var box: ErrorBox?
+
+    /// Calls `body`, in which `check()` sees MLX's errors.
+    ///
+    /// - Throws: `MeSPError` with the first error of MLX; where there is none, the error of `body`.
+    static func collect<R>(_ body: () throws -> R) throws -> R {
+        // What `withError` itself would throw at its end, `check()` has thrown before.
+        try withError { errors in
+            try $box.withValue(errors) {
+                let result = Result { try body() }
+                try check()
+                return try result.get()
+            }
+        }
+    }
+
+    /// - Throws: `MeSPError` where MLX has failed since `collect` began.
+    static func check() throws {
+        guard let error = box?.firstError else { return }
+        // mlx-c appends where in its sources the error was caught.
+        let message = error.localizedDescription.replacing(#/ at /\S+:[0-9]+$/#, with: "")
+        throw MeSPError("\(message).")
+    }
+}
+
+extension MLXArray {
+    /// The element of an array that has one.
+    /// - Throws: `MeSPError` where MLX cannot compute it.
+    func number<T: HasDType>(_ type: T.Type) throws -> T {
+        let number = item(type)
+        try MLXErrors.check()
+        return number
+    }
+
+    /// The elements in their order.
+    /// - Throws: `MeSPError` where MLX cannot compute them.
+    func numbers<T: HasDType>(_ type: T.Type) throws -> [T] {
+        let array = asType(T.dtype)
+        try array.compute()
+        return array.asArray(type)
+    }
+
+    /// The bytes of the elements in their order, valid as long as the array.
+    /// - Throws: `MeSPError` where MLX cannot compute them.
+    func bytes() throws -> Data {
+        try compute()
+        return asData(access: .noCopyIfContiguous).data
+    }
+
+    /// Evaluates the array.
+    /// - Throws: `MeSPError` where MLX cannot compute it.
+    func compute() throws {
+        eval()
+        try MLXErrors.check()
+    }
+}
