@@ -129,7 +129,10 @@ func writeSafetensors(_ tensors: [NewTensor], metadata: [String: String], to url
     for tensor in tensors {
         let array = try tensor.make()
         precondition(array.shape == tensor.shape && array.dtype == tensor.dtype)
-        try file.write(contentsOf: array.asData(access: .noCopyIfContiguous).data)
+        // The bytes are the array's own, which they do not keep.
+        try withExtendedLifetime(array) {
+            try file.write(contentsOf: array.asData(access: .noCopyIfContiguous).data)
+        }
     }
     try file.synchronize()
     try file.close()
