@@ -49,11 +49,11 @@ extension MLXArray {
         return array.asArray(type)
     }
 
-    /// The bytes of the elements in their order, valid as long as the array.
-    /// - Throws: `MeSPError` where MLX cannot compute them.
-    func bytes() throws -> Data {
+    /// Calls `body` with the bytes of the elements in their order, which are the array's own where it is contiguous.
+    /// - Throws: `MeSPError` where MLX cannot compute them, and what `body` throws.
+    func withBytes<R>(_ body: (Data) throws -> R) throws -> R {
         try compute()
-        return asData(access: .noCopyIfContiguous).data
+        return try withExtendedLifetime(self) { try body(asData(access: .noCopyIfContiguous).data) }
     }
 
     /// Evaluates the array.

@@ -114,9 +114,6 @@ class Closure {
     Arrays operator()(const Arrays &arguments) const {
         auto handle = reinterpret_cast<HostVector>(const_cast<Arrays *>(&arguments));
         HostVector result = call_(context_.get(), handle);
-        if (!result) {
-            throw std::runtime_error("the function failed");
-        }
         Arrays values = std::move(get(result));
         host_vector_free(result);
         return values;
@@ -608,9 +605,6 @@ HostVector host_split_parts(HostArray a, int32_t parts, int32_t axis, HostStream
 HostVector host_split_at(HostArray a, const int32_t *indices, size_t count, int32_t axis, HostStream s) {
     return WRAP(mx::split(get(a), shape(indices, count), axis, get(s)));
 }
-HostVector host_broadcast_arrays(HostVector arrays, HostStream s) {
-    return WRAP(mx::broadcast_arrays(get(arrays), get(s)));
-}
 HostVector host_depends(HostVector inputs, HostVector dependencies) {
     return WRAP(mx::depends(get(inputs), get(dependencies)));
 }
@@ -626,9 +620,6 @@ HostArray host_put_along_axis(HostArray a, HostArray indices, HostArray values, 
 HostArray host_gather(
     HostArray a, HostVector indices, const int32_t *axes, size_t count, const int32_t *slice_sizes, HostStream s) {
     return WRAP(mx::gather(get(a), get(indices), list(axes, count), shape(slice_sizes, get(a).ndim()), get(s)));
-}
-HostArray host_scatter(HostArray a, HostVector indices, HostArray updates, const int32_t *axes, HostStream s) {
-    return WRAP(mx::scatter(get(a), get(indices), get(updates), list(axes, get(indices).size()), get(s)));
 }
 HostArray host_slice(HostArray a, const int32_t *start, const int32_t *end, const int32_t *strides, HostStream s) {
     return guarded([&] {
@@ -704,6 +695,12 @@ HostArray host_ones(const int32_t *dims, size_t ndim, int32_t type, HostStream s
 HostArray host_random_key(uint64_t seed) { return WRAP(mx::random::key(seed)); }
 HostArray host_random_split(HostArray key, int32_t count, HostStream s) {
     return WRAP(mx::random::split(get(key), count, get(s)));
+}
+HostVector host_random_split_pair(HostArray key, HostStream s) {
+    return guarded([&] {
+        auto [first, second] = mx::random::split(get(key), get(s));
+        return wrap(Arrays{first, second});
+    });
 }
 HostArray host_random_uniform(
     HostArray low, HostArray high, const int32_t *dims, size_t ndim, int32_t type, HostArray key, HostStream s) {

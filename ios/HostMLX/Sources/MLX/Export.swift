@@ -1,16 +1,20 @@
 import CHostMLX
 import Foundation
 
-/// The positional and the named arguments of a dynamic call; of a name given twice the first counts.
+/// Calls a function of a file with the positional and the named arguments; of a name given twice the first counts.
+///
+/// As in mlx-swift, an argument that failed is an error for the caller's handler, and the call is made without it.
 private func withArguments<R>(
     _ arguments: KeyValuePairs<String, MLXArray>,
-    _ body: (_ positional: HostVector?, _ names: UnsafePointer<UnsafePointer<CChar>?>, _ count: Int, HostVector?) throws
-        -> R
-) rethrows -> R {
+    _ body: (_ positional: HostVector?, _ names: UnsafePointer<UnsafePointer<CChar>?>, _ count: Int, HostVector?) -> R
+) throws -> R {
+    let arguments = arguments.filter { succeeded($0.value) }
     let named = arguments.filter { !$0.key.isEmpty }
     return try withVector(arguments.filter { $0.key.isEmpty }.map { $0.value }) { positional in
         try withVector(named.map { $0.value }) { values in
-            try withCStrings(named.map { $0.key }) { try body(positional, $0, named.count, values) }
+            try withCStrings(named.map { $0.key }) { names in
+                try withError { body(positional, names, named.count, values) }
+            }
         }
     }
 }
@@ -40,10 +44,8 @@ public final class FunctionExporterSingle {
     }
 
     public func dynamicallyCall(withKeywordArguments args: KeyValuePairs<String, MLXArray>) throws {
-        _ = try withError {
-            withArguments(args) {
-                host_export_function(url.path, newClosure(f), $0, $1, $2, $3, shapeless)
-            }
+        _ = try withArguments(args) {
+            host_export_function(url.path, newClosure(f), $0, $1, $2, $3, shapeless)
         }
     }
 }
@@ -75,8 +77,6 @@ public final class ImportedFunction {
     }
 
     public func dynamicallyCall(withKeywordArguments args: KeyValuePairs<String, MLXArray>) throws -> [MLXArray] {
-        try withError {
-            withArguments(args) { arrays(consuming: host_function_call(ctx, $0, $1, $2, $3)) }
-        }
+        try withArguments(args) { arrays(consuming: host_function_call(ctx, $0, $1, $2, $3)) }
     }
 }

@@ -35,6 +35,8 @@ public func save(
     arrays: [String: MLXArray], metadata: [String: String] = [:], url: URL, stream: StreamOrDevice = .default
 ) throws {
     let path = try path(url, "safetensors")
+    // As in mlx-swift, an array that failed is an error for the caller's handler, and the file is written without it.
+    let arrays = arrays.filter { succeeded($0.value) }
     _ = try withError {
         withVector(Array(arrays.values)) { values in
             withCStrings(Array(arrays.keys)) { names in

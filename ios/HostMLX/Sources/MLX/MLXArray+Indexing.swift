@@ -28,9 +28,15 @@ public enum MLXArrayIndexOperation: CustomStringConvertible {
         if case .ellipsis = self { true } else { false }
     }
 
+    fileprivate var isIndex: Bool {
+        if case .index = self { true } else { false }
+    }
+
     fileprivate var isArray: Bool {
         if case .array = self { true } else { false }
     }
+
+    fileprivate var isArrayOrIndex: Bool { isArray || isIndex }
 }
 
 /// What a subscript takes: an `Int`, a range, an array of indices, ``ellipsis``, ``newAxis``, a stride.
@@ -157,195 +163,212 @@ extension MLXArray {
     /// Reads or replaces a part of the array, as in NumPy.
     public subscript(indices: [any MLXArrayIndex], stream stream: StreamOrDevice = .default) -> MLXArray {
         get {
-            if indices.isEmpty { return self }
-            if indices.count == 1, case .index(let index) = indices[0].mlxArrayIndexOperation {
-                let position = MLXArray(index < 0 ? index + dim(0).int32 : index)
-                return take(position, axis: 0, stream: stream)
+            let operations = indices.map { $0.mlxArrayIndexOperation }
+            guard operations.count == 1 else { return operations.isEmpty ? self : part(operations, stream) }
+            return switch operations[0] {
+            case .index(let index): take(resolve(index: index, axis: 0), axis: 0, stream: stream)
+            case .array(let array): take(array, axis: 0, stream: stream)
+            case .newAxis: expandedDimensions(axis: 0, stream: stream)
+            case .slice, .ellipsis: part(operations, stream)
             }
-            return Selection(of: indices, in: self, forReading: true).read(self, stream)
         }
         set {
-            _updateInternal(
-                Selection(of: indices, in: self, forReading: false).replace(in: self, with: newValue, stream))
+            _updateInternal(replacing(indices.map { $0.mlxArrayIndexOperation }, with: newValue))
         }
     }
-}
 
-/// The indices of a subscript, sorted by what has to be done: slice, gather, squeeze and expand.
-///
-/// With an array among them, integers are arrays of one index too. The arrays' common shape stands in the result where
-/// they stood, or in front if other indices are between them.
-///
-/// As in mlx-swift 0.31.6, unlike NumPy: a new axis is ignored in an assignment without arrays of indices, and when
-/// reading a part where no integer drops an axis and as many axes of the array have no index. And in an assignment an
-/// integer beside an array does not count as one.
-private struct Selection {
-    /// The slice along each axis of the array; an integer's is one long.
-    var start: [Int32] = []
-    var end: [Int32] = []
-    var strides: [Int32] = []
+    /// The index as an array; a negative one counts from the end.
+    private func resolve(index: Int32, axis: Int) -> MLXArray {
+        MLXArray(index < 0 ? index + dim(axis).int32 : index)
+    }
 
-    /// Arrays of indices, and their axes.
-    var indices: [MLXArray] = []
-    var indexedAxes: [Int] = []
-
-    /// Axes of the slice that integers drop, and places in the result where new ones are added.
-    var droppedAxes: [Int] = []
-    var newAxes: [Int] = []
-
-    /// Axes of the slice, and new ones, before the gathered ones in the result.
-    var gatheredAxis = 0
-    var newAxesBefore = 0
-
-    init(of indices: [any MLXArrayIndex], in array: MLXArray, forReading: Bool) {
-        let shape = array.shape
-        let operations = Self.expandingEllipsis(indices.map { $0.mlxArrayIndexOperation }, ndim: shape.count)
+    /// The operations of mlx-swift 0.31.6 in its order, so that a graph has the same primitives: a gather for everything up to
+    /// the last array of indices, then one slice, then one reshape that drops the axes of integers and adds new ones.
+    ///
+    /// Unlike NumPy, new axes are ignored where there is no integer to drop and not more indices than axes. And, as in
+    /// mlx-swift, the gather and the reshape go to the default stream.
+    private func part(_ operations: [MLXArrayIndexOperation], _ stream: StreamOrDevice) -> MLXArray {
+        let operations = Self.expandingEllipsis(operations, shape: shape)
+        var array = self
+        var remaining = operations
         let hasArrays = operations.contains { $0.isArray }
-        start = shape.map { _ in 0 }
-        end = shape.asInt32
-        strides = shape.map { _ in 1 }
 
-        var axis = 0  // of the array
-        var slices = 0  // so far
-        var gathers = false  // an array of indices has come
-        var interrupted = false  // and then something else
-        var scattered = false  // and then another one
-        func addArray() {
-            if !gathers { (gatheredAxis, newAxesBefore) = (slices, newAxes.count) }
-            scattered = scattered || interrupted
-            gathers = true
+        if hasArrays, let last = operations.lastIndex(where: { $0.isArrayOrIndex }) {
+            let (before, after) = (operations[...last], operations[(last + 1)...])
+            let gathersFirst = Self.areApart(operations)
+            let dimensions: Int
+            (array, dimensions) = gather(before.filter { !$0.isNewAxis }, first: gathersFirst)
+
+            // What the gather did is a full range now.
+            let gathered = Array(repeating: MLXArrayIndexOperation.slice(MLXSlice()), count: dimensions)
+            let others =
+                (gathersFirst ? before.filter { !$0.isArrayOrIndex } : Array(before.prefix { !$0.isArrayOrIndex }))
+                .map { $0.isNewAxis ? $0 : .slice(MLXSlice()) }
+            remaining = (gathersFirst ? gathered + others : others + gathered) + after
+            if remaining.isEmpty { return array }
         }
-        for operation in operations {
-            switch operation {
-            case .ellipsis:
-                fatalError("multiple .ellipsis not allowed")
-            case .newAxis:
-                newAxes.append(slices + newAxes.count)
-                interrupted = interrupted || gathers || !forReading
-                continue
-            case .slice(let slice):
-                let size = shape[axis].int32
-                start[axis] = slice.start(size)
-                end[axis] = slice.end(size)
-                strides[axis] = slice.stride
-                slices += 1
-                interrupted = (forReading && interrupted) || gathers
-            case .index(let index):
-                let index = index < 0 ? index + shape[axis].int32 : index
-                if hasArrays {
-                    self.indices.append(MLXArray(index))
-                    indexedAxes.append(axis)
-                    if forReading { addArray() }
-                } else {
-                    start[axis] = index
-                    end[axis] = index + 1
-                    droppedAxes.append(axis)
-                }
-            case .array(let array):
-                self.indices.append(array)
-                indexedAxes.append(axis)
-                addArray()
+
+        var start = array.shape.map { _ in Int32(0) }
+        var end = array.shape.asInt32
+        var strides = array.shape.map { _ in Int32(1) }
+        var axis = 0
+        for operation in remaining where !operation.isNewAxis {
+            let size = array.dim(axis).int32
+            if case .slice(let slice) = operation {
+                (start[axis], end[axis], strides[axis]) = (slice.start(size), slice.end(size), slice.stride)
+            } else if case .index(let index) = operation {
+                start[axis] = index < 0 ? index + size : index
+                end[axis] = start[axis] + 1
             }
             axis += 1
         }
-        if scattered { (gatheredAxis, newAxesBefore) = (0, 0) }
+        array = withExtendedLifetime(array) { MLXArray(host_slice($0.ctx, start, end, strides, stream.ctx)) }
 
-        if forReading {
-            let withoutIndex = shape.count - axis
-            if operations.count > 1 && droppedAxes.isEmpty && newAxes.count <= withoutIndex { newAxes = [] }
-        } else if !hasArrays {
-            newAxes = []
+        guard remaining.count > array.ndim || remaining.contains(where: { $0.isIndex }) else { return array }
+        var shape: [Int] = []
+        axis = 0
+        for operation in remaining {
+            if operation.isNewAxis {
+                shape.append(1)
+                continue
+            }
+            if !operation.isIndex {
+                shape.append(array.dim(axis))
+            }
+            axis += 1
         }
+        return array.reshaped(shape + array.shape[axis...])
+    }
+
+    /// The array with another part: a reshape of the value, then a slice update, on the default stream.
+    ///
+    /// As in mlx-swift, new axes are ignored, and nothing but new axes gives the value, broadcast. Arrays of indices, which
+    /// take a scatter, are not in this subset.
+    private func replacing(_ operations: [MLXArrayIndexOperation], with value: MLXArray) -> MLXArray {
+        guard ndim > 0, !operations.isEmpty, !operations.contains(where: { $0.isArray }) else {
+            fatalError("HostMLX cannot replace \(operations) of an array with \(ndim) axes")
+        }
+        var value = value
+        let valueShape = Array(value.shape.drop { $0 == 1 })
+        if valueShape != value.shape {
+            value = value.reshaped(valueShape.isEmpty ? [1] : valueShape)
+        }
+        var start = shape.map { _ in Int32(0) }
+        var end = shape.asInt32
+        var strides = shape.map { _ in Int32(1) }
+        func update() -> MLXArray {
+            withExtendedLifetime((self, value)) {
+                MLXArray(host_slice_update(ctx, value.ctx, start, end, strides, StreamOrDevice.default.ctx))
+            }
+        }
+
+        if operations.count == 1, case .slice(let slice) = operations[0] {
+            (start[0], end[0], strides[0]) = (slice.start(end[0]), slice.end(end[0]), slice.stride)
+            return update()
+        }
+        let axes = Self.expandingEllipsis(operations, shape: shape).filter { !$0.isNewAxis }
+        if axes.isEmpty { return MLX.broadcast(value, to: shape) }
+
+        // The value's last axes are those of the slices; where an integer is, it gets one of length 1.
+        var lengths = shape.map { _ in 1 }
+        var rest = value.shape[...]
+        for axis in shape.indices.reversed() {
+            let size = end[axis]
+            if axis >= axes.count {
+                lengths[axis] = rest.popLast() ?? 1
+            } else if case .slice(let slice) = axes[axis] {
+                (start[axis], end[axis], strides[axis]) = (slice.start(size), slice.end(size), slice.stride)
+                lengths[axis] = rest.popLast() ?? 1
+            } else if case .index(let index) = axes[axis] {
+                start[axis] = index < 0 ? index + size : index
+                end[axis] = start[axis] + 1
+            }
+        }
+        value = value.reshaped(lengths)
+        return update()
+    }
+
+    /// The elements at the indices, one for each of the first axes: `[indices, slices, the other axes]` or, unless `first`,
+    /// `[slices, indices, the other axes]`, and the number of dimensions that the indices have.
+    private func gather(_ operations: [MLXArrayIndexOperation], first: Bool) -> (MLXArray, Int) {
+        let shape = shape.asInt32
+        var indices: [MLXArray] = []
+        var slices: [Int] = []  // the operations that are one
+        var dimensions = 0
+        for (axis, operation) in operations.enumerated() {
+            switch operation {
+            case .index(let index):
+                indices.append(resolve(index: index, axis: axis))
+            case .slice(let slice):
+                slices.append(axis)
+                let size = shape[axis]
+                indices.append(
+                    MLXArray(
+                        Swift.stride(
+                            from: slice.absoluteStart(size), to: slice.absoluteEnd(size), by: Int(slice.stride))))
+            case .array(let array):
+                dimensions = Swift.max(dimensions, array.ndim)
+                indices.append(array)
+            case .ellipsis, .newAxis:
+                fatalError("unexpected item: \(operation) in gather")
+            }
+        }
+
+        // Each index gets its place among the dimensions of the result.
+        let ones = Array(repeating: 1, count: dimensions + slices.count)
+        func place(_ axis: Int, at position: Int) {
+            var shape = ones
+            shape[position] = indices[axis].dim(0)
+            indices[axis] = indices[axis].reshaped(shape)
+        }
+        if !first {
+            // As in mlx-swift, for as many operations as there are slices: these come before the arrays.
+            for axis in slices.indices {
+                place(axis, at: axis)
+            }
+        } else if !slices.isEmpty {
+            for axis in indices.indices {
+                if let position = slices.firstIndex(of: axis) {
+                    place(axis, at: dimensions + position)
+                } else {
+                    indices[axis] = indices[axis].reshaped(indices[axis].shape + slices.map { _ in 1 })
+                }
+            }
+        }
+
+        var sizes = shape
+        for axis in operations.indices {
+            sizes[axis] = 1
+        }
+        let gathered = withVector(indices) {
+            MLXArray(
+                host_gather(
+                    ctx, $0, operations.indices.asInt32, operations.count, sizes, StreamOrDevice.default.ctx))
+        }
+        var result = gathered.shape
+        result.removeSubrange(ones.count..<ones.count + operations.count)
+        return (gathered.reshaped(result), dimensions)
+    }
+
+    /// Whether something else stands between two of the integers and arrays.
+    private static func areApart(_ operations: [MLXArrayIndexOperation]) -> Bool {
+        let positions = operations.indices.filter { operations[$0].isArrayOrIndex }
+        return positions.last.map { $0 - positions[0] >= positions.count } ?? false
     }
 
     /// The operations with full ranges in place of an ellipsis.
     private static func expandingEllipsis(
-        _ operations: [MLXArrayIndexOperation], ndim: Int
+        _ operations: [MLXArrayIndexOperation], shape: [Int]
     ) -> [MLXArrayIndexOperation] {
         guard let position = operations.firstIndex(where: { $0.isEllipsis }) else { return operations }
-        let consumed = operations.filter { !$0.isNewAxis }.count - 1
-        let full = Array(repeating: MLXArrayIndexOperation.slice(MLXSlice()), count: Swift.max(0, ndim - consumed))
-        return operations[..<position] + full + operations[(position + 1)...]
-    }
-
-    func read(_ array: MLXArray, _ stream: StreamOrDevice) -> MLXArray {
-        var result = slice(array, stream)
-        if !indices.isEmpty {
-            result = gather(result, stream)
+        let (before, after) = (operations[..<position], operations[(position + 1)...])
+        if after.contains(where: { $0.isEllipsis }) {
+            fatalError("multiple .ellipsis not allowed: \(operations)")
         }
-        if !droppedAxes.isEmpty {
-            result = result.squeezed(axes: droppedAxes, stream: stream)
+        func axes(_ operations: ArraySlice<MLXArrayIndexOperation>) -> Int { operations.count { !$0.isNewAxis } }
+        let full = shape[axes(before)..<(shape.count - axes(after))].map {
+            MLXArrayIndexOperation.slice(MLXSlice(start: 0, end: $0.int32, stride: 1))
         }
-        if !newAxes.isEmpty {
-            result = result.expandedDimensions(axes: newAxesInResult, stream: stream)
-        }
-        return result
-    }
-
-    func replace(in array: MLXArray, with value: MLXArray, _ stream: StreamOrDevice) -> MLXArray {
-        // Bring the value to the shape of what `read` gives, then undo its steps.
-        let part = read(array, stream)  // never computed
-        var update = value.asType(array.dtype, stream: stream)
-        let extra = update.ndim - part.ndim
-        if extra > 0 {
-            update = update.squeezed(axes: Array(0..<extra), stream: stream)
-        }
-        update = MLX.broadcast(update, to: part.shape, stream: stream)
-        if !newAxes.isEmpty {
-            update = update.squeezed(axes: newAxesInResult, stream: stream)
-        }
-        if !droppedAxes.isEmpty {
-            update = update.expandedDimensions(axes: droppedAxes, stream: stream)
-        }
-        if !indices.isEmpty {
-            update = scatter(update, into: slice(array, stream), stream)
-        }
-        return withExtendedLifetime((array, update)) {
-            MLXArray(host_slice_update(array.ctx, update.ctx, start, end, strides, stream.ctx))
-        }
-    }
-
-    private func slice(_ array: MLXArray, _ stream: StreamOrDevice) -> MLXArray {
-        withExtendedLifetime(array) { MLXArray(host_slice(array.ctx, start, end, strides, stream.ctx)) }
-    }
-
-    /// The new axes' places where gathered axes come before them or not.
-    private var newAxesInResult: [Int] {
-        newAxes.enumerated().map { $0.offset < newAxesBefore ? $0.element : $0.element + gatheredDimensions }
-    }
-
-    private var gatheredDimensions: Int { indices.map { $0.ndim }.max() ?? 0 }
-
-    private func gather(_ array: MLXArray, _ stream: StreamOrDevice) -> MLXArray {
-        var sizes = array.shape.asInt32
-        for axis in indexedAxes {
-            sizes[axis] = 1
-        }
-        // [index shape, slice shape], where the indexed axes are 1 long
-        let gathered = withExtendedLifetime(array) {
-            withVector(indices) {
-                MLXArray(
-                    host_gather(array.ctx, $0, indexedAxes.asInt32, indexedAxes.count, sizes, stream.ctx))
-            }
-        }
-        let dimensions = gatheredDimensions
-        let result = gathered.squeezed(axes: indexedAxes.map { $0 + dimensions }, stream: stream)
-        if gatheredAxis == 0 { return result }
-        let others = Array(dimensions..<result.ndim)
-        return result.transposed(
-            axes: others[..<gatheredAxis] + Array(0..<dimensions) + others[gatheredAxis...], stream: stream)
-    }
-
-    private func scatter(_ update: MLXArray, into array: MLXArray, _ stream: StreamOrDevice) -> MLXArray {
-        let dimensions = gatheredDimensions
-        let gatheredAxes = Array(gatheredAxis..<(gatheredAxis + dimensions))
-        let others = (0..<update.ndim).filter { !gatheredAxes.contains($0) }
-        let updates = update.transposed(axes: gatheredAxes + others, stream: stream)
-            .expandedDimensions(axes: indexedAxes.map { $0 + dimensions }, stream: stream)
-        return withExtendedLifetime((array, updates)) {
-            withVector(indices) {
-                MLXArray(host_scatter(array.ctx, $0, updates.ctx, indexedAxes.asInt32, stream.ctx))
-            }
-        }
+        return before + full + after
     }
 }

@@ -203,7 +203,8 @@ extension MLXArray {
     public convenience init<T: HasDType>(
         _ ptr: UnsafeBufferPointer<T>, _ shape: (some Collection<Int>)? = [Int]?.none
     ) {
-        self.init(newArray(ptr.baseAddress, dims(shape, count: ptr.count), T.dtype))
+        guard let bytes = ptr.baseAddress else { fatalError("a buffer without an address") }
+        self.init(newArray(bytes, dims(shape, count: ptr.count), T.dtype))
     }
 
     public convenience init(

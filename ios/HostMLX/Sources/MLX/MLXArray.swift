@@ -141,9 +141,16 @@ extension MLXArray {
         guard type.dtype == dtype else { return asType(type).asArray(type) }
         eval()
         return [T](unsafeUninitializedCapacity: size) { destination, count in
-            host_array_copy_bytes(ctx, destination.baseAddress)
+            copy(to: destination.baseAddress)
             count = size
         }
+    }
+
+    /// Copies the elements of an evaluated array in row-major order.
+    private func copy(to destination: UnsafeMutableRawPointer?) {
+        // mlx-swift's loop over the elements ends at the last one, which there must be.
+        precondition(size > 0 || strides == packedStrides, "an empty array of shape \(shape) that is not contiguous")
+        host_array_copy_bytes(ctx, destination)
     }
 
     /// How ``asData(access:)`` gives the bytes.
@@ -167,16 +174,17 @@ extension MLXArray {
     /// The bytes of the array.
     public func asData(access: AccessMethod = .copy) -> MLXArrayData {
         eval()
-        let packed = packedStrides
-        if access == .noCopy || (access == .noCopyIfContiguous && strides == packed),
-            let bytes = UnsafeMutableRawPointer(mutating: host_array_data(ctx))
-        {
+        let strides = strides
+        if access == .noCopy || (access == .noCopyIfContiguous && strides == packedStrides) {
+            guard let bytes = UnsafeMutableRawPointer(mutating: host_array_data(ctx)) else {
+                fatalError("an array that failed has no bytes")
+            }
             let data = Data(bytesNoCopy: bytes, count: nbytes, deallocator: .none)
             return MLXArrayData(data: data, shape: shape, strides: strides, dType: dtype)
         }
         var data = Data(count: nbytes)
-        data.withUnsafeMutableBytes { host_array_copy_bytes(ctx, $0.baseAddress) }
-        return MLXArrayData(data: data, shape: shape, strides: packed, dType: dtype)
+        data.withUnsafeMutableBytes { copy(to: $0.baseAddress) }
+        return MLXArrayData(data: data, shape: shape, strides: packedStrides, dType: dtype)
     }
 
     /// The strides of a contiguous array of this shape.
@@ -198,7 +206,10 @@ extension MLXArray: Updatable, Evaluatable {
 
 extension MLXArray: CustomStringConvertible {
     public var description: String {
-        evalLock.withLock { string(consuming: host_array_description(ctx)) }
+        guard let text = evalLock.withLock({ host_array_description(ctx) }) else {
+            fatalError("an array that failed has no description")
+        }
+        return string(consuming: text)
     }
 }
 

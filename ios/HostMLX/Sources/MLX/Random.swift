@@ -20,8 +20,8 @@ public enum MLXRandom {
     }
 
     public static func split(key: MLXArray, stream: StreamOrDevice = .default) -> (MLXArray, MLXArray) {
-        let keys = split(key: key, into: 2, stream: stream)
-        return (keys[0], keys[1])
+        let keys = withExtendedLifetime(key) { arrays(consuming: host_random_split_pair(key.ctx, stream.ctx)) }
+        return keys.isEmpty ? (.mlxNone, .mlxNone) : (keys[0], keys[1])
     }
 
     public static func uniform(

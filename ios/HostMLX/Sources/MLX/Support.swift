@@ -99,6 +99,12 @@ func newVector(_ arrays: some Collection<MLXArray>) -> HostVector? {
     withExtendedLifetime(arrays) { host_vector_new(arrays.map { $0.ctx }, arrays.count) }
 }
 
+/// Whether the operation that made the array succeeded; if not, that is an error here, too.
+func succeeded(_ array: MLXArray) -> Bool {
+    _ = array.ndim
+    return array.ctx != nil
+}
+
 /// The arrays of a C++ vector.
 func arrays(in vector: HostVector?) -> [MLXArray] {
     (0..<host_vector_count(vector)).map { MLXArray(host_vector_get(vector, $0)) }

@@ -334,6 +334,7 @@ private func floats(_ shape: Int...) -> MLXArray {
         #expect(try updated(floats(4, 6)) == ["copy": 1])  // the update is written over the array
         #expect(try updated(x.copyContext()) == ["copy": 2])  // `x` stays, so its copy gets it
         #expect(try kernels { [x.take(MLXArray([1, 2]), axis: 0)] } == ["gather": 1])
+        #expect(try kernels { [MLXRandom.split(key: MLXRandom.key(1)).0] } == ["random": 1])  // the halves are views
         #expect(try kernels { [which(x .> 0, x, MLXArray(Float(0)))] } == ["binary": 1, "select": 1])
     }
 

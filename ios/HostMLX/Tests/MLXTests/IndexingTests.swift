@@ -72,14 +72,12 @@ extension AllTests {
             expect(x, [2, 3], [8, 2, 3, 9, 7, 7])
             x[0..., .stride(by: 2)] = MLXArray([0, 1, 2, 3], [2, 2])
             expect(x, [2, 3], [0, 2, 1, 2, 7, 3])
-            x[i] = MLXArray([1, 1, 1, 2, 2, 2], [2, 3])
-            expect(x, [2, 3], [2, 2, 2, 1, 1, 1])
-            x[1..., MLXArray([0, 2])] = MLXArray([5, 6])
-            expect(x, [2, 3], [2, 2, 2, 5, 1, 6])
-            x[1, MLXArray([1])] = MLXArray(4)
-            expect(x, [2, 3], [2, 2, 2, 5, 4, 6])
             x[.newAxis, 0, 0..<2] = MLXArray([3, 4], [1, 2])
-            expect(x, [2, 3], [3, 4, 2, 5, 4, 6])
+            expect(x, [2, 3], [3, 4, 1, 2, 7, 3])
+            let y = MLXArray([1, 2])
+            y[.newAxis] = MLXArray(1.5)  // as in mlx-swift, this changes the type
+            expectClose(y, [1.5, 1.5])
+            #expect(y.dtype == .float32)
         }
     }
 }

@@ -129,7 +129,7 @@ func writeSafetensors(_ tensors: [NewTensor], metadata: [String: String], to url
     for tensor in tensors {
         let array = try tensor.make()
         precondition(array.shape == tensor.shape && array.dtype == tensor.dtype)
-        try file.write(contentsOf: array.bytes())
+        try array.withBytes { try file.write(contentsOf: $0) }
     }
     try file.synchronize()
     try file.close()

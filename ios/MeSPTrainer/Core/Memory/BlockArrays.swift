@@ -39,22 +39,23 @@ final class ArrayFile {
     deinit { close(file) }
 
     func write(_ array: MLXArray, at index: Int) throws {
-        let data = try array.bytes()
-        let done = data.withUnsafeBytes { bytes in
-            var done = 0
-            while done < bytes.count {
-                let count = pwrite(
-                    file, bytes.baseAddress.map { $0 + done }, bytes.count - done, off_t(index * stride + done))
-                if count <= 0 { break }
-                done += count
+        let done = try array.withBytes { data in
+            data.withUnsafeBytes { bytes in
+                var done = 0
+                while done < bytes.count {
+                    let count = pwrite(
+                        file, bytes.baseAddress.map { $0 + done }, bytes.count - done, off_t(index * stride + done))
+                    if count <= 0 { break }
+                    done += count
+                }
+                return done
             }
-            return done
         }
         // Whole pages are mapped, and there must be some under the last.
-        if done == data.count, length < (index + 1) * stride, ftruncate(file, off_t((index + 1) * stride)) == 0 {
+        if done == array.nbytes, length < (index + 1) * stride, ftruncate(file, off_t((index + 1) * stride)) == 0 {
             length = (index + 1) * stride
         }
-        guard done == data.count, length >= (index + 1) * stride else {
+        guard done == array.nbytes, length >= (index + 1) * stride else {
             throw MeSPError("Cannot write the training state to disk: \(lastError()).")
         }
         shapes[index] = array.shape
@@ -115,9 +116,10 @@ struct BlockArrays {
             }
             // Into the gap that the last one leaves. Where `array` was made, among what comes and goes in a step, it would be in the way of
             // the next steps' large arrays.
-            let data = try array.bytes()
-            arrays[block] = nil
-            arrays[block] = MLXArray(data, array.shape, dtype: array.dtype)
+            try array.withBytes { bytes in
+                arrays[block] = nil
+                arrays[block] = MLXArray(bytes, array.shape, dtype: array.dtype)
+            }
         }
     }
 

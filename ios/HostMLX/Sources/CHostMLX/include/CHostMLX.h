@@ -149,14 +149,12 @@ HostArray host_concatenate(HostVector arrays, int32_t axis, HostStream s);
 HostArray host_stack(HostVector arrays, int32_t axis, HostStream s);
 HostVector host_split_parts(HostArray a, int32_t parts, int32_t axis, HostStream s);
 HostVector host_split_at(HostArray a, const int32_t *indices, size_t count, int32_t axis, HostStream s);
-HostVector host_broadcast_arrays(HostVector arrays, HostStream s);
 HostVector host_depends(HostVector inputs, HostVector dependencies);
 HostArray host_take_axis(HostArray a, HostArray indices, int32_t axis, HostStream s);
 HostArray host_take_along_axis(HostArray a, HostArray indices, int32_t axis, HostStream s);
 HostArray host_put_along_axis(HostArray a, HostArray indices, HostArray values, int32_t axis, HostStream s);
 HostArray host_gather(
     HostArray a, HostVector indices, const int32_t *axes, size_t count, const int32_t *slice_sizes, HostStream s);
-HostArray host_scatter(HostArray a, HostVector indices, HostArray updates, const int32_t *axes, HostStream s);
 /// `start`, `end` and `strides` have one entry for each axis of `a`.
 HostArray host_slice(HostArray a, const int32_t *start, const int32_t *end, const int32_t *strides, HostStream s);
 HostArray host_slice_update(
@@ -184,6 +182,7 @@ HostArray host_ones(const int32_t *shape, size_t ndim, int32_t dtype, HostStream
 
 HostArray host_random_key(uint64_t seed);
 HostArray host_random_split(HostArray key, int32_t count, HostStream s);
+HostVector host_random_split_pair(HostArray key, HostStream s);
 HostArray host_random_uniform(
     HostArray low, HostArray high, const int32_t *shape, size_t ndim, int32_t dtype, HostArray key, HostStream s);
 HostArray host_random_normal(

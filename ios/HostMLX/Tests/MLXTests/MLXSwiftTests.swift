@@ -1,0 +1,131 @@
+import Foundation
+import MLX
+import Testing
+
+/// The names of MLX's operations in the graph of `f`, in the order in which an exported function has them.
+private func operations(of f: @escaping ([MLXArray]) -> [MLXArray], on argument: MLXArray) throws -> [String] {
+    let file = TemporaryFile("mlxfn")
+    try exportFunction(to: file.url, f)(argument)
+
+    // A name follows its length, eight bytes.
+    let known = [
+        "Broadcast", "ExpandDims", "Gather", "RandomBits", "Reshape", "Slice", "Split", "Squeeze", "Transpose",
+    ]
+    let contents = try Data(contentsOf: file.url)
+    var found: [(position: Int, name: String)] = []
+    for name in known {
+        let entry = withUnsafeBytes(of: UInt64(name.utf8.count).littleEndian) { Data($0) } + Data(name.utf8)
+        var rest = contents
+        while let range = rest.range(of: entry) {
+            found.append((range.lowerBound, name))
+            rest = rest[range.upperBound...]
+        }
+    }
+    return found.sorted { $0.position < $1.position }.map { $0.name }
+}
+
+@Sendable private func ignore(_ error: String) {}
+
+/// The graphs, errors and traps of mlx-swift 0.31.4 and 0.31.6, where there is a choice.
+extension AllTests {
+    @Suite struct MLXSwiftTests {
+        let matrix = MLXArray(0..<12, [3, 4])
+        let failing = { MLXArray.zeros([2]) + MLXArray.zeros([3]) }
+
+        @Test func operationsOfIndices() throws {
+            func expect(
+                _ indices: any MLXArrayIndex..., are expected: [String],
+                sourceLocation: SourceLocation = #_sourceLocation
+            ) throws {
+                let names = try operations(of: { [$0[0][indices]] }, on: matrix)
+                #expect(names == expected, sourceLocation: sourceLocation)
+            }
+            let i = MLXArray([0, 1])
+            try expect(1, are: ["Gather", "Squeeze"])
+            try expect(1..., are: ["Slice"])
+            try expect(0..., 1, are: ["Slice", "Reshape"])
+            try expect(0..., 1..., are: ["Slice"])
+            try expect(.newAxis, are: ["ExpandDims"])
+            try expect(.newAxis, 1, are: ["Slice"])
+            try expect(i, are: ["Gather", "Squeeze"])
+            try expect(i, 1..., are: ["Gather", "Reshape", "Slice"])
+            try expect(1..., i, are: ["Reshape", "Broadcast", "Broadcast", "Gather", "Reshape"])
+            try expect(i, i, are: ["Gather", "Reshape"])
+        }
+
+        @Test func operationsOfASplitKey() throws {
+            let names = try operations(
+                of: { keys in [MLXRandom.split(key: keys[0]).1] }, on: MLXRandom.key(1))
+            #expect(names == ["RandomBits", "Split", "Reshape"])
+        }
+
+        /// Its handler hears of it, and then the call is made without the argument.
+        @Test func failedArguments() throws {
+            let file = TemporaryFile("mlxfn")
+            try exportFunction(to: file.url) { [$0[0] + 1] }(matrix)
+            let f = try importFunction(from: file.url)
+            do {
+                try withError { errors in
+                    let x = failing()
+                    let error = #expect(throws: MLXError.self) { try f(x) }
+                    #expect(error?.localizedDescription.contains("Called with 0 positional inputs") == true)
+                    try errors.check()
+                }
+            } catch {
+                #expect(error.localizedDescription.contains("broadcast"))
+            }
+            let arrays = TemporaryFile("safetensors")
+            try withErrorHandler(ignore) {
+                try save(arrays: ["a": matrix, "b": failing()], url: arrays.url)
+            }
+            #expect(try loadArrays(url: arrays.url).keys.sorted() == ["a"])
+        }
+
+        @Test func failedKeys() {
+            let error = #expect(throws: MLXError.self) {
+                try withError { _ = MLXRandom.split(key: failing()) }
+            }
+            #expect(error?.localizedDescription.contains("broadcast") == true)
+        }
+
+        @Test func traps() async {
+            await #expect(processExitsWith: .failure) {
+                withErrorHandler(ignore) { _ = (MLXArray.zeros([2]) + MLXArray.zeros([3])).description }
+            }
+            await #expect(processExitsWith: .failure) {
+                withErrorHandler(ignore) {
+                    _ = (MLXArray.zeros([2]) + MLXArray.zeros([3])).asData(access: .noCopy)
+                }
+            }
+            await #expect(processExitsWith: .failure) { _ = MLXArray.zeros([0, 3]).T.asArray(Float.self) }
+            await #expect(processExitsWith: .failure) { _ = MLXArray.zeros([0, 3]).T.asData() }
+            await #expect(processExitsWith: .failure) {
+                _ = MLXArray(UnsafeBufferPointer<Int32>(start: nil, count: 0))
+            }
+            await #expect(processExitsWith: .failure) { _ = MLXArray([1, 2])[0, 0] }
+            await #expect(processExitsWith: .failure) { _ = MLXArray(0)[0...] }
+            await #expect(processExitsWith: .failure) { _ = MLXArray([1])[.ellipsis, .ellipsis] }
+            await #expect(processExitsWith: .failure) {
+                withErrorHandler(ignore) { _ = (MLXArray.zeros([2]) + MLXArray.zeros([3])).item(Float.self) }
+            }
+        }
+
+        @Test func emptyArrays() {
+            #expect(MLXArray.zeros([0, 3]).asData().data.isEmpty)
+            #expect(MLXArray([Float]()).asArray(Float.self) == [])
+            #expect(matrix[0..<0].asArray(Int32.self) == [])
+            #expect(matrix[0..<0].asData(access: .noCopy).data.isEmpty)
+            #expect(MLXArray(Data(), [0], dtype: .int32).size == 0)
+        }
+
+        @Test func rangesBeyondTheEnds() {
+            let x = MLXArray(0..<6)
+            #expect(x[4..<9].asArray(Int.self) == [4, 5])
+            #expect(x[8..<9].shape == [0])
+            #expect(x[-9 ..< -2].asArray(Int.self) == [0, 1, 2, 3])
+            #expect(x[...(-2)].asArray(Int.self) == [0, 1, 2, 3, 4])
+            // The bound after -1 is 0, the beginning.
+            #expect(x[...(-1)].shape == [0] && x[-3 ... -1].shape == [0])
+        }
+    }
+}
