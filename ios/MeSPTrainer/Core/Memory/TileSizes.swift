@@ -84,6 +84,7 @@ struct Pace {
     var pause: (() -> Void)?
 
     static var evaluated: Pace { Pace(isChained: false) }
+    static var chained: Pace { Pace(isChained: true) }
 
     /// Ends a piece of work that has others behind it in the same function.
     func finish(_ arrays: [MLXArray]) {
