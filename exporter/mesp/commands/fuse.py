@@ -50,13 +50,16 @@ def main(bundle: Path, adapters: Path, out: Path, bits: str, gguf: bool, val_bat
     if out.exists():
         raise MespError(f"{out} exists; name another --out.")
     opened = Bundle(bundle, to_run=False)
-    matrices = read_adapters(adapters)
+    matrices = read_adapters(adapters, opened.architecture)
     measured = val_batches if "valid" in opened.manifest.get("data", {}) else 0
     with (
         plain_os_errors(f"Cannot write {out}"),
         replacing(out.resolve(), f"mesp-fuse is writing {out}") as folder,
         export_progress() as bar,
     ):
+        checking = bar.add_task(f"Checking {bundle.name}", total=None)
+        opened.verify()
+        bar.remove_task(checking)
         if gguf:
             write_gguf(folder / "adapters.gguf", matrices, opened.architecture)
         model = opened.to_mlx_lm()

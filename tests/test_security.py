@@ -1,0 +1,254 @@
+"""Files that are made to do harm: what they ask for is not done, and a sentence says so."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import struct
+import subprocess
+from pathlib import Path
+
+import mlx.core as mx
+import mlx_lm
+import numpy as np
+import pytest
+
+from conftest import TEXT, TINY, command, run, write_model
+from test_fuse import write_adapters
+
+HARM = "import pathlib; pathlib.Path({!r}).touch()\nfrom transformers import {} as Base\n"
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A bundle with data and a tokenizer."""
+    folder = tmp_path_factory.mktemp("security")
+    write_model(folder / "model", TINY)
+    (folder / "text.txt").write_text(TEXT)
+    size = ("--seq-len", 8, "--rank", 2, "--data", folder / "text.txt")
+    done = run("export", "--model", folder / "model", *size, "--out", folder / "exported.mesp")
+    assert done.returncode == 0, done.stderr
+    return folder / "exported.mesp"
+
+
+@pytest.fixture
+def bundle(exported: Path, tmp_path: Path) -> Path:
+    """A copy of it to change."""
+    return Path(shutil.copytree(exported, tmp_path / "bundle.mesp"))
+
+
+def change(file: Path, **entries: object) -> None:
+    """Sets entries of a JSON object in a file."""
+    value = json.loads(file.read_text()) if file.exists() else {}
+    file.write_text(json.dumps(value | entries))
+
+
+def list_again(bundle: Path) -> None:
+    """Has the manifest describe the bundle's files as they are now."""
+    from mesp.bundle.manifest import describe_files
+
+    listed = [each for each in describe_files(bundle) if each["path"] != "manifest.json"]
+    change(bundle / "manifest.json", files=listed)
+
+
+def name_code(folder: Path, harm: Path) -> None:
+    """Has the tokenizer and the model of a folder be Python code that makes the file `harm`."""
+    (folder / "code.py").write_text(
+        HARM.format(str(harm), "PreTrainedTokenizerFast") + "class Tokenizer(Base): pass\n"
+    )
+    change(
+        folder / "tokenizer_config.json",
+        tokenizer_class="Tokenizer",
+        auto_map={"AutoTokenizer": [None, "code.Tokenizer"]},
+    )
+    code = {"auto_map": {"AutoConfig": "code.Config"}, "model_file": "code.py"}
+    change(folder / "config.json", **code)
+
+
+@pytest.mark.parametrize("module", ["generate", "data", "evaluate"])
+def test_a_bundle_runs_no_python(bundle: Path, tmp_path: Path, module: str):
+    """Nor does an answer on standard input let it: transformers would ask there."""
+    harm = tmp_path / "harm"
+    name_code(bundle, harm)
+    change(bundle / "config.json", model_type="custom")  # of others transformers has a tokenizer
+    list_again(bundle)
+    arguments = {
+        "generate": ["--prompt", "-"],
+        "data": ["--data", tmp_path / "text.txt"],
+        "evaluate": [tmp_path / "questions.jsonl"],
+    }
+    (tmp_path / "text.txt").write_text(TEXT)
+    (tmp_path / "questions.jsonl").write_text('{"text": "a dog"}\n')
+    done = subprocess.run(
+        command(module, bundle, *arguments[module]),
+        input="y\ny\n",
+        capture_output=True,
+        text=True,
+        env=os.environ | {"HF_HOME": str(tmp_path / "cache")},
+    )
+    assert not harm.exists()
+    assert done.returncode == 2
+    assert "it is Python code, which is not run" in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
+
+
+@pytest.fixture(scope="module")
+def trained(exported: Path) -> Path:
+    """Adapters of the bundle's model."""
+    return write_adapters(exported.parent / "adapters", exported)
+
+
+@pytest.fixture
+def adapters(trained: Path, tmp_path: Path) -> Path:
+    """A copy of them to change."""
+    return Path(shutil.copytree(trained, tmp_path / "adapters"))
+
+
+def refused(*arguments: object) -> str:
+    """The one sentence that a command refuses something with."""
+    done = run(*arguments)
+    assert done.returncode == 2, done.stdout
+    assert done.stderr.startswith("Error: ") and done.stderr.count("\n") == 1, done.stderr
+    return done.stderr
+
+
+def fuse(bundle: Path, adapters: Path) -> tuple[object, ...]:
+    """The arguments of a fusion into `fused` beside the bundle."""
+    return "fuse", bundle, "--adapters", adapters, "--out", bundle.with_name("fused")
+
+
+def rewritten(header: dict, **fields: object) -> bytes:
+    """A safetensors file with the fields of its first tensor changed, of zeros."""
+    first = next(iter(header))
+    text = json.dumps(header | {first: header[first] | fields}).encode()
+    ends = [entry["data_offsets"][1] for entry in header.values()]
+    return struct.pack("<Q", len(text)) + text + bytes(max(ends))
+
+
+def header_of(file: Path) -> dict:
+    data = file.read_bytes()
+    header = json.loads(data[8 : 8 + struct.unpack("<Q", data[:8])[0]])
+    del header["__metadata__"]
+    return header
+
+
+@pytest.mark.parametrize("what", ["half", "far", "overlap", "text", "rank", "not finite", "fifo"])
+def test_adapters_that_lie_are_refused(bundle: Path, adapters: Path, what: str):
+    file = adapters / "adapters.safetensors"
+    data, header = file.read_bytes(), header_of(file)
+    said = "holds no adapters in mlx-lm's form"
+    if what == "half":
+        file.write_bytes(data[: len(data) // 2])
+    elif what == "far":
+        size = header[next(iter(header))]["data_offsets"][1]
+        file.write_bytes(rewritten(header, data_offsets=[1 << 40, (1 << 40) + size]))
+    elif what == "overlap":
+        file.write_bytes(rewritten(header, data_offsets=header[[*header][-1]]["data_offsets"]))
+    elif what == "text":
+        file.write_text("no adapters")
+    elif what == "rank":
+        module = "model.layers.0.self_attn.k_proj"
+        pair = {"lora_a": mx.zeros((128, 200_000)), "lora_b": mx.zeros((200_000, 64))}
+        mx.save_safetensors(str(file), {f"{module}.{name}": m for name, m in pair.items()})
+        said = "have rank 200,000, and the model's width is 128"
+    elif what == "not finite":
+        matrices = mx.load(str(file))
+        mx.save_safetensors(str(file), {name: m / 0 for name, m in matrices.items()})
+        said = "that are not finite"
+    else:
+        file.unlink()
+        os.mkfifo(file)
+    assert said in refused(*fuse(bundle, adapters))
+    assert not bundle.with_name("fused").exists()
+
+
+@pytest.mark.parametrize("scale", [float("nan"), 1e400, -1, "3", None, [1], True])
+def test_a_scale_that_is_none_is_refused(bundle: Path, adapters: Path, scale: object):
+    change(adapters / "adapter_config.json", lora_parameters={"scale": scale})
+    assert "holds no adapters in mlx-lm's form" in refused(*fuse(bundle, adapters))
+
+
+def test_a_damaged_bundle_is_not_fused(bundle: Path, adapters: Path):
+    weights = bundle / "blocks" / "00.bin"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\1")
+    assert "00.bin is damaged" in refused(*fuse(bundle, adapters))
+
+
+def test_a_fused_model_holds_no_code(bundle: Path, adapters: Path, tmp_path: Path):
+    """Whoever loads it with mlx-lm, which runs a model_file unasked, runs none of the bundle's."""
+    harm, secret = tmp_path / "harm", tmp_path / "secret"
+    secret.write_text("secret")
+    name_code(bundle, harm)
+    for name in ("LICENSE", "LICENSE.txt", "LICENSE.py", "modeling.py", "notes.txt"):
+        (bundle / name).write_text(f"import pathlib; pathlib.Path({str(harm)!r}).touch()")
+    list_again(bundle)
+    (bundle / "merges.txt").symlink_to(secret)  # which is not listed
+    done = run(*fuse(bundle, adapters), "--val-batches", 0)
+    assert done.returncode == 0, done.stderr
+    fused = bundle.with_name("fused")
+    assert {path.name for path in fused.iterdir()} == {
+        "LICENSE", "LICENSE.txt", "config.json", "model.safetensors",
+        "model.safetensors.index.json", "tokenizer.json", "tokenizer_config.json",
+    }  # fmt: skip
+    for name in ("config.json", "tokenizer_config.json"):
+        assert "code" not in (fused / name).read_text()
+    mlx_lm.load(str(fused))
+    assert not harm.exists()
+
+
+def test_a_bundle_of_a_model_with_code_has_none(exported: Path, tmp_path: Path):
+    model = Path(shutil.copytree(exported.parent / "model", tmp_path / "model"))
+    name_code(model, tmp_path / "harm")
+    (model / "LICENSE.py").write_text("")
+    (model / "LICENSE").write_text("")
+    out = tmp_path / "out.mesp"
+    done = run("export", "--model", model, "--seq-len", 8, "--rank", 2, "--out", out)
+    assert done.returncode == 0, done.stderr
+    assert not list(out.rglob("*.py")) and (out / "LICENSE").exists()
+    for name in ("config.json", "tokenizer_config.json"):
+        assert "code" not in (out / name).read_text()
+    (model / "merges.txt").symlink_to("/etc/passwd")
+    arguments = ("--seq-len", 8, "--out", tmp_path / "other.mesp")
+    assert "leads out of its folder" in refused("export", "--model", model, *arguments)
+
+
+@pytest.mark.parametrize(
+    ("entries", "said"),
+    [
+        ({"num_hidden_layers": 10**9}, "does not describe the bundle's model"),
+        ({"hidden_size": 64}, "does not describe the bundle's model"),
+        ({"model_type": "deepseek_v3"}, "does not describe the bundle's model"),
+        ({"rope_theta": "x"}, "does not describe the bundle's model"),
+    ],
+)
+def test_a_configuration_of_another_model_is_refused(
+    bundle: Path, adapters: Path, entries: dict, said: str
+):
+    change(bundle / "config.json", **entries)
+    list_again(bundle)
+    assert said in refused(*fuse(bundle, adapters), "--val-batches", 0)
+
+
+@pytest.mark.parametrize("what", ["token", "example", "no target"])
+def test_held_out_data_that_lies_is_refused(bundle: Path, adapters: Path, what: str):
+    """Ids beyond the vocabulary would read what lies behind the embedding."""
+    tokens = np.fromfile(bundle / "data" / "valid.bin", "<u4")
+    manifest = json.loads((bundle / "manifest.json").read_text())
+    if what == "token":
+        tokens[3] = 2**32 - 1
+        tokens.tofile(bundle / "data" / "valid.bin")
+    else:
+        examples = np.array([[0, 5], [len(tokens) - 2, 3]], "<u4")
+        examples.tofile(bundle / "data" / "valid.examples.bin")
+        entry = manifest["data"]["valid"]
+        entry["examples"] = {"file": "data/valid.examples.bin", "count": 2}
+        if what == "no target":
+            np.zeros(len(tokens), np.uint8).tofile(bundle / "data" / "valid.mask.bin")
+            entry["mask"] = "data/valid.mask.bin"
+            examples[1, 0] -= 1
+            examples.tofile(bundle / "data" / "valid.examples.bin")
+        change(bundle / "manifest.json", data=manifest["data"])
+    list_again(bundle)
+    said = "nothing to predict" if what == "no target" else "valid data of"
+    assert said in refused(*fuse(bundle, adapters))
