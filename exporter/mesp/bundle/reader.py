@@ -10,6 +10,7 @@ import mlx.core as mx
 import numpy as np
 from mlx import nn
 
+from mesp.block_function.check import check_functions
 from mesp.bundle.export_options import DTYPE_OF
 from mesp.bundle.layout import Layout, block_layout, table_layout
 from mesp.bundle.manifest import (
@@ -22,11 +23,13 @@ from mesp.bundle.manifest import (
     sha256,
 )
 from mesp.errors import MespError
-from mesp.files import read_object
+from mesp.files import read_bytes, read_object
 from mesp.models.architecture import Architecture
 from mesp.models.families import FAMILIES
 from mesp.quantization.modes import Quantization
 from mesp.source_model.names import CONVOLUTIONS, name_there
+
+FUNCTIONS = 64 << 20  # bytes: no file of functions has a hundredth of it
 
 
 def block_file(index: int) -> str:
@@ -252,10 +255,20 @@ class Bundle:
         )
 
     def function(self, seq_len: int, index: int = 0, plain: bool = False) -> Any:
-        """Block `index`'s function, or its plain twin: (x, lora, scale, weights) to its arrays."""
+        """Block `index`'s function, or its plain twin: (x, lora, scale, weights) to its arrays.
+
+        Raises MespError where `check_functions` refuses it.
+        """
         group = self.group(index)
         files = group.plain_functions if plain else group.functions
-        return mx.import_function(str(self.path / files[str(seq_len)]))
+        path = self.path / files[str(seq_len)]
+        try:
+            check_functions(read_bytes(path, FUNCTIONS), self.manifest["device"])
+        except ValueError as error:
+            raise MespError(
+                f"{path} is no function of mesp-export's ({error}); do not use it."
+            ) from error
+        return mx.import_function(str(path))
 
     def tokens(self, split: str) -> np.ndarray:
         """The token stream ``train``, ``valid`` or ``test``: uint32 [N], mapped."""
