@@ -252,3 +252,52 @@ def test_held_out_data_that_lies_is_refused(bundle: Path, adapters: Path, what: 
     list_again(bundle)
     said = "nothing to predict" if what == "no target" else "valid data of"
     assert said in refused(*fuse(bundle, adapters))
+
+
+def loop(path: Path) -> Path:
+    """A symbolic link to itself."""
+    path.symlink_to(path.name)
+    return path
+
+
+@pytest.mark.parametrize("what", ["long", "loop", "file", "fifo"])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("generate", "PATH", "--prompt", "a"),
+        ("generate", "BUNDLE", "--prompt", "a", "--adapters", "PATH"),
+        ("data", "PATH", "--data", "python-docs"),
+        ("data", "BUNDLE", "--data", "PATH"),
+        ("evaluate", "PATH", "x.jsonl"),
+        ("evaluate", "BUNDLE", "PATH"),
+        ("evaluate", "BUNDLE", "QUESTIONS", "--out", "PATH"),
+        ("fuse", "PATH", "--adapters", "ADAPTERS", "--out", "fused"),
+        ("fuse", "BUNDLE", "--adapters", "PATH", "--out", "fused"),
+        ("fuse", "BUNDLE", "--adapters", "ADAPTERS", "--out", "PATH"),
+        ("export", "--model", "PATH"),
+        ("export", "--model", "demo", "--data", "PATH", "--out", "out.mesp"),
+        ("export", "--model", "demo", "--out", "PATH"),
+        ("export", "--from", "PATH", "--out", "out.mesp"),
+        ("train", "PATH", "--steps", 1),
+        ("train", "BUNDLE", "--steps", 1, "--output", "PATH"),
+        ("train", "--config", "PATH"),
+        ("train", "--resume", "--output", "PATH"),
+    ],
+    ids=lambda arguments: " ".join(map(str, arguments)),
+)
+def test_paths_that_lead_nowhere_are_refused(
+    exported: Path, trained: Path, tmp_path: Path, what: str, arguments: tuple[object, ...]
+):
+    path = tmp_path / {"long": 5000 * "a"}.get(what, "path")
+    if what == "loop":
+        loop(path)
+    elif what == "file":
+        path.write_text('{"a": [')
+    elif what == "fifo":
+        os.mkfifo(path)
+    (tmp_path / "questions.jsonl").write_text('{"text": "a dog"}\n')
+    named = {"PATH": path, "BUNDLE": exported, "ADAPTERS": trained}
+    named["QUESTIONS"] = tmp_path / "questions.jsonl"
+    done = run(*(named.get(each, each) for each in arguments), cwd=tmp_path)
+    assert done.returncode in (1, 2) and "Traceback" not in done.stderr
+    assert done.stderr.splitlines()[-1].startswith("Error: "), done.stderr

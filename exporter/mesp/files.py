@@ -115,6 +115,12 @@ def inside(folder: Path, name: str) -> Path:
     return path
 
 
+def remove_link(path: Path) -> None:
+    """Removes a symbolic link, and nothing else."""
+    if path.is_symlink():
+        path.unlink()
+
+
 def create(path: Path) -> BinaryIO:
     """Opens a new file for writing in the place of what is there, which is removed: a symbolic link
     is not followed."""
@@ -122,9 +128,14 @@ def create(path: Path) -> BinaryIO:
     return open(path, "xb")
 
 
+def partial_of(path: Path) -> Path:
+    """What a file is called while `write_whole` writes it."""
+    return path.with_name(f".{path.name}.partial")
+
+
 def write_whole(path: Path, data: bytes) -> None:
     """Writes a file such that whoever looks sees all of it or what was there before."""
-    partial = path.with_name(f".{path.name}.partial")
+    partial = partial_of(path)
     try:
         with create(partial) as file:
             file.write(data)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import signal
 from functools import partial
@@ -19,6 +18,7 @@ from mesp.evaluation.measure import Options, measure
 from mesp.evaluation.model import running_model
 from mesp.evaluation.records import Task, Text, read_records
 from mesp.evaluation.report import check_writable, rows, show, write
+from mesp.files import read_object
 from mesp.progress_bars import evaluation_progress
 
 # Tokens that a model is given at once where nobody says: keys and values of all of them are held.
@@ -157,5 +157,8 @@ def pattern(text: str | None) -> re.Pattern[str] | None:
 
 def context_of(bundle: Path) -> int:
     """How many tokens the model was made for."""
-    config = json.loads((bundle / "config.json").read_text(encoding="utf-8"))
-    return config.get("max_position_embeddings") or MAX_LENGTH
+    try:
+        length = read_object(bundle / "config.json").get("max_position_embeddings")
+    except (OSError, ValueError) as error:
+        raise MespError(f"{bundle / 'config.json'} cannot be read ({error}).") from error
+    return length if type(length) is int and length > 1 else MAX_LENGTH
