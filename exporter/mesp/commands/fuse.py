@@ -14,7 +14,7 @@ from mesp.adapters.load import apply_adapters, read_adapters
 from mesp.adapters.measure import held_out_loss
 from mesp.bundle.folders import replacing
 from mesp.bundle.reader import Bundle
-from mesp.errors import MespError, plain_os_errors
+from mesp.errors import Command, MespError, plain_os_errors
 from mesp.formatting import decimal
 from mesp.progress_bars import export_progress
 
@@ -23,6 +23,7 @@ WIDTHS = {"4": 4, "6": 6, "8": 8, "bfloat16": BFLOAT16}
 
 
 @click.command(
+    cls=Command,
     short_help="Put adapters into the weights.",
     context_settings={"show_default": True, "help_option_names": ["-h", "--help"]},
 )

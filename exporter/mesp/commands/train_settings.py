@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -237,7 +237,8 @@ def settings_file(output: Path, settings: dict) -> Iterator[Path]:
     except BaseException:
         if not (output / LOG_NAME).exists():
             for file in (path, output / ".lock"):  # the engine's, which has ended
-                file.unlink(missing_ok=True)
+                with suppress(OSError):
+                    file.unlink()
             for folder in missing:
                 try:
                     folder.rmdir()
