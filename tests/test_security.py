@@ -7,6 +7,8 @@ import os
 import shutil
 import struct
 import subprocess
+import tracemalloc
+from itertools import pairwise
 from pathlib import Path
 
 import mlx.core as mx
@@ -15,6 +17,7 @@ import numpy as np
 import pytest
 
 from conftest import TEXT, TINY, command, run, write_model
+from mesp.files import read_json
 from test_fuse import write_adapters
 
 HARM = "import pathlib; pathlib.Path({!r}).touch()\nfrom transformers import {} as Base\n"
@@ -301,3 +304,175 @@ def test_paths_that_lead_nowhere_are_refused(
     done = run(*(named.get(each, each) for each in arguments), cwd=tmp_path)
     assert done.returncode in (1, 2) and "Traceback" not in done.stderr
     assert done.stderr.splitlines()[-1].startswith("Error: "), done.stderr
+
+
+DEEP = 50_000 * "["
+BAD_JSON = {
+    "deep": DEEP,
+    "deep and whole": 900 * "[" + 900 * "]",
+    "half a character": '{"name": "\\ud800"}',
+    "long number": "[" + 5000 * "1" + "]",
+    "bytes": b"\xff\xfe{",
+    "large": " " * (5 << 20) + "{}",
+    "list": "[]",
+}
+
+
+@pytest.mark.parametrize("what", BAD_JSON)
+@pytest.mark.parametrize(
+    "file",
+    [
+        "bundle.mesp/manifest.json", "bundle.mesp/config.json",
+        "bundle.mesp/tokenizer_config.json", "bundle.mesp/generation_config.json",
+        "adapters/adapter_config.json", "model/config.json", "model/model.safetensors.index.json",
+        "run/settings.json", "train.jsonl",
+    ],
+)  # fmt: skip
+def test_json_that_is_none_is_refused(
+    exported: Path, bundle: Path, adapters: Path, tmp_path: Path, file: str, what: str
+):
+    model = Path(shutil.copytree(exported.parent / "model", tmp_path / "model"))
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").touch()
+    path, data = tmp_path / file, BAD_JSON[what]
+    path.write_bytes(data if isinstance(data, bytes) else data.encode())
+    if path.parent == bundle and path.name != "manifest.json":
+        list_again(bundle)
+    out = tmp_path / "out.mesp"
+    said = refused(
+        *{
+            "bundle.mesp": ("generate", bundle, "--prompt", "a"),
+            "adapters": fuse(bundle, adapters),
+            "model": ("export", "--model", model, "--seq-len", 8, "--out", out),
+            "run": ("train", "--resume", "--output", tmp_path / "run"),
+            "train.jsonl": ("data", bundle, "--data", path),
+        }[Path(file).parts[0]]
+    )
+    assert len(said) < 500
+    assert not out.exists() and not (tmp_path / "fused").exists()
+
+
+@pytest.mark.parametrize("names", [["../x"], ["/etc/passwd"], [1], [None], [["a"]], [{}], ["a\0"]])
+def test_an_index_that_names_no_file_beside_it_is_refused(
+    exported: Path, tmp_path: Path, names: list
+):
+    model = Path(shutil.copytree(exported.parent / "model", tmp_path / "model"))
+    weight_map = {str(i): name for i, name in enumerate(names)}
+    change(model / "model.safetensors.index.json", weight_map=weight_map)
+    said = refused("export", "--model", model, "--seq-len", 8, "--out", tmp_path / "out.mesp")
+    assert "model.safetensors.index.json cannot be read; download the model again" in said
+
+
+BAD_YAML = {
+    "a date": "steps: 2001-99-99",
+    "a tag": "steps: !!bool maybe",
+    "deep": "steps: " + 5000 * "[",
+    "flow": "steps: " + 200 * "[" + 200 * "]",
+    "half a character": 'output: "\\ud800"',
+    "growing": "a: &a [x, x]\n"
+    + "".join(f"{b}: &{b} [*{a}, *{a}]\n" for a, b in pairwise("abcdefghijklmnopqrstuvwxyz"))
+    + "steps: *z",
+    "itself": "steps: &a [*a]",
+    "large": " " * (5 << 20),
+}
+
+
+@pytest.mark.parametrize("what", BAD_YAML)
+def test_yaml_that_is_none_is_refused(tmp_path: Path, what: str):
+    (tmp_path / "config.yaml").write_text(BAD_YAML[what])
+    said = refused("train", "--config", tmp_path / "config.yaml")
+    assert "config.yaml" in said and "is not valid YAML" in said and len(said) < 300
+
+
+@pytest.mark.parametrize("value", ["1", [1], {}, 1.5, True, -1])
+def test_settings_of_other_types_are_refused(bundle: Path, tmp_path: Path, value: object):
+    """Where a run goes on with what a file says."""
+    run_folder = tmp_path / "run"
+    options = ("--steps", 1, "--seq-len", 8, "--output", run_folder)
+    assert run("train", bundle, *options).returncode == 0
+    change(run_folder / "settings.json", warmup=value)
+    assert "is not the settings of a run" in refused("train", "--resume", "--output", run_folder)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [5000 * "a", "/".join(2000 * "a"), "\ud800", "loop", "a\0b", "../out", "", "/etc/passwd"],
+    ids=["long", "deep", "half", "loop", "nul", "up", "empty", "root"],
+)
+def test_a_manifest_names_files_in_its_bundle(bundle: Path, path: str):
+    loop(bundle / "loop")
+    files = json.loads((bundle / "manifest.json").read_text())["files"]
+    change(bundle / "manifest.json", files=[*files, {"path": path, "size": 1, "sha256": ""}])
+    said = refused("generate", bundle, "--prompt", "a")
+    assert "outside of it" in said or "cannot be read" in said
+    assert len(said) < 1000
+
+
+def test_new_data_goes_through_no_link(bundle: Path, exported: Path, tmp_path: Path):
+    """Neither into another bundle, nor, when it is removed, out of it."""
+    other = Path(shutil.copytree(exported, tmp_path / "other.mesp"))
+    before = {path: path.read_bytes() for path in other.rglob("*") if path.is_file()}
+    (bundle / "data.2").symlink_to(other / "data")
+    done = run("data", bundle, "--data", "python-docs")
+    assert done.returncode == 0, done.stderr
+    assert {path: path.read_bytes() for path in other.rglob("*") if path.is_file()} == before
+    assert not (bundle / "data.2").is_symlink() and (bundle / "data.2" / "train.bin").exists()
+
+
+def test_a_bundle_with_two_folders_of_data_is_refused(bundle: Path):
+    shutil.copytree(bundle / "data", bundle / "data.2")
+    list_again(bundle)
+    assert "is damaged" in refused("data", bundle, "--data", "python-docs")
+
+
+def test_an_unfinished_folder_that_is_a_link_is_not_followed(tmp_path: Path):
+    """What a killed export left is removed: not what a link in its place leads to."""
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    (kept / "file").touch()
+    (tmp_path / ".out.mesp.partial").symlink_to(kept)
+    done = run("export", "--model", "demo", "--seq-len", 8, "--out", tmp_path / "out.mesp")
+    assert done.returncode == 0, done.stderr
+    assert [path.name for path in kept.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize("name", [".figures.json.partial", "figures.json"])
+def test_figures_are_written_through_no_link(exported: Path, tmp_path: Path, name: str):
+    kept = tmp_path / "kept"
+    kept.write_text("kept")
+    (tmp_path / name).symlink_to(kept)
+    (tmp_path / "questions.jsonl").write_text('{"text": "a dog"}\n')
+    figures = tmp_path / "figures.json"
+    done = run("evaluate", exported, tmp_path / "questions.jsonl", "--out", figures)
+    assert done.returncode == 0, done.stderr
+    assert kept.read_text() == "kept" and json.loads(figures.read_text())["results"]
+
+
+@pytest.mark.parametrize("name", ["settings.json", "partial.json", ".settings.json.partial"])
+def test_settings_are_written_through_no_link(bundle: Path, tmp_path: Path, name: str):
+    kept, output = tmp_path / "kept", tmp_path / "run"
+    output.mkdir()
+    kept.write_text("kept")
+    (output / name).symlink_to(kept)
+    done = run("train", bundle, "--steps", 1, "--seq-len", 8, "--output", output)
+    assert done.returncode == 0, done.stderr
+    assert kept.read_text() == "kept"
+
+
+def test_a_pipe_in_place_of_a_manifest_is_refused(bundle: Path):
+    """A device or a pipe would be read for ever."""
+    (bundle / "manifest.json").unlink()
+    os.mkfifo(bundle / "manifest.json")
+    assert "cannot be read" in refused("generate", bundle, "--prompt", "a")
+
+
+def test_a_large_manifest_takes_little_memory(bundle: Path):
+    """The largest that is read, of a million small lists."""
+    (bundle / "manifest.json").write_text("[" + ",".join(["[]"] * 1_398_000) + "]")
+    tracemalloc.start()
+    read_json(bundle / "manifest.json")
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 160e6
+    (bundle / "manifest.json").write_text(" " * (24 << 20) + "{}")
+    assert "cannot be read" in refused("generate", bundle, "--prompt", "a")

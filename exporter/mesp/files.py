@@ -101,7 +101,7 @@ def inside(folder: Path, name: str) -> Path:
     """The path of what is called `name` in a folder, at whatever depth. Raises ValueError where the
     name leads out of it, or anything on the way is a symbolic link."""
     parts = name.split("/")
-    if "\0" in name or {"", ".", ".."}.intersection(parts):
+    if "\0" in name or len(name) > 255 or {"", ".", ".."}.intersection(parts):
         raise ValueError(f"{name!r} is no name within a folder")
     path = folder
     for part in parts:

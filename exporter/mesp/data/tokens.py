@@ -32,6 +32,7 @@ def load_tokenizer(
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     from mlx_lm import tokenizer_utils
 
+    config = {}
     try:
         config = read_object(folder / "tokenizer_config.json")
         options = {"local_files_only": True, "trust_remote_code": False}
