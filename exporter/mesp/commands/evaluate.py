@@ -72,7 +72,8 @@ MAX_LENGTH = 2048
 )  # fmt: skip
 @click.option(
     "--include-path", type=click.Path(path_type=Path, exists=True, file_okay=False),
-    help="A folder with tasks of your own, in YAML.",
+    help="A folder with tasks of your own, in YAML, whose `!function` runs Python of that folder: "
+    "name none that you do not trust.",
 )  # fmt: skip
 @click.option("--num-fewshot", type=click.IntRange(min=0), help="Examples before each of a task.")
 @click.option("--out", type=click.Path(path_type=Path), help="Write all figures there, as JSON.")
@@ -98,6 +99,8 @@ def main(
         check_unused(written, "is for DATA; a task says that itself")
         from mesp.evaluation import harness
 
+        if include_path is not None:
+            click.echo(f"Note: tasks in {include_path} may run Python code of theirs.", err=True)
         chosen = harness.Tasks(names, include_path, num_fewshot, limit, bool(chat))
         evaluate, total = partial(harness.run, tasks=chosen, manager=chosen.manager()), None
     else:
