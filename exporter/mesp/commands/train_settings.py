@@ -106,9 +106,9 @@ def resumed(
 
 def _check_recorded(context: click.Context, option: click.Parameter, value: object) -> None:
     """Raises ValueError or click.BadParameter unless a setting is what the option makes of a text,
-    or None; of several values it is a list."""
+    a list of several, or None where the option has no default."""
     listed = value if isinstance(value, list) else [value]
-    if value is None:
+    if value is None and option.get_default(context) is None:
         return
     if not all(isinstance(each, str | int | float) for each in listed):
         raise ValueError(f"its {option.name} is no value")
