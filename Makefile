@@ -2,7 +2,7 @@
 # make demo-federate  six people teach one model, each with requests of a kind (needs Python 3.11)
 # make check   style and the quick tests: the everyday loop
 # make test    every test that needs nothing but the checkout
-# make test-slow  what is long: 2,000 steps, an installed wheel, lm-evaluation-harness, llama.cpp, Flower, and PEFT, for which it installs PyTorch, some gigabytes
+# make test-slow  what is long: 2,000 steps, 10,000 damaged files of each kind, an installed wheel, lm-evaluation-harness, llama.cpp, Flower, and PEFT, for which it installs PyTorch, some gigabytes
 # make engine  builds mesp-engine, the trainer
 # make app-bundle  exports the demo model for the app, for a phone's GPU and for its CPU, and records a run of it
 # make check-gpu  asks this machine what training depends on: costs, exact gradients, peaks
@@ -104,6 +104,8 @@ test-swift: $(FIXTURES).ready
 test-slow: engine
 	@echo "== A long run"
 	$(BIN)/python tools/long_run.py
+	@echo "== 10,000 damaged files of each kind"
+	MESP_FUZZ=10000 $(PYTEST) tests/test_fuzz.py
 	@echo "== Tests of the commands as a wheel installs them"
 	$(BIN)/python -m pytest -q tests/check_install.py
 	@echo "== Tests of lm-evaluation-harness's tasks"

@@ -578,7 +578,7 @@ def test_a_full_disk_keeps_the_old_data(bundle, monkeypatch):
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_bytes", full)
+    monkeypatch.setattr("mesp.data.store.create", full)
     with pytest.raises(MespError, match="the disk is full"):
         replace_data(bundle, random_data(VOCABULARY, 24, 0))
     assert files(bundle) == before

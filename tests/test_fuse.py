@@ -163,7 +163,7 @@ def test_gguf_adapters_are_as_llama_cpp_names_them(family, tmp_path):
     assert field("general.architecture") == arch.model_type
     assert field("adapter.lora.alpha") == SCALE * RANK
     tensors = {tensor.name: tensor.data for tensor in reader.tensors}
-    ours = read_adapters(adapters).matrices
+    ours = read_adapters(adapters, arch).matrices
     assert len(tensors) == 2 * len(ours)
     down = ours["model.layers.1.mlp.down_proj"]
     assert np.array_equal(tensors["blk.1.ffn_down.weight.lora_a"], np.array(down[0]).T)

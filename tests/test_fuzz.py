@@ -4,33 +4,46 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import shutil
 import struct
 from pathlib import Path
 
 import click
+import mlx.core as mx
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from conftest import TEXT, TINY, write_model
+from conftest import FAMILIES, TEXT, TINY, write_model
+from mesp.adapters.load import read_adapters
+from mesp.block_function.check import check_functions
+from mesp.block_function.mlxfn import DTYPES
 from mesp.bundle.manifest import read_manifest
 from mesp.bundle.reader import Bundle
+from mesp.bundle.writer import write_texts
 from mesp.commands.options_from_yaml import read_config
 from mesp.commands.train import main as train
+from mesp.commands.train_settings import resumed
 from mesp.data.records import LABELS, PAIRS
 from mesp.data.sources import Selection, read_documents
+from mesp.engine.prompts import load_tokenizer
 from mesp.errors import MespError
+from mesp.models.architecture import Architecture
+from mesp.models.config_json import check_length
+from mesp.quantization.choose import check_quantizations, find_quantizations
 from mesp.runs.log import read_run
 from mesp.runs.table import table_row
+from mesp.source_model.find import find_source
 from mesp.source_model.safetensors import SafetensorsWeights
 from test_export import export
+from test_fuse import write_adapters
 
 pytestmark = pytest.mark.slow
 CASES = settings(
-    max_examples=400,
+    max_examples=int(os.environ.get("MESP_FUZZ", 400)),  # 10,000 in `make test-slow`
     deadline=None,
     derandomize=True,  # the same cases each time
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
@@ -43,6 +56,7 @@ SCALARS = (
     | st.text(max_size=8)
     | st.sampled_from(["../x", "/etc/passwd", "blocks/00.bin", "blocks", "a\0b", "uint32"])
 )
+TYPES = {(code, dtype.size): dtype for code, dtype in enumerate(DTYPES)}
 JSON = st.recursive(
     SCALARS,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner),
@@ -65,7 +79,10 @@ def changed(draw: st.DrawFn, value: object) -> object:
     """A JSON value with one or two parts replaced or removed."""
     value = json.loads(json.dumps(value))
     for _ in range(draw(st.integers(1, 2))):
-        path = draw(st.sampled_from([path for path in paths(value) if path]))
+        inner = [path for path in paths(value) if path]
+        if not inner:
+            break
+        path = draw(st.sampled_from(inner))
         parent = value
         for key in path[:-1]:
             parent = parent[key]
@@ -83,6 +100,23 @@ def damaged(draw: st.DrawFn, data: bytes) -> bytes:
     middle = draw(st.binary(max_size=9))
     rest = data[at + len(middle) :] if draw(st.booleans()) else b""
     return data[:at] + middle + rest
+
+
+@st.composite
+def overwritten(draw: st.DrawFn, data: bytes) -> bytes:
+    """Bytes with a few words changed: what a size, a shape or an index is."""
+    data = bytearray(data)
+    for _ in range(draw(st.integers(1, 3))):
+        at = draw(st.integers(0, len(data) - 8))
+        value = draw(st.integers(-4, 4) | st.sampled_from([10, 12, 256, 2**31 - 1, -(2**31)]))
+        data[at : at + 4] = struct.pack("<i", value)
+    return bytes(data)
+
+
+def texts(original: bytes) -> st.SearchStrategy[bytes]:
+    """A JSON text damaged, or with parts of its value changed."""
+    values = changed(json.loads(original)).map(lambda value: json.dumps(value).encode())
+    return st.just(original) | damaged(original) | values
 
 
 @pytest.fixture(scope="module")
@@ -202,6 +236,107 @@ def test_configurations(tmp_path: Path, data: st.DataObject):
     path.write_bytes(data.draw(st.just(text) | damaged(text) | st.binary(max_size=40)))
     with contextlib.suppress(click.ClickException):
         read_config(click.Context(train, info_name="mesp-train"), None, path)
+
+
+@CASES
+@given(data=st.data())
+def test_functions(bundle: Path, tmp_path: Path, data: st.DataObject):
+    """What passes computes with MLX, or is refused by it: reading or writing outside of an array
+    would end this process sooner or later."""
+    original = data.draw(st.sampled_from(sorted(bundle.glob("*.mlxfn")))).read_bytes()
+    file = data.draw(damaged(original) | overwritten(original))
+    path = tmp_path / "function.mlxfn"
+    path.unlink(missing_ok=True)  # MLX may still read the one before
+    path.write_bytes(file)
+    with contextlib.suppress(MespError, ValueError):
+        for function in check_functions(file, "cpu"):
+            values = [mx.zeros(each.shape, TYPES[each.dtype]) for each in function.inputs.values()]
+            with contextlib.suppress(RuntimeError):
+                mx.eval(mx.import_function(str(path))(*values))
+
+
+@pytest.fixture(scope="module")
+def adapters(bundle: Path) -> Path:
+    return write_adapters(bundle.with_name("adapters"), bundle)
+
+
+@CASES
+@given(data=st.data())
+def test_adapters(bundle: Path, adapters: Path, tmp_path: Path, data: st.DataObject):
+    architecture = Bundle(bundle).architecture
+    weights = (adapters / "adapters.safetensors").read_bytes()
+    start = 8 + int.from_bytes(weights[:8], "little")
+    header = json.dumps(data.draw(changed(json.loads(weights[8:start])))).encode()
+    relabelled = struct.pack("<Q", len(header)) + header + weights[start:]
+    (tmp_path / "adapters.safetensors").write_bytes(
+        data.draw(st.just(weights) | damaged(weights) | st.just(relabelled))
+    )
+    config = (adapters / "adapter_config.json").read_bytes()
+    (tmp_path / "adapter_config.json").write_bytes(data.draw(texts(config)))
+    with contextlib.suppress(MespError):
+        read = read_adapters(tmp_path, architecture)
+        assert math.isfinite(read.scale) and read.matrices
+        for a, b in read.matrices.values():
+            assert a.shape[1] == b.shape[0] and mx.isfinite(a).all() and mx.isfinite(b).all()
+
+
+@CASES
+@given(data=st.data())
+def test_models(tmp_path: Path, data: st.DataObject):
+    """A config.json, through all that an export reads of it."""
+    config = data.draw(st.sampled_from(sorted(FAMILIES)).map(FAMILIES.get))
+    if data.draw(st.booleans()):
+        config = config | {"quantization": {"bits": 4, "group_size": 32, "lm_head": {"bits": 8}}}
+    (tmp_path / "config.json").write_bytes(data.draw(texts(json.dumps(config).encode())))
+    with contextlib.suppress(MespError):
+        source = find_source(str(tmp_path), random_weights=True)
+        arch = Architecture.from_config(source.config)
+        quantizations = find_quantizations(source, None, None, None)
+        check_quantizations(arch, quantizations)
+        check_length(source.config, 8)
+        (tmp_path / "out").mkdir(exist_ok=True)
+        write_texts(source, tmp_path / "out", arch, quantizations)
+
+
+@CASES
+@given(data=st.data())
+def test_tokenizers(bundle: Path, copy: Path, data: st.DataObject):
+    """And what a bundle's config.json says of the tokens that end a text."""
+    for name in ("tokenizer_config.json", "config.json"):
+        (copy / name).write_bytes(data.draw(texts((bundle / name).read_bytes())))
+    with contextlib.suppress(MespError):
+        tokenizer = load_tokenizer(copy)
+        assert sorted(tokenizer.eos_token_ids) is not None and tokenizer.encode("a dog")
+    with contextlib.suppress(MespError):
+        Bundle(copy).config()
+
+
+@CASES
+@given(data=st.data())
+def test_indices_of_weights(tmp_path: Path, data: st.DataObject):
+    text = json.dumps({"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}})
+    path = tmp_path / "model.safetensors.index.json"
+    path.write_bytes(data.draw(texts(text.encode())))
+    with contextlib.suppress(MespError):
+        SafetensorsWeights(tmp_path, "qwen2")
+
+
+@CASES
+@given(data=st.data())
+def test_settings_of_runs(tmp_path: Path, data: st.DataObject):
+    """A run goes on with those in its folder, which may come from anybody."""
+    options = {option.name: option.default for option in train.params if option.expose_value}
+    recorded = {n: v for n, v in options.items() if isinstance(v, bool | int | float | str | None)}
+    recorded |= {"bundle": "b", "steps": 3, "seq_len": 8, "projections": ["q", "v"]}
+    (tmp_path / "metrics.jsonl").touch()
+    (tmp_path / "settings.json").write_bytes(data.draw(texts(json.dumps(recorded).encode())))
+    context = click.Context(train, info_name="mesp-train")
+    given_now = dict.fromkeys(recorded)
+    with contextlib.suppress(MespError), context:
+        for name in given_now:
+            context.set_parameter_source(name, click.core.ParameterSource.DEFAULT)
+        settings = resumed(context, tmp_path, given_now)
+        assert settings["warmup"] >= 0 and (settings["steps"] or 1) >= 1
 
 
 def test_no_yaml_runs_code(tmp_path: Path):

@@ -199,3 +199,11 @@ def test_the_commands_take_columns_subset_and_splits(dataset, tmp_path):
     ):
         done = run(mesp_data.main, out, "--data", dataset, *wrong)
         assert done.exit_code == 2 and said in done.output and done.output.count("\n") == 1
+
+
+def test_a_library_that_runs_scripts_of_datasets_is_refused(dataset, monkeypatch):
+    import datasets
+
+    monkeypatch.setattr(datasets, "__version__", "3.6.0")
+    with pytest.raises(MespError, match=r"runs scripts that come with a dataset.*datasets>=4"):
+        read_rows(str(dataset), "main", {})

@@ -44,6 +44,16 @@ def test_the_schema_takes_them():
 
 
 @each_workflow
+def test_actions_are_named_by_their_commits(workflow: Path):
+    """A tag can be moved to other code, which would have the repository's token."""
+    for step in steps(workflow):
+        action, _, commit = step.get("uses", "").partition("@")
+        assert not action or re.fullmatch("[0-9a-f]{40}", commit), action
+        if action == "actions/checkout":
+            assert step["with"]["persist-credentials"] is False
+
+
+@each_workflow
 def test_the_targets_of_make_exist(workflow: Path):
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     named = set(re.findall(r"\bmake ([a-z][\w-]*)", commands(workflow))) - {"python3-venv"}

@@ -73,7 +73,9 @@ def main(model: str, learning_rate: float, out: Path) -> None:
 
 def loss(model: Path, bundle: Path, adapters: Path | None = None) -> float:
     """The held-out loss in mlx-lm, nats a token, of the windows that the trainer evaluates."""
-    network, _ = mlx_lm.load(str(model))
+    network, _ = mlx_lm.load(
+        str(model), {"trust_remote_code": False}, model_config={"model_file": None}
+    )
     if adapters:
         load_adapters(network, str(adapters))
     network.eval()

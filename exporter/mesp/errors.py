@@ -3,6 +3,7 @@
 import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import click
 
@@ -16,6 +17,23 @@ class MespError(click.ClickException):
     """
 
     exit_code = 2
+
+
+class Command(click.Command):
+    """A command that says in a sentence where the system refuses a path: one that is too long, or a
+    symbolic link to itself."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except OSError as error:
+            if error.filename is None:  # of a pipe, for one, which click sees to
+                raise
+            raise MespError(f"{error.filename!s:.200} cannot be used: {error.strerror}.") from error
+        except RuntimeError as error:  # of Path.resolve, before Python 3.13
+            if not str(error).startswith("Symlink loop"):
+                raise
+            raise MespError(f"{error}; name another path.") from error
 
 
 @contextmanager

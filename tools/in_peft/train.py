@@ -55,7 +55,9 @@ def load(folder: Path, settings: dict[str, Any]) -> tuple[torch.nn.Module, dict[
         model = in_nf4(Path(settings["nf4"]), dtype)
         write_base(model, Path(settings["nf4"]), folder / "base")
     else:
-        model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=dtype)
+        model = AutoModelForCausalLM.from_pretrained(
+            folder / "model", dtype=dtype, trust_remote_code=False
+        )
     model.train()  # in which alone it checkpoints and multiplies in NF4; there is no dropout
     if settings.get("checkpoint"):
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -88,7 +90,11 @@ def in_nf4(folder: Path, dtype: torch.dtype) -> torch.nn.Module:
         bnb_4bit_compute_dtype=dtype,
     )
     return AutoModelForCausalLM.from_pretrained(
-        folder, dtype=dtype, quantization_config=quantization, device_map="cpu"
+        folder,
+        dtype=dtype,
+        quantization_config=quantization,
+        device_map="cpu",
+        trust_remote_code=False,
     )
 
 

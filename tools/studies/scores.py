@@ -21,6 +21,7 @@ from studies.tasks import Task
 from tasks.gsm8k import final_number
 
 RESAMPLES = 10_000
+DATA = {"model_file": None}  # mlx-lm would run it
 
 
 class Scores(NamedTuple):
@@ -41,10 +42,10 @@ class Scores(NamedTuple):
 def model_with(bundle: Bundle, adapters: Path | None, base: Path | None = None) -> nn.Module:
     """The bundle's weights as mlx-lm's model, or those of the Hugging Face model `base`, with
     adapters in mlx-lm's form; it computes in float32."""
-    model = bundle.to_mlx_lm() if base is None else load_model(base)[0]
+    model = bundle.to_mlx_lm() if base is None else load_model(base, model_config=DATA)[0]
     model.set_dtype(mx.float32)
     if adapters is not None:
-        apply_adapters(model, read_adapters(adapters), adapters)
+        apply_adapters(model, read_adapters(adapters, bundle.architecture), adapters)
     return model
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from pathlib import Path
 
 import mlx.core as mx
@@ -11,6 +9,7 @@ from mlx import nn
 from mlx.utils import tree_map_with_path, tree_unflatten
 
 from mesp.bundle.reader import Bundle
+from mesp.source_model.texts import copy_texts, texts_of, write_config
 
 BFLOAT16 = 16  # bits: not quantized
 GROUPS = (64, 32)  # weights that share a scale: the first that divides a row
@@ -57,10 +56,11 @@ def fuse(model: nn.Module, bits: int) -> dict[str, dict[str, int]]:
 def save(
     folder: Path, model: nn.Module, bundle: Bundle, quantized: dict[str, dict[str, int]]
 ) -> None:
-    """Writes a fused model into `folder`: weights, config.json, and the bundle's tokenizer."""
-    from mlx_lm.utils import save_config, save_model
+    """Writes a fused model into `folder`: weights, config.json, the bundle's tokenizer and
+    licence. Nothing in it names code, or is any."""
+    from mlx_lm.utils import save_model
 
-    config = json.loads((bundle.path / "config.json").read_text(encoding="utf-8"))
+    config = bundle.config()
     config.pop("quantization_config", None)
     if quantized:
         config["quantization"] |= quantized
@@ -70,8 +70,6 @@ def save(
         if key in config:
             config[key] = "bfloat16"
     save_model(folder, model)
-    save_config(config, folder / "config.json")
-    own = {"manifest.json", "config.json"}
-    for file in sorted(bundle.path.iterdir()):
-        if file.is_file() and file.suffix not in (".bin", ".mlxfn") and file.name not in own:
-            shutil.copyfile(file, folder / file.name)
+    write_config(folder / "config.json", config)
+    listed = (entry["path"] for entry in bundle.manifest["files"])
+    copy_texts(bundle.path, texts_of(listed), folder)

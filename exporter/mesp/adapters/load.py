@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-import json
+import stat
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
+import numpy as np
 from mlx import nn
 from mlx.utils import tree_unflatten
+from safetensors import SafetensorError, deserialize, safe_open
 
 from mesp.errors import MespError
+from mesp.files import read_object
+from mesp.models.architecture import Architecture
+from mesp.models.mixers import is_positive
+from mesp.source_model.safetensors import TENSOR_DTYPES
 
+_FLOATS = {"F32", "F16", "BF16"}
 WEIGHTS, CONFIG = "adapters.safetensors", "adapter_config.json"
 
 
@@ -24,27 +32,73 @@ class Adapters:
     scale: float
 
 
-def read_adapters(folder: Path) -> Adapters:
-    """Reads `adapters.safetensors` and `adapter_config.json` of `folder`. Raises MespError."""
+def read_adapters(folder: Path, arch: Architecture) -> Adapters:
+    """Reads `adapters.safetensors` and `adapter_config.json` of `folder`.
+
+    Raises MespError where they are none, or not of the architecture: matrices of its modules, of
+    one rank that is at most its width, and finite. Nothing is read of a file before its header was
+    found to describe it.
+    """
+    file = folder / WEIGHTS
     try:
-        arrays = mx.load(str(folder / WEIGHTS))
-        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-        scale = float(config["lora_parameters"]["scale"])
-        paths = {name.rpartition(".")[0] for name in arrays}
-        matrices = {
-            path: tuple(
-                arrays[f"{path}.{part}"].astype(mx.float32) for part in ("lora_a", "lora_b")
-            )
-            for path in sorted(paths)
-        }
-    except (OSError, RuntimeError, ValueError, LookupError, TypeError) as error:
+        scale = read_object(folder / CONFIG)["lora_parameters"]["scale"]
+        if not is_positive(scale):
+            raise ValueError("its scale is no number above 0")
+        if not stat.S_ISREG(file.stat().st_mode):
+            raise ValueError("it is no regular file")
+        with safe_open(file, "numpy") as tensors:
+            found = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118
+            found = {name: (each.get_shape(), each.get_dtype()) for name, each in found.items()}
+        paths = sorted({name.rpartition(".")[0] for name in found})
+        ranks = {_rank(found, path, folder, arch) for path in paths}
+        if len(ranks) > 1:
+            raise ValueError("its matrices have several ranks")
+        arrays = {name: _array(tensor) for name, tensor in deserialize(file.read_bytes())}
+        matrices = {path: (arrays[f"{path}.lora_a"], arrays[f"{path}.lora_b"]) for path in paths}
+    except (OSError, SafetensorError, ValueError, LookupError, TypeError) as error:
         raise MespError(
             f"{folder} holds no adapters in mlx-lm's form ({WEIGHTS} and {CONFIG}); name a run's "
             "adapters folder."
         ) from error
     if not matrices:
-        raise MespError(f"{folder / WEIGHTS} is empty; train the adapters again.")
+        raise MespError(f"{file} is empty; train the adapters again.")
+    for path, pair in matrices.items():
+        if not all(mx.isfinite(matrix).all() for matrix in pair):
+            raise MespError(f"{file} has numbers in {path} that are not finite; train them again.")
     return Adapters(matrices, scale)
+
+
+def _rank(
+    found: dict[str, tuple[list[int], str]], path: str, folder: Path, arch: Architecture
+) -> int:
+    """The rank of a module's matrices. Raises MespError where they are not the architecture's,
+    ValueError or KeyError where they are no adapters."""
+    (a, a_type), (b, b_type) = (found[f"{path}.lora_{part}"] for part in "ab")
+    if not {a_type, b_type} <= _FLOATS or len(a) != 2 or len(b) != 2:
+        raise ValueError(f"{path} has no matrices A and B of floating-point numbers")
+    layers = f"{arch.mlx_prefix}.layers."
+    layer, _, module = path.removeprefix(layers).partition(".")
+    is_layer = path.startswith(layers) and layer in map(str, range(arch.num_hidden_layers))
+    if not is_layer or arch.blocks[int(layer)].sizes().get(module) != (b[1], a[0]):
+        raise MespError(
+            f"The adapters in {folder} are of another model: this one has no {path} of "
+            f"{a[0]} inputs and {b[1]} outputs."
+        )
+    if a[1] != b[0]:
+        raise ValueError(f"A of {path} has rank {a[1]}, and B {b[0]}")
+    if not 0 < a[1] <= arch.hidden_size:
+        raise MespError(
+            f"The adapters in {folder} have rank {a[1]:,}, and the model's width is "
+            f"{arch.hidden_size:,}; train some of a lower rank."
+        )
+    return a[1]
+
+
+def _array(tensor: dict[str, Any]) -> mx.array:
+    """A tensor of `deserialize`'s, in float32."""
+    stored, dtype = TENSOR_DTYPES[tensor["dtype"]]
+    array = np.frombuffer(tensor["data"], stored).reshape(tensor["shape"])
+    return mx.array(array).view(dtype).astype(mx.float32)
 
 
 def apply_adapters(model: nn.Module, adapters: Adapters, folder: Path) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 from mlx import nn
 
 from mesp.bundle.reader import Bundle
+from mesp.errors import MespError
 
 
 def held_out_loss(
@@ -28,6 +29,10 @@ def held_out_loss(
         total += (losses * mx.array(counted)).sum().item()
         tokens += int(counted.sum())
         advance()
+    if not tokens:
+        raise MespError(
+            f"The valid data of {bundle.path} has nothing to predict; replace it with mesp-data."
+        )
     return total / tokens
 
 
@@ -41,9 +46,15 @@ def sequences(bundle: Bundle, split: str, seq_len: int) -> Iterator[tuple[np.nda
     else:
         rows = ((start, min(length, seq_len + 1)) for start, length in examples.tolist())
     for start, length in rows:
-        ids = np.asarray(tokens[start : start + length], np.int32)
+        ids = tokens[start : start + length]
+        if not 0 < length <= len(ids) or ids.max() >= bundle.architecture.vocab_size:
+            raise MespError(
+                f"The {split} data of {bundle.path} has an example outside of its tokens, or a "
+                "token outside of the vocabulary; replace it with mesp-data."
+            )
+        ids = np.asarray(ids, np.int32)
         counted = np.ones(length - 1, np.float32)
         if mask is not None:
-            counted = np.asarray(mask[start + 1 : start + length], np.float32)
+            counted = np.asarray(mask[start + 1 : start + length] != 0, np.float32)
         if counted.any():
             yield ids, counted

@@ -18,13 +18,17 @@ import math
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 
 from mesp.errors import MespError
+from mesp.files import read_object
 
-VERSION = "0.31.1"
+# Which primitives a block function has; `mesp.block_function.check` holds a file to it.
+ALLOWED = read_object(Path(__file__).with_name("allowed_primitives.json"))
+VERSION = ALLOWED["mlx"]
 DEVICES = {"cpu": 0, "gpu": 1}
 # In the order of MLX's codes.
 DTYPES = (
@@ -35,52 +39,7 @@ DTYPES = (
 STREAM = "<iii"
 SHAPE = "S"  # among the codes of `struct`
 # The state of each primitive that a block function has.
-STATES = {
-    "Add": "",
-    "AddMM": "ff",
-    "Arange": "ddd",
-    "AsType": "iB",
-    "BitwiseBinary": "i",
-    "Broadcast": SHAPE,
-    "Concatenate": "i",
-    "Cos": "",
-    "Depends": "",
-    "Divide": "",
-    "Exp": "",
-    "ExpandDims": SHAPE,
-    "Flatten": "ii",
-    "Full": "",
-    "Gather": 2 * SHAPE,
-    "Greater": "",
-    "GreaterEqual": "",
-    "Less": "",
-    "LogAddExp": "",
-    "Matmul": "",
-    "Multiply": "",
-    "Negative": "",
-    "Power": "",
-    "QuantizedMatmul": "iii?",
-    "RMSNorm": "f",
-    "Reduce": "i" + SHAPE,
-    "Reshape": SHAPE,
-    "RoPE": "i?ff?",
-    "Scan": "ii??",
-    "ScaledDotProductAttention": "f???",
-    "Select": "",
-    "Sigmoid": "",
-    "Sin": "",
-    "Slice": 3 * SHAPE,
-    "Softmax": "?",
-    "Split": SHAPE + "i",
-    "Sqrt": "?",
-    "Square": "",
-    "Squeeze": SHAPE,
-    "Subtract": "",
-    "Tanh": "",
-    "Transpose": SHAPE,
-    "Unflatten": "i" + SHAPE,
-    "View": "iB",
-}
+STATES = {name: each["state"] for name, each in ALLOWED["primitives"].items()}
 
 
 def one_primitive(
@@ -140,19 +99,57 @@ def _array(shape: tuple[int, ...], dtype: mx.Dtype) -> bytes:
     return _list([_pack("i", n) for n in shape]) + _pack("iB", DTYPES.index(dtype), dtype.size)
 
 
+@dataclass(frozen=True)
+class Array:
+    """An array in a file: its type is a code of MLX's and the bytes of an element."""
+
+    shape: tuple[int, ...]
+    dtype: tuple[int, int]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype[1]
+
+
+@dataclass(frozen=True)
+class Primitive:
+    """A primitive in a file: where its stream is, in bytes from the start, and what it has."""
+
+    stream: int
+    device: int
+    name: str
+    state: tuple  # a shape is one element, a dtype two
+    inputs: tuple[int, ...]  # ids
+    outputs: dict[int, Array]
+
+
+@dataclass(frozen=True)
+class Function:
+    """A trace: the inputs and constants by their ids, the primitives in the order in which they
+    are computed, and the outputs' ids."""
+
+    keywords: list[str]
+    inputs: dict[int, Array]
+    constants: dict[int, tuple[Array, bytes]]
+    primitives: list[Primitive]
+    outputs: tuple[int, ...]
+
+
 class _Reader:
-    """Goes through a file. Raises struct.error where it is shorter than it says."""
+    """Goes through a file. Raises struct.error where it is shorter than it says, and ValueError
+    where something in it cannot be."""
 
     def __init__(self, file: bytes):
         self.file, self.at = file, 0
 
     def take(self, codes: str) -> tuple:
-        values = struct.unpack_from("<" + codes, self.file, self.at)
-        self.at += struct.calcsize("<" + codes)
+        codes = "<" + codes
+        values = struct.unpack_from(codes, self.file, self.at)
+        end = self.at + struct.calcsize(codes)
+        if "?" in codes and struct.pack(codes, *values) != self.file[self.at : end]:
+            raise ValueError("a bool is neither 0 nor 1")
+        self.at = end
         return values
-
-    def skip(self, size: int) -> None:
-        self.at += size
 
     def one(self, code: str) -> Any:
         return self.take(code)[0]
@@ -169,61 +166,81 @@ class _Reader:
     def shape(self) -> tuple[int, ...]:
         return self.take(f"{self.one('Q')}i")
 
-    def array(self) -> int:
-        """A shape and a dtype: the bytes of such an array."""
-        shape, (_, size) = self.shape(), self.take("iB")
-        return math.prod(shape) * size
+    def array(self) -> Array:
+        return self.array_of(self.shape(), self.take("iB"))
+
+    def array_of(self, shape: tuple[int, ...], dtype: tuple[int, int]) -> Array:
+        if min(shape, default=0) < 0:
+            raise ValueError("a dimension is below 0")
+        return Array(shape, dtype)
+
+    def state(self, name: str) -> tuple:
+        return tuple(self.shape() if code == SHAPE else self.one(code) for code in STATES[name])
+
+    def with_ids(self, ids: tuple[int, ...], arrays: list[Array]) -> dict[int, Array]:
+        if len(set(ids)) != len(arrays) or len(ids) != len(arrays):
+            raise ValueError("arrays and their ids differ in number, or two have one id")
+        return dict(zip(ids, arrays, strict=True))
 
 
-@dataclass(frozen=True)
-class Primitive:
-    """A primitive in a file: where its stream is, in bytes from the start, and what it has."""
-
-    stream: int
-    name: str
-    state: tuple  # a shape is one element, a dtype two
-
-
-def primitives(file: bytes) -> list[Primitive]:
-    """The primitives of all traces, in the file's order.
+def functions(file: bytes) -> list[Function]:
+    """The functions in a file, whose primitives may be any with a state in `STATES`.
 
     Raises MespError where another MLX than `VERSION` wrote the file, ValueError where it is none,
     KeyError where it has a primitive that `STATES` lacks.
     """
-    reader, found, constants = _Reader(file), [], set()
+    reader = _Reader(file)
+    constants: dict[int, tuple[Array, bytes]] = {}  # of all traces: MLX writes each once
 
-    def node() -> None:
+    def function() -> Function:
+        keywords = reader.list(reader.text)
+        ids = reader.ids()
+        inputs = reader.with_ids(ids, reader.list(reader.array))
+        found = Function(keywords, inputs, {}, [], reader.ids())
+        for _ in range(reader.one("Q")):
+            node(found)
+        return found
+
+    def node(function: Function) -> None:
         id, computed = reader.take("Q?")
         if computed:
-            reader.ids()
-            stream = reader.at
-            reader.skip(struct.calcsize(STREAM))
+            taken, stream = reader.ids(), reader.at
+            _, device, number = reader.take(STREAM[1:])
+            if number != 0:
+                raise ValueError("a device is not the first")
             name = reader.text()
-            state = tuple(
-                reader.shape() if code == SHAPE else reader.one(code) for code in STATES[name]
-            )
-            found.append(Primitive(stream, name, state))
-            if reader.one("Q") == 0:
-                reader.array()
+            state = reader.state(name)
+            if siblings := reader.one("Q"):
+                ids, shapes = reader.ids(), reader.list(reader.shape)
+                types = reader.list(lambda: reader.take("iB"))
+                arrays = [*map(reader.array_of, shapes, types)]
+                if id not in ids or not len(ids) == len(shapes) == len(types) == siblings + 1:
+                    raise ValueError("a primitive's outputs differ in number")
+                outputs = reader.with_ids(ids, arrays)
             else:
-                reader.ids()
-                reader.list(reader.shape)
-                reader.list(lambda: reader.take("iB"))
-        elif reader.one("?") and id not in constants:
-            constants.add(id)
-            reader.skip(reader.array())
+                outputs = {id: reader.array()}
+            function.primitives.append(Primitive(stream, device, name, state, taken, outputs))
+        elif reader.one("?"):
+            if id not in constants:
+                array = reader.array()
+                constants[id] = (array, reader.one(f"{array.nbytes}s"))
+            function.constants[id] = constants[id]
+        elif id not in function.inputs:
+            raise ValueError("an input is none")
 
     try:
         _check(reader.text())
-        traces, _ = reader.take("i?")
-        for _ in range(traces):
-            reader.list(reader.text)
-            reader.ids()
-            reader.list(reader.array)
-            reader.ids()
-            reader.list(node)
-    except (struct.error, UnicodeDecodeError) as error:
-        raise ValueError("This is no file of functions.") from error
+        traces, shapeless = reader.take("i?")
+        if shapeless:
+            raise ValueError("its shapes are left open")
+        found = [function() for _ in range(traces)]
+    except (struct.error, ValueError, OverflowError) as error:
+        raise ValueError(f"this is no file of functions ({error})") from error
     if reader.at != len(file):
-        raise ValueError("The file of functions goes on after its end.")
+        raise ValueError("the file of functions goes on after its end")
     return found
+
+
+def primitives(file: bytes) -> list[Primitive]:
+    """The primitives of all functions, in the file's order. Raises what `functions` does."""
+    return [each for function in functions(file) for each in function.primitives]

@@ -13,6 +13,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 from mesp.errors import MespError
+from mesp.files import remove_link
 
 
 @contextmanager
@@ -39,6 +40,7 @@ def replacing(path: Path, doing: str) -> Iterator[Path]:
     """
     parents = [parent for parent in path.parents if not parent.exists()]
     unfinished = path.parent / f".{path.name}.partial"
+    remove_link(unfinished)
     unfinished.mkdir(parents=True, exist_ok=True)
     with locked(unfinished, doing):
         try:
@@ -114,7 +116,7 @@ def _holder(lock: int) -> str:
 
 def _empty(folder: Path) -> None:
     for left in folder.iterdir():
-        shutil.rmtree(left) if left.is_dir() else left.unlink()
+        shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
 
 
 def sync(path: Path) -> None:

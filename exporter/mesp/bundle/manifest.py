@@ -13,6 +13,7 @@ import mlx.core as mx
 from mesp.bundle.layout import Layout
 from mesp.bundle.old_formats import architecture_now
 from mesp.errors import MespError
+from mesp.files import create, inside, read_object
 from mesp.models.architecture import Architecture
 
 FORMAT = 4
@@ -56,14 +57,6 @@ def _is_split(entry: Any) -> bool:
     )
 
 
-def _check_inside(bundle: Path, name: str) -> None:
-    """Raises MespError where a file's name, or a link on the way to it, leads out of the bundle."""
-    parts = name.split("/")
-    usable = "\0" not in name and not {"", ".", ".."}.intersection(parts)
-    if not usable or (bundle / name).resolve() != bundle.resolve().joinpath(*parts):
-        raise MespError(f"{bundle} names a file outside of it, {name!r}; do not use it.")
-
-
 def read_manifest(
     path: Path, to_run: bool = True, formats: tuple[int, ...] = (FORMAT,)
 ) -> dict[str, Any]:
@@ -75,7 +68,7 @@ def read_manifest(
     Contents are checked by `Bundle.verify`.
     """
     try:
-        manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
+        manifest = read_object(path / "manifest.json")
         version, mlx_version = manifest["format"], manifest["mlx_version"]
     except FileNotFoundError as error:
         raise MespError(
@@ -105,6 +98,7 @@ def read_manifest(
     if (
         not fits(manifest, READ_BY_COMMANDS)
         or not (manifest["seq_lens"] and manifest["ranks"])
+        or 0 in (*manifest["seq_lens"], *manifest["ranks"])
         or not (isinstance(data, dict) and all(_is_split(split) for split in data.values()))
     ):
         raise damaged(path)
@@ -115,8 +109,12 @@ def read_manifest(
     except (TypeError, KeyError, ValueError, ArithmeticError) as error:
         raise damaged(path) from error
     for entry in manifest["files"]:
-        file = path / entry["path"]
-        _check_inside(path, entry["path"])
+        try:
+            file = inside(path, entry["path"])
+        except ValueError as error:
+            raise MespError(
+                f"{path} names a file outside of it, {entry['path']!r:.200}; do not use it."
+            ) from error
         size = file.stat().st_size if file.is_file() else None
         if size != entry["size"]:
             found = "missing" if size is None else f"{size:,} bytes long, not {entry['size']:,}"
@@ -151,7 +149,8 @@ class BlockGroup:
 def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
     """Writes ``manifest.json``."""
     text = json.dumps(manifest, indent=1, ensure_ascii=False)
-    (folder / "manifest.json").write_text(text + "\n", encoding="utf-8")
+    with create(folder / "manifest.json") as file:
+        file.write(f"{text}\n".encode())
 
 
 def describe_files(bundle: Path, folder: str = ".") -> list[dict[str, Any]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import mlx.core as mx
 import numpy as np
 from mlx import nn
 
+from mesp.block_function.check import check_functions
 from mesp.bundle.export_options import DTYPE_OF
 from mesp.bundle.layout import Layout, block_layout, table_layout
 from mesp.bundle.manifest import (
@@ -23,9 +23,13 @@ from mesp.bundle.manifest import (
     sha256,
 )
 from mesp.errors import MespError
+from mesp.files import read_bytes, read_object
 from mesp.models.architecture import Architecture
+from mesp.models.families import FAMILIES
 from mesp.quantization.modes import Quantization
 from mesp.source_model.names import CONVOLUTIONS, name_there
+
+FUNCTIONS = 64 << 20  # bytes: no file of functions has a hundredth of it
 
 
 def block_file(index: int) -> str:
@@ -98,6 +102,17 @@ class Bundle:
                     raise ValueError("it lacks a function")
         if not sizes.keys() >= {*named, *self.function_files()}:
             raise ValueError("it names a file that it does not list")
+        for split in manifest.get("data", {}).values():
+            tokens, examples = split["tokens"], split.get("examples", {})
+            wanted = {split["file"]: 4 * tokens}
+            if examples:
+                row = 12 if manifest["format"] == 2 else 8
+                wanted[examples["file"]] = row * examples["count"]
+            for key, count in (("mask", tokens), ("labels", examples.get("count"))):
+                if key in split:
+                    wanted[split[key]] = count
+            if not tokens or any(sizes[file] != size for file, size in wanted.items()):
+                raise ValueError("a file of its data has another size than its arrays")
         for file, layout in self.weight_files().items():
             if sizes[file] != layout.words * 4 or any(
                 spec.offset + spec.words > layout.words for spec in layout.arrays
@@ -168,9 +183,12 @@ class Bundle:
         from mlx_lm.utils import _get_classes  # here, as it takes tens of MB
 
         arch = self.architecture
-        config = json.loads((self.path / "config.json").read_text(encoding="utf-8"))
-        model_class, arguments = _get_classes(config)
-        model = model_class(arguments.from_dict(config))
+        config = self.config()
+        try:
+            model_class, arguments = _get_classes(config)
+            model = model_class(arguments.from_dict(config))
+        except Exception as error:  # what a config.json that is not in order raises differs
+            raise self._other_model() from error
 
         head = self.head()
         norm = head.pop("norm") * arch.logits_scaling - arch.norm_offset
@@ -196,15 +214,61 @@ class Bundle:
                 return False
             return asdict(Quantization.of(weights, f"{path}.", module.weight.shape[1]))
 
-        nn.quantize(model, class_predicate=quantization)
-        model.load_weights(list(weights.items()))
+        try:
+            nn.quantize(model, class_predicate=quantization)
+            model.load_weights(list(weights.items()))
+        except (ValueError, LookupError) as error:
+            raise self._other_model() from error
         return model
 
+    def config(self) -> dict[str, Any]:
+        """The model's config.json, as mlx-lm reads it. Raises MespError where it is not the
+        manifest's, or is of a model that is not the architecture's."""
+        arch = self.architecture
+        wanted = {
+            "model_type": FAMILIES[arch.model_type].mlx_type or arch.model_type,
+            "num_hidden_layers": arch.num_hidden_layers,  # without which mlx-lm makes any number
+        }
+        if not any(entry["path"] == "config.json" for entry in self.manifest["files"]):
+            raise damaged(self.path)
+        try:
+            config = read_object(self.path / "config.json")
+        except (OSError, ValueError) as error:
+            raise self._other_model() from error
+        text = config.get("text_config", {})
+        of_text = isinstance(text, dict) and text.get("num_hidden_layers", arch.num_hidden_layers)
+        found = {key: config.get(key) for key in wanted}
+        if found != wanted or of_text != arch.num_hidden_layers:
+            raise self._other_model()
+        try:
+            blocks = Architecture.from_config(config).blocks
+        except MespError as error:
+            raise self._other_model() from error
+        if [block.sizes() for block in blocks] != [block.sizes() for block in arch.blocks]:
+            raise self._other_model()
+        return config
+
+    def _other_model(self) -> MespError:
+        return MespError(
+            f"{self.path / 'config.json'} does not describe the bundle's model; write the bundle "
+            "again with mesp-export."
+        )
+
     def function(self, seq_len: int, index: int = 0, plain: bool = False) -> Any:
-        """Block `index`'s function, or its plain twin: (x, lora, scale, weights) to its arrays."""
+        """Block `index`'s function, or its plain twin: (x, lora, scale, weights) to its arrays.
+
+        Raises MespError where `check_functions` refuses it.
+        """
         group = self.group(index)
         files = group.plain_functions if plain else group.functions
-        return mx.import_function(str(self.path / files[str(seq_len)]))
+        path = self.path / files[str(seq_len)]
+        try:
+            check_functions(read_bytes(path, FUNCTIONS), self.manifest["device"])
+        except ValueError as error:
+            raise MespError(
+                f"{path} is no function of mesp-export's ({error}); do not use it."
+            ) from error
+        return mx.import_function(str(path))
 
     def tokens(self, split: str) -> np.ndarray:
         """The token stream ``train``, ``valid`` or ``test``: uint32 [N], mapped."""

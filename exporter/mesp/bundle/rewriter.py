@@ -22,6 +22,7 @@ from mesp.bundle.writer import check_disk
 from mesp.data.store import write_data
 from mesp.errors import MespError, plain_os_errors
 from mesp.progress_bars import export_progress
+from mesp.source_model.texts import texts_of
 
 
 def rewrite_bundle(source: Path, options: BundleOptions) -> dict[str, Any]:
@@ -63,7 +64,9 @@ def rewrite_bundle(source: Path, options: BundleOptions) -> dict[str, Any]:
             gone |= {file for entry in data.values() for file in data_files(entry)}
             data = write_data(folder, "data", splits_of_format_2(bundle))
         written = describe_files(folder)
-        kept = [entry for entry in bundle.manifest["files"] if entry["path"] not in gone]
+        used = {*old, "config.json", *texts_of(entry["path"] for entry in bundle.manifest["files"])}
+        used |= {file for entry in data.values() for file in data_files(entry)}
+        kept = [entry for entry in bundle.manifest["files"] if entry["path"] in used - gone]
         for entry in kept:
             link(source / entry["path"], folder / entry["path"])
         tables = {name: bundle.manifest[name]["file"] for name in ("embedding", "head")}

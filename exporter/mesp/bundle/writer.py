@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict
@@ -27,8 +26,9 @@ from mesp.models.config_json import check_length, complete
 from mesp.models.families import FAMILIES
 from mesp.progress_bars import export_progress
 from mesp.quantization.choose import Quantizations, check_quantizations
-from mesp.source_model.find import TOKENIZER_FILES, Source
+from mesp.source_model.find import Source
 from mesp.source_model.random_weights import RandomWeights
+from mesp.source_model.texts import copy_texts, texts_of, write_config
 from mesp.source_model.weights import Weights
 
 
@@ -54,7 +54,7 @@ def write_bundle(
         bar.update(task, description=f"Writing {options.out.name}", total=total)
         manifest = write_model(folder, source, arch, files, options, partial(bar.advance, task))
         manifest["data"] = write_data(folder, "data", splits)
-        copy_texts(source, folder, arch, options.quantizations)
+        write_texts(source, folder, arch, options.quantizations)
         manifest["files"] = describe_files(folder)
         write_manifest(folder, manifest)
     return manifest
@@ -117,7 +117,7 @@ def tokenize(
     return load(options.data, tokenizer, longest, arch.vocab_size, options.data_options)
 
 
-def copy_texts(
+def write_texts(
     source: Source, folder: Path, arch: Architecture, quantizations: Quantizations
 ) -> None:
     """Writes config.json as of the bundle's weights; copies the tokenizer and the licence."""
@@ -134,9 +134,7 @@ def copy_texts(
         config["text_config"] = config | {"model_type": text}
     config["model_type"] = family.mlx_type or arch.model_type
     config["quantization"] = quantizations.config or asdict(quantizations.main)
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    write_config(folder / "config.json", config)
     if source.folder:
-        licenses = [f.name for f in source.folder.glob("LICENSE*") if f.is_file()]
-        for name in (*TOKENIZER_FILES, *licenses):
-            if (source.folder / name).is_file():
-                shutil.copyfile(source.folder / name, folder / name)
+        files = [file.name for file in source.folder.iterdir() if file.is_file()]
+        copy_texts(source.folder, texts_of(files), folder)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import signal
 from functools import partial
@@ -19,6 +18,7 @@ from mesp.evaluation.measure import Options, measure
 from mesp.evaluation.model import running_model
 from mesp.evaluation.records import Task, Text, read_records
 from mesp.evaluation.report import check_writable, rows, show, write
+from mesp.files import read_object
 from mesp.progress_bars import evaluation_progress
 
 # Tokens that a model is given at once where nobody says: keys and values of all of them are held.
@@ -72,7 +72,8 @@ MAX_LENGTH = 2048
 )  # fmt: skip
 @click.option(
     "--include-path", type=click.Path(path_type=Path, exists=True, file_okay=False),
-    help="A folder with tasks of your own, in YAML.",
+    help="A folder with tasks of your own, in YAML, whose `!function` runs Python of that folder: "
+    "name none that you do not trust.",
 )  # fmt: skip
 @click.option("--num-fewshot", type=click.IntRange(min=0), help="Examples before each of a task.")
 @click.option("--out", type=click.Path(path_type=Path), help="Write all figures there, as JSON.")
@@ -98,6 +99,8 @@ def main(
         check_unused(written, "is for DATA; a task says that itself")
         from mesp.evaluation import harness
 
+        if include_path is not None:
+            click.echo(f"Note: tasks in {include_path} may run Python code of theirs.", err=True)
         chosen = harness.Tasks(names, include_path, num_fewshot, limit, bool(chat))
         evaluate, total = partial(harness.run, tasks=chosen, manager=chosen.manager()), None
     else:
@@ -157,5 +160,8 @@ def pattern(text: str | None) -> re.Pattern[str] | None:
 
 def context_of(bundle: Path) -> int:
     """How many tokens the model was made for."""
-    config = json.loads((bundle / "config.json").read_text(encoding="utf-8"))
-    return config.get("max_position_embeddings") or MAX_LENGTH
+    try:
+        length = read_object(bundle / "config.json").get("max_position_embeddings")
+    except (OSError, ValueError) as error:
+        raise MespError(f"{bundle / 'config.json'} cannot be read ({error}).") from error
+    return length if type(length) is int and length > 1 else MAX_LENGTH

@@ -14,7 +14,7 @@ from mesp.adapters.load import apply_adapters, read_adapters
 from mesp.adapters.measure import held_out_loss
 from mesp.bundle.folders import replacing
 from mesp.bundle.reader import Bundle
-from mesp.errors import MespError, plain_os_errors
+from mesp.errors import Command, MespError, plain_os_errors
 from mesp.formatting import decimal
 from mesp.progress_bars import export_progress
 
@@ -23,6 +23,7 @@ WIDTHS = {"4": 4, "6": 6, "8": 8, "bfloat16": BFLOAT16}
 
 
 @click.command(
+    cls=Command,
     short_help="Put adapters into the weights.",
     context_settings={"show_default": True, "help_option_names": ["-h", "--help"]},
 )
@@ -50,13 +51,16 @@ def main(bundle: Path, adapters: Path, out: Path, bits: str, gguf: bool, val_bat
     if out.exists():
         raise MespError(f"{out} exists; name another --out.")
     opened = Bundle(bundle, to_run=False)
-    matrices = read_adapters(adapters)
+    matrices = read_adapters(adapters, opened.architecture)
     measured = val_batches if "valid" in opened.manifest.get("data", {}) else 0
     with (
         plain_os_errors(f"Cannot write {out}"),
         replacing(out.resolve(), f"mesp-fuse is writing {out}") as folder,
         export_progress() as bar,
     ):
+        checking = bar.add_task(f"Checking {bundle.name}", total=None)
+        opened.verify()
+        bar.remove_task(checking)
         if gguf:
             write_gguf(folder / "adapters.gguf", matrices, opened.architecture)
         model = opened.to_mlx_lm()

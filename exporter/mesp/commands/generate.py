@@ -16,10 +16,12 @@ from mesp.bundle.manifest import read_manifest
 from mesp.data.records import read_utf8
 from mesp.engine.generate import generate
 from mesp.engine.prompts import encode, load_tokenizer
+from mesp.errors import Command
 from mesp.formatting import decimal, megabytes
 
 
 @click.command(
+    cls=Command,
     short_help="Write on from a prompt.",
     context_settings={"show_default": True, "help_option_names": ["-h", "--help"]},
 )

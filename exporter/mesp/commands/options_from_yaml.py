@@ -8,6 +8,7 @@ import click
 import yaml
 
 from mesp.errors import MespError, plain_os_errors
+from mesp.files import parse_yaml, read_bytes
 
 
 def read_config(context: click.Context, _: click.Parameter, path: Path | None) -> None:
@@ -18,16 +19,19 @@ def read_config(context: click.Context, _: click.Parameter, path: Path | None) -
     """
     if path is None:
         return
-    with plain_os_errors(f"Cannot read {path}"):
-        text = path.read_bytes()
     try:
-        entries = yaml.safe_load(text)
+        with plain_os_errors(f"Cannot read {path}"):
+            entries = parse_yaml(read_bytes(path))
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         where = f", line {mark.line + 1}" if mark else ""
         raise MespError(f"{path}{where} is not valid YAML: {error.problem}.") from error
+    except UnicodeError as error:
+        raise MespError(f"{path} is not valid YAML: it has half a character.") from error
     except yaml.YAMLError as error:  # bytes that are no text
         raise MespError(f"{path} is not valid YAML: it is not a text file.") from error
+    except ValueError as error:  # too large, too deep, a day that no month has
+        raise MespError(f"{path} is not valid YAML: {error}.") from error
     if entries is None:
         entries = {}
     if not isinstance(entries, dict):

@@ -12,10 +12,10 @@ from mesp.data.load import DataOptions
 from mesp.data.records import KEYS
 from mesp.data.sources import SPLITS, Selection
 from mesp.data.tokens import LOSS_ON
-from mesp.errors import MespError
+from mesp.errors import Command, MespError
 
 
-class ListOptions(click.Command):
+class ListOptions(Command):
     """A command whose options may be given several values: ``--rank 4 8`` is ``--rank 4 --rank 8``.
 
     What has a place, not a name, comes before them.

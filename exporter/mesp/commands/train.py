@@ -42,12 +42,13 @@ from mesp.engine.plan import (
     find_count,
     find_plan,
 )
-from mesp.errors import MespError
+from mesp.errors import Command, MespError
 from mesp.formatting import decimal, duration, megabytes, quality
 from mesp.runs.log import LOG_NAME, Run
 
 
 @click.command(
+    cls=Command,
     short_help="Fine-tune a bundle's model with LoRA.",
     context_settings={"show_default": True, "help_option_names": ["-h", "--help"]},
 )

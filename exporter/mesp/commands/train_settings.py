@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from click.core import ParameterSource
 
 from mesp.engine.update_defaults import ADAMW, PAPER, default_learning_rate, default_optimizer
 from mesp.errors import MespError, plain_os_errors
+from mesp.files import read_object, write_whole
 from mesp.models.architecture import Architecture
 from mesp.runs.log import LOG_NAME
 
@@ -81,18 +82,14 @@ def resumed(
     path = output / SETTINGS_NAME
     if not (output / begun).exists():
         raise MespError(f"{output} holds no run to go on with; start one without --resume.")
-    with plain_os_errors(f"Cannot read {path}"):
-        text = path.read_text(encoding="utf-8", errors="replace")
     try:
-        settings = json.loads(text)
+        with plain_os_errors(f"Cannot read {path}"):
+            settings = read_object(path)
         before = {n: parameter(context, n).default for n in ADDED if n in given} | settings
         recorded = {n: before[n] for n in given}
-        projections = recorded["projections"]
-        if not (projections is None or isinstance(projections, list)) or not all(
-            isinstance(each, str) for each in projections or ()
-        ):
-            raise ValueError("its projections are no list of names")
-    except (ValueError, TypeError, KeyError) as error:
+        for name, value in recorded.items():
+            _check_recorded(context, parameter(context, name), value)
+    except (ValueError, KeyError, click.BadParameter) as error:
         raise MespError(f"{path} is not the settings of a run; start a new one.") from error
     for name, value in given.items():
         if context.get_parameter_source(name) == ParameterSource.DEFAULT:
@@ -105,6 +102,20 @@ def resumed(
             )
         recorded[name] = value
     return recorded
+
+
+def _check_recorded(context: click.Context, option: click.Parameter, value: object) -> None:
+    """Raises ValueError or click.BadParameter unless a setting is what the option makes of a text,
+    a list of several, or None where the option has no default."""
+    listed = value if isinstance(value, list) else [value]
+    if value is None and option.get_default(context) is None:
+        return
+    if not all(isinstance(each, str | int | float) for each in listed):
+        raise ValueError(f"its {option.name} is no value")
+    made = option.type_cast_value(context, ",".join(map(str, listed)))
+    for kind in (bool, int | float, list | tuple):
+        if isinstance(value, kind) != isinstance(made, kind):
+            raise ValueError(f"its {option.name} is of another type")
 
 
 def choose(available: list[int], wanted: int | None, what: str, preferred: int) -> int:
@@ -217,19 +228,17 @@ def check_labels(objective: str | None, manifest: dict) -> None:
 def settings_file(output: Path, settings: dict) -> Iterator[Path]:
     """Writes OUTPUT/settings.json. A run that fails before it has a log leaves nothing behind."""
     path = output / SETTINGS_NAME
-    partial = path.with_name("partial.json")
     missing = [folder for folder in (output, *output.parents) if not folder.exists()]
     try:
         with plain_os_errors(f"Cannot write the run to {output}"):
             output.mkdir(parents=True, exist_ok=True)
-            partial.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
-            partial.replace(path)
+            write_whole(path, (json.dumps(settings, indent=2) + "\n").encode())
         yield path
     except BaseException:
-        partial.unlink(missing_ok=True)
         if not (output / LOG_NAME).exists():
             for file in (path, output / ".lock"):  # the engine's, which has ended
-                file.unlink(missing_ok=True)
+                with suppress(OSError):
+                    file.unlink()
             for folder in missing:
                 try:
                     folder.rmdir()

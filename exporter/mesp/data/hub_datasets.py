@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from mesp.errors import MespError
@@ -35,6 +36,7 @@ def read_rows(
             f"{data} is read with the datasets library, which is not there: pip install datasets, "
             "or write the records to a folder with train.jsonl."
         ) from error
+    refuse_scripts(datasets)
     datasets.logging.set_verbosity_error()
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
@@ -61,6 +63,16 @@ def read_rows(
             "or give a folder with train.jsonl."
         ) from error
     return {split: [_without_null(row) for row in each] for split, each in rows.items()}
+
+
+def refuse_scripts(datasets: ModuleType) -> None:
+    """Raises MespError where the library is one that runs the Python scripts of a dataset: it did
+    so before version 4."""
+    if int(datasets.__version__.partition(".")[0]) < 4:
+        raise MespError(
+            f"The datasets library is {datasets.__version__}, which runs scripts that come with a "
+            "dataset: pip install 'datasets>=4'."
+        )
 
 
 def _find_subset(data: str, subset: str | None, there: list[str]) -> str:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import io
-import json
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from mesp.errors import MespError
+from mesp.files import parse_json
 
 RECORDS = (
     'records have "text", "prompt" and "completion", or "messages"; for an objective "prompt", '
@@ -62,16 +62,13 @@ def read_object(where: str, line: str, records: str) -> dict[str, Any]:
     """A line of a JSONL file. Raises MespError where it is no JSON object, and says what `records`
     are, or where a tokenizer could not take its strings."""
     try:
-        record = json.loads(line)
-    except (ValueError, RecursionError) as error:
+        record = parse_json(line)
+    except UnicodeEncodeError as error:
+        raise MespError(f"{where} has half a character, as \\ud83d alone is; mend it.") from error
+    except ValueError as error:
         raise MespError(f"{where} is not JSON.") from error
     if not isinstance(record, dict):
         raise MespError(f"{where} is no object; {records}.")
-    try:
-        if "\\u" in line:
-            json.dumps(record, ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:
-        raise MespError(f"{where} has half a character, as \\ud83d alone is; mend it.") from error
     return record
 
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from mesp.bundle.folders import locked, sync
-from mesp.bundle.manifest import describe_files, read_manifest, write_manifest
+from mesp.bundle.manifest import damaged, describe_files, read_manifest, write_manifest
 from mesp.data.examples import Split
 from mesp.errors import plain_os_errors
+from mesp.files import create, read_object, remove_link
 
 # A bundle's data lies in one of these folders; new data is written to the other.
 FOLDERS = ("data", "data.2")
@@ -20,20 +22,25 @@ FOLDERS = ("data", "data.2")
 def write_data(bundle: Path, folder: str, splits: dict[str, Split]) -> dict[str, Any]:
     """Writes the splits to a new `folder` of the bundle; returns the manifest's ``data``."""
     entries = {}
-    for split, each in splits.items():
+    if splits:
+        remove_link(bundle / folder)
         (bundle / folder).mkdir(exist_ok=True)
-        entries[split] = {"file": f"{folder}/{split}.bin", "tokens": len(each.tokens)}
-        (bundle / folder / f"{split}.bin").write_bytes(each.tokens.astype("<u4").tobytes())
+
+    def write(file: str, array: np.ndarray) -> str:
+        with create(bundle / folder / file) as opened:
+            opened.write(array.tobytes())
+        return f"{folder}/{file}"
+
+    for split, each in splits.items():
+        file = write(f"{split}.bin", each.tokens.astype("<u4"))
+        entries[split] = {"file": file, "tokens": len(each.tokens)}
         if each.examples is not None:
-            file = f"{folder}/{split}.examples.bin"
+            file = write(f"{split}.examples.bin", each.examples.astype("<u4"))
             entries[split]["examples"] = {"file": file, "count": len(each.examples)}
-            (bundle / file).write_bytes(each.examples.astype("<u4").tobytes())
         if each.mask is not None:
-            entries[split]["mask"] = f"{folder}/{split}.mask.bin"
-            (bundle / entries[split]["mask"]).write_bytes(each.mask.tobytes())
+            entries[split]["mask"] = write(f"{split}.mask.bin", each.mask)
         if each.labels is not None:
-            entries[split]["labels"] = f"{folder}/{split}.labels.bin"
-            (bundle / entries[split]["labels"]).write_bytes(each.labels.tobytes())
+            entries[split]["labels"] = write(f"{split}.labels.bin", each.labels)
     return entries
 
 
@@ -65,9 +72,12 @@ def replace_data(bundle: Path, splits: dict[str, Split]) -> dict[str, Any]:
 
 def _remove_unused(bundle: Path) -> str:
     """Removes the folder for data that is not the manifest's, if it is there; returns its name."""
-    files = json.loads((bundle / "manifest.json").read_text(encoding="utf-8"))["files"]
+    files = read_object(bundle / "manifest.json")["files"]
     used = {file["path"].split("/")[0] for file in files}
-    unused = next(folder for folder in FOLDERS if folder not in used)
+    unused = next((folder for folder in FOLDERS if folder not in used), None)
+    if unused is None:
+        raise damaged(bundle)
+    remove_link(bundle / unused)
     shutil.rmtree(bundle / unused, ignore_errors=True)
     return unused
 

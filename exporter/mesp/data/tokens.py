@@ -13,24 +13,34 @@ import numpy as np
 from mesp.data.answers import encode_answers
 from mesp.data.records import Document
 from mesp.errors import MespError
+from mesp.files import read_object
 
 
-def load_tokenizer(folder: Path) -> Any:
-    """The tokenizer in a model's folder or a bundle, as mlx-lm wraps it.
+def load_tokenizer(
+    folder: Path,
+    without: str = "so --data cannot be used with it; take a model with one",
+    ends: int | list[int] | None = None,
+) -> Any:
+    """The tokenizer in a model's folder or a bundle, as mlx-lm wraps it, with the tokens that end a
+    text where they are not the tokenizer's own.
 
-    Raises MespError where there is none, or it cannot be loaded.
+    Code in the folder is never run: a tokenizer is one of those that transformers has. Raises
+    MespError where there is none, and says what `without` it, or where it cannot be loaded.
     """
     if not (folder / "tokenizer_config.json").is_file():
-        raise MespError(
-            f"{folder} has no tokenizer, so --data cannot be used with it; take a model with one."
-        )
+        raise MespError(f"{folder} has no tokenizer, {without}.")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     from mlx_lm import tokenizer_utils
 
+    config = {}
     try:
-        return tokenizer_utils.load(folder, {"local_files_only": True})
+        config = read_object(folder / "tokenizer_config.json")
+        options = {"local_files_only": True, "trust_remote_code": False}
+        return tokenizer_utils.load(folder, options, ends)
     except Exception as error:
         reason = str(error).partition("\n")[0]
+        if "trust_remote_code" in reason or "auto_map" in config:
+            reason = "it is Python code, which is not run; take a model whose tokenizer is data."
         raise MespError(f"The tokenizer in {folder} cannot be loaded: {reason}") from error
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mesp.data.tokens import load_tokenizer as load_any_tokenizer
 from mesp.errors import MespError
+from mesp.files import read_object
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -14,19 +15,18 @@ if TYPE_CHECKING:
 
 def load_tokenizer(bundle: Path) -> TokenizerWrapper:
     """The bundle's tokenizer, with the tokens that end a text as mlx-lm finds them."""
-    if not (bundle / "tokenizer_config.json").is_file():
-        raise MespError(
-            f"{bundle} has no tokenizer; export it from a model folder that has one to generate."
-        )
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    from mlx_lm import utils
-
     try:
-        ends = utils.load_config(bundle).get("eos_token_id")
-        return utils.load_tokenizer(bundle, eos_token_ids=ends)
-    except Exception as error:
-        reason = str(error).partition("\n")[0]
-        raise MespError(f"The tokenizer in {bundle} cannot be loaded: {reason}") from error
+        config = read_object(bundle / "config.json")
+        if (bundle / "generation_config.json").exists():
+            said = read_object(bundle / "generation_config.json").get("eos_token_id")
+            config["eos_token_id"] = said or config.get("eos_token_id")
+        ends = config.get("eos_token_id")
+        if not all(type(end) is int for end in (ends if isinstance(ends, list) else [ends or 0])):
+            raise ValueError("its eos_token_id is neither a number nor a list of them")
+    except (OSError, ValueError) as error:
+        raise MespError(f"The tokenizer in {bundle} cannot be loaded: {error}.") from error
+    without = "which generating needs; export a model that has one"
+    return load_any_tokenizer(bundle, without, ends)
 
 
 def encode(

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from mesp.data.hub_datasets import refuse_scripts
 from mesp.errors import MespError
 from mesp.evaluation.metrics import Metric, exponential, mean
 from mesp.evaluation.model import Model
@@ -27,6 +28,7 @@ try:
 except ImportError as error:
     raise MespError("--tasks needs lm-evaluation-harness: pip install 'mesp[harness]'.") from error
 
+refuse_scripts(datasets)
 logging.getLogger("lm_eval").setLevel(logging.ERROR)
 datasets.disable_progress_bars()
 # It asks git, which says on standard error where there is no repository.

@@ -15,6 +15,7 @@ from rich.table import Table
 
 from mesp.errors import MespError, plain_os_errors
 from mesp.evaluation.metrics import Estimate, Metric, compare
+from mesp.files import partial_of, write_whole
 from mesp.formatting import decimal
 
 Row = dict[str, Any]  # task, metric, adapters, estimate, difference
@@ -82,7 +83,7 @@ def check_writable(path: Path) -> None:
         is_other = path.exists() and not path.is_file()  # a folder, a device
         if is_other or not folder.is_dir() or not os.access(folder, os.W_OK):
             raise MespError(f"{path} cannot be written; name another --out.")
-        _partial(path).exists()  # raises where that name is too long
+        partial_of(path).exists()  # raises where that name is too long
 
 
 def write(path: Path, what: dict[str, Any], found: Sequence[Row], samples: Any) -> None:
@@ -94,18 +95,9 @@ def write(path: Path, what: dict[str, Any], found: Sequence[Row], samples: Any) 
     for each in results:
         del each["estimate"]
     text = json.dumps({**what, "results": results, "samples": samples}, indent=1, default=str)
-    partial = _partial(path)
     with plain_os_errors(f"Cannot write {path}"):
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            partial.write_text(text + "\n", encoding="utf-8")
-            partial.replace(path)
-        finally:
-            partial.unlink(missing_ok=True)
-
-
-def _partial(path: Path) -> Path:
-    return path.with_name(f".{path.name}.partial")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, f"{text}\n".encode())
 
 
 def _numbers(estimate: Estimate | None) -> dict[str, float | None]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from dataclasses import dataclass, replace
@@ -10,20 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from mesp.errors import MespError
+from mesp.files import read_object
 from mesp.hub_download import download
 from mesp.models.short_names import KNOWN
+from mesp.source_model.texts import TOKENIZER_FILES
 
 DEMO = Path(__file__).parents[1] / "demo_model"
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-    "generation_config.json",
-)
 
 
 @dataclass(frozen=True)
@@ -61,9 +52,7 @@ def find_source(model: str, random_weights: bool) -> Source:
 
 def _local_source(folder: Path) -> Source:
     try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        if not isinstance(config, dict):
-            raise ValueError("not an object")
+        config = read_object(folder / "config.json")
     except FileNotFoundError as error:
         raise MespError(f"{folder} is not a Hugging Face model: it has no config.json.") from error
     except (OSError, ValueError) as error:

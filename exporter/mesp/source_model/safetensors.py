@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
+import stat
 from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
 
 from mesp.errors import MespError
+from mesp.files import parse_json, read_object
 from mesp.source_model.names import CONVOLUTIONS, name_here
 
 # Types in a safetensors file: as NumPy reads them (it has no bfloat16), and what they are.
@@ -19,6 +20,9 @@ TENSOR_DTYPES = {
     "U32": (np.uint32, mx.uint32),
     "U8": (np.uint8, mx.uint8),
 }
+
+
+HEADER = 16 << 20  # bytes: of a file with 100,000 tensors
 
 
 class SafetensorsWeights:
@@ -34,7 +38,9 @@ class SafetensorsWeights:
         index = folder / "model.safetensors.index.json"
         if index.is_file():
             try:
-                names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+                names = set(read_object(index)["weight_map"].values())
+                if not all(_is_name(name) for name in names):
+                    raise ValueError("it names no files beside it")
             except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
                 raise MespError(f"{index} cannot be read; download the model again.") from error
             files = [folder / name for name in sorted(names)]
@@ -51,9 +57,13 @@ class SafetensorsWeights:
         The safetensors package is not used as it cannot read part of a bfloat16 tensor.
         """
         try:
+            if not stat.S_ISREG(file.stat().st_mode):
+                raise ValueError("not a regular file")
             with open(file, "rb") as opened:
                 start = 8 + int.from_bytes(opened.read(8), "little")
-                header = json.loads(opened.read(start - 8))
+                if start > HEADER:
+                    raise ValueError("a header that is too long")
+                header = parse_json(opened.read(start - 8))
             data = np.memmap(file, mode="r", offset=start)
             header.pop("__metadata__", None)
             for theirs, tensor in header.items():
@@ -114,3 +124,8 @@ class SafetensorsWeights:
                 f"{list(array.shape)}, not {list(shape)}."
             )
         return mx.array(array[rows]).view(dtype)
+
+
+def _is_name(name: object) -> bool:
+    """Whether it is a file's name, without a folder."""
+    return isinstance(name, str) and name not in ("", ".", "..") and not {*"/\0"} & {*name}

@@ -1,0 +1,144 @@
+"""Reads files that may come from anybody, and opens files in folders that may hold anything."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import yaml
+
+# The largest manifest of a model with a short name, with every block laid out in its own way, has
+# 0.4 MB. A parsed file takes some 16 times its size.
+SIZE = 4 << 20
+DEPTH = 64
+
+
+def read_bytes(path: Path, size: int = SIZE) -> bytes:
+    """The content of a regular file. Raises OSError where it cannot be read, and ValueError where
+    it is not regular (a device has no end, a pipe waits) or has more than `size` bytes."""
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise ValueError(f"{path} is not a regular file")
+        data = file.read(size + 1)
+    if len(data) > size:
+        raise ValueError(f"{path} has more than {size >> 20} MiB")
+    return data
+
+
+def read_json(path: Path, size: int = SIZE) -> Any:
+    """The value of a JSON file. Raises what `read_bytes` and `parse_json` do."""
+    return parse_json(read_bytes(path, size))
+
+
+def read_object(path: Path, size: int = SIZE) -> dict[str, Any]:
+    """The object in a JSON file. Raises what `read_json` does, and ValueError for another value."""
+    value = read_json(path, size)
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} is not a JSON object")
+    return value
+
+
+def parse_json(text: str | bytes) -> Any:
+    """The value of a JSON text. Raises ValueError where it is none, is nested more than `DEPTH`
+    deep, or has a string that no UTF-8 text can hold."""
+    try:
+        text = text.decode("utf-8-sig") if isinstance(text, bytes) else text
+        value = json.loads(text)
+    except RecursionError as error:
+        raise ValueError("it is nested too deep") from error
+    _check(value, "\\u" in text)
+    return value
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML without references: a few lines of them stand for more than a memory holds."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            event = self.peek_event()
+            raise yaml.composer.ComposerError(
+                None, None, "it refers to another part, which is not supported", event.start_mark
+            )
+        return super().compose_node(parent, index)
+
+
+def parse_yaml(text: bytes) -> Any:
+    """The value of a YAML text. Raises yaml.YAMLError or ValueError where it is none, refers to
+    its own parts, is nested more than `DEPTH` deep, or has a string that is no text."""
+    try:
+        value = yaml.load(text, _Loader)
+    except RecursionError as error:
+        raise ValueError("it is nested too deep") from error
+    except (LookupError, AttributeError, TypeError, ArithmeticError) as error:
+        raise ValueError("a value is not what its tag says") from error  # such as !!bool maybe
+    _check(value, True)
+    return value
+
+
+def _check(value: Any, has_escapes: bool) -> None:
+    """Raises ValueError where a value is nested too deep or, which only escapes can do, has half a
+    character."""
+    level = [value]
+    for _ in range(DEPTH):
+        inner = []
+        for part in level:
+            if isinstance(part, dict):
+                inner += [*part, *part.values()]
+            elif isinstance(part, list | tuple | set):
+                inner += part
+            elif has_escapes and isinstance(part, str):
+                part.encode()
+        level = inner
+        if not level:
+            return
+    raise ValueError("it is nested too deep")
+
+
+def inside(folder: Path, name: str) -> Path:
+    """The path of what is called `name` in a folder, at whatever depth. Raises ValueError where the
+    name leads out of it, or anything on the way is a symbolic link."""
+    parts = name.split("/")
+    if "\0" in name or len(name) > 255 or {"", ".", ".."}.intersection(parts):
+        raise ValueError(f"{name!r} is no name within a folder")
+    path = folder
+    for part in parts:
+        path = path / part
+        try:
+            is_link = path.is_symlink()
+        except OSError as error:  # it is too long
+            raise ValueError(f"{name!r} is no name of a file") from error
+        if is_link:
+            raise ValueError(f"{name!r} is a symbolic link")
+    return path
+
+
+def remove_link(path: Path) -> None:
+    """Removes a symbolic link, and nothing else."""
+    if path.is_symlink():
+        path.unlink()
+
+
+def create(path: Path) -> BinaryIO:
+    """Opens a new file for writing in the place of what is there, which is removed: a symbolic link
+    is not followed."""
+    path.unlink(missing_ok=True)
+    return open(path, "xb")
+
+
+def partial_of(path: Path) -> Path:
+    """What a file is called while `write_whole` writes it."""
+    return path.with_name(f".{path.name}.partial")
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Writes a file such that whoever looks sees all of it or what was there before."""
+    partial = partial_of(path)
+    try:
+        with create(partial) as file:
+            file.write(data)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)

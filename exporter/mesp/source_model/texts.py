@@ -1,0 +1,72 @@
+"""What goes with a model's weights: its config.json, its tokenizer and its licence."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from mesp.errors import MespError
+from mesp.files import create, read_object
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+_CONFIGS = ("tokenizer_config.json", "generation_config.json")
+# What names Python code for transformers or mlx-lm to run.
+_CODE = ("auto_map", "custom_pipelines", "model_file")
+
+
+def texts_of(names: Iterable[str]) -> list[str]:
+    """Of the files in a model's folder, those that are copied beside its weights: no code."""
+    return sorted(
+        name
+        for name in names
+        if name in TOKENIZER_FILES
+        or (name.startswith("LICENSE") and Path(name).suffix in ("", ".txt", ".md"))
+    )
+
+
+def copy_texts(source: Path, names: Iterable[str], folder: Path) -> None:
+    """Copies files of `source`, configurations without the code that they name.
+
+    Raises MespError where one is a link to a file outside of `source`; a file in a cache of the
+    Hugging Face Hub is one to a folder beside it. OSError where one cannot be copied.
+    """
+    root = source.resolve()
+    if root.parent.name == "snapshots":
+        root = root.parents[1]
+    for name in names:
+        file = source / name
+        if not file.resolve().is_relative_to(root):
+            raise MespError(f"{file} is a link that leads out of its folder; put the file there.")
+        if name not in _CONFIGS:
+            shutil.copyfile(file, folder / name)
+            continue
+        try:
+            write_config(folder / name, read_object(file))
+        except ValueError as error:
+            raise MespError(f"{file} cannot be read as a JSON object.") from error
+
+
+def write_config(path: Path, config: dict[str, Any]) -> None:
+    """Writes a configuration without the code that it names."""
+    text = json.dumps(without_code(config), indent=2, ensure_ascii=False)
+    with create(path) as file:
+        file.write(f"{text}\n".encode())
+
+
+def without_code(value: Any) -> Any:
+    """A JSON value without what names Python code, at any depth."""
+    if isinstance(value, dict):
+        return {key: without_code(each) for key, each in value.items() if key not in _CODE}
+    return [*map(without_code, value)] if isinstance(value, list) else value

@@ -1,0 +1,478 @@
+"""Files that are made to do harm: what they ask for is not done, and a sentence says so."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import struct
+import subprocess
+import tracemalloc
+from itertools import pairwise
+from pathlib import Path
+
+import mlx.core as mx
+import mlx_lm
+import numpy as np
+import pytest
+
+from conftest import TEXT, TINY, command, run, write_model
+from mesp.files import read_json
+from test_fuse import write_adapters
+
+HARM = "import pathlib; pathlib.Path({!r}).touch()\nfrom transformers import {} as Base\n"
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A bundle with data and a tokenizer."""
+    folder = tmp_path_factory.mktemp("security")
+    write_model(folder / "model", TINY)
+    (folder / "text.txt").write_text(TEXT)
+    size = ("--seq-len", 8, "--rank", 2, "--data", folder / "text.txt")
+    done = run("export", "--model", folder / "model", *size, "--out", folder / "exported.mesp")
+    assert done.returncode == 0, done.stderr
+    return folder / "exported.mesp"
+
+
+@pytest.fixture
+def bundle(exported: Path, tmp_path: Path) -> Path:
+    """A copy of it to change."""
+    return Path(shutil.copytree(exported, tmp_path / "bundle.mesp"))
+
+
+def change(file: Path, **entries: object) -> None:
+    """Sets entries of a JSON object in a file."""
+    value = json.loads(file.read_text()) if file.exists() else {}
+    file.write_text(json.dumps(value | entries))
+
+
+def list_again(bundle: Path) -> None:
+    """Has the manifest describe the bundle's files as they are now."""
+    from mesp.bundle.manifest import describe_files
+
+    listed = [each for each in describe_files(bundle) if each["path"] != "manifest.json"]
+    change(bundle / "manifest.json", files=listed)
+
+
+def name_code(folder: Path, harm: Path) -> None:
+    """Has the tokenizer and the model of a folder be Python code that makes the file `harm`."""
+    (folder / "code.py").write_text(
+        HARM.format(str(harm), "PreTrainedTokenizerFast") + "class Tokenizer(Base): pass\n"
+    )
+    change(
+        folder / "tokenizer_config.json",
+        tokenizer_class="Tokenizer",
+        auto_map={"AutoTokenizer": [None, "code.Tokenizer"]},
+    )
+    code = {"auto_map": {"AutoConfig": "code.Config"}, "model_file": "code.py"}
+    change(folder / "config.json", **code)
+
+
+@pytest.mark.parametrize("module", ["generate", "data", "evaluate"])
+def test_a_bundle_runs_no_python(bundle: Path, tmp_path: Path, module: str):
+    """Nor does an answer on standard input let it: transformers would ask there."""
+    harm = tmp_path / "harm"
+    name_code(bundle, harm)
+    change(bundle / "config.json", model_type="custom")  # of others transformers has a tokenizer
+    list_again(bundle)
+    arguments = {
+        "generate": ["--prompt", "-"],
+        "data": ["--data", tmp_path / "text.txt"],
+        "evaluate": [tmp_path / "questions.jsonl"],
+    }
+    (tmp_path / "text.txt").write_text(TEXT)
+    (tmp_path / "questions.jsonl").write_text('{"text": "a dog"}\n')
+    done = subprocess.run(
+        command(module, bundle, *arguments[module]),
+        input="y\ny\n",
+        capture_output=True,
+        text=True,
+        env=os.environ | {"HF_HOME": str(tmp_path / "cache")},
+    )
+    assert not harm.exists()
+    assert done.returncode == 2
+    assert "it is Python code, which is not run" in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
+
+
+@pytest.fixture(scope="module")
+def trained(exported: Path) -> Path:
+    """Adapters of the bundle's model."""
+    return write_adapters(exported.parent / "adapters", exported)
+
+
+@pytest.fixture
+def adapters(trained: Path, tmp_path: Path) -> Path:
+    """A copy of them to change."""
+    return Path(shutil.copytree(trained, tmp_path / "adapters"))
+
+
+def refused(*arguments: object) -> str:
+    """The one sentence that a command refuses something with."""
+    done = run(*arguments)
+    assert done.returncode == 2, done.stdout
+    assert done.stderr.startswith("Error: ") and done.stderr.count("\n") == 1, done.stderr
+    return done.stderr
+
+
+def fuse(bundle: Path, adapters: Path) -> tuple[object, ...]:
+    """The arguments of a fusion into `fused` beside the bundle."""
+    return "fuse", bundle, "--adapters", adapters, "--out", bundle.with_name("fused")
+
+
+def rewritten(header: dict, **fields: object) -> bytes:
+    """A safetensors file with the fields of its first tensor changed, of zeros."""
+    first = next(iter(header))
+    text = json.dumps(header | {first: header[first] | fields}).encode()
+    ends = [entry["data_offsets"][1] for entry in header.values()]
+    return struct.pack("<Q", len(text)) + text + bytes(max(ends))
+
+
+def header_of(file: Path) -> dict:
+    data = file.read_bytes()
+    header = json.loads(data[8 : 8 + struct.unpack("<Q", data[:8])[0]])
+    del header["__metadata__"]
+    return header
+
+
+@pytest.mark.parametrize("what", ["half", "far", "overlap", "text", "rank", "not finite", "fifo"])
+def test_adapters_that_lie_are_refused(bundle: Path, adapters: Path, what: str):
+    file = adapters / "adapters.safetensors"
+    data, header = file.read_bytes(), header_of(file)
+    said = "holds no adapters in mlx-lm's form"
+    if what == "half":
+        file.write_bytes(data[: len(data) // 2])
+    elif what == "far":
+        size = header[next(iter(header))]["data_offsets"][1]
+        file.write_bytes(rewritten(header, data_offsets=[1 << 40, (1 << 40) + size]))
+    elif what == "overlap":
+        file.write_bytes(rewritten(header, data_offsets=header[[*header][-1]]["data_offsets"]))
+    elif what == "text":
+        file.write_text("no adapters")
+    elif what == "rank":
+        module = "model.layers.0.self_attn.k_proj"
+        pair = {"lora_a": mx.zeros((128, 200_000)), "lora_b": mx.zeros((200_000, 64))}
+        mx.save_safetensors(str(file), {f"{module}.{name}": m for name, m in pair.items()})
+        said = "have rank 200,000, and the model's width is 128"
+    elif what == "not finite":
+        matrices = mx.load(str(file))
+        mx.save_safetensors(str(file), {name: m / 0 for name, m in matrices.items()})
+        said = "that are not finite"
+    else:
+        file.unlink()
+        os.mkfifo(file)
+    assert said in refused(*fuse(bundle, adapters))
+    assert not bundle.with_name("fused").exists()
+
+
+@pytest.mark.parametrize("scale", [float("nan"), 1e400, -1, "3", None, [1], True])
+def test_a_scale_that_is_none_is_refused(bundle: Path, adapters: Path, scale: object):
+    change(adapters / "adapter_config.json", lora_parameters={"scale": scale})
+    assert "holds no adapters in mlx-lm's form" in refused(*fuse(bundle, adapters))
+
+
+def test_a_damaged_bundle_is_not_fused(bundle: Path, adapters: Path):
+    weights = bundle / "blocks" / "00.bin"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\1")
+    assert "00.bin is damaged" in refused(*fuse(bundle, adapters))
+
+
+def test_a_fused_model_holds_no_code(bundle: Path, adapters: Path, tmp_path: Path):
+    """Whoever loads it with mlx-lm, which runs a model_file unasked, runs none of the bundle's."""
+    harm, secret = tmp_path / "harm", tmp_path / "secret"
+    secret.write_text("secret")
+    name_code(bundle, harm)
+    for name in ("LICENSE", "LICENSE.txt", "LICENSE.py", "modeling.py", "notes.txt"):
+        (bundle / name).write_text(f"import pathlib; pathlib.Path({str(harm)!r}).touch()")
+    list_again(bundle)
+    (bundle / "merges.txt").symlink_to(secret)  # which is not listed
+    done = run(*fuse(bundle, adapters), "--val-batches", 0)
+    assert done.returncode == 0, done.stderr
+    fused = bundle.with_name("fused")
+    assert {path.name for path in fused.iterdir()} == {
+        "LICENSE", "LICENSE.txt", "config.json", "model.safetensors",
+        "model.safetensors.index.json", "tokenizer.json", "tokenizer_config.json",
+    }  # fmt: skip
+    for name in ("config.json", "tokenizer_config.json"):
+        assert "code" not in (fused / name).read_text()
+    mlx_lm.load(str(fused))
+    assert not harm.exists()
+
+
+def test_a_bundle_of_a_model_with_code_has_none(exported: Path, tmp_path: Path):
+    model = Path(shutil.copytree(exported.parent / "model", tmp_path / "model"))
+    name_code(model, tmp_path / "harm")
+    (model / "LICENSE.py").write_text("")
+    (model / "LICENSE").write_text("")
+    out = tmp_path / "out.mesp"
+    done = run("export", "--model", model, "--seq-len", 8, "--rank", 2, "--out", out)
+    assert done.returncode == 0, done.stderr
+    assert not list(out.rglob("*.py")) and (out / "LICENSE").exists()
+    for name in ("config.json", "tokenizer_config.json"):
+        assert "code" not in (out / name).read_text()
+    (model / "merges.txt").symlink_to("/etc/passwd")
+    arguments = ("--seq-len", 8, "--out", tmp_path / "other.mesp")
+    assert "leads out of its folder" in refused("export", "--model", model, *arguments)
+
+
+@pytest.mark.parametrize(
+    ("entries", "said"),
+    [
+        ({"num_hidden_layers": 10**9}, "does not describe the bundle's model"),
+        ({"hidden_size": 64}, "does not describe the bundle's model"),
+        ({"model_type": "deepseek_v3"}, "does not describe the bundle's model"),
+        ({"rope_theta": "x"}, "does not describe the bundle's model"),
+    ],
+)
+def test_a_configuration_of_another_model_is_refused(
+    bundle: Path, adapters: Path, entries: dict, said: str
+):
+    change(bundle / "config.json", **entries)
+    list_again(bundle)
+    assert said in refused(*fuse(bundle, adapters), "--val-batches", 0)
+
+
+@pytest.mark.parametrize("what", ["token", "example", "no target"])
+def test_held_out_data_that_lies_is_refused(bundle: Path, adapters: Path, what: str):
+    """Ids beyond the vocabulary would read what lies behind the embedding."""
+    tokens = np.fromfile(bundle / "data" / "valid.bin", "<u4")
+    manifest = json.loads((bundle / "manifest.json").read_text())
+    if what == "token":
+        tokens[3] = 2**32 - 1
+        tokens.tofile(bundle / "data" / "valid.bin")
+    else:
+        examples = np.array([[0, 5], [len(tokens) - 2, 3]], "<u4")
+        examples.tofile(bundle / "data" / "valid.examples.bin")
+        entry = manifest["data"]["valid"]
+        entry["examples"] = {"file": "data/valid.examples.bin", "count": 2}
+        if what == "no target":
+            np.zeros(len(tokens), np.uint8).tofile(bundle / "data" / "valid.mask.bin")
+            entry["mask"] = "data/valid.mask.bin"
+            examples[1, 0] -= 1
+            examples.tofile(bundle / "data" / "valid.examples.bin")
+        change(bundle / "manifest.json", data=manifest["data"])
+    list_again(bundle)
+    said = "nothing to predict" if what == "no target" else "valid data of"
+    assert said in refused(*fuse(bundle, adapters))
+
+
+def loop(path: Path) -> Path:
+    """A symbolic link to itself."""
+    path.symlink_to(path.name)
+    return path
+
+
+@pytest.mark.parametrize("what", ["long", "loop", "file"])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("generate", "PATH", "--prompt", "a"),
+        ("generate", "BUNDLE", "--prompt", "a", "--adapters", "PATH"),
+        ("data", "PATH", "--data", "python-docs"),
+        ("data", "BUNDLE", "--data", "PATH"),
+        ("evaluate", "PATH", "x.jsonl"),
+        ("evaluate", "BUNDLE", "PATH"),
+        ("evaluate", "BUNDLE", "QUESTIONS", "--out", "PATH"),
+        ("fuse", "PATH", "--adapters", "ADAPTERS", "--out", "fused"),
+        ("fuse", "BUNDLE", "--adapters", "PATH", "--out", "fused"),
+        ("fuse", "BUNDLE", "--adapters", "ADAPTERS", "--out", "PATH"),
+        ("export", "--model", "PATH"),
+        ("export", "--model", "demo", "--data", "PATH", "--out", "out.mesp"),
+        ("export", "--model", "demo", "--out", "PATH"),
+        ("export", "--from", "PATH", "--out", "out.mesp"),
+        ("train", "PATH", "--steps", 1),
+        ("train", "BUNDLE", "--steps", 1, "--output", "PATH"),
+        ("train", "--config", "PATH"),
+        ("train", "--resume", "--output", "PATH"),
+    ],
+    ids=lambda arguments: " ".join(map(str, arguments)),
+)
+def test_paths_that_lead_nowhere_are_refused(
+    exported: Path, trained: Path, tmp_path: Path, what: str, arguments: tuple[object, ...]
+):
+    path = tmp_path / {"long": 5000 * "a"}.get(what, "path")
+    if what == "loop":
+        loop(path)
+    elif what == "file":
+        path.write_text("{")
+        if arguments[-2:] == ("--out", "PATH") and arguments[0] == "evaluate":
+            pytest.skip("which it replaces")
+    (tmp_path / "questions.jsonl").write_text('{"text": "a dog"}\n')
+    named = {"PATH": path, "BUNDLE": exported, "ADAPTERS": trained}
+    named["QUESTIONS"] = tmp_path / "questions.jsonl"
+    done = run(*(named.get(each, each) for each in arguments), cwd=tmp_path)
+    assert done.returncode in (1, 2) and "Traceback" not in done.stderr
+    assert done.stderr.splitlines()[-1].startswith("Error: "), done.stderr
+
+
+DEEP = 50_000 * "["
+BAD_JSON = {
+    "deep": DEEP,
+    "deep and whole": 900 * "[" + 900 * "]",
+    "half a character": '{"name": "\\ud800"}',
+    "long number": "[" + 5000 * "1" + "]",
+    "bytes": b"\xff\xfe{",
+    "large": " " * (5 << 20) + "{}",
+    "list": "[]",
+}
+
+
+@pytest.mark.parametrize("what", BAD_JSON)
+@pytest.mark.parametrize(
+    "file",
+    [
+        "bundle.mesp/manifest.json", "bundle.mesp/config.json",
+        "bundle.mesp/tokenizer_config.json", "bundle.mesp/generation_config.json",
+        "adapters/adapter_config.json", "model/config.json", "model/model.safetensors.index.json",
+        "run/settings.json", "train.jsonl",
+    ],
+)  # fmt: skip
+def test_json_that_is_none_is_refused(
+    exported: Path, bundle: Path, adapters: Path, tmp_path: Path, file: str, what: str
+):
+    model = Path(shutil.copytree(exported.parent / "model", tmp_path / "model"))
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").touch()
+    path, data = tmp_path / file, BAD_JSON[what]
+    path.write_bytes(data if isinstance(data, bytes) else data.encode())
+    if path.parent == bundle and path.name != "manifest.json":
+        list_again(bundle)
+    out = tmp_path / "out.mesp"
+    said = refused(
+        *{
+            "bundle.mesp": ("generate", bundle, "--prompt", "a"),
+            "adapters": fuse(bundle, adapters),
+            "model": ("export", "--model", model, "--seq-len", 8, "--out", out),
+            "run": ("train", "--resume", "--output", tmp_path / "run"),
+            "train.jsonl": ("data", bundle, "--data", path),
+        }[Path(file).parts[0]]
+    )
+    assert len(said) < 500
+    assert not out.exists() and not (tmp_path / "fused").exists()
+
+
+@pytest.mark.parametrize("names", [["../x"], ["/etc/passwd"], [1], [None], [["a"]], [{}], ["a\0"]])
+def test_an_index_that_names_no_file_beside_it_is_refused(
+    exported: Path, tmp_path: Path, names: list
+):
+    model = Path(shutil.copytree(exported.parent / "model", tmp_path / "model"))
+    weight_map = {str(i): name for i, name in enumerate(names)}
+    change(model / "model.safetensors.index.json", weight_map=weight_map)
+    said = refused("export", "--model", model, "--seq-len", 8, "--out", tmp_path / "out.mesp")
+    assert "model.safetensors.index.json cannot be read; download the model again" in said
+
+
+BAD_YAML = {
+    "a date": "steps: 2001-99-99",
+    "a tag": "steps: !!bool maybe",
+    "deep": "steps: " + 5000 * "[",
+    "flow": "steps: " + 200 * "[" + 200 * "]",
+    "half a character": 'output: "\\ud800"',
+    "growing": "a: &a [x, x]\n"
+    + "".join(f"{b}: &{b} [*{a}, *{a}]\n" for a, b in pairwise("abcdefghijklmnopqrstuvwxyz"))
+    + "steps: *z",
+    "itself": "steps: &a [*a]",
+    "large": " " * (5 << 20),
+}
+
+
+@pytest.mark.parametrize("what", BAD_YAML)
+def test_yaml_that_is_none_is_refused(tmp_path: Path, what: str):
+    (tmp_path / "config.yaml").write_text(BAD_YAML[what])
+    said = refused("train", "--config", tmp_path / "config.yaml")
+    assert "config.yaml" in said and "is not valid YAML" in said and len(said) < 300
+
+
+@pytest.mark.parametrize("value", ["1", [1], {}, 1.5, True, -1])
+def test_settings_of_other_types_are_refused(bundle: Path, tmp_path: Path, value: object):
+    """Where a run goes on with what a file says."""
+    run_folder = tmp_path / "run"
+    options = ("--steps", 1, "--seq-len", 8, "--output", run_folder)
+    assert run("train", bundle, *options).returncode == 0
+    change(run_folder / "settings.json", warmup=value)
+    assert "is not the settings of a run" in refused("train", "--resume", "--output", run_folder)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [5000 * "a", "/".join(2000 * "a"), "\ud800", "loop", "a\0b", "../out", "", "/etc/passwd"],
+    ids=["long", "deep", "half", "loop", "nul", "up", "empty", "root"],
+)
+def test_a_manifest_names_files_in_its_bundle(bundle: Path, path: str):
+    loop(bundle / "loop")
+    files = json.loads((bundle / "manifest.json").read_text())["files"]
+    change(bundle / "manifest.json", files=[*files, {"path": path, "size": 1, "sha256": ""}])
+    said = refused("generate", bundle, "--prompt", "a")
+    assert "outside of it" in said or "cannot be read" in said
+    assert len(said) < 1000
+
+
+def test_new_data_goes_through_no_link(bundle: Path, exported: Path, tmp_path: Path):
+    """Neither into another bundle, nor, when it is removed, out of it."""
+    other = Path(shutil.copytree(exported, tmp_path / "other.mesp"))
+    before = {path: path.read_bytes() for path in other.rglob("*") if path.is_file()}
+    (bundle / "data.2").symlink_to(other / "data")
+    done = run("data", bundle, "--data", "python-docs")
+    assert done.returncode == 0, done.stderr
+    assert {path: path.read_bytes() for path in other.rglob("*") if path.is_file()} == before
+    assert not (bundle / "data.2").is_symlink() and (bundle / "data.2" / "train.bin").exists()
+
+
+def test_a_bundle_with_two_folders_of_data_is_refused(bundle: Path):
+    shutil.copytree(bundle / "data", bundle / "data.2")
+    list_again(bundle)
+    assert "is damaged" in refused("data", bundle, "--data", "python-docs")
+
+
+def test_an_unfinished_folder_that_is_a_link_is_not_followed(tmp_path: Path):
+    """What a killed export left is removed: not what a link in its place leads to."""
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    (kept / "file").touch()
+    (tmp_path / ".out.mesp.partial").symlink_to(kept)
+    done = run("export", "--model", "demo", "--seq-len", 8, "--out", tmp_path / "out.mesp")
+    assert done.returncode == 0, done.stderr
+    assert [path.name for path in kept.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize("name", [".figures.json.partial", "figures.json"])
+def test_figures_are_written_through_no_link(exported: Path, tmp_path: Path, name: str):
+    kept = tmp_path / "kept"
+    kept.write_text("kept")
+    (tmp_path / name).symlink_to(kept)
+    (tmp_path / "questions.jsonl").write_text('{"text": "a dog"}\n')
+    figures = tmp_path / "figures.json"
+    done = run("evaluate", exported, tmp_path / "questions.jsonl", "--out", figures)
+    assert done.returncode == 0, done.stderr
+    assert kept.read_text() == "kept" and json.loads(figures.read_text())["results"]
+
+
+@pytest.mark.parametrize("name", ["settings.json", "partial.json", ".settings.json.partial"])
+def test_settings_are_written_through_no_link(bundle: Path, tmp_path: Path, name: str):
+    kept, output = tmp_path / "kept", tmp_path / "run"
+    output.mkdir()
+    kept.write_text("kept")
+    (output / name).symlink_to(kept)
+    done = run("train", bundle, "--steps", 1, "--seq-len", 8, "--output", output)
+    assert done.returncode == 0, done.stderr
+    assert kept.read_text() == "kept"
+
+
+def test_a_pipe_in_place_of_a_manifest_is_refused(bundle: Path):
+    """A device or a pipe would be read for ever."""
+    (bundle / "manifest.json").unlink()
+    os.mkfifo(bundle / "manifest.json")
+    assert "cannot be read" in refused("generate", bundle, "--prompt", "a")
+
+
+def test_a_large_manifest_takes_little_memory(bundle: Path):
+    """Small lists take the most: 27 bytes for each of the file."""
+    (bundle / "manifest.json").write_text("[" + ",".join(["[]"] * 350_000) + "]")
+    tracemalloc.start()
+    read_json(bundle / "manifest.json")
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 30 << 20
+    (bundle / "manifest.json").write_text(" " * (24 << 20) + "{}")
+    assert "cannot be read" in refused("generate", bundle, "--prompt", "a")
