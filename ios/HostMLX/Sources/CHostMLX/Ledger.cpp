@@ -223,6 +223,48 @@ void Recorder::kernel(
     counts.read_bytes += read;
     counts.written_bytes += written;
     encoding_.operations++;
+    encoding_.flop += flop;
+    encoding_.bytes += read + written;
+    name_kernel(kind, inputs, outputs);
+}
+
+/// Metal compiles a kernel when it is used for the first time: one for each operation, type and layout. The names here
+/// tell these apart; MLX's own also tell apart block sizes and alignments.
+void Recorder::name_kernel(const char *kind, const References &inputs, const References &outputs) {
+    std::string name = encoded_ + ' ' + kind;
+    const auto add = [&](const mx::array &a) {
+        name += ' ' + std::to_string(static_cast<int>(a.dtype().val()));
+        if (a.data_size() == 1) {
+            name += 's';
+        } else if (!a.flags().contiguous) {
+            name += 'g' + std::to_string(a.ndim());
+        }
+    };
+    for (const mx::array &a : inputs) {
+        add(a);
+    }
+    name += " >";
+    for (const mx::array &a : outputs) {
+        add(a);
+    }
+    if (kernel_names_.insert(std::move(name)).second) {
+        counts.first_kernels++;
+        counts.most_first_kernels = std::max(counts.most_first_kernels, ++first_since_boundary_);
+    }
+}
+
+/// compile.cpp:134: the loop over the types of the inputs goes over a vector that was moved from, so the name does not
+/// hold them. Metal's libraries are kept by that name: the first function's kernel would run for the second.
+void Recorder::fused(const std::string &name, const mx::array &arr) {
+    std::vector<mx::Dtype> types;
+    for (const auto &in : arr.inputs()) {
+        types.push_back(in.dtype());
+    }
+    const auto [it, is_new] = fused_inputs_.emplace(name, types);
+    if (!is_new && it->second != types) {
+        throw std::runtime_error("[ledger] Two fused kernels with inputs of different types have the name " + name + ".");
+    }
+    encoded_ = name;
 }
 
 /// metal/device.cpp:262: a command buffer counts the elements (not the bytes) of each buffer it uses.
@@ -235,6 +277,7 @@ void Recorder::touch(const mx::array &a) {
 void Recorder::temporary(mx::array a) { encoding_.temporaries.push_back(std::move(a)); }
 
 void Recorder::commit(bool counted) {
+    late_ = {};
     encoding_.counted = counted;
     encoding_.serial = ++committed_;
     running_.push_back(std::move(encoding_));
@@ -247,11 +290,27 @@ void Recorder::commit(bool counted) {
 }
 
 /// Lets command buffers complete, in order, up to one.
-void Recorder::complete(size_t serial) {
+///
+/// - Returns: the last that has kernels.
+Recorder::CommandBuffer Recorder::complete(size_t serial) {
+    CommandBuffer last;
     while (!running_.empty() && running_.front().serial <= serial) {
         CommandBuffer done = std::move(running_.front());
         running_.pop_front();
         active_tasks_ -= done.counted;
+        if (done.operations > 0) {
+            last = std::move(done);
+        }
+    }
+    return last;
+}
+
+/// Waits for an event, which a command buffer signals (metal/event.cpp:26). Arrays are held by completion handlers, which
+/// Metal calls on another thread (metal/eval.cpp:60): late ones, of the last kernels, have not run by then.
+void Recorder::wait_for_event(size_t serial) {
+    CommandBuffer last = complete(serial);
+    if (rules.late_handlers) {
+        late_ = std::move(last);
     }
 }
 
@@ -411,10 +470,19 @@ void Recorder::encode(mx::array &arr) {
             held = arr.inputs();
         }
         const auto kernels = counts.kernels;
-        apply_rule(*this, arr, outputs);
-        for (auto &out : outputs) {
-            own(out);
+        encoded_ = arr.primitive().name();
+        const auto own_outputs = [&] {
+            for (auto &out : outputs) {
+                own(out);
+            }
+        };
+        try {
+            apply_rule(*this, arr, outputs);
+        } catch (...) {
+            own_outputs();  // MLX would free a buffer that is not its own
+            throw;
         }
+        own_outputs();
         for (size_t i = 0; i < values.size(); i++) {
             // A view has its values already. A file's contents come without a kernel.
             const auto shares = [&](const mx::array &in) {
@@ -454,13 +522,27 @@ void Recorder::hold(mx::array &arr) {
     }
 }
 
-/// transforms.cpp:242-257.
+/// transforms.cpp:242-257. `wait_for_one` sleeps while two tasks or more are active (scheduler.h:130). With one it returns
+/// at once, and the loop around it polls until that task is complete or memory is free.
 void Recorder::back_pressure() {
     const auto above_limit = [&] { return allocator_->active() + foreign() + adopted_bytes > memory_limit; };
     if (active_tasks_ > rules.run_ahead || (above_limit() && active_tasks_ > 0)) {
         commit(false);
-        complete_one();
+        if (active_tasks_ > 1) {
+            complete_one();
+        }
         while (above_limit() && active_tasks_ > 0) {
+            if (active_tasks_ == 1) {
+                counts.spins++;
+                for (const auto &buffer : running_) {
+                    counts.spin_kernels += buffer.operations;
+                    counts.spin_flop += buffer.flop;
+                    counts.spin_bytes += buffer.bytes;
+                    if (buffer.counted) {
+                        break;
+                    }
+                }
+            }
             complete_one();
         }
     }
@@ -513,7 +595,7 @@ void Recorder::evaluate(std::vector<mx::array> outputs, bool async) {
             }
         }
     } else {
-        complete(committed_);
+        wait_for_event(committed_);
         pending_.clear();
     }
 }
@@ -530,19 +612,25 @@ void Recorder::wait(mx::array &a) {
     if (it->second.first.lock() == a.data_shared_ptr() && !running_.empty() &&
         running_.front().serial <= it->second.second) {
         counts.waits++;
-        complete(it->second.second);
+        wait_for_event(it->second.second);
     }
     pending_.erase(it);
 }
 
 void Recorder::restart() {
+    const auto [first, most] = std::pair(counts.first_kernels, counts.most_first_kernels);
     counts = {};
+    counts.first_kernels = first;
+    counts.most_first_kernels = most;
     kinds.clear();
     mark();
 }
 
+void Recorder::boundary() { first_since_boundary_ = 0; }
+
 void Recorder::close() {
     complete(committed_);
+    late_ = {};
     encoding_ = {};
     allocator_->clear_cache();
 }
@@ -591,6 +679,9 @@ void created(mx::array &a) {
 void adopted(ptrdiff_t bytes) {
     std::lock_guard lock(mutex);
     adopted_bytes += bytes;
+    if (current && bytes > 0) {
+        current->counts.mappings++;
+    }
 }
 
 void set_memory_limit(size_t limit) {
@@ -689,6 +780,13 @@ void host_ledger_restart(void) {
     std::lock_guard lock(ledger::mutex);
     if (ledger::current) {
         ledger::current->restart();
+    }
+}
+
+void host_ledger_boundary(void) {
+    std::lock_guard lock(ledger::mutex);
+    if (ledger::current) {
+        ledger::current->boundary();
     }
 }
 

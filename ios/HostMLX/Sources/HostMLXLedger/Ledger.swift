@@ -43,6 +43,22 @@ public struct Ledger: Codable, Sendable, Equatable {
     /// The most buffers of arrays that are alive, without those from before the recording.
     public var peakArrays = 0
 
+    /// Waits for memory while one command buffer is active, during which `eval` polls and keeps a core busy.
+    public var spins = 0
+    /// What the GPU runs during these waits.
+    public var spinning = Kind()
+
+    /// Kernels that are used for the first time, and so are compiled.
+    public var firstKernels = 0
+    /// The most of them between two calls of `boundary()`.
+    public var mostFirstKernels = 0
+
+    /// Arrays made of memory that the caller owns, such as a mapped file.
+    public var mappings = 0
+    /// What they leak, in bytes: mlx-swift retains a finalizer once more than it releases it (MLXArray+Init.swift:26). That is an object of 32
+    /// bytes, and with it the closure's context, here of up to 48.
+    public var leakedBytes: Int { 80 * mappings }
+
     /// Kernels that the GPU runs.
     public var kernels: Int { kinds.values.reduce(0) { $0 + $1.kernels } }
     /// Floating-point operations of matrix products.
@@ -75,6 +91,12 @@ extension Ledger {
         Double(evals + waits) * time.secondsPerEval + Double(kernels) * time.secondsPerKernel
             + (readBytes + writtenBytes) / time.bytesPerSecond + flop / time.flopPerSecond
     }
+
+    /// Seconds during which `eval` polls, if the GPU has all of what it waits for still before it: no more than these.
+    public func secondsSpinning(_ time: LedgerTime = LedgerTime()) -> Double {
+        Double(spinning.kernels) * time.secondsPerKernel + spinning.readBytes / time.bytesPerSecond
+            + spinning.flop / time.flopPerSecond
+    }
 }
 
 // MARK: - Rules
@@ -94,21 +116,39 @@ public struct LedgerRules: Codable, Sendable, Equatable {
     public var runAhead: Int
     /// The generation of the GPU's architecture, as 15 in `applegpu_g15p`.
     public var generation: Int
+    /// Whether the arrays of the last command buffer that was waited for are freed only when the next is committed: its
+    /// completion handlers free them, on another thread, and an `eval` does not wait for these.
+    public var hasLateHandlers: Bool
 
     public init(
-        isMetal: Bool, operationsPerBuffer: Int, megaElementsPerBuffer: Int, runAhead: Int, generation: Int = 15
+        isMetal: Bool, operationsPerBuffer: Int, megaElementsPerBuffer: Int, runAhead: Int, generation: Int = 15,
+        hasLateHandlers: Bool = false
     ) {
         self.isMetal = isMetal
         self.operationsPerBuffer = operationsPerBuffer
         self.megaElementsPerBuffer = megaElementsPerBuffer
         self.runAhead = runAhead
         self.generation = generation
+        self.hasLateHandlers = hasLateHandlers
     }
 
     /// An iPhone (MLX's metal/device.cpp:342) whose GPU completes nothing before it must: the encoder is ahead by the
     /// 10 tasks that MLX allows (transforms.cpp:25), or until `memoryLimit` or an `eval` makes it wait.
     public static let phone = LedgerRules(
         isMetal: true, operationsPerBuffer: 20, megaElementsPerBuffer: 40, runAhead: 10)
+
+    /// The same with late handlers: the most that arrays take on an iPhone.
+    public static let strictPhone = strict(operationsPerBuffer: 20, megaElementsPerBuffer: 40)
+    /// An iPad with an M chip, or a Mac with one that is no Max or Ultra (device.cpp:346).
+    public static let strictPad = strict(operationsPerBuffer: 40, megaElementsPerBuffer: 40)
+    /// A Mac with a Max or an Ultra (device.cpp:350).
+    public static let strictMac = strict(operationsPerBuffer: 50, megaElementsPerBuffer: 50)
+
+    private static func strict(operationsPerBuffer: Int, megaElementsPerBuffer: Int) -> LedgerRules {
+        LedgerRules(
+            isMetal: true, operationsPerBuffer: operationsPerBuffer, megaElementsPerBuffer: megaElementsPerBuffer,
+            runAhead: 10, hasLateHandlers: true)
+    }
 
     /// An iPhone whose GPU completes each command buffer as soon as it is committed.
     public static let phoneWithoutRunAhead = LedgerRules(
@@ -122,7 +162,8 @@ public struct LedgerRules: Codable, Sendable, Equatable {
         HostLedgerRules(
             compute: compute, metal: isMetal, operations_per_buffer: Int32(clamping: operationsPerBuffer),
             mega_elements_per_buffer: Int32(clamping: megaElementsPerBuffer),
-            run_ahead: Int32(clamping: runAhead), generation: Int32(clamping: generation))
+            run_ahead: Int32(clamping: runAhead), generation: Int32(clamping: generation),
+            late_handlers: hasLateHandlers)
     }
 }
 
@@ -159,8 +200,12 @@ extension Ledger {
         return try recording.end()
     }
 
-    /// Begins the counts of the recording anew: what came before is not in them, but for the arrays that it left.
+    /// Begins the counts of the recording anew: what came before is not in them, but for the arrays that it left and the kernels that it
+    /// used first.
     public static func restart() { host_ledger_restart() }
+
+    /// Marks a point at which the work may pause, for `mostFirstKernels`.
+    public static func boundary() { host_ledger_boundary() }
 
     /// The same, of work that suspends.
     public static func record(
@@ -213,6 +258,11 @@ private final class Recording {
         ledger.peakBytes = counts.peak_bytes
         ledger.peakActiveBytes = counts.peak_active_bytes
         ledger.peakArrays = counts.peak_arrays
+        ledger.spins = counts.spins
+        ledger.spinning = .init(kernels: counts.spin_kernels, flop: counts.spin_flop, readBytes: counts.spin_bytes)
+        ledger.firstKernels = counts.first_kernels
+        ledger.mostFirstKernels = counts.most_first_kernels
+        ledger.mappings = counts.mappings
         return ledger
     }
 
