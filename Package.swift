@@ -42,7 +42,7 @@ let package = Package(
             name: "MeSPAppModel", dependencies: ["MeSPCore", "MeSPFederation"], path: "ios/MeSPTrainer/AppModel",
             resources: [.process("paper.json")]),
         .testTarget(
-            name: "MeSPTests", dependencies: ["MeSPCore", "MeSPAppModel", "MeSPFederation"],
+            name: "MeSPTests", dependencies: ["MeSPCore", "MeSPAppModel", "MeSPFederation"] + ledger,
             path: "ios/MeSPTrainer/Tests",
             exclude: ["Download/hub_server.py"]),
     ]

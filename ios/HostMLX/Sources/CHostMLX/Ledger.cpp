@@ -35,8 +35,15 @@ namespace {
 std::recursive_mutex mutex;
 std::shared_ptr<Recorder> current;
 
+/// Memory outside of MLX's allocator that is the data of an array.
+struct Adopted {
+    size_t bytes;
+    bool is_wired = false;
+};
+
 // What outlives a recording.
-ptrdiff_t adopted_bytes = 0;
+std::unordered_map<const void *, Adopted> adopted_buffers;
+size_t adopted_bytes = 0;
 size_t memory_limit = SIZE_MAX;
 size_t cache_limit = SIZE_MAX;
 
@@ -200,6 +207,9 @@ void Recorder::track(mx::array &a) {
 void Recorder::kernel(
     const char *kind, const References &inputs,
     const References &outputs, double flop, double gathered) {
+    if (is_on_cpu_) {
+        return;
+    }
     HostLedgerKind &entry = kinds[kind];
     const auto bytes = [](const mx::array &a) {
         return static_cast<double>(std::min(a.size(), a.data_size()) * a.itemsize());
@@ -271,6 +281,12 @@ void Recorder::fused(const std::string &name, const mx::array &arr) {
 void Recorder::touch(const mx::array &a) {
     if (encoding_.used.insert(a.buffer().ptr()).second) {
         encoding_.elements += a.data_size();
+    }
+    // Metal holds a buffer in memory, all of it, while a command buffer uses it.
+    auto adopted = adopted_buffers.find(a.buffer().ptr());
+    if (adopted != adopted_buffers.end() && !adopted->second.is_wired) {
+        adopted->second.is_wired = true;
+        counts.wired_bytes += static_cast<double>(adopted->second.bytes);
     }
 }
 
@@ -471,6 +487,7 @@ void Recorder::encode(mx::array &arr) {
         }
         const auto kernels = counts.kernels;
         encoded_ = arr.primitive().name();
+        is_on_cpu_ = rules.gpu_only && arr.primitive().device() == mx::Device::cpu;
         const auto own_outputs = [&] {
             for (auto &out : outputs) {
                 own(out);
@@ -505,6 +522,9 @@ void Recorder::encode(mx::array &arr) {
 
 /// metal/eval.cpp:45-72.
 void Recorder::hold(mx::array &arr) {
+    if (is_on_cpu_) {
+        return;
+    }
     for (auto &in : arr.inputs()) {
         if (in.data_shared_ptr() != arr.data_shared_ptr()) {
             encoding_.held.insert(in.data_shared_ptr());
@@ -569,6 +589,8 @@ void Recorder::evaluate(std::vector<mx::array> outputs, bool async) {
             const bool last = tape.empty();
             if (!last) {
                 encode(arr);
+            } else {
+                is_on_cpu_ = false;
             }
             hold(arr);
             back_pressure();
@@ -618,6 +640,9 @@ void Recorder::wait(mx::array &a) {
 }
 
 void Recorder::restart() {
+    for (auto &[buffer, adopted] : adopted_buffers) {
+        adopted.is_wired = false;
+    }
     const auto [first, most] = std::pair(counts.first_kernels, counts.most_first_kernels);
     counts = {};
     counts.first_kernels = first;
@@ -676,12 +701,19 @@ void created(mx::array &a) {
     }
 }
 
-void adopted(ptrdiff_t bytes) {
+void adopted(const void *buffer, size_t bytes) {
     std::lock_guard lock(mutex);
+    adopted_buffers[buffer] = {bytes};
     adopted_bytes += bytes;
-    if (current && bytes > 0) {
+    if (current) {
         current->counts.mappings++;
     }
+}
+
+void released(const void *buffer) {
+    std::lock_guard lock(mutex);
+    adopted_bytes -= adopted_buffers.at(buffer).bytes;
+    adopted_buffers.erase(buffer);
 }
 
 void set_memory_limit(size_t limit) {

@@ -105,8 +105,9 @@ class Recorder : public std::enable_shared_from_this<Recorder> {
     size_t first_since_boundary_ = 0;
     /// The types of the inputs by the name of a fused kernel.
     std::unordered_map<std::string, std::vector<mlx::core::Dtype>> fused_inputs_;
-    /// The primitive that is encoded, for the names of its kernels.
+    /// The primitive that is encoded, for the names of its kernels, and whether the CPU computes it.
     std::string encoded_;
+    bool is_on_cpu_ = false;
 };
 
 /// What the primitive of `arr` does on Metal; `outputs` get their data.

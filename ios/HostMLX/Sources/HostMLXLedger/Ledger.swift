@@ -55,6 +55,8 @@ public struct Ledger: Codable, Sendable, Equatable {
 
     /// Arrays made of memory that the caller owns, such as a mapped file.
     public var mappings = 0
+    /// That memory as far as kernels are given it, in bytes: Metal holds all of a buffer while one uses a part of it.
+    public var wiredBytes = 0.0
     /// What they leak, in bytes: mlx-swift retains a finalizer once more than it releases it (MLXArray+Init.swift:26). That is an object of 32
     /// bytes, and with it the closure's context, here of up to 48.
     public var leakedBytes: Int { 80 * mappings }
@@ -138,16 +140,18 @@ public struct LedgerRules: Codable, Sendable, Equatable {
         isMetal: true, operationsPerBuffer: 20, megaElementsPerBuffer: 40, runAhead: 10)
 
     /// The same with late handlers: the most that arrays take on an iPhone.
-    public static let strictPhone = strict(operationsPerBuffer: 20, megaElementsPerBuffer: 40)
+    public static var strictPhone: LedgerRules { strict(operationsPerBuffer: 20, megaElementsPerBuffer: 40) }
     /// An iPad with an M chip, or a Mac with one that is no Max or Ultra (device.cpp:346).
-    public static let strictPad = strict(operationsPerBuffer: 40, megaElementsPerBuffer: 40)
+    public static var strictPad: LedgerRules { strict(operationsPerBuffer: 40, megaElementsPerBuffer: 40) }
     /// A Mac with a Max or an Ultra (device.cpp:350).
-    public static let strictMac = strict(operationsPerBuffer: 50, megaElementsPerBuffer: 50)
+    public static var strictMac: LedgerRules { strict(operationsPerBuffer: 50, megaElementsPerBuffer: 50) }
 
+    /// - Parameter operationsPerBuffer: unless `MLX_MAX_OPS_PER_BUFFER` is set.
     private static func strict(operationsPerBuffer: Int, megaElementsPerBuffer: Int) -> LedgerRules {
-        LedgerRules(
-            isMetal: true, operationsPerBuffer: operationsPerBuffer, megaElementsPerBuffer: megaElementsPerBuffer,
-            runAhead: 10, hasLateHandlers: true)
+        let set = getenv("MLX_MAX_OPS_PER_BUFFER").flatMap { Int(String(cString: $0)) }
+        return LedgerRules(
+            isMetal: true, operationsPerBuffer: set ?? operationsPerBuffer,
+            megaElementsPerBuffer: megaElementsPerBuffer, runAhead: 10, hasLateHandlers: true)
     }
 
     /// An iPhone whose GPU completes each command buffer as soon as it is committed.
@@ -158,12 +162,12 @@ public struct LedgerRules: Codable, Sendable, Equatable {
     public static let cpu = LedgerRules(
         isMetal: false, operationsPerBuffer: 0, megaElementsPerBuffer: .max >> 32, runAhead: 0)
 
-    fileprivate func ctx(compute: Bool) -> HostLedgerRules {
+    fileprivate func ctx(compute: Bool, _ device: DeviceType) -> HostLedgerRules {
         HostLedgerRules(
             compute: compute, metal: isMetal, operations_per_buffer: Int32(clamping: operationsPerBuffer),
             mega_elements_per_buffer: Int32(clamping: megaElementsPerBuffer),
             run_ahead: Int32(clamping: runAhead), generation: Int32(clamping: generation),
-            late_handlers: hasLateHandlers)
+            gpu_only: device == .gpu, late_handlers: hasLateHandlers)
     }
 }
 
@@ -181,16 +185,16 @@ extension Ledger {
     ///
     /// Without `compute` nothing is computed: whatever is evaluated becomes zeros at once, which may be read, and a
     /// graph on the GPU's stream needs no GPU. With it the values are also computed, for which they must be on the CPU's
-    /// stream. The rules are applied whatever the stream. One ledger is recorded at a time.
+    /// stream. One ledger is recorded at a time.
     ///
     /// - Parameters:
-    ///   - device: the default device inside `body`.
+    ///   - device: the default device inside `body`. The rules are applied to what is on the CPU's stream too, if it is the CPU.
     ///   - trace: called for each primitive, in the order of evaluation, with the number of elements of its output.
     public static func record(
         compute: Bool = false, device: DeviceType = .gpu, rules: LedgerRules = .phone,
         trace: ((_ primitive: String, _ size: Int) -> Void)? = nil, _ body: () throws -> Void
     ) throws -> Ledger {
-        let recording = try Recording(rules.ctx(compute: compute), trace)
+        let recording = try Recording(rules.ctx(compute: compute, device), trace)
         do {
             try withError { try Device.withDefaultDevice(Device(device), body) }
         } catch {
@@ -212,7 +216,7 @@ extension Ledger {
         compute: Bool = false, device: DeviceType = .gpu, rules: LedgerRules = .phone,
         trace: ((_ primitive: String, _ size: Int) -> Void)? = nil, _ body: () async throws -> Void
     ) async throws -> Ledger {
-        let recording = try Recording(rules.ctx(compute: compute), trace)
+        let recording = try Recording(rules.ctx(compute: compute, device), trace)
         do {
             try await withError { try await Device.withDefaultDevice(Device(device), body) }
         } catch {
@@ -263,6 +267,7 @@ private final class Recording {
         ledger.firstKernels = counts.first_kernels
         ledger.mostFirstKernels = counts.most_first_kernels
         ledger.mappings = counts.mappings
+        ledger.wiredBytes = counts.wired_bytes
         return ledger
     }
 

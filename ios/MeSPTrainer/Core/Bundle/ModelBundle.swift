@@ -19,8 +19,8 @@ public struct ModelBundle {
     var kinds = [Int]()
     let maps = Maps()
 
-    /// The weight files that are mapped: those in use, which a use within takes too, and with `areKept` those of uses before, on a GPU,
-    /// where each map is a buffer to make.
+    /// The weight files that are mapped: those in use, which a use within takes too, and with `areKept` those of uses before. Each map
+    /// is a buffer to make on a GPU, pages to find again, and some bytes that mlx-swift leaks.
     final class Maps {
         var areKept = false { didSet { if !areKept { words = [:] } } }
         fileprivate var words = [String: MLXArray]()
@@ -39,6 +39,7 @@ public struct ModelBundle {
     ///   - checksums: whether files are read and their SHA-256 compared, which takes seconds for gigabytes. Without, only the
     ///     manifest may be used.
     public init(url: URL, text: URL? = nil, checksums: Bool = true) throws {
+        CommandBuffers.setOperations()
         self.url = url
         let path = url.appendingPathComponent("manifest.json")
         guard let json = regularFile(path) else {

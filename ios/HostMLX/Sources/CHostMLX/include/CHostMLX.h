@@ -258,6 +258,7 @@ typedef struct {
     int32_t mega_elements_per_buffer;  // or when it uses buffers of more elements than this, in units of 2^20
     int32_t run_ahead;                 // command buffers that may run while the next is encoded; 0: none
     int32_t generation;                // of the GPU's architecture: 15 in `applegpu_g15p`
+    bool gpu_only;                     // what is on a CPU's stream takes memory, and no kernels or command buffers
     bool late_handlers;                // the last command buffer's arrays are freed after the wait for it returns
 } HostLedgerRules;
 
@@ -274,6 +275,7 @@ typedef struct {
     double spin_flop, spin_bytes;
     size_t first_kernels, most_first_kernels;  // used for the first time; the most between two boundaries
     size_t mappings;                           // arrays made of memory that the caller owns
+    double wired_bytes;                        // of that memory, what kernels are given
 } HostLedgerCounts;
 
 typedef struct {
