@@ -22,7 +22,7 @@ struct CachedModel {
         // use: there half of what the process may have is left for other things.
         let memory = Int(ProcessInfo.processInfo.physicalMemory)
         let room = bundle.manifest.device == "gpu" ? min(memory, systemMemoryLimit() ?? .max) / 2 : memory
-        bundle.maps.areKept = bundle.manifest.mappedBytes <= room && getenv("X_MAP") == nil
+        bundle.maps.areKept = bundle.manifest.mappedBytes <= room
         adapters = try folder.map { folder in
             try bundle.withDevice { try loadAdapters(from: folder, architecture: bundle.architecture) }
         }
