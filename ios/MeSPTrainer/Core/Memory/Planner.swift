@@ -260,8 +260,9 @@ public struct Planner: Sendable {
 
     /// On a GPU, what MLX's arrays and its cache take at a step's peak, in bytes: back-pressure keeps each phase in its workspace.
     public func arrays(_ plan: Plan) -> Int {
-        let most = CommandBuffers.areShort ? phase(plan) * 13 / 10 : phase(plan)
-        let phase = max(most, workspace(plan), method == .mebp ? backward(tile(plan)) : 0)
+        // Of short command buffers, the one that is encoded and what late handlers hold go beyond the workspace.
+        let most = CommandBuffers.areShort ? workspace(plan) + phase(plan) * 2 / 5 : max(phase(plan), workspace(plan))
+        let phase = max(most, method == .mebp ? backward(tile(plan)) : 0)
         return lasting(plan) + (plan.keptBlocks > 0 ? 2 * intermediate : 0) + phase
     }
 
