@@ -48,7 +48,8 @@ _DEMO = {**_SIZE, "models": ("demo",)}
 
 # What a row has of the engine's count.
 COUNTED = ("evals", "kernels", "tflop", "ledger_peak_bytes", "predicted_peak_bytes",
-           "modelled_seconds", "new_buffer_bytes")  # fmt: skip
+           "modelled_seconds", "new_buffer_bytes", "command_buffers", "spinning_seconds",
+           "first_kernels", "most_first_kernels", "leaked_bytes")  # fmt: skip
 
 # The options that apply to a table, with their defaults.
 TABLES: dict[str, dict[str, Any]] = {
@@ -119,6 +120,7 @@ def gpu_rows(bench: Bench) -> Iterator[Row]:
         count = find_count(engine_program(), settings)
         kept = find_count(engine_program(), settings | {"keep_cache": True})
         row = cell.row() | {name: count[name] for name in COUNTED}
+        row |= {f"strict_{name}": value for name, value in count["strict"].items()}
         row |= {f"cached_{name}": kept[name] for name in ("ledger_peak_bytes", "new_buffer_bytes")}
         del row["cpu"], row["os"]  # no matter where it is counted
         yield row

@@ -7,29 +7,60 @@
     struct StepCount: Encodable {
         let evals, kernels, readBytes, writtenBytes, newBuffers, newBufferBytes: Int
         let tflop: Double
-        /// Of MLX's arrays and its cache, without the process and mapped weights: the ledger's, and the planner's prediction.
-        let ledgerPeakBytes, predictedPeakBytes: Int
         let modelledSeconds: Double
+        /// With MLX's own command buffers, whose arrays go as they are complete: MLX's arrays and its cache, without the process and mapped
+        /// weights, and the planner's prediction for them.
+        let ledgerPeakBytes, predictedPeakBytes: Int
+        /// Waits in which `eval` polls, and how long at most.
+        let commandBuffers, spins: Int
+        let spinningSeconds: Double
+        /// The same with the trainer's command buffers and late handlers.
+        let strict: Strict
+        /// Kernels that the steps before and this one compile, and the most from one block to the next.
+        let firstKernels, mostFirstKernels: Int
+        /// What mlx-swift leaks in a step.
+        let leakedBytes: Int
+
+        struct Strict: Encodable {
+            let ledgerPeakBytes, predictedPeakBytes, commandBuffers, spins: Int
+            let spinningSeconds: Double
+        }
 
         /// - Throws: `MeSPError` as a run would, and of a bundle for the CPU; `LedgerError`.
         init(_ settings: RunSettings) throws {
+            setenv(CommandBuffers.variable, "\(LedgerRules.phone.operationsPerBuffer)", 1)
+            let (ledger, predicted) = try Self.record(settings, .phone)
+            (evals, kernels, tflop) = (ledger.evals + ledger.waits, ledger.kernels, ledger.flop / 1e12)
+            (readBytes, writtenBytes) = (Int(ledger.readBytes), Int(ledger.writtenBytes))
+            (newBuffers, newBufferBytes) = (ledger.newBuffers, Int(ledger.newBufferBytes))
+            modelledSeconds = ledger.seconds()
+            (ledgerPeakBytes, predictedPeakBytes) = (ledger.peakBytes, predicted)
+            (commandBuffers, spins, spinningSeconds) = (ledger.commandBuffers, ledger.spins, ledger.secondsSpinning())
+
+            unsetenv(CommandBuffers.variable)
+            CommandBuffers.setOperations()
+            let (second, secondlyPredicted) = try Self.record(settings, .strictPhone)
+            strict = Strict(
+                ledgerPeakBytes: second.peakBytes, predictedPeakBytes: secondlyPredicted,
+                commandBuffers: second.commandBuffers, spins: second.spins, spinningSeconds: second.secondsSpinning())
+            (firstKernels, mostFirstKernels) = (ledger.firstKernels, ledger.mostFirstKernels)
+            leakedBytes = ledger.leakedBytes
+        }
+
+        /// The second step, as the first also makes what stays; and the planner's prediction for its arrays.
+        private static func record(_ settings: RunSettings, _ rules: LedgerRules) throws -> (Ledger, predicted: Int) {
             var predicted = 0
-            let ledger = try Ledger.record {
+            let ledger = try Ledger.record(rules: rules) {
                 let rehearsal = try Rehearsal(settings)
                 guard rehearsal.isForGPU else {
                     throw MeSPError("\(settings.bundle) is for the CPU: export it with --device gpu to count.")
                 }
                 predicted = rehearsal.planner.arrays(rehearsal.plan)
-                // The first step also makes what stays.
-                try rehearsal.step()
+                try rehearsal.step { Ledger.boundary() }
                 Ledger.restart()
-                try rehearsal.step()
+                try rehearsal.step { Ledger.boundary() }
             }
-            (evals, kernels, tflop) = (ledger.evals + ledger.waits, ledger.kernels, ledger.flop / 1e12)
-            (readBytes, writtenBytes) = (Int(ledger.readBytes), Int(ledger.writtenBytes))
-            (newBuffers, newBufferBytes) = (ledger.newBuffers, Int(ledger.newBufferBytes))
-            (ledgerPeakBytes, predictedPeakBytes) = (ledger.peakBytes, predicted)
-            modelledSeconds = ledger.seconds()
+            return (ledger, predicted)
         }
     }
 #endif

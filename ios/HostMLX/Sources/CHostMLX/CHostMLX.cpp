@@ -249,9 +249,9 @@ HostArray host_array_adopt(
         const bool aligned = reinterpret_cast<uintptr_t>(data) % getpagesize() == 0;
         if (aligned && bytes > 0 && size_word_precedes_data() && word_before(data) == bytes) {
             mx::allocator::Buffer block(static_cast<size_t *>(data) - 1);
-            ledger::adopted(bytes);
+            ledger::adopted(block.ptr(), bytes);
             return wrap(mx::array(block, std::move(s), dtype(type), [=](mx::allocator::Buffer) {
-                ledger::adopted(-static_cast<ptrdiff_t>(bytes));
+                ledger::released(block.ptr());
                 release(context);
             }));
         }

@@ -35,8 +35,15 @@ namespace {
 std::recursive_mutex mutex;
 std::shared_ptr<Recorder> current;
 
+/// Memory outside of MLX's allocator that is the data of an array.
+struct Adopted {
+    size_t bytes;
+    bool is_wired = false;
+};
+
 // What outlives a recording.
-ptrdiff_t adopted_bytes = 0;
+std::unordered_map<const void *, Adopted> adopted_buffers;
+size_t adopted_bytes = 0;
 size_t memory_limit = SIZE_MAX;
 size_t cache_limit = SIZE_MAX;
 
@@ -200,6 +207,9 @@ void Recorder::track(mx::array &a) {
 void Recorder::kernel(
     const char *kind, const References &inputs,
     const References &outputs, double flop, double gathered) {
+    if (is_on_cpu_) {
+        return;
+    }
     HostLedgerKind &entry = kinds[kind];
     const auto bytes = [](const mx::array &a) {
         return static_cast<double>(std::min(a.size(), a.data_size()) * a.itemsize());
@@ -223,6 +233,48 @@ void Recorder::kernel(
     counts.read_bytes += read;
     counts.written_bytes += written;
     encoding_.operations++;
+    encoding_.flop += flop;
+    encoding_.bytes += read + written;
+    name_kernel(kind, inputs, outputs);
+}
+
+/// Metal compiles a kernel when it is used for the first time: one for each operation, type and layout. The names here
+/// tell these apart; MLX's own also tell apart block sizes and alignments.
+void Recorder::name_kernel(const char *kind, const References &inputs, const References &outputs) {
+    std::string name = encoded_ + ' ' + kind;
+    const auto add = [&](const mx::array &a) {
+        name += ' ' + std::to_string(static_cast<int>(a.dtype().val()));
+        if (a.data_size() == 1) {
+            name += 's';
+        } else if (!a.flags().contiguous) {
+            name += 'g' + std::to_string(a.ndim());
+        }
+    };
+    for (const mx::array &a : inputs) {
+        add(a);
+    }
+    name += " >";
+    for (const mx::array &a : outputs) {
+        add(a);
+    }
+    if (kernel_names_.insert(std::move(name)).second) {
+        counts.first_kernels++;
+        counts.most_first_kernels = std::max(counts.most_first_kernels, ++first_since_boundary_);
+    }
+}
+
+/// compile.cpp:134: the loop over the types of the inputs goes over a vector that was moved from, so the name does not
+/// hold them. Metal's libraries are kept by that name: the first function's kernel would run for the second.
+void Recorder::fused(const std::string &name, const mx::array &arr) {
+    std::vector<mx::Dtype> types;
+    for (const auto &in : arr.inputs()) {
+        types.push_back(in.dtype());
+    }
+    const auto [it, is_new] = fused_inputs_.emplace(name, types);
+    if (!is_new && it->second != types) {
+        throw std::runtime_error("[ledger] Two fused kernels with inputs of different types have the name " + name + ".");
+    }
+    encoded_ = name;
 }
 
 /// metal/device.cpp:262: a command buffer counts the elements (not the bytes) of each buffer it uses.
@@ -230,11 +282,18 @@ void Recorder::touch(const mx::array &a) {
     if (encoding_.used.insert(a.buffer().ptr()).second) {
         encoding_.elements += a.data_size();
     }
+    // Metal holds a buffer in memory, all of it, while a command buffer uses it.
+    auto adopted = adopted_buffers.find(a.buffer().ptr());
+    if (adopted != adopted_buffers.end() && !adopted->second.is_wired) {
+        adopted->second.is_wired = true;
+        counts.wired_bytes += static_cast<double>(adopted->second.bytes);
+    }
 }
 
 void Recorder::temporary(mx::array a) { encoding_.temporaries.push_back(std::move(a)); }
 
 void Recorder::commit(bool counted) {
+    late_ = {};
     encoding_.counted = counted;
     encoding_.serial = ++committed_;
     running_.push_back(std::move(encoding_));
@@ -247,11 +306,27 @@ void Recorder::commit(bool counted) {
 }
 
 /// Lets command buffers complete, in order, up to one.
-void Recorder::complete(size_t serial) {
+///
+/// - Returns: the last that has kernels.
+Recorder::CommandBuffer Recorder::complete(size_t serial) {
+    CommandBuffer last;
     while (!running_.empty() && running_.front().serial <= serial) {
         CommandBuffer done = std::move(running_.front());
         running_.pop_front();
         active_tasks_ -= done.counted;
+        if (done.operations > 0) {
+            last = std::move(done);
+        }
+    }
+    return last;
+}
+
+/// Waits for an event, which a command buffer signals (metal/event.cpp:26). Arrays are held by completion handlers, which
+/// Metal calls on another thread (metal/eval.cpp:60): late ones, of the last kernels, have not run by then.
+void Recorder::wait_for_event(size_t serial) {
+    CommandBuffer last = complete(serial);
+    if (rules.late_handlers) {
+        late_ = std::move(last);
     }
 }
 
@@ -411,10 +486,20 @@ void Recorder::encode(mx::array &arr) {
             held = arr.inputs();
         }
         const auto kernels = counts.kernels;
-        apply_rule(*this, arr, outputs);
-        for (auto &out : outputs) {
-            own(out);
+        encoded_ = arr.primitive().name();
+        is_on_cpu_ = rules.gpu_only && arr.primitive().device() == mx::Device::cpu;
+        const auto own_outputs = [&] {
+            for (auto &out : outputs) {
+                own(out);
+            }
+        };
+        try {
+            apply_rule(*this, arr, outputs);
+        } catch (...) {
+            own_outputs();  // MLX would free a buffer that is not its own
+            throw;
         }
+        own_outputs();
         for (size_t i = 0; i < values.size(); i++) {
             // A view has its values already. A file's contents come without a kernel.
             const auto shares = [&](const mx::array &in) {
@@ -437,6 +522,9 @@ void Recorder::encode(mx::array &arr) {
 
 /// metal/eval.cpp:45-72.
 void Recorder::hold(mx::array &arr) {
+    if (is_on_cpu_) {
+        return;
+    }
     for (auto &in : arr.inputs()) {
         if (in.data_shared_ptr() != arr.data_shared_ptr()) {
             encoding_.held.insert(in.data_shared_ptr());
@@ -454,13 +542,27 @@ void Recorder::hold(mx::array &arr) {
     }
 }
 
-/// transforms.cpp:242-257.
+/// transforms.cpp:242-257. `wait_for_one` sleeps while two tasks or more are active (scheduler.h:130). With one it returns
+/// at once, and the loop around it polls until that task is complete or memory is free.
 void Recorder::back_pressure() {
     const auto above_limit = [&] { return allocator_->active() + foreign() + adopted_bytes > memory_limit; };
     if (active_tasks_ > rules.run_ahead || (above_limit() && active_tasks_ > 0)) {
         commit(false);
-        complete_one();
+        if (active_tasks_ > 1) {
+            complete_one();
+        }
         while (above_limit() && active_tasks_ > 0) {
+            if (active_tasks_ == 1) {
+                counts.spins++;
+                for (const auto &buffer : running_) {
+                    counts.spin_kernels += buffer.operations;
+                    counts.spin_flop += buffer.flop;
+                    counts.spin_bytes += buffer.bytes;
+                    if (buffer.counted) {
+                        break;
+                    }
+                }
+            }
             complete_one();
         }
     }
@@ -487,6 +589,8 @@ void Recorder::evaluate(std::vector<mx::array> outputs, bool async) {
             const bool last = tape.empty();
             if (!last) {
                 encode(arr);
+            } else {
+                is_on_cpu_ = false;
             }
             hold(arr);
             back_pressure();
@@ -513,7 +617,7 @@ void Recorder::evaluate(std::vector<mx::array> outputs, bool async) {
             }
         }
     } else {
-        complete(committed_);
+        wait_for_event(committed_);
         pending_.clear();
     }
 }
@@ -530,19 +634,28 @@ void Recorder::wait(mx::array &a) {
     if (it->second.first.lock() == a.data_shared_ptr() && !running_.empty() &&
         running_.front().serial <= it->second.second) {
         counts.waits++;
-        complete(it->second.second);
+        wait_for_event(it->second.second);
     }
     pending_.erase(it);
 }
 
 void Recorder::restart() {
+    for (auto &[buffer, adopted] : adopted_buffers) {
+        adopted.is_wired = false;
+    }
+    const auto [first, most] = std::pair(counts.first_kernels, counts.most_first_kernels);
     counts = {};
+    counts.first_kernels = first;
+    counts.most_first_kernels = most;
     kinds.clear();
     mark();
 }
 
+void Recorder::boundary() { first_since_boundary_ = 0; }
+
 void Recorder::close() {
     complete(committed_);
+    late_ = {};
     encoding_ = {};
     allocator_->clear_cache();
 }
@@ -588,9 +701,19 @@ void created(mx::array &a) {
     }
 }
 
-void adopted(ptrdiff_t bytes) {
+void adopted(const void *buffer, size_t bytes) {
     std::lock_guard lock(mutex);
+    adopted_buffers[buffer] = {bytes};
     adopted_bytes += bytes;
+    if (current) {
+        current->counts.mappings++;
+    }
+}
+
+void released(const void *buffer) {
+    std::lock_guard lock(mutex);
+    adopted_bytes -= adopted_buffers.at(buffer).bytes;
+    adopted_buffers.erase(buffer);
 }
 
 void set_memory_limit(size_t limit) {
@@ -685,6 +808,13 @@ void host_ledger_restart(void) {
     std::lock_guard lock(ledger::mutex);
     if (ledger::current) {
         ledger::current->restart();
+    }
+}
+
+void host_ledger_boundary(void) {
+    std::lock_guard lock(ledger::mutex);
+    if (ledger::current) {
+        ledger::current->boundary();
     }
 }
 

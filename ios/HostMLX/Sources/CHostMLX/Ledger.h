@@ -21,8 +21,9 @@ void wait(mlx::core::array &a);
 
 /// An array was made from data in memory.
 void created(mlx::core::array &a);
-/// Bytes outside of MLX's allocator became the data of an array, or (negative) ceased to be.
-void adopted(ptrdiff_t bytes);
+/// Bytes outside of MLX's allocator became the data of an array, or ceased to be.
+void adopted(const void *buffer, size_t bytes);
+void released(const void *buffer);
 void set_memory_limit(size_t limit);
 void set_cache_limit(size_t limit);
 void clear_cache();

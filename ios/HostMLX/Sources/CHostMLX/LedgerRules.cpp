@@ -5,6 +5,7 @@
 #include "LedgerRules.h"
 
 #include <algorithm>
+#include <cmath>
 #include <numeric>
 #include <sstream>
 
@@ -299,8 +300,25 @@ void select(const Call &call) {
     }
 }
 
+/// metal/compiled.cpp:116: constants are written into the source as C++ prints them, and `inf` and `nan` are no names
+/// there. A letter for each input is in the library's name, before the hash of the constants (compile.cpp:129): C is one.
+void check_constants(const Call &call, const std::string &name) {
+    const auto end = name.find_last_of('_', name.find_last_of('_') - 1);
+    const auto letters = name.substr(0, end).substr(name.find_last_of('_', end - 1) + 1);
+    for (size_t i = 0; i < call.in().size() && i < letters.size(); i++) {
+        auto constant = call.in()[i];
+        if (letters[i] == 'C' && mx::issubdtype(constant.dtype(), mx::floating) &&
+            !std::isfinite(mx::astype(constant, mx::float32, mx::Device::cpu).item<float>())) {
+            throw std::runtime_error("[ledger] Metal cannot compile a fused kernel with a constant that is not finite.");
+        }
+    }
+}
+
 /// metal/compiled.cpp:259 and common/compiled.cpp:90: one kernel, however its inputs lie.
 void compiled(const Call &call) {
+    const auto name = call.primitive<mx::Compiled>().lib_name();
+    check_constants(call, name);
+    call.recorder.fused(name, call.arr);
     const auto &out = call.out();
     const auto is_scalar = [](const mx::array &x) { return x.ndim() == 0; };
     bool contiguous = true, rows = true, columns = true;
@@ -749,7 +767,13 @@ void quantized_matmul(const Call &call) {
     if (k < 1024) {
         return run("qvm", out);
     }
-    // quantized.cpp:298: parts of k, summed along their axis.
+    // quantized.cpp:298: parts of k, summed along their axis. The second row is read from where the second part begins
+    // (:341), and the grid leaves out columns after the last whole 64 (:321).
+    if (m > 1 || n % 64 != 0) {
+        throw std::runtime_error(
+            "[ledger] Metal's product of " + std::to_string(m) + " rows with a matrix of " + std::to_string(k) + " × " +
+            std::to_string(n) + " is wrong: qvm_split_k takes one row and whole 64 columns.");
+    }
     const int parts = k > 8192 ? 32 : 8;
     auto shape = out.shape();
     if (shape.size() == 1) {

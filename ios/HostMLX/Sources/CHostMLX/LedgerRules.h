@@ -44,6 +44,8 @@ class Recorder : public std::enable_shared_from_this<Recorder> {
         double gathered = 0);
     /// Keeps an array until the command buffer is complete (device.cpp:425).
     void temporary(mlx::core::array a);
+    /// Notes the name of a kernel made of fused operations, and the types of its inputs.
+    void fused(const std::string &name, const mlx::core::array &arr);
 
     // MARK: For the hooks
 
@@ -54,6 +56,7 @@ class Recorder : public std::enable_shared_from_this<Recorder> {
     Memory memory() const;
     void reset_peak() { peak_ = 0; }
     void restart();
+    void boundary();
     void close();
 
    private:
@@ -67,16 +70,19 @@ class Recorder : public std::enable_shared_from_this<Recorder> {
         std::vector<mlx::core::array> temporaries;
         bool counted = false;
         size_t serial = 0;
+        double flop = 0, bytes = 0;
     };
 
     void mark();
+    void name_kernel(const char *kind, const References &inputs, const References &outputs);
     size_t foreign() const;
     void touch(const mlx::core::array &a);
     std::vector<mlx::core::array> compute(mlx::core::array &arr);
     void encode(mlx::core::array &arr);
     void hold(mlx::core::array &arr);
     void commit(bool counted);
-    void complete(size_t serial);
+    CommandBuffer complete(size_t serial);
+    void wait_for_event(size_t serial);
     void complete_one();
     void back_pressure();
 
@@ -88,10 +94,20 @@ class Recorder : public std::enable_shared_from_this<Recorder> {
     std::optional<size_t> foreign_override_;
     CommandBuffer encoding_;
     std::deque<CommandBuffer> running_;
+    /// A command buffer that was waited for and whose handlers have not freed its arrays yet.
+    CommandBuffer late_;
     int active_tasks_ = 0;
     size_t committed_ = 0;
     /// Arrays of asynchronous evaluations, and the last command buffer of each.
     std::unordered_map<const void *, std::pair<std::weak_ptr<mlx::core::array::Data>, size_t>> pending_;
+    /// What was used of Metal's kernels, by a name that tells them apart, and how many since the last boundary.
+    std::unordered_set<std::string> kernel_names_;
+    size_t first_since_boundary_ = 0;
+    /// The types of the inputs by the name of a fused kernel.
+    std::unordered_map<std::string, std::vector<mlx::core::Dtype>> fused_inputs_;
+    /// The primitive that is encoded, for the names of its kernels, and whether the CPU computes it.
+    std::string encoded_;
+    bool is_on_cpu_ = false;
 };
 
 /// What the primitive of `arr` does on Metal; `outputs` get their data.

@@ -43,6 +43,24 @@ public struct Ledger: Codable, Sendable, Equatable {
     /// The most buffers of arrays that are alive, without those from before the recording.
     public var peakArrays = 0
 
+    /// Waits for memory while one command buffer is active, during which `eval` polls and keeps a core busy.
+    public var spins = 0
+    /// What the GPU runs during these waits.
+    public var spinning = Kind()
+
+    /// Kernels that are used for the first time, and so are compiled.
+    public var firstKernels = 0
+    /// The most of them between two calls of `boundary()`.
+    public var mostFirstKernels = 0
+
+    /// Arrays made of memory that the caller owns, such as a mapped file.
+    public var mappings = 0
+    /// That memory as far as kernels are given it, in bytes: Metal holds all of a buffer while one uses a part of it.
+    public var wiredBytes = 0.0
+    /// What they leak, in bytes: mlx-swift retains a finalizer once more than it releases it (MLXArray+Init.swift:26). That is an object of 32
+    /// bytes, and with it the closure's context, here of up to 48.
+    public var leakedBytes: Int { 80 * mappings }
+
     /// Kernels that the GPU runs.
     public var kernels: Int { kinds.values.reduce(0) { $0 + $1.kernels } }
     /// Floating-point operations of matrix products.
@@ -75,6 +93,12 @@ extension Ledger {
         Double(evals + waits) * time.secondsPerEval + Double(kernels) * time.secondsPerKernel
             + (readBytes + writtenBytes) / time.bytesPerSecond + flop / time.flopPerSecond
     }
+
+    /// Seconds during which `eval` polls, if the GPU has all of what it waits for still before it: no more than these.
+    public func secondsSpinning(_ time: LedgerTime = LedgerTime()) -> Double {
+        Double(spinning.kernels) * time.secondsPerKernel + spinning.readBytes / time.bytesPerSecond
+            + spinning.flop / time.flopPerSecond
+    }
 }
 
 // MARK: - Rules
@@ -94,21 +118,41 @@ public struct LedgerRules: Codable, Sendable, Equatable {
     public var runAhead: Int
     /// The generation of the GPU's architecture, as 15 in `applegpu_g15p`.
     public var generation: Int
+    /// Whether the arrays of the last command buffer that was waited for are freed only when the next is committed: its
+    /// completion handlers free them, on another thread, and an `eval` does not wait for these.
+    public var hasLateHandlers: Bool
 
     public init(
-        isMetal: Bool, operationsPerBuffer: Int, megaElementsPerBuffer: Int, runAhead: Int, generation: Int = 15
+        isMetal: Bool, operationsPerBuffer: Int, megaElementsPerBuffer: Int, runAhead: Int, generation: Int = 15,
+        hasLateHandlers: Bool = false
     ) {
         self.isMetal = isMetal
         self.operationsPerBuffer = operationsPerBuffer
         self.megaElementsPerBuffer = megaElementsPerBuffer
         self.runAhead = runAhead
         self.generation = generation
+        self.hasLateHandlers = hasLateHandlers
     }
 
     /// An iPhone (MLX's metal/device.cpp:342) whose GPU completes nothing before it must: the encoder is ahead by the
     /// 10 tasks that MLX allows (transforms.cpp:25), or until `memoryLimit` or an `eval` makes it wait.
     public static let phone = LedgerRules(
         isMetal: true, operationsPerBuffer: 20, megaElementsPerBuffer: 40, runAhead: 10)
+
+    /// The same with late handlers: the most that arrays take on an iPhone.
+    public static var strictPhone: LedgerRules { strict(operationsPerBuffer: 20, megaElementsPerBuffer: 40) }
+    /// An iPad with an M chip, or a Mac with one that is no Max or Ultra (device.cpp:346).
+    public static var strictPad: LedgerRules { strict(operationsPerBuffer: 40, megaElementsPerBuffer: 40) }
+    /// A Mac with a Max or an Ultra (device.cpp:350).
+    public static var strictMac: LedgerRules { strict(operationsPerBuffer: 50, megaElementsPerBuffer: 50) }
+
+    /// - Parameter operationsPerBuffer: unless `MLX_MAX_OPS_PER_BUFFER` is set.
+    private static func strict(operationsPerBuffer: Int, megaElementsPerBuffer: Int) -> LedgerRules {
+        let set = getenv("MLX_MAX_OPS_PER_BUFFER").flatMap { Int(String(cString: $0)) }
+        return LedgerRules(
+            isMetal: true, operationsPerBuffer: set ?? operationsPerBuffer,
+            megaElementsPerBuffer: megaElementsPerBuffer, runAhead: 10, hasLateHandlers: true)
+    }
 
     /// An iPhone whose GPU completes each command buffer as soon as it is committed.
     public static let phoneWithoutRunAhead = LedgerRules(
@@ -118,11 +162,12 @@ public struct LedgerRules: Codable, Sendable, Equatable {
     public static let cpu = LedgerRules(
         isMetal: false, operationsPerBuffer: 0, megaElementsPerBuffer: .max >> 32, runAhead: 0)
 
-    fileprivate func ctx(compute: Bool) -> HostLedgerRules {
+    fileprivate func ctx(compute: Bool, _ device: DeviceType) -> HostLedgerRules {
         HostLedgerRules(
             compute: compute, metal: isMetal, operations_per_buffer: Int32(clamping: operationsPerBuffer),
             mega_elements_per_buffer: Int32(clamping: megaElementsPerBuffer),
-            run_ahead: Int32(clamping: runAhead), generation: Int32(clamping: generation))
+            run_ahead: Int32(clamping: runAhead), generation: Int32(clamping: generation),
+            gpu_only: device == .gpu, late_handlers: hasLateHandlers)
     }
 }
 
@@ -140,16 +185,16 @@ extension Ledger {
     ///
     /// Without `compute` nothing is computed: whatever is evaluated becomes zeros at once, which may be read, and a
     /// graph on the GPU's stream needs no GPU. With it the values are also computed, for which they must be on the CPU's
-    /// stream. The rules are applied whatever the stream. One ledger is recorded at a time.
+    /// stream. One ledger is recorded at a time.
     ///
     /// - Parameters:
-    ///   - device: the default device inside `body`.
+    ///   - device: the default device inside `body`. The rules are applied to what is on the CPU's stream too, if it is the CPU.
     ///   - trace: called for each primitive, in the order of evaluation, with the number of elements of its output.
     public static func record(
         compute: Bool = false, device: DeviceType = .gpu, rules: LedgerRules = .phone,
         trace: ((_ primitive: String, _ size: Int) -> Void)? = nil, _ body: () throws -> Void
     ) throws -> Ledger {
-        let recording = try Recording(rules.ctx(compute: compute), trace)
+        let recording = try Recording(rules.ctx(compute: compute, device), trace)
         do {
             try withError { try Device.withDefaultDevice(Device(device), body) }
         } catch {
@@ -159,15 +204,19 @@ extension Ledger {
         return try recording.end()
     }
 
-    /// Begins the counts of the recording anew: what came before is not in them, but for the arrays that it left.
+    /// Begins the counts of the recording anew: what came before is not in them, but for the arrays that it left and the kernels that it
+    /// used first.
     public static func restart() { host_ledger_restart() }
+
+    /// Marks a point at which the work may pause, for `mostFirstKernels`.
+    public static func boundary() { host_ledger_boundary() }
 
     /// The same, of work that suspends.
     public static func record(
         compute: Bool = false, device: DeviceType = .gpu, rules: LedgerRules = .phone,
         trace: ((_ primitive: String, _ size: Int) -> Void)? = nil, _ body: () async throws -> Void
     ) async throws -> Ledger {
-        let recording = try Recording(rules.ctx(compute: compute), trace)
+        let recording = try Recording(rules.ctx(compute: compute, device), trace)
         do {
             try await withError { try await Device.withDefaultDevice(Device(device), body) }
         } catch {
@@ -213,6 +262,12 @@ private final class Recording {
         ledger.peakBytes = counts.peak_bytes
         ledger.peakActiveBytes = counts.peak_active_bytes
         ledger.peakArrays = counts.peak_arrays
+        ledger.spins = counts.spins
+        ledger.spinning = .init(kernels: counts.spin_kernels, flop: counts.spin_flop, readBytes: counts.spin_bytes)
+        ledger.firstKernels = counts.first_kernels
+        ledger.mostFirstKernels = counts.most_first_kernels
+        ledger.mappings = counts.mappings
+        ledger.wiredBytes = counts.wired_bytes
         return ledger
     }
 

@@ -19,8 +19,8 @@ public struct ModelBundle {
     var kinds = [Int]()
     let maps = Maps()
 
-    /// The weight files that are mapped: those in use, which a use within takes too, and with `areKept` those of uses before, on a GPU,
-    /// where each map is a buffer to make.
+    /// The weight files that are mapped: those in use, which a use within takes too, and with `areKept` those of uses before. Each map
+    /// is a buffer to make on a GPU, pages to find again, and some bytes that mlx-swift leaks.
     final class Maps {
         var areKept = false { didSet { if !areKept { words = [:] } } }
         fileprivate var words = [String: MLXArray]()
@@ -40,6 +40,7 @@ public struct ModelBundle {
     ///     manifest may be used.
     public init(url: URL, text: URL? = nil, checksums: Bool = true) throws {
         _ = Self.fullPrecision
+        CommandBuffers.setOperations()
         self.url = url
         let path = url.appendingPathComponent("manifest.json")
         guard let json = regularFile(path) else {

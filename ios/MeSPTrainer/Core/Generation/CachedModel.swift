@@ -2,7 +2,7 @@ import Foundation
 import MLX
 
 /// A bundle's model, with adapters or without, for tokens that follow others: block by block, over what the tokens before
-/// left. Weights are mapped for as long as a block is worked on.
+/// left. Weights stay mapped from one token to the next where memory holds them; elsewhere for as long as a block is worked on.
 struct CachedModel {
     let bundle: ModelBundle
     /// Tokens that go through the blocks together.
@@ -18,6 +18,11 @@ struct CachedModel {
     init(_ bundle: ModelBundle, adapters folder: URL?, chunk: Int = 256) throws {
         (self.bundle, self.chunk, featureGroup) = (bundle, chunk, bundle.manifest.featureGroup)
         isRecurrent = bundle.architecture.isRecurrent
+        // Clean pages are not in the footprint, and the address space holds what memory does. A GPU's driver may count what its kernels
+        // use: there half of what the process may have is left for other things.
+        let memory = Int(ProcessInfo.processInfo.physicalMemory)
+        let room = bundle.manifest.device == "gpu" ? min(memory, systemMemoryLimit() ?? .max) / 2 : memory
+        bundle.maps.areKept = bundle.manifest.mappedBytes <= room
         adapters = try folder.map { folder in
             try bundle.withDevice { try loadAdapters(from: folder, architecture: bundle.architecture) }
         }
@@ -81,10 +86,8 @@ struct CachedModel {
 
     private func embedded(_ tokens: ArraySlice<Int>) throws -> MLXArray {
         try bundle.withEmbedding { weights in
-            let x = embed(MLXArray(tokens.map { Int32($0) }), weights, bundle.architecture, dtype: bundle.dtype)[0]
-            eval(x)
-            return x
-        }
+            embed(tokens.map { Int32($0) }, weights, bundle.architecture, dtype: bundle.dtype)
+        }[0]
     }
 
     /// - Parameter states: nil before the first token; see `BlockForward`.

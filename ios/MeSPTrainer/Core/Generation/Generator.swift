@@ -1,8 +1,8 @@
 import Foundation
 import MLX
 
-/// Writes on from a prompt, with a bundle's model and, where they are given, adapters. Weights are mapped block by block for each
-/// token, so the footprint is that of the adapters, the keys and values of the tokens so far, and one block's activations.
+/// Writes on from a prompt, with a bundle's model and, where they are given, adapters. Weights are mapped, so the footprint is that of
+/// the adapters, the keys and values of the tokens so far, and one block's activations.
 ///
 ///     let generator = try Generator(bundle, adapters: folder)
 ///     try generator.generate(.init(prompt: tokens), atBlock: Task.checkCancellation) { show($0) }

@@ -68,10 +68,7 @@ final class BlockwiseModel {
     /// The embeddings `[1, T, hidden]` of a sequence's inputs.
     func embed(_ example: Example) throws -> MLXArray {
         try bundle.withEmbedding { weights in
-            let x = MeSPCore.embed(
-                MLXArray(example.inputs), weights, bundle.architecture, dtype: bundle.dtype)
-            eval(x)
-            return x
+            MeSPCore.embed(Array(example.inputs), weights, bundle.architecture, dtype: bundle.dtype)
         }
     }
 

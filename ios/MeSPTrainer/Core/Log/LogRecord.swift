@@ -38,6 +38,7 @@ public enum LogRecord: Sendable {
         public var cacheBytes: Int?
         public var predictedPeakBytes: Int
         public var leastPeakBytes: Int
+        public var metalBytes: Int?
         public var mappedBytes: Int
         public var readWeightBytes: Int?
     }

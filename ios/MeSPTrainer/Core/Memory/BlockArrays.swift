@@ -21,8 +21,8 @@ final class ArrayFile {
     private var length = 0
     /// Bytes written since the start.
     private(set) var written = 0
-    /// While this reference lives, MLX can't donate the mapped buffer and write a result into it.
-    private var last: MLXArray?
+    /// The arrays that were read. While these references live, MLX can't donate the mapped buffers and write a result into them.
+    private var maps = [Int: MLXArray]()
 
     /// - Parameters:
     ///   - folder: where the file is made; it must be on a disk for the file not to take memory.
@@ -65,10 +65,10 @@ final class ArrayFile {
     /// The array at `index`, mapped. What is computed from it is evaluated before the next array is read.
     func read(_ index: Int) throws -> MLXArray {
         guard let shape = shapes[index] else { preconditionFailure("array \(index) was never written") }
-        guard let pages = mapArray(file, offset: index * stride, [stride / dtype.size], dtype) else {
+        guard let pages = maps[index] ?? mapArray(file, offset: index * stride, [stride / dtype.size], dtype) else {
             throw MeSPError("Cannot map the training state: \(lastError()).")
         }
-        last = pages
+        maps[index] = pages
         return pages[0..<shape.reduce(1, *)].reshaped(shape)
     }
 }

@@ -122,9 +122,8 @@ public struct Planner: Sendable {
         let asked = settings.memoryLimitMb.map { Int($0 * 1e6) }
         var plan = try plan(within: asked)
         // Clean pages are not in the footprint. Where they would fit in, nothing is lost if a GPU's driver counts them.
-        if products == .packed, withMargin(peak(plan)) + mappedBytes <= min(asked ?? .max, room) {
-            plan.keepsMaps = true
-        }
+        let limit = products == .packed ? min(asked ?? .max, room) - withMargin(peak(plan)) : room
+        if mappedBytes <= limit { plan.keepsMaps = true }
         return plan
     }
 
@@ -249,12 +248,21 @@ public struct Planner: Sendable {
 
     /// The predicted peak footprint of a step, in bytes.
     public func peak(_ plan: Plan) -> Int {
-        products == .packed ? process + arrays(plan) : peakOnCPU(plan)
+        products == .packed ? process + Self.metalBytes + arrays(plan) : peakOnCPU(plan)
     }
+
+    /// What Metal itself takes in the process: the device, the command queue and its buffers, libraries and pipelines of some 100 kernels.
+    /// An assumption: nothing that could be found gives a figure for iOS. The self-check's `metal.footprint` measures it.
+    static let metalBytes = 20_000_000
+
+    /// The part of a predicted peak that is Metal's, in bytes; nil on a CPU.
+    var metalBytes: Int? { products == .packed ? Self.metalBytes : nil }
 
     /// On a GPU, what MLX's arrays and its cache take at a step's peak, in bytes: back-pressure keeps each phase in its workspace.
     public func arrays(_ plan: Plan) -> Int {
-        let phase = max(phase(plan), workspace(plan), method == .mebp ? backward(tile(plan)) : 0)
+        // Of short command buffers, the one that is encoded and what late handlers hold go beyond the workspace.
+        let most = CommandBuffers.areShort ? workspace(plan) + phase(plan) * 2 / 5 : max(phase(plan), workspace(plan))
+        let phase = max(most, method == .mebp ? backward(tile(plan)) : 0)
         return lasting(plan) + (plan.keptBlocks > 0 ? 2 * intermediate : 0) + phase
     }
 
@@ -285,9 +293,12 @@ public struct Planner: Sendable {
         return max(mixer, mlp) / 10
     }
 
-    /// Above what there is when a phase begins, what it may take before MLX waits for the GPU: less than half of what it takes at its
-    /// peak, so that only the command buffer that is being encoded goes beyond; and a cache. See `withWorkspace`.
-    func workspace(_ plan: Plan) -> Int { phase(plan) * 2 / 5 + (plan.cacheBytes ?? 0) }
+    /// Above what there is when a phase begins, what it may take before MLX waits for the GPU; and a cache. See `withWorkspace`. With
+    /// short command buffers, what lets several of them run. With long ones, less than half of what the phase takes at its peak, so that
+    /// only the buffer that is being encoded goes beyond.
+    func workspace(_ plan: Plan) -> Int {
+        (CommandBuffers.areShort ? phase(plan) * 9 / 10 : phase(plan) * 2 / 5) + (plan.cacheBytes ?? 0)
+    }
 
     private func peakOnCPU(_ plan: Plan) -> Int {
         let tile = tile(plan)

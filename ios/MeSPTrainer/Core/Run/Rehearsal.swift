@@ -30,7 +30,10 @@ public final class Rehearsal {
     public var isForGPU: Bool { trainer.model.bundle.device == .gpu }
 
     /// A step of the settings' batches; with an objective, of one sequence.
-    public func step() throws {
+    ///
+    /// - Parameter atBlock: called at each block boundary, where a run may pause.
+    public func step(atBlock: @escaping () -> Void = {}) throws {
+        trainer.clock.atBlock = atBlock
         let (settings, sequences) = (trainer.settings, trainer.settings.objective == nil)
         let batch = Array(repeating: example, count: sequences ? settings.batchSize : 1)
         let batches = Array(repeating: batch, count: sequences ? settings.gradAccumulationSteps : 1)

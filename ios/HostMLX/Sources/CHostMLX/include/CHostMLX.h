@@ -259,6 +259,8 @@ typedef struct {
     int32_t mega_elements_per_buffer;  // or when it uses buffers of more elements than this, in units of 2^20
     int32_t run_ahead;                 // command buffers that may run while the next is encoded; 0: none
     int32_t generation;                // of the GPU's architecture: 15 in `applegpu_g15p`
+    bool gpu_only;                     // what is on a CPU's stream takes memory, and no kernels or command buffers
+    bool late_handlers;                // the last command buffer's arrays are freed after the wait for it returns
 } HostLedgerRules;
 
 typedef struct {
@@ -269,6 +271,12 @@ typedef struct {
     double new_buffer_bytes;
     size_t peak_bytes, peak_active_bytes;  // with and without the cache; neither has adopted memory
     size_t peak_arrays;                    // buffers of arrays
+    size_t spins;                          // waits for memory with one task active, in which `eval` polls
+    size_t spin_kernels;                   // what the GPU runs during them
+    double spin_flop, spin_bytes;
+    size_t first_kernels, most_first_kernels;  // used for the first time; the most between two boundaries
+    size_t mappings;                           // arrays made of memory that the caller owns
+    double wired_bytes;                        // of that memory, what kernels are given
 } HostLedgerCounts;
 
 typedef struct {
@@ -281,8 +289,10 @@ char *host_ledger_begin(HostLedgerRules rules);
 /// Ends it; returns null or why an evaluation failed, to be released with free().
 char *host_ledger_end(
     HostLedgerCounts *counts, void *context, void (*kind)(void *context, const char *name, HostLedgerKind kind));
-/// Begins the counts anew, with the arrays that are there.
+/// Begins the counts anew, but for those of kernels that are used for the first time.
 void host_ledger_restart(void);
+/// Marks a point at which the work may pause, for `most_first_kernels`.
+void host_ledger_boundary(void);
 /// Calls `trace` for each primitive that is evaluated, in order, with the number of elements of its output.
 void host_ledger_trace(void *context, void (*trace)(void *context, const char *primitive, size_t size));
 

@@ -1,0 +1,127 @@
+#if canImport(HostMLXLedger)
+    import Foundation
+    import HostMLXLedger
+    import MLX
+    import Testing
+
+    @testable import MeSPCore
+
+    /// What the demo bundle for the GPU takes on Metal, by the ledger's strictest rules.
+    @Suite(.serialized) struct LedgerTests {
+        private static let demo = URL(fileURLWithPath: #filePath).deletingLastPathComponent()
+            .appendingPathComponent("../../Demo-GPU.mesp").standardizedFileURL
+        private typealias Change = (inout RunSettings) -> Void
+
+        init() { CommandBuffers.setOperations() }
+
+        private func settings(_ length: Int = 128, _ change: Change = { _ in }) throws -> RunSettings {
+            var settings = try RunSettings.ofATest(temporaryFolder())
+            (settings.bundle, settings.seqLen) = (Self.demo.path, length)
+            settings.rank = try #require(ModelBundle(url: Self.demo, checksums: false).manifest.ranks.first)
+            change(&settings)
+            return settings
+        }
+
+        /// The second step.
+        private func step(_ settings: RunSettings, _ rules: LedgerRules = .strictPhone) throws -> (Ledger, Planner, Plan) {
+            var (planner, plan) = (Planner?.none, Plan?.none)
+            let ledger = try Ledger.record(rules: rules) {
+                let rehearsal = try Rehearsal(settings)
+                (planner, plan) = (rehearsal.planner, rehearsal.plan)
+                try rehearsal.step { Ledger.boundary() }
+                Ledger.restart()
+                try rehearsal.step { Ledger.boundary() }
+            }
+            return (ledger, try #require(planner), try #require(plan))
+        }
+
+        @Test(arguments: [128, 256], ["", "keepCache", "all", "mebp", "mezo", "batch"])
+        func thePredictionCoversTheStrictestRules(_ length: Int, _ choice: String) throws {
+            let settings = try settings(length) {
+                switch choice {
+                case "keepCache": $0.keepCache = true
+                case "all": $0.offload = .all
+                case "mebp": $0.method = .mebp
+                case "mezo": $0.method = .mezo
+                case "batch": $0.batchSize = 2
+                default: break
+                }
+            }
+            for rules in [LedgerRules.strictPhone, .strictPad, .strictMac] {
+                let (ledger, planner, plan) = try step(settings, rules)
+                #expect(ledger.peakBytes <= planner.arrays(plan))
+            }
+        }
+
+        /// With MLX's own command buffers a core would poll for most of the step.
+        @Test func waitsForMemorySleep() throws {
+            let (ledger, _, _) = try step(settings(256))
+            #expect(ledger.secondsSpinning() < 0.01 * ledger.seconds())
+        }
+
+        /// Each file is mapped once in a run, and each of the arrays on disk.
+        @Test(arguments: RunSettings.Offload.allCases) func aStepLeaksNothing(_ offload: RunSettings.Offload) throws {
+            let (ledger, _, _) = try step(settings { $0.offload = offload })
+            #expect(ledger.leakedBytes == 0)
+        }
+
+        @Test func aTokenLeaksNothing() throws {
+            func leaked(tokens: Int) throws -> Int {
+                try Ledger.record(rules: .strictPhone) {
+                    let bundle = try ModelBundle(url: Self.demo)
+                    var request = Generator.Request(prompt: [1, 2, 3])
+                    request.maxTokens = tokens
+                    try Generator(bundle).generate(request) { _ in }
+                }.leakedBytes
+            }
+            #expect(try leaked(tokens: 9) == leaked(tokens: 1))
+        }
+
+        @Test func evaluationMapsEachFileOnce() throws {
+            var mapped = [String: Int]()
+            _ = try Ledger.record(rules: .strictPhone) {
+                let bundle = try ModelBundle(url: Self.demo)
+                let evaluator = try Evaluator(bundle)
+                _ = try evaluator.logLikelihood(of: [1, 2, 3, 4], window: 2)
+                _ = try evaluator.scores(of: [[1], [2, 3]], after: [4])
+                mapped = bundle.maps.mapped
+            }
+            #expect(mapped.values.allSatisfy { $0 == 1 })
+        }
+
+        /// A kernel that gathers rows would have Metal hold the whole file in memory.
+        @Test func noKernelReadsTheEmbedding() throws {
+            let bundle = try ModelBundle(url: Self.demo)
+            let ledger = try Ledger.record(rules: .strictPhone) {
+                try bundle.withDevice {
+                    try bundle.withEmbedding { weights in
+                        let x = embed([1, 2, 3], weights, bundle.architecture, dtype: bundle.dtype)
+                        #expect(x.shape == [1, 3, bundle.architecture.hiddenSize])
+                    }
+                }
+            }
+            #expect(ledger.mappings == 1)
+            #expect(ledger.wiredBytes == 0)
+            #expect(ledger.kernels == 0)
+        }
+
+        /// A pause waits for the kernels that a block or the head compiles.
+        @Test func theFirstStepCompilesFewKernelsBetweenBoundaries() throws {
+            let (ledger, _, _) = try step(settings())
+            #expect(ledger.firstKernels <= 80)
+            #expect(ledger.mostFirstKernels <= 30)
+        }
+
+        @Test func thePlanSaysWhatMetalTakes() throws {
+            let (bundle, settings) = (try ModelBundle(url: Self.demo), try settings())
+            let planner = Planner(bundle.manifest, settings)
+            let plan = try planner.plan()
+            let record = LogRecord.Plan(settings, bundle, planner, plan)
+            let metal = try #require(record.metalBytes)
+            #expect(metal > 0)
+            #expect(record.predictedPeakBytes >= metal + planner.arrays(plan))
+            let fixture = try Fixture(try #require(Fixture.tied), "gradients")
+            #expect(Planner(fixture.bundle.manifest, settings).metalBytes == nil)
+        }
+    }
+#endif
