@@ -24,7 +24,7 @@ extension Bench {
     }
 
     /// Whether the largest of these errors is within the tolerance; a NaN is not.
-    private func compared(_ what: Sentence, with other: Sentence, _ errors: [Measurement]) -> Finding {
+    func compared(_ what: Sentence, with other: Sentence, _ errors: [Measurement]) -> Finding {
         let worst = errors.max { $0.value ?? .infinity < $1.value ?? .infinity }
         let isGood = errors.allSatisfy { $0.value ?? .infinity <= tolerance }
         func shown(_ error: Measurement) -> Sentence {
@@ -40,7 +40,7 @@ extension Bench {
             errors)
     }
 
-    private func error(_ a: MLXArray, _ b: MLXArray) -> Double {
+    func error(_ a: MLXArray, _ b: MLXArray) -> Double {
         let (a, b) = (a.asType(.float32), b.asType(.float32))
         return Double(((a - b).square().sum().sqrt() / b.square().sum().sqrt()).item(Float.self))
     }

@@ -173,6 +173,9 @@ final class Bench {
             Check(name: "repeats", body: repeats),
             Check(name: "resume", body: resume),
         ]
+            + Self.mixers.map { name, variants in
+                Check(name: "decode.\(name)", body: { try self.decoding(name, variants) })
+            }
             + lengths.map { length in Check(name: "peak.\(length)", body: { try self.peak(length) }) }
             + lengths.map { length in Check(name: "time.\(length)", body: { try self.time(length) }) }
             + [Check(name: "throttling", body: throttling)]

@@ -40,6 +40,7 @@ import Testing
                 "machine", "gpu", "map.no_copy", "map.footprint", "map.first_use", "eval.empty", "kernel.dependent",
                 "buffer.new", "memory.bandwidth", "product.transposed", "product.plain", "product.dequantized",
                 "block.outputs", "gradients.cpu", "gradients.mebp", "head.few_targets", "repeats", "resume",
+                "decode.attention", "decode.gated_delta_net", "decode.short_convolution",
             ] + lengths.flatMap { ["peak.\($0)", "time.\($0)"] } + ["throttling"]
         #expect(Set(names) == Set(all) && names.count == all.count)
         for line in lines {
@@ -71,6 +72,7 @@ import Testing
 
     @Test(arguments: [
         "map.no_copy", "block.outputs", "gradients.cpu", "gradients.mebp", "head.few_targets", "repeats", "resume",
+        "decode.attention", "decode.gated_delta_net", "decode.short_convolution",
     ])
     func anErrorIsFound(_ name: String) throws {
         // One part in a thousand of one number is enough for what must be equal, and the smallest error that counts for the rest.
