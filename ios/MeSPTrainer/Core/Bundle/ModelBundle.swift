@@ -81,7 +81,8 @@ public struct ModelBundle {
 
     /// Calls `body` with the bundle's device as MLX's default. An error in MLX, which ends the process elsewhere, is thrown.
     func withDevice<R>(_ body: () throws -> R) throws -> R {
-        try Device.withDefaultDevice(device) {
+        _ = firstUseOfMLX
+        return try Device.withDefaultDevice(device) {
             do {
                 return try withError { try body() }
             } catch let error as MLXError {

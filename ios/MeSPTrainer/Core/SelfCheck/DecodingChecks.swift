@@ -89,7 +89,7 @@ extension Bench {
             ]
         }
         return compared(
-            "What a block makes of tokens one by one, and keeps of them,", with: "what it makes of all at once", errors)
+            "The outputs and the state of a block, one token at a time,", with: "those of all tokens at once", errors)
     }
 
     private func read(_ model: CachedModel, pieces: Int) throws -> (y: MLXArray, logits: MLXArray, state: [MLXArray]) {

@@ -7,24 +7,27 @@ extension Bench {
     var tolerance: Double { bundle.dtype == .float32 ? 1e-4 : 0.05 }
 
     /// The last blocks, which stand for all: enough for errors to travel, few enough for the largest model.
-    private var fewBlocks: Int { min(4, architecture.numHiddenLayers) }
+    var fewBlocks: Int { min(4, architecture.numHiddenLayers) }
 
-    private func fewBlocks(_ method: GradientMethod) -> RunSettings {
+    func fewBlocks(_ method: GradientMethod) -> RunSettings {
         var run = run(shortest)
         (run.method, run.numLayers) = (method, fewBlocks)
         return run
     }
 
-    private func cpu(_ trainer: Trainer) -> FormulasOnCPU {
+    func cpu(_ trainer: Trainer, of other: ModelBundle? = nil) -> FormulasOnCPU {
         FormulasOnCPU(
-            bundle: bundle, layouts: trainer.model.layouts, scale: trainer.model.scale,
+            bundle: other ?? bundle, layouts: trainer.model.layouts, scale: trainer.model.scale,
             tile: TileSizes(
                 architecture, group: bundle.manifest.featureGroup, length: shortest, bytes: 1 << 20,
                 products: .dense))
     }
 
     /// Whether the largest of these errors is within the tolerance; a NaN is not.
-    func compared(_ what: Sentence, with other: Sentence, _ errors: [Measurement]) -> Finding {
+    func compared(
+        _ what: Sentence, with other: Sentence, _ errors: [Measurement], tolerance: Double? = nil
+    ) -> Finding {
+        let tolerance = tolerance ?? self.tolerance
         let worst = errors.max { $0.value ?? .infinity < $1.value ?? .infinity }
         let isGood = errors.allSatisfy { $0.value ?? .infinity <= tolerance }
         func shown(_ error: Measurement) -> Sentence {
@@ -46,7 +49,7 @@ extension Bench {
     }
 
     /// The errors of each module's A and B, the largest of all blocks.
-    private func errors(_ layouts: [LoRALayout], _ gradients: [Int: MLXArray], _ expected: [Int: MLXArray])
+    func errors(_ layouts: [LoRALayout], _ gradients: [Int: MLXArray], _ expected: [Int: MLXArray])
         -> [Measurement]
     {
         architecture.modules.flatMap { module -> [Measurement] in
@@ -103,11 +106,17 @@ extension Bench {
     func gradientsAgainstCPU() throws -> Finding {
         let trainer = try trainer(fewBlocks(.mesp))
         let (loss, ours) = try gradients(trainer)
-        let model = trainer.model
-        let cpu = cpu(trainer)
-        let example = example(shortest)
+        let (sum, expected) = try gradientsOnCPU(trainer)
+        let found = errors(trainer.model.layouts, ours.mapValues { tamper("gradients.cpu", $0) }, expected)
+        return compared(
+            "The gradients of \(fewBlocks) blocks", with: "those of the formulas on the CPU",
+            [Measurement("loss", error(MLXArray(loss), sum))] + found)
+    }
 
-        // The blocks before those that are trained are the device's own in both.
+    /// The mean loss, and each trained block's gradient `[P]`, by the formulas on the CPU. The blocks before those that are trained are
+    /// the device's own.
+    func gradientsOnCPU(_ trainer: Trainer) throws -> (loss: MLXArray, gradients: [Int: MLXArray]) {
+        let (model, cpu, example) = (trainer.model, cpu(trainer), example(shortest))
         var x = try model.embed(example)
         for block in 0..<trainer.trained.lowerBound { x = try model.forward(block, x, model.parameters(block)).y }
         var inputs = [Int: MLXArray]()
@@ -118,18 +127,14 @@ extension Bench {
         }
         let weight = 1 / Float(example.counted.count)
         var (sum, d) = try cpu.head(x, example, gradientScale: weight)
-        var expected = [Int: MLXArray]()
+        var gradients = [Int: MLXArray]()
         for block in trainer.trained.reversed() {
             try atBlock()
             guard let x = inputs.removeValue(forKey: block) else { continue }
             let lora = try model.parameters(block)
-            expected[block] = try cpu.backward(block, x, lora, cpu.outputs(block, x, lora), d: &d)
+            gradients[block] = try cpu.backward(block, x, lora, cpu.outputs(block, x, lora), d: &d)
         }
-        sum = sum * weight
-        let found = errors(model.layouts, ours.mapValues { tamper("gradients.cpu", $0) }, expected)
-        return compared(
-            "The gradients of \(fewBlocks) blocks", with: "those of the formulas on the CPU",
-            [Measurement("loss", error(MLXArray(loss), sum))] + found)
+        return (sum * weight, gradients)
     }
 
     func gradientsAgainstMeBP() throws -> Finding {

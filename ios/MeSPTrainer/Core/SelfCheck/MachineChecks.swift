@@ -144,6 +144,61 @@ extension Bench {
             ])
     }
 
+    /// Generation maps each block again for each token: what each mapping leaves behind is lost for as long as the process lives.
+    func mapLeak() throws -> Finding {
+        let file = Self.temporaryFolder.appendingPathComponent("mapped.\(UUID().uuidString)")
+        try Data(count: mappingUnit).write(to: file)
+        defer { try? FileManager.default.removeItem(at: file) }
+        func map(times: Int) throws {
+            for _ in 0..<times { _ = tamper("map.leak", try mappedWords(file, size: mappingUnit, version: nil)) }
+        }
+        try map(times: 1000)
+        let (before, thousands) = (memoryFootprint(), 10)
+        try map(times: 1000 * thousands)
+        let leaked = max(0, memoryFootprint() - before) / thousands
+        return Finding(
+            leaked <= Self.leakAllowed ? .pass : .fail,
+            "A thousand mappings of a file leave \(shown(megabytes: leaked)) in the footprint; \(shown(megabytes: Self.leakAllowed)) is allowed.",
+            [Measurement("leaked per thousand", Double(leaked), "bytes")])
+    }
+
+    /// A thousand tokens of a model of 30 blocks are some 30,000 mappings, and then 30 MB: as much as a step of a small model may take.
+    private static let leakAllowed = 1_000_000
+
+    /// An error of MLX has to be known where it happened, not when a run has gone on with the wrong numbers.
+    ///
+    /// - Parameter provoke: makes MLX throw.
+    func errors(provoke: () -> Void = Bench.evaluateInsideTrace) throws -> Finding {
+        /// What a check finds directly before the error and behind it.
+        func caught() throws -> (before: Bool, after: Bool) {
+            var found = (before: false, after: false)
+            _ = try? withError { box in
+                do { try box.check() } catch { found.before = true }
+                provoke()
+                do { try box.check() } catch is MLXError { found.after = true }
+            }
+            return found
+        }
+        let found = try caught()
+        let sum = (MLXArray(Float(1)) + 1).item(Float.self)
+        let isGood = !found.before && found.after && sum == 2
+        return Finding(
+            isGood ? .pass : .fail,
+            isGood
+                ? "An error of MLX is there to be thrown when eval returns, and MLX goes on computing."
+                : "An error of MLX is not there to be thrown when eval returns, or MLX does not go on computing.",
+            [Measurement("errors seen", found.after ? 1 : 0)])
+    }
+
+    /// An `eval` that MLX refuses on every device. An error in Metal's own completion handler ends the process, and is left alone.
+    static func evaluateInsideTrace() {
+        let traced = compile { (x: MLXArray) in
+            eval(x)
+            return x
+        }
+        _ = traced(MLXArray(Float(1)))
+    }
+
     /// The largest file of weights.
     private var largestFile: (file: String, words: Int) {
         let manifest = bundle.manifest
