@@ -1,10 +1,9 @@
 import MLX
 
-/// TF32, the format to which the neural accelerators of A19, M5 and later round the operands of float32 products, unless
+/// TF32, the format to which the neural accelerators of A19, M5 and later round the operands of float32 products unless
 /// MLX_ENABLE_TF32 is 0.
 enum TF32 {
-    /// Whether the products of the formulas round their operands themselves, so that the self-check can tell what TF32 costs on any
-    /// device.
+    /// Whether the formulas round the operands of their products. The self-check sets it to compute the effect of TF32 on any device.
     @TaskLocal static var isEmulated = false
 
     /// x with 10 bits of mantissa instead of float32's 23, rounded to the nearest, a tie to the even one.
@@ -16,7 +15,7 @@ enum TF32 {
     }
 }
 
-// Every product of the formulas is one of these, which take the place of MLX's of the same name.
+// In this module these functions hide those of MLX with the same names, so every product of the formulas is one of them.
 
 func matmul(_ a: MLXArray, _ b: MLXArray) -> MLXArray {
     guard TF32.isEmulated else { return MLX.matmul(a, b) }

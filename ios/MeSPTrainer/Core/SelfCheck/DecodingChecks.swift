@@ -1,11 +1,11 @@
 import Foundation
 import MLX
 
-/// Whether generation, which reads one token at a time, computes what a prefill does. A kernel for one row is not the one for many.
+/// Compares reading one token at a time, as generation does, with a prefill. A GPU has other kernels for one row than for many.
 extension Bench {
     typealias Fields = [String: any Sendable]
 
-    /// The kinds of mixers, each with variants of the manifest's entry: what a variant adds to the first.
+    /// The kinds of mixers, and for each the manifest's entries of its variants.
     static let mixers: [(name: String, variants: KeyValuePairs<String, Fields>)] = [
         (
             "attention",
@@ -39,7 +39,7 @@ extension Bench {
         ),
     ]
 
-    /// Four heads of 32 features. With scores of a variance of 4 the weights are far from equal, and an error in a position counts.
+    /// Four heads of 32 features. The scores have a variance of 4: with a small one all weights would be alike, whatever the positions.
     private static let attention: Fields = [
         "type": "attention", "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 32, "qk_norm": false,
         "output_gate": false, "attention_scale": 2 / 32.0.squareRoot(), "frequencies": frequencies(16),
@@ -66,22 +66,18 @@ extension Bench {
         (0..<count).map { pow(10000, -Double($0) / Double(count)) }
     }
 
-    /// Tokens enough for two chunks of the gated delta rule, and for a window to move.
+    /// The number of tokens: more than a chunk of the gated delta rule and than a window.
     private static let decoded = GatedDeltaRule.chunk + 6
 
-    /// A block's output, the logits, and what the block keeps for the next token, of each variant in a bundle of its own: with one token
-    /// read at a time, against all at once.
+    /// Compares a block's output, the logits, and the state that the block keeps for the next token, for each variant of a mixer.
     func decoding(_ name: String, _ variants: KeyValuePairs<String, Fields>) throws -> Finding {
         let errors = try variants.flatMap { variant, mixer in
             try atBlock()
             let folder = Self.temporaryFolder.appendingPathComponent("tiny.\(UUID().uuidString)")
             defer { try? FileManager.default.removeItem(at: folder) }
-            let tiny = try Device.withDefaultDevice(.cpu) {
-                try TinyBundle(mixer: mixer).write(to: folder, like: bundle)
-            }
+            let tiny = try TinyBundle(mixer: mixer).write(to: folder, like: bundle)
             let model = try CachedModel(tiny, adapters: nil)
             let (whole, single) = (try read(model, pieces: Self.decoded), try read(model, pieces: 1))
-            func worst(_ errors: [Double]) -> Double { errors.contains { !$0.isFinite } ? .nan : errors.max() ?? .nan }
             return [
                 Measurement("\(variant): y", error(tamper("decode.\(name)", single.y), whole.y)),
                 Measurement("\(variant): logits", error(single.logits, whole.logits)),

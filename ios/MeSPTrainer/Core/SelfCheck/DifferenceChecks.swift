@@ -1,12 +1,12 @@
 import Foundation
 import MLX
 
-/// The formulas' derivatives against the loss itself, which shares none of them. What `gradients.cpu` compares with stands on this.
+/// Compares the derivative formulas with the loss, which needs none of them. `gradients.cpu` takes them to be right.
 extension Bench {
-    /// The relative error that a finite difference may have. The rounding of losses in float32 makes it 10⁻⁴ at most.
+    /// The largest relative error allowed. The rounding of the losses to float32 causes one of up to 10⁻⁴.
     private static let differenceTolerance = 5e-4
 
-    /// Targets enough for the rounding of their losses to cancel out.
+    /// The number of targets: enough for their rounding errors to average out.
     private static let differenceTokens = 64
 
     /// The slope of the loss along the gradient of each module's A and B in each of the last blocks, which should be the norm of that
@@ -14,7 +14,7 @@ extension Bench {
     ///
     ///     f′ ≈ (8 (f(h) − f(−h)) − (f(2h) − f(−2h))) / 12h
     ///
-    /// The blocks get the embedding as their input. From the last one back, as many are checked as twenty times the settings' seconds allow.
+    /// The blocks get the embedding as their input. It begins with the last block and ends after twenty times the settings' seconds.
     ///
     /// - Parameter derivatives: a bundle with the same weights whose backward pass is checked; nil for the bundle itself.
     func gradientsAgainstDifferences(of derivatives: ModelBundle? = nil) throws -> Finding {
@@ -67,7 +67,11 @@ extension Bench {
     ) throws -> Double {
         let slope = norm(gradient)
         let h = min(Self.differenceInLoss / slope, size)
-        func f(_ steps: Float) throws -> Double { try loss(lora + (steps * h / slope) * gradient) }
+        func f(_ steps: Float) throws -> Double {
+            let moved = lora + (steps * h / slope) * gradient
+            eval(moved)
+            return try loss(moved)
+        }
         let difference = try (8 * (f(1) - f(-1)) - (f(2) - f(-2))) / (12 * Double(h))
         return abs(difference - Double(slope)) / Double(slope)
     }

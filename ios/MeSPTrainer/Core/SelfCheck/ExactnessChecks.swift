@@ -48,6 +48,9 @@ extension Bench {
         return Double(((a - b).square().sum().sqrt() / b.square().sum().sqrt()).item(Float.self))
     }
 
+    /// The largest error; NaN where one is not finite, which `max` would pass over.
+    func worst(_ errors: [Double]) -> Double { errors.contains { !$0.isFinite } ? .nan : errors.max() ?? .nan }
+
     /// The errors of each module's A and B, the largest of all blocks.
     func errors(_ layouts: [LoRALayout], _ gradients: [Int: MLXArray], _ expected: [Int: MLXArray])
         -> [Measurement]
@@ -61,8 +64,6 @@ extension Bench {
                 a.append(error(ours.a, theirs.a))
                 b.append(error(ours.b, theirs.b))
             }
-            // `max` would pass over a NaN.
-            func worst(_ errors: [Double]) -> Double { errors.contains { !$0.isFinite } ? .nan : errors.max() ?? .nan }
             return a.isEmpty
                 ? [] : [Measurement("\(module.name).A", worst(a)), Measurement("\(module.name).B", worst(b))]
         }
@@ -106,19 +107,25 @@ extension Bench {
     func gradientsAgainstCPU() throws -> Finding {
         let trainer = try trainer(fewBlocks(.mesp))
         let (loss, ours) = try gradients(trainer)
-        let (sum, expected) = try gradientsOnCPU(trainer)
+        let (sum, expected) = try gradientsOnCPU(trainer, inputOfTrained(trainer))
         let found = errors(trainer.model.layouts, ours.mapValues { tamper("gradients.cpu", $0) }, expected)
         return compared(
             "The gradients of \(fewBlocks) blocks", with: "those of the formulas on the CPU",
             [Measurement("loss", error(MLXArray(loss), sum))] + found)
     }
 
-    /// The mean loss, and each trained block's gradient `[P]`, by the formulas on the CPU. The blocks before those that are trained are
-    /// the device's own.
-    func gradientsOnCPU(_ trainer: Trainer) throws -> (loss: MLXArray, gradients: [Int: MLXArray]) {
-        let (model, cpu, example) = (trainer.model, cpu(trainer), example(shortest))
-        var x = try model.embed(example)
+    /// The input of the first trained block `[1, T, hidden]`, from the device's own forward pass.
+    func inputOfTrained(_ trainer: Trainer) throws -> MLXArray {
+        let model = trainer.model
+        var x = try model.embed(example(shortest))
         for block in 0..<trainer.trained.lowerBound { x = try model.forward(block, x, model.parameters(block)).y }
+        return x
+    }
+
+    /// The mean loss, and each trained block's gradient `[P]`, by the formulas on the CPU.
+    func gradientsOnCPU(_ trainer: Trainer, _ input: MLXArray) throws -> (loss: MLXArray, gradients: [Int: MLXArray]) {
+        let (model, cpu, example) = (trainer.model, cpu(trainer), example(shortest))
+        var x = input
         var inputs = [Int: MLXArray]()
         for block in trainer.trained {
             try atBlock()

@@ -1,12 +1,13 @@
 import Foundation
 import MLX
 
-/// When the process first used MLX, and its footprint then, in bytes.
+/// The time at which the process first used MLX, and its footprint then in bytes. A global is initialized when it is first read:
+/// `ModelBundle.withDevice` reads it.
 let firstUseOfMLX = (date: Date.now, footprint: memoryFootprint())
 
-/// The first step of the process: on a GPU it compiles every kernel, and Metal takes memory for them.
+/// Measurements of the first step in the process. On a GPU it compiles every kernel, and Metal takes memory for them.
 struct FirstStep {
-    /// What the footprint is above that before the first use of MLX, without MLX's arrays, in bytes: after the first use, and after the
+    /// The growth of the footprint since before the first use of MLX, without MLX's arrays, in bytes: after the first use, and after the
     /// step.
     let afterUse, afterStep: Int
     /// The longest time from one boundary to the next, in the first step and in a second one, in seconds.
@@ -19,7 +20,7 @@ extension Bench {
             throw Skipped(reason: "MLX was in use before: start the process anew, and check before anything else.")
         }
         if let firstStepTaken { return firstStepTaken }
-        /// The footprint beside MLX's arrays, above that before.
+        /// The growth of the footprint without MLX's arrays.
         func grown() -> Int {
             Memory.clearCache()
             return memoryFootprint() - Memory.activeMemory - firstUseOfMLX.footprint
@@ -28,7 +29,7 @@ extension Bench {
         let afterUse = grown()
         let run = run(longest)
         let (longest, longestAgain) = try longestStretches(run, defaultPlan(run))
-        // Mapped weights are among MLX's arrays, and not in the footprint.
+        // Mapped weights count as MLX's arrays, but not in the footprint.
         bundle.maps.areKept = false
         let step = FirstStep(afterUse: afterUse, afterStep: grown(), longest: longest, longestAgain: longestAgain)
         firstStepTaken = step
@@ -53,7 +54,7 @@ extension Bench {
         return (stretches[0], stretches[1])
     }
 
-    /// What the device takes beside arrays: libraries, compiled kernels, command buffers.
+    /// Measures the memory of the device beside arrays: libraries, compiled kernels, command buffers.
     func metalFootprint() throws -> Finding {
         let step = try firstStep()
         let bytes = max(0, step.afterStep)
@@ -68,7 +69,7 @@ extension Bench {
             ])
     }
 
-    /// Who leaves the app waits until the step comes to a boundary, and iOS does not wait for long.
+    /// Leaving the app waits until the step reaches a boundary, and iOS ends an app that takes too long.
     func leaving() throws -> Finding {
         let step = try firstStep()
         let verdict = Self.verdict(leaving: step.longest, onGPU: bundle.device == .gpu)

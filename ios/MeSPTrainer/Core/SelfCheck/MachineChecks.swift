@@ -144,7 +144,8 @@ extension Bench {
             ])
     }
 
-    /// Generation maps each block again for each token: what each mapping leaves behind is lost for as long as the process lives.
+    /// Measures what mappings leave behind until the process ends. mlx-swift 0.31.6 keeps the finalizer of each array that it is given a
+    /// pointer for.
     func mapLeak() throws -> Finding {
         let file = Self.temporaryFolder.appendingPathComponent("mapped.\(UUID().uuidString)")
         try Data(count: mappingUnit).write(to: file)
@@ -162,14 +163,15 @@ extension Bench {
             [Measurement("leaked per thousand", Double(leaked), "bytes")])
     }
 
-    /// A thousand tokens of a model of 30 blocks are some 30,000 mappings, and then 30 MB: as much as a step of a small model may take.
+    /// With 30 blocks that are mapped for each token this is 30 MB for a text of a thousand tokens, as much as a step of a small model.
     private static let leakAllowed = 1_000_000
 
-    /// An error of MLX has to be known where it happened, not when a run has gone on with the wrong numbers.
+    /// `withError` throws after its body only, but its box has an error as soon as MLX reports it: a run that asks the box stops before it
+    /// goes on with wrong numbers.
     ///
     /// - Parameter provoke: makes MLX throw.
     func errors(provoke: () -> Void = Bench.evaluateInsideTrace) throws -> Finding {
-        /// What a check finds directly before the error and behind it.
+        /// Whether the box has an error before `provoke` and after it.
         func caught() throws -> (before: Bool, after: Bool) {
             var found = (before: false, after: false)
             _ = try? withError { box in
@@ -190,7 +192,7 @@ extension Bench {
             [Measurement("errors seen", found.after ? 1 : 0)])
     }
 
-    /// An `eval` that MLX refuses on every device. An error in Metal's own completion handler ends the process, and is left alone.
+    /// Calls `eval` where MLX refuses it on every device. An error in Metal's completion handler would end the process.
     static func evaluateInsideTrace() {
         let traced = compile { (x: MLXArray) in
             eval(x)

@@ -1,16 +1,17 @@
 import Foundation
 import MLX
 
-/// Whether products in float32 have float32's precision, and what gradients would be without.
+/// Measures the precision of float32 products, and the effect of TF32 on gradients.
 extension Bench {
     func tf32() throws -> Finding {
-        let errors = lossesOfProducts()
+        let errors = errorsOfProducts()
         let isRounded = errors.contains { !($0.value ?? .infinity <= Self.roundedFrom) }
         let isOff = getenv("MLX_ENABLE_TF32").map { atoi($0) == 0 } ?? false
 
         let trainer = try trainer(fewBlocks(.mesp))
-        let exact = try gradientsOnCPU(trainer)
-        let rounded = try TF32.$isEmulated.withValue(true) { try gradientsOnCPU(trainer) }
+        let input = try inputOfTrained(trainer)
+        let exact = try gradientsOnCPU(trainer, input)
+        let rounded = try TF32.$isEmulated.withValue(true) { try gradientsOnCPU(trainer, input) }
         let effects =
             [Measurement("loss", error(rounded.loss, exact.loss))]
             + self.errors(trainer.model.layouts, rounded.gradients, exact.gradients)
@@ -34,11 +35,11 @@ extension Bench {
                 + effects.map { Measurement("TF32: \($0.name)", $0.value ?? .nan) })
     }
 
-    /// Between the relative errors of float32, below 10⁻⁶, and of TF32, some 10⁻⁴.
+    /// A limit between the relative error of float32, below 10⁻⁶, and that of TF32, some 10⁻⁴.
     private static let roundedFrom = 1e-5
 
-    /// The relative errors of products of random numbers with a diagonal matrix, of which each result is one product.
-    private func lossesOfProducts() -> [Measurement] {
+    /// The relative errors of products with a diagonal matrix, where each result is the product of two numbers.
+    private func errorsOfProducts() -> [Measurement] {
         let (rows, features) = (256, 512)
         let x = MLXRandom.normal([rows, features], key: MLXRandom.key(0))
         let diagonal = MLXArray.eye(features)

@@ -1,10 +1,10 @@
 import Foundation
 import MLX
 
-/// A bundle of one block with random weights, which the self-check writes for a mixer that the chosen bundle need not have. It can
-/// generate, not train: it has no block function.
+/// A bundle of one block with random weights. The self-check writes one for each mixer, so that a check does not depend on the mixers
+/// of the chosen bundle. It can generate but not train: it has no block function.
 struct TinyBundle {
-    /// The manifest's entry for the mixer, and the widths of the model.
+    /// The manifest's entry for the mixer.
     let mixer: [String: any Sendable]
     static let hidden = 128
     static let vocabulary = 256
@@ -12,8 +12,8 @@ struct TinyBundle {
     /// Writes the bundle and opens it.
     ///
     /// - Parameters:
-    ///   - folder: is made.
-    ///   - model: the bundle whose device, dtype and quantization this one has.
+    ///   - folder: the folder to make.
+    ///   - model: a bundle with the device, the dtype and the quantization to use.
     func write(to folder: URL, like model: ModelBundle) throws -> ModelBundle {
         let architecture: [String: any Sendable] = [
             "model_type": "tiny", "hidden_size": Self.hidden, "intermediate_size": 2 * Self.hidden,
@@ -32,18 +32,20 @@ struct TinyBundle {
         let fileManager = FileManager.default
         try fileManager.createDirectory(
             at: folder.appendingPathComponent("blocks"), withIntermediateDirectories: true)
-        var weights = Words(model)
-        for array in block.plainArrays { weights.add(array) }
-        for module in block.modules {
-            let (inputs, outputs) = block.dimensions(module)
-            weights.add(matrix: module.name + ".", rows: outputs, columns: inputs)
+        var (weights, table) = (Words(model), Words(model))
+        // The same numbers whatever the device.
+        Device.withDefaultDevice(.cpu) {
+            for array in block.plainArrays { weights.add(array) }
+            for module in block.modules {
+                let (inputs, outputs) = block.dimensions(module)
+                weights.add(matrix: module.name + ".", rows: outputs, columns: inputs)
+            }
+            table.add(matrix: "", rows: Self.vocabulary, columns: Self.hidden)
+            table.add(PlainArray(name: "norm", shape: [Self.hidden]))
         }
         let words = try weights.write(to: folder.appendingPathComponent(ModelBundle.blockFile(0)))
-        var table = Words(model)
-        table.add(matrix: "", rows: Self.vocabulary, columns: Self.hidden)
-        table.add(PlainArray(name: "norm", shape: [Self.hidden]))
         let tableWords = try table.write(to: folder.appendingPathComponent("head.bin"))
-        // Generation calls no block function, but a manifest names one for each length.
+        // A manifest names a block function for each length. Generation does not call it.
         let function = "block.mlxfn"
         try Data().write(to: folder.appendingPathComponent(function))
 
@@ -75,7 +77,7 @@ struct TinyBundle {
         return bundle
     }
 
-    /// A file of words in the making, and the manifest's entries for what is in it.
+    /// The contents of a file of words, and the manifest's entries for the arrays in it.
     private struct Words {
         private let dtype: DType
         private let name: String
@@ -87,7 +89,7 @@ struct TinyBundle {
             (dtype, name, quantization) = (model.dtype, model.manifest.dtype, model.manifest.quantization)
         }
 
-        /// Norms near 1, and everything else near 0.
+        /// Adds random numbers: around 1 for a norm, around 0 for any other array.
         mutating func add(_ array: PlainArray) {
             let noise = random(array.shape, scale: 0.3)
             let isNorm = array.name == "norm" || array.name.hasSuffix("norm.weight")
@@ -96,7 +98,7 @@ struct TinyBundle {
                 array.isFloat32 ? "float32" : name)
         }
 
-        /// A matrix whose products with a normalized vector have a variance of 1.
+        /// Adds a quantized matrix whose products with a normalized vector have a variance of 1.
         mutating func add(matrix prefix: String, rows: Int, columns: Int) {
             let (weight, scales, biases) = quantized(
                 random([rows, columns], scale: 1 / Float(columns).squareRoot()).asType(dtype),
@@ -117,7 +119,7 @@ struct TinyBundle {
             data += Data(count: (4 - data.count % 4) % 4)
         }
 
-        /// Writes whole units of a mapping; returns how many words these are.
+        /// Writes the file, padded to whole units of a mapping. Returns its length in words.
         func write(to file: URL) throws -> Int {
             let count = (data.count + mappingUnit - 1) / mappingUnit * mappingUnit
             try (data + Data(count: count - data.count)).write(to: file)
