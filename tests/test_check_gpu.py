@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from mesp.engine.build import expected_version, find_engine
+from mesp.engine.records import records
 from stand_ins import APP, HERE, Phones
 from test_report import Page
 
@@ -76,6 +77,17 @@ def write_engine(folder: Path, *lines: object, then: str = "") -> str:
     )
     engine.chmod(0o755)
     return str(engine)
+
+
+def test_the_engine_runs_the_named_checks_of_a_fresh_process():
+    find_engine()
+    settings = {"bundle": str(DEMO), "checks": ["leaving", "metal.footprint", "errors"]}
+    checks = {
+        each["name"]: each["verdict"]
+        for each in records("self-check", settings)
+        if each["type"] == "check"
+    }
+    assert checks == {"metal.footprint": "note", "leaving": "note", "errors": "pass"}
 
 
 def record(kind: str, fields: dict) -> dict:

@@ -51,7 +51,8 @@ extension Bench {
     }
 
     func gpu() throws -> Finding {
-        guard bundle.device == .gpu else {
+        // `Device.gpu` would be an error of MLX where there is none.
+        guard bundle.manifest.device == "gpu" else {
             throw Skipped(reason: "The bundle \(bundle.manifest.name) runs on the CPU: export one with --device gpu.")
         }
         guard let gpu = SystemGPU.current else {
