@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from mesp.engine.build import expected_version, find_engine
+from mesp.engine.records import records
 from stand_ins import APP, HERE, Phones
 from test_report import Page
 
@@ -32,12 +33,20 @@ MACHINE = {
     "name": "machine",
     "verdict": "note",
     "sentence": "6 cores, and <b>tags</b>.",
-    "measured": [{"name": "memory", "value": 12e9, "unit": "bytes"}],
+    "measured": [
+        {"name": "memory", "value": 12e9, "unit": "bytes"},
+        {"name": "leaked per thousand", "value": 4100, "unit": "bytes"},
+    ],
     "seconds": 0.1,
 }
 RESUME = {"name": "resume", "verdict": "fail", "sentence": "It differs.", "measured": []}
 RESUME |= {"seconds": 1.0}
-CONSTANTS = {"eval_seconds": 2e-4, "flops_per_second": 1.2e12, "bytes_per_second": 8e10}
+CONSTANTS = {
+    "metal_bytes": 3.2e7,
+    "eval_seconds": 2e-4,
+    "flops_per_second": 1.2e12,
+    "bytes_per_second": 8e10,
+}
 END = {"verdict": "pass", "constants": CONSTANTS, "seconds": 5.0}
 
 
@@ -70,6 +79,17 @@ def write_engine(folder: Path, *lines: object, then: str = "") -> str:
     return str(engine)
 
 
+def test_the_engine_runs_the_named_checks_of_a_fresh_process():
+    find_engine()
+    settings = {"bundle": str(DEMO), "checks": ["leaving", "metal.footprint", "errors"]}
+    checks = {
+        each["name"]: each["verdict"]
+        for each in records("self-check", settings)
+        if each["type"] == "check"
+    }
+    assert checks == {"metal.footprint": "note", "leaving": "note", "errors": "pass"}
+
+
 def record(kind: str, fields: dict) -> dict:
     return {"type": kind, **fields}
 
@@ -90,12 +110,14 @@ def test_this_machine(tmp_path: Path):
     lines = {each["name"]: each for each in report["checks"]}
     assert list(lines) == report["start"]["names"]
     assert {"gradients.cpu", "map.no_copy", "peak.128", "time.256"} <= set(lines)
+    skipped = {name for name, verdict in verdicts(tmp_path).items() if verdict == "skipped"}
+    assert skipped == {"gpu", "throttling"}, "metal.footprint is of a fresh process"
     assert set(verdicts(tmp_path).values()) == {"pass", "note", "skipped"}
     assert all(each["sentence"] for each in lines.values())
     assert report["end"]["verdict"] == "pass"
     assert set(report["end"]["constants"]) == {
         "eval_seconds", "kernel_seconds", "new_buffer_seconds", "map_seconds",
-        "bytes_per_second", "flops_per_second",
+        "bytes_per_second", "flops_per_second", "metal_bytes",
     }  # fmt: skip
     page = Page(tmp_path / "self-check.html")
     for name, line in lines.items():
@@ -118,6 +140,8 @@ def test_a_check_that_fails_is_exit_code_1(tmp_path: Path):
     assert row(page, "checks") == ["1 passed, 1 failed, 1 measured, 0 skipped"]
     assert row(page, "memory") == ["12,000.0 MB"]
     assert row(page, "eval seconds") == ["200.0 µs"]
+    assert row(page, "metal bytes") == ["32.0 MB"]
+    assert row(page, "leaked per thousand") == ["4.1 kB"]
     assert row(page, "flops per second") == ["1,200.0 GFLOP/s"]
     assert row(page, "bytes per second") == ["80.0 GB/s"]
 
@@ -133,6 +157,69 @@ def test_an_engine_that_dies_in_a_check_fails_that_check(tmp_path: Path):
     assert "exit status -6" in Page(tmp_path / "self-check.html").row("repeats")[1]
 
 
+def tf32_engine(folder: Path, in_force: bool) -> str:
+    """An engine whose steps take half as long with TF32, and whose gradients are off by 3e-4."""
+    engine = folder / "engine"
+    engine.write_text(f"""#!{sys.executable}
+import json, os, sys
+if sys.argv[1] == "--version":
+    sys.exit(print({expected_version()!r}))
+settings = json.load(open(sys.argv[2]))
+on = os.environ.get("MLX_ENABLE_TF32") == "1" and {in_force}
+names = settings.get("checks") or ["machine", "gradients.cpu", "tf32", "time.128", "time.256"]
+measured = {{
+    "machine": {{}},
+    "gradients.cpu": {{"loss": 1e-5, "q.A": 3e-4 if on else 2e-7}},
+    "tf32": {{"in force": int(on)}},
+    "time.128": {{f"default: {{p}}": 0.8 if on else 1 for p in ("forward", "head", "backward")}},
+    "time.256": {{f"default: {{p}}": 1 if on else 2 for p in ("forward", "head", "backward")}},
+}}
+def show(kind, fields):
+    print(json.dumps({{"type": kind, **fields}}))
+show("start", {{"names": names, "host": "Mac", "bundle": "demo", "device": "gpu"}})
+for name in names:
+    show("check", {{
+        "name": name, "verdict": "fail" if on and name == "gradients.cpu" else "pass",
+        "sentence": "It is so.", "seconds": 1.0,
+        "measured": [{{"name": n, "value": v, "unit": ""}} for n, v in measured[name].items()],
+    }})
+show("end", {{"verdict": "pass", "constants": {{}}, "seconds": 5.0}})
+""")
+    engine.chmod(0o755)
+    return str(engine)
+
+
+def test_the_neural_accelerator_is_measured_in_a_second_process(tmp_path: Path):
+    options = ("--bundle", DEMO, "--neural-accelerator", "--out", tmp_path)
+    done = check(*options, MESP_ENGINE=tf32_engine(tmp_path, True), MLX_ENABLE_TF32="1")
+    assert done.returncode == 0, done.stderr
+    page = Page(tmp_path / "self-check.html")
+    assert row(page, "neural_accelerator") == [
+        "note",
+        "With TF32 a step takes 0.80 and 0.50 times as long, and the largest error of a gradient "
+        "is 0.0003.",
+    ]
+    assert row(page, "time.128 with TF32, relative") == ["0.8"]
+    assert row(page, "with TF32: q.A") == ["0.0003"]
+    assert verdicts(tmp_path)["gradients.cpu"] == "pass", "of the process without TF32"
+
+
+def test_an_engine_that_dies_with_tf32_leaves_the_report(tmp_path: Path):
+    engine = Path(tf32_engine(tmp_path, True))
+    engine.write_text(engine.read_text().replace("def show", "if on: os.abort()\ndef show"))
+    options = ("--bundle", DEMO, "--neural-accelerator", "--out", tmp_path)
+    assert check(*options, MESP_ENGINE=str(engine)).returncode == 1
+    assert verdicts(tmp_path)["neural_accelerator"] == "fail"
+    assert "something failed" in Page(tmp_path / "self-check.html").text
+
+
+def test_without_a_neural_accelerator_its_line_is_skipped(tmp_path: Path):
+    options = ("--bundle", DEMO, "--neural-accelerator", "--out", tmp_path)
+    done = check(*options, MESP_ENGINE=tf32_engine(tmp_path, False))
+    assert done.returncode == 0, done.stderr
+    assert verdicts(tmp_path)["neural_accelerator"] == "skipped"
+
+
 def test_what_cannot_be_checked_is_one_sentence(tmp_path: Path):
     find_engine()
     cases = {
@@ -140,6 +227,8 @@ def test_what_cannot_be_checked_is_one_sentence(tmp_path: Path):
         "Make one with mesp-export.",
         (): "Give a --bundle, --phone or a --report.",
         ("--bundle", DEMO, "--report", "a.json"): "Give a --bundle, --phone or a --report.",
+        ("--phone", "--neural-accelerator"): "--neural-accelerator starts mesp-engine on this "
+        "machine: give it with --bundle.",
         ("--report", tmp_path / "none"): f"Cannot read {tmp_path / 'none'}: "
         "No such file or directory.",
     }

@@ -6,6 +6,7 @@
 
 The first runs on this machine, the second in the app on a phone, which has to lie unlocked on its
 cable; the third only makes a page of a report. `--out` gets self-check.json and self-check.html.
+With --neural-accelerator some checks run again with TF32, in a second process.
 Exits with 0 where nothing failed, 1 where a check did, 2 where there is nothing to check.
 """
 
@@ -16,6 +17,7 @@ import json
 import sys
 import tempfile
 import time
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +35,10 @@ from report import document
 COLORS = {"pass": "green", "fail": "red", "note": "cyan", "skipped": "dim"}
 POLL = 5  # seconds between two looks at a phone
 SILENCE = 900  # seconds after which a phone that reports nothing new is given up
+# MLX reads it once in a process: 0 turns the products of A19's and M5's neural accelerators off.
+TF32 = "MLX_ENABLE_TF32"
 Report = dict[str, Any]
+Check = dict[str, Any]
 
 
 @click.command()
@@ -45,14 +50,19 @@ Report = dict[str, Any]
 @click.option("--repeats", type=click.IntRange(1, 1000), default=50, show_default=True)
 @click.option("--seconds", type=click.FloatRange(0, 60, min_open=True), default=1.0)
 @click.option("--minutes", type=click.FloatRange(0, 600), default=0.0, help="Of a long run.")
+@click.option("--neural-accelerator", is_flag=True, help="Measure training with TF32 as well.")
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="The folder to write.")
 def main(
     bundle: str | None, on_phone: bool, device: str | None, app: str, existing: Path | None,
-    repeats: int, seconds: float, minutes: float, out: Path,
+    repeats: int, seconds: float, minutes: float, neural_accelerator: bool, out: Path,
 ) -> None:  # fmt: skip
     """Check what training depends on: weights in memory, costs, exact gradients, peaks."""
     if (existing is not None) + (bundle is not None or on_phone) != 1:
         raise MespError("Give a --bundle, --phone or a --report.")
+    if neural_accelerator and (on_phone or existing is not None):
+        raise MespError(
+            "--neural-accelerator starts mesp-engine on this machine: give it with --bundle."
+        )
     console = Console(stderr=True, highlight=False)
     if existing is not None:
         report = read_report(existing)
@@ -61,7 +71,14 @@ def main(
     else:
         settings = {"repeats": repeats, "seconds": seconds, "minutes": minutes}
         settings["bundle"] = str(Path(bundle).resolve())
-        report = check_here(settings, console)
+        report = check_here(settings, console, {TF32: "0"} if neural_accelerator else {})
+        if neural_accelerator and report.get("end"):
+            line = tf32_line(report, settings, console)
+            show(line, console)
+            report["start"]["names"].append(line["name"])
+            report["checks"].append(line)
+            if line["verdict"] == "fail":
+                report["end"]["verdict"] = "fail"
     report = ended(report)
     with plain_os_errors(f"Cannot write {out}"):
         out.mkdir(parents=True, exist_ok=True)
@@ -75,12 +92,12 @@ def main(
 # Where a report comes from
 
 
-def check_here(settings: dict[str, Any], console: Console) -> Report:
+def check_here(settings: dict[str, Any], console: Console, environment: dict[str, str]) -> Report:
     """This machine's report; of an engine that ended on the way, as far as it came."""
     report: Report = {}
     try:
         with console.status("Checking the bundle") as status:
-            for record in records("self-check", settings):
+            for record in records("self-check", settings, environment):
                 kind = record.pop("type")
                 if kind == "check":
                     report["checks"].append(record)
@@ -94,6 +111,55 @@ def check_here(settings: dict[str, Any], console: Console) -> Report:
             raise
         report["problem"] = error.message
     return report
+
+
+def tf32_line(report: Report, settings: dict[str, Any], console: Console) -> Check:
+    """Training with TF32, in a process of its own, against the report's, which is without."""
+    without = {check["name"]: check for check in report["checks"]}
+    times = [name for name in without if name.startswith("time.")]
+    settings = {**settings, "checks": ["tf32", "gradients.cpu", *times]}
+    line = {"name": "neural_accelerator", "measured": [], "seconds": 0}
+    try:
+        with console.status("Checking with TF32"):
+            again = {
+                record["name"]: record
+                for record in records("self-check", settings, {TF32: "1"})
+                if record["type"] == "check"
+            }
+    except MespError as error:
+        return line | {"verdict": "fail", "sentence": error.message}
+    line["seconds"] = sum(check["seconds"] for check in again.values())
+    if not numbers(again["tf32"]).get("in force"):
+        sentence = "MLX does not use TF32 on this device: it has no neural accelerator for it."
+        return line | {"verdict": "skipped", "sentence": sentence}
+    errors = [{**each, "name": f"with TF32: {each['name']}"} for each in
+              again["gradients.cpu"]["measured"]]  # fmt: skip
+    ratios = [
+        {
+            "name": f"{name} with TF32, relative",
+            "value": step_seconds(again[name]) / step_seconds(without[name]),
+            "unit": "",
+        }
+        for name in times
+        if again[name]["measured"] and without[name]["measured"]
+    ]
+    faster = " and ".join(f"{each['value']:.2f}" for each in ratios) or "an unknown number of"
+    # A number that is not finite is None.
+    worst = max((each["value"] for each in errors), key=lambda e: inf if e is None else e)
+    sentence = (
+        f"With TF32 a step takes {faster} times as long, and the largest error of a gradient "
+        f"is {amount(worst, '')}."
+    )
+    return line | {"verdict": "note", "sentence": sentence, "measured": ratios + errors}
+
+
+def numbers(check: Check) -> dict[str, float | None]:
+    return {each["name"]: each["value"] for each in check["measured"]}
+
+
+def step_seconds(check: Check) -> float:
+    """The time of a step with the default plan."""
+    return sum(numbers(check)[f"default: {phase}"] for phase in ("forward", "head", "backward"))
 
 
 def check_phone(phone: Phone, bundle: str | None, console: Console) -> Report:
@@ -176,13 +242,14 @@ def amount(value: float | None, unit: str) -> str:
     if unit == "s":
         return f"{value:.3f} s" if value >= 0.1 else f"{value * 1e6:,.1f} µs"
     if unit == "bytes":
-        return f"{value / 1e6:,.1f} MB"
+        is_small = 0 < abs(value) < 1e5
+        return f"{value / 1e3:,.1f} kB" if is_small else f"{value / 1e6:,.1f} MB"
     if unit in ("bytes/s", "FLOP/s"):
         return f"{value / 1e9:,.1f} G{unit.replace('bytes', 'B')}"
     return f"{value:,.0f}" if value == int(value) else f"{value:.2g}"
 
 
-UNITS = {"seconds": "s", "bytes_per_second": "bytes/s", "flops_per_second": "FLOP/s"}
+UNITS = {"metal_bytes": "bytes", "bytes_per_second": "bytes/s", "flops_per_second": "FLOP/s"}
 
 
 def constants(report: Report) -> list[tuple[str, str]]:

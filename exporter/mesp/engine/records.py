@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import tempfile
@@ -28,8 +29,12 @@ class Records:
 
 
 @contextmanager
-def running(command: str, settings: dict[str, Any], stdin: int) -> Iterator[Records]:
+def running(
+    command: str, settings: dict[str, Any], stdin: int, environment: dict[str, str] | None = None
+) -> Iterator[Records]:
     """`mesp-engine COMMAND` with these settings, which is ended where it has not ended itself.
+
+    `environment` is added to this process's.
 
     Raises MespError where it fails, or has not printed an ``end`` record.
     """
@@ -47,6 +52,7 @@ def running(command: str, settings: dict[str, Any], stdin: int) -> Iterator[Reco
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 encoding="utf-8",
+                env={**os.environ, **(environment or {})},
             )
         read = Records(process)
         try:
@@ -65,12 +71,14 @@ def running(command: str, settings: dict[str, Any], stdin: int) -> Iterator[Reco
             raise MespError(said or f"mesp-engine failed with exit status {process.returncode}.")
 
 
-def records(command: str, settings: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def records(
+    command: str, settings: dict[str, Any], environment: dict[str, str] | None = None
+) -> Iterator[dict[str, Any]]:
     """What `mesp-engine COMMAND` prints with these settings, as it comes; an ``end`` record last.
 
     SIGINT goes on to the engine. Raises MespError where the engine fails.
     """
-    with running(command, settings, subprocess.DEVNULL) as read:
+    with running(command, settings, subprocess.DEVNULL, environment) as read:
         # Typed, a Ctrl-C arrives at the engine too, where a second one changes nothing.
         previous = signal.signal(signal.SIGINT, lambda number, _: read.process.send_signal(number))
         try:

@@ -87,8 +87,9 @@ public struct ModelBundle {
 
     /// Calls `body` with the bundle's device as MLX's default. An error in MLX, which ends the process elsewhere, is thrown.
     func withDevice<R>(_ body: () throws -> R) throws -> R {
+        _ = firstUseOfMLX
         // Naming the device is the first thing that can fail.
-        try MLXErrors.collect { try Device.withDefaultDevice(device, body) }
+        return try MLXErrors.collect { try Device.withDefaultDevice(device, body) }
     }
 
     /// Calls `body` with the weights of block `index`, whose file is mapped for as long as `body` runs. What `body` returns must be

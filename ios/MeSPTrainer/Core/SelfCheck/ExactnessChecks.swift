@@ -7,24 +7,27 @@ extension Bench {
     var tolerance: Double { bundle.dtype == .float32 ? 1e-4 : 0.05 }
 
     /// The last blocks, which stand for all: enough for errors to travel, few enough for the largest model.
-    private var fewBlocks: Int { min(4, architecture.numHiddenLayers) }
+    var fewBlocks: Int { min(4, architecture.numHiddenLayers) }
 
-    private func fewBlocks(_ method: GradientMethod) -> RunSettings {
+    func fewBlocks(_ method: GradientMethod) -> RunSettings {
         var run = run(shortest)
         (run.method, run.numLayers) = (method, fewBlocks)
         return run
     }
 
-    private func cpu(_ trainer: Trainer) -> FormulasOnCPU {
+    func cpu(_ trainer: Trainer, of other: ModelBundle? = nil) -> FormulasOnCPU {
         FormulasOnCPU(
-            bundle: bundle, layouts: trainer.model.layouts, scale: trainer.model.scale,
+            bundle: other ?? bundle, layouts: trainer.model.layouts, scale: trainer.model.scale,
             tile: TileSizes(
                 architecture, group: bundle.manifest.featureGroup, length: shortest, bytes: 1 << 20,
                 products: .dense))
     }
 
     /// Whether the largest of these errors is within the tolerance; a NaN is not.
-    private func compared(_ what: Sentence, with other: Sentence, _ errors: [Measurement]) -> Finding {
+    func compared(
+        _ what: Sentence, with other: Sentence, _ errors: [Measurement], tolerance: Double? = nil
+    ) -> Finding {
+        let tolerance = tolerance ?? self.tolerance
         let worst = errors.max { $0.value ?? .infinity < $1.value ?? .infinity }
         let isGood = errors.allSatisfy { $0.value ?? .infinity <= tolerance }
         func shown(_ error: Measurement) -> Sentence {
@@ -40,13 +43,16 @@ extension Bench {
             errors)
     }
 
-    private func error(_ a: MLXArray, _ b: MLXArray) -> Double {
+    func error(_ a: MLXArray, _ b: MLXArray) -> Double {
         let (a, b) = (a.asType(.float32), b.asType(.float32))
         return Double(((a - b).square().sum().sqrt() / b.square().sum().sqrt()).item(Float.self))
     }
 
+    /// The largest error; NaN where one is not finite, which `max` would pass over.
+    func worst(_ errors: [Double]) -> Double { errors.contains { !$0.isFinite } ? .nan : errors.max() ?? .nan }
+
     /// The errors of each module's A and B, the largest of all blocks.
-    private func errors(_ layouts: [LoRALayout], _ gradients: [Int: MLXArray], _ expected: [Int: MLXArray])
+    func errors(_ layouts: [LoRALayout], _ gradients: [Int: MLXArray], _ expected: [Int: MLXArray])
         -> [Measurement]
     {
         architecture.modules.flatMap { module -> [Measurement] in
@@ -58,8 +64,6 @@ extension Bench {
                 a.append(error(ours.a, theirs.a))
                 b.append(error(ours.b, theirs.b))
             }
-            // `max` would pass over a NaN.
-            func worst(_ errors: [Double]) -> Double { errors.contains { !$0.isFinite } ? .nan : errors.max() ?? .nan }
             return a.isEmpty
                 ? [] : [Measurement("\(module.name).A", worst(a)), Measurement("\(module.name).B", worst(b))]
         }
@@ -103,13 +107,25 @@ extension Bench {
     func gradientsAgainstCPU() throws -> Finding {
         let trainer = try trainer(fewBlocks(.mesp))
         let (loss, ours) = try gradients(trainer)
-        let model = trainer.model
-        let cpu = cpu(trainer)
-        let example = example(shortest)
+        let (sum, expected) = try gradientsOnCPU(trainer, inputOfTrained(trainer))
+        let found = errors(trainer.model.layouts, ours.mapValues { tamper("gradients.cpu", $0) }, expected)
+        return compared(
+            "The gradients of \(fewBlocks) blocks", with: "those of the formulas on the CPU",
+            [Measurement("loss", error(MLXArray(loss), sum))] + found)
+    }
 
-        // The blocks before those that are trained are the device's own in both.
-        var x = try model.embed(example)
+    /// The input of the first trained block `[1, T, hidden]`, from the device's own forward pass.
+    func inputOfTrained(_ trainer: Trainer) throws -> MLXArray {
+        let model = trainer.model
+        var x = try model.embed(example(shortest))
         for block in 0..<trainer.trained.lowerBound { x = try model.forward(block, x, model.parameters(block)).y }
+        return x
+    }
+
+    /// The mean loss, and each trained block's gradient `[P]`, by the formulas on the CPU.
+    func gradientsOnCPU(_ trainer: Trainer, _ input: MLXArray) throws -> (loss: MLXArray, gradients: [Int: MLXArray]) {
+        let (model, cpu, example) = (trainer.model, cpu(trainer), example(shortest))
+        var x = input
         var inputs = [Int: MLXArray]()
         for block in trainer.trained {
             try atBlock()
@@ -118,18 +134,14 @@ extension Bench {
         }
         let weight = 1 / Float(example.counted.count)
         var (sum, d) = try cpu.head(x, example, gradientScale: weight)
-        var expected = [Int: MLXArray]()
+        var gradients = [Int: MLXArray]()
         for block in trainer.trained.reversed() {
             try atBlock()
             guard let x = inputs.removeValue(forKey: block) else { continue }
             let lora = try model.parameters(block)
-            expected[block] = try cpu.backward(block, x, lora, cpu.outputs(block, x, lora), d: &d)
+            gradients[block] = try cpu.backward(block, x, lora, cpu.outputs(block, x, lora), d: &d)
         }
-        sum = sum * weight
-        let found = errors(model.layouts, ours.mapValues { tamper("gradients.cpu", $0) }, expected)
-        return compared(
-            "The gradients of \(fewBlocks) blocks", with: "those of the formulas on the CPU",
-            [Measurement("loss", error(MLXArray(loss), sum))] + found)
+        return (sum * weight, gradients)
     }
 
     func gradientsAgainstMeBP() throws -> Finding {

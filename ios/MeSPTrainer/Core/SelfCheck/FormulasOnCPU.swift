@@ -35,16 +35,33 @@ struct FormulasOnCPU {
 
     /// The sum of the losses of the counted targets, in nats, and its gradient `[1, T, hidden]` times `gradientScale`.
     func head(_ y: MLXArray, _ example: Example, gradientScale: Float) throws -> (loss: MLXArray, dy: MLXArray) {
+        try withHead { head in
+            let (loss, dy) = head(
+                y.asType(.float32), targets: MLXArray(Array(example.targets)), counted: example.counted,
+                gradientScale: gradientScale, atBoundary: {})
+            guard let dy else { preconditionFailure("the head was asked for a gradient") }
+            return (loss, dy)
+        }
+    }
+
+    /// The mean of the losses of a sequence's targets, which all count, added up in float64.
+    func loss(_ y: MLXArray, _ example: Example) throws -> Double {
+        try withHead { head in
+            let losses = head.scores(
+                y.squeezed(axis: 0).asType(.float32), targets: MLXArray(Array(example.targets)), atBoundary: {}
+            ).losses
+            return losses.asArray(Float.self).reduce(0) { $0 + Double($1) } / Double(example.counted.count)
+        }
+    }
+
+    private func withHead<R>(_ body: (CrossEntropyHead) throws -> R) throws -> R {
         try Device.withDefaultDevice(.cpu) {
             try bundle.withHead { packed in
-                let head = CrossEntropyHead(
-                    weights: PackedWeights(words: packed.words, arrays: packed.arrays, products: .dense, onCPU: true),
-                    architecture: bundle.architecture, tile: tile.vocabulary)
-                let (loss, dy) = head(
-                    y.asType(.float32), targets: MLXArray(Array(example.targets)), counted: example.counted,
-                    gradientScale: gradientScale, atBoundary: {})
-                guard let dy else { preconditionFailure("the head was asked for a gradient") }
-                return (loss, dy)
+                try body(
+                    CrossEntropyHead(
+                        weights: PackedWeights(
+                            words: packed.words, arrays: packed.arrays, products: .dense, onCPU: true),
+                        architecture: bundle.architecture, tile: tile.vocabulary))
             }
         }
     }

@@ -15,6 +15,8 @@ public struct SelfCheck {
         public var seconds = 1.0
         /// Minutes of training without a pause, to see whether the machine slows down; 0 for none.
         public var minutes = 0.0
+        /// The names of the checks to run; nil for all.
+        public var checks: [String]?
 
         public init(bundle: String) { self.bundle = bundle }
 
@@ -25,6 +27,7 @@ public struct SelfCheck {
                 let repeats: Int?
                 let seconds: Double?
                 let minutes: Double?
+                let checks: [String]?
             }
             guard let json = try? Data(contentsOf: url) else {
                 throw MeSPError("Cannot read the settings file \(url.path).")
@@ -35,6 +38,7 @@ public struct SelfCheck {
                 repeats = given.repeats ?? repeats
                 seconds = given.seconds ?? seconds
                 minutes = given.minutes ?? minutes
+                checks = given.checks
             } catch {
                 throw MeSPError("The settings file \(url.path) is not valid: \(error.plainSentence).")
             }
@@ -62,10 +66,12 @@ public struct SelfCheck {
         atBlock: @escaping () throws -> Void = {}, report: (SelfCheckRecord) throws -> Void = { _ in }
     ) throws -> SelfCheckReport {
         let begin = Date.now
+        // Before anything asks for a GPU.
+        let isFirstUse = firstUseOfMLX.date >= begin
         try settings.check()
         let bundle = try ModelBundle(url: URL(fileURLWithPath: settings.bundle))
-        let bench = Bench(bundle: bundle, settings: settings, atBlock: atBlock)
-        let checks = bench.checks
+        let bench = Bench(bundle: bundle, settings: settings, isFirstUse: isFirstUse, atBlock: atBlock)
+        let checks = try bench.chosenChecks()
         let start = SelfCheckReport.Start(
             version: Run.version, mlxVersion: Manifest.mlxVersion, host: LogRecord.Start.host,
             gpu: SystemGPU.current?.name, gpuArchitecture: SystemGPU.current?.architecture,
@@ -138,27 +144,45 @@ final class Bench {
 
     let bundle: ModelBundle
     let settings: SelfCheck.Settings
+    /// Whether nothing in the process used MLX before.
+    let isFirstUse: Bool
+    var firstStepTaken: FirstStep?
     let atBlock: () throws -> Void
     /// Stands between what a check looks at and the check itself: tests put an error here.
     let tamper: (_ check: String, MLXArray) -> MLXArray
     var constants = SelfCheckReport.Constants()
 
     init(
-        bundle: ModelBundle, settings: SelfCheck.Settings, atBlock: @escaping () throws -> Void = {},
+        bundle: ModelBundle, settings: SelfCheck.Settings, isFirstUse: Bool = true,
+        atBlock: @escaping () throws -> Void = {},
         tamper: @escaping (_ check: String, MLXArray) -> MLXArray = { $1 }
     ) {
-        (self.bundle, self.settings, self.atBlock, self.tamper) = (bundle, settings, atBlock, tamper)
+        (self.bundle, self.settings, self.isFirstUse) = (bundle, settings, isFirstUse)
+        (self.atBlock, self.tamper) = (atBlock, tamper)
     }
 
-    /// In the order in which they run.
+    /// Those that the settings name, or all.
+    func chosenChecks() throws -> [Check] {
+        guard let names = settings.checks else { return checks }
+        if let unknown = names.first(where: { name in !checks.contains { $0.name == name } }) {
+            throw MeSPError("There is no check \(unknown); there are \(checks.map(\.name).joined(separator: ", ")).")
+        }
+        return checks.filter { names.contains($0.name) }
+    }
+
+    /// In the order in which they run. The first step has to be the first that computes.
     var checks: [Check] {
         let lengths = bundle.manifest.seqLens.sorted()
         return [
             Check(name: "machine", body: machine),
             Check(name: "gpu", body: gpu),
+            Check(name: "metal.footprint", body: metalFootprint),
+            Check(name: "leaving", body: leaving),
+            Check(name: "errors", body: { try self.errors() }),
             Check(name: "map.no_copy", body: mapWithoutCopy),
             Check(name: "map.footprint", body: mapFootprint),
             Check(name: "map.first_use", body: mapFirstUse),
+            Check(name: "map.leak", body: mapLeak),
             Check(name: "eval.empty", body: emptyEval),
             Check(name: "kernel.dependent", body: dependentKernel),
             Check(name: "buffer.new", body: newBuffer),
@@ -169,10 +193,15 @@ final class Bench {
             Check(name: "block.outputs", body: blockOutputs),
             Check(name: "gradients.cpu", body: gradientsAgainstCPU),
             Check(name: "gradients.mebp", body: gradientsAgainstMeBP),
+            Check(name: "gradients.differences", body: { try self.gradientsAgainstDifferences() }),
+            Check(name: "tf32", body: tf32),
             Check(name: "head.few_targets", body: fewTargets),
             Check(name: "repeats", body: repeats),
             Check(name: "resume", body: resume),
         ]
+            + Self.mixers.map { name, variants in
+                Check(name: "decode.\(name)", body: { try self.decoding(name, variants) })
+            }
             + lengths.map { length in Check(name: "peak.\(length)", body: { try self.peak(length) }) }
             + lengths.map { length in Check(name: "time.\(length)", body: { try self.time(length) }) }
             + [Check(name: "throttling", body: throttling)]
@@ -234,9 +263,13 @@ final class Bench {
     }
 
     func seconds(_ body: () throws -> Void) rethrows -> Double {
-        let time = try ContinuousClock().measure(body).components
-        return Double(time.seconds) + Double(time.attoseconds) * 1e-18
+        inSeconds(try ContinuousClock().measure(body))
     }
+}
+
+/// In seconds.
+func inSeconds(_ time: Duration) -> Double {
+    Double(time.components.seconds) + Double(time.components.attoseconds) * 1e-18
 }
 
 /// Seconds, bytes and rates in a sentence.

@@ -73,6 +73,8 @@ public struct SelfCheckReport: Codable, Sendable {
         public var mapSeconds: Double?
         /// Reading and writing memory.
         public var bytesPerSecond: Double?
+        /// What MLX adds to the footprint beside its arrays, after a step: on a GPU Metal's libraries, kernels and command buffers.
+        public var metalBytes: Double?
         /// The products that training uses on the device, at the tile where they are fastest: the slower of x Wᵀ and dy W.
         public var flopsPerSecond: Double?
     }

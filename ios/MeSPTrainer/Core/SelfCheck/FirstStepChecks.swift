@@ -1,0 +1,93 @@
+import Foundation
+import MLX
+
+/// The time at which the process first used MLX, and its footprint then in bytes. A global is initialized when it is first read:
+/// `ModelBundle.withDevice` reads it.
+let firstUseOfMLX = (date: Date.now, footprint: memoryFootprint())
+
+/// Measurements of the first step in the process. On a GPU it compiles every kernel, and Metal takes memory for them.
+struct FirstStep {
+    /// The growth of the footprint since before the first use of MLX, without MLX's arrays, in bytes: after the first use, and after the
+    /// step.
+    let afterUse, afterStep: Int
+    /// The longest time from one boundary to the next, in the first step and in a second one, in seconds.
+    let longest, longestAgain: Double
+}
+
+extension Bench {
+    private func firstStep() throws -> FirstStep {
+        guard isFirstUse else {
+            throw Skipped(reason: "MLX was in use before: start the process anew, and check before anything else.")
+        }
+        if let firstStepTaken { return firstStepTaken }
+        /// The growth of the footprint without MLX's arrays.
+        func grown() -> Int {
+            Memory.clearCache()
+            return memoryFootprint() - Memory.activeMemory - firstUseOfMLX.footprint
+        }
+        eval(MLXArray(Float(1)) + 1)
+        let afterUse = grown()
+        let run = run(longest)
+        let (longest, longestAgain) = try longestStretches(run, defaultPlan(run))
+        // Mapped weights count as MLX's arrays, but not in the footprint.
+        bundle.maps.areKept = false
+        let step = FirstStep(afterUse: afterUse, afterStep: grown(), longest: longest, longestAgain: longestAgain)
+        firstStepTaken = step
+        return step
+    }
+
+    /// The longest time between two boundaries of a step, and of a second one.
+    private func longestStretches(_ run: RunSettings, _ plan: Plan) throws -> (Double, Double) {
+        let trainer = try trainer(run, plan: plan)
+        defer { trainer.clock.atBlock = {} }
+        let stretches = try (0..<2).map { number in
+            let clock = ContinuousClock()
+            var (longest, last) = (Duration.zero, clock.now)
+            trainer.clock.atBlock = { [atBlock] in
+                longest = max(longest, clock.now - last)
+                try atBlock()
+                last = clock.now
+            }
+            _ = try trainer.step([[example(run.seqLen, number: number)]], number: number)
+            return inSeconds(max(longest, clock.now - last))
+        }
+        return (stretches[0], stretches[1])
+    }
+
+    /// Measures the memory of the device beside arrays: libraries, compiled kernels, command buffers.
+    func metalFootprint() throws -> Finding {
+        let step = try firstStep()
+        let bytes = max(0, step.afterStep)
+        constants.metalBytes = Double(bytes)
+        return Finding(
+            .note,
+            "Beside its arrays MLX adds \(shown(megabytes: bytes)) to the footprint by the end of the first step, \(shown(megabytes: step.afterUse)) of it with the first use.",
+            [
+                Measurement("before the first use", Double(firstUseOfMLX.footprint), "bytes"),
+                Measurement("after the first use", Double(step.afterUse), "bytes"),
+                Measurement("after the first step", Double(step.afterStep), "bytes"),
+            ])
+    }
+
+    /// Leaving the app waits until the step reaches a boundary, and iOS ends an app that takes too long.
+    func leaving() throws -> Finding {
+        let step = try firstStep()
+        let verdict = Self.verdict(leaving: step.longest, onGPU: bundle.manifest.device == "gpu")
+        let (time, limit) = (String(format: "%.3f", step.longest), String(format: "%.0f", RunController.leaving))
+        return Finding(
+            verdict,
+            verdict == .fail
+                ? "In the first step \(time) s pass between two boundaries; leaving the app waits for \(limit) s only."
+                : "In the first step at most \(time) s pass between two boundaries; leaving the app waits for \(limit) s.",
+            [
+                Measurement("first step", step.longest, "s"), Measurement("second step", step.longestAgain, "s"),
+                Measurement("limit", RunController.leaving, "s"),
+            ])
+    }
+
+    /// On a CPU, where nothing is compiled, the first step is like any other.
+    static func verdict(leaving seconds: Double, onGPU: Bool) -> SelfCheckReport.Verdict {
+        guard onGPU else { return .note }
+        return seconds <= RunController.leaving ? .pass : .fail
+    }
+}

@@ -1,0 +1,129 @@
+import Foundation
+import MLX
+
+/// A bundle of one block with random weights. The self-check writes one for each mixer, so that a check does not depend on the mixers
+/// of the chosen bundle. It can generate but not train: it has no block function.
+struct TinyBundle {
+    /// The manifest's entry for the mixer.
+    let mixer: [String: any Sendable]
+    static let hidden = 128
+    static let vocabulary = 256
+
+    /// Writes the bundle and opens it.
+    ///
+    /// - Parameters:
+    ///   - folder: the folder to make.
+    ///   - model: a bundle with the device, the dtype and the quantization to use.
+    func write(to folder: URL, like model: ModelBundle) throws -> ModelBundle {
+        let architecture: [String: any Sendable] = [
+            "model_type": "tiny", "hidden_size": Self.hidden, "intermediate_size": 2 * Self.hidden,
+            "vocab_size": Self.vocabulary, "rms_norm_eps": 1e-5, "tie_word_embeddings": true, "hidden_act": "silu",
+            "post_norms": false, "embedding_scale": 1, "mlx_prefix": "model", "hf_prefix": "model",
+            "mlp": [["mlp.gate_proj", ["gate"]], ["mlp.up_proj", ["up"]], ["mlp.down_proj", ["down"]]]
+                as [[any Sendable]],
+            "biases": [String](), "mixers": [mixer], "layers": [0],
+        ]
+        let decoder = JSONDecoder()
+        decoder.keyDecodingStrategy = .convertFromSnakeCase
+        let block = try decoder.decode(
+            Architecture.self, from: JSONSerialization.data(withJSONObject: architecture)
+        ).block(0)
+
+        let fileManager = FileManager.default
+        try fileManager.createDirectory(
+            at: folder.appendingPathComponent("blocks"), withIntermediateDirectories: true)
+        var (weights, table) = (Words(model), Words(model))
+        // The same numbers whatever the device.
+        Device.withDefaultDevice(.cpu) {
+            for array in block.plainArrays { weights.add(array) }
+            for module in block.modules {
+                let (inputs, outputs) = block.dimensions(module)
+                weights.add(matrix: module.name + ".", rows: outputs, columns: inputs)
+            }
+            table.add(matrix: "", rows: Self.vocabulary, columns: Self.hidden)
+            table.add(PlainArray(name: "norm", shape: [Self.hidden]))
+        }
+        let words = try weights.write(to: folder.appendingPathComponent(ModelBundle.blockFile(0)))
+        let tableWords = try table.write(to: folder.appendingPathComponent("head.bin"))
+        // A manifest names a block function for each length. Generation does not call it.
+        let function = "block.mlxfn"
+        try Data().write(to: folder.appendingPathComponent(function))
+
+        let quantization = model.manifest.quantization
+        let head: [String: any Sendable] = ["file": "head.bin", "words": tableWords, "arrays": table.arrays]
+        let manifest: [String: any Sendable] = [
+            "format": Manifest.format, "name": "tiny", "model": ["id": "tiny"], "mlx_version": Manifest.mlxVersion,
+            "device": model.manifest.device, "dtype": model.manifest.dtype, "architecture": architecture,
+            "quantization": [
+                "bits": quantization.bits, "group_size": quantization.groupSize, "mode": quantization.mode,
+            ] as [String: any Sendable],
+            "seq_lens": [64], "ranks": [8],
+            "blocks": [
+                [
+                    "layers": [0], "functions": ["64": function], "plain_functions": ["64": function], "words": words,
+                    "arrays": weights.arrays,
+                ] as [String: any Sendable]
+            ],
+            "embedding": head, "head": head,
+            "files": try [ModelBundle.blockFile(0), "head.bin", function].map { path -> [String: any Sendable] in
+                let file = folder.appendingPathComponent(path)
+                let size = try Data(contentsOf: file).count
+                return ["path": path, "size": size, "sha256": try sha256(of: file)]
+            },
+        ]
+        try JSONSerialization.data(withJSONObject: manifest).write(to: folder.appendingPathComponent("manifest.json"))
+        var bundle = try ModelBundle(url: folder)
+        bundle.products = model.products
+        return bundle
+    }
+
+    /// The contents of a file of words, and the manifest's entries for the arrays in it.
+    private struct Words {
+        private let dtype: DType
+        private let name: String
+        private let quantization: Manifest.Quantization
+        private var data = Data()
+        private(set) var arrays = [[String: any Sendable]]()
+
+        init(_ model: ModelBundle) {
+            (dtype, name, quantization) = (model.dtype, model.manifest.dtype, model.manifest.quantization)
+        }
+
+        /// Adds random numbers: around 1 for a norm, around 0 for any other array.
+        mutating func add(_ array: PlainArray) {
+            let noise = random(array.shape, scale: 0.3)
+            let isNorm = array.name == "norm" || array.name.hasSuffix("norm.weight")
+            add(
+                array.name, (isNorm ? 1 + noise : noise).asType(array.isFloat32 ? .float32 : dtype),
+                array.isFloat32 ? "float32" : name)
+        }
+
+        /// Adds a quantized matrix whose products with a normalized vector have a variance of 1.
+        mutating func add(matrix prefix: String, rows: Int, columns: Int) {
+            let (weight, scales, biases) = quantized(
+                random([rows, columns], scale: 1 / Float(columns).squareRoot()).asType(dtype),
+                groupSize: quantization.groupSize, bits: quantization.bits,
+                mode: QuantizationMode(rawValue: quantization.mode) ?? .affine)
+            add(prefix + "weight", weight, "uint32")
+            add(prefix + "scales", scales, biases == nil ? "uint8" : name)
+            if let biases { add(prefix + "biases", biases, name) }
+        }
+
+        private func random(_ shape: [Int], scale: Float) -> MLXArray {
+            MLXRandom.normal(shape, scale: scale, key: MLXRandom.key(UInt64(data.count)))
+        }
+
+        private mutating func add(_ name: String, _ array: MLXArray, _ dtype: String) {
+            arrays.append(["name": name, "offset": data.count / 4, "shape": array.shape, "dtype": dtype])
+            data += array.asData(access: .copy).data
+            data += Data(count: (4 - data.count % 4) % 4)
+        }
+
+        /// Writes the file, padded to whole units of a mapping. Returns its length in words.
+        func write(to file: URL) throws -> Int {
+            let count = (data.count + mappingUnit - 1) / mappingUnit * mappingUnit
+            try (data + Data(count: count - data.count)).write(to: file)
+            return count / 4
+        }
+    }
+}
