@@ -177,10 +177,10 @@ import Testing
     }
 
     @Test func aMemoryWarningPausesUntilThePhoneHasMemoryAgain() async throws {
-        try await train()
         // What the app has beside the run is no memory of the run's.
         let ballast = [UInt8](repeating: 1, count: 50_000_000)
         defer { withExtendedLifetime(ballast) {} }
+        try await train()
         phone.availableMemory = 0
         phone.tell(.memoryWarning)
         try await reach(.paused(.memory))
