@@ -404,7 +404,7 @@ def test_a_run_goes_on_from_whichever_call_failed(
         engine = Engine(tmp_path / f"{kind}-{number}", steps)
         done = engine.finish(env=environment(engine, FAULTS_KIND=kind, FAULTS_AT=number))
         if kind == "full":
-            assert "No space left on device" in refused(done)
+            assert "space" in refused(done)
         else:
             assert done.returncode == -signal.SIGKILL, done.stderr
         for file in engine.output.rglob("*.safetensors"):

@@ -5,7 +5,7 @@ import Testing
 @testable import MeSPCore
 
 /// Everything that is read from a file, damaged in some thousand ways: each is refused with a sentence or read as something sound, and
-/// takes little memory. A crash ends the tests. 11,700 cases in all.
+/// takes little memory. A crash ends the tests. 11,500 cases in all.
 @Suite(.serialized) struct FuzzTests {
     /// SplitMix64: every run of the tests sees the same cases.
     struct Generator: RandomNumberGenerator {
@@ -150,7 +150,7 @@ import Testing
         try Run.run(settings)
         let sound = try Data(contentsOf: LogWriter.url(in: URL(fileURLWithPath: settings.output)))
         let log = LogWriter.url(in: folder)
-        try fuzz(400, seed: 9) { random in
+        try fuzz(200, seed: 9) { random in
             var lines = sound.split(separator: UInt8(ascii: "\n")).map { Data($0) }
             let index = Int.random(in: 0..<lines.count, using: &random)
             lines[index] = try mutatedJSON(lines[index], &random)
@@ -267,10 +267,8 @@ import Testing
         (settings.method, settings.seqLen, settings.rank) = (method, 1 << 20, 1 << 12)
         (settings.optimizer, settings.maxGradNorm, settings.skipBadSteps) = (.adamw, 1, true)
         #expect(throws: MeSPError.self) { _ = try Planner(largest, settings, systemLimit: 1 << 40).plan() }
-        for order in [nil] + RunSettings.Order.allCases {
-            (settings.batchSize, settings.order, settings.offload) = (1 << 16, order, .inputs)
-            #expect(throws: MeSPError.self) { _ = try Planner(largest, settings, systemLimit: 1 << 40).plan() }
-        }
+        (settings.batchSize, settings.order, settings.offload) = (1 << 16, .blocks, .inputs)
+        #expect(throws: MeSPError.self) { _ = try Planner(largest, settings, systemLimit: 1 << 40).plan() }
     }
 
     @Test func runSettings() throws {
