@@ -550,7 +550,7 @@ def test_mezo_is_the_finite_difference(training):
     start = random_lora(model.arch, 4)
     window, learning_rate, epsilon = tokens[:16], 0.1, 1e-2
     after, loss = mezo(model, start, window, 5, 7, learning_rate, epsilon)
-    keys = mx.random.split(mx.random.key(5 + 1 + 7), len(start))
+    keys = mx.random.split(mx.random.key(reference.scattered(5) + 7), len(start))
     z = [mx.random.normal(w.shape, key=key) for w, key in zip(start, keys, strict=True)]
     plus, minus = (
         reference.loss(
@@ -563,6 +563,13 @@ def test_mezo_is_the_finite_difference(training):
         assert_close("LoRA", a, before - learning_rate * g * noise)
         assert_close("update", a - before, (before - learning_rate * g * noise) - before)
     assert loss == (plus + minus) / 2
+
+
+def test_neighbouring_seeds_share_no_steps():
+    assert reference.scattered(1234567) == 6457827717110365317  # as published with SplitMix64
+    steps = [(reference.scattered(seed) + step) % 2**64 for seed in range(100) for step in (0, 2**21)]
+    ranges = sorted(zip(steps[::2], steps[1::2], strict=True))
+    assert all(end < start for (_, end), (start, _) in zip(ranges, ranges[1:], strict=False))
 
 
 def test_mezo_is_reproducible_by_seed(training):

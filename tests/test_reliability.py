@@ -25,6 +25,7 @@ from safetensors.numpy import load_file
 from conftest import TEXT, TINY, command, run, write_model
 from mesp.bundle.reader import Bundle
 from mesp.engine.build import find_engine
+from mesp.runs.log import read_run
 
 pytestmark = pytest.mark.slow
 COLLECT = Path(__file__).parents[1] / "tools" / "collect.py"
@@ -363,6 +364,54 @@ def test_a_disk_that_becomes_full_leaves_the_last_state(
     assert process.returncode == 2 and len(errors.splitlines()) == 1, errors
     assert engine.finish().returncode == 0
     assert engine.losses() == whole.losses()
+
+
+@pytest.fixture(scope="module")
+def faults(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The library that has the system fail the engine: see faults.c."""
+    compiler = shutil.which("cc") or shutil.which("clang")
+    if sys.platform != "linux" or compiler is None:
+        pytest.skip("it takes Linux and a C compiler")
+    library = tmp_path_factory.mktemp("faults") / "faults.so"
+    source = Path(__file__).with_name("faults.c")
+    line = [compiler, "-shared", "-fPIC", "-O1", str(source), "-o", str(library), "-ldl"]
+    subprocess.run(line, check=True)
+    return library
+
+
+@pytest.mark.parametrize("kind", ["full", "crash", "power"])
+def test_a_run_goes_on_from_whichever_call_failed(
+    settings: dict, faults: Path, tmp_path: Path, kind: str
+):
+    """Before any of the calls to the system that change a file: 40 of them for each kind."""
+    steps = settings | {"steps": 3, "eval_every": 0, "save_every": 1}
+
+    def environment(engine: Engine, **more: object) -> dict[str, str]:
+        under = {"LD_PRELOAD": str(faults), "FAULTS_UNDER": str(engine.output)}
+        return os.environ | under | {name: str(value) for name, value in more.items()}
+
+    whole = Engine(tmp_path / "whole", steps)
+    count = tmp_path / "count"
+    assert whole.finish(env=environment(whole, FAULTS_COUNT=count)).returncode == 0
+    generator = random.Random(kind)
+    for number in generator.sample(range(1, int(count.read_text())), 40):
+        engine = Engine(tmp_path / f"{kind}-{number}", steps)
+        done = engine.finish(env=environment(engine, FAULTS_KIND=kind, FAULTS_AT=number))
+        if kind == "full":
+            assert "space" in refused(done)
+        else:
+            assert done.returncode == -signal.SIGKILL, done.stderr
+        for file in engine.output.rglob("*.safetensors"):
+            load_file(file)
+        for file in engine.output.rglob("adapter_config.json"):
+            json.loads(file.read_text())
+        again = engine.finish()
+        assert again.returncode == 0, (number, again.stderr)
+        assert engine.losses() == whole.losses(), number
+        assert adapters(engine) == adapters(whole), number
+        assert read_run(engine.output).state() == "finished"
+        assert not [r for r in engine.records() if r.get("event") == "log_cut_off"], number
+        shutil.rmtree(tmp_path / f"{kind}-{number}")
 
 
 def without_privileges() -> None:

@@ -15,6 +15,7 @@ public typealias task_flavor_t = UInt32
 public typealias kern_return_t = Int32
 public let KERN_SUCCESS: Int32 = 0
 public let TASK_VM_INFO: Int32 = 22
+public let F_FULLFSYNC: Int32 = 51
 public struct task_vm_info_data_t {
     public var phys_footprint: UInt64 = 0
     public init() {}

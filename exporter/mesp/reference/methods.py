@@ -141,9 +141,21 @@ def mebp_step(
     return _sgd_step(model, lora, window, scale, learning_rate, mebp_block_gradient)
 
 
+def scattered(seed: int) -> int:
+    """The first output of SplitMix64 with this state, in 64 bits.
+
+    Neighbouring seeds lie so far apart afterwards that counting steps from one does not lead to the
+    other.
+    """
+    z = (seed + 0x9E3779B97F4A7C15) % 2**64
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB % 2**64
+    return z ^ (z >> 31)
+
+
 def mezo_noise(lora: list[mx.array], seed: int, step: int) -> list[mx.array]:
     """z: standard normal, one flat vector a block, the same for the same seed and step."""
-    keys = mx.random.split(mx.random.key(seed + 1 + step), len(lora))
+    keys = mx.random.split(mx.random.key((scattered(seed) + step) % 2**64), len(lora))
     return [mx.random.normal(w.shape, key=key) for w, key in zip(lora, keys, strict=True)]
 
 

@@ -115,8 +115,10 @@ import Observation
 
     /// Looks for bundles and runs again.
     public func refresh() async {
-        await library.refresh(
-            running: controller.isRunning ? controller.settings.map { URL(fileURLWithPath: $0.output) } : nil)
+        await attempt {
+            try await library.refresh(
+                running: controller.isRunning ? controller.settings.map { URL(fileURLWithPath: $0.output) } : nil)
+        }
         form.refresh()
         await attempt { try choices.refresh() }
     }
@@ -249,7 +251,7 @@ import Observation
     private func runChanged() {
         guard !controller.isRunning else { return comparison.letGo() }
         let folder = library.folder
-        Task.detached { folder.keepRuns() }
+        Task { await attempt { try await Task.detached { try folder.keepRuns() }.value } }
     }
 
     /// Whether the device is free for a run, a text, a benchmark, a self-check, an evaluation or a federation.

@@ -43,8 +43,8 @@ public struct DocumentsFolder: Sendable {
     /// All runs, the newest first.
     ///
     /// - Parameter running: the folder of the run in progress.
-    public func runs(running: URL? = nil) -> [StoredRun] {
-        contents(runsFolder).map {
+    public func runs(running: URL? = nil) throws -> [StoredRun] {
+        try contents(runsFolder).map {
             StoredRun(url: $0, isRunning: $0.lastPathComponent == running?.lastPathComponent)
         }
         .sorted { $0.date > $1.date }
@@ -59,8 +59,8 @@ public struct DocumentsFolder: Sendable {
     }
 
     /// Has runs kept as they are to be. Files are replaced in a run, and what was said of the old ones is lost.
-    func keepRuns() {
-        for run in contents(runsFolder) {
+    func keepRuns() throws {
+        for run in try contents(runsFolder) {
             keep(run, .run)
             let state = run.appendingPathComponent("state.safetensors")
             if FileManager.default.fileExists(atPath: state.path) { keep(state, .state) }
@@ -92,7 +92,7 @@ public struct DocumentsFolder: Sendable {
             throw MeSPError("\(run.name) cannot go on: it has ended, or there is no saved state.")
         }
         let name = URL(fileURLWithPath: settings.bundle).lastPathComponent
-        guard let bundle = bundles().first(where: { $0.url.lastPathComponent == name }) else {
+        guard let bundle = try bundles().first(where: { $0.url.lastPathComponent == name }) else {
             throw MeSPError("The bundle \(name) of \(run.name) is no longer there; bring it in again.")
         }
         settings.bundle = bundle.url.path
@@ -137,10 +137,10 @@ public struct DocumentsFolder: Sendable {
 
     /// All bundles, by name: the ones in Documents, and those that came with the app where none in Documents has the name. Sizes are
     /// checked, checksums are not: a run checks these.
-    public func bundles() -> [StoredBundle] {
-        let own = contents(documents).filter(\.isBundle).map { StoredBundle(url: $0, isIncluded: false) }
+    public func bundles() throws -> [StoredBundle] {
+        let own = try contents(documents).filter(\.isBundle).map { StoredBundle(url: $0, isIncluded: false) }
         let names = Set(own.map(\.url.lastPathComponent))
-        let others = included.map { contents($0) } ?? []
+        let others = try included.map { try contents($0) } ?? []
         return
             (own
             + others.filter { $0.isBundle && !names.contains($0.lastPathComponent) }
@@ -204,22 +204,28 @@ public struct DocumentsFolder: Sendable {
 
     private var downloadFile: URL { documents.appendingPathComponent(".download.json") }
 
-    /// What is being downloaded, also where the app was ended in it; nil for nothing.
-    func begunDownload() -> BundleDownload.Offer? {
-        (try? Data(contentsOf: downloadFile)).flatMap {
-            try? JSONDecoder().decode(BundleDownload.Offer.self, from: $0)
+    /// What is being downloaded, also where the app was ended in it; nil for nothing. What cannot be read is forgotten.
+    func begunDownload() throws -> BundleDownload.Offer? {
+        guard FileManager.default.fileExists(atPath: downloadFile.path) else { return nil }
+        do {
+            return try JSONDecoder().decode(BundleDownload.Offer.self, from: Data(contentsOf: downloadFile))
+        } catch {
+            forgetDownload()
+            throw MeSPError("The download cannot go on: \(error.plainSentence). Look up the bundle again.")
         }
     }
 
-    /// Keeps what is being downloaded; nil for nothing.
-    func keep(_ download: BundleDownload.Offer?) {
-        guard let download, let json = try? JSONEncoder().encode(download) else {
-            try? FileManager.default.removeItem(at: downloadFile)
-            return
+    /// Keeps what is being downloaded, for a later start of the app.
+    func keep(_ download: BundleDownload.Offer) throws {
+        do {
+            try JSONEncoder().encode(download).write(to: downloadFile, options: .atomic)
+        } catch {
+            throw MeSPError("\(download.repository) cannot be written: \(error.plainSentence).")
         }
-        try? json.write(to: downloadFile, options: .atomic)
         keep(downloadFile, .bundle)
     }
+
+    func forgetDownload() { try? FileManager.default.removeItem(at: downloadFile) }
 
     public func delete(_ bundle: StoredBundle) throws {
         guard !bundle.isIncluded else { throw MeSPError("\(bundle.name) came with the app and stays with it.") }
@@ -239,10 +245,17 @@ public struct DocumentsFolder: Sendable {
         }
     }
 
-    private func contents(_ folder: URL) -> [URL] {
-        let contents = try? FileManager.default.contentsOfDirectory(
-            at: folder, includingPropertiesForKeys: nil, options: .skipsHiddenFiles)
-        return (contents ?? []).filter(\.hasDirectoryPath)
+    /// The folders in a folder; none where that isn't there.
+    private func contents(_ folder: URL) throws -> [URL] {
+        do {
+            return try FileManager.default.contentsOfDirectory(
+                at: folder, includingPropertiesForKeys: nil, options: .skipsHiddenFiles
+            ).filter(\.hasDirectoryPath)
+        } catch CocoaError.fileReadNoSuchFile {
+            return []
+        } catch {
+            throw MeSPError("\(folder.lastPathComponent) cannot be read: \(error.plainSentence).")
+        }
     }
 
     private func delete(_ url: URL) throws {

@@ -57,11 +57,11 @@ import Observation
     func download() async throws -> StoredBundle? {
         guard progress == nil, let offer else { return nil }
         let download = try open(offer.repository)
+        try folder.keep(offer)
         progress = 0
-        folder.keep(offer)
         defer {
             (progress, work) = (nil, nil)
-            folder.keep(nil as BundleDownload.Offer?)
+            folder.forgetDownload()
         }
         let (bytes, sender) = AsyncStream.makeStream(of: Int.self, bufferingPolicy: .bufferingNewest(1))
         let folder = folder
@@ -82,7 +82,7 @@ import Observation
 
     /// Goes on with the download that the app was ended in, where there is one.
     func goOn() async throws -> StoredBundle? {
-        guard progress == nil, let begun = folder.begunDownload() else { return nil }
+        guard progress == nil, let begun = try folder.begunDownload() else { return nil }
         (offer, repository) = (begun, begun.repository)
         return try await download()
     }

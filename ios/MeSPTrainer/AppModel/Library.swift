@@ -19,10 +19,10 @@ import Observation
     /// Looks for bundles and runs again, beside the main thread.
     ///
     /// - Parameter running: the folder of the run in progress.
-    func refresh(running: URL?) async {
+    func refresh(running: URL?) async throws {
         looks += 1
         let (look, folder) = (looks, folder)
-        let found = await Task.detached { (folder.bundles(), folder.runs(running: running)) }.value
+        let found = try await Task.detached { (try folder.bundles(), try folder.runs(running: running)) }.value
         if look == looks { (bundles, runs) = found }
     }
 

@@ -5,7 +5,7 @@ import Testing
 @testable import MeSPCore
 
 /// Everything that is read from a file, damaged in some thousand ways: each is refused with a sentence or read as something sound, and
-/// takes little memory. A crash ends the tests. 10,500 cases in all.
+/// takes little memory. A crash ends the tests. 11,500 cases in all.
 @Suite(.serialized) struct FuzzTests {
     /// SplitMix64: every run of the tests sees the same cases.
     struct Generator: RandomNumberGenerator {
@@ -123,6 +123,63 @@ import Testing
         }
     }
 
+    /// What the Hub offers, before a file of it is there.
+    @Test func offers() throws {
+        let (folder, manifest) = try bundle()
+        defer { try? FileManager.default.removeItem(at: folder) }
+        try fuzz(400, seed: 8) { random in
+            let json = try mutatedJSON(manifest, &random)
+            let offer = try BundleDownload.Offer(repository: "a/b", json: json, commit: nil)
+            #expect(offer.size >= json.count)
+            var settings = settings(folder)
+            settings.seqLen = try #require(offer.manifest.seqLens.min())
+            settings.rank = try #require(offer.manifest.ranks.min())
+            settings.method = GradientMethod.allCases.randomElement(using: &random) ?? .mesp
+            settings.batchSize = [1, 4, 1 << 16].randomElement(using: &random) ?? 1
+            _ = try Planner(offer.manifest, settings, systemLimit: 1 << 34).plan()
+        }
+    }
+
+    /// A log is read or refused, and a resumed run leaves one that can be read.
+    @Test func logs() throws {
+        let folder = temporaryFolder()
+        try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)
+        defer { try? FileManager.default.removeItem(at: folder) }
+        var settings = try RunSettings.ofATest(folder.appendingPathComponent("run"))
+        settings.steps = 3
+        try Run.run(settings)
+        let sound = try Data(contentsOf: LogWriter.url(in: URL(fileURLWithPath: settings.output)))
+        let log = LogWriter.url(in: folder)
+        try fuzz(200, seed: 9) { random in
+            var lines = sound.split(separator: UInt8(ascii: "\n")).map { Data($0) }
+            let index = Int.random(in: 0..<lines.count, using: &random)
+            lines[index] = try mutatedJSON(lines[index], &random)
+            try Data(lines.joined(separator: Data("\n".utf8))).write(to: log)
+            let resumeAt = [0, UInt64(sound.count / 2), UInt64(sound.count), .max].randomElement(using: &random) ?? 0
+            let result = Result { (try LogSummary(folder: folder), try LogOutline(folder: folder)) }
+            _ = try LogWriter(folder: folder, resumeAt: resumeAt)
+            let mended = try LogSummary(folder: folder)
+            #expect(try mended.start != nil || Data(contentsOf: log).isEmpty)
+            _ = try result.get()
+        }
+    }
+
+    /// What says which files hold the tokens.
+    @Test func indexesOfTokens() throws {
+        let folder = temporaryFolder()
+        defer { try? FileManager.default.removeItem(at: folder) }
+        let text = String(repeating: "Some text to train on.\n", count: 50)
+        try TextData(tokenizer: ByteTokenizer(), length: 32).write(.text(text), to: folder)
+        let index = folder.appendingPathComponent("data.json")
+        let json = try Data(contentsOf: index)
+        let source = try #require(Fixture.tied).appendingPathComponent("bundle.mesp")
+        try fuzz(400, seed: 10) { random in
+            try mutatedJSON(json, &random).write(to: index)
+            let bundle = try ModelBundle(url: source, text: folder, checksums: false)
+            for split in ["train", "valid"] { _ = try bundle.tokens(split)?.sequences(lengths: [8]).count }
+        }
+    }
+
     @Test func tokensAndExamples() throws {
         func data(_ numbers: [UInt32]) -> Data { numbers.withUnsafeBytes { Data($0) } }
         let tokens = data((0..<200).map { $0 % 50 })
@@ -210,6 +267,8 @@ import Testing
         (settings.method, settings.seqLen, settings.rank) = (method, 1 << 20, 1 << 12)
         (settings.optimizer, settings.maxGradNorm, settings.skipBadSteps) = (.adamw, 1, true)
         #expect(throws: MeSPError.self) { _ = try Planner(largest, settings, systemLimit: 1 << 40).plan() }
+        (settings.batchSize, settings.order, settings.offload) = (1 << 16, .blocks, .inputs)
+        #expect(throws: MeSPError.self) { _ = try Planner(largest, settings, systemLimit: 1 << 40).plan() }
     }
 
     @Test func runSettings() throws {
@@ -246,6 +305,7 @@ import Testing
         let file = try Data(contentsOf: SavedState.url(in: output))
         let trainer = try Trainer(bundle: bundle, settings: settings, plan: Plan(tileBytes: 1 << 20), folder: output)
         let start = 8 + Int(file[0]) + Int(file[1]) << 8 + Int(file[2]) << 16
+        let planner = Planner(bundle.manifest, settings, systemLimit: nil)
         try fuzz(1500, seed: 4) { random in
             var changed = mutatedBytes(file, &random)
             if Bool.random(using: &random) {  // a header in order, with other numbers
@@ -258,7 +318,12 @@ import Testing
             }
             try changed.write(to: SavedState.url(in: output))
             guard let (state, plan, vectors) = try SavedState.load(from: output, settings) else { return }
-            #expect(state.step >= 0 && state.evaluationsSinceBest >= 0 && plan?.tileBytes ?? 1 > 0)
+            #expect(state.step >= 0 && state.evaluationsSinceBest >= 0)
+            if let plan {
+                guard planner.isPossible(plan) else { throw SavedState.damaged(in: output) }
+                #expect(planner.peak(plan) > 0)
+                _ = planner.cheaper(than: plan)
+            }
             try trainer.restore { vectors[$0] }
         }
     }

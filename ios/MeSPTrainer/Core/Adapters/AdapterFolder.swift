@@ -46,7 +46,7 @@ func saveAdapterFolder(
         let config = format.config(
             rank: rank, scale: Double(scale), blocks: blocks, of: architecture, modules: modules, model: model)
         let json = try JSONSerialization.data(withJSONObject: config, options: [.prettyPrinted, .sortedKeys])
-        try json.write(to: folder.appendingPathComponent(AdapterFormat.configFile), options: .atomic)
+        try writeWhole(folder.appendingPathComponent(AdapterFormat.configFile)) { try $0.write(contentsOf: json) }
     }
     do {
         try write(.mlx, to: folder)

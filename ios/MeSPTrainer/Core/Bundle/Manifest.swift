@@ -53,6 +53,8 @@ public struct Manifest: Decodable, Sendable {
             public let file: String
             public let count: Int
         }
+
+        var files: [String] { [file, examples?.file, mask, labels].compactMap { $0 } }
     }
     public struct File: Decodable, Sendable {
         public let path: String
@@ -83,9 +85,17 @@ extension Manifest {
         return (self.blocks.reduce(0) { $0 + $1.layers.count * $1.words } + embedding.words + table) * 4
     }
 
-    /// Reads a manifest of the bundle at `url`, where this build can use it: its format, its MLX version and its device.
-    static func read(_ json: Data, of url: URL) throws -> Manifest {
-        let path = url.appendingPathComponent("manifest.json")
+    /// The most bytes of a manifest that is read; decoding takes some 16 times as much memory. A model of 64 blocks, each with a layout
+    /// of its own and functions for 16 lengths, has 0.9 MB.
+    static let largestSize = 4 << 20
+
+    /// Reads a manifest that this build can use, and checks all of it that can be checked without the bundle's files.
+    ///
+    /// - Parameter bundle: what the bundle is called in messages.
+    static func read(_ json: Data, of bundle: String) throws -> Manifest {
+        guard json.count <= largestSize else {
+            throw MeSPError("\(bundle)/manifest.json is longer than any bundle's; do not use the bundle.")
+        }
         struct Version: Decodable {
             let format: Int
             let mlxVersion: String
@@ -94,29 +104,39 @@ extension Manifest {
         let decoder = JSONDecoder()
         decoder.keyDecodingStrategy = .convertFromSnakeCase
         guard let version = try? decoder.decode(Version.self, from: json) else {
-            throw MeSPError("\(path.path) is damaged; export the bundle again.")
+            throw MeSPError("\(bundle)/manifest.json is damaged; export the bundle again.")
         }
         guard version.format == Manifest.format else {
             let remedy: Sentence =
                 (2...3).contains(version.format) ? "write it anew with mesp-export --from" : "export it again"
             throw MeSPError(
-                "\(url.path) has bundle format \(version.format), this build reads format \(Manifest.format); \(remedy)."
+                "\(bundle) has bundle format \(version.format), this build reads format \(Manifest.format); \(remedy)."
             )
         }
         guard version.mlxVersion == Manifest.mlxVersion else {
             throw MeSPError(
-                "\(url.path) was exported with MLX \(version.mlxVersion), this build runs MLX \(Manifest.mlxVersion); export it again with mlx==\(Manifest.mlxVersion)."
+                "\(bundle) was exported with MLX \(version.mlxVersion), this build runs MLX \(Manifest.mlxVersion); export it again with mlx==\(Manifest.mlxVersion)."
             )
         }
         guard version.device == "cpu" || Device.defaultDevice().deviceType == .gpu else {
             throw MeSPError(
-                "\(url.path) was exported for a GPU and this machine has none that MLX can use; export it again with --device cpu."
+                "\(bundle) was exported for a GPU and this machine has none that MLX can use; export it again with --device cpu."
             )
         }
+        let manifest: Manifest
         do {
-            return try decoder.decode(Manifest.self, from: json)
+            manifest = try decoder.decode(Manifest.self, from: json)
         } catch {
-            throw MeSPError("\(path.path) is damaged (\(error.plainSentence)); export the bundle again.")
+            throw MeSPError("\(bundle)/manifest.json is damaged (\(error.plainSentence)); export the bundle again.")
+        }
+        try manifest.check(bundle)
+        return manifest
+    }
+
+    /// For each block the index of its kind in `blocks`.
+    var kindOfBlock: [Int] {
+        blocks.enumerated().reduce(into: Array(repeating: 0, count: architecture.numHiddenLayers)) { kinds, kind in
+            for block in kind.element.layers { kinds[block] = kind.offset }
         }
     }
 

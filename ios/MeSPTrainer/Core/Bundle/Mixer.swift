@@ -135,7 +135,7 @@ extension Mixer {
                 && areWidths([mixer.queryWidth * (mixer.outputGate ? 2 : 1), mixer.keyValueWidth])
                 && mixer.numAttentionHeads % mixer.numKeyValueHeads == 0
                 && factors.allSatisfy { $0.isFinite && $0 > 0 }
-                && mixer.frequencies.count * 2 <= mixer.headDim && mixer.slidingWindow ?? 1 >= 1
+                && mixer.frequencies.count * 2 <= mixer.headDim && (1...(1 << 30)).contains(mixer.slidingWindow ?? 1)
         case .gatedDeltaNet(let mixer):
             return areCounts([mixer.numKeyHeads, mixer.numValueHeads, mixer.keyHeadDim, mixer.valueHeadDim])
                 && areCounts([mixer.kernelSize]) && areWidths([mixer.convolutionWidth])

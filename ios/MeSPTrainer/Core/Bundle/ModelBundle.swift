@@ -7,16 +7,15 @@ public struct ModelBundle {
     public let manifest: Manifest
     /// The dtype of activations, scales, biases and norms.
     let dtype: DType
-    let sizes: [String: Int]
     /// The token streams by split, and the folder that their files are in.
     private let splits: [String: Manifest.Tokens]
     private let dataFolder: URL
     /// The files of weights as they were when they were checked.
-    var versions = [String: FileVersion]()
+    private var versions = [String: FileVersion]()
     /// How products with quantized matrices are computed: as suits the bundle's device; tests take the GPU's way on a CPU.
     var products: QuantizedMatrix.Products
     /// For each block the index of its kind in the manifest's `blocks`.
-    var kinds = [Int]()
+    let kinds: [Int]
     let maps = Maps()
 
     /// The weight files that are mapped: those in use, which a use within takes too, and with `areKept` those of uses before. Each map
@@ -30,8 +29,7 @@ public struct ModelBundle {
 
     public var architecture: Architecture { manifest.architecture }
 
-    /// Opens the bundle at `url` and checks it: format and MLX version, a device that is there, every file's size and
-    /// SHA-256, and that each packed array has the shape that the architecture asks for.
+    /// Opens the bundle at `url` and checks it: its manifest, as `Manifest.read` does, and every file's size and SHA-256.
     ///
     /// - Parameters:
     ///   - url: the bundle's folder.
@@ -46,19 +44,13 @@ public struct ModelBundle {
         guard let json = regularFile(path) else {
             throw MeSPError("\(url.path) is not a bundle: it has no manifest.json. Make one with mesp-export.")
         }
-        manifest = try Manifest.read(json, of: url)
+        manifest = try Manifest.read(json, of: url.path)
         products = manifest.device == "cpu" ? .dense : .packed
-        switch manifest.dtype {
-        case "float32": dtype = .float32
-        case "bfloat16": dtype = .bfloat16
-        default: throw MeSPError("\(path.path) names an unknown dtype, \(manifest.dtype); export the bundle again.")
-        }
-        sizes = Dictionary(manifest.files.map { ($0.path, $0.size) }, uniquingKeysWith: { first, _ in first })
+        dtype = manifest.dtype == "float32" ? .float32 : .bfloat16
+        kinds = manifest.kindOfBlock
         (splits, dataFolder) = try text.map { (try TextData.entries(in: $0), $0) } ?? (manifest.data ?? [:], url)
-        try checkDimensions()
-        try checkFiles()
+        versions = try checkFiles()
         if checksums { try checkSums() }
-        try checkLayout()
     }
 
     /// On GPUs with neural accelerators (A19, M5) MLX rounds the operands of float32 products to TF32, unless this is 0 when it
@@ -113,8 +105,8 @@ public struct ModelBundle {
         _ path: String, _ count: Int, _ arrays: [Manifest.PackedArray], _ body: (PackedWeights) throws -> R
     ) throws -> R {
         let known = maps.words[path]
-        let words =
-            try known ?? mappedWords(url.appendingPathComponent(path), size: count * 4, version: versions[path])
+        let words = try mappedWords(
+            url.appendingPathComponent(path), size: count * 4, version: versions[path], known: known)
         if known == nil {
             maps.words[path] = words
             maps.mapped[path, default: 0] += 1
@@ -137,8 +129,10 @@ public struct ModelBundle {
     public func tokens(_ split: String) throws -> TokenStream? {
         guard let entry = splits[split] else { return nil }
         func data(_ file: String, _ count: Int, width: Int) throws -> Data {
-            let data = try? Data(contentsOf: dataFolder.appendingPathComponent(file), options: .mappedIfSafe)
-            guard let data, data.count % width == 0, data.count / width == count else {
+            guard let data = unlinkedFile(dataFolder.appendingPathComponent(file)) else {
+                throw MeSPError("\(file) is not a file of \(dataFolder.path); export it again.")
+            }
+            guard data.count % width == 0, data.count / width == count else {
                 throw MeSPError("\(file) in \(dataFolder.path) does not have the length it should; export it again.")
             }
             return data

@@ -55,6 +55,8 @@ import Observation
     @ObservationIgnored private let clock: any Clock<Duration>
     @ObservationIgnored private var gate = PauseGate()
     @ObservationIgnored private var memoryIsShort = false
+    /// The footprint without the run, in bytes.
+    @ObservationIgnored private var besideBytes = 0
     @ObservationIgnored private var memoryCheck: Task<Void, Never>?
 
     /// - Parameters:
@@ -85,7 +87,7 @@ import Observation
         log = LogSummary()
 
         let (gate, beside) = (PauseGate(), memoryFootprint())
-        self.gate = gate
+        (self.gate, besideBytes) = (gate, beside)
         update()
         let (messages, sender) = AsyncStream.makeStream(of: Message.self)
         gate.startThread("training") {
@@ -188,10 +190,10 @@ import Observation
         }
     }
 
-    /// Whether the phone would give what a step needs beyond the present footprint.
+    /// Whether the phone would give what a step needs beyond what the run has now.
     private var hasMemory: Bool {
         guard let available = phone.availableMemory, let plan = log.plan else { return true }
-        return available >= plan.predictedPeakBytes - memoryFootprint()
+        return available >= plan.predictedPeakBytes - (memoryFootprint() - besideBytes)
     }
 
     private func update() {

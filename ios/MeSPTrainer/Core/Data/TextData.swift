@@ -315,8 +315,9 @@ public struct TextData: Sendable {
 
     /// What a folder of token files holds, by split.
     static func entries(in folder: URL) throws -> [String: Manifest.Tokens] {
-        guard let json = try? Data(contentsOf: folder.appendingPathComponent("data.json")),
-            let entries = try? JSONDecoder().decode([String: Manifest.Tokens].self, from: json)
+        guard let json = regularFile(folder.appendingPathComponent("data.json")), json.count <= Manifest.largestSize,
+            let entries = try? JSONDecoder().decode([String: Manifest.Tokens].self, from: json),
+            entries.values.allSatisfy({ $0.files.allSatisfy { isPath($0, within: folder) } })
         else { throw MeSPError("\(folder.path) holds no tokens to train on; tokenize the text again.") }
         return entries
     }

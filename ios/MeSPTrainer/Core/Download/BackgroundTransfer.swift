@@ -81,7 +81,9 @@ public final class BackgroundTransfer: NSObject, Transfer, @unchecked Sendable {
             task.cancel()  // of another commit
         }
         let resumeFile = wanted.file.appendingPathExtension(Self.resume)
-        let resumeData = try? Data(contentsOf: resumeFile)
+        let resumeData = (try? openRegularFile(resumeFile, O_RDONLY)).flatMap {
+            try? FileHandle(fileDescriptor: $0, closeOnDealloc: true).readToEnd()
+        }
         try? FileManager.default.removeItem(at: resumeFile)  // it is good for one attempt
         let task = resumeData.map(session.downloadTask(withResumeData:)) ?? session.downloadTask(with: wanted.request)
         task.taskDescription = name
@@ -119,7 +121,8 @@ public final class BackgroundTransfer: NSObject, Transfer, @unchecked Sendable {
 
     private func keep(_ resumeData: Data?, for task: URLSessionTask) {
         guard let resumeData, let file = file(of: task) else { return }
-        try? resumeData.write(to: file.appendingPathExtension(Self.resume))
+        // Without it the file is asked for from its beginning.
+        try? writeWhole(file.appendingPathExtension(Self.resume)) { try $0.write(contentsOf: resumeData) }
     }
 
     // MARK: - Whoever waits
@@ -178,7 +181,7 @@ extension BackgroundTransfer: URLSessionDownloadDelegate {
         do {
             let size = try FileManager.default.attributesOfItem(atPath: location.path)[.size] as? Int ?? 0
             if isTooLong(task, size) { return }
-            if FileManager.default.fileExists(atPath: file.path) { try FileManager.default.removeItem(at: file) }
+            try? FileManager.default.removeItem(at: file)
             try FileManager.default.moveItem(at: location, to: file)
             try? FileManager.default.removeItem(at: file.appendingPathExtension(Self.resume))
         } catch {

@@ -29,16 +29,7 @@ public struct BundleDownload: Sendable {
         /// Checks that this build can use such a bundle.
         init(repository: String, json: Data, commit: String?) throws {
             (self.repository, self.json, self.commit) = (repository, json, commit)
-            manifest = try Manifest.read(json, of: URL(fileURLWithPath: repository))
-            for file in manifest.files {
-                let parts = file.path.split(separator: "/", omittingEmptySubsequences: false)
-                guard !file.path.contains("\0"), !parts.contains(where: { $0.isEmpty || $0 == "." || $0 == ".." }),
-                    (0...(1 << 40)).contains(file.size), file.path != "manifest.json"
-                else { throw MeSPError("The manifest of \(repository) names \(file.path), which no bundle has.") }
-            }
-            guard Set(manifest.files.map(\.path)).count == manifest.files.count else {
-                throw MeSPError("The manifest of \(repository) names a file twice.")
-            }
+            manifest = try Manifest.read(json, of: repository)
         }
 
         private enum Key: String, CodingKey { case repository, json, commit }
@@ -101,7 +92,7 @@ public struct BundleDownload: Sendable {
     public func offer() async throws -> Offer {
         let file = FileManager.default.temporaryDirectory.appendingPathComponent("manifest-\(UUID().uuidString).json")
         defer { try? FileManager.default.removeItem(at: file) }
-        let wanted = wanted("manifest.json", of: "main", into: file, limit: 1 << 26)
+        let wanted = wanted("manifest.json", of: "main", into: file, limit: Manifest.largestSize)
         do {
             let answer = try await ForegroundTransfer().receive(wanted) { _ in }
             let commit = answer.value(forHTTPHeaderField: "X-Repo-Commit").flatMap { commit in
@@ -130,10 +121,6 @@ public struct BundleDownload: Sendable {
             var begun = 0
             for file in offer.manifest.files {
                 let target = folder.appendingPathComponent(file.path)
-                guard !Self.isThere(target, file) else {
-                    count[file.path] = file.size
-                    continue
-                }
                 try attempt("written") {
                     try FileManager.default.createDirectory(
                         at: target.deletingLastPathComponent(), withIntermediateDirectories: true)
@@ -145,14 +132,27 @@ public struct BundleDownload: Sendable {
                 begun += 1
                 group.addTask {
                     try Task.checkCancellation()
-                    try await fetch(file, of: offer.commit ?? "main", to: target) { count[file.path] = $0 }
+                    if try await !Self.isThere(target, file) {
+                        try await fetch(file, of: offer.commit ?? "main", to: target) { count[file.path] = $0 }
+                    }
                     count[file.path] = file.size
                 }
             }
             try await group.waitForAll()
         }
-        // Last: a folder with a manifest is a bundle that is whole.
-        try attempt("written") { try offer.json.write(to: folder.appendingPathComponent("manifest.json")) }
+        try attempt("written") {
+            // Of another commit, from which the download was begun.
+            let wanted = Set(offer.manifest.files.map(\.path))
+            for path in try FileManager.default.subpathsOfDirectory(atPath: folder.path) where !wanted.contains(path) {
+                let file = folder.appendingPathComponent(path)
+                let attributes = try FileManager.default.attributesOfItem(atPath: file.path)
+                if attributes[.type] as? FileAttributeType != .typeDirectory {
+                    try FileManager.default.removeItem(at: file)
+                }
+            }
+            // Last: a folder with a manifest is a bundle that is whole.
+            try writeWhole(folder.appendingPathComponent("manifest.json")) { try $0.write(contentsOf: offer.json) }
+        }
     }
 
     private func wanted(_ path: String, of commit: String, into file: URL, limit: Int) -> Wanted {
@@ -163,9 +163,13 @@ public struct BundleDownload: Sendable {
         return Wanted(request: request, file: file, limit: limit, path: path, repository: repository)
     }
 
-    /// A file has its name only when its SHA-256 was right, so the size tells.
-    private static func isThere(_ url: URL, _ file: Manifest.File) -> Bool {
-        (try? FileManager.default.attributesOfItem(atPath: url.path))?[.size] as? Int == file.size
+    /// Whether a file is there already, and not of another commit.
+    private static func isThere(_ url: URL, _ file: Manifest.File) async throws -> Bool {
+        let attributes = try? FileManager.default.attributesOfItem(atPath: url.path)
+        guard let attributes, attributes[.type] as? FileAttributeType == .typeRegular,
+            attributes[.size] as? Int == file.size
+        else { return false }
+        return try await Task.detached { try sha256(of: url) }.value == file.sha256
     }
 
     /// Downloads a file by way of one beside it, which holds what has come so far.
@@ -173,11 +177,7 @@ public struct BundleDownload: Sendable {
         _ file: Manifest.File, of commit: String, to target: URL, progress: @escaping @Sendable (Int) -> Void
     ) async throws {
         let partial = target.appendingPathExtension("part")
-        if !FileManager.default.fileExists(atPath: partial.path) {
-            guard FileManager.default.createFile(atPath: partial.path, contents: nil) else {
-                throw MeSPError("\(repository) cannot be written: \(partial.lastPathComponent) cannot be made.")
-            }
-        }
+        try attempt("written") { close(try openRegularFile(partial, O_WRONLY | O_CREAT)) }
         let wanted = wanted(file.path, of: commit, into: partial, limit: file.size)
         var (failures, damaged) = (0, false)
         while true {
@@ -207,7 +207,12 @@ public struct BundleDownload: Sendable {
             damaged = true
             _ = FileManager.default.createFile(atPath: partial.path, contents: nil)
         }
-        try attempt("written") { try FileManager.default.moveItem(at: partial, to: target) }
+        try attempt("written") {
+            let file = try openRegularFile(partial, O_WRONLY)
+            defer { close(file) }
+            try synchronize(file)
+            try replace(target, with: partial)
+        }
     }
 
     private static func size(_ url: URL) -> Int {

@@ -104,11 +104,9 @@ private final class Reception: NSObject, URLSessionDataDelegate, @unchecked Send
     private var continuation: CheckedContinuation<HTTPURLResponse, any Error>?
 
     init(_ wanted: Wanted, progress: @escaping @Sendable (Int) -> Void) throws {
-        if !FileManager.default.fileExists(atPath: wanted.file.path) {
-            _ = FileManager.default.createFile(atPath: wanted.file.path, contents: nil)
-        }
         do {
-            file = try FileHandle(forWritingTo: wanted.file)
+            file = FileHandle(
+                fileDescriptor: try openRegularFile(wanted.file, O_WRONLY | O_CREAT), closeOnDealloc: true)
             offset = Int(try file.seekToEnd())
         } catch {
             throw MeSPError("\(wanted.what) cannot be written: \(error.plainSentence).")

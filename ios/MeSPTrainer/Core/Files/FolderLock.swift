@@ -20,11 +20,14 @@ final class FolderLock {
         } catch {
             throw MeSPError("Cannot make the output folder \(folder.path): \(error.plainSentence).")
         }
-        let path = folder.appendingPathComponent(".lock").path
-        file = open(path, O_RDWR | O_CREAT | O_CLOEXEC, 0o644)
-        guard file >= 0 else { throw MeSPError("Cannot write \(path): \(String(cString: strerror(errno))).") }
+        let url = folder.appendingPathComponent(".lock")
+        do {
+            file = try openRegularFile(url, O_RDWR | O_CREAT)
+        } catch {
+            throw MeSPError("Cannot write \(url.path): \(error.plainSentence).")
+        }
         guard flock(file, LOCK_EX | LOCK_NB) == 0 else {
-            let holder = (try? String(contentsOfFile: path, encoding: .utf8)) ?? ""
+            let holder = (try? String(contentsOf: url, encoding: .utf8)) ?? ""
             close(file)
             let who: Sentence = holder.isEmpty ? "Another process" : Sentence(english: holder)
             throw MeSPError(

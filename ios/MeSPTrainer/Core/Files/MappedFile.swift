@@ -7,19 +7,21 @@ import MLX
     import Glibc
 #endif
 
-/// Maps a file of 32-bit words into memory as one flat `uint32` array `[bytes / 4]`, without copying it.
+/// Maps a file of 32-bit words into memory as one flat `uint32` array `[bytes / 4]`, without copying it, unless it is mapped already.
 ///
 /// - Parameters:
 ///   - url: a file whose length is a multiple of `mappingUnit`.
 ///   - size: the length it must have, in bytes.
 ///   - version: what the file must still be.
-func mappedWords(_ url: URL, size: Int, version: FileVersion?) throws -> MLXArray {
+///   - known: the file's map, where there is one.
+func mappedWords(_ url: URL, size: Int, version: FileVersion?, known: MLXArray? = nil) throws -> MLXArray {
     let file = open(url.path, O_RDONLY)
     guard file >= 0 else { throw MeSPError("Cannot open \(url.path): \(lastError()).") }
     defer { close(file) }
     guard let now = FileVersion(file), now.size == size, version == nil || now == version else {
         throw MeSPError("\(url.path) has changed since the bundle was opened; export the bundle again.")
     }
+    if let known { return known }
     guard let words = mapArray(file, offset: 0, [size / 4], .uint32) else {
         throw MeSPError("Cannot map \(url.path): \(lastError()).")
     }
@@ -87,5 +89,3 @@ func mapArray(_ file: Int32, offset: Int, _ shape: [Int], _ dtype: DType) -> MLX
     (data - MemoryLayout<Int>.size).storeBytes(of: size, as: Int.self)
     return MLXArray(rawPointer: data, shape, dtype: dtype) { munmap(start, page + size) }
 }
-
-func lastError() -> String { String(cString: strerror(errno)) }

@@ -120,25 +120,13 @@ func writeSafetensors(_ tensors: [NewTensor], metadata: [String: String], to url
     // The tensors start at a multiple of 8 bytes.
     json.append(Data(repeating: UInt8(ascii: " "), count: -json.count & 7))
 
-    let partial = url.appendingPathExtension("partial")
-    defer { try? FileManager.default.removeItem(at: partial) }
-    try Data().write(to: partial)
-    let file = try FileHandle(forWritingTo: partial)
-    try file.write(contentsOf: withUnsafeBytes(of: UInt64(json.count).littleEndian) { Data($0) })
-    try file.write(contentsOf: json)
-    for tensor in tensors {
-        let array = try tensor.make()
-        precondition(array.shape == tensor.shape && array.dtype == tensor.dtype)
-        try array.withBytes { try file.write(contentsOf: $0) }
+    try writeWhole(url) { file in
+        try file.write(contentsOf: withUnsafeBytes(of: UInt64(json.count).littleEndian) { Data($0) })
+        try file.write(contentsOf: json)
+        for tensor in tensors {
+            let array = try tensor.make()
+            precondition(array.shape == tensor.shape && array.dtype == tensor.dtype)
+            try array.withBytes { try file.write(contentsOf: $0) }
+        }
     }
-    try file.synchronize()
-    try file.close()
-    guard rename(partial.path, url.path) == 0 else { throw MeSPError("\(String(cString: strerror(errno)))") }
-}
-
-/// The contents of a regular file, mapped, or nil: a device or a pipe in its place would never end.
-func regularFile(_ url: URL) -> Data? {
-    var status = stat()
-    guard stat(url.path, &status) == 0, status.st_mode & S_IFMT == S_IFREG else { return nil }
-    return try? Data(contentsOf: url, options: .mappedIfSafe)
 }

@@ -20,11 +20,17 @@ final class AutomaticBackward {
         self.functions[x.dim(1)] = functions
         return try model.bundle.withBlock(block) { weights in
             (BundleDevice.self as any DefaultDevice.Type).set(model.bundle.device)
+            var failure: (any Error)?
             let (_, gradients) = vjp(
                 { primals in
-                    // The call fails only for shapes that the file has no trace for; `Manifest.check` has found these.
-                    (try? functions[block](.y, model.arguments(primals[0], primals[1], weights))) ?? []
+                    do {
+                        return try functions[block](.y, model.arguments(primals[0], primals[1], weights))
+                    } catch {
+                        failure = error
+                        return [primals[0]]  // of y's shape
+                    }
                 }, primals: [x, lora], cotangents: [d])
+            if let failure { throw failure }
             eval(gradients)
             d = gradients[0]
             return gradients[1]

@@ -1,5 +1,3 @@
-import Foundation
-
 /// Where a step may wait or end, and where its time goes.
 final class StepClock {
     /// Called at every block boundary, forward and backward, and some times within the head. It may wait (a pause, with the half-done step in memory) or throw
@@ -19,8 +17,8 @@ final class StepClock {
 
     /// - Parameter changed: whether the step has changed parameters, and so must be finished.
     func boundary(changed: Bool = false) throws {
-        let start = Date.now
-        defer { time.waiting += Date.now.timeIntervalSince(start) }
+        let start = ContinuousClock.now
+        defer { time.waiting += (.now - start) / .seconds(1) }
         do { try atBlock() } catch is CancellationError where changed {}
     }
 
@@ -28,8 +26,8 @@ final class StepClock {
     func pause() { try? boundary() }
 
     func timed<R>(_ phase: WritableKeyPath<Phases, Double>, _ body: () throws -> R) rethrows -> R {
-        let (start, waiting) = (Date.now, time.waiting)
-        defer { time[keyPath: phase] += Date.now.timeIntervalSince(start) - (time.waiting - waiting) }
+        let (start, waiting) = (ContinuousClock.now, time.waiting)
+        defer { time[keyPath: phase] += (.now - start) / .seconds(1) - (time.waiting - waiting) }
         return try body()
     }
 }

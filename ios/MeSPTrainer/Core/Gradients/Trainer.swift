@@ -202,8 +202,17 @@ final class Trainer {
 
     /// A random key for each block in a step.
     func keys(_ number: Int) -> [MLXArray] {
-        let seed = settings.seed &+ 1 &+ UInt64(settings.firstStep + number)
+        let seed = Self.scattered(settings.seed) &+ UInt64(settings.firstStep + number)
         return MLXRandom.split(key: MLXRandom.key(seed), into: model.blocks.count)
+    }
+
+    /// The first output of SplitMix64 with this state. Neighbouring seeds lie so far apart afterwards that counting steps from one does not
+    /// lead to the other.
+    private static func scattered(_ seed: UInt64) -> UInt64 {
+        var z = seed &+ 0x9e37_79b9_7f4a_7c15
+        z = (z ^ (z >> 30)) &* 0xbf58_476d_1ce4_e5b9
+        z = (z ^ (z >> 27)) &* 0x94d0_49bb_1331_11eb
+        return z ^ (z >> 31)
     }
 
     // MARK: - Sums of gradients

@@ -7,44 +7,75 @@ struct LogWriter {
 
     static func url(in folder: URL) -> URL { folder.appendingPathComponent("metrics.jsonl") }
 
-    /// Whether the log was shorter than `resumeAt`, as a power failure can leave it: it goes on after its last whole line then.
+    /// Whether some of the lines before `resumeAt` were lost or damaged, as by a power failure: they were removed.
     let lostLines: Bool
+    /// Whether the log had no record to go on after.
+    let isEmpty: Bool
 
     /// Starts the log in `folder`, which must not hold a run already; or goes on with the one that is there, after its first `resumeAt`
     /// bytes.
     init(folder: URL, resumeAt: UInt64? = nil) throws {
         url = Self.url(in: folder)
-        let flags = resumeAt == nil ? O_CREAT | O_EXCL : 0
-        let descriptor = open(url.path, O_RDWR | O_APPEND | O_CLOEXEC | flags, 0o644)
-        guard descriptor >= 0 else {
-            throw errno == EEXIST
-                ? MeSPError("\(folder.path) already holds a run; resume it or choose another output folder.")
-                : MeSPError("Cannot write \(url.path): \(String(cString: strerror(errno))).")
-        }
-        file = FileHandle(fileDescriptor: descriptor, closeOnDealloc: true)
         guard let resumeAt else {
-            lostLines = false
+            do {
+                file = try Self.open(url, O_CREAT | O_EXCL)
+            } catch let error as MeSPError {
+                guard FileManager.default.fileExists(atPath: url.path) else { throw error }
+                throw MeSPError("\(folder.path) already holds a run; resume it or choose another output folder.")
+            }
+            (lostLines, isEmpty) = (false, true)
             return
         }
-        lostLines = try file.seekToEnd() < resumeAt
-        if lostLines {
-            try file.seek(toOffset: 0)
-            let lines = try file.readToEnd() ?? Data()
-            let end = lines.lastIndex(of: UInt8(ascii: "\n")).map { $0 + 1 } ?? 0
-            try file.truncate(atOffset: UInt64(end))
+        let opened = try Self.open(url)
+        let end = Int(clamping: resumeAt)
+        let lines = try Self.wholeRecords(Data(contentsOf: url, options: .mappedIfSafe).prefix(end))
+        let length = lines.reduce(0) { $0 + $1.count }
+        (lostLines, isEmpty) = (length < end, lines.isEmpty)
+        guard lostLines else {
+            file = opened
+            try file.truncate(atOffset: resumeAt)
             return
         }
-        var lineFeed = UInt8(ascii: "\n")
-        let atLineEnd = resumeAt == 0 || pread(descriptor, &lineFeed, 1, off_t(clamping: resumeAt) - 1) == 1
-        guard atLineEnd, lineFeed == UInt8(ascii: "\n") else {
-            throw MeSPError(
-                "\(url.path) is not as it was when the state was saved; start the run again in another folder.")
+        do {
+            try writeWhole(url) { file in for line in lines { try file.write(contentsOf: line) } }
+        } catch {
+            throw MeSPError("Cannot write \(url.path): \(error.plainSentence).")
         }
-        try file.truncate(atOffset: resumeAt)
+        file = try Self.open(url)
     }
 
-    /// The log's length in bytes.
-    func length() throws -> UInt64 { try file.seekToEnd() }
+    private static func open(_ url: URL, _ flags: Int32 = 0) throws -> FileHandle {
+        do {
+            return FileHandle(
+                fileDescriptor: try openRegularFile(url, O_RDWR | O_APPEND | flags), closeOnDealloc: true)
+        } catch {
+            throw MeSPError("Cannot write \(url.path): \(error.plainSentence).")
+        }
+    }
+
+    /// The lines, with their line feeds, that are whole records; none unless the first is a run's start.
+    private static func wholeRecords(_ log: Data) -> [Data] {
+        var (lines, rest) = ([Data](), log)
+        while let lineFeed = rest.firstIndex(of: UInt8(ascii: "\n")) {
+            let line = rest[...lineFeed]
+            if (try? LogRecord.read(line)) != nil { lines.append(line) }
+            rest = rest[(lineFeed + 1)...]
+        }
+        guard let first = lines.first, case .start? = try? LogRecord.read(first).0 else { return [] }
+        return lines
+    }
+
+    /// Brings all lines so far to the disk.
+    ///
+    /// - Returns: the log's length in bytes.
+    func synchronize() throws -> UInt64 {
+        do {
+            try MeSPCore.synchronize(file.fileDescriptor)
+            return try file.seekToEnd()
+        } catch {
+            throw MeSPError("Cannot write \(url.path): \(error.plainSentence).")
+        }
+    }
 
     func append(_ line: Data) throws {
         do {

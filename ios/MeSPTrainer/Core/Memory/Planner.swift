@@ -183,7 +183,7 @@ public struct Planner: Sendable {
     /// read from disk again.
     private var orders: [[RunSettings.Order?]] {
         guard settings.sequences > 1 else { return [[nil]] }
-        guard method != .mezo, settings.objective == nil, settings.sequences <= Self.mostTogether else {
+        guard method != .mezo, settings.objective == nil, settings.sequences <= mostTogether else {
             return [[.sequences]]
         }
         if let order = settings.order { return [[order]] }
@@ -191,8 +191,16 @@ public struct Planner: Sendable {
         return withMargin(peak(plan)) + mappedBytes <= room ? [[.blocks, .sequences]] : [[.blocks], [.sequences]]
     }
 
-    /// So many that no product overflows.
-    static let mostTogether = 1 << 16
+    /// The most sequences that may go through the blocks together: so many that no product overflows.
+    private var mostTogether: Int { min(1 << 16, (1 << 60) / (kept(trainedBlocks) + (trainedBlocks + 1) * hidden)) }
+
+    /// Whether a plan that was read from a file can be one for these settings.
+    func isPossible(_ plan: Plan) -> Bool {
+        (1...(1 << 30)).contains(plan.tileBytes) && (0...(1 << 40)).contains(plan.cacheBytes ?? 0)
+            && (0...(method == .mesp ? trainedBlocks : 0)).contains(plan.keptBlocks)
+            && (plan.order != .blocks || orders.joined().contains(.blocks))
+            && (plan.keepsAnswer != true || keepingAnswers(plan.offload).contains(true))
+    }
 
     /// The plan in whichever of these orders takes least memory, with and without a cache; none where it can be in none.
     private func ordered(_ plan: Plan, _ orders: [RunSettings.Order?]) -> [Plan] {

@@ -45,6 +45,7 @@ public enum Run {
         defer { withExtendedLifetime(lock) {} }
         let saved = settings.resume ? try SavedState.load(from: output, settings) : nil
         let planner = Planner(bundle.manifest, settings)
+        if let plan = saved?.plan, !planner.isPossible(plan) { throw SavedState.damaged(in: output) }
         let plan = try saved?.plan ?? planner.plan()
         if settings.dryRun {
             let record = LogRecord.plan(.init(settings, bundle, planner, plan))
@@ -65,6 +66,6 @@ struct RunHooks {
     var besideBytes = 0
     var memoryIsShort: () -> Bool = { false }
     var battery: () -> Battery? = { nil }
-    /// What saves are timed by.
-    var now: () -> Date = { .now }
+    /// What saves are timed by: a clock that nobody sets, unlike the time of day.
+    var now: () -> ContinuousClock.Instant = { .now }
 }

@@ -252,6 +252,7 @@ public struct RunSettings: Codable, Sendable, Equatable {
         try require(maxGradNorm.map { $0.isFinite && $0 > 0 } ?? true, "max_grad_norm", "a positive number")
         try require(mezoEpsilon.isFinite && mezoEpsilon > 0, "mezo_epsilon", "a positive number")
         try require(valBatches >= 0, "val_batches", "0 or more")
+        try require(objective != .kto || valBatches != 1, "val_batches", "0, or at least 2 with kto")
         try require(evalEvery >= 0, "eval_every", "0 or more")
         try require(earlyStopping >= 0, "early_stopping", "0 or more")
         try require(earlyStopping == 0 || evalEvery > 0, "eval_every", "above 0 with early_stopping")

@@ -18,6 +18,10 @@ struct SavedState {
 
     static func url(in folder: URL) -> URL { folder.appendingPathComponent("state.safetensors") }
 
+    static func damaged(in folder: URL) -> MeSPError {
+        MeSPError("\(url(in: folder).path) is damaged; start the run again in another folder.")
+    }
+
     private struct Saved: Codable {
         var format = 1
         var step: Int
@@ -31,9 +35,7 @@ struct SavedState {
         /// Whether every number is one that a run could have saved.
         var isValid: Bool {
             format == 1 && (0...RunSettings.mostSteps).contains(step) && (0...step).contains(evaluated ?? 0)
-                && (0...step + 1).contains(evaluationsSinceBest) && (1...(1 << 30)).contains(plan.tileBytes)
-                && (0...1 << 20).contains(plan.keptBlocks) && (try? settings.check()) != nil
-                && (plan.order != .blocks || settings.sequences <= Planner.mostTogether)
+                && (0...step + 1).contains(evaluationsSinceBest) && (try? settings.check()) != nil
         }
     }
 
@@ -64,7 +66,7 @@ struct SavedState {
         guard let tensors = try? Safetensors(url),
             let json = try? RunSettings.completed(in: Data((tensors.metadata["state"] ?? "").utf8), JSONEncoder()),
             let saved = try? JSONDecoder().decode(Saved.self, from: json), saved.isValid
-        else { throw MeSPError("\(url.path) is damaged; start the run again in another folder.") }
+        else { throw damaged(in: folder) }
 
         var same = saved.settings
         // What may change from one part of a run to the next.

@@ -14,8 +14,15 @@ struct Splits {
             return stream
         }
         func sequences(_ split: String) throws -> TokenStream.Sequences? {
-            let sequences = try tokens(split)?.sequences(lengths: lengths)
-            return sequences.flatMap { $0.count > 0 ? $0 : nil }
+            guard let sequences = try tokens(split)?.sequences(lengths: lengths), sequences.count > 0 else {
+                return nil
+            }
+            guard settings.objective != .kto || sequences.count > 1 else {
+                throw MeSPError(
+                    "The \(split) data has a single answer for sequences of \(settings.seqLen) tokens, and kto compares answers; add some with mesp-data."
+                )
+            }
+            return sequences
         }
         guard let stream = try tokens("train") else {
             throw MeSPError("\(bundle.url.path) holds no training data; add it with mesp-data.")

@@ -15,16 +15,16 @@ final class TrainingLoop {
     private let hooks: RunHooks
 
     private let sampler = FootprintSampler()
-    private var begin = Date.now
+    private var begin = ContinuousClock.now
     /// The highest footprint so far, in bytes.
     private var peak = 0
     /// What a step took beyond the memory limit, in a sentence, until the next has a cheaper plan.
     private var overBudget: Sentence?
     /// When it is time to save, however few steps it has been.
-    private var saveAt = Date.distantFuture
+    private var saveAt: ContinuousClock.Instant
 
-    /// The seconds that a crash or an empty battery can cost: at the start, and after the first save.
-    static let (secondsToFirstSave, secondsBetweenSaves) = (60.0, 180.0)
+    /// What a crash or an empty battery can cost: at the start, and after the first save.
+    private static let (timeToFirstSave, timeBetweenSaves) = (Duration.seconds(60), Duration.seconds(180))
 
     /// - Parameters:
     ///   - plan: the plan to train with, of `planner`'s.
@@ -35,6 +35,7 @@ final class TrainingLoop {
     ) throws {
         (self.settings, self.bundle, self.data, self.planner, self.plan) = (settings, bundle, data, planner, plan)
         self.hooks = hooks
+        saveAt = hooks.now() + Self.timeToFirstSave
         output = URL(fileURLWithPath: settings.output)
         trainer = try Trainer(bundle: bundle, settings: settings, plan: plan, folder: output)
         if saved == nil, let adapters = settings.adapters { try trainer.startFrom(URL(fileURLWithPath: adapters)) }
@@ -44,22 +45,21 @@ final class TrainingLoop {
         if let saved {
             state = saved.state
             try trainer.restore { saved.vectors[$0] }
-            if log.lostLines {
-                let message: Sentence =
-                    "the log's last lines are lost, as after a power failure; the run goes on from its state"
-                try append(.event(.init(event: "log_cut_off", message: message)))
-            }
-            try append(.event(.init(event: "resumed", message: "after step \(state.step)")))
-        } else {
+        }
+        if log.isEmpty {
             try append(.start(.init(settings, bundle, hooks.battery())))
             try append(.plan(.init(settings, bundle, planner, plan)))
         }
+        if log.lostLines {
+            let message: Sentence = "lines of the log were lost, as in a power failure; the run goes on from its state"
+            try append(.event(.init(event: "log_cut_off", message: message)))
+        }
+        if saved != nil { try append(.event(.init(event: "resumed", message: "after step \(state.step)"))) }
     }
 
     /// Trains to the end, or until `CancellationError` from a block boundary.
     func run() throws {
         begin = .now
-        saveAt = hooks.now() + Self.secondsToFirstSave
         _ = sampler.takePeak()
         defer { sampler.stop() }
         do {
@@ -129,7 +129,7 @@ final class TrainingLoop {
 
     /// - Returns: the record, but for the peak footprint.
     private func step() throws -> LogRecord.Step {
-        let (start, before, written) = (Date.now, trainer.clock.time, trainer.writtenBytes)
+        let (start, before, written) = (ContinuousClock.now, trainer.clock.time, trainer.writtenBytes)
         Memory.peakMemory = 0
         let result =
             if let objective = settings.objective {
@@ -143,7 +143,7 @@ final class TrainingLoop {
         state.step += 1
         return .init(
             step: state.step, loss: result.loss,
-            seconds: Date.now.timeIntervalSince(start) - (time.waiting - before.waiting),
+            seconds: (.now - start) / .seconds(1) - (time.waiting - before.waiting),
             forwardSeconds: time.forward - before.forward, lossSeconds: time.loss - before.loss,
             backwardSeconds: time.backward - before.backward, tokens: result.tokens,
             gradNorm: result.gradientNorm, learningRate: settings.learningRate(step: state.step - 1),
@@ -240,9 +240,10 @@ final class TrainingLoop {
 
     private func save() throws {
         try trainer.saveAdapters(to: output.appendingPathComponent("adapters"))
-        state.logBytes = try log.length()
+        // Before the state, which says how long the log is.
+        state.logBytes = try log.synchronize()
         try state.save(trainer, plan: plan, settings: settings, in: output)
-        saveAt = hooks.now() + Self.secondsBetweenSaves
+        saveAt = hooks.now() + Self.timeBetweenSaves
     }
 
     private func append(_ record: LogRecord) throws {
@@ -253,12 +254,13 @@ final class TrainingLoop {
 
     private func end(_ reason: LogRecord.End.Reason) throws {
         peak = max(peak, sampler.takePeak())
-        let seconds = Date.now.timeIntervalSince(begin)
+        let seconds = (.now - begin) / .seconds(1)
         try append(
             .end(
                 .init(
                     reason: reason, step: state.step, seconds: seconds, footprintPeakBytes: peak,
                     battery: hooks.battery(), thermalState: ThermalState.current.rawValue)))
+        _ = try log.synchronize()
     }
 }
 

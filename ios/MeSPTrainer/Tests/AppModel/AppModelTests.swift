@@ -79,7 +79,7 @@ import Testing
         let model = AppModel(phone: phone, folder: folder) { _ in ByteTokenizer() }
         await model.refresh()
         // One for the CPU and one for the GPU, which is taken where there is one.
-        let demos = folder.bundles().filter(\.isIncluded)
+        let demos = try folder.bundles().filter(\.isIncluded)
         #expect(demos.map(\.name) == ["Demo-GPU", "Demo"])
         let hasGPU = Device.defaultDevice().deviceType == .gpu
         #expect(demos.map { $0.problem == nil } == [hasGPU, true])

@@ -30,17 +30,17 @@ import Testing
     // MARK: - Runs
 
     @Test func listsRunsTheNewestFirstAndDeletes() throws {
-        #expect(store.runs().isEmpty)
+        #expect(try store.runs().isEmpty)
         try Run.run(try settings("first", steps: 1))
         try Run.run(try settings("second", steps: 2))
-        #expect(store.runs().map(\.name) == ["second", "first"])
-        let run = try #require(store.runs().last)
+        #expect(try store.runs().map(\.name) == ["second", "first"])
+        let run = try #require(try store.runs().last)
         #expect(run.status == .finished)
         #expect(run.log?.lastStep == 1)
         #expect(run.adapters?.lastPathComponent == "adapters")
         #expect(!run.canResume, "it has finished")
         try store.delete(run)
-        #expect(store.runs().map(\.name) == ["second"])
+        #expect(try store.runs().map(\.name) == ["second"])
     }
 
     @Test func sharesLogAndAdaptersButNotTheText() throws {
@@ -51,7 +51,7 @@ import Testing
         settings.data = folder.path
         try Run.run(settings)
         let target = documents.appendingPathComponent("export")
-        for _ in 0..<2 { try #require(store.runs().first).export(to: target) }
+        for _ in 0..<2 { try #require(try store.runs().first).export(to: target) }
         #expect(Set(try files.contentsOfDirectory(atPath: target.path)) == ["metrics.jsonl", "adapters"])
     }
 
@@ -69,7 +69,7 @@ import Testing
         try files.createDirectory(at: folder, withIntermediateDirectories: true)
         try Data("{}\n{}\n".utf8).write(to: folder.appendingPathComponent("metrics.jsonl"))
         let log = folder.appendingPathComponent("metrics.jsonl").path
-        #expect(store.runs().map(\.status) == [.unreadable("Line 1 of \(log) is not a log record.")])
+        #expect(try store.runs().map(\.status) == [.unreadable("Line 1 of \(log) is not a log record.")])
     }
 
     @Test func aLastLineThatWasCutOffIsLeftOut() throws {
@@ -77,7 +77,7 @@ import Testing
         let log = store.runsFolder.appendingPathComponent("run/metrics.jsonl")
         let data = try Data(contentsOf: log)
         try data.dropLast(20).write(to: log)
-        let run = try #require(store.runs().first)
+        let run = try #require(try store.runs().first)
         #expect(run.status == .interrupted)
         #expect(run.log?.lastStep == 3)
     }
@@ -123,7 +123,7 @@ import Testing
 
         // The app was updated since, which moves its folders.
         try files.copyItem(at: try fixture(), to: documents.appendingPathComponent("bundle.mesp"))
-        let run = try #require(store.runs().first { $0.name == "killed" })
+        let run = try #require(try store.runs().first { $0.name == "killed" })
         #expect(run.status == .interrupted)
         #expect(run.canResume)
         let resumed = try store.settingsToResume(run)
@@ -138,13 +138,13 @@ import Testing
         let expected = try LogSummary(folder: URL(fileURLWithPath: uninterrupted.output)).steps.map(\.loss)
         #expect(try LogSummary(folder: killed).steps.map(\.loss) == expected)
         #expect(next.log.steps.map(\.loss) == expected)
-        #expect(store.runs().first { $0.name == "killed" }?.status == .finished)
+        #expect(try store.runs().first { $0.name == "killed" }?.status == .finished)
     }
 
     @Test func aRunWhoseBundleIsGoneSaysSo() throws {
         var settings = try settings("run", steps: 2)
         try Run.run(settings, atBlock: { _ in throw CancellationError() })
-        let run = try #require(store.runs().first)
+        let run = try #require(try store.runs().first)
         #expect(run.status == .stopped && run.canResume)
         #expect(throws: MeSPError("The bundle bundle.mesp of run is no longer there; bring it in again.")) {
             settings = try store.settingsToResume(run)
@@ -154,7 +154,7 @@ import Testing
     @Test func theRunInProgressIsNotOfferedToResume() throws {
         let settings = try settings("run", steps: 2)
         try Run.run(settings, atBlock: { _ in throw CancellationError() })
-        let run = try #require(store.runs(running: URL(fileURLWithPath: settings.output)).first)
+        let run = try #require(try store.runs(running: URL(fileURLWithPath: settings.output)).first)
         #expect(run.status == .running && !run.canResume)
     }
 
@@ -164,12 +164,12 @@ import Testing
         let bundle = try store.importBundle(at: try fixture())
         #expect(bundle.problem == nil)
         #expect(bundle.advice?.english.contains("CPU") == true)
-        #expect(store.bundles().map(\.url.lastPathComponent) == ["bundle.mesp"])
+        #expect(try store.bundles().map(\.url.lastPathComponent) == ["bundle.mesp"])
         #expect(throws: MeSPError("There is a bundle bundle.mesp already; delete it first.")) {
             _ = try store.importBundle(at: try fixture())
         }
         try store.delete(bundle)
-        #expect(store.bundles().isEmpty)
+        #expect(try store.bundles().isEmpty)
     }
 
     @Test func aBundleThatHasNoRoomIsRefusedBeforeItIsCopied() throws {
@@ -192,7 +192,7 @@ import Testing
         let store = DocumentsFolder(documents: documents, keep: { kept.byName[$0.lastPathComponent] = $1 })
         _ = try store.importBundle(at: try fixture())
         try Run.run(try settings("run", steps: 2))
-        store.keepRuns()
+        try store.keepRuns()
         #expect(kept.byName == ["bundle.mesp": .bundle, "run": .run, "state.safetensors": .state])
         #expect(!Keeping.bundle.isInBackup && !Keeping.state.isInBackup && Keeping.run.isInBackup)
         #expect(!Keeping.run.isLockedAway && !Keeping.bundle.isLockedAway, "a run in the night reads and writes them")
@@ -222,7 +222,7 @@ import Testing
         let url = documents.appendingPathComponent("bad.mesp")
         try files.copyItem(at: try fixture(), to: url)
         try files.removeItem(at: url.appendingPathComponent("embedding.bin"))
-        let bundle = try #require(store.bundles().first)
+        let bundle = try #require(try store.bundles().first)
         #expect(bundle.manifest == nil && bundle.name == "bad")
         #expect(bundle.problem == "bad.mesp lacks embedding.bin; export the bundle again.")
     }
@@ -231,7 +231,7 @@ import Testing
         let folder = documents.appendingPathComponent("bundle.mesp")
         try files.createDirectory(at: folder, withIntermediateDirectories: true)
         try files.copyItem(at: try fixture(), to: folder.appendingPathComponent("bundle.mesp"))
-        let bundle = try #require(store.bundles().first)
+        let bundle = try #require(try store.bundles().first)
         #expect(bundle.problem == nil)
         try store.delete(bundle)
         #expect(!files.fileExists(atPath: folder.path))
@@ -242,11 +242,11 @@ import Testing
         try files.createDirectory(at: included, withIntermediateDirectories: true)
         try files.copyItem(at: try fixture(), to: included.appendingPathComponent("bundle.mesp"))
         let store = DocumentsFolder(documents: documents, included: included)
-        let bundle = try #require(store.bundles().first)
+        let bundle = try #require(try store.bundles().first)
         #expect(bundle.isIncluded)
         #expect(throws: MeSPError("\(bundle.name) came with the app and stays with it.")) { try store.delete(bundle) }
         _ = try store.importBundle(at: try fixture())
-        #expect(store.bundles().map(\.isIncluded) == [false])
+        #expect(try store.bundles().map(\.isIncluded) == [false])
     }
 
     // MARK: - DeviceFit

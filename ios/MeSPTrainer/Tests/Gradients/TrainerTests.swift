@@ -245,11 +245,36 @@ import Testing
                 #expect(mapped[ModelBundle.blockFile(block)] == times * passes, "block \(block)")
             }
             #expect(mapped[manifest.head.file] == times)
-            let read = mapped.filter { $0.key != manifest.embedding.file }.reduce(0) {
-                $0 + $1.value * (fixture.bundle.sizes[$1.key] ?? 0)
+            let read = manifest.files.reduce(0) {
+                $0 + ($1.path == manifest.embedding.file ? 0 : $1.size * (mapped[$1.path] ?? 0))
             }
             #expect(Planner(manifest, trainer.settings).readWeightBytes(plan) == read)
         }
+    }
+
+    /// A map that is kept doesn't hide that its file is another.
+    @Test func aFileThatChangesWhileItIsMappedIsNoticed() throws {
+        let folder = temporaryFolder()
+        defer { try? FileManager.default.removeItem(at: folder) }
+        let source = try #require(Fixture.tied).appendingPathComponent("bundle.mesp").resolvingSymlinksInPath()
+        try FileManager.default.copyItem(at: source, to: folder)
+        let bundle = try ModelBundle(url: folder)
+        bundle.maps.areKept = true
+        for _ in 0..<2 { try bundle.withBlock(0) { _ in } }
+        #expect(bundle.maps.mapped[ModelBundle.blockFile(0)] == 1)
+        let file = try FileHandle(forWritingTo: folder.appendingPathComponent(ModelBundle.blockFile(0)))
+        try file.write(contentsOf: Data([1]))
+        try file.close()
+        #expect(message { try bundle.withBlock(0) { _ in } }.contains("has changed since the bundle was opened"))
+    }
+
+    @Test func neighbouringSeedsShareNoKeys() throws {
+        let fixture = try Fixture(try #require(Fixture.tied), "gradients")
+        func keys(_ seed: UInt64, _ step: Int) throws -> [[UInt32]] {
+            try fixture.trainer(.mesp) { $0.seed = seed }.keys(step).map { $0.asArray(UInt32.self) }
+        }
+        let all = try [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0)].flatMap { try keys($0.0, $0.1) }
+        #expect(Set(all).count == all.count)
     }
 
     /// A pause can wait within the head too, and changes nothing.

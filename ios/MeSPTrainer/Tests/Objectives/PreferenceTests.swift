@@ -138,10 +138,10 @@ import Testing
     // MARK: - Runs
 
     /// A folder of data with 6 pairs of answers, or of single ones.
-    private func data(inPairs: Bool) throws -> URL {
+    private func data(inPairs: Bool, count: Int = 12) throws -> URL {
         let folder = temporaryFolder()
         try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)
-        let (count, length) = (12, 20)
+        let length = 20
         let tokens = (0..<count * length).map { index -> UInt32 in UInt32((index * 31 + index / length) % 200) }
         let bounds = (0..<count).flatMap { index -> [UInt32] in [UInt32(index * length), UInt32(length - index % 3)] }
         let mask = (0..<count * length).map { index -> UInt8 in index % length >= 6 ? 1 : 0 }
@@ -196,6 +196,18 @@ import Testing
         #expect(try losses(parts) == losses(whole))
         #expect(
             (try SavedState.load(from: parts, stopped)?.vectors["reference.answers"] != nil) == objective.hasReference)
+    }
+
+    /// A single answer has no other to be compared with: a loss of 0 would stay the lowest.
+    @Test func aSingleAnswerIsNotHeldOut() throws {
+        let (few, many, output) = (try data(inPairs: false, count: 1), try data(inPairs: false), temporaryFolder())
+        defer { for folder in [few, many, output] { try? FileManager.default.removeItem(at: folder) } }
+        #expect(
+            message { try Run.run(try settings(output, .kto, data: few)) }.contains("data has a single answer"))
+        var one = try settings(output, .kto, data: many)
+        one.valBatches = 1
+        #expect(message { try Run.run(one) } == "val_batches must be 0, or at least 2 with kto.")
+        #expect(!FileManager.default.fileExists(atPath: output.path))
     }
 
     @Test func dataAndObjectiveBelongTogether() throws {

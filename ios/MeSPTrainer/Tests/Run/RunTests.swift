@@ -194,12 +194,12 @@ import Testing
         defer { try? FileManager.default.removeItem(at: output) }
         let settings = try settings(output)
         let bundle = try ModelBundle(url: URL(fileURLWithPath: settings.bundle))
-        var (time, saved) = (Date.now, [Int]())
+        var (time, saved) = (ContinuousClock.now, [Int]())
         var hooks = RunHooks()
         hooks.now = { time }
         hooks.report = { record, _ in
             guard case .step = record else { return }
-            time += 65
+            time += .seconds(65)
             saved.append((try SavedState.load(from: output, settings))?.state.step ?? 0)
         }
         try bundle.withDevice { try Run.run(settings, bundle, hooks) }
@@ -207,7 +207,8 @@ import Testing
     }
 
     /// After a power failure the disk has the state, and not all of the log.
-    @Test func aLogThatIsShorterThanTheStateGoesOnFromTheState() throws {
+    @Test(arguments: ["cut off", "zeros", "zeros beyond", "zeros within", "half a line", "empty", "no start"])
+    func aDamagedLogGoesOnFromTheState(_ damage: String) throws {
         let (whole, cut) = (temporaryFolder(), temporaryFolder())
         defer { for folder in [whole, cut] { try? FileManager.default.removeItem(at: folder) } }
         try Run.run(try settings(whole))
@@ -215,12 +216,27 @@ import Testing
         settings.steps = 4
         try Run.run(settings)
         let log = LogWriter.url(in: cut)
-        try Data(contentsOf: log).dropLast(700).write(to: log)
+        let sound = try Data(contentsOf: log)
+        let kept = sound.dropLast(700)
+        let second = try #require(sound.firstIndex(of: UInt8(ascii: "\n"))) + 1
+        let damaged =
+            switch damage {
+            case "cut off": kept
+            case "zeros": kept + Data(count: 700)
+            case "zeros beyond": kept + Data(count: 4096)
+            case "zeros within": sound.prefix(second + 600) + Data(count: 300) + sound.dropFirst(second + 900)
+            case "half a line": kept + Data("\n".utf8)
+            case "empty": Data()
+            default: Data(count: 300) + sound.dropFirst(300)
+            }
+        try damaged.write(to: log)
         (settings.steps, settings.resume) = (6, true)
         try Run.run(settings)
 
         let records = try lines(cut)
+        #expect(records.first?["type"] as? String == "start")
         #expect(records.contains { $0["event"] as? String == "log_cut_off" })
+        #expect(try LogOutline(folder: cut).lastStep == 6)
         func losses(_ records: [[String: Any]]) -> [Double] {
             records.filter { ($0["step"] as? Int ?? 0) > 4 && $0["type"] as? String == "step" }
                 .compactMap { $0["loss"] as? Double }

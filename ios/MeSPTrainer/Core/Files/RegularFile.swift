@@ -1,0 +1,69 @@
+import Foundation
+
+#if canImport(Darwin)
+    import Darwin
+#else
+    import Glibc
+#endif
+
+/// Opens a regular file and nothing else: a symbolic link could lead out of its folder, and a device or a pipe has no end.
+///
+/// - Parameter flags: of `open`. Files that it creates are readable by everybody.
+/// - Throws: `MeSPError` with the reason alone.
+func openRegularFile(_ url: URL, _ flags: Int32) throws -> Int32 {
+    // Without O_NONBLOCK a pipe would wait for its other end.
+    let file = open(url.path, flags | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC, 0o644)
+    guard file >= 0 else { throw errno == ELOOP ? MeSPError("it is a symbolic link") : MeSPError("\(lastError())") }
+    var status = stat()
+    guard fstat(file, &status) == 0, status.st_mode & S_IFMT == S_IFREG else {
+        close(file)
+        throw MeSPError("it is not a regular file")
+    }
+    return file
+}
+
+/// The contents of a regular file, mapped, or nil: a device or a pipe in its place would never end.
+func regularFile(_ url: URL) -> Data? {
+    var status = stat()
+    guard stat(url.path, &status) == 0, status.st_mode & S_IFMT == S_IFREG else { return nil }
+    return try? Data(contentsOf: url, options: .mappedIfSafe)
+}
+
+/// The contents of a regular file that is no symbolic link, mapped, or nil.
+func unlinkedFile(_ url: URL) -> Data? {
+    guard let file = try? openRegularFile(url, O_RDONLY) else { return nil }
+    close(file)
+    return try? Data(contentsOf: url, options: .mappedIfSafe)
+}
+
+/// Writes a file that replaces the one at `url` when all of it is on the disk, and not before.
+func writeWhole(_ url: URL, _ write: (FileHandle) throws -> Void) throws {
+    let partial = url.appendingPathExtension("partial")
+    defer { try? FileManager.default.removeItem(at: partial) }
+    let file = FileHandle(
+        fileDescriptor: try openRegularFile(partial, O_WRONLY | O_CREAT | O_TRUNC), closeOnDealloc: true)
+    try write(file)
+    try synchronize(file.fileDescriptor)
+    try file.close()
+    try replace(url, with: partial)
+}
+
+/// Renames a file or a folder, whose contents are on the disk, and brings its new name there too.
+func replace(_ url: URL, with new: URL) throws {
+    guard rename(new.path, url.path) == 0 else { throw MeSPError("\(lastError())") }
+    let folder = open(url.deletingLastPathComponent().path, O_RDONLY | O_DIRECTORY | O_CLOEXEC)
+    guard folder >= 0 else { throw MeSPError("\(lastError())") }
+    defer { close(folder) }
+    try synchronize(folder)
+}
+
+/// Brings what was written to an open file, or the names in a folder, to the disk.
+func synchronize(_ file: Int32) throws {
+    #if canImport(Darwin)
+        // `fsync` leaves it in the disk's own cache. Not every file system has the call that doesn't.
+        if fcntl(file, F_FULLFSYNC) == 0 { return }
+    #endif
+    guard fsync(file) == 0 else { throw MeSPError("\(lastError())") }
+}
+
+func lastError() -> String { String(cString: strerror(errno)) }

@@ -1,0 +1,219 @@
+import Foundation
+import MLX
+import Testing
+
+@testable import MeSPCore
+
+#if canImport(FoundationNetworking)
+    import FoundationNetworking
+#endif
+
+/// Files that somebody made to do harm: each is refused with a sentence, and nothing outside its folder is read or written.
+@Suite(.serialized) final class HostileFilesTests {
+    private let folder = temporaryFolder()
+    private let files = FileManager.default
+    private var outside: URL { folder.appendingPathComponent("outside.bin") }
+    private var bundle: URL { folder.appendingPathComponent("bundle.mesp") }
+
+    init() throws {
+        try files.createDirectory(at: folder, withIntermediateDirectories: true)
+        let source = try #require(Fixture.tied).appendingPathComponent("bundle.mesp").resolvingSymlinksInPath()
+        try files.copyItem(at: source, to: bundle)
+        try Data("not to be touched".utf8).write(to: outside)
+    }
+    deinit { try? FileManager.default.removeItem(at: folder) }
+
+    private func isUntouched() throws -> Bool { try Data(contentsOf: outside) == Data("not to be touched".utf8) }
+
+    private func manifest(_ change: (inout [String: Any]) throws -> Void = { _ in }) throws -> Data {
+        let json = try JSONSerialization.jsonObject(
+            with: Data(contentsOf: bundle.appendingPathComponent("manifest.json")))
+        var manifest = try #require(json as? [String: Any])
+        try change(&manifest)
+        return try JSONSerialization.data(withJSONObject: manifest)
+    }
+
+    // MARK: - Paths
+
+    @Test(arguments: ["file", "examples", "mask", "labels"])
+    func noDataOfABundleLiesOutsideIt(_ kind: String) throws {
+        let json = try manifest {
+            var splits = try #require($0["data"] as? [String: [String: Any]])
+            if kind == "examples" {
+                splits["train"]?[kind] = ["file": "../outside.bin", "count": 1]
+            } else {
+                splits["train"]?[kind] = "../outside.bin"
+            }
+            $0["data"] = splits
+        }
+        try json.write(to: bundle.appendingPathComponent("manifest.json"))
+        #expect(message { _ = try ModelBundle(url: bundle) }.contains("does not list ../outside.bin"))
+    }
+
+    @Test(
+        arguments: ["file", "examples", "mask", "labels"],
+        ["../outside.bin", "absolute", "linked.bin", "folder/outside.bin"])
+    func noTokensOfAFolderLieOutsideIt(_ kind: String, _ path: String) throws {
+        let data = folder.appendingPathComponent("data")
+        let text = String(repeating: "Some text to train on.\n", count: 100)
+        try TextData(tokenizer: ByteTokenizer(), length: 32).write(.text(text), to: data)
+        try Data(count: 4 * 2000).write(to: outside)
+        try files.createSymbolicLink(at: data.appendingPathComponent("linked.bin"), withDestinationURL: outside)
+        try files.createSymbolicLink(at: data.appendingPathComponent("folder"), withDestinationURL: folder)
+        let index = data.appendingPathComponent("data.json")
+        let json = try JSONSerialization.jsonObject(with: Data(contentsOf: index))
+        var splits = try #require(json as? [String: [String: Any]])
+        let file = path == "absolute" ? outside.path : path
+        switch kind {
+        case "file": splits["train"] = ["file": file, "tokens": 2000]
+        case "examples": splits["train"]?[kind] = ["file": file, "count": 1000]
+        default: splits["train"]?[kind] = file
+        }
+        try JSONSerialization.data(withJSONObject: splits).write(to: index)
+        let sentence = message { _ = try ModelBundle(url: bundle, text: data, checksums: false).tokens("train") }
+        #expect(sentence.contains(data.path), "\(sentence)")
+        #expect(sentence.contains("tokenize the text again") || sentence.contains("is not a file of"), "\(sentence)")
+    }
+
+    // MARK: - Symbolic links
+
+    @Test func aLockThatIsALinkIsNotWritten() throws {
+        try files.createSymbolicLink(at: folder.appendingPathComponent(".lock"), withDestinationURL: outside)
+        #expect(message { _ = try FolderLock(folder) }.contains("is a symbolic link"))
+        #expect(try isUntouched())
+    }
+
+    @Test func aLockThatIsAPipeIsNotWaitedFor() throws {
+        #expect(mkfifo(folder.appendingPathComponent(".lock").path, 0o600) == 0)
+        #expect(message { _ = try FolderLock(folder) }.contains("is not a regular file"))
+    }
+
+    @Test func aLogThatIsALinkIsNotWritten() throws {
+        try files.createSymbolicLink(at: LogWriter.url(in: folder), withDestinationURL: outside)
+        #expect(message { _ = try LogWriter(folder: folder, resumeAt: 0) }.contains("is a symbolic link"))
+        #expect(message { _ = try LogWriter(folder: folder) }.contains("already holds a run"))
+        #expect(try isUntouched())
+    }
+
+    @Test(arguments: ["part", "part.resume"]) func aDownloadWritesNoLink(_ ending: String) async throws {
+        let link = folder.appendingPathComponent("file.bin").appendingPathExtension(ending)
+        try files.createSymbolicLink(at: link, withDestinationURL: outside)
+        let page = folder.appendingPathComponent("page")
+        try Data(count: 100).write(to: page)
+        let wanted = Wanted(
+            request: URLRequest(url: page), file: folder.appendingPathComponent("file.bin.part"), limit: 1000,
+            path: "file.bin", repository: "a/b")
+        if ending == "part" {
+            do {
+                _ = try await ForegroundTransfer().receive(wanted) { _ in }
+                Issue.record("it was received")
+            } catch {
+                #expect(error.plainSentence.english.contains("is a symbolic link"))
+            }
+        } else {
+            let transfer = BackgroundTransfer(.ephemeral, home: folder)
+            _ = try? await transfer.receive(wanted) { _ in }
+            transfer.session.finishTasksAndInvalidate()
+        }
+        #expect(try isUntouched())
+    }
+
+    // MARK: - Manifests
+
+    /// What is looked up at the Hub is planned with before a file of it is there.
+    @Test(arguments: [
+        "no mixers", "a layer that is not there", "a zero in a shape", "words", "no layers", "a window", "no ranks",
+        "a length of zero", "a rank of 2⁶²", "a size of 2⁶²",
+    ]) func whatIsLookedUpIsChecked(_ damage: String) throws {
+        func offer(_ json: Data) throws {
+            let offer = try BundleDownload.Offer(repository: "a/b", json: json, commit: nil)
+            _ = offer.size
+            var settings = RunSettings(bundle: "", output: "")
+            (settings.seqLen, settings.rank) = (offer.manifest.seqLens.min() ?? 1, offer.manifest.ranks.min() ?? 1)
+            _ = try Planner(offer.manifest, settings, systemLimit: nil).plan()
+        }
+        try offer(manifest())
+        let json = try manifest {
+            var architecture = try #require($0["architecture"] as? [String: Any])
+            var mixers = try #require(architecture["mixers"] as? [[String: Any]])
+            var blocks = try #require($0["blocks"] as? [[String: Any]])
+            var files = try #require($0["files"] as? [[String: Any]])
+            switch damage {
+            case "no mixers": mixers = []
+            case "a layer that is not there": architecture["layers"] = [0, 0, 7]
+            case "a zero in a shape":
+                var arrays = try #require(blocks[0]["arrays"] as? [[String: Any]])
+                for index in arrays.indices { arrays[index]["shape"] = [0, 0] }
+                blocks[0]["arrays"] = arrays
+            case "words": blocks[0]["words"] = 1 << 62
+            case "no layers":
+                blocks[0]["layers"] = [Int]()
+                architecture["layers"] = [Int]()
+            case "a window": mixers[0]["sliding_window"] = 1 << 31
+            case "no ranks": $0["ranks"] = [Int]()
+            case "a length of zero": $0["seq_lens"] = [0]
+            case "a rank of 2⁶²": $0["ranks"] = [1 << 62]
+            default: for index in files.indices { files[index]["size"] = 1 << 62 }
+            }
+            architecture["mixers"] = mixers
+            ($0["architecture"], $0["blocks"], $0["files"]) = (architecture, blocks, files)
+        }
+        let sentence = message { try offer(json) }
+        #expect(sentence.hasPrefix("a/b: the manifest"), "\(sentence)")
+    }
+
+    /// Decoding takes many times a manifest's length.
+    @Test func aLongManifestTakesLittleMemory() throws {
+        let entry = #"{"path":"x","size":0,"sha256":""}"#
+        let short = String(decoding: try manifest { $0["files"] = [Any]() }, as: UTF8.self)
+        let list = "\"files\":[\(String(repeating: "\(entry),", count: 700_000))\(entry)]"
+        let json = Data(short.replacing("\"files\":[]", with: list).utf8)
+        #expect(json.count > 20_000_000)
+        let sampler = FootprintSampler()
+        defer { sampler.stop() }
+        let before = memoryFootprint()
+        #expect(throws: MeSPError.self) { _ = try BundleDownload.Offer(repository: "a/b", json: json, commit: nil) }
+        #expect(sampler.takePeak() - before < 100_000_000)
+    }
+
+    @Test(arguments: ["[", "{\"a\":"]) func deeplyNestedJSONIsRefused(_ opening: String) async throws {
+        let json = Data(String(repeating: opening, count: 1_000_000).utf8)
+        try json.write(to: folder.appendingPathComponent("data.json"))
+        let folder = folder
+        // On a thread of the concurrency runtime, whose stack is small.
+        let sentences = await Task.detached {
+            [
+                message { _ = try BundleDownload.Offer(repository: "a/b", json: json, commit: nil) },
+                message { _ = try TextData.entries(in: folder) },
+                message { _ = try LogRecord.read(json) },
+                message { _ = try RunSettings(contentsOf: folder.appendingPathComponent("data.json")) },
+            ]
+        }.value
+        #expect(sentences.allSatisfy { !$0.isEmpty }, "\(sentences)")
+    }
+
+    // MARK: - States
+
+    @Test(arguments: ["keptBlocks", "cacheBytes", "tileBytes"]) func aPlanThatCannotBeIsRefused(_ name: String) throws {
+        var settings = try RunSettings.ofATest(folder.appendingPathComponent("run"))
+        settings.steps = 1
+        try Run.run(settings)
+        let url = SavedState.url(in: URL(fileURLWithPath: settings.output))
+        let file = try Data(contentsOf: url)
+        let start = 8 + Int(file[0]) + Int(file[1]) << 8 + Int(file[2]) << 16
+        var header = try #require(try JSONSerialization.jsonObject(with: file[8..<start]) as? [String: Any])
+        let metadata = try #require(header["__metadata__"] as? [String: String])
+        var state = try #require(
+            try JSONSerialization.jsonObject(with: Data((metadata["state"] ?? "").utf8)) as? [String: Any])
+        var plan = try #require(state["plan"] as? [String: Any])
+        plan[name] = name == "keptBlocks" ? 1 << 20 : name == "tileBytes" ? 0 : -(1 << 40)
+        state["plan"] = plan
+        let text = String(decoding: try JSONSerialization.data(withJSONObject: state), as: UTF8.self)
+        header["__metadata__"] = ["state": text]
+        let json = try JSONSerialization.data(withJSONObject: header)
+        let length = withUnsafeBytes(of: UInt64(json.count).littleEndian) { Data($0) }
+        try (length + json + file[start...]).write(to: url)
+        (settings.steps, settings.resume) = (2, true)
+        #expect(message { try Run.run(settings) }.contains("is damaged; start the run again in another folder."))
+    }
+}
