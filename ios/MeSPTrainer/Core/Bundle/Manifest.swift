@@ -1,5 +1,4 @@
 import Foundation
-import MLX
 
 /// `manifest.json`: what a bundle holds. See `docs/architecture.md`.
 public struct Manifest: Decodable, Sendable {
@@ -83,13 +82,12 @@ extension Manifest {
         return (self.blocks.reduce(0) { $0 + $1.layers.count * $1.words } + embedding.words + table) * 4
     }
 
-    /// Reads a manifest of the bundle at `url`, where this build can use it: its format, its MLX version and its device.
+    /// Reads a manifest of the bundle at `url`, where this build can use its format and its MLX version. Does not use MLX.
     static func read(_ json: Data, of url: URL) throws -> Manifest {
         let path = url.appendingPathComponent("manifest.json")
         struct Version: Decodable {
             let format: Int
             let mlxVersion: String
-            let device: String
         }
         let decoder = JSONDecoder()
         decoder.keyDecodingStrategy = .convertFromSnakeCase
@@ -106,11 +104,6 @@ extension Manifest {
         guard version.mlxVersion == Manifest.mlxVersion else {
             throw MeSPError(
                 "\(url.path) was exported with MLX \(version.mlxVersion), this build runs MLX \(Manifest.mlxVersion); export it again with mlx==\(Manifest.mlxVersion)."
-            )
-        }
-        guard version.device == "cpu" || Device.defaultDevice().deviceType == .gpu else {
-            throw MeSPError(
-                "\(url.path) was exported for a GPU and this machine has none that MLX can use; export it again with --device cpu."
             )
         }
         do {

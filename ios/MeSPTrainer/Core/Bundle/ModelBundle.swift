@@ -30,8 +30,8 @@ public struct ModelBundle {
 
     public var architecture: Architecture { manifest.architecture }
 
-    /// Opens the bundle at `url` and checks it: format and MLX version, a device that is there, every file's size and
-    /// SHA-256, and that each packed array has the shape that the architecture asks for.
+    /// Opens the bundle at `url` and checks it: format and MLX version, every file's size and SHA-256, and that each packed array has the
+    /// shape that the architecture asks for. Does not use MLX, so bundles that cannot run here can be listed and copied.
     ///
     /// - Parameters:
     ///   - url: the bundle's folder.
@@ -80,8 +80,18 @@ public struct ModelBundle {
     var device: Device { manifest.device == "gpu" ? .gpu : .cpu }
 
     /// Calls `body` with the bundle's device as MLX's default. An error in MLX, which ends the process elsewhere, is thrown.
+    ///
+    /// - Throws: `MeSPError`, also where the device is not there, or MLX cannot use it.
     func withDevice<R>(_ body: () throws -> R) throws -> R {
-        try Device.withDefaultDevice(device) {
+        if let refusal = MLXSupport.refusal ?? (manifest.device == "gpu" ? MLXSupport.gpuRefusal : nil) {
+            throw MeSPError(refusal)
+        }
+        guard manifest.device == "cpu" || Device.defaultDevice().deviceType == .gpu else {
+            throw MeSPError(
+                "\(url.path) was exported for a GPU and this machine has none that MLX can use; export it again with --device cpu."
+            )
+        }
+        return try Device.withDefaultDevice(device) {
             do {
                 return try withError { try body() }
             } catch let error as MLXError {
