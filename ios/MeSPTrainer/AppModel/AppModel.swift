@@ -97,9 +97,11 @@ import Observation
         notices = board.map { Notices(controller: controller, phone: phone, board: $0) }
         glances = glanceBoard.map { Glances(controller: controller, phone: phone, board: $0) }
         background = scheduler.map {
-            BackgroundTraining(controller: controller, phone: phone, scheduler: $0) { [weak self] in
-                await self?.resumeInBackground() ?? false
-            }
+            BackgroundTraining(
+                controller: controller, phone: phone, scheduler: $0,
+                // A server asks for the runs of a federation.
+                isStartedByPerson: { [weak self] in self?.federation.isOn == false },
+                resume: { [weak self] in await self?.resumeInBackground() ?? false })
         }
     }
 
@@ -258,10 +260,11 @@ import Observation
         var settings = form.settingsToStart
         settings.output = folder.path
         await prepare(bundle) {
+            // While the system asks, the app is not in front, and a run would wait.
+            await board?.askPermission()
             if let source = try form.source() {
                 settings.data = try await tokenize(source, for: bundle, into: folder).path
             }
-            board?.askPermission()
             controller.start(settings)
             showsSetup = false
         }

@@ -20,7 +20,12 @@
         public init() {
             UIDevice.current.isBatteryMonitoringEnabled = true
             observe(UIApplication.willResignActiveNotification) { $0.enter(.inactive) }
-            observe(UIApplication.didEnterBackgroundNotification) { $0.enter(.background) }
+            observe(UIApplication.didEnterBackgroundNotification) { phone in
+                // iOS must not suspend the app before the block in progress has ended.
+                let wait = UIApplication.shared.beginBackgroundTask(withName: "leaving", expirationHandler: nil)
+                phone.enter(.background)
+                UIApplication.shared.endBackgroundTask(wait)
+            }
             observe(UIApplication.willEnterForegroundNotification) { $0.enter(.inactive) }
             observe(UIApplication.didBecomeActiveNotification) { $0.enter(.active) }
             observe(UIApplication.protectedDataDidBecomeAvailableNotification) { $0.tell(.change) }
