@@ -39,11 +39,11 @@ public struct RunProgress: Sendable, Equatable {
 
     /// From 0 to 1.
     public var part: Double { steps > 0 ? min(Double(step) / Double(steps), 1) : 0 }
-    /// The run in units, of which a step has this many.
     private static let unitsOfStep = 1000.0
+    /// The size of the run in units of progress, which are parts of a step.
     public var units: Int64 { Int64(Double(steps) * Self.unitsOfStep) }
-    /// Each block of the step in progress adds some, fewer than the one before, and all of them never make a step: their number depends on
-    /// the batches, and on whether the step is followed by a test on held-out data.
+    /// How many of them are done. A block of the step in progress adds less than the one before it, as nobody knows how many there will
+    /// be: that depends on the batches, and on whether held-out data is measured.
     public var unitsDone: Int64 {
         min(units, Int64((Double(step) + Double(blocks) / Double(blocks + 100)) * Self.unitsOfStep))
     }
