@@ -80,11 +80,19 @@ def test_the_scheme_is_the_projects_and_tests_the_screens():
     assert '-destination "platform=iOS Simulator,id=$device"' in test
     # The oldest Xcode compiles it too.
     assert "$XCODE build-for-testing -destination 'generic/platform=iOS Simulator'" in text
+    # The app is installed from where it was built, and launched by its identifier.
+    (derived,) = re.findall(r"-derivedDataPath (\S+)", text)
+    built = f"{derived}/Build/Products/Release-iphonesimulator/{scheme}.app"
+    assert f'simctl install "$device" {built}' in text
+    project = (PROJECT / "project.pbxproj").read_text(encoding="utf-8")
+    (identifier,) = set(re.findall(r"APP_IDENTIFIER = (\S+);", project))
+    assert f'simctl launch "$device" {identifier}' in text
     # The result that the test writes is what is exported and kept.
     (result,) = re.findall(r"-resultBundlePath (\S+)", test)
     (exported,) = re.findall(rf"export attachments --path {result} --output-path (\S+)", text)
     kept = [step["with"]["path"] for step in steps(workflow) if "upload" in step.get("uses", "")]
-    assert [path.split() for path in kept] == [[exported, result]]
+    assert [exported, result] in [path.split() for path in kept]
+    assert "build/check-gpu/self-check.*" in kept
 
 
 def test_a_model_of_each_family_is_checked_each_night():

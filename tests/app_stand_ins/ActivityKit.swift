@@ -2,6 +2,7 @@
 
 import Foundation
 
+// developer.apple.com/documentation/activitykit/activityattributes, …/activitycontent, …/activityuidismissalpolicy
 public protocol ActivityAttributes: Decodable, Encodable {
     associatedtype ContentState: Decodable, Encodable, Hashable
 }
@@ -12,6 +13,8 @@ public struct ActivityUIDismissalPolicy: Sendable {
     public static var `default`: Self { .init() }
     public static var immediate: Self { .init() }
 }
+
+// developer.apple.com/documentation/activitykit/activity
 public struct PushType: Sendable {}
 public class Activity<Attributes: ActivityAttributes>: Identifiable where Attributes.ContentState: Sendable {
     public typealias ContentState = Attributes.ContentState
@@ -25,6 +28,8 @@ public class Activity<Attributes: ActivityAttributes>: Identifiable where Attrib
         async
     {}
 }
+
+// developer.apple.com/documentation/activitykit/activityauthorizationinfo
 public final class ActivityAuthorizationInfo {
     public init() {}
     public var areActivitiesEnabled: Bool { true }

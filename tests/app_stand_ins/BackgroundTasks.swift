@@ -2,6 +2,7 @@
 
 import Foundation
 
+// developer.apple.com/documentation/backgroundtasks/bgtask, …/bgcontinuedprocessingtask; BackgroundTasks/BGTask.h
 open class BGTask: NSObject {
     public var identifier: String { "" }
     public var expirationHandler: (() -> Void)?
@@ -13,6 +14,8 @@ public class BGContinuedProcessingTask: BGTask {
     public var subtitle: String { "" }
     public func updateTitle(_ title: String, subtitle: String) {}
 }
+
+// developer.apple.com/documentation/backgroundtasks/bgtaskrequest, …/bgprocessingtaskrequest, …/bgcontinuedprocessingtaskrequest
 open class BGTaskRequest: NSObject {}
 public class BGProcessingTaskRequest: BGTaskRequest {
     public init(identifier: String) {}
@@ -22,6 +25,8 @@ public class BGProcessingTaskRequest: BGTaskRequest {
 public class BGContinuedProcessingTaskRequest: BGTaskRequest {
     public init(identifier: String, title: String, subtitle: String) {}
 }
+
+// developer.apple.com/documentation/backgroundtasks/bgtaskscheduler
 public class BGTaskScheduler: NSObject {
     public class var shared: BGTaskScheduler { fatalError() }
     public func register(

@@ -2,6 +2,7 @@
 
 import SwiftUI
 
+// developer.apple.com/documentation/charts/plottable, …/plottablevalue
 public protocol Plottable {}
 extension Int: Plottable {}
 extension Double: Plottable {}
@@ -9,6 +10,8 @@ extension String: Plottable {}
 public struct PlottableValue<V: Plottable> {
     public static func value(_ k: LocalizedStringKey, _ v: V) -> PlottableValue { fatalError() }
 }
+
+// developer.apple.com/documentation/charts/chartcontent, …/chartcontentbuilder
 @MainActor @preconcurrency public protocol ChartContent {}
 public struct CC: ChartContent { nonisolated public init() {} }
 @resultBuilder public struct ChartContentBuilder {
@@ -16,6 +19,8 @@ public struct CC: ChartContent { nonisolated public init() {} }
     public static func buildBlock<each C: ChartContent>(_ c: repeat each C) -> CC { CC() }
     public static func buildIf<C: ChartContent>(_ c: C?) -> C? { c }
 }
+
+// developer.apple.com/documentation/charts/linemark, …/pointmark, …/rulemark, …/annotationposition
 public struct LineMark: ChartContent {
     public init<X: Plottable, Y: Plottable>(x: PlottableValue<X>, y: PlottableValue<Y>) {}
     public init<X: Plottable, Y: Plottable, S: Plottable>(
@@ -34,6 +39,8 @@ extension ChartContent {
         position: AnnotationPosition, alignment: Alignment = .center, @ViewBuilder content: () -> C
     ) -> some ChartContent { self }
 }
+
+// developer.apple.com/documentation/charts/chart, …/scaledomain
 public struct Chart<C: ChartContent>: View {
     public init(@ChartContentBuilder content: () -> C) {}
     public var body: Never { fatalError() }

@@ -3,6 +3,7 @@
 import Foundation
 import UniformTypeIdentifiers
 
+// developer.apple.com/documentation/coretransferable/transferable, …/filerepresentation, …/datarepresentation
 public protocol TransferRepresentation: Sendable { associatedtype Item: Transferable }
 public protocol Transferable {
     associatedtype Representation: TransferRepresentation

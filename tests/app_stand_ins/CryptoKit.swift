@@ -2,6 +2,7 @@
 
 import Foundation
 
+// developer.apple.com/documentation/cryptokit/sha256, …/sha256digest
 public struct SHA256: Sendable {
     public typealias Digest = SHA256Digest
     public init() {}
@@ -13,6 +14,7 @@ public struct SHA256Digest: Sequence, Sendable {
     public func makeIterator() -> Array<UInt8>.Iterator { [].makeIterator() }
 }
 
+// developer.apple.com/documentation/cryptokit/p256/signing
 public enum P256 {
     public enum Signing {
         public struct PrivateKey: Sendable {

@@ -6,6 +6,7 @@ import Foundation
 import FoundationNetworking
 @_exported import Glibc
 
+// mach/mach_types.h, mach/port.h, mach/kern_return.h, mach/task_info.h
 public typealias mach_port_t = UInt32
 public typealias mach_port_name_t = UInt32
 public typealias mach_msg_type_number_t = UInt32
@@ -20,20 +21,32 @@ public struct task_vm_info_data_t {
     public var phys_footprint: UInt64 = 0
     public init() {}
 }
-/// As in the SDKs before Xcode 16.3.
+// mach/mach_init.h, mach/mach_traps.h, mach/task.h. `mach_task_self_` is as in the SDKs before Xcode 16.3.
 public var mach_task_self_: mach_port_t = 0
 public func task_self_trap() -> mach_port_name_t { 0 }
 public func task_info(
     _ task: mach_port_name_t, _ flavor: task_flavor_t, _ info: UnsafeMutablePointer<integer_t>!,
     _ count: UnsafeMutablePointer<mach_msg_type_number_t>!
 ) -> kern_return_t { 0 }
+
+// sys/stat.h
 extension stat { public var st_mtimespec: timespec { st_mtim } }
 
+// developer.apple.com/documentation/foundation/processinfo/thermalstate-swift.enum
 extension ProcessInfo {
     public enum ThermalState: Int, Sendable { case nominal, fair, serious, critical }
     public var thermalState: ThermalState { .nominal }
 }
+
+// developer.apple.com/documentation/dispatch/dispatchsource/makememorypressuresource(eventmask:queue:), …/dispatchsourceprotocol
 public protocol DispatchSourceMemoryPressure: DispatchSourceProtocol {}
+extension DispatchSourceMemoryPressure {
+    // Apple's module promises nothing of the handler's isolation, and Linux's does: to a handler that is isolated, Swift 6 adds a check,
+    // which traps on the queue.
+    public func setEventHandler(
+        qos: DispatchQoS = .unspecified, flags: DispatchWorkItemFlags = [], handler: DispatchSourceHandler?
+    ) {}
+}
 extension DispatchSource {
     public struct MemoryPressureEvent: OptionSet, Sendable {
         public let rawValue: UInt
@@ -44,11 +57,16 @@ extension DispatchSource {
         eventMask: MemoryPressureEvent, queue: DispatchQueue?
     ) -> any DispatchSourceMemoryPressure { fatalError() }
 }
+
+// developer.apple.com/documentation/foundation/urlresourcevalues/volumeavailablecapacityforimportantusage
 extension URLResourceKey {
     public static let volumeAvailableCapacityForImportantUsageKey = URLResourceKey(rawValue: "importantUsage")
 }
 extension URLResourceValues { public var volumeAvailableCapacityForImportantUsage: Int64? { nil } }
+// developer.apple.com/documentation/foundation/processinfo/thermalstatedidchangenotification
 extension ProcessInfo { public static let thermalStateDidChangeNotification = Notification.Name("t") }
+
+// developer.apple.com/documentation/foundation/url, …/nsfilecoordinator
 extension URL {
     public func startAccessingSecurityScopedResource() -> Bool { true }
     public func stopAccessingSecurityScopedResource() {}
@@ -61,6 +79,8 @@ public class NSFileCoordinator {
     ) {}
 }
 extension URL { public static var documentsDirectory: URL { fatalError() } }
+
+// developer.apple.com/documentation/foundation/processinfo/activityoptions, …/beginactivity(options:reason:)
 extension ProcessInfo {
     public struct ActivityOptions: OptionSet, Sendable {
         public let rawValue: UInt64
@@ -70,6 +90,8 @@ extension ProcessInfo {
     public func beginActivity(options: ActivityOptions, reason: String) -> any NSObjectProtocol { fatalError() }
     public func endActivity(_ activity: any NSObjectProtocol) {}
 }
+
+// developer.apple.com/documentation/foundation/urlsessionconfiguration, …/urlerror/downloadtaskresumedata
 extension URLSessionConfiguration {
     public class func background(withIdentifier identifier: String) -> URLSessionConfiguration { fatalError() }
     public var sessionSendsLaunchEvents: Bool {

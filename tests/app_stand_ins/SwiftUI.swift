@@ -9,8 +9,11 @@ import UniformTypeIdentifiers
 
 #if os(iOS)
     @_exported import UIKit
+#else
+    @_exported import AppKit
 #endif
 
+// developer.apple.com/documentation/swiftui/view, …/viewbuilder, …/emptyview
 @MainActor @preconcurrency public protocol View {
     associatedtype Body: View
     @ViewBuilder @MainActor @preconcurrency var body: Body { get }
@@ -34,6 +37,8 @@ extension Optional: View where Wrapped: View { public var body: Never { fatalErr
     public static func buildEither<A: View, B: View>(second: B) -> Cond<A, B> { .init() }
 }
 public struct Cond<A: View, B: View>: Prim { nonisolated init() {} }
+
+// developer.apple.com/documentation/swiftui/scene, …/windowgroup, …/window, …/backgroundtask, …/app
 @MainActor @preconcurrency public protocol Scene {
     associatedtype Body: Scene
     @MainActor var body: Body { get }
@@ -54,12 +59,36 @@ public struct WindowGroup<C: View>: Scene {
     nonisolated public init(@ViewBuilder content: () -> C) {}
     public var body: Never { fatalError() }
 }
+#if os(macOS)
+    public struct Window<C: View>: Scene {
+        nonisolated public init(_ title: LocalizedStringKey, id: String, @ViewBuilder content: () -> C) {}
+        public var body: Never { fatalError() }
+    }
+
+    // developer.apple.com/documentation/swiftui/commands, …/commandgroup, …/commandgroupplacement, …/scene/commands(content:)
+    public struct CommandGroupPlacement: Sendable { public static let toolbar = Self() }
+    public struct CommandGroup<C: View> {
+        nonisolated public init(after group: CommandGroupPlacement, @ViewBuilder addition: () -> C) {}
+    }
+    extension Scene {
+        nonisolated public func commands<C: View>(content: () -> CommandGroup<C>) -> some Scene { self }
+    }
+
+    // developer.apple.com/documentation/swiftui/nsapplicationdelegateadaptor
+    @MainActor @preconcurrency @propertyWrapper public struct NSApplicationDelegateAdaptor<Delegate>
+    where Delegate: NSObject, Delegate: NSApplicationDelegate {
+        @MainActor @preconcurrency public init(_ delegateType: Delegate.Type = Delegate.self) {}
+        @MainActor @preconcurrency public var wrappedValue: Delegate { fatalError() }
+    }
+#endif
 @MainActor @preconcurrency public protocol App {
     associatedtype Body: Scene
     @MainActor var body: Body { get }
     @MainActor init()
 }
 extension App { @MainActor public static func main() {} }
+
+// developer.apple.com/documentation/swiftui/state, …/binding, …/bindable
 @propertyWrapper public struct State<V> {
     public init(wrappedValue: V) { x = wrappedValue }
     let x: V
@@ -89,6 +118,8 @@ extension State { public init() where V: ExpressibleByNilLiteral { fatalError() 
         fatalError()
     }
 }
+
+// developer.apple.com/documentation/swiftui/environment, …/environmentvalues, …/scenephase, …/dismissaction
 public enum ScenePhase: Sendable { case background, inactive, active }
 public enum UserInterfaceSizeClass: Sendable { case compact, regular }
 public enum DynamicTypeSize: Sendable {
@@ -110,7 +141,8 @@ public struct EnvironmentValues {
     public init(_ t: V.Type) where V: AnyObject & Observable {}
     public var wrappedValue: V { fatalError() }
 }
-// Of Foundation, but not on Linux.
+
+// developer.apple.com/documentation/swift/string/init(localized:table:bundle:locale:comment:), developer.apple.com/documentation/swiftui/localizedstringkey
 extension String {
     public init(localized: LocalizedStringKey) { self = "" }
 }
@@ -124,6 +156,8 @@ public struct LocalizedStringKey: ExpressibleByStringInterpolation {
     }
     public init(stringInterpolation: StringInterpolation) {}
 }
+
+// developer.apple.com/documentation/swiftui/text, …/font, …/image, …/label
 public struct Text: Prim, Sendable {
     public init(_ k: LocalizedStringKey) {}
     @_disfavoredOverload public init<S: StringProtocol>(_ s: S) {}
@@ -141,6 +175,8 @@ public struct Label<T: View, I: View>: Prim {
     public init(_ k: LocalizedStringKey, systemImage: String) where T == Text, I == Image {}
     @_disfavoredOverload public init<S: StringProtocol>(_ s: S, systemImage: String) where T == Text, I == Image {}
 }
+
+// developer.apple.com/documentation/swiftui/button, …/buttonrole, …/tabview, …/navigationstack, …/navigationlink
 public struct ButtonRole: Sendable { public static let destructive = ButtonRole(), cancel = ButtonRole() }
 public struct Button<L: View>: Prim {
     public init(action: @escaping @MainActor () -> Void, @ViewBuilder label: () -> L) {}
@@ -161,6 +197,8 @@ public struct NavigationLink<C: View>: Prim { public init<V: Hashable>(value: V?
 extension NavigationLink where C == Text {
     public init<D: View>(_ k: LocalizedStringKey, @ViewBuilder destination: () -> D) {}
 }
+
+// developer.apple.com/documentation/swiftui/form, …/list, …/section, …/foreach, …/dynamicviewcontent
 public struct Form<C: View>: Prim { public init(@ViewBuilder content: () -> C) {} }
 public struct List<C: View>: Prim { public init(@ViewBuilder content: () -> C) {} }
 public struct Section<P: View, C: View, F: View>: Prim {}
@@ -181,6 +219,8 @@ extension ForEach where C: View {
     where D.Element: Identifiable, ID == D.Element.ID { fatalError() }
     public init(_ d: D, id: KeyPath<D.Element, ID>, @ViewBuilder content: @escaping (D.Element) -> C) { fatalError() }
 }
+
+// developer.apple.com/documentation/swiftui/picker, …/toggle, …/stepper, …/slider, …/textfield, …/texteditor, …/labeledcontent, …/progressview
 public struct Picker<L: View, S: Hashable, C: View>: Prim {
     public init(_ k: LocalizedStringKey, selection: Binding<S>, @ViewBuilder content: () -> C) where L == Text {}
 }
@@ -209,6 +249,8 @@ public struct ProgressView<L: View>: Prim {
     public init<V: BinaryFloatingPoint>(value: V?, total: V = 1) where L == EmptyView {}
     public init<V: BinaryFloatingPoint>(value: V?, total: V = 1, @ViewBuilder label: () -> L) {}
 }
+
+// developer.apple.com/documentation/swiftui/contentunavailableview, …/disclosuregroup, …/spacer, …/divider, …/hstack, …/vstack, …/grid, …/anylayout
 public struct ContentUnavailableView: Prim {
     public init(_ k: LocalizedStringKey, systemImage: String, description: Text? = nil) {}
 }
@@ -242,6 +284,8 @@ public struct AnyLayout: Layout {
     public init<L: Layout>(_ l: L) {}
     public func callAsFunction<V: View>(@ViewBuilder _ c: () -> V) -> some View { Stub() }
 }
+
+// developer.apple.com/documentation/swiftui/sharelink, …/sharepreview
 public struct SharePreview {
     public init(_ k: LocalizedStringKey) {}
     @_disfavoredOverload public init<S: StringProtocol>(_ s: S) {}
@@ -252,6 +296,8 @@ public struct ShareLink<L: View>: Prim {
     ) {}
 }
 extension ShareLink where L == Text { public init(_ k: LocalizedStringKey, item: URL) {} }
+
+// developer.apple.com/documentation/swiftui/color, …/shapestyle, …/shape, …/primitivebuttonstyle, …/progressviewstyle, …/labelstyle, …/toolbaritem
 public struct Color: Prim, ShapeStyle, Sendable { public static var primary: Color { fatalError() } }
 public protocol ShapeStyle: Sendable {}
 extension ShapeStyle where Self == Color {
@@ -278,6 +324,12 @@ public struct CircularProgressViewStyle: ProgressViewStyle {}
 extension ProgressViewStyle where Self == CircularProgressViewStyle {
     public static var circular: CircularProgressViewStyle { .init() }
 }
+public protocol FormStyle {}
+public struct GroupedFormStyle: FormStyle {}
+extension FormStyle where Self == GroupedFormStyle { public static var grouped: GroupedFormStyle { .init() } }
+public struct KeyEquivalent: Sendable, ExpressibleByExtendedGraphemeClusterLiteral {
+    public init(extendedGraphemeClusterLiteral: Character) {}
+}
 public protocol LabelStyle {}
 public struct IconOnlyLabelStyle: LabelStyle {}
 extension LabelStyle where Self == IconOnlyLabelStyle { public static var iconOnly: IconOnlyLabelStyle { .init() } }
@@ -295,6 +347,8 @@ public struct TextInputAutocapitalization { public static var never: Self { .ini
 public enum TitleDisplayMode { case inline }
 public struct TextSel { public static let enabled = TextSel() }
 public struct StrokeStyle { public init(lineWidth: CGFloat = 1, dash: [CGFloat] = []) {} }
+
+// developer.apple.com/documentation/swiftui/view-configuration, …/view-layout, …/view-input-and-events, …/view-presentation, …/view-accessibility
 extension View {
     public func environment<T: AnyObject & Observable>(_ o: T?) -> some View { self }
     public func tabItem<V: View>(@ViewBuilder _ l: () -> V) -> some View { self }
@@ -325,6 +379,8 @@ extension View {
     public func sheet<I: Identifiable, C: View>(item: Binding<I?>, @ViewBuilder content: @escaping (I) -> C)
         -> some View
     { self }
+    public func formStyle<S: FormStyle>(_ s: S) -> some View { self }
+    public func keyboardShortcut(_ key: KeyEquivalent) -> some View { self }
     public func labelStyle<S: LabelStyle>(_ s: S) -> some View { self }
     public func progressViewStyle<S: ProgressViewStyle>(_ s: S) -> some View { self }
     public func padding() -> some View { self }
@@ -373,6 +429,8 @@ extension DynamicViewContent {
         public func statusBarHidden(_ h: Bool = true) -> some View { self }
     }
 #endif
+
+// developer.apple.com/documentation/swiftui/viewmodifier
 public struct Modified: Prim {}
 @MainActor @preconcurrency public protocol ViewModifier {
     associatedtype Body: View

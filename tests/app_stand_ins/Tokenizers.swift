@@ -2,6 +2,7 @@
 
 import Foundation
 
+// Sources/Tokenizers/Tokenizer.swift, Sources/Hub/HubApi.swift of github.com/huggingface/swift-transformers
 public typealias Message = [String: any Sendable]
 public typealias ToolSpec = [String: any Sendable]
 public enum ChatTemplateArgument {

@@ -2,7 +2,9 @@
 
 @_exported import Foundation
 
+// developer.apple.com/documentation/corefoundation/cgfloat
 public typealias CGFloat = Foundation.CGFloat
+// developer.apple.com/documentation/uikit/uidevice
 @MainActor open class UIDevice {
     public static let current = UIDevice()
     public var isBatteryMonitoringEnabled = false
@@ -12,12 +14,17 @@ public typealias CGFloat = Foundation.CGFloat
     public nonisolated static let batteryLevelDidChangeNotification = Notification.Name("a")
     public nonisolated static let batteryStateDidChangeNotification = Notification.Name("b")
 }
+
+// developer.apple.com/documentation/uikit/uiscene, …/uiscreen, …/uiwindowscene
 @MainActor public class UIScene: Hashable {
     nonisolated public static func == (a: UIScene, b: UIScene) -> Bool { a === b }
     nonisolated public func hash(into h: inout Hasher) {}
 }
 @MainActor public class UIScreen { public var brightness: CGFloat = 0 }
 @MainActor public class UIWindowScene: UIScene { public var screen: UIScreen { UIScreen() } }
+
+// developer.apple.com/documentation/uikit/uiapplication
+public struct UIBackgroundTaskIdentifier: Sendable {}
 @MainActor open class UIApplication {
     public static let shared = UIApplication()
     public var isIdleTimerDisabled = false
@@ -25,5 +32,10 @@ public typealias CGFloat = Foundation.CGFloat
     public nonisolated static let willResignActiveNotification = Notification.Name("a"),
         didEnterBackgroundNotification = Notification.Name("b"),
         willEnterForegroundNotification = Notification.Name("c"), didBecomeActiveNotification = Notification.Name("d"),
-        didReceiveMemoryWarningNotification = Notification.Name("e")
+        didReceiveMemoryWarningNotification = Notification.Name("e"),
+        protectedDataDidBecomeAvailableNotification = Notification.Name("f")
+    public func beginBackgroundTask(withName name: String?, expirationHandler: (@MainActor @Sendable () -> Void)? = nil)
+        -> UIBackgroundTaskIdentifier
+    { .init() }
+    public func endBackgroundTask(_ identifier: UIBackgroundTaskIdentifier) {}
 }

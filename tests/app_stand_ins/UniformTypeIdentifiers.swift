@@ -1,5 +1,6 @@
 // What the app uses of UniformTypeIdentifiers.
 
+// developer.apple.com/documentation/uniformtypeidentifiers/uttype-swift.struct
 public struct UTType: Sendable, Hashable {
     public init(exportedAs: String, conformingTo: UTType? = nil) {}
     public static var plainText: UTType { fatalError() }

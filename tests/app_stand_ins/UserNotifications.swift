@@ -2,11 +2,14 @@
 
 import Foundation
 
+// developer.apple.com/documentation/usernotifications/unauthorizationoptions
 public struct UNAuthorizationOptions: OptionSet, Sendable {
     public let rawValue: UInt
     public init(rawValue: UInt) { self.rawValue = rawValue }
     public static let sound = Self(rawValue: 2), alert = Self(rawValue: 4)
 }
+
+// developer.apple.com/documentation/usernotifications/unnotificationcontent, …/unnotificationrequest, …/unnotificationtrigger
 public class UNNotificationSound: NSObject { public class var `default`: UNNotificationSound { fatalError() } }
 open class UNNotificationContent: NSObject {}
 public class UNMutableNotificationContent: UNNotificationContent {
@@ -21,6 +24,8 @@ public class UNTimeIntervalNotificationTrigger: UNNotificationTrigger {
 public class UNNotificationRequest: NSObject {
     public init(identifier: String, content: UNNotificationContent, trigger: UNNotificationTrigger?) {}
 }
+
+// developer.apple.com/documentation/usernotifications/unusernotificationcenter
 public class UNUserNotificationCenter: NSObject, @unchecked Sendable {
     public class func current() -> UNUserNotificationCenter { fatalError() }
     public func requestAuthorization(

@@ -3,6 +3,7 @@
 import ActivityKit
 import SwiftUI
 
+// developer.apple.com/documentation/swiftui/widget, …/widgetconfiguration
 @MainActor @preconcurrency public protocol WidgetConfiguration {
     associatedtype Body: WidgetConfiguration
     @MainActor var body: Body { get }
@@ -14,6 +15,8 @@ extension Never: WidgetConfiguration {}
     @MainActor init()
 }
 extension Widget { @MainActor public static func main() {} }
+
+// developer.apple.com/documentation/widgetkit/activityviewcontext, …/activityconfiguration
 public struct ActivityViewContext<Attributes: ActivityAttributes> {
     public var attributes: Attributes { fatalError() }
     public var state: Attributes.ContentState { fatalError() }
@@ -27,6 +30,8 @@ public struct ActivityConfiguration<Attributes: ActivityAttributes>: WidgetConfi
     ) {}
     public var body: Never { fatalError() }
 }
+
+// developer.apple.com/documentation/widgetkit/dynamicisland, …/dynamicislandexpandedregion
 public struct DynamicIslandExpandedRegionPosition: Sendable {
     public static let center = Self(), bottom = Self(), leading = Self(), trailing = Self()
 }

@@ -2,6 +2,7 @@
 
 @_exported import Foundation
 
+// developer.apple.com/documentation/xctest/xctestcase, …/xctskip-swift.struct, …/xctattachment
 open class XCTestCase: NSObject {
     open func setUpWithError() throws {}
     public func add(_ attachment: XCTAttachment) {}
@@ -23,6 +24,7 @@ open class XCTAttachment: NSObject {
     public var lifetime = Lifetime.deleteOnSuccess
 }
 
+// developer.apple.com/documentation/xcuiautomation/xcuiscreenshot, …/xcuielementquery, …/xcuielement, …/xcuiapplication
 @MainActor open class XCUIScreenshot: NSObject {}
 @MainActor public protocol XCUIElementTypeQueryProvider {}
 extension XCUIElementTypeQueryProvider {
@@ -56,7 +58,7 @@ extension XCUIElementTypeQueryProvider {
     public var element: XCUIElement? { nil }
 }
 
-// Foundation has it on Apple's systems.
+// developer.apple.com/documentation/foundation/nspredicate
 extension NSPredicate {
     public convenience init(format: String, _ arguments: any CVarArg...) { self.init(value: true) }
 }

@@ -3,20 +3,25 @@ import MeSPCore
 import SwiftUI
 
 @main struct MeSPTrainerApp: App {
-    @State private var model = Self.makeModel()
+    private let model: AppModel
+    #if os(macOS)
+        @NSApplicationDelegateAdaptor private var delegate: MacDelegate
+    #endif
 
-    private static func makeModel() -> AppModel {
+    /// Makes the model here and not as the initial value of a `@State`, which may be made when a view first asks for it: iOS takes handlers
+    /// for its time in the background only until the app has launched.
+    init() {
         let folder = DocumentsFolder(documents: .documentsDirectory, included: Bundle.main.resourceURL)
         let recording = Bundle.main.resourceURL?.appending(path: "Recorded")
         #if os(iOS)
-            let background = BackgroundTransfer(identifier: downloads)
-            return AppModel(
+            let background = BackgroundTransfer(identifier: Self.downloads)
+            model = AppModel(
                 phone: SystemPhone(), folder: folder, display: WindowDisplay(), scheduler: SystemBackground(),
                 board: SystemNotices(), glanceBoard: SystemActivity(), recording: recording,
                 openDownload: { try BundleDownload(repository: $0, background: background) },
                 loadTokenizer: { try await BundleTokenizer(bundle: $0) })
         #else
-            return AppModel(phone: SystemPhone(), folder: folder, board: SystemNotices(), recording: recording) {
+            model = AppModel(phone: SystemPhone(), folder: folder, board: SystemNotices(), recording: recording) {
                 try await BundleTokenizer(bundle: $0)
             }
         #endif
@@ -29,14 +34,27 @@ import SwiftUI
         var body: some Scene {
             // The system starts the app, or wakes it, when the files have come.
             WindowGroup { RootView().environment(model) }
-                .backgroundTask(.urlSession(Self.downloads)) { await model.finishDownload() }
+                .backgroundTask(.urlSession(Self.downloads)) { [model] in await model.finishDownload() }
         }
     #else
         var body: some Scene {
-            WindowGroup { RootView().environment(model) }
+            // One window: there is one run at a time.
+            Window("MeSP Trainer", id: "main") { RootView().environment(model) }
+                .commands {
+                    CommandGroup(after: .toolbar) {
+                        Button("Refresh") { Task { await model.refresh() } }.keyboardShortcut("r")
+                    }
+                }
         }
     #endif
 }
+
+#if os(macOS)
+    /// Keeps the app, and with it the run, when its only window is closed.
+    @MainActor final class MacDelegate: NSObject, NSApplicationDelegate {
+        func applicationShouldTerminateAfterLastWindowClosed(_ sender: NSApplication) -> Bool { false }
+    }
+#endif
 
 /// The tabs, and what belongs to all of them.
 struct RootView: View {
@@ -67,6 +85,8 @@ struct RootView: View {
         .onChange(of: scenePhase) { if scenePhase == .active { Task { await model.refresh() } } }
         .onChange(of: model.controller.isRunning) { Task { await model.refresh() } }
         .staysAwake(model.staysAwake)
+        // A form on a Mac scrolls only so.
+        .formStyle(.grouped)
         .task {
             await model.refresh()
             model.begin(arguments: ProcessInfo.processInfo.arguments)

@@ -1,5 +1,6 @@
 #if os(iOS)
     import ActivityKit
+    import Foundation
     import MeSPAppModel
     import MeSPCore
 
@@ -17,21 +18,22 @@
 
         func begin(title: Sentence, _ glance: Glance) {
             guard ActivityAuthorizationInfo().areActivitiesEnabled else { return }
-            let content = ActivityContent(state: glance.state, staleDate: nil)
-            id = try? Activity.request(attributes: RunAttributes(title: title.localized), content: content).id
+            let stale: Sentence = "There is no news of this run. Open the app to see how it is."
+            let attributes = RunAttributes(title: title.localized, staleNote: stale.localized)
+            id = try? Activity.request(attributes: attributes, content: glance.content).id
         }
 
         func update(_ glance: Glance) {
             guard let id else { return }
-            let state = glance.state
-            change { await Self.update(id, state) }
+            let content = glance.content
+            change { await Self.update(id, content) }
         }
 
         func end(_ last: Glance?) {
             guard let id else { return }
-            let state = last?.state
+            let content = last?.content
             self.id = nil
-            change { await Self.end(id, state) }
+            change { await Self.end(id, content) }
         }
 
         private func change(_ body: @escaping @Sendable () async -> Void) {
@@ -41,26 +43,29 @@
             }
         }
 
-        nonisolated private static func update(_ id: String, _ state: RunAttributes.ContentState) async {
+        nonisolated private static func update(
+            _ id: String, _ content: ActivityContent<RunAttributes.ContentState>
+        ) async {
             for activity in Activity<RunAttributes>.activities where activity.id == id {
-                await activity.update(ActivityContent(state: state, staleDate: nil))
+                await activity.update(content)
             }
         }
 
-        nonisolated private static func end(_ id: String, _ state: RunAttributes.ContentState?) async {
+        nonisolated private static func end(
+            _ id: String, _ content: ActivityContent<RunAttributes.ContentState>?
+        ) async {
             for activity in Activity<RunAttributes>.activities where activity.id == id {
-                await activity.end(
-                    state.map { ActivityContent(state: $0, staleDate: nil) },
-                    dismissalPolicy: state == nil ? .immediate : .default)
+                await activity.end(content, dismissalPolicy: content == nil ? .immediate : .default)
             }
         }
     }
 
     extension Glance {
-        fileprivate var state: RunAttributes.ContentState {
-            .init(
+        fileprivate var content: ActivityContent<RunAttributes.ContentState> {
+            let state = RunAttributes.ContentState(
                 part: progress.part, step: progress.stepWords.localized, loss: progress.lossWords?.localized,
                 timeLeft: progress.timeWords?.localized, note: note?.localized)
+            return ActivityContent(state: state, staleDate: lifetime.map { Date(timeIntervalSinceNow: $0) })
         }
     }
 #endif

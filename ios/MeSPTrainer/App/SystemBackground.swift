@@ -12,13 +12,16 @@
         private var overnight: String { prefix + ".overnight" }
         /// Of the last request for what the person started; each has an identifier of its own.
         private var continued: String?
+        /// Whether there is a handler: to ask for a time without one ends the app.
+        private var hasOvernight = false
 
         /// To be made before the app has launched: the system may have started it for the night's task.
-        init() { register(overnight, for: .overnight) }
+        init() { hasOvernight = register(overnight, for: .overnight) }
 
         func ask(for grant: BackgroundGrant, title: Sentence) {
             switch grant {
             case .overnight:
+                guard hasOvernight else { return }
                 let request = BGProcessingTaskRequest(identifier: overnight)
                 request.requiresExternalPower = true
                 try? BGTaskScheduler.shared.submit(request)
@@ -27,8 +30,8 @@
                 #if compiler(>=6.2)
                     if #available(iOS 26.0, *) {
                         let identifier = "\(prefix).run.\(UUID().uuidString)"
+                        guard register(identifier, for: .continued) else { return }
                         continued = identifier
-                        register(identifier, for: .continued)
                         let subtitle: Sentence = "Checking the bundle"
                         let request = BGContinuedProcessingTaskRequest(
                             identifier: identifier, title: title.localized, subtitle: subtitle.localized)
@@ -43,8 +46,9 @@
             BGTaskScheduler.shared.cancel(taskRequestWithIdentifier: identifier)
         }
 
-        private func register(_ identifier: String, for grant: BackgroundGrant) {
-            _ = BGTaskScheduler.shared.register(forTaskWithIdentifier: identifier, using: .main) {
+        /// - Returns: whether Info.plist permits the identifier.
+        private func register(_ identifier: String, for grant: BackgroundGrant) -> Bool {
+            BGTaskScheduler.shared.register(forTaskWithIdentifier: identifier, using: .main) {
                 @Sendable [weak self] task in
                 MainActor.assumeIsolated {
                     guard let onGrant = self?.onGrant else { return task.setTaskCompleted(success: false) }
@@ -61,14 +65,16 @@
             init(_ task: BGTask, _ grant: BackgroundGrant) {
                 (self.task, self.grant) = (task, grant)
                 // Called on any thread.
-                task.expirationHandler = { @Sendable [weak self] in Task { @MainActor in self?.onExpiration?() } }
+                task.expirationHandler = { @Sendable [weak self] in
+                    Task { @MainActor [weak self] in self?.onExpiration?() }
+                }
             }
 
             func show(_ progress: RunProgress) {
                 #if compiler(>=6.2)
                     if #available(iOS 26.0, *), let task = task as? BGContinuedProcessingTask {
-                        task.progress.totalUnitCount = Int64(progress.steps)
-                        task.progress.completedUnitCount = Int64(progress.step)
+                        task.progress.totalUnitCount = progress.units
+                        task.progress.completedUnitCount = progress.unitsDone
                         task.updateTitle(task.title, subtitle: progress.sentence.localized)
                     }
                 #endif

@@ -7,7 +7,11 @@ import UserNotifications
 
     private var center: UNUserNotificationCenter { .current() }
 
-    func askPermission() { center.requestAuthorization(options: [.alert, .sound]) { @Sendable _, _ in } }
+    func askPermission() async {
+        await withCheckedContinuation { continuation in
+            center.requestAuthorization(options: [.alert, .sound]) { @Sendable _, _ in continuation.resume() }
+        }
+    }
 
     func show(_ notice: Notice) {
         let content = UNMutableNotificationContent()

@@ -9,15 +9,6 @@ import Observation
 
 /// What the app does, over what it shows: its views only lay this out.
 @MainActor @Observable public final class AppModel {
-    /// Why an app can't train on this system; nil where it can.
-    nonisolated public static var systemRefusal: Sentence? {
-        #if targetEnvironment(simulator)
-            "The iOS simulator lacks the GPU that MLX needs: train on an iPhone, an iPad or a Mac, or look at a recorded run."
-        #else
-            nil
-        #endif
-    }
-
     /// Why the app can't train here; nil where it can.
     public let refusal: Sentence?
 
@@ -59,6 +50,7 @@ import Observation
     /// The run that the person does not want to go on with now.
     private var leftAlone: StoredRun.ID?
 
+    @ObservationIgnored private let phone: any Phone
     @ObservationIgnored private let loadTokenizer: @Sendable (URL) async throws -> any TextTokenizer
     /// A run to look at where nothing can be trained.
     @ObservationIgnored private let recording: URL?
@@ -81,7 +73,7 @@ import Observation
         phone: any Phone, folder: DocumentsFolder, display: (any Display)? = nil,
         scheduler: (any BackgroundScheduler)? = nil, board: (any NoticeBoard)? = nil,
         glanceBoard: (any GlanceBoard)? = nil,
-        refusal: Sentence? = systemRefusal, recording: URL? = nil,
+        refusal: Sentence? = MLXSupport.refusal, recording: URL? = nil,
         openDownload: @escaping @Sendable (String) throws -> BundleDownload = { try BundleDownload(repository: $0) },
         openNode: @escaping @Sendable (URL, URL, URLSessionConfiguration) throws -> SuperNode = {
             try SuperNode(server: $0, folder: $1, configuration: $2)
@@ -89,7 +81,7 @@ import Observation
         loadTokenizer: @escaping @Sendable (URL) async throws -> any TextTokenizer
     ) {
         (self.board, self.refusal, self.recording) = (board, refusal, recording)
-        self.loadTokenizer = loadTokenizer
+        (self.phone, self.loadTokenizer) = (phone, loadTokenizer)
         library = Library(folder)
         form = TrainingForm(library: library, phone: phone)
         controller = RunController(phone: phone)
@@ -105,9 +97,11 @@ import Observation
         notices = board.map { Notices(controller: controller, phone: phone, board: $0) }
         glances = glanceBoard.map { Glances(controller: controller, phone: phone, board: $0) }
         background = scheduler.map {
-            BackgroundTraining(controller: controller, phone: phone, scheduler: $0) { [weak self] in
-                await self?.resumeInBackground() ?? false
-            }
+            BackgroundTraining(
+                controller: controller, phone: phone, scheduler: $0,
+                // A server asks for the runs of a federation.
+                isStartedByPerson: { [weak self] in self?.federation.isOn == false },
+                resume: { [weak self] in await self?.resumeInBackground() ?? false })
         }
     }
 
@@ -120,7 +114,8 @@ import Observation
                 running: controller.isRunning ? controller.settings.map { URL(fileURLWithPath: $0.output) } : nil)
         }
         form.refresh()
-        await attempt { try choices.refresh() }
+        // The system may have started the app while the phone is locked, when choices can't be read. They are read again in front.
+        do { try choices.refresh() } catch { if phone.scene == .active { problem = error.plainSentence } }
     }
 
     /// Takes what another app hands over: a bundle, or any other file as a text to train on.
@@ -267,10 +262,11 @@ import Observation
         var settings = form.settingsToStart
         settings.output = folder.path
         await prepare(bundle) {
+            // While the system asks, the app is not in front, and a run would wait.
+            await board?.askPermission()
             if let source = try form.source() {
                 settings.data = try await tokenize(source, for: bundle, into: folder).path
             }
-            board?.askPermission()
             controller.start(settings)
             showsSetup = false
         }

@@ -29,14 +29,24 @@ public struct RunProgress: Sendable, Equatable {
     public var loss: Float?
     /// nil before the first step.
     public var secondsLeft: Double?
+    /// How many blocks of the step in progress have begun.
+    public var blocks: Int
 
-    public init(_ log: LogSummary, steps: Int) {
-        (step, self.steps, loss) = (log.lastStep, steps, log.steps.last?.loss)
+    public init(_ log: LogSummary, steps: Int, blocks: Int = 0) {
+        (step, self.steps, self.blocks, loss) = (log.lastStep, steps, blocks, log.steps.last?.loss)
         secondsLeft = log.stepSeconds.map { $0 * Double(max(0, steps - log.lastStep)) }
     }
 
     /// From 0 to 1.
     public var part: Double { steps > 0 ? min(Double(step) / Double(steps), 1) : 0 }
+    private static let unitsOfStep = 1000.0
+    /// The size of the run in units of progress, which are parts of a step.
+    public var units: Int64 { Int64(Double(steps) * Self.unitsOfStep) }
+    /// How many of them are done. A block of the step in progress adds less than the one before it, as nobody knows how many there will
+    /// be: that depends on the batches, and on whether held-out data is measured.
+    public var unitsDone: Int64 {
+        min(units, Int64((Double(step) + Double(blocks) / Double(blocks + 100)) * Self.unitsOfStep))
+    }
     /// `Step 12 of 100`
     public var stepWords: Sentence { "Step \(step) of \(steps)" }
     /// `loss 2.31`
@@ -60,17 +70,25 @@ public struct RunProgress: Sendable, Equatable {
     private let controller: RunController
     private let phone: any Phone
     private let scheduler: any BackgroundScheduler
+    private let isStartedByPerson: () -> Bool
     private let unfinished: () async -> Bool
-    private var times = [BackgroundGrant: any BackgroundTime]()
+    private var times = [BackgroundGrant: any BackgroundTime]() { didSet { followProgress() } }
+    private var reports: Task<Void, Never>?
     /// The folder of the run that time was asked for.
     private var askedFor: String?
 
-    /// - Parameter resume: goes on with a run for the CPU that was cut off, and returns whether there was one.
+    /// How often the system is told of the progress: it ends a time that makes none, and a step can take minutes.
+    private static let reportInterval = Duration.seconds(1)
+
+    /// - Parameters:
+    ///   - isStartedByPerson: whether the run in progress was.
+    ///   - resume: goes on with a run for the CPU that was cut off, and returns whether there was one.
     init(
         controller: RunController, phone: any Phone, scheduler: any BackgroundScheduler,
-        resume: @escaping () async -> Bool
+        isStartedByPerson: @escaping () -> Bool, resume: @escaping () async -> Bool
     ) {
-        (self.controller, self.phone, self.scheduler, unfinished) = (controller, phone, scheduler, resume)
+        (self.controller, self.phone, self.scheduler) = (controller, phone, scheduler)
+        (self.isStartedByPerson, unfinished) = (isStartedByPerson, resume)
         scheduler.onGrant = { [weak self] in self?.take($0) }
         controller.observers.append { [weak self] in self?.runChanged() }
     }
@@ -86,11 +104,31 @@ public struct RunProgress: Sendable, Equatable {
             askedFor = settings.output
             scheduler.ask(for: .overnight, title: title)
             // To be asked for in front only, for what the person does.
-            if phone.scene == .active { scheduler.ask(for: .continued, title: title) }
+            if phone.scene == .active, isStartedByPerson() { scheduler.ask(for: .continued, title: title) }
         }
-        guard let settings = controller.settings else { return }
-        let progress = RunProgress(controller.log, steps: settings.steps)
+        showProgress()
+    }
+
+    private func showProgress() {
+        guard controller.isRunning, let settings = controller.settings else { return }
+        let progress = RunProgress(controller.log, steps: settings.steps, blocks: controller.blocksOfStep)
         for time in times.values { time.show(progress) }
+    }
+
+    /// Tells of the progress within a step for as long as there is a time.
+    private func followProgress() {
+        guard !times.isEmpty else {
+            reports?.cancel()
+            reports = nil
+            return
+        }
+        guard reports == nil else { return }
+        reports = Task { [weak self] in
+            while !Task.isCancelled {
+                self?.showProgress()
+                try? await Task.sleep(for: Self.reportInterval)
+            }
+        }
     }
 
     private var title: Sentence { "Training \(controller.log.start?.model.name ?? "")" }

@@ -55,6 +55,8 @@ import Observation
     @ObservationIgnored private let phone: any Phone
     /// Where the conversation is kept.
     @ObservationIgnored private let folder: DocumentsFolder?
+    /// Whether what is kept was read, or given up: until then it is not replaced.
+    @ObservationIgnored private var hasReadKept = false
     /// What the conversation is with, and how: another has no use for it.
     @ObservationIgnored private var partners = ""
     @ObservationIgnored private var gate = PauseGate()
@@ -72,16 +74,23 @@ import Observation
 
     public init(phone: any Phone, folder: DocumentsFolder? = nil) {
         (self.phone, self.folder) = (phone, folder)
-        if let kept = folder?.chat() {
+        try? readKept()
+        phone.observers.append { [weak self] event in
+            self?.update()
+            if event == .memoryWarning { self?.letGo() } else { try? self?.readKept() }
+        }
+    }
+
+    /// Reads the conversation that is kept. The system may have started the app while the phone is locked, when it can't be read.
+    private func readKept() throws {
+        guard !hasReadKept else { return }
+        if let kept = try folder?.chat() {
             partners = kept.partners
             turns = kept.turns.enumerated().map { index, turn in
                 Turn(id: index, prompt: turn.prompt, base: Text(text: turn.base), tuned: Text(text: turn.tuned))
             }
         }
-        phone.observers.append { [weak self] event in
-            self?.update()
-            if event == .memoryWarning { self?.letGo() }
-        }
+        hasReadKept = true
     }
 
     /// What is kept of what the models have read.
@@ -96,6 +105,12 @@ import Observation
     /// - Parameter adapters: of the fine-tuned model; without them only the base model writes.
     public func start(_ request: Request, bundle: URL, adapters: URL?, tokenizer: any TextTokenizer) {
         guard writing == nil else { return }
+        do {
+            try readKept()
+        } catch {
+            problem = error.plainSentence
+            return
+        }
         let names = [
             bundle.lastPathComponent, adapters?.deletingLastPathComponent().lastPathComponent ?? "", request.system,
         ]
@@ -173,7 +188,7 @@ import Observation
     /// Begins a new conversation.
     public func clear() {
         guard writing == nil else { return }
-        (turns, partners, problem) = ([], "", nil)
+        (turns, partners, problem, hasReadKept) = ([], "", nil, true)
         letGo()
         keep()
     }

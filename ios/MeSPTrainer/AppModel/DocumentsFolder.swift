@@ -9,8 +9,11 @@ public struct DocumentsFolder: Sendable {
     private let included: URL?
     /// The bytes that are free where a folder is; nil where nobody knows.
     private let freeBytes: @Sendable (URL) -> Int?
+    /// Why no bundle for the GPU can be used here; nil where one can.
+    let gpuRefusal: Sentence?
     /// Has a file or a folder kept so.
     private let keep: @Sendable (URL, Keeping) -> Void
+    private let read: @Sendable (URL) throws -> Data
 
     /// How the name of a benchmark's run ends.
     static let benchmark = "benchmark"
@@ -18,13 +21,18 @@ public struct DocumentsFolder: Sendable {
     /// - Parameters:
     ///   - documents: the folder that people see in Files.
     ///   - included: the folder with bundles that came with the app.
+    ///   - gpuRefusal: why no bundle for the GPU can be used here; nil where one can.
     ///   - freeBytes: the bytes that are free where a folder is.
     ///   - keep: has a file or a folder kept so.
+    ///   - read: reads a file that is locked away while the phone is locked.
     public init(
-        documents: URL, included: URL? = nil, freeBytes: @escaping @Sendable (URL) -> Int? = { $0.freeBytes },
-        keep: @escaping @Sendable (URL, Keeping) -> Void = { $1.apply(to: $0) }
+        documents: URL, included: URL? = nil, gpuRefusal: Sentence? = MLXSupport.gpuRefusal,
+        freeBytes: @escaping @Sendable (URL) -> Int? = { $0.freeBytes },
+        keep: @escaping @Sendable (URL, Keeping) -> Void = { $1.apply(to: $0) },
+        read: @escaping @Sendable (URL) throws -> Data = { try Data(contentsOf: $0) }
     ) {
-        (self.documents, self.included, self.freeBytes, self.keep) = (documents, included, freeBytes, keep)
+        (self.documents, self.included, self.gpuRefusal) = (documents, included, gpuRefusal)
+        (self.freeBytes, self.keep, self.read) = (freeBytes, keep, read)
     }
 
     public var runsFolder: URL { documents.appendingPathComponent("runs") }
@@ -109,8 +117,18 @@ public struct DocumentsFolder: Sendable {
     private var chatFile: URL { documents.appendingPathComponent("chat.json") }
 
     /// The conversation that was kept last; nil where there is none.
-    func chat() -> Chat? {
-        (try? Data(contentsOf: chatFile)).flatMap { try? JSONDecoder().decode(Chat.self, from: $0) }
+    ///
+    /// - Throws: `MeSPError` where it can't be read, as while the phone is locked.
+    func chat() throws -> Chat? {
+        let json: Data
+        do {
+            json = try read(chatFile)
+        } catch CocoaError.fileReadNoSuchFile {
+            return nil
+        } catch {
+            throw MeSPError("The last conversation cannot be read while the phone is locked; unlock it and try again.")
+        }
+        return try? JSONDecoder().decode(Chat.self, from: json)
     }
 
     /// Keeps a conversation in place of the last; nil for none.
@@ -138,13 +156,15 @@ public struct DocumentsFolder: Sendable {
     /// All bundles, by name: the ones in Documents, and those that came with the app where none in Documents has the name. Sizes are
     /// checked, checksums are not: a run checks these.
     public func bundles() throws -> [StoredBundle] {
-        let own = try contents(documents).filter(\.isBundle).map { StoredBundle(url: $0, isIncluded: false) }
+        let own = try contents(documents).filter(\.isBundle).map {
+            StoredBundle(url: $0, isIncluded: false, gpuRefusal: gpuRefusal)
+        }
         let names = Set(own.map(\.url.lastPathComponent))
         let others = try included.map { try contents($0) } ?? []
         return
             (own
             + others.filter { $0.isBundle && !names.contains($0.lastPathComponent) }
-            .map { StoredBundle(url: $0, isIncluded: true) })
+            .map { StoredBundle(url: $0, isIncluded: true, gpuRefusal: gpuRefusal) })
             .sorted { $0.url.lastPathComponent < $1.url.lastPathComponent }
     }
 
@@ -177,7 +197,7 @@ public struct DocumentsFolder: Sendable {
         }
         try FileManager.default.moveItem(at: partial, to: target)
         keep(target, .bundle)
-        return StoredBundle(url: target, isIncluded: false)
+        return StoredBundle(url: target, isIncluded: false, gpuRefusal: gpuRefusal)
     }
 
     /// Downloads a bundle into Documents, or goes on with one that was begun. Its files are checked as they come.
@@ -199,7 +219,7 @@ public struct DocumentsFolder: Sendable {
         try await download.fetch(offer, to: partial, progress: progress)
         keep(partial, .bundle)
         try FileManager.default.moveItem(at: partial, to: target)
-        return StoredBundle(url: target, isIncluded: false)
+        return StoredBundle(url: target, isIncluded: false, gpuRefusal: gpuRefusal)
     }
 
     private var downloadFile: URL { documents.appendingPathComponent(".download.json") }

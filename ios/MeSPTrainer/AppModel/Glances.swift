@@ -6,6 +6,8 @@ public struct Glance: Sendable, Equatable {
     public var progress: RunProgress
     /// Why the run waits and what to do, or how it has ended, in sentences; nil while it trains.
     public var note: Sentence?
+    /// After how many seconds without a change it is no longer to be believed, as the app was ended; nil where it stays true.
+    public var lifetime: Double?
 }
 
 /// What shows a run while the app is not in front: in the app a Live Activity.
@@ -25,8 +27,13 @@ public struct Glance: Sendable, Equatable {
     private let controller: RunController
     private let phone: any Phone
     private let board: any GlanceBoard
+    /// The least time between two changes of the figures, in seconds. iOS limits how many changes it shows.
+    private static let interval = 5.0
+    /// How long figures are taken to be true at least, in seconds.
+    private static let lifetime = 120.0
     /// What is shown; nil for nothing.
     private var shown: Glance?
+    private var lastChange = Date.distantPast
 
     init(controller: RunController, phone: any Phone, board: any GlanceBoard) {
         (self.controller, self.phone, self.board) = (controller, phone, board)
@@ -44,15 +51,20 @@ public struct Glance: Sendable, Equatable {
             guard phone.scene == .active, let start = controller.log.start else { return }
             board.begin(title: "Training \(start.model.name)", glance)
         } else {
-            guard phone.scene != .active, glance != shown else { return }
+            guard phone.scene != .active, glance != shown,
+                glance.note != shown?.note || Date.now.timeIntervalSince(lastChange) >= Self.interval
+            else { return }
             board.update(glance)
         }
-        shown = glance
+        (shown, lastChange) = (glance, .now)
     }
 
     private var glance: Glance? {
         controller.settings.map {
-            Glance(progress: RunProgress(controller.log, steps: $0.steps), note: controller.state.note)
+            let note = controller.state.note
+            return Glance(
+                progress: RunProgress(controller.log, steps: $0.steps), note: note,
+                lifetime: note == nil ? max(Self.lifetime, 3 * (controller.log.stepSeconds ?? 0)) : nil)
         }
     }
 }

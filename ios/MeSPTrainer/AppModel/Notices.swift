@@ -11,8 +11,8 @@ public struct Notice: Sendable, Equatable {
 
 /// What shows messages: in the app the system's notifications.
 @MainActor public protocol NoticeBoard: AnyObject {
-    /// Asks the person whether messages may be shown; the system asks once.
-    func askPermission()
+    /// Asks the person whether messages may be shown, and returns when they have answered; the system asks once.
+    func askPermission() async
     /// Shows `notice` in place of the last.
     func show(_ notice: Notice)
     /// Takes back what is shown or waits to be.

@@ -6,19 +6,21 @@ public struct StoredBundle: Identifiable, Sendable {
     public let url: URL
     /// Whether it came with the app.
     public let isIncluded: Bool
-    /// nil where the bundle can't be used.
+    /// nil where the bundle can't be read.
     public let manifest: Manifest?
     /// Why it can't be used.
     public let problem: Sentence?
 
-    init(url: URL, isIncluded: Bool) {
+    /// - Parameter gpuRefusal: why no bundle for the GPU can be used here; nil where one can.
+    init(url: URL, isIncluded: Bool, gpuRefusal: Sentence?) {
         // devicectl can put a folder into one of its name.
         let nested = url.appendingPathComponent(url.lastPathComponent)
         let url = FileManager.default.fileExists(atPath: nested.path) ? nested : url
         (self.url, self.isIncluded) = (url, isIncluded)
         do {
-            manifest = try ModelBundle(url: url, checksums: false).manifest
-            problem = nil
+            let manifest = try ModelBundle(url: url, checksums: false).manifest
+            problem = manifest.device == "gpu" ? gpuRefusal : nil
+            self.manifest = manifest
         } catch {
             manifest = nil
             problem =

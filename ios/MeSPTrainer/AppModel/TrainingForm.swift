@@ -11,7 +11,8 @@ import Observation
     public private(set) var bundle: StoredBundle?
     public var bundleID: StoredBundle.ID? {
         get { bundle?.id }
-        set { select(library.bundles.first { $0.id == newValue }) }
+        // One that can't be used is not chosen.
+        set { select(newValue == nil ? nil : library.usableBundles.first { $0.id == newValue } ?? bundle) }
     }
     /// The settings. The bundle, the output and the text are filled in when the run starts. The optimizer and the learning rate follow
     /// the bundle, the method and each other, as long as nobody has chosen a rate.

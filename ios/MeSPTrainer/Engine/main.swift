@@ -41,7 +41,8 @@ signal(SIGPIPE, SIG_IGN)
 
 #if canImport(Darwin)
     let pressure = DispatchSource.makeMemoryPressureSource(eventMask: [.warning, .critical], queue: .global())
-    pressure.setEventHandler { memoryIsShort = 1 }
+    // Without @Sendable a closure here is isolated to the main actor, and traps on the queue.
+    pressure.setEventHandler { @Sendable in memoryIsShort = 1 }
     pressure.activate()
 #endif
 

@@ -87,6 +87,12 @@ struct FleetAPI: Sendable {
                 if let data, let response = response as? HTTPURLResponse {
                     return continuation.resume(returning: (data, response.statusCode))
                 }
+                if (error as? URLError)?.code == .appTransportSecurityRequiresSecureConnection {
+                    return continuation.resume(
+                        throwing: FederationError(
+                            "Apple's systems let an app use http with a local server only; ask who runs \(server.absoluteString) for an address that begins with https."
+                        ))
+                }
                 let reason = error?.localizedDescription ?? "no answer"
                 continuation.resume(
                     throwing: Unreachable(sentence: "\(server.absoluteString) cannot be reached: \(reason)"))

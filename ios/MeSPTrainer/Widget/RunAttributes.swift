@@ -17,5 +17,7 @@
         }
 
         var title: String
+        /// What is said in place of figures that are no longer true.
+        var staleNote: String
     }
 #endif

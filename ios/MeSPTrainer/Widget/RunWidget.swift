@@ -8,13 +8,13 @@ import WidgetKit
         ActivityConfiguration(for: RunAttributes.self) { context in
             VStack(alignment: .leading, spacing: 8) {
                 Text(context.attributes.title).font(.headline)
-                RunStatus(state: context.state)
+                RunStatus(context: context)
             }
             .padding()
         } dynamicIsland: { context in
             DynamicIsland {
                 DynamicIslandExpandedRegion(.center) { Text(context.attributes.title).font(.headline) }
-                DynamicIslandExpandedRegion(.bottom) { RunStatus(state: context.state) }
+                DynamicIslandExpandedRegion(.bottom) { RunStatus(context: context) }
             } compactLeading: {
                 RunGauge(state: context.state)
             } compactTrailing: {
@@ -28,7 +28,10 @@ import WidgetKit
 
 /// How far the run is, and why it waits.
 private struct RunStatus: View {
-    let state: RunAttributes.ContentState
+    let context: ActivityViewContext<RunAttributes>
+
+    private var state: RunAttributes.ContentState { context.state }
+    private var note: String? { context.isStale ? context.attributes.staleNote : state.note }
 
     var body: some View {
         VStack(alignment: .leading, spacing: 4) {
@@ -36,11 +39,12 @@ private struct RunStatus: View {
                 HStack {
                     Text(state.step)
                     Spacer()
-                    Text([state.loss, state.timeLeft].compactMap { $0 }.joined(separator: ", "))
+                    Text(
+                        [state.loss, context.isStale ? nil : state.timeLeft].compactMap { $0 }.joined(separator: ", "))
                 }
                 .font(.caption).monospacedDigit()
             }
-            if let note = state.note { Text(note).font(.caption).foregroundStyle(.secondary) }
+            if let note { Text(note).font(.caption).foregroundStyle(.secondary) }
         }
         .accessibilityElement(children: .combine)
     }

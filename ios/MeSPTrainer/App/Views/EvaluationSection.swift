@@ -26,6 +26,14 @@ struct EvaluationSection: View {
             } else {
                 Button("Measure on a File", systemImage: "checklist") { choosesFile = true }
                     .disabled(!model.isFree || (run == nil && model.form.bundle == nil))
+                    // Not of the section, which would have it once a row.
+                    .fileImporter(isPresented: $choosesFile, allowedContentTypes: [.plainText, .json, .data]) {
+                        result in
+                        switch result {
+                        case .success(let url): Task { await url.accessed { await model.evaluate(url, with: run) } }
+                        case .failure(let error): model.problem = "\(error.localizedDescription)"
+                        }
+                    }
             }
             if let problem = evaluation.problem {
                 Label(problem.localized, systemImage: "exclamationmark.triangle.fill").foregroundStyle(.orange)
@@ -35,12 +43,6 @@ struct EvaluationSection: View {
             Text("Base and fine-tuned")
         } footer: {
             Text("A JSONL file whose records have a text, a prompt with choices and an answer, or a conversation.")
-        }
-        .fileImporter(isPresented: $choosesFile, allowedContentTypes: [.plainText, .json, .data]) { result in
-            switch result {
-            case .success(let url): Task { await url.accessed { await model.evaluate(url, with: run) } }
-            case .failure(let error): model.problem = "\(error.localizedDescription)"
-            }
         }
     }
 }

@@ -1,5 +1,4 @@
 import Foundation
-import MLX
 
 /// `manifest.json`: what a bundle holds. See `docs/architecture.md`.
 public struct Manifest: Decodable, Sendable {
@@ -89,7 +88,8 @@ extension Manifest {
     /// of its own and functions for 16 lengths, has 0.9 MB.
     static let largestSize = 4 << 20
 
-    /// Reads a manifest that this build can use, and checks all of it that can be checked without the bundle's files.
+    /// Reads a manifest that this build can use, and checks all of it that can be checked without the bundle's files and
+    /// without MLX.
     ///
     /// - Parameter bundle: what the bundle is called in messages.
     static func read(_ json: Data, of bundle: String) throws -> Manifest {
@@ -99,7 +99,6 @@ extension Manifest {
         struct Version: Decodable {
             let format: Int
             let mlxVersion: String
-            let device: String
         }
         let decoder = JSONDecoder()
         decoder.keyDecodingStrategy = .convertFromSnakeCase
@@ -116,11 +115,6 @@ extension Manifest {
         guard version.mlxVersion == Manifest.mlxVersion else {
             throw MeSPError(
                 "\(bundle) was exported with MLX \(version.mlxVersion), this build runs MLX \(Manifest.mlxVersion); export it again with mlx==\(Manifest.mlxVersion)."
-            )
-        }
-        guard version.device == "cpu" || Device.defaultDevice().deviceType == .gpu else {
-            throw MeSPError(
-                "\(bundle) was exported for a GPU and this machine has none that MLX can use; export it again with --device cpu."
             )
         }
         let manifest: Manifest

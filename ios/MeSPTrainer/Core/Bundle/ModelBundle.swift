@@ -29,7 +29,8 @@ public struct ModelBundle {
 
     public var architecture: Architecture { manifest.architecture }
 
-    /// Opens the bundle at `url` and checks it: its manifest, as `Manifest.read` does, and every file's size and SHA-256.
+    /// Opens the bundle at `url` and checks it: its manifest, as `Manifest.read` does, and every file's size and SHA-256. Does not use MLX,
+    /// so bundles that cannot run here can be listed and copied.
     ///
     /// - Parameters:
     ///   - url: the bundle's folder.
@@ -78,7 +79,17 @@ public struct ModelBundle {
     var device: Device { manifest.device == "gpu" ? .gpu : .cpu }
 
     /// Calls `body` with the bundle's device as MLX's default. An error in MLX, which ends the process elsewhere, is thrown.
+    ///
+    /// - Throws: `MeSPError`, also where the device is not there, or MLX cannot use it.
     func withDevice<R>(_ body: () throws -> R) throws -> R {
+        if let refusal = MLXSupport.refusal ?? (manifest.device == "gpu" ? MLXSupport.gpuRefusal : nil) {
+            throw MeSPError(refusal)
+        }
+        guard manifest.device == "cpu" || Device.defaultDevice().deviceType == .gpu else {
+            throw MeSPError(
+                "\(url.path) was exported for a GPU and this machine has none that MLX can use; export it again with --device cpu."
+            )
+        }
         _ = firstUseOfMLX
         // Naming the device is the first thing that can fail.
         return try MLXErrors.collect { try Device.withDefaultDevice(device, body) }

@@ -13,8 +13,12 @@ package final class PauseGate: @unchecked Sendable {
     private var lastBattery: Battery?
     /// Whether the thread waits here, or there is none.
     private var isAtRest = true
+    private var passes = 0
 
     package init() {}
+
+    /// How many blocks the thread has begun.
+    package var blocks: Int { condition.withLock { passes } }
 
     package func set(_ reasons: Set<PauseReason>) {
         condition.withLock {
@@ -68,6 +72,7 @@ package final class PauseGate: @unchecked Sendable {
                 condition.wait()
             }
             isAtRest = false
+            if reason == nil { passes += 1 }
             return reason
         }
     }

@@ -39,6 +39,9 @@ import Observation
     /// Whether the present or last run's bundle is for the GPU; until the run says so, it is taken for one.
     public var usesGPU: Bool { log.start?.device != "cpu" }
 
+    /// How many blocks of the step in progress have begun.
+    public var blocksOfStep: Int { gate.blocks - blocksBefore }
+
     public var isRunning: Bool {
         switch state {
         case .preparing, .training, .paused: true
@@ -54,6 +57,8 @@ import Observation
     @ObservationIgnored private let phone: any Phone
     @ObservationIgnored private let clock: any Clock<Duration>
     @ObservationIgnored private var gate = PauseGate()
+    /// How many blocks had begun when the last step was logged.
+    @ObservationIgnored private var blocksBefore = 0
     @ObservationIgnored private var memoryIsShort = false
     /// The footprint without the run, in bytes.
     @ObservationIgnored private var besideBytes = 0
@@ -87,7 +92,7 @@ import Observation
         log = LogSummary()
 
         let (gate, beside) = (PauseGate(), memoryFootprint())
-        (self.gate, besideBytes) = (gate, beside)
+        (self.gate, besideBytes, blocksBefore) = (gate, beside, 0)
         update()
         let (messages, sender) = AsyncStream.makeStream(of: Message.self)
         gate.startThread("training") {
@@ -231,6 +236,7 @@ import Observation
             log.append(record)
             switch record {
             case .start: update()  // it says which device the bundle is for
+            case .step: blocksBefore = gate.blocks
             default: break
             }
             if case .end(let end) = record, end.reason != .failed {

@@ -20,16 +20,22 @@
         public init() {
             UIDevice.current.isBatteryMonitoringEnabled = true
             observe(UIApplication.willResignActiveNotification) { $0.enter(.inactive) }
-            observe(UIApplication.didEnterBackgroundNotification) { $0.enter(.background) }
+            observe(UIApplication.didEnterBackgroundNotification) { phone in
+                // iOS must not suspend the app before the block in progress has ended.
+                let wait = UIApplication.shared.beginBackgroundTask(withName: "leaving", expirationHandler: nil)
+                phone.enter(.background)
+                UIApplication.shared.endBackgroundTask(wait)
+            }
             observe(UIApplication.willEnterForegroundNotification) { $0.enter(.inactive) }
             observe(UIApplication.didBecomeActiveNotification) { $0.enter(.active) }
+            observe(UIApplication.protectedDataDidBecomeAvailableNotification) { $0.tell(.change) }
             observe(UIApplication.didReceiveMemoryWarningNotification) { $0.tell(.memoryWarning) }
             observe(UIDevice.batteryLevelDidChangeNotification) { $0.tell(.change) }
             observe(UIDevice.batteryStateDidChangeNotification) { $0.tell(.change) }
             // Posted on any thread, unlike the others.
             _ = NotificationCenter.default.addObserver(
                 forName: ProcessInfo.thermalStateDidChangeNotification, object: nil, queue: nil
-            ) { [weak self] _ in Task { @MainActor in self?.tell(.change) } }
+            ) { [weak self] _ in Task { @MainActor [weak self] in self?.tell(.change) } }
         }
 
         private func enter(_ scene: AppScene) {
@@ -73,7 +79,7 @@
             // Posted on any thread.
             _ = NotificationCenter.default.addObserver(
                 forName: ProcessInfo.thermalStateDidChangeNotification, object: nil, queue: nil
-            ) { [weak self] _ in Task { @MainActor in self?.tell(.change) } }
+            ) { [weak self] _ in Task { @MainActor [weak self] in self?.tell(.change) } }
         }
 
         private func tell(_ event: PhoneEvent) {

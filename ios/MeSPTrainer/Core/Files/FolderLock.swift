@@ -35,10 +35,14 @@ final class FolderLock {
             )
         }
         #if os(iOS)
-            // The host's name can bring up the question about the local network, and nobody but the app writes here.
+            // Nobody but the app writes here.
             let holder = ("Another run of this app" as Sentence).english
         #else
-            let holder = "Process \(getpid()) on \(ProcessInfo.processInfo.hostName)"
+            // `ProcessInfo.hostName` asks the network, and with it the person whether the app may use the local one.
+            var name = [CChar](repeating: 0, count: 256)
+            gethostname(&name, name.count - 1)
+            let host = String(decoding: name.prefix { $0 != 0 }.map(UInt8.init(bitPattern:)), as: UTF8.self)
+            let holder = "Process \(getpid()) on \(host)"
         #endif
         // It only informs.
         _ = ftruncate(file, 0)

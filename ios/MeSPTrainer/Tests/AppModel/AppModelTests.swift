@@ -75,19 +75,42 @@ import Testing
     @Test func theBundleThatComesWithTheAppTrains() async throws {
         let home = URL(fileURLWithPath: #filePath).deletingLastPathComponent().deletingLastPathComponent()
             .deletingLastPathComponent()
-        let folder = DocumentsFolder(documents: documents, included: home)
+        // As on a phone whose GPU is older than MLX needs: the demo for the CPU is chosen.
+        let folder = DocumentsFolder(documents: documents, included: home, gpuRefusal: "The GPU is too old.")
         let model = AppModel(phone: phone, folder: folder) { _ in ByteTokenizer() }
         await model.refresh()
-        // One for the CPU and one for the GPU, which is taken where there is one.
         let demos = try folder.bundles().filter(\.isIncluded)
         #expect(demos.map(\.name) == ["Demo-GPU", "Demo"])
-        let hasGPU = Device.defaultDevice().deviceType == .gpu
-        #expect(demos.map { $0.problem == nil } == [hasGPU, true])
-        #expect(model.form.bundle?.name == (hasGPU ? "Demo-GPU" : "Demo"))
+        #expect(demos.map(\.problem) == ["The GPU is too old.", nil])
+        #expect(demos.allSatisfy { $0.size > 0 })
+        model.form.bundleID = "Demo-GPU.mesp"
+        #expect(model.form.bundle?.name == "Demo")
         (model.form.settings.seqLen, model.form.settings.steps, model.form.settings.valBatches) = (128, 1, 0)
         await model.start()
         while !model.isFree { try await Task.sleep(for: .milliseconds(5)) }
         #expect(model.controller.state == .finished(.finished))
+    }
+
+    /// In the simulator, and when iOS starts the app in the background, MLX must not be used to list bundles. What it would be asked here
+    /// is whether there is a GPU; it says no, and the bundle is listed all the same.
+    @Test func bundlesForTheGPUAreListedWithoutMLX() async throws {
+        let home = URL(fileURLWithPath: #filePath).deletingLastPathComponent().deletingLastPathComponent()
+            .deletingLastPathComponent()
+        let folder = DocumentsFolder(documents: documents, included: home)
+        let model = AppModel(phone: phone, folder: folder) { _ in ByteTokenizer() }
+        await model.refresh()
+        #expect(model.library.bundles.map(\.problem) == [nil, nil])
+        #expect(model.form.bundle?.name == "Demo-GPU" && model.canStart)
+        guard Device.defaultDevice().deviceType != .gpu else { return }
+        (model.form.settings.seqLen, model.form.settings.steps, model.form.settings.valBatches) = (128, 1, 0)
+        await model.start()
+        while model.controller.isRunning { try await Task.sleep(for: .milliseconds(5)) }
+        guard case .failed(let sentence) = model.controller.state else {
+            Issue.record("the state is \(model.controller.state)")
+            return
+        }
+        #expect(sentence.english.hasSuffix("has none that MLX can use; export it again with --device cpu."))
+        #expect(model.library.runs.isEmpty, "nothing was written")
     }
 
     @Test func aBundleFromAirDropMovesOutOfTheInbox() async throws {

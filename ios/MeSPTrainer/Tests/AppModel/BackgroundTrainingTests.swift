@@ -37,7 +37,16 @@ import Testing
 @MainActor private final class Board: NoticeBoard {
     var shown: Notice?
     var permissions = 0
-    func askPermission() { permissions += 1 }
+    /// Set where the system shows its question over this phone's app, and takes it away when it is answered.
+    var asksOver: TestPhone?
+    private(set) var answer: (() -> Void)?
+    func askPermission() async {
+        permissions += 1
+        guard let asksOver else { return }
+        asksOver.scene = .inactive
+        await withCheckedContinuation { continuation in answer = { continuation.resume() } }
+        asksOver.scene = .active
+    }
     func show(_ notice: Notice) { shown = notice }
     func clear() { shown = nil }
 }
@@ -116,6 +125,33 @@ import Testing
         #expect(scheduler.asked == [.overnight, .continued], "once a run")
         try await end()
         #expect(scheduler.withdrawn == [.continued, .overnight])
+    }
+
+    @Test func thePersonIsAskedBeforeTheRunBegins() async throws {
+        try await prepare(steps: 1_000_000)
+        board.asksOver = phone
+        let start = Task { await model.start() }
+        try await wait { board.answer != nil }
+        #expect(phone.scene == .inactive && model.controller.state == .idle && !model.canStart)
+        board.answer?()
+        await start.value
+        try await reach(.training)
+        #expect(!model.controller.log.events.contains { $0.name == "pause" })
+        try await end()
+    }
+
+    /// The system ends a time that makes no progress, and a step of a large model takes minutes.
+    @Test func progressIsToldWithinAStep() async throws {
+        try await prepare(steps: 10)
+        model.form.settings.gradAccumulationSteps = 100_000
+        await model.start()
+        try await reach(.training)
+        let time = scheduler.give(.continued)
+        try await wait { Set(time.shown.map(\.unitsDone)).count > 2 }
+        let done = time.shown.map(\.unitsDone)
+        #expect(done == done.sorted())
+        #expect(time.shown.allSatisfy { $0.step == 0 && $0.unitsDone < $0.units / 10 })
+        try await end()
     }
 
     @Test func theNightsTimeIsForTheCharger() async throws {
@@ -255,13 +291,18 @@ import Testing
         try await wait { model.controller.log.lastStep > 1 }
         #expect(lock.updates == 0, "nobody sees it while the app is in front")
         phone.scene = .inactive
-        try await wait { lock.updates > 2 }
+        try await wait { lock.updates == 1 }
+        let step = model.controller.log.lastStep
+        try await wait { model.controller.log.lastStep > step + 20 }
+        #expect(lock.updates < 5, "the system allows few changes, and steps can be short")
+        #expect(lock.shown?.lifetime == 120, "if the app is ended, it is not true for long")
         let progress = try #require(lock.shown).progress
         #expect(progress.step > 1 && progress.loss != nil && progress.part > 0)
         phone.scene = .background
         try await reach(.paused(.away))
         #expect(
             lock.shown?.note == "The app is not in front, and iOS gives it no time to train. Open the app to go on.")
+        #expect(lock.shown?.lifetime == nil, "that stays true")
         // What is asked for and given, iOS shows itself.
         _ = scheduler.give(.continued)
         try await reach(.training)

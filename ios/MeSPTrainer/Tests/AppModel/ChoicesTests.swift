@@ -27,6 +27,17 @@ import Testing
         #expect(model.problem == nil && model.comparison.problem == nil)
     }
 
+    /// As while the phone is locked: a folder cannot be read as a file.
+    @Test func choicesThatCannotBeReadYetRaiseNoAlert() async throws {
+        try FileManager.default.createDirectory(at: model.choices.url, withIntermediateDirectories: true)
+        app.phone.scene = .background
+        await model.refresh()
+        #expect(model.problem == nil, "nobody has done anything, and it is read again in front")
+        app.phone.scene = .active
+        await model.refresh()
+        #expect(model.problem?.english.contains("choices.jsonl cannot be read") == true)
+    }
+
     @Test func theBetterAnswerIsKept() async throws {
         try await talk(2)
         let turn = try #require(model.comparison.turns.last)

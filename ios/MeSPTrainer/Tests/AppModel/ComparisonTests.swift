@@ -115,8 +115,43 @@ import Testing
         try await written()
         #expect(comparison.turns.map(\.prompt) == ["Four"])
         comparison.clear()
-        #expect(comparison.turns.isEmpty && documents.chat() == nil)
+        #expect(try comparison.turns.isEmpty && documents.chat() == nil)
     }
+
+    /// The system starts the app in the night, or when a download has come, while the phone is locked and the file cannot be read.
+    @Test func aConversationThatCannotBeReadIsNotReplaced() async throws {
+        try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)
+        let locked = Flag()
+        let documents = DocumentsFolder(
+            documents: folder,
+            read: { url in
+                if locked.value { throw CocoaError(.fileReadNoPermission) }
+                return try Data(contentsOf: url)
+            })
+        comparison = Comparison(phone: phone, folder: documents)
+        func say(_ text: String) async throws {
+            comparison.start(message(text), bundle: try bundle(), adapters: nil, tokenizer: ByteTokenizer())
+            try await written()
+        }
+        try await say("One")
+        let kept = try #require(try documents.chat())
+
+        locked.value = true
+        comparison = Comparison(phone: phone, folder: documents)
+        #expect(comparison.turns.isEmpty)
+        try await say("Two")
+        #expect(comparison.problem?.english.contains("unlock it") == true && comparison.turns.isEmpty)
+        locked.value = false
+        #expect(try documents.chat() == kept)
+
+        // It is there as soon as the phone is unlocked, and goes on.
+        phone.tell(.change)
+        #expect(comparison.turns.map(\.prompt) == ["One"])
+        try await say("Two")
+        #expect(comparison.turns.map(\.prompt) == ["One", "Two"] && comparison.problem == nil)
+    }
+
+    private final class Flag: @unchecked Sendable { var value = false }
 
     @Test func aConversationIsReadOnce() async throws {
         try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)
@@ -134,7 +169,7 @@ import Testing
         let answer = try await say("Two")
         #expect(comparison.bytesRead > once)
         // The same from the start of the app, which reads all of it.
-        let kept = try #require(documents.chat())
+        let kept = try #require(try documents.chat())
         documents.keep(Chat(partners: kept.partners, turns: Array(kept.turns.prefix(1))))
         comparison = Comparison(phone: phone, folder: documents)
         #expect(comparison.bytesRead == 0)

@@ -13,6 +13,7 @@ import Testing
 @Suite(.serialized) @MainActor final class FederationTests {
     private let documents = temporaryFolder()
     private let phone = TestPhone()
+    private let scheduler = Scheduler()
     private let host = UUID().uuidString.lowercased() + ".test"
     deinit { try? FileManager.default.removeItem(at: documents) }
 
@@ -20,7 +21,7 @@ import Testing
         try FileManager.default.createDirectory(at: documents, withIntermediateDirectories: true)
         phone.battery = Battery(level: 0.9, isCharging: true)
         let model = AppModel(
-            phone: phone, folder: DocumentsFolder(documents: documents),
+            phone: phone, folder: DocumentsFolder(documents: documents), scheduler: scheduler,
             openNode: { server, folder, _ in
                 try SuperNode(
                     server: server, folder: folder, configuration: SuperLink.configuration(),
@@ -30,6 +31,22 @@ import Testing
         await model.importBundle(at: fixture)
         model.federation.address = "http://\(host):8000"
         return model
+    }
+
+    private final class Scheduler: BackgroundScheduler {
+        var onGrant: ((any BackgroundTime) -> Void)?
+        var asked = [BackgroundGrant]()
+        func ask(for grant: BackgroundGrant, title: Sentence) { asked.append(grant) }
+        func withdraw(_ grant: BackgroundGrant) {}
+    }
+
+    /// Apple's systems refuse http to a public host, which is not a server that cannot be reached now.
+    @Test func anAddressThatTheSystemRefusesIsSaidToBeOne() async throws {
+        let model = try await model()
+        SuperLink.with(host) { $0.faults["register-node"] = [(-1, "")] }
+        await model.takePart()
+        #expect(model.problem?.english.contains("for an address that begins with https") == true)
+        #expect(!model.federation.isOn)
     }
 
     /// What a server's app asks for: two steps of SGD with the initial adapters, of which B alone travels.
@@ -76,6 +93,7 @@ import Testing
         try SuperLink.ask(host, question(model, exchange: exchange))
         let round = try await round(model)
         #expect(round.problem?.english == nil)
+        #expect(scheduler.asked == [.overnight], "to go on at once is for what a person has started")
         #expect(round.bytesUp ?? 0 > 0 && !model.federation.isOn && model.isFree)
         let answer = try #require(try SuperLink.answered(host).1)
 

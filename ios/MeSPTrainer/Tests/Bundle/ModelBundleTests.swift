@@ -48,7 +48,6 @@ import Testing
             "format 3, this build reads format 4; write it anew with mesp-export --from"
         ),
         ("\"mlx_version\": \"0.31.1\"", "\"mlx_version\": \"0.32.0\"", "MLX 0.32.0"),
-        ("\"device\": \"cpu\"", "\"device\": \"gpu\"", "--device cpu"),
         ("\"num_attention_heads\":", "\"heads\":", "num"),
         ("\"path\": \"embedding.bin\"", "\"path\": \"../embedding.bin\"", "embedding.bin"),
         ("\"hidden_size\": ", "\"hidden_size\": 64", "export the bundle again"),

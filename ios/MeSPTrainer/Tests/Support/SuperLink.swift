@@ -11,7 +11,8 @@ import Testing
 final class SuperLink: URLProtocol {
     struct State {
         var calls = [String]()
-        /// What calls of these names get in place of an answer, one after the other: a status, or 0 for no connection.
+        /// What calls of these names get in place of an answer, one after the other: a status, 0 for no connection, or -1 for what the system
+        /// does not let through.
         var faults = [String: [(status: Int, body: String)]]()
         var question: (tree: ObjectTree, contents: [String: Data])?
         var isDelivered = false
@@ -56,10 +57,13 @@ final class SuperLink: URLProtocol {
             }
             return (200, (try? Self.answer(url.lastPathComponent, ProtobufMessage(sent), &state)) ?? Data())
         }
-        guard status != 0,
+        guard status > 0,
             let response = HTTPURLResponse(url: url, statusCode: status, httpVersion: nil, headerFields: [:])
         else {
-            client?.urlProtocol(self, didFailWithError: URLError(.networkConnectionLost))
+            client?.urlProtocol(
+                self,
+                didFailWithError: URLError(
+                    status == 0 ? .networkConnectionLost : .appTransportSecurityRequiresSecureConnection))
             return
         }
         client?.urlProtocol(self, didReceive: response, cacheStoragePolicy: .notAllowed)

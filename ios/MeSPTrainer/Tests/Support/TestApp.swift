@@ -7,11 +7,12 @@ import Testing
 /// The app's model, with a folder of documents of its own.
 @MainActor final class TestApp {
     private let documents = temporaryFolder()
+    let phone = TestPhone()
     let model: AppModel
 
     init() throws {
         try FileManager.default.createDirectory(at: documents, withIntermediateDirectories: true)
-        model = AppModel(phone: TestPhone(), folder: DocumentsFolder(documents: documents)) { _ in ByteTokenizer() }
+        model = AppModel(phone: phone, folder: DocumentsFolder(documents: documents)) { _ in ByteTokenizer() }
     }
     deinit { try? FileManager.default.removeItem(at: documents) }
 

@@ -1,0 +1,31 @@
+#if os(iOS) && !targetEnvironment(simulator)
+    import Metal
+#endif
+
+/// What MLX can run on this device. The system is asked and not MLX, which starts Metal when it is first used, for the CPU too: that takes
+/// memory, and where MLX cannot use the GPU it ends the process.
+public enum MLXSupport {
+    /// Why MLX cannot run here; nil where it can.
+    public static var refusal: Sentence? {
+        #if targetEnvironment(simulator)
+            noGPU
+        #else
+            nil
+        #endif
+    }
+
+    /// Why MLX cannot run a bundle for the GPU here; nil where it can, or where only MLX knows.
+    public static let gpuRefusal: Sentence? = {
+        #if os(iOS) && !targetEnvironment(simulator)
+            // Its kernels reduce over SIMD groups and multiply SIMD-group matrices, which older families lack.
+            MTLCreateSystemDefaultDevice()?.supportsFamily(.apple7) == true ? nil : oldGPU
+        #else
+            nil
+        #endif
+    }()
+
+    private static let noGPU: Sentence =
+        "The iOS simulator lacks the GPU that MLX needs: train on an iPhone, an iPad or a Mac, or look at a recorded run."
+    private static let oldGPU: Sentence =
+        "MLX needs the GPU of an A14, an M1 or a later chip, and this device has an older one; choose a bundle for the CPU, or export this one with --device cpu."
+}

@@ -1,0 +1,9 @@
+// What the app uses of AppKit.
+
+import Foundation
+
+// developer.apple.com/documentation/appkit/nsapplication, …/nsapplicationdelegate
+@MainActor open class NSApplication: NSObject {}
+@MainActor public protocol NSApplicationDelegate: NSObjectProtocol {
+    func applicationShouldTerminateAfterLastWindowClosed(_ sender: NSApplication) -> Bool
+}
