@@ -8,10 +8,11 @@ import Testing
 @MainActor final class TestApp {
     private let documents = temporaryFolder()
     let model: AppModel
+    let phone = TestPhone()
 
     init() throws {
         try FileManager.default.createDirectory(at: documents, withIntermediateDirectories: true)
-        model = AppModel(phone: TestPhone(), folder: DocumentsFolder(documents: documents)) { _ in ByteTokenizer() }
+        model = AppModel(phone: phone, folder: DocumentsFolder(documents: documents)) { _ in ByteTokenizer() }
     }
     deinit { try? FileManager.default.removeItem(at: documents) }
 
