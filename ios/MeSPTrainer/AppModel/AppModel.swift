@@ -265,10 +265,7 @@ import Observation
         guard !controller.isRunning else { return comparison.letGo() }
         let folder = library.folder
         Task.detached { folder.keepRuns() }
-        if case .finished = controller.state {
-            hasEnded = true
-            Task { await refresh() }
-        }
+        if case .finished = controller.state { hasEnded = true }
     }
 
     /// Whether a run has ended that the list does not have yet.

@@ -28,7 +28,7 @@ struct EvaluationSection: View {
                     .disabled(!model.isFree || (run == nil && model.form.bundle == nil))
             }
             if let problem = evaluation.problem {
-                Label(problem.localized, systemImage: "exclamationmark.triangle.fill").foregroundStyle(.orange)
+                ProblemLabel(problem.localized)
             }
             if let figure = evaluation.figure { FigureRows(figure: figure) }
         } header: {

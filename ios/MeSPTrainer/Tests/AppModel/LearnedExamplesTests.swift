@@ -100,8 +100,8 @@ import Testing
         model.showExamples(of: first)
         #expect(model.examples.writing == nil, "the run has the device")
         while !model.isFree { try await Task.sleep(for: .milliseconds(2)) }
-        for await _ in reads { break }
         await model.refresh()
+        for await _ in reads { break }
         let second = try #require(model.shownRun)
         #expect(second.id != first.id && model.examples.writing == second.id)
         model.askToDelete(.run(second))
