@@ -38,7 +38,7 @@ private struct SampleRow: View {
 
     var body: some View {
         VStack(alignment: .leading, spacing: 8) {
-            Text("\(sample.prompt) …").font(.callout)
+            Text(sample.prompt + " …").font(.callout)
             answer("Before", sample.before)
             answer("After", sample.after)
         }
