@@ -636,6 +636,15 @@ def test_every_row_can_be_reached_and_read():
         assert ".doneKey" in views[name]
 
 
+def test_the_documentation_names_what_the_screens_have():
+    text = (ROOT / "docs" / "app.md").read_text(encoding="utf-8")
+    table = text.split("### From the first tap to the last")[1].split("\n## ")[0]
+    now = [row.split("|")[3] for row in table.splitlines() if row.startswith("| ")][1:]
+    views = "\n".join(view.read_text(encoding="utf-8") for view in VIEWS)
+    named = {name for cell in now for name in re.findall(r"\*([^*]+)\*", cell)}
+    assert len(named) > 8 and named <= set(literals(views)), named - set(literals(views))
+
+
 def test_start_is_in_view_wherever_a_run_is_set_up():
     text = (APP / "Views" / "TrainView.swift").read_text(encoding="utf-8")
     assert "safeAreaInset(edge: .bottom) { StartBar() }" in text

@@ -21,10 +21,9 @@ import Observation
 
     /// The run whose examples are being written; nil while none are.
     public private(set) var writing: StoredRun.ID?
-    /// Why the last examples could not be written.
-    public private(set) var problem: Sentence?
 
     private var samples = [StoredRun.ID: [Sample]]()
+    private var problems = [StoredRun.ID: Sentence]()
     @ObservationIgnored private let phone: any Phone
     @ObservationIgnored private var gate = PauseGate()
     @ObservationIgnored private var work: Task<Void, Never>?
@@ -40,6 +39,9 @@ import Observation
 
     /// The examples of a run, as far as they are written and were loaded.
     public func of(_ run: StoredRun) -> [Sample] { samples[run.id] ?? [] }
+
+    /// Why the examples of a run could not be written.
+    public func problem(of run: StoredRun) -> Sentence? { problems[run.id] }
 
     /// Loads the examples that are kept with a run.
     public func load(_ run: StoredRun) async {
@@ -61,7 +63,7 @@ import Observation
     ) {
         guard let adapters = run.adapters, let settings = run.log?.start?.settings else { return }
         stop()
-        (writing, problem, samples[run.id]) = (run.id, nil, [])
+        (writing, problems[run.id], samples[run.id]) = (run.id, nil, [])
         let gate = PauseGate()
         self.gate = gate
         gate.follow(phone)
@@ -105,7 +107,7 @@ import Observation
             } catch {
                 // Whoever stopped it has begun something else meanwhile.
                 if Task.isCancelled || error is CancellationError { return }
-                problem = error.plainSentence
+                problems[run.id] = error.plainSentence
             }
             writing = nil
         }
@@ -147,16 +149,16 @@ private struct HeldOutPrompts: Sendable {
     /// Tokens of a prompt from a text, to the end of a word.
     private static let length = 16
 
-    init(tokenizer: any TextTokenizer) { self.tokenizer = tokenizer }
-
     func text(_ tokens: some Sequence<Int>) -> String {
         tokenizer.decode(Array(tokens)).trimmingCharacters(in: .whitespacesAndNewlines)
     }
 
-    /// Different prompts, `count` at most; none where no data is held out.
+    /// Different prompts, `count` at most.
+    ///
+    /// - Throws: `MeSPError` where no data is held out.
     func choose(_ count: Int, from bundle: ModelBundle, length: Int) throws -> [Prompt] {
         guard let sequences = try bundle.tokens("valid")?.sequences(lengths: [length]), sequences.count > 0 else {
-            return []
+            throw MeSPError("No text was held out from this run, so there is none for examples.")
         }
         let frame = messageFrame()
         var prompts = [Prompt]()

@@ -15,14 +15,13 @@ struct BundlesView: View {
                     ForEach(model.library.bundles) { bundle in
                         HStack {
                             Button {
-                                model.form.select(bundle)
+                                if bundle.problem == nil { model.form.select(bundle) }
                             } label: {
                                 BundleRow(bundle: bundle, isChosen: bundle.id == model.form.bundle?.id)
                                     .contentShape(.rect)
                             }
                             .buttonStyle(.plain)
-                            .disabled(bundle.problem != nil)
-                            .accessibilityHint("Chooses the model to train")
+                            .accessibilityHint(bundle.problem == nil ? "Chooses the model to train" : "")
                             if !bundle.isIncluded {
                                 RowMenu(name: bundle.name) { model.askToDelete(.bundle(bundle)) }
                             }

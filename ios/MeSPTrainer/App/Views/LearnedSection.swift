@@ -17,7 +17,7 @@ struct LearnedSection: View {
                     ProgressView("Writing examples")
                     Button("Stop", systemImage: "stop.fill", role: .destructive) { examples.stop() }
                 } else if examples.of(run).isEmpty {
-                    if let problem = examples.problem { ProblemLabel(problem.localized) }
+                    if let problem = examples.problem(of: run) { ProblemLabel(problem.localized) }
                     Button("Show Two Examples", systemImage: "text.quote") { model.showExamples(of: run) }
                         .disabled(!model.isFree)
                 }

@@ -31,7 +31,7 @@ import Testing
 
     private func written(_ run: StoredRun) async throws {
         while model.examples.writing != nil || model.examples.of(run).isEmpty {
-            try #require(model.examples.problem == nil)
+            try #require(model.examples.problem(of: run) == nil)
             try await Task.sleep(for: .milliseconds(2))
         }
     }
@@ -40,7 +40,7 @@ import Testing
         let run = try await train()
         try await written(run)
         let samples = model.examples.of(run)
-        #expect(model.examples.problem == nil && samples.count == 2)
+        #expect(samples.count == 2)
         #expect(Set(samples.map(\.prompt)).count == 2 && samples.allSatisfy { !$0.prompt.isEmpty && !$0.isMessage })
         #expect(samples.contains { $0.before != $0.after }, "training changed nothing")
 
@@ -96,7 +96,8 @@ import Testing
         model.showExamples(of: first)
         #expect(model.examples.writing == first.id)
         await model.start()
-        #expect(model.examples.writing == nil && model.examples.problem == nil && model.controller.isRunning)
+        #expect(model.examples.writing == nil && model.controller.isRunning)
+        #expect(model.examples.problem(of: first) == nil, "it was only stopped")
         model.showExamples(of: first)
         #expect(model.examples.writing == nil, "the run has the device")
         while !model.isFree { try await Task.sleep(for: .milliseconds(2)) }
@@ -112,9 +113,26 @@ import Testing
     @Test func aTokenizerThatCannotBeReadIsSaid() async throws {
         model = makeModel { _ in throw MeSPError("The tokenizer is not there.") }
         let run = try await train()
-        while model.examples.problem == nil { try await Task.sleep(for: .milliseconds(2)) }
-        #expect(model.examples.problem == "The tokenizer is not there." && model.examples.writing == nil)
+        while model.examples.problem(of: run) == nil { try await Task.sleep(for: .milliseconds(2)) }
+        #expect(model.examples.problem(of: run) == "The tokenizer is not there." && model.examples.writing == nil)
         #expect(model.problem == nil, "nobody has asked for it")
         #expect(model.canShowExamples(of: run))
+    }
+
+    /// As exported with training data only.
+    @Test func withoutHeldOutDataThatIsSaid() async throws {
+        let bundle = documents.appendingPathComponent("bundle.mesp")
+        let fixture = try #require(Fixture.tied).appendingPathComponent("bundle.mesp").resolvingSymlinksInPath()
+        try FileManager.default.copyItem(at: fixture, to: bundle)
+        let url = bundle.appendingPathComponent("manifest.json")
+        var manifest = try #require(try JSONSerialization.jsonObject(with: Data(contentsOf: url)) as? [String: Any])
+        var data = try #require(manifest["data"] as? [String: Any])
+        data["valid"] = nil
+        manifest["data"] = data
+        try JSONSerialization.data(withJSONObject: manifest).write(to: url)
+        await model.refresh()
+        let run = try await train()
+        while model.examples.problem(of: run) == nil { try await Task.sleep(for: .milliseconds(2)) }
+        #expect(model.examples.problem(of: run)?.english.hasPrefix("No text was held out") == true)
     }
 }
