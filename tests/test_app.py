@@ -586,10 +586,8 @@ def test_the_ui_test_looks_for_what_the_app_shows():
     (source,) = UI_TESTS.glob("*.swift")
     text = source.read_text(encoding="utf-8")
     views = "\n".join(view.read_text(encoding="utf-8") for view in APP_SOURCES)
-    model = "\n".join(
-        (HOME / source).read_text(encoding="utf-8")
-        for source in ("AppModel/AppModel.swift", "Core/Bundle/MLXSupport.swift")
-    )
+    sources = [*sorted((HOME / "AppModel").glob("*.swift")), HOME / "Core/Bundle/MLXSupport.swift"]
+    model = "\n".join(source.read_text(encoding="utf-8") for source in sources)
     bundles = {path.stem for path in HOME.glob("*.mesp")}
     shown = {*literals(views), *literals(model), *bundles}
     given = set(re.findall(r'\.accessibilityIdentifier\("([^"]+)"\)', views))
@@ -683,6 +681,50 @@ def test_the_string_catalog_has_every_sentence_of_the_views():
     assert listed - said == set(), "no view says them"
 
 
+def test_numbers_of_things_have_plural_forms():
+    catalogue = catalog("Localizable")
+    counted = [key for key in catalogue if re.match(r"%lld \w+s\b", key)]
+    assert {"%lld steps", "%lld tokens"} <= set(counted)
+    for key in counted:
+        forms = catalogue[key]["localizations"]["en"]["variations"]["plural"]
+        values = {form: each["stringUnit"]["value"] for form, each in forms.items()}
+        assert values["other"] == key and values["one"] == re.sub(r"^(%lld \w+)s\b", r"\1", key)
+
+
+def test_every_row_can_be_reached_and_read():
+    """What is tapped is a button, what is deleted has a menu, and color is a symbol's alone."""
+    views = {view.name: view.read_text(encoding="utf-8") for view in VIEWS}
+    for name, text in views.items():
+        assert "onTapGesture" not in text, name
+        if ".onDelete" in text:
+            assert re.search(r"RowMenu\(|\.contextMenu", text), name
+        # A signal color on more than the symbol would be hard to read.
+        for line in text.splitlines():
+            if re.search(r"foregroundStyle\(\.(orange|green|red)\)", line):
+                assert "Image(systemName:" in line, f"{name}: {line.strip()}"
+    assert ".keyboard" in views["Support.swift"], "a number pad has no Return"
+    for name in ("TrainView.swift", "TryView.swift"):
+        assert ".doneKey" in views[name]
+
+
+def test_the_documentation_names_what_the_screens_have():
+    text = (ROOT / "docs" / "app.md").read_text(encoding="utf-8")
+    table = text.split("### From the first tap to the last")[1].split("\n## ")[0]
+    now = [row.split("|")[3] for row in table.splitlines() if row.startswith("| ")][1:]
+    views = "\n".join(view.read_text(encoding="utf-8") for view in VIEWS)
+    named = {name for cell in now for name in re.findall(r"\*([^*]+)\*", cell)}
+    assert len(named) > 8 and named <= set(literals(views)), named - set(literals(views))
+
+
+def test_start_is_in_view_wherever_a_run_is_set_up():
+    text = (APP / "Views" / "TrainView.swift").read_text(encoding="utf-8")
+    assert "safeAreaInset(edge: .bottom) { StartBar() }" in text
+    setup, more = re.split(r"(?=private struct MoreView)", text.split("struct SetupView")[1])
+    assert ".startBar()" in setup and ".startBar()" in more
+    controls = r"\b(Picker|TextField|Toggle|Stepper|number)\("
+    assert not re.search(controls, setup) and re.search(controls, more)
+
+
 def sentence_keys(sil: str) -> set[str]:
     """The keys of a module's `Sentence` literals, as the calls in its SIL make them."""
     found: set[str] = set()
@@ -740,8 +782,10 @@ def test_views_keep_to_the_systems_type_sizes_and_colors():
 
 
 def test_views_say_what_their_symbols_mean():
-    """A symbol alone has no words for VoiceOver: Image is in a Label, or has a label."""
+    """VoiceOver has no words for a symbol alone: an Image has a label, or is hidden from it."""
     for view in VIEWS:
         for line in view.read_text(encoding="utf-8").splitlines():
             if "Image(systemName:" in line:
-                assert "accessibilityLabel" in line, f"{view.name}: {line.strip()}"
+                assert re.search("accessibility(Label|Hidden)", line), (
+                    f"{view.name}: {line.strip()}"
+                )

@@ -347,6 +347,78 @@ public struct TextInputAutocapitalization { public static var never: Self { .ini
 public enum TitleDisplayMode { case inline }
 public struct TextSel { public static let enabled = TextSel() }
 public struct StrokeStyle { public init(lineWidth: CGFloat = 1, dash: [CGFloat] = []) {} }
+// developer.apple.com/documentation/swiftui/focusstate, …/view/focused(_:) and …/view/focused(_:equals:): iOS 15, macOS 12.
+@propertyWrapper public struct FocusState<V: Hashable> {
+    public struct Binding {
+        public var wrappedValue: V {
+            get { fatalError() }
+            nonmutating set {}
+        }
+        public var projectedValue: Binding { self }
+    }
+    public init() where V == Bool {}
+    public init<T: Hashable>() where V == T? {}
+    public var wrappedValue: V {
+        get { fatalError() }
+        nonmutating set {}
+    }
+    public var projectedValue: Binding { fatalError() }
+}
+extension View {
+    public func focused<V: Hashable>(_ b: FocusState<V>.Binding, equals: V) -> some View { self }
+    public func focused(_ c: FocusState<Bool>.Binding) -> some View { self }
+}
+// developer.apple.com/documentation/swiftui/label/init(title:icon:): iOS 14, macOS 11.
+extension Label { public init(@ViewBuilder title: () -> T, @ViewBuilder icon: () -> I) {} }
+// developer.apple.com/documentation/swiftui/menu/init(content:label:): iOS 14, macOS 11.
+public struct Menu<L: View, C: View>: Prim {
+    public init(@ViewBuilder content: () -> C, @ViewBuilder label: () -> L) {}
+}
+// developer.apple.com/documentation/swiftui/viewthatfits: iOS 16, macOS 13.
+public struct ViewThatFits<C: View>: Prim { public init(in axes: Axis.Set, @ViewBuilder content: () -> C) {} }
+extension Axis {
+    public struct Set: OptionSet, Sendable {
+        public let rawValue: Int8
+        public init(rawValue: Int8) { self.rawValue = rawValue }
+        public static let horizontal = Set(rawValue: 1), vertical = Set(rawValue: 2)
+    }
+}
+// developer.apple.com/documentation/swiftui/toolbaritemgroup, …/toolbaritemplacement/keyboard: iOS 15, macOS 12.
+public struct ToolbarItemGroup<C: View>: Prim {
+    public init(placement: ToolbarItemPlacement, @ViewBuilder content: () -> C) {}
+}
+extension ToolbarItemPlacement { public static let keyboard = Self() }
+// developer.apple.com/documentation/swiftui/view/safeareainset(edge:alignment:spacing:content:), …/shapestyle/bar and
+// …/view/controlsize(_:), whose large is of iOS 15: iOS 15, macOS 12.
+public enum VerticalEdge: Sendable { case top, bottom }
+public enum ControlSize: Sendable { case mini, small, regular, large }
+public struct BackgroundBar: ShapeStyle {}
+extension ShapeStyle where Self == BackgroundBar { public static var bar: BackgroundBar { .init() } }
+extension View {
+    public func safeAreaInset<V: View>(
+        edge: VerticalEdge, alignment: HorizontalAlignment = .center, spacing: CGFloat? = nil,
+        @ViewBuilder content: () -> V
+    ) -> some View { self }
+    public func controlSize(_ c: ControlSize) -> some View { self }
+    // developer.apple.com/documentation/swiftui/view/contextmenu(menuitems:): iOS 13, macOS 10.15.
+    public func contextMenu<M: View>(@ViewBuilder menuItems: () -> M) -> some View { self }
+    // developer.apple.com/documentation/swiftui/view/accessibilityhidden(_:): iOS 14, macOS 11.
+    public func accessibilityHidden(_ h: Bool) -> some View { self }
+}
+// developer.apple.com/documentation/swiftui/navigationstack/init(path:root:): iOS 16, macOS 13.
+extension NavigationStack {
+    public init<D: MutableCollection & RandomAccessCollection & RangeReplaceableCollection>(
+        path: Binding<D>, @ViewBuilder root: () -> C
+    ) where D.Element: Hashable {}
+}
+// developer.apple.com/documentation/swiftui/progressview/init(value:total:label:currentvaluelabel:): iOS 14, macOS 11.
+extension ProgressView {
+    public init<V: BinaryFloatingPoint, W: View>(
+        value: V?, total: V = 1, @ViewBuilder label: () -> L, @ViewBuilder currentValueLabel: () -> W
+    ) {}
+}
+// developer.apple.com/documentation/swiftui/primitivebuttonstyle/plain: iOS 13, macOS 10.15.
+extension PrimitiveButtonStyle where Self == BStyle { public static var plain: BStyle { fatalError() } }
 
 // developer.apple.com/documentation/swiftui/view-configuration, …/view-layout, …/view-input-and-events, …/view-presentation, …/view-accessibility
 extension View {

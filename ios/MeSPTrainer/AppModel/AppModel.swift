@@ -21,6 +21,7 @@ import Observation
     public let benchmark: Benchmark
     public let selfChecker: SelfChecker
     public let evaluation: Evaluation
+    public let examples: LearnedExamples
     public let downloads: Downloads
     public let federation: Federation
 
@@ -91,6 +92,7 @@ import Observation
         benchmark = Benchmark(controller: controller)
         selfChecker = SelfChecker(phone: phone)
         evaluation = Evaluation(phone: phone)
+        examples = LearnedExamples(phone: phone)
         downloads = Downloads(folder: folder, phone: phone, open: openDownload)
         federation = Federation(phone: phone, controller: controller, open: openNode)
         controller.observers.append { [weak self] in self?.runChanged() }
@@ -116,6 +118,10 @@ import Observation
         form.refresh()
         // The system may have started the app while the phone is locked, when choices can't be read. They are read again in front.
         do { try choices.refresh() } catch { if phone.scene == .active { problem = error.plainSentence } }
+        if hasEnded, let run = shownRun {
+            hasEnded = false
+            showExamples(of: run)
+        }
     }
 
     /// Takes what another app hands over: a bundle, or any other file as a text to train on.
@@ -169,6 +175,8 @@ import Observation
     public enum Deletion {
         case bundle(StoredBundle)
         case run(StoredRun)
+        case choice(Choice)
+        case conversation
     }
 
     /// What is deleted when the person confirms it; nil while nothing is asked.
@@ -191,6 +199,8 @@ import Observation
             default: "\(question). \(runs) runs need it to go on or to write."
             }
         case .run(let run): return "Delete \(run.name)? Its log and adapters cannot be had back."
+        case .choice: return "Delete this choice? It cannot be had back."
+        case .conversation: return "Begin a new conversation? This one is deleted."
         case nil: return ""
         }
     }
@@ -216,9 +226,14 @@ import Observation
         await attempt {
             switch confirmed {
             case .bundle(let bundle):
+                examples.stop()
                 comparison.letGo()  // another may get its name
                 try library.folder.delete(bundle)
-            case .run(let run): try library.folder.delete(run)
+            case .run(let run):
+                examples.stop()
+                try library.folder.delete(run)
+            case .choice(let choice): try choices.remove([choice.id])
+            case .conversation: comparison.clear()
             }
         }
         await refresh()
@@ -247,6 +262,50 @@ import Observation
         guard !controller.isRunning else { return comparison.letGo() }
         let folder = library.folder
         Task { await attempt { try await Task.detached { try folder.keepRuns() }.value } }
+        if case .finished = controller.state { hasEnded = true }
+    }
+
+    /// Whether a run has ended that the list does not have yet.
+    private var hasEnded = false
+
+    /// How far the run in progress is, or the last one was; nil before the first.
+    public var progress: RunProgress? {
+        controller.settings.map { RunProgress(controller.log, steps: $0.steps) }
+    }
+
+    /// The last run, as the list has it, once it has ended.
+    public var shownRun: StoredRun? {
+        guard !controller.isRunning, let output = controller.settings?.output else { return nil }
+        let id = URL(fileURLWithPath: output).lastPathComponent
+        // An earlier look at the files may have found it in progress.
+        return library.runs.first { $0.id == id && !$0.isBenchmark && $0.status != .running }
+    }
+
+    /// Whether there are examples of a run, or they can be written.
+    public func canShowExamples(of run: StoredRun) -> Bool {
+        run.adapters != nil && library.bundle(of: run) != nil && (run.log?.lastStep ?? 0) > 0
+    }
+
+    /// Writes two examples of what a run has learned, unless something else needs the model.
+    public func showExamples(of run: StoredRun) {
+        guard isFree, canShowExamples(of: run), let bundle = library.bundle(of: run) else { return }
+        examples.start(run, bundle: bundle.url, loadTokenizer: loadTokenizer)
+    }
+
+    /// The run that the person wants to write with; nil for the latest.
+    public var chosenRun: StoredRun.ID?
+    /// The run whose adapters write; nil where there is none yet.
+    public var writingRun: StoredRun? { library.trained.first { $0.id == chosenRun } ?? library.trained.first }
+    /// The bundle that writes.
+    public var writingBundle: StoredBundle? { writingRun.flatMap(library.bundle(of:)) ?? form.bundle }
+
+    /// Shows where to write with a run's adapters, with a prompt to begin with.
+    public func tryOut(_ run: StoredRun) {
+        chosenRun = run.id
+        if comparison.draft.prompt.isEmpty, let sample = examples.of(run).first {
+            (comparison.draft.prompt, comparison.draft.isChat) = (sample.prompt, sample.isMessage)
+        }
+        place = .write
     }
 
     /// Whether the device is free for a run, a text, a benchmark, a self-check, an evaluation or a federation.
@@ -254,6 +313,19 @@ import Observation
 
     /// Whether a run with the form's settings can begin now.
     public var canStart: Bool { isFree && (try? form.fit.get().fits) == true }
+
+    /// Why a run with the form's settings can't begin now, and what to do; nil where it can, or before it is known.
+    public var startProblem: Sentence? {
+        guard refusal == nil, library.hasLooked, tokenized == nil else { return nil }
+        if isBusy { return "The model is in use; wait until that has ended, or stop it." }
+        switch form.fit {
+        case .failure(let error): return error.sentence
+        case .success(let fit):
+            guard let available = fit.available, !fit.fits else { return nil }
+            return
+                "Training takes \(fit.predictedPeak.megabytes), and the phone would give \(available.megabytes): under More, set a limit or choose shorter sequences."
+        }
+    }
 
     /// Tokenizes the text, where it is not the bundle's, and begins the run.
     public func start() async {
@@ -308,9 +380,9 @@ import Observation
         guard isFree else { return }
         await attempt {
             let settings = try library.folder.settingsToResume(run)
-            lastUsed = URL(fileURLWithPath: settings.bundle).lastPathComponent
+            use(URL(fileURLWithPath: settings.bundle).lastPathComponent)
             controller.start(settings)
-            showsSetup = false
+            (place, showsSetup) = (.train, false)
         }
         await refresh()
     }
@@ -350,7 +422,7 @@ import Observation
     /// Measures the three methods with the form's length and rank.
     public func compareMethods(steps: Int) async {
         guard isFree, let bundle = form.bundle else { return }
-        lastUsed = bundle.id
+        use(bundle.id)
         var settings = RunSettings(bundle: bundle.url.path, output: "")
         (settings.seqLen, settings.rank, settings.steps) = (form.settings.seqLen, form.settings.rank, steps)
         await benchmark.run(settings) {
@@ -362,7 +434,7 @@ import Observation
     /// Checks the device with the form's bundle.
     public func checkDevice() {
         guard isFree, let bundle = form.bundle else { return }
-        lastUsed = bundle.id
+        use(bundle.id)
         comparison.letGo()
         selfChecker.start(
             .init(bundle: bundle.url.path), file: library.folder.newSelfCheck(bundle: bundle.name))
@@ -413,13 +485,18 @@ import Observation
         await attempt { try choices.keep(comparison.choice(side, of: turn, corrected: corrected)) }
     }
 
-    public func deleteChoices(_ ids: Set<Choice.ID>) async { await attempt { try choices.remove(ids) } }
-
     /// Begins something with `bundle`: the device and the bundle are taken while `body` reads and tokenizes what that needs.
     private func prepare(_ bundle: StoredBundle, _ body: () async throws -> Void) async {
-        (isPreparing, lastUsed) = (true, bundle.id)
+        use(bundle.id)
+        isPreparing = true
         defer { isPreparing = false }
         await attempt(body)
+    }
+
+    /// Begins to use a bundle. The examples of a run leave the device to what the person wants.
+    private func use(_ bundle: StoredBundle.ID) {
+        lastUsed = bundle
+        examples.stop()
     }
 
     private func attempt(_ body: () async throws -> Void) async {

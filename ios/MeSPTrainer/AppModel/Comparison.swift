@@ -43,6 +43,12 @@ import Observation
 
     /// The conversation, the oldest turn first; of a prompt that is written on, it alone.
     public private(set) var turns = [Turn]()
+    /// What the person is about to ask.
+    public var draft = Request()
+    /// The bundle that the turns are of.
+    public private(set) var bundleName = ""
+    /// The run whose adapters the fine-tuned model of the turns has; nil where only the base model writes.
+    public private(set) var runName: String?
     /// Whether the turns are messages and answers.
     public var isConversation: Bool { !partners.isEmpty }
     public var base: Text { turns.last?.base ?? Text() }
@@ -86,6 +92,8 @@ import Observation
         guard !hasReadKept else { return }
         if let kept = try folder?.chat() {
             partners = kept.partners
+            let names = partners.split(separator: "\n", maxSplits: 2, omittingEmptySubsequences: false).map(String.init)
+            if names.count == 3 { name(bundle: names[0], run: names[1]) }
             turns = kept.turns.enumerated().map { index, turn in
                 Turn(id: index, prompt: turn.prompt, base: Text(text: turn.base), tuned: Text(text: turn.tuned))
             }
@@ -120,6 +128,7 @@ import Observation
             letGo()
         }
         self.partners = partners
+        name(bundle: names[0], run: names[1])
         let history = turns
         turns.append(Turn(id: history.count, prompt: request.prompt))
         (problem, writing) = (nil, .base)
@@ -197,6 +206,11 @@ import Observation
         let kept = Chat(
             partners: partners, turns: turns.map { .init(prompt: $0.prompt, base: $0.base.text, tuned: $0.tuned.text) })
         folder?.keep(partners.isEmpty ? nil : kept)
+    }
+
+    private func name(bundle: String, run: String) {
+        bundleName = bundle.hasSuffix(".mesp") ? String(bundle.dropLast(5)) : bundle
+        runName = run.isEmpty ? nil : run
     }
 
     /// Ends both texts at the next block.

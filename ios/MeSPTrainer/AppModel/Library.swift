@@ -10,6 +10,8 @@ import Observation
     public private(set) var runs = [StoredRun]()
     /// The bundle that is being copied and checked.
     public private(set) var importing: String?
+    /// Whether it is known what is on the device.
+    public private(set) var hasLooked = false
 
     init(_ folder: DocumentsFolder) { self.folder = folder }
 
@@ -23,7 +25,7 @@ import Observation
         looks += 1
         let (look, folder) = (looks, folder)
         let found = try await Task.detached { (try folder.bundles(), try folder.runs(running: running)) }.value
-        if look == looks { (bundles, runs) = found }
+        if look == looks { (bundles, runs, hasLooked) = (found.0, found.1, true) }
     }
 
     /// All that a run has logged, read beside the main thread; nil where it can't be.

@@ -181,6 +181,24 @@ import Observation
         return settings
     }
 
+    /// What the model is to learn, in a sentence; nil without a bundle.
+    public var lesson: Sentence? {
+        guard let bundle else { return nil }
+        switch textKind {
+        // `make app-bundle` gives the bundles that come with the app this text.
+        case .bundle where bundle.isIncluded:
+            return "A small demo model learns to write like the reference manual of the Python language."
+        case .bundle: return "\(bundle.name) learns the text that is in its bundle."
+        case .file:
+            guard let file else { return "Choose a text file that \(bundle.name) is to learn, under More." }
+            return file.pathExtension.lowercased() == "jsonl"
+                ? "\(bundle.name) learns the records of \(file.lastPathComponent)."
+                : "\(bundle.name) learns to write like \(file.lastPathComponent)."
+        case .pasted: return "\(bundle.name) learns to write like the text that you paste under More."
+        case .choices: return "\(bundle.name) learns which answers you like, from what you chose under Try It."
+        }
+    }
+
     /// The text to tokenize; nil where the bundle's is wanted.
     ///
     /// - Throws: `MeSPError` where no file was chosen.

@@ -19,13 +19,19 @@ final class ScreensTests: XCTestCase {
         see(app.navigationBars["New Run"])
         see(app.saying("The iOS simulator lacks the GPU that MLX needs"))
         see(app.buttons["Show a Recorded Run"])
+        see(app.saying("A small demo model learns to write like the reference manual"))
+        XCTAssertFalse(see(app.buttons["Start"]).isEnabled, "nothing can be trained here")
         keep(app, as: "Train")
-        XCTAssertFalse(reach(app.buttons["Start"], in: app).isEnabled, "nothing can be trained here")
+        see(app.buttons["More"]).tap()
+        see(app.navigationBars["More"])
+        see(app.buttons["Start"])
+        keep(app, as: "More")
     }
 
     @MainActor func testChoices() {
         let app = launched()
         see(app.navigationBars["New Run"])
+        see(app.buttons["More"]).tap()
         reach(app.identified("train-on"), in: app).tap()
         see(app.buttons["My choices"]).tap()
         reach(app.saying("Under Try It, say which of two answers is better"), in: app)
@@ -63,6 +69,7 @@ final class ScreensTests: XCTestCase {
         run.tap()
         see(app.navigationBars["Recorded run"])
         see(app.buttons["Share Log and Adapters"])
+        see(app.buttons["Delete Run"])
         reach(app.identified("loss-chart"), in: app)
         keep(app, as: "A run of the list")
     }
@@ -71,6 +78,7 @@ final class ScreensTests: XCTestCase {
         let app = launched(at: "Models")
         see(app.navigationBars["Models"])
         see(app.saying("Demo-GPU"))
+        see(app.buttons["Add a Model"])
         keep(app, as: "Models")
         XCTAssertFalse(reach(app.buttons["Look It Up"], in: app).isEnabled, "there is no name to look up")
         XCTAssertFalse(reach(app.buttons["Check This Phone"], in: app).isEnabled, "there is no GPU to check")

@@ -13,11 +13,20 @@ struct BundlesView: View {
             List {
                 Section {
                     ForEach(model.library.bundles) { bundle in
-                        BundleRow(bundle: bundle, isChosen: bundle.id == model.form.bundle?.id)
-                            .contentShape(.rect)
-                            .onTapGesture { if bundle.problem == nil { model.form.select(bundle) } }
-                            .accessibilityAddTraits(.isButton)
-                            .deleteDisabled(bundle.isIncluded)
+                        HStack {
+                            Button {
+                                if bundle.problem == nil { model.form.select(bundle) }
+                            } label: {
+                                BundleRow(bundle: bundle, isChosen: bundle.id == model.form.bundle?.id)
+                                    .contentShape(.rect)
+                            }
+                            .buttonStyle(.plain)
+                            .accessibilityHint(bundle.problem == nil ? "Chooses the model to train" : "")
+                            if !bundle.isIncluded {
+                                RowMenu(name: bundle.name) { model.askToDelete(.bundle(bundle)) }
+                            }
+                        }
+                        .deleteDisabled(bundle.isIncluded)
                     }
                     .onDelete { rows in
                         if let row = rows.first { model.askToDelete(.bundle(model.library.bundles[row])) }
@@ -33,7 +42,7 @@ struct BundlesView: View {
             }
             .navigationTitle("Models")
             .toolbar {
-                Button("Add a Bundle", systemImage: "plus") { choosesBundle = true }.disabled(
+                Button("Add a Model", systemImage: "plus") { choosesBundle = true }.disabled(
                     model.library.importing != nil)
             }
             .fileImporter(isPresented: $choosesBundle, allowedContentTypes: [.mespBundle, .folder]) { result in
@@ -104,8 +113,7 @@ private struct BundleRow: View {
                 .font(.caption).foregroundStyle(.secondary)
             }
             if let problem = bundle.problem {
-                Label(problem.localized, systemImage: "exclamationmark.triangle.fill")
-                    .font(.caption).foregroundStyle(.orange)
+                ProblemLabel(problem.localized).font(.caption)
             }
             if let advice = bundle.advice {
                 Label(advice.localized, systemImage: "info.circle").font(.caption).foregroundStyle(.secondary)

@@ -11,17 +11,21 @@ struct ChoicesView: View {
     var body: some View {
         List {
             ForEach(list) { choice in
-                VStack(alignment: .leading, spacing: 4) {
-                    Text(choice.prompt.last?.content ?? "").font(.callout)
-                    Label(choice.chosen, systemImage: "hand.thumbsup").accessibilityLabel("Better: \(choice.chosen)")
-                    Label(choice.rejected, systemImage: "hand.thumbsdown")
-                        .foregroundStyle(.secondary)
-                        .accessibilityLabel("Not so good: \(choice.rejected)")
+                HStack {
+                    VStack(alignment: .leading, spacing: 4) {
+                        Text(choice.prompt.last?.content ?? "").font(.callout)
+                        Label(choice.chosen, systemImage: "hand.thumbsup")
+                            .accessibilityLabel("Better: \(choice.chosen)")
+                        Label(choice.rejected, systemImage: "hand.thumbsdown")
+                            .foregroundStyle(.secondary)
+                            .accessibilityLabel("Not so good: \(choice.rejected)")
+                    }
+                    Spacer()
+                    RowMenu(name: choice.prompt.last?.content ?? "") { model.askToDelete(.choice(choice)) }
                 }
             }
-            .onDelete { places in
-                let ids = Set(places.map { list[$0].id })
-                Task { await model.deleteChoices(ids) }
+            .onDelete { rows in
+                if let row = rows.first { model.askToDelete(.choice(list[row])) }
             }
         }
         .navigationTitle("Choices")

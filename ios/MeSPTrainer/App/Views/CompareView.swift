@@ -30,7 +30,7 @@ struct CompareView: View {
                         .disabled(!model.canStart)
                     }
                     if let problem = benchmark.problem {
-                        Label(problem.localized, systemImage: "exclamationmark.triangle.fill").foregroundStyle(.orange)
+                        ProblemLabel(problem.localized)
                     }
                 } footer: {
                     Text("Length, rank and model are those of a new run. Let the phone cool down before.")
@@ -68,33 +68,60 @@ private struct BenchmarkRow: View {
     var body: some View {
         VStack(alignment: .leading, spacing: 4) {
             Text(row.method.name).font(.headline)
-            Grid(alignment: .trailing, horizontalSpacing: 16) {
-                GridRow {
-                    Text("")
-                    Text("Here")
-                    Text("Paper")
+            // Three columns where large type leaves room for them.
+            ViewThatFits(in: .horizontal) {
+                Grid(alignment: .trailing, horizontalSpacing: 16) {
+                    GridRow {
+                        Text("")
+                        Text("Here")
+                        Text("Paper")
+                    }
+                    .foregroundStyle(.secondary)
+                    ForEach(figures) { figure in
+                        GridRow {
+                            Text(figure.name).gridColumnAlignment(.leading)
+                            Text(figure.here ?? "–")
+                            Text(figure.paper ?? "–")
+                        }
+                    }
                 }
-                .foregroundStyle(.secondary)
-                figures("Peak", row.footprintPeakBytes.bytes, row.paperBytes?.bytes)
-                figures("Before the run", row.footprintBeforeBytes.bytes, nil)
-                figures("Predicted", row.predictedPeakBytes.bytes, nil)
-                figures("Time of a step", String(localized: "\(seconds) s"), nil)
-                figures("Time of MeBP’s", row.timeOfMebp?.times, row.paperTimeOfMebp?.times)
+                VStack(alignment: .leading, spacing: 8) {
+                    ForEach(figures) { figure in
+                        VStack(alignment: .leading) {
+                            Text(figure.name)
+                            if let here = figure.here { Text("Here: \(here)") }
+                            if let paper = figure.paper { Text("Paper: \(paper)") }
+                        }
+                    }
+                }
             }
             .font(.callout).monospacedDigit()
             if row.thermalState != "nominal" {
-                Text("Thermal state \(row.thermalState)").font(.caption).foregroundStyle(.orange)
+                TintedLabel(
+                    String(localized: "Thermal state \(row.thermalState)"), systemImage: "thermometer.medium",
+                    tint: .orange
+                )
+                .font(.caption)
             }
         }
         .accessibilityElement(children: .combine)
     }
 
-    private func figures(_ name: LocalizedStringKey, _ here: String?, _ paper: String?) -> some View {
-        GridRow {
-            Text(name).gridColumnAlignment(.leading)
-            Text(here ?? "–")
-            Text(paper ?? "–")
-        }
+    private struct Figure: Identifiable {
+        let id: Int
+        let name: LocalizedStringKey
+        let here: String?
+        let paper: String?
+    }
+
+    private var figures: [Figure] {
+        [
+            Figure(id: 0, name: "Peak", here: row.footprintPeakBytes.bytes, paper: row.paperBytes?.bytes),
+            Figure(id: 1, name: "Before the run", here: row.footprintBeforeBytes.bytes, paper: nil),
+            Figure(id: 2, name: "Predicted", here: row.predictedPeakBytes.bytes, paper: nil),
+            Figure(id: 3, name: "Time of a step", here: String(localized: "\(seconds) s"), paper: nil),
+            Figure(id: 4, name: "Time of MeBP’s", here: row.timeOfMebp?.times, paper: row.paperTimeOfMebp?.times),
+        ]
     }
 }
 

@@ -36,7 +36,7 @@ struct EvaluationSection: View {
                     }
             }
             if let problem = evaluation.problem {
-                Label(problem.localized, systemImage: "exclamationmark.triangle.fill").foregroundStyle(.orange)
+                ProblemLabel(problem.localized)
             }
             if let figure = evaluation.figure { FigureRows(figure: figure) }
         } header: {

@@ -61,8 +61,7 @@ private struct RoundRow: View {
         VStack(alignment: .leading, spacing: 4) {
             Text("Round \(round.name)").font(.headline)
             if let problem = round.problem {
-                Label(problem.localized, systemImage: "exclamationmark.triangle.fill")
-                    .font(.caption).foregroundStyle(.orange)
+                ProblemLabel(problem.localized).font(.caption)
             } else if let bytesUp = round.bytesUp {
                 Text("\(round.bytesDown.bytes) came, \(bytesUp.bytes) went").font(.caption).foregroundStyle(.secondary)
             } else {

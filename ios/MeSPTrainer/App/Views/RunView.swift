@@ -14,13 +14,16 @@ struct RunView: View {
         List {
             Section {
                 StateLabel(state: controller.state)
-                if let total = controller.settings?.steps {
-                    ProgressView(value: Double(controller.log.lastStep), total: Double(max(total, 1))) {
-                        Text("Step \(controller.log.lastStep) of \(total)").monospacedDigit()
+                if let progress = model.progress {
+                    ProgressView(value: progress.part) {
+                        Text(progress.stepWords.localized).monospacedDigit()
+                    } currentValueLabel: {
+                        if controller.isRunning, let left = progress.timeWords { Text(left.localized) }
                     }
                 }
-                buttons
+                if controller.isRunning { buttons }
             }
+            if let run = model.shownRun { LearnedSection(run: run) }
             LogSections(log: controller.log)
             if controller.isRunning {
                 Section {
@@ -51,7 +54,7 @@ struct RunView: View {
                 .accessibilityHint("Saves the adapters and ends the run")
         }
         .buttonStyle(.bordered)
-        .disabled(!controller.isRunning || controller.stopWanted)
+        .disabled(controller.stopWanted)
     }
 }
 
@@ -135,13 +138,15 @@ struct StateLabel: View {
         switch state {
         case .idle: Label("Ready", systemImage: "circle")
         case .preparing: Label("Checking the bundle", systemImage: "checkmark.shield")
-        case .training: Label("Training", systemImage: "flame.fill").foregroundStyle(.green)
+        case .training: TintedLabel(String(localized: "Training"), systemImage: "flame.fill", tint: .green)
         case .paused(let reason):
-            Label(reason.sentence.localized, systemImage: "pause.circle.fill").foregroundStyle(.orange)
+            TintedLabel(reason.sentence.localized, systemImage: "pause.circle.fill", tint: .orange)
         case .finished(.stopped): Label("Stopped, adapters saved", systemImage: "stop.circle")
-        case .finished: Label("Finished, adapters saved", systemImage: "checkmark.circle.fill").foregroundStyle(.green)
+        case .finished:
+            TintedLabel(
+                String(localized: "Finished, adapters saved"), systemImage: "checkmark.circle.fill", tint: .green)
         case .failed(let sentence):
-            Label(sentence.localized, systemImage: "exclamationmark.triangle.fill").foregroundStyle(.red)
+            TintedLabel(sentence.localized, systemImage: "exclamationmark.triangle.fill", tint: .red)
         }
     }
 }
@@ -150,19 +155,23 @@ struct StateLabel: View {
 struct NightView: View {
     @Environment(AppModel.self) private var model
     var body: some View {
-        VStack(spacing: 8) {
-            Text("Step \(model.controller.log.lastStep)").font(.title2).monospacedDigit()
-            StateLabel(state: model.controller.state).font(.footnote)
-            Text("Tap to light the screen").font(.caption)
+        Button {
+            model.screen.isOvernight = false
+        } label: {
+            VStack(spacing: 8) {
+                if let progress = model.progress {
+                    Text(progress.stepWords.localized).font(.title2).monospacedDigit()
+                    if let left = progress.timeWords { Text(left.localized).font(.footnote) }
+                }
+                StateLabel(state: model.controller.state).font(.footnote)
+                Text("Tap to light the screen").font(.caption)
+            }
+            .foregroundStyle(.gray)
+            .frame(maxWidth: .infinity, maxHeight: .infinity)
+            .contentShape(.rect)
         }
-        .foregroundStyle(.gray)
-        .frame(maxWidth: .infinity, maxHeight: .infinity)
+        .buttonStyle(.plain)
         .background(.black)
         .coversScreen()
-        .contentShape(.rect)
-        .onTapGesture { model.screen.isOvernight = false }
-        .accessibilityElement(children: .combine)
-        .accessibilityAddTraits(.isButton)
-        .accessibilityAction { model.screen.isOvernight = false }
     }
 }

@@ -5,20 +5,25 @@ import SwiftUI
 /// All runs, to look at, go on with, share and delete.
 struct RunsView: View {
     @Environment(AppModel.self) private var model
+    /// The run that is opened.
+    @State private var path: [StoredRun.ID] = []
 
     var body: some View {
-        NavigationStack {
+        NavigationStack(path: $path) {
             List {
                 ForEach(model.library.runs) { run in
                     NavigationLink(value: run.id) { RunRow(run: run) }
                         .deleteDisabled(run.status == .running)
+                        .contextMenu {
+                            Button("Delete", systemImage: "trash", role: .destructive) { model.askToDelete(.run(run)) }
+                        }
                 }
                 .onDelete { rows in
                     if let row = rows.first { model.askToDelete(.run(model.library.runs[row])) }
                 }
             }
             .overlay {
-                if model.library.runs.isEmpty {
+                if model.library.hasLooked, model.library.runs.isEmpty {
                     ContentUnavailableView(
                         "No Runs Yet", systemImage: "list.bullet.rectangle",
                         description: Text("What you train is kept here, and in the app’s folder in Files."))
@@ -29,6 +34,9 @@ struct RunsView: View {
                 if let run = model.library.runs.first(where: { $0.id == id }) { RunDetailView(run: run) }
             }
             .refreshable { await model.refresh() }
+            .onChange(of: model.library.runs.map(\.id)) {
+                path.removeAll { id in !model.library.runs.contains { $0.id == id } }
+            }
         }
     }
 }
@@ -63,13 +71,16 @@ struct RunDetailView: View {
         List {
             Section {
                 LabeledContent("State") { Text(run.status.name) }
-                if case .unreadable(let reason) = run.status { Text(reason.localized).foregroundStyle(.orange) }
+                if case .unreadable(let reason) = run.status { ProblemLabel(reason.localized) }
                 if run.canResume {
                     Button("Go On from the Last Saved State", systemImage: "play.fill") {
                         Task { await model.resume(run) }
                     }
                     .disabled(!model.isFree)
                 }
+            }
+            LearnedSection(run: run)
+            Section {
                 ShareLink(item: Archive(run: run), preview: SharePreview(run.name)) {
                     Label("Share Log and Adapters", systemImage: "square.and.arrow.up")
                 }
@@ -80,6 +91,8 @@ struct RunDetailView: View {
                         Label("Share Adapters Only", systemImage: "square.and.arrow.up.on.square")
                     }
                 }
+                Button("Delete Run", systemImage: "trash", role: .destructive) { model.askToDelete(.run(run)) }
+                    .disabled(run.status == .running)
             }
             if let log { LogSections(log: log) }
         }

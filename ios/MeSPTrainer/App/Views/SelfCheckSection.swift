@@ -18,7 +18,7 @@ struct SelfCheckSection: View {
                     .disabled(!model.isFree || model.form.bundle == nil)
             }
             if let problem = checker.problem {
-                Label(problem.localized, systemImage: "exclamationmark.triangle.fill").foregroundStyle(.orange)
+                ProblemLabel(problem.localized)
             }
             ForEach(checker.report?.checks ?? []) { CheckRow(check: $0) }
         } header: {
@@ -43,8 +43,9 @@ private struct CheckRow: View {
 
     var body: some View {
         VStack(alignment: .leading, spacing: 4) {
-            Label("\(check.name): \(check.verdict.rawValue)", systemImage: symbol)
-                .foregroundStyle(check.verdict == .fail ? Color.red : Color.primary)
+            TintedLabel(
+                "\(check.name): \(check.verdict.rawValue)", systemImage: symbol,
+                tint: check.verdict == .fail ? .red : .primary)
             Text(check.sentence.localized).font(.caption).foregroundStyle(.secondary)
         }
         .accessibilityElement(children: .combine)

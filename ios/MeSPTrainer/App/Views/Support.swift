@@ -19,6 +19,20 @@ extension View {
         #endif
     }
 
+    /// With a key that ends typing: a number pad has no Return.
+    func doneKey(_ action: @escaping () -> Void) -> some View {
+        #if os(iOS)
+            toolbar {
+                ToolbarItemGroup(placement: .keyboard) {
+                    Spacer()
+                    Button("Done", action: action)
+                }
+            }
+        #else
+            self
+        #endif
+    }
+
     /// For names that no keyboard knows better.
     func plainWords() -> some View {
         #if os(iOS)
@@ -69,6 +83,49 @@ private struct Awake: ViewModifier {
                         reason: String(localized: "A model is trained.")) : nil
             #endif
         }
+    }
+}
+
+/// A sentence beside a symbol. The symbol alone has the color, so that the text stays legible.
+struct TintedLabel: View {
+    let text: String
+    let systemImage: String
+    let tint: Color
+
+    init(_ text: String, systemImage: String, tint: Color) {
+        (self.text, self.systemImage, self.tint) = (text, systemImage, tint)
+    }
+
+    var body: some View {
+        Label {
+            Text(text)
+        } icon: {
+            Image(systemName: systemImage).foregroundStyle(tint).accessibilityHidden(true)
+        }
+    }
+}
+
+/// What went wrong, or stands in the way.
+struct ProblemLabel: View {
+    let text: String
+
+    init(_ text: String) { self.text = text }
+
+    var body: some View { TintedLabel(text, systemImage: "exclamationmark.triangle.fill", tint: .orange) }
+}
+
+/// A menu at the end of a row, for those who do not know that rows can be swiped.
+struct RowMenu: View {
+    let name: String
+    let delete: () -> Void
+
+    var body: some View {
+        Menu {
+            Button("Delete", systemImage: "trash", role: .destructive, action: delete)
+        } label: {
+            Label("Actions for \(name)", systemImage: "ellipsis.circle").labelStyle(.iconOnly)
+        }
+        .buttonStyle(.borderless)
     }
 }
 

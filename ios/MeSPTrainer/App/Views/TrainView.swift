@@ -35,14 +35,11 @@ private struct InterruptedSection: View {
     }
 }
 
-/// What to train, on what, and how; with the predicted peak before the start.
+/// What a new run is to learn, and the button that starts it.
 struct SetupView: View {
     @Environment(AppModel.self) private var model
-    @State private var choosesFile = false
 
     var body: some View {
-        @Bindable var form = model.form
-        @Bindable var screen = model.screen
         Form {
             if let refusal = model.refusal {
                 Section {
@@ -52,9 +49,75 @@ struct SetupView: View {
                 }
             }
             if let run = model.interrupted { InterruptedSection(run: run) }
-            modelSection
-            textSection
             Section {
+                if let lesson = model.form.lesson {
+                    Text(lesson.localized).font(.headline)
+                } else if !model.library.hasLooked {
+                    ProgressView("Looking for models")
+                }
+                NavigationLink("More") { MoreView() }
+            } footer: {
+                Text("Training happens on this device. Your text does not leave it.")
+            }
+        }
+        .navigationTitle("New Run")
+        .startBar()
+        .toolbar {
+            if model.controller.isRunning { Button("Show Run") { model.showsSetup = false } }
+        }
+    }
+}
+
+extension View {
+    /// With the button that starts a run below, always in view.
+    fileprivate func startBar() -> some View { safeAreaInset(edge: .bottom) { StartBar() } }
+}
+
+private struct StartBar: View {
+    @Environment(AppModel.self) private var model
+
+    var body: some View {
+        VStack(spacing: 8) {
+            if let problem = model.startProblem { ProblemLabel(problem.localized).font(.footnote) }
+            if let part = model.tokenized {
+                ProgressView("Tokenizing the text", value: part)
+            } else {
+                Button {
+                    Task { await model.start() }
+                } label: {
+                    Label("Start", systemImage: "play.fill").frame(maxWidth: .infinity)
+                }
+                .buttonStyle(.borderedProminent)
+                .controlSize(.large)
+                .disabled(!model.canStart)
+            }
+        }
+        .padding()
+        .background(.bar)
+    }
+}
+
+/// Everything about a new run that has a good value already: model, text, method, memory.
+private struct MoreView: View {
+    /// A field that the keyboard is for.
+    private enum Field: Hashable {
+        case number(NumberField)
+        case pasted
+    }
+
+    @Environment(AppModel.self) private var model
+    @Environment(\.dismiss) private var dismiss
+    @State private var choosesFile = false
+    @FocusState private var field: Field?
+
+    var body: some View {
+        @Bindable var form = model.form
+        @Bindable var screen = model.screen
+        Form {
+            textSection
+            modelSection
+            Section {
+                number("Steps", .steps)
                 Picker("Gradients", selection: $form.settings.method) {
                     ForEach(GradientMethod.allCases, id: \.self) { Text($0.name).tag($0) }
                 }
@@ -64,13 +127,12 @@ struct SetupView: View {
                     Text("AdamW, 32 bits").tag(RunSettings.OptimizerKind.adamw)
                 }
                 number("Learning rate", .learningRate)
-                number("Steps", .steps)
             } header: {
                 Text("Method")
             } footer: {
                 Text("AdamW learns faster. SGD takes less memory, and needs a rate some hundred times as high.")
             }
-            moreSection
+            settingsSection
             memorySection
             Section {
                 Toggle("Keep the screen on", isOn: $screen.keepsAwake)
@@ -79,18 +141,19 @@ struct SetupView: View {
                     "A run on the GPU waits while the app is not in front or the phone is locked, and goes on when you come back. One on the CPU goes on where iOS gives it time: for a while after you leave (iOS 26), and in the night on the charger."
                 )
             }
-            startSection
+            Section { NavigationLink("Train with Others") { FederationView() } }
         }
-        .navigationTitle("New Run")
+        .navigationTitle("More")
+        .inlineTitle()
         .scrollDismissesKeyboard(.interactively)
+        .doneKey { field = nil }
+        .startBar()
+        .onChange(of: model.showsSetup) { if !model.showsSetup { dismiss() } }
         .fileImporter(isPresented: $choosesFile, allowedContentTypes: [.plainText, .json, .data]) { result in
             switch result {
             case .success(let url): Task { await url.accessed { await model.chooseText(at: url) } }
             case .failure(let error): model.problem = "\(error.localizedDescription)"
             }
-        }
-        .toolbar {
-            if model.controller.isRunning { Button("Show Run") { model.showsSetup = false } }
         }
     }
 
@@ -130,6 +193,7 @@ struct SetupView: View {
             case .pasted:
                 TextEditor(text: $form.pasted)
                     .frame(minHeight: 120)
+                    .focused($field, equals: .pasted)
                     .accessibilityLabel("Text to train on")
             case .choices:
                 if model.choices.list.isEmpty {
@@ -143,27 +207,25 @@ struct SetupView: View {
         }
     }
 
-    @ViewBuilder private var moreSection: some View {
+    @ViewBuilder private var settingsSection: some View {
         @Bindable var form = model.form
-        Section {
-            DisclosureGroup("More") {
-                Picker("Learning rate over time", selection: $form.settings.schedule) {
-                    Text("Constant").tag(RunSettings.Schedule.constant)
-                    Text("Falls in a line").tag(RunSettings.Schedule.linear)
-                    Text("Falls like a cosine").tag(RunSettings.Schedule.cosine)
-                }
-                number("Steps of warm-up", .warmup)
-                number("Sequences in a batch", .batchSize)
-                number("Batches in a step", .accumulation)
-                Toggle("Clip the gradient", isOn: $form.clips)
-                if model.form.clips { number("Largest gradient norm", .clipping) }
-                ForEach(model.form.projections, id: \.self) { name in
-                    Toggle("Train \(name)", isOn: $form[trains: name])
-                }
-                Picker("Start from the adapters of", selection: $form.startingRun) {
-                    Text("No run").tag(StoredRun.ID?.none)
-                    ForEach(model.form.startingRuns) { Text($0.name).tag(Optional($0.id)) }
-                }
+        Section("Settings") {
+            Picker("Learning rate over time", selection: $form.settings.schedule) {
+                Text("Constant").tag(RunSettings.Schedule.constant)
+                Text("Falls in a line").tag(RunSettings.Schedule.linear)
+                Text("Falls like a cosine").tag(RunSettings.Schedule.cosine)
+            }
+            number("Steps of warm-up", .warmup)
+            number("Sequences in a batch", .batchSize)
+            number("Batches in a step", .accumulation)
+            Toggle("Clip the gradient", isOn: $form.clips)
+            if model.form.clips { number("Largest gradient norm", .clipping) }
+            ForEach(model.form.projections, id: \.self) { name in
+                Toggle("Train \(name)", isOn: $form[trains: name])
+            }
+            Picker("Start from the adapters of", selection: $form.startingRun) {
+                Text("No run").tag(StoredRun.ID?.none)
+                ForEach(model.form.startingRuns) { Text($0.name).tag(Optional($0.id)) }
             }
         }
     }
@@ -175,42 +237,24 @@ struct SetupView: View {
             if model.form.hasLimit {
                 number("Limit in MB", .limit)
             }
-            switch model.form.fit {
-            case .success(let fit):
+            if let fit = try? model.form.fit.get() {
                 LabeledContent("Predicted peak", value: fit.predictedPeak.bytes)
                 if let available = fit.available { LabeledContent("Free for the app", value: available.bytes) }
-                Label(
-                    fit.fits ? "Fits this phone" : "Does not fit: set a limit or take shorter sequences",
-                    systemImage: fit.fits ? "checkmark.circle.fill" : "exclamationmark.triangle.fill"
-                )
-                .foregroundStyle(fit.fits ? .green : .orange)
-            case .failure(let error):
-                Label(error.sentence.localized, systemImage: "exclamationmark.triangle.fill").foregroundStyle(.orange)
-            }
-        }
-    }
-
-    private var startSection: some View {
-        Section {
-            if let part = model.tokenized {
-                ProgressView("Tokenizing the text", value: part)
-            } else {
-                Button {
-                    Task { await model.start() }
-                } label: {
-                    Label("Start", systemImage: "play.fill").frame(maxWidth: .infinity)
+                if fit.fits {
+                    TintedLabel(
+                        String(localized: "Fits this phone"), systemImage: "checkmark.circle.fill", tint: .green)
                 }
-                .buttonStyle(.borderedProminent)
-                .disabled(!model.canStart)
             }
-            NavigationLink("Train with Others") { FederationView() }
         }
     }
 
-    private func number(_ title: LocalizedStringKey, _ field: NumberField) -> some View {
+    private func number(_ title: LocalizedStringKey, _ number: NumberField) -> some View {
         @Bindable var form = model.form
         return LabeledContent(title) {
-            TextField(title, text: $form[text: field]).multilineTextAlignment(.trailing).numberPad()
+            TextField(title, text: $form[text: number])
+                .multilineTextAlignment(.trailing)
+                .numberPad()
+                .focused($field, equals: .number(number))
         }
     }
 }

@@ -6,15 +6,17 @@ import SwiftUI
 struct TryView: View {
     @Environment(AppModel.self) private var model
     @Environment(\.dynamicTypeSize) private var textSize
-    @State private var request = Comparison.Request()
-    @State private var runID: StoredRun.ID?
+    @Environment(\.horizontalSizeClass) private var width
     @State private var correction: Correction?
+    @FocusState private var isTyping: Bool
 
     private var comparison: Comparison { model.comparison }
     private var trained: [StoredRun] { model.library.trained }
-    private var run: StoredRun? { trained.first { $0.id == runID } ?? trained.first }
+    private var request: Comparison.Request { comparison.draft }
 
     var body: some View {
+        @Bindable var model = model
+        @Bindable var comparison = model.comparison
         NavigationStack {
             Form {
                 ForEach(comparison.turns) { turn in
@@ -25,12 +27,14 @@ struct TryView: View {
                 }
                 Section("Prompt") {
                     TextField(
-                        request.isChat ? "Say something" : "Write on from here", text: $request.prompt, axis: .vertical
+                        request.isChat ? "Say something" : "Write on from here", text: $comparison.draft.prompt,
+                        axis: .vertical
                     )
                     .lineLimit(2...6)
+                    .focused($isTyping)
                     .accessibilityLabel("Prompt")
                     .accessibilityIdentifier("prompt")
-                    Toggle("As a message to the model", isOn: $request.isChat)
+                    Toggle("As a message to the model", isOn: $comparison.draft.isChat)
                     if comparison.writing == nil {
                         Button("Write", systemImage: "play.fill") { write() }
                             .disabled(request.prompt.isEmpty || !model.isFree)
@@ -38,15 +42,16 @@ struct TryView: View {
                         Button("Stop", systemImage: "stop.fill", role: .destructive) { comparison.stop() }
                     }
                     if let problem = comparison.problem {
-                        Label(problem.localized, systemImage: "exclamationmark.triangle.fill").foregroundStyle(.orange)
+                        ProblemLabel(problem.localized)
                     }
                     if model.controller.isRunning { Text("A run is in progress: writing has to wait for its end.") }
                 }
-                Section("Adapters") {
-                    if trained.isEmpty {
+                Section("Who writes") {
+                    if let bundle = model.writingBundle { LabeledContent("Model", value: bundle.name) }
+                    if trained.isEmpty, model.library.hasLooked {
                         Text("Train a run first; until then only the base model writes.").foregroundStyle(.secondary)
-                    } else {
-                        Picker("Run", selection: $runID) {
+                    } else if !trained.isEmpty {
+                        Picker("Fine-tuned by", selection: $model.chosenRun) {
                             Text("The latest").tag(StoredRun.ID?.none)
                             ForEach(trained) { Text($0.name).tag(Optional($0.id)) }
                         }
@@ -55,21 +60,23 @@ struct TryView: View {
                 Section {
                     DisclosureGroup("More") {
                         if request.isChat {
-                            TextField("What the model is told first", text: $request.system, axis: .vertical)
+                            TextField("What the model is told first", text: $comparison.draft.system, axis: .vertical)
                                 .lineLimit(1...6)
                                 .accessibilityLabel("System prompt")
                         }
-                        Stepper("\(request.maxTokens) tokens", value: $request.maxTokens, in: 16...512, step: 16)
-                        slider("Temperature", $request.temperature, in: 0...1.5)
-                        slider("Top-p", $request.topP, in: 0.05...1)
+                        Stepper(
+                            "\(request.maxTokens) tokens", value: $comparison.draft.maxTokens, in: 16...512, step: 16)
+                        slider("Temperature", $comparison.draft.temperature, in: 0...1.5)
+                        slider("Top-p", $comparison.draft.topP, in: 0.05...1)
                     }
                 }
             }
             .sheet(item: $correction) { CorrectionView(correction: $0) }
             .navigationTitle("Try It")
             .scrollDismissesKeyboard(.interactively)
+            .doneKey { isTyping = false }
             .toolbar {
-                Button("New Conversation", systemImage: "square.and.pencil") { comparison.clear() }
+                Button("New Conversation", systemImage: "square.and.pencil") { model.askToDelete(.conversation) }
                     .disabled(comparison.turns.isEmpty || comparison.writing != nil)
             }
         }
@@ -77,8 +84,9 @@ struct TryView: View {
 
     private func write() {
         let wanted = request
-        if request.isChat { request.prompt = "" }
-        Task { await model.write(wanted, with: run) }
+        isTyping = false
+        if wanted.isChat { comparison.draft.prompt = "" }
+        Task { await model.write(wanted, with: model.writingRun) }
     }
 
     private func slider(
@@ -94,18 +102,21 @@ struct TryView: View {
     /// Side by side where there is room for two columns of this text.
     private func answers(_ turn: Comparison.Turn, writing: Comparison.Side?) -> some View {
         let layout =
-            textSize.isAccessibilitySize
+            textSize.isAccessibilitySize || width == .compact
             ? AnyLayout(VStackLayout(alignment: .leading, spacing: 16))
             : AnyLayout(HStackLayout(alignment: .top, spacing: 16))
         return layout {
             VStack(alignment: .leading) {
-                WrittenText(title: "Base", text: turn.base, isWriting: writing == .base)
+                WrittenText(
+                    title: "Base model", name: comparison.bundleName, text: turn.base, isWriting: writing == .base)
                 judging(.base, turn.base.text, of: turn)
             }
-            Divider()
-            VStack(alignment: .leading) {
-                WrittenText(title: "Fine-tuned", text: turn.tuned, isWriting: writing == .tuned)
-                judging(.tuned, turn.tuned.text, of: turn)
+            if let run = comparison.runName {
+                Divider()
+                VStack(alignment: .leading) {
+                    WrittenText(title: "Fine-tuned", name: run, text: turn.tuned, isWriting: writing == .tuned)
+                    judging(.tuned, turn.tuned.text, of: turn)
+                }
             }
         }
     }
@@ -168,6 +179,8 @@ private struct CorrectionView: View {
 /// What one model has written so far.
 private struct WrittenText: View {
     let title: LocalizedStringKey
+    /// Of the bundle, or of the run.
+    let name: String
     let text: Comparison.Text
     let isWriting: Bool
 
@@ -177,6 +190,7 @@ private struct WrittenText: View {
                 Text(title).font(.headline)
                 if isWriting { ProgressView() }
             }
+            Text(name).font(.caption).foregroundStyle(.secondary)
             Text(text.text).font(.callout).textSelection(.enabled)
             if let summary = text.summary, summary.seconds > 0 {
                 Text(

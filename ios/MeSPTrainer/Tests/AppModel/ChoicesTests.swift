@@ -58,8 +58,14 @@ import Testing
         await model.choose(.tuned, of: turn.id, corrected: turn.tuned.text)
         #expect(model.problem?.english.contains("are equal") == true)
 
-        await model.deleteChoices(Set(model.choices.list.map(\.id)))
-        #expect(model.choices.list.isEmpty)
+        while let choice = model.choices.list.first {
+            let count = model.choices.list.count
+            model.askToDelete(.choice(choice))
+            #expect(model.asksToDelete && model.choices.list.count == count, "it cannot be had back")
+            await model.confirmDeletion()
+            try #require(model.choices.list.count == count - 1)
+        }
+        #expect(!model.asksToDelete)
     }
 
     @Test func aRunLearnsTheChoices() async throws {

@@ -107,6 +107,7 @@ import Testing
         // It is there again when the app is, and goes on.
         comparison = Comparison(phone: phone, folder: documents)
         #expect(comparison.turns.map(\.base.text).first == first.base.text)
+        #expect(comparison.bundleName == "bundle" && comparison.runName == "run", "who answers is said")
         try await say("Three")
         #expect(comparison.turns.count == 3 && asked.conversations.last?.count == 6)
 

@@ -1,0 +1,214 @@
+import Foundation
+import MeSPCore
+import Observation
+
+/// What a run has learned, in two examples: prompts of its held-out data, continued by the base model and by the fine-tuned one.
+///
+/// They are written once, after the run, and kept in its folder as `samples.json`. Writing waits while the app is not in front, and ends when
+/// something else needs the model.
+@MainActor @Observable public final class LearnedExamples {
+    public struct Sample: Codable, Sendable, Equatable, Identifiable {
+        public let prompt: String
+        /// The base model's text.
+        public let before: String
+        /// The fine-tuned model's text.
+        public let after: String
+        /// Whether the prompt is a message in the model's chat template.
+        public let isMessage: Bool
+
+        public var id: String { prompt }
+    }
+
+    /// The run whose examples are being written; nil while none are.
+    public private(set) var writing: StoredRun.ID?
+
+    private var samples = [StoredRun.ID: [Sample]]()
+    private var problems = [StoredRun.ID: Sentence]()
+    @ObservationIgnored private let phone: any Phone
+    @ObservationIgnored private var gate = PauseGate()
+    @ObservationIgnored private var work: Task<Void, Never>?
+
+    init(phone: any Phone) {
+        self.phone = phone
+        phone.observers.append { [weak self] event in
+            guard let self else { return }
+            gate.follow(self.phone)
+            if event == .memoryWarning { stop() }
+        }
+    }
+
+    /// The examples of a run, as far as they are written and were loaded.
+    public func of(_ run: StoredRun) -> [Sample] { samples[run.id] ?? [] }
+
+    /// Why the examples of a run could not be written.
+    public func problem(of run: StoredRun) -> Sentence? { problems[run.id] }
+
+    /// Loads the examples that are kept with a run.
+    public func load(_ run: StoredRun) async {
+        guard writing != run.id else { return }
+        let file = Self.file(of: run)
+        let kept = await Task.detached {
+            (try? Data(contentsOf: file)).flatMap { try? JSONDecoder().decode([Sample].self, from: $0) }
+        }.value
+        if let kept { samples[run.id] = kept }
+    }
+
+    /// Writes the examples of a run.
+    ///
+    /// - Parameters:
+    ///   - bundle: the one that the run was trained on.
+    ///   - loadTokenizer: reads the tokenizer in a bundle's folder.
+    func start(
+        _ run: StoredRun, bundle: URL, loadTokenizer: @escaping @Sendable (URL) async throws -> any TextTokenizer
+    ) {
+        guard let adapters = run.adapters, let settings = run.log?.start?.settings else { return }
+        stop()
+        (writing, problems[run.id], samples[run.id]) = (run.id, nil, [])
+        let gate = PauseGate()
+        self.gate = gate
+        gate.follow(phone)
+        let data = settings.data.map { _ in run.url.appendingPathComponent(TextData.folderName) }
+        let (written, sender) = AsyncThrowingStream.makeStream(of: Sample.self)
+        work = Task {
+            do {
+                let tokenizer = try await loadTokenizer(bundle)
+                try Task.checkCancellation()
+                gate.startThread("examples") {
+                    do {
+                        try gate.pass { _ in }
+                        let bundle = try ModelBundle(url: bundle, text: data, checksums: false)
+                        let source = HeldOutPrompts(tokenizer: tokenizer)
+                        let writers = try [nil, adapters].map { try Generator(bundle, adapters: $0) }
+                        let stop = endTokens(of: bundle.url, tokenizer)
+                        for prompt in try source.choose(Self.count, from: bundle, length: settings.seqLen) {
+                            var request = Generator.Request(prompt: prompt.tokens)
+                            (request.maxTokens, request.stop) = (Self.tokens, stop)
+                            let texts = try writers.map { writer in
+                                var tokens = [Int]()
+                                let end = try writer.generate(request, atBlock: { try gate.pass { _ in } }) {
+                                    tokens.append($0)
+                                }
+                                if end.reason == .stopped { throw CancellationError() }
+                                return source.text(tokens)
+                            }
+                            sender.yield(
+                                Sample(
+                                    prompt: prompt.text, before: texts[0], after: texts[1], isMessage: prompt.isMessage)
+                            )
+                        }
+                        sender.finish()
+                    } catch {
+                        sender.finish(throwing: error)
+                    }
+                }
+                for try await sample in written { samples[run.id, default: []].append(sample) }
+                try Task.checkCancellation()
+                keep(run)
+            } catch {
+                // Whoever stopped it has begun something else meanwhile.
+                if Task.isCancelled || error is CancellationError { return }
+                problems[run.id] = error.plainSentence
+            }
+            writing = nil
+        }
+    }
+
+    /// Ends the writing, and returns when the block in progress has ended.
+    public func stop() {
+        work?.cancel()
+        writing = nil
+        gate.stop()
+        gate.waitUntilAtRest(seconds: Self.patience)
+    }
+
+    private func keep(_ run: StoredRun) {
+        let encoder = JSONEncoder()
+        encoder.outputFormatting = [.prettyPrinted, .sortedKeys, .withoutEscapingSlashes]
+        let file = Self.file(of: run)
+        // A run that was deleted meanwhile has no folder for them.
+        try? encoder.encode(of(run)).write(to: file, options: .atomic)
+    }
+
+    private static func file(of run: StoredRun) -> URL { run.url.appendingPathComponent("samples.json") }
+    nonisolated private static let count = 2
+    /// The most tokens of a text.
+    nonisolated private static let tokens = 48
+    /// The longest wait for the end of a block, in seconds.
+    private static let patience = 3.0
+}
+
+/// Prompts for a model, from data that it was not trained on.
+private struct HeldOutPrompts: Sendable {
+    struct Prompt {
+        let tokens: [Int]
+        let text: String
+        let isMessage: Bool
+    }
+
+    let tokenizer: any TextTokenizer
+    /// Tokens of a prompt from a text, to the end of a word.
+    private static let length = 16
+
+    func text(_ tokens: some Sequence<Int>) -> String {
+        tokenizer.decode(Array(tokens)).trimmingCharacters(in: .whitespacesAndNewlines)
+    }
+
+    /// Different prompts, `count` at most.
+    ///
+    /// - Throws: `MeSPError` where no data is held out.
+    func choose(_ count: Int, from bundle: ModelBundle, length: Int) throws -> [Prompt] {
+        guard let sequences = try bundle.tokens("valid")?.sequences(lengths: [length]), sequences.count > 0 else {
+            throw MeSPError("No text was held out from this run, so there is none for examples.")
+        }
+        let frame = messageFrame()
+        var prompts = [Prompt]()
+        for index in [0, sequences.count / 2] + Array(0..<sequences.count) where prompts.count < count {
+            let prompt = prompt(of: sequences[index], frame)
+            if !prompt.text.isEmpty, !prompts.contains(where: { $0.text == prompt.text }) { prompts.append(prompt) }
+        }
+        return prompts
+    }
+
+    /// What comes before the first answer, or where all of the text is to be learned, how a paragraph or sentence in it begins.
+    private func prompt(of example: Example, _ frame: (before: [Int], after: [Int])?) -> Prompt {
+        let tokens = example.tokens.map { Int($0) }
+        let first = example.counted.first ?? 0
+        guard first > 0 else {
+            let start = opening(of: tokens)
+            return Prompt(tokens: start, text: text(start), isMessage: false)
+        }
+        let asked = Array(tokens.prefix(first + 1))
+        if let frame, asked.count > frame.before.count + frame.after.count, asked.starts(with: frame.before),
+            asked.suffix(frame.after.count).elementsEqual(frame.after)
+        {
+            let message = asked.dropFirst(frame.before.count).dropLast(frame.after.count)
+            return Prompt(tokens: asked, text: text(message), isMessage: true)
+        }
+        return Prompt(tokens: asked, text: text(asked), isMessage: false)
+    }
+
+    /// What the chat template writes before and after a message, so that a prompt can be shown without it.
+    private func messageFrame() -> (before: [Int], after: [Int])? {
+        guard tokenizer.hasChatTemplate else { return nil }
+        let texts = ["x", "y"].compactMap {
+            try? tokenizer.encode([ChatMessage(role: "user", content: $0)], opensAnswer: true)
+        }
+        guard texts.count == 2 else { return nil }
+        let before = zip(texts[0], texts[1]).prefix { $0 == $1 }.count
+        let after = zip(texts[0].reversed(), texts[1].reversed()).prefix { $0 == $1 }.count
+        return (Array(texts[0].prefix(before)), texts[0].suffix(after))
+    }
+
+    private func opening(of tokens: [Int]) -> [Int] {
+        let pieces = tokens.map { tokenizer.decode([$0]) }
+        let half = pieces.prefix(pieces.count / 2)
+        var start = (half.firstIndex { $0.contains("\n") } ?? half.firstIndex { $0.hasSuffix(".") }).map { $0 + 1 } ?? 0
+        while start < half.count, pieces[start].allSatisfy(\.isWhitespace) || tokens[start] == tokenizer.endOfText {
+            start += 1
+        }
+        var end = min(start + Self.length, tokens.count)
+        let limit = min(end + Self.length / 2, tokens.count)
+        while end < limit, !(pieces[end].first?.isWhitespace ?? false) { end += 1 }
+        return Array(tokens[start..<end])
+    }
+}

@@ -1,0 +1,86 @@
+import Foundation
+import Testing
+
+@testable import MeSPAppModel
+@testable import MeSPCore
+
+/// What the app shows to somebody who has not used it before.
+@Suite(.serialized) @MainActor final class FirstRunTests {
+    private let app: TestApp
+    private var model: AppModel { app.model }
+
+    init() throws { app = try TestApp() }
+
+    @Test func nothingIsWrongBeforeTheAppHasLooked() async throws {
+        #expect(!model.library.hasLooked && model.startProblem == nil && !model.canStart)
+        await model.refresh()
+        #expect(model.library.hasLooked)
+        #expect(model.startProblem == "Bring in a bundle first, by AirDrop, the Files app or tools/push.py.")
+    }
+
+    @Test func whyItCannotStartIsSaid() async throws {
+        try await app.importTied()
+        #expect(model.startProblem == nil && model.canStart)
+        model.form[text: .steps] = "many"
+        #expect(model.startProblem == "Steps: many is no number that can be used.")
+        model.form[text: .steps] = "1000000"
+        let phone = app.phone
+        phone.availableMemory = 1
+        #expect(model.startProblem?.english.contains("the phone would give 0 MB") == true && !model.canStart)
+        phone.availableMemory = nil
+        await model.start()
+        #expect(model.startProblem == "The model is in use; wait until that has ended, or stop it.")
+        while model.controller.log.steps.isEmpty { try await Task.sleep(for: .milliseconds(2)) }
+        #expect(model.progress?.timeWords != nil, "the time left is that of the log's steps")
+        model.controller.stop()
+        try await app.ended()
+    }
+
+    @Test func theLessonIsOfTheText() async throws {
+        #expect(model.form.lesson == nil)
+        try await app.importTied()
+        let form = model.form
+        #expect(form.lesson == "bundle learns the text that is in its bundle.")
+        form.textKind = .file
+        #expect(form.lesson == "Choose a text file that bundle is to learn, under More.")
+        form.file = URL(fileURLWithPath: "/notes.txt")
+        #expect(form.lesson == "bundle learns to write like notes.txt.")
+        form.file = URL(fileURLWithPath: "/mails.jsonl")
+        #expect(form.lesson == "bundle learns the records of mails.jsonl.")
+        form.textKind = .pasted
+        #expect(form.lesson?.english.contains("that you paste") == true)
+        form.textKind = .choices
+        #expect(form.lesson?.english.contains("which answers you like") == true)
+    }
+
+    @Test func goingOnWithARunShowsIt() async throws {
+        try await app.importTied()
+        (model.form.settings.steps, model.form.settings.saveEvery) = (1_000_000, 1)
+        await model.start()
+        while model.controller.log.steps.count < 2 { try await Task.sleep(for: .milliseconds(2)) }
+        model.controller.stop()
+        try await app.ended()
+        #expect(model.shownRun?.status == .stopped)
+        (model.place, model.showsSetup) = (.runs, true)
+        await model.resume(try #require(model.library.runs.first))
+        #expect(model.place == .train && !model.showsSetup && model.controller.isRunning && model.shownRun == nil)
+        model.controller.stop()
+        try await app.ended()
+    }
+
+    @Test func aConversationIsDeletedOnlyWhenThePersonConfirmsIt() async throws {
+        try await app.importTied()
+        var request = Comparison.Request()
+        (request.prompt, request.isChat, request.maxTokens) = ("Hello", true, 2)
+        await model.write(request, with: nil)
+        try await app.ended()
+        #expect(model.comparison.bundleName == "bundle" && model.comparison.runName == nil)
+        model.askToDelete(.conversation)
+        #expect(model.deletionQuestion.english == "Begin a new conversation? This one is deleted.")
+        model.asksToDelete = false
+        #expect(model.comparison.turns.count == 1)
+        model.askToDelete(.conversation)
+        await model.confirmDeletion()
+        #expect(model.comparison.turns.isEmpty)
+    }
+}

@@ -1,0 +1,138 @@
+import Foundation
+import Testing
+
+@testable import MeSPAppModel
+@testable import MeSPCore
+
+@Suite(.serialized, .timeLimit(.minutes(2))) @MainActor final class LearnedExamplesTests {
+    private let documents = temporaryFolder()
+    private lazy var model = makeModel()
+    deinit { try? FileManager.default.removeItem(at: documents) }
+
+    init() throws { try FileManager.default.createDirectory(at: documents, withIntermediateDirectories: true) }
+
+    private func makeModel(
+        loadTokenizer: @escaping @Sendable (URL) async throws -> any TextTokenizer = { _ in ByteTokenizer() }
+    ) -> AppModel {
+        AppModel(
+            phone: TestPhone(), folder: DocumentsFolder(documents: documents), loadTokenizer: loadTokenizer)
+    }
+
+    private func train(steps: Int = 3) async throws -> StoredRun {
+        let fixture = try #require(Fixture.tied).appendingPathComponent("bundle.mesp").resolvingSymlinksInPath()
+        if model.library.bundles.isEmpty { await model.importBundle(at: fixture) }
+        (model.form.settings.steps, model.form.settings.learningRate) = (steps, 0.5)
+        model.form.settings.valBatches = 0
+        await model.start()
+        while !model.isFree { try await Task.sleep(for: .milliseconds(2)) }
+        await model.refresh()
+        return try #require(model.shownRun)
+    }
+
+    private func written(_ run: StoredRun) async throws {
+        while model.examples.writing != nil || model.examples.of(run).isEmpty {
+            try #require(model.examples.problem(of: run) == nil)
+            try await Task.sleep(for: .milliseconds(2))
+        }
+    }
+
+    @Test func aRunShowsWhatItLearnedAndKeepsIt() async throws {
+        let run = try await train()
+        try await written(run)
+        let samples = model.examples.of(run)
+        #expect(samples.count == 2)
+        #expect(Set(samples.map(\.prompt)).count == 2 && samples.allSatisfy { !$0.prompt.isEmpty && !$0.isMessage })
+        #expect(samples.contains { $0.before != $0.after }, "training changed nothing")
+
+        // The prompts are of the data that was held out, and the base model continues them so.
+        let bundle = try ModelBundle(url: try #require(model.form.bundle).url)
+        let stream = try #require(try bundle.tokens("valid"))
+        let text = ByteTokenizer().decode((0..<stream.tokenCount).map { stream.token($0) })
+        #expect(samples.allSatisfy { text.contains($0.prompt) })
+
+        // They are there when the app is opened again, and are not written a second time.
+        model = makeModel()
+        await model.refresh()
+        await model.examples.load(run)
+        #expect(model.examples.of(run) == samples && model.examples.writing == nil)
+        let export = documents.appendingPathComponent("export")
+        try run.export(to: export)
+        #expect(!FileManager.default.fileExists(atPath: export.appendingPathComponent("samples.json").path))
+    }
+
+    @Test func ofRecordsTheQuestionsAreAsked() async throws {
+        let file = documents.appendingPathComponent("records.jsonl")
+        let records = (0..<30).map { #"{"prompt": "Q\#($0)?", "completion": "A\#($0)."}"# }
+        try Data(records.joined(separator: "\n").utf8).write(to: file)
+        let fixture = try #require(Fixture.tied).appendingPathComponent("bundle.mesp").resolvingSymlinksInPath()
+        await model.importBundle(at: fixture)
+        await model.chooseText(at: file)
+        let run = try await train()
+        try await written(run)
+        #expect(model.examples.of(run).map(\.prompt) == ["Q27?", "Q28?"])
+        #expect(model.examples.of(run).map(\.isMessage) == [true, true])
+
+        // One tap leads to more of it.
+        model.tryOut(run)
+        #expect(model.place == .write && model.writingRun?.id == run.id && model.writingBundle?.name == "bundle")
+        #expect(model.comparison.draft.prompt == "Q27?" && model.comparison.draft.isChat)
+        model.comparison.draft.prompt = "Mine"
+        model.tryOut(run)
+        #expect(model.comparison.draft.prompt == "Mine", "what the person has typed stays")
+    }
+
+    @Test func theyLeaveTheDeviceToWhatThePersonWants() async throws {
+        let (reads, reading) = AsyncStream.makeStream(of: Void.self)
+        model = makeModel { _ in
+            reading.yield()
+            try await Task.sleep(for: .seconds(3600))
+            return ByteTokenizer()
+        }
+        let first = try await train()
+        for await _ in reads { break }
+        #expect(model.examples.writing == first.id && model.isFree && model.canStart)
+        model.examples.stop()
+        #expect(model.examples.writing == nil && model.examples.of(first).isEmpty)
+        model.showExamples(of: first)
+        #expect(model.examples.writing == first.id)
+        await model.start()
+        #expect(model.examples.writing == nil && model.controller.isRunning)
+        #expect(model.examples.problem(of: first) == nil, "it was only stopped")
+        model.showExamples(of: first)
+        #expect(model.examples.writing == nil, "the run has the device")
+        while !model.isFree { try await Task.sleep(for: .milliseconds(2)) }
+        await model.refresh()
+        for await _ in reads { break }
+        let second = try #require(model.shownRun)
+        #expect(second.id != first.id && model.examples.writing == second.id)
+        model.askToDelete(.run(second))
+        await model.confirmDeletion()
+        #expect(model.examples.writing == nil && model.library.runs.map(\.id) == [first.id])
+    }
+
+    @Test func aTokenizerThatCannotBeReadIsSaid() async throws {
+        model = makeModel { _ in throw MeSPError("The tokenizer is not there.") }
+        let run = try await train()
+        while model.examples.problem(of: run) == nil { try await Task.sleep(for: .milliseconds(2)) }
+        #expect(model.examples.problem(of: run) == "The tokenizer is not there." && model.examples.writing == nil)
+        #expect(model.problem == nil, "nobody has asked for it")
+        #expect(model.canShowExamples(of: run))
+    }
+
+    /// As exported with training data only.
+    @Test func withoutHeldOutDataThatIsSaid() async throws {
+        let bundle = documents.appendingPathComponent("bundle.mesp")
+        let fixture = try #require(Fixture.tied).appendingPathComponent("bundle.mesp").resolvingSymlinksInPath()
+        try FileManager.default.copyItem(at: fixture, to: bundle)
+        let url = bundle.appendingPathComponent("manifest.json")
+        var manifest = try #require(try JSONSerialization.jsonObject(with: Data(contentsOf: url)) as? [String: Any])
+        var data = try #require(manifest["data"] as? [String: Any])
+        data["valid"] = nil
+        manifest["data"] = data
+        try JSONSerialization.data(withJSONObject: manifest).write(to: url)
+        await model.refresh()
+        let run = try await train()
+        while model.examples.problem(of: run) == nil { try await Task.sleep(for: .milliseconds(2)) }
+        #expect(model.examples.problem(of: run)?.english.hasPrefix("No text was held out") == true)
+    }
+}
