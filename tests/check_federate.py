@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
+import io
+import itertools
 import json
 import os
 import random
@@ -31,10 +33,12 @@ import federate_study
 from conftest import command
 from mesp.engine.build import find_engine
 from mesp.errors import MespError
+from mesp.federate import rounds
 from mesp.federate.client_app import app, client_app
 from mesp.federate.exchange import Arrays, read_arrays, to_bfloat16
 from mesp.federate.federation import Federation
 from mesp.federate.messages import to_numpy, to_record
+from mesp.federate.rounds import STATE_NAME
 from mesp.federate.screening import Screened
 from mesp.federate.server_app import serve
 from mesp.federate.strategies import make_strategy
@@ -160,7 +164,9 @@ def test_a_small_update_of_a_large_number_is_not_lost_in_bfloat16(
     # 1000.25 is between two numbers of bfloat16, 1000 and 1004.
     added = with_arrays(lambda a: {n: to_bfloat16(np.full(e.shape, 0.25)) for n, e in a.items()})
     inner = make_strategy(whole.options)
-    screened = Screened(inner, 0, "bfloat16", 10**6, 1)
+    screened = Screened(
+        inner, 0, "bfloat16", 10**6, 1, clip=None, keep=lambda _, arrays, __: arrays
+    )
     grid = Here(whole, {0: added})
     messages = screened.configure_train(1, to_record(start), flwr.ConfigRecord(whole.config), grid)
     averaged, _ = screened.aggregate_train(1, grid.send_and_receive(messages))
@@ -244,6 +250,25 @@ def nothing(reply: flwr.Message) -> flwr.Message:
     return reply
 
 
+def with_data(change: Callable[[bytes], bytes]) -> Change:
+    """Puts other bytes in the place of a matrix's file."""
+
+    def changed(reply: flwr.Message) -> flwr.Message:
+        array = reply.content["arrays"][B]
+        data = change(array.data)
+        reply.content["arrays"][B] = flwr.Array(array.dtype, array.shape, array.stype, data)
+        return reply
+
+    return changed
+
+
+def npz(data: bytes) -> bytes:
+    """The archive of an array's file."""
+    archive = io.BytesIO()
+    np.savez(archive, np.load(io.BytesIO(data)))
+    return archive.getvalue()
+
+
 BAD = {
     "is silent": (lambda _: None, "node 101: did not answer in time"),
     "sends nothing": (nothing, "node 101: its answer is not as"),
@@ -263,6 +288,11 @@ BAD = {
     "claims too much": (with_metric("num-examples", 10**9), "counts 1000000000 targets"),
     "claims nothing": (with_metric("num-examples", 0), "counts 0 targets"),
     "has no loss": (with_metric("loss", float("nan")), "its metrics are not as"),
+    "sends an archive": (with_data(npz), "is an archive and not an array"),
+    "sends no file": (with_data(lambda _: b"\x93NUMPY" + bytes(9)), "its answer is not as"),
+    "sends too much": (with_data(lambda data: data + bytes(1 << 20)), "bytes, of which"),
+    "sends 3e38": (with_arrays(lambda a: a | {B: np.full_like(a[B], 3e38)}), "larger than 1e+06"),
+    "has footprints": (with_metric("footprint-bytes", -1), "its metrics are not as"),
 }
 
 
@@ -445,18 +475,67 @@ def test_options_that_a_strategy_cannot_take_are_refused(
     assert not (tmp_path / "f").exists()
 
 
-def test_who_changes_nothing_cannot_be_clipped(bundle: Path, data: Path, tmp_path: Path):
-    options = ("--clients", 2, "--rounds", 1, "--steps", 1, "--clip", 0.01, "--noise", 0)
+@pytest.mark.parametrize("size", [0, 1e-30], ids=str)
+def test_a_client_that_changes_almost_nothing_is_averaged(
+    bundle: Path, data: Path, tmp_path: Path, size: float
+):
+    """The squares of such numbers are 0 in float32."""
+    options = ("--clients", 2, "--rounds", 1, "--steps", 1, "--clip", 0.01)
     whole = federation(bundle, data, tmp_path / "f", *options, *FLOAT32)
-    unchanged = with_arrays(lambda _: whole.rounds.arrays(0))
-    served(whole, {1: unchanged})
-    (sentence,) = whole.rounds.record(1)["left_out"]
-    assert sentence == "client 1: it changed nothing, which has no norm to be clipped"
+    sent: dict[int, Arrays] = {}
+    small = with_arrays(lambda _: {n: a + size for n, a in whole.rounds.arrays(0).items()})
+    small32 = with_arrays(lambda a: {n: each.astype(np.float32) for n, each in a.items()})
+    averaged = served(whole, {0: keeping(sent, 0), 1: lambda reply: small32(small(reply))})
+    record = whole.rounds.record(1)
+    assert record["left_out"] == [] and len(record["clients"]) == 2
+    start = whole.rounds.arrays(0)
+    added = np.concatenate([(averaged[n] - start[n]).ravel() for n in start]).astype(np.float64)
+    assert np.linalg.norm(added) == pytest.approx(0.01 / 2, rel=1e-5)
+
+
+def test_adapters_that_cannot_be_evaluated_are_not_kept(
+    bundle: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Nor is the strategy's state of that round, in which a number may be infinite for ever."""
+    options = ("--clients", 1, "--rounds", 3, "--steps", 1, "--strategy", "fedadam", *FLOAT32)
+    whole = federation(bundle, data, tmp_path / "f", *options, "--strategy-options", "eta=0.01")
+    evaluate, said = rounds.run_engine, "The loss on the valid data is not finite."
+    calls = itertools.count()
+
+    def second_round_fails(settings: dict):
+        if next(calls) == 2:
+            raise MespError(said)
+        return evaluate(settings)
+
+    monkeypatch.setattr(rounds, "run_engine", second_round_fails)
+    served(whole)
+    first, second, third = (whole.rounds.record(number) for number in (1, 2, 3))
+    assert second["discarded"] == said and second["clients"]
+    assert second["held_out_loss"] == first["held_out_loss"]
+    assert equal(whole.rounds.arrays(2), whole.rounds.arrays(1))
+    assert "discarded" not in third and third["held_out_loss"] < first["held_out_loss"]
+    kept = [np.load(whole.rounds.path(number) / STATE_NAME) for number in (1, 2)]
+    assert kept[0].files and all(np.array_equal(kept[0][n], kept[1][n]) for n in kept[0].files)
+
+
+def test_where_nothing_can_be_evaluated_the_rounds_end(
+    bundle: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    whole = federation(bundle, data, tmp_path / "f", "--clients", 1, "--rounds", 1, "--steps", 1)
+    whole.rounds.save(0, None, {})
+
+    def fails(settings: dict):
+        raise MespError("The disk is full.")
+
+    monkeypatch.setattr(rounds, "run_engine", fails)
+    with pytest.raises(MespError, match="The disk is full"):
+        served(whole)
+    assert whole.rounds.last == 0
 
 
 def test_clipping_bounds_what_one_client_adds(bundle: Path, data: Path, tmp_path: Path):
     options = ("--clients", 2, "--rounds", 1, "--steps", 2, *FLOAT32)
-    clipped = federation(bundle, data, tmp_path / "f", *options, "--clip", 0.01, "--noise", 0)
+    clipped = federation(bundle, data, tmp_path / "f", *options, "--clip", 0.01)
     after, before = served(clipped), clipped.rounds.arrays(0)
     norm = sum(float(np.square(after[name] - before[name]).sum()) for name in after) ** 0.5
     assert 0 < norm <= 0.01 * (1 + 1e-4)  # of a mean of two; a sum of float32

@@ -401,7 +401,7 @@ def test_a_round_that_was_not_finished_is_none(bundle: Path, data: Path, tmp_pat
     [
         (("--split", "by-mood"), "--split is iid, by-file or dirichlet:ALPHA"),
         (("--split", "dirichlet:0"), "--split is iid, by-file or dirichlet:ALPHA"),
-        (("--noise", 1), "--noise and --clip go together"),
+        (("--noise", 1), "--noise needs --clip"),
         (("--min-clients", 3), "--min-clients 3 is more than --clients 2"),
         (("--clients", 33), "would get nothing"),
         (("--strategy-options", "eta"), "takes NAME=NUMBER"),

@@ -31,6 +31,13 @@ class Report:
         """A round's record; the first is of the round that this one begins after."""
         number = record["round"]
         self.console.print(line(record, self.rounds, self.before), markup=False, soft_wrap=True)
+        if "discarded" in record:
+            self.console.print(
+                "  discarded what the clients made, and kept the adapters of the round before: "
+                f"{record['discarded']}",
+                markup=False,
+                soft_wrap=True,
+            )
         for sentence in record.get("left_out", ()):
             self.console.print(f"  left out: {sentence}", markup=False, soft_wrap=True)
         self.before = record
