@@ -21,14 +21,14 @@ import Testing
         phone.battery = Battery(level: 0.9, isCharging: true)
         let model = AppModel(
             phone: phone, folder: DocumentsFolder(documents: documents),
-            openNode: { server, folder, _ in
+            openNode: { server, folder, mostBytes, _ in
                 try SuperNode(
-                    server: server, folder: folder, configuration: SuperLink.configuration(),
+                    server: server, folder: folder, mostBytes: mostBytes, configuration: SuperLink.configuration(),
                     seconds: .init(heartbeat: heartbeat, poll: 0.01, lease: 0))
             }, loadTokenizer: { _ in ByteTokenizer() })
         let fixture = try #require(Fixture.tied).appendingPathComponent("bundle.mesp").resolvingSymlinksInPath()
         await model.importBundle(at: fixture)
-        model.federation.address = "http://\(host):8000"
+        model.federation.address = "https://\(host):8000"
         return model
     }
 
@@ -59,10 +59,10 @@ import Testing
             ])
     }
 
-    /// Takes part until a round has ended.
+    /// Takes part until a round has been answered.
     private func round(_ model: AppModel) async throws -> Federation.Round {
         let part = Task { await model.takePart() }
-        while model.federation.rounds.first.map({ $0.bytesUp == nil && $0.problem == nil }) ?? true {
+        while model.federation.rounds.first?.bytesUp == nil {
             try #require(model.problem == nil)
             try await Task.sleep(for: .milliseconds(5))
         }
@@ -210,9 +210,23 @@ import Testing
         #expect(try SuperLink.answered(host).reason == "The node could not do it.")
     }
 
+    @Test func isLeftAtOnceWhileTheServerKeepsItBusy() async throws {
+        let model = try await model()
+        try SuperLink.ask(host, question(model))
+        SuperLink.with(host) { $0.faults["pull-object"] = Array(repeating: (SuperLink.never, ""), count: 100) }
+        let part = Task { await model.takePart() }
+        while SuperLink.with(host, { !$0.calls.contains("pull-object") }) {
+            try await Task.sleep(for: .milliseconds(5))
+        }
+        let began = Date.now
+        model.federation.leave()
+        await part.value
+        #expect(Date.now.timeIntervalSince(began) < 2 && model.problem == nil && !model.federation.isOn)
+    }
+
     @Test func anAddressThatIsNoneIsRefused() async throws {
         let model = try await model()
-        for address in ["", "phone", "ftp://here"] {
+        for address in ["", "phone", "ftp://here", "http://links.example.org:8000"] {
             (model.federation.address, model.problem) = (address, nil)
             await model.takePart()
             #expect(model.problem?.english.contains("address") == true && !model.federation.isOn)
