@@ -118,6 +118,12 @@ def parse_numbers(
     help="Differential privacy: noise on the mean, as a multiple of --clip / clients.",
 )
 @click.option(
+    "--delta",
+    type=Number(min=0, min_open=True, max=1, max_open=True),
+    default=1e-5,
+    help="δ at which ε is reported with --noise; well below 1 / clients.",
+)
+@click.option(
     "--min-clients",
     type=click.IntRange(min=1),
     default=1,

@@ -14,6 +14,7 @@ from mesp.errors import MespError
 from mesp.federate.exchange import Arrays, travelling
 from mesp.federate.federation import Federation
 from mesp.federate.messages import to_record
+from mesp.federate.privacy import epsilon
 from mesp.federate.report import Report
 from mesp.federate.rounds import STATE_NAME
 from mesp.federate.screening import Screened
@@ -39,6 +40,12 @@ def serve(federation: Federation, grid: Grid, show: Show, timeout: float | None)
         sequences = options["steps"] * options["batch_size"] * options["grad_accumulation_steps"]
 
         def keep(number: int, arrays: Arrays, report: dict[str, Any]) -> Arrays:
+            if options["noise"]:
+                delta = options["delta"]
+                report = report | {
+                    "epsilon": epsilon(options["noise"], delta, number),
+                    "delta": delta,
+                }
             try:
                 record = rounds.save(number, arrays, report, state_of(inner))
             except MespError as error:

@@ -72,6 +72,16 @@ final class Transport: Sendable {
             if case .failure = result { task.cancel() }
         }
 
+        func urlSession(
+            _ session: URLSession, dataTask: URLSessionDataTask, didReceive response: URLResponse,
+            completionHandler: @escaping @Sendable (URLSession.ResponseDisposition) -> Void
+        ) {
+            let most = lock.withLock { waiting[dataTask.taskIdentifier]?.most } ?? 0
+            let isTooLong = response.expectedContentLength > Int64(most)
+            completionHandler(isTooLong ? .cancel : .allow)
+            if isTooLong { end(dataTask, .failure(Failure.tooLong)) }
+        }
+
         func urlSession(_ session: URLSession, dataTask: URLSessionDataTask, didReceive data: Data) {
             let isTooLong = lock.withLock {
                 guard let exchange = waiting[dataTask.taskIdentifier] else { return false }
