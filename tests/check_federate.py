@@ -12,6 +12,7 @@ import copy
 import io
 import itertools
 import json
+import logging
 import os
 import random
 import re
@@ -35,7 +36,7 @@ from mesp.engine.build import find_engine
 from mesp.errors import MespError
 from mesp.federate import privacy, rounds
 from mesp.federate.client_app import app, client_app
-from mesp.federate.exchange import Arrays, read_arrays, to_bfloat16
+from mesp.federate.exchange import Arrays, packed, read_arrays, to_bfloat16
 from mesp.federate.federation import Federation
 from mesp.federate.messages import to_numpy, to_record
 from mesp.federate.privacy import noise_for
@@ -317,6 +318,77 @@ def test_a_client_that_does_not_fit_is_left_out_and_named(
     weights = [client["targets"] for client in record["clients"]]
     mean = (weights[0] * sent[0][B] + weights[1] * sent[2][B]) / sum(weights)
     assert np.allclose(averaged[B], mean, rtol=1e-6, atol=1e-9)
+
+
+HOSTILE = [
+    *(0, 1, -1, 2**63, 1e308, -0.0, float("nan"), float("inf"), True, "", "x\0", "../x", b"\xff"),
+    *([1], [], ["a"] * 3, [float("nan")]),
+]
+
+
+def damage(reply: flwr.Message, random: random.Random) -> None:
+    """Changes something in an answer, as far as Flower's records let it."""
+    content = reply.content
+    kind = random.choice(("data", "data", "dtype", "name", "metrics", "about", "record"))
+    if kind in ("data", "dtype", "name"):
+        record = content["arrays"]
+        name = random.choice([*record])
+        array = record[name]
+        data, dtype, shape, stype = array.data, array.dtype, array.shape, array.stype
+        if kind == "data":
+            at, more = random.randrange(len(data)), random.randbytes(random.randrange(9))
+            rest = data[at + len(more) :] if random.random() < 0.7 else b""
+            data = random.choice([data[:at] + more + rest, npz(array.data), data * 9, b""])
+        elif kind == "dtype":
+            dtype, shape = random.choice(["float64", "object", ""]), (2**40,)
+            stype = random.choice([stype, "pickle", ""])
+        else:
+            del record[name]
+            name = random.choice(["", "../x", "m.lora_c"])
+        record[name] = flwr.Array(dtype, shape, stype, data)
+    elif kind == "record":
+        name = random.choice([*content])
+        if random.random() < 0.5:
+            del content[name]
+        else:
+            content[name] = content[random.choice([*content])]
+    else:
+        name = random.choice([*content[kind], "more"])
+        content[kind][name] = random.choice(HOSTILE)
+
+
+def test_no_answer_ends_a_federation(bundle: Path, data: Path, tmp_path: Path):
+    """`make test-slow` has 10,000 cases."""
+    options = ("--clients", 2, "--rounds", 1, "--clip", 1.0, "--noise", 0.5)
+    inner = make_strategy(federation(bundle, data, tmp_path / "f", *options).options)
+    start = {"m.lora_a": np.ones((2, 3, 4), np.float32), "m.lora_b": np.zeros((2, 4, 3), "f4")}
+    metrics = {"num-examples": 3, "loss": 1.5, "footprint-bytes": 10}
+    generator, left_out = random.Random(0), 0
+    cases = int(os.environ.get("MESP_FUZZ_CASES", "400"))
+    logging.getLogger("flwr").setLevel(logging.CRITICAL)
+    for exchange in ("float32", "bfloat16"):
+        screened = Screened(inner, 0, exchange, 10, 1, clip=1.0, keep=lambda _, arrays, __: arrays)
+        for _ in range(cases // 2):
+            screened.sent, screened.asked = start, {1, 2}
+            replies = []
+            for node in (1, 2):
+                question = flwr.Message(flwr.RecordDict(), dst_node_id=node, message_type="train")
+                content = {
+                    "arrays": to_record(start if exchange == "float32" else packed(start)),
+                    "metrics": flwr.MetricRecord(dict(metrics)),
+                    "about": flwr.ConfigRecord({"name": "Ann"}),
+                }
+                replies.append(flwr.Message(flwr.RecordDict(content), reply_to=question))
+            with contextlib.suppress(TypeError, ValueError, KeyError):  # Flower's own checks
+                damage(replies[1], generator)
+            arrays, _ = screened.aggregate_train(1, replies)
+            averaged = to_numpy(arrays)
+            assert averaged.keys() == start.keys()
+            assert all(np.abs(array).max() < 10 for array in averaged.values())
+            left_out += len(screened.report["left_out"])
+            assert all(each.isprintable() for each in screened.report["left_out"])
+            json.dumps(screened.report, allow_nan=False)
+    assert cases / 4 < left_out < cases
 
 
 def test_nobody_can_spoil_a_round_with_more_than_is_asked_for(

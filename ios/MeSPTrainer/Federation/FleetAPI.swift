@@ -65,6 +65,8 @@ struct FleetAPI: Sendable {
                 to: request, most: name == "pull-object" ? Self.mostOfObject : Self.mostBytes, within: seconds)
         } catch Transport.Failure.unreachable(let reason) {
             throw Unreachable(sentence: "\(server.absoluteString) cannot be reached: \(reason)")
+        } catch Transport.Failure.tooSlow {
+            throw Unreachable(sentence: "\(server.absoluteString) takes too long to answer.")
         } catch Transport.Failure.tooLong {
             throw FederationError(
                 "\(server.absoluteString) answers \(name) with more bytes than any answer of Flower's has; ask who runs it."
@@ -111,7 +113,7 @@ struct Metadata {
         (timeToLive, type, created) = (message.double(7), message.text(8), message.double(9))
         sourceTask = message.has(10) ? message.number(10) : nil
         destinationTask = message.has(11) ? message.number(11) : nil
-        guard timeToLive.isFinite, created.isFinite,
+        guard timeToLive.isFinite, created.isFinite, (created + timeToLive).isFinite,
             [self.message, replyTo, group, type].allSatisfy({ $0.utf8.count <= 1000 })
         else { throw FederationError("The server sent a message whose metadata is not in order; ask who runs it.") }
     }

@@ -18,7 +18,7 @@ final class Transport: Sendable {
 
     enum Failure: Error {
         case unreachable(String)
-        case tooLong
+        case tooSlow, tooLong
     }
 
     /// The answer's body and status.
@@ -30,7 +30,7 @@ final class Transport: Sendable {
     func answer(to request: URLRequest, most: Int, within seconds: Double) async throws -> (Data, status: Int) {
         let task = session.dataTask(with: request)
         let late = DispatchWorkItem { [exchanges] in
-            exchanges.end(task, .failure(Failure.unreachable("it took too long to answer")))
+            exchanges.end(task, .failure(Failure.tooSlow))
         }
         defer { late.cancel() }
         return try await withTaskCancellationHandler {

@@ -186,6 +186,8 @@ import Testing
             ("proximal-mu", [.double(.nan), .double(1e300)]),
             ("timeout", [.double(.nan), .double(.infinity), .double(-1e300), .int(-1)]),
             ("alpha", [.double(.nan), .double(-1)]), ("rank", [.int(0), .int(.max)]),
+            ("batch_size", [.int(0), .int(.max), .int(1_000_000)]),
+            ("grad_accumulation_steps", [.int(-1), .int(65537)]),
         ]
         for (name, values) in bad {
             for value in values {
@@ -199,6 +201,37 @@ import Testing
             let other = FlowerArray(.float32, shape: shape, data: Data(count: shape.reduce(4, *)))
             #expect(throws: MeSPError.self, "\(shape)") { try run { $0.arrays["arrays"]?[name] = other } }
         }
+    }
+
+    /// The server sets how many sequences a step has, and their tokens take memory before the first is trained on.
+    @Test func aNodesLimitHoldsForTheServersSequences() async throws {
+        let model = try await model()
+        let bundle = try #require(model.form.bundle)
+        var records = try question(model)
+        records.configs["config"]?["batch_size"] = .int(256)
+        records.configs["config"]?["grad_accumulation_steps"] = .int(256)
+        let question = SuperNode.Question(
+            id: "", node: 1, type: "train", run: 1, group: "1", created: .now, records: records,
+            folder: documents.appendingPathComponent("question"))
+        var settings = try FederatedRun(question, bundle: bundle.url, memoryLimit: 25_000_000).settings
+        #expect(settings.memoryLimitMb == 25)
+        let error = #expect(throws: MeSPError.self) { try Planner(bundle.manifest, settings, systemLimit: nil).plan() }
+        #expect(error?.sentence.english.contains("fewer in a step") == true)
+        // What is counted of them is what they take.
+        settings.memoryLimitMb = nil
+        func peak(_ batch: Int) throws -> Int {
+            settings.batchSize = batch
+            let planner = Planner(bundle.manifest, settings, systemLimit: nil)
+            return planner.peak(Plan(tileBytes: 1 << 20, order: .sequences))
+        }
+        let counted = try peak(256) - peak(2)
+        settings.batchSize = 256
+        let data = try Splits(ModelBundle(url: bundle.url, checksums: false), settings)
+        let before = memoryFootprint()
+        let batches = data.batches(step: 0, settings)
+        let taken = memoryFootprint() - before
+        #expect(batches.count == 256)
+        #expect(taken < counted + counted / 10 && taken > counted / 3, "\(taken) taken, \(counted) counted")
     }
 
     @Test func saysWhyARoundWasNotAnswered() async throws {
