@@ -69,7 +69,13 @@ final class Transport: Sendable {
                     }
                     return .success((exchange.data, response.statusCode))
                 })
-            if case .failure = result { task.cancel() }
+            guard case .failure = result else { return }
+            #if canImport(FoundationNetworking)
+                // Foundation for Linux can crash where a task is cancelled. Suspended, it reads no more.
+                task.suspend()
+            #else
+                task.cancel()
+            #endif
         }
 
         func urlSession(
@@ -77,9 +83,8 @@ final class Transport: Sendable {
             completionHandler: @escaping @Sendable (URLSession.ResponseDisposition) -> Void
         ) {
             let most = lock.withLock { waiting[dataTask.taskIdentifier]?.most } ?? 0
-            let isTooLong = response.expectedContentLength > Int64(most)
-            completionHandler(isTooLong ? .cancel : .allow)
-            if isTooLong { end(dataTask, .failure(Failure.tooLong)) }
+            if response.expectedContentLength > Int64(most) { end(dataTask, .failure(Failure.tooLong)) }
+            completionHandler(.allow)
         }
 
         func urlSession(_ session: URLSession, dataTask: URLSessionDataTask, didReceive data: Data) {

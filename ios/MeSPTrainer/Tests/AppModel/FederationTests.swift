@@ -207,6 +207,7 @@ import Testing
     @Test func aNodesLimitHoldsForTheServersSequences() async throws {
         let model = try await model()
         let bundle = try #require(model.form.bundle)
+        let manifest = try #require(bundle.manifest)
         var records = try question(model)
         records.configs["config"]?["batch_size"] = .int(256)
         records.configs["config"]?["grad_accumulation_steps"] = .int(256)
@@ -215,13 +216,13 @@ import Testing
             folder: documents.appendingPathComponent("question"))
         var settings = try FederatedRun(question, bundle: bundle.url, memoryLimit: 25_000_000).settings
         #expect(settings.memoryLimitMb == 25)
-        let error = #expect(throws: MeSPError.self) { try Planner(bundle.manifest, settings, systemLimit: nil).plan() }
+        let error = #expect(throws: MeSPError.self) { try Planner(manifest, settings, systemLimit: nil).plan() }
         #expect(error?.sentence.english.contains("fewer in a step") == true)
         // What is counted of them is what they take.
         settings.memoryLimitMb = nil
         func peak(_ batch: Int) throws -> Int {
             settings.batchSize = batch
-            let planner = Planner(bundle.manifest, settings, systemLimit: nil)
+            let planner = Planner(manifest, settings, systemLimit: nil)
             return planner.peak(Plan(tileBytes: 1 << 20, order: .sequences))
         }
         let counted = try peak(256) - peak(2)

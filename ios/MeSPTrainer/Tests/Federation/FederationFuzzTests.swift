@@ -22,7 +22,8 @@ import Testing
             case 3: data.append(contentsOf: data.suffix(from: index))
             case 4: data[index] = UInt8(ascii: "9")
             default:
-                let number = [UInt64.max, 1 << 63, 0x7ff8 << 48, 0].randomElement(using: &random) ?? 0
+                let numbers: [UInt64] = [.max, 1 << 63, 0x7ff8 << 48, 0]
+                let number = numbers.randomElement(using: &random) ?? 0
                 let bytes = withUnsafeBytes(of: number.littleEndian) { Data($0) }.prefix(data.count - index)
                 data.replaceSubrange(index..<index + bytes.count, with: bytes)
             }
@@ -92,8 +93,9 @@ import Testing
             let (tree, contents) = try damaged(message, sound.contents, &random)
             do {
                 try pending.empty()
-                try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)
-                for (id, content) in contents { try pending.take(content, id: id) }
+                let objects = folder.appendingPathComponent("objects")
+                try FileManager.default.createDirectory(at: objects, withIntermediateDirectories: true)
+                for (id, content) in contents { try content.write(to: objects.appendingPathComponent(id)) }
                 let (records, bytes) = try pending.content(of: tree)
                 #expect(bytes <= 2 * Self.most)
                 let question = SuperNode.Question(
