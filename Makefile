@@ -101,7 +101,7 @@ test-swift: $(FIXTURES).ready
 	$(HOST_MLX) swift test --no-parallel --package-path ios/HostMLX
 
 # PyTorch is large: it has an environment of its own, and no part in `make test`.
-test-slow: engine
+test-slow: engine $(FIXTURES).ready
 	@echo "== A long run"
 	$(BIN)/python tools/long_run.py
 	@echo "== 10,000 damaged files of each kind"
@@ -123,7 +123,9 @@ test-slow: engine
 	@echo "== Tests of federated rounds in Flower"
 	$(BIN)/python -m venv $(VENV)/federate
 	$(VENV)/federate/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,federate]'
-	$(VENV)/federate/bin/python -m pytest -q tests/check_federate.py
+	MESP_FUZZ_CASES=10000 $(VENV)/federate/bin/python -m pytest -q tests/check_federate.py
+	@echo "== 10,000 damaged messages of a federation's server"
+	$(HOST_MLX) MESP_FIXTURES=$(FIXTURES) MESP_FUZZ_CASES=10000 swift test --no-parallel --filter FederationFuzzTests
 	@echo "== MeSP, mlx-lm and PEFT, from the same adapters on the same batches"
 	$(BIN)/python tools/parity.py --quick --peft $(VENV)/peft/bin/python
 

@@ -9,7 +9,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
+import io
+import itertools
 import json
+import logging
 import os
 import random
 import re
@@ -26,15 +29,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from dp_accounting import dp_event, pld
 
-import federate_study
 from conftest import command
 from mesp.engine.build import find_engine
 from mesp.errors import MespError
+from mesp.federate import privacy, rounds
 from mesp.federate.client_app import app, client_app
-from mesp.federate.exchange import Arrays, read_arrays, to_bfloat16
+from mesp.federate.exchange import Arrays, packed, read_arrays, to_bfloat16
 from mesp.federate.federation import Federation
 from mesp.federate.messages import to_numpy, to_record
+from mesp.federate.privacy import noise_for
+from mesp.federate.report import line, summary
+from mesp.federate.rounds import STATE_NAME
 from mesp.federate.screening import Screened
 from mesp.federate.server_app import serve
 from mesp.federate.strategies import make_strategy
@@ -72,6 +79,7 @@ class Here:
         self.tells = tells
         self.federation = federation
         self.node_config = node_config or {}
+        self.states: dict[int, flwr.RecordDict] = {}
         self.changes = changes or {}
 
     def get_node_ids(self) -> list[int]:
@@ -84,7 +92,8 @@ class Here:
         for message in messages:
             number = message.metadata.dst_node_id - 100
             client = self.federation.client(number)
-            context = flwr.Context(1, 100 + number, self.node_config, flwr.RecordDict(), {})
+            state = self.states.setdefault(number, flwr.RecordDict())
+            context = flwr.Context(1, 100 + number, self.node_config, state, {})
             app = client_app(lambda _, client=client: client, tells=self.tells)
             reply = app(copy.deepcopy(message), context)
             reply = self.changes.get(number, lambda reply: reply)(reply)
@@ -160,7 +169,9 @@ def test_a_small_update_of_a_large_number_is_not_lost_in_bfloat16(
     # 1000.25 is between two numbers of bfloat16, 1000 and 1004.
     added = with_arrays(lambda a: {n: to_bfloat16(np.full(e.shape, 0.25)) for n, e in a.items()})
     inner = make_strategy(whole.options)
-    screened = Screened(inner, 0, "bfloat16", 10**6, 1)
+    screened = Screened(
+        inner, 0, "bfloat16", 10**6, 1, clip=None, keep=lambda _, arrays, __: arrays
+    )
     grid = Here(whole, {0: added})
     messages = screened.configure_train(1, to_record(start), flwr.ConfigRecord(whole.config), grid)
     averaged, _ = screened.aggregate_train(1, grid.send_and_receive(messages))
@@ -244,6 +255,25 @@ def nothing(reply: flwr.Message) -> flwr.Message:
     return reply
 
 
+def with_data(change: Callable[[bytes], bytes]) -> Change:
+    """Puts other bytes in the place of a matrix's file."""
+
+    def changed(reply: flwr.Message) -> flwr.Message:
+        array = reply.content["arrays"][B]
+        data = change(array.data)
+        reply.content["arrays"][B] = flwr.Array(array.dtype, array.shape, array.stype, data)
+        return reply
+
+    return changed
+
+
+def npz(data: bytes) -> bytes:
+    """The archive of an array's file."""
+    archive = io.BytesIO()
+    np.savez(archive, np.load(io.BytesIO(data)))
+    return archive.getvalue()
+
+
 BAD = {
     "is silent": (lambda _: None, "node 101: did not answer in time"),
     "sends nothing": (nothing, "node 101: its answer is not as"),
@@ -263,6 +293,11 @@ BAD = {
     "claims too much": (with_metric("num-examples", 10**9), "counts 1000000000 targets"),
     "claims nothing": (with_metric("num-examples", 0), "counts 0 targets"),
     "has no loss": (with_metric("loss", float("nan")), "its metrics are not as"),
+    "sends an archive": (with_data(npz), "is an archive and not an array"),
+    "sends no file": (with_data(lambda _: b"\x93NUMPY" + bytes(9)), "its answer is not as"),
+    "sends too much": (with_data(lambda data: data + bytes(1 << 20)), "bytes, of which"),
+    "sends 3e38": (with_arrays(lambda a: a | {B: np.full_like(a[B], 3e38)}), "larger than 1e+06"),
+    "has footprints": (with_metric("footprint-bytes", -1), "its metrics are not as"),
 }
 
 
@@ -283,6 +318,77 @@ def test_a_client_that_does_not_fit_is_left_out_and_named(
     weights = [client["targets"] for client in record["clients"]]
     mean = (weights[0] * sent[0][B] + weights[1] * sent[2][B]) / sum(weights)
     assert np.allclose(averaged[B], mean, rtol=1e-6, atol=1e-9)
+
+
+HOSTILE = [
+    *(0, 1, -1, 2**63, 1e308, -0.0, float("nan"), float("inf"), True, "", "x\0", "../x", b"\xff"),
+    *([1], [], ["a"] * 3, [float("nan")]),
+]
+
+
+def damage(reply: flwr.Message, random: random.Random) -> None:
+    """Changes something in an answer, as far as Flower's records let it."""
+    content = reply.content
+    kind = random.choice(("data", "data", "dtype", "name", "metrics", "about", "record"))
+    if kind in ("data", "dtype", "name"):
+        record = content["arrays"]
+        name = random.choice([*record])
+        array = record[name]
+        data, dtype, shape, stype = array.data, array.dtype, array.shape, array.stype
+        if kind == "data":
+            at, more = random.randrange(len(data)), random.randbytes(random.randrange(9))
+            rest = data[at + len(more) :] if random.random() < 0.7 else b""
+            data = random.choice([data[:at] + more + rest, npz(array.data), data * 9, b""])
+        elif kind == "dtype":
+            dtype, shape = random.choice(["float64", "object", ""]), (2**40,)
+            stype = random.choice([stype, "pickle", ""])
+        else:
+            del record[name]
+            name = random.choice(["", "../x", "m.lora_c"])
+        record[name] = flwr.Array(dtype, shape, stype, data)
+    elif kind == "record":
+        name = random.choice([*content])
+        if random.random() < 0.5:
+            del content[name]
+        else:
+            content[name] = content[random.choice([*content])]
+    else:
+        name = random.choice([*content[kind], "more"])
+        content[kind][name] = random.choice(HOSTILE)
+
+
+def test_no_answer_ends_a_federation(bundle: Path, data: Path, tmp_path: Path):
+    """`make test-slow` has 10,000 cases."""
+    options = ("--clients", 2, "--rounds", 1, "--clip", 1.0, "--noise", 0.5)
+    inner = make_strategy(federation(bundle, data, tmp_path / "f", *options).options)
+    start = {"m.lora_a": np.ones((2, 3, 4), np.float32), "m.lora_b": np.zeros((2, 4, 3), "f4")}
+    metrics = {"num-examples": 3, "loss": 1.5, "footprint-bytes": 10}
+    generator, left_out = random.Random(0), 0
+    cases = int(os.environ.get("MESP_FUZZ_CASES", "400"))
+    logging.getLogger("flwr").setLevel(logging.CRITICAL)
+    for exchange in ("float32", "bfloat16"):
+        screened = Screened(inner, 0, exchange, 10, 1, clip=1.0, keep=lambda _, arrays, __: arrays)
+        for _ in range(cases // 2):
+            screened.sent, screened.asked = start, {1, 2}
+            replies = []
+            for node in (1, 2):
+                question = flwr.Message(flwr.RecordDict(), dst_node_id=node, message_type="train")
+                content = {
+                    "arrays": to_record(start if exchange == "float32" else packed(start)),
+                    "metrics": flwr.MetricRecord(dict(metrics)),
+                    "about": flwr.ConfigRecord({"name": "Ann"}),
+                }
+                replies.append(flwr.Message(flwr.RecordDict(content), reply_to=question))
+            with contextlib.suppress(TypeError, ValueError, KeyError):  # Flower's own checks
+                damage(replies[1], generator)
+            arrays, _ = screened.aggregate_train(1, replies)
+            averaged = to_numpy(arrays)
+            assert averaged.keys() == start.keys()
+            assert all(np.abs(array).max() < 10 for array in averaged.values())
+            left_out += len(screened.report["left_out"])
+            assert all(each.isprintable() for each in screened.report["left_out"])
+            json.dumps(screened.report, allow_nan=False)
+    assert cases / 4 < left_out < cases
 
 
 def test_nobody_can_spoil_a_round_with_more_than_is_asked_for(
@@ -445,18 +551,67 @@ def test_options_that_a_strategy_cannot_take_are_refused(
     assert not (tmp_path / "f").exists()
 
 
-def test_who_changes_nothing_cannot_be_clipped(bundle: Path, data: Path, tmp_path: Path):
-    options = ("--clients", 2, "--rounds", 1, "--steps", 1, "--clip", 0.01, "--noise", 0)
+@pytest.mark.parametrize("size", [0, 1e-30], ids=str)
+def test_a_client_that_changes_almost_nothing_is_averaged(
+    bundle: Path, data: Path, tmp_path: Path, size: float
+):
+    """The squares of such numbers are 0 in float32."""
+    options = ("--clients", 2, "--rounds", 1, "--steps", 1, "--clip", 0.01)
     whole = federation(bundle, data, tmp_path / "f", *options, *FLOAT32)
-    unchanged = with_arrays(lambda _: whole.rounds.arrays(0))
-    served(whole, {1: unchanged})
-    (sentence,) = whole.rounds.record(1)["left_out"]
-    assert sentence == "client 1: it changed nothing, which has no norm to be clipped"
+    sent: dict[int, Arrays] = {}
+    small = with_arrays(lambda _: {n: a + size for n, a in whole.rounds.arrays(0).items()})
+    small32 = with_arrays(lambda a: {n: each.astype(np.float32) for n, each in a.items()})
+    averaged = served(whole, {0: keeping(sent, 0), 1: lambda reply: small32(small(reply))})
+    record = whole.rounds.record(1)
+    assert record["left_out"] == [] and len(record["clients"]) == 2
+    start = whole.rounds.arrays(0)
+    added = np.concatenate([(averaged[n] - start[n]).ravel() for n in start]).astype(np.float64)
+    assert np.linalg.norm(added) == pytest.approx(0.01 / 2, rel=1e-5)
+
+
+def test_adapters_that_cannot_be_evaluated_are_not_kept(
+    bundle: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Nor is the strategy's state of that round, in which a number may be infinite for ever."""
+    options = ("--clients", 1, "--rounds", 3, "--steps", 1, "--strategy", "fedadam", *FLOAT32)
+    whole = federation(bundle, data, tmp_path / "f", *options, "--strategy-options", "eta=0.01")
+    evaluate, said = rounds.run_engine, "The loss on the valid data is not finite."
+    calls = itertools.count()
+
+    def second_round_fails(settings: dict):
+        if next(calls) == 2:
+            raise MespError(said)
+        return evaluate(settings)
+
+    monkeypatch.setattr(rounds, "run_engine", second_round_fails)
+    served(whole)
+    first, second, third = (whole.rounds.record(number) for number in (1, 2, 3))
+    assert second["discarded"] == said and second["clients"]
+    assert second["held_out_loss"] == first["held_out_loss"]
+    assert equal(whole.rounds.arrays(2), whole.rounds.arrays(1))
+    assert "discarded" not in third and third["held_out_loss"] < first["held_out_loss"]
+    kept = [np.load(whole.rounds.path(number) / STATE_NAME) for number in (1, 2)]
+    assert kept[0].files and all(np.array_equal(kept[0][n], kept[1][n]) for n in kept[0].files)
+
+
+def test_where_nothing_can_be_evaluated_the_rounds_end(
+    bundle: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    whole = federation(bundle, data, tmp_path / "f", "--clients", 1, "--rounds", 1, "--steps", 1)
+    whole.rounds.save(0, None, {})
+
+    def fails(settings: dict):
+        raise MespError("The disk is full.")
+
+    monkeypatch.setattr(rounds, "run_engine", fails)
+    with pytest.raises(MespError, match="The disk is full"):
+        served(whole)
+    assert whole.rounds.last == 0
 
 
 def test_clipping_bounds_what_one_client_adds(bundle: Path, data: Path, tmp_path: Path):
     options = ("--clients", 2, "--rounds", 1, "--steps", 2, *FLOAT32)
-    clipped = federation(bundle, data, tmp_path / "f", *options, "--clip", 0.01, "--noise", 0)
+    clipped = federation(bundle, data, tmp_path / "f", *options, "--clip", 0.01)
     after, before = served(clipped), clipped.rounds.arrays(0)
     norm = sum(float(np.square(after[name] - before[name]).sum()) for name in after) ** 0.5
     assert 0 < norm <= 0.01 * (1 + 1e-4)  # of a mean of two; a sum of float32
@@ -475,8 +630,66 @@ def test_a_client_adds_its_own_noise(bundle: Path, data: Path, tmp_path: Path, e
     serve(whole, Here(whole, node_config=own), lambda _: None, timeout=None)
     before, after = whole.rounds.arrays(0), whole.rounds.arrays(1)
     added = np.concatenate([(after[name] - before[name]).ravel() for name in after])
-    # The Gaussian mechanism with sensitivity 2 · 0.01; the update is far below it.
-    assert added.std() == pytest.approx(0.02 * np.sqrt(2 * np.log(1.25e5)) / 0.5, rel=0.05)
+    # The update is far below the noise, of which the sensitivity is 2 · 0.01.
+    assert added.std() == pytest.approx(0.02 * noise_for(0.5, 1e-5), rel=0.05)
+
+
+def delta_of(noise: float, epsilon: float) -> float:
+    """δ(ε) of the Gaussian mechanism, from its privacy loss, which is normal with the mean
+    1 / (2 noise²) and the variance 1 / noise²: E max(0, 1 - e^(ε - loss)), integrated."""
+    losses = np.linspace(epsilon, epsilon + 60 / noise, 2_000_001)
+    density = np.exp(-np.square(losses - 1 / (2 * noise**2)) * noise**2 / 2)
+    density *= noise / np.sqrt(2 * np.pi)
+    return float(np.trapezoid(density * -np.expm1(epsilon - losses), losses))
+
+
+@pytest.mark.parametrize("epsilon", [0.1, 1, 8.5, 20])
+def test_a_noise_has_the_privacy_that_is_said(epsilon: float):
+    """Held to the definition. What is classically taken is too little above ε of 8.5."""
+    noise = noise_for(epsilon, 1e-5)
+    assert delta_of(noise, epsilon) == pytest.approx(1e-5, rel=1e-3)
+    assert privacy.epsilon(noise, 1e-5) == pytest.approx(epsilon, rel=1e-6)
+    classic = np.sqrt(2 * np.log(1.25e5)) / epsilon
+    assert (delta_of(classic, epsilon) <= 1e-5) == (epsilon < 8.5)
+
+
+def test_rounds_add_up_as_an_accountant_has_it():
+    """Against the composition of privacy loss distributions."""
+    for noise, count in ((1.0, 8), (4.0, 100)):
+        accountant = pld.PLDAccountant()
+        accountant.compose(dp_event.GaussianDpEvent(noise), count)
+        total = privacy.epsilon(noise, 1e-5, count)
+        assert total == pytest.approx(accountant.get_epsilon(1e-5), rel=1e-3)
+
+
+def test_each_round_tells_the_privacy_of_all_so_far(bundle: Path, data: Path, tmp_path: Path):
+    options = ("--clients", 2, "--rounds", 2, "--steps", 1, "--clip", 0.01, "--noise", 2)
+    whole = federation(bundle, data, tmp_path / "f", *options, "--delta", 1e-4)
+    served(whole)
+    records = whole.rounds.records()
+    assert "epsilon" not in records[0]
+    for number in (1, 2):
+        assert records[number]["delta"] == 1e-4
+        assert records[number]["epsilon"] == privacy.epsilon(2, 1e-4, number)
+    total = f"ε {privacy.epsilon(2, 1e-4, 2):.2f} at δ 0.0001"
+    assert f"{total} so far" in line(records[2], 2, records[1])
+    assert f"over all rounds: {total}." in summary(whole)
+    plain = federation(bundle, data, tmp_path / "p", *options[:-2])
+    served(plain)
+    assert "epsilon" not in plain.rounds.record(1) and "ε" not in summary(plain)
+
+
+def test_a_client_counts_its_answers(
+    bundle: Path, data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    options = ("--clients", 1, "--rounds", 2, "--steps", 1, *FLOAT32)
+    whole = federation(bundle, data, tmp_path / "f", *options)
+    here = Here(whole, node_config={"clip": 0.01, "epsilon": 1.0, "delta": 1e-5})
+    with caplog.at_level("INFO", logger="flwr"):
+        serve(whole, here, lambda _: None, timeout=None)
+    said = re.findall(r"Answer (\d) has noise: all so far are \((.*?), 1e-05\)", caplog.text)
+    both = privacy.epsilon(noise_for(1, 1e-5), 1e-5, 2)
+    assert said == [("1", "1"), ("2", f"{both:.3g}")] and 1 < both < 2
 
 
 @pytest.mark.parametrize(
@@ -485,6 +698,8 @@ def test_a_client_adds_its_own_noise(bundle: Path, data: Path, tmp_path: Path, e
         ({"clip": 0.01, "eps": 1.0, "delta": 1e-5}, "needs the numbers clip, epsilon and delta"),
         ({"epsilon": 1.0}, "needs the numbers clip, epsilon and delta"),
         ({"clip": 0.01, "epsilon": 0.0, "delta": 1e-5}, "are finite and above 0"),
+        ({"clip": 0.01, "epsilon": 1.0, "delta": 1.25}, "delta of --node-config is a probability"),
+        ({"clip": 0.01, "epsilon": 1.0, "delta": 0.0}, "delta of --node-config is a probability"),
         ({"bundle": "b", "eps": 1.0}, "has no eps, only name, bundle, data, clip, epsilon, delta"),
     ],
 )
@@ -737,9 +952,3 @@ def test_the_load_counts_every_run(tmp_path: Path):
     said = tool("federate_load", *options, "--out", tmp_path / "out")
     assert re.search(r" s for 14 runs of [\d.,]+ s in all, \d+ at once: ", said)
     assert re.search(r"^\| +7 \| +2 \|", said, flags=re.MULTILINE)
-
-
-def test_a_noise_is_as_private_as_zcdp_has_it():
-    """Eight rounds of noise 1: r = 4, and 4 + 2 √(4 ln 10⁵)."""
-    assert federate_study.epsilon(1, 8) == pytest.approx(17.572, abs=1e-3)
-    assert federate_study.epsilon(2, 32) == federate_study.epsilon(1, 8)

@@ -31,7 +31,7 @@ BOTH = ("Tokenizers", "UniformTypeIdentifiers", "CoreTransferable", "SwiftUI", "
 STAND_INS = {
     "macOS": ("Darwin", "CryptoKit", "Metal", "AppKit", *BOTH, "UserNotifications"),
     "iOS": (
-        *("Darwin", "CryptoKit", "Metal", "UIKit", "os", *BOTH),
+        *("Darwin", "CryptoKit", "Metal", "Security", "UIKit", "os", *BOTH),
         *("UserNotifications", "BackgroundTasks", "ActivityKit", "WidgetKit"),
     ),
 }
@@ -269,7 +269,8 @@ def test_the_packages_and_their_products_exist(objects: dict[str, dict]):
 
 def test_what_the_views_import_is_linked(objects: dict[str, dict]):
     linked = {each["productName"] for each in of(objects, "XCSwiftPackageProductDependency")}
-    elsewhere = {"Darwin", "CryptoKit", "Metal", "UIKit", "os", "Tokenizers", "WidgetKit"}
+    elsewhere = {"Darwin", "CryptoKit", "Metal", "Security", "UIKit", "os"}
+    elsewhere |= {"Tokenizers", "WidgetKit"}
     system = {"Foundation", *STAND_INS["iOS"]} - elsewhere
 
     def imports(sources: list[Path]) -> set[str]:

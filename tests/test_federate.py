@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import re
 import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler
 from itertools import pairwise
 from pathlib import Path
 
@@ -33,6 +42,7 @@ from mesp.federate.local_training import model_name, train
 from mesp.federate.people import Split, read_topics, share_out
 from mesp.models.architecture import Architecture
 from mesp.runs.log import read_run
+from superlink import SuperLink, an_object, field, message
 
 SEQ_LEN, RANK = 32, 4
 RECORDS = [
@@ -401,7 +411,7 @@ def test_a_round_that_was_not_finished_is_none(bundle: Path, data: Path, tmp_pat
     [
         (("--split", "by-mood"), "--split is iid, by-file or dirichlet:ALPHA"),
         (("--split", "dirichlet:0"), "--split is iid, by-file or dirichlet:ALPHA"),
-        (("--noise", 1), "--noise and --clip go together"),
+        (("--noise", 1), "--noise needs --clip"),
         (("--min-clients", 3), "--min-clients 3 is more than --clients 2"),
         (("--clients", 33), "would get nothing"),
         (("--strategy-options", "eta"), "takes NAME=NUMBER"),
@@ -444,3 +454,181 @@ def test_a_client_is_told_no_paths(bundle: Path, data: Path, tmp_path: Path):
     assert whole.config["model"] == model_name(read_manifest(bundle)) == "demo"
     assert not {"bundle", "data", "output", "adapters"} & whole.config.keys()
     assert str(tmp_path) not in json.dumps(whole.config)
+
+
+# A node as a phone has it, and a server that means it harm.
+
+
+class Node:
+    """`mesp-engine federate`, as a process."""
+
+    def __init__(self, link: str, bundle: Path, folder: Path, **more: object) -> None:
+        settings = folder.with_suffix(".json")
+        given = {"superlink": link, "folder": str(folder), "bundle": str(bundle), **more}
+        settings.write_text(json.dumps(given))
+        self.process = subprocess.Popen(
+            [find_engine(), "federate", settings],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def __enter__(self) -> Node:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+    def ended(self) -> tuple[int, str, str]:
+        """The exit status and what was printed, within the time that a node may take to end."""
+        out, error = self.process.communicate(timeout=10)
+        return self.process.returncode, out, error
+
+    def stop(self) -> tuple[int, str, str]:
+        self.process.send_signal(signal.SIGTERM)
+        return self.ended()
+
+    def peak_bytes(self) -> int:
+        text = Path(f"/proc/{self.process.pid}/status").read_text()
+        return 1024 * int(re.search(r"VmHWM:\s+(\d+)", text)[1])
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def forever(handler: BaseHTTPRequestHandler) -> None:
+    """Answers a byte a second."""
+    handler.send_response(200)
+    handler.send_header("content-length", str(1 << 20))
+    handler.end_headers()
+    while True:
+        handler.wfile.write(b"\x08")
+        handler.wfile.flush()
+        time.sleep(1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("call", ["register_node", "pull_messages", "deactivate_node"])
+def test_a_node_ends_at_once_whatever_its_server_does(bundle: Path, tmp_path: Path, call: str):
+    with SuperLink(**{call: forever}) as link, Node(link.url, bundle, tmp_path / "n") as node:
+        name = "pull-messages" if call == "deactivate_node" else call.replace("_", "-")
+        wait_for(lambda: name in link.names())
+        began = time.monotonic()
+        code, _, error = node.stop()
+        assert (code, error) == (0, "") and time.monotonic() - began < 7
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("says", [True, False], ids=["said", "unsaid"])
+def test_an_answer_of_any_length_takes_little_memory(bundle: Path, tmp_path: Path, says: bool):
+    sent = []
+
+    def long(handler: BaseHTTPRequestHandler) -> None:
+        handler.send_response(200)
+        if says:
+            handler.send_header("content-length", str(600_000_000))
+        handler.end_headers()
+        for _ in range(600):
+            handler.wfile.write(bytes(1_000_000))
+            sent.append(1_000_000)
+
+    root, leaf = an_object("Message", [], b"1")[0], an_object("ArrayChunk", [], b"2")[0]
+    messages = iter([message([root, leaf])])
+    with (
+        SuperLink(pull_messages=lambda _: next(messages, b""), pull_object=long) as link,
+        Node(link.url, bundle, tmp_path / "n") as node,
+    ):
+        wait_for(lambda: "push-messages" in link.names())
+        # Foundation for Linux reads on for a moment.
+        most = 100_000_000 if says else 400_000_000
+        assert node.peak_bytes() < most and sum(sent) < most
+        code, out, error = node.stop()
+    assert (code, error) == (0, "") and "more bytes than any answer" in out
+
+
+@pytest.mark.slow
+def test_a_message_takes_no_more_disk_than_the_adapters(bundle: Path, tmp_path: Path):
+    """150 objects of 5 MB for a model of which all matrices take less than one."""
+    asked: list[int] = []
+
+    def chunk(number: int) -> tuple[str, bytes]:
+        return an_object("ArrayChunk", [], number.to_bytes(4, "big") + bytes(5_000_000))
+
+    def pull(handler: BaseHTTPRequestHandler) -> bytes:
+        asked.append(len(asked))
+        return field(1, 1) + field(2, 1) + field(3, chunk(asked[-1])[1])
+
+    root = an_object("Message", [], b"1")[0]
+    messages = iter([message([root, *(chunk(number)[0] for number in range(150))])])
+    folder = tmp_path / "n"
+    with (
+        SuperLink(pull_messages=lambda _: next(messages, b""), pull_object=pull) as link,
+        Node(link.url, bundle, folder) as node,
+    ):
+        wait_for(lambda: "push-messages" in link.names())
+        code, out, _ = node.stop()
+    assert code == 0 and "more than this model's adapters take" in out
+    assert len(asked) == 1
+    assert sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) < 100_000
+
+
+@pytest.mark.slow
+def test_a_redirect_is_not_followed(bundle: Path, tmp_path: Path):
+    with SuperLink() as other:
+
+        def redirect(handler: BaseHTTPRequestHandler) -> None:
+            handler.send_response(307)
+            handler.send_header("location", f"{other.url}/v1/fleet/register-node")
+            handler.send_header("content-length", "0")
+            handler.end_headers()
+
+        with (
+            SuperLink(register_node=redirect) as link,
+            Node(link.url, bundle, tmp_path / "n") as node,
+        ):
+            code, _, error = node.ended()
+        assert code == 2 and "answers 307 to register-node" in error
+        assert other.calls == []
+
+
+@pytest.mark.slow
+def test_an_address_without_tls_is_of_this_machine(bundle: Path, tmp_path: Path):
+    with Node("http://192.168.0.1:8000", bundle, tmp_path / "n") as node:
+        code, _, error = node.ended()
+    assert code == 2 and "an address without TLS" in error
+    assert not (tmp_path / "n").exists()
+
+
+@pytest.mark.slow
+def test_two_nodes_do_not_share_a_folder(bundle: Path, tmp_path: Path):
+    with SuperLink() as link, Node(link.url, bundle, tmp_path / "n") as first:
+        wait_for(lambda: "pull-messages" in link.names())
+        with Node(link.url, bundle, tmp_path / "n") as second:
+            code, _, error = second.ended()
+        assert code == 2 and f"Another node is at work in {tmp_path / 'n'}" in error
+        assert first.stop()[0] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="sees a file for a moment")
+def test_a_key_is_its_owners_from_the_moment_it_is_there(bundle: Path, tmp_path: Path):
+    """Whatever a umask allows."""
+    before = os.umask(0)
+    try:
+        with SuperLink() as link, Node(link.url, bundle, tmp_path / "n") as node:
+            seen = set()
+            while "pull-messages" not in link.names():
+                with contextlib.suppress(OSError):
+                    for file in os.scandir(tmp_path / "n"):
+                        if "node.key" in file.name:
+                            seen.add(file.stat().st_mode & 0o777)
+            node.stop()
+    finally:
+        os.umask(before)
+    assert seen == {0o600}

@@ -31,6 +31,7 @@ from mesp.data.records import LABELS, PAIRS
 from mesp.data.sources import Selection, read_documents
 from mesp.engine.prompts import load_tokenizer
 from mesp.errors import MespError
+from mesp.federate.exchange import Arrays, averaging_error, check_arrays, clipped, drift
 from mesp.models.architecture import Architecture
 from mesp.models.config_json import check_length
 from mesp.quantization.choose import check_quantizations, find_quantizations
@@ -188,6 +189,41 @@ def test_logs(tmp_path: Path, data: st.DataObject):
     )
     with contextlib.suppress(MespError):
         assert all(isinstance(cell, str) for cell in table_row(read_run(tmp_path)))
+
+
+def matrices(scale: float, dtype: type = np.float32) -> Arrays:
+    numbers = np.random.default_rng(0).normal(scale=scale, size=(2, 3, 4)).astype(dtype)
+    return {"m.lora_a": numbers, "m.lora_b": numbers.swapaxes(1, 2).copy()}
+
+
+@CASES
+@given(data=st.data())
+def test_matrices_of_a_federation(data: st.DataObject):
+    """What passes can be averaged: no figure of it overflows, and a norm is kept."""
+    start = matrices(1)
+    added = matrices(data.draw(st.sampled_from([0, 1e-38, 1e-30, 1, 1e5, 1e38])))
+    given = {name: start[name] + added[name] for name in start}
+    name = data.draw(st.sampled_from([*given]))
+    numbers = given[name].ravel()
+    numbers[data.draw(st.integers(0, 23))] = data.draw(st.floats(width=32))
+    given[name] = data.draw(
+        st.sampled_from(
+            [given[name], given[name][:1], given[name].astype(float), np.array("x"), numbers]
+        )
+    )
+    if data.draw(st.integers(0, 9)) == 0:
+        del given[name]
+    try:
+        check_arrays(given, start)
+    except MespError:
+        return
+    clients, weights = [given, start], [2, 1]
+    assert math.isfinite(drift(clients, weights, start))
+    assert math.isfinite(averaging_error(clients, weights, start))
+    after = clipped(given, start, 0.5)
+    moved = sum(float(np.square(after[n].astype(float) - start[n]).sum()) for n in start)
+    # A number of 1e6 has no 0.01 beside it in float32.
+    assert math.sqrt(moved) <= 0.5 * (1 + 1e-5) + 24 * np.spacing(np.float32(8))
 
 
 RECORDS = [

@@ -10,7 +10,6 @@ Flower.
 
 from __future__ import annotations
 
-import math
 import os
 import shutil
 import sys
@@ -47,7 +46,9 @@ DELTA = 1e-5
 FEDERATED = "federated"
 FEDERATIONS = {
     FEDERATED: (),
-    **{f"noise {noise:g}": ("--clip", CLIP, "--noise", noise) for noise in NOISES},
+    **{
+        f"noise {noise:g}": ("--clip", CLIP, "--noise", noise, "--delta", DELTA) for noise in NOISES
+    },
 }
 
 
@@ -165,24 +166,12 @@ def cells(name: str, federation: Federation) -> dict[str, str]:
     records = federation.rounds.records()[1:]
     clients = sum(len(record["clients"]) for record in records)
     ways = (sum(r[f"bytes_{way}"] for r in records) / clients for way in ("down", "up"))
-    noise = federation.options["noise"]
     return {
         "federation": name,
         "MB a client and round": " + ".join(map(megabytes, ways)),
         "drift": decimal(mean(record["drift"] for record in records)),
-        f"ε at δ = {DELTA:g}": decimal(epsilon(noise, len(records)), 0) if noise else "-",
+        f"ε at δ = {DELTA:g}": decimal(records[-1].get("epsilon"), 0),
     }
-
-
-def epsilon(noise: float, rounds: int) -> float:
-    """What differential privacy a federation has of which each client takes part in each round.
-
-    The Gaussian mechanism with so much noise, by the sensitivity, is 1 / (2 noise²)-zCDP, which
-    adds up over rounds, and r-zCDP is (r + 2 √(r ln 1/δ), δ)-differential privacy (Bun, Steinke,
-    arXiv:1605.02065).
-    """
-    r = rounds / (2 * noise**2)
-    return r + 2 * math.sqrt(r * math.log(1 / DELTA))
 
 
 def draw(path: Path, found: dict[str, list[Round]]) -> None:

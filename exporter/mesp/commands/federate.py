@@ -14,6 +14,7 @@ from pathlib import Path
 import click
 from rich.console import Console
 
+from mesp.bundle.folders import sync
 from mesp.bundle.manifest import read_manifest
 from mesp.commands.shared_options import ListOptions
 from mesp.commands.train_settings import complete, default_output, require, resumed
@@ -117,6 +118,12 @@ def parse_numbers(
     help="Differential privacy: noise on the mean, as a multiple of --clip / clients.",
 )
 @click.option(
+    "--delta",
+    type=Number(min=0, min_open=True, max=1, max_open=True),
+    default=1e-5,
+    help="δ at which ε is reported with --noise; well below 1 / clients.",
+)
+@click.option(
     "--min-clients",
     type=click.IntRange(min=1),
     default=1,
@@ -206,8 +213,8 @@ def prepare(
 
 def check(options: dict) -> None:
     """Refuses, in a sentence, options of a federation that do not go together."""
-    if (options["noise"] is None) != (options["clip"] is None):
-        raise MespError("--noise and --clip go together: give both, or none.")
+    if options["noise"] is not None and options["clip"] is None:
+        raise MespError("--noise needs --clip, the norm that it is a multiple of.")
     if options["noise"] is not None and options["strategy"] != "fedavg":
         raise MespError("--noise hides a client in a mean: leave out --strategy.")
     if options["min_clients"] > options["clients"]:
@@ -259,4 +266,6 @@ def write_settings(federation: Federation) -> None:
     settings = {**federation.options, "resume": False}
     with plain_os_errors(f"Cannot write {path}"):
         partial.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+        sync(partial)
         os.replace(partial, path)
+        sync(path.parent)

@@ -24,7 +24,10 @@ PREFERRED_SEQ_LEN = 256
 MAY_CHANGE = ("bundle", "steps", "save_every", "memory_limit_mb", "offload", "keep_cache", "resume")
 
 # What settings.json may lack, of runs that were begun before there were these.
-ADDED = ("objective", "beta", "gamma", "desirable_weight", "undesirable_weight", "freeze_a")
+ADDED = (
+    *("objective", "beta", "gamma", "desirable_weight", "undesirable_weight", "freeze_a"),
+    "delta",
+)
 
 OBJECTIVES = ("dpo", "ipo", "simpo", "orpo", "kto")
 

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from logging import ERROR
+from logging import ERROR, INFO
 from pathlib import Path
 
+import numpy as np
 from flwr.app import ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
-from flwr.clientapp.mod import LocalDpMod
 from flwr.common.constant import ErrorCode
 from flwr.common.logger import log
 
 from mesp.errors import MespError
+from mesp.federate.exchange import clipped
 from mesp.federate.local_training import Client, train
 from mesp.federate.messages import in_float32, to_numpy, to_record
+from mesp.federate.privacy import epsilon, noise_for
 
 # Of a --node-config: the noise that is a client's own, and what else there is.
 NOISE = ("clip", "epsilon", "delta")
 NODE = ("name", "bundle", "data")
+# What a client remembers of a federation: how many answers had noise.
+KEPT = "privacy"
 
 
 def client_app(find: Callable[[Context], Client], tells: bool) -> ClientApp:
@@ -59,18 +63,39 @@ def with_own_noise(
     """The mod for a client that trusts no server, by `clip`, `epsilon` and `delta` of its
     --node-config: what it adds is clipped and gets noise before it leaves.
 
-    Any two updates of norm C at most differ by 2 C, the mechanism's sensitivity.
+    `epsilon` is that of one answer; the log has that of all answers to this federation. It is about
+    all of the client's text: any two updates of norm C at most differ by 2 C, the sensitivity.
     """
     given = {name: context.node_config[name] for name in NOISE if name in context.node_config}
     if not given:
         return call_next(message, context)
     try:
-        clip, epsilon, delta = (float(given[name]) for name in NOISE)
+        clip, own_epsilon, delta = (float(given[name]) for name in NOISE)
     except (KeyError, ValueError) as error:
         raise ValueError("--node-config needs the numbers clip, epsilon and delta.") from error
-    if not all(0 < number < math.inf for number in (clip, epsilon, delta)):
-        raise ValueError("clip, epsilon and delta of --node-config are finite and above 0.")
-    return LocalDpMod(clip, 2 * clip, epsilon, delta)(message, context, call_next)
+    if not all(0 < number < math.inf for number in (clip, own_epsilon)):
+        raise ValueError("clip and epsilon of --node-config are finite and above 0.")
+    if not 0 < delta < 1:
+        raise ValueError("delta of --node-config is a probability, above 0 and below 1.")
+    received = to_numpy(message.content["arrays"])
+    reply = call_next(message, context)
+    if reply.has_error():
+        return reply
+    noise, generator = noise_for(own_epsilon, delta), np.random.default_rng()
+    arrays = clipped(to_numpy(reply.content["arrays"]), received, clip)
+    reply.content["arrays"] = to_record(
+        {
+            name: (array + generator.normal(0, noise * 2 * clip, array.shape)).astype(np.float32)
+            for name, array in arrays.items()
+        }
+    )
+    answers = 1
+    if KEPT in context.state:
+        answers += int(context.state[KEPT]["answers"])
+    context.state[KEPT] = MetricRecord({"answers": answers})
+    total = epsilon(noise, delta, answers)
+    log(INFO, "Answer %d has noise: all so far are (%.3g, %g)-private.", answers, total, delta)
+    return reply
 
 
 def _of_node(context: Context) -> Client:

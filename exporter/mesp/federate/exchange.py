@@ -24,6 +24,9 @@ from mesp.models.architecture import Architecture
 
 Arrays = dict[str, np.ndarray]
 EXCHANGES = ("float32", "bfloat16")
+# The largest number of an adapter that is averaged. No training comes near it, and neither the sum
+# of a million such numbers nor of their squares overflows in float32.
+MOST = 1e6
 
 
 def read_arrays(folder: Path) -> Arrays:
@@ -92,7 +95,8 @@ def unpacked(arrays: Arrays) -> Arrays:
 
 
 def check_arrays(arrays: Arrays, expected: Arrays) -> None:
-    """Raises MespError, in a sentence, unless names, shapes and dtypes agree and all is finite."""
+    """Raises MespError, in a sentence, unless names, shapes and dtypes agree and all numbers are
+    finite and at most `MOST`."""
     for name in expected.keys() ^ arrays.keys():
         what = "lacks" if name in expected else "has"
         raise MespError(f"it {what} {name}, and so is of another model or other settings")
@@ -103,8 +107,21 @@ def check_arrays(arrays: Arrays, expected: Arrays) -> None:
                 f"its {name} is {array.dtype} {list(array.shape)} and not "
                 f"{wanted.dtype} {list(wanted.shape)}"
             )
-        if not np.isfinite(from_bfloat16(array) if array.dtype == np.uint16 else array).all():
+        numbers = from_bfloat16(array) if array.dtype == np.uint16 else array
+        if not np.isfinite(numbers).all():
             raise MespError(f"its {name} has a number that is not finite")
+        if (np.abs(numbers) > MOST).any():
+            raise MespError(f"its {name} has a number larger than {MOST:g}")
+
+
+def clipped(arrays: Arrays, start: Arrays, norm: float) -> Arrays:
+    """What was added to `start`, scaled down to this norm where its own is larger."""
+    added = {name: array.astype(np.float64) - start[name] for name, array in arrays.items()}
+    # In float32 the squares of small numbers are 0.
+    own = math.sqrt(sum(float(np.square(each).sum()) for each in added.values()))
+    if own <= norm:
+        return arrays
+    return {n: (start[n] + norm / own * each).astype(np.float32) for n, each in added.items()}
 
 
 def drift(clients: list[Arrays], weights: list[float], start: Arrays) -> float:

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 from flwr.app import Array, ArrayRecord, Context, Message
 
+from mesp.errors import MespError
 from mesp.federate.exchange import Arrays, packed, unpacked
 
 
 def to_numpy(record: ArrayRecord) -> Arrays:
-    return {name: array.numpy() for name, array in record.items()}
+    """The arrays of a record. Raises MespError where one is an archive, which NumPy opens too, and
+    NumPy's errors where one is no file of it."""
+    arrays = {name: array.numpy() for name, array in record.items()}
+    for name, array in arrays.items():
+        if not isinstance(array, np.ndarray):
+            raise MespError(f"its {name} is an archive and not an array")
+    return arrays
 
 
 def to_record(arrays: Arrays) -> ArrayRecord:

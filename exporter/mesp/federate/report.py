@@ -31,6 +31,13 @@ class Report:
         """A round's record; the first is of the round that this one begins after."""
         number = record["round"]
         self.console.print(line(record, self.rounds, self.before), markup=False, soft_wrap=True)
+        if "discarded" in record:
+            self.console.print(
+                "  discarded what the clients made, and kept the adapters of the round before: "
+                f"{record['discarded']}",
+                markup=False,
+                soft_wrap=True,
+            )
         for sentence in record.get("left_out", ()):
             self.console.print(f"  left out: {sentence}", markup=False, soft_wrap=True)
         self.before = record
@@ -50,8 +57,15 @@ def line(record: dict[str, Any], rounds: int, before: dict[str, Any] | None) -> 
         f"round {record['round']}/{rounds}: held-out loss {was} → {loss}, "
         f"{len(record['clients'])} clients, drift {decimal(record['drift'])}, "
         f"{megabytes(record['bytes_down'])} MB down, {megabytes(record['bytes_up'])} MB up, "
-        f"footprint {megabytes(footprint)} MB"
+        f"footprint {megabytes(footprint)} MB" + privacy(record)
     )
+
+
+def privacy(record: dict[str, Any]) -> str:
+    """The differential privacy of all rounds up to this one; empty where there is none."""
+    if "epsilon" not in record:
+        return ""
+    return f", ε {decimal(record['epsilon'])} at δ {record['delta']:g} so far"
 
 
 def summary(federation: Federation) -> str:
@@ -60,11 +74,18 @@ def summary(federation: Federation) -> str:
     records = rounds.records()
     before, after = records[0]["held_out_loss"], records[-1]["held_out_loss"]
     down, up = (sum(r.get(f"bytes_{way}", 0) for r in records) for way in ("down", "up"))
+    last, private = records[-1], []
+    if "epsilon" in last:
+        private = [
+            f"Differential privacy of a client, over all rounds: ε {decimal(last['epsilon'])} at "
+            f"δ {last['delta']:g}."
+        ]
     return "\n".join(
         [
             f"Finished {len(records) - 1} rounds: {megabytes(down)} MB sent to clients, "
             f"{megabytes(up)} MB back.",
             f"Held-out loss {decimal(before, 3)} before, {decimal(after, 3)} after (nats a token).",
-            f"Adapters: {rounds.path(records[-1]['round']) / 'adapters'}",
+            *private,
+            f"Adapters: {rounds.path(last['round']) / 'adapters'}",
         ]
     )

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mesp.bundle.folders import sync
 from mesp.bundle.manifest import read_manifest
 from mesp.errors import MespError, plain_os_errors
 from mesp.federate.exchange import Arrays, read_arrays, travelling, write_arrays
@@ -87,6 +88,10 @@ class Rounds:
                 (partial / "run" / STATE_NAME).write_bytes(state)
             text = json.dumps(record, indent=2) + "\n"
             (partial / "run" / RECORD_NAME).write_text(text, encoding="utf-8")
+            # After a loss of power a round is there whole or not at all.
+            for written in (*(partial / "run").rglob("*"), partial / "run"):
+                sync(written)
             os.replace(partial / "run", self.path(number))
+            sync(self.folder)
             shutil.rmtree(partial)
         return record

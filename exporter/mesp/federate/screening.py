@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -12,28 +12,50 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 
 from mesp.errors import MespError
-from mesp.federate.exchange import Arrays, averaging_error, check_arrays, drift, packed, unpacked
+from mesp.federate.exchange import (
+    Arrays,
+    averaging_error,
+    check_arrays,
+    clipped,
+    drift,
+    packed,
+    unpacked,
+)
 from mesp.federate.messages import to_numpy, to_record
 from mesp.federate.strategies import ONE
 
 MOST_CHARACTERS = 500  # of a name or a reason
+HEADER = 256  # more bytes than NumPy puts before an array's numbers
+# Keeps a round's adapters and its report, and returns the adapters to go on with.
+Keep = Callable[[int, Arrays, dict[str, Any]], Arrays]
 
 
 class Screened(Strategy):
-    """A strategy that gets only what it can take: float32 matrices of the model, all finite.
+    """A strategy that gets only what it can take: float32 matrices of the model, no number larger
+    than `MOST`, no update longer than `clip`.
 
     Whoever fails, stays silent or sends anything else is left out of the round, and named in
-    `report`. `first` is the number of the round before the strategy's first.
+    `report`. `first` is the number of the round before the strategy's first. `keep` gets what the
+    strategy made of the others.
     """
 
     def __init__(
-        self, inner: Strategy, first: int, exchange: str, most_targets: int, needed: int
+        self,
+        inner: Strategy,
+        first: int,
+        exchange: str,
+        most_targets: int,
+        needed: int,
+        clip: float | None,
+        keep: Keep,
     ) -> None:
         self.inner = inner
         self.first = first
         self.exchange = exchange
         self.most_targets = most_targets
         self.needed = needed
+        self.clip = clip
+        self.keep = keep
         self.sent: Arrays = {}
         self.asked: set[int] = set()
         self.names: dict[int, str] = {}
@@ -60,16 +82,22 @@ class Screened(Strategy):
         silent, up = set(self.asked), 0
         for reply in replies:
             node = reply.metadata.src_node_id
-            silent.discard(node)
+            name = self.names.get(node, f"node {node}")
             try:
+                if node not in silent:
+                    raise MespError("it was not asked, or has answered before")
+                silent.discard(node)
                 if reply.has_error():
-                    raise MespError(_printable(reply.error.reason))
+                    left_out.append(_printable(reply.error.reason))
+                    continue
                 up += sum(map(_size, reply.content.array_records.values()))
-                self._screen(reply)
-                taken.append((self.names[node], node, reply))
+                self.names[node] = name = _printable(reply.content["about"]["name"])
+                taken.append((name, node, self._screened(reply)))
             except MespError as error:
-                name = "" if reply.has_error() else self.names.get(node, f"node {node}") + ": "
-                left_out.append(name + error.message)
+                left_out.append(f"{name}: {_printable(error.message)}")
+            except Exception as error:  # what a stranger sends can raise anything
+                why = _printable(f"its answer is not as docs/federation.md has it: {error}")
+                left_out.append(f"{name}: {why}")
         left_out += [f"{self.names.get(n, f'node {n}')}: did not answer in time." for n in silent]
         number = self.first + server_round
         if len(taken) < self.needed:
@@ -86,37 +114,41 @@ class Screened(Strategy):
         averaged, metrics = self.inner.aggregate_train(number, replies)
         if averaged is None:
             raise MespError(f"The strategy made no adapters of the clients' in round {number}.")
-        return to_record(
-            {name: array.astype(np.float32) for name, array in to_numpy(averaged).items()}
-        ), metrics
+        arrays = {name: array.astype(np.float32) for name, array in to_numpy(averaged).items()}
+        return to_record(self.keep(number, arrays, self.report)), metrics
 
-    def _screen(self, reply: Message) -> None:
-        """Leaves of an answer what a strategy takes, matrices in float32 and metrics, and notes the
-        client's name. Raises MespError."""
-        content = reply.content
-        try:
-            arrays, metrics = to_numpy(content["arrays"]), dict(content["metrics"])
-            self.names[reply.metadata.src_node_id] = _printable(content["about"]["name"])
-            targets, loss = metrics["num-examples"], metrics["loss"]
-            footprint = metrics["footprint-bytes"]
-        except Exception as error:  # what a stranger sends can raise anything
-            raise MespError(f"its answer is not as docs/federation.md has it: {error}") from error
+    def _screened(self, reply: Message) -> Message:
+        """An answer with what a strategy takes of it, matrices in float32 and metrics. Raises
+        MespError, or anything, where it is no answer."""
+        metrics = reply.content["metrics"]
+        targets, loss = metrics["num-examples"], metrics["loss"]
+        footprint = metrics["footprint-bytes"]
         if not (isinstance(targets, int) and 0 < targets <= self.most_targets):
             raise MespError(f"it counts {targets} targets, of {self.most_targets} at most")
-        if not (isinstance(loss, float) and math.isfinite(loss) and isinstance(footprint, int)):
+        if not (
+            isinstance(loss, float)
+            and math.isfinite(loss)
+            and isinstance(footprint, int)
+            and footprint >= 0
+        ):
             raise MespError("its metrics are not as docs/federation.md has them")
-        if self.exchange == "float32":
-            check_arrays(arrays, self.sent)
-        else:
-            check_arrays(arrays, packed(self.sent))
+        expected = self.sent if self.exchange == "float32" else packed(self.sent)
+        wanted = sum(array.nbytes + HEADER for array in expected.values())
+        # Up to the size of another dtype, arrays are read, and what is wrong is named.
+        if (size := _size(reply.content["arrays"])) > 4 * wanted:
+            raise MespError(f"it sends {size} bytes, of which {wanted} are enough")
+        arrays = to_numpy(reply.content["arrays"])
+        check_arrays(arrays, expected)
+        if self.exchange == "bfloat16":
             arrays = {n: self.sent[n] + added for n, added in unpacked(arrays).items()}
-        # Flower's clipping divides by what was added.
-        if _is_private(self.inner) and all((arrays[n] == self.sent[n]).all() for n in self.sent):
-            raise MespError("it changed nothing, which has no norm to be clipped")
+        if self.clip is not None:
+            arrays = clipped(arrays, self.sent, self.clip)
         kept = {"num-examples": targets, "loss": loss, "footprint-bytes": footprint, ONE: 1}
         # In one order and nothing more: Flower gives a round up in which clients differ in that.
         arrays = {name: arrays[name] for name in self.sent}
-        reply.content = RecordDict({"arrays": to_record(arrays), "metrics": MetricRecord(kept)})
+        content = {"arrays": to_record(arrays), "metrics": MetricRecord(kept)}
+        reply.content = RecordDict(content)
+        return reply
 
     def _report(self, replies: list[Message]) -> dict[str, Any]:
         arrays = [to_numpy(reply.content["arrays"]) for reply in replies]
@@ -152,7 +184,7 @@ class Screened(Strategy):
 
 
 def _is_private(inner: Strategy) -> bool:
-    """Whether a strategy clips what each adds, and adds noise."""
+    """Whether a strategy adds noise."""
     return hasattr(inner, "num_sampled_clients")
 
 

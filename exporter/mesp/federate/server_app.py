@@ -6,13 +6,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from flwr.app import ArrayRecord, ConfigRecord, Context
+from flwr.app import ConfigRecord, Context
 from flwr.serverapp import Grid, ServerApp
 
 from mesp.bundle.folders import locked
-from mesp.federate.exchange import travelling
+from mesp.errors import MespError
+from mesp.federate.exchange import Arrays, travelling
 from mesp.federate.federation import Federation
-from mesp.federate.messages import to_numpy, to_record
+from mesp.federate.messages import to_record
+from mesp.federate.privacy import epsilon
 from mesp.federate.report import Report
 from mesp.federate.rounds import STATE_NAME
 from mesp.federate.screening import Screened
@@ -36,22 +38,41 @@ def serve(federation: Federation, grid: Grid, show: Show, timeout: float | None)
         inner = make_strategy(options)
         restore(inner, rounds.path(done) / STATE_NAME)
         sequences = options["steps"] * options["batch_size"] * options["grad_accumulation_steps"]
+
+        def keep(number: int, arrays: Arrays, report: dict[str, Any]) -> Arrays:
+            if options["noise"]:
+                delta = options["delta"]
+                report = report | {
+                    "epsilon": epsilon(options["noise"], delta, number),
+                    "delta": delta,
+                }
+            try:
+                record = rounds.save(number, arrays, report, state_of(inner))
+            except MespError as error:
+                # Nothing can be trained from adapters that cannot be evaluated. If the failure is
+                # of this machine, the adapters before them cannot be evaluated either.
+                arrays, before = rounds.arrays(number - 1), rounds.path(number - 1) / STATE_NAME
+                restore(inner, before)
+                report = report | {"discarded": error.message}
+                record = rounds.save(number, arrays, report, state_of(inner))
+            show(record)
+            return arrays
+
         screened = Screened(
-            inner, done, options["exchange"], sequences * options["seq_len"], options["min_clients"]
+            inner,
+            done,
+            options["exchange"],
+            sequences * options["seq_len"],
+            options["min_clients"],
+            options["clip"],
+            keep,
         )
-
-        def keep(server_round: int, arrays: ArrayRecord) -> None:
-            if server_round > 0:
-                number, report = done + server_round, screened.report
-                show(rounds.save(number, to_numpy(arrays), report, state_of(inner)))
-
         screened.start(
             grid,
             to_record(travelling(rounds.arrays(done), options["freeze_a"])),
             num_rounds=options["rounds"] - done,
             timeout=timeout,
             train_config=ConfigRecord(federation.config),
-            evaluate_fn=keep,
         )
 
 

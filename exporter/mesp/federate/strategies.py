@@ -64,7 +64,8 @@ def make_strategy(options: dict[str, Any]) -> Strategy:
         raise MespError(f"--strategy-options do not suit {options['strategy']}: {error}") from error
     if not private:
         return inner
-    return strategy.DifferentialPrivacyServerSideFixedClipping(
+    # The answers are clipped when they are screened; this one adds noise to their mean.
+    return strategy.DifferentialPrivacyClientSideFixedClipping(
         inner, options["noise"], options["clip"], options["clients"]
     )
 
@@ -84,14 +85,12 @@ def state_of(inner: Strategy) -> bytes | None:
 
 
 def restore(inner: Strategy, path: Path) -> None:
-    """Gives a strategy what `state_of` kept, where there is any."""
-    if not path.exists():
-        return
-    with np.load(path) as kept:
-        for field in KEPT:
+    """Gives a strategy what `state_of` kept in a file, or, where there is none, nothing."""
+    kept = dict(np.load(path)) if path.exists() else {}
+    for field in KEPT:
+        if hasattr(_innermost(inner), field):
             arrays = {n.partition("/")[2]: kept[n] for n in kept if n.startswith(f"{field}/")}
-            if arrays:
-                setattr(_innermost(inner), field, arrays)
+            setattr(_innermost(inner), field, arrays or None)
 
 
 def _innermost(inner: Strategy) -> Strategy:

@@ -67,7 +67,8 @@ import Observation
     ///   - glanceBoard: what shows the run on the lock screen; nil where nothing does.
     ///   - refusal: why nothing can be trained here; nil where it can.
     ///   - openDownload: the download of a repository.
-    ///   - openNode: the node of a federation for a server's address, its folder and the networks that may be used.
+    ///   - openNode: the node of a federation for a server's address, its folder, the most bytes of a message and the networks that may be
+    ///     used.
     ///   - recording: the folder of a run to look at where nothing can be trained.
     ///   - loadTokenizer: reads the tokenizer in a bundle's folder.
     public init(
@@ -76,8 +77,8 @@ import Observation
         glanceBoard: (any GlanceBoard)? = nil,
         refusal: Sentence? = MLXSupport.refusal, recording: URL? = nil,
         openDownload: @escaping @Sendable (String) throws -> BundleDownload = { try BundleDownload(repository: $0) },
-        openNode: @escaping @Sendable (URL, URL, URLSessionConfiguration) throws -> SuperNode = {
-            try SuperNode(server: $0, folder: $1, configuration: $2)
+        openNode: @escaping @Sendable (URL, URL, Int, URLSessionConfiguration) throws -> SuperNode = {
+            try SuperNode(server: $0, folder: $1, mostBytes: $2, configuration: $3)
         },
         loadTokenizer: @escaping @Sendable (URL) async throws -> any TextTokenizer
     ) {

@@ -65,13 +65,13 @@ import Observation
 
     @ObservationIgnored private let phone: any Phone
     @ObservationIgnored private let controller: RunController
-    @ObservationIgnored private let open: @Sendable (URL, URL, URLSessionConfiguration) throws -> SuperNode
+    @ObservationIgnored private let open: @Sendable (URL, URL, Int, URLSessionConfiguration) throws -> SuperNode
     @ObservationIgnored private var work: Task<Void, any Error>?
 
-    /// - Parameter open: the node for a server's address, a folder and the networks that may be used.
+    /// - Parameter open: the node for a server's address, a folder, the most bytes of a message and the networks that may be used.
     init(
         phone: any Phone, controller: RunController,
-        open: @escaping @Sendable (URL, URL, URLSessionConfiguration) throws -> SuperNode
+        open: @escaping @Sendable (URL, URL, Int, URLSessionConfiguration) throws -> SuperNode
     ) {
         (self.phone, self.controller, self.open) = (phone, controller, open)
         phone.observers.append { [weak self] _ in self?.followCharger() }
@@ -88,7 +88,7 @@ import Observation
         guard let server = URL(string: address.trimmingCharacters(in: .whitespaces)) else {
             throw MeSPError("\(address) is no address; write it as in https://links.example.org:8000.")
         }
-        let node = try open(server, folder, configuration)
+        let node = try open(server, folder, FederatedRun.mostBytes(bundle.url), configuration)
         (state, self.bundle, rounds) = (.joining, bundle, [])
         defer { (state, unreachable, self.bundle, work) = (.off, nil, nil, nil) }
         let (events, sender) = AsyncStream.makeStream(of: SuperNode.Event.self)
@@ -155,7 +155,7 @@ import Observation
         case .sent(let question, let bytes): end(question) { $0.bytesUp = bytes }
         case .dropped(let question, let why): end(question) { $0.problem = why }
         case .failed(let question, let why): end(question) { $0.problem = "\(why)" }
-        case .waiting, .reached: break
+        case .passedOver, .waiting, .reached: break
         }
     }
 

@@ -32,7 +32,9 @@ struct FederationSettings: Decodable {
         guard let server = URL(string: superlink) else {
             throw MeSPError("\(superlink) is no address; write it as in https://links.example.org:8000.")
         }
-        let node = try SuperNode(server: server, folder: URL(fileURLWithPath: folder))
+        let node = try SuperNode(
+            server: server, folder: URL(fileURLWithPath: folder),
+            mostBytes: FederatedRun.mostBytes(URL(fileURLWithPath: bundle)))
         let (ended, outcome) = (DispatchSemaphore(value: 0), Outcome())
         let task = Task.detached {
             do {
@@ -80,6 +82,7 @@ struct FederationSettings: Decodable {
             case .sent(let question, let bytes): try print("sent", Message(question, bytes: bytes))
             case .dropped(let question, let why): try print("dropped", Message(question, message: why.english))
             case .failed(let question, let why): try print("failed", Message(question, message: why))
+            case .passedOver(let why): try print("passed_over", ["message": why.english])
             case .waiting(let why): try print("waiting", ["message": why.english])
             case .reached: try print("reached", [String: String]())
             }

@@ -13,7 +13,7 @@ struct FleetAPI: Sendable {
     /// A SuperLink's address, as in `https://links.example.org:8000`.
     let server: URL
     let key: NodeKey
-    let session: URLSession
+    let transport: Transport
 
     /// A call failed in a way that another may not: the network, or a server that is busy.
     struct Unreachable: Error {
@@ -32,14 +32,15 @@ struct FleetAPI: Sendable {
         var errorDescription: String? { detail }
     }
 
-    /// More than any answer has: objects are of 5 MB at most.
-    private static let mostBytes = 8 << 20
+    /// More than any answer has: of objects, which are of 5 MB at most, and of all else.
+    private static let mostOfObject = 6 << 20, mostBytes = 1 << 20
 
-    /// A call that has begun ends, also where the task is cancelled.
-    ///
-    /// - Throws: `Unreachable`, `Refusal`, `FederationError`
+    /// - Parameter seconds: until when the answer must be here
+    /// - Throws: `Unreachable`, `Refusal`, `FederationError`; `CancellationError` at once where the task is cancelled
     @discardableResult
-    func call(_ name: String, _ write: (inout ProtobufWriter) -> Void) async throws -> ProtobufMessage {
+    func call(_ name: String, within seconds: Double = 300, _ write: (inout ProtobufWriter) -> Void) async throws
+        -> ProtobufMessage
+    {
         var message = ProtobufWriter()
         write(&message)
         var request = URLRequest(url: server.appendingPathComponent("v1/fleet/\(name)"), timeoutInterval: 30)
@@ -58,10 +59,17 @@ struct FleetAPI: Sendable {
             request.setValue("close", forHTTPHeaderField: "connection")
         #endif
         for (name, value) in headers { request.setValue(value, forHTTPHeaderField: name) }
-        let (data, status) = try await answer(to: request)
-        guard data.count <= Self.mostBytes else {
+        let (data, status): (Data, Int)
+        do {
+            (data, status) = try await transport.answer(
+                to: request, most: name == "pull-object" ? Self.mostOfObject : Self.mostBytes, within: seconds)
+        } catch Transport.Failure.unreachable(let reason) {
+            throw Unreachable(sentence: "\(server.absoluteString) cannot be reached: \(reason)")
+        } catch Transport.Failure.tooSlow {
+            throw Unreachable(sentence: "\(server.absoluteString) takes too long to answer.")
+        } catch Transport.Failure.tooLong {
             throw FederationError(
-                "\(server.absoluteString) answers \(name) with \(data.count) bytes, which no answer of Flower's has; ask who runs it."
+                "\(server.absoluteString) answers \(name) with more bytes than any answer of Flower's has; ask who runs it."
             )
         }
         switch status {
@@ -77,27 +85,6 @@ struct FleetAPI: Sendable {
             throw FederationError(
                 "\(server.absoluteString) does not speak the fleet protocol of Flower \(Self.version): it answers \(status) to \(name). Run that version's SuperLink there."
             )
-        }
-    }
-
-    /// `URLSession.data(for:)` without its end on cancellation, at which Foundation for Linux may crash.
-    private func answer(to request: URLRequest) async throws -> (Data, status: Int) {
-        try await withCheckedThrowingContinuation { continuation in
-            session.dataTask(with: request) { data, response, error in
-                if let data, let response = response as? HTTPURLResponse {
-                    return continuation.resume(returning: (data, response.statusCode))
-                }
-                if (error as? URLError)?.code == .appTransportSecurityRequiresSecureConnection {
-                    return continuation.resume(
-                        throwing: FederationError(
-                            "Apple's systems let an app use http with a local server only; ask who runs \(server.absoluteString) for an address that begins with https."
-                        ))
-                }
-                let reason = error?.localizedDescription ?? "no answer"
-                continuation.resume(
-                    throwing: Unreachable(sentence: "\(server.absoluteString) cannot be reached: \(reason)"))
-            }
-            .resume()
         }
     }
 }
@@ -118,13 +105,17 @@ struct Metadata {
     var sourceTask: UInt64?
     var destinationTask: UInt64?
 
-    init(_ message: ProtobufMessage) {
+    /// - Throws: `FederationError` where a time is no number, or a text is longer than any of Flower's.
+    init(_ message: ProtobufMessage) throws {
         (run, self.message) = (message.number(1), message.text(2))
         (source, destination) = (message.number(3), message.number(4))
         (replyTo, group) = (message.text(5), message.text(6))
         (timeToLive, type, created) = (message.double(7), message.text(8), message.double(9))
         sourceTask = message.has(10) ? message.number(10) : nil
         destinationTask = message.has(11) ? message.number(11) : nil
+        guard timeToLive.isFinite, created.isFinite, (created + timeToLive).isFinite,
+            [self.message, replyTo, group, type].allSatisfy({ $0.utf8.count <= 1000 })
+        else { throw FederationError("The server sent a message whose metadata is not in order; ask who runs it.") }
     }
 
     /// The metadata of an answer that is made now. It is good as long as the question.

@@ -8,23 +8,15 @@ import Foundation
 public struct NodeKey: Sendable {
     private let key: P256Key
 
-    /// The key in a file, which is made where it is missing. The file is the person's alone, and the system encrypts it while the device
-    /// has not been unlocked since it started.
+    /// The node's key, which is made where there is none: in the Keychain on iOS, elsewhere in a file that its owner alone can read.
     ///
-    /// - Throws: `FederationError` where the file cannot be read or written, or holds no key.
+    /// - Throws: `FederationError` where it cannot be read or kept, or is no key.
     public init(file: URL) throws {
         do {
-            if FileManager.default.fileExists(atPath: file.path) {
-                key = try P256Key(representation: Data(contentsOf: file))
-                return
-            }
-            key = try P256Key()
-            var options = Data.WritingOptions.atomic
-            #if !os(Linux)
-                options.insert(.completeFileProtectionUntilFirstUserAuthentication)
-            #endif
-            try key.representation.write(to: file, options: options)
-            try FileManager.default.setAttributes([.posixPermissions: 0o600], ofItemAtPath: file.path)
+            let store = KeyStore(file: file)
+            if try store.read() == nil { try store.add(try P256Key().representation) }
+            // Another process may have been the first to add one.
+            key = try P256Key(representation: try store.read() ?? Data())
         } catch {
             throw FederationError("\(file.path) cannot be used as this node's key (\(error.localizedDescription)).")
         }

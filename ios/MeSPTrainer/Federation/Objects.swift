@@ -103,6 +103,8 @@ struct ObjectStore {
 extension ObjectStore {
     /// The most bytes of an array's `.npy` that are an object.
     private static let chunk = 5_242_880
+    /// More bytes than the names or places of an object's children take; in memory they take some ten times as many.
+    private static let mostOfNames = 1 << 20
 
     /// Adds a `RecordDict`, as Flower's `RecordDict.deflate` does.
     mutating func add(_ records: Records) throws -> ObjectTree {
@@ -151,16 +153,13 @@ extension ObjectStore {
     }
 
     /// The records of a `RecordDict`.
-    func records(_ id: String) throws -> Records {
-        // What came once may be named any number of times.
-        var room = Int(clamping: ProcessInfo.processInfo.physicalMemory / 4)
+    ///
+    /// - Parameter most: the most bytes that they may take. What came once may be named any number of times.
+    func records(_ id: String, most: Int) throws -> Records {
+        var room = most
         func take(_ bytes: Int) throws {
             room -= bytes
-            guard room >= 0 else {
-                throw FederationError(
-                    "The server sent a message that takes more than a quarter of this device's memory; ask who runs it."
-                )
-            }
+            guard room >= 0 else { throw PendingMessage.tooLarge(most) }
         }
         var records = Records()
         for (name, id) in try named(object(id), "RecordDict") {
@@ -178,7 +177,8 @@ extension ObjectStore {
     }
 
     private func named(_ object: FlowerObject, _ type: String) throws -> [String: String] {
-        guard object.type == type, let names = try? JSONDecoder().decode([String: String].self, from: object.body)
+        guard object.type == type, object.body.count <= Self.mostOfNames,
+            let names = try? JSONDecoder().decode([String: String].self, from: object.body)
         else { throw FederationError("The server sent a \(object.type) where a \(type) belongs.") }
         return names
     }
@@ -203,13 +203,14 @@ extension ObjectStore {
         }
         let object = try object(id)
         try take(object.body.count)
-        guard object.type == "Array", let array = try? JSONDecoder().decode(Description.self, from: object.body),
+        guard object.type == "Array", object.body.count <= Self.mostOfNames,
+            let array = try? JSONDecoder().decode(Description.self, from: object.body),
             array.stype == "numpy.ndarray", array.chunks.allSatisfy(object.children.indices.contains)
         else { throw FederationError("The server sent an array in a form that this version does not know.") }
         var chunks = [String: Data]()
         for id in Set(object.children) { chunks[id] = try self.object(id).body }
         let parts = array.chunks.compactMap { chunks[object.children[$0]] }
-        try take(parts.reduce(0) { $0 + $1.count })
+        for part in parts { try take(part.count) }
         return try FlowerArray(npy: parts.reduce(into: Data()) { $0.append($1) })
     }
 }

@@ -8,6 +8,16 @@ import Foundation
 ///     work/        what whoever answers keeps
 struct PendingMessage {
     let folder: URL
+    /// The most bytes of a message's objects, and of what they stand for.
+    let mostBytes: Int
+    /// More objects than any message has.
+    private static let mostObjects = 4096
+
+    static func tooLarge(_ most: Int) -> FederationError {
+        FederationError(
+            "The server sent a message of more than \(max(most / 1_000_000, 1)) MB, which is more than this model's adapters take; ask who runs it."
+        )
+    }
 
     private var objects: URL { folder.appendingPathComponent("objects") }
 
@@ -23,19 +33,26 @@ struct PendingMessage {
     var message: (Metadata, ObjectTree)? { get throws { try read("message") } }
     var reply: (Metadata, ObjectTree)? { get throws { try read("reply") } }
 
+    /// A file that is damaged is removed: nothing can be done with it, and the node goes on without.
     private func read(_ name: String) throws -> (Metadata, ObjectTree)? {
         let file = folder.appendingPathComponent(name)
         guard FileManager.default.fileExists(atPath: file.path) else { return nil }
-        let saved = try ProtobufMessage(Data(contentsOf: file))
-        guard let metadata = try saved.messages(1).last, let tree = try saved.messages(2).last else { return nil }
-        return (Metadata(metadata), try ObjectTree(tree))
+        let data = try Data(contentsOf: file)
+        do {
+            let saved = try ProtobufMessage(data)
+            if let metadata = try saved.messages(1).last, let tree = try saved.messages(2).last {
+                return (try Metadata(metadata), try ObjectTree(tree))
+            }
+        } catch is FederationError {}
+        try FileManager.default.removeItem(at: file)
+        return nil
     }
 
     private func write(_ name: String, _ metadata: Metadata, _ tree: ObjectTree) throws {
         var saved = ProtobufWriter()
         saved.add(1) { metadata.write(to: &$0) }
         saved.add(2) { tree.write(to: &$0) }
-        try saved.data.write(to: folder.appendingPathComponent(name), options: .atomic)
+        try writeDurably(saved.data, to: folder.appendingPathComponent(name))
     }
 
     /// Keeps a message, and nothing of the one before, which may have been left half emptied.
@@ -44,8 +61,17 @@ struct PendingMessage {
         try write("message", metadata, tree)
     }
 
-    func has(_ id: String) throws -> Bool {
-        FileManager.default.fileExists(atPath: objects.appendingPathComponent(id).path)
+    /// The bytes of an object that is here; nil where it isn't.
+    func size(_ id: String) throws -> Int? {
+        let file = objects.appendingPathComponent(id)
+        guard FileManager.default.fileExists(atPath: file.path) else { return nil }
+        return try FileManager.default.attributesOfItem(atPath: file.path)[.size] as? Int
+    }
+
+    /// - Parameter bytes: of the objects that are here
+    /// - Throws: `FederationError` where a tree has more than a message of this model's.
+    func check(_ tree: ObjectTree, bytes: Int) throws {
+        guard bytes <= mostBytes, tree.ids.count <= Self.mostObjects else { throw Self.tooLarge(mostBytes) }
     }
 
     func object(_ id: String) throws -> Data {
@@ -60,7 +86,7 @@ struct PendingMessage {
     func take(_ content: Data, id: String) throws {
         try FlowerObject.check(content, id: id)
         try FileManager.default.createDirectory(at: objects, withIntermediateDirectories: true)
-        try content.write(to: objects.appendingPathComponent(id), options: .atomic)
+        try writeDurably(content, to: objects.appendingPathComponent(id))
     }
 
     /// What the message of a tree carries, and the bytes of its objects.
@@ -70,7 +96,7 @@ struct PendingMessage {
         guard let content = try store.object(tree.id).children.first else {
             throw FederationError("The server sent a message without content.")
         }
-        return (try store.records(content), store.contents.values.reduce(0) { $0 + $1.count })
+        return (try store.records(content, most: mostBytes), store.contents.values.reduce(0) { $0 + $1.count })
     }
 
     /// Keeps the answer to a message; without records, that there is none.

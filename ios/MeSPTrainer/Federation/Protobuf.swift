@@ -75,11 +75,15 @@ struct ProtobufMessage {
         case bytes(Data)
     }
     private var fields = [Int: [Value]]()
+    /// In memory a field takes many times the two bytes that it can be sent in.
+    private static let mostFields = 1 << 16
 
-    /// - Throws: `FederationError` where the bytes are no message.
+    /// - Throws: `FederationError` where the bytes are no message, or have more fields than any of Flower's.
     init(_ data: Data) throws {
-        var rest = data[...]
+        var (rest, count) = (data[...], 0)
         while !rest.isEmpty {
+            count += 1
+            guard count <= Self.mostFields else { throw Self.damaged }
             let key = try Self.varint(&rest)
             let value: Value
             switch ProtobufWriter.WireType(rawValue: key & 7) {

@@ -8,7 +8,7 @@ import MeSPSentences
 /// A node of a Flower federation, without Python: it joins a SuperLink, waits for messages of the server's app, has them answered, and sends
 /// the answers.
 ///
-///     let node = try SuperNode(server: address, folder: folder)
+///     let node = try SuperNode(server: address, folder: folder, mostBytes: FederatedRun.mostBytes(bundle))
 ///     try await node.run(report: show) { question in try await train(question) }
 ///
 /// What it has received and what it has to send lies in files: a node that was ended goes on where it was, with what the server takes to
@@ -26,6 +26,8 @@ public struct SuperNode: Sendable {
         case dropped(Question, Sentence)
         /// A message could not be read or answered here; the server learns that, not why.
         case failed(Question, String)
+        /// A message could not even be answered, as it does not say what it is.
+        case passedOver(Sentence)
         case waiting(Sentence)
         /// The server can be reached again.
         case reached
@@ -50,6 +52,7 @@ public struct SuperNode: Sendable {
 
     private let api: FleetAPI
     private let folder: URL
+    private let mostBytes: Int
     private let seconds: Seconds
 
     /// Waiting times.
@@ -63,18 +66,30 @@ public struct SuperNode: Sendable {
     }
 
     /// - Parameters:
-    ///   - server: a SuperLink's address, as in `https://links.example.org:8000`
-    ///   - folder: the node's key and what it has received; made where it is missing
+    ///   - server: a SuperLink's address, as in `https://links.example.org:8000`; without TLS only one on this machine
+    ///   - folder: what the node has received, and, but on iOS, its key; made where it is missing
+    ///   - mostBytes: the most that a message may have, on disk and in memory
     ///   - configuration: what networks may be used
     /// - Throws: `FederationError` where the address is none, or the key cannot be read or written.
-    public init(server: URL, folder: URL, configuration: URLSessionConfiguration = .ephemeral) throws {
-        try self.init(server: server, folder: folder, configuration: configuration, seconds: Seconds())
+    public init(
+        server: URL, folder: URL, mostBytes: Int, configuration: URLSessionConfiguration = .ephemeral
+    ) throws {
+        try self.init(
+            server: server, folder: folder, mostBytes: mostBytes, configuration: configuration, seconds: Seconds())
     }
 
-    init(server: URL, folder: URL, configuration: URLSessionConfiguration = .ephemeral, seconds: Seconds) throws {
-        guard ["http", "https"].contains(server.scheme), server.host != nil else {
+    init(
+        server: URL, folder: URL, mostBytes: Int, configuration: URLSessionConfiguration = .ephemeral,
+        seconds: Seconds
+    ) throws {
+        guard ["http", "https"].contains(server.scheme), let host = server.host, !host.isEmpty else {
             throw FederationError(
                 "\(server.absoluteString) is no SuperLink's address; write it as in https://links.example.org:8000.")
+        }
+        guard server.scheme == "https" || ["127.0.0.1", "::1", "localhost"].contains(host) else {
+            throw FederationError(
+                "\(server.absoluteString) is an address without TLS, where others can read and change what is sent; have the SuperLink started with --ssl-certfile, and write https."
+            )
         }
         do {
             try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)
@@ -83,8 +98,8 @@ public struct SuperNode: Sendable {
         }
         let key = try NodeKey(file: folder.appendingPathComponent("node.key"))
         try Data(key.openSSH.utf8).write(to: folder.appendingPathComponent("node.pub"), options: .atomic)
-        api = FleetAPI(server: server, key: key, session: URLSession(configuration: configuration))
-        (self.folder, self.seconds) = (folder, seconds)
+        api = FleetAPI(server: server, key: key, transport: Transport(configuration: configuration))
+        (self.folder, self.mostBytes, self.seconds) = (folder, mostBytes, seconds)
     }
 
     /// Takes part until the task is cancelled.
@@ -92,10 +107,13 @@ public struct SuperNode: Sendable {
     /// - Parameters:
     ///   - report: is told what happens
     ///   - answer: makes the answer to a message; one at a time
-    /// - Throws: `FederationError` where the server does not let it in or speaks another protocol, `CancellationError`.
+    /// - Throws: `FederationError` where the server does not let it in or speaks another protocol, or another node is at work in the
+    ///   folder; `CancellationError`.
     public func run(
         report: @escaping @Sendable (Event) -> Void, answer: @escaping @Sendable (Question) async throws -> Records
     ) async throws {
+        let lock = try NodeLock(folder)
+        defer { withExtendedLifetime(lock) {} }
         let node = try await join(report)
         report(.joined(node: node))
         do {
@@ -106,7 +124,8 @@ public struct SuperNode: Sendable {
                 try await group.next()
             }
         } catch {
-            _ = try? await api.call("deactivate-node") { $0.add(1, node) }
+            // Of a task of its own, as this one may be cancelled.
+            await Task { _ = try? await api.call("deactivate-node", within: 5) { $0.add(1, node) } }.value
             throw error
         }
     }
@@ -124,8 +143,8 @@ public struct SuperNode: Sendable {
         }
         let id = try await activate(report)
         // Ids are random: a server that has lost what it knew gives another, and what was here is none of its.
-        if last != [String(id), server] { try PendingMessage(folder: folder).empty() }
-        try Data("\(id)\n\(server)\n".utf8).write(to: file, options: .atomic)
+        if last != [String(id), server] { try PendingMessage(folder: folder, mostBytes: mostBytes).empty() }
+        try writeDurably(Data("\(id)\n\(server)\n".utf8), to: file)
         return id
     }
 
@@ -199,7 +218,8 @@ public struct SuperNode: Sendable {
     private func work(
         _ node: UInt64, _ report: (Event) -> Void, _ answer: (Question) async throws -> Records
     ) async throws {
-        let pending = PendingMessage(folder: folder)
+        try Task.checkCancellation()
+        let pending = PendingMessage(folder: folder, mostBytes: mostBytes)
         guard let (metadata, tree) = try pending.message else {
             let pulled = try await persistently(report) {
                 try await api.call("pull-messages") { $0.add(1) { $0.add(1, node) } }
@@ -208,7 +228,13 @@ public struct SuperNode: Sendable {
                 return try await Task.sleep(for: .seconds(seconds.poll))
             }
             // From here on the server takes it to be delivered.
-            return try pending.receive(Metadata(message.messages(1).last ?? ProtobufMessage(Data())), ObjectTree(tree))
+            do {
+                return try pending.receive(
+                    Metadata(message.messages(1).last ?? ProtobufMessage(Data())), ObjectTree(tree))
+            } catch let error as FederationError {
+                report(.passedOver(error.sentence))
+                return try await Task.sleep(for: .seconds(seconds.poll))
+            }
         }
         var question = Question(
             id: metadata.message, node: metadata.destination, type: metadata.type, run: metadata.run,
@@ -269,7 +295,9 @@ public struct SuperNode: Sendable {
         _ node: UInt64, _ report: (Event) -> Void
     ) async throws {
         var isNew = false
-        for id in tree.ids where try !pending.has(id) {
+        var bytes = try tree.ids.reduce(0) { $0 + (try pending.size($1) ?? 0) }
+        try pending.check(tree, bytes: bytes)
+        for id in tree.ids where try pending.size(id) == nil {
             isNew = true
             while true {
                 let answer = try await call("pull-object", for: metadata, node, report) {
@@ -280,7 +308,10 @@ public struct SuperNode: Sendable {
                     throw FederationError("\(api.server.absoluteString) lacks a part of the message that it sent.")
                 }
                 if answer.number(2) != 0 {
-                    try pending.take(answer.bytes(3), id: id)
+                    let content = answer.bytes(3)
+                    bytes += content.count
+                    try pending.check(tree, bytes: bytes)
+                    try pending.take(content, id: id)
                     break
                 }
                 try await Task.sleep(for: .seconds(1))
@@ -292,7 +323,6 @@ public struct SuperNode: Sendable {
                 $0.add(3, tree.id)
             }
         }
-        let bytes: Int
         (question.records, bytes) = try pending.content(of: tree)
         if isNew { report(.received(question, bytes: bytes)) }
     }
@@ -309,7 +339,8 @@ public struct SuperNode: Sendable {
             message.add(4, packed: [max(Date.now.timeIntervalSince1970 - metadata.created, 0.001)])
         }
         var bytes = 0
-        for id in pushed.texts(3) {
+        let wanted = Set(pushed.texts(3))
+        for id in tree.ids where wanted.contains(id) {
             let content = try pending.object(id)
             try await call("push-object", for: metadata, node, report) {
                 $0.add(2, metadata.run)

@@ -23,6 +23,15 @@ public struct FederatedRun {
     private let received: [String: FlowerArray]
     private let isRounded: Bool
 
+    /// The most bytes that a message about a bundle's model can have: all matrices of the largest rank in float32, and the rest.
+    ///
+    /// - Throws: `MeSPError` where there is no bundle.
+    public static func mostBytes(_ bundle: URL) throws -> Int {
+        let manifest = try ModelBundle(url: bundle, checksums: false).manifest
+        let layouts = manifest.architecture.layouts(rank: manifest.ranks.max() ?? 0)
+        return layouts.reduce(1 << 20) { $0 + 4 * $1.count }
+    }
+
     /// - Parameters:
     ///   - question: the message
     ///   - bundle: of the model that the server names

@@ -147,7 +147,7 @@ public struct Planner: Sendable {
             ? ("A memory limit of \(rounded(limit)) MB is too low", "raise it")
             : ("The system allows this process \(rounded(limit)) MB, which is too little", "allow it more")
         throw MeSPError(
-            "\(subject): sequences of \(length) tokens at rank \(rank) need at least \(rounded(leastPeak)) MB; \(remedy) or take shorter sequences."
+            "\(subject): sequences of \(length) tokens at rank \(rank) need at least \(rounded(leastPeak)) MB; \(remedy) or take shorter sequences, or fewer in a step."
         )
     }
 
@@ -283,8 +283,14 @@ public struct Planner: Sendable {
         let together = plan.order == .blocks
         // Of a block, until the last sequence's gradient is there.
         let sum = together ? loraBytes : 0
-        return (plan.offload == .all ? 0 : vectors + (gathers ? gradients : 0)) + inputs + waiting + sum
+        return (plan.offload == .all ? 0 : vectors + (gathers ? gradients : 0)) + inputs + waiting + sum + examples
             + kept(plan.keptBlocks) * (together ? sequences : 1)
+    }
+
+    /// The tokens of a step's sequences, and the positions that count, which are all there when the step begins.
+    private var examples: Int {
+        let arrays = (length + 1) * MemoryLayout<Int32>.size + length * MemoryLayout<Int>.size
+        return settings.sequences * (settings.objective == nil ? 1 : 2) * (arrays + 256)
     }
 
     private func tile(_ plan: Plan) -> TileSizes {

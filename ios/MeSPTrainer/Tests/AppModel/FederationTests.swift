@@ -22,14 +22,14 @@ import Testing
         phone.battery = Battery(level: 0.9, isCharging: true)
         let model = AppModel(
             phone: phone, folder: DocumentsFolder(documents: documents), scheduler: scheduler,
-            openNode: { server, folder, _ in
+            openNode: { server, folder, mostBytes, _ in
                 try SuperNode(
-                    server: server, folder: folder, configuration: SuperLink.configuration(),
+                    server: server, folder: folder, mostBytes: mostBytes, configuration: SuperLink.configuration(),
                     seconds: .init(heartbeat: heartbeat, poll: 0.01, lease: 0))
             }, loadTokenizer: { _ in ByteTokenizer() })
         let fixture = try #require(Fixture.tied).appendingPathComponent("bundle.mesp").resolvingSymlinksInPath()
         await model.importBundle(at: fixture)
-        model.federation.address = "http://\(host):8000"
+        model.federation.address = "https://\(host):8000"
         return model
     }
 
@@ -38,15 +38,6 @@ import Testing
         var asked = [BackgroundGrant]()
         func ask(for grant: BackgroundGrant, title: Sentence) { asked.append(grant) }
         func withdraw(_ grant: BackgroundGrant) {}
-    }
-
-    /// Apple's systems refuse http to a public host, which is not a server that cannot be reached now.
-    @Test func anAddressThatTheSystemRefusesIsSaidToBeOne() async throws {
-        let model = try await model()
-        SuperLink.with(host) { $0.faults["register-node"] = [(-1, "")] }
-        await model.takePart()
-        #expect(model.problem?.english.contains("for an address that begins with https") == true)
-        #expect(!model.federation.isOn)
     }
 
     /// What a server's app asks for: two steps of SGD with the initial adapters, of which B alone travels.
@@ -76,10 +67,10 @@ import Testing
             ])
     }
 
-    /// Takes part until a round has ended.
+    /// Takes part until a round has been answered.
     private func round(_ model: AppModel) async throws -> Federation.Round {
         let part = Task { await model.takePart() }
-        while model.federation.rounds.first.map({ $0.bytesUp == nil && $0.problem == nil }) ?? true {
+        while model.federation.rounds.first?.bytesUp == nil {
             try #require(model.problem == nil)
             try await Task.sleep(for: .milliseconds(5))
         }
@@ -204,6 +195,8 @@ import Testing
             ("proximal-mu", [.double(.nan), .double(1e300)]),
             ("timeout", [.double(.nan), .double(.infinity), .double(-1e300), .int(-1)]),
             ("alpha", [.double(.nan), .double(-1)]), ("rank", [.int(0), .int(.max)]),
+            ("batch_size", [.int(0), .int(.max), .int(1_000_000)]),
+            ("grad_accumulation_steps", [.int(-1), .int(65537)]),
         ]
         for (name, values) in bad {
             for value in values {
@@ -219,6 +212,38 @@ import Testing
         }
     }
 
+    /// The server sets how many sequences a step has, and their tokens take memory before the first is trained on.
+    @Test func aNodesLimitHoldsForTheServersSequences() async throws {
+        let model = try await model()
+        let bundle = try #require(model.form.bundle)
+        let manifest = try #require(bundle.manifest)
+        var records = try question(model)
+        records.configs["config"]?["batch_size"] = .int(256)
+        records.configs["config"]?["grad_accumulation_steps"] = .int(256)
+        let question = SuperNode.Question(
+            id: "", node: 1, type: "train", run: 1, group: "1", created: .now, records: records,
+            folder: documents.appendingPathComponent("question"))
+        var settings = try FederatedRun(question, bundle: bundle.url, memoryLimit: 25_000_000).settings
+        #expect(settings.memoryLimitMb == 25)
+        let error = #expect(throws: MeSPError.self) { try Planner(manifest, settings, systemLimit: nil).plan() }
+        #expect(error?.sentence.english.contains("fewer in a step") == true)
+        // What is counted of them is what they take.
+        settings.memoryLimitMb = nil
+        func peak(_ batch: Int) throws -> Int {
+            settings.batchSize = batch
+            let planner = Planner(manifest, settings, systemLimit: nil)
+            return planner.peak(Plan(tileBytes: 1 << 20, order: .sequences))
+        }
+        let counted = try peak(256) - peak(2)
+        settings.batchSize = 256
+        let data = try Splits(ModelBundle(url: bundle.url, checksums: false), settings)
+        let before = memoryFootprint()
+        let batches = data.batches(step: 0, settings)
+        let taken = memoryFootprint() - before
+        #expect(batches.count == 256)
+        #expect(taken < counted + counted / 10 && taken > counted / 3, "\(taken) taken, \(counted) counted")
+    }
+
     @Test func saysWhyARoundWasNotAnswered() async throws {
         let model = try await model()
         var asked = try question(model)
@@ -228,9 +253,23 @@ import Testing
         #expect(try SuperLink.answered(host).reason == "The node could not do it.")
     }
 
+    @Test func isLeftAtOnceWhileTheServerKeepsItBusy() async throws {
+        let model = try await model()
+        try SuperLink.ask(host, question(model))
+        SuperLink.with(host) { $0.faults["pull-object"] = Array(repeating: (SuperLink.never, ""), count: 100) }
+        let part = Task { await model.takePart() }
+        while SuperLink.with(host, { !$0.calls.contains("pull-object") }) {
+            try await Task.sleep(for: .milliseconds(5))
+        }
+        let began = Date.now
+        model.federation.leave()
+        await part.value
+        #expect(Date.now.timeIntervalSince(began) < 2 && model.problem == nil && !model.federation.isOn)
+    }
+
     @Test func anAddressThatIsNoneIsRefused() async throws {
         let model = try await model()
-        for address in ["", "phone", "ftp://here"] {
+        for address in ["", "phone", "ftp://here", "http://links.example.org:8000"] {
             (model.federation.address, model.problem) = (address, nil)
             await model.takePart()
             #expect(model.problem?.english.contains("address") == true && !model.federation.isOn)

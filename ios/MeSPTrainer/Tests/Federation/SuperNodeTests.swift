@@ -12,7 +12,7 @@ final class SuperNodeTests {
 
     private func node(lease: Double = 75, at host: String? = nil) throws -> SuperNode {
         try SuperNode(
-            server: try #require(URL(string: "http://\(host ?? self.host):8000")), folder: folder,
+            server: try #require(URL(string: "https://\(host ?? self.host):8000")), folder: folder, mostBytes: 1 << 20,
             configuration: SuperLink.configuration(), seconds: .init(heartbeat: 30, poll: 0.01, lease: lease))
     }
 
@@ -38,10 +38,16 @@ final class SuperNodeTests {
         return seen
     }
 
+    private static func started(
+        _ node: SuperNode, report: @escaping @Sendable (SuperNode.Event) -> Void = { _ in }
+    ) -> Task<Void, any Error> {
+        Task { try await node.run(report: report, answer: train) }
+    }
+
     /// What of a message is still there.
     private func keeps() throws -> [String] {
         try FileManager.default.subpathsOfDirectory(atPath: folder.path)
-            .filter { !["node.id", "node.key", "node.pub", "objects"].contains($0) }
+            .filter { ![".lock", "node.id", "node.key", "node.pub", "objects"].contains($0) }
     }
 
     private static func isSent(_ event: SuperNode.Event) -> Bool {
@@ -208,9 +214,9 @@ final class SuperNodeTests {
         #expect(try await sentence(["activate-node": [(401, "{}")]])?.contains("clock") == true)
         let unknown = (412, #"{"code": 2004, "detail": "No SuperNode found"}"#)
         #expect(try await sentence(["activate-node": [unknown]])?.contains("flwr supernode register") == true)
-        for address in ["ftp://a", "localhost:8000", "http://"] {
+        for address in ["ftp://a", "localhost:8000", "http://", "https://", "http://192.168.0.1:8000"] {
             #expect(throws: FederationError.self) {
-                try SuperNode(server: try #require(URL(string: address)), folder: folder)
+                try SuperNode(server: try #require(URL(string: address)), folder: folder, mostBytes: 0)
             }
         }
         try Data("no key".utf8).write(to: folder.appendingPathComponent("node.key"))
@@ -222,7 +228,9 @@ final class SuperNodeTests {
         case anotherObject = "not the one that was asked for"
         case noObject = "lacks a part"
         case otherNumbers = "neither float32 nor uint16"
-        case tooLarge = "bytes"
+        case tooLarge = "more bytes than any answer"
+        case tooMuch = "more than this model's adapters"
+        case tooMany = "adapters take"
         case noAnswer = "no protobuf message"
     }
 
@@ -254,6 +262,15 @@ final class SuperNodeTests {
             }
         case .tooLarge:
             SuperLink.with(host) { $0.faults["pull-object"] = [(200, String(repeating: "x", count: 9 << 20))] }
+        case .tooMuch:
+            try SuperLink.ask(
+                host, Records(arrays: ["arrays": ["a": SuperLink.numbers(Array(repeating: 1, count: 1 << 18))]]))
+        case .tooMany:
+            try SuperLink.ask(host) { store in
+                let leaves = try (0..<5000).map { number in try store.add("ArrayChunk") { _ in Data("\(number)".utf8) }
+                }
+                return try store.add("RecordDict", children: leaves) { _ in Data("{}".utf8) }
+            }
         case .noAnswer: SuperLink.with(host) { $0.faults["pull-object"] = [(200, "x")] }
         }
         let events = try await run(node(), until: Self.isSent) { _ in throw Interrupted() }
@@ -261,6 +278,105 @@ final class SuperNodeTests {
         let (_, records, reason) = try SuperLink.answered(host)
         #expect(records == nil && reason == "The node could not do it.")
         try await answersTheNext()
+    }
+
+    /// A message that does not say what it is, and files that a crash has damaged: the node goes on without them.
+    @Test func goesOnAfterAMessageThatIsNone() async throws {
+        SuperLink.with(host) {
+            $0.faults["pull-messages"] = [
+                (200, "\u{12}\u{0}\u{1a}\u{0}"), (200, "\u{12}\u{2}\u{a}\u{0}\u{1a}\u{3}\u{a}\u{1}x"),
+            ]
+        }
+        try await answersTheNext()
+        for name in ["message", "reply"] {
+            for content in ["", "x", "\u{a}\u{0}", "\u{a}\u{0}\u{12}\u{0}"] {
+                try Data(content.utf8).write(to: folder.appendingPathComponent(name))
+                try await answersTheNext()
+            }
+        }
+        // The answer alone was damaged: it is made again.
+        try SuperLink.ask(host)
+        SuperLink.with(host) { $0.faults["push-object"] = [(400, "")] }
+        await #expect(throws: FederationError.self) { try await self.node().run(report: { _ in }, answer: Self.train) }
+        try Data("x".utf8).write(to: folder.appendingPathComponent("reply"))
+        try await run(node(), until: Self.isSent, answer: Self.train)
+        #expect(try SuperLink.answered(host).1?.arrays == ["arrays": ["a": SuperLink.numbers([2, 3])]])
+    }
+
+    /// Whatever the server has it do, a node ends at once when it is told to.
+    @Test(arguments: ["pull-messages", "pull-object", "push-messages", "push-object", "send-node-heartbeat"])
+    func endsWhileTheServerKeepsItBusy(call: String) async throws {
+        try SuperLink.ask(host)
+        SuperLink.with(host) { $0.faults[call] = Array(repeating: (SuperLink.never, ""), count: 100) }
+        let node = try SuperNode(
+            server: try #require(URL(string: "https://\(host):8000")), folder: folder, mostBytes: 1 << 20,
+            configuration: SuperLink.configuration(), seconds: .init(heartbeat: 0.1, poll: 0.01, lease: 0))
+        let task = Self.started(node)
+        while SuperLink.with(host, { !$0.calls.contains(call) }) { try await Task.sleep(for: .milliseconds(5)) }
+        let began = Date.now
+        task.cancel()
+        await #expect(throws: CancellationError.self) { try await task.value }
+        #expect(Date.now.timeIntervalSince(began) < 2)
+        SuperLink.with(host) { $0.faults = [:] }
+        if call != "send-node-heartbeat" { try await run(self.node(), until: Self.isSent, answer: Self.train) }
+    }
+
+    /// A server that has a message at once, always.
+    @Test func endsBetweenMessages() async throws {
+        try SuperLink.ask(host)
+        let node = try node()
+        let task = Self.started(node) { [host] event in
+            if case .sent = event { SuperLink.with(host) { $0.isDelivered = false } }
+        }
+        while SuperLink.with(host, { $0.calls.count { $0 == "push-messages" } }) < 3 {
+            try await Task.sleep(for: .milliseconds(5))
+        }
+        let began = Date.now
+        task.cancel()
+        await #expect(throws: CancellationError.self) { try await task.value }
+        #expect(Date.now.timeIntervalSince(began) < 2)
+    }
+
+    /// Objects that are none of the answer's, or one for ever, are not sent.
+    @Test func sendsWhatIsItsAnswerOnce() async throws {
+        try SuperLink.ask(host)
+        let question = try #require(SuperLink.with(host) { $0.question?.tree })
+        SuperLink.with(host) {
+            $0.alsoWanted = [question.id, "../node.key"] + Array(repeating: question.id, count: 50)
+        }
+        try await run(node(), until: Self.isSent, answer: Self.train)
+        let (pushed, wanted) = SuperLink.with(host) { state in
+            (state.calls.count { $0 == "push-object" }, state.answer?.tree.ids.count)
+        }
+        #expect(pushed == wanted)
+    }
+
+    @Test func twoNodesDoNotShareAFolder() async throws {
+        let first = try node()
+        let (events, continuation) = AsyncStream.makeStream(of: SuperNode.Event.self)
+        let task = Self.started(first) { continuation.yield($0) }
+        for await event in events { if case .joined = event { break } }
+        let error = await #expect(throws: FederationError.self) {
+            try await self.node().run(report: { _ in }, answer: Self.train)
+        }
+        #expect(error?.sentence.english.contains("Another node is at work") == true)
+        task.cancel()
+        await #expect(throws: CancellationError.self) { try await task.value }
+        try SuperLink.ask(host)
+        try await run(node(), until: Self.isSent, answer: Self.train)
+    }
+
+    /// Nor does a link lead the lock, or the key, to a file elsewhere.
+    @Test func followsNoLinkInItsFolder() async throws {
+        try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)
+        let elsewhere = folder.appendingPathComponent("elsewhere")
+        try Data("kept".utf8).write(to: elsewhere)
+        try FileManager.default.createSymbolicLink(
+            at: folder.appendingPathComponent(".lock"), withDestinationURL: elsewhere)
+        await #expect(throws: FederationError.self) {
+            try await self.node().run(report: { _ in }, answer: Self.train)
+        }
+        #expect(try Data(contentsOf: elsewhere) == Data("kept".utf8))
     }
 
     /// The key lasts, and only its owner may read it.

@@ -19,11 +19,16 @@ final class SuperLink: URLProtocol {
         var wanted = Set<String>()
         var answer: (metadata: Metadata, tree: ObjectTree)?
         var received = [String: Data]()
+        /// Objects that it asks for, beside those that it lacks.
+        var alsoWanted = [String]()
         /// What it calls the node.
         var node = SuperLink.node
     }
     nonisolated(unsafe) private static var states = [String: State]()
     private static let lock = NSLock()
+
+    /// The status of a call that gets no answer, and keeps its connection.
+    static let never = -1
 
     /// - Parameter host: which SuperLink; each test has its own.
     static func with<R>(_ host: String, _ body: (inout State) throws -> R) rethrows -> R {
@@ -57,13 +62,11 @@ final class SuperLink: URLProtocol {
             }
             return (200, (try? Self.answer(url.lastPathComponent, ProtobufMessage(sent), &state)) ?? Data())
         }
-        guard status > 0,
+        if status == Self.never { return }
+        guard status != 0,
             let response = HTTPURLResponse(url: url, statusCode: status, httpVersion: nil, headerFields: [:])
         else {
-            client?.urlProtocol(
-                self,
-                didFailWithError: URLError(
-                    status == 0 ? .networkConnectionLost : .appTransportSecurityRequiresSecureConnection))
+            client?.urlProtocol(self, didFailWithError: URLError(.networkConnectionLost))
             return
         }
         client?.urlProtocol(self, didReceive: response, cacheStoragePolicy: .notAllowed)
@@ -94,7 +97,7 @@ final class SuperLink: URLProtocol {
             state.isDelivered = true
             let body = try FlowerObject(content: contents[tree.id] ?? Data()).body
             let metadata = try ProtobufMessage(body).messages(1)[0]
-            var known = Metadata(metadata)
+            var known = try Metadata(metadata)
             known.message = tree.id
             answer.add(2) { $0.add(1) { known.write(to: &$0) } }
             answer.add(3) { tree.write(to: &$0) }
@@ -105,8 +108,9 @@ final class SuperLink: URLProtocol {
             answer.add(3, content)
         case "push-messages":
             let tree = try ObjectTree(message.messages(3)[0])
-            state.answer = (Metadata(try message.messages(2)[0].messages(1)[0]), tree)
+            state.answer = (try Metadata(message.messages(2)[0].messages(1)[0]), tree)
             for id in tree.ids where state.received[id] == nil { answer.add(3, id) }
+            for id in state.alsoWanted { answer.add(3, id) }
             answer.add(4, "session")
         case "push-object":
             state.received[message.text(3)] = message.bytes(4)
@@ -130,7 +134,7 @@ final class SuperLink: URLProtocol {
         var store = ObjectStore()
         let records = try content(&store)
         let tree = try store.add("Message", children: [records]) { _ in
-            var metadata = Metadata(try ProtobufMessage(Data()))
+            var metadata = try Metadata(ProtobufMessage(Data()))
             (metadata.run, metadata.source, metadata.destination) = (7, 1, node)
             (metadata.group, metadata.type, metadata.timeToLive) = ("1", "train", 3600)
             metadata.created = Date.now.timeIntervalSince1970 - age
@@ -156,7 +160,7 @@ final class SuperLink: URLProtocol {
             for id in tree.ids { try store.take(try #require(state.received[id]), id: id) }
             let message = try store.object(tree.id)
             let reason = try ProtobufMessage(message.body).messages(3).first?.text(2)
-            return (metadata, try message.children.first.map { try store.records($0) }, reason)
+            return (metadata, try message.children.first.map { try store.records($0, most: 1 << 26) }, reason)
         }
     }
 }

@@ -1,0 +1,52 @@
+import Foundation
+
+#if os(iOS)
+    import Security
+
+    /// Where a node's private key is kept: in the Keychain, as other apps and the person's computer can read an app's documents.
+    struct KeyStore {
+        private let item: [String: Any] = [
+            kSecClass as String: kSecClassGenericPassword, kSecAttrService as String: "Federation",
+            kSecAttrAccount as String: "node.key",
+        ]
+
+        init(file: URL) {}
+
+        /// The key's bytes; nil where there is none yet.
+        func read() throws -> Data? {
+            var found: CFTypeRef?
+            let status = SecItemCopyMatching(
+                NSDictionary(dictionary: item.merging([kSecReturnData as String: true]) { $1 }) as CFDictionary, &found)
+            if status == errSecItemNotFound { return nil }
+            guard status == errSecSuccess, let data = found as? Data else { throw failure(status) }
+            return data
+        }
+
+        /// Keeps a key, unless there is one. It stays on this device, and can be read once the device was unlocked after a start.
+        func add(_ key: Data) throws {
+            let new: [String: Any] = [
+                kSecValueData as String: key,
+                kSecAttrAccessible as String: kSecAttrAccessibleAfterFirstUnlockThisDeviceOnly,
+            ]
+            let status = SecItemAdd(NSDictionary(dictionary: item.merging(new) { $1 }) as CFDictionary, nil)
+            guard status == errSecSuccess || status == errSecDuplicateItem else { throw failure(status) }
+        }
+
+        private func failure(_ status: OSStatus) -> FederationError {
+            FederationError("the Keychain fails with \(Int(status))")
+        }
+    }
+#else
+    /// Where a node's private key is kept: in a file that its owner alone can read.
+    struct KeyStore {
+        let file: URL
+
+        /// The key's bytes; nil where there is none yet.
+        func read() throws -> Data? {
+            FileManager.default.fileExists(atPath: file.path) ? try Data(contentsOf: file) : nil
+        }
+
+        /// Keeps a key, unless there is one.
+        func add(_ key: Data) throws { try writeDurably(key, to: file, replacing: false) }
+    }
+#endif

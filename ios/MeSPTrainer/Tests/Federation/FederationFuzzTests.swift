@@ -1,0 +1,148 @@
+import Foundation
+import Testing
+
+@testable import MeSPCore
+@testable import MeSPFederation
+
+/// Messages of a server, damaged in every way: each is read, or refused in a sentence, and takes no more than it may. A crash ends the tests.
+@Suite(.serialized) struct FederationFuzzTests {
+    /// `make test-slow` has 10,000.
+    private let cases = ProcessInfo.processInfo.environment["MESP_FUZZ_CASES"].flatMap(Int.init) ?? 400
+    private static let most = 1 << 20
+
+    /// Bytes with some flipped, cut off, put in or overwritten.
+    private func damaged(_ data: Data, _ random: inout FuzzTests.Generator) -> Data {
+        var data = Data(data)
+        for _ in 0..<Int.random(in: 1...3, using: &random) where !data.isEmpty {
+            let index = Int.random(in: 0..<data.count, using: &random)
+            switch Int.random(in: 0..<6, using: &random) {
+            case 0: data[index] ^= 1 << UInt8.random(in: 0..<8, using: &random)
+            case 1: data = data.prefix(index)
+            case 2: data.insert(contentsOf: Data(repeating: UInt8(ascii: "["), count: 600), at: index)
+            case 3: data.append(contentsOf: data.suffix(from: index))
+            case 4: data[index] = UInt8(ascii: "9")
+            default:
+                let numbers: [UInt64] = [.max, 1 << 63, 0x7ff8 << 48, 0]
+                let number = numbers.randomElement(using: &random) ?? 0
+                let bytes = withUnsafeBytes(of: number.littleEndian) { Data($0) }.prefix(data.count - index)
+                data.replaceSubrange(index..<index + bytes.count, with: bytes)
+            }
+        }
+        return data
+    }
+
+    /// A message with some objects' bodies damaged; all ids are those of the contents again, so that nothing but the bodies is wrong.
+    private func damaged(
+        _ tree: ObjectTree, _ contents: [String: Data], _ random: inout FuzzTests.Generator
+    ) throws -> (ObjectTree, [String: Data]) {
+        let bad = Int.random(in: 0..<tree.ids.count, using: &random)
+        var (new, changed) = ([String: Data](), [String: String]())
+        func visit(_ tree: ObjectTree) throws -> ObjectTree {
+            let children = try tree.children.map(visit)
+            var content = try #require(contents[tree.id])
+            for child in tree.children {
+                guard let id = changed[child.id] else { continue }
+                while let place = content.range(of: Data(child.id.utf8)) {
+                    content.replaceSubrange(place, with: Data(id.utf8))
+                }
+            }
+            if tree.ids.count - 1 == bad || Int.random(in: 0..<8, using: &random) == 0 {
+                let object = try FlowerObject(content: content)
+                let body = damaged(object.body, &random)
+                content = FlowerObject(object.type, children: object.children, body: body).content
+                if Int.random(in: 0..<10, using: &random) == 0 { content = damaged(content, &random) }
+            }
+            let id = try sha256(content)
+            (new[id], changed[tree.id]) = (content, id == tree.id ? nil : id)
+            return ObjectTree(id: id, children: children)
+        }
+        return (try visit(tree), new)
+    }
+
+    private func question(_ manifest: Manifest) -> Records {
+        let architecture = manifest.architecture
+        var arrays = [String: FlowerArray]()
+        for module in architecture.modules {
+            let blocks = (0..<architecture.numHiddenLayers).map { architecture.block($0) }
+                .filter { $0.modules.contains(module) }
+            let shape = [blocks.count, manifest.ranks[0], blocks[0].dimensions(module).outputs]
+            arrays[module.name + ".lora_b"] = FlowerArray(
+                .float32, shape: shape, data: Data(count: shape.reduce(4, *)))
+        }
+        let model = [manifest.model.id, manifest.model.revision].compactMap { $0 }.joined(separator: "@")
+        let config: [String: FlowerValue] = [
+            "model": .text(model), "exchange": .text("float32"), "timeout": .double(600), "server-round": .int(1),
+            "steps": .int(2), "seq_len": .int(Int64(manifest.seqLens[0])), "rank": .int(Int64(manifest.ranks[0])),
+            "alpha": .double(4), "freeze_a": .flag(true), "optimizer": .text("sgd"), "learning_rate": .double(0.1),
+            "projections": .texts(["q", "v"]), "batch_size": .int(2),
+        ]
+        return Records(arrays: ["arrays": arrays], configs: ["config": config])
+    }
+
+    @Test func messages() throws {
+        let bundle = try #require(Fixture.tied).appendingPathComponent("bundle.mesp").resolvingSymlinksInPath()
+        let folder = temporaryFolder()
+        defer { try? FileManager.default.removeItem(at: folder) }
+        let pending = PendingMessage(folder: folder, mostBytes: Self.most)
+        var sound = ObjectStore()
+        let records = try sound.add(question(try ModelBundle(url: bundle, checksums: false).manifest))
+        let message = try sound.add("Message", children: [records]) { _ in Data() }
+        var random = FuzzTests.Generator(state: 11)
+        var (refused, before) = (0, memoryFootprint())
+        for number in 0..<cases {
+            let (tree, contents) = try damaged(message, sound.contents, &random)
+            do {
+                try pending.empty()
+                let objects = folder.appendingPathComponent("objects")
+                try FileManager.default.createDirectory(at: objects, withIntermediateDirectories: true)
+                for (id, content) in contents { try content.write(to: objects.appendingPathComponent(id)) }
+                let (records, bytes) = try pending.content(of: tree)
+                #expect(bytes <= 2 * Self.most)
+                let question = SuperNode.Question(
+                    id: tree.id, node: 1, type: "train", run: 1, group: "1", created: .now, records: records,
+                    folder: try pending.workFolder)
+                let settings = try FederatedRun(question, bundle: bundle).settings
+                #expect(settings.bundle == bundle.path && settings.output.hasPrefix(folder.path))
+            } catch let error as FederationError {
+                refused += 1
+                #expect(!error.sentence.english.isEmpty)
+            } catch let error as MeSPError {
+                refused += 1
+                #expect(!error.sentence.english.isEmpty)
+            }
+            if number == 50 { before = memoryFootprint() }
+        }
+        #expect(refused > cases / 4 && refused < cases, "cases of both kinds")
+        #expect(memoryFootprint() - before < 50_000_000)
+    }
+
+    /// What the calls themselves answer.
+    @Test func answers() throws {
+        var random = FuzzTests.Generator(state: 12)
+        var metadata = try Metadata(ProtobufMessage(Data()))
+        (metadata.run, metadata.source, metadata.destination, metadata.group) = (7, 1, 5, "1")
+        (metadata.type, metadata.timeToLive, metadata.created) = ("train", 3600, 1e9)
+        let leaf = ObjectTree(id: String(repeating: "a", count: 64), children: [])
+        let tree = ObjectTree(id: String(repeating: "b", count: 64), children: [leaf, leaf])
+        var writer = ProtobufWriter()
+        writer.add(2) { $0.add(1) { metadata.write(to: &$0) } }
+        writer.add(3) { tree.write(to: &$0) }
+        var refused = 0
+        for _ in 0..<cases {
+            do {
+                let answer = try ProtobufMessage(damaged(writer.data, &random))
+                guard let message = try answer.messages(2).first, let tree = try answer.messages(3).first else {
+                    continue
+                }
+                let metadata = try Metadata(message.messages(1).last ?? ProtobufMessage(Data()))
+                #expect(metadata.created.isFinite && metadata.timeToLive.isFinite && metadata.group.utf8.count <= 1000)
+                #expect(metadata.reply().timeToLive.isFinite)
+                _ = metadata.hasExpired
+                #expect(try ObjectTree(tree).ids.allSatisfy { $0.count == 64 })
+            } catch is FederationError {
+                refused += 1
+            }
+        }
+        #expect(refused > cases / 10 && refused < cases, "cases of both kinds")
+    }
+}

@@ -1,0 +1,27 @@
+// What the federation uses of the Keychain.
+
+import Foundation
+
+public typealias CFString = String
+public typealias CFDictionary = NSDictionary
+public typealias CFTypeRef = AnyObject
+public typealias OSStatus = Int32
+
+public let kSecClass: CFString = ""
+public let kSecClassGenericPassword: CFString = ""
+public let kSecAttrService: CFString = ""
+public let kSecAttrAccount: CFString = ""
+public let kSecAttrAccessible: CFString = ""
+public let kSecAttrAccessibleAfterFirstUnlockThisDeviceOnly: CFString = ""
+public let kSecReturnData: CFString = ""
+public let kSecValueData: CFString = ""
+public let errSecSuccess: OSStatus = 0
+public let errSecItemNotFound: OSStatus = -25300
+public let errSecDuplicateItem: OSStatus = -25299
+
+public func SecItemCopyMatching(
+    _ query: CFDictionary, _ result: UnsafeMutablePointer<CFTypeRef?>?
+) -> OSStatus { errSecItemNotFound }
+public func SecItemAdd(
+    _ attributes: CFDictionary, _ result: UnsafeMutablePointer<CFTypeRef?>?
+) -> OSStatus { errSecSuccess }

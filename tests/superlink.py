@@ -1,0 +1,93 @@
+"""A SuperLink that does what a node must survive: Flower's fleet protocol by hand, over HTTP."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+import threading
+import time
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+
+def varint(number: int) -> bytes:
+    low, rest = number & 0x7F, number >> 7
+    return bytes([low | 0x80]) + varint(rest) if rest else bytes([low])
+
+
+def field(number: int, value: int | bytes) -> bytes:
+    """A field of a protobuf message."""
+    if isinstance(value, int):
+        return varint(number << 3) + varint(value)
+    return varint(number << 3 | 2) + varint(len(value)) + value
+
+
+def fixed64(number: int, value: bytes) -> bytes:
+    return varint(number << 3 | 1) + value
+
+
+def an_object(kind: str, children: list[str], body: bytes) -> tuple[str, bytes]:
+    """A Flower object's id and content."""
+    content = f"{kind} {','.join(children)} {len(body)}".encode() + b"\0" + body
+    return hashlib.sha256(content).hexdigest(), content
+
+
+class SuperLink:
+    """Answers each call by `answers`, a function by the call's name, and notes `calls` with their
+    headers. Without one a call gets an empty message, and a node gets number 5."""
+
+    def __init__(self, **answers: Callable[[BaseHTTPRequestHandler], bytes | None]) -> None:
+        self.answers = answers
+        self.calls: list[tuple[str, dict[str, str]]] = []
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                name = self.path.rsplit("/", 1)[-1]
+                self.rfile.read(int(self.headers["content-length"] or 0))
+                outer.calls.append((name, dict(self.headers)))
+                default = {"activate-node": field(1, 5), "send-node-heartbeat": field(1, 1)}
+                answer = outer.answers.get(name.replace("-", "_"))
+                body = default.get(name, b"") if answer is None else answer(self)
+                if body is not None:
+                    self.send_response(200)
+                    self.send_header("content-length", str(len(body)))
+                    self.end_headers()
+                    self.wfile.write(body)
+
+            do_GET = do_POST
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        class Server(ThreadingHTTPServer):
+            daemon_threads = True
+
+            def handle_error(self, *_: object) -> None:  # a node that hangs up
+                pass
+
+        self.server = Server(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+    def __enter__(self) -> SuperLink:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.server.shutdown()
+
+    def names(self) -> list[str]:
+        return [name for name, _ in self.calls]
+
+
+def message(objects: list[str], created: float | None = None) -> bytes:
+    """The answer to pull-messages: one message, of a tree of these objects."""
+    created = time.time() if created is None else created
+    root = objects[0]
+    metadata = field(1, 7) + field(2, root.encode()) + field(3, 1) + field(4, 5)
+    metadata += field(6, b"1") + fixed64(7, struct.pack("<d", 3600.0)) + field(8, b"train")
+    metadata += fixed64(9, struct.pack("<d", created))
+    tree = field(1, root.encode())
+    for child in objects[1:]:
+        tree += field(2, field(1, child.encode()))
+    return field(2, field(1, metadata)) + field(3, tree)
