@@ -48,7 +48,7 @@ public struct ModelBundle {
         kinds = manifest.kindOfBlock
         (splits, dataFolder) = try text.map { (try TextData.entries(in: $0), $0) } ?? (manifest.data ?? [:], url)
         versions = try checkFiles()
-        if checksums { try checkSums() }
+        if checksums { try checkSums(of: manifest.files) }
     }
 
     // MARK: - Weights
@@ -62,6 +62,8 @@ public struct ModelBundle {
                 preconditionFailure("no function for \(length) tokens")
             }
             if let function = imported[file] { return function }
+            // MLX believes what is in it. The bundle may have been opened without its sums.
+            try checkSums(of: manifest.files.filter { $0.path == file })
             let function = try importFunction(from: url.appendingPathComponent(file))
             imported[file] = function
             return function
