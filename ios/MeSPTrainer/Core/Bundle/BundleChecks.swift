@@ -144,8 +144,8 @@ extension ModelBundle {
         return versions
     }
 
-    func checkSums() throws {
-        for file in manifest.files {
+    func checkSums(of files: [Manifest.File]) throws {
+        for file in files {
             guard try sha256(of: url.appendingPathComponent(file.path)) == file.sha256 else {
                 throw MeSPError(
                     "\(file.path) in \(url.path) is damaged (its SHA-256 differs); copy or export the bundle again.")

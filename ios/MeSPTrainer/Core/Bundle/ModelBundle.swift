@@ -51,7 +51,7 @@ public struct ModelBundle {
         kinds = manifest.kindOfBlock
         (splits, dataFolder) = try text.map { (try TextData.entries(in: $0), $0) } ?? (manifest.data ?? [:], url)
         versions = try checkFiles()
-        if checksums { try checkSums() }
+        if checksums { try checkSums(of: manifest.files) }
     }
 
     /// On GPUs with neural accelerators (A19, M5) MLX rounds the operands of float32 products to TF32, unless this is 0 when it
@@ -69,6 +69,8 @@ public struct ModelBundle {
                 preconditionFailure("no function for \(length) tokens")
             }
             if let function = imported[file] { return function }
+            // MLX believes what is in it. The bundle may have been opened without its sums.
+            try checkSums(of: manifest.files.filter { $0.path == file })
             let function = try importFunction(from: url.appendingPathComponent(file))
             imported[file] = function
             return function

@@ -192,6 +192,20 @@ import Testing
         #expect(sentences.allSatisfy { !$0.isEmpty }, "\(sentences)")
     }
 
+    // MARK: - Functions
+
+    /// Also where the bundle is opened without its sums, as for a plan.
+    @Test func noFunctionIsImportedBeforeItsSumIsRight() throws {
+        let bundle = try ModelBundle(url: bundle, checksums: false)
+        let length = try #require(bundle.manifest.seqLens.max())
+        let file = try #require(bundle.manifest.blocks[0].functions["\(length)"])
+        #expect(try !bundle.functions(\.functions, length: length).isEmpty)
+        var data = try Data(contentsOf: bundle.url.appendingPathComponent(file))
+        data[data.count - 1] ^= 1
+        try data.write(to: bundle.url.appendingPathComponent(file))
+        #expect(message { _ = try bundle.functions(\.functions, length: length) }.contains("its SHA-256 differs"))
+    }
+
     // MARK: - States
 
     @Test(arguments: ["keptBlocks", "cacheBytes", "tileBytes"]) func aPlanThatCannotBeIsRefused(_ name: String) throws {
