@@ -476,3 +476,23 @@ def test_a_large_manifest_takes_little_memory(bundle: Path):
     assert peak < 30 << 20
     (bundle / "manifest.json").write_text(" " * (24 << 20) + "{}")
     assert "cannot be read" in refused("generate", bundle, "--prompt", "a")
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        {"num_hidden_layers": 10**10},
+        {"head_dim": 10**10},
+        {"num_attention_heads": 1, "hidden_size": 2**31 - 1},
+        {"partial_rotary_factor": 1e10},
+        {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 1e10}},
+        {"num_hidden_layers": float("inf")},
+        {"num_hidden_layers": -1},
+    ],
+    ids=str,
+)
+def test_a_model_of_absurd_size_is_refused_at_once(tmp_path: Path, entries: dict):
+    (tmp_path / "model").mkdir()
+    change(tmp_path / "model" / "config.json", **TINY | {"layer_types": None} | entries)
+    arguments = ("--random-weights", "--seq-len", 8, "--out", tmp_path / "out.mesp")
+    assert "config.json" in refused("export", "--model", tmp_path / "model", *arguments)

@@ -8,6 +8,8 @@ from mesp.errors import MespError
 from mesp.models.families import FAMILIES, LACKING
 from mesp.models.rope_scaling import SCALINGS
 
+# What lists are made of, before they are checked.
+_MOST = {"num_hidden_layers": 1024, "head_dim": 4096, "partial_rotary_factor": 1}
 _DEFAULTS = {"rms_norm_eps": 1e-6, "rope_theta": 1e4, "tie_word_embeddings": True}
 
 
@@ -39,6 +41,9 @@ def complete(config: dict[str, Any]) -> dict[str, Any]:
         whole = {k: v for k, v in config.items() if k not in ("text_config", "vision_config")}
         config = {**whole, **text, "model_type": model_type}
     config = {**_DEFAULTS, **family.defaults, **config}
+    for key, most in _MOST.items():
+        if isinstance(config.get(key), int | float) and not 0 < config[key] <= most:
+            raise unsupported(key, config[key])
     config |= family.read(config)
     rope = config.pop("rope_parameters", None) or {}
     if "full_attention" in rope:

@@ -19,6 +19,8 @@ def rope_frequencies(
     if local and "rope_local_base_freq" in config:
         theta, scaling = config["rope_local_base_freq"], {"type": "default"}
     rotated = int(head_dim * (config.get("partial_rotary_factor") or 1.0))
+    if rotated > 4096:
+        raise ValueError(f"RoPE turns {rotated:,} numbers of a head")
     base = [theta ** (-i / rotated) for i in range(0, rotated, 2)]
     frequencies, scale = SCALINGS[scaling["type"]](base, scaling, {**config, "rope_theta": theta})
     return tuple(frequencies), scale
