@@ -23,7 +23,9 @@
         }
 
         /// The second step.
-        private func step(_ settings: RunSettings, _ rules: LedgerRules = .strictPhone) throws -> (Ledger, Planner, Plan) {
+        private func step(_ settings: RunSettings, _ rules: LedgerRules = .strictPhone) throws
+            -> (Ledger, Planner, Plan)
+        {
             var (planner, plan) = (Planner?.none, Plan?.none)
             let ledger = try Ledger.record(rules: rules) {
                 let rehearsal = try Rehearsal(settings)
@@ -110,6 +112,21 @@
             let (ledger, _, _) = try step(settings())
             #expect(ledger.firstKernels <= 80)
             #expect(ledger.mostFirstKernels <= 30)
+        }
+
+        /// The ledger refuses what Metal's `qvm_split_k` gets wrong.
+        @Test(arguments: 1...4, [128, 96]) func productsOfFewRowsAreRight(_ rows: Int, _ columns: Int) throws {
+            _ = try Ledger.record(rules: .strictPhone) {
+                let words = MLXArray.zeros([1024, columns / 8], dtype: .uint32)
+                let scales = MLXArray.zeros([1024, columns / 32])
+                let format = try #require(
+                    QuantizationFormat(inputs: columns, words: columns / 8, groups: columns / 32, hasBiases: true))
+                let matrix = QuantizedMatrix(
+                    weight: words, scales: scales, biases: scales, format: format, products: .packed, onCPU: false)
+                let dx = matrix.applyTransposed(MLXArray.zeros([rows, 1024]), addedTo: nil)
+                eval(dx)
+                #expect(dx.shape == [rows, columns])
+            }
         }
 
         @Test func thePlanSaysWhatMetalTakes() throws {
