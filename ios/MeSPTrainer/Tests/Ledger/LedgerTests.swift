@@ -36,13 +36,12 @@
             return (ledger, try #require(planner), try #require(plan))
         }
 
-        @Test(arguments: [128, 256], ["", "keepCache", "all", "mebp", "mezo", "batch"])
+        @Test(arguments: [128, 256], ["", "keepCache", "all", "mezo", "batch"])
         func thePredictionCoversTheStrictestRules(_ length: Int, _ choice: String) throws {
             let settings = try settings(length) {
                 switch choice {
                 case "keepCache": $0.keepCache = true
                 case "all": $0.offload = .all
-                case "mebp": $0.method = .mebp
                 case "mezo": $0.method = .mezo
                 case "batch": $0.batchSize = 2
                 default: break
