@@ -139,7 +139,8 @@ struct QuantizedMatrix {
         func cast(_ array: MLXArray) -> MLXArray { onCPU ? array.asType(.float32) : array }
         let isWide = onCPU || x.dtype == .float32
         let rows = x.dim(0)
-        let padded = transpose || products == .dense || !(2..<4).contains(rows) ? x : Self.padded(x, to: 4)
+        let isRight = rows == 1 ? scales.dim(1) * format.groupSize % 64 == 0 : rows >= 4
+        let padded = transpose || products == .dense || isRight ? x : Self.padded(x, to: 4)
         var product = quantizedMM(
             cast(padded), weight, scales: isWide ? wide.scales : scales, biases: isWide ? wide.biases : biases,
             transpose: transpose, groupSize: format.groupSize, bits: format.bits, mode: format.mode)
@@ -147,8 +148,8 @@ struct QuantizedMatrix {
         return products == .packed ? product.asType(x.dtype) : product
     }
 
-    /// x with rows of zeros below. Metal's kernel for two or three rows times W reads x with a wrong stride where W has 1,024 rows or
-    /// more (`qvm_split_k` of MLX 0.31); that for four and more does not.
+    /// x with rows of zeros below. Metal's kernel for fewer than four rows times W of 1,024 rows or more (`qvm_split_k` of MLX 0.31) reads
+    /// the second and third row with a wrong stride, and leaves out columns of W after the last whole 64; that for four and more does not.
     private static func padded(_ x: MLXArray, to rows: Int) -> MLXArray {
         concatenated([x, MLXArray.zeros([rows - x.dim(0), x.dim(1)], dtype: x.dtype)])
     }
