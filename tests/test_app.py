@@ -468,7 +468,8 @@ class Compiler:
     """Compiles as for `system`, against the stand-ins in `modules`.
 
     With `-c`: type-checking alone finds neither data races nor missing returns. What is compiled is
-    a copy, in which `os(iOS)` and the like are replaced by what holds for `system`; that `canImport(Darwin)` and `canImport(CryptoKit)` hold, the stand-ins bring about.
+    a copy, in which `os(iOS)` and the like are replaced by what holds for `system`; that
+    `canImport(Darwin)` and `canImport(CryptoKit)` hold, the stand-ins bring about.
     """
 
     def __init__(self, system: str, folder: Path) -> None:

@@ -34,8 +34,8 @@ public struct UIBackgroundTaskIdentifier: Sendable {}
         willEnterForegroundNotification = Notification.Name("c"), didBecomeActiveNotification = Notification.Name("d"),
         didReceiveMemoryWarningNotification = Notification.Name("e"),
         protectedDataDidBecomeAvailableNotification = Notification.Name("f")
-    public func beginBackgroundTask(withName name: String?, expirationHandler: (@MainActor @Sendable () -> Void)? = nil)
+    nonisolated public func beginBackgroundTask(withName name: String?, expirationHandler: (@MainActor @Sendable () -> Void)? = nil)
         -> UIBackgroundTaskIdentifier
     { .init() }
-    public func endBackgroundTask(_ identifier: UIBackgroundTaskIdentifier) {}
+    nonisolated public func endBackgroundTask(_ identifier: UIBackgroundTaskIdentifier) {}
 }
