@@ -84,6 +84,7 @@ import Testing
         let hasGPU = Device.defaultDevice().deviceType == .gpu
         #expect(demos.map { $0.problem == nil } == [hasGPU, true])
         #expect(model.form.bundle?.name == (hasGPU ? "Demo-GPU" : "Demo"))
+        #expect(model.form.lesson?.english.contains("reference manual of the Python language") == true)
         (model.form.settings.seqLen, model.form.settings.steps, model.form.settings.valBatches) = (128, 1, 0)
         await model.start()
         while !model.isFree { try await Task.sleep(for: .milliseconds(5)) }
