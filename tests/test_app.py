@@ -13,10 +13,12 @@ import shutil
 import struct
 import subprocess
 import sys
+from array import array
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from tokenizers import Tokenizer
 
 from mesp.engine.build import find_engine
 from mesp.runs.log import read_run
@@ -447,6 +449,10 @@ def test_the_demo_bundles_that_come_with_the_app_are_whole(name, device):
     bundle.verify()
     assert bundle.manifest["device"] == device
     assert {"train", "valid"} <= set(bundle.manifest["data"])
+    # As the Train screen says (`TrainingForm.lesson`).
+    tokens = array("I", (bundle.path / "data" / "train.bin").read_bytes())
+    text = Tokenizer.from_file(str(bundle.path / "tokenizer.json")).decode(list(tokens))
+    assert text.count("Python") > 20 and "An assignment statement evaluates" in text
 
 
 def tool(name: str) -> str:

@@ -85,6 +85,7 @@ import Testing
         #expect(demos.allSatisfy { $0.size > 0 })
         model.form.bundleID = "Demo-GPU.mesp"
         #expect(model.form.bundle?.name == "Demo")
+        #expect(model.form.lesson?.english.contains("reference manual of the Python language") == true)
         (model.form.settings.seqLen, model.form.settings.steps, model.form.settings.valBatches) = (128, 1, 0)
         await model.start()
         while !model.isFree { try await Task.sleep(for: .milliseconds(5)) }
