@@ -14,6 +14,7 @@
 #include "Ledger.h"
 #include "Metal.h"
 #include "PackedProduct.h"
+#include "TF32.h"
 #include "mlx/compile_impl.h"
 #include "mlx/mlx.h"
 
@@ -653,7 +654,7 @@ HostArray host_quantized_matmul(
     HostOptionalInt bits, const char *mode, HostStream s) {
     return WRAP([&] {
         // As MLX chooses the kernel that takes TF32 (metal/quantized.cpp:694): of one row a product by the vector has its own.
-        if (metal::has_tf32() && transpose && get(x).dtype() == mx::float32 && get(x).size() > get(x).shape(-1)) {
+        if (host::has_tf32() && transpose && get(x).dtype() == mx::float32 && get(x).size() > get(x).shape(-1)) {
             const auto dense = mx::dequantize(
                 get(w), get(scales), maybe(biases), maybe(group_size), maybe(bits), mode, std::nullopt, mx::float32, get(s));
             return mx::matmul(get(x), mx::swapaxes(dense, -1, -2, get(s)), get(s));

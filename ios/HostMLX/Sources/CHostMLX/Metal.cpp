@@ -3,8 +3,6 @@
 #include "Metal.h"
 
 #include <atomic>
-#include <cmath>
-#include <cstdlib>
 #include <cstring>
 #include <map>
 #include <mutex>
@@ -14,6 +12,7 @@
 
 #include "CHostMLX.h"
 #include "Ledger.h"
+#include "TF32.h"
 #include "mlx/primitives.h"
 
 namespace mx = mlx::core;
@@ -120,24 +119,6 @@ mx::array rope(const mx::array &x, const mx::array &rotated, mx::Stream s) {
     return mx::concatenate({first, mx::slice(x, start, x.shape(), s)}, 0, s);
 }
 
-bool has_tf32() {
-    if (!is_on || !rules.tf32) {
-        return false;
-    }
-    const char *enabled = std::getenv("MLX_ENABLE_TF32");
-    return !enabled || std::atoi(enabled) != 0;
-}
-
-float tf32(float x) {
-    uint32_t bits;
-    std::memcpy(&bits, &x, sizeof bits);
-    if (std::isfinite(x)) {
-        bits = (bits + 0xfff + (bits >> 13 & 1)) & ~uint32_t(0x1fff);
-    }
-    std::memcpy(&x, &bits, sizeof bits);
-    return x;
-}
-
 }  // namespace metal
 
 // MARK: The C interface
@@ -157,6 +138,7 @@ bool host_metal_begin(HostMetalRules rules) {
         metal::gpu_stream = instead_of_gpu;
         mx::set_default_stream(metal::gpu_stream);
     }
+    host::rounds_to_tf32 = rules.tf32;
     metal::is_on = true;
     return true;
 }
@@ -164,6 +146,7 @@ bool host_metal_begin(HostMetalRules rules) {
 size_t host_metal_end(void *context, void (*fault)(void *context, const char *text, size_t count)) {
     const std::lock_guard lock(metal::mutex);
     metal::is_on = false;
+    host::rounds_to_tf32 = false;
     if (metal::rules.gpu_by_default) {
         mx::set_default_stream(metal::cpu_stream);
     }

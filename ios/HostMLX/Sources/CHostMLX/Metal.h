@@ -1,4 +1,4 @@
-// The hooks of the Metal mode, called by CHostMLX.cpp and OpenBLAS.cpp; the C interface to it is in include/CHostMLX.h.
+// The hooks of the Metal mode, called by CHostMLX.cpp; the C interface to it is in include/CHostMLX.h.
 
 #ifndef METAL_H
 #define METAL_H
@@ -28,12 +28,6 @@ bool has_rope_of_one_token();
 /// x [B, …, N, 1, d] after RoPE, `rotated`, as MLX 0.31.1's kernel for one token leaves it (metal/rope.cpp:94, 134): its grid leaves out
 /// B, so that only the first of B is rotated.
 mlx::core::array rope(const mlx::core::array &x, const mlx::core::array &rotated, mlx::core::Stream s);
-
-/// Whether float32 matrix products round their operands to TF32: the rule is on, and MLX_ENABLE_TF32 is not 0 (utils.h:163).
-bool has_tf32();
-
-/// The nearest number with 10 bits of mantissa.
-float tf32(float x);
 
 }  // namespace metal
 

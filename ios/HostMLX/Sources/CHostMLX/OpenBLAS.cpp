@@ -1,14 +1,42 @@
 // libmlx resolves these three names in the executable first, and only then in the BLAS of its own wheel.
 
-#ifdef HOST_OPENBLAS
-
 #include <algorithm>
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
+#include <cstdlib>
+#include <cstring>
 #include <vector>
 
-#include "Metal.h"
 #include "Pool.h"
+#include "TF32.h"
+
+namespace host {
+
+std::atomic<bool> rounds_to_tf32 = false;
+
+bool has_tf32() {
+    if (!rounds_to_tf32) {
+        return false;
+    }
+    const char *enabled = std::getenv("MLX_ENABLE_TF32");
+    return !enabled || std::atoi(enabled) != 0;
+}
+
+}  // namespace host
+
+#ifdef HOST_OPENBLAS
+
+/// The nearest number with 10 bits of mantissa.
+static float tf32(float x) {
+    uint32_t bits;
+    std::memcpy(&bits, &x, sizeof bits);
+    if (std::isfinite(x)) {
+        bits = (bits + 0xfff + (bits >> 13 & 1)) & ~uint32_t(0x1fff);
+    }
+    std::memcpy(&x, &bits, sizeof bits);
+    return x;
+}
 
 extern "C" {
 
@@ -55,7 +83,7 @@ static std::vector<float> rounded(const float *x, int rows, int columns, int &st
     std::vector<float> y(size_t(rows) * columns);
     for (int row = 0; row < rows; row++) {
         for (int column = 0; column < columns; column++) {
-            y[size_t(row) * columns + column] = metal::tf32(x[ptrdiff_t(row) * stride + column]);
+            y[size_t(row) * columns + column] = tf32(x[ptrdiff_t(row) * stride + column]);
         }
     }
     stride = columns;
@@ -67,7 +95,7 @@ void cblas_sgemm(
     int ldb, float beta, float *c, int ldc) {
     constexpr int row_major = 101, transposed = 112;
     // A product with a vector has a kernel of its own (metal/matmul.cpp), without TF32.
-    if (order != row_major || m < 2 || n < 2 || !metal::has_tf32()) {
+    if (order != row_major || m < 2 || n < 2 || !host::has_tf32()) {
         return product(order, trans_a, trans_b, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc);
     }
     const auto x = trans_a == transposed ? rounded(a, k, m, lda) : rounded(a, m, k, lda);
