@@ -319,7 +319,8 @@ Counted: evals (round trips), kernels, TFLOP (of matrix products and attention),
 of MLX's arrays and its cache, without the process and the mapped weights, and the new buffers,
 which the system makes and fills with zeros; both also with --keep-cache. The predicted peak is the
 planner's of the same. Polling is how long `eval` keeps a core busy at most. Strict is with the
-trainer's command buffers in place of MLX's own, and with late completion handlers. Modelled: the seconds, from the counts and a phone's supposed speeds.
+trainer's command buffers in place of MLX's own, and with late completion handlers. Modelled: the
+seconds, from the counts and a phone's supposed speeds.
 See docs/ledger.md.""",
     ),
     "h": Kind(
