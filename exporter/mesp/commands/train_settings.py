@@ -55,6 +55,13 @@ def flag(context: click.Context, name: str) -> str:
     return parameter(context, name).opts[-1]
 
 
+def default_of(context: click.Context, option: click.Parameter) -> object:
+    """What the option is where it isn't given; None where it has no default, for which some
+    versions of click have a sentinel."""
+    default = option.get_default(context)
+    return None if option.value_is_missing(default) else default
+
+
 def require(context: click.Context, options: dict, *names: str) -> None:
     """Raises click's own error for the first that is neither given nor resumed."""
     for name in names:
@@ -88,7 +95,8 @@ def resumed(
     try:
         with plain_os_errors(f"Cannot read {path}"):
             settings = read_object(path)
-        before = {n: parameter(context, n).default for n in ADDED if n in given} | settings
+        defaults = {n: default_of(context, parameter(context, n)) for n in ADDED if n in given}
+        before = defaults | settings
         recorded = {n: before[n] for n in given}
         for name, value in recorded.items():
             _check_recorded(context, parameter(context, name), value)
@@ -111,7 +119,7 @@ def _check_recorded(context: click.Context, option: click.Parameter, value: obje
     """Raises ValueError or click.BadParameter unless a setting is what the option makes of a text,
     a list of several, or None where the option has no default."""
     listed = value if isinstance(value, list) else [value]
-    if value is None and option.get_default(context) is None:
+    if value is None and default_of(context, option) is None:
         return
     if not all(isinstance(each, str | int | float) for each in listed):
         raise ValueError(f"its {option.name} is no value")
