@@ -228,7 +228,8 @@ public struct RunSettings: Codable, Sendable, Equatable {
             try require((1...Self.mostSteps).contains(count), name, "at least 1 and at most \(Self.mostSteps)")
         }
         try require(
-            sequences <= Planner.mostTogether, "batch_size · grad_accumulation_steps", "at most \(Planner.mostTogether)")
+            sequences <= Planner.mostTogether, "batch_size · grad_accumulation_steps", "at most \(Planner.mostTogether)"
+        )
         try require(seqLen >= 1, "seq_len", "at least 1")
         try require(rank >= 1, "rank", "at least 1")
         try require(alpha.isFinite && alpha > 0, "alpha", "a positive number")
