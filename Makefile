@@ -122,7 +122,7 @@ test-slow: engine $(FIXTURES).ready
 	$(VENV)/peft/bin/python -m pytest -q tests/check_peft.py
 	@echo "== Tests of federated rounds in Flower"
 	$(BIN)/python -m venv $(VENV)/federate
-	$(VENV)/federate/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,federate]'
+	$(VENV)/federate/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,federate,report]'
 	MESP_FUZZ_CASES=10000 $(VENV)/federate/bin/python -m pytest -q tests/check_federate.py
 	@echo "== 10,000 damaged messages of a federation's server"
 	$(HOST_MLX) MESP_FIXTURES=$(FIXTURES) MESP_FUZZ_CASES=10000 swift test --no-parallel --filter FederationFuzzTests

@@ -698,6 +698,7 @@ def test_a_client_counts_its_answers(
         ({"clip": 0.01, "eps": 1.0, "delta": 1e-5}, "needs the numbers clip, epsilon and delta"),
         ({"epsilon": 1.0}, "needs the numbers clip, epsilon and delta"),
         ({"clip": 0.01, "epsilon": 0.0, "delta": 1e-5}, "are finite and above 0"),
+        ({"clip": 0.01, "epsilon": 1e9, "delta": 1e-5}, "is at most 1000: more hides nothing"),
         ({"clip": 0.01, "epsilon": 1.0, "delta": 1.25}, "delta of --node-config is a probability"),
         ({"clip": 0.01, "epsilon": 1.0, "delta": 0.0}, "delta of --node-config is a probability"),
         ({"bundle": "b", "eps": 1.0}, "has no eps, only name, bundle, data, clip, epsilon, delta"),

@@ -26,6 +26,7 @@ from mesp.bundle.manifest import read_manifest
 from mesp.commands.federate import main, prepare
 from mesp.engine.build import find_engine
 from mesp.errors import MespError
+from mesp.federate import rounds
 from mesp.federate.exchange import (
     Arrays,
     averaging_error,
@@ -41,7 +42,7 @@ from mesp.federate.federation import Federation
 from mesp.federate.local_training import model_name, train
 from mesp.federate.people import Split, read_topics, share_out
 from mesp.models.architecture import Architecture
-from mesp.runs.log import read_run
+from mesp.runs.log import Run, read_run
 from superlink import SuperLink, an_object, field, message
 
 SEQ_LEN, RANK = 32, 4
@@ -403,6 +404,67 @@ def test_a_round_that_was_not_finished_is_none(bundle: Path, data: Path, tmp_pat
     assert whole.rounds.last == 0
 
 
+class PowerLoss(BaseException):
+    """What no code catches."""
+
+
+def test_a_loss_of_power_at_any_call_leaves_whole_rounds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A round has its name when all of it is on the disk, and the name is then too."""
+
+    def engine(settings: dict) -> Run:
+        output = Path(settings["output"])
+        (output / "adapters" / "peft").mkdir(parents=True)
+        for name in ("state.safetensors", "adapters/a", "adapters/peft/b"):
+            (output / name).write_text(name)
+        return Run(evals=[{"type": "eval", "step": 0, "loss": 1.5, "split": "valid"}])
+
+    monkeypatch.setattr(rounds, "run_engine", engine)
+    done: list[tuple[str, object]] = []
+    calls, stop_at = 0, 0
+
+    def counted(kind: str, call: Callable) -> Callable:
+        def counting(*arguments: object) -> object:
+            nonlocal calls
+            calls += 1
+            if calls == stop_at:
+                raise PowerLoss
+            result = call(*arguments)
+            at = os.fstat(arguments[0]).st_ino if kind == "fsync" else arguments[1]
+            done.append((kind, at))
+            return result
+
+        return counting
+
+    for name in ("fsync", "replace"):
+        monkeypatch.setattr(os, name, counted(name, getattr(os, name)))
+    ended = False
+    while not ended:
+        stop_at += 1
+        calls = 0
+        done.clear()
+        kept = rounds.Rounds(tmp_path / str(stop_at), {}, {})
+        try:
+            kept.save(0, None, {}, b"state")
+            ended = True
+        except PowerLoss:
+            assert kept.last in (None, 0)
+        names = {path for kind, path in done if kind == "replace"}
+        assert (kept.last == 0) == (kept.path(0) in names)
+        if kept.last == 0:
+            assert kept.record(0)["held_out_loss"] == 1.5
+            before = done[: done.index(("replace", kept.path(0)))]
+            synced = {inode for kind, inode in before if kind == "fsync"}
+            whole = {kept.path(0), *kept.path(0).rglob("*")}
+            assert {path.stat().st_ino for path in whole} <= synced
+        else:
+            kept.save(0, None, {}, b"state")
+            assert kept.last == 0
+    assert done[-1] == ("fsync", kept.folder.stat().st_ino)
+    assert stop_at > 8
+
+
 # The command.
 
 
@@ -412,6 +474,7 @@ def test_a_round_that_was_not_finished_is_none(bundle: Path, data: Path, tmp_pat
         (("--split", "by-mood"), "--split is iid, by-file or dirichlet:ALPHA"),
         (("--split", "dirichlet:0"), "--split is iid, by-file or dirichlet:ALPHA"),
         (("--noise", 1), "--noise needs --clip"),
+        (("--clip", 1, "--noise", 1e-160), "--noise is 0 or at least 0.001"),
         (("--min-clients", 3), "--min-clients 3 is more than --clients 2"),
         (("--clients", 33), "would get nothing"),
         (("--strategy-options", "eta"), "takes NAME=NUMBER"),

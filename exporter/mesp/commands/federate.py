@@ -215,6 +215,8 @@ def check(options: dict) -> None:
     """Refuses, in a sentence, options of a federation that do not go together."""
     if options["noise"] is not None and options["clip"] is None:
         raise MespError("--noise needs --clip, the norm that it is a multiple of.")
+    if options["noise"] is not None and 0 < options["noise"] < 1e-3:
+        raise MespError("--noise is 0 or at least 0.001: less hides nobody.")
     if options["noise"] is not None and options["strategy"] != "fedavg":
         raise MespError("--noise hides a client in a mean: leave out --strategy.")
     if options["min_clients"] > options["clients"]:

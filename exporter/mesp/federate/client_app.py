@@ -22,6 +22,7 @@ from mesp.federate.privacy import epsilon, noise_for
 # Of a --node-config: the noise that is a client's own, and what else there is.
 NOISE = ("clip", "epsilon", "delta")
 NODE = ("name", "bundle", "data")
+MOST_EPSILON = 1000
 # What a client remembers of a federation: how many answers had noise.
 KEPT = "privacy"
 
@@ -75,6 +76,8 @@ def with_own_noise(
         raise ValueError("--node-config needs the numbers clip, epsilon and delta.") from error
     if not all(0 < number < math.inf for number in (clip, own_epsilon)):
         raise ValueError("clip and epsilon of --node-config are finite and above 0.")
+    if own_epsilon > MOST_EPSILON:
+        raise ValueError(f"epsilon of --node-config is at most {MOST_EPSILON}: more hides nothing.")
     if not 0 < delta < 1:
         raise ValueError("delta of --node-config is a probability, above 0 and below 1.")
     received = to_numpy(message.content["arrays"])

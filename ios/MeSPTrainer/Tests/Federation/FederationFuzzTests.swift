@@ -98,6 +98,7 @@ import Testing
                 for (id, content) in contents { try content.write(to: objects.appendingPathComponent(id)) }
                 let (records, bytes) = try pending.content(of: tree)
                 #expect(bytes <= 2 * Self.most)
+                guard number % 5 == 0 else { continue }  // it writes to the disk
                 let question = SuperNode.Question(
                     id: tree.id, node: 1, type: "train", run: 1, group: "1", created: .now, records: records,
                     folder: try pending.workFolder)
