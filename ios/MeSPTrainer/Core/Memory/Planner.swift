@@ -192,7 +192,9 @@ public struct Planner: Sendable {
     }
 
     /// The most sequences that may go through the blocks together: so many that no product overflows.
-    private var mostTogether: Int { min(RunSettings.mostSequences, (1 << 60) / (kept(trainedBlocks) + (trainedBlocks + 1) * hidden)) }
+    private var mostTogether: Int {
+        min(RunSettings.mostSequences, (1 << 60) / (kept(trainedBlocks) + (trainedBlocks + 1) * hidden))
+    }
 
     /// Whether a plan that was read from a file can be one for these settings.
     func isPossible(_ plan: Plan) -> Bool {
