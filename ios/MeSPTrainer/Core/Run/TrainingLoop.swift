@@ -288,6 +288,7 @@ extension LogRecord.Plan {
             keptBlocks: plan.keptBlocks, offload: plan.offload, order: plan.order, keepsAnswer: plan.keepsAnswer,
             cacheBytes: plan.cacheBytes,
             predictedPeakBytes: planner.peak(plan), leastPeakBytes: planner.leastPeak,
-            metalBytes: planner.metalBytes, mappedBytes: bundle.manifest.mappedBytes, readWeightBytes: planner.readWeightBytes(plan))
+            metalBytes: planner.metalBytes, mappedBytes: bundle.manifest.mappedBytes,
+            readWeightBytes: planner.readWeightBytes(plan))
     }
 }
