@@ -267,12 +267,11 @@ public struct DocumentsFolder: Sendable {
 
     /// The folders in a folder; none where that isn't there.
     private func contents(_ folder: URL) throws -> [URL] {
+        guard FileManager.default.fileExists(atPath: folder.path) else { return [] }
         do {
             return try FileManager.default.contentsOfDirectory(
                 at: folder, includingPropertiesForKeys: nil, options: .skipsHiddenFiles
             ).filter(\.hasDirectoryPath)
-        } catch CocoaError.fileReadNoSuchFile {
-            return []
         } catch {
             throw MeSPError("\(folder.lastPathComponent) cannot be read: \(error.plainSentence).")
         }

@@ -72,6 +72,12 @@ import Testing
         #expect(try store.runs().map(\.status) == [.unreadable("Line 1 of \(log) is not a log record.")])
     }
 
+    @Test func aBegunDownloadThatCannotBeReadIsSaidSoOnce() throws {
+        try Data("{}".utf8).write(to: documents.appendingPathComponent(".download.json"))
+        #expect(message { _ = try store.begunDownload() }.hasPrefix("The download cannot go on: "))
+        #expect(try store.begunDownload() == nil)
+    }
+
     @Test func aLastLineThatWasCutOffIsLeftOut() throws {
         try Run.run(try settings("run", steps: 3))
         let log = store.runsFolder.appendingPathComponent("run/metrics.jsonl")
