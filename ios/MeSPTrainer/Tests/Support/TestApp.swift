@@ -9,7 +9,6 @@ import Testing
     private let documents = temporaryFolder()
     let phone = TestPhone()
     let model: AppModel
-    let phone = TestPhone()
 
     init() throws {
         try FileManager.default.createDirectory(at: documents, withIntermediateDirectories: true)
