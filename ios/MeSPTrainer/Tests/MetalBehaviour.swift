@@ -46,6 +46,31 @@
             }
         #endif
 
+        // MARK: - The self-check
+
+        private func checked(_ name: String, _ rules: MetalRules) throws -> SelfCheckReport.Check {
+            let bundle = try ModelBundle(url: try #require(Fixture.tied).appendingPathComponent("bundle.mesp"))
+            var settings = SelfCheck.Settings(bundle: bundle.url.path)
+            settings.seconds = 0.02
+            let bench = Bench(bundle: bundle, settings: settings)
+            let check = try #require(bench.checks.first { $0.name == name })
+            return try withMetal(rules) { try SelfCheck.result(check, bundle) }.result.get()
+        }
+
+        @Test func theSelfCheckDecodesOneTokenAtATime() throws {
+            let found = try checked("decode.attention", .init(ropeOfOneToken: true))
+            #expect(found.verdict == .pass, "\(found.sentence.english)")
+        }
+
+        #if os(Linux)
+            @Test func theSelfCheckSeesTF32() throws {
+                setenv("MLX_ENABLE_TF32", "1", 1)
+                defer { setenv("MLX_ENABLE_TF32", "0", 1) }
+                let found = try checked("tf32", .init(tf32: true))
+                #expect(found.measured.first { $0.name == "in force" }?.value == 1, "\(found.sentence.english)")
+            }
+        #endif
+
         // MARK: - Errors
 
         /// A run whose evaluations fail from one on: it ends there with the error, reads nothing that was not computed, saves no adapters
