@@ -170,7 +170,18 @@
             defer { try? FileManager.default.removeItem(at: output) }
             var settings = try RunSettings.ofATest(output)
             (settings.method, settings.steps, settings.valBatches) = (method, 2, 1)
-            let result = withMetal(.init(gpuByDefault: true)) { try Run.run(settings) }.result
+            let result = withMetal(.init(gpuByDefault: true)) {
+                try Run.run(settings)
+                let a = MLXArray([1, 2])
+                // Still the GPU: `compile` fuses nothing for another on iOS.
+                #expect(throws: MLXError.self) {
+                    try withError {
+                        Device.withDefaultDevice(.cpu) {
+                            eval(vjp({ [$0[0] * $0[0]] }, primals: [a], cotangents: [a]).1)
+                        }
+                    }
+                }
+            }.result
             #expect(message { try result.get() } == "")
         }
 

@@ -878,7 +878,7 @@ void host_clear_cache(void) {
 #endif
 }
 
-int32_t host_default_device(void) { return mx::default_device() == mx::Device::gpu ? 1 : 0; }
+int32_t host_default_device(void) { return metal::default_device() == mx::Device::gpu ? 1 : 0; }
 void host_set_default_device(int32_t type) {
     done([&] { metal::set_default_device(device(type)); });
 }

@@ -60,6 +60,13 @@ void check_streams(const std::vector<mx::array> &outputs) {
 
 mx::Stream default_cpu_stream() { return is_on && rules.gpu_by_default ? cpu_stream : mx::default_stream(mx::Device::cpu); }
 
+mx::Device default_device() {
+    if (is_on && rules.gpu_by_default) {
+        return mx::default_stream(mx::Device::cpu) == gpu_stream ? mx::Device::gpu : mx::Device::cpu;
+    }
+    return mx::default_device();
+}
+
 void set_default_device(mx::Device device) {
     if (is_on && rules.gpu_by_default) {
         mx::set_default_stream(device == mx::Device::gpu ? gpu_stream : cpu_stream);

@@ -15,7 +15,9 @@ void begin_evaluation(const std::vector<mlx::core::array> &outputs);
 /// The CPU's default stream, which with a GPU is not the default of C++.
 mlx::core::Stream default_cpu_stream();
 
-/// Sets the default device of C++.
+/// The default device of C++.
+mlx::core::Device default_device();
+/// Sets it.
 void set_default_device(mlx::core::Device device);
 
 /// Notes that data of an array was read which was never computed; mlx-swift dereferences a null pointer there.

@@ -22,6 +22,12 @@ public final class Device: @unchecked Sendable, Equatable {
         defaultStream = deviceType == .gpu ? .gpu : .cpu
     }
 
+    /// The default device of C++.
+    @available(*, deprecated, message: "please use defaultDevice()")
+    public convenience init() {
+        self.init(host_default_device() == 1 ? .gpu : .cpu)
+    }
+
     public static let cpu: Device = Device(.cpu)
 
     public static let gpu: Device = Device(.gpu)

@@ -87,17 +87,17 @@ public struct ModelBundle {
         if let refusal = MLXSupport.refusal ?? (manifest.device == "gpu" ? MLXSupport.gpuRefusal : nil) {
             throw MeSPError(refusal)
         }
+        _ = firstUseOfMLX
         guard manifest.device == "cpu" || Device.defaultDevice().deviceType == .gpu else {
             throw MeSPError(
                 "\(url.path) was exported for a GPU and this machine has none that MLX can use; export it again with --device cpu."
             )
         }
-        _ = firstUseOfMLX
         // Naming the device is the first thing that can fail.
         return try MLXErrors.collect { try Device.withDefaultDevice(device, body) }
     }
 
-    /// Calls `body` with the weights of block `index`, whose file is mapped for as long as `body` runs. What `body` returns must be
+    /// Calls `body` with the weights of block `index`, whose file is mapped at least as long as `body` runs. What `body` returns must be
     /// evaluated.
     func withBlock<R>(_ index: Int, _ body: (BlockWeights) throws -> R) throws -> R {
         let kind = manifest.blocks[kinds[index]]

@@ -17,7 +17,7 @@ package final class PauseGate: @unchecked Sendable {
 
     package init() {}
 
-    /// How many blocks the thread has begun.
+    /// How many boundaries the thread has passed: blocks, parts of the head, and in a GPU's first step parts of blocks.
     package var blocks: Int { condition.withLock { passes } }
 
     package func set(_ reasons: Set<PauseReason>) {

@@ -156,8 +156,8 @@ public struct FederatedRun {
         let config: [String: Any] = [
             "fine_tune_type": "lora", "lora_parameters": ["rank": settings.rank, "scale": Double(settings.scale)],
         ]
-        try JSONSerialization.data(withJSONObject: config)
-            .write(to: folder.appendingPathComponent(AdapterFormat.configFile), options: .atomic)
+        let json = try JSONSerialization.data(withJSONObject: config)
+        try writeWhole(folder.appendingPathComponent(AdapterFormat.configFile)) { try $0.write(contentsOf: json) }
     }
 
     /// The matrices that are an array: those of the last blocks that have the module, by mlx-lm's names.

@@ -14,6 +14,6 @@ struct Fused: Sendable {
 
     func callAsFunction(_ arrays: [MLXArray]) -> MLXArray {
         // For the CPU, MLX would call a compiler of C++.
-        Device.defaultDevice().deviceType == .gpu ? compiled(arrays)[0] : function(arrays)
+        Device.defaultDevice().deviceType == .gpu ? compiled(arrays).first ?? function(arrays) : function(arrays)
     }
 }

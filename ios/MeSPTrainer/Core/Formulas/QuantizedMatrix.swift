@@ -127,10 +127,11 @@ struct QuantizedMatrix {
     /// sum + dy W, `[T, in]`, in sum's dtype; dy W, in dy's, where there is no sum.
     func applyTransposed(_ dy: MLXArray, addedTo sum: MLXArray?) -> MLXArray {
         guard let sum else {
-            return (dense.map { matmul(dy.asType(.float32), $0.array) } ?? multiplied(dy, transpose: false))
+            // Not by the core's own products: on a GPU this one never has TF32 (metal/quantized.cpp:694).
+            return (dense.map { MLX.matmul(dy.asType(.float32), $0.array) } ?? multiplied(dy, transpose: false))
                 .asType(dy.dtype)
         }
-        if let dense { return addMM(sum.asType(.float32), dy.asType(.float32), dense.array).asType(sum.dtype) }
+        if let dense { return MLX.addMM(sum.asType(.float32), dy.asType(.float32), dense.array).asType(sum.dtype) }
         return sum + multiplied(dy, transpose: false).asType(sum.dtype)
     }
 

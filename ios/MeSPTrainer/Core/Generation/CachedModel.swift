@@ -18,8 +18,7 @@ struct CachedModel {
     init(_ bundle: ModelBundle, adapters folder: URL?, chunk: Int = 256) throws {
         (self.bundle, self.chunk, featureGroup) = (bundle, chunk, bundle.manifest.featureGroup)
         isRecurrent = bundle.architecture.isRecurrent
-        // Clean pages are not in the footprint, and the address space holds what memory does. A GPU's driver may count what its kernels
-        // use: there half of what the process may have is left for other things.
+        // On a CPU mapped weights do not count. A GPU's driver may count them, so there they may take at most half of the process's limit.
         let memory = Int(ProcessInfo.processInfo.physicalMemory)
         let room = bundle.manifest.device == "gpu" ? min(memory, systemMemoryLimit() ?? .max) / 2 : memory
         bundle.maps.areKept = bundle.manifest.mappedBytes <= room

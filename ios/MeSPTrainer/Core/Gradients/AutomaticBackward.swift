@@ -19,7 +19,11 @@ final class AutomaticBackward {
             ?? model.bundle.functions(\.plainFunctions, length: x.dim(1)).map { BlockFunction($0, isFused: false) }
         self.functions[x.dim(1)] = functions
         return try model.bundle.withBlock(block) { weights in
-            (BundleDevice.self as any DefaultDevice.Type).set(model.bundle.device)
+            let defaultDevice = DefaultDevice.self as any GlobalDevice.Type
+            let before = defaultDevice.current
+            defaultDevice.set(model.bundle.device)
+            // `compile` asks for it too: on iOS nothing is fused while it is the CPU.
+            defer { defaultDevice.set(before) }
             var failure: (any Error)?
             let (_, gradients) = vjp(
                 { primals in
@@ -38,12 +42,15 @@ final class AutomaticBackward {
     }
 }
 
-/// C++'s default device, which is the GPU whatever Swift's is: `vjp` copies what it differentiates by there (transforms.cpp:337), and the
-/// derivative of softmax subtracts there (primitives.cpp:5049). Only a deprecated function sets it, so it is called through a protocol.
-private protocol DefaultDevice {
+/// C++ has a default device of its own, the GPU, which Swift's does not change. `vjp` runs two operations on it: the copies of its inputs
+/// (transforms.cpp:337), and the subtraction in softmax's derivative (primitives.cpp:5049). Only deprecated functions read and set it, so
+/// they are called through a protocol.
+private protocol GlobalDevice {
+    static var current: Device { get }
     static func set(_ device: Device)
 }
 
-private enum BundleDevice: DefaultDevice {
+private enum DefaultDevice: GlobalDevice {
+    @available(*, deprecated) static var current: Device { Device() }
     @available(*, deprecated) static func set(_ device: Device) { Device.setDefault(device: device) }
 }

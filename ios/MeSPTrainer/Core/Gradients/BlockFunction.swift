@@ -25,8 +25,8 @@ final class BlockFunction {
     private let isFused: Bool
     private var fused = [Outputs: @Sendable ([MLXArray]) -> [MLXArray]]()
     private var error: (any Error)?
-    /// Whether it was called, so that its kernels are there.
-    private var isCompiled = false
+    /// The outputs for which a GPU has compiled the kernels, which are fused by what is asked for.
+    private var compiled = Set<Outputs>()
 
     init(_ function: ImportedFunction, isFused: Bool) {
         (self.function, self.isFused) = (function, isFused)
@@ -37,6 +37,8 @@ final class BlockFunction {
         guard isFused else { return outputs.of(try call(arguments)) }
         error = nil
         let result = kernels(outputs)(arguments)
+        // Where an argument could not be made there is no result.
+        try MLXErrors.check()
         if let error {
             // MLX would call what it traced again, which is nothing.
             fused[outputs] = nil
@@ -45,15 +47,15 @@ final class BlockFunction {
         return result
     }
 
-    /// Calls the function for the first time, if it was not: one output after the other, with `pause` between them, as a GPU compiles
-    /// kernels meanwhile.
-    func compileKernels(_ arguments: [MLXArray], pause: () -> Void) throws {
-        guard !isCompiled else { return }
-        for output in try self(.intermediates, arguments) {
-            eval(output)
-            pause()
+    /// Has a GPU compile the kernels for these outputs, unless it has: evaluates one after the other, with `pause` between them. Of y alone,
+    /// what it shares with the intermediates comes first.
+    func compileKernels(_ outputs: Outputs, _ arguments: [MLXArray], pause: () -> Void) throws {
+        for outputs in outputs == .y ? [.intermediates, .y] : [outputs] where compiled.insert(outputs).inserted {
+            for output in try self(outputs, arguments) {
+                eval(output)
+                pause()
+            }
         }
-        isCompiled = true
     }
 
     private func call(_ a: [MLXArray]) throws -> [MLXArray] {

@@ -112,7 +112,7 @@ final class BlockwiseModel {
     ) throws -> [MLXArray] {
         guard bundle.products == .dense else {
             let (function, arguments) = (try function(block, x), arguments(x, lora, weights))
-            if !isWarm { try function.compileKernels(arguments, pause: clock.pause) }
+            if !isWarm { try function.compileKernels(outputs, arguments, pause: clock.pause) }
             return try function(outputs, arguments)
         }
         let forward = BlockForward(

@@ -1,6 +1,6 @@
 /// Where a step may wait or end, and where its time goes.
 final class StepClock {
-    /// Called at every block boundary, forward and backward, and some times within the head. It may wait (a pause, with the half-done step in memory) or throw
+    /// Called at every block boundary, forward and backward, some times within the head, and in a GPU's first step within blocks. It may wait (a pause, with the half-done step in memory) or throw
     /// `CancellationError`, which ends the step while that has changed nothing yet, and is not heeded afterwards.
     var atBlock: () throws -> Void = {}
 

@@ -317,10 +317,13 @@ final class Trainer {
             } : nil
 
         let parameters = layouts.map(\.count)
+        let keepsMaps = bundle.products == .dense || plan.keepsMaps == true
         /// Of the shape that a block's P parameters give.
         func arrays(_ shape: (_ parameters: Int) -> [Int], _ dtype: DType) throws -> BlockArrays {
             let largest = shape(parameters.max() ?? 0)
-            let file = plan.offload == .all ? try ArrayFile(in: folder, shape: largest, dtype: dtype) : nil
+            let file =
+                plan.offload == .all
+                ? try ArrayFile(in: folder, shape: largest, dtype: dtype, keepsMaps: keepsMaps) : nil
             return BlockArrays(count: blocks, file: file, keepsPrevious: settings.skipBadSteps)
         }
         let trained = trained
@@ -332,7 +335,7 @@ final class Trainer {
         let longest = [1, settings.seqLen, architecture.hiddenSize]
         let inputsFile =
             plan.offload != .none && settings.method != .mezo
-            ? try ArrayFile(in: folder, shape: longest, dtype: bundle.dtype) : nil
+            ? try ArrayFile(in: folder, shape: longest, dtype: bundle.dtype, keepsMaps: keepsMaps) : nil
         inputs = BlockArrays(count: plan.sequences(of: settings) * blocks, file: inputsFile)
         optimizer = try Optimizer(settings, zeros: zeros)
         gradients = plan.gathersGradients(of: settings) ? try zeros({ [$0] }, .float32) : nil

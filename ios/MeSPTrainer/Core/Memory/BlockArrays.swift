@@ -21,13 +21,17 @@ final class ArrayFile {
     private var length = 0
     /// Bytes written since the start.
     private(set) var written = 0
-    /// The arrays that were read. While these references live, MLX can't donate the mapped buffers and write a result into them.
+    /// The array that was read last, or with `keepsMaps` each that was read. While these references live, MLX can't donate the mapped
+    /// buffers and write a result into them.
     private var maps = [Int: MLXArray]()
+    private let keepsMaps: Bool
 
     /// - Parameters:
     ///   - folder: where the file is made; it must be on a disk for the file not to take memory.
     ///   - shape: of the largest arrays.
-    init(in folder: URL, shape: [Int], dtype: DType) throws {
+    ///   - keepsMaps: whether arrays stay mapped. A GPU's driver may count them.
+    init(in folder: URL, shape: [Int], dtype: DType, keepsMaps: Bool) throws {
+        self.keepsMaps = keepsMaps
         let path = folder.appendingPathComponent("arrays.\(UUID().uuidString)").path
         file = open(path, O_RDWR | O_CREAT | O_EXCL, 0o600)
         guard file >= 0 else { throw MeSPError("Cannot make a file in \(folder.path): \(lastError()).") }
@@ -68,6 +72,7 @@ final class ArrayFile {
         guard let pages = maps[index] ?? mapArray(file, offset: index * stride, [stride / dtype.size], dtype) else {
             throw MeSPError("Cannot map the training state: \(lastError()).")
         }
+        if !keepsMaps { maps = [:] }
         maps[index] = pages
         return pages[0..<shape.reduce(1, *)].reshaped(shape)
     }

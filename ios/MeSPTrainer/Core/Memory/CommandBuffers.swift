@@ -9,7 +9,7 @@ import Foundation
 package enum CommandBuffers {
     /// MLX reads this variable of the environment when it first uses Metal.
     package static let variable = "MLX_MAX_OPS_PER_BUFFER"
-    /// A buffer is committed after one operation more than this.
+    /// MLX commits a buffer once it holds more operations than this.
     private static let few = 4
 
     /// Sets the number for MLX, unless the environment already has one. To be called before MLX is used.

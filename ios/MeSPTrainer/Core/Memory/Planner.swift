@@ -121,7 +121,7 @@ public struct Planner: Sendable {
     public func plan() throws -> Plan {
         let asked = settings.memoryLimitMb.map { Int($0 * 1e6) }
         var plan = try plan(within: asked)
-        // Clean pages are not in the footprint. Where they would fit in, nothing is lost if a GPU's driver counts them.
+        // On a GPU the maps are kept only where they fit beside the peak, as the driver may count them.
         let limit = products == .packed ? min(asked ?? .max, room) - withMargin(peak(plan)) : room
         if mappedBytes <= limit { plan.keepsMaps = true }
         return plan
@@ -154,7 +154,10 @@ public struct Planner: Sendable {
     /// The next plan that takes less memory, nil where none does.
     public func cheaper(than plan: Plan) -> Plan? {
         let peak = peak(plan)
-        return plans.first { self.peak($0) < peak }
+        guard var cheaper = plans.first(where: { self.peak($0) < peak }) else { return nil }
+        // On a CPU they are clean pages, which the system takes back by itself.
+        if products == .dense { cheaper.keepsMaps = plan.keepsMaps }
+        return cheaper
     }
 
     /// From the fastest to the slowest.
@@ -270,7 +273,8 @@ public struct Planner: Sendable {
 
     /// On a GPU, what MLX's arrays and its cache take at a step's peak, in bytes: back-pressure keeps each phase in its workspace.
     public func arrays(_ plan: Plan) -> Int {
-        // Of short command buffers, the one that is encoded and what late handlers hold go beyond the workspace.
+        // With short command buffers two things exceed the workspace: the buffer that is encoded, and arrays of a finished one whose
+        // completion handler has not run yet.
         let most = CommandBuffers.areShort ? workspace(plan) + phase(plan) * 2 / 5 : max(phase(plan), workspace(plan))
         let phase = max(most, method == .mebp ? backward(tile(plan)) : 0)
         return lasting(plan) + (plan.keptBlocks > 0 ? 2 * intermediate : 0) + phase

@@ -79,8 +79,8 @@ struct Pace {
     /// do. `Memory.memoryLimit` bounds what lives until the GPU has got so far. Otherwise each piece is evaluated: a CPU computes while it
     /// waits.
     let isChained: Bool
-    /// Called after each piece, which is then evaluated: while a GPU's kernels are compiled, which can take seconds a block, a person who
-    /// leaves the app must not wait for the block's end.
+    /// Called after each piece, which is evaluated first. A GPU compiles kernels in its first step, for some seconds a block; without this a
+    /// person who leaves the app would wait for the block's end.
     var pause: (() -> Void)?
 
     static var evaluated: Pace { Pace(isChained: false) }

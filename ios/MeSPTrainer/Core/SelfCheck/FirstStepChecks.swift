@@ -1,14 +1,13 @@
 import Foundation
 import MLX
 
-/// The time at which the process first used MLX, and its footprint then in bytes. A global is initialized when it is first read:
+/// The time at which the process first ran work on a bundle, and its footprint then in bytes. A global is initialized when it is first read:
 /// `ModelBundle.withDevice` reads it.
 let firstUseOfMLX = (date: Date.now, footprint: memoryFootprint())
 
 /// Measurements of the first step in the process. On a GPU it compiles every kernel, and Metal takes memory for them.
 struct FirstStep {
-    /// The growth of the footprint since before the first use of MLX, without MLX's arrays, in bytes: after the first use, and after the
-    /// step.
+    /// How much the footprint has grown since before MLX was used, without MLX's arrays, in bytes: after the first use, and after the step.
     let afterUse, afterStep: Int
     /// The longest time from one boundary to the next, in the first step and in a second one, in seconds.
     let longest, longestAgain: Double

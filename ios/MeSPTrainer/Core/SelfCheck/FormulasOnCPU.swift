@@ -50,7 +50,7 @@ struct FormulasOnCPU {
             let losses = head.scores(
                 y.squeezed(axis: 0).asType(.float32), targets: MLXArray(Array(example.targets)), atBoundary: {}
             ).losses
-            return losses.asArray(Float.self).reduce(0) { $0 + Double($1) } / Double(example.counted.count)
+            return try losses.numbers(Float.self).reduce(0) { $0 + Double($1) } / Double(example.counted.count)
         }
     }
 

@@ -164,7 +164,7 @@ extension Bench {
             [Measurement("leaked per thousand", Double(leaked), "bytes")])
     }
 
-    /// With 30 blocks that are mapped for each token this is 30 MB for a text of a thousand tokens, as much as a step of a small model.
+    /// Where memory does not hold the weights, and 30 blocks are mapped for each token, this is 30 MB for a text of a thousand tokens, as much as a step of a small model.
     private static let leakAllowed = 1_000_000
 
     /// `withError` throws after its body only, but its box has an error as soon as MLX reports it: a run that asks the box stops before it

@@ -35,13 +35,13 @@ struct TinyBundle {
         var (weights, table) = (Words(model), Words(model))
         // The same numbers whatever the device.
         Device.withDefaultDevice(.cpu) {
-            for array in block.plainArrays { weights.add(array) }
+            for array in block.plainArrays { try weights.add(array) }
             for module in block.modules {
                 let (inputs, outputs) = block.dimensions(module)
-                weights.add(matrix: module.name + ".", rows: outputs, columns: inputs)
+                try weights.add(matrix: module.name + ".", rows: outputs, columns: inputs)
             }
-            table.add(matrix: "", rows: Self.vocabulary, columns: Self.hidden)
-            table.add(PlainArray(name: "norm", shape: [Self.hidden]))
+            try table.add(matrix: "", rows: Self.vocabulary, columns: Self.hidden)
+            try table.add(PlainArray(name: "norm", shape: [Self.hidden]))
         }
         let words = try weights.write(to: folder.appendingPathComponent(ModelBundle.blockFile(0)))
         let tableWords = try table.write(to: folder.appendingPathComponent("head.bin"))
@@ -90,32 +90,32 @@ struct TinyBundle {
         }
 
         /// Adds random numbers: around 1 for a norm, around 0 for any other array.
-        mutating func add(_ array: PlainArray) {
+        mutating func add(_ array: PlainArray) throws {
             let noise = random(array.shape, scale: 0.3)
             let isNorm = array.name == "norm" || array.name.hasSuffix("norm.weight")
-            add(
+            try add(
                 array.name, (isNorm ? 1 + noise : noise).asType(array.isFloat32 ? .float32 : dtype),
                 array.isFloat32 ? "float32" : name)
         }
 
         /// Adds a quantized matrix whose products with a normalized vector have a variance of 1.
-        mutating func add(matrix prefix: String, rows: Int, columns: Int) {
+        mutating func add(matrix prefix: String, rows: Int, columns: Int) throws {
             let (weight, scales, biases) = quantized(
                 random([rows, columns], scale: 1 / Float(columns).squareRoot()).asType(dtype),
                 groupSize: quantization.groupSize, bits: quantization.bits,
                 mode: QuantizationMode(rawValue: quantization.mode) ?? .affine)
-            add(prefix + "weight", weight, "uint32")
-            add(prefix + "scales", scales, biases == nil ? "uint8" : name)
-            if let biases { add(prefix + "biases", biases, name) }
+            try add(prefix + "weight", weight, "uint32")
+            try add(prefix + "scales", scales, biases == nil ? "uint8" : name)
+            if let biases { try add(prefix + "biases", biases, name) }
         }
 
         private func random(_ shape: [Int], scale: Float) -> MLXArray {
             MLXRandom.normal(shape, scale: scale, key: MLXRandom.key(UInt64(data.count)))
         }
 
-        private mutating func add(_ name: String, _ array: MLXArray, _ dtype: String) {
+        private mutating func add(_ name: String, _ array: MLXArray, _ dtype: String) throws {
             arrays.append(["name": name, "offset": data.count / 4, "shape": array.shape, "dtype": dtype])
-            data += array.asData(access: .copy).data
+            try array.withBytes { data += $0 }
             data += Data(count: (4 - data.count % 4) % 4)
         }
 
