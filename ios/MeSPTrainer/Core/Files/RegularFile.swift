@@ -55,7 +55,7 @@ func replace(_ url: URL, with new: URL) throws {
     guard folder >= 0 else { throw MeSPError("\(lastError())") }
     defer { close(folder) }
     // Some network and removable file systems cannot synchronize a folder; the file is renamed all the same.
-    do { try synchronize(folder) } catch where errno == EINVAL || errno == ENOTSUP {}
+    do { try synchronize(folder) } catch  where errno == EINVAL || errno == ENOTSUP {}
 }
 
 /// Brings what was written to an open file, or the names in a folder, to the disk.

@@ -34,7 +34,7 @@ struct TinyBundle {
             at: folder.appendingPathComponent("blocks"), withIntermediateDirectories: true)
         var (weights, table) = (Words(model), Words(model))
         // The same numbers whatever the device.
-        Device.withDefaultDevice(.cpu) {
+        try Device.withDefaultDevice(.cpu) {
             for array in block.plainArrays { try weights.add(array) }
             for module in block.modules {
                 let (inputs, outputs) = block.dimensions(module)

@@ -46,7 +46,8 @@ import Testing
     }
 
     @Test func whatIsInAFileCanBeTakenBackToo() throws {
-        let file = try ArrayFile(in: FileManager.default.temporaryDirectory, shape: [3], dtype: .float32, keepsMaps: true)
+        let file = try ArrayFile(
+            in: FileManager.default.temporaryDirectory, shape: [3], dtype: .float32, keepsMaps: true)
         var arrays = BlockArrays(count: 2, file: file, keepsPrevious: true)
         for step in 0..<5 {
             for block in 0..<2 { try arrays.write(MLXArray([Float(step), Float(block), 0]), block) }
@@ -70,7 +71,8 @@ import Testing
         #expect(mapArray(file, offset: 0, [mappingUnit / 4 - 1], .float32) == nil)
 
         let (count, shape) = (5001, [3, 1667])
-        let arrays = try ArrayFile(in: FileManager.default.temporaryDirectory, shape: shape, dtype: .float32, keepsMaps: true)
+        let arrays = try ArrayFile(
+            in: FileManager.default.temporaryDirectory, shape: shape, dtype: .float32, keepsMaps: true)
         for index in [2, 0] {
             let array = (MLXArray.arange(count) + index).asType(.float32).reshaped(shape)
             try arrays.write(array, at: index)
