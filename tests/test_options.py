@@ -389,7 +389,7 @@ def bundle_of_lengths(bundle_of_examples: Path, tmp_path_factory: pytest.TempPat
         ("--batch-size", 2, "--offload", "inputs"),  # by blocks
         ("--memory-limit", 1000),
         ("--method", "mebp"),
-        ("--method", "mezo", "--learning-rate", 1e-3),
+        ("--method", "mezo", "--learning-rate", 1e-4),
     ],
     ids=lambda options: "-".join(map(str, options)),
 )

@@ -2,11 +2,13 @@
 
 import Foundation
 
+// CoreFoundation/CFBase.h, MacTypes.h
 public typealias CFString = String
 public typealias CFDictionary = NSDictionary
 public typealias CFTypeRef = AnyObject
 public typealias OSStatus = Int32
 
+// Security/SecItem.h, SecBase.h; developer.apple.com/documentation/security/keychain-items
 public let kSecClass: CFString = ""
 public let kSecClassGenericPassword: CFString = ""
 public let kSecAttrService: CFString = ""
@@ -19,6 +21,7 @@ public let errSecSuccess: OSStatus = 0
 public let errSecItemNotFound: OSStatus = -25300
 public let errSecDuplicateItem: OSStatus = -25299
 
+// Security/SecItem.h
 public func SecItemCopyMatching(
     _ query: CFDictionary, _ result: UnsafeMutablePointer<CFTypeRef?>?
 ) -> OSStatus { errSecItemNotFound }

@@ -143,7 +143,7 @@ import Testing
     /// The system ends a time that makes no progress, and a step of a large model takes minutes.
     @Test func progressIsToldWithinAStep() async throws {
         try await prepare(steps: 10)
-        model.form.settings.gradAccumulationSteps = 100_000
+        model.form.settings.gradAccumulationSteps = 60_000
         await model.start()
         try await reach(.training)
         let time = scheduler.give(.continued)
