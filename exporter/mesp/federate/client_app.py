@@ -65,7 +65,8 @@ def with_own_noise(
     --node-config: what it adds is clipped and gets noise before it leaves.
 
     `epsilon` is that of one answer; the log has that of all answers in this `flwr run` since the
-    node was started. It is about all of the client's text: any two updates of norm C at most differ by 2 C, the sensitivity.
+    node was started. It is about all of the client's text: any two updates of norm C
+    at most differ by 2 C, the sensitivity.
     """
     given = {name: context.node_config[name] for name in NOISE if name in context.node_config}
     if not given:
