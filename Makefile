@@ -105,7 +105,7 @@ test-slow: engine $(FIXTURES).ready
 	@echo "== A long run"
 	$(BIN)/python tools/long_run.py
 	@echo "== 10,000 damaged files of each kind"
-	MESP_FUZZ=10000 $(PYTEST) tests/test_fuzz.py
+	MESP_FUZZ_CASES=10000 $(PYTEST) tests/test_fuzz.py
 	@echo "== Tests of the commands as a wheel installs them"
 	$(BIN)/python -m pytest -q tests/check_install.py
 	@echo "== Tests of lm-evaluation-harness's tasks"

@@ -196,8 +196,8 @@ def test_the_neural_accelerator_is_measured_in_a_second_process(tmp_path: Path):
     page = Page(tmp_path / "self-check.html")
     assert row(page, "neural_accelerator") == [
         "note",
-        "With TF32 a step takes 0.80 and 0.50 times as long, and the largest error of a gradient "
-        "is 0.0003.",
+        "With TF32, steps took 0.80 and 0.50 of the time without it. The largest error of a "
+        "gradient with TF32 is 0.0003.",
     ]
     assert row(page, "time.128 with TF32, relative") == ["0.8"]
     assert row(page, "with TF32: q.A") == ["0.0003"]

@@ -16,6 +16,7 @@ from http.server import BaseHTTPRequestHandler
 from itertools import pairwise
 from pathlib import Path
 
+import click
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -23,10 +24,12 @@ from safetensors.numpy import load_file
 
 from conftest import FAMILIES, run
 from mesp.bundle.manifest import read_manifest
-from mesp.commands.federate import main, prepare
+from mesp.commands.federate import MAY_CHANGE, main, prepare, write_index, write_settings
+from mesp.commands.train_settings import resumed
 from mesp.engine.build import find_engine
 from mesp.errors import MespError
 from mesp.federate import rounds
+from mesp.federate.deployment import write_app
 from mesp.federate.exchange import (
     Arrays,
     averaging_error,
@@ -38,7 +41,7 @@ from mesp.federate.exchange import (
     travelling,
     write_arrays,
 )
-from mesp.federate.federation import Federation
+from mesp.federate.federation import SETTINGS_NAME, Federation
 from mesp.federate.local_training import model_name, train
 from mesp.federate.people import Split, read_topics, share_out
 from mesp.models.architecture import Architecture
@@ -510,6 +513,82 @@ def test_a_federation_goes_on_with_its_settings(bundle: Path, data: Path, tmp_pa
         federation(bundle, data, tmp_path / "f", "--resume", "--steps", 4)
     with pytest.raises(MespError, match="already holds a federation"):
         federation(bundle, data, tmp_path / "f", "--clients", 2, "--rounds", 1)
+
+
+@pytest.mark.parametrize(
+    ("given", "options"), [((), {}), (("--strategy-options", "eta=0.01"), {"eta": 0.01})]
+)
+def test_strategy_options_are_kept(tmp_path: Path, given: tuple, options: dict):
+    def parsed(*arguments: object) -> click.Context:
+        return main.make_context("mesp-federate", [*map(str, arguments)])
+
+    def goes_on() -> dict:
+        context = parsed("--resume", "--output", tmp_path, "--rounds", 4)
+        given = {name: each for name, each in context.params.items() if name != "output"}
+        return resumed(context, tmp_path, given, SETTINGS_NAME, MAY_CHANGE)
+
+    begun = parsed("demo.mesp", "--data", "d", "--clients", 2, "--rounds", 1, *given).params
+    begun = {**begun, "bundle": "demo.mesp", "output": None}
+    path = tmp_path / SETTINGS_NAME
+    path.write_text(json.dumps(begun))
+    kept = goes_on()
+    assert (kept["strategy_options"], kept["rounds"]) == (options, 4)
+    for bad in ({"eta": "0.01"}, {"eta": None}, ["eta"], None):
+        path.write_text(json.dumps(begun | {"strategy_options": bad}))
+        with pytest.raises(MespError, match="is not the settings of a run"):
+            goes_on()
+
+
+@pytest.mark.parametrize("name", ["settings.json", "app/pyproject.toml", "data.json"])
+def test_a_federation_is_written_through_no_link(tmp_path: Path, name: str):
+    kept, output = tmp_path / "kept", tmp_path / "f"
+    (output / "app").mkdir(parents=True)
+    kept.write_text("kept")
+    (output / name).symlink_to(kept)
+    whole = Federation(output, {})
+    write_settings(whole)
+    write_app(whole)
+    write_index(output, {})
+    assert kept.read_text() == "kept"
+    assert (output / name).is_file() and not (output / name).is_symlink()
+
+
+def test_a_round_is_written_through_no_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def engine(settings: dict) -> Run:
+        output = Path(settings["output"])
+        output.mkdir(parents=True)
+        (output / "state.safetensors").write_text("state")
+        for name in ("round.json", "strategy.npz"):
+            (output / name).symlink_to(kept / "file")
+        return Run(evals=[{"type": "eval", "step": 0, "loss": 1.5, "split": "valid"}])
+
+    monkeypatch.setattr(rounds, "run_engine", engine)
+    kept, folder = tmp_path / "kept", tmp_path / "rounds"
+    for each in (kept, folder):
+        each.mkdir()
+    (kept / "file").write_text("kept")
+    (folder / "partial").symlink_to(kept)
+    whole = rounds.Rounds(folder, {}, {})
+    whole.save(0, None, {}, b"state")
+    assert [each.name for each in kept.iterdir()] == ["file"]
+    assert (kept / "file").read_text() == "kept"
+    assert whole.record(0)["held_out_loss"] == 1.5
+
+
+@pytest.mark.parametrize("name", ["settings.json", "rounds/000/round.json"])
+@pytest.mark.parametrize("content", ["[]", "[" * 100_000, None], ids=["list", "deep", "pipe"])
+def test_damaged_files_of_a_federation_are_named(tmp_path: Path, name: str, content: str | None):
+    path = tmp_path / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if content is None:
+        os.mkfifo(path)
+    else:
+        path.write_text(content)
+    with pytest.raises(MespError, match=f"{path.name} is missing or damaged"):
+        if name == "settings.json":
+            Federation.read(tmp_path)
+        else:
+            rounds.Rounds(tmp_path / "rounds", {}, {}).record(0)
 
 
 def test_a_client_is_told_no_paths(bundle: Path, data: Path, tmp_path: Path):

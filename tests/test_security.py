@@ -448,7 +448,7 @@ def test_figures_are_written_through_no_link(exported: Path, tmp_path: Path, nam
     assert kept.read_text() == "kept" and json.loads(figures.read_text())["results"]
 
 
-@pytest.mark.parametrize("name", ["settings.json", "partial.json", ".settings.json.partial"])
+@pytest.mark.parametrize("name", ["settings.json", ".settings.json.partial"])
 def test_settings_are_written_through_no_link(bundle: Path, tmp_path: Path, name: str):
     kept, output = tmp_path / "kept", tmp_path / "run"
     output.mkdir()

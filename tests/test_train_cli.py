@@ -373,6 +373,19 @@ def test_a_run_goes_on_from_what_was_saved_last(bundle: Path, tmp_path: Path):
     assert done.stdout.startswith("Finished after 5 steps")
 
 
+def test_a_run_goes_on_without_the_adapters_that_it_began_with(bundle: Path, tmp_path: Path):
+    run, adapters = tmp_path / "run", tmp_path / "adapters"
+    adapters.mkdir()
+    assert train(bundle, "--steps", 2, "--adapters", adapters, "--output", run).returncode == 0
+    before = settings(run)
+    adapters.rmdir()
+    done = train("--resume", "--steps", 4, "--output", run)
+    assert done.returncode == 0, done.stderr
+    assert settings(run) == before | {"resume": True, "steps": 4}
+    (run / "settings.json").write_text(json.dumps(before | {"adapters": 5}))
+    assert "is not the settings of a run" in train("--resume", "--output", run).stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [

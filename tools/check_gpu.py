@@ -143,13 +143,16 @@ def tf32_line(report: Report, settings: dict[str, Any], console: Console) -> Che
         for name in times
         if again[name]["measured"] and without[name]["measured"]
     ]
-    faster = " and ".join(f"{each['value']:.2f}" for each in ratios) or "an unknown number of"
+    measured = " and ".join(f"{each['value']:.2f}" for each in ratios)
+    if len(ratios) > 1:
+        time = f"With TF32, steps took {measured} of the time without it."
+    elif ratios:
+        time = f"With TF32, a step took {measured} of the time without it."
+    else:
+        time = "The time of a step was not measured."
     # A number that is not finite is None.
     worst = max((each["value"] for each in errors), key=lambda e: inf if e is None else e)
-    sentence = (
-        f"With TF32 a step takes {faster} times as long, and the largest error of a gradient "
-        f"is {amount(worst, '')}."
-    )
+    sentence = f"{time} The largest error of a gradient with TF32 is {amount(worst, '')}."
     return line | {"verdict": "note", "sentence": sentence, "measured": ratios + errors}
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import stat
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -134,11 +136,27 @@ def partial_of(path: Path) -> Path:
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Writes a file such that whoever looks sees all of it or what was there before."""
+    """Writes a file so that readers see all of it or what was there before, also after a loss of
+    power: when this returns, the file is on the disk."""
     partial = partial_of(path)
     try:
         with create(partial) as file:
             file.write(data)
+        sync(partial)
         partial.replace(path)
+        sync(path.parent)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def sync(path: Path) -> None:
+    """Brings what was written to a file, or to a folder's list of names, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+        if hasattr(fcntl, "F_FULLFSYNC"):
+            # macOS's fsync leaves data in the disk's own cache. Some file systems lack this call.
+            with suppress(OSError):
+                fcntl.fcntl(descriptor, fcntl.F_FULLFSYNC)
+    finally:
+        os.close(descriptor)

@@ -13,7 +13,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 from mesp.errors import MespError
-from mesp.files import remove_link
+from mesp.files import remove_link, sync
 
 
 @contextmanager
@@ -117,12 +117,3 @@ def _holder(lock: int) -> str:
 def _empty(folder: Path) -> None:
     for left in folder.iterdir():
         shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
-
-
-def sync(path: Path) -> None:
-    """Has what was written to a file, or to a folder's list of names, be on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -14,7 +14,6 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from mesp.bundle.folders import sync
 from mesp.bundle.manifest import read_manifest
 from mesp.commands.shared_options import ListOptions
 from mesp.commands.train_settings import complete, default_output, require, resumed
@@ -40,6 +39,7 @@ from mesp.federate.exchange import EXCHANGES
 from mesp.federate.federation import SETTINGS_NAME, STRATEGIES, Federation
 from mesp.federate.people import Split, read_topics, share_out
 from mesp.federate.report import Report, summary
+from mesp.files import create, write_whole
 
 MAY_CHANGE = ("rounds", "timeout", "resume")
 
@@ -259,15 +259,12 @@ def write_tokens(federation: Federation, manifest: dict, simulated: bool) -> Non
 
 
 def write_index(folder: Path, data: dict) -> None:
-    (folder / "data.json").write_text(json.dumps(data), encoding="utf-8")
+    with create(folder / "data.json") as file:
+        file.write(json.dumps(data).encode())
 
 
 def write_settings(federation: Federation) -> None:
     path = federation.output / SETTINGS_NAME
-    partial = path.with_name("partial.json")
     settings = {**federation.options, "resume": False}
     with plain_os_errors(f"Cannot write {path}"):
-        partial.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
-        sync(partial)
-        os.replace(partial, path)
-        sync(path.parent)
+        write_whole(path, (json.dumps(settings, indent=2) + "\n").encode())

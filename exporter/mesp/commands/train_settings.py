@@ -99,7 +99,10 @@ def resumed(
         before = defaults | settings
         recorded = {n: before[n] for n in given}
         for name, value in recorded.items():
-            _check_recorded(context, parameter(context, name), value)
+            if isinstance(given[name], dict):
+                _check_numbers(name, value)
+            else:
+                _check_recorded(context, parameter(context, name), value)
     except (ValueError, KeyError, click.BadParameter) as error:
         raise MespError(f"{path} is not the settings of a run; start a new one.") from error
     for name, value in given.items():
@@ -115,6 +118,12 @@ def resumed(
     return recorded
 
 
+def _check_numbers(name: str, value: object) -> None:
+    """Raises ValueError unless a setting is an object of numbers."""
+    if not isinstance(value, dict) or not all(type(n) in (int, float) for n in value.values()):
+        raise ValueError(f"its {name} is not an object of numbers")
+
+
 def _check_recorded(context: click.Context, option: click.Parameter, value: object) -> None:
     """Raises ValueError or click.BadParameter unless a setting is what the option makes of a text,
     a list of several, or None where the option has no default."""
@@ -123,6 +132,11 @@ def _check_recorded(context: click.Context, option: click.Parameter, value: obje
         return
     if not all(isinstance(each, str | int | float) for each in listed):
         raise ValueError(f"its {option.name} is no value")
+    if isinstance(option.type, click.Path):
+        # The adapters that a run began with may be gone; its state has what they became.
+        if not isinstance(value, str):
+            raise ValueError(f"its {option.name} is no path")
+        return
     made = option.type_cast_value(context, ",".join(map(str, listed)))
     for kind in (bool, int | float, list | tuple):
         if isinstance(value, kind) != isinstance(made, kind):

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from mesp.bundle.folders import locked, sync
+from mesp.bundle.folders import locked
 from mesp.bundle.manifest import damaged, describe_files, read_manifest, write_manifest
 from mesp.data.examples import Split
 from mesp.errors import plain_os_errors
-from mesp.files import create, read_object, remove_link
+from mesp.files import create, read_object, remove_link, sync
 
 # A bundle's data lies in one of these folders; new data is written to the other.
 FOLDERS = ("data", "data.2")

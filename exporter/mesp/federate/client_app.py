@@ -23,7 +23,7 @@ from mesp.federate.privacy import epsilon, noise_for
 NOISE = ("clip", "epsilon", "delta")
 NODE = ("name", "bundle", "data")
 MOST_EPSILON = 1000
-# What a client remembers of a federation: how many answers had noise.
+# What a client remembers of a `flwr run`, until its node ends: how many answers had noise.
 KEPT = "privacy"
 
 
@@ -64,8 +64,9 @@ def with_own_noise(
     """The mod for a client that trusts no server, by `clip`, `epsilon` and `delta` of its
     --node-config: what it adds is clipped and gets noise before it leaves.
 
-    `epsilon` is that of one answer; the log has that of all answers to this federation. It is about
-    all of the client's text: any two updates of norm C at most differ by 2 C, the sensitivity.
+    `epsilon` is that of one answer; the log has that of all answers in this `flwr run` since the
+    node was started. It is about all of the client's text: any two updates of norm C
+    at most differ by 2 C, the sensitivity.
     """
     given = {name: context.node_config[name] for name in NOISE if name in context.node_config}
     if not given:
@@ -97,7 +98,12 @@ def with_own_noise(
         answers += int(context.state[KEPT]["answers"])
     context.state[KEPT] = MetricRecord({"answers": answers})
     total = epsilon(noise, delta, answers)
-    log(INFO, "Answer %d has noise: all so far are (%.3g, %g)-private.", answers, total, delta)
+    log(
+        INFO,
+        "Answer %d has noise: all so far are (%.3g, %g)-private, since the node was started, in "
+        "this run.",
+        *(answers, total, delta),
+    )
     return reply
 
 

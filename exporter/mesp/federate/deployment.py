@@ -6,6 +6,7 @@ import json
 
 from mesp.errors import plain_os_errors
 from mesp.federate.federation import Federation
+from mesp.files import write_whole
 
 # Server and clients have this package; the app only says where its two halves are.
 PROJECT = """\
@@ -38,5 +39,5 @@ def write_app(federation: Federation) -> str:
     with plain_os_errors(f"Cannot write {folder}"):
         folder.mkdir(exist_ok=True)
         text = PROJECT.format(output=json.dumps(str(federation.output), ensure_ascii=False))
-        (folder / "pyproject.toml").write_text(text, encoding="utf-8")
+        write_whole(folder / "pyproject.toml", text.encode())
     return f"Start it where the SuperLink runs: flwr run {folder} --stream"

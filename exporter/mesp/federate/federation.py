@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from mesp.bundle.manifest import read_manifest
 from mesp.errors import MespError
 from mesp.federate.local_training import SETTINGS, Client, model_name
 from mesp.federate.rounds import Rounds
+from mesp.files import read_object
 
 SETTINGS_NAME = "settings.json"
 # Flower's strategies by their names here.
@@ -37,7 +37,7 @@ class Federation:
         """The one whose settings are in `output`. Raises MespError where there are none."""
         path = output / SETTINGS_NAME
         try:
-            options = json.loads(path.read_text(encoding="utf-8"))
+            options = read_object(path)
         except (OSError, ValueError) as error:
             raise MespError(
                 f"{path} is missing or damaged; write it with mesp-federate."

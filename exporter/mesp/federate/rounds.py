@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mesp.bundle.folders import sync
 from mesp.bundle.manifest import read_manifest
 from mesp.errors import MespError, plain_os_errors
 from mesp.federate.exchange import Arrays, read_arrays, travelling, write_arrays
 from mesp.federate.local_training import run_engine, scale
+from mesp.files import create, read_object, remove_link, sync
 from mesp.models.architecture import Architecture
 
 RECORD_NAME, STATE_NAME = "round.json", "strategy.npz"
@@ -52,7 +52,7 @@ class Rounds:
         """What was reported of a round. Raises MespError."""
         path = self.path(number) / RECORD_NAME
         try:
-            return json.loads(path.read_text(encoding="utf-8"))
+            return read_object(path)
         except (OSError, ValueError) as error:
             raise MespError(f"{path} is missing or damaged; begin again elsewhere.") from error
 
@@ -70,6 +70,7 @@ class Rounds:
         adapters are written by an engine's run of no steps, for mlx-lm and PEFT as any run's.
         """
         partial = self.folder / "partial"
+        remove_link(partial)
         shutil.rmtree(partial, ignore_errors=True)
         start = partial / "start"
         settings = self.training | self.evaluation | {"steps": 0, "warmup": 0}
@@ -85,9 +86,10 @@ class Rounds:
         with plain_os_errors(f"Cannot write round {number} to {self.folder}"):
             (partial / "run" / "state.safetensors").unlink()
             if state is not None:
-                (partial / "run" / STATE_NAME).write_bytes(state)
-            text = json.dumps(record, indent=2) + "\n"
-            (partial / "run" / RECORD_NAME).write_text(text, encoding="utf-8")
+                with create(partial / "run" / STATE_NAME) as file:
+                    file.write(state)
+            with create(partial / "run" / RECORD_NAME) as file:
+                file.write((json.dumps(record, indent=2) + "\n").encode())
             # After a loss of power a round is there whole or not at all.
             for written in (*(partial / "run").rglob("*"), partial / "run"):
                 sync(written)

@@ -1,0 +1,47 @@
+"""Files that are written whole."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path
+
+import pytest
+
+from mesp.files import write_whole
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_a_file_is_on_the_disk_before_its_name_and_then_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: bool
+):
+    """On Apple's systems it is past the disk's own cache too, where the file system can do that."""
+    done: list[tuple[str, object]] = []
+    fsync, replace = os.fsync, os.replace
+
+    def kept_fsync(file: int) -> None:
+        done.append(("fsync", os.fstat(file).st_ino))
+        fsync(file)
+
+    def kept_fcntl(file: int, command: int) -> None:
+        done.append((command, os.fstat(file).st_ino))
+        if refused:
+            raise OSError
+
+    def kept_replace(old: Path, new: Path) -> None:
+        done.append(("replace", os.stat(old).st_ino))
+        replace(old, new)
+
+    monkeypatch.setattr(os, "fsync", kept_fsync)
+    monkeypatch.setattr(os, "replace", kept_replace)
+    monkeypatch.setattr(fcntl, "F_FULLFSYNC", "full", raising=False)
+    monkeypatch.setattr(fcntl, "fcntl", kept_fcntl)
+    path = tmp_path / "file"
+    write_whole(path, b"all of it")
+    file, folder = path.stat().st_ino, tmp_path.stat().st_ino
+    assert path.read_bytes() == b"all of it"
+    assert done == [
+        *(("fsync", file), ("full", file)),
+        ("replace", file),
+        *(("fsync", folder), ("full", folder)),
+    ]
