@@ -24,25 +24,6 @@ import Testing
         return await beat.value
     }
 
-    @Test func aListThatCannotBeReadDoesNotHideTheOther() async throws {
-        let fixture = try #require(Fixture.tied).appendingPathComponent("bundle.mesp").resolvingSymlinksInPath()
-        try FileManager.default.createDirectory(at: documents, withIntermediateDirectories: true)
-        try FileManager.default.copyItem(at: fixture, to: documents.appendingPathComponent("bundle.mesp"))
-        let folder = DocumentsFolder(documents: documents)
-        try Data().write(to: folder.runsFolder)  // a file is no folder that can be listed
-        let model = AppModel(phone: TestPhone(), folder: folder) { _ in ByteTokenizer() }
-        await model.refresh()
-        #expect(model.problem?.english.hasPrefix("runs cannot be read") == true)
-        #expect(model.library.hasLooked && model.library.bundles.map(\.id) == ["bundle.mesp"] && model.canStart)
-
-        let file = documents.appendingPathComponent("file")
-        try Data().write(to: file)
-        let other = AppModel(phone: TestPhone(), folder: DocumentsFolder(documents: file)) { _ in ByteTokenizer() }
-        await other.refresh()
-        #expect(other.problem?.english.hasPrefix("file cannot be read") == true)
-        #expect(other.startProblem == "Bring in a bundle first, by AirDrop, the Files app or tools/push.py.")
-    }
-
     @Test func twentyLongRunsOpenWithoutAHitch() async throws {
         let (files, folder) = (FileManager.default, DocumentsFolder(documents: documents))
         let first = folder.runsFolder.appendingPathComponent("run 0")
