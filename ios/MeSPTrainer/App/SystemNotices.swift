@@ -8,9 +8,14 @@ import UserNotifications
     private var center: UNUserNotificationCenter { .current() }
 
     func askPermission() async {
-        await withCheckedContinuation { continuation in
-            center.requestAuthorization(options: [.alert, .sound]) { @Sendable _, _ in continuation.resume() }
-        }
+        #if os(macOS)
+            // The question is a banner beside the app, which may stay there unanswered.
+            center.requestAuthorization(options: [.alert, .sound]) { @Sendable _, _ in }
+        #else
+            await withCheckedContinuation { continuation in
+                center.requestAuthorization(options: [.alert, .sound]) { @Sendable _, _ in continuation.resume() }
+            }
+        #endif
     }
 
     func show(_ notice: Notice) {

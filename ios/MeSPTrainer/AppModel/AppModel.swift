@@ -250,7 +250,7 @@ import Observation
             || selfChecker.isRunning || evaluation.isRunning || federation.isOn
     }
     /// Whether one of them is about to begin: what it needs is read or tokenized.
-    private var isPreparing = false
+    public private(set) var isPreparing = false
 
     private func isWritten(_ run: StoredRun) -> Bool {
         controller.isRunning && controller.settings.map { URL(fileURLWithPath: $0.output).lastPathComponent } == run.id
@@ -317,7 +317,7 @@ import Observation
 
     /// Why a run with the form's settings can't begin now, and what to do; nil where it can, or before it is known.
     public var startProblem: Sentence? {
-        guard refusal == nil, library.hasLooked, tokenized == nil else { return nil }
+        guard refusal == nil, library.hasLooked, !isPreparing else { return nil }
         if isBusy { return "The model is in use; wait until that has ended, or stop it." }
         switch form.fit {
         case .failure(let error): return error.sentence
@@ -335,9 +335,10 @@ import Observation
         var settings = form.settingsToStart
         settings.output = folder.path
         await prepare(bundle) {
+            let source = try form.source()
             // While the system asks, the app is not in front, and a run would wait.
             await board?.askPermission()
-            if let source = try form.source() {
+            if let source {
                 settings.data = try await tokenize(source, for: bundle, into: folder).path
             }
             controller.start(settings)

@@ -118,7 +118,7 @@ public struct DocumentsFolder: Sendable {
 
     /// The conversation that was kept last; nil where there is none.
     ///
-    /// - Throws: `MeSPError` where it can't be read, as while the phone is locked.
+    /// - Throws: where it can't be read; `MeSPError` while the phone is locked.
     func chat() throws -> Chat? {
         let json: Data
         do {
@@ -126,7 +126,13 @@ public struct DocumentsFolder: Sendable {
         } catch CocoaError.fileReadNoSuchFile {
             return nil
         } catch {
-            throw MeSPError("The last conversation cannot be read while the phone is locked; unlock it and try again.")
+            #if !os(macOS)
+                if case CocoaError.fileReadNoPermission = error {
+                    throw MeSPError(
+                        "The last conversation cannot be read while the phone is locked; unlock it and try again.")
+                }
+            #endif
+            throw error
         }
         return try? JSONDecoder().decode(Chat.self, from: json)
     }

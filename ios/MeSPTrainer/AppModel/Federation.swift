@@ -31,6 +31,8 @@ import Observation
     public var isOn: Bool { state != .off }
     /// Why the server cannot be reached now, whatever else goes on; nil where it can.
     public private(set) var unreachable: Sentence?
+    /// Why the last message could not even be answered; nil where it could.
+    public private(set) var passedOver: Sentence?
     /// What it does now, in words.
     public var status: Sentence {
         if let unreachable { return unreachable }
@@ -89,7 +91,7 @@ import Observation
             throw MeSPError("\(address) is no address; write it as in https://links.example.org:8000.")
         }
         let node = try open(server, folder, FederatedRun.mostBytes(bundle.url), configuration)
-        (state, self.bundle, rounds) = (.joining, bundle, [])
+        (state, self.bundle, rounds, passedOver) = (.joining, bundle, [], nil)
         defer { (state, unreachable, self.bundle, work) = (.off, nil, nil, nil) }
         let (events, sender) = AsyncStream.makeStream(of: SuperNode.Event.self)
         let answer: @Sendable (SuperNode.Question) async throws -> Records = { [weak self] question in
@@ -151,11 +153,13 @@ import Observation
         switch event {
         case .joined: if state == .joining { state = .waiting }
         case .received(let question, let bytes):
+            passedOver = nil
             rounds.insert(Round(id: question.id, name: question.group, bytesDown: bytes), at: 0)
         case .sent(let question, let bytes): end(question) { $0.bytesUp = bytes }
         case .dropped(let question, let why): end(question) { $0.problem = why }
         case .failed(let question, let why): end(question) { $0.problem = "\(why)" }
-        case .passedOver, .waiting, .reached: break
+        case .passedOver(let why): passedOver = why
+        case .waiting, .reached: break
         }
     }
 

@@ -101,21 +101,27 @@ import Observation
                         sender.finish(throwing: error)
                     }
                 }
-                for try await sample in written { samples[run.id, default: []].append(sample) }
+                for try await sample in written {
+                    // One that was on its way when the writing was stopped is not kept either.
+                    try Task.checkCancellation()
+                    samples[run.id, default: []].append(sample)
+                }
                 try Task.checkCancellation()
                 keep(run)
             } catch {
                 // Whoever stopped it has begun something else meanwhile.
                 if Task.isCancelled || error is CancellationError { return }
-                problems[run.id] = error.plainSentence
+                (problems[run.id], samples[run.id]) = (error.plainSentence, nil)
             }
             writing = nil
         }
     }
 
-    /// Ends the writing, and returns when the block in progress has ended.
+    /// Ends the writing, and returns when the block in progress has ended. Nothing stays of examples that are not complete, so that they can
+    /// be written again.
     public func stop() {
         work?.cancel()
+        if let writing { samples[writing] = nil }
         writing = nil
         gate.stop()
         gate.waitUntilAtRest(seconds: Self.patience)

@@ -24,8 +24,15 @@ import Observation
     func refresh(running: URL?) async throws {
         looks += 1
         let (look, folder) = (looks, folder)
-        let found = try await Task.detached { (try folder.bundles(), try folder.runs(running: running)) }.value
-        if look == looks { (bundles, runs, hasLooked) = (found.0, found.1, true) }
+        let found = await Task.detached {
+            (bundles: Result { try folder.bundles() }, runs: Result { try folder.runs(running: running) })
+        }.value
+        guard look == looks else { return }
+        hasLooked = true
+        // A list that can't be read does not keep the other from being shown.
+        defer { if let found = try? found.runs.get() { runs = found } }
+        bundles = try found.bundles.get()
+        _ = try found.runs.get()
     }
 
     /// All that a run has logged, read beside the main thread; nil where it can't be.

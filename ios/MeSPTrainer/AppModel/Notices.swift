@@ -11,7 +11,8 @@ public struct Notice: Sendable, Equatable {
 
 /// What shows messages: in the app the system's notifications.
 @MainActor public protocol NoticeBoard: AnyObject {
-    /// Asks the person whether messages may be shown, and returns when they have answered; the system asks once.
+    /// Asks the person whether messages may be shown; the system asks once. Where its question covers the app, this returns when they have
+    /// answered.
     func askPermission() async
     /// Shows `notice` in place of the last.
     func show(_ notice: Notice)

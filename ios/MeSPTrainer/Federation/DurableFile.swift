@@ -28,7 +28,7 @@ func writeDurably(_ data: Data, to file: URL, replacing: Bool = true) throws {
                 [.protectionKey: FileProtectionType.completeUntilFirstUserAuthentication], ofItemAtPath: new)
         #endif
         try handle.write(contentsOf: data)
-        try handle.synchronize()
+        try check(synchronize(descriptor))
         try handle.close()
     }
     if replacing {
@@ -39,7 +39,16 @@ func writeDurably(_ data: Data, to file: URL, replacing: Bool = true) throws {
     let directory = open(folder.path, O_RDONLY | O_CLOEXEC)
     try check(directory)
     defer { close(directory) }
-    try check(fsync(directory))
+    try check(synchronize(directory))
+}
+
+/// Brings what was written to an open file, or the names in a folder, to the disk; negative where it can't, as of `fsync`.
+private func synchronize(_ file: Int32) -> Int32 {
+    #if canImport(Darwin)
+        // `fsync` leaves it in the disk's own cache. Not every file system has the call that doesn't.
+        if fcntl(file, F_FULLFSYNC) == 0 { return 0 }
+    #endif
+    return fsync(file)
 }
 
 /// The right to be the node of a folder, which one process has at a time. The system takes it back when the process ends, in whatever way.

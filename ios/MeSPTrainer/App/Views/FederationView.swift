@@ -31,6 +31,7 @@ struct FederationView: View {
             Section {
                 if federation.isOn {
                     Label(federation.status.localized, systemImage: "person.3")
+                    if let why = federation.passedOver { ProblemLabel(why.localized) }
                     Button("Leave", systemImage: "stop.fill", role: .destructive) { federation.leave() }
                 } else if let part = model.tokenized {
                     ProgressView("Tokenizing the text", value: part)

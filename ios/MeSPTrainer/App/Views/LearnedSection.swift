@@ -27,7 +27,9 @@ struct LearnedSection: View {
             } header: {
                 Text("What it learned")
             } footer: {
-                Text("The model did not train on these texts: they were held out.")
+                if !examples.of(run).isEmpty {
+                    Text("The model did not train on these texts: they were held out.")
+                }
             }
         }
     }

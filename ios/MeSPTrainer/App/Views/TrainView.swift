@@ -81,6 +81,8 @@ private struct StartBar: View {
             if let problem = model.startProblem { ProblemLabel(problem.localized).font(.footnote) }
             if let part = model.tokenized {
                 ProgressView("Tokenizing the text", value: part)
+            } else if model.isPreparing {
+                ProgressView("Preparing")
             } else {
                 Button {
                     Task { await model.start() }

@@ -133,11 +133,19 @@ import Testing
         let start = Task { await model.start() }
         try await wait { board.answer != nil }
         #expect(phone.scene == .inactive && model.controller.state == .idle && !model.canStart)
+        #expect(model.isPreparing && model.startProblem == nil, "it is about to begin")
         board.answer?()
         await start.value
         try await reach(.training)
         #expect(!model.controller.log.events.contains { $0.name == "pause" })
         try await end()
+    }
+
+    @Test func aFormThatLacksSomethingAsksForNoPermission() async throws {
+        try await prepare(steps: 1)
+        model.form.textKind = .file
+        await model.start()
+        #expect(model.problem == "Choose a text file first." && board.permissions == 0 && !model.isPreparing)
     }
 
     /// The system ends a time that makes no progress, and a step of a large model takes minutes.

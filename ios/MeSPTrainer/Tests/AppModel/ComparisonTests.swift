@@ -152,6 +152,13 @@ import Testing
         #expect(comparison.turns.map(\.prompt) == ["One", "Two"] && comparison.problem == nil)
     }
 
+    @Test func aConversationThatIsDamagedIsNotSaidToBeLocked() throws {
+        let error = CocoaError(.fileReadCorruptFile)
+        comparison = Comparison(phone: phone, folder: DocumentsFolder(documents: folder, read: { _ in throw error }))
+        comparison.start(message("One"), bundle: try bundle(), adapters: nil, tokenizer: ByteTokenizer())
+        #expect(comparison.problem?.english == error.localizedDescription && comparison.turns.isEmpty)
+    }
+
     private final class Flag: @unchecked Sendable { var value = false }
 
     @Test func aConversationIsReadOnce() async throws {

@@ -253,6 +253,27 @@ import Testing
         #expect(try SuperLink.answered(host).reason == "The node could not do it.")
     }
 
+    @Test func saysWhyAMessageWasPassedOver() async throws {
+        let model = try await model()
+        // Fields 2 and 3, a message and its object tree, with nothing in them.
+        SuperLink.with(host) { $0.faults["pull-messages"] = [(200, "\u{12}\u{0}\u{1A}\u{0}")] }
+        let part = Task { await model.takePart() }
+        func wait(until isSo: () -> Bool) async throws {
+            while !isSo() {
+                try #require(model.problem == nil)
+                try await Task.sleep(for: .milliseconds(5))
+            }
+        }
+        try await wait { model.federation.passedOver != nil }
+        #expect(model.federation.passedOver?.english.contains("object tree") == true)
+        #expect(model.federation.state == .waiting && model.federation.rounds.isEmpty)
+        try SuperLink.ask(host, question(model))
+        try await wait { model.federation.rounds.first?.bytesUp != nil }
+        #expect(model.federation.passedOver == nil)
+        model.federation.leave()
+        await part.value
+    }
+
     @Test func isLeftAtOnceWhileTheServerKeepsItBusy() async throws {
         let model = try await model()
         try SuperLink.ask(host, question(model))

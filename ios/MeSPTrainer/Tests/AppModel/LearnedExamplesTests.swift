@@ -110,6 +110,39 @@ import Testing
         #expect(model.examples.writing == nil && model.library.runs.map(\.id) == [first.id])
     }
 
+    /// Takes a while for each text, so that there is time between the first example and the second.
+    private struct SlowTokenizer: TextTokenizer {
+        private let bytes = ByteTokenizer()
+        var beginOfText: Int? { bytes.beginOfText }
+        var endOfText: Int? { bytes.endOfText }
+        var hasChatTemplate: Bool { bytes.hasChatTemplate }
+        func encode(_ text: String, addsSpecialTokens: Bool) -> [Int] {
+            bytes.encode(text, addsSpecialTokens: addsSpecialTokens)
+        }
+        func encode(_ messages: [ChatMessage], opensAnswer: Bool) -> [Int] {
+            bytes.encode(messages, opensAnswer: opensAnswer)
+        }
+        func decode(_ tokens: [Int]) -> String {
+            if tokens.count > 1 { Thread.sleep(forTimeInterval: 0.1) }
+            return bytes.decode(tokens)
+        }
+    }
+
+    @Test func thoseThatAreStoppedHalfwayAreWrittenAgain() async throws {
+        model = makeModel { _ in SlowTokenizer() }
+        let run = try await train()
+        while model.examples.of(run).isEmpty {
+            try #require(model.examples.problem(of: run) == nil)
+            try await Task.sleep(for: .milliseconds(2))
+        }
+        #expect(model.examples.of(run).count == 1 && model.examples.writing == run.id)
+        model.examples.stop()
+        #expect(model.examples.of(run).isEmpty && model.examples.writing == nil)
+        model.showExamples(of: run)
+        try await written(run)
+        #expect(model.examples.of(run).count == 2)
+    }
+
     @Test func aTokenizerThatCannotBeReadIsSaid() async throws {
         model = makeModel { _ in throw MeSPError("The tokenizer is not there.") }
         let run = try await train()
