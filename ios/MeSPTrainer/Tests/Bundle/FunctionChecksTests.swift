@@ -50,7 +50,7 @@ import Testing
         }
     }
 
-    /// Each with the least change that makes it pass.
+    /// Each next to a file that differs little and passes.
     @Test func aFileThatLiesIsRefused() throws {
         let x = TestFunction.Array.array([16])
         func refused(
@@ -113,7 +113,7 @@ import Testing
         func masked(_ mask: Int32, operation: Int32 = 0) -> String {
             gather(
                 of: 16, computed, .constant([mask], .uint32), .node("Broadcast", [[16]], [2], .array([16], .uint32)),
-                .node("BitwiseBinary", integer: operation, [1, 3], .array([16], .uint32)),
+                .node("BitwiseBinary", integer: operation, [], [1, 3], .array([16], .uint32)),
                 .node("Broadcast", [[2, 16]], [4], .array([2, 16], .uint32)), indices: 5, shape: [2, 16])
         }
         #expect(masked(15) == "")
