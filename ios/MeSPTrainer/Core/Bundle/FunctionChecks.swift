@@ -70,10 +70,7 @@ private struct FunctionReader {
     init(file: Data, allowed: AllowedPrimitives) { (self.file, self.allowed) = (file, allowed) }
 
     mutating func functions() throws -> [Function] {
-        let version = try text()
-        guard version == allowed.mlx else {
-            throw MeSPError("MLX \(version.prefix(20)) wrote it, and this build reads those of MLX \(allowed.mlx)")
-        }
+        guard try text() == allowed.mlx else { throw MeSPError("it was not written by MLX \(allowed.mlx)") }
         let count = try integer(Int32.self)
         guard try !bool() else { throw damaged }
         var functions = [Function]()
@@ -112,7 +109,8 @@ private struct FunctionReader {
         guard try integer(Int32.self) == 0 else { throw damaged }
         let name = try text()
         guard let allowed = allowed.primitives[name] else {
-            throw MeSPError("the primitive \(name.prefix(50)) is not supported")
+            guard name.utf8.count <= 50, name.allSatisfy({ $0.isASCII && $0.isLetter }) else { throw damaged }
+            throw MeSPError("the primitive \(name) is not supported")
         }
         var (integers, numbers, lists) = ([Int](), [Double](), [[Int]]())
         for code in allowed.state {
@@ -138,8 +136,7 @@ private struct FunctionReader {
         }
         return Primitive(
             name: name, allowed: allowed, device: device, integers: integers, numbers: numbers, lists: lists,
-            inputs: inputs,
-            outputs: outputs)
+            inputs: inputs, outputs: outputs)
     }
 
     private mutating func constant() throws -> Constant {
