@@ -158,7 +158,7 @@ def test_the_engine_checks_a_function_before_mlx_reads_it(tiny, tmp_path):
     (bundle / "manifest.json").write_text(json.dumps(manifest))
     done = run("train", bundle, "--method", "mebp", "--steps", 1, "--output", tmp_path / "run")
     assert done.returncode == 2
-    assert done.stderr.splitlines()[-1] == (
+    assert done.stderr.splitlines()[-1].startswith(
         f"Error: {name} in {bundle} is not a function that mesp-export writes (the primitive "
         "AsStrided is not supported); export the bundle again."
     )
