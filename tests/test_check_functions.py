@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import re
 import struct
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,8 +17,10 @@ from conftest import run
 from mesp.block_function import mlxfn
 from mesp.block_function.check import check_functions
 from mesp.bundle.reader import Bundle
+from mesp.engine.build import find_engine
 from mesp.errors import MespError
 
+SWIFT = Path(__file__).parents[1] / "ios/MeSPTrainer/Core/Bundle/AllowedPrimitives.swift"
 FLOAT32 = struct.pack("<iB", 10, 4)
 
 
@@ -124,3 +130,36 @@ def test_the_file_is_for_one_device(tmp_path):
     with pytest.raises(ValueError, match="for another device"):
         check_functions(file, "gpu")
     check_functions(mlxfn.on_device(file, "gpu"), "gpu")
+
+
+def test_the_list_in_swift_is_this_one():
+    literal = re.search(r'#"""\n(.*)\n +"""#', SWIFT.read_text(), re.DOTALL)
+    assert literal is not None
+    listed = Path(mlxfn.__file__).with_name("allowed_primitives.json")
+    assert textwrap.dedent(literal[1]) == listed.read_text().rstrip("\n")
+
+
+def test_the_engine_checks_a_function_before_mlx_reads_it(tiny, tmp_path):
+    """Also where the manifest has its sum. On a CPU it is MeBP that runs a bundle's functions."""
+    find_engine()
+    bundle, record = tmp_path / "b", tmp_path / "text.jsonl"
+    record.write_text('{"text": "a dog and a cat and a dog"}\n' * 8)
+    done = run(
+        *("export", "--model", tiny, "--seq-len", 8, "--device", "cpu", "--data", record),
+        *("--out", bundle),
+    )
+    assert done.returncode == 0, done.stderr
+    name = "block.plain.8.mlxfn"
+    file = exported(tmp_path, lambda x: mx.as_strided(x, (64,), (1,), 1 << 20))
+    (bundle / name).write_bytes(file)
+    manifest = json.loads((bundle / "manifest.json").read_text())
+    (entry,) = [each for each in manifest["files"] if each["path"] == name]
+    entry |= {"size": len(file), "sha256": hashlib.sha256(file).hexdigest()}
+    (bundle / "manifest.json").write_text(json.dumps(manifest))
+    done = run("train", bundle, "--method", "mebp", "--steps", 1, "--output", tmp_path / "run")
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith(
+        f"Error: {name} in {bundle} is not a function that mesp-export writes (the primitive "
+        "AsStrided is not supported); export the bundle again."
+    )
+    assert "Traceback" not in done.stderr

@@ -5,7 +5,7 @@ import Testing
 @testable import MeSPCore
 
 /// Everything that is read from a file, damaged in some thousand ways: each is refused with a sentence or read as something sound, and
-/// takes little memory. A crash ends the tests. 11,500 cases in all.
+/// takes little memory. A crash ends the tests. 11,900 cases in all.
 @Suite(.serialized) struct FuzzTests {
     /// SplitMix64: every run of the tests sees the same cases.
     struct Generator: RandomNumberGenerator {
@@ -177,6 +177,42 @@ import Testing
             try mutatedJSON(json, &random).write(to: index)
             let bundle = try ModelBundle(url: source, text: folder, checksums: false)
             for split in ["train", "valid"] { _ = try bundle.tokens(split)?.sequences(lengths: [8]).count }
+        }
+    }
+
+    /// Functions with some words changed: what a size, a shape or an index is. MLX reads and runs what passes, within its arrays.
+    @Test func functions() throws {
+        let (folder, _) = try bundle()
+        defer { try? FileManager.default.removeItem(at: folder) }
+        let bundle = try ModelBundle(url: folder, checksums: false)
+        let length = try #require(bundle.manifest.seqLens.max())
+        let (rank, hidden) = (try #require(bundle.manifest.ranks.first), bundle.architecture.hiddenSize)
+        let arguments = [
+            MLXArray.zeros([1, length, hidden]),
+            .zeros([LoRALayout(block: bundle.architecture.block(0), rank: rank).count]),
+            MLXArray(Float(1)), .zeros([bundle.manifest.blocks[0].words], dtype: .uint32),
+        ]
+        let words: [Int32] = [-4, -1, 0, 1, 2, 3, 4, 10, 12, 256, .max, .min]
+        for plain in [false, true] {
+            let sound = try Data(
+                contentsOf: folder.appendingPathComponent("block.\(plain ? "plain." : "")\(length).mlxfn"))
+            try fuzz(200, seed: plain ? 11 : 12) { random in
+                var file = sound
+                for _ in 0..<Int.random(in: 1...3, using: &random) {
+                    let index = Int.random(in: 0..<(file.count - 4), using: &random)
+                    let word = words.randomElement(using: &random) ?? 0
+                    file.replaceSubrange(index..<(index + 4), with: withUnsafeBytes(of: word.littleEndian) { Data($0) })
+                }
+                if Int.random(in: 0..<10, using: &random) == 0 { file = mutatedBytes(file, &random) }
+                try checkFunctions(file, device: "cpu", outputs: 9)
+                let url = folder.appendingPathComponent("\(UUID().uuidString).mlxfn")
+                try file.write(to: url)
+                try MLXErrors.collect {
+                    let outputs = try importFunction(from: url).dynamicallyCall(
+                        withKeywordArguments: ["": arguments[0], "": arguments[1], "": arguments[2], "": arguments[3]])
+                    for output in outputs { try output.compute() }
+                }
+            }
         }
     }
 

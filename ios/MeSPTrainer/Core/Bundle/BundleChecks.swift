@@ -152,4 +152,16 @@ extension ModelBundle {
             }
         }
     }
+
+    /// Throws unless MLX can read the functions in `file`, and each has the outputs of `BlockFunction.Outputs`.
+    func checkFunction(_ file: String) throws {
+        do {
+            guard let data = regularFile(url.appendingPathComponent(file)) else { throw MeSPError("it cannot be read") }
+            try checkFunctions(data, device: manifest.device, outputs: architecture.postNorms ? 11 : 9)
+        } catch {
+            throw MeSPError(
+                "\(file) in \(url.path) is not a function that mesp-export writes (\(error.plainSentence)); export the bundle again."
+            )
+        }
+    }
 }

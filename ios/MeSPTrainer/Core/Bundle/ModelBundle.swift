@@ -71,6 +71,7 @@ public struct ModelBundle {
             if let function = imported[file] { return function }
             // MLX believes what is in it. The bundle may have been opened without its sums.
             try checkSums(of: manifest.files.filter { $0.path == file })
+            try checkFunction(file)
             let function = try importFunction(from: url.appendingPathComponent(file))
             imported[file] = function
             return function

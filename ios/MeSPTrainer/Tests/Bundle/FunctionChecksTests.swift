@@ -1,0 +1,216 @@
+import Foundation
+import MLX
+import Testing
+
+@testable import MeSPCore
+
+/// Files of functions before MLX reads them.
+@Suite struct FunctionChecksTests {
+    private static let demos = ["Demo.mesp", "Demo-GPU.mesp"].map {
+        URL(fileURLWithPath: #filePath + "/../../../" + $0).standardizedFileURL
+    }
+    private static let fixtures = (Fixture.cases + Fixture.roundedCases).map {
+        $0.appendingPathComponent("bundle.mesp")
+    }
+
+    @Test(arguments: demos + fixtures) func whatWasExportedPasses(_ url: URL) throws {
+        let bundle = try ModelBundle(url: url, checksums: false)
+        let files = bundle.manifest.blocks.flatMap { Array($0.functions.values) + Array($0.plainFunctions.values) }
+        #expect(!files.isEmpty)
+        for file in files { try bundle.checkFunction(file) }
+    }
+
+    /// Where the sums are those of the file that was put in place.
+    @Test func noFunctionIsImportedBeforeItIsChecked() throws {
+        let folder = temporaryFolder()
+        defer { try? FileManager.default.removeItem(at: folder) }
+        let source = try #require(Fixture.tied).appendingPathComponent("bundle.mesp").resolvingSymlinksInPath()
+        try FileManager.default.copyItem(at: source, to: folder)
+        let manifest = folder.appendingPathComponent("manifest.json")
+        let length = try #require(ModelBundle(url: folder).manifest.seqLens.max())
+        for (plain, file) in [(false, "block.\(length).mlxfn"), (true, "block.plain.\(length).mlxfn")] {
+            let url = folder.appendingPathComponent(file)
+            let old = try (Data(contentsOf: url), sha256(of: url))
+            // MLX would give what lies behind its input.
+            let new = TestFunction(.array([16]), [.node("Slice", [[100], [104], [1]], [0], .array([4]))], outputs: 9)
+                .file
+            try new.write(to: url)
+            var text = try String(contentsOf: manifest, encoding: .utf8)
+            text = text.replacing(old.1, with: try sha256(of: url))
+            text = text.replacing("\"size\": \(old.0.count)", with: "\"size\": \(new.count)")
+            try text.write(to: manifest, atomically: true, encoding: .utf8)
+            let bundle = try ModelBundle(url: folder)
+            let sentence = message {
+                _ = try bundle.functions(plain ? \.plainFunctions : \.functions, length: length)
+            }
+            #expect(
+                sentence
+                    == "\(file) in \(folder.path) is not a function that mesp-export writes (the inputs, outputs or parameters of Slice do not match); export the bundle again."
+            )
+        }
+    }
+
+    /// Each next to a file that differs little and passes.
+    @Test func aFileThatLiesIsRefused() throws {
+        let x = TestFunction.Array.array([16])
+        func refused(
+            _ reason: String, _ bad: TestFunction.Node..., for good: [TestFunction.Node], input: TestFunction.Array = x,
+            line: Int = #line
+        ) {
+            #expect(said(TestFunction(input, good)) == "", "line \(line)")
+            #expect(said(TestFunction(input, bad)).contains(reason), "line \(line)")
+        }
+        let unmatched = "do not match"
+        refused(unmatched, .node("Exp", [], [0], .array([160])), for: [.node("Exp", [], [0], x)])
+        refused(unmatched, .node("Exp", [], [0], .array([16], .uint8)), for: [.node("Exp", [], [0], x)])
+        refused(unmatched, .node("Exp", [], [0, 0], x), for: [.node("Exp", [], [0], x)])
+        refused("before it is computed", .node("Exp", [], [7], x), for: [.node("Exp", [], [0], x)])
+        refused(
+            "two of its arrays", .node("Exp", [], [0], x), .node("Exp", [], [0], x, id: 1),
+            for: [.node("Exp", [], [0], x), .node("Exp", [], [0], x)])
+        let slice = TestFunction.Node.node("Slice", [[12], [16], [1]], [0], .array([4]))
+        refused(unmatched, .node("Slice", [[13], [17], [1]], [0], .array([4])), for: [slice])
+        refused(unmatched, .node("Slice", [[-1], [3], [1]], [0], .array([4])), for: [slice])
+        refused(unmatched, .node("Slice", [[12], [16], [1]], [0], .array([400])), for: [slice])
+        let reshape = TestFunction.Node.node("Reshape", [[-1, 4]], [0], .array([4, 4]))
+        refused(unmatched, .node("Reshape", [[-1, -1]], [0], .array([4, 4])), for: [reshape])
+        refused(unmatched, .node("Reshape", [[-1, 5]], [0], .array([3, 5])), for: [reshape])
+        refused("damaged", .node("Reshape", [[-4, -4]], [0], .array([-4, -4])), for: [reshape])
+        let huge = [Int32](repeating: .max, count: 4)
+        refused("too large", .node("Broadcast", [huge], [0], .array(huge)), for: [reshape])
+        refused(
+            "too large",
+            .node("ExpandDims", [Swift.Array(0..<16)], [0], .array(Swift.Array(repeating: 1, count: 16) + [16])),
+            for: [reshape])
+        // An array without elements is one: 2⁹³ elements have no room, and 0 of them have.
+        let none = TestFunction.Array.array([0])
+        refused(
+            unmatched, .node("Reshape", [[0] + huge], [0], .array([1])),
+            for: [.node("Reshape", [[0] + huge], [0], .array([0] + huge))], input: none)
+        refused(
+            unmatched, .node("Reshape", [[0, -1]], [0], .array([0, 0])),
+            for: [.node("Reshape", [[-1] + huge], [0], .array([0] + huge))], input: none)
+        refused("it is damaged", .node("A\nB", [], [0], x), for: [reshape])
+        for name in ["AsStrided", "SliceUpdate", "Scatter", "CustomKernel"] {
+            refused("the primitive \(name) is not supported", .node(name, [], [0], x), for: [reshape])
+        }
+    }
+
+    @Test func indicesAreKnownToBeWithinTheirArray() {
+        func gather(of size: Int32, _ nodes: TestFunction.Node..., indices: UInt64, shape: [Int32]) -> String {
+            let input = TestFunction.Array.array([size])
+            return said(TestFunction(input, nodes + [.node("Gather", [[0], [1]], [0, indices], .array(shape + [1]))]))
+        }
+        let refused = "the indices of Gather may be out of bounds"
+        for index: Int32 in [0, 5, 15] {
+            #expect(gather(of: 16, .constant([index]), indices: 1, shape: []) == "")
+        }
+        for index: Int32 in [-1, 16, 1_000_000, .min] {
+            #expect(gather(of: 16, .constant([index]), indices: 1, shape: []).contains(refused))
+        }
+        // Computed from the input, in place of its bytes' pattern; masked; masked and broadcast.
+        let computed = TestFunction.Node.node("View", [], type: .uint32, [0], .array([16], .uint32))
+        #expect(gather(of: 16, computed, indices: 1, shape: [16]).contains(refused))
+        func masked(_ mask: Int32, operation: Int32 = 0) -> String {
+            gather(
+                of: 16, computed, .constant([mask], .uint32), .node("Broadcast", [[16]], [2], .array([16], .uint32)),
+                .node("BitwiseBinary", integer: operation, [], [1, 3], .array([16], .uint32)),
+                .node("Broadcast", [[2, 16]], [4], .array([2, 16], .uint32)), indices: 5, shape: [2, 16])
+        }
+        #expect(masked(15) == "")
+        #expect(masked(16).contains(refused))
+        #expect(masked(15, operation: 1).contains(refused))
+        let bytes = TestFunction.Node.node("AsType", [], type: .uint8, [0], .array([256], .uint8))
+        #expect(gather(of: 256, bytes, indices: 1, shape: [256]) == "")
+        let fewer = TestFunction.Node.node("AsType", [], type: .uint8, [0], .array([255], .uint8))
+        #expect(gather(of: 255, fewer, indices: 1, shape: [255]).contains(refused))
+    }
+
+    @Test func theWholeFileIsOneOfABlocksFunctions() throws {
+        let function = TestFunction(.array([16]), [.node("Exp", [], [0], .array([16]))])
+        #expect(said(function) == "")
+        for count in function.file.indices {
+            #expect(message { try checkFunctions(function.file.prefix(count), device: "cpu", outputs: 1) } != "")
+        }
+        #expect(message { try checkFunctions(function.file + [0], device: "cpu", outputs: 1) } == "it is damaged")
+        #expect(message { try checkFunctions(function.file, device: "gpu", outputs: 1) } == "Exp is for another device")
+        for outputs in [0, 2, 9, 11] {
+            #expect(
+                message { try checkFunctions(function.file, device: "cpu", outputs: outputs) }
+                    == "it does not have the inputs and outputs of a block")
+        }
+        let other = function.file.prefix(8) + Data("0.32.1".utf8) + function.file.dropFirst(14)
+        #expect(
+            message { try checkFunctions(Data(other), device: "cpu", outputs: 1) } == "it was not written by MLX 0.31.1"
+        )
+    }
+
+    private func said(_ function: TestFunction) -> String {
+        message { try checkFunctions(function.file, device: "cpu", outputs: 1) }
+    }
+}
+
+/// A file with one function on the CPU, of one input with the id 0. The nodes after it have the ids 1, 2, …; the last is the output.
+private struct TestFunction {
+    enum Element: Int32 {
+        case uint8 = 1
+        case uint32 = 3
+        case int32 = 7
+        case float32 = 10
+        var bytes: UInt8 { self == .uint8 ? 1 : 4 }
+        var data: Data { numberData(rawValue) + [bytes] }
+    }
+
+    struct Array {
+        let shape: [Int32]
+        let element: Element
+        static func array(_ shape: [Int32], _ element: Element = .float32) -> Array {
+            Array(shape: shape, element: element)
+        }
+        var data: Data { list(shape.map(numberData)) + element.data }
+    }
+
+    struct Node {
+        let id: UInt64?
+        let content: Data
+
+        static func node(
+            _ name: String, integer: Int32? = nil, _ lists: [[Int32]] = [], type: Element? = nil, _ inputs: [UInt64],
+            _ output: Array, id: UInt64? = nil
+        ) -> Node {
+            var content = Data([1]) + list(inputs.map(numberData)) + Data(count: 12) + text(name)
+            content += integer.map(numberData) ?? Data()
+            content += lists.map { list($0.map(numberData)) }.reduce(Data(), +) + (type?.data ?? Data())
+            return Node(id: id, content: content + numberData(UInt64(0)) + output.data)
+        }
+
+        /// A constant, of no dimensions where it has one element.
+        static func constant(_ values: [Int32], _ element: Element = .int32) -> Node {
+            let shape = values.count == 1 ? [] : [Int32(values.count)]
+            return Node(
+                id: nil,
+                content: Data([0, 1]) + Array(shape: shape, element: element).data
+                    + values.map(numberData).reduce(Data(), +))
+        }
+    }
+
+    let file: Data
+
+    init(_ input: Array, _ nodes: [Node], outputs: Int = 1) {
+        let tape = nodes.enumerated().map { numberData($1.id ?? UInt64($0 + 1)) + $1.content }
+        let head = text("0.31.1") + numberData(Int32(1)) + [0] + list([])
+        let ids = list([numberData(UInt64(0))]) + list([input.data])
+        let last = nodes.last?.id ?? UInt64(nodes.count)
+        file =
+            head + ids + list(Swift.Array(repeating: numberData(last), count: outputs))
+            + list([numberData(UInt64(0)) + [0, 0]] + tape)
+    }
+}
+
+private func numberData<Integer: FixedWidthInteger>(_ number: Integer) -> Data {
+    withUnsafeBytes(of: number.littleEndian) { Data($0) }
+}
+
+private func list(_ items: [Data]) -> Data { numberData(UInt64(items.count)) + items.reduce(Data(), +) }
+
+private func text(_ text: String) -> Data { numberData(UInt64(text.utf8.count)) + Data(text.utf8) }
