@@ -676,7 +676,7 @@ def test_an_answer_of_any_length_takes_little_memory(bundle: Path, tmp_path: Pat
         if says:
             handler.send_header("content-length", str(600_000_000))
         handler.end_headers()
-        # Foundation for Linux reads on until it is told: at 100 MB/s, not as fast as this machine can.
+        # Foundation for Linux reads on until it is told: at 100 MB/s, not as fast as it can.
         for _ in range(600):
             handler.wfile.write(bytes(1_000_000))
             sent.append(1_000_000)
