@@ -14,6 +14,7 @@ public struct DocumentsFolder: Sendable {
     /// Has a file or a folder kept so.
     private let keep: @Sendable (URL, Keeping) -> Void
     private let read: @Sendable (URL) throws -> Data
+    private let list: @Sendable (URL) throws -> [URL]
 
     /// How the name of a benchmark's run ends.
     static let benchmark = "benchmark"
@@ -25,14 +26,19 @@ public struct DocumentsFolder: Sendable {
     ///   - freeBytes: the bytes that are free where a folder is.
     ///   - keep: has a file or a folder kept so.
     ///   - read: reads a file that is locked away while the phone is locked.
+    ///   - list: lists a folder, without hidden files.
     public init(
         documents: URL, included: URL? = nil, gpuRefusal: Sentence? = MLXSupport.gpuRefusal,
         freeBytes: @escaping @Sendable (URL) -> Int? = { $0.freeBytes },
         keep: @escaping @Sendable (URL, Keeping) -> Void = { $1.apply(to: $0) },
-        read: @escaping @Sendable (URL) throws -> Data = { try Data(contentsOf: $0) }
+        read: @escaping @Sendable (URL) throws -> Data = { try Data(contentsOf: $0) },
+        list: @escaping @Sendable (URL) throws -> [URL] = {
+            try FileManager.default.contentsOfDirectory(
+                at: $0, includingPropertiesForKeys: nil, options: .skipsHiddenFiles)
+        }
     ) {
         (self.documents, self.included, self.gpuRefusal) = (documents, included, gpuRefusal)
-        (self.freeBytes, self.keep, self.read) = (freeBytes, keep, read)
+        (self.freeBytes, self.keep, self.read, self.list) = (freeBytes, keep, read, list)
     }
 
     public var runsFolder: URL { documents.appendingPathComponent("runs") }
@@ -275,9 +281,7 @@ public struct DocumentsFolder: Sendable {
     private func contents(_ folder: URL) throws -> [URL] {
         guard FileManager.default.fileExists(atPath: folder.path) else { return [] }
         do {
-            return try FileManager.default.contentsOfDirectory(
-                at: folder, includingPropertiesForKeys: nil, options: .skipsHiddenFiles
-            ).filter(\.hasDirectoryPath)
+            return try list(folder).filter(\.hasDirectoryPath)
         } catch {
             throw MeSPError("\(folder.lastPathComponent) cannot be read: \(error.plainSentence).")
         }

@@ -24,6 +24,31 @@ import Testing
         return await beat.value
     }
 
+    @Test func aListThatCannotBeReadDoesNotHideTheOther() async throws {
+        let fixture = try #require(Fixture.tied).appendingPathComponent("bundle.mesp").resolvingSymlinksInPath()
+        try FileManager.default.createDirectory(at: documents, withIntermediateDirectories: true)
+        try FileManager.default.copyItem(at: fixture, to: documents.appendingPathComponent("bundle.mesp"))
+        func model(without broken: String) -> AppModel {
+            let folder = DocumentsFolder(
+                documents: documents,
+                list: { url in
+                    if url.lastPathComponent == broken { throw CocoaError(.fileReadUnknown) }
+                    return try FileManager.default.contentsOfDirectory(at: url, includingPropertiesForKeys: nil)
+                })
+            return AppModel(phone: TestPhone(), folder: folder) { _ in ByteTokenizer() }
+        }
+        let run = documents.appendingPathComponent("runs/run")
+        try FileManager.default.createDirectory(at: run, withIntermediateDirectories: true)
+        let bundles = model(without: "runs")
+        await bundles.refresh()
+        #expect(bundles.problem?.english.hasPrefix("runs cannot be read") == true)
+        #expect(bundles.library.hasLooked && bundles.library.bundles.map(\.id) == ["bundle.mesp"] && bundles.canStart)
+        let runs = model(without: documents.lastPathComponent)
+        await runs.refresh()
+        #expect(runs.problem?.english.contains("cannot be read") == true)
+        #expect(runs.library.hasLooked && runs.library.runs.map(\.id) == ["run"] && !runs.canStart)
+    }
+
     @Test func twentyLongRunsOpenWithoutAHitch() async throws {
         let (files, folder) = (FileManager.default, DocumentsFolder(documents: documents))
         let first = folder.runsFolder.appendingPathComponent("run 0")
