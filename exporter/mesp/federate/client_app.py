@@ -23,7 +23,7 @@ from mesp.federate.privacy import epsilon, noise_for
 NOISE = ("clip", "epsilon", "delta")
 NODE = ("name", "bundle", "data")
 MOST_EPSILON = 1000
-# What a client remembers of a `flwr run`, until its node ends: how many answers had noise.
+# A client's count of its answers with noise in a `flwr run`, until its node ends.
 KEPT = "privacy"
 
 

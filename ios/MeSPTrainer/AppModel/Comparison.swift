@@ -43,7 +43,7 @@ import Observation
 
     /// The conversation, the oldest turn first; of a prompt that is written on, it alone.
     public private(set) var turns = [Turn]()
-    /// What the person is about to ask.
+    /// The prompt in progress.
     public var draft = Request()
     /// The bundle that the turns are of.
     public private(set) var bundleName = ""

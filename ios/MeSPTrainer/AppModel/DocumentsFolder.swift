@@ -236,7 +236,7 @@ public struct DocumentsFolder: Sendable {
 
     private var downloadFile: URL { documents.appendingPathComponent(".download.json") }
 
-    /// What is being downloaded, also where the app was ended in it; nil for nothing. What cannot be read is forgotten.
+    /// The download in progress, also one in which the app was ended; nil for none. One that cannot be read is forgotten.
     func begunDownload() throws -> BundleDownload.Offer? {
         guard FileManager.default.fileExists(atPath: downloadFile.path) else { return nil }
         do {

@@ -45,7 +45,7 @@ public struct Ledger: Codable, Sendable, Equatable {
 
     /// Waits for memory while one command buffer is active, during which `eval` polls and keeps a core busy.
     public var spins = 0
-    /// What the GPU runs during these waits.
+    /// The work of the GPU during these waits.
     public var spinning = Kind()
 
     /// Kernels that are used for the first time, and so are compiled.

@@ -2,7 +2,7 @@ import MeSPAppModel
 import MeSPCore
 import SwiftUI
 
-/// What a run has learned, in two examples, and the way to try it.
+/// Two examples of a run's effect, and the button to try it.
 struct LearnedSection: View {
     @Environment(AppModel.self) private var model
     let run: StoredRun

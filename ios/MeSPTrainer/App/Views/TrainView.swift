@@ -35,7 +35,7 @@ private struct InterruptedSection: View {
     }
 }
 
-/// What a new run is to learn, and the button that starts it.
+/// One sentence on the lesson of a new run, and the button that starts it.
 struct SetupView: View {
     @Environment(AppModel.self) private var model
 
