@@ -2,7 +2,7 @@ import Foundation
 import MeSPCore
 import Observation
 
-/// What a run has learned, in two examples: prompts of its held-out data, continued by the base model and by the fine-tuned one.
+/// Two examples of a run's effect: prompts of its held-out data, continued by the base model and by the fine-tuned one.
 ///
 /// They are written once, after the run, and kept in its folder as `samples.json`. Writing waits while the app is not in front, and ends when
 /// something else needs the model.
@@ -193,7 +193,7 @@ private struct HeldOutPrompts: Sendable {
         return Prompt(tokens: asked, text: text(asked), isMessage: false)
     }
 
-    /// What the chat template writes before and after a message, so that a prompt can be shown without it.
+    /// The text of the chat template before and after a message, so that a prompt can be shown without it.
     private func messageFrame() -> (before: [Int], after: [Int])? {
         guard tokenizer.hasChatTemplate else { return nil }
         let texts = ["x", "y"].compactMap {

@@ -181,7 +181,7 @@ import Observation
         return settings
     }
 
-    /// What the model is to learn, in a sentence; nil without a bundle.
+    /// One sentence on the lesson for the model; nil without a bundle.
     public var lesson: Sentence? {
         guard let bundle else { return nil }
         switch textKind {

@@ -303,7 +303,7 @@ private struct FunctionCheck {
         }
     }
 
-    /// What a primitive gives for `inputs`, by its rule in `AllowedPrimitives`; nil where these or its state break the rule.
+    /// The outputs of a primitive for `inputs`, by its rule in `AllowedPrimitives`; nil where these or its state break the rule.
     private func results(of primitive: Primitive, _ inputs: [ArrayType]) -> [ArrayType]? {
         let (integers, lists) = (primitive.integers, primitive.lists)
         let counts =

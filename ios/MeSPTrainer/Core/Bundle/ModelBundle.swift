@@ -55,7 +55,7 @@ public struct ModelBundle {
     }
 
     /// On GPUs with neural accelerators (A19, M5) MLX rounds the operands of float32 products to TF32, unless this is 0 when it
-    /// multiplies for the first time. What the environment says otherwise stands.
+    /// multiplies for the first time. A value that the environment has already is kept.
     private static let fullPrecision = setenv("MLX_ENABLE_TF32", "0", 0)
 
     // MARK: - Weights

@@ -23,7 +23,7 @@ final class TrainingLoop {
     /// When it is time to save, however few steps it has been.
     private var saveAt: ContinuousClock.Instant
 
-    /// What a crash or an empty battery can cost: at the start, and after the first save.
+    /// The time that a crash or an empty battery can cost: at the start, and after the first save.
     private static let (timeToFirstSave, timeBetweenSaves) = (Duration.seconds(60), Duration.seconds(180))
 
     /// - Parameters:
