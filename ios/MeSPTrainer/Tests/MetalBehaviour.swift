@@ -132,14 +132,18 @@
             let fixture = try Fixture(folder, "gradients")
             let imported = try #require(fixture.bundle.functions(\.functions, length: fixture.length).first)
             let function = BlockFunction(imported, isFused: true)
-            #expect(throws: (any Error).self) { try function(.y, Array(repeating: MLXArray(0), count: 4)) }
             let trainer = try fixture.trainer(.mesp)
+            #expect(throws: (any Error).self) {
+                try fixture.bundle.withBlock(0) { weights in
+                    _ = try function(lora: MLXArray(0), scale: 0, weights: weights).output(MLXArray(0))
+                }
+            }
             let x = try trainer.model.embed(fixture.example())
             for _ in 0..<2 {
                 try fixture.bundle.withBlock(0) { weights in
                     let lora = try trainer.model.parameters(0)
-                    let outputs = try function(.y, trainer.model.arguments(x, lora, weights))
-                    #expect(outputs.map(\.shape) == [x.shape])
+                    let block = function(lora: lora, scale: trainer.model.scale, weights: weights)
+                    #expect(try block.output(x).shape == x.shape)
                 }
             }
         }

@@ -153,7 +153,7 @@ extension ModelBundle {
         }
     }
 
-    /// Throws unless MLX can read the functions in `file`, and each has the outputs of `BlockFunction.Outputs`.
+    /// Throws unless MLX can read the functions in `file`, and each has the outputs of a `BlockFunction`.
     func checkFunction(_ file: String) throws {
         do {
             guard let data = regularFile(url.appendingPathComponent(file)) else { throw MeSPError("it cannot be read") }

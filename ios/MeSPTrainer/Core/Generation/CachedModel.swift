@@ -89,17 +89,17 @@ struct CachedModel {
         }[0]
     }
 
-    /// - Parameter states: nil before the first token; see `BlockForward`.
+    /// - Parameter states: nil before the first token; see `Block.output`.
     private func forward(
         _ block: Int, _ x: MLXArray, sequences: [Range<Int>], _ states: inout [MixerState?], keepsStates: Bool
     ) throws -> MLXArray {
         try bundle.withBlock(block) { weights in
             var known = states.map { $0 ?? MixerState(weights, dtype: bundle.dtype) }
-            let forward = BlockForward(
+            let block = Block(
                 weights: weights, lora: adapters?.lora[block],
                 layout: LoRALayout(block: weights.shape, rank: adapters?.rank ?? 0), scale: adapters?.scale ?? 0,
                 tile: tile(rows: x.dim(0), length: (known.map(\.count).max() ?? 0) + x.dim(0)))
-            let y = forward(x, sequences: sequences, &known, keepsStates: keepsStates)
+            let y = block.output(x, sequences: sequences, &known, keepsStates: keepsStates)
             if keepsStates { states = known }
             return y
         }

@@ -28,7 +28,8 @@ final class AutomaticBackward {
             let (_, gradients) = vjp(
                 { primals in
                     do {
-                        return try functions[block](.y, model.arguments(primals[0], primals[1], weights))
+                        let function = functions[block](lora: primals[1], scale: model.scale, weights: weights)
+                        return [try function.output(primals[0])]
                     } catch {
                         failure = error
                         return [primals[0]]  // of y's shape

@@ -80,10 +80,15 @@ final class BlockwiseModel {
         return try clock.timed(\.forward) {
             defer { freeCache() }
             return try withBlock(block) { weights in
-                let outputs = try outputs(keep ? .all : .y, block, x, lora, weights)
-                let kept = keep ? Intermediates(kept: outputs) : nil
-                eval([outputs[0]] + (kept?.arrays ?? []))
-                return (outputs[0], kept)
+                let pass = try forwardPass(block, x, lora, weights)
+                guard keep else {
+                    let y = try pass.output(x)
+                    eval(y)
+                    return (y, nil)
+                }
+                let outputs = try pass.outputs(x)
+                eval([outputs.y] + outputs.intermediates.arrays)
+                return (outputs.y, outputs.intermediates)
             }
         }
     }
@@ -100,29 +105,24 @@ final class BlockwiseModel {
 
     /// The block's intermediates again, from its input.
     func recompute(_ block: Int, _ x: MLXArray, _ lora: MLXArray, _ weights: BlockWeights) throws -> Intermediates {
-        let intermediates = Intermediates(recomputed: try outputs(.intermediates, block, x, lora, weights))
+        let intermediates = try forwardPass(block, x, lora, weights).intermediates(x)
         eval(intermediates.arrays)
         return intermediates
     }
 
     /// By the bundle's function on a GPU, whose kernels it lays out. A function runs on one stream: on a CPU the same formulas are called
     /// one by one, so that each product has all cores.
-    private func outputs(
-        _ outputs: BlockFunction.Outputs, _ block: Int, _ x: MLXArray, _ lora: MLXArray, _ weights: BlockWeights
-    ) throws -> [MLXArray] {
-        guard bundle.products == .dense else {
-            let (function, arguments) = (try function(block, x), arguments(x, lora, weights))
-            if !isWarm { try function.compileKernels(outputs, arguments, pause: clock.pause) }
-            return try function(outputs, arguments)
-        }
-        let forward = BlockForward(
-            weights: weights, lora: lora, layout: layouts[block], scale: scale, tile: tile(x))
-        return forward(outputs, x)
+    private func forwardPass(_ block: Int, _ x: MLXArray, _ lora: MLXArray, _ weights: BlockWeights) throws
+        -> any BlockForward
+    {
+        guard bundle.products == .packed else { return self.block(block, x, lora, weights) }
+        return try function(block, x)(
+            lora: lora, scale: scale, weights: weights, pause: isWarm ? nil : { [clock] in clock.pause() })
     }
 
-    /// What a block function takes.
-    func arguments(_ x: MLXArray, _ lora: MLXArray, _ weights: BlockWeights) -> [MLXArray] {
-        [x, lora, MLXArray(scale), weights.packed.words]
+    /// The block's formulas for x `[1, T, hidden]`.
+    func block(_ block: Int, _ x: MLXArray, _ lora: MLXArray, _ weights: BlockWeights) -> Block {
+        Block(weights: weights, lora: lora, layout: layouts[block], scale: scale, tile: tile(x))
     }
 
     /// The sum of the losses of the counted targets, in nats, from the last block's output; and its gradient `[1, T, hidden]` times

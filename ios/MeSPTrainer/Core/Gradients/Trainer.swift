@@ -129,9 +129,8 @@ final class Trainer {
         let lora = try model.parameters(block)
         return try model.withBlock(block) { weights in
             let intermediates = try kept ?? model.recompute(block, x, lora, weights)
-            let backward = BlockBackward(
-                weights: weights, lora: lora, layout: model.layouts[block], scale: model.scale, tile: model.tile(x))
-            return backward(x: x, consume intermediates, d: &d, wantsInput: block > trained.lowerBound)
+            return model.block(block, x, lora, weights)
+                .gradient(x: x, consume intermediates, d: &d, wantsInput: block > trained.lowerBound)
         }
     }
 

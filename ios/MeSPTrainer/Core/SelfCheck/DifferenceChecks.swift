@@ -28,7 +28,7 @@ extension Bench {
         for block in blocks {
             try atBlock()
             inputs[block] = x
-            x = try forward.outputs(block, x, model.parameters(block))[0]
+            x = try forward.outputs(block, x, model.parameters(block)).y
         }
         var (_, d) = try forward.head(x, example, gradientScale: 1 / Float(Self.differenceTokens))
 
@@ -39,12 +39,12 @@ extension Bench {
             let lora = try model.parameters(block)
             let gradient = tamper(
                 "gradients.differences",
-                try backward.backward(block, x, lora, forward.outputs(block, x, lora), d: &d))
+                try backward.backward(block, x, lora, forward.outputs(block, x, lora).intermediates, d: &d))
             /// The loss with other parameters in this block.
             func loss(_ changed: MLXArray) throws -> Double {
-                var y = try forward.outputs(block, x, changed)[0]
+                var y = try forward.outputs(block, x, changed).y
                 for later in block + 1..<blocks.upperBound {
-                    y = try forward.outputs(later, y, model.parameters(later))[0]
+                    y = try forward.outputs(later, y, model.parameters(later)).y
                 }
                 return try forward.loss(y, example)
             }

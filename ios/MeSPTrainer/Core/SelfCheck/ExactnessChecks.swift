@@ -88,14 +88,13 @@ extension Bench {
         let errors = try architecture.mixers.indices.compactMap(architecture.layers.firstIndex).flatMap { block in
             let lora = try model.parameters(block)
             let outputs = try bundle.withBlock(block) { weights in
-                let outputs = try model.function(block, x)(.all, model.arguments(x, lora, weights))
+                let function = try model.function(block, x)(lora: lora, scale: model.scale, weights: weights)
+                let outputs = try function.outputs(x).list
                 eval(outputs)
                 return outputs
             }
-            let expected = try cpu(trainer).outputs(block, x, lora)
-            let names =
-                ["y", "mixer_in"] + architecture.block(block).mixer.intermediates
-                + ["x_mid", "gate", "up", "mixer_out", "mlp_out"]
+            let expected = try cpu(trainer).outputs(block, x, lora).list
+            let names = BlockOutputs.names(of: architecture.block(block).mixer)
             return zip(names, zip(outputs, expected)).map { name, pair in
                 Measurement("\(block).\(name)", error(tamper("block.outputs", pair.0), pair.1))
             }
@@ -130,7 +129,7 @@ extension Bench {
         for block in trainer.trained {
             try atBlock()
             inputs[block] = x
-            x = try cpu.outputs(block, x, model.parameters(block))[0]
+            x = try cpu.outputs(block, x, model.parameters(block)).y
         }
         let weight = 1 / Float(example.counted.count)
         var (sum, d) = try cpu.head(x, example, gradientScale: weight)
@@ -139,7 +138,7 @@ extension Bench {
             try atBlock()
             guard let x = inputs.removeValue(forKey: block) else { continue }
             let lora = try model.parameters(block)
-            gradients[block] = try cpu.backward(block, x, lora, cpu.outputs(block, x, lora), d: &d)
+            gradients[block] = try cpu.backward(block, x, lora, cpu.outputs(block, x, lora).intermediates, d: &d)
         }
         return (sum * weight, gradients)
     }

@@ -9,27 +9,25 @@ struct FormulasOnCPU {
     let scale: Float
     let tile: TileSizes
 
-    /// Everything that the block function returns, in its order and shapes, evaluated.
+    /// Everything that the block function returns, evaluated.
     ///
     /// - Parameters:
     ///   - x: `[1, T, hidden]`
     ///   - lora: `[P]`
-    func outputs(_ block: Int, _ x: MLXArray, _ lora: MLXArray) throws -> [MLXArray] {
-        try withBlock(block) { weights in
-            let forward = BlockForward(weights: weights, lora: lora, layout: layouts[block], scale: scale, tile: tile)
-            return forward(.all, x.asType(.float32))
+    func outputs(_ block: Int, _ x: MLXArray, _ lora: MLXArray) throws -> BlockOutputs {
+        try withBlock(block, lora) { block in
+            let outputs = block.outputs(x.asType(.float32))
+            eval(outputs.mixerIn)
+            return outputs
         }
     }
 
     /// The gradient of a block's LoRA parameters `[P]`; d goes from dy to dx. Both are evaluated.
-    func backward(_ block: Int, _ x: MLXArray, _ lora: MLXArray, _ outputs: [MLXArray], d: inout MLXArray) throws
-        -> MLXArray
+    func backward(_ block: Int, _ x: MLXArray, _ lora: MLXArray, _ intermediates: Intermediates, d: inout MLXArray)
+        throws -> MLXArray
     {
-        try withBlock(block) { weights in
-            let backward = BlockBackward(
-                weights: weights, lora: lora, layout: layouts[block], scale: scale, tile: tile)
-            return backward(
-                x: x.asType(.float32), Intermediates(kept: outputs), d: &d, wantsInput: true)
+        try withBlock(block, lora) { block in
+            block.gradient(x: x.asType(.float32), intermediates, d: &d, wantsInput: true)
         }
     }
 
@@ -66,12 +64,15 @@ struct FormulasOnCPU {
         }
     }
 
-    private func withBlock<R>(_ block: Int, _ body: (BlockWeights) throws -> R) throws -> R {
+    private func withBlock<R>(_ block: Int, _ lora: MLXArray, _ body: (Block) throws -> R) throws -> R {
         try Device.withDefaultDevice(.cpu) {
             try bundle.withBlock(block) { weights in
                 let packed = PackedWeights(
                     words: weights.packed.words, arrays: weights.packed.arrays, products: .dense, onCPU: true)
-                return try body(BlockWeights(shape: weights.shape, packed: packed))
+                return try body(
+                    Block(
+                        weights: BlockWeights(shape: weights.shape, packed: packed), lora: lora, layout: layouts[block],
+                        scale: scale, tile: tile))
             }
         }
     }

@@ -81,19 +81,21 @@ import Testing
         for block in model.blocks {
             let lora = try model.parameters(block)
             x = try fixture.bundle.withBlock(block) { weights in
-                let function = try model.function(block, x)
-                let forward = BlockForward(
-                    weights: weights, lora: lora, layout: model.layouts[block], scale: model.scale, tile: model.tile(x))
-                for outputs in [BlockFunction.Outputs.y, .intermediates, .all] {
-                    let expected = try function(outputs, model.arguments(x, lora, weights))
-                    let ours = forward(outputs, x)
+                let function = try model.function(block, x)(lora: lora, scale: model.scale, weights: weights)
+                let formulas = model.block(block, x, lora, weights)
+                let asked: KeyValuePairs<String, (any BlockForward) throws -> [MLXArray]> = [
+                    "y": { [try $0.output(x)] }, "intermediates": { try $0.intermediates(x).arrays },
+                    "all": { try $0.outputs(x).list },
+                ]
+                for (name, outputs) in asked {
+                    let (ours, expected) = (try outputs(formulas), try outputs(function))
                     #expect(ours.map(\.shape) == expected.map(\.shape) && ours.map(\.dtype) == expected.map(\.dtype))
                     for (index, (a, b)) in zip(ours, expected).enumerated() {
                         let error = relativeError(a.asType(.float32), b.asType(.float32))
-                        #expect(error < bar, "block \(block), \(outputs) \(index): \(error)")
+                        #expect(error < bar, "block \(block), \(name) \(index): \(error)")
                     }
                 }
-                return forward(.y, x)[0]
+                return formulas.output(x)
             }
         }
     }

@@ -1,71 +1,20 @@
 import MLX
 
-/// What the backward pass reads of what the block function returns, without its first axis. mixer_in is made again, a norm of x; so are
-/// gate and up, tile by tile, where they were not kept.
-struct Intermediates {
-    /// Of the mixer's projections `[T, features]`, or `[heads, T, d]` of attention's:
-    ///
-    ///     attention            q, behind each head its gate if it has one;  k;  v
-    ///     gated delta net      qkv, before its convolution;  z;  b and a behind it
-    ///     short convolution    b;  c;  u
-    let m1, m2, m3: MLXArray
-    /// What the mixer's formula makes of these, before its output's gate or norm `[T, features]`.
-    let mixed: MLXArray
-    let xMid: MLXArray
-    let gate, up: MLXArray?
-    /// The outputs of the mixer and of the MLP that go through norms, in a block with post-norms.
-    let mixerOut, mlpOut: MLXArray?
-
-    /// - Parameter outputs: all of a block function's
-    init(kept outputs: [MLXArray]) {
-        self.init(Array(outputs[2...6] + outputs.dropFirst(9)), gate: outputs[7], up: outputs[8])
-    }
-
-    /// - Parameter outputs: a block function's `Outputs.intermediates`
-    init(recomputed outputs: [MLXArray]) { self.init(outputs, gate: nil, up: nil) }
-
-    private init(_ outputs: [MLXArray], gate: MLXArray?, up: MLXArray?) {
-        // Views: an index would copy.
-        let arrays = outputs.map { $0.squeezed(axis: 0) }
-        (m1, m2, m3, mixed, xMid) = (arrays[0], arrays[1], arrays[2], arrays[3], arrays[4])
-        (self.gate, self.up) = (gate?.squeezed(axis: 0), up?.squeezed(axis: 0))
-        (mixerOut, mlpOut) = arrays.count > 5 ? (arrays[5], arrays[6]) : (nil, nil)
-    }
-
-    var arrays: [MLXArray] { [m1, m2, m3, mixed, xMid] + [gate, up, mixerOut, mlpOut].compactMap { $0 } }
-}
-
-/// The structured backward pass of one transformer block:
-///
-///     mixer_in = RMSNorm(x)                     mlp_in = RMSNorm(x_mid)
-///     x_mid = x + mixer(mixer_in)               y = x_mid + down(act(gate(mlp_in)) ∘ up(mlp_in))
-///
-/// Each projection is a LoRA linear, and what is added to x and x_mid may go through an RMSNorm before. From x, the intermediates and dy
-/// it makes dx and the gradients of the LoRA matrices, and nothing else. What it takes and dx have the bundle's dtype, norms too, as the
-/// block function made them; everything else is float32.
-struct BlockBackward {
-    let weights: BlockWeights
-    let lora: MLXArray
-    let layout: LoRALayout
-    /// α / rank
-    let scale: Float
-    let tile: TileSizes
-
+/// The structured backward pass: from x, the intermediates and dy it makes dx and the gradients of the LoRA matrices, and nothing else.
+extension Block {
     /// - Parameters:
     ///   - x: `[1, T, hidden]`
     ///   - forward: given away, so that each array goes when it has been used
     ///   - d: dy `[1, T, hidden]`, replaced by dx
     ///   - wantsInput: false for the first block, whose dx nobody reads; d then ends as d_x_mid
     /// - Returns: the flat gradient of the LoRA parameters `[P]` in float32. It and d are evaluated.
-    func callAsFunction(x: MLXArray, _ forward: consuming Intermediates, d: inout MLXArray, wantsInput: Bool)
-        -> MLXArray
-    {
+    func gradient(x: MLXArray, _ forward: consuming Intermediates, d: inout MLXArray, wantsInput: Bool) -> MLXArray {
         let shape = x.shape
         let x = x.reshaped([shape[1], shape[2]])
         var gradients = [Projection: LoRAMatrices]()
         d = d.reshaped([shape[1], shape[2]]).asType(.float32)
-        d = mlp(forward, dy: d, &gradients)
-        if let dx = mixer(x: x, consume forward, dMid: d, wantsInput: wantsInput, &gradients) { d = dx }
+        d = mlpBackward(forward, dy: d, &gradients)
+        if let dx = mixerBackward(x: x, consume forward, dMid: d, wantsInput: wantsInput, &gradients) { d = dx }
         d = d.reshaped(shape).asType(x.dtype)
         let gradient = layout.packed(gradients)
         eval(d, gradient)
@@ -75,11 +24,9 @@ struct BlockBackward {
     // MARK: - y = x_mid + norm(mlp_out),  mlp_out = down(act(gate(mlp_in)) ∘ up(mlp_in)),  mlp_in = RMSNorm(x_mid)
 
     /// - Returns: d_x_mid `[T, hidden]`, evaluated.
-    private func mlp(
+    private func mlpBackward(
         _ forward: borrowing Intermediates, dy dResidual: MLXArray, _ gradients: inout [Projection: LoRAMatrices]
-    )
-        -> MLXArray
-    {
+    ) -> MLXArray {
         let xMid = forward.xMid
         let dMlpIn = gatedMLP(
             weights.mlpNorm(xMid), gate: forward.gate, up: forward.up,
@@ -181,7 +128,7 @@ struct BlockBackward {
     // MARK: - x_mid = x + norm(mixer_out),  mixer_out = mixer(mixer_in),  mixer_in = RMSNorm(x)
 
     /// - Returns: dx `[T, hidden]`, evaluated, or nil where it is not wanted.
-    private func mixer(
+    private func mixerBackward(
         x: MLXArray, _ forward: consuming Intermediates, dMid: MLXArray, wantsInput: Bool,
         _ gradients: inout [Projection: LoRAMatrices]
     ) -> MLXArray? {
@@ -199,7 +146,7 @@ struct BlockBackward {
         return dx
     }
 
-    /// What a mixer's derivative gives: the gradients of what its projections of mixer_in give `[T, features]`, evaluated.
+    /// The gradients of the outputs `[T, features]` of a mixer's projections of mixer_in, evaluated.
     typealias Projected = KeyValuePairs<Projection, MLXArray>
 
     private func projected(
@@ -207,9 +154,9 @@ struct BlockBackward {
     ) -> Projected {
         let dOut = through(weights.mixerPostNorm, forward.mixerOut, dy: dMid)
         switch weights.shape.mixer {
-        case .attention(let mixer): return attention(mixer, consume forward, dOut: dOut, &gradients)
-        case .gatedDeltaNet(let mixer): return gatedDeltaNet(mixer, consume forward, dOut: dOut, &gradients)
-        case .shortConvolution: return shortConvolution(consume forward, dOut: dOut, &gradients)
+        case .attention(let mixer): return attentionBackward(mixer, consume forward, dOut: dOut, &gradients)
+        case .gatedDeltaNet(let mixer): return gatedDeltaNetBackward(mixer, consume forward, dOut: dOut, &gradients)
+        case .shortConvolution: return shortConvolutionBackward(consume forward, dOut: dOut, &gradients)
         }
     }
 
@@ -236,6 +183,7 @@ struct BlockBackward {
     }
 
     private func matrices(_ projection: Projection) -> LoRAMatrices {
-        layout.matrices(projection, in: lora)
+        guard let lora else { preconditionFailure("a gradient without parameters") }
+        return layout.matrices(projection, in: lora)
     }
 }

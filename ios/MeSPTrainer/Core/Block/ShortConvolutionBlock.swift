@@ -1,8 +1,28 @@
 import MLX
 
-extension BlockBackward {
-    /// The derivative of out(c ∘ conv(b ∘ u)) from that of its output `[T, hidden]`.
+/// x_mid − x = out(c ∘ conv(b ∘ u)).
+extension Block {
     func shortConvolution(
+        _ mixerIn: MLXArray, _ sequences: [Range<Int>], _ states: inout [MixerState]
+    ) -> Mixed {
+        let convolution = weights.shortConvolution
+        let thirds = projected(.in, mixerIn).split(parts: 3, axis: -1)
+        let (b, c, u) = (thirds[0], thirds[1], thirds[2])
+        let mixed = eachSequence(sequences, &states) { rows, state in
+            guard case .shortConvolution(var tail, let count) = state else {
+                preconditionFailure("another mixer's state")
+            }
+            let mixed = convolution(b: b[rows], u: u[rows], tail: &tail)
+            state = .shortConvolution(tail: tail, count: count + rows.count)
+            return mixed.asType(mixerIn.dtype)
+        }
+        return Mixed(
+            m1: b, m2: c, m3: u, mixed: mixed,
+            out: projection(.out)(convolution.output(mixed: mixed, c: c), tile: tile.projection))
+    }
+
+    /// The derivative of out(c ∘ conv(b ∘ u)) from that of its output `[T, hidden]`.
+    func shortConvolutionBackward(
         _ forward: consuming Intermediates, dOut: MLXArray, _ gradients: inout [Projection: LoRAMatrices]
     ) -> Projected {
         let convolution = weights.shortConvolution

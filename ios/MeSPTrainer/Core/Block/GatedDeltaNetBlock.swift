@@ -1,8 +1,31 @@
 import MLX
 
-extension BlockBackward {
-    /// The derivative of out(norm(o) ∘ silu(z)), with o the gated delta rule of qkv, b and a, from that of its output `[T, hidden]`.
+/// x_mid − x = out(norm(o) ∘ silu(z)), with o the gated delta rule of qkv, b and a.
+extension Block {
     func gatedDeltaNet(
+        _ mixer: GatedDeltaNetMixer, _ mixerIn: MLXArray, _ sequences: [Range<Int>], _ states: inout [MixerState]
+    ) -> Mixed {
+        let net = weights.gatedDeltaNet(mixer)
+        let (qkv, z, b, a) = (
+            projected(.qkv, mixerIn), projected(.z, mixerIn), projected(.b, mixerIn), projected(.a, mixerIn)
+        )
+        let o = eachSequence(sequences, &states) { rows, state in
+            guard case .gatedDeltaNet(var memory, let count) = state else {
+                preconditionFailure("another mixer's state")
+            }
+            let o = net(
+                qkv: qkv[rows], b: b[rows], a: a[rows], state: &memory,
+                tile: net.tile(length: rows.count, bytes: tile.bytes))
+            state = .gatedDeltaNet(memory, count: count + rows.count)
+            return o.asType(mixerIn.dtype)
+        }
+        return Mixed(
+            m1: qkv, m2: z, m3: concatenated([b, a], axis: -1), mixed: o,
+            out: projection(.out)(net.output(o: o, z: z), tile: tile.projection))
+    }
+
+    /// The derivative of out(norm(o) ∘ silu(z)), with o the gated delta rule of qkv, b and a, from that of its output `[T, hidden]`.
+    func gatedDeltaNetBackward(
         _ mixer: GatedDeltaNetMixer, _ forward: consuming Intermediates, dOut: MLXArray,
         _ gradients: inout [Projection: LoRAMatrices]
     ) -> Projected {

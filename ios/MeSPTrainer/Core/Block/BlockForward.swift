@@ -1,0 +1,138 @@
+import MLX
+
+/// The forward pass, as a CPU trains with it and every device generates.
+extension Block: BlockForward {
+    /// y of tokens that may follow others.
+    ///
+    /// - Parameters:
+    ///   - x: `[n, hidden]`, the tokens of one or several sequences, one sequence below the other
+    ///   - sequences: the rows of each
+    ///   - states: for each the state after the tokens before, replaced by that after these
+    ///   - keepsStates: whether that is asked for; otherwise it is not evaluated
+    /// - Returns: y `[n, hidden]`, evaluated.
+    func output(_ x: MLXArray, sequences: [Range<Int>], _ states: inout [MixerState], keepsStates: Bool) -> MLXArray {
+        let mixerOut = mixer(weights.mixerNorm(x), sequences, &states).out
+        let xMid = sum(x, weights.mixerPostNorm, mixerOut)
+        let y = sum(xMid, weights.mlpPostNorm, mlp(weights.mlpNorm(xMid)))
+        eval([y] + (keepsStates ? states.flatMap(\.arrays) : []))
+        return y
+    }
+
+    func output(_ x: MLXArray) -> MLXArray {
+        let xMid = {
+            let x = x.squeezed(axis: 0)
+            let xMid = sum(x, weights.mixerPostNorm, mixed(x).out)
+            eval(xMid)
+            return xMid
+        }()
+        let y = sum(xMid, weights.mlpPostNorm, mlp(weights.mlpNorm(xMid))).expandedDimensions(axis: 0)
+        eval(y)
+        return y
+    }
+
+    /// Evaluated.
+    func intermediates(_ x: MLXArray) -> Intermediates {
+        var intermediates = toXMid(x.squeezed(axis: 0))
+        if weights.mlpPostNorm != nil {
+            intermediates.mlpOut = stored(mlp(weights.mlpNorm(intermediates.xMid)), as: x.dtype)
+        }
+        return intermediates
+    }
+
+    /// Evaluated, but for mixer_in.
+    func outputs(_ x: MLXArray) -> BlockOutputs {
+        var intermediates = toXMid(x.squeezed(axis: 0))
+        let xMid = intermediates.xMid
+        var tiles: [(gate: MLXArray, up: MLXArray)]? = []
+        let mlpOut = mlp(weights.mlpNorm(xMid), keeping: &tiles)
+        let y = stored(sum(xMid, weights.mlpPostNorm, mlpOut).expandedDimensions(axis: 0), as: x.dtype)
+        let (gate, up) = (
+            concatenated(tiles?.map(\.gate) ?? [], axis: -1), concatenated(tiles?.map(\.up) ?? [], axis: -1)
+        )
+        eval(gate, up)
+        (intermediates.gate, intermediates.up) = (gate, up)
+        if weights.mlpPostNorm != nil { intermediates.mlpOut = stored(mlpOut, as: x.dtype) }
+        return BlockOutputs(y: y, mixerIn: weights.mixerNorm(x).squeezed(axis: 0), intermediates: intermediates)
+    }
+
+    /// The first half of the block, evaluated; x `[T, hidden]`.
+    private func toXMid(_ x: MLXArray) -> Intermediates {
+        let mixed = mixed(x)
+        let intermediates = Intermediates(
+            m1: mixed.m1, m2: mixed.m2, m3: mixed.m3, mixed: mixed.mixed,
+            xMid: sum(x, weights.mixerPostNorm, mixed.out),
+            mixerOut: weights.mixerPostNorm == nil ? nil : mixed.out.asType(x.dtype))
+        eval(intermediates.arrays)
+        return intermediates
+    }
+
+    /// The mixer over a whole sequence x `[T, hidden]`.
+    private func mixed(_ x: MLXArray) -> Mixed {
+        var states = [MixerState(weights, dtype: x.dtype)]
+        return mixer(weights.mixerNorm(x), [0..<x.dim(0)], &states)
+    }
+
+    private func stored(_ array: MLXArray, as dtype: DType) -> MLXArray {
+        let stored = array.asType(dtype)
+        eval(stored)
+        return stored
+    }
+
+    /// x + norm(output), where there is a norm of the output as it would be stored; in x's dtype.
+    private func sum(_ x: MLXArray, _ norm: RMSNorm?, _ output: MLXArray) -> MLXArray {
+        (x + (norm.map { $0(output.asType(x.dtype).asType(.float32)) } ?? output)).asType(x.dtype)
+    }
+
+    // MARK: - The mixer
+
+    struct Mixed {
+        /// As `Intermediates` has them.
+        let m1, m2, m3, mixed: MLXArray
+        /// The mixer's output `[n, hidden]`, in float32.
+        let out: MLXArray
+    }
+
+    /// - Parameter mixerIn: `[n, hidden]`; the others as those of `output`
+    private func mixer(_ mixerIn: MLXArray, _ sequences: [Range<Int>], _ states: inout [MixerState]) -> Mixed {
+        switch weights.shape.mixer {
+        case .attention(let mixer): attention(mixer, mixerIn, sequences, &states)
+        case .gatedDeltaNet(let mixer): gatedDeltaNet(mixer, mixerIn, sequences, &states)
+        case .shortConvolution: shortConvolution(mixerIn, sequences, &states)
+        }
+    }
+
+    /// A projection of mixer_in as it would be stored.
+    func projected(_ name: Projection, _ mixerIn: MLXArray) -> MLXArray {
+        projection(name)(mixerIn, tile: tile.projection).asType(mixerIn.dtype)
+    }
+
+    /// The results of `mixed` for each sequence's rows and state, one below the other.
+    func eachSequence(
+        _ sequences: [Range<Int>], _ states: inout [MixerState],
+        mixed: (_ rows: Range<Int>, _ state: inout MixerState) -> MLXArray
+    ) -> MLXArray {
+        concatenated(zip(sequences, states.indices).map { rows, index in mixed(rows, &states[index]) })
+    }
+
+    // MARK: - The MLP
+
+    /// down(act(gate) ∘ up), in float32.
+    private func mlp(_ mlpIn: MLXArray) -> MLXArray {
+        var kept: [(gate: MLXArray, up: MLXArray)]?
+        return mlp(mlpIn, keeping: &kept)
+    }
+
+    /// - Parameter kept: gets gate and up by tiles of their features, unless it is nil.
+    private func mlp(_ mlpIn: MLXArray, keeping kept: inout [(gate: MLXArray, up: MLXArray)]?) -> MLXArray {
+        let (gate, up, down) = (projection(.gate), projection(.up), projection(.down))
+        let features = tiles(of: gate.weight.rows, size: tile.mlp)
+        var sum = MLXArray.zeros(mlpIn.shape)
+        for f in features {
+            let (gateF, upF) = (gate.outputs(f)(mlpIn), up.outputs(f)(mlpIn))
+            sum = sum + down.inputs(f)(weights.activation.gated(gate: gateF, up: upF))
+            kept?.append((gateF.asType(mlpIn.dtype), upF.asType(mlpIn.dtype)))
+            if features.count > 1 { eval([sum] + (kept?.suffix(1).flatMap { [$0.gate, $0.up] } ?? [])) }
+        }
+        return down.bias.map { sum + $0 } ?? sum
+    }
+}
