@@ -106,10 +106,8 @@ extension Manifest {
             throw MeSPError("\(bundle)/manifest.json is damaged; export the bundle again.")
         }
         guard version.format == Manifest.format else {
-            let remedy: Sentence =
-                (2...3).contains(version.format) ? "write it anew with mesp-export --from" : "export it again"
             throw MeSPError(
-                "\(bundle) has bundle format \(version.format), this build reads format \(Manifest.format); \(remedy)."
+                "\(bundle) has bundle format \(version.format), this build reads format \(Manifest.format); export it again."
             )
         }
         guard version.mlxVersion == Manifest.mlxVersion else {
