@@ -253,7 +253,7 @@ class Bundle:
         )
 
     def function(self, seq_len: int, index: int = 0, plain: bool = False) -> Any:
-        """Block `index`'s function, or its plain twin: (x, lora, scale, weights) to its arrays.
+        """Block `index`'s function, or its plain one: (x, lora, scale, weights) to its arrays.
 
         Raises MespError where `check_functions` refuses it.
         """

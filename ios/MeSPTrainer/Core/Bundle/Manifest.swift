@@ -27,7 +27,7 @@ public struct Manifest: Decodable, Sendable {
     /// Blocks whose files have one layout and whose mixer is one.
     public struct Blocks: Decodable, Sendable {
         public let layers: [Int]
-        /// Files by sequence length.
+        /// Files by sequence length: the function that a GPU trains with, and the one in plain operations. On a CPU they are one.
         public let functions: [String: String]
         public let plainFunctions: [String: String]
         public let words: Int
