@@ -15,6 +15,7 @@ import shutil
 import sys
 import tempfile
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx  # before OpenBLAS: the engine, which has that, is compared with another
@@ -35,7 +36,8 @@ from conftest import (
     write_mixed_model,
     write_model,
 )
-from mesp.bundle import function_files
+from mesp.block_function import trace
+from mesp.bundle import function_files, writer
 from mesp.data.records import Document
 from mesp.data.sources import Selection, read_documents
 from mesp.data.tokens import cut_text, encoder, load_tokenizer
@@ -88,10 +90,13 @@ def export_for_gpu(patch: pytest.MonkeyPatch) -> None:
     The CPU's `quantized_matmul` adds up in its operands' dtype: here, as on the GPU, sums are
     float32, and rounded in the end.
     """
-    of_device, multiply = function_files.block_function, mx.quantized_matmul
+    write, export, multiply = writer.write_functions, trace.export_block, mx.quantized_matmul
 
-    def of_gpu(block, layout, device, plain, fast):
-        return of_device(block, layout, "gpu", plain, fast)
+    def write_for_gpu(folder, arch, layouts, options):
+        return write(folder, arch, layouts, replace(options, device="gpu"))
+
+    def export_on_cpu(path, function, block, layout, dtype, device, *sizes):
+        export(path, function, block, layout, dtype, "cpu", *sizes)
 
     def quantized_matmul(x, weight, scales, biases, **quantization):
         packed = (scales, biases)
@@ -99,7 +104,9 @@ def export_for_gpu(patch: pytest.MonkeyPatch) -> None:
             packed = (a.astype(mx.float32) for a in packed)
         return multiply(x.astype(mx.float32), weight, *packed, **quantization).astype(x.dtype)
 
-    patch.setattr(function_files, "block_function", of_gpu)
+    patch.setattr(writer, "write_functions", write_for_gpu)
+    patch.setattr(function_files, "export_block", export_on_cpu)
+    patch.setattr(function_files, "fused", mx.fast)
     patch.setattr(mx, "quantized_matmul", quantized_matmul)
 
 

@@ -149,7 +149,7 @@ def test_the_engine_checks_a_function_before_mlx_reads_it(tiny, tmp_path):
         *("--out", bundle),
     )
     assert done.returncode == 0, done.stderr
-    name = "block.plain.8.mlxfn"
+    name = "block.8.mlxfn"
     file = exported(tmp_path, lambda x: mx.as_strided(x, (64,), (1,), 1 << 20))
     (bundle / name).write_bytes(file)
     manifest = json.loads((bundle / "manifest.json").read_text())

@@ -18,7 +18,6 @@ from pathlib import Path
 import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm
-import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 from mlx.utils import tree_flatten
@@ -39,11 +38,10 @@ from conftest import (
 from mesp import reference
 from mesp.block_function import mlxfn
 from mesp.bundle import rewriter
-from mesp.bundle.manifest import describe_files, read_manifest
+from mesp.bundle.manifest import read_manifest
 from mesp.bundle.reader import Bundle
 from mesp.commands.evaluate import MAX_LENGTH, context_of
 from mesp.commands.export import main
-from mesp.models.architecture import Architecture
 from mesp.quantization.modes import Quantization
 
 COMMAND = str(Path(sys.executable).with_name("mesp-export"))
@@ -324,9 +322,13 @@ def test_a_bundle_for_the_gpu_is_written_on_every_machine(tiny):
     assert done.exit_code == 0, done.output
     assert "float32 on the GPU" in done.stdout
     gpu = read_manifest(Path("gpu.mesp"), to_run=False)
-    functions = {"block.8.mlxfn", "block.plain.8.mlxfn"}
+    functions = {f for f in content(Path("gpu.mesp")) if f.endswith(".mlxfn")}
+    assert functions == {"block.8.mlxfn", "block.plain.8.mlxfn"}
     for manifest in (cpu, gpu):
         manifest["files"] = [f for f in manifest["files"] if f["path"] not in functions]
+    (of_gpu,) = gpu["blocks"]
+    assert of_gpu["plain_functions"] == {"8": "block.plain.8.mlxfn"}
+    of_gpu["plain_functions"] = {"8": "block.8.mlxfn"}
     assert gpu == {**cpu, "device": "gpu"}
     for name in functions:
         file = Path("gpu.mesp", name).read_bytes()
@@ -406,7 +408,7 @@ def test_a_bundle_written_anew_is_that_of_an_export(name, changes, text, monkeyp
             assert renumbered(files[0], monkeypatch) == renumbered(files[1], monkeypatch)
             of_anew["sha256"] = of_fresh["sha256"]
             functions += 1
-    assert functions >= 4
+    assert functions >= (4 if "gpu" in changes else 2)
     assert anew == {**fresh, "name": "model"}
 
 
@@ -435,10 +437,9 @@ def test_a_bundle_written_anew_in_place_keeps_its_weights_and_data(old):
         x = mx.ones((1, 24, 128))
         y = bundle.function(24)(x, lora, mx.array(1.0), bundle.block_words(0))[0]
         assert mx.isfinite(y).all()
-    functions = {"block.24.mlxfn", "block.plain.24.mlxfn"}
+    functions = {"block.24.mlxfn"}
     assert content(old).keys() - before.keys() == functions
-    gone = {f"block.{plain}{n}.mlxfn" for n in (8, 16) for plain in ("", "plain.")}
-    assert before.keys() - content(old).keys() == gone
+    assert before.keys() - content(old).keys() == {"block.8.mlxfn", "block.16.mlxfn"}
     for path in content(old).keys() - functions - {"manifest.json"}:
         assert (old / path).stat().st_ino == before[path]
     assert [p.name for p in Path().iterdir() if "mesp" in p.name] == [old.name]
@@ -483,62 +484,6 @@ def test_a_bundle_of_another_mlx_is_written_anew_for_this_one(old):
     bundle = Bundle(old)
     assert bundle.manifest["seq_lens"] == [8, 16]
     bundle.function(16)
-
-
-def before_format_4(arch: Architecture) -> dict:
-    """A manifest's architecture as it was: of one mixer's kind, with the modules of a block."""
-    entry = arch.to_manifest()
-    (first, *_), mlp = entry["mixers"], entry.pop("mlp")
-    of_kind = ("frequencies", "rope_scale", "sliding_window")
-    kinds = [{key: mixer[key] for key in of_kind} for mixer in entry.pop("mixers")]
-    common = {key: first[key] for key in first if key not in (*of_kind, "type", "output_gate")}
-    entry |= common | {"modules": [*common["modules"], *mlp], "attention": kinds}
-    return {k: v for k, v in entry.items() if k not in ("mlx_prefix", "hf_prefix")}
-
-
-@pytest.mark.parametrize("family", ["qwen2", "gemma2", "phi3"])
-def test_a_bundle_of_format_3_is_brought_up_to_date(family, text):
-    folder = write_model(Path("model"), FAMILIES[family])
-    bundle = exported("--model", folder, "--data", text, "--seq-len", 8)
-    edit(bundle.path, format=3, architecture=before_format_4(bundle.architecture))
-    assert "mesp-export --from" in run("data", bundle.path, "--data", "text.txt").stderr
-    assert export("--from", bundle.path, "--overwrite").exit_code == 0
-    now = Bundle(bundle.path)
-    now.verify()
-    for key in ("format", "architecture", "blocks", "data"):
-        assert now.manifest[key] == bundle.manifest[key], key
-
-
-def test_a_bundle_of_format_2_is_brought_up_to_date(old):
-    """Its examples said how many tokens at their start are not in the loss; now a mask says it."""
-    # The second and the third follow each other as a long record's do, the last has no prompt.
-    rows = [(0, 9, 3), (9, 17, 20 - 9), (25, 10, 0), (40, 5, 0)]
-    (old / "data" / "train.examples.bin").write_bytes(np.array(rows, "<u4").tobytes())
-    data = json.loads((old / "manifest.json").read_text())["data"]
-    data["train"]["examples"] = {"file": "data/train.examples.bin", "count": len(rows)}
-    before = before_format_4(Bundle(old, to_run=False).architecture)
-    edit(old, format=2, architecture=before, data=data, files=describe(old))
-    for refused_by in (run("train", old, "--steps", 1), run("data", old, "--data", "text.txt")):
-        assert refused_by.returncode == 2
-        assert "mesp-export --from" in refused_by.stderr and refused_by.stderr.count("\n") == 1
-
-    before = {path: content for path, content in content(old).items() if path.startswith("data/")}
-    assert export("--from", old, "--overwrite").exit_code == 0
-    bundle = Bundle(old)
-    bundle.verify()
-    assert bundle.manifest["format"] == 4
-    assert bundle.examples("train").tolist() == [list(row[:2]) for row in rows]
-    mask = bundle.mask("train")
-    for start, length, prompt in rows:
-        counted = np.arange(1, length) >= prompt
-        assert mask[start + 1 : start + length].astype(bool).tolist() == counted.tolist()
-    assert bundle.mask("valid") is None
-    for split in ("train", "valid"):
-        assert content(old)[f"data/{split}.bin"] == before[f"data/{split}.bin"]
-
-
-def describe(bundle: Path) -> list[dict]:
-    return [file for file in describe_files(bundle) if file["path"] != "manifest.json"]
 
 
 @pytest.mark.parametrize(

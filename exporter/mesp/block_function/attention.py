@@ -1,4 +1,4 @@
-"""Attention: by tiles, by the GPU's fused primitive, and plainly."""
+"""Attention: for a GPU by its fused primitive or by tiles, and in plain operations."""
 
 from __future__ import annotations
 
@@ -36,8 +36,7 @@ def mix_by_attention(
     dtype, everywhere = parts.dtype, slice(0, x.shape[1])
     window = mixer.within(x.shape[1]).sliding_window
     scoring = Scoring(mixer.attention_scale, mixer.attn_logit_softcapping, window)
-    on_gpu = parts.device == "gpu" and not parts.plain
-    turn = fast_rope(mixer, parts.fast) if on_gpu else rope(mixer, everywhere)
+    turn = rope(mixer, everywhere) if parts.plain else fast_rope(mixer, parts.fast)
 
     def heads(x: mx.array, count: int) -> mx.array:  # [1, T, n·size] -> [1, n, T, size]
         return x.reshape(1, x.shape[1], count, -1).swapaxes(1, 2).astype(dtype)
@@ -51,9 +50,12 @@ def mix_by_attention(
     k = heads(parts.project("k", x, q), mixer.num_key_value_heads)
     v = heads(parts.project("v", x, k), mixer.num_key_value_heads)
     queries, gates = q[..., : mixer.head_dim], q[..., mixer.head_dim :]
-    attend = plain_attention if parts.plain else attention
-    if on_gpu and mixer.head_dim in FUSED_HEADS and scoring.cap is None:
+    if parts.plain:
+        attend = plain_attention
+    elif mixer.head_dim in FUSED_HEADS and scoring.cap is None:
         attend = partial(fused_attention, parts.fast)
+    else:
+        attend = attention
     attn_out = attend(queries, place("k", k), v, partial(place, "q"), scoring).astype(dtype)
     if not mixer.output_gate:
         return [q, k, v, attn_out], attn_out

@@ -1,18 +1,19 @@
-"""The forward pass of a block as the trainer runs it; exported as ``block.T.mlxfn``.
+"""The forward pass of a block; exported as ``block.T.mlxfn``.
 
     f(x, lora, scale, weights) -> [y, mixer_in, m1, m2, m3, mixed, x_mid, gate, up]
 
 and with post norms two more, ``o_out`` and ``mlp_out``, which those take. What m1, m2, m3 and mixed
 are depends on the mixer: of attention q, k, v and its output.
 
-MLX is lazy: evaluating only ``y`` computes, and holds, only what ``y`` needs. To keep that small
-the work is cut into tiles, each made to wait for the one before by `mx.depends`; otherwise MLX
-would be free to unpack every tile's weights first. On the CPU a tile's weights are dequantized and
-multiplied, as `quantized_matmul` is some 50 times slower there. On the GPU `quantized_matmul` and
-the fused attention make no large arrays, and only the MLP is cut, by tokens, and attention where
-the fused one is not (it lacks the soft cap, and heads of other sizes than `FUSED_HEADS`).
+It is made of plain, differentiable operations: MeBP differentiates it, and on a CPU the self-check
+compares the trainer's own forward pass with it. There weights are dequantized and multiplied, as
+`quantized_matmul` is some 50 times slower.
 
-The twin for MeBP, ``block.plain.T.mlxfn``, is the same in plain, differentiable operations, uncut.
+A GPU trains with another, and its plain function is ``block.plain.T.mlxfn``. MLX is lazy:
+evaluating only ``y`` computes, and holds, only what ``y`` needs. `quantized_matmul` and the fused
+attention make no large arrays. The MLP is cut into tiles of tokens, and so is attention where there
+is no fused one (with a soft cap, and with heads of other sizes than `FUSED_HEADS`); `mx.depends`
+makes each tile wait for the one before.
 
 Arithmetic between these arrays is float32 (the GPU's fused primitives accumulate in it).
 """
@@ -27,7 +28,7 @@ import mlx.core as mx
 from mesp.block_function.attention import mix_by_attention
 from mesp.block_function.convolution import mix_by_short_convolution
 from mesp.block_function.gated_delta_net import mix_by_gated_delta_net
-from mesp.block_function.mlp import ACTIVATIONS, mlp_by_tokens, plain_mlp, tiled_mlp
+from mesp.block_function.mlp import ACTIVATIONS, mlp_by_tokens, plain_mlp
 from mesp.block_function.parts import Parts
 from mesp.block_function.projection import projections
 from mesp.bundle.layout import Layout
@@ -47,7 +48,7 @@ MIX = {
 def block_function(
     block: Block, layout: Layout, device: str, plain: bool = False, fast: ModuleType = mx.fast
 ) -> BlockFunction:
-    """The block function for `device` ("cpu" or "gpu"), or its plain twin.
+    """The block function for `device` ("cpu" or "gpu"); for a GPU, the plain one or the other.
 
     It takes x [1, T, hidden], lora [P] float32, scale [] float32 and weights [layout.words] uint32;
     T, the LoRA rank and the dtype (x's) are read off the arguments. docs/architecture.md has the
@@ -56,13 +57,14 @@ def block_function(
     """
     arch, mixer = block.arch, block.mixer
     mix, act = MIX[type(mixer)], ACTIVATIONS[arch.hidden_act]
-    mlp = plain_mlp if plain else mlp_by_tokens if device == "gpu" else tiled_mlp
+    plain = plain or device == "cpu"
+    mlp = plain_mlp if plain else mlp_by_tokens
 
     def function(x, lora, scale, weights):
         dtype = x.dtype
         arrays = layout.unpack(weights)
         p = projections(block, layout, arrays, lora, scale, device, dtype)
-        parts = Parts(p, arrays, arch.rms_norm_eps, dtype, device, plain, fast)
+        parts = Parts(p, arrays, arch.rms_norm_eps, dtype, plain, fast)
         norm = parts.norm
 
         mixer_in = norm("input_layernorm", x)

@@ -1,4 +1,4 @@
-"""The MLP: by tiles of its intermediate dimension, and plainly."""
+"""The MLP: by tiles of tokens, and in plain operations."""
 
 from __future__ import annotations
 
@@ -24,27 +24,11 @@ def gelu(x: mx.array) -> mx.array:
 ACTIVATIONS = {"silu": silu, "gelu": gelu}
 
 
-def tiled_mlp(
-    x: mx.array, gate: Projection, up: Projection, down: Projection,
-    act: Callable[[mx.array], mx.array], plus: mx.array | None,
-) -> list[mx.array]:  # fmt: skip
-    """[plus + down(act(gate(x)) ∘ up(x)), gate(x), up(x)], float32, of x [1, T, hidden].
-
-    By tiles of the intermediate dimension: each weight is unpacked once however long the sequence.
-    """
-    y, done, gates, ups = down.start(plus), x, [], []
-    for tile in tiles.cut(down.a.shape[0], tiles.WIDTH, down.quantization.group_size):
-        gates.append(gate.outputs(tile).after(done)(x))
-        ups.append(up.outputs(tile).after(gates[-1])(x))
-        y = done = down.inputs(tile).after(ups[-1])(act(gates[-1]) * ups[-1], plus=y)
-    return [y, mx.concatenate(gates, axis=-1), mx.concatenate(ups, axis=-1)]
-
-
 def mlp_by_tokens(
     x: mx.array, gate: Projection, up: Projection, down: Projection,
     act: Callable[[mx.array], mx.array], plus: mx.array | None,
 ) -> list[mx.array]:  # fmt: skip
-    """`tiled_mlp` by tiles of tokens: for the GPU, whose products unpack no weights."""
+    """`plain_mlp` by tiles of tokens: for the GPU, whose products unpack no weights."""
     length, features = x.shape[1], down.a.shape[0]
     ys, gates, ups = [], [], []
     for rows in tiles.cut(length, max(length * tiles.NUMBERS_A_TOKEN // features, 8)):
@@ -60,6 +44,6 @@ def plain_mlp(
     x: mx.array, gate: Projection, up: Projection, down: Projection,
     act: Callable[[mx.array], mx.array], plus: mx.array | None,
 ) -> list[mx.array]:  # fmt: skip
-    """`tiled_mlp` without tiles."""
+    """[plus + down(act(gate(x)) ∘ up(x)), gate(x), up(x)], float32, of x [1, T, hidden]."""
     gates, ups = gate(x), up(x)
     return [down(act(gates) * ups, plus), gates, ups]

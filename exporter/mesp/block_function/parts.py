@@ -18,7 +18,6 @@ class Parts:
     arrays: dict[str, mx.array]
     eps: float
     dtype: mx.Dtype
-    device: str
     plain: bool
     fast: ModuleType
 
@@ -36,14 +35,12 @@ class Parts:
     ) -> mx.array:
         """The projection `name` of x, or that + plus, float32; not computed before `after` is.
 
-        (The plain twin's order is MLX's.)
+        (In plain operations, MLX chooses the order.)
         """
         projection = self.p[name]
-        if self.plain:
-            return projection(x, plus)
-        if after is not None:
+        if after is not None and not self.plain:
             projection = projection.after(after)
-        return projection(x, plus) if self.device == "gpu" else projection.by_rows(x, plus)
+        return projection(x, plus)
 
 
 def rms_norm(x: mx.array, weight: mx.array, eps: float) -> mx.array:

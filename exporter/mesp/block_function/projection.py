@@ -7,7 +7,6 @@ from functools import reduce
 
 import mlx.core as mx
 
-from mesp.block_function import tiles
 from mesp.block_function.dequantize import dequantize
 from mesp.bundle.layout import Layout
 from mesp.models.architecture import Block
@@ -31,9 +30,10 @@ class Projection:
 
     def __call__(self, x: mx.array, plus: mx.array | None = None) -> mx.array:
         """y, or y + plus: x [1, T, in] -> float32 [1, T, out]"""
-        total = self.start(plus)
         wide = x.astype(mx.float32)
         packed = (self.weight, self.scales, self.biases)
+        addends = [a.astype(mx.float32) for a in (plus, self.bias) if a is not None]
+        total = reduce(mx.add, addends) if addends else None
         if self.device == "gpu":
             # Sums that MLX fuses with what follows; `addmm` would need its addend in an array.
             product = mx.quantized_matmul(
@@ -41,25 +41,9 @@ class Projection:
             )
             y = product.astype(mx.float32) + (self.scale * (wide @ self.a)) @ self.b
             return y if total is None else total + y
-        total = mx.addmm(
-            mx.array(0.0) if total is None else total,
-            wide,
-            dequantize(*packed, self.quantization).T,
-        )
+        weight = dequantize(*packed, self.quantization)
+        total = mx.addmm(mx.array(0.0) if total is None else total, wide, weight.T)
         return mx.addmm(total, self.scale * (wide @ self.a), self.b)
-
-    def start(self, plus: mx.array | None) -> mx.array | None:
-        """What the products are added to: bias + plus, of which both may be missing."""
-        terms = [a.astype(mx.float32) for a in (plus, self.bias) if a is not None]
-        return reduce(mx.add, terms) if terms else None
-
-    def by_rows(self, x: mx.array, plus: mx.array | None = None) -> mx.array:
-        """The same, unpacking few rows of W at a time."""
-        parts: list[mx.array] = []
-        for rows in tiles.cut(self.b.shape[1], tiles.WIDTH):
-            tile = self.outputs(rows).after(*parts[-1:])
-            parts.append(tile(x, None if plus is None else plus[..., rows]))
-        return mx.concatenate(parts, axis=-1)
 
     def outputs(self, rows: slice) -> Projection:
         """The projection to some of the outputs."""
@@ -72,26 +56,9 @@ class Projection:
             b=self.b[:, rows],
         )
 
-    def inputs(self, columns: slice) -> Projection:
-        """The projection from some of the inputs (whole groups), without the bias.
-
-        Over all of the inputs, what these give adds up to what the whole projection gives.
-        """
-        bits, group = self.quantization.bits, self.quantization.group_size
-        words = slice(columns.start * bits // 32, columns.stop * bits // 32)
-        groups = slice(columns.start // group, columns.stop // group)
-        return replace(
-            self,
-            weight=self.weight[:, words],
-            scales=self.scales[:, groups],
-            biases=None if self.biases is None else self.biases[:, groups],
-            bias=None,
-            a=self.a[columns],
-        )
-
-    def after(self, *done: mx.array) -> Projection:
+    def after(self, done: mx.array) -> Projection:
         """The same projection, not to be computed before `done` is."""
-        return replace(self, weight=mx.depends([self.weight], [*done])[0]) if done else self
+        return replace(self, weight=mx.depends([self.weight], [done])[0])
 
 
 def projections(

@@ -1,16 +1,12 @@
-"""How large the tiles are that a block function's work is cut into."""
+"""How large the tiles are that a GPU's block function is cut into."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
 
-# Outputs of a projection computed at a time. Smaller tiles take less memory but make a larger
-# graph, which MLX keeps in memory.
-WIDTH = 256
-
-# On the GPU, numbers in an array as wide as the MLP for each token of the sequence: with more
-# tokens kernels are longer, not more.
+# Numbers in an array as wide as the MLP for each token of the sequence: with more tokens kernels
+# are longer, not more.
 NUMBERS_A_TOKEN = 2048
 
 # Query rows in a tile of attention. Few, because a tile reads no key after its last row.
@@ -22,9 +18,8 @@ HEADS_BY_TOKENS = 512
 FEWEST_HEADS = 2
 
 
-def cut(size: int, largest: int, multiple: int = 1) -> Iterator[slice]:
-    """Cuts range(size) into slices of about one length: at most `largest`, and a `multiple`."""
-    largest = max(largest // multiple, 1) * multiple
-    length = math.ceil(size / math.ceil(size / largest) / multiple) * multiple
+def cut(size: int, largest: int) -> Iterator[slice]:
+    """Cuts range(size) into slices of about one length, at most `largest`."""
+    length = math.ceil(size / math.ceil(size / largest))
     for start in range(0, size, length):
         yield slice(start, min(start + length, size))

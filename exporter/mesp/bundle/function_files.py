@@ -19,7 +19,7 @@ from mesp.models.architecture import Architecture, Block
 def write_functions(
     folder: Path, arch: Architecture, layouts: list[Layout], options: BundleOptions
 ) -> list[BlockGroup]:
-    """Writes the block functions and their plain twins, a file for each sequence length.
+    """Writes the block functions, a file for each sequence length; for a GPU plain ones too.
 
     Blocks of one layout and one mixer are a group, with functions of its own for the lengths at
     which no group before has the same: a window counts only for longer sequences.
@@ -27,17 +27,19 @@ def write_functions(
     members: dict[tuple[Layout, Block], list[int]] = {}
     for i, described in enumerate(zip(layouts, arch.blocks, strict=True)):
         members.setdefault(described, []).append(i)
-    fast = fused if options.device == "gpu" else mx.fast
+    on_gpu = options.device == "gpu"
+    fast = fused if on_gpu else mx.fast
     groups, written = [], {}
     for number, ((layout, block), layers) in enumerate(members.items()):
         prefix = f"block.{number}." if number else "block."
         group = BlockGroup(tuple(layers), {}, {}, layout)
-        for plain, files in ((False, group.functions), (True, group.plain_functions)):
+        for plain, files in ((not on_gpu, group.functions), (True, group.plain_functions)):
             function = block_function(block, layout, options.device, plain, fast)
             for seq_len in options.seq_lens:
                 same = (layout, block.within(seq_len), plain, seq_len)
                 if same not in written:
-                    written[same] = f"{prefix}{'plain.' if plain else ''}{seq_len}.mlxfn"
+                    name = f"{prefix}plain." if plain and on_gpu else prefix
+                    written[same] = f"{name}{seq_len}.mlxfn"
                     write_function(
                         folder / written[same], function, block, layout, seq_len, options
                     )

@@ -11,13 +11,11 @@ from typing import Any
 import mlx.core as mx
 
 from mesp.bundle.layout import Layout
-from mesp.bundle.old_formats import architecture_now
 from mesp.errors import MespError
 from mesp.files import create, inside, read_object
 from mesp.models.architecture import Architecture
 
 FORMAT = 4
-REWRITTEN = (2, 3, FORMAT)  # the formats that are read to be written anew
 
 # What commands read of a manifest, by its type; `Bundle` reads the rest.
 READ_BY_COMMANDS = {
@@ -57,14 +55,11 @@ def _is_split(entry: Any) -> bool:
     )
 
 
-def read_manifest(
-    path: Path, to_run: bool = True, formats: tuple[int, ...] = (FORMAT,)
-) -> dict[str, Any]:
+def read_manifest(path: Path, to_run: bool = True) -> dict[str, Any]:
     """The manifest of the bundle at `path`, after checking that this machine can run it.
 
-    Raises MespError where the folder is no bundle, is of none of the `formats`, lacks a file or
-    part of one, or, unless it is not `to_run`, is of another MLX version or needs a GPU that is not
-    there.
+    Raises MespError where the folder is no bundle, is of another format, lacks a file or part of
+    one, or, unless it is not `to_run`, is of another MLX version or needs a GPU that is not there.
     Contents are checked by `Bundle.verify`.
     """
     try:
@@ -78,11 +73,10 @@ def read_manifest(
         raise MespError(
             f"{path / 'manifest.json'} cannot be read; write the bundle again with mesp-export."
         ) from error
-    if version not in formats:
-        rewritable = version in REWRITTEN
-        remedy = "write it anew with mesp-export --from" if rewritable else "export it again"
+    if version != FORMAT:
         raise MespError(
-            f"{path} has bundle format {version}, and this version reads format {FORMAT}; {remedy}."
+            f"{path} has bundle format {version}, and this version reads format {FORMAT}; "
+            "export it again."
         )
     if to_run and mlx_version != mx.__version__:
         raise MespError(
@@ -103,8 +97,6 @@ def read_manifest(
     ):
         raise damaged(path)
     try:
-        if version < FORMAT:
-            manifest["architecture"] = architecture_now(manifest["architecture"])
         Architecture.from_manifest(manifest["architecture"])
     except (TypeError, KeyError, ValueError, ArithmeticError) as error:
         raise damaged(path) from error

@@ -14,7 +14,6 @@ from mesp.block_function.check import check_functions
 from mesp.bundle.export_options import DTYPE_OF
 from mesp.bundle.layout import Layout, block_layout, table_layout
 from mesp.bundle.manifest import (
-    FORMAT,
     READ_BY_BUNDLE,
     BlockGroup,
     damaged,
@@ -56,10 +55,10 @@ def data_files(entry: dict[str, Any]) -> list[Any]:
 class Bundle:
     """A bundle, read from its folder. Weights are mapped, and copied when they become arrays."""
 
-    def __init__(self, path: Path | str, to_run: bool = True, formats: tuple[int, ...] = (FORMAT,)):
+    def __init__(self, path: Path | str, to_run: bool = True):
         """Raises MespError where the bundle cannot be used; see `read_manifest`."""
         self.path = Path(path)
-        self.manifest = read_manifest(self.path, to_run, formats)
+        self.manifest = read_manifest(self.path, to_run)
         try:
             self.architecture = Architecture.from_manifest(self.manifest["architecture"])
             if not fits(self.manifest, READ_BY_BUNDLE):
@@ -106,8 +105,7 @@ class Bundle:
             tokens, examples = split["tokens"], split.get("examples", {})
             wanted = {split["file"]: 4 * tokens}
             if examples:
-                row = 12 if manifest["format"] == 2 else 8
-                wanted[examples["file"]] = row * examples["count"]
+                wanted[examples["file"]] = 8 * examples["count"]
             for key, count in (("mask", tokens), ("labels", examples.get("count"))):
                 if key in split:
                     wanted[split[key]] = count
@@ -255,7 +253,7 @@ class Bundle:
         )
 
     def function(self, seq_len: int, index: int = 0, plain: bool = False) -> Any:
-        """Block `index`'s function, or its plain twin: (x, lora, scale, weights) to its arrays.
+        """Block `index`'s function, or its plain one: (x, lora, scale, weights) to its arrays.
 
         Raises MespError where `check_functions` refuses it.
         """

@@ -14,12 +14,10 @@ import mlx.core as mx
 from mesp.bundle.export_options import BundleOptions
 from mesp.bundle.folders import locked, new_folder
 from mesp.bundle.function_files import write_functions
-from mesp.bundle.manifest import FORMAT, REWRITTEN, describe_files, write_manifest
-from mesp.bundle.old_formats import splits_of_format_2
+from mesp.bundle.manifest import describe_files, write_manifest
 from mesp.bundle.reader import Bundle, block_file, data_files
 from mesp.bundle.weight_files import write_weights
 from mesp.bundle.writer import check_disk
-from mesp.data.store import write_data
 from mesp.errors import MespError, plain_os_errors
 from mesp.progress_bars import export_progress
 from mesp.source_model.texts import texts_of
@@ -40,7 +38,7 @@ def rewrite_bundle(source: Path, options: BundleOptions) -> dict[str, Any]:
         new_folder(options.out.resolve(), options.overwrite) as folder,
         export_progress() as bar,
     ):
-        bundle = Bundle(source, to_run=False, formats=REWRITTEN)
+        bundle = Bundle(source, to_run=False)
         check_data(bundle, max(options.seq_lens))
         task = bar.add_task(f"Checking {source.name}", total=None)
         bundle.verify()
@@ -60,9 +58,6 @@ def rewrite_bundle(source: Path, options: BundleOptions) -> dict[str, Any]:
             write_weights(folder / file, layouts[file], pieces, partial(bar.advance, task))
         gone = {*changed, *bundle.function_files()}
         data = bundle.manifest.get("data", {})
-        if bundle.manifest["format"] == 2 and data:
-            gone |= {file for entry in data.values() for file in data_files(entry)}
-            data = write_data(folder, "data", splits_of_format_2(bundle))
         written = describe_files(folder)
         used = {*old, "config.json", *texts_of(entry["path"] for entry in bundle.manifest["files"])}
         used |= {file for entry in data.values() for file in data_files(entry)}
@@ -72,7 +67,6 @@ def rewrite_bundle(source: Path, options: BundleOptions) -> dict[str, Any]:
         tables = {name: bundle.manifest[name]["file"] for name in ("embedding", "head")}
         manifest = {
             **bundle.manifest,
-            "format": FORMAT,
             "mlx_version": mx.__version__,
             "device": options.device,
             "dtype": options.dtype,
@@ -81,7 +75,6 @@ def rewrite_bundle(source: Path, options: BundleOptions) -> dict[str, Any]:
             "ranks": options.ranks,
             "blocks": [group.to_manifest() for group in groups],
             **{n: {"file": file, **layouts[file].to_manifest()} for n, file in tables.items()},
-            "data": data,
             "files": sorted(kept + written, key=lambda entry: entry["path"]),
         }
         write_manifest(folder, manifest)

@@ -12,7 +12,6 @@ from click.core import ParameterSource
 from mesp import hub_upload
 from mesp.bundle.export_options import DEVICE, DTYPE_OF, BundleOptions, ExportOptions
 from mesp.bundle.layout import Layout
-from mesp.bundle.manifest import REWRITTEN
 from mesp.bundle.reader import Bundle
 from mesp.bundle.rewriter import rewrite_bundle
 from mesp.bundle.writer import write_bundle
@@ -108,7 +107,7 @@ def main(
     """Quantize a model and write it as a bundle to fine-tune on an iPhone, a Mac or Linux."""
     if old is not None:
         check_options_of_from(out, overwrite)
-        has = Bundle(old, to_run=False, formats=REWRITTEN).manifest
+        has = Bundle(old, to_run=False).manifest
         options = BundleOptions(
             out=out or old,
             seq_lens=sorted(set(seq_lens)) or has["seq_lens"],

@@ -27,7 +27,7 @@ public struct Manifest: Decodable, Sendable {
     /// Blocks whose files have one layout and whose mixer is one.
     public struct Blocks: Decodable, Sendable {
         public let layers: [Int]
-        /// Files by sequence length.
+        /// Files by sequence length: the function that a GPU trains with, and the one in plain operations. On a CPU they are one.
         public let functions: [String: String]
         public let plainFunctions: [String: String]
         public let words: Int
@@ -106,10 +106,8 @@ extension Manifest {
             throw MeSPError("\(bundle)/manifest.json is damaged; export the bundle again.")
         }
         guard version.format == Manifest.format else {
-            let remedy: Sentence =
-                (2...3).contains(version.format) ? "write it anew with mesp-export --from" : "export it again"
             throw MeSPError(
-                "\(bundle) has bundle format \(version.format), this build reads format \(Manifest.format); \(remedy)."
+                "\(bundle) has bundle format \(version.format), this build reads format \(Manifest.format); export it again."
             )
         }
         guard version.mlxVersion == Manifest.mlxVersion else {

@@ -45,7 +45,7 @@ import Testing
     @Test(arguments: [
         (
             "\"format\": 4", "\"format\": 3",
-            "format 3, this build reads format 4; write it anew with mesp-export --from"
+            "format 3, this build reads format 4; export it again"
         ),
         ("\"mlx_version\": \"0.31.1\"", "\"mlx_version\": \"0.32.0\"", "MLX 0.32.0"),
         ("\"num_attention_heads\":", "\"heads\":", "num"),
