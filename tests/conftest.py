@@ -24,11 +24,13 @@ from mlx_lm.models.base import create_causal_mask
 from mlx_lm.utils import _get_classes
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from mesp.errors import MespError
 from mesp.models import families
 from mesp.models.architecture import Architecture, Block
 from mesp.models.mixers import AttentionMixer
 from mesp.quantization.modes import Quantization
 from mesp.source_model.names import CONVOLUTIONS, name_here, name_there
+from real_models import GEMMA, SMOLLM2, gguf_file
 from stand_ins import Phones
 
 # A shell that starts the tests in the background has SIGINT ignored, and children inherit that.
@@ -393,6 +395,25 @@ def quantizable(module: nn.Module) -> bool:
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model with a tokenizer: float32, tied, in one file."""
     return write_model(tmp_path_factory.mktemp("models") / "tiny", TINY)
+
+
+@pytest.fixture(scope="session")
+def smollm2_gguf() -> Path:
+    """The GGUF file of SmolLM2-135M-Instruct, Q4_1, for tests that are slow."""
+    return _real_model(SMOLLM2)
+
+
+@pytest.fixture(scope="session")
+def gemma_gguf() -> Path:
+    """The GGUF file of Gemma 3 270M, Q4_K_M, for tests that are slow."""
+    return _real_model(GEMMA)
+
+
+def _real_model(name: str) -> Path:
+    try:
+        return gguf_file(name)
+    except MespError as error:
+        pytest.skip(error.message)
 
 
 @pytest.fixture

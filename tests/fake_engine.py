@@ -99,6 +99,7 @@ else:
         model=model,
         settings=settings,
     )
+    write("plan", predicted_peak_bytes=45_200_000, least_peak_bytes=40_000_000)
     evaluate(0, 4.5)
 if how == "noisy":
     print("a library says hello", flush=True)
@@ -113,7 +114,8 @@ while step < settings["steps"] and not stopped:
         step=step,
         loss=4.0 - 0.01 * step,
         seconds=0.5,
-        tokens=settings["seq_len"],
+        tokens=settings["seq_len"] // 4,
+        input_tokens=settings["seq_len"],
         learning_rate=settings["learning_rate"],
         footprint_bytes=30_000_000,
         footprint_peak_bytes=45_000_000,

@@ -176,7 +176,9 @@ def text_ids() -> dict:
             (file,) = read_documents(f"{folder}/text.txt", Selection())["train"]
         model = Model(Engine(), tokenizer, len(WORDS))
         model.log_likelihood(WORDS)
-        train = encoder("text", tokenizer, "all")
+        train = encoder("text", tokenizer, "all", chat=False)
+        joined = encoder("prompt and completion", tokenizer, "answers", chat=False)
+        answer = joined(Document("A record", {"prompt": WORDS, "completion": " again"}))
         questions = [
             {"prompt": prompt, "choices": choices}
             | {"ids": [model.encode_pair(prompt, choice) for choice in choices]}
@@ -187,6 +189,8 @@ def text_ids() -> dict:
             "prompt": prompts.encode(tokenizer, WORDS, chat=None),
             "file": train(file)[0],
             "record": train(Document("A record", {"text": WORDS}))[0],
+            "answer": answer[0],
+            "answer_counted": answer[1].tolist(),
         }
         begin = {"begin_of_text": tokenizer.bos_token_id, "adds_begin": adds_begin}
         made.append({**begin, **of_words, "questions": questions})

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from bench import main
-from conftest import TINY, invoke, write_model
+from conftest import TEXT, TINY, invoke, run, write_model
 from mesp.commands.export import main as export
 from mesp.engine.build import CHECKOUT, built_engine
 
@@ -274,6 +274,26 @@ def test_convergence(tmp_path: Path):
     assert mesp["losses"] == pytest.approx(mebp["losses"], rel=1e-4)
     assert [step for step, _ in mesp["held_out"]] == [0, 1]
     assert "held-out loss" in (tmp_path / "losses.svg").read_text()
+
+
+@pytest.mark.slow
+@needs_engine
+def test_convergence_is_of_the_models_own_weights(model: Path, tmp_path: Path):
+    """Of a model's folder with a text, and of a bundle, which has a text."""
+    text, bundle = tmp_path / "text.txt", tmp_path / "own.mesp"
+    text.write_text(TEXT)
+    size = ("--seq-len", 32, "--rank", 8)
+    assert run("export", "--model", model, "--data", text, *size, "--out", bundle).returncode == 0
+    found = []
+    for options in (("--model", model, "--data", text), ("--model", bundle)):
+        work = ("--steps", 2, "--work", tmp_path, "--json", tmp_path / "losses.json")
+        done = bench("--table", "convergence", *options, *size, *work)
+        assert done.returncode == 0, done.stderr
+        rows = json.loads((tmp_path / "losses.json").read_text())["rows"]
+        found.append([row["losses"] for row in rows])
+    assert found[0] == found[1]
+    refused = bench("--table", "convergence", "--model", bundle, "--data", text)
+    assert "--data are of its export" in refused.stderr
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,8 @@ def write_run(
     records.append({"type": "eval", "time": time, "step": 0, "loss": 4.51, "tokens": 256})
     memory = {"footprint_bytes": 40_000_000, "footprint_peak_bytes": 50_000_000}
     for step in range(1, steps + 1):
-        figures = {"step": step, "loss": 4.1 - 0.1 * step, "seconds": 0.5, "tokens": 256}
+        figures = {"step": step, "loss": 4.1 - 0.1 * step, "seconds": 0.5, "tokens": 64}
+        figures["input_tokens"] = 256
         records.append({"type": "step", "time": time, **figures, **memory})
     if end:
         records.append({"type": "eval", "time": time, "step": steps, "loss": 3.77, "tokens": 256})
@@ -68,11 +69,11 @@ def test_a_folder_of_runs_is_copied_and_listed(tmp_path: Path):
     table = rows(collect("--from", source, "--out", out))
     common = ["Qwen2.5-0.5B", "mesp", "256", "8", "4", "4.00 → 3.70"]
     assert table == {
-        "a": [*common, "4.51 → 3.77", "512", "61.2", "finished"],
-        "c": [*common, "4.51 → 3.77", "512", "61.2", "failed"],
-        "d": [*common, "4.51 → -", "512", "50.0", "running"],
-        "b": [*common, "4.51 → 3.77", "512", "61.2", "stopped"],
-        "e": [*common, "4.51 → -", "512", "50.0", "killed"],
+        "a": [*common, "4.51 → 3.77", "512", "128", "61.2", "finished"],
+        "c": [*common, "4.51 → 3.77", "512", "128", "61.2", "failed"],
+        "d": [*common, "4.51 → -", "512", "128", "50.0", "running"],
+        "b": [*common, "4.51 → 3.77", "512", "128", "61.2", "stopped"],
+        "e": [*common, "4.51 → -", "512", "128", "50.0", "killed"],
     }
     assert sorted(path.name for path in out.iterdir()) == ["a", "b", "c", "d", "e"]
     files = {path.relative_to(out / "a") for path in (out / "a").rglob("*") if path.is_file()}
@@ -101,7 +102,7 @@ def test_a_log_with_nothing_in_it_is_listed(tmp_path: Path):
     (tmp_path / "runs" / "a").mkdir(parents=True)
     (tmp_path / "runs" / "a" / "metrics.jsonl").touch()
     row = rows(collect("--from", tmp_path / "runs", "--out", tmp_path / "out"))["a"]
-    assert row == ["?", "?", "?", "?", "0", "-", "- → -", "-", "-", "killed"]
+    assert row == ["?", "?", "?", "?", "0", "-", "- → -", "-", "-", "-", "killed"]
 
 
 def test_a_run_that_went_on_is_refreshed(tmp_path: Path):

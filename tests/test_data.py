@@ -143,7 +143,6 @@ def test_random_data():
         ({"train.jsonl": '{"messages": ["hello"]}'}, "Line 1 .* has messages that are not"),
         ({"train.jsonl": '{"messages": [{"content": "a"}]}'}, "Line 1 .* has messages that are"),
         ({"train.jsonl": '{"messages": [{"role": "user"}]}'}, "no chat template"),
-        ({"train.jsonl": '{"prompt": "a", "completion": "b"}'}, "no chat template"),
         (
             {"train.jsonl": '{"text": "a"}\n\n{"prompt": "a", "completion": "b"}'},
             "Line 3 .* has prompt and completion, and the data began with text",

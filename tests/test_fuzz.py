@@ -169,7 +169,7 @@ def test_no_path_leads_out_of_the_bundle(bundle: Path, tmp_path: Path, name: str
 
 
 STEP = {"step": 1, "loss": 2.5, "seconds": 0.5, "tokens": 8, "time": "2026-01-01T00:00:00Z"}
-STEP |= {"footprint_bytes": 1, "footprint_peak_bytes": 2, "type": "step"}
+STEP |= {"input_tokens": 9, "footprint_bytes": 1, "footprint_peak_bytes": 2, "type": "step"}
 LOG = [
     {"type": "start", "model": {"name": "m"}, "settings": {"method": "mesp", "rank": 8}},
     {"type": "eval", "step": 0, "loss": 3.0, "split": "valid"},

@@ -19,6 +19,7 @@ from mesp.data.load import load as load_data
 from mesp.data.preferences import BAD, CHOSEN, GOOD, REJECTED
 from mesp.data.tokens import load_tokenizer
 from mesp.engine.build import find_engine
+from mesp.engine.prompts import encode
 from mesp.errors import MespError
 from mesp.runs.log import read_run
 from test_data import DEMO_MODEL
@@ -58,7 +59,7 @@ def rows(split) -> list[tuple[list[int], list[int], int]]:
 
 
 def test_a_pair_is_two_answers_with_the_end_of_text(tokenizer, tmp_path):
-    train = rows(load(tmp_path, [PAIR] * 3, tokenizer)["train"])
+    train = rows(load(tmp_path, [PAIR] * 3, tokenizer, chat=False)["train"])
     assert len(train) == 4, "two pairs; the third is held out"
     prompt = tokenizer.encode(PAIR["prompt"])
     for (ids, answer, label), key in zip(train, ["chosen", "rejected"] * 2, strict=True):
@@ -68,9 +69,73 @@ def test_a_pair_is_two_answers_with_the_end_of_text(tokenizer, tmp_path):
 
 
 def test_labels(tokenizer, tmp_path):
-    train = rows(load(tmp_path, LABELLED * 2, tokenizer)["train"])
+    train = rows(load(tmp_path, LABELLED * 2, tokenizer, chat=False)["train"])
     assert [label for *_, label in train] == [GOOD, BAD, GOOD]
     assert tokenizer.decode(train[1][1]) == " minds." + tokenizer.eos_token
+
+
+@pytest.mark.parametrize("chat", [None, True, False])
+def test_one_model_is_taught_one_form(tokenizer, tmp_path, chat):
+    """What is asked and answered is the same to the model, whatever people said of the answer."""
+    asked, answer = "Who jumps?", "The fox."
+    pair = {"prompt": asked, "chosen": answer, "rejected": "The dog."}
+    label = {"prompt": asked, "completion": answer, "label": True}
+    supervised = load(tmp_path, [{"prompt": asked, "completion": answer}] * 2, tokenizer, chat=chat)
+    ids, mask = supervised["train"].tokens.tolist(), supervised["train"].mask
+    counted = [token for token, counts in zip(ids, mask, strict=True) if counts]
+    for records in ([pair] * 2, [label, label | {"label": False}] * 2):
+        first = rows(load(tmp_path, records, tokenizer, chat=chat)["train"])[0]
+        assert first[0][: len(ids)] == ids
+        assert first[1][: len(counted)] == counted
+    # What generation and evaluation begin an answer after.
+    prompt = encode(tokenizer, asked, chat)
+    assert ids[: len(prompt)] == prompt and not mask[: len(prompt)].any()
+    assert ("assistant:" in tokenizer.decode(ids)) == (chat is not False)
+
+
+def test_without_a_template_strings_are_joined(tokenizer, tmp_path):
+    plain = load_tokenizer(DEMO_MODEL)
+    plain.has_chat_template, plain.chat_template = False, None
+    for records in ([PAIR] * 2, LABELLED * 2, [{"prompt": "a", "completion": " b"}] * 2):
+        one, other = (
+            load(tmp_path, records, *each)["train"] for each in ((plain,), (tokenizer, 64))
+        )
+        joined = load(tmp_path, records, tokenizer, chat=False)["train"]
+        assert one.tokens.tolist() == joined.tokens.tolist() != other.tokens.tolist()
+
+
+MISUSES = {
+    "template": ([PAIR], {"chat": True}, False, "has no chat template: leave out --chat"),
+    "messages": (
+        [{"prompt": ASK, "chosen": FOX, "rejected": DOG}],
+        {"chat": False},
+        True,
+        "has messages, which go through the chat template: leave out --no-chat",
+    ),
+    "messages without": (
+        [{"prompt": ASK, "chosen": FOX, "rejected": DOG}],
+        {},
+        False,
+        "no chat template, which the messages of .* need",
+    ),
+    "no prompt": (
+        [{"chosen": "The dog is", "rejected": "The dog minds"}],
+        {"chat": True},
+        True,
+        "Line 1 of .* has no prompt, which the chat template needs",
+    ),
+    "text": ([{"text": "The dog"}], {"chat": True}, True, "has text, which has no prompts"),
+}
+
+
+@pytest.mark.parametrize("case", MISUSES)
+def test_a_template_that_cannot_be_used_is_said_in_a_sentence(tmp_path, case):
+    records, options, has_template, reason = MISUSES[case]
+    own = load_tokenizer(DEMO_MODEL)
+    if not has_template:
+        own.has_chat_template, own.chat_template = False, None
+    with pytest.raises(MespError, match=reason):
+        load(tmp_path, records * 2, own, **options)
 
 
 def test_messages_go_through_the_template(tokenizer, tmp_path):
@@ -89,15 +154,16 @@ def test_messages_go_through_the_template(tokenizer, tmp_path):
 
 
 def test_a_pair_of_texts_without_a_prompt_begins_alike(tokenizer, tmp_path):
+    """Where two texts happen to differ no message ends, so they are joined."""
     whole = {"chosen": "The dog is lazy.", "rejected": "The dog jumps over the fox."}
     assert rows(load(tmp_path, [whole] * 2, tokenizer)["train"]) == rows(
-        load(tmp_path, [PAIR] * 2, tokenizer)["train"]
+        load(tmp_path, [PAIR] * 2, tokenizer, chat=False)["train"]
     )
 
 
 def test_a_long_answer_is_cut(tokenizer, tmp_path, capsys):
     long = PAIR | {"rejected": " jumps" * 100}
-    train = load(tmp_path, [long] * 2, tokenizer, 16)["train"]
+    train = load(tmp_path, [long] * 2, tokenizer, 16, chat=False)["train"]
     assert [len(ids) for ids, *_ in rows(train)][1] == 17
     assert "longer than 17 tokens were cut: 1 in train" in capsys.readouterr().err
 
@@ -266,6 +332,7 @@ def test_a_hundred_steps_are_those_of_an_independent_trainer(bundle, tmp_path, o
             step["reward_chosen"] - step["reward_rejected"], abs=1e-5
         )
         assert 0 <= step["accuracy"] <= 1
+        assert step["input_tokens"] > step["tokens"] > 0
         assert ("kl" in step) == (objective in ("dpo", "ipo", "kto"))
 
 

@@ -8,10 +8,13 @@ import subprocess
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from conftest import FAMILIES, TINY, command, run
 from mesp.models.architecture import Architecture
+from mesp.progress_bars import TrainingProgress
+from mesp.runs.log import Speed
 
 FAKE_ENGINE = Path(__file__).parent / "fake_engine.py"
 MANIFEST = {"format": 4, "name": "demo", "mlx_version": "0.31.1", "device": "cpu"}
@@ -98,7 +101,7 @@ def test_writes_every_setting_and_reports_the_run(bundle: Path, tmp_path: Path):
     assert settings(run) == DEFAULTS | where
     assert records(run)[0]["settings"] == settings(run)
     assert done.stdout.splitlines() == [
-        "Finished after 20 steps in 10 s: 512 tokens/s, peak footprint 45.6 MB.",
+        "Finished after 20 steps in 10 s: 512 tokens/s (128 in the loss), peak footprint 45.6 MB.",
         "Held-out loss 4.500 before, 3.800 after (nats a token).",
         f"Adapters: {run / 'adapters'}",
         f"Log:      {run / 'metrics.jsonl'}",
@@ -440,14 +443,47 @@ def test_what_is_missing_is_named(bundle: Path, tmp_path: Path, missing: str):
     assert missing in done.stderr.splitlines()[-1]
 
 
-def test_without_a_terminal_a_line_is_printed_every_tenth_of_the_steps(
-    bundle: Path, tmp_path: Path
-):
+def test_without_a_terminal_the_first_step_and_the_last_are_lines(bundle: Path, tmp_path: Path):
     lines = train(bundle, "--steps", 40, "--output", tmp_path / "run").stderr.splitlines()
-    assert lines[0] == "step 0: held-out loss 4.500, perplexity 90.02"
-    assert [line.split()[1] for line in lines[1:-1]] == [f"{step}/40" for step in range(4, 41, 4)]
-    assert lines[1].startswith("step 4/40  loss 3.975  512 tok/s  30.0 MB  ")
-    assert lines[-1] == "step 40: held-out loss 3.800, perplexity 44.70"
+    assert lines == [
+        "started, with a predicted peak of 45.2 MB",
+        "step 0: held-out loss 4.500, perplexity 90.02",
+        "step 1/40  loss 3.990  512 tok/s (128 in the loss)  30.0 MB  20 s left",
+        "step 40/40  loss 3.645  512 tok/s (128 in the loss)  30.0 MB  0 s left",
+        "step 40: held-out loss 3.800, perplexity 44.70",
+    ]
+
+
+@pytest.mark.parametrize(("seconds", "steps"), [(0.5, 2000), (2.3, 400), (90, 20)])
+def test_without_a_terminal_lines_come_by_time(
+    capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch, seconds: float, steps: int
+):
+    """Of a run of a quarter of an hour none is far from the one before, and they are not many."""
+    now = 100.0
+    monkeypatch.setattr("mesp.progress_bars.time.monotonic", lambda: now)
+    record = {"type": "step", "loss": 2.0, "seconds": seconds, "footprint_bytes": 1}
+    record |= {"tokens": 10, "input_tokens": 40}
+    with TrainingProgress("mesp", steps) as progress:
+        for step in range(1, steps + 1):
+            now += seconds
+            progress.show(record | {"step": step})
+    lines = capsys.readouterr().err.splitlines()
+    shown = [int(line.split()[1].partition("/")[0]) for line in lines]
+    assert shown[0] == 1 and shown[-1] == steps
+    gaps = np.diff(shown) * seconds
+    assert gaps.max() <= max(30 + seconds, seconds)
+    assert gaps[0] <= max(10 + seconds, seconds)
+    assert len(shown) <= 60
+
+
+def test_the_tokens_in_the_loss_are_said_where_they_are_fewer():
+    step = {"seconds": 2.0, "tokens": 30}
+    assert Speed.of([step | {"input_tokens": 200}] * 3).words("tok/s") == (
+        "100 tok/s (15 in the loss)"
+    )
+    assert Speed.of([step | {"input_tokens": 30}]).words("tok/s") == "15 tok/s"
+    assert Speed.of([step]).words("tok/s") == "15 tok/s", "a log of an older version"
+    assert Speed.of([]).words("tok/s") == "- tok/s"
 
 
 def test_on_a_terminal_a_bar_shows_where_the_run_is(bundle: Path, tmp_path: Path):
@@ -465,7 +501,7 @@ def test_on_a_terminal_a_bar_shows_where_the_run_is(bundle: Path, tmp_path: Path
     os.close(master)
     assert process.returncode == 0
     text = output.decode()
-    assert "50/50  loss 3.545  512 tok/s  30.0 MB" in text
+    assert "50/50  loss 3.545  512 tok/s (128 in the loss)  30.0 MB" in text
     assert "━" in text
     assert text.count("/50  loss") > 3, "the bar moves while the run goes on"
 

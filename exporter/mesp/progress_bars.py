@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 
 from rich.console import Console
@@ -15,16 +16,20 @@ from rich.progress import (
 )
 
 from mesp.formatting import decimal, duration, megabytes, quality
+from mesp.runs.log import Speed
 
 # Steps over which the displayed loss and speed are averaged.
 SMOOTHING = 10
 
 
 class TrainingProgress:
-    """Shows records on standard error: a live bar on a terminal, elsewhere ten lines a run."""
+    """Shows records on standard error: a live bar on a terminal. Elsewhere lines: one for the first
+    step, then one every 10 s, after some minutes every 30 s, and one for the last step."""
 
     def __init__(self, method: str, steps: int) -> None:
         self.steps = steps
+        self.begin = time.monotonic()
+        self.next_line = self.begin
         self.recent: deque[dict] = deque(maxlen=SMOOTHING)
         self.console = Console(stderr=True, highlight=False)
         self.progress = Progress(
@@ -54,6 +59,10 @@ class TrainingProgress:
         kind = record.get("type")
         if kind == "step":
             self.show_step(record)
+        elif kind == "plan" and not self.recent:
+            # Said before the first evaluation, which can take as long as many steps.
+            peak = megabytes(record.get("predicted_peak_bytes"))
+            self.console.print(f"started, with a predicted peak of {peak} MB")
         elif kind == "eval":
             what = "test" if record.get("split") == "test" else "held-out"
             self.console.print(
@@ -72,16 +81,16 @@ class TrainingProgress:
         self.recent.append(record)
         step = record["step"]
         loss = sum(each["loss"] for each in self.recent) / len(self.recent)
-        seconds = sum(each["seconds"] for each in self.recent)
-        speed = sum(each["tokens"] for each in self.recent) / seconds if seconds else None
+        speed = Speed.of(self.recent).words("tok/s")
         footprint = megabytes(record["footprint_bytes"])
-        figures = f"loss {decimal(loss, 3)}  {decimal(speed, 0)} tok/s  {footprint} MB"
+        figures = f"loss {decimal(loss, 3)}  {speed}  {footprint} MB"
         self.progress.update(self.task.id, completed=step, figures=figures)
-        if not self.console.is_terminal and step * 10 // self.steps > (step - 1) * 10 // self.steps:
-            left = seconds / len(self.recent) * (self.steps - step)
-            self.console.print(
-                f"step {step}/{self.steps}  {figures}  {duration(left)} left", soft_wrap=True
-            )
+        now = time.monotonic()
+        if not self.console.is_terminal and (now >= self.next_line or step == self.steps):
+            self.next_line = now + min(max((now - self.begin) / 10, 10), 30)
+            seconds = sum(each["seconds"] for each in self.recent) / len(self.recent)
+            left = duration(seconds * (self.steps - step))
+            self.console.print(f"step {step}/{self.steps}  {figures}  {left} left", soft_wrap=True)
 
 
 def export_progress() -> Progress:

@@ -59,11 +59,14 @@ def find_cells(options: dict[str, Any], layers: int | None, work: Path) -> list[
 
 
 def export(model: str, options: dict[str, Any], layers: int | None, work: Path) -> Path:
-    """The model's bundle in `work`, with random weights but for the demo model.
+    """The model's bundle in `work`: with its weights where the table is about what is learned,
+    from data, or it is the demo model; otherwise with random ones.
 
     Of a known geometry, one that is there serves again, and keeps the lengths and ranks it has.
     """
-    data, seq_lens, ranks = options.get("data"), {*options["seq_lens"]}, {*options["ranks"]}
+    seq_lens, ranks = {*options["seq_lens"]}, {*options["ranks"]}
+    learns = "data" in options
+    data = options["data"] or "python-docs" if learns else None
     device = options.get("device", DEVICE)
     parts = [model.strip("/").replace("/", "-"), layers and f"{layers}-blocks", data and "data"]
     parts += [device] if device != DEVICE else []
@@ -82,7 +85,7 @@ def export(model: str, options: dict[str, Any], layers: int | None, work: Path) 
     command += ["--seq-len", *sorted(seq_lens), "--rank", *sorted(ranks)]
     command += ["--layers", layers] if layers else []
     command += ["--data", data] if data else []
-    command += [] if model == "demo" else ["--random-weights"]
+    command += [] if model == "demo" or learns else ["--random-weights"]
     program = [sys.executable, "-c", "from mesp.commands.export import main; main()"]
     done = subprocess.run(
         [*program, *map(str, command)], stdin=subprocess.DEVNULL, capture_output=True, text=True

@@ -65,7 +65,7 @@ TABLES: dict[str, dict[str, Any]] = {
     "batches": {**_SIZE, "layers": (), "steps": 2},
     "defaults": {**_DEMO, "seq_lens": (128,), "steps": 200, "data": None},
     "records": {**_DEMO, "seq_lens": (128, 256, 512), "layers": (), "steps": 60},
-    "convergence": {**_DEMO, "steps": 1000, "data": "python-docs", "learning_rate": None},
+    "convergence": {**_DEMO, "steps": 1000, "data": None, "learning_rate": None},
 }
 
 

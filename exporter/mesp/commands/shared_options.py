@@ -63,6 +63,10 @@ def data_options(function: Callable) -> Callable:
     )  # fmt: skip
     @click.option("--mask-prompt", is_flag=True, help="mlx-lm's name for --loss-on last.")
     @click.option(
+        "--chat/--no-chat", default=None, show_default="where the tokenizer has one",
+        help="Put prompts and answers that are strings into the chat template, or join them.",
+    )  # fmt: skip
+    @click.option(
         "--long", type=click.Choice(["cut", "split"]), default="cut",
         help="What becomes of a record longer than the longest sequence, where none are packed.",
     )  # fmt: skip
@@ -77,8 +81,9 @@ def data_options(function: Callable) -> Callable:
     @click.option("--subset", metavar="NAME", help="A dataset's configuration.")
     @functools.wraps(function)
     def command(
-        *, pack: bool | None, loss_on: str | None, mask_prompt: bool, long: str,
-        columns: dict[str, str], splits: dict[str, str], subset: str | None, **others: Any,
+        *, pack: bool | None, loss_on: str | None, mask_prompt: bool,
+        chat: bool | None, long: str, columns: dict[str, str], splits: dict[str, str],
+        subset: str | None, **others: Any,
     ) -> None:  # fmt: skip
         if mask_prompt and loss_on not in (None, "last"):
             raise MespError(
@@ -86,6 +91,6 @@ def data_options(function: Callable) -> Callable:
             )
         loss_on = "last" if mask_prompt else loss_on
         selection = Selection(subset, splits, columns)
-        function(data_options=DataOptions(pack, loss_on, long, selection), **others)
+        function(data_options=DataOptions(pack, loss_on, long, selection, chat), **others)
 
     return command

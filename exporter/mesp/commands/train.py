@@ -160,7 +160,7 @@ def summary(run: Run, output: Path) -> str:
     done = "Finished" if run.end["reason"] == "finished" else "Stopped"
     lines = [
         f"{done} after {run.last_step} steps in {duration(run.end['seconds'])}: "
-        f"{decimal(run.tokens_per_second, 0)} tokens/s, "
+        f"{run.speed.words('tokens/s')}, "
         f"peak footprint {megabytes(run.peak_footprint)} MB."
     ]
     before, after = run.held_out

@@ -15,7 +15,7 @@ import numpy as np
 
 from mesp.data.examples import Split, as_examples, as_stream
 from mesp.data.held_out import hold_out_records, hold_out_tokens
-from mesp.data.preferences import JUDGED, are_strings, as_judged
+from mesp.data.preferences import JUDGED, as_judged
 from mesp.data.records import Document, kind_of
 from mesp.data.sources import Selection, read_documents
 from mesp.data.tokens import encoder
@@ -26,12 +26,14 @@ from mesp.errors import MespError
 class DataOptions:
     """How data is taken: packed (None: only text is), what is in the loss, one of `LOSS_ON` (None:
     the answers, of text all), what becomes of examples longer than the longest sequence, ``cut`` or
-    ``split``, and what of a dataset is the `selection`."""
+    ``split``, what of a dataset is the `selection`, and whether prompts and answers that are
+    strings go through the chat template (None: where the tokenizer has one)."""
 
     pack: bool | None = None
     loss_on: str | None = None
     long: str = "cut"
     selection: Selection = field(default_factory=Selection)
+    chat: bool | None = None
 
 
 def load(
@@ -64,18 +66,15 @@ def tokenize(
     kind = kind_of(documents)
     pack = kind == "text" if options.pack is None else options.pack
     loss_on = options.loss_on or ("all" if kind == "text" else "answers")
-    _check_options(data, documents, kind, pack, loss_on)
-    plain = kind == "text" or (kind in JUDGED and are_strings(documents))
-    if not plain and not tokenizer.has_chat_template:
-        raise MespError(
-            f"The model's tokenizer has no chat template, which the {kind} of {data} need; take "
-            "an -Instruct model, or write the records as text."
-        )
-    encode = encoder(kind, tokenizer, loss_on)
+    _check_options(data, documents, kind, pack, loss_on, options.chat)
+    chat = tokenizer.has_chat_template if options.chat is None else options.chat
+    if kind != "text":
+        _check_chat(data, documents, tokenizer, options.chat)
+    encode = encoder(kind, tokenizer, loss_on, chat)
     if kind in JUDGED:
         hold_out_records(data, documents)
         splits = {
-            split: as_judged(data, split, each, tokenizer, seq_len)
+            split: as_judged(data, split, each, tokenizer, seq_len, chat)
             for split, each in documents.items()
         }
     elif pack:
@@ -110,11 +109,18 @@ def random_data(vocab_size: int, seq_len: int, seed: int) -> dict[str, Split]:
 
 
 def _check_options(
-    data: str, documents: dict[str, list[Document]], kind: str, pack: bool, loss_on: str
+    data: str,
+    documents: dict[str, list[Document]],
+    kind: str,
+    pack: bool,
+    loss_on: str,
+    chat: bool | None,
 ) -> None:
     """Raises MespError where the data cannot be taken in the way asked for."""
     if loss_on != "all" and kind == "text":
         raise MespError(f"{data} has text, which has no answers: leave out --loss-on {loss_on}.")
+    if chat and kind == "text":
+        raise MespError(f"{data} has text, which has no prompts: leave out --chat.")
     if kind in JUDGED and (pack or loss_on != "answers"):
         option = "--pack" if pack else f"--loss-on {loss_on}"
         raise MespError(
@@ -127,6 +133,33 @@ def _check_options(
             f"{data} has text without records, so it is packed: leave out --no-pack, or write it "
             'as a JSONL file of {"text": …}.'
         )
+
+
+def _check_chat(
+    data: str, documents: dict[str, list[Document]], tokenizer: Any, chat: bool | None
+) -> None:
+    """Raises MespError where records need a chat template that there is not, or that is not to be
+    used, or where it is asked for by `chat` and records have no place for it."""
+    records = [each for split in documents.values() for each in split]
+    if any(each.has_messages for each in records):
+        if chat is False:
+            raise MespError(
+                f"{data} has messages, which go through the chat template: leave out --no-chat."
+            )
+        if not tokenizer.has_chat_template:
+            raise MespError(
+                f"The model's tokenizer has no chat template, which the messages of {data} need; "
+                "take an -Instruct model, or write the records as prompts and answers."
+            )
+    elif chat:
+        if not tokenizer.has_chat_template:
+            raise MespError("The model's tokenizer has no chat template: leave out --chat.")
+        for each in records:
+            if "prompt" not in each.content:
+                raise MespError(
+                    f"{each.where} has no prompt, which the chat template needs: give it one, or "
+                    "leave out --chat."
+                )
 
 
 def _check_lengths(data: str, splits: dict[str, Split], seq_len: int) -> None:

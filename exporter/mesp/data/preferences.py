@@ -1,8 +1,9 @@
 """Answers that people have judged, to token ids: as TRL's trainers take them.
 
 A record is a pair, `chosen` and `rejected` answers to a `prompt`, or an answer by itself, a
-`completion` with a `label`, true where it is good. Texts are strings, or lists of messages, which
-the chat template joins. A pair without a prompt begins alike, and that is its prompt.
+`completion` with a `label`, true where it is good. They are strings or lists of messages, and go
+through the chat template. A pair without a prompt begins alike, and that is its prompt; two strings
+without one are joined to it as text.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from typing import Any
 import numpy as np
 
 from mesp.data.examples import Split
-from mesp.data.records import LABELS, PAIRS, Document
+from mesp.data.records import LABELS, PAIRS, Document, Said, as_messages
+from mesp.data.tokens import encode_joined
 from mesp.errors import MespError
 
 JUDGED = (PAIRS, LABELS)
@@ -22,16 +24,15 @@ JUDGED = (PAIRS, LABELS)
 # A byte an example: of an answer by itself, and of a pair, its chosen right before its rejected.
 BAD, GOOD, REJECTED, CHOSEN = range(4)
 
-Text = str | list[dict[str, Any]]
-
 
 def as_judged(
-    data: str, split: str, documents: Iterable[Document], tokenizer: Any, seq_len: int
+    data: str, split: str, documents: Iterable[Document], tokenizer: Any, seq_len: int, chat: bool
 ) -> Split:
     """An example for each answer, with its prompt, cut to `seq_len` tokens and the token after.
 
-    The answer alone counts. Raises MespError where a record cannot be used, or where all answers
-    that are judged by themselves are alike.
+    With `chat` strings go through the chat template too, where the prompt is one. The answer alone
+    counts. Raises MespError where a record cannot be used, or where all answers that are judged by
+    themselves are alike.
     """
     longest = seq_len + 1
     parts, examples, masks, labels = [], [], [], []
@@ -39,7 +40,7 @@ def as_judged(
     for document in documents:
         prompt, answers = _answers(document)
         for answer, label in answers:
-            ids, context = _encode(document, tokenizer, prompt, answer)
+            ids, context = _encode(document, tokenizer, prompt, answer, chat)
             if context >= longest:
                 raise MespError(
                     f"{document.where} has a prompt of {context} tokens, which leaves no room for "
@@ -68,16 +69,7 @@ def as_judged(
     )
 
 
-def are_strings(documents: dict[str, list[Document]]) -> bool:
-    """Whether no record's texts are messages, which need a chat template."""
-    return all(
-        isinstance(each.content.get("chosen", each.content.get("completion")), str)
-        for split in documents.values()
-        for each in split
-    )
-
-
-def _answers(document: Document) -> tuple[Text, list[tuple[Text, int]]]:
+def _answers(document: Document) -> tuple[Said, list[tuple[Said, int]]]:
     """The prompt of a record, and its answers with their labels."""
     record, where = document.content, document.where
     if document.kind == LABELS:
@@ -109,20 +101,20 @@ def _answers(document: Document) -> tuple[Text, list[tuple[Text, int]]]:
 
 
 def _encode(
-    document: Document, tokenizer: Any, prompt: Text, answer: Text
+    document: Document, tokenizer: Any, prompt: Said, answer: Said, chat: bool
 ) -> tuple[list[int], int]:
     """The ids of a prompt with an answer, and how many of them are the prompt's."""
     try:
-        if isinstance(prompt, str):
-            end = tokenizer.eos_token or ""
-            whole = prompt + answer + ("" if answer.endswith(end) else end)
-            ids, context = tokenizer.encode(whole), tokenizer.encode(prompt)
-        else:
-            tools = document.content.get("tools")
-            ids = tokenizer.apply_chat_template(prompt + answer, tools=tools, return_dict=False)
-            context = tokenizer.apply_chat_template(
-                prompt, tools=tools, add_generation_prompt=True, return_dict=False
-            )
+        # Where two strings happen to differ is not where a message ends.
+        if isinstance(prompt, str) and not (chat and "prompt" in document.content):
+            return encode_joined(tokenizer, prompt, answer)
+        asked, tools = as_messages("user", prompt), document.content.get("tools")
+        ids = tokenizer.apply_chat_template(
+            asked + as_messages("assistant", answer), tools=tools, return_dict=False
+        )
+        context = tokenizer.apply_chat_template(
+            asked, tools=tools, add_generation_prompt=True, return_dict=False
+        )
     except Exception as error:  # a chat template can raise anything
         reason = str(error).partition("\n")[0] or type(error).__name__
         raise MespError(f"{document.where} cannot be tokenized: {reason}") from error

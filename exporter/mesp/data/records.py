@@ -17,6 +17,8 @@ RECORDS = (
 KEYS = ("text", "prompt", "completion", "messages", "tools", "chosen", "rejected", "label")
 PAIRS, LABELS = "chosen and rejected", "completion and label"  # answers that people have judged
 
+Said = str | list[dict[str, Any]]  # a prompt or an answer: a string, or messages
+
 
 class Document(NamedTuple):
     """What is tokenized at once: the text of a file, or a record; `where` it is, for messages."""
@@ -37,14 +39,24 @@ class Document(NamedTuple):
         return "messages" if "messages" in self.content else "text"
 
     @property
+    def has_messages(self) -> bool:
+        """Whether a record of another kind than text has messages, which only a template joins."""
+        answer = self.content.get("chosen", self.content.get("completion"))
+        return self.kind == "messages" or isinstance(answer, list)
+
+    @property
     def messages(self) -> list[dict[str, Any]]:
-        """The conversation that a record of another kind than text is."""
+        """The conversation in a record of messages, or of a prompt and a completion."""
         if self.kind == "messages":
             return self.content["messages"]
-        return [
-            {"role": "user", "content": self.content["prompt"]},
-            {"role": "assistant", "content": self.content["completion"]},
-        ]
+        return as_messages("user", self.content["prompt"]) + as_messages(
+            "assistant", self.content["completion"]
+        )
+
+
+def as_messages(role: str, said: Said) -> list[dict[str, Any]]:
+    """A prompt or an answer as messages: a string is one message of `role`."""
+    return [{"role": role, "content": said}] if isinstance(said, str) else said
 
 
 def read_utf8(name: str, read: Callable[[], bytes]) -> str:

@@ -48,14 +48,21 @@ Encoded = tuple[list[int], np.ndarray]  # n ids, and a mask [n] of those that co
 LOSS_ON = ("answers", "last", "all")  # what is in the loss, of records with answers
 
 
-def encoder(kind: str, tokenizer: Any, loss_on: str) -> Callable[[Document], Encoded]:
+def encoder(kind: str, tokenizer: Any, loss_on: str, chat: bool) -> Callable[[Document], Encoded]:
     """What makes token ids of a document of this kind, and says which are in the loss: the
-    ``answers``, the ``last`` message, or ``all``. It raises MespError where that fails."""
+    ``answers``, the ``last`` message, or ``all``. It raises MespError where that fails.
+
+    With `chat` prompts and completions go through the chat template, else they are joined.
+    """
 
     def process(document: Document) -> Encoded:
         if kind == "text":
             ids = _encode_text(tokenizer, document.content)
             return ids, np.ones(len(ids), bool)
+        if not chat:
+            record = document.content
+            ids, context = encode_joined(tokenizer, record["prompt"], record["completion"])
+            return ids, np.arange(len(ids)) >= (0 if loss_on == "all" else context)
         messages, tools = document.messages, document.content.get("tools")
         if loss_on == "answers":
             return encode_answers(tokenizer, messages, tools)
@@ -72,7 +79,7 @@ def encoder(kind: str, tokenizer: Any, loss_on: str) -> Callable[[Document], Enc
         return ids, np.arange(len(ids)) >= context
 
     def encode(document: Document) -> Encoded:
-        if loss_on == "last" and len(document.messages) == 1:
+        if loss_on == "last" and kind == "messages" and len(document.messages) == 1:
             raise MespError(
                 f"{document.where} has one message and so no prompt before it: leave it out, or "
                 "take --loss-on all."
@@ -86,6 +93,14 @@ def encoder(kind: str, tokenizer: Any, loss_on: str) -> Callable[[Document], Enc
             raise MespError(f"{document.where} cannot be tokenized: {reason}") from error
 
     return encode
+
+
+def encode_joined(tokenizer: Any, prompt: str, answer: str) -> tuple[list[int], int]:
+    """The ids of a prompt with the answer right after it and the end-of-text token, and how many
+    of them are the prompt's."""
+    end = tokenizer.eos_token or ""
+    whole = prompt + answer + ("" if answer.endswith(end) else end)
+    return tokenizer.encode(whole), len(tokenizer.encode(prompt))
 
 
 def _encode_text(tokenizer: Any, content: str | dict[str, str]) -> list[int]:

@@ -6,11 +6,14 @@ Sizes are bytes, times seconds, losses nats a token.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
+from typing import NamedTuple
 
 from mesp.errors import MespError, plain_os_errors
+from mesp.formatting import decimal
 
 LOG_NAME = "metrics.jsonl"
 
@@ -41,6 +44,8 @@ def is_record(value: object) -> bool:
         isinstance(value.get(name, {}), dict) for name in ("settings", "model")
     ):
         return False
+    if value["type"] == "step" and not is_a(int, value.get("input_tokens", 0)):
+        return False
     return all(is_a(kind, value.get(name)) for name, kind in FIELDS.get(value["type"], {}).items())
 
 
@@ -51,6 +56,31 @@ def is_a(kind: type, value: object) -> bool:
     if kind is int:
         return isinstance(value, int) and 0 <= value < 1 << 63
     return isinstance(value, int | float) and abs(value) < 1e300
+
+
+class Speed(NamedTuple):
+    """Tokens a second: those that the model reads, and those of them that count in the loss; None
+    where no time has passed."""
+
+    tokens: float | None
+    in_loss: float | None
+
+    @classmethod
+    def of(cls, steps: Iterable[dict]) -> Speed:
+        """That of some steps' records. Old logs have no `input_tokens`."""
+        steps = list(steps)
+        seconds = sum(step["seconds"] for step in steps)
+        if not seconds:
+            return cls(None, None)
+        read = sum(step.get("input_tokens", step["tokens"]) for step in steps)
+        return cls(read / seconds, sum(step["tokens"] for step in steps) / seconds)
+
+    def words(self, unit: str) -> str:
+        """Both with their unit; one where they are equal, as of a packed text."""
+        said = f"{decimal(self.tokens, 0)} {unit}"
+        if self.tokens == self.in_loss:
+            return said
+        return f"{said} ({decimal(self.in_loss, 0)} in the loss)"
 
 
 @dataclass
@@ -93,9 +123,8 @@ class Run:
         return [step["loss"] for step in self.steps]
 
     @property
-    def tokens_per_second(self) -> float | None:
-        seconds = sum(step["seconds"] for step in self.steps)
-        return sum(step["tokens"] for step in self.steps) / seconds if seconds else None
+    def speed(self) -> Speed:
+        return Speed.of(self.steps)
 
     @property
     def peak_footprint(self) -> int | None:

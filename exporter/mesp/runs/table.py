@@ -14,13 +14,14 @@ COLUMNS = (
     "loss",
     "held-out",
     "tok/s",
+    "in the loss",
     "peak MB",
     "state",
 )
 
 
 def table_row(run: Run) -> list[str]:
-    """One run under `COLUMNS`: losses as first → last, footprint in MB."""
+    """One run under `COLUMNS`: losses as first → last, tokens a second, footprint in MB."""
     losses = run.losses
     before, after = run.held_out
     return [
@@ -31,7 +32,8 @@ def table_row(run: Run) -> list[str]:
         str(run.last_step),
         f"{decimal(losses[0])} → {decimal(losses[-1])}" if losses else "-",
         f"{decimal(before)} → {decimal(after)}",
-        decimal(run.tokens_per_second, 0),
+        decimal(run.speed.tokens, 0),
+        decimal(run.speed.in_loss, 0),
         megabytes(run.peak_footprint),
         run.state(),
     ]

@@ -107,8 +107,10 @@ struct LogSections: View {
                 let time = seconds.formatted(.number.precision(.fractionLength(2)))
                 LabeledContent("Time of a step", value: String(localized: "\(time) s"))
             }
-            if let speed = log.tokensPerSecond {
+            if let speed = log.tokensPerSecond, let inLoss = log.lossTokensPerSecond {
                 LabeledContent("Tokens a second", value: speed.formatted(.number.precision(.fractionLength(0))))
+                LabeledContent(
+                    "Of these in the loss", value: inLoss.formatted(.number.precision(.fractionLength(0))))
             }
             if let state = log.steps.last?.thermalState { LabeledContent("Thermal state", value: state) }
             if let used = log.batteryUsed {

@@ -4,7 +4,8 @@ import Foundation
 ///
 /// A text becomes one packed stream, and so do JSONL records with `text`. Records with `prompt` and `completion`, or with
 /// `messages`, go through the chat template and are one example a sequence, cut to the sequence's length; their answers alone are in the
-/// loss, unless all is asked for. The last tenth is held out. The same rules as `mesp-export --data`.
+/// loss, unless all is asked for. Without a template a completion follows its prompt as both are written. The last tenth is held out. The
+/// same rules as `mesp-export --data`.
 public struct TextData: Sendable {
     public enum Source: Sendable {
         /// A UTF-8 file; `.jsonl` has a record a line.
@@ -51,13 +52,13 @@ public struct TextData: Sendable {
             }
             splits = try holdOut(stream, of: name)
         } else {
-            guard tokenizer.hasChatTemplate else {
+            if case .messages = documents[0], !tokenizer.hasChatTemplate {
                 throw MeSPError(
-                    "The model has no chat template, which the records of \(name) need; take an -Instruct model, or write the records as text."
+                    "The model has no chat template, which the messages of \(name) need; take an -Instruct model, or write the records as prompts and answers."
                 )
             }
             var examples = [Encoded]()
-            let end = answersOnly ? try endOfAnswers() : []
+            let end = answersOnly && tokenizer.hasChatTemplate ? try endOfAnswers() : []
             for (index, document) in documents.enumerated() {
                 if let example = try encode(document, end, name) { examples.append(example) }
                 try progress(Double(index + 1) / Double(documents.count))
@@ -78,6 +79,7 @@ public struct TextData: Sendable {
 
     private enum Document {
         case text(String, isRecord: Bool)
+        case answer(String, prompt: String)
         case messages([ChatMessage])
     }
 
@@ -125,8 +127,7 @@ public struct TextData: Sendable {
                 throw MeSPError("Line \(index + 1) of \(name) is not a JSON record of text.")
             }
             if let prompt = fields.prompt, let completion = fields.completion {
-                documents.append(
-                    .messages([.init(role: "user", content: prompt), .init(role: "assistant", content: completion)]))
+                documents.append(.answer(completion, prompt: prompt))
             } else if let messages = fields.messages, !messages.isEmpty {
                 documents.append(.messages(messages))
             } else if let text = fields.text {
@@ -136,9 +137,11 @@ public struct TextData: Sendable {
                     "Line \(index + 1) of \(name) has no text; records have \"text\", \"prompt\" and \"completion\", or \"messages\"."
                 )
             }
-            if case .text = documents[0], case .text = documents[documents.count - 1] { continue }
-            if case .messages = documents[0], case .messages = documents[documents.count - 1] { continue }
-            throw MeSPError("Line \(index + 1) of \(name) is another kind of record than the first; keep one kind.")
+            switch (documents[0], documents[documents.count - 1]) {
+            case (.text, .text), (.answer, .answer), (.messages, .messages): continue
+            default:
+                throw MeSPError("Line \(index + 1) of \(name) is another kind of record than the first; keep one kind.")
+            }
         }
         return documents
     }
@@ -187,15 +190,33 @@ public struct TextData: Sendable {
     /// Tokens, and which of them are in the loss.
     private typealias Encoded = (tokens: [UInt32], counted: [Bool])
 
-    /// A conversation; nil where nothing would be left to train on.
+    /// A conversation, or an answer with its prompt; nil where nothing would be left to train on.
     private func encode(_ document: Document, _ end: [Int], _ name: Sentence) throws -> Encoded? {
-        guard case .messages(let messages) = document else { return nil }
-        let whole = try tokenizer.encode(messages, opensAnswer: false)
-        let counted =
-            answersOnly
-            ? try answers(messages, in: whole, end, name) : [Bool](repeating: true, count: whole.count)
+        let whole: [Int]
+        var counted: [Bool]
+        switch document {
+        case .text: return nil
+        case .answer(let answer, let prompt) where !tokenizer.hasChatTemplate:
+            whole = joined(prompt, answer)
+            let context = tokenizer.encode(prompt, addsSpecialTokens: true).count
+            counted = whole.indices.map { $0 >= context }
+        case .answer(let answer, let prompt):
+            let messages = [ChatMessage(role: "user", content: prompt), .init(role: "assistant", content: answer)]
+            return try encode(.messages(messages), end, name)
+        case .messages(let messages):
+            whole = try tokenizer.encode(messages, opensAnswer: false)
+            counted = answersOnly ? try answers(messages, in: whole, end, name) : []
+        }
+        if !answersOnly { counted = [Bool](repeating: true, count: whole.count) }
         let (tokens, kept) = (whole.prefix(length + 1).map { UInt32($0) }, Array(counted.prefix(length + 1)))
         return kept.dropFirst().contains(true) ? (tokens, kept) : nil
+    }
+
+    /// A prompt with the answer right after it and the token that ends a text.
+    private func joined(_ prompt: String, _ answer: String) -> [Int] {
+        let ids = tokenizer.encode(prompt + answer, addsSpecialTokens: true)
+        guard let end = tokenizer.endOfText, ids.last != end else { return ids }
+        return ids + [end]
     }
 
     /// Two examples a choice, the chosen answer's right before the rejected one's. A choice whose prompt leaves no room for an answer is

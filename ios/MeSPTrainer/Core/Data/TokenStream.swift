@@ -12,6 +12,8 @@ public struct Example: Sendable, Equatable {
     var inputs: [Int32] { Array(tokens.dropLast()) }
     /// The targets that count.
     var targets: [Int32] { counted.map { tokens[$0 + 1] } }
+    /// The number of inputs up to the last target that counts: of those after it, padding included, nothing depends.
+    var inputCount: Int { (counted.last ?? -1) + 1 }
 }
 
 /// Token ids on disk, and the sequences of them that training and evaluation run on.

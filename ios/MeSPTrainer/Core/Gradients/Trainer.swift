@@ -147,6 +147,8 @@ final class Trainer {
         let loss: Float
         /// The targets that counted.
         let tokens: Int
+        /// The inputs up to each sequence's last target that counted.
+        let inputTokens: Int
         /// ‖∂loss/∂lora‖₂ over all blocks, before clipping; nil where it isn't clipped.
         var gradientNorm: Float?
         /// Of a step on judged answers.
@@ -181,10 +183,11 @@ final class Trainer {
             return batch.map { Part(example: $0, weight: 1 / Float(counted * batches.count)) }
         }
         let tokens = parts.reduce(0) { $0 + $1.example.counted.count }
+        let inputTokens = parts.reduce(0) { $0 + $1.example.inputCount }
         let keys = keys(number)
         if settings.method == .mezo {
             let (loss, norm) = try takeZerothOrderStep(parts, number, keys)
-            return StepResult(loss: loss, tokens: tokens, gradientNorm: norm)
+            return StepResult(loss: loss, tokens: tokens, inputTokens: inputTokens, gradientNorm: norm)
         }
 
         var loss: Float = 0
@@ -196,7 +199,7 @@ final class Trainer {
             }
         }
         let norm = gradients == nil ? nil : try updateGathered(number, keys)
-        return StepResult(loss: loss, tokens: tokens, gradientNorm: norm)
+        return StepResult(loss: loss, tokens: tokens, inputTokens: inputTokens, gradientNorm: norm)
     }
 
     /// A random key for each block in a step.

@@ -50,6 +50,7 @@ public enum LogRecord: Sendable {
         public var lossSeconds: Double
         public var backwardSeconds: Double
         public var tokens: Int
+        public var inputTokens: Int?
         public var gradNorm: Float?
         public var learningRate: Float
         public var footprintBytes: Int

@@ -56,11 +56,16 @@ public struct LogSummary: Sendable {
         return last.isEmpty ? nil : last[last.count / 2]
     }
 
-    /// Tokens trained on in a second, over the last 20 steps.
-    public var tokensPerSecond: Double? {
+    /// Tokens that the model reads in a second, over the last 20 steps.
+    public var tokensPerSecond: Double? { perSecond { $0.inputTokens ?? $0.tokens } }
+
+    /// Tokens that count in the loss a second, over the last 20 steps.
+    public var lossTokensPerSecond: Double? { perSecond(\.tokens) }
+
+    private func perSecond(_ count: (LogRecord.Step) -> Int) -> Double? {
         let last = steps.suffix(20)
         let seconds = last.reduce(0) { $0 + $1.seconds }
-        return seconds > 0 ? Double(last.reduce(0) { $0 + $1.tokens }) / seconds : nil
+        return seconds > 0 ? Double(last.reduce(0) { $0 + count($1) }) / seconds : nil
     }
 
     /// The highest footprint so far, in bytes.

@@ -42,7 +42,9 @@ extension Trainer {
                 }
                 norm = try updateGathered(number, keys)
             }
-            var result = StepResult(loss: Float(record.loss), tokens: record.tokens, gradientNorm: norm)
+            let inputTokens = batches.joined().reduce(0) { $0 + $1.example.inputCount }
+            var result = StepResult(
+                loss: Float(record.loss), tokens: record.tokens, inputTokens: inputTokens, gradientNorm: norm)
             result.preference = record.figures
             return result
         }

@@ -278,5 +278,6 @@ import Testing
         #expect(curve.map(\.value) == [1.5, 3.5, 5])
         #expect(log.peakFootprint ?? 0 >= log.steps.map(\.footprintPeakBytes).max() ?? .max)
         #expect(log.tokensPerSecond ?? 0 > 0 && log.stepSeconds ?? 0 > 0)
+        #expect(log.tokensPerSecond == log.lossTokensPerSecond, "of a packed text all count")
     }
 }

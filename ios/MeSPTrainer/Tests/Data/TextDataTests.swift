@@ -8,12 +8,13 @@ import Testing
     private var target: URL { folder.appendingPathComponent("tokens") }
 
     private func write(
-        _ name: String, _ text: String, answersOnly: Bool = true, tokenizer: ByteTokenizer = ByteTokenizer()
+        _ name: String, _ text: String, answersOnly: Bool = true, tokenizer: ByteTokenizer = ByteTokenizer(),
+        length: Int = 16
     ) throws {
         try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)
         let file = folder.appendingPathComponent(name)
         try text.write(to: file, atomically: true, encoding: .utf8)
-        try TextData(tokenizer: tokenizer, length: 16, answersOnly: answersOnly).write(.file(file), to: target)
+        try TextData(tokenizer: tokenizer, length: length, answersOnly: answersOnly).write(.file(file), to: target)
     }
 
     private func words(_ name: String) throws -> [Int] {
@@ -50,6 +51,11 @@ import Testing
             let record = "{\"text\": \"\(expected.words)\"}\n"
             try write("text.jsonl", record + record, tokenizer: ids.tokenizer)
             #expect(try words("train.bin") + words("valid.bin") == ids.record + ids.record)
+            let answer = "{\"prompt\": \"\(expected.words)\", \"completion\": \" again\"}\n"
+            try write("answers.jsonl", answer + answer, tokenizer: ids.tokenizer, length: 128)
+            #expect(try words("train.bin") == ids.answer)
+            let mask = try Data(contentsOf: target.appendingPathComponent("train.mask.bin"))
+            #expect(mask.map { $0 == 1 } == ids.answerCounted)
         }
     }
 
@@ -110,6 +116,11 @@ import Testing
             "a.jsonl", "{\"text\": \"x\"}\n{\"prompt\": \"x\", \"completion\": \"y\"}",
             "Line 2 of a.jsonl is another kind of record"
         ),
+        (
+            "a.jsonl",
+            "{\"messages\": [{\"role\": \"user\", \"content\": \"x\"}]}\n{\"prompt\": \"x\", \"completion\": \"y\"}",
+            "Line 2 of a.jsonl is another kind of record"
+        ),
         ("a.jsonl", "{\"prompt\": \"x\", \"completion\": \"y\"}", "a.jsonl has 0 usable records"),
     ]) func saysWhatIsWrong(_ name: String, _ text: String, _ expected: String) throws {
         defer { try? FileManager.default.removeItem(at: folder) }
@@ -122,10 +133,11 @@ import Testing
         defer { try? FileManager.default.removeItem(at: folder) }
         try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)
         let file = folder.appendingPathComponent("a.jsonl")
-        try #"{"prompt": "x", "completion": "y"}"#.write(to: file, atomically: true, encoding: .utf8)
+        let record = #"{"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]}"#
+        try record.write(to: file, atomically: true, encoding: .utf8)
         let data = TextData(tokenizer: ByteTokenizer(hasChatTemplate: false), length: 16)
         let found = message { try data.write(.file(file), to: target) }
-        #expect(found.hasPrefix("The model has no chat template, which the records of a.jsonl need"))
+        #expect(found.hasPrefix("The model has no chat template, which the messages of a.jsonl need"))
     }
 
     @Test func endsWhenProgressThrows() throws {

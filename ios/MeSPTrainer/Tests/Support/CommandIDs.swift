@@ -21,6 +21,9 @@ struct CommandIDs: Decodable, Sendable {
         let prompt: [Int]
         let record: [Int]
         let file: [Int]
+        /// Of " again" as the completion to the words, joined without a template, and which of them count.
+        let answer: [Int]
+        let answerCounted: [Bool]
         /// As `mesp-evaluate` puts choices to the model.
         let questions: [Question]
 

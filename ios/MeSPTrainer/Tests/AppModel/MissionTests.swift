@@ -1,0 +1,26 @@
+import Foundation
+import Testing
+
+@testable import MeSPAppModel
+@testable import MeSPCore
+
+private let documents = ProcessInfo.processInfo.environment["MESP_DOCUMENTS"]
+
+/// What `tests/check_mission.py` lets the app do on a phone: it has put a bundle into the folder of documents that `MESP_DOCUMENTS` names,
+/// and collects the run from there.
+@MainActor struct MissionTests {
+    @Test(.enabled(if: documents != nil))
+    func trainsWhatWasPushedWithTheSettingsThatTheAppProposes() async throws {
+        let folder = DocumentsFolder(documents: URL(fileURLWithPath: try #require(documents)))
+        let model = AppModel(phone: TestPhone(), folder: folder) { _ in ByteTokenizer() }
+        await model.refresh()
+        #expect(model.library.usableBundles.count == 1)
+        let steps = try #require(ProcessInfo.processInfo.environment["MESP_STEPS"].flatMap { Int($0) })
+        (model.form.settings.steps, model.form.settings.valBatches) = (steps, 8)
+        #expect(model.startProblem == nil && model.canStart)
+        await model.start()
+        while !model.isFree { try await Task.sleep(for: .milliseconds(50)) }
+        await model.refresh()
+        #expect(model.shownRun?.status == .finished)
+    }
+}
