@@ -53,7 +53,8 @@ OPTIONS_OF_FROM = [
 )  # fmt: skip
 @click.option(
     "--model", metavar="NAME|HUB_ID|DIR|FILE.gguf|demo",
-    help="The model to export; a GGUF file on the Hub is OWNER/NAME:Q4_K_M or OWNER/NAME/FILE.gguf.",
+    help="The model to export. A GGUF file on the Hub is OWNER/NAME:Q4_K_M or "
+    "OWNER/NAME/FILE.gguf.",
 )  # fmt: skip
 @click.option(
     "--from", "old", type=click.Path(path_type=Path), metavar="BUNDLE",

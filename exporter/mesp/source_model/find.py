@@ -1,5 +1,4 @@
-"""Finds the model to export: a folder, a GGUF file, a model on the Hugging Face Hub, a short name or
-`demo`."""
+"""Finds the model to export: a folder, a GGUF file, a model on the Hub, a short name or `demo`."""
 
 from __future__ import annotations
 

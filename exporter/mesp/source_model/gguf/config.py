@@ -111,6 +111,14 @@ def config_of(gguf: GGUF) -> dict[str, Any]:
     if model_type != "lfm2":  # whose blocks with convolutions have none
         config["num_key_value_heads"] = its.get("attention.head_count_kv") or heads
     config["rope_scaling"] = _rope_scaling(its, config)
+    if model_type == "ministral3":  # where mlx-lm reads it
+        scaling = config.pop("rope_scaling") or {"type": "default"}
+        config["rope_parameters"] = {
+            "rope_type": scaling.pop("type"),
+            "rope_theta": config["rope_theta"],
+            "llama_4_scaling_beta": its.get("attention.temperature_scale", _NUMBER) or 0.0,
+            **scaling,
+        }
     return {key: value for key, value in config.items() if value is not None}
 
 
@@ -153,10 +161,10 @@ def _minicpm(its: _Metadata, config: dict[str, Any]) -> dict[str, Any]:
 
 def _lfm2(its: _Metadata, config: dict[str, Any]) -> dict[str, Any]:
     """A block without heads of keys has a convolution."""
-    counts = its.gguf.metadata.get("lfm2.attention.head_count_kv")
-    if not isinstance(counts, np.ndarray) or not len(set(counts.tolist()) - {0}) == 1:
-        its.get("attention.head_count_kv", np.ndarray)
-        its.require("attention.head_count_kv", np.ndarray)
+    key = "lfm2.attention.head_count_kv"
+    counts = its.gguf.metadata.get(key)
+    if not isinstance(counts, np.ndarray) or len({*counts.tolist()} - {0}) != 1:
+        raise MespError(f"{its.gguf.path} cannot be used: its {key} is no list of 0 and a number.")
     return {
         "num_key_value_heads": int(counts.max()),
         "layer_types": ["full_attention" if n else "conv" for n in counts.tolist()],
@@ -215,7 +223,6 @@ def _rope_scaling(its: _Metadata, config: dict[str, Any]) -> dict[str, Any] | No
         "beta_fast": its.get("rope.scaling.yarn_beta_fast", _NUMBER),
         "beta_slow": its.get("rope.scaling.yarn_beta_slow", _NUMBER),
         "mscale_all_dim": its.get("rope.scaling.yarn_log_multiplier", _NUMBER),
-        "llama_4_scaling_beta": its.get("attention.temperature_scale", _NUMBER),
     }
     return {key: value for key, value in scaling.items() if value is not None}
 

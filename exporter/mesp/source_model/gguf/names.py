@@ -32,7 +32,7 @@ class Names:
         self.map = gguf.get_tensor_name_map(architecture, arch.num_hidden_layers)
 
     def tensor(self, name: str) -> str:
-        """The name there of a tensor with its suffix, such as ``model.layers.0.mlp.up_proj.weight``.
+        """The name there of a tensor, such as ``model.layers.0.mlp.up_proj.weight``.
 
         Raises KeyError where the architecture has none.
         """

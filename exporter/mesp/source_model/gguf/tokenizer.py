@@ -236,10 +236,10 @@ def _template(file: GGUF, kind: str, tokens: list[str], special: dict[str, int])
     ends = file.metadata.get("tokenizer.ggml.add_eos_token", False) and "eos" in special
     if not begins and not ends:
         return None
-    roles = ["bos"] * bool(begins), ["eos"] * bool(ends)
-    first, last = ([tokens[special[role]] for role in each] for each in roles)
+    around = [special["bos"]] * bool(begins), [special["eos"]] * bool(ends)
+    first, last = ([tokens[i] for i in each] for each in around)
     return processors.TemplateProcessing(
         single=[*first, "$A", *last],
-        pair=[*first, "$A", *last, *(f"{each}:1" for each in first), "$B:1", *last],
-        special_tokens=[(tokens[special[role]], special[role]) for role in sum(roles, [])],
+        pair=[*first, "$A", *last, *first, "$B:1", *last],
+        special_tokens=[(tokens[i], i) for each in around for i in each],
     )
