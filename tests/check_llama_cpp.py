@@ -16,12 +16,14 @@ import mlx_lm
 import numpy as np
 import pytest
 import xllamacpp
+from gguf import GGMLQuantizationType as Type
 from mlx import nn
 from mlx.utils import tree_flatten
 from mlx_lm.tuner.utils import load_adapters
 from mlx_lm.utils import dequantize_model
 
-from conftest import FAMILIES, run, write_model
+from conftest import FAMILIES, random_tensors, run, write_model
+from gguf_files import MODELS, q8_0, write_gguf
 from mesp.adapters.gguf import ARCHITECTURES, INTERLEAVED
 from mesp.bundle.reader import Bundle
 from mesp.engine.generate import generate
@@ -205,3 +207,24 @@ def test_a_fused_model(case: Case, tmp_path: Path):
     fused, _ = mlx_lm.load(str(case.fused))
     steps = write(write_base(tmp_path / "fused.gguf", fused, case.fused), case.prompt)
     check(case, steps, fused, case.adapters, BFLOAT16)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_gguf_file_and_its_bundle_agree(name: str, tmp_path: Path):
+    """Both compute in float32 with the numbers of Q8_0's blocks: llama.cpp would round activations
+    to 8 bits, too, were the blocks in its file."""
+    tensors = random_tensors(MODELS[name][1])
+    quantized = write_gguf(tmp_path / "quantized.gguf", name, tensors)
+    plain = write_gguf(tmp_path / "plain.gguf", name, tensors, dequantized, has_text=False)
+    bundle = tmp_path / "bundle.mesp"
+    call("export", "--model", quantized, "--out", bundle, "--seq-len", 8, "--device", "cpu")
+    prompt = [5, 17, 30, 2, 90, 44]
+    steps = write(plain, prompt)
+    model = Bundle(bundle).to_mlx_lm()
+    expected = log_probabilities(model, prompt, [step["id"] for step in steps])
+    tolerance = TOLERANCE[Bundle(bundle).architecture.hidden_act]
+    assert [step["logprob"] for step in steps] == pytest.approx(expected, abs=tolerance)
+
+
+def dequantized(name: str, matrix: np.ndarray) -> tuple[np.ndarray, Type]:
+    return gguf.dequantize(*q8_0(name, matrix)), Type.F32

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from mesp.errors import FULL_DISK, MespError
@@ -14,14 +16,31 @@ def download(kind: str, repo: str, patterns: list[str]) -> Path:
     `kind` is ``model`` or ``dataset``. Raises MespError where the repository isn't there, isn't
     open to the user, or can't be reached.
     """
-    from huggingface_hub import errors, snapshot_download
+    from huggingface_hub import snapshot_download
     from huggingface_hub.utils import disable_progress_bars, logging
 
     logging.set_verbosity_error()  # of patterns that no file matches, for one
     if not sys.stderr.isatty():
         disable_progress_bars()
-    try:
+    with _plain_errors(kind, repo):
         return Path(snapshot_download(repo, repo_type=kind, allow_patterns=patterns))
+
+
+def list_files(repo: str) -> list[str]:
+    """The paths of the files in a model's repository. Raises MespError as `download` does."""
+    from huggingface_hub import HfApi
+
+    with _plain_errors("model", repo):
+        return HfApi().list_repo_files(repo)
+
+
+@contextmanager
+def _plain_errors(kind: str, repo: str) -> Iterator[None]:
+    """Turns what the Hub's client raises into a sentence."""
+    from huggingface_hub import errors
+
+    try:
+        yield
     except errors.GatedRepoError as error:
         page = f"https://huggingface.co/{'datasets/' if kind == 'dataset' else ''}{repo}"
         raise MespError(

@@ -50,7 +50,11 @@ OPTIONS_OF_FROM = [
     "--list-models", is_flag=True, is_eager=True, expose_value=False, callback=list_models,
     help="List the models that have short names, with the memory that training takes, and exit.",
 )  # fmt: skip
-@click.option("--model", metavar="NAME|HUB_ID|DIR|demo", help="The model to export.")
+@click.option(
+    "--model", metavar="NAME|HUB_ID|DIR|FILE.gguf|demo",
+    help="The model to export. A GGUF file on the Hub is OWNER/NAME:Q4_K_M or "
+    "OWNER/NAME/FILE.gguf.",
+)  # fmt: skip
 @click.option(
     "--from", "old", type=click.Path(path_type=Path), metavar="BUNDLE",
     help="In place of --model: a bundle whose functions to write anew, with its weights and data.",
@@ -133,6 +137,10 @@ def main(
     if random_weights:
         source = replace(source, name=f"{source.name}-random", revision=None)
         weights = RandomWeights(seed, norm=1 - arch.norm_offset)
+    elif source.gguf:
+        from mesp.source_model.gguf.weights import GGUFWeights  # which needs the gguf package
+
+        weights = GGUFWeights(source.gguf, arch)
     else:
         weights = SafetensorsWeights(source.folder, arch.model_type)
         if weights.left_out:
@@ -166,12 +174,14 @@ def main(
             "--dtype float32 keeps them.",
             err=True,
         )
-    tell(options.out, manifest, upload)
+    tell(options.out, manifest, upload, weights.describe(options.dtype) if source.gguf else None)
 
 
-def tell(out: Path, manifest: dict[str, Any], repo: str | None) -> None:
-    """Says what was written, and uploads it where `repo` is given."""
+def tell(out: Path, manifest: dict[str, Any], repo: str | None, gguf: str | None = None) -> None:
+    """Says what was written, of a GGUF file how too, and uploads it where `repo` is given."""
     click.echo(summary(out, manifest))
+    if gguf is not None:
+        click.echo(f"  {'GGUF':10} {gguf}")
     if repo is not None:
         click.echo(f"  {'at':10} {hub_upload.upload(out, manifest, repo)}")
 

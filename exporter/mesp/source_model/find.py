@@ -1,4 +1,4 @@
-"""Finds the model to export: a folder, a model on the Hugging Face Hub, a short name or `demo`."""
+"""Finds the model to export: a folder, a GGUF file, a model on the Hub, a short name or `demo`."""
 
 from __future__ import annotations
 
@@ -6,20 +6,28 @@ import os
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
 
 from mesp.errors import MespError
 from mesp.files import read_object
-from mesp.hub_download import download
+from mesp.hub_download import download, list_files
+from mesp.models.architecture import Architecture
 from mesp.models.short_names import KNOWN
 from mesp.source_model.texts import TOKENIZER_FILES
+
+if TYPE_CHECKING:
+    from mesp.source_model.gguf.header import GGUF
 
 DEMO = Path(__file__).parents[1] / "demo_model"
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where a model comes from; `folder` is None for random weights of a known geometry."""
+    """Where a model comes from; `folder` is None for random weights of a known geometry.
+
+    For a GGUF file, `folder` holds its tokenizer, and goes when `temporary` does.
+    """
 
     name: str
     id: str
@@ -27,10 +35,14 @@ class Source:
     folder: Path | None = None
     revision: str | None = None
     license: str | None = None
+    gguf: GGUF | None = None
+    temporary: TemporaryDirectory[str] | None = None
 
 
 def find_source(model: str, random_weights: bool) -> Source:
-    """Finds a model by short name, folder, Hub id or ``demo``, downloading it where need be.
+    """Finds a model by short name, folder, GGUF file, Hub id or ``demo``, downloading it where need
+    be. A GGUF file on the Hub is ``owner/name/file.gguf`` or, by its quantization, as llama.cpp has
+    it, ``owner/name:Q4_K_M``.
 
     With `random_weights` only its geometry and tokenizer are needed, and for a short name nothing
     is downloaded. Raises MespError where there is no such model.
@@ -39,14 +51,18 @@ def find_source(model: str, random_weights: bool) -> Source:
         return replace(_local_source(DEMO), name="demo", id="demo")
     if os.path.isdir(model):
         return _local_source(Path(model))
+    if os.path.exists(model) and model.lower().endswith(".gguf"):
+        return _gguf_source(Path(model))
     for short, (repo, _, config) in KNOWN.items():
         if model.lower() in (short.lower(), repo.lower()):
             return Source(short, repo, config) if random_weights else _hub_source(repo)
     if re.fullmatch(r"[\w.-]+/[\w.-]+", model):
         return _hub_source(model, random_weights)
+    if match := re.fullmatch(r"([\w.-]+/[\w.-]+)(?:/([\w./-]+\.gguf)|:([\w.-]+))", model, re.I):
+        return _hub_gguf(*match.groups())
     raise MespError(
-        f"There is no model {model}; name a folder, a model on the Hugging Face Hub such as "
-        "Qwen/Qwen2.5-0.5B, demo, or a short name that --list-models prints."
+        f"There is no model {model}; name a folder, a GGUF file, a model on the Hugging Face Hub "
+        "such as Qwen/Qwen2.5-0.5B, demo, or a short name that --list-models prints."
     )
 
 
@@ -67,6 +83,53 @@ def _hub_source(repo: str, random_weights: bool = False) -> Source:
         patterns += ["model*.safetensors", "*.safetensors.index.json"]
     folder = download("model", repo, patterns)
     return replace(_local_source(folder), name=repo.split("/")[1], id=repo, revision=folder.name)
+
+
+def _gguf_source(file: Path) -> Source:
+    """The model of a GGUF file, with its tokenizer written into a temporary folder."""
+    try:
+        from mesp.source_model.gguf.config import config_of
+        from mesp.source_model.gguf.header import GGUF
+        from mesp.source_model.gguf.tokenizer import write_tokenizer
+        from mesp.source_model.gguf.weights import GGUFWeights
+    except ImportError as error:
+        raise MespError(
+            "Reading a GGUF file needs the gguf package: pip install 'mesp[gguf]'."
+        ) from error
+    gguf = GGUF.read(file)
+    config = config_of(gguf)
+    weights = GGUFWeights(gguf, Architecture.from_config(config))
+    if weights.is_quantized_file:
+        config["quantization"] = weights.quantization()
+    temporary = TemporaryDirectory(prefix="mesp-")
+    folder = Path(temporary.name)
+    write_tokenizer(gguf, folder)
+    license = gguf.metadata.get("general.license")
+    license = license if isinstance(license, str) else None
+    name = file.name[: -len(".gguf")]
+    return Source(name, name, config, folder, None, license, gguf, temporary)
+
+
+def _hub_gguf(repo: str, file: str | None, quantization: str | None) -> Source:
+    """A GGUF file of a repository, by its name or by its quantization."""
+    if file is None:
+        names = [name for name in list_files(repo) if name.lower().endswith(".gguf")]
+        wanted = re.compile(rf"(^|[-._/]){re.escape(quantization)}[-._]", re.I)
+        found = sorted(
+            (name for name in names if wanted.search(name) and "mmproj" not in name.lower()),
+            key=lambda name: (name.count("/"), len(name), name),
+        )
+        if not found:
+            raise MespError(
+                f"{repo} on the Hugging Face Hub has no GGUF file of {quantization}; it has "
+                f"{', '.join(names) or 'none'}."
+            )
+        file = found[0]
+    folder = download("model", repo, [file])
+    if not (folder / file).is_file():
+        raise MespError(f"{repo} on the Hugging Face Hub has no file {file}.")
+    source = _gguf_source(folder / file)
+    return replace(source, id=f"{repo}/{file}", revision=folder.name)
 
 
 def _license(model_card: Path) -> str | None:

@@ -1,0 +1,135 @@
+"""The block types of GGUF whose values MLX's quantizations hold, and their arrays there.
+
+A row is blocks of 32 or 256 weights, each with scales of its own. https://github.com/ggml-org/ggml
+defines the types in ggml-common.h and their values in ggml-quants.c.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from mesp.quantization.modes import Quantization
+
+Arrays = tuple[np.ndarray, ...]  # codes [rows, columns], scales and biases [rows, groups]
+
+# Groups of 16 weights, which MLX lacks: their values are quantized to this.
+REQUANTIZED = ("Q6_K", "Q2_K")
+UNQUANTIZED = ("F32", "F16", "BF16")
+WIDE = Quantization(8, 32)
+
+
+def pack(codes: np.ndarray, bits: int) -> np.ndarray:
+    """Codes as MLX packs them: a stream of bits, the lowest first; uint32 [rows, …]."""
+    eights = codes.reshape(len(codes), -1, 8).astype(np.uint64)
+    words = np.bitwise_or.reduce(eights << (bits * np.arange(8, dtype=np.uint64)), axis=-1)
+    stream = words.astype("<u8")[..., None].view(np.uint8)[..., :bits]
+    return np.ascontiguousarray(stream.reshape(len(codes), -1)).view("<u4")
+
+
+def _half(fields: np.ndarray) -> np.ndarray:
+    """float16 bytes [..., 2] as float32 [...]."""
+    return np.ascontiguousarray(fields).view("<f2")[..., 0].astype(np.float32)
+
+
+def _nibbles(fields: np.ndarray) -> np.ndarray:
+    """Bytes [..., n] as codes [..., 2 n]: the low halves of all, then the high ones."""
+    return np.concatenate([fields & 15, fields >> 4], axis=-1)
+
+
+def _fifth_bits(fields: np.ndarray) -> np.ndarray:
+    """32 bits [..., 4] as the fifth bits of codes [..., 32]."""
+    return np.unpackbits(fields, axis=-1, bitorder="little") << 4
+
+
+def _q4_0(blocks: np.ndarray) -> Arrays:
+    scale = _half(blocks[..., :2])
+    return _nibbles(blocks[..., 2:]), scale, -8 * scale
+
+
+def _q4_1(blocks: np.ndarray) -> Arrays:
+    return _nibbles(blocks[..., 4:]), _half(blocks[..., :2]), _half(blocks[..., 2:4])
+
+
+def _q5_0(blocks: np.ndarray) -> Arrays:
+    scale = _half(blocks[..., :2])
+    return _fifth_bits(blocks[..., 2:6]) | _nibbles(blocks[..., 6:]), scale, -16 * scale
+
+
+def _q5_1(blocks: np.ndarray) -> Arrays:
+    codes = _fifth_bits(blocks[..., 4:8]) | _nibbles(blocks[..., 8:])
+    return codes, _half(blocks[..., :2]), _half(blocks[..., 2:4])
+
+
+def _q8_0(blocks: np.ndarray) -> Arrays:
+    scale = _half(blocks[..., :2])
+    return blocks[..., 2:] ^ 128, scale, -128 * scale
+
+
+def _six_bits(fields: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The factors of 8 groups' scales and biases, of 6 bits each, in 12 bytes [..., 12]."""
+    low, middle, high = fields[..., :4], fields[..., 4:8], fields[..., 8:]
+    scales = np.concatenate([low & 63, (high & 15) | (low >> 6 << 4)], axis=-1)
+    biases = np.concatenate([middle & 63, (high >> 4) | (middle >> 6 << 4)], axis=-1)
+    return scales.astype(np.float32), biases.astype(np.float32)
+
+
+def _k_scales(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    scales, biases = _six_bits(blocks[..., 4:16])
+    return _half(blocks[..., :2])[..., None] * scales, -_half(blocks[..., 2:4])[..., None] * biases
+
+
+def _q4_k(blocks: np.ndarray) -> Arrays:
+    codes = _nibbles(blocks[..., 16:].reshape(*blocks.shape[:-1], 4, 32))
+    return codes, *_k_scales(blocks)
+
+
+def _q5_k(blocks: np.ndarray) -> Arrays:
+    codes = _nibbles(blocks[..., 48:].reshape(*blocks.shape[:-1], 4, 32))
+    codes = codes.reshape(*blocks.shape[:-1], 8, 32)
+    fifth = blocks[..., None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None] & 1
+    return codes | fifth << 4, *_k_scales(blocks)
+
+
+def _q3_k(blocks: np.ndarray) -> Arrays:
+    """The scale times an integer in -124…128, the product of a group's factor and a code."""
+    shifts = np.arange(4, dtype=np.uint8)[:, None]
+    low = blocks[..., 32:96].reshape(*blocks.shape[:-1], 2, 1, 32) >> 2 * shifts & 3
+    bits = np.arange(8, dtype=np.uint8).reshape(2, 4, 1)
+    high = blocks[..., None, None, :32] >> bits & 1
+    codes = low.astype(np.int16) + 4 * high.astype(np.int16) - 4
+    fields = blocks[..., 96:108]
+    factors = np.concatenate([fields[..., :8] & 15, fields[..., :8] >> 4], axis=-1)
+    upper = fields[..., None, 8:] >> 2 * shifts & 3
+    factors = factors | upper.reshape(*factors.shape) << 4
+    products = (
+        codes.reshape(*blocks.shape[:-1], 16, 16) * (factors.astype(np.int16) - 32)[..., None]
+    )
+    scale = np.repeat(_half(blocks[..., 108:])[..., None], 2, axis=-1)  # two groups of 128
+    return (products + 124).astype(np.uint8), scale, -124 * scale
+
+
+def _mxfp4(blocks: np.ndarray) -> Arrays:
+    return _nibbles(blocks[..., 1:]), blocks[..., 0]
+
+
+# By llama.cpp's names: bytes of a block, MLX's quantization, and what makes its arrays.
+CARRIED: dict[str, tuple[int, Quantization, Callable[[np.ndarray], Arrays]]] = {
+    "Q4_0": (18, Quantization(4, 32), _q4_0),
+    "Q4_1": (20, Quantization(4, 32), _q4_1),
+    "Q5_0": (22, Quantization(5, 32), _q5_0),
+    "Q5_1": (24, Quantization(5, 32), _q5_1),
+    "Q8_0": (34, Quantization(8, 32), _q8_0),
+    "Q3_K": (110, Quantization(8, 128), _q3_k),
+    "Q4_K": (144, Quantization(4, 32), _q4_k),
+    "Q5_K": (176, Quantization(5, 32), _q5_k),
+    "MXFP4": (17, Quantization(4, 32, "mxfp4"), _mxfp4),
+}
+
+
+def arrays(kind: str, data: np.ndarray) -> Arrays:
+    """Rows of blocks of a type of `CARRIED` as codes, scales and, where there are, biases."""
+    size, _, decode = CARRIED[kind]
+    parts = decode(data.reshape(len(data), -1, size))
+    return tuple(np.ascontiguousarray(part.reshape(len(data), -1)) for part in parts)

@@ -1,0 +1,257 @@
+"""The config.json of a GGUF file, of its metadata and its tensors."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from gguf import MODEL_ARCH, MODEL_ARCH_NAMES
+
+from mesp.errors import MespError
+from mesp.models.families import FAMILIES
+from mesp.models.rope_scaling import SCALINGS
+from mesp.source_model.gguf.header import GGUF
+from mesp.source_model.gguf.names import ARCHITECTURES
+
+_MODEL_TYPES = {
+    MODEL_ARCH_NAMES[MODEL_ARCH[name]]: model_type
+    for model_type, name in reversed(ARCHITECTURES.items())
+}
+# Gemma's models of 27B scale attention by the width over the heads, by their number of blocks.
+_GEMMA_27B = {"gemma2": 46, "gemma3_text": 62}
+_NUMBER = (int, float)
+
+
+class _Metadata:
+    """The metadata of a file's architecture."""
+
+    def __init__(self, gguf: GGUF, prefix: str):
+        self.gguf, self.prefix = gguf, prefix
+
+    def get(self, key: str, kind: type | tuple[type, ...] = int) -> Any:
+        """The value of ``{architecture}.{key}``; None where there is none. Floating-point numbers
+        are as their shortest decimals in float32 say."""
+        key = f"{self.prefix}.{key}"
+        value = self.gguf.metadata.get(key)
+        if isinstance(value, np.ndarray) and value.size and (value == value[0]).all():
+            value = value[0].item()  # the same in all blocks
+        if isinstance(value, bool) or not isinstance(value, (kind, type(None))):
+            raise MespError(f"{self.gguf.path} cannot be used: its {key} is {value!r:.100}.")
+        if isinstance(value, float):
+            value = float(str(np.float32(value)))
+        return value
+
+    def require(self, key: str, kind: type | tuple[type, ...] = int) -> Any:
+        value = self.get(key, kind)
+        if value is None:
+            raise MespError(
+                f"{self.gguf.path} lacks {self.prefix}.{key}; take a file that a newer llama.cpp "
+                "wrote."
+            )
+        return value
+
+
+def config_of(gguf: GGUF) -> dict[str, Any]:
+    """What config.json would say of the model, but for its quantization.
+
+    Raises MespError where the architecture is not supported, or a key is missing.
+    """
+    name = gguf.metadata.get("general.architecture")
+    kind = gguf.metadata.get("general.type", "model")
+    if kind != "model":
+        raise MespError(f"{gguf.path} holds no model ({kind!s:.40}); name the model's file.")
+    if gguf.metadata.get("split.count", 0) not in (0, 1):
+        raise MespError(
+            f"{gguf.path} is one part of several; join them with llama-gguf-split --merge."
+        )
+    model_type = _MODEL_TYPES.get(name)
+    if model_type is None:
+        raise MespError(
+            f"The architecture {name!r:.60} of {gguf.path} is not supported; supported are "
+            f"{', '.join(_MODEL_TYPES)}."
+        )
+    table = gguf.tensors.get("token_embd.weight")
+    if table is None or len(table.shape) != 2:
+        raise MespError(f"{gguf.path} has no token_embd.weight; it holds no whole model.")
+    its = _Metadata(gguf, name)
+    hidden, heads = its.require("embedding_length"), its.require("attention.head_count")
+    head_dim = its.get("attention.key_length") or (hidden // heads if heads else 0)
+    config = {
+        "model_type": model_type,
+        "vocab_size": table.shape[0],
+        "hidden_size": hidden,
+        "num_hidden_layers": its.require("block_count") - (its.get("nextn_predict_layers") or 0),
+        "intermediate_size": its.require("feed_forward_length"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "head_dim": head_dim,
+        "rms_norm_eps": its.require("attention.layer_norm_rms_epsilon", float),
+        "rope_theta": its.get("rope.freq_base", _NUMBER) or 10000.0,
+        "tie_word_embeddings": "output.weight" not in gguf.tensors,
+        "hidden_act": FAMILIES[model_type].activation,
+        "attention_bias": "blk.0.attn_output.bias" in gguf.tensors,
+        "mlp_bias": "blk.0.ffn_down.bias" in gguf.tensors,
+        "num_experts": its.get("expert_count") or 0,
+    }
+    for key, theirs in (
+        ("max_position_embeddings", "context_length"),
+        ("original_max_position_embeddings", "rope.scaling.original_context_length"),
+        ("sliding_window", "attention.sliding_window"),
+    ):
+        config[key] = its.get(theirs) or None
+    if (its.get("attention.value_length") or head_dim) != head_dim:
+        raise MespError(
+            f"{gguf.path} has values of another size than keys, which is not supported."
+        )
+    rotated = its.get("rope.dimension_count")
+    if rotated and rotated != head_dim:
+        config["partial_rotary_factor"] = rotated / (head_dim or 1)
+    config |= _READ.get(model_type, lambda its, config: {})(its, config)
+    if model_type != "lfm2":  # whose blocks with convolutions have none
+        config["num_key_value_heads"] = its.get("attention.head_count_kv") or heads
+    config["rope_scaling"] = _rope_scaling(its, config)
+    if model_type == "ministral3":  # where mlx-lm reads it
+        scaling = config.pop("rope_scaling") or {"type": "default"}
+        config["rope_parameters"] = {
+            "rope_type": scaling.pop("type"),
+            "rope_theta": config["rope_theta"],
+            "llama_4_scaling_beta": its.get("attention.temperature_scale", _NUMBER) or 0.0,
+            **scaling,
+        }
+    return {key: value for key, value in config.items() if value is not None}
+
+
+def _gemma(its: _Metadata, config: dict[str, Any]) -> dict[str, Any]:
+    large = config["num_hidden_layers"] == _GEMMA_27B[config["model_type"]]
+    size = config["hidden_size"] // (config["num_attention_heads"] or 1)
+    return {
+        "hidden_activation": config["hidden_act"],
+        "query_pre_attn_scalar": size if large else config["head_dim"],
+        "attn_logit_softcapping": its.get("attn_logit_softcapping", _NUMBER),
+        "final_logit_softcapping": its.get("final_logit_softcapping", _NUMBER),
+        "sliding_window": its.require("attention.sliding_window"),
+    }
+
+
+def _gemma3(its: _Metadata, config: dict[str, Any]) -> dict[str, Any]:
+    return _gemma(its, config) | {
+        "rope_local_base_freq": its.get("rope.freq_base_swa", _NUMBER) or 10000.0,
+        "sliding_window_pattern": its.get("attention.sliding_window_pattern") or 6,
+    }
+
+
+def _granite(its: _Metadata, config: dict[str, Any]) -> dict[str, Any]:
+    keys = {
+        "attention_multiplier": "attention.scale", "embedding_multiplier": "embedding_scale",
+        "residual_multiplier": "residual_scale", "logits_scaling": "logit_scale",
+    }  # fmt: skip
+    return {key: its.require(theirs, _NUMBER) for key, theirs in keys.items()}
+
+
+def _minicpm(its: _Metadata, config: dict[str, Any]) -> dict[str, Any]:
+    depth = its.require("residual_scale", _NUMBER) * math.sqrt(config["num_hidden_layers"])
+    base = config["hidden_size"] / its.require("logit_scale", _NUMBER)
+    return {
+        "scale_emb": its.require("embedding_scale", _NUMBER),
+        "scale_depth": float(str(np.float32(depth))),
+        "dim_model_base": float(str(np.float32(base))),
+    }
+
+
+def _lfm2(its: _Metadata, config: dict[str, Any]) -> dict[str, Any]:
+    """A block without heads of keys has a convolution."""
+    key = "lfm2.attention.head_count_kv"
+    counts = its.gguf.metadata.get(key)
+    if not isinstance(counts, np.ndarray) or len({*counts.tolist()} - {0}) != 1:
+        raise MespError(f"{its.gguf.path} cannot be used: its {key} is no list of 0 and a number.")
+    return {
+        "num_key_value_heads": int(counts.max()),
+        "layer_types": ["full_attention" if n else "conv" for n in counts.tolist()],
+        "conv_L_cache": its.require("shortconv.l_cache"),
+        "conv_bias": False,
+        "block_dim": config["hidden_size"],
+        "block_ff_dim": config["intermediate_size"],
+        "block_multiple_of": 1,
+        "block_ffn_dim_multiplier": 1.0,
+        "block_auto_adjust_ff_dim": False,
+        "norm_eps": config["rms_norm_eps"],
+        "tie_embedding": config["tie_word_embeddings"],
+    }
+
+
+def _qwen3_5(its: _Metadata, config: dict[str, Any]) -> dict[str, Any]:
+    values = its.require("ssm.time_step_rank")
+    return {
+        "linear_conv_kernel_dim": its.require("ssm.conv_kernel"),
+        "linear_key_head_dim": its.require("ssm.state_size"),
+        "linear_num_key_heads": its.require("ssm.group_count"),
+        "linear_num_value_heads": values,
+        "linear_value_head_dim": its.require("ssm.inner_size") // (values or 1),
+        "full_attention_interval": its.get("full_attention_interval") or 4,
+    }
+
+
+_READ = {
+    "gemma2": _gemma, "gemma3_text": _gemma3, "granite": _granite, "minicpm": _minicpm,
+    "lfm2": _lfm2, "qwen3_5_text": _qwen3_5,
+}  # fmt: skip
+
+
+def _rope_scaling(its: _Metadata, config: dict[str, Any]) -> dict[str, Any] | None:
+    """What config.json says of scaled RoPE."""
+    length = config["original_max_position_embeddings"]
+    if "rope_factors_long.weight" in its.gguf.tensors:
+        factors = {
+            f"{size}_factor": _factors(its.gguf, f"rope_factors_{size}.weight")
+            for size in ("short", "long")
+        }
+        return {"type": "longrope", **factors, "original_max_position_embeddings": length}
+    if "rope_freqs.weight" in its.gguf.tensors:
+        return _llama3(its, config)
+    kind, factor = its.get("rope.scaling.type", str), its.get("rope.scaling.factor", _NUMBER)
+    if kind in (None, "none") or not factor:
+        return None
+    if kind == "linear":
+        return {"type": "linear", "factor": factor}
+    if kind != "yarn" or its.get("rope.scaling.attn_factor", _NUMBER) not in (None, 1.0):
+        raise MespError(f"{its.gguf.path} scales RoPE in a way that is not supported ({kind}).")
+    scaling = {
+        "type": "yarn",
+        "factor": factor,
+        "original_max_position_embeddings": length,
+        "beta_fast": its.get("rope.scaling.yarn_beta_fast", _NUMBER),
+        "beta_slow": its.get("rope.scaling.yarn_beta_slow", _NUMBER),
+        "mscale_all_dim": its.get("rope.scaling.yarn_log_multiplier", _NUMBER),
+    }
+    return {key: value for key, value in scaling.items() if value is not None}
+
+
+def _factors(gguf: GGUF, name: str) -> list[float]:
+    """The factors of RoPE's frequencies, which a tensor has."""
+    tensor = gguf.tensors.get(name)
+    if tensor is None or tensor.type != "F32" or len(tensor.shape) != 1:
+        raise MespError(f"{gguf.path} has no {name} of float32 numbers; download it again.")
+    return [float(str(each)) for each in tensor.data.view("<f4")[0]]
+
+
+def _llama3(its: _Metadata, config: dict[str, Any]) -> dict[str, Any]:
+    """Llama 3's scaling, of which the file has the result: the factor of each frequency."""
+    factors = np.array(_factors(its.gguf, "rope_freqs.weight"))
+    size = config["head_dim"]
+    theta = config["rope_theta"]
+    base = [theta ** (-i / size) for i in range(0, size, 2)] if 0 < size <= 4096 else []
+    for exponent in range(3, 21):
+        scaling = {
+            "rope_type": "llama3",
+            "factor": float(factors.max()),
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 1 << exponent,
+        }
+        scaled, _ = SCALINGS["llama3"](base, scaling, config)
+        if len(scaled) == len(factors) and np.allclose(np.divide(base, scaled), factors, 1e-4):
+            return scaling
+    raise MespError(
+        f"{its.gguf.path} scales RoPE's frequencies otherwise than Llama 3, which is not supported."
+    )

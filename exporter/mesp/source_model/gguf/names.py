@@ -1,0 +1,81 @@
+"""llama.cpp's names of architectures and tensors, and its order of rows and columns.
+
+They are those of llama.cpp's convert_hf_to_gguf.py.
+"""
+
+from __future__ import annotations
+
+import gguf
+import numpy as np
+
+from mesp.models.architecture import Architecture, Block
+from mesp.models.mixers import AttentionMixer, GatedDeltaNet
+from mesp.source_model.names import name_there
+
+# llama.cpp's name of an architecture, by model_type.
+ARCHITECTURES = {
+    "qwen2": "QWEN2", "qwen3": "QWEN3", "llama": "LLAMA", "mistral": "LLAMA", "smollm3": "SMOLLM3",
+    "granite": "GRANITE", "minicpm": "MINICPM", "ministral3": "MISTRAL3", "gemma2": "GEMMA2",
+    "gemma3_text": "GEMMA3", "qwen3_5_text": "QWEN35", "lfm2": "LFM2", "phi3": "PHI3",
+}  # fmt: skip
+# Those whose q and k llama.cpp turns in pairs of neighbours: rows of a head's halves alternate.
+_INTERLEAVED = ("LLAMA", "SMOLLM3", "GRANITE", "MINICPM", "MISTRAL3")
+
+
+class Names:
+    """The names and the order that a GGUF file of an architecture has."""
+
+    def __init__(self, arch: Architecture):
+        self.arch = arch
+        self.name = ARCHITECTURES[arch.model_type]
+        architecture = gguf.MODEL_ARCH[self.name]
+        self.map = gguf.get_tensor_name_map(architecture, arch.num_hidden_layers)
+
+    def tensor(self, name: str) -> str:
+        """The name there of a tensor, such as ``model.layers.0.mlp.up_proj.weight``.
+
+        Raises KeyError where the architecture has none.
+        """
+        theirs = name_there(name, self.arch.model_type).replace(".dt_bias", ".dt_proj.bias")
+        found = self.map.get_name(theirs, (".weight", ".bias"))
+        if found is None:
+            raise KeyError(name)
+        return found
+
+    def rows(self, block: Block, name: str) -> np.ndarray | None:
+        """The row there of each row of a block's tensor; None where they are in the same order."""
+        module, mixer = name.removesuffix(".weight").removesuffix(".bias"), block.mixer
+        if isinstance(mixer, GatedDeltaNet):
+            values = _heads(mixer, mixer.value_head_dim)
+            keys = np.arange(mixer.conv_dim - mixer.values)
+            return {
+                "linear_attn.in_proj_qkv": np.concatenate([keys, len(keys) + values]),
+                "linear_attn.conv1d": np.concatenate([keys, len(keys) + values]),
+                "linear_attn.in_proj_z": values,
+                **dict.fromkeys(
+                    (
+                        f"linear_attn.{each}"
+                        for each in ("in_proj_b", "in_proj_a", "dt_bias", "A_log")
+                    ),
+                    _heads(mixer, 1),
+                ),
+            }.get(module)
+        if self.name in _INTERLEAVED and isinstance(mixer, AttentionMixer):
+            counts = {"q_proj": mixer.num_attention_heads, "k_proj": mixer.num_key_value_heads}
+            if heads := counts.get(module.rpartition(".")[2]):
+                order = np.arange(heads * mixer.head_dim).reshape(heads, -1, 2)
+                return order.swapaxes(1, 2).ravel()
+        return None
+
+    def columns(self, block: Block, module: str) -> np.ndarray | None:
+        """The column there of each column of a block's matrix, likewise."""
+        if module == "linear_attn.out_proj":
+            return _heads(block.mixer, block.mixer.value_head_dim)
+        return None
+
+
+def _heads(mixer: GatedDeltaNet, size: int) -> np.ndarray:
+    """The place there of each of the value heads' numbers, `size` a head: heads of one key head
+    follow each other here, and there heads that are first of a key head, then the second ones."""
+    shape = (mixer.num_value_heads // mixer.num_key_heads, mixer.num_key_heads, size)
+    return np.arange(mixer.num_value_heads * size).reshape(shape).swapaxes(0, 1).ravel()

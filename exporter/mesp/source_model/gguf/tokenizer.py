@@ -1,0 +1,245 @@
+"""The tokenizer of a GGUF file as tokenizer.json and tokenizer_config.json."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+)
+
+from mesp.errors import MespError
+from mesp.source_model.gguf.header import GGUF
+
+# The types of tokens.
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
+_LONGEST, _MOST = 1024, 1 << 20  # characters of a token, and tokens
+
+_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?"
+_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_REST_WITH_SLASH = _REST.replace(r"[\r\n]*", r"[\r\n/]*", 1)
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_CASED = r"[^\r\n\p{L}\p{N}]?"
+_LLAMA3 = _WORDS + r"\p{L}+|\p{N}{1,3}" + _REST
+_QWEN2 = _WORDS + r"\p{L}+|\p{N}" + _REST
+_QWEN35 = _WORDS + r"[\p{L}\p{M}]+|\p{N}" + _REST.replace(r"\p{L}\p{N}", r"\p{L}\p{M}\p{N}", 1)
+_TEKKEN = f"{_CASED}{_UPPER}*{_LOWER}+|{_CASED}{_UPPER}+{_LOWER}*" + r"|\p{N}" + _REST_WITH_SLASH
+_ENDING = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+_GPT4O = (
+    f"{_CASED}{_UPPER}*{_LOWER}+{_ENDING}|{_CASED}{_UPPER}+{_LOWER}*{_ENDING}"
+    + r"|\p{N}{1,3}"
+    + _REST_WITH_SLASH
+)
+# What cuts a text into words before pairs are merged, by `tokenizer.ggml.pre`: a pattern, or
+# GPT-2's where None, after digits one by one where "digits".
+_PATTERNS = {
+    "gpt-2": None,
+    **dict.fromkeys(("smollm", "refact", "starcoder"), "digits"),
+    **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "lfm2", "smaug-bpe", "dbrx"), _LLAMA3),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _QWEN2),
+    "qwen35": _QWEN35,
+    "tekken": _TEKKEN,
+    **dict.fromkeys(("gpt-4o", "llama4"), _GPT4O),
+}
+# Those where a word that is a token is not merged from its parts, and that begin with a token.
+_WHOLE_WORDS = ("llama3", "llama-v3", "llama-bpe", "lfm2", "tekken")
+# Those of models that compose a character and its accents before.
+_COMPOSED = ("qwen2", "qwen35")
+
+# Tokens that end an answer, beside those that the metadata names.
+_ENDS = (
+    "<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>",
+    "<|eom_id|>", "<EOT>",
+)  # fmt: skip
+
+
+def write_tokenizer(file: GGUF, folder: Path) -> None:
+    """Writes the tokenizer of the file into a folder, as Hugging Face has it, with its chat
+    template and the tokens that end a text.
+
+    Raises MespError where it is of a kind that is not supported, or not in order.
+    """
+    kind = file.metadata.get("tokenizer.ggml.model")
+    if kind not in ("gpt2", "llama"):
+        raise MespError(
+            f"{file.path} has a tokenizer of kind {kind!r:.40}, which is not supported."
+        )
+    try:
+        tokens, types = _vocabulary(file)
+        special = _special_tokens(file, tokens)
+        tokenizer = _byte_level(file, tokens) if kind == "gpt2" else _pieces(file, tokens, types)
+        _add_tokens(tokenizer, file, tokens, types)
+        tokenizer.post_processor = (
+            _template(file, kind, tokens, special) or tokenizer.post_processor
+        )
+        tokenizer.save(str(folder / "tokenizer.json"))
+    except (ValueError, TypeError, KeyError, IndexError) as error:
+        raise MespError(f"The tokenizer of {file.path} is not in order ({error}).") from error
+    config: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        **{f"{role}_token": tokens[i] for role, i in special.items() if role in _ROLES},
+    }
+    template = file.metadata.get("tokenizer.chat_template")
+    if isinstance(template, str):
+        config["chat_template"] = template
+    ends = [i for role, i in special.items() if role in ("eos", "eot", "eom")]
+    ends += [i for i in np.flatnonzero(types == _CONTROL).tolist() if tokens[i] in _ENDS]
+    generation = {"eos_token_id": list(dict.fromkeys(ends))} if ends else {}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+    (folder / "generation_config.json").write_text(json.dumps(generation), encoding="utf-8")
+
+
+_ROLES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+
+
+def _vocabulary(file: GGUF) -> tuple[list[str], np.ndarray]:
+    """The tokens, and their types."""
+    tokens = file.metadata.get("tokenizer.ggml.tokens")
+    if not isinstance(tokens, list) or not 0 < len(tokens) <= _MOST:
+        raise ValueError("it has no list of tokens")
+    if not all(isinstance(token, str) and len(token) <= _LONGEST for token in tokens):
+        raise ValueError("a token is no text, or too long")
+    if len(set(tokens)) != len(tokens):
+        raise ValueError("two tokens are the same")
+    types = file.metadata.get("tokenizer.ggml.token_type", np.full(len(tokens), _NORMAL))
+    if not isinstance(types, np.ndarray) or len(types) != len(tokens):
+        raise ValueError("tokens and their types differ in number")
+    return tokens, types
+
+
+def _special_tokens(file: GGUF, tokens: list[str]) -> dict[str, int]:
+    """The ids of tokens that have a part, by it."""
+    found = {}
+    for role, name in {**_ROLES, "eot": "eot", "eom": "eom"}.items():
+        number = file.metadata.get(f"tokenizer.ggml.{name}_token_id")
+        if type(number) is int and 0 <= number < len(tokens):
+            found[role] = number
+    return found
+
+
+def _byte_level(file: GGUF, tokens: list[str]) -> Tokenizer:
+    """BPE over bytes, with the merges of the file."""
+    name = file.metadata.get("tokenizer.ggml.pre")
+    if name not in _PATTERNS:
+        raise ValueError(f"its pre-tokenizer {name!r:.40} is not supported")
+    merges = file.metadata.get("tokenizer.ggml.merges")
+    if not isinstance(merges, list) or not all(isinstance(merge, str) for merge in merges):
+        raise ValueError("it has no merges")
+    pairs = []
+    for merge in merges:
+        cut = merge.find(" ", 1)
+        pairs.append((merge[:cut], merge[cut + 1 :]))
+    vocabulary = {token: i for i, token in enumerate(tokens)}
+    for first, second in pairs:
+        if not {first, second, first + second} <= vocabulary.keys():
+            raise ValueError("a merge is not of its tokens")
+    tokenizer = Tokenizer(models.BPE(vocabulary, pairs, ignore_merges=name in _WHOLE_WORDS))
+    pattern = _PATTERNS[name]
+    steps: list[Any] = []
+    if pattern == "digits":
+        steps.append(pre_tokenizers.Digits(individual_digits=True))
+    elif pattern:
+        steps.append(pre_tokenizers.Split(Regex(pattern), "isolated"))
+    by_gpt2 = pattern in (None, "digits")
+    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=by_gpt2))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    tokenizer.decoder = decoders.ByteLevel()
+    if name in _COMPOSED:
+        tokenizer.normalizer = normalizers.NFC()
+    return tokenizer
+
+
+def _pieces(file: GGUF, tokens: list[str], types: np.ndarray) -> Tokenizer:
+    """BPE over characters as SentencePiece has it: the pair that is joined first is the one whose
+    token has the highest score."""
+    scores = file.metadata.get("tokenizer.ggml.scores")
+    if not isinstance(scores, np.ndarray) or len(scores) != len(tokens):
+        raise ValueError("tokens and their scores differ in number")
+    vocabulary = {token: i for i, token in enumerate(tokens)}
+    normal = {tokens[i]: i for i in np.flatnonzero(types == _NORMAL).tolist()}
+    found = []
+    for token, i in normal.items():
+        for cut in range(1, len(token)):
+            left = normal.get(token[:cut])
+            if left is not None:
+                right = normal.get(token[cut:])
+                if right is not None:
+                    found.append((i, left, right))
+    order = np.array(found, np.int64).reshape(-1, 3)
+    order = order[np.lexsort((order[:, 2], order[:, 1], -scores[order[:, 0]]))]
+    merges = [(tokens[left], tokens[right]) for _, left, right in order.tolist()]
+    unknown = [tokens[i] for i in np.flatnonzero(types == _UNKNOWN).tolist()[:1]]
+    unknown += [each for each in ("<unk>",) if each in vocabulary]
+    tokenizer = Tokenizer(
+        models.BPE(
+            vocabulary,
+            merges,
+            unk_token=unknown[0] if unknown else None,
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    )
+    decoding = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    if file.metadata.get("tokenizer.ggml.add_space_prefix", True):
+        steps = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+        tokenizer.normalizer = normalizers.Sequence(steps)
+        decoding.append(decoders.Strip(" ", 1, 0))
+    else:
+        tokenizer.normalizer = normalizers.Replace(" ", "▁")
+        tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
+    tokenizer.decoder = decoders.Sequence(decoding)
+    return tokenizer
+
+
+def _add_tokens(tokenizer: Tokenizer, file: GGUF, tokens: list[str], types: np.ndarray) -> None:
+    """Lets tokens be found whole in a text: those of control, which are special, and those that
+    somebody defined."""
+    # Phi-3's tokens of control take the white space behind them, but for these.
+    strips = file.metadata.get("general.architecture") == "phi3" and (
+        file.metadata.get("tokenizer.ggml.model") == "llama"
+    )
+    for kind, add in (
+        (_CONTROL, tokenizer.add_special_tokens),
+        (_UNKNOWN, tokenizer.add_special_tokens),
+        (_USER_DEFINED, tokenizer.add_tokens),
+    ):
+        add(
+            [
+                AddedToken(
+                    tokens[i],
+                    special=kind != _USER_DEFINED,
+                    normalized=False,
+                    rstrip=strips and tokens[i] not in ("<unk>", "<s>", "<|endoftext|>"),
+                )
+                for i in np.flatnonzero(types == kind).tolist()
+                if tokens[i]
+            ]
+        )
+
+
+def _template(file: GGUF, kind: str, tokens: list[str], special: dict[str, int]) -> Any:
+    """What puts the token that begins a text before it, and the one that ends it behind; None where
+    there is neither."""
+    begins = kind == "llama" or file.metadata.get("tokenizer.ggml.pre") in _WHOLE_WORDS
+    begins = file.metadata.get("tokenizer.ggml.add_bos_token", begins) and "bos" in special
+    ends = file.metadata.get("tokenizer.ggml.add_eos_token", False) and "eos" in special
+    if not begins and not ends:
+        return None
+    around = [special["bos"]] * bool(begins), [special["eos"]] * bool(ends)
+    first, last = ([tokens[i] for i in each] for each in around)
+    return processors.TemplateProcessing(
+        single=[*first, "$A", *last],
+        pair=[*first, "$A", *last, *first, "$B:1", *last],
+        special_tokens=[(tokens[i], i) for each in around for i in each],
+    )

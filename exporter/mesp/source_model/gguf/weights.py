@@ -1,0 +1,214 @@
+"""The weights of a GGUF file: quantized ones as MLX packs them, where it can hold their values."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import gguf
+import mlx.core as mx
+import numpy as np
+
+from mesp.errors import MespError
+from mesp.models.architecture import Architecture, Block
+from mesp.models.families import FAMILIES
+from mesp.quantization.modes import Quantization
+from mesp.source_model.gguf.blocks import CARRIED, REQUANTIZED, UNQUANTIZED, WIDE, arrays, pack
+from mesp.source_model.gguf.header import GGUF, Tensor
+from mesp.source_model.gguf.names import Names
+
+_PARTS = ("weight", "scales", "biases")
+
+
+class GGUFWeights:
+    """The tensors of a GGUF file, mapped, and read by rows; see `Weights`."""
+
+    has_float16_scales = False  # they become float32
+    is_converted = True
+
+    def __init__(self, file: GGUF, arch: Architecture):
+        """Raises MespError unless the file has the architecture's tensors, in types that are
+        supported, and no others."""
+        self.file, self.arch, self.names = file, arch, Names(arch)
+        self.decoded: tuple[Any, tuple[np.ndarray, ...]] = (None, ())
+        self.blocks = {f"model.layers.{i}.": block for i, block in enumerate(arch.blocks)}
+        self.matrices = ["model.embed_tokens", *(["lm_head"] * (not arch.tie_word_embeddings))]
+        self.matrices += [prefix + name for prefix, b in self.blocks.items() for name in b.modules]
+        others = ["model.norm.weight"]
+        for prefix, block in self.blocks.items():
+            biases = (f"{name}.bias" for name in block.biases())
+            others += [prefix + name for name in (*block.norms(), *block.vectors(), *biases)]
+        self.types = Counter()
+        known = {self.names.tensor(name) for name in others}
+        for name in self.matrices:
+            known.add(self.names.tensor(f"{name}.weight"))
+            tensor = self._tensor(f"{name}.weight")
+            self.types[tensor.type] += int(np.prod(tensor.shape))
+        for name in file.tensors:
+            layer = name.removeprefix("blk.").partition(".")[0]
+            is_behind = layer.isdecimal() and int(layer) >= arch.num_hidden_layers
+            if name not in known and not is_behind and not name.startswith("rope_f"):
+                raise MespError(
+                    f"{file.path} has a tensor {name!r:.80}, which its architecture does not have "
+                    "here; take another file of the model."
+                )
+
+    @property
+    def is_quantized_file(self) -> bool:
+        """Whether some matrix is quantized; if not, all are as in any unquantized model."""
+        return any(kind not in UNQUANTIZED for kind in self.types)
+
+    def quantization(self) -> dict[str, Any]:
+        """How the matrices are quantized, as mlx-lm's config.json has it."""
+        sizes: Counter[Quantization] = Counter()
+        for kind, size in self.types.items():
+            sizes[_quantization(kind)] += size
+        main = sizes.most_common(1)[0][0]
+        entries: dict[str, Any] = _entry(main)
+        prefix = FAMILIES[self.arch.model_type].mlx_prefix.removesuffix("model")
+        for name in self.matrices:
+            quantization = _quantization(self._tensor(f"{name}.weight").type)
+            if quantization != main:
+                entries[prefix + name] = _entry(quantization)
+                if name == "model.embed_tokens" and not self.arch.is_tied_in_mlx_lm:
+                    entries.setdefault(f"{prefix}lm_head", _entry(quantization))
+        return entries
+
+    def describe(self, dtype: str) -> str:
+        """How much of the weights has the file's own values, in words."""
+        total = sum(self.types.values())
+
+        def share(kinds: tuple[str, ...]) -> str:
+            here = [kind for kind in kinds if self.types[kind]]
+            part = sum(self.types[kind] for kind in here) / total
+            return f"{part:.1%} of the weights ({', '.join(here)})" if here else ""
+
+        parts = [f"{share(UNQUANTIZED)} quantized"] if share(UNQUANTIZED) else []
+        if not self.is_quantized_file:
+            return parts[0]
+        if again := share(REQUANTIZED):
+            parts.insert(0, f"{again} quantized again to {WIDE.bits} bits")
+        if exact := share(tuple(CARRIED)):
+            how = "carried over exactly"
+            if dtype != "float32":
+                how = f"carried over, their scales rounded to {dtype} (--dtype float32 keeps them)"
+            parts.insert(0, f"{exact} {how}")
+        return "; ".join(parts)
+
+    def is_quantized(self, name: str) -> bool:
+        return self._tensor(f"{name}.weight").type in CARRIED
+
+    def is_stored_unquantized(self, name: str) -> bool:
+        """Not in a file that has others quantized: it names what each of its matrices becomes."""
+        return not self.is_quantized_file
+
+    def rows(self, name: str, shape: tuple[int, ...], rows: slice) -> mx.array:
+        module, _, part = name.rpartition(".")
+        tensor = self._tensor(f"{module}.weight" if part in _PARTS else name)
+        if tensor.type in CARRIED:
+            quantization = CARRIED[tensor.type][1]
+            index = _PARTS.index(part)
+            array = self._decode(module, tensor, rows)[index]
+            array = pack(array, quantization.bits) if index == 0 else array
+            whole = (tensor.shape[0], array.shape[1])
+        else:
+            array, whole = self._floats(name, tensor, rows), tensor.shape
+        if whole != shape:
+            raise MespError(
+                f"{self.file.path} does not fit its metadata: {name} is {list(whole)}, not "
+                f"{list(shape)}."
+            )
+        return mx.array(array)
+
+    def _tensor(self, name: str) -> Tensor:
+        """A tensor by its name here."""
+        theirs = self.names.tensor(name)
+        tensor = self.file.tensors.get(theirs)
+        if tensor is None:
+            raise MespError(f"{self.file.path} lacks the tensor {theirs}; download it again.")
+        if tensor.type not in (*CARRIED, *REQUANTIZED, *UNQUANTIZED):
+            raise MespError(
+                f"{self.file.path} has {theirs} in blocks of type {tensor.type}, which is not "
+                "supported; take a file of Q4_K_M, Q8_0 or F16."
+            )
+        if len(tensor.shape) > 2:
+            raise MespError(f"{self.file.path} has {theirs} of {len(tensor.shape)} dimensions.")
+        return tensor
+
+    def _block(self, name: str) -> tuple[Block | None, str]:
+        """The block that a tensor is in, and its name there."""
+        for prefix, block in self.blocks.items():
+            if name.startswith(prefix):
+                return block, name.removeprefix(prefix)
+        return None, name
+
+    def _data(self, name: str, tensor: Tensor, rows: slice) -> np.ndarray:
+        """The bytes of rows of a matrix, in the order that they have here."""
+        block, local = self._block(name)
+        order = None if block is None else self.names.rows(block, local)
+        if order is None:
+            return tensor.data[rows]
+        if len(order) != len(tensor.data):
+            raise MespError(f"{self.file.path} does not fit its metadata: {name} has other rows.")
+        return tensor.data[order[rows]]
+
+    def _decode(self, module: str, tensor: Tensor, rows: slice) -> tuple[np.ndarray, ...]:
+        """Codes, scales and biases of rows; the last ones are kept, as each is asked for."""
+        key = (module, rows.start, rows.stop)
+        if self.decoded[0] != key:
+            parts = arrays(tensor.type, self._data(f"{module}.weight", tensor, rows))
+            order = self._columns(module)
+            if order is not None:
+                codes = parts[0]
+                group = codes.shape[1] // parts[1].shape[1]
+                groups = order.reshape(-1, group)
+                if len(order) != codes.shape[1] or (np.diff(groups) != 1).any():
+                    raise MespError(
+                        f"{self.file.path} has {module} in groups of {group}, which are not within "
+                        "its heads; take a file of Q8_0 or F16."
+                    )
+                first = groups[:, 0] // group
+                parts = (codes[:, order], *(part[:, first] for part in parts[1:]))
+            self.decoded = (key, parts)
+        return self.decoded[1]
+
+    def _columns(self, module: str) -> np.ndarray | None:
+        block, local = self._block(module)
+        return None if block is None else self.names.columns(block, local)
+
+    def _floats(self, name: str, tensor: Tensor, rows: slice) -> np.ndarray | mx.array:
+        """Rows of a tensor as numbers."""
+        if len(tensor.shape) == 1:
+            array = _numbers(tensor, tensor.data)[0]
+            block, local = self._block(name)
+            order = None if block is None else self.names.rows(block, local)
+            if order is not None and len(order) == len(array):
+                array = array[mx.array(order)]
+            array = array[rows]
+            return mx.log(-array) if name.endswith("A_log") else array
+        array = _numbers(tensor, self._data(name, tensor, rows))
+        order = self._columns(name.removesuffix(".weight"))
+        if order is not None and len(order) == array.shape[1]:
+            array = array[:, mx.array(order)]
+        return array
+
+
+def _numbers(tensor: Tensor, data: np.ndarray) -> mx.array:
+    """Rows of bytes as numbers: of unquantized types in these, of others in float32."""
+    data = np.ascontiguousarray(data)
+    if tensor.type == "BF16":
+        return mx.array(data.view("<u2")).view(mx.bfloat16)
+    if tensor.type in UNQUANTIZED:
+        return mx.array(data.view("<f4" if tensor.type == "F32" else "<f2"))
+    return mx.array(gguf.dequantize(data, gguf.GGMLQuantizationType[tensor.type]))
+
+
+def _quantization(kind: str) -> Quantization:
+    """What the blocks of a type become in a file that has quantized ones."""
+    return CARRIED[kind][1] if kind in CARRIED else WIDE
+
+
+def _entry(quantization: Quantization) -> dict[str, Any]:
+    """As mlx-lm's config.json has it."""
+    entry = {"group_size": quantization.group_size, "bits": quantization.bits}
+    return entry if quantization.mode == "affine" else {**entry, "mode": quantization.mode}
