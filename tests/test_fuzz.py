@@ -327,7 +327,7 @@ def test_models(tmp_path: Path, data: st.DataObject):
     with contextlib.suppress(MespError):
         source = find_source(str(tmp_path), random_weights=True)
         arch = Architecture.from_config(source.config)
-        quantizations = find_quantizations(source, None, None, None)
+        quantizations = find_quantizations(source, arch, None, None, None, None)
         check_quantizations(arch, quantizations)
         check_length(source.config, 8)
         (tmp_path / "out").mkdir(exist_ok=True)

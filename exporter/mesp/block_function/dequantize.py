@@ -43,6 +43,16 @@ def unpack(words: mx.array, bits: int) -> mx.array:
     return (words[..., None] >> shifts) & (2**bits - 1)
 
 
+def pack(codes: mx.array, bits: int) -> mx.array:
+    """The inverse of `unpack`."""
+    length = math.lcm(8, bits) if 32 % bits else 32
+    dtype = mx.uint32 if length <= 32 else mx.uint64
+    shifts = mx.arange(0, length, bits, dtype=dtype)
+    words = (codes.reshape(len(codes), -1, length // bits).astype(dtype) << shifts).sum(axis=-1)
+    pieces = words[..., None].view(mx.uint8)[..., : length // 8]
+    return pieces.flatten(1).view(mx.uint32)
+
+
 def e2m1(codes: mx.array) -> mx.array:
     """float32 from floating-point numbers of 4 bits: ±0, ½, 1, 1½, 2, 3, 4, 6.
 

@@ -55,35 +55,38 @@ def block_function(
     outputs' shapes. The fused primitives are those of `fast`: `mx.fast`, which has plain operations
     in their place on a CPU, or `mesp.block_function.fused`, which can only be traced there.
     """
-    arch, mixer = block.arch, block.mixer
-    mix, act = MIX[type(mixer)], ACTIVATIONS[arch.hidden_act]
     plain = plain or device == "cpu"
-    mlp = plain_mlp if plain else mlp_by_tokens
 
     def function(x, lora, scale, weights):
-        dtype = x.dtype
         arrays = layout.unpack(weights)
-        p = projections(block, layout, arrays, lora, scale, device, dtype)
-        parts = Parts(p, arrays, arch.rms_norm_eps, dtype, plain, fast)
-        norm = parts.norm
-
-        mixer_in = norm("input_layernorm", x)
-        (*m, mixed), to_project = mix(mixer, parts, mixer_in)
-        if arch.post_norms:
-            o_out = parts.project(mixer.out, to_project, mixed).astype(dtype)
-            x_mid = x + norm("post_attention_layernorm", o_out.astype(mx.float32))
-        else:
-            x_mid = parts.project(mixer.out, to_project, mixed, plus=x)
-        x_mid = x_mid.astype(dtype)
-
-        mlp_in = norm(arch.mlp_norm, x_mid)
-        plus = None if arch.post_norms else x_mid
-        y, gate, up = mlp(mlp_in, p["gate"], p["up"], p["down"], act, plus)
-        outputs = [mixer_in, *m, mixed, x_mid, gate, up]
-        if arch.post_norms:
-            mlp_out = y.astype(dtype)
-            y = x_mid + norm("post_feedforward_layernorm", mlp_out.astype(mx.float32))
-            outputs += [o_out, mlp_out]
-        return [a.astype(dtype) for a in (y, *outputs)]
+        p = projections(block, layout, arrays, lora, scale, device, x.dtype)
+        parts = Parts(p, arrays, block.arch.rms_norm_eps, x.dtype, plain, fast)
+        return forward(block, parts, x)
 
     return function
+
+
+def forward(block: Block, parts: Parts, x: mx.array) -> list[mx.array]:
+    """The outputs of the block function, of a block with these parts."""
+    arch, mixer, p, norm, dtype = block.arch, block.mixer, parts.p, parts.norm, parts.dtype
+    mix, act = MIX[type(mixer)], ACTIVATIONS[arch.hidden_act]
+    mlp = plain_mlp if parts.plain else mlp_by_tokens
+
+    mixer_in = norm("input_layernorm", x)
+    (*m, mixed), to_project = mix(mixer, parts, mixer_in)
+    if arch.post_norms:
+        o_out = parts.project(mixer.out, to_project, mixed).astype(dtype)
+        x_mid = x + norm("post_attention_layernorm", o_out.astype(mx.float32))
+    else:
+        x_mid = parts.project(mixer.out, to_project, mixed, plus=x)
+    x_mid = x_mid.astype(dtype)
+
+    mlp_in = norm(arch.mlp_norm, x_mid)
+    plus = None if arch.post_norms else x_mid
+    y, gate, up = mlp(mlp_in, p["gate"], p["up"], p["down"], act, plus)
+    outputs = [mixer_in, *m, mixed, x_mid, gate, up]
+    if arch.post_norms:
+        mlp_out = y.astype(dtype)
+        y = x_mid + norm("post_feedforward_layernorm", mlp_out.astype(mx.float32))
+        outputs += [o_out, mlp_out]
+    return [a.astype(dtype) for a in (y, *outputs)]

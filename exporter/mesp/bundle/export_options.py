@@ -34,3 +34,5 @@ class ExportOptions(BundleOptions):
     data_options: DataOptions
     quantizations: Quantizations
     seed: int
+    quantize: str = "least-squares"  # or "nearest"
+    calibrate: str | None = None  # the data that moments are taken of; None: random tokens

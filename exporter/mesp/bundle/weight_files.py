@@ -13,21 +13,29 @@ from mesp.bundle.export_options import ExportOptions
 from mesp.bundle.layout import DTYPES, Layout, Piece, block_layout, table_layout
 from mesp.models.architecture import Architecture, Block
 from mesp.quantization.choose import Quantizations
-from mesp.quantization.quantize_rows import matrix_pieces
-from mesp.source_model.weights import Weights
+from mesp.quantization.moments import Moments
+from mesp.quantization.quantize_rows import Quantizer, least_squares_of, matrix_pieces, nearest
+from mesp.source_model.weights import Weights, norm
 
 WeightFiles = dict[str, tuple[Layout, Iterable[Piece]]]  # by path
 
 
 def weight_files(
-    weights: Weights | None, arch: Architecture, options: ExportOptions
+    weights: Weights | None,
+    arch: Architecture,
+    options: ExportOptions,
+    moments: Moments | None = None,
 ) -> WeightFiles:
-    """The layout and the content of every weight file; no content where there are no `weights`."""
+    """The layout and the content of every weight file; no content where there are no `weights`.
+
+    Matrices are quantized to lose least by the `moments`; without these to the nearest value. The
+    files' content is to be taken in their order.
+    """
     quantizations, files = options.quantizations, {}
     for i, block in enumerate(arch.blocks):
         modules = {name: quantizations.of(f"model.layers.{i}.{name}") for name in block.modules}
         layout = block_layout(block, modules, options.dtype)
-        pieces = block_pieces(weights, i, layout, block, quantizations) if weights else ()
+        pieces = block_pieces(weights, i, layout, block, quantizations, moments) if weights else ()
         files[f"blocks/{i:02d}.bin"] = layout, pieces
     tied = arch.tie_word_embeddings
     tables = [("embedding.bin", "model.embed_tokens", tied)]
@@ -35,7 +43,9 @@ def weight_files(
         tables.append(("head.bin", "lm_head", True))
     for file, name, is_head in tables:
         layout = table_layout(arch, quantizations.of(name), options.dtype, norm=is_head)
-        pieces = table_pieces(weights, name, layout, arch, quantizations) if weights else ()
+        pieces = (
+            table_pieces(weights, name, layout, arch, quantizations, moments) if weights else ()
+        )
         files[file] = layout, pieces
     return files
 
@@ -46,8 +56,9 @@ def weight_bytes(files: WeightFiles) -> int:
 
 
 def block_pieces(
-    weights: Weights, index: int, layout: Layout, block: Block, quantizations: Quantizations
-) -> Iterator[Piece]:
+    weights: Weights, index: int, layout: Layout, block: Block, quantizations: Quantizations,
+    moments: Moments | None,
+) -> Iterator[Piece]:  # fmt: skip
     """What goes into a block's file."""
     prefix = f"model.layers.{index}."
     for name in block.norms():
@@ -57,24 +68,27 @@ def block_pieces(
     for name in block.biases():
         shape = layout[f"{name}.bias"].shape
         yield f"{name}.bias", 0, weights.rows(f"{prefix}{name}.bias", shape, slice(0, *shape))
+    found = moments.of_block(index) if moments else {}
     for name in block.modules:
-        yield from matrix_pieces(weights, prefix + name, layout, f"{name}.", quantizations)
+        quantize = least_squares_of(found[name]) if moments else nearest
+        yield from matrix_pieces(
+            weights, prefix + name, layout, f"{name}.", quantizations, quantize
+        )
 
 
 def table_pieces(
-    weights: Weights, source: str, layout: Layout, arch: Architecture, quantizations: Quantizations
-) -> Iterator[Piece]:
+    weights: Weights, source: str, layout: Layout, arch: Architecture, quantizations: Quantizations,
+    moments: Moments | None,
+) -> Iterator[Piece]:  # fmt: skip
     """What goes into the file of the embedding or the head; the one used as head has the norm."""
-    yield from matrix_pieces(weights, source, layout, "", quantizations)
-    if "norm" in layout:
+    is_head = "norm" in layout
+    quantize: Quantizer = nearest
+    if moments:
+        quantize = least_squares_of(moments.of_head() if is_head else None)
+    yield from matrix_pieces(weights, source, layout, "", quantizations, quantize)
+    if is_head:
         final = norm(weights, "model.norm.weight", layout["norm"].shape, arch)
         yield "norm", 0, final / arch.logits_scaling
-
-
-def norm(weights: Weights, source: str, shape: tuple[int], arch: Architecture) -> mx.array:
-    """What a normed vector is multiplied by."""
-    offset = 0 if weights.is_converted else arch.norm_offset
-    return weights.rows(source, shape, slice(0, *shape)).astype(mx.float32) + offset
 
 
 def write_weights(

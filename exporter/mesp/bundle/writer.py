@@ -26,7 +26,9 @@ from mesp.models.config_json import check_length, complete
 from mesp.models.families import FAMILIES
 from mesp.progress_bars import export_progress
 from mesp.quantization.choose import Quantizations, check_quantizations
+from mesp.quantization.moments import EXCERPT, Moments, excerpts, random_tokens
 from mesp.source_model.find import Source
+from mesp.source_model.forward_pass import SourceModel
 from mesp.source_model.random_weights import RandomWeights
 from mesp.source_model.texts import copy_texts, texts_of, write_config
 from mesp.source_model.weights import Weights
@@ -41,8 +43,7 @@ def write_bundle(
     """
     check_quantizations(arch, options.quantizations)
     check_length(source.config, max(options.seq_lens))
-    files = weight_files(weights, arch, options)
-    total = weight_bytes(files)
+    total = weight_bytes(weight_files(None, arch, options))
     with (
         plain_os_errors(f"Cannot write {options.out}"),
         new_folder(options.out.resolve(), options.overwrite) as folder,
@@ -51,6 +52,8 @@ def write_bundle(
         check_disk(options.out, folder, total)
         task = bar.add_task("Tokenizing", total=None)
         splits = tokenize(source, weights, arch, options)
+        moments = find_moments(source, weights, arch, options)
+        files = weight_files(weights, arch, options, moments)
         bar.update(task, description=f"Writing {options.out.name}", total=total)
         manifest = write_model(folder, source, arch, files, options, partial(bar.advance, task))
         manifest["data"] = write_data(folder, "data", splits)
@@ -117,6 +120,22 @@ def tokenize(
     return load(options.data, tokenizer, longest, arch.vocab_size, options.data_options)
 
 
+def find_moments(
+    source: Source, weights: Weights, arch: Architecture, options: ExportOptions
+) -> Moments | None:
+    """What the matrices are quantized by; None where that is nothing, or they come quantized."""
+    quantizations = options.quantizations
+    comes_quantized = quantizations.config is not None
+    if options.quantize == "nearest" or comes_quantized or isinstance(weights, RandomWeights):
+        return None
+    tokens = random_tokens(source.config, arch.vocab_size)
+    if options.calibrate is not None:
+        tokenizer = load_tokenizer(source.folder, "which --calibrate needs; leave it out")
+        data = load(options.calibrate, tokenizer, EXCERPT, arch.vocab_size)
+        tokens = excerpts(data["train"].tokens)
+    return Moments(SourceModel(weights, arch, quantizations), tokens)
+
+
 def write_texts(
     source: Source, folder: Path, arch: Architecture, quantizations: Quantizations
 ) -> None:
@@ -133,7 +152,7 @@ def write_texts(
         text = source.config.get("text_config", {}).get("model_type", family.texts[0])
         config["text_config"] = config | {"model_type": text}
     config["model_type"] = family.mlx_type or arch.model_type
-    config["quantization"] = quantizations.config or asdict(quantizations.main)
+    config["quantization"] = quantizations.config or quantizations.to_config(arch)
     write_config(folder / "config.json", config)
     if source.folder:
         files = [file.name for file in source.folder.iterdir() if file.is_file()]

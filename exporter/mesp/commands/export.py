@@ -23,7 +23,7 @@ from mesp.data.store import describe_data
 from mesp.engine.plan import predicted_memory
 from mesp.errors import MespError
 from mesp.models.architecture import Architecture
-from mesp.quantization.choose import BITS, find_quantizations
+from mesp.quantization.choose import BITS, HEAD_BITS, Quantizations, find_quantizations
 from mesp.quantization.modes import MODES, Quantization, describe_quantization
 from mesp.source_model.find import find_source
 from mesp.source_model.random_weights import RandomWeights
@@ -84,6 +84,20 @@ OPTIONS_OF_FROM = [
     help="Weights that share a scale.",
 )  # fmt: skip
 @click.option(
+    "--head-bits", type=click.Choice(list(map(str, BITS))),
+    show_default=f"{HEAD_BITS}, or --bits where that is more",
+    help="Bits a weight of the output head, which an embedding tied to it is too.",
+)  # fmt: skip
+@click.option(
+    "--quantize", type=click.Choice(["least-squares", "nearest"]), default="least-squares",
+    help="How weights become codes: so that what the matrices give changes least, or each the "
+    "nearest, as MLX does. Modes other than affine are always nearest.",
+)  # fmt: skip
+@click.option(
+    "--calibrate", metavar="FILE|DIR|NAME", show_default="random tokens",
+    help="Text on which what the matrices give is to change least.",
+)  # fmt: skip
+@click.option(
     "--rank", "ranks", multiple=True, type=click.IntRange(min=1), metavar="R ...",
     show_default="8, or --from's", help="LoRA ranks to train with.",
 )  # fmt: skip
@@ -105,8 +119,8 @@ OPTIONS_OF_FROM = [
     help="Put the bundle, with its data, into a repository of the Hugging Face Hub too.",
 )  # fmt: skip
 def main(
-    model, old, out, data, data_options, seq_lens, mode, bits, group_size, ranks, dtype, device,
-    random_weights, layers, seed, overwrite, upload,
+    model, old, out, data, data_options, seq_lens, mode, bits, group_size, head_bits, quantize,
+    calibrate, ranks, dtype, device, random_weights, layers, seed, overwrite, upload,
 ):  # fmt: skip
     """Quantize a model and write it as a bundle to fine-tune on an iPhone, a Mac or Linux."""
     if old is not None:
@@ -132,8 +146,10 @@ def main(
         raise MespError(f"{source.name} has {arch.num_hidden_layers} blocks, fewer than --layers.")
     arch = arch.first(layers or arch.num_hidden_layers)
     quantizations = find_quantizations(
-        source, mode, bits and int(bits), group_size and int(group_size)
+        source, arch, mode, *(each and int(each) for each in (bits, group_size, head_bits))
     )
+    if calibrate is not None:
+        check_calibrate(quantizations, quantize, random_weights)
     if random_weights:
         source = replace(source, name=f"{source.name}-random", revision=None)
         weights = RandomWeights(seed, norm=1 - arch.norm_offset)
@@ -166,6 +182,8 @@ def main(
         device=device,
         seed=seed,
         overwrite=overwrite,
+        quantize=quantize,
+        calibrate=calibrate,
     )
     manifest = write_bundle(source, weights, arch, options)
     if options.dtype == "bfloat16" and quantizations.config and weights.has_float16_scales:
@@ -175,6 +193,20 @@ def main(
             err=True,
         )
     tell(options.out, manifest, upload, weights.describe(options.dtype) if source.gguf else None)
+
+
+def check_calibrate(quantizations: Quantizations, quantize: str, random_weights: bool) -> None:
+    """Raises MespError where --calibrate would change nothing."""
+    if quantizations.config is not None:
+        raise MespError("The model comes quantized, and stays as it is; leave out --calibrate.")
+    reasons = {
+        "--quantize nearest": quantize == "nearest",
+        "--random-weights": random_weights,
+        f"--mode {quantizations.main.mode}": quantizations.main.mode != "affine",
+    }
+    for option, given in reasons.items():
+        if given:
+            raise MespError(f"{option} calibrates nothing; leave out it or --calibrate.")
 
 
 def tell(out: Path, manifest: dict[str, Any], repo: str | None, gguf: str | None = None) -> None:

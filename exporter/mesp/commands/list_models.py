@@ -21,7 +21,7 @@ from mesp.errors import MespError, plain_os_errors
 from mesp.formatting import megabytes
 from mesp.models.architecture import Architecture
 from mesp.models.short_names import KNOWN, geometries
-from mesp.quantization.choose import Quantizations
+from mesp.quantization.choose import choose_quantizations
 from mesp.quantization.modes import Quantization
 from mesp.source_model.find import Source
 
@@ -65,7 +65,7 @@ def list_models(context: click.Context, _option: click.Parameter, wanted: bool) 
             arch = Architecture.from_config(config)
             options = ExportOptions(
                 out=Path(name), data=None, data_options=DataOptions(), seq_lens=LISTED_LENGTHS,
-                ranks=[LISTED_RANK], quantizations=Quantizations(Quantization()),
+                ranks=[LISTED_RANK], quantizations=choose_quantizations(arch, Quantization(), None),
                 dtype=DTYPE_OF[DEVICE], device=DEVICE, seed=0, overwrite=False,
             )  # fmt: skip
             files = weight_files(None, arch, options)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from mesp.errors import MespError
@@ -11,7 +11,8 @@ from mesp.quantization.modes import MODES, Quantization, describe_quantization
 from mesp.source_model.find import Source
 from mesp.source_model.names import name_here
 
-BITS = (4, 8)  # that a model is quantized to here
+BITS = (4, 5, 6, 8)  # that a model is quantized to here
+HEAD_BITS = 6  # of the head, where the rest has fewer
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,15 @@ class Quantizations:
             raise not_quantized(module)
         return quantization
 
+    def to_config(self, arch: Architecture) -> dict[str, Any]:
+        """``quantization`` as mlx-lm's config.json has it: the main one, and by their paths those
+        of modules that differ."""
+        prefix = arch.mlx_prefix.removesuffix("model")
+        others = {f"{prefix}{name}": each and asdict(each) for name, each in self.others.items()}
+        if arch.tie_word_embeddings and not arch.is_tied_in_mlx_lm and others:
+            others[f"{prefix}lm_head"] = others[f"{prefix}model.embed_tokens"]
+        return asdict(self.main) | others
+
 
 def not_quantized(module: str) -> MespError:
     """What is said of a matrix that is not quantized in a model that is."""
@@ -49,7 +59,12 @@ def _not_in_order(key: str) -> MespError:
 
 
 def find_quantizations(
-    source: Source, mode: str | None, bits: int | None, group_size: int | None
+    source: Source,
+    arch: Architecture,
+    mode: str | None,
+    bits: int | None,
+    group_size: int | None,
+    head_bits: int | None,
 ) -> Quantizations:
     """The quantization asked for (None: the default), or that of a model that has one already.
 
@@ -68,7 +83,7 @@ def find_quantizations(
     given = config.get("quantization")
     asked = (mode, bits, group_size)
     if not given:
-        return Quantizations(choose_quantization(*asked))
+        return choose_quantizations(arch, choose_quantization(*asked), head_bits)
 
     def read(entry: dict[str, Any]) -> Quantization:
         size, group, mode = entry.get("bits"), entry.get("group_size"), entry.get("mode", "affine")
@@ -86,10 +101,10 @@ def find_quantizations(
 
     main = read(given)
     had = (main.mode, main.bits, main.group_size)
-    if any(a is not None and a != b for a, b in zip(asked, had, strict=True)):
+    if head_bits or any(a is not None and a != b for a, b in zip(asked, had, strict=True)):
         raise MespError(
             f"{source.name} is quantized already, to {describe_quantization(main)}; leave out "
-            "--mode, --bits and --group-size."
+            "--mode, --bits, --head-bits and --group-size."
         )
     # As mlx-lm: a dictionary for a module's own, or whether it is quantized as the rest.
     others = {
@@ -114,6 +129,22 @@ def choose_quantization(mode: str | None, bits: int | None, group_size: int | No
             "leave out --bits and --group-size."
         )
     return quantization
+
+
+def choose_quantizations(
+    arch: Architecture, main: Quantization, head_bits: int | None
+) -> Quantizations:
+    """`main`, with more bits for the head, which a tied embedding is too.
+
+    Raises MespError where bits are asked for that the mode does not have.
+    """
+    if main.mode != "affine":
+        if head_bits:
+            raise MespError("--head-bits is of --mode affine; leave out one of them.")
+        return Quantizations(main)
+    head = replace(main, bits=head_bits or max(main.bits, HEAD_BITS))
+    name = "model.embed_tokens" if arch.tie_word_embeddings else "lm_head"
+    return Quantizations(main, {} if head == main else {name: head})
 
 
 def check_quantizations(arch: Architecture, quantizations: Quantizations) -> None:

@@ -2,22 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 
 import mlx.core as mx
 
 from mesp.block_function.tiles import cut
-from mesp.bundle.layout import Layout, Piece
+from mesp.bundle.layout import DTYPES, Layout, Piece
+from mesp.quantization import least_squares
 from mesp.quantization.choose import Quantizations, not_quantized
+from mesp.quantization.modes import Quantization
 from mesp.source_model.weights import Weights
 
-TILE = 1 << 22  # elements of a matrix that are quantized at a time
+TILE = 1 << 18  # elements of a matrix that are quantized at a time: they fit a core's cache
+
+# Quantizes rows of a matrix, with scales and biases of the dtype: to its arrays.
+Quantizer = Callable[[mx.array, Quantization, mx.Dtype], tuple[mx.array, ...]]
+
+
+def nearest(matrix: mx.array, quantization: Quantization, dtype: mx.Dtype) -> tuple[mx.array, ...]:
+    """As MLX quantizes: each weight becomes the nearest value of a grid from the smallest to the
+    largest of its group."""
+    return mx.quantize(matrix.astype(mx.float32), **asdict(quantization))
+
+
+def least_squares_of(moments: mx.array | None) -> Quantizer:
+    """`least_squares.quantize` with these moments, where the mode has scales and biases to fit."""
+
+    def quantize(
+        matrix: mx.array, quantization: Quantization, dtype: mx.Dtype
+    ) -> tuple[mx.array, ...]:
+        if quantization.mode != "affine":
+            return nearest(matrix, quantization, dtype)
+        return least_squares.quantize(matrix, quantization, moments, dtype)
+
+    return quantize
 
 
 def matrix_pieces(
-    weights: Weights, source: str, layout: Layout, prefix: str, quantizations: Quantizations
-) -> Iterator[Piece]:
+    weights: Weights, source: str, layout: Layout, prefix: str, quantizations: Quantizations,
+    quantize: Quantizer,
+) -> Iterator[Piece]:  # fmt: skip
     """The matrix `source` quantized, some rows at a time; as it is where it comes quantized.
 
     A bfloat16 bundle rounds float16 scales and biases, by 3 bits of their mantissa.
@@ -28,7 +53,8 @@ def matrix_pieces(
     count, columns = shapes[0][0], shapes[0][1] * 32 // quantization.bits
     if quantizations.config and weights.is_stored_unquantized(source):
         raise not_quantized(source)
-    for rows in cut(count, TILE // columns):
+    dtype = DTYPES[layout[prefix + "scales"].dtype]
+    for rows in cut(count, max(TILE // columns, 1)):
         if weights.is_quantized(source):
             arrays = [
                 weights.rows(f"{source}.{part}", shape, rows)
@@ -36,6 +62,6 @@ def matrix_pieces(
             ]
         else:
             matrix = weights.rows(f"{source}.weight", (count, columns), rows)
-            arrays = mx.quantize(matrix.astype(mx.float32), **asdict(quantization))
+            arrays = quantize(matrix, quantization, dtype)
         for part, array in zip(parts, arrays, strict=True):
             yield prefix + part, rows.start, array

@@ -6,6 +6,8 @@ from typing import Protocol
 
 import mlx.core as mx
 
+from mesp.models.architecture import Architecture
+
 
 class Weights(Protocol):
     """The tensors of a model, by their names in Hugging Face's checkpoints.
@@ -32,3 +34,9 @@ class Weights(Protocol):
 
         Raises MespError unless it is there, in this `shape`.
         """
+
+
+def norm(weights: Weights, name: str, shape: tuple[int], arch: Architecture) -> mx.array:
+    """What a normed vector is multiplied by."""
+    offset = 0 if weights.is_converted else arch.norm_offset
+    return weights.rows(name, shape, slice(0, *shape)).astype(mx.float32) + offset

@@ -1,0 +1,102 @@
+"""The forward pass of a source model, block after block, some rows of a matrix at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from mesp.block_function.dequantize import dequantize
+from mesp.block_function.forward_pass import forward
+from mesp.block_function.parts import Parts, rms_norm
+from mesp.block_function.tiles import cut
+from mesp.models.architecture import Architecture
+from mesp.quantization.choose import Quantizations
+from mesp.source_model.weights import Weights, norm
+
+TILE = 1 << 22  # elements of a matrix that are multiplied at a time
+
+Seen = Callable[[str, mx.array], None]  # is told what goes into a module
+
+
+@dataclass(frozen=True)
+class SourceProjection:
+    """x Wᵀ + bias, float32: some outputs of a module, W [out, in] and bias [out] or None."""
+
+    read: Callable[[slice], mx.array]  # rows of W
+    shape: tuple[int, int]
+    bias: mx.array | None
+    seen: Callable[[mx.array], None]
+
+    def __call__(self, x: mx.array, plus: mx.array | None = None) -> mx.array:
+        self.seen(x)
+        outputs = []
+        for rows in cut(self.shape[0], max(TILE // self.shape[1], 1)):
+            outputs.append(x.astype(mx.float32) @ self.read(rows).T)
+            mx.eval(outputs)
+        y = mx.concatenate(outputs, axis=-1)
+        terms = [each for each in (self.bias, plus) if each is not None]
+        return sum(terms, y)
+
+
+@dataclass(frozen=True)
+class SourceModel:
+    """A source model that is run without LoRA, in float32."""
+
+    weights: Weights
+    arch: Architecture
+    quantizations: Quantizations  # of matrices that come quantized
+
+    def matrix(self, name: str, shape: tuple[int, int], rows: slice) -> mx.array:
+        """Some rows of a matrix [out, in], float32."""
+        if not self.weights.is_quantized(name):
+            return self.weights.rows(f"{name}.weight", shape, rows).astype(mx.float32)
+        quantization = self.quantizations.of(name)
+        arrays = {
+            array: self.weights.rows(array, its_shape, rows)
+            for array, its_shape, _ in quantization.arrays(f"{name}.", *shape, "float32")
+        }
+        packed = (arrays.get(f"{name}.{part}") for part in ("weight", "scales", "biases"))
+        return dequantize(*packed, quantization)
+
+    def embed(self, tokens: Sequence[int]) -> mx.array:
+        """What goes into the first block: float32 [1, T, hidden]"""
+        name, shape = "model.embed_tokens", (self.arch.vocab_size, self.arch.hidden_size)
+        rows = [self.matrix(name, shape, slice(t, t + 1)) for t in tokens]
+        return self.arch.embedding_scale * mx.concatenate(rows)[None]
+
+    def block(self, index: int, x: mx.array, seen: Seen = lambda module, x: None) -> mx.array:
+        """What goes out of a block that x [1, T, hidden] goes into."""
+        block, prefix, weights = self.arch.blocks[index], f"model.layers.{index}.", self.weights
+
+        def vector(name: str, shape: tuple[int, ...]) -> mx.array:
+            return weights.rows(prefix + name, shape, slice(0, shape[0])).astype(mx.float32)
+
+        arrays = {
+            name: norm(weights, prefix + name, (size,), self.arch)
+            for name, size in block.norms().items()
+        }
+        arrays |= {name: vector(name, shape) for name, shape in block.vectors().items()}
+        sizes, biases = block.sizes(), block.biases()
+
+        def projection(module: str, rows: slice, shape: tuple[int, int]) -> SourceProjection:
+            def read(some: slice) -> mx.array:
+                some = slice(rows.start + some.start, rows.start + some.stop)
+                return self.matrix(prefix + module, sizes[module], some)
+
+            bias = vector(f"{module}.bias", (biases[module],))[rows] if module in biases else None
+            return SourceProjection(read, shape, bias, lambda x: seen(module, x))
+
+        p = {name: projection(*rows) for name, rows in block.projections().items()}
+        eps = self.arch.rms_norm_eps
+        parts = Parts(p, arrays, eps, mx.float32, plain=True, fast=mx.fast)
+        y = forward(block, parts, x)[0]
+        mx.eval(y)
+        return y
+
+    def final(self, x: mx.array) -> mx.array:
+        """What the head multiplies, of what the last block gives."""
+        size, arch = (self.arch.hidden_size,), self.arch
+        weight = norm(self.weights, "model.norm.weight", size, arch) / arch.logits_scaling
+        return rms_norm(x, weight, arch.rms_norm_eps)
