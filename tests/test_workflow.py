@@ -11,6 +11,7 @@ import click
 import pytest
 import yaml
 
+from conftest import TINY, write_model
 from mesp.engine.build import find_engine
 from mesp.models.families import FAMILIES
 
@@ -114,6 +115,19 @@ def test_the_nightly_check_passes_on_the_demo_model(tmp_path: Path):
     assert done.returncode == 0, done.stderr
     for what in ("the model", "with adapters", "fused"):
         assert re.search(rf"^{what}: [\d.]+ in the trainer, [\d.]+ in mlx-lm$", done.stdout, re.M)
+
+
+def test_the_nightly_check_runs_no_code_of_a_model(tmp_path: Path):
+    model = write_model(tmp_path / "model", {**TINY, "model_file": "code.py"})
+    harm = tmp_path / "harm"
+    (model / "code.py").write_text(f"import pathlib; pathlib.Path({str(harm)!r}).touch()")
+    night = [sys.executable, ROOT / "tools" / "nightly.py", "--model", model]
+    done = subprocess.run(
+        [*night, "--out", tmp_path / "night"], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 1
+    assert "is Python code, which mlx-lm would run" in done.stderr
+    assert not harm.exists()
 
 
 def test_the_nightly_check_fails_where_a_loss_is_another():
