@@ -3,7 +3,7 @@
 #
 #     docker build --tag mesp .
 #     docker run --rm --user "$(id -u):$(id -g)" --volume "$PWD:/work" mesp export --model demo
-FROM swift:6.3-noble
+FROM swift:6.3-noble@sha256:66520bcba471018a34fd54ba09be97ba4abebd950a96ff5cb8c2bf50a2d33259
 
 # Of the image's Ubuntu, which changes no package's version but to mend it.
 # hadolint ignore=DL3008

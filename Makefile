@@ -9,12 +9,15 @@
 # make check-gpu  asks this machine what training depends on: costs, exact gradients, peaks
 # make dist    writes the wheel and the sdist to dist/
 # make setup   makes .venv with everything the others need (each calls it)
+# make lock    resolves the versions that CI installs
 
 PYTHON ?= python3
 
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
+# A file of versions and their hashes: with LOCK=.ci/requirements.txt, as in CI, nothing else is installed.
+LOCK ?=
 FIXTURES := $(CURDIR)/.build/fixtures
 SLOW_IN_SWIFT := FuzzTests SelfCheck RunTests EvaluatorTests GeneratorTests ReliabilityTests RunControllerTests \
 	DocumentsFolderTests lossesOfTrainingEqualTheReference trainsInBFloat16 everyPlanGivesTheSameGradients \
@@ -28,11 +31,11 @@ PYTEST := OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -q --numprocesses auto 
 # the tests use the MLX library in the wheel instead (ios/HostMLX), on every system.
 HOST_MLX = MESP_HOST_MLX="$$($(BIN)/python -m mesp.engine --mlx)"
 
-.PHONY: setup engine dist demo demo-real demo-federate app-bundle check check-gpu test test-slow test-format test-python test-swift clean
+.PHONY: setup lock engine dist demo demo-real demo-federate app-bundle check check-gpu test test-slow test-format test-python test-swift clean
 
 setup: $(READY)
 
-$(READY): pyproject.toml
+$(READY): pyproject.toml $(LOCK)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
 		echo "MeSP needs Python 3.10 or newer: name one, as in make setup PYTHON=python3.12" >&2; \
 		exit 1; }
@@ -42,8 +45,15 @@ $(READY): pyproject.toml
 	@$(PYTHON) -c 'import ensurepip, venv' || { \
 		echo "Python's venv module is missing: on Debian, apt install python3-venv" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[report,dev]'
+	$(if $(LOCK),$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes --requirement $(LOCK))
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(if $(LOCK),--no-deps --no-build-isolation) --editable '.[report,dev]'
 	@touch $@
+
+# For every system and every Python from 3.10 on.
+lock: $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv
+	$(BIN)/uv pip compile --quiet --upgrade --universal --python-version 3.10 --generate-hashes --no-annotate \
+		--custom-compile-command "make lock" --extra report --extra dev --output-file .ci/requirements.txt pyproject.toml
 
 engine: $(READY)
 	$(BIN)/python -m mesp.engine
@@ -76,7 +86,8 @@ check-gpu: engine
 	$(BIN)/python tools/check_gpu.py --bundle build/check-gpu/demo.mesp --minutes $(MINUTES) --out build/check-gpu
 
 # The tests of Swift run one after the other, beside those of Python.
-BESIDE := --no-print-directory --jobs 2 --output-sync=target
+# (macOS has GNU make 3.81, which cannot keep their output apart.)
+BESIDE := --no-print-directory --jobs 2 $(if $(filter output-sync,$(.FEATURES)),--output-sync=target)
 
 check: engine
 	@$(MAKE) $(BESIDE) quick=yes test-format test-python test-swift

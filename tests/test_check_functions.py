@@ -16,6 +16,7 @@ import pytest
 from conftest import run
 from mesp.block_function import mlxfn
 from mesp.block_function.check import check_functions
+from mesp.block_function.forward_pass import block_function
 from mesp.bundle.reader import Bundle
 from mesp.engine.build import find_engine
 from mesp.errors import MespError
@@ -125,6 +126,50 @@ def test_a_function_of_a_bundle_is_checked_before_mlx_reads_it(tiny, tmp_path):
         bundle.function(8)
 
 
+def exchanged(outputs: list[mx.array]) -> list[mx.array]:
+    """The outputs with gate in the place of mixed, which has another shape."""
+    return [*outputs[:5], outputs[7], *outputs[6:]]
+
+
+def rounded(outputs: list[mx.array]) -> list[mx.array]:
+    return [outputs[0].astype(mx.bfloat16), *outputs[1:]]
+
+
+@pytest.mark.parametrize("change", [exchanged, rounded, lambda outputs: outputs[:-1]])
+def test_a_function_has_the_outputs_of_a_block(tiny, tmp_path, change):
+    """Of the shapes and types that the architecture implies, in Python and in the engine."""
+    out, record = tmp_path / "b", tmp_path / "text.jsonl"
+    record.write_text('{"text": "a dog and a cat and a dog"}\n' * 8)
+    options = ("--seq-len", 8, "--device", "cpu", "--dtype", "float32", "--data", record)
+    done = run("export", "--model", tiny, *options, "--out", out)
+    assert done.returncode == 0, done.stderr
+    bundle, name = Bundle(out), "block.plain.8.mlxfn"
+    block = bundle.architecture.blocks[0]
+    original = block_function(block, bundle.group(0).layout, "cpu", plain=True)
+    x, lora = mx.zeros((1, 8, bundle.architecture.hidden_size)), mx.zeros(block.lora_size(8))
+    inputs = x, lora, mx.array(1.0), bundle.block_words(0)
+    file = exported(tmp_path, lambda *arrays: change(original(*arrays)), *inputs)
+    check_functions(file, "cpu")
+    replace_file(out, name, file)
+    with pytest.raises(MespError, match="it does not have the inputs and outputs of a block"):
+        Bundle(out).function(8, plain=True)
+    done = run("train", out, "--method", "mebp", "--steps", 1, "--output", tmp_path / "run")
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1] == (
+        f"Error: {name} in {out} is not a function that mesp-export writes (it does not have the "
+        "inputs and outputs of a block); export the bundle again."
+    )
+
+
+def replace_file(bundle: Path, name: str, data: bytes) -> None:
+    """Replaces a file of a bundle, and its sum in the manifest."""
+    (bundle / name).write_bytes(data)
+    manifest = json.loads((bundle / "manifest.json").read_text())
+    (entry,) = [each for each in manifest["files"] if each["path"] == name]
+    entry |= {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    (bundle / "manifest.json").write_text(json.dumps(manifest))
+
+
 def test_the_file_is_for_one_device(tmp_path):
     file = exported(tmp_path, mx.exp)
     with pytest.raises(ValueError, match="for another device"):
@@ -151,11 +196,7 @@ def test_the_engine_checks_a_function_before_mlx_reads_it(tiny, tmp_path):
     assert done.returncode == 0, done.stderr
     name = "block.8.mlxfn"
     file = exported(tmp_path, lambda x: mx.as_strided(x, (64,), (1,), 1 << 20))
-    (bundle / name).write_bytes(file)
-    manifest = json.loads((bundle / "manifest.json").read_text())
-    (entry,) = [each for each in manifest["files"] if each["path"] == name]
-    entry |= {"size": len(file), "sha256": hashlib.sha256(file).hexdigest()}
-    (bundle / "manifest.json").write_text(json.dumps(manifest))
+    replace_file(bundle, name, file)
     done = run("train", bundle, "--method", "mebp", "--steps", 1, "--output", tmp_path / "run")
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1].startswith(

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from conftest import TEXT, TINY, command, run, write_model
+from mesp.bundle.reader import Bundle
 from mesp.files import read_json
 from test_fuse import write_adapters
 
@@ -214,6 +215,22 @@ def test_a_bundle_of_a_model_with_code_has_none(exported: Path, tmp_path: Path):
     (model / "merges.txt").symlink_to("/etc/passwd")
     arguments = ("--seq-len", 8, "--out", tmp_path / "other.mesp")
     assert "leads out of its folder" in refused("export", "--model", model, *arguments)
+
+
+def test_a_bundle_written_anew_names_no_code(bundle: Path, tmp_path: Path):
+    name_code(bundle, tmp_path / "harm")
+    list_again(bundle)
+    out = tmp_path / "anew.mesp"
+    done = run("export", "--from", bundle, "--out", out)
+    assert done.returncode == 0, done.stderr
+    Bundle(out).verify()
+    assert not list(out.rglob("*.py"))
+    for name in ("config.json", "tokenizer_config.json"):
+        assert "code" not in (out / name).read_text()
+    (bundle / "tokenizer_config.json").write_text("[]")
+    list_again(bundle)
+    arguments = ("--from", bundle, "--out", tmp_path / "other.mesp")
+    assert "tokenizer_config.json cannot be read as a JSON object" in refused("export", *arguments)
 
 
 @pytest.mark.parametrize(

@@ -4,19 +4,25 @@ import re
 import runpy
 import subprocess
 import sys
+from importlib.metadata import requires
+from itertools import product
 from pathlib import Path
 from xml.etree import ElementTree
 
 import click
 import pytest
 import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
+from conftest import TINY, write_model
 from mesp.engine.build import find_engine
 from mesp.models.families import FAMILIES
 
 ROOT = Path(__file__).parents[1]
 PROJECT = ROOT / "ios" / "MeSPTrainer" / "MeSPTrainer.xcodeproj"
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+LOCK = ROOT / ".ci" / "requirements.txt"
 each_workflow = pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.name)
 
 
@@ -51,6 +57,33 @@ def test_actions_are_named_by_their_commits(workflow: Path):
         assert not action or re.fullmatch("[0-9a-f]{40}", commit), action
         if action == "actions/checkout":
             assert step["with"]["persist-credentials"] is False
+
+
+@each_workflow
+def test_only_locked_packages_are_installed(workflow: Path):
+    variables = yaml.safe_load(workflow.read_text(encoding="utf-8"))["env"]
+    assert (ROOT / variables["LOCK"]) == LOCK
+    assert not re.search(r"\bpip\b", commands(workflow))
+
+
+def test_the_lock_has_every_package_with_its_hashes():
+    """For each of the systems and Pythons; `make lock` writes it anew."""
+    wanted = [Requirement(each) for each in requires("mesp")]
+    entries = re.findall(r"^(\S.*?) \\\n((?: +--hash=.*\n)+)", LOCK.read_text("utf-8"), re.M)
+    locked = [Requirement(entry) for entry, _ in entries]
+    assert all("sha256:" in hashes for _, hashes in entries)
+    assert len(locked) == len(re.findall(r"^[^ #]", LOCK.read_text("utf-8"), re.M))
+    for system, version in product(("linux", "darwin"), ("3.10", "3.11", "3.12", "3.13", "3.14")):
+        machine = {"sys_platform": system, "python_version": version}
+        machine["python_full_version"] = f"{version}.9"
+        there = {
+            each.name: next(iter(each.specifier)).version
+            for each in locked
+            if each.marker is None or each.marker.evaluate(machine)
+        }
+        for each, extra in product(wanted, ("", "report", "dev")):
+            if each.marker is None or each.marker.evaluate(machine | {"extra": extra}):
+                assert there[canonicalize_name(each.name)] in each.specifier, (each, machine)
 
 
 @each_workflow
@@ -114,6 +147,19 @@ def test_the_nightly_check_passes_on_the_demo_model(tmp_path: Path):
     assert done.returncode == 0, done.stderr
     for what in ("the model", "with adapters", "fused"):
         assert re.search(rf"^{what}: [\d.]+ in the trainer, [\d.]+ in mlx-lm$", done.stdout, re.M)
+
+
+def test_the_nightly_check_runs_no_code_of_a_model(tmp_path: Path):
+    model = write_model(tmp_path / "model", {**TINY, "model_file": "code.py"})
+    harm = tmp_path / "harm"
+    (model / "code.py").write_text(f"import pathlib; pathlib.Path({str(harm)!r}).touch()")
+    night = [sys.executable, ROOT / "tools" / "nightly.py", "--model", model]
+    done = subprocess.run(
+        [*night, "--out", tmp_path / "night"], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 1
+    assert "is Python code, which mlx-lm would run" in done.stderr
+    assert not harm.exists()
 
 
 def test_the_nightly_check_fails_where_a_loss_is_another():

@@ -19,9 +19,9 @@ from mlx import nn
 from mlx_lm.tuner.trainer import default_loss
 from mlx_lm.tuner.utils import load_adapters
 
-import mesp
 from mesp.bundle.reader import Bundle
 from mesp.runs.log import read_run
+from mesp.source_model.find import find_source
 
 ROOT = Path(__file__).resolve().parents[1]
 STEPS = 20
@@ -43,10 +43,10 @@ def main(model: str, learning_rate: float, out: Path) -> None:
     bundle, run = out / "model.mesp", out / "run"
     export = ["--model", model, "--out", bundle, "--device", "cpu", "--seq-len", SEQ_LEN]
     export += ["--bits", BITS, "--group-size", GROUP_SIZE]
-    if model == "demo":
-        source = str(Path(mesp.__file__).parent / "demo_model")
-    else:
-        source = model
+    source = find_source(model, random_weights=False)
+    if "model_file" in source.config:
+        raise click.ClickException(f"{model} is Python code, which mlx-lm would run; name another.")
+    if model != "demo":
         # The documents of this repository are text enough, and at hand.
         text = out / "text.txt"
         pages = sorted((ROOT / "docs").glob("*.md"))
@@ -62,7 +62,12 @@ def main(model: str, learning_rate: float, out: Path) -> None:
 
     quantized, fused = out / "quantized", out / "fused"
     mlx_lm.convert(
-        source, str(quantized), quantize=True, q_group_size=GROUP_SIZE, q_bits=BITS, dtype="float32"
+        str(source.folder),
+        str(quantized),
+        quantize=True,
+        q_group_size=GROUP_SIZE,
+        q_bits=BITS,
+        dtype="float32",
     )
     check("the model", before, loss(quantized, bundle))
     check("with adapters", after, loss(quantized, bundle, run / "adapters"))

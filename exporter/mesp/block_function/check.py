@@ -11,9 +11,20 @@ import math
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 
+import mlx.core as mx
 import numpy as np
 
-from mesp.block_function.mlxfn import ALLOWED, DEVICES, Array, Function, Primitive, functions
+from mesp.block_function.mlxfn import (
+    ALLOWED,
+    DEVICES,
+    DTYPES,
+    Array,
+    Function,
+    Primitive,
+    functions,
+)
+from mesp.models.architecture import Block
+from mesp.models.mixers import AttentionMixer, GatedDeltaNet
 
 Shape = tuple[int, ...]
 _TYPES = {tuple(code): name for name, code in ALLOWED["types"].items()}
@@ -40,6 +51,65 @@ def check_functions(file: bytes, device: str) -> list[Function]:
     for function in found:
         _check_function(function, DEVICES[device])
     return found
+
+
+def check_block_functions(
+    file: bytes,
+    device: str,
+    dtype: mx.Dtype,
+    block: Block,
+    words: int,
+    lengths: list[int],
+    ranks: list[int],
+) -> None:
+    """Raises what `check_functions` does, and ValueError unless a file has one function of `block`
+    for each rank and sequence length, in this order, with the inputs and outputs that its
+    architecture implies. `words` is the length of the block's weight file.
+    """
+    found = [(list(each.inputs.values()), _outputs(each)) for each in check_functions(file, device)]
+    expected = [
+        _signature(block, dtype, words, length, rank) for rank in ranks for length in lengths
+    ]
+    _require(found == expected, "it does not have the inputs and outputs of a block")
+
+
+def _outputs(function: Function) -> list[Array]:
+    known = dict(function.inputs)
+    known |= {id: array for id, (array, _) in function.constants.items()}
+    for primitive in function.primitives:
+        known |= primitive.outputs
+    return [known[id] for id in function.outputs]
+
+
+def _signature(
+    block: Block, dtype: mx.Dtype, words: int, length: int, rank: int
+) -> tuple[list[Array], list[Array]]:
+    """The inputs and outputs of a block's function."""
+    arch, mixer, listed = block.arch, block.mixer, ALLOWED["signature"]
+    sizes = {
+        "1": 1,
+        "length": length,
+        "hidden": arch.hidden_size,
+        "intermediate": arch.intermediate_size,
+        "lora": block.lora_size(rank),
+        "words": words,
+    }
+    if isinstance(mixer, AttentionMixer):
+        heads, dim = mixer.num_attention_heads, mixer.head_dim
+        sizes |= {"heads": heads, "kv_heads": mixer.num_key_value_heads, "head_dim": dim}
+        sizes |= {"query": 2 * dim if mixer.output_gate else dim, "mixed": heads * dim}
+    elif isinstance(mixer, GatedDeltaNet):
+        sizes |= {"channels": mixer.conv_dim, "mixed": mixer.values}
+        sizes |= {"ba": 2 * mixer.num_value_heads}
+    codes = _CODES | {"dtype": (DTYPES.index(dtype), dtype.size)}
+
+    def array(text: str) -> Array:
+        kind, *shape = text.split()
+        return Array(tuple(sizes[name] for name in shape), codes[kind])
+
+    outputs = listed["first"] + listed[mixer.type] + listed["then"]
+    outputs += listed["post_norms"] if arch.post_norms else []
+    return [*map(array, listed["inputs"])], [*map(array, outputs)]
 
 
 def _check_function(function: Function, device: int) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import mlx.core as mx
 
 from mesp.block_function import mlxfn
-from mesp.block_function.check import check_functions
+from mesp.block_function.check import check_block_functions
 from mesp.block_function.forward_pass import BlockFunction
 from mesp.bundle.layout import Layout
 from mesp.models.architecture import Block
@@ -27,7 +27,8 @@ def export_block(
 
     For either device the trace is the CPU's, which every machine has; in a file for the GPU the
     primitives are then said to be there, nothing else. Raises RuntimeError or OSError where the
-    file cannot be written, and ValueError where `check_functions` refuses it.
+    file cannot be written, and ValueError where `check_block_functions` refuses
+    it.
     """
     with mx.stream(mx.cpu), mx.exporter(path, function) as trace:
         weights = mx.zeros(layout.words, mx.uint32)  # only the shape is read
@@ -44,4 +45,6 @@ def export_block(
     if device != "cpu":
         file.write_bytes(mlxfn.on_device(file.read_bytes(), device))
     if mx.__version__ == mlxfn.VERSION:
-        check_functions(file.read_bytes(), device)
+        check_block_functions(
+            file.read_bytes(), device, dtype, block, layout.words, seq_lens, ranks
+        )

@@ -10,9 +10,9 @@ import mlx.core as mx
 import numpy as np
 from mlx import nn
 
-from mesp.block_function.check import check_functions
+from mesp.block_function.check import check_block_functions
 from mesp.bundle.export_options import DTYPE_OF
-from mesp.bundle.layout import Layout, block_layout, table_layout
+from mesp.bundle.layout import DTYPES, Layout, block_layout, table_layout
 from mesp.bundle.manifest import (
     READ_BY_BUNDLE,
     BlockGroup,
@@ -255,13 +255,21 @@ class Bundle:
     def function(self, seq_len: int, index: int = 0, plain: bool = False) -> Any:
         """Block `index`'s function, or its plain one: (x, lora, scale, weights) to its arrays.
 
-        Raises MespError where `check_functions` refuses it.
+        Raises MespError where `check_block_functions` refuses it.
         """
         group = self.group(index)
         files = group.plain_functions if plain else group.functions
         path = self.path / files[str(seq_len)]
         try:
-            check_functions(read_bytes(path, FUNCTIONS), self.manifest["device"])
+            check_block_functions(
+                read_bytes(path, FUNCTIONS),
+                self.manifest["device"],
+                DTYPES[self.manifest["dtype"]],
+                self.architecture.blocks[index],
+                group.layout.words,
+                [seq_len],
+                self.manifest["ranks"],
+            )
         except ValueError as error:
             raise MespError(
                 f"{path} is no function of mesp-export's ({error}); do not use it."

@@ -20,14 +20,15 @@ from mesp.bundle.weight_files import write_weights
 from mesp.bundle.writer import check_disk
 from mesp.errors import MespError, plain_os_errors
 from mesp.progress_bars import export_progress
-from mesp.source_model.texts import texts_of
+from mesp.source_model.texts import copy_texts, naming_code, texts_of
 
 
 def rewrite_bundle(source: Path, options: BundleOptions) -> dict[str, Any]:
     """Writes the bundle `options.out`, which may be `source`, and returns its manifest.
 
-    Functions are traced anew, by this MLX. Weights are written anew where the dtype changes; other
-    files are links to the same content, or copies where there can be none. Raises MespError where
+    Functions are traced anew, by this MLX. Weights are written anew where the dtype changes, and
+    configurations without the code that they name; other files are links to the same content, or
+    copies where there can be none. Raises MespError where
     the bundle, its data or the disk do not allow it; nothing is left then, and `source` is whole.
     """
     in_place = options.out.resolve() == source.resolve()
@@ -58,8 +59,12 @@ def rewrite_bundle(source: Path, options: BundleOptions) -> dict[str, Any]:
             write_weights(folder / file, layouts[file], pieces, partial(bar.advance, task))
         gone = {*changed, *bundle.function_files()}
         data = bundle.manifest.get("data", {})
+        listed = {entry["path"] for entry in bundle.manifest["files"]}
+        changed_texts = naming_code(source, listed)
+        copy_texts(source, changed_texts, folder)
+        gone |= set(changed_texts)
         written = describe_files(folder)
-        used = {*old, "config.json", *texts_of(entry["path"] for entry in bundle.manifest["files"])}
+        used = {*old, "config.json", *texts_of(listed)}
         used |= {file for entry in data.values() for file in data_files(entry)}
         kept = [entry for entry in bundle.manifest["files"] if entry["path"] in used - gone]
         for entry in kept:

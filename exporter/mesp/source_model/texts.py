@@ -21,7 +21,7 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "generation_config.json",
 )
-_CONFIGS = ("tokenizer_config.json", "generation_config.json")
+_CONFIGS = ("config.json", "tokenizer_config.json", "generation_config.json")
 # What names Python code for transformers or mlx-lm to run.
 _CODE = ("auto_map", "custom_pipelines", "model_file")
 
@@ -52,10 +52,23 @@ def copy_texts(source: Path, names: Iterable[str], folder: Path) -> None:
         if name not in _CONFIGS:
             shutil.copyfile(file, folder / name)
             continue
-        try:
-            write_config(folder / name, read_object(file))
-        except ValueError as error:
-            raise MespError(f"{file} cannot be read as a JSON object.") from error
+        write_config(folder / name, _read(file))
+
+
+def naming_code(source: Path, names: Iterable[str]) -> list[str]:
+    """Of the files in a folder, the configurations that name code.
+
+    Raises MespError where one is not a JSON object, and OSError where it cannot be read.
+    """
+    configs = {name: _read(source / name) for name in names if name in _CONFIGS}
+    return [name for name, config in configs.items() if without_code(config) != config]
+
+
+def _read(config: Path) -> dict[str, Any]:
+    try:
+        return read_object(config)
+    except ValueError as error:
+        raise MespError(f"{config} cannot be read as a JSON object.") from error
 
 
 def write_config(path: Path, config: dict[str, Any]) -> None:

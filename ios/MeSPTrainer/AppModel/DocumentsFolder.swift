@@ -216,12 +216,11 @@ public struct DocumentsFolder: Sendable {
     func download(
         _ offer: BundleDownload.Offer, by download: BundleDownload, progress: @escaping @Sendable (Int) -> Void
     ) async throws -> StoredBundle {
-        let target = documents.appendingPathComponent("\(download.name).mesp")
+        let target = target(of: download)
         guard !FileManager.default.fileExists(atPath: target.path) else {
             throw MeSPError("There is a bundle \(target.lastPathComponent) already; delete it first.")
         }
-        let partial = documents.appendingPathComponent(
-            ".downloading-\(download.repository.replacingOccurrences(of: "/", with: "--"))")
+        let partial = partial(of: download)
         let missing = offer.size - Self.size(partial)
         if let free = freeBytes(documents), free < missing + Self.spareBytes {
             throw MeSPError(
@@ -232,6 +231,21 @@ public struct DocumentsFolder: Sendable {
         keep(partial, .bundle)
         try FileManager.default.moveItem(at: partial, to: target)
         return StoredBundle(url: target, isIncluded: false, gpuRefusal: gpuRefusal)
+    }
+
+    private func target(of download: BundleDownload) -> URL {
+        documents.appendingPathComponent("\(download.name).mesp")
+    }
+
+    private func partial(of download: BundleDownload) -> URL {
+        documents.appendingPathComponent(
+            ".downloading-\(download.repository.replacingOccurrences(of: "/", with: "--"))")
+    }
+
+    /// Whether all of a download is there: the app was ended between its last file and `forgetDownload`.
+    func hasEnded(_ download: BundleDownload) -> Bool {
+        FileManager.default.fileExists(atPath: target(of: download).path)
+            && !FileManager.default.fileExists(atPath: partial(of: download).path)
     }
 
     private var downloadFile: URL { documents.appendingPathComponent(".download.json") }
@@ -250,7 +264,8 @@ public struct DocumentsFolder: Sendable {
     /// Keeps what is being downloaded, for a later start of the app.
     func keep(_ download: BundleDownload.Offer) throws {
         do {
-            try JSONEncoder().encode(download).write(to: downloadFile, options: .atomic)
+            let json = try JSONEncoder().encode(download)
+            try writeWhole(downloadFile) { try $0.write(contentsOf: json) }
         } catch {
             throw MeSPError("\(download.repository) cannot be written: \(error.plainSentence).")
         }

@@ -84,6 +84,10 @@ import Observation
     /// Goes on with the download that the app was ended in, where there is one.
     func goOn() async throws -> StoredBundle? {
         guard progress == nil, let begun = try folder.begunDownload() else { return nil }
+        guard try !folder.hasEnded(open(begun.repository)) else {
+            folder.forgetDownload()
+            return nil
+        }
         (offer, repository) = (begun, begun.repository)
         return try await download()
     }

@@ -38,7 +38,7 @@
             (commandBuffers, spins, spinningSeconds) = (ledger.commandBuffers, ledger.spins, ledger.secondsSpinning())
 
             unsetenv(CommandBuffers.variable)
-            CommandBuffers.setOperations()
+            MLXSupport.setEnvironment()
             let (second, secondlyPredicted) = try Self.record(settings, .strictPhone)
             strict = Strict(
                 ledgerPeakBytes: second.peakBytes, predictedPeakBytes: secondlyPredicted,

@@ -36,19 +36,28 @@ func writeDurably(_ data: Data, to file: URL, replacing: Bool = true) throws {
     } else if link(new, file.path) < 0, errno != EEXIST {
         try check(-1)
     }
-    let directory = open(folder.path, O_RDONLY | O_CLOEXEC)
-    try check(directory)
-    defer { close(directory) }
-    try check(synchronize(directory))
+    try check(synchronize(folder: folder))
 }
 
-/// Brings what was written to an open file, or the names in a folder, to the disk; negative where it can't, as of `fsync`.
-private func synchronize(_ file: Int32) -> Int32 {
+/// Writes the data of an open file to the disk.
+///
+/// - Returns: 0, or -1 where it cannot be written (`errno`).
+package func synchronize(_ file: Int32) -> Int32 {
     #if canImport(Darwin)
-        // `fsync` leaves it in the disk's own cache. Not every file system has the call that doesn't.
+        // `fsync` leaves the data in the disk's own cache. Some file systems lack this call.
         if fcntl(file, F_FULLFSYNC) == 0 { return 0 }
     #endif
     return fsync(file)
+}
+
+/// Writes the names in a folder to the disk, where the file system can: some on a network or a removable disk cannot.
+///
+/// - Returns: 0, or -1 where they cannot be written (`errno`).
+package func synchronize(folder: URL) -> Int32 {
+    let directory = open(folder.path, O_RDONLY | O_DIRECTORY | O_CLOEXEC)
+    guard directory >= 0 else { return -1 }
+    defer { close(directory) }
+    return synchronize(directory) == 0 || errno == EINVAL || errno == ENOTSUP ? 0 : -1
 }
 
 /// The right to be the node of a folder, which one process has at a time. The system takes it back when the process ends, in whatever way.

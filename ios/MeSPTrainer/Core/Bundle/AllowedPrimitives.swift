@@ -8,6 +8,8 @@ struct AllowedPrimitives: Decodable {
     /// MLX's code of each type, and the bytes of an element.
     let types: [ElementType: [Int]]
     let limits: Limits
+    /// The arrays that a block's function takes and returns, by the parts of a block: see `FunctionSignature`.
+    let signature: Signature
     /// Bits and group sizes by MLX's code of the mode.
     let quantizations: [String: [[Int]]]
     let headDims: [Int]
@@ -27,6 +29,19 @@ struct AllowedPrimitives: Decodable {
         }
     }
 
+    struct Signature: Decodable {
+        let inputs, first, then: [String]
+        let attention, gatedDeltaNet, shortConvolution: [String]
+        let postNorms: [String]
+
+        enum CodingKeys: String, CodingKey {
+            case inputs, first, then, attention
+            case gatedDeltaNet = "gated_delta_net"
+            case shortConvolution = "short_convolution"
+            case postNorms = "post_norms"
+        }
+    }
+
     struct Primitive: Decodable {
         let state: String
         let rule: Rule
@@ -43,7 +58,7 @@ struct AllowedPrimitives: Decodable {
     }
 
     enum CodingKeys: String, CodingKey {
-        case mlx, types, limits, quantizations, primitives
+        case mlx, types, limits, signature, quantizations, primitives
         case headDims = "head_dims"
     }
 
@@ -55,6 +70,16 @@ struct AllowedPrimitives: Decodable {
           "mlx": "0.31.1",
           "types": {"bool": [0, 1], "uint8": [1, 1], "uint32": [3, 4], "uint64": [4, 8], "int32": [7, 4], "float32": [10, 4], "bfloat16": [12, 2]},
           "limits": {"dimensions": 16, "array_bytes": 1099511627776},
+          "signature": {
+            "about": "What a block's function takes and returns: of each array its type, where `dtype` is the manifest's, and its shape. `lora` is the number of LoRA parameters of a rank, `words` the length of the block's file. A block returns `first`, the four arrays of its mixer, `then`, and with post-norms `post_norms`.",
+            "inputs": ["dtype 1 length hidden", "float32 lora", "float32", "uint32 words"],
+            "first": ["dtype 1 length hidden", "dtype 1 length hidden"],
+            "attention": ["dtype 1 heads length query", "dtype 1 kv_heads length head_dim", "dtype 1 kv_heads length head_dim", "dtype 1 length mixed"],
+            "gated_delta_net": ["dtype 1 length channels", "dtype 1 length mixed", "dtype 1 length ba", "dtype 1 length mixed"],
+            "short_convolution": ["dtype 1 length hidden", "dtype 1 length hidden", "dtype 1 length hidden", "dtype 1 length hidden"],
+            "then": ["dtype 1 length hidden", "dtype 1 length intermediate", "dtype 1 length intermediate"],
+            "post_norms": ["dtype 1 length hidden", "dtype 1 length hidden"]
+          },
           "state": {
             "i": "int32",
             "f": "float32",

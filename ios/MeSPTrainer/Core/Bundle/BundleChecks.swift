@@ -153,11 +153,24 @@ extension ModelBundle {
         }
     }
 
-    /// Throws unless MLX can read the functions in `file`, and each has the outputs of a `BlockFunction`.
-    func checkFunction(_ file: String) throws {
+    /// Throws unless MLX can read the functions in `file`, and these are of the blocks of a kind: one for each rank, with the inputs and
+    /// outputs that the architecture implies.
+    ///
+    /// - Parameters:
+    ///   - kind: an index of the manifest's `blocks`.
+    ///   - length: the number of tokens.
+    func checkFunctions(_ file: String, kind: Int, length: Int) throws {
+        let blocks = manifest.blocks[kind]
         do {
             guard let data = regularFile(url.appendingPathComponent(file)) else { throw MeSPError("it cannot be read") }
-            try checkFunctions(data, device: manifest.device, outputs: architecture.postNorms ? 11 : 9)
+            let signatures = try manifest.ranks.map {
+                try FunctionSignature(
+                    of: architecture.block(blocks.layers[0]), dtype: manifest.dtype, words: blocks.words,
+                    length: length, rank: $0)
+            }
+            guard try MeSPCore.checkFunctions(data, device: manifest.device) == signatures else {
+                throw FunctionSignature.isAnother
+            }
         } catch {
             throw MeSPError(
                 "\(file) in \(url.path) is not a function that mesp-export writes (\(error.plainSentence)); export the bundle again."

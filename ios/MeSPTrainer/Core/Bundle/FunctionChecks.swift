@@ -4,28 +4,27 @@ import Foundation
 /// of a primitive's outputs from the file, and checks neither these nor the indices of a `Gather`. What passes is what
 /// exporter/mesp/block_function/check.py lets pass. docs/security.md has the file's layout.
 ///
-/// - Parameters:
-///   - device: that all primitives must be on, "cpu" or "gpu".
-///   - outputs: how many each function must have.
+/// - Parameter device: that all primitives must be on, "cpu" or "gpu".
+/// - Returns: the inputs and outputs of each function.
 /// - Throws: `MeSPError` with the reason alone.
-func checkFunctions(_ file: Data, device: String, outputs: Int) throws {
+func checkFunctions(_ file: Data, device: String) throws -> [FunctionSignature] {
     let allowed = try AllowedPrimitives.list.get()
     guard file.count <= 64 << 20 else { throw damaged }
     var reader = FunctionReader(file: file, allowed: allowed)
-    for function in try reader.functions() {
+    return try reader.functions().map { function in
         var check = FunctionCheck(allowed: allowed, device: device == "gpu" ? 1 : 0)
-        try check.check(function, outputs: outputs)
+        return try check.check(function)
     }
 }
 
 private let damaged = MeSPError("it is damaged")
 
-private struct ArrayType: Equatable {
+struct ArrayType: Equatable {
     var shape: [Int]
     let element: AllowedPrimitives.ElementType
 
     /// With `sizes` in place of some dimensions.
-    func replacing(_ dimensions: Range<Int>, with sizes: [Int]) -> ArrayType {
+    fileprivate func replacing(_ dimensions: Range<Int>, with sizes: [Int]) -> ArrayType {
         var result = self
         result.shape.replaceSubrange(dimensions, with: sizes)
         return result
@@ -52,7 +51,7 @@ private struct Primitive {
 
 private struct Function {
     let hasKeywords: Bool
-    let inputs: [UInt64: ArrayType]
+    let inputs: [(id: UInt64, type: ArrayType)]
     let outputs: [UInt64]
     var constants = [UInt64: Constant]()
     var primitives = [Primitive]()
@@ -83,8 +82,8 @@ private struct FunctionReader {
         let keywords = try list(itemBytes: 8) { try $0.text() }
         let ids = try self.ids()
         let types = try list(itemBytes: 13) { try $0.array() }
-        let inputs = Dictionary(try pairs(ids, types)) { one, _ in one }
-        var function = Function(hasKeywords: !keywords.isEmpty, inputs: inputs, outputs: try self.ids())
+        var function = Function(
+            hasKeywords: !keywords.isEmpty, inputs: try pairs(ids, types), outputs: try self.ids())
         for _ in 0..<(try count(itemBytes: 10)) { try node(&function) }
         return function
     }
@@ -97,7 +96,7 @@ private struct FunctionReader {
             let constant = try constants[id] ?? constant()
             constants[id] = constant
             function.constants[id] = constant
-        } else if function.inputs[id] == nil {
+        } else if !function.inputs.contains(where: { $0.id == id }) {
             throw damaged
         }
     }
@@ -254,17 +253,15 @@ private struct FunctionCheck {
 
     init(allowed: AllowedPrimitives, device: Int32) { (self.allowed, self.device) = (allowed, device) }
 
-    mutating func check(_ function: Function, outputs: Int) throws {
-        guard !function.hasKeywords, function.outputs.count == outputs else {
-            throw MeSPError("it does not have the inputs and outputs of a block")
-        }
-        known = function.inputs
+    mutating func check(_ function: Function) throws -> FunctionSignature {
+        guard !function.hasKeywords else { throw FunctionSignature.isAnother }
+        for (id, type) in function.inputs { try add(id, type) }
         for (id, constant) in function.constants {
             try add(id, constant.type)
             greatest[id] = constant.greatest
         }
         for primitive in function.primitives { try check(primitive) }
-        _ = try types(of: function.outputs)
+        return FunctionSignature(inputs: function.inputs.map(\.type), outputs: try types(of: function.outputs))
     }
 
     private mutating func check(_ primitive: Primitive) throws {

@@ -1,3 +1,5 @@
+import Foundation
+
 #if os(iOS) && !targetEnvironment(simulator)
     import Metal
 #endif
@@ -5,6 +7,13 @@
 /// What MLX can run on this device. The system is asked and not MLX, which starts Metal when it is first used, for the CPU too: that takes
 /// memory, and where MLX cannot use the GPU it ends the process.
 public enum MLXSupport {
+    /// Sets the variables of the environment that MLX reads, unless they are set already. To be called before MLX is used.
+    package static func setEnvironment() {
+        // On GPUs with neural accelerators (A19, M5) MLX otherwise rounds the operands of float32 products to TF32.
+        setenv("MLX_ENABLE_TF32", "0", 0)
+        setenv(CommandBuffers.variable, "\(CommandBuffers.few)", 0)
+    }
+
     /// Why MLX cannot run here; nil where it can.
     public static var refusal: Sentence? {
         #if targetEnvironment(simulator)

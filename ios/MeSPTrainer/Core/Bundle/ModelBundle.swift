@@ -38,8 +38,7 @@ public struct ModelBundle {
     ///   - checksums: whether files are read and their SHA-256 compared, which takes seconds for gigabytes. Without, only the
     ///     manifest may be used.
     public init(url: URL, text: URL? = nil, checksums: Bool = true) throws {
-        _ = Self.fullPrecision
-        CommandBuffers.setOperations()
+        MLXSupport.setEnvironment()
         self.url = url
         let path = url.appendingPathComponent("manifest.json")
         guard let json = regularFile(path) else {
@@ -54,28 +53,24 @@ public struct ModelBundle {
         if checksums { try checkSums(of: manifest.files) }
     }
 
-    /// On GPUs with neural accelerators (A19, M5) MLX rounds the operands of float32 products to TF32, unless this is 0 when it
-    /// multiplies for the first time. A value that the environment has already is kept.
-    private static let fullPrecision = setenv("MLX_ENABLE_TF32", "0", 0)
-
     // MARK: - Weights
 
     /// Imports the functions for sequences of `length` tokens, for each block the one of its kind. `Manifest.check` has found that
     /// there are some.
     func functions(_ files: KeyPath<Manifest.Blocks, [String: String]>, length: Int) throws -> [ImportedFunction] {
         var imported = [String: ImportedFunction]()
-        return try kinds.map { kind in
-            guard let file = manifest.blocks[kind][keyPath: files]["\(length)"] else {
+        let functions = try manifest.blocks.enumerated().map { kind, blocks in
+            guard let file = blocks[keyPath: files]["\(length)"] else {
                 preconditionFailure("no function for \(length) tokens")
             }
-            if let function = imported[file] { return function }
             // MLX believes what is in it. The bundle may have been opened without its sums.
             try checkSums(of: manifest.files.filter { $0.path == file })
-            try checkFunction(file)
-            let function = try importFunction(from: url.appendingPathComponent(file))
+            try checkFunctions(file, kind: kind, length: length)
+            let function = try imported[file] ?? importFunction(from: url.appendingPathComponent(file))
             imported[file] = function
             return function
         }
+        return kinds.map { functions[$0] }
     }
 
     /// The device that the functions were exported for, and that everything runs on.

@@ -17,8 +17,8 @@ package final class PauseGate: @unchecked Sendable {
 
     package init() {}
 
-    /// How many boundaries the thread has passed: blocks, parts of the head, and in a GPU's first step parts of blocks.
-    package var blocks: Int { condition.withLock { passes } }
+    /// The number of boundaries that the thread has passed: of blocks, of parts of the head, and in a GPU's first step of parts of blocks.
+    package var boundaries: Int { condition.withLock { passes } }
 
     package func set(_ reasons: Set<PauseReason>) {
         condition.withLock {

@@ -40,7 +40,7 @@ import Observation
     public var usesGPU: Bool { log.start?.device != "cpu" }
 
     /// How many blocks of the step in progress have begun.
-    public var blocksOfStep: Int { gate.blocks - blocksBefore }
+    public var blocksOfStep: Int { gate.boundaries - blocksBefore }
 
     public var isRunning: Bool {
         switch state {
@@ -236,7 +236,7 @@ import Observation
             log.append(record)
             switch record {
             case .start: update()  // it says which device the bundle is for
-            case .step: blocksBefore = gate.blocks
+            case .step: blocksBefore = gate.boundaries
             default: break
             }
             if case .end(let end) = record, end.reason != .failed {

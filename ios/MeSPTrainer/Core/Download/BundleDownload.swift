@@ -1,4 +1,5 @@
 import Foundation
+import MeSPFederation
 
 #if canImport(FoundationNetworking)
     import FoundationNetworking
@@ -115,6 +116,8 @@ public struct BundleDownload: Sendable {
     ) async throws {
         try attempt("written") {
             try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)
+            // In a folder that is not new, a link could lead out of it.
+            try removeFiles(in: folder) { $0 == .typeSymbolicLink }
         }
         let count = ByteCount(offer.json.count, progress)
         try await withThrowingTaskGroup(of: Void.self) { group in
@@ -142,16 +145,19 @@ public struct BundleDownload: Sendable {
         }
         try attempt("written") {
             // Of another commit, from which the download was begun.
-            let wanted = Set(offer.manifest.files.map(\.path))
-            for path in try FileManager.default.subpathsOfDirectory(atPath: folder.path) where !wanted.contains(path) {
-                let file = folder.appendingPathComponent(path)
-                let attributes = try FileManager.default.attributesOfItem(atPath: file.path)
-                if attributes[.type] as? FileAttributeType != .typeDirectory {
-                    try FileManager.default.removeItem(at: file)
-                }
-            }
+            try removeFiles(in: folder, but: Set(offer.manifest.files.map(\.path))) { $0 != .typeDirectory }
             // Last: a folder with a manifest is a bundle that is whole.
             try writeWhole(folder.appendingPathComponent("manifest.json")) { try $0.write(contentsOf: offer.json) }
+        }
+    }
+
+    private func removeFiles(
+        in folder: URL, but kept: Set<String> = [], where isRemoved: (FileAttributeType?) -> Bool
+    ) throws {
+        for path in try FileManager.default.subpathsOfDirectory(atPath: folder.path) where !kept.contains(path) {
+            let file = folder.appendingPathComponent(path)
+            let attributes = try FileManager.default.attributesOfItem(atPath: file.path)
+            if isRemoved(attributes[.type] as? FileAttributeType) { try FileManager.default.removeItem(at: file) }
         }
     }
 
@@ -210,7 +216,7 @@ public struct BundleDownload: Sendable {
         try attempt("written") {
             let file = try openRegularFile(partial, O_WRONLY)
             defer { close(file) }
-            try synchronize(file)
+            guard synchronize(file) == 0 else { throw MeSPError("\(lastError())") }
             try replace(target, with: partial)
         }
     }

@@ -1,4 +1,5 @@
 import Foundation
+import MeSPFederation
 
 #if canImport(Darwin)
     import Darwin
@@ -37,13 +38,13 @@ func unlinkedFile(_ url: URL) -> Data? {
 }
 
 /// Writes a file that replaces the one at `url` when all of it is on the disk, and not before.
-func writeWhole(_ url: URL, _ write: (FileHandle) throws -> Void) throws {
+package func writeWhole(_ url: URL, _ write: (FileHandle) throws -> Void) throws {
     let partial = url.appendingPathExtension("partial")
     defer { try? FileManager.default.removeItem(at: partial) }
     let file = FileHandle(
         fileDescriptor: try openRegularFile(partial, O_WRONLY | O_CREAT | O_TRUNC), closeOnDealloc: true)
     try write(file)
-    try synchronize(file.fileDescriptor)
+    guard synchronize(file.fileDescriptor) == 0 else { throw MeSPError("\(lastError())") }
     try file.close()
     try replace(url, with: partial)
 }
@@ -51,20 +52,7 @@ func writeWhole(_ url: URL, _ write: (FileHandle) throws -> Void) throws {
 /// Renames a file or a folder, whose contents are on the disk, and brings its new name there too.
 func replace(_ url: URL, with new: URL) throws {
     guard rename(new.path, url.path) == 0 else { throw MeSPError("\(lastError())") }
-    let folder = open(url.deletingLastPathComponent().path, O_RDONLY | O_DIRECTORY | O_CLOEXEC)
-    guard folder >= 0 else { throw MeSPError("\(lastError())") }
-    defer { close(folder) }
-    // Some network and removable file systems cannot synchronize a folder; the file is renamed all the same.
-    do { try synchronize(folder) } catch  where errno == EINVAL || errno == ENOTSUP {}
-}
-
-/// Brings what was written to an open file, or the names in a folder, to the disk.
-func synchronize(_ file: Int32) throws {
-    #if canImport(Darwin)
-        // `fsync` leaves it in the disk's own cache. Not every file system has the call that doesn't.
-        if fcntl(file, F_FULLFSYNC) == 0 { return }
-    #endif
-    guard fsync(file) == 0 else { throw MeSPError("\(lastError())") }
+    guard synchronize(folder: url.deletingLastPathComponent()) == 0 else { throw MeSPError("\(lastError())") }
 }
 
 func lastError() -> String { String(cString: strerror(errno)) }

@@ -1,4 +1,5 @@
 import Foundation
+import MeSPFederation
 
 /// `metrics.jsonl` in a run's output folder: a line a record, handed to the system at once.
 struct LogWriter {
@@ -70,7 +71,7 @@ struct LogWriter {
     /// - Returns: the log's length in bytes.
     func synchronize() throws -> UInt64 {
         do {
-            try MeSPCore.synchronize(file.fileDescriptor)
+            guard MeSPFederation.synchronize(file.fileDescriptor) == 0 else { throw MeSPError("\(lastError())") }
             return try file.seekToEnd()
         } catch {
             throw MeSPError("Cannot write \(url.path): \(error.plainSentence).")

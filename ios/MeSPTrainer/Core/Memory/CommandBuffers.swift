@@ -10,10 +10,7 @@ package enum CommandBuffers {
     /// MLX reads this variable of the environment when it first uses Metal.
     package static let variable = "MLX_MAX_OPS_PER_BUFFER"
     /// MLX commits a buffer once it holds more operations than this.
-    private static let few = 4
-
-    /// Sets the number for MLX, unless the environment already has one. To be called before MLX is used.
-    package static func setOperations() { setenv(variable, "\(few)", 0) }
+    static let few = 4
 
     /// Whether several command buffers fit into a workspace.
     static var areShort: Bool { getenv(variable).flatMap { Int(String(cString: $0)) } ?? few <= few }

@@ -48,7 +48,7 @@ extension Bench {
                 last = clock.now
             }
             _ = try trainer.step([[example(run.seqLen, number: number)]], number: number)
-            return inSeconds(max(longest, clock.now - last))
+            return max(longest, clock.now - last) / .seconds(1)
         }
         return (stretches[0], stretches[1])
     }

@@ -263,13 +263,8 @@ final class Bench {
     }
 
     func seconds(_ body: () throws -> Void) rethrows -> Double {
-        inSeconds(try ContinuousClock().measure(body))
+        try ContinuousClock().measure(body) / .seconds(1)
     }
-}
-
-/// In seconds.
-func inSeconds(_ time: Duration) -> Double {
-    Double(time.components.seconds) + Double(time.components.attoseconds) * 1e-18
 }
 
 /// Seconds, bytes and rates in a sentence.

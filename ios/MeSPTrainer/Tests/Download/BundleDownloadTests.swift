@@ -9,7 +9,7 @@ import Testing
 #endif
 
 /// A server like the Hub, in a process of its own, that misbehaves as it is told. See hub_server.py.
-private final class Hub {
+final class Hub {
     let url: URL
     private let process = Process()
     private let output = Pipe()
@@ -214,6 +214,33 @@ enum Way: CaseIterable { case foreground, background }
         #expect(try await fetch([:], from: source).1?.contains("is damaged") == true)
     }
 
+    /// Links in the folder, which somebody else may have put there, are replaced and not followed.
+    @Test(arguments: Way.allCases) func noLinkInTheFolderIsFollowed(_ way: Way) async throws {
+        let outside = folder.appendingPathExtension("outside")
+        let old = Data("of somebody else".utf8)
+        for path in ["blocks/00.bin", "blocks/01.bin", "embedding.bin", "head.bin"] {
+            let file = outside.appendingPathComponent(path)
+            try FileManager.default.createDirectory(
+                at: file.deletingLastPathComponent(), withIntermediateDirectories: true)
+            try old.write(to: file)
+        }
+        defer { try? FileManager.default.removeItem(at: outside) }
+        try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)
+        for (link, file) in [
+            ("blocks", "blocks"), ("embedding.bin", "embedding.bin"), ("head.bin.part", "head.bin"),
+            ("config.json.part.resume", "embedding.bin"), ("config.json.part.resume.partial", "embedding.bin"),
+            ("manifest.json.partial", "embedding.bin"),
+        ] {
+            try FileManager.default.createSymbolicLink(
+                at: folder.appendingPathComponent(link), withDestinationURL: outside.appendingPathComponent(file))
+        }
+        #expect(try await fetch([:], by: way).1 == nil)
+        #expect(try isWhole())
+        let files = try FileManager.default.subpathsOfDirectory(atPath: outside.path).filter { $0.hasSuffix(".bin") }
+        #expect(files.sorted() == ["blocks/00.bin", "blocks/01.bin", "embedding.bin", "head.bin"])
+        for file in files { #expect(try Data(contentsOf: outside.appendingPathComponent(file)) == old) }
+    }
+
     /// What had come of another commit does not stay, whatever its length.
     @Test(arguments: Way.allCases) func aBundleThatChangedMeanwhileComesAsItIsNow(_ way: Way) async throws {
         let source = folder.appendingPathExtension("source")
@@ -348,6 +375,24 @@ enum Way: CaseIterable { case foreground, background }
         #expect(try documents.begunDownload() == nil)
         await model.finishDownload()
         #expect(model.library.bundles.count == 1)
+    }
+
+    /// The bundle has its name, and the download is not forgotten yet.
+    @Test func aDownloadThatEndedWithTheAppIsOver() async throws {
+        let hub = try Hub(try fixture())
+        let ended = try model(hub)
+        ended.downloads.repository = "someone/tied-mesp"
+        await ended.lookUp()
+        let offer = try #require(ended.downloads.offer)
+        await ended.download()
+        let documents = DocumentsFolder(documents: folder)
+        try documents.keep(offer)
+
+        let model = try model(hub)
+        await model.finishDownload()
+        #expect(model.problem == nil)
+        #expect(try documents.begunDownload() == nil)
+        #expect(hub.end().filter { $0 == "manifest.json whole" }.count == 1)
     }
 
     @Test func withoutRoomNothingIsDownloaded() async throws {

@@ -12,7 +12,7 @@
             .appendingPathComponent("../../Demo-GPU.mesp").standardizedFileURL
         private typealias Change = (inout RunSettings) -> Void
 
-        init() { CommandBuffers.setOperations() }
+        init() { MLXSupport.setEnvironment() }
 
         private func settings(_ length: Int = 128, _ change: Change = { _ in }) throws -> RunSettings {
             var settings = try RunSettings.ofATest(temporaryFolder())

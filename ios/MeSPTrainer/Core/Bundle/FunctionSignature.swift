@@ -1,0 +1,51 @@
+import Foundation
+
+/// The shapes and types of the arrays that a function takes and returns.
+struct FunctionSignature: Equatable {
+    let inputs: [ArrayType]
+    let outputs: [ArrayType]
+
+    static let isAnother = MeSPError("it does not have the inputs and outputs of a block")
+
+    init(inputs: [ArrayType], outputs: [ArrayType]) { (self.inputs, self.outputs) = (inputs, outputs) }
+
+    /// The signature of a block's function, by the list in `AllowedPrimitives`.
+    ///
+    /// - Parameters:
+    ///   - dtype: the manifest's.
+    ///   - words: the length of the block's file.
+    ///   - length: the number of tokens.
+    init(of block: BlockShape, dtype: String, words: Int, length: Int, rank: Int) throws {
+        let (architecture, listed) = (block.architecture, try AllowedPrimitives.list.get().signature)
+        var sizes = [
+            "1": 1, "length": length, "hidden": architecture.hiddenSize, "intermediate": architecture.intermediateSize,
+            "lora": LoRALayout(block: block, rank: rank).count, "words": words,
+            "mixed": block.mixer.mixedSize(hidden: architecture.hiddenSize),
+        ]
+        let ofMixer: [String]
+        switch block.mixer {
+        case .attention(let mixer):
+            sizes["heads"] = mixer.numAttentionHeads
+            sizes["kv_heads"] = mixer.numKeyValueHeads
+            sizes["head_dim"] = mixer.headDim
+            sizes["query"] = mixer.headDim * (mixer.outputGate ? 2 : 1)
+            ofMixer = listed.attention
+        case .gatedDeltaNet(let mixer):
+            sizes["channels"] = mixer.convolutionWidth
+            sizes["ba"] = 2 * mixer.numValueHeads
+            ofMixer = listed.gatedDeltaNet
+        case .shortConvolution:
+            ofMixer = listed.shortConvolution
+        }
+        func array(_ text: String) throws -> ArrayType {
+            let words = text.split(separator: " ").map(String.init)
+            let element = AllowedPrimitives.ElementType(rawValue: words[0] == "dtype" ? dtype : words[0])
+            let shape = words.dropFirst().compactMap { sizes[$0] }
+            guard let element, shape.count == words.count - 1 else { preconditionFailure("no array is \(text)") }
+            return ArrayType(shape: shape, element: element)
+        }
+        inputs = try listed.inputs.map(array)
+        outputs = try (listed.first + ofMixer + listed.then + (architecture.postNorms ? listed.postNorms : [])).map(
+            array)
+    }
+}
