@@ -135,39 +135,37 @@ import Observation
         let (gate, read) = (PauseGate(), read)
         self.gate = gate
         update()
-        let (messages, sender) = AsyncStream.makeStream(of: Message.self)
-        gate.startThread("writing") {
-            do {
-                let url = bundle
-                let bundle = try ModelBundle(url: url)
-                var generation = Generator.Request(prompt: [])
-                generation.maxTokens = request.maxTokens
-                (generation.temperature, generation.topP) = (request.temperature, request.topP)
-                generation.seed = request.seed
-                generation.stop = endTokens(of: url, tokenizer)
-                for (side, text, cache) in [
-                    (Side.base, \Turn.base, \Read.base), (.tuned, \.tuned, \.tuned),
-                ] where side == .base || adapters != nil {
-                    try gate.pass { _ in }
-                    generation.prompt =
-                        request.isChat
-                        ? try tokenizer.encode(request.messages(after: history, text), opensAnswer: true)
-                        : tokenizer.encode(request.prompt, addsSpecialTokens: true)
-                    let generator = try Generator(bundle, adapters: side == .tuned ? adapters : nil)
-                    sender.yield(.begins(side))
-                    let summary = try generator.generate(
-                        generation, continuing: &read[keyPath: cache], atBlock: { try gate.pass { _ in } }
-                    ) { sender.yield(.token(side, $0)) }
-                    sender.yield(.ends(side, summary))
-                }
-            } catch is CancellationError {
-            } catch {
-                sender.yield(.failed(error.plainSentence))
+        let messages = gate.start("writing", sending: Message.self) { send in
+            let url = bundle
+            let bundle = try ModelBundle(url: url)
+            var generation = Generator.Request(prompt: [])
+            generation.maxTokens = request.maxTokens
+            (generation.temperature, generation.topP) = (request.temperature, request.topP)
+            generation.seed = request.seed
+            generation.stop = endTokens(of: url, tokenizer)
+            for (side, text, cache) in [
+                (Side.base, \Turn.base, \Read.base), (.tuned, \.tuned, \.tuned),
+            ] where side == .base || adapters != nil {
+                try gate.pass { _ in }
+                generation.prompt =
+                    request.isChat
+                    ? try tokenizer.encode(request.messages(after: history, text), opensAnswer: true)
+                    : tokenizer.encode(request.prompt, addsSpecialTokens: true)
+                let generator = try Generator(bundle, adapters: side == .tuned ? adapters : nil)
+                send(.begins(side))
+                let summary = try generator.generate(
+                    generation, continuing: &read[keyPath: cache], atBlock: { try gate.pass { _ in } }
+                ) { send(.token(side, $0)) }
+                send(.ends(side, summary))
             }
-            sender.finish()
         }
         Task {
-            for await message in messages { receive(message, tokenizer) }
+            do {
+                for try await message in messages { receive(message, tokenizer) }
+            } catch is CancellationError {
+            } catch {
+                problem = error.plainSentence
+            }
             // A message that got no answer is no part of the conversation.
             if base.text.isEmpty, tuned.text.isEmpty, problem != nil { turns.removeLast() }
             if !isConversation { letGo() }
@@ -222,7 +220,6 @@ import Observation
         case begins(Side)
         case token(Side, Int)
         case ends(Side, Generator.Summary)
-        case failed(Sentence)
     }
 
     private func receive(_ message: Message, _ tokenizer: any TextTokenizer) {
@@ -230,7 +227,6 @@ import Observation
         case .begins(let side): writing = side
         case .token(let side, let token): change(side) { $0.append(token, tokenizer) }
         case .ends(let side, let summary): change(side) { $0.summary = summary }
-        case .failed(let sentence): problem = sentence
         }
     }
 

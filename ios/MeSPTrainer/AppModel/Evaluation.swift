@@ -47,32 +47,29 @@ import Observation
         let gate = PauseGate()
         self.gate = gate
         update()
-        let (messages, sender) = AsyncStream.makeStream(of: Message.self)
-        gate.startThread("measuring") {
-            do {
-                let records = try EvaluationRecord.read(records)
-                let examiner = Examiner(bundle: bundle, tokenizer: tokenizer) { try gate.pass { _ in } }
-                let models = [nil] + (adapters.map { [$0] } ?? [])
-                let parts = try models.enumerated().map { index, adapters in
-                    try examiner.parts(of: records, adapters: adapters) { done in
-                        let all = Double(records.count * models.count)
-                        sender.yield(.progress(Double(records.count * index + done) / all))
-                    }
+        let messages = gate.start("measuring", sending: Message.self) { send in
+            let records = try EvaluationRecord.read(records)
+            let examiner = Examiner(bundle: bundle, tokenizer: tokenizer) { try gate.pass { _ in } }
+            let models = [nil] + (adapters.map { [$0] } ?? [])
+            let parts = try models.enumerated().map { index, adapters in
+                try examiner.parts(of: records, adapters: adapters) { done in
+                    let all = Double(records.count * models.count)
+                    send(.progress(Double(records.count * index + done) / all))
                 }
-                sender.yield(.ended(Figure(records[0].kind, base: parts[0], tuned: parts.count > 1 ? parts[1] : nil)))
-            } catch is CancellationError {
-            } catch {
-                sender.yield(.failed(error.plainSentence))
             }
-            sender.finish()
+            send(.ended(Figure(records[0].kind, base: parts[0], tuned: parts.count > 1 ? parts[1] : nil)))
         }
         Task {
-            for await message in messages {
-                switch message {
-                case .progress(let part): progress = part
-                case .ended(let found): figure = found
-                case .failed(let sentence): problem = sentence
+            do {
+                for try await message in messages {
+                    switch message {
+                    case .progress(let part): progress = part
+                    case .ended(let found): figure = found
+                    }
                 }
+            } catch is CancellationError {
+            } catch {
+                problem = error.plainSentence
             }
             progress = nil
         }
@@ -84,7 +81,6 @@ import Observation
     private enum Message: Sendable {
         case progress(Double)
         case ended(Figure)
-        case failed(Sentence)
     }
 
     private func update() { gate.follow(phone) }

@@ -68,37 +68,29 @@ import Observation
         self.gate = gate
         gate.follow(phone)
         let data = settings.data.map { _ in run.url.appendingPathComponent(TextData.folderName) }
-        let (written, sender) = AsyncThrowingStream.makeStream(of: Sample.self)
         work = Task {
             do {
                 let tokenizer = try await loadTokenizer(bundle)
                 try Task.checkCancellation()
-                gate.startThread("examples") {
-                    do {
-                        try gate.pass { _ in }
-                        let bundle = try ModelBundle(url: bundle, text: data, checksums: false)
-                        let source = HeldOutPrompts(tokenizer: tokenizer)
-                        let writers = try [nil, adapters].map { try Generator(bundle, adapters: $0) }
-                        let stop = endTokens(of: bundle.url, tokenizer)
-                        for prompt in try source.choose(Self.count, from: bundle, length: settings.seqLen) {
-                            var request = Generator.Request(prompt: prompt.tokens)
-                            (request.maxTokens, request.stop) = (Self.tokens, stop)
-                            let texts = try writers.map { writer in
-                                var tokens = [Int]()
-                                let end = try writer.generate(request, atBlock: { try gate.pass { _ in } }) {
-                                    tokens.append($0)
-                                }
-                                if end.reason == .stopped { throw CancellationError() }
-                                return source.text(tokens)
+                let written = gate.start("examples", sending: Sample.self) { send in
+                    try gate.pass { _ in }
+                    let bundle = try ModelBundle(url: bundle, text: data, checksums: false)
+                    let source = HeldOutPrompts(tokenizer: tokenizer)
+                    let writers = try [nil, adapters].map { try Generator(bundle, adapters: $0) }
+                    let stop = endTokens(of: bundle.url, tokenizer)
+                    for prompt in try source.choose(Self.count, from: bundle, length: settings.seqLen) {
+                        var request = Generator.Request(prompt: prompt.tokens)
+                        (request.maxTokens, request.stop) = (Self.tokens, stop)
+                        let texts = try writers.map { writer in
+                            var tokens = [Int]()
+                            let end = try writer.generate(request, atBlock: { try gate.pass { _ in } }) {
+                                tokens.append($0)
                             }
-                            sender.yield(
-                                Sample(
-                                    prompt: prompt.text, before: texts[0], after: texts[1], isMessage: prompt.isMessage)
-                            )
+                            if end.reason == .stopped { throw CancellationError() }
+                            return source.text(tokens)
                         }
-                        sender.finish()
-                    } catch {
-                        sender.finish(throwing: error)
+                        send(
+                            Sample(prompt: prompt.text, before: texts[0], after: texts[1], isMessage: prompt.isMessage))
                     }
                 }
                 for try await sample in written {

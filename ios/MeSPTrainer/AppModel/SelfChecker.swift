@@ -34,34 +34,27 @@ import Observation
         let gate = PauseGate()
         self.gate = gate
         update()
-        let (messages, sender) = AsyncStream.makeStream(of: Message.self)
-        gate.startThread("self-check") {
-            do {
-                var report: SelfCheckReport?
-                try SelfCheck(settings).run(atBlock: { try gate.pass { _ in } }) { record in
-                    switch record {
-                    case .start(let start): report = SelfCheckReport(start)
-                    case .check(let check): report?.checks.append(check)
-                    case .end(let end): report?.end = end
-                    }
-                    if let report {
-                        try report.write(to: file)
-                        sender.yield(.report(report))
-                    }
+        let reports = gate.start("self-check", sending: SelfCheckReport.self) { send in
+            var report: SelfCheckReport?
+            try SelfCheck(settings).run(atBlock: { try gate.pass { _ in } }) { record in
+                switch record {
+                case .start(let start): report = SelfCheckReport(start)
+                case .check(let check): report?.checks.append(check)
+                case .end(let end): report?.end = end
                 }
-            } catch is CancellationError {
-                sender.yield(.failed("The self-check was stopped."))
-            } catch {
-                sender.yield(.failed(error.plainSentence))
+                if let report {
+                    try report.write(to: file)
+                    send(report)
+                }
             }
-            sender.finish()
         }
         Task {
-            for await message in messages {
-                switch message {
-                case .report(let report): self.report = report
-                case .failed(let sentence): problem = sentence
-                }
+            do {
+                for try await report in reports { self.report = report }
+            } catch is CancellationError {
+                problem = "The self-check was stopped."
+            } catch {
+                problem = error.plainSentence
             }
             isRunning = false
         }
@@ -69,11 +62,6 @@ import Observation
 
     /// Ends it at the next block.
     public func stop() { gate.stop() }
-
-    private enum Message: Sendable {
-        case report(SelfCheckReport)
-        case failed(Sentence)
-    }
 
     private func update() { gate.follow(phone) }
 }

@@ -38,7 +38,11 @@ struct FederationSettings: Decodable {
         let (ended, outcome) = (DispatchSemaphore(value: 0), Outcome())
         let task = Task.detached {
             do {
-                try await node.run(report: tell) { question in try await onThread { try answer(question) } }
+                try await node.run(report: tell) { question in
+                    try await withCheckedThrowingContinuation { continuation in
+                        startThread("round") { continuation.resume(with: Result { try answer(question) }) }
+                    }
+                }
             } catch {
                 outcome.error = error
             }
@@ -94,13 +98,4 @@ struct FederationSettings: Decodable {
 
 private final class Outcome: @unchecked Sendable {
     var error: (any Error)?  // written before the semaphore is signalled, read after
-}
-
-/// Runs what takes minutes on a thread of its own, with the stack of a main thread: MLX walks deep graphs recursively.
-private func onThread<R: Sendable>(_ body: @escaping @Sendable () throws -> R) async throws -> R {
-    try await withCheckedThrowingContinuation { continuation in
-        let thread = Thread { continuation.resume(with: Result(catching: body)) }
-        thread.stackSize = 16 << 20
-        thread.start()
-    }
 }

@@ -3,9 +3,6 @@ import MLX
 
 /// Where a thread that works block by block waits.
 package final class PauseGate: @unchecked Sendable {
-    /// That of a main thread: MLX walks deep graphs recursively.
-    private static let stackSize = 16 << 20
-
     private let condition = NSCondition()
     private var reasons = Set<PauseReason>()
     private var stopped = false
@@ -84,19 +81,27 @@ package final class PauseGate: @unchecked Sendable {
     }
 
     /// Runs `body` on a thread of its own, which is to call `pass` block by block.
-    package func startThread(_ name: String, _ body: @escaping @Sendable () -> Void) {
+    ///
+    /// - Returns: what `body` sends, until it ends or throws. The thread does not wait for a reader.
+    package func start<Message: Sendable>(
+        _ name: String, sending: Message.Type,
+        _ body: @escaping @Sendable (_ send: @escaping @Sendable (Message) -> Void) throws -> Void
+    ) -> AsyncThrowingStream<Message, any Error> {
         condition.withLock { isAtRest = false }
-        let thread = Thread { [self] in
-            body()
+        let (messages, sender) = AsyncThrowingStream.makeStream(of: Message.self)
+        startThread(name) { [self] in
+            do {
+                try body { sender.yield($0) }
+                sender.finish()
+            } catch {
+                sender.finish(throwing: error)
+            }
             condition.withLock {
                 isAtRest = true
                 condition.broadcast()
             }
         }
-        thread.name = name
-        thread.stackSize = Self.stackSize
-        thread.qualityOfService = .userInitiated
-        thread.start()
+        return messages
     }
 
     package func waitUntilAtRest(seconds: Double) {
@@ -112,4 +117,13 @@ package final class PauseGate: @unchecked Sendable {
         // iOS may take the GPU away after this call.
         if phone.scene == .background { waitUntilAtRest(seconds: RunController.leaving) }
     }
+}
+
+/// Runs `body` on a thread of its own, with the stack of a main thread: MLX walks deep graphs recursively.
+package func startThread(_ name: String, _ body: @escaping @Sendable () -> Void) {
+    let thread = Thread(block: body)
+    thread.name = name
+    thread.stackSize = 16 << 20
+    thread.qualityOfService = .userInitiated
+    thread.start()
 }

@@ -94,36 +94,31 @@ import Observation
         let (gate, beside) = (PauseGate(), memoryFootprint())
         (self.gate, besideBytes, blocksBefore) = (gate, beside, 0)
         update()
-        let (messages, sender) = AsyncStream.makeStream(of: Message.self)
-        gate.startThread("training") {
+        let messages = gate.start("training", sending: Message.self) { send in
             if settings.resume, let past = try? LogSummary(folder: URL(fileURLWithPath: settings.output)) {
-                sender.yield(.past(past))
+                send(.past(past))
             }
-            do {
-                try Run.run(
-                    settings, report: { record, _ in sender.yield(.record(record)) },
-                    atBlock: { log in
-                        try gate.pass { reason in
-                            try log(reason.event)
-                            sender.yield(.waits(reason))
-                        }
-                    }, besideBytes: beside, memoryIsShort: gate.takeMemoryWarning, battery: { gate.battery })
-            } catch {
-                sender.yield(.failed(error.plainSentence))
-            }
-            sender.finish()
+            try Run.run(
+                settings, report: { record, _ in send(.record(record)) },
+                atBlock: { log in
+                    try gate.pass { reason in
+                        try log(reason.event)
+                        send(.waits(reason))
+                    }
+                }, besideBytes: beside, memoryIsShort: gate.takeMemoryWarning, battery: { gate.battery })
         }
         Task {
-            var failure: MeSPError?
-            for await message in messages {
-                receive(message)
-                switch message {
-                case .record(let record): await mailbox?.put(record)
-                case .failed(let sentence): failure = MeSPError(sentence)
-                case .past, .waits: break
+            do {
+                for try await message in messages {
+                    receive(message)
+                    if case .record(let record) = message { await mailbox?.put(record) }
                 }
+                await mailbox?.end(nil)
+            } catch {
+                state = .failed(error.plainSentence)
+                memoryCheck?.cancel()
+                await mailbox?.end(MeSPError(error.plainSentence))
             }
-            await mailbox?.end(failure)
         }
         return { gate.stop() }
     }
@@ -222,7 +217,6 @@ import Observation
         case record(LogRecord)
         /// nil: it goes on.
         case waits(PauseReason?)
-        case failed(Sentence)
     }
 
     private func receive(_ message: Message) {
@@ -247,7 +241,6 @@ import Observation
                 tellObservers()
             }
         case .waits(let reason): state = reason.map { .paused($0) } ?? .training
-        case .failed(let sentence): state = .failed(sentence)
         }
         if !isRunning { memoryCheck?.cancel() }
     }
