@@ -175,7 +175,6 @@ static void trim_what_went() {
 #endif
 
 void host_set_error_handler(void (*handler)(const char *)) { error_handler = handler; }
-const char *host_mlx_version(void) { return mx::version(); }
 
 // MARK: Arrays
 
@@ -281,9 +280,6 @@ size_t host_array_size(HostArray a) {
 }
 size_t host_array_nbytes(HostArray a) {
     return guarded([&] { return get(a).nbytes(); });
-}
-size_t host_array_itemsize(HostArray a) {
-    return guarded([&] { return get(a).itemsize(); });
 }
 int32_t host_array_dtype(HostArray a) {
     return guarded([&] { return static_cast<int32_t>(get(a).dtype().val()); });
@@ -402,15 +398,6 @@ HOST_REDUCTIONS(HOST_DEFINE)
 #undef HOST_DEFINE
 
 #define HOST_DEFINE(name) \
-    HostArray host_##name( \
-        HostArray a, const int32_t *axes, ptrdiff_t count, bool keep_dims, int32_t ddof, HostStream s) { \
-        return count < 0 ? WRAP(mx::name(get(a), keep_dims, ddof, get(s))) \
-                         : WRAP(mx::name(get(a), list(axes, count), keep_dims, ddof, get(s))); \
-    }
-HOST_VARIANCES(HOST_DEFINE)
-#undef HOST_DEFINE
-
-#define HOST_DEFINE(name) \
     HostArray host_##name(HostArray a, int32_t axis, bool reverse, bool inclusive, HostStream s) { \
         return WRAP(mx::name(get(a), axis, reverse, inclusive, get(s))); \
     }
@@ -447,22 +434,12 @@ HOST_LIST_OPERATIONS(HOST_DEFINE)
 HostArray host_addmm(HostArray c, HostArray a, HostArray b, float alpha, float beta, HostStream s) {
     return WRAP(mx::addmm(get(c), get(a), get(b), alpha, beta, get(s)));
 }
-HostArray host_allclose(HostArray a, HostArray b, double rtol, double atol, bool equal_nan, HostStream s) {
-    return WRAP(mx::allclose(get(a), get(b), rtol, atol, equal_nan, get(s)));
-}
-HostArray host_isclose(HostArray a, HostArray b, double rtol, double atol, bool equal_nan, HostStream s) {
-    return WRAP(mx::isclose(get(a), get(b), rtol, atol, equal_nan, get(s)));
-}
 HostArray host_array_equal(HostArray a, HostArray b, bool equal_nan, HostStream s) {
     return WRAP(mx::array_equal(get(a), get(b), equal_nan, get(s)));
 }
 HostArray host_argmax(HostArray a, HostOptionalInt axis, bool keep_dims, HostStream s) {
     return axis.has_value ? WRAP(mx::argmax(get(a), axis.value, keep_dims, get(s)))
                           : WRAP(mx::argmax(get(a), keep_dims, get(s)));
-}
-HostArray host_argmin(HostArray a, HostOptionalInt axis, bool keep_dims, HostStream s) {
-    return axis.has_value ? WRAP(mx::argmin(get(a), axis.value, keep_dims, get(s)))
-                          : WRAP(mx::argmin(get(a), keep_dims, get(s)));
 }
 HostArray host_astype(HostArray a, int32_t type, HostStream s) { return WRAP(mx::astype(get(a), dtype(type), get(s))); }
 HostArray host_view(HostArray a, int32_t type, HostStream s) { return WRAP(mx::view(get(a), dtype(type), get(s))); }
@@ -615,9 +592,6 @@ HostArray host_take_axis(HostArray a, HostArray indices, int32_t axis, HostStrea
 HostArray host_take_along_axis(HostArray a, HostArray indices, int32_t axis, HostStream s) {
     return WRAP(mx::take_along_axis(get(a), get(indices), axis, get(s)));
 }
-HostArray host_put_along_axis(HostArray a, HostArray indices, HostArray values, int32_t axis, HostStream s) {
-    return WRAP(mx::put_along_axis(get(a), get(indices), get(values), axis, get(s)));
-}
 HostArray host_gather(
     HostArray a, HostVector indices, const int32_t *axes, size_t count, const int32_t *slice_sizes, HostStream s) {
     return WRAP(mx::gather(get(a), get(indices), list(axes, count), shape(slice_sizes, get(a).ndim()), get(s)));
@@ -626,14 +600,6 @@ HostArray host_slice(HostArray a, const int32_t *start, const int32_t *end, cons
     return guarded([&] {
         const size_t n = get(a).ndim();
         return wrap(mx::slice(get(a), shape(start, n), shape(end, n), shape(strides, n), get(s)));
-    });
-}
-HostArray host_slice_update(
-    HostArray a, HostArray update, const int32_t *start, const int32_t *end, const int32_t *strides, HostStream s) {
-    return guarded([&] {
-        const size_t n = get(a).ndim();
-        return wrap(
-            mx::slice_update(get(a), get(update), shape(start, n), shape(end, n), shape(strides, n), get(s)));
     });
 }
 
@@ -672,14 +638,8 @@ HostArray host_quantized_matmul(
 HostArray host_arange(double start, double stop, double step, int32_t type, HostStream s) {
     return WRAP(mx::arange(start, stop, step, dtype(type), get(s)));
 }
-HostArray host_linspace(double start, double stop, int32_t count, int32_t type, HostStream s) {
-    return WRAP(mx::linspace(start, stop, count, dtype(type), get(s)));
-}
 HostArray host_eye(int32_t n, int32_t m, int32_t k, int32_t type, HostStream s) {
     return WRAP(mx::eye(n, m, k, dtype(type), get(s)));
-}
-HostArray host_tri(int32_t n, int32_t m, int32_t k, int32_t type, HostStream s) {
-    return WRAP(mx::tri(n, m, k, dtype(type), get(s)));
 }
 HostArray host_full(const int32_t *dims, size_t ndim, HostArray values, int32_t type, HostStream s) {
     return WRAP(mx::full(shape(dims, ndim), get(values), dtype(type), get(s)));
@@ -714,9 +674,6 @@ HostArray host_random_normal(
 HostArray host_random_randint(
     HostArray low, HostArray high, const int32_t *dims, size_t ndim, int32_t type, HostArray key, HostStream s) {
     return WRAP(mx::random::randint(get(low), get(high), shape(dims, ndim), dtype(type), get(key), get(s)));
-}
-HostArray host_random_bernoulli(HostArray p, const int32_t *dims, size_t ndim, HostArray key, HostStream s) {
-    return WRAP(mx::random::bernoulli(get(p), shape(dims, ndim), get(key), get(s)));
 }
 HostArray host_random_categorical(HostArray logits, int32_t axis, HostArray key, HostStream s) {
     return WRAP(mx::random::categorical(get(logits), axis, get(key), get(s)));
@@ -771,16 +728,6 @@ bool host_jvp(HostClosure f, HostVector primals, HostVector tangents, HostVector
         *derivatives = wrap(std::move(jvps));
     });
 }
-bool host_value_and_grad(
-    HostClosure f, const int32_t *arguments, size_t count, HostVector inputs, HostVector *values,
-    HostVector *gradients) {
-    Closure function(f);
-    return done([&] {
-        auto [outputs, grads] = mx::value_and_grad(function, list(arguments, count))(get(inputs));
-        *values = wrap(std::move(outputs));
-        *gradients = wrap(std::move(grads));
-    });
-}
 
 HostVector host_compiled_call(HostClosure f, uintptr_t id, bool shapeless, HostVector inputs) {
     Closure function(f);
@@ -789,7 +736,6 @@ HostVector host_compiled_call(HostClosure f, uintptr_t id, bool shapeless, HostV
 void host_compile_erase(uintptr_t id) {
     done([&] { mx::detail::compile_erase(id); });
 }
-void host_compile_enable(bool enable) { enable ? mx::enable_compile() : mx::disable_compile(); }
 
 HostFunction host_import_function(const char *path) {
     return guarded([&] {
@@ -824,10 +770,6 @@ bool host_export_function(
 
 // MARK: Files
 
-bool host_save(const char *path, HostArray a) {
-    return done([&] { mx::save(path, get(a)); });
-}
-HostArray host_load(const char *path, HostStream s) { return WRAP(mx::load(path, get(s))); }
 bool host_save_safetensors(
     const char *path, const char *const *names, size_t count, HostVector arrays, const char *const *keys,
     const char *const *values, size_t metadata_count) {

@@ -77,11 +77,6 @@ extension Device: CustomStringConvertible {
     public var description: String { "Device(\(type.rawValue), 0)" }
 }
 
-@available(*, deprecated, message: "please use Device.withDefaultDevice()")
-public func using<R>(device: Device, fn: () throws -> R) rethrows -> R {
-    try Device.withDefaultDevice(device, fn)
-}
-
 /// A queue of work on a device.
 public final class Stream: @unchecked Sendable, Equatable {
 

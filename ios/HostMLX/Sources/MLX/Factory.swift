@@ -39,27 +39,6 @@ public func eye(_ n: Int, m: Int? = nil, k: Int = 0, dtype: DType, stream: Strea
     MLXArray(host_eye(n.int32, (m ?? n).int32, k.int32, dtype.code, stream.ctx))
 }
 
-public func identity(
-    _ n: Int, type: (some HasDType).Type = Float.self, stream: StreamOrDevice = .default
-) -> MLXArray {
-    eye(n, dtype: type.dtype, stream: stream)
-}
-
-public func identity(_ n: Int, dtype: DType, stream: StreamOrDevice = .default) -> MLXArray {
-    eye(n, dtype: dtype, stream: stream)
-}
-
-/// [n, m], ones on and below diagonal `k`.
-public func tri(
-    _ n: Int, m: Int? = nil, k: Int = 0, type: (some HasDType).Type = Float.self, stream: StreamOrDevice = .default
-) -> MLXArray {
-    tri(n, m: m, k: k, dtype: type.dtype, stream: stream)
-}
-
-public func tri(_ n: Int, m: Int? = nil, k: Int = 0, dtype: DType, stream: StreamOrDevice = .default) -> MLXArray {
-    MLXArray(host_tri(n.int32, (m ?? n).int32, k.int32, dtype.code, stream.ctx))
-}
-
 /// `values` broadcast to `shape`.
 public func full(
     _ shape: some Collection<Int>, values: some ScalarOrArray, type: (some HasDType).Type,
@@ -81,18 +60,6 @@ public func full(
 ) -> MLXArray {
     let values = values.asMLXArray(dtype: nil)
     return full(shape, values: values, dtype: values.dtype, stream: stream)
-}
-
-public func linspace<T: HasDType>(
-    _ start: T, _ stop: T, count: Int = 50, stream: StreamOrDevice = .default
-) -> MLXArray where T: BinaryInteger {
-    MLXArray(host_linspace(Double(start), Double(stop), count.int32, T.dtype.code, stream.ctx))
-}
-
-public func linspace<T: HasDType>(
-    _ start: T, _ stop: T, count: Int = 50, stream: StreamOrDevice = .default
-) -> MLXArray where T: BinaryFloatingPoint {
-    MLXArray(host_linspace(Double(start), Double(stop), count.int32, T.dtype.code, stream.ctx))
 }
 
 public func arange(_ stop: Int, stream: StreamOrDevice = .default) -> MLXArray {
@@ -201,28 +168,6 @@ extension MLXArray {
         MLX.full(shape, values: values, stream: stream)
     }
 
-    public static func identity(
-        _ n: Int, type: (some HasDType).Type = Float.self, stream: StreamOrDevice = .default
-    ) -> MLXArray {
-        MLX.identity(n, type: type, stream: stream)
-    }
-
-    public static func identity(_ n: Int, dtype: DType, stream: StreamOrDevice = .default) -> MLXArray {
-        MLX.identity(n, dtype: dtype, stream: stream)
-    }
-
-    public static func linspace<T: HasDType>(
-        _ start: T, _ stop: T, count: Int = 50, stream: StreamOrDevice = .default
-    ) -> MLXArray where T: BinaryInteger {
-        MLX.linspace(start, stop, count: count, stream: stream)
-    }
-
-    public static func linspace<T: HasDType>(
-        _ start: T, _ stop: T, count: Int = 50, stream: StreamOrDevice = .default
-    ) -> MLXArray where T: BinaryFloatingPoint {
-        MLX.linspace(start, stop, count: count, stream: stream)
-    }
-
     public static func arange(_ stop: Int, stream: StreamOrDevice = .default) -> MLXArray {
         MLX.arange(stop, stream: stream)
     }
@@ -254,28 +199,5 @@ extension MLXArray {
         stream: StreamOrDevice = .default
     ) -> MLXArray {
         MLX.arange(start, stop, step: step, dtype: dtype, stream: stream)
-    }
-
-    public static func repeated(
-        _ array: MLXArray, count: Int, axis: Int, stream: StreamOrDevice = .default
-    ) -> MLXArray {
-        MLX.repeated(array, count: count, axis: axis, stream: stream)
-    }
-
-    public static func repeated(_ array: MLXArray, count: Int, stream: StreamOrDevice = .default) -> MLXArray {
-        MLX.repeated(array, count: count, stream: stream)
-    }
-
-    public static func tri(
-        _ n: Int, m: Int? = nil, k: Int = 0, type: (some HasDType).Type = Float.self,
-        stream: StreamOrDevice = .default
-    ) -> MLXArray {
-        MLX.tri(n, m: m, k: k, type: type, stream: stream)
-    }
-
-    public static func tri(
-        _ n: Int, m: Int? = nil, k: Int = 0, dtype: DType, stream: StreamOrDevice = .default
-    ) -> MLXArray {
-        MLX.tri(n, m: m, k: k, dtype: dtype, stream: stream)
     }
 }

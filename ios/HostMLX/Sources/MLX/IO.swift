@@ -22,14 +22,6 @@ private func path(_ url: URL, _ fileExtension: String) throws -> String {
     return url.path(percentEncoded: false)
 }
 
-/// Writes a `.npy` file.
-public func save(array: MLXArray, url: URL, stream: StreamOrDevice = .default) throws {
-    let path = try path(url, "npy")
-    _ = try withError {
-        evalLock.withLock { host_save(path, array.ctx) }
-    }
-}
-
 /// Writes a `.safetensors` file.
 public func save(
     arrays: [String: MLXArray], metadata: [String: String] = [:], url: URL, stream: StreamOrDevice = .default
@@ -50,12 +42,6 @@ public func save(
             }
         }
     }
-}
-
-/// Reads a `.npy` file.
-public func loadArray(url: URL, stream: StreamOrDevice = .cpu) throws -> MLXArray {
-    let path = try path(url, "npy")
-    return try withError { MLXArray(host_load(path, stream.ctx)) }
 }
 
 /// Reads the arrays of a `.safetensors` file.

@@ -154,26 +154,20 @@ extension PartialRangeFrom<Int>: MLXArrayIndex {
 
 extension MLXArray {
 
-    /// Reads or replaces a part of the array, as in NumPy.
+    /// A part of the array, as in NumPy.
     public subscript(indices: any MLXArrayIndex..., stream stream: StreamOrDevice = .default) -> MLXArray {
-        get { self[indices, stream: stream] }
-        set { self[indices, stream: stream] = newValue }
+        self[indices, stream: stream]
     }
 
-    /// Reads or replaces a part of the array, as in NumPy.
+    /// A part of the array, as in NumPy.
     public subscript(indices: [any MLXArrayIndex], stream stream: StreamOrDevice = .default) -> MLXArray {
-        get {
-            let operations = indices.map { $0.mlxArrayIndexOperation }
-            guard operations.count == 1 else { return operations.isEmpty ? self : part(operations, stream) }
-            return switch operations[0] {
-            case .index(let index): take(resolve(index: index, axis: 0), axis: 0, stream: stream)
-            case .array(let array): take(array, axis: 0, stream: stream)
-            case .newAxis: expandedDimensions(axis: 0, stream: stream)
-            case .slice, .ellipsis: part(operations, stream)
-            }
-        }
-        set {
-            _updateInternal(replacing(indices.map { $0.mlxArrayIndexOperation }, with: newValue))
+        let operations = indices.map { $0.mlxArrayIndexOperation }
+        guard operations.count == 1 else { return operations.isEmpty ? self : part(operations, stream) }
+        return switch operations[0] {
+        case .index(let index): take(resolve(index: index, axis: 0), axis: 0, stream: stream)
+        case .array(let array): take(array, axis: 0, stream: stream)
+        case .newAxis: expandedDimensions(axis: 0, stream: stream)
+        case .slice, .ellipsis: part(operations, stream)
         }
     }
 
@@ -238,54 +232,6 @@ extension MLXArray {
             axis += 1
         }
         return array.reshaped(shape + array.shape[axis...])
-    }
-
-    /// The array with another part: a reshape of the value, then a slice update, on the default stream.
-    ///
-    /// As in mlx-swift, new axes are ignored, and nothing but new axes gives the value, broadcast. Arrays of indices, which
-    /// take a scatter, are not in this subset.
-    private func replacing(_ operations: [MLXArrayIndexOperation], with value: MLXArray) -> MLXArray {
-        guard ndim > 0, !operations.isEmpty, !operations.contains(where: { $0.isArray }) else {
-            fatalError("HostMLX cannot replace \(operations) of an array with \(ndim) axes")
-        }
-        var value = value
-        let valueShape = Array(value.shape.drop { $0 == 1 })
-        if valueShape != value.shape {
-            value = value.reshaped(valueShape.isEmpty ? [1] : valueShape)
-        }
-        var start = shape.map { _ in Int32(0) }
-        var end = shape.asInt32
-        var strides = shape.map { _ in Int32(1) }
-        func update() -> MLXArray {
-            withExtendedLifetime((self, value)) {
-                MLXArray(host_slice_update(ctx, value.ctx, start, end, strides, StreamOrDevice.default.ctx))
-            }
-        }
-
-        if operations.count == 1, case .slice(let slice) = operations[0] {
-            (start[0], end[0], strides[0]) = (slice.start(end[0]), slice.end(end[0]), slice.stride)
-            return update()
-        }
-        let axes = Self.expandingEllipsis(operations, shape: shape).filter { !$0.isNewAxis }
-        if axes.isEmpty { return MLX.broadcast(value, to: shape) }
-
-        // The value's last axes are those of the slices; where an integer is, it gets one of length 1.
-        var lengths = shape.map { _ in 1 }
-        var rest = value.shape[...]
-        for axis in shape.indices.reversed() {
-            let size = end[axis]
-            if axis >= axes.count {
-                lengths[axis] = rest.popLast() ?? 1
-            } else if case .slice(let slice) = axes[axis] {
-                (start[axis], end[axis], strides[axis]) = (slice.start(size), slice.end(size), slice.stride)
-                lengths[axis] = rest.popLast() ?? 1
-            } else if case .index(let index) = axes[axis] {
-                start[axis] = index < 0 ? index + size : index
-                end[axis] = start[axis] + 1
-            }
-        }
-        value = value.reshaped(lengths)
-        return update()
     }
 
     /// The elements at the indices, one for each of the first axes: `[indices, slices, the other axes]` or, unless `first`,

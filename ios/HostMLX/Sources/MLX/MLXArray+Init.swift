@@ -169,10 +169,6 @@ extension MLXArray {
         self.init(value.asInt32, shape)
     }
 
-    public convenience init(int64 value: [Int], _ shape: (some Collection<Int>)? = [Int]?.none) {
-        self.init(value.map { Int64($0) }, shape)
-    }
-
     /// A `float32` array.
     public convenience init(converting value: [Double], _ shape: (some Collection<Int>)? = [Int]?.none) {
         self.init(value.map { Float($0) }, shape)
@@ -194,10 +190,6 @@ extension MLXArray {
         } else {
             self.init(Array(sequence), shape)
         }
-    }
-
-    public convenience init(int64 sequence: some Sequence<Int>, _ shape: (some Collection<Int>)? = [Int]?.none) {
-        self.init(sequence.map { Int64($0) }, shape)
     }
 
     public convenience init<T: HasDType>(

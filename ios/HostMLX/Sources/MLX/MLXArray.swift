@@ -19,9 +19,6 @@ public final class MLXArray {
         host_array_free(ctx)
     }
 
-    /// Bytes an element takes.
-    public var itemSize: Int { host_array_itemsize(ctx) }
-
     /// Number of elements.
     public var size: Int { host_array_size(ctx) }
 
@@ -38,21 +35,6 @@ public final class MLXArray {
     public var shape: [Int] {
         guard ndim > 0, let dims = host_array_shape(ctx) else { return [] }
         return (0..<ndim).map { Int(dims[$0]) }
-    }
-
-    public var shape2: (Int, Int) {
-        precondition(ndim == 2)
-        return (dim(0), dim(1))
-    }
-
-    public var shape3: (Int, Int, Int) {
-        precondition(ndim == 3)
-        return (dim(0), dim(1), dim(2))
-    }
-
-    public var shape4: (Int, Int, Int, Int) {
-        precondition(ndim == 4)
-        return (dim(0), dim(1), dim(2), dim(3))
     }
 
     var strides: [Int] {
@@ -200,7 +182,7 @@ extension MLXArray {
 
 // MARK: - Protocols
 
-extension MLXArray: Updatable, Evaluatable {
+extension MLXArray: Updatable {
     public func innerState() -> [MLXArray] { [self] }
 }
 
@@ -225,11 +207,6 @@ public protocol Updatable {
     func innerState() -> [MLXArray]
 }
 
-/// Something with arrays inside that ``eval(_:)-(Any...)`` computes.
-public protocol Evaluatable {
-    func innerState() -> [MLXArray]
-}
-
-extension [MLXArray]: Updatable, Evaluatable {
+extension [MLXArray]: Updatable {
     public func innerState() -> [MLXArray] { self }
 }

@@ -7,29 +7,10 @@ public enum Memory {
     private static let queue = DispatchQueue(label: "Memory")
     nonisolated(unsafe) private static var cacheLimitInUse: Int?
 
-    public struct Snapshot: CustomStringConvertible, Codable, Sendable {
+    public struct Snapshot: Codable, Sendable {
         public var activeMemory: Int
         public var cacheMemory: Int
         public var peakMemory: Int
-
-        /// What `other` has more than this.
-        public func delta(_ other: Snapshot) -> Snapshot {
-            .init(
-                activeMemory: other.activeMemory - activeMemory, cacheMemory: other.cacheMemory - cacheMemory,
-                peakMemory: other.peakMemory - peakMemory)
-        }
-
-        public var description: String {
-            func scale(_ value: Int) -> String {
-                let text = value > 10 << 20 ? "\(value >> 20)M" : "\(value >> 10)K"
-                return text + String(repeating: " ", count: Swift.max(0, 12 - text.count))
-            }
-            return """
-                Peak:   \(scale(peakMemory)) (\(peakMemory))
-                Active: \(scale(activeMemory)) (\(activeMemory))
-                Cache:  \(scale(cacheMemory)) (\(cacheMemory))
-                """
-        }
     }
 
     /// Memory of living arrays.

@@ -4,92 +4,12 @@ import CHostMLX
 
 public func abs(_ array: MLXArray, stream: StreamOrDevice = .default) -> MLXArray { call(host_abs, array, stream) }
 
-public func acos(_ array: MLXArray, stream: StreamOrDevice = .default) -> MLXArray { call(host_arccos, array, stream) }
-
-public func acosh(_ array: MLXArray, stream: StreamOrDevice = .default) -> MLXArray {
-    call(host_arccosh, array, stream)
-}
-
-public func asin(_ array: MLXArray, stream: StreamOrDevice = .default) -> MLXArray { call(host_arcsin, array, stream) }
-
-public func asinh(_ array: MLXArray, stream: StreamOrDevice = .default) -> MLXArray {
-    call(host_arcsinh, array, stream)
-}
-
-public func atan(_ array: MLXArray, stream: StreamOrDevice = .default) -> MLXArray { call(host_arctan, array, stream) }
-
-public func atanh(_ array: MLXArray, stream: StreamOrDevice = .default) -> MLXArray {
-    call(host_arctanh, array, stream)
-}
-
-public func bitwiseInvert(_ array: MLXArray, stream: StreamOrDevice = .default) -> MLXArray {
-    call(host_bitwise_invert, array, stream)
-}
-
-public func ceil(_ array: MLXArray, stream: StreamOrDevice = .default) -> MLXArray { call(host_ceil, array, stream) }
-
-public func conjugate(_ array: MLXArray, stream: StreamOrDevice = .default) -> MLXArray {
-    call(host_conjugate, array, stream)
-}
-
-public func cos(_ array: MLXArray, stream: StreamOrDevice = .default) -> MLXArray { call(host_cos, array, stream) }
-
-public func cosh(_ array: MLXArray, stream: StreamOrDevice = .default) -> MLXArray { call(host_cosh, array, stream) }
-
-public func degrees(_ array: MLXArray, stream: StreamOrDevice = .default) -> MLXArray {
-    call(host_degrees, array, stream)
-}
-
-public func erf(_ array: MLXArray, stream: StreamOrDevice = .default) -> MLXArray { call(host_erf, array, stream) }
-
-public func erfInverse(_ array: MLXArray, stream: StreamOrDevice = .default) -> MLXArray {
-    call(host_erfinv, array, stream)
-}
-
 public func exp(_ array: MLXArray, stream: StreamOrDevice = .default) -> MLXArray { call(host_exp, array, stream) }
-
-public func expm1(_ array: MLXArray, stream: StreamOrDevice = .default) -> MLXArray { call(host_expm1, array, stream) }
-
-public func floor(_ array: MLXArray, stream: StreamOrDevice = .default) -> MLXArray { call(host_floor, array, stream) }
-
-public func isFinite(_ array: MLXArray, stream: StreamOrDevice = .default) -> MLXArray {
-    call(host_isfinite, array, stream)
-}
-
-public func isInf(_ array: MLXArray, stream: StreamOrDevice = .default) -> MLXArray { call(host_isinf, array, stream) }
-
-public func isNaN(_ array: MLXArray, stream: StreamOrDevice = .default) -> MLXArray { call(host_isnan, array, stream) }
-
-public func isNegInf(_ array: MLXArray, stream: StreamOrDevice = .default) -> MLXArray {
-    call(host_isneginf, array, stream)
-}
-
-public func isPosInf(_ array: MLXArray, stream: StreamOrDevice = .default) -> MLXArray {
-    call(host_isposinf, array, stream)
-}
 
 public func log(_ array: MLXArray, stream: StreamOrDevice = .default) -> MLXArray { call(host_log, array, stream) }
 
-public func log10(_ array: MLXArray, stream: StreamOrDevice = .default) -> MLXArray { call(host_log10, array, stream) }
-
-public func log1p(_ array: MLXArray, stream: StreamOrDevice = .default) -> MLXArray { call(host_log1p, array, stream) }
-
-public func log2(_ array: MLXArray, stream: StreamOrDevice = .default) -> MLXArray { call(host_log2, array, stream) }
-
-public func logicalNot(_ array: MLXArray, stream: StreamOrDevice = .default) -> MLXArray {
-    call(host_logical_not, array, stream)
-}
-
 public func negative(_ array: MLXArray, stream: StreamOrDevice = .default) -> MLXArray {
     call(host_negative, array, stream)
-}
-
-public func radians(_ array: MLXArray, stream: StreamOrDevice = .default) -> MLXArray {
-    call(host_radians, array, stream)
-}
-
-public func reciprocal(_ array: MLXArray, stream: StreamOrDevice = .default) -> MLXArray {
-    call(host_reciprocal, array, stream)
 }
 
 public func rsqrt(_ array: MLXArray, stream: StreamOrDevice = .default) -> MLXArray { call(host_rsqrt, array, stream) }
@@ -98,30 +18,13 @@ public func sigmoid(_ array: MLXArray, stream: StreamOrDevice = .default) -> MLX
     call(host_sigmoid, array, stream)
 }
 
-public func sign(_ array: MLXArray, stream: StreamOrDevice = .default) -> MLXArray { call(host_sign, array, stream) }
-
-public func sin(_ array: MLXArray, stream: StreamOrDevice = .default) -> MLXArray { call(host_sin, array, stream) }
-
-public func sinh(_ array: MLXArray, stream: StreamOrDevice = .default) -> MLXArray { call(host_sinh, array, stream) }
-
 public func sqrt(_ array: MLXArray, stream: StreamOrDevice = .default) -> MLXArray { call(host_sqrt, array, stream) }
 
 public func square(_ array: MLXArray, stream: StreamOrDevice = .default) -> MLXArray {
     call(host_square, array, stream)
 }
 
-public func stopGradient(_ array: MLXArray, stream: StreamOrDevice = .default) -> MLXArray {
-    call(host_stop_gradient, array, stream)
-}
-
-public func tan(_ array: MLXArray, stream: StreamOrDevice = .default) -> MLXArray { call(host_tan, array, stream) }
-
 public func tanh(_ array: MLXArray, stream: StreamOrDevice = .default) -> MLXArray { call(host_tanh, array, stream) }
-
-/// Rounds half to even.
-public func round(_ array: MLXArray, decimals: Int = 0, stream: StreamOrDevice = .default) -> MLXArray {
-    call(host_round_1, array, decimals, stream)
-}
 
 // MARK: - Element by element, two operands
 
@@ -131,13 +34,6 @@ public func add(_ a: some ScalarOrArray, _ b: some ScalarOrArray, stream: Stream
 
 public func bitwiseAnd(_ a: some ScalarOrArray, _ b: some ScalarOrArray, stream: StreamOrDevice = .default) -> MLXArray
 { call(host_bitwise_and, a, b, stream) }
-
-public func bitwiseOr(_ a: some ScalarOrArray, _ b: some ScalarOrArray, stream: StreamOrDevice = .default) -> MLXArray {
-    call(host_bitwise_or, a, b, stream)
-}
-
-public func bitwiseXOr(_ a: some ScalarOrArray, _ b: some ScalarOrArray, stream: StreamOrDevice = .default) -> MLXArray
-{ call(host_bitwise_xor, a, b, stream) }
 
 public func divide(_ a: some ScalarOrArray, _ b: some ScalarOrArray, stream: StreamOrDevice = .default) -> MLXArray {
     call(host_divide, a, b, stream)
@@ -155,16 +51,8 @@ public func greaterEqual(_ a: some ScalarOrArray, _ b: some ScalarOrArray, strea
     -> MLXArray
 { call(host_greater_equal, a, b, stream) }
 
-public func leftShift(_ a: some ScalarOrArray, _ b: some ScalarOrArray, stream: StreamOrDevice = .default) -> MLXArray {
-    call(host_left_shift, a, b, stream)
-}
-
 public func less(_ a: some ScalarOrArray, _ b: some ScalarOrArray, stream: StreamOrDevice = .default) -> MLXArray {
     call(host_less, a, b, stream)
-}
-
-public func lessEqual(_ a: some ScalarOrArray, _ b: some ScalarOrArray, stream: StreamOrDevice = .default) -> MLXArray {
-    call(host_less_equal, a, b, stream)
 }
 
 public func logAddExp(_ a: some ScalarOrArray, _ b: some ScalarOrArray, stream: StreamOrDevice = .default) -> MLXArray {
@@ -174,24 +62,12 @@ public func logAddExp(_ a: some ScalarOrArray, _ b: some ScalarOrArray, stream: 
 public func logicalAnd(_ a: some ScalarOrArray, _ b: some ScalarOrArray, stream: StreamOrDevice = .default) -> MLXArray
 { call(host_logical_and, a, b, stream) }
 
-public func logicalOr(_ a: some ScalarOrArray, _ b: some ScalarOrArray, stream: StreamOrDevice = .default) -> MLXArray {
-    call(host_logical_or, a, b, stream)
-}
-
 public func maximum(_ a: some ScalarOrArray, _ b: some ScalarOrArray, stream: StreamOrDevice = .default) -> MLXArray {
     call(host_maximum, a, b, stream)
 }
 
-public func minimum(_ a: some ScalarOrArray, _ b: some ScalarOrArray, stream: StreamOrDevice = .default) -> MLXArray {
-    call(host_minimum, a, b, stream)
-}
-
 public func multiply(_ a: some ScalarOrArray, _ b: some ScalarOrArray, stream: StreamOrDevice = .default) -> MLXArray {
     call(host_multiply, a, b, stream)
-}
-
-public func notEqual(_ a: some ScalarOrArray, _ b: some ScalarOrArray, stream: StreamOrDevice = .default) -> MLXArray {
-    call(host_not_equal, a, b, stream)
 }
 
 public func remainder(_ a: some ScalarOrArray, _ b: some ScalarOrArray, stream: StreamOrDevice = .default) -> MLXArray {
@@ -205,26 +81,6 @@ public func subtract(_ a: some ScalarOrArray, _ b: some ScalarOrArray, stream: S
     call(host_subtract, a, b, stream)
 }
 
-public func atan2(_ a: MLXArray, _ b: MLXArray, stream: StreamOrDevice = .default) -> MLXArray {
-    call(host_arctan2, a, b, stream)
-}
-
-public func floorDivide(_ array: MLXArray, _ other: some ScalarOrArray, stream: StreamOrDevice = .default) -> MLXArray {
-    call(host_floor_divide, array, other, stream)
-}
-
-public func pow(_ array: MLXArray, _ other: MLXArray, stream: StreamOrDevice = .default) -> MLXArray {
-    call(host_power, array, other, stream)
-}
-
-public func pow(_ array: MLXArray, _ other: some ScalarOrArray, stream: StreamOrDevice = .default) -> MLXArray {
-    call(host_power, array, other, stream)
-}
-
-public func pow(_ array: some ScalarOrArray, _ other: MLXArray, stream: StreamOrDevice = .default) -> MLXArray {
-    call(host_power, array, other, stream)
-}
-
 /// `a` where `condition` holds, `b` elsewhere.
 public func which(
     _ condition: MLXArray, _ a: some ScalarOrArray, _ b: some ScalarOrArray, stream: StreamOrDevice = .default
@@ -233,13 +89,6 @@ public func which(
     return withExtendedLifetime((condition, a, b)) {
         MLXArray(host_where(condition.ctx, a.ctx, b.ctx, stream.ctx))
     }
-}
-
-/// `a` where `condition` holds, `b` elsewhere.
-public func `where`(
-    _ condition: MLXArray, _ a: some ScalarOrArray, _ b: some ScalarOrArray, stream: StreamOrDevice = .default
-) -> MLXArray {
-    which(condition, a, b, stream: stream)
 }
 
 private func clip(_ array: MLXArray, _ min: MLXArray?, _ max: MLXArray?, _ stream: StreamOrDevice) -> MLXArray {
@@ -260,23 +109,6 @@ public func clip(
 
 public func clip(_ array: MLXArray, max: some ScalarOrArray, stream: StreamOrDevice = .default) -> MLXArray {
     clip(array, nil, max.asMLXArray(dtype: array.dtype), stream)
-}
-
-public func allClose(
-    _ array: MLXArray, _ other: some ScalarOrArray, rtol: Double = 1e-5, atol: Double = 1e-8, equalNaN: Bool = false,
-    stream: StreamOrDevice = .default
-) -> MLXArray {
-    let other = other.asMLXArray(dtype: array.dtype)
-    return withExtendedLifetime((array, other)) {
-        MLXArray(host_allclose(array.ctx, other.ctx, rtol, atol, equalNaN, stream.ctx))
-    }
-}
-
-public func isClose(
-    _ a: MLXArray, _ b: MLXArray, rtol: Double = 1e-5, atol: Double = 1e-8, equalNaN: Bool = false,
-    stream: StreamOrDevice = .default
-) -> MLXArray {
-    withExtendedLifetime((a, b)) { MLXArray(host_isclose(a.ctx, b.ctx, rtol, atol, equalNaN, stream.ctx)) }
 }
 
 /// Whether shapes and elements agree, a truth value.
@@ -301,18 +133,6 @@ public func all(_ array: MLXArray, axis: Int, keepDims: Bool = false, stream: St
 
 public func all(_ array: MLXArray, keepDims: Bool = false, stream: StreamOrDevice = .default) -> MLXArray {
     reduce(host_all, array, nil, keepDims, stream)
-}
-
-public func any(
-    _ array: MLXArray, axes: some Collection<Int>, keepDims: Bool = false, stream: StreamOrDevice = .default
-) -> MLXArray { reduce(host_any, array, axes.asInt32, keepDims, stream) }
-
-public func any(_ array: MLXArray, axis: Int, keepDims: Bool = false, stream: StreamOrDevice = .default) -> MLXArray {
-    reduce(host_any, array, [axis.int32], keepDims, stream)
-}
-
-public func any(_ array: MLXArray, keepDims: Bool = false, stream: StreamOrDevice = .default) -> MLXArray {
-    reduce(host_any, array, nil, keepDims, stream)
 }
 
 public func logSumExp(
@@ -351,29 +171,6 @@ public func mean(_ array: MLXArray, keepDims: Bool = false, stream: StreamOrDevi
     reduce(host_mean, array, nil, keepDims, stream)
 }
 
-public func min(
-    _ array: MLXArray, axes: some Collection<Int>, keepDims: Bool = false, stream: StreamOrDevice = .default
-) -> MLXArray { reduce(host_min, array, axes.asInt32, keepDims, stream) }
-
-public func min(_ array: MLXArray, axis: Int, keepDims: Bool = false, stream: StreamOrDevice = .default) -> MLXArray {
-    reduce(host_min, array, [axis.int32], keepDims, stream)
-}
-
-public func min(_ array: MLXArray, keepDims: Bool = false, stream: StreamOrDevice = .default) -> MLXArray {
-    reduce(host_min, array, nil, keepDims, stream)
-}
-
-public func product(
-    _ array: MLXArray, axes: some Collection<Int>, keepDims: Bool = false, stream: StreamOrDevice = .default
-) -> MLXArray { reduce(host_prod, array, axes.asInt32, keepDims, stream) }
-
-public func product(_ array: MLXArray, axis: Int, keepDims: Bool = false, stream: StreamOrDevice = .default) -> MLXArray
-{ reduce(host_prod, array, [axis.int32], keepDims, stream) }
-
-public func product(_ array: MLXArray, keepDims: Bool = false, stream: StreamOrDevice = .default) -> MLXArray {
-    reduce(host_prod, array, nil, keepDims, stream)
-}
-
 public func sum(
     _ array: MLXArray, axes: some Collection<Int>, keepDims: Bool = false, stream: StreamOrDevice = .default
 ) -> MLXArray { reduce(host_sum, array, axes.asInt32, keepDims, stream) }
@@ -386,43 +183,11 @@ public func sum(_ array: MLXArray, keepDims: Bool = false, stream: StreamOrDevic
     reduce(host_sum, array, nil, keepDims, stream)
 }
 
-public func std(
-    _ array: MLXArray, axes: some Collection<Int>, keepDims: Bool = false, ddof: Int = 0,
-    stream: StreamOrDevice = .default
-) -> MLXArray { reduce({ host_std($0, $1, $2, $3, ddof.int32, $4) }, array, axes.asInt32, keepDims, stream) }
-
-public func std(_ array: MLXArray, axis: Int, keepDims: Bool = false, ddof: Int = 0, stream: StreamOrDevice = .default)
-    -> MLXArray
-{ reduce({ host_std($0, $1, $2, $3, ddof.int32, $4) }, array, [axis.int32], keepDims, stream) }
-
-public func std(_ array: MLXArray, keepDims: Bool = false, ddof: Int = 0, stream: StreamOrDevice = .default) -> MLXArray
-{ reduce({ host_std($0, $1, $2, $3, ddof.int32, $4) }, array, nil, keepDims, stream) }
-
-public func variance(
-    _ array: MLXArray, axes: some Collection<Int>, keepDims: Bool = false, ddof: Int = 0,
-    stream: StreamOrDevice = .default
-) -> MLXArray { reduce({ host_var($0, $1, $2, $3, ddof.int32, $4) }, array, axes.asInt32, keepDims, stream) }
-
-public func variance(
-    _ array: MLXArray, axis: Int, keepDims: Bool = false, ddof: Int = 0, stream: StreamOrDevice = .default
-) -> MLXArray { reduce({ host_var($0, $1, $2, $3, ddof.int32, $4) }, array, [axis.int32], keepDims, stream) }
-
-public func variance(_ array: MLXArray, keepDims: Bool = false, ddof: Int = 0, stream: StreamOrDevice = .default)
-    -> MLXArray
-{ reduce({ host_var($0, $1, $2, $3, ddof.int32, $4) }, array, nil, keepDims, stream) }
-
 public func argMax(_ array: MLXArray, axis: Int, keepDims: Bool = false, stream: StreamOrDevice = .default) -> MLXArray
 { withExtendedLifetime(array) { MLXArray(host_argmax(array.ctx, HostOptionalInt(axis), keepDims, stream.ctx)) } }
 
 public func argMax(_ array: MLXArray, keepDims: Bool = false, stream: StreamOrDevice = .default) -> MLXArray {
     withExtendedLifetime(array) { MLXArray(host_argmax(array.ctx, HostOptionalInt(nil), keepDims, stream.ctx)) }
-}
-
-public func argMin(_ array: MLXArray, axis: Int, keepDims: Bool = false, stream: StreamOrDevice = .default) -> MLXArray
-{ withExtendedLifetime(array) { MLXArray(host_argmin(array.ctx, HostOptionalInt(axis), keepDims, stream.ctx)) } }
-
-public func argMin(_ array: MLXArray, keepDims: Bool = false, stream: StreamOrDevice = .default) -> MLXArray {
-    withExtendedLifetime(array) { MLXArray(host_argmin(array.ctx, HostOptionalInt(nil), keepDims, stream.ctx)) }
 }
 
 /// With `precise`, half-width input is summed in `float32`.
@@ -439,30 +204,6 @@ public func softmax(_ array: MLXArray, precise: Bool = false, stream: StreamOrDe
 
 // MARK: - Cumulative operations
 
-public func cummax(
-    _ array: MLXArray, axis: Int, reverse: Bool = false, inclusive: Bool = true, stream: StreamOrDevice = .default
-) -> MLXArray { scan(host_cummax, array, axis, reverse, inclusive, stream) }
-
-public func cummax(_ array: MLXArray, reverse: Bool = false, inclusive: Bool = true, stream: StreamOrDevice = .default)
-    -> MLXArray
-{ scan(host_cummax, array, nil, reverse, inclusive, stream) }
-
-public func cummin(
-    _ array: MLXArray, axis: Int, reverse: Bool = false, inclusive: Bool = true, stream: StreamOrDevice = .default
-) -> MLXArray { scan(host_cummin, array, axis, reverse, inclusive, stream) }
-
-public func cummin(_ array: MLXArray, reverse: Bool = false, inclusive: Bool = true, stream: StreamOrDevice = .default)
-    -> MLXArray
-{ scan(host_cummin, array, nil, reverse, inclusive, stream) }
-
-public func cumprod(
-    _ array: MLXArray, axis: Int, reverse: Bool = false, inclusive: Bool = true, stream: StreamOrDevice = .default
-) -> MLXArray { scan(host_cumprod, array, axis, reverse, inclusive, stream) }
-
-public func cumprod(_ array: MLXArray, reverse: Bool = false, inclusive: Bool = true, stream: StreamOrDevice = .default)
-    -> MLXArray
-{ scan(host_cumprod, array, nil, reverse, inclusive, stream) }
-
 public func cumsum(
     _ array: MLXArray, axis: Int, reverse: Bool = false, inclusive: Bool = true, stream: StreamOrDevice = .default
 ) -> MLXArray { scan(host_cumsum, array, axis, reverse, inclusive, stream) }
@@ -470,14 +211,6 @@ public func cumsum(
 public func cumsum(_ array: MLXArray, reverse: Bool = false, inclusive: Bool = true, stream: StreamOrDevice = .default)
     -> MLXArray
 { scan(host_cumsum, array, nil, reverse, inclusive, stream) }
-
-public func logCumsumExp(
-    _ array: MLXArray, axis: Int, reverse: Bool = false, inclusive: Bool = true, stream: StreamOrDevice = .default
-) -> MLXArray { scan(host_logcumsumexp, array, axis, reverse, inclusive, stream) }
-
-public func logCumsumExp(
-    _ array: MLXArray, reverse: Bool = false, inclusive: Bool = true, stream: StreamOrDevice = .default
-) -> MLXArray { scan(host_logcumsumexp, array, nil, reverse, inclusive, stream) }
 
 // MARK: - Sorting
 
@@ -487,37 +220,6 @@ public func argSort(_ array: MLXArray, axis: Int, stream: StreamOrDevice = .defa
 
 public func argSort(_ array: MLXArray, stream: StreamOrDevice = .default) -> MLXArray {
     call(host_argsort, array, stream)
-}
-
-public func sorted(_ array: MLXArray, axis: Int, stream: StreamOrDevice = .default) -> MLXArray {
-    call(host_sort_1, array, axis, stream)
-}
-
-public func sorted(_ array: MLXArray, stream: StreamOrDevice = .default) -> MLXArray { call(host_sort, array, stream) }
-
-public func argPartition(_ array: MLXArray, kth: Int, axis: Int, stream: StreamOrDevice = .default) -> MLXArray {
-    call(host_argpartition_2, array, kth, axis, stream)
-}
-
-public func argPartition(_ array: MLXArray, kth: Int, stream: StreamOrDevice = .default) -> MLXArray {
-    call(host_argpartition_1, array, kth, stream)
-}
-
-public func partitioned(_ array: MLXArray, kth: Int, axis: Int, stream: StreamOrDevice = .default) -> MLXArray {
-    call(host_partition_2, array, kth, axis, stream)
-}
-
-public func partitioned(_ array: MLXArray, kth: Int, stream: StreamOrDevice = .default) -> MLXArray {
-    call(host_partition_1, array, kth, stream)
-}
-
-/// The `k` largest, in no particular order.
-public func top(_ array: MLXArray, k: Int, axis: Int = -1, stream: StreamOrDevice = .default) -> MLXArray {
-    call(host_topk_2, array, k, axis, stream)
-}
-
-public func top(_ array: MLXArray, k: Int, stream: StreamOrDevice = .default) -> MLXArray {
-    call(host_topk_1, array, k, stream)
 }
 
 // MARK: - Shapes
@@ -574,15 +276,8 @@ public func transposed(_ array: MLXArray, stream: StreamOrDevice = .default) -> 
     call(host_transpose, array, stream)
 }
 
-// swift-format-ignore: AlwaysUseLowerCamelCase
-public func T(_ array: MLXArray, stream: StreamOrDevice = .default) -> MLXArray { transposed(array, stream: stream) }
-
 public func swappedAxes(_ array: MLXArray, _ axis1: Int, _ axis2: Int, stream: StreamOrDevice = .default) -> MLXArray {
     call(host_swapaxes_2, array, axis1, axis2, stream)
-}
-
-public func movedAxis(_ array: MLXArray, source: Int, destination: Int, stream: StreamOrDevice = .default) -> MLXArray {
-    call(host_moveaxis_2, array, source, destination, stream)
 }
 
 public func broadcast(
@@ -637,26 +332,6 @@ public func split(
     }
 }
 
-public func tiled(
-    _ array: MLXArray, repetitions: some Collection<Int>, stream: StreamOrDevice = .default
-) -> MLXArray {
-    call(host_tile_list, array, repetitions.asInt32, stream)
-}
-
-public func tiled(_ array: MLXArray, repetitions: Int, stream: StreamOrDevice = .default) -> MLXArray {
-    call(host_tile_list, array, [repetitions.int32], stream)
-}
-
-/// Zeros above diagonal `k`.
-public func tril(_ array: MLXArray, k: Int = 0, stream: StreamOrDevice = .default) -> MLXArray {
-    call(host_tril_1, array, k, stream)
-}
-
-/// Zeros below diagonal `k`.
-public func triu(_ array: MLXArray, k: Int = 0, stream: StreamOrDevice = .default) -> MLXArray {
-    call(host_triu_1, array, k, stream)
-}
-
 /// `input`, computed only after the dependencies.
 public func depends(input: MLXArray, dependencies: [MLXArray]) -> MLXArray {
     depends(inputs: [input], dependencies: dependencies)[0]
@@ -697,22 +372,6 @@ public func takeAlong(_ array: MLXArray, _ indices: MLXArray, stream: StreamOrDe
     takeAlong(array.reshaped([-1], stream: stream), indices, axis: 0, stream: stream)
 }
 
-public func putAlong(
-    _ array: MLXArray, _ indices: MLXArray, values: MLXArray, axis: Int, stream: StreamOrDevice = .default
-) -> MLXArray {
-    withExtendedLifetime((array, indices, values)) {
-        MLXArray(host_put_along_axis(array.ctx, indices.ctx, values.ctx, axis.int32, stream.ctx))
-    }
-}
-
-/// Into the flattened array.
-public func putAlong(
-    _ array: MLXArray, _ indices: MLXArray, values: MLXArray, stream: StreamOrDevice = .default
-) -> MLXArray {
-    putAlong(array.reshaped([-1], stream: stream), indices, values: values, axis: 0, stream: stream)
-        .reshaped(array.shape, stream: stream)
-}
-
 // MARK: - Products
 
 /// [..., m, k] by [..., k, n].
@@ -730,18 +389,6 @@ public func addMM(
     return withExtendedLifetime((a, b, c)) {
         MLXArray(host_addmm(c.ctx, a.ctx, b.ctx, alpha, beta, stream.ctx))
     }
-}
-
-public func inner(_ a: MLXArray, _ b: MLXArray, stream: StreamOrDevice = .default) -> MLXArray {
-    call(host_inner, a, b, stream)
-}
-
-public func outer(_ a: MLXArray, _ b: MLXArray, stream: StreamOrDevice = .default) -> MLXArray {
-    call(host_outer, a, b, stream)
-}
-
-public func kron(_ a: MLXArray, _ b: MLXArray, stream: StreamOrDevice = .default) -> MLXArray {
-    call(host_kron, a, b, stream)
 }
 
 // MARK: - Quantization

@@ -5,11 +5,6 @@ import Foundation
 /// Random numbers, from a key: the same key gives the same numbers.
 public enum MLXRandom {
 
-    /// Seeds the state that is used where no key is given.
-    public static func seed(_ seed: UInt64) {
-        globalState.seed(seed)
-    }
-
     public static func key(_ seed: UInt64) -> MLXArray {
         MLXArray(host_random_key(seed))
     }
@@ -122,27 +117,6 @@ public enum MLXRandom {
         }
     }
 
-    /// Truth values, each true with probability one half.
-    public static func bernoulli(
-        _ shape: some Collection<Int> = [], key: (some RandomStateOrKey)? = MLXArray?.none,
-        stream: StreamOrDevice = .default
-    ) -> MLXArray {
-        bernoulli(Float(0.5), Array(shape), key: key, stream: stream)
-    }
-
-    /// Truth values, each true with probability `p`.
-    public static func bernoulli(
-        _ p: some ScalarOrArray, _ shape: (some Collection<Int>)? = [Int]?.none,
-        key: (some RandomStateOrKey)? = MLXArray?.none, stream: StreamOrDevice = .default
-    ) -> MLXArray {
-        let p = p.asMLXArray(dtype: .float32)
-        let shape = shape?.asInt32 ?? p.shape.asInt32
-        let key = resolve(key: key)
-        return withExtendedLifetime((p, key)) {
-            MLXArray(host_random_bernoulli(p.ctx, shape, shape.count, key.ctx, stream.ctx))
-        }
-    }
-
     public static func categorical(
         _ logits: MLXArray, axis: Int = -1, shape: (some Collection<Int>)? = [Int]?.none,
         key: (some RandomStateOrKey)? = MLXArray?.none, stream: StreamOrDevice = .default
@@ -182,7 +156,7 @@ extension MLXArray: RandomStateOrKey {
 extension MLXRandom {
 
     /// A sequence of keys.
-    public class RandomState: RandomStateOrKey, Updatable, Evaluatable, @unchecked Sendable {
+    public class RandomState: RandomStateOrKey, Updatable, @unchecked Sendable {
         private var state: MLXArray
         private let lock = NSLock()
 
@@ -224,23 +198,7 @@ public func resolve(key: (some RandomStateOrKey)? = MLXArray?.none) -> MLXArray 
     key?.asRandomKey() ?? MLXRandom.taskState?.asRandomKey() ?? MLXRandom.globalState.next()
 }
 
-public func withRandomState<R>(_ state: MLXRandom.RandomState, body: () throws -> R) rethrows -> R {
-    try MLXRandom.$taskState.withValue(state, operation: body)
-}
-
-public func withRandomState<R>(_ state: MLXRandom.RandomState, body: () async throws -> R) async rethrows -> R {
-    try await MLXRandom.$taskState.withValue(state, operation: body)
-}
-
 // MARK: - Free functions
-
-public func seed(_ seed: UInt64) {
-    MLXRandom.seed(seed)
-}
-
-public func key(_ seed: UInt64) -> MLXArray {
-    MLXRandom.key(seed)
-}
 
 public func split(key: MLXArray, into num: Int, stream: StreamOrDevice = .default) -> [MLXArray] {
     MLXRandom.split(key: key, into: num, stream: stream)
@@ -248,99 +206,4 @@ public func split(key: MLXArray, into num: Int, stream: StreamOrDevice = .defaul
 
 public func split(key: MLXArray, stream: StreamOrDevice = .default) -> (MLXArray, MLXArray) {
     MLXRandom.split(key: key, stream: stream)
-}
-
-public func uniform(
-    _ range: Range<some HasDType>, _ shape: some Collection<Int> = [],
-    type: (some HasDType & BinaryFloatingPoint).Type = Float.self, key: (some RandomStateOrKey)? = MLXArray?.none,
-    stream: StreamOrDevice = .default
-) -> MLXArray {
-    MLXRandom.uniform(range, shape, type: type, key: key, stream: stream)
-}
-
-public func uniform(
-    _ range: Range<Float> = 0..<1, _ shape: some Collection<Int> = [],
-    type: (some HasDType & BinaryFloatingPoint).Type = Float.self, key: (some RandomStateOrKey)? = MLXArray?.none,
-    stream: StreamOrDevice = .default
-) -> MLXArray {
-    MLXRandom.uniform(range, shape, type: type, key: key, stream: stream)
-}
-
-public func uniform(
-    low: some ScalarOrArray, high: some ScalarOrArray, _ shape: (some Collection<Int>)? = [Int]?.none,
-    type: (some HasDType & BinaryFloatingPoint).Type = Float.self, key: (some RandomStateOrKey)? = MLXArray?.none,
-    stream: StreamOrDevice = .default
-) -> MLXArray {
-    MLXRandom.uniform(low: low, high: high, shape, type: type, key: key, stream: stream)
-}
-
-public func uniform(
-    low: some ScalarOrArray, high: some ScalarOrArray, _ shape: (some Collection<Int>)? = [Int]?.none, dtype: DType,
-    key: (some RandomStateOrKey)? = MLXArray?.none, stream: StreamOrDevice = .default
-) -> MLXArray {
-    MLXRandom.uniform(low: low, high: high, shape, dtype: dtype, key: key, stream: stream)
-}
-
-public func normal(
-    _ shape: some Collection<Int> = [], type: (some HasDType & BinaryFloatingPoint).Type = Float.self, loc: Float = 0,
-    scale: Float = 1, key: (some RandomStateOrKey)? = MLXArray?.none, stream: StreamOrDevice = .default
-) -> MLXArray {
-    MLXRandom.normal(shape, type: type, loc: loc, scale: scale, key: key, stream: stream)
-}
-
-public func normal(
-    _ shape: some Collection<Int> = [], dtype: DType, loc: Float = 0, scale: Float = 1,
-    key: (some RandomStateOrKey)? = MLXArray?.none, stream: StreamOrDevice = .default
-) -> MLXArray {
-    MLXRandom.normal(shape, dtype: dtype, loc: loc, scale: scale, key: key, stream: stream)
-}
-
-public func randInt(
-    _ range: Range<some HasDType & BinaryInteger>, _ shape: some Collection<Int> = [],
-    key: (some RandomStateOrKey)? = MLXArray?.none, stream: StreamOrDevice = .default
-) -> MLXArray {
-    MLXRandom.randInt(range, shape, key: key, stream: stream)
-}
-
-public func randInt(
-    low: some ScalarOrArray, high: some ScalarOrArray, _ shape: (some Collection<Int>)? = [Int]?.none,
-    key: (some RandomStateOrKey)? = MLXArray?.none, stream: StreamOrDevice = .default
-) -> MLXArray {
-    MLXRandom.randInt(low: low, high: high, shape, key: key, stream: stream)
-}
-
-public func randInt(
-    low: some ScalarOrArray, high: some ScalarOrArray, _ shape: (some Collection<Int>)? = [Int]?.none,
-    type: (some HasDType & BinaryInteger).Type, key: (some RandomStateOrKey)? = MLXArray?.none,
-    stream: StreamOrDevice = .default
-) -> MLXArray {
-    MLXRandom.randInt(low: low, high: high, shape, type: type, key: key, stream: stream)
-}
-
-public func bernoulli(
-    _ shape: some Collection<Int> = [], key: (some RandomStateOrKey)? = MLXArray?.none,
-    stream: StreamOrDevice = .default
-) -> MLXArray {
-    MLXRandom.bernoulli(shape, key: key, stream: stream)
-}
-
-public func bernoulli(
-    _ p: some ScalarOrArray, _ shape: (some Collection<Int>)? = [Int]?.none,
-    key: (some RandomStateOrKey)? = MLXArray?.none, stream: StreamOrDevice = .default
-) -> MLXArray {
-    MLXRandom.bernoulli(p, shape, key: key, stream: stream)
-}
-
-public func categorical(
-    _ logits: MLXArray, axis: Int = -1, shape: (some Collection<Int>)? = [Int]?.none,
-    key: (some RandomStateOrKey)? = MLXArray?.none, stream: StreamOrDevice = .default
-) -> MLXArray {
-    MLXRandom.categorical(logits, axis: axis, shape: shape, key: key, stream: stream)
-}
-
-public func categorical(
-    _ logits: MLXArray, axis: Int = -1, count: Int, key: (some RandomStateOrKey)? = MLXArray?.none,
-    stream: StreamOrDevice = .default
-) -> MLXArray {
-    MLXRandom.categorical(logits, axis: axis, count: count, key: key, stream: stream)
 }

@@ -15,60 +15,10 @@ public func eval(_ arrays: some Collection<MLXArray>) {
     }
 }
 
-/// Computes the arrays in the values: ``Evaluatable`` ones, collections, dictionaries and tuples.
-public func eval(_ values: Any...) {
-    eval(collect(values))
-}
-
-/// Computes the arrays in the values: ``Evaluatable`` ones, collections, dictionaries and tuples.
-public func eval(_ values: some Sequence<Any>) {
-    eval(collect(values))
-}
-
-/// Computes the arrays, or throws.
-public func checkedEval(_ values: Any...) throws {
-    let arrays = collect(values)
-    try withError { eval(arrays) }
-}
-
-/// Computes the arrays, or throws.
-public func checkedEval(_ values: some Sequence<Any>) throws {
-    let arrays = collect(values)
-    try withError { eval(arrays) }
-}
-
 /// Begins to compute the arrays.
 public func asyncEval(_ arrays: some Collection<MLXArray>) {
     withVector(arrays) { vector in
         _ = evalLock.withLock { host_async_eval(vector) }
-    }
-}
-
-/// Begins to compute the arrays in the values.
-public func asyncEval(_ values: Any...) {
-    asyncEval(collect(values))
-}
-
-/// Begins to compute the arrays in the values.
-public func asyncEval(_ values: some Sequence<Any>) {
-    asyncEval(collect(values))
-}
-
-private func collect(_ values: some Sequence<Any>) -> [MLXArray] {
-    values.flatMap { collect($0) }
-}
-
-private func collect(_ item: Any) -> [MLXArray] {
-    switch item {
-    case let item as Evaluatable: item.innerState()
-    case let item as [Any]: collect(item)
-    case let item as [AnyHashable: Any]: collect(item.values)
-    case let item as (Any, Any): collect([item.0, item.1])
-    case let item as (Any, Any, Any): collect([item.0, item.1, item.2])
-    case let item as (Any, Any, Any, Any): collect([item.0, item.1, item.2, item.3])
-    case let item as (Any, Any, Any, Any, Any): collect([item.0, item.1, item.2, item.3, item.4])
-    case is String, is any BinaryInteger, is any BinaryFloatingPoint: []
-    default: fatalError("Unable to extract MLXArray from \(item)")
     }
 }
 
@@ -102,49 +52,6 @@ public func vjp(
         }
     }
     return (arrays(consuming: values), arrays(consuming: gradients))
-}
-
-/// The gradients of the first of `f`'s values with respect to the arguments of these numbers.
-public func grad(
-    _ f: @escaping ([MLXArray]) -> [MLXArray], argumentNumbers: some Collection<Int> = [0]
-) -> ([MLXArray]) -> [MLXArray] {
-    let valueAndGradient = valueAndGrad(f, argumentNumbers: argumentNumbers)
-    return { valueAndGradient($0).1 }
-}
-
-/// The gradient of `f` with respect to the first of the arguments of these numbers.
-public func grad(
-    _ f: @escaping ([MLXArray]) -> MLXArray, argumentNumbers: some Collection<Int> = [0]
-) -> ([MLXArray]) -> MLXArray {
-    let gradient = grad({ [f($0)] }, argumentNumbers: argumentNumbers)
-    return { gradient($0)[0] }
-}
-
-public func grad(_ f: @escaping (MLXArray) -> [MLXArray]) -> (MLXArray) -> [MLXArray] {
-    let gradient = grad({ (arguments: [MLXArray]) in f(arguments[0]) })
-    return { gradient([$0]) }
-}
-
-public func grad(_ f: @escaping (MLXArray) -> MLXArray) -> (MLXArray) -> MLXArray {
-    let gradient = grad({ (arguments: [MLXArray]) in [f(arguments[0])] })
-    return { gradient([$0])[0] }
-}
-
-/// The values of `f`, and the gradients of the first with respect to the arguments of these numbers.
-public func valueAndGrad(
-    _ f: @escaping ([MLXArray]) -> [MLXArray], argumentNumbers: some Collection<Int> = [0]
-) -> ([MLXArray]) -> ([MLXArray], [MLXArray]) {
-    let numbers = argumentNumbers.asInt32
-    return { inputs in
-        var values: HostVector?
-        var gradients: HostVector?
-        withVector(inputs) { inputs in
-            _ = evalLock.withLock {
-                host_value_and_grad(newClosure(f), numbers, numbers.count, inputs, &values, &gradients)
-            }
-        }
-        return (arrays(consuming: values), arrays(consuming: gradients))
-    }
 }
 
 // MARK: - Compilation
@@ -223,27 +130,4 @@ public func compile(
 ) -> @Sendable (MLXArray) -> MLXArray {
     let compiled = CompiledFunction(inputs: inputs, outputs: outputs, shapeless: shapeless) { [f($0[0])] }
     return { first(compiled([$0])) }
-}
-
-public func compile(
-    inputs: [any Updatable] = [], outputs: [any Updatable] = [], shapeless: Bool = false,
-    _ f: @escaping (MLXArray, MLXArray) -> MLXArray
-) -> @Sendable (MLXArray, MLXArray) -> MLXArray {
-    let compiled = CompiledFunction(inputs: inputs, outputs: outputs, shapeless: shapeless) { [f($0[0], $0[1])] }
-    return { first(compiled([$0, $1])) }
-}
-
-public func compile(
-    inputs: [any Updatable] = [], outputs: [any Updatable] = [], shapeless: Bool = false,
-    _ f: @Sendable @escaping (MLXArray, MLXArray, MLXArray) -> MLXArray
-) -> @Sendable (MLXArray, MLXArray, MLXArray) -> MLXArray {
-    let compiled = CompiledFunction(inputs: inputs, outputs: outputs, shapeless: shapeless) {
-        [f($0[0], $0[1], $0[2])]
-    }
-    return { first(compiled([$0, $1, $2])) }
-}
-
-/// Turns compilation on or off.
-public func compile(enable: Bool = true) {
-    host_compile_enable(enable)
 }

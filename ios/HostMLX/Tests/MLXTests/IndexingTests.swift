@@ -62,22 +62,5 @@ extension AllTests {
             expect(a[.newAxis, 1], [1, 3, 4])
             expect(a[.newAxis, .newAxis, .newAxis, 1...], [1, 1, 1, 1, 3, 4])
         }
-
-        @Test func replacing() {
-            let x = MLXArray.zeros([2, 3], dtype: .int32)
-            x[0] = MLXArray([1, 2, 3])
-            x[1, 1...] = MLXArray(7)
-            expect(x, [2, 3], [1, 2, 3, 0, 7, 7])
-            x[.ellipsis, 0] = MLXArray([8, 9])
-            expect(x, [2, 3], [8, 2, 3, 9, 7, 7])
-            x[0..., .stride(by: 2)] = MLXArray([0, 1, 2, 3], [2, 2])
-            expect(x, [2, 3], [0, 2, 1, 2, 7, 3])
-            x[.newAxis, 0, 0..<2] = MLXArray([3, 4], [1, 2])
-            expect(x, [2, 3], [3, 4, 1, 2, 7, 3])
-            let y = MLXArray([1, 2])
-            y[.newAxis] = MLXArray(1.5)  // as in mlx-swift, this changes the type
-            expectClose(y, [1.5, 1.5])
-            #expect(y.dtype == .float32)
-        }
     }
 }

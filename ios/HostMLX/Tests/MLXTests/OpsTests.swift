@@ -17,22 +17,13 @@ extension AllTests {
             expectClose(sqrt(v) * rsqrt(v), [1, 1, 1])
             expectClose(v.square() + abs(-v), [0.3125, 2, 20])
             expectClose(sigmoid(MLXArray([0, 2] as [Float])), [0.5, 0.880797])
-            expectClose(tanh(v) / erf(v), [0.8863383, 0.9037539, 0.9993293])
-            expectClose(expm1(v) - exp(v), [-1, -1, -1])
-            expectClose(log1p(v), [0.22314355, 0.6931472, 1.609438])
-            expectClose(cos(v).square() + sin(v).square(), [1, 1, 1])
-            expectClose(v ** 2, [0.0625, 1, 16])
-            expectClose(pow(2.0, v), [1.1892071, 2, 16])
+            expectClose(tanh(v), [0.2449187, 0.7615942, 0.9993293])
             expectClose(clip(v, min: 0.5, max: 2.0), [0.5, 1, 2])
             expectClose(clip(v, max: 2.0), [0.25, 1, 2])
-            expectClose(minimum(v, 1.0) + maximum(v, 1.0), [1.25, 2, 5])
+            expectClose(maximum(v, 1.0), [1, 1, 4])
             expectClose(which(v .> 0.5, v, -1.0), [-1, 1, 4])
-            expectClose(sign(v - 1), [-1, 0, 1])
-            expectClose(round(v / 1.5) + floor(v), [0, 2, 7])
-            #expect(isNaN(log(MLXArray([-1, 1] as [Float]))).asArray(Bool.self) == [true, false])
-            #expect(isFinite(1 / MLXArray([0, 1] as [Float])).asArray(Bool.self) == [false, true])
-            #expect(((v .>= 1) .&& (v .!= 4)).asArray(Bool.self) == [false, true, false])
-            #expect(allClose(v, v + 1e-9).item(Bool.self) && arrayEqual(v, v).item(Bool.self))
+            #expect(logicalAnd(v .>= 1, v .< 4).asArray(Bool.self) == [false, true, false])
+            #expect(arrayEqual(v, v).item(Bool.self))
         }
 
         @Test func reductions() {
@@ -41,16 +32,14 @@ extension AllTests {
             expectClose(x.sum(axes: [0, 1], keepDims: true), [28], [1, 1])
             expectClose(sum(x, axes: []), [0, 1, 2, 3, 4, 5, 6, 7], [2, 4])
             expectClose(mean(x, axis: -1, keepDims: true), [1.5, 5.5], [2, 1])
-            expectClose(x.max(axis: 1) - x.min(axis: 1), [3, 3])
-            expectClose(x.variance(axis: 1), [1.25, 1.25])
-            expectClose(std(x, axis: 1, ddof: 1), [1.2909944, 1.2909944])
+            expectClose(x.max(axis: 1), [3, 7])
             expectClose(logSumExp(x, axis: 1), [3.4401898, 7.44019])
             expectClose(x.logSumExp(), [7.4583397], [])
             expectClose(softmax(x, axis: -1)[0], [0.0320586, 0.08714432, 0.23688281, 0.64391423])
             expectClose(cumsum(x, axis: 1), [0, 1, 3, 6, 4, 9, 15, 22], [2, 4])
             expectClose(cumsum(x, reverse: true, inclusive: false), [28, 27, 25, 22, 18, 13, 7, 0])
             #expect(argMax(x, axis: 1).asArray(Int.self) == [3, 3] && argMax(x).item(Int.self) == 7)
-            #expect((x .> 0).any().item(Bool.self) && !(x .> 0).all().item(Bool.self))
+            #expect(all(x .> -1).item(Bool.self) && !all(x .> 0).item(Bool.self))
         }
 
         @Test func shapes() {
@@ -59,7 +48,6 @@ extension AllTests {
             #expect(x.expandedDimensions(axis: 0).squeezed().shape == [2, 4])
             #expect(x.reshaped([1, 2, 2, 2]).flattened(start: 1, end: 2).shape == [1, 4, 2])
             #expect(x.reshaped([1, 2, 4]).swappedAxes(0, 2).shape == [4, 2, 1])
-            #expect(x.reshaped([1, 2, 4]).movedAxis(source: 0, destination: 2).shape == [2, 4, 1])
             #expect(x.view(dtype: .uint16).shape == [2, 8])
             expectClose(concatenated([x, x], axis: 1)[0], [0, 1, 2, 3, 0, 1, 2, 3])
             #expect(stacked([x, x], axis: 1).shape == [2, 2, 4])
@@ -67,29 +55,21 @@ extension AllTests {
             expectClose(left + right, [2, 4, 10, 12], [2, 2])
             #expect(x.split(indices: [1, 3], axis: 1).map { $0.dim(1) } == [1, 2, 1])
             #expect(split(x, parts: 2).count == 2)
-            expectClose(tiled(MLXArray([1, 2]), repetitions: [2, 2]), [1, 2, 1, 2, 1, 2, 1, 2], [2, 4])
-            expectClose(triu(MLXArray.ones([2, 3]), k: 1), [0, 1, 1, 0, 0, 1], [2, 3])
-            expectClose(tril(MLXArray.ones([2, 3])), [1, 0, 0, 1, 1, 0], [2, 3])
             expectClose(depends(input: x, dependencies: [x + 1])[0], [0, 1, 2, 3])
         }
 
         @Test func indices() {
             let v = MLXArray([3, 1, 2] as [Float])
-            expectClose(sorted(v), [1, 2, 3])
             expectClose(argSort(v), [1, 2, 0])
-            expectClose(sorted(top(v, k: 2)), [2, 3])
             expectClose(take(x, MLXArray([3, 0]), axis: 1), [3, 0, 7, 4], [2, 2])
             expectClose(x.take(MLXArray([5])), [5])
             expectClose(takeAlong(x, MLXArray([1, 2], [2, 1]), axis: 1), [1, 6], [2, 1])
-            expectClose(putAlong(x, MLXArray([1, 2], [2, 1]), values: MLXArray(9.0), axis: 1)[1], [4, 5, 9, 7])
         }
 
         @Test func products() {
             let w = MLXArray([1, 2, 3, 4, 5, 6, 7, 8] as [Float], [4, 2])
             expectClose(matmul(x, w), [34, 40, 98, 120], [2, 2])
             expectClose(addMM(MLXArray([1, 2] as [Float]), x, w, alpha: 2, beta: 10), [78, 100, 206, 260], [2, 2])
-            expectClose(outer(MLXArray([1, 2]), MLXArray([3, 4])), [3, 4, 6, 8], [2, 2])
-            expectClose(inner(MLXArray([1, 2] as [Float]), MLXArray([3, 4] as [Float])), [11], [])
         }
 
         @Test func quantization() throws {

@@ -36,7 +36,6 @@ typedef struct {
 } HostClosure;
 
 void host_set_error_handler(void (*handler)(const char *message));
-const char *host_mlx_version(void);
 
 // MARK: Arrays
 
@@ -54,7 +53,6 @@ bool host_array_is_computed(HostArray a);
 size_t host_array_ndim(HostArray a);
 size_t host_array_size(HostArray a);
 size_t host_array_nbytes(HostArray a);
-size_t host_array_itemsize(HostArray a);
 int32_t host_array_dtype(HostArray a);
 int32_t host_array_dim(HostArray a, int32_t axis);
 const int32_t *host_array_shape(HostArray a);
@@ -77,30 +75,24 @@ HostArray host_vector_get(HostVector v, size_t index);
 // MARK: Operations
 
 #define HOST_UNARY_OPERATIONS(X) \
-    X(abs) X(arccos) X(arccosh) X(arcsin) X(arcsinh) X(arctan) X(arctanh) X(bitwise_invert) X(ceil) X(conjugate) \
-    X(cos) X(cosh) X(degrees) X(erf) X(erfinv) X(exp) X(expm1) X(floor) X(isfinite) X(isinf) X(isnan) X(isneginf) \
-    X(isposinf) X(log) X(log10) X(log1p) X(log2) X(logical_not) X(negative) X(ones_like) X(radians) X(reciprocal) \
-    X(rsqrt) X(sigmoid) X(sign) X(sin) X(sinh) X(sort) X(argsort) X(sqrt) X(square) X(squeeze) X(stop_gradient) \
-    X(tan) X(tanh) X(transpose) X(zeros_like)
+    X(abs) X(exp) X(log) X(negative) X(ones_like) X(rsqrt) X(sigmoid) X(argsort) X(sqrt) X(square) X(squeeze) \
+    X(tanh) X(transpose) X(zeros_like)
 
 #define HOST_BINARY_OPERATIONS(X) \
-    X(add) X(arctan2) X(bitwise_and) X(bitwise_or) X(bitwise_xor) X(divide) X(equal) X(floor_divide) X(greater) \
-    X(greater_equal) X(inner) X(kron) X(left_shift) X(less) X(less_equal) X(logaddexp) X(logical_and) X(logical_or) \
-    X(matmul) X(maximum) X(minimum) X(multiply) X(not_equal) X(outer) X(power) X(remainder) X(right_shift) \
-    X(subtract) X(take)
+    X(add) X(bitwise_and) X(divide) X(equal) X(greater) X(greater_equal) X(less) X(logaddexp) X(logical_and) \
+    X(matmul) X(maximum) X(multiply) X(remainder) X(right_shift) X(subtract) X(take)
 
 /// `count < 0` reduces over all axes.
-#define HOST_REDUCTIONS(X) X(all) X(any) X(logsumexp) X(max) X(mean) X(min) X(prod) X(sum)
-#define HOST_VARIANCES(X) X(std) X(var)
+#define HOST_REDUCTIONS(X) X(all) X(logsumexp) X(max) X(mean) X(sum)
 
-#define HOST_SCANS(X) X(cummax) X(cummin) X(cumprod) X(cumsum) X(logcumsumexp)
+#define HOST_SCANS(X) X(cumsum)
 
 /// (array, int) and (array, int, int), the ints being an axis, a count, a diagonal …
-#define HOST_INT_OPERATIONS(X) X(argpartition) X(argsort) X(partition) X(repeat) X(round) X(sort) X(topk) X(tril) X(triu)
-#define HOST_INT2_OPERATIONS(X) X(argpartition) X(flatten) X(moveaxis) X(partition) X(repeat) X(swapaxes) X(topk)
+#define HOST_INT_OPERATIONS(X) X(argsort) X(repeat)
+#define HOST_INT2_OPERATIONS(X) X(flatten) X(repeat) X(swapaxes)
 
 /// (array, list of ints): axes or a shape.
-#define HOST_LIST_OPERATIONS(X) X(broadcast_to) X(expand_dims) X(reshape) X(squeeze) X(tile) X(transpose)
+#define HOST_LIST_OPERATIONS(X) X(broadcast_to) X(expand_dims) X(reshape) X(squeeze) X(transpose)
 
 #define HOST_DECLARE(name) HostArray host_##name(HostArray a, HostStream s);
 HOST_UNARY_OPERATIONS(HOST_DECLARE)
@@ -111,10 +103,6 @@ HOST_BINARY_OPERATIONS(HOST_DECLARE)
 #define HOST_DECLARE(name) \
     HostArray host_##name(HostArray a, const int32_t *axes, ptrdiff_t count, bool keep_dims, HostStream s);
 HOST_REDUCTIONS(HOST_DECLARE)
-#undef HOST_DECLARE
-#define HOST_DECLARE(name) \
-    HostArray host_##name(HostArray a, const int32_t *axes, ptrdiff_t count, bool keep_dims, int32_t ddof, HostStream s);
-HOST_VARIANCES(HOST_DECLARE)
 #undef HOST_DECLARE
 #define HOST_DECLARE(name) HostArray host_##name(HostArray a, int32_t axis, bool reverse, bool inclusive, HostStream s);
 HOST_SCANS(HOST_DECLARE)
@@ -130,11 +118,8 @@ HOST_LIST_OPERATIONS(HOST_DECLARE)
 #undef HOST_DECLARE
 
 HostArray host_addmm(HostArray c, HostArray a, HostArray b, float alpha, float beta, HostStream s);
-HostArray host_allclose(HostArray a, HostArray b, double rtol, double atol, bool equal_nan, HostStream s);
-HostArray host_isclose(HostArray a, HostArray b, double rtol, double atol, bool equal_nan, HostStream s);
 HostArray host_array_equal(HostArray a, HostArray b, bool equal_nan, HostStream s);
 HostArray host_argmax(HostArray a, HostOptionalInt axis, bool keep_dims, HostStream s);
-HostArray host_argmin(HostArray a, HostOptionalInt axis, bool keep_dims, HostStream s);
 HostArray host_astype(HostArray a, int32_t dtype, HostStream s);
 HostArray host_view(HostArray a, int32_t dtype, HostStream s);
 HostArray host_clip(HostArray a, HostArray min, HostArray max, HostStream s);  // min and max may be null
@@ -152,13 +137,10 @@ HostVector host_split_at(HostArray a, const int32_t *indices, size_t count, int3
 HostVector host_depends(HostVector inputs, HostVector dependencies);
 HostArray host_take_axis(HostArray a, HostArray indices, int32_t axis, HostStream s);
 HostArray host_take_along_axis(HostArray a, HostArray indices, int32_t axis, HostStream s);
-HostArray host_put_along_axis(HostArray a, HostArray indices, HostArray values, int32_t axis, HostStream s);
 HostArray host_gather(
     HostArray a, HostVector indices, const int32_t *axes, size_t count, const int32_t *slice_sizes, HostStream s);
 /// `start`, `end` and `strides` have one entry for each axis of `a`.
 HostArray host_slice(HostArray a, const int32_t *start, const int32_t *end, const int32_t *strides, HostStream s);
-HostArray host_slice_update(
-    HostArray a, HostArray update, const int32_t *start, const int32_t *end, const int32_t *strides, HostStream s);
 
 HostVector host_quantize(
     HostArray w, HostOptionalInt group_size, HostOptionalInt bits, const char *mode, HostArray global_scale,
@@ -171,9 +153,7 @@ HostArray host_quantized_matmul(
     HostOptionalInt bits, const char *mode, HostStream s);
 
 HostArray host_arange(double start, double stop, double step, int32_t dtype, HostStream s);
-HostArray host_linspace(double start, double stop, int32_t count, int32_t dtype, HostStream s);
 HostArray host_eye(int32_t n, int32_t m, int32_t k, int32_t dtype, HostStream s);
-HostArray host_tri(int32_t n, int32_t m, int32_t k, int32_t dtype, HostStream s);
 HostArray host_full(const int32_t *shape, size_t ndim, HostArray values, int32_t dtype, HostStream s);
 HostArray host_zeros(const int32_t *shape, size_t ndim, int32_t dtype, HostStream s);
 HostArray host_ones(const int32_t *shape, size_t ndim, int32_t dtype, HostStream s);
@@ -189,7 +169,6 @@ HostArray host_random_normal(
     const int32_t *shape, size_t ndim, int32_t dtype, float loc, float scale, HostArray key, HostStream s);
 HostArray host_random_randint(
     HostArray low, HostArray high, const int32_t *shape, size_t ndim, int32_t dtype, HostArray key, HostStream s);
-HostArray host_random_bernoulli(HostArray p, const int32_t *shape, size_t ndim, HostArray key, HostStream s);
 HostArray host_random_categorical(HostArray logits, int32_t axis, HostArray key, HostStream s);
 HostArray host_random_categorical_shape(
     HostArray logits, int32_t axis, const int32_t *shape, size_t ndim, HostArray key, HostStream s);
@@ -202,14 +181,10 @@ bool host_async_eval(HostVector arrays);
 
 bool host_vjp(HostClosure f, HostVector primals, HostVector cotangents, HostVector *values, HostVector *gradients);
 bool host_jvp(HostClosure f, HostVector primals, HostVector tangents, HostVector *values, HostVector *derivatives);
-bool host_value_and_grad(
-    HostClosure f, const int32_t *arguments, size_t count, HostVector inputs, HostVector *values,
-    HostVector *gradients);
 
 /// Calls `f` compiled; `id` names the compiled code, which `host_compile_erase` drops.
 HostVector host_compiled_call(HostClosure f, uintptr_t id, bool shapeless, HostVector inputs);
 void host_compile_erase(uintptr_t id);
-void host_compile_enable(bool enable);
 
 HostFunction host_import_function(const char *path);
 void host_function_free(HostFunction f);
@@ -223,8 +198,6 @@ bool host_export_function(
 
 // MARK: Files
 
-bool host_save(const char *path, HostArray a);
-HostArray host_load(const char *path, HostStream s);
 bool host_save_safetensors(
     const char *path, const char *const *names, size_t count, HostVector arrays, const char *const *keys,
     const char *const *values, size_t metadata_count);
