@@ -21,7 +21,7 @@ from stand_ins import Phones
 from tasks import notes
 
 ROOT = Path(__file__).parents[1]
-STEPS, HELD_OUT = 60, 12
+STEPS, HELD_OUT = 40, 8
 
 
 def done(process: subprocess.CompletedProcess) -> str:
