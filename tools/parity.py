@@ -115,6 +115,11 @@ TRAINERS = QUICK_TRAINERS | {
     help="Only this one, by its name in the table, and the first; may be repeated.",
 )
 @click.option("--steps", type=click.IntRange(min=1), help="Of each run.  [default: by task]")
+@click.option(
+    "--learning-rate",
+    type=click.FloatRange(min=0, min_open=True),
+    help="AdamW's, which falls to 0.  [default: by task]",
+)
 @click.option("--seeds", type=click.IntRange(min=1), default=3, help="Of MeSP and mlx-lm.")
 @click.option(
     "--peft",
@@ -137,6 +142,7 @@ def main(
     gsm8k: str,
     only: tuple[str, ...],
     steps: int | None,
+    learning_rate: float | None,
     seeds: int,
     peft: Path | None,
     text: Path | None,
@@ -151,6 +157,8 @@ def main(
     tasks = [QUICK] if quick else [task for task in every if not names or task.name in names]
     if steps is not None:
         tasks = [dataclasses.replace(task, steps=steps) for task in tasks]
+    if learning_rate is not None:
+        tasks = [dataclasses.replace(task, rate=learning_rate) for task in tasks]
     trainers = QUICK_TRAINERS if quick else TRAINERS
     if peft and not of_plans:
         trainers = trainers | with_pytorch(peft, model)

