@@ -12,16 +12,19 @@ import os
 import subprocess
 from pathlib import Path
 
+import mlx_lm
+
 import collect
 import push
 from conftest import invoke, run
 from mesp.engine.build import mlx_folder
 from mesp.runs.log import read_run
 from stand_ins import Phones
+from studies.trainers import multiply_dequantized
 from tasks import notes
 
 ROOT = Path(__file__).parents[1]
-STEPS, HELD_OUT = 60, 12
+STEPS, HELD_OUT = 40, 8
 
 
 def done(process: subprocess.CompletedProcess) -> str:
@@ -81,8 +84,7 @@ def train_in_the_app(documents: Path) -> None:
 
 
 def in_mlx_lm(model: Path, prompt: str) -> str:
-    import mlx_lm
-
+    multiply_dequantized()
     network, tokenizer = mlx_lm.load(str(model))
     messages = [{"role": "user", "content": prompt}]
     ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)

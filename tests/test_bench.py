@@ -214,13 +214,14 @@ def test_quality_of_mezo(model: Path, tmp_path: Path):
 @needs_engine
 def test_defaults_are_the_first_of_a_sweep(tmp_path: Path):
     size = ("--seq-len", 32, "--steps", 2, "--work", tmp_path, "--json", tmp_path / "rows.json")
-    done = bench("--table", "defaults", *size)
+    done = bench("--table", "defaults", "--rank", 2, 8, *size)
     assert done.returncode == 0, done.stderr
     rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
     default, *others = rows
     assert (default["update"], default["optimizer"]) == ("default", "adamw8bit")
     assert default["learning_rate"] == pytest.approx(0.014 / 192**0.5)
-    assert len({json.dumps(row) for row in others}) == len(others) >= 4
+    assert len({json.dumps(row) for row in others}) == len(others) >= 8
+    assert {row["rank"] for row in rows} == {2, 8}
     assert len({row["before"] for row in rows}) == 1
     drops = [row["before"] - row["after"] for row in rows]
     assert [row["of_best"] for row in rows] == pytest.approx([d / max(drops) for d in drops])

@@ -29,6 +29,7 @@ def test_each_way_is_trained_and_compared(tmp_path: Path):
     assert plot.read_bytes().startswith(b"\x89PNG")
 
     untrained, default = rows["untrained"], rows["MeSP"]
+    assert len({row["other_loss"] for row in rows.values()}) == len(rows)
     assert all(rows[name]["held_out_loss"] < untrained["held_out_loss"] for name in names)
     assert rows["half of the layers"]["settings"]["num_layers"] == 3
     # The same examples, whole, in sequences with less padding: only the order of sums differs.

@@ -174,3 +174,7 @@ def test_mesp_is_equivalent_to_mlx_lms_trainer(tmp_path: Path):
         for row in ("none", "MeSP")
     )
     assert trained < untrained - 1
+    header, _, none, *_ = done.stdout.split("\n\n")[1].splitlines()
+    other = header.split("|").index(" other text ")
+    # Of the demo model on another kind of text than its own.
+    assert 20 < float(none.split("|")[other]) < 2000

@@ -31,9 +31,9 @@ from benchmarks.show import show
 from mesp.bundle.reader import Bundle
 from mesp.engine.build import find_engine
 from mesp.errors import plain_os_errors
-from mesp.formatting import decimal, megabytes
+from mesp.formatting import decimal, megabytes, perplexity
 from mesp.runs.log import read_run
-from studies.scores import model_with, score
+from studies.scores import loss_of_text, model_with, other_text, score
 from studies.tasks import CLASSIFICATION, SCALE, TASKS, Task, export
 from studies.trainers import multiply_dequantized, with_mesp
 
@@ -127,10 +127,7 @@ def main(
     if any(VARIANTS[each].is_short for each in chosen):
         short = dataclasses.replace(task, seq_len=shortest(Bundle(bundle)))
         short_bundle = export(short, model, out / "short")
-    untrained = score(model_with(Bundle(bundle), None), Bundle(bundle), task)
-    rows: list[dict[str, Any]] = [
-        {"variant": "untrained", "held_out_loss": untrained.loss, "exact": untrained.exact.mean()}
-    ]
+    rows: list[dict[str, Any]] = [{"variant": "untrained", **judge(Bundle(bundle), task, None)}]
     for number, each in enumerate(chosen):
         click.echo(f"{each} …", err=True)
         variant = VARIANTS[each]
@@ -153,6 +150,14 @@ def shortest(bundle: Bundle) -> int:
     return -(-(longest - 1) // LENGTHS) * LENGTHS  # the first token of an example is context
 
 
+def judge(bundle: Bundle, task: Task, adapters: Path | None) -> dict[str, Any]:
+    """What adapters came to: at the task, and on a text that it is not about."""
+    model = model_with(bundle, adapters)
+    found = score(model, bundle, task)
+    other = loss_of_text(model, other_text(bundle, task, None), task.seq_len)
+    return {"held_out_loss": found.loss, "exact": found.exact.mean(), "other_loss": other}
+
+
 def run(variant: Variant, bundle: Path, task: Task, folder: Path) -> dict[str, Any]:
     """Trains, and says what it took and came to."""
     options, opened = variant.options, Bundle(bundle)
@@ -162,10 +167,8 @@ def run(variant: Variant, bundle: Path, task: Task, folder: Path) -> dict[str, A
     if variant.is_single:
         task = dataclasses.replace(task, steps=task.steps * task.batch_size, batch_size=1)
     adapters = with_mesp(bundle, task, variant.optimizer, 0, folder, options).adapters
-    found, log = score(model_with(opened, adapters), opened, task), read_run(folder)
-    return {
-        "held_out_loss": found.loss,
-        "exact": found.exact.mean(),
+    log = read_run(folder)
+    return judge(opened, task, adapters) | {
         "peak_bytes": log.peak_footprint,
         "step_seconds": mean(step["seconds"] for step in log.steps),
         "seconds": log.end["seconds"],
@@ -180,6 +183,7 @@ def cells(row: dict[str, Any]) -> dict[str, str]:
         "variant": row["variant"],
         "held-out loss": decimal(row["held_out_loss"], 3),
         "to the letter": f"{row['exact']:.1%}",
+        "other text": decimal(perplexity(row["other_loss"]), 1),
         "peak MB": megabytes(row.get("peak_bytes")),
         "s/step": decimal(row.get("step_seconds")),
         "s in all": decimal(row.get("seconds"), 0),

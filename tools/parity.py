@@ -32,12 +32,19 @@ import numpy as np
 
 from mesp.adapters.load import WEIGHTS
 from mesp.bundle.reader import Bundle
-from mesp.engine.prompts import load_tokenizer
 from mesp.errors import MespError
 from mesp.formatting import decimal, perplexity
 from mesp.source_model.find import find_source
 from studies.plans import plans
-from studies.scores import Difference, Scores, loss_of_text, model_with, paired, score
+from studies.scores import (
+    Difference,
+    Scores,
+    loss_of_text,
+    model_with,
+    other_text,
+    paired,
+    score,
+)
 from studies.tasks import EXTRACTION, GSM8K, GSM8K_DATA, TASKS, Task, export
 from studies.trainers import (
     Trained,
@@ -56,7 +63,6 @@ EXACT_MARGIN = 0.02
 PLAN_MARGIN = 1e-5
 
 QUICK = dataclasses.replace(EXTRACTION, steps=8, held_out=20)
-TEXT_WINDOWS = 40  # of the text whose perplexity tells what is forgotten
 OPTIMIZERS = ("adamw", "sgd")
 
 
@@ -109,6 +115,11 @@ TRAINERS = QUICK_TRAINERS | {
     help="Only this one, by its name in the table, and the first; may be repeated.",
 )
 @click.option("--steps", type=click.IntRange(min=1), help="Of each run.  [default: by task]")
+@click.option(
+    "--learning-rate",
+    type=click.FloatRange(min=0, min_open=True),
+    help="AdamW's, which falls to 0.  [default: by task]",
+)
 @click.option("--seeds", type=click.IntRange(min=1), default=3, help="Of MeSP and mlx-lm.")
 @click.option(
     "--peft",
@@ -119,7 +130,8 @@ TRAINERS = QUICK_TRAINERS | {
 @click.option(
     "--text",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="What the model was pretrained on: the perplexity of its end, before and after.",
+    help="A text that the tasks are not about: its perplexity before and after says what is "
+    "forgotten.  [default: python-docs, of which the task text has none]",
 )
 @click.option("--out", type=click.Path(path_type=Path), default="build/parity", help="Replaced.")
 def main(
@@ -130,6 +142,7 @@ def main(
     gsm8k: str,
     only: tuple[str, ...],
     steps: int | None,
+    learning_rate: float | None,
     seeds: int,
     peft: Path | None,
     text: Path | None,
@@ -144,6 +157,8 @@ def main(
     tasks = [QUICK] if quick else [task for task in every if not names or task.name in names]
     if steps is not None:
         tasks = [dataclasses.replace(task, steps=steps) for task in tasks]
+    if learning_rate is not None:
+        tasks = [dataclasses.replace(task, rate=learning_rate) for task in tasks]
     trainers = QUICK_TRAINERS if quick else TRAINERS
     if peft and not of_plans:
         trainers = trainers | with_pytorch(peft, model)
@@ -234,10 +249,10 @@ def by_plan(bundle: Path, task: Task, dtype: str) -> dict[str, Trainer]:
 
 
 class Judged(NamedTuple):
-    """What one run came to, and its loss on the old text, nats a token."""
+    """What one run came to, and its loss on the other text, nats a token."""
 
     scores: Scores
-    old: float | None
+    other: float | None
 
 
 def report(
@@ -249,7 +264,7 @@ def report(
     text: Path | None,
 ) -> dict[str, bool]:
     """Prints a table of a task's trainers; which are equivalent to the first of them."""
-    ids = None if text is None else end_of(text, bundle, task.seq_len)
+    ids = other_text(bundle, task, text)
     asks = task.answers is not None
 
     seen: dict[tuple[bytes, bool], Judged] = {}
@@ -260,21 +275,21 @@ def report(
         key = (hashlib.sha256(file.read_bytes() if file else b"").digest(), base is None)
         if key not in seen:
             model = model_with(bundle, adapters, base)
-            old = None if ids is None else loss_of_text(model, ids, task.seq_len)
-            seen[key] = Judged(score(model, bundle, task), old)
+            other = None if ids is None else loss_of_text(model, ids, task.seq_len)
+            seen[key] = Judged(score(model, bundle, task), other)
         return seen[key]
 
     def cells(runs: list[Judged]) -> list[str]:
-        """Held-out loss, right answers, perplexity of the old text."""
+        """Held-out loss, right answers, perplexity of the other text."""
         row = [decimal(mean(each.scores.loss for each in runs), 4)]
         row += [f"{mean(each.scores.exact.mean() for each in runs):.1%}"] * asks
         if ids is not None:
-            row.append(decimal(perplexity(mean(each.old for each in runs)), 1))
+            row.append(decimal(perplexity(mean(each.other for each in runs)), 1))
         return row
 
     right = {"letter": "to the letter", "number": "right number"}.get(task.answers or "", "")
     columns = ["trainer", "seeds", "held-out loss", *[right] * asks]
-    columns += ["old text"] * (ids is not None)
+    columns += ["other text"] * (ids is not None)
     columns += ["losses apart", "loss, 95%", *[f"{task.answers}, 95%"] * asks, "equivalent"]
     rows = [["none", "", *cells([judge(None)])]]
     for name, runs in found.items():
@@ -309,13 +324,6 @@ def report(
         spread = np.ptp([each.loss for each in scores[first]])
         click.echo(f"\nThe held-out losses of {first}'s seeds differ by up to {spread:.4f}.")
     return verdicts
-
-
-def end_of(text: Path, bundle: Bundle, seq_len: int) -> np.ndarray:
-    """The ids of a text's last windows, int32 [n]."""
-    count = TEXT_WINDOWS * seq_len + 1
-    characters = text.read_text(encoding="utf-8")[-10 * count :]  # a token has some 3
-    return np.array(load_tokenizer(bundle.path).encode(characters)[-count:], np.int32)
 
 
 def mean(values: Iterable[float]) -> float:

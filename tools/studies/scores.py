@@ -16,11 +16,13 @@ from mlx_lm.utils import load_model
 from mesp.adapters.load import apply_adapters, read_adapters
 from mesp.adapters.measure import sequences
 from mesp.bundle.reader import Bundle
+from mesp.data.python_docs import python_docs
 from mesp.engine.prompts import load_tokenizer
-from studies.tasks import Task
+from studies.tasks import TEXT, Task
 from tasks.gsm8k import final_number
 
 RESAMPLES = 10_000
+TEXT_WINDOWS = 40  # of the text whose perplexity says what is forgotten
 DATA = {"model_file": None}  # mlx-lm would run it
 
 
@@ -72,6 +74,21 @@ def write(model: nn.Module, prompt: np.ndarray, most: int, end: int) -> list[int
     """The likeliest tokens after a prompt, int [n], until `end`."""
     tokens = (token for token, _ in generate_step(mx.array(prompt), model, max_tokens=most))
     return [*takewhile(lambda token: token != end, tokens)]
+
+
+def other_text(bundle: Bundle, task: Task, file: Path | None) -> np.ndarray | None:
+    """The ids of a text that the task is not about, int32 [n]: its loss says what a model forgets.
+    It is the end of `file`, or of the prose of Python's language reference; None where that
+    prose is the task."""
+    if file is not None:
+        text = file.read_text(encoding="utf-8")
+    elif task.name == TEXT.name:
+        return None
+    else:
+        text = "\n".join(each.content["text"] for each in python_docs()["valid"])
+    count = TEXT_WINDOWS * task.seq_len + 1
+    characters = text[-10 * count :]  # a token has some 3
+    return np.array(load_tokenizer(bundle.path).encode(characters)[-count:], np.int32)
 
 
 def loss_of_text(model: nn.Module, ids: np.ndarray, seq_len: int) -> float:
