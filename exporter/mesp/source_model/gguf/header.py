@@ -41,11 +41,17 @@ class Tensor:
 
 @dataclass(frozen=True)
 class GGUF:
-    """The metadata of a file by key, and its tensors by name; the file is mapped."""
+    """The metadata of a file by key, and its tensors by name; the file is mapped.
+
+    `keys` are its first bytes, up to the metadata's end; its tensors begin at multiples of
+    `alignment`.
+    """
 
     path: Path
     metadata: dict[str, Any]
     tensors: dict[str, Tensor]
+    keys: memoryview
+    alignment: int
 
     @classmethod
     def read(cls, path: Path) -> GGUF:
@@ -115,6 +121,7 @@ def _read(path: Path, file: np.ndarray) -> GGUF:
     for _ in range(key_count):
         key = cursor.text()
         metadata[key] = cursor.value(cursor.count("I"))
+    keys = cursor.data[: cursor.at]
     found = []
     for _ in range(tensor_count):
         name, dimensions = cursor.text(), cursor.count("I")
@@ -131,7 +138,7 @@ def _read(path: Path, file: np.ndarray) -> GGUF:
     tensors = {name: _tensor(file[start:], *entry) for name, *entry in found}
     if len(tensors) != tensor_count:
         raise ValueError("two tensors have one name")
-    return GGUF(path, metadata, tensors)
+    return GGUF(path, metadata, tensors, keys, alignment)
 
 
 def _tensor(data: np.ndarray, shape: tuple[int, ...], number: int, offset: int) -> Tensor:
