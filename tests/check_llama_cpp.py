@@ -31,13 +31,13 @@ from tokenizers import Tokenizer
 
 from conftest import FAMILIES, random_tensors, run, write_model
 from gguf_files import INTERLEAVED, MODELS, q8_0, write_gguf
-from mesp.source_model.gguf.names import ARCHITECTURES
 from mesp.bundle.reader import Bundle
 from mesp.engine.generate import generate
 from mesp.engine.prompts import encode, load_tokenizer
 from mesp.errors import MespError
 from mesp.models.architecture import Architecture
 from mesp.source_model.gguf.header import GGUF
+from mesp.source_model.gguf.names import ARCHITECTURES
 from mesp.source_model.gguf.tokenizer import PRE_TOKENIZERS, write_tokenizer
 from real_models import GEMMA, SMOLLM2, gguf_file
 from test_fuse import write_adapters
@@ -371,7 +371,7 @@ def tokenize_with(server: xllamacpp.Server) -> Callable[[str], list[int]]:
 def mixed_lines(count: int, seed: int = 0) -> list[str]:
     """Code, and words of many scripts, numbers and signs with all kinds of white space between."""
     rng = random.Random(seed)
-    words = """the Brown can't we'll I'M they'VE naïve café Straße ΑΒΓ αβγ Привет мир こんにちは 世界
+    words = """the Brown can't we'll I'M they'VE naïve café Straße ΑΒΓ Привет мир こんにちは 世界
     안녕하세요 مرحبا שלום नमस्ते ﬁ e\u0301 x² ½ Ⅷ ٣٤ 1 23 456 12345 3.14 1e-9 0xFF
     foo_bar fooBar HTTPServer __init__ a+b==c != <= -> :: // # % $x {} [0] (y) "q" 'z' \\n ... ,,
     ;; — 😀 👩‍👩‍👧 🇫🇷"""
