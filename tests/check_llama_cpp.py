@@ -36,7 +36,8 @@ from mesp.engine.generate import generate
 from mesp.engine.prompts import encode, load_tokenizer
 from mesp.errors import MespError
 from mesp.models.architecture import Architecture
-from mesp.source_model.gguf.header import GGUF
+from mesp.source_model.gguf.blocks import UNQUANTIZED
+from mesp.source_model.gguf.header import GGUF, copy
 from mesp.source_model.gguf.names import ARCHITECTURES
 from mesp.source_model.gguf.tokenizer import PRE_TOKENIZERS, write_tokenizer
 from real_models import GEMMA, SMOLLM2, gguf_file
@@ -318,19 +319,20 @@ PROMPTS = (
 )
 
 
-def test_a_real_model_writes_what_llama_cpp_writes(real: RealModel):
-    """The same 32 tokens for 9 of 10 prompts."""
-    tokenizer, server, same = load_tokenizer(real.bundle), real.served(), 0
+def test_a_real_model_writes_what_llama_cpp_writes(real: RealModel, tmp_path: Path):
+    """The same 32 tokens for 9 of 10 prompts, from a file with the same numbers in float32: that of
+    the likeliest token may change where llama.cpp rounds what it multiplies blocks with."""
+    file = GGUF.read(real.file)
+    quantized = [n for n, tensor in file.tensors.items() if tensor.type not in UNQUANTIZED]
+    copy(file, tmp_path / "plain.gguf", dict.fromkeys(quantized, np.ascontiguousarray), Type.F32)
+    tokenizer, server, same = load_tokenizer(real.bundle), serve(tmp_path / "plain.gguf"), 0
     for prompt in PROMPTS:
         ids = encode(tokenizer, prompt, None)
-        stop = sorted(tokenizer.eos_token_ids)
-        *records, _ = generate(real.bundle, ids, max_tokens=32, stop=stop)
-        request = {"prompt": ids, "n_predict": 32, "temperature": 0, "return_tokens": True}
-        written = server.handle_completions({**request, "n_probs": 1})
-        theirs = [step["id"] for step in written["choices"][0]["logprobs"]["content"]]
-        ours = [record["token"] for record in records]
-        theirs = theirs[: next((i for i, token in enumerate(theirs) if token in stop), 32)]
-        same += ours == theirs
+        request = {"prompt": ids, "n_predict": 32, "temperature": 0, "n_probs": 1}
+        written = server.handle_completions(request)["choices"][0]["logprobs"]["content"]
+        theirs = [step["id"] for step in written]
+        *records, _ = generate(real.bundle, ids, max_tokens=len(theirs))
+        same += [record["token"] for record in records] == theirs
     assert same >= 9
 
 

@@ -305,7 +305,7 @@ def test_gguf_files(gguf_files: list[Path], tmp_path: Path, data: st.DataObject)
     with contextlib.suppress(MespError):
         source = find_source(str(path), random_weights=False)
         arch = Architecture.from_config(source.config)
-        quantizations = find_quantizations(source, None, None, None)
+        quantizations = find_quantizations(source, arch, None, None, None, None)
         check_quantizations(arch, quantizations)
         weights = GGUFWeights(source.gguf, arch)
         options = SimpleNamespace(quantizations=quantizations, dtype="float32")

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
-import struct
-from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -79,42 +77,17 @@ def write_fused_gguf(
 ) -> None:
     """Writes the file `base` with adapters in its weights: W + scale · (A B)ᵀ in the type that
     `bits` are here; all else is copied."""
-    gguf = _package()
-    fused = _tensors(adapters, arch)
-    kind = gguf.GGMLQuantizationType[_TYPES[bits]]
-    block, size = gguf.GGML_QUANT_SIZES[kind]
+    from gguf import GGMLQuantizationType
 
-    def contents() -> Iterator[tuple[str, tuple[int, ...], int, int]]:
-        for name, tensor in base.tensors.items():
-            if name in fused:
-                yield name, tensor.shape, kind, math.prod(tensor.shape) // block * size
-            else:
-                number = gguf.GGMLQuantizationType[tensor.type]
-                yield name, tensor.shape, number, tensor.data.size
+    from mesp.source_model.gguf.header import copy
 
-    with open(path, "xb") as file:
-        file.write(base.keys)
-        offset = 0
-        for name, shape, number, count in contents():
-            text = name.encode()
-            entry = struct.pack("<Q", len(text)) + text + struct.pack("<I", len(shape))
-            entry += struct.pack(f"<{len(shape)}Q", *shape[::-1])
-            file.write(entry + struct.pack("<IQ", number, offset))
-            offset += _padded(count, base.alignment)
-        file.seek(_padded(file.tell(), base.alignment))
-        for name, tensor in base.tensors.items():
-            data = tensor.data
-            if name in fused:
-                scale, down, up = fused[name]
-                weight = gguf.dequantize(data, gguf.GGMLQuantizationType[tensor.type])
-                data = gguf.quantize(weight.astype(np.float32) + scale * (up @ down), kind)
-            file.write(np.ascontiguousarray(data))
-            file.seek(_padded(file.tell(), base.alignment))
-        file.truncate()
+    def fuse(tensor: tuple[float, np.ndarray, np.ndarray], weight: np.ndarray) -> np.ndarray:
+        scale, down, up = tensor
+        return weight.astype(np.float32) + scale * (up @ down)
 
-
-def _padded(size: int, alignment: int) -> int:
-    return math.ceil(size / alignment) * alignment
+    tensors = _tensors(adapters, arch)
+    changed = {name: partial(fuse, tensor) for name, tensor in tensors.items()}
+    copy(base, path, changed, GGMLQuantizationType[_TYPES[bits]])
 
 
 def _tensors(
