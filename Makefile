@@ -129,7 +129,7 @@ test-slow: engine $(FIXTURES).ready
 	$(BIN)/python -m venv $(VENV)/harness
 	$(VENV)/harness/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,harness]'
 	$(VENV)/harness/bin/python -m pytest -q tests/check_harness.py
-	@echo "== Tests of the adapters and fused models in llama.cpp"
+	@echo "== Tests of GGUF files, adapters and fused models in llama.cpp"
 	$(BIN)/python -m venv $(VENV)/llama
 	$(VENV)/llama/bin/python -m pip install --quiet --disable-pip-version-check xllamacpp --editable '.[dev]'
 	$(VENV)/llama/bin/python -m pytest -q tests/check_llama_cpp.py

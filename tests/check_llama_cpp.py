@@ -6,7 +6,13 @@ llama.cpp must write the tokens that mesp-generate does, as likely as mlx-lm fin
 
 from __future__ import annotations
 
+import argparse
+import inspect
 import json
+import random
+import unicodedata
+import urllib.request
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,13 +27,20 @@ from mlx import nn
 from mlx.utils import tree_flatten
 from mlx_lm.tuner.utils import load_adapters
 from mlx_lm.utils import dequantize_model
+from tokenizers import Tokenizer
 
 from conftest import FAMILIES, random_tensors, run, write_model
-from gguf_files import MODELS, q8_0, write_gguf
-from mesp.adapters.gguf import ARCHITECTURES, INTERLEAVED
+from gguf_files import INTERLEAVED, MODELS, q8_0, write_gguf
 from mesp.bundle.reader import Bundle
 from mesp.engine.generate import generate
+from mesp.engine.prompts import encode, load_tokenizer
+from mesp.errors import MespError
 from mesp.models.architecture import Architecture
+from mesp.source_model.gguf.blocks import UNQUANTIZED
+from mesp.source_model.gguf.header import GGUF, copy
+from mesp.source_model.gguf.names import ARCHITECTURES
+from mesp.source_model.gguf.tokenizer import PRE_TOKENIZERS, write_tokenizer
+from real_models import GEMMA, SMOLLM2, gguf_file
 from test_fuse import write_adapters
 
 COUNT = 48
@@ -133,7 +146,9 @@ def write_base(path: Path, model: nn.Module, folder: Path) -> Path:
     for key, weight in tree_flatten(dequantize_model(model).parameters()):
         array = np.array(weight)
         module = key.split(".")[-2]
-        if module in heads and name in INTERLEAVED:  # pairs of neighbours turn there, halves here
+        if (
+            module in heads and name.lower() in INTERLEAVED
+        ):  # pairs of neighbours turn there, halves here
             halves = array.reshape(heads[module], 2, -1, *array.shape[1:])
             array = halves.swapaxes(1, 2).reshape(array.shape)
         if module.endswith("norm"):
@@ -149,6 +164,12 @@ def write_base(path: Path, model: nn.Module, folder: Path) -> Path:
 def write(model: Path, prompt: list[int], adapters: Path | None = None) -> list[dict]:
     """What llama.cpp writes greedily: of each token its `id`, its `logprob` and those of the two
     likeliest, `top_logprobs`."""
+    request = {"prompt": prompt, "n_predict": COUNT, "temperature": 0, "n_probs": 2}
+    answer = serve(model, adapters).handle_completions(request)
+    return answer["choices"][0]["logprobs"]["content"]
+
+
+def serve(model: Path, adapters: Path | None = None) -> xllamacpp.Server:
     params = xllamacpp.CommonParams()
     params.model.path = str(model)
     params.n_ctx, params.n_parallel, params.n_gpu_layers, params.verbosity = 128, 1, 0, -1
@@ -158,9 +179,7 @@ def write(model: Path, prompt: list[int], adapters: Path | None = None) -> list[
         lora = xllamacpp.CommonAdapterLoraInfo()
         lora.path, lora.scale = str(adapters), 1.0
         params.lora_adapters = [lora]
-    request = {"prompt": prompt, "n_predict": COUNT, "temperature": 0, "n_probs": 2}
-    answer = xllamacpp.Server(params).handle_completions(request)
-    return answer["choices"][0]["logprobs"]["content"]
+    return xllamacpp.Server(params)
 
 
 def log_probabilities(model: nn.Module, prompt: list[int], tokens: list[int]) -> list[float]:
@@ -214,8 +233,8 @@ def test_a_gguf_file_and_its_bundle_agree(name: str, tmp_path: Path):
     """Both compute in float32 with the numbers of Q8_0's blocks: llama.cpp would round activations
     to 8 bits, too, were the blocks in its file."""
     tensors = random_tensors(MODELS[name][1])
-    quantized = write_gguf(tmp_path / "quantized.gguf", name, tensors)
-    plain = write_gguf(tmp_path / "plain.gguf", name, tensors, dequantized, has_text=False)
+    quantized = write_gguf(tmp_path / "quantized.gguf", name, tensors, vocabulary="numbers")
+    plain = write_gguf(tmp_path / "plain.gguf", name, tensors, dequantized, "numbers")
     bundle = tmp_path / "bundle.mesp"
     call("export", "--model", quantized, "--out", bundle, "--seq-len", 8, "--device", "cpu")
     prompt = [5, 17, 30, 2, 90, 44]
@@ -225,6 +244,159 @@ def test_a_gguf_file_and_its_bundle_agree(name: str, tmp_path: Path):
     tolerance = TOLERANCE[Bundle(bundle).architecture.hidden_act]
     assert [step["logprob"] for step in steps] == pytest.approx(expected, abs=tolerance)
 
+    adapters, fused = write_adapters(tmp_path / "adapters", bundle), tmp_path / "fused"
+    options = ("--bits", "bfloat16", "--gguf", "--gguf-base", quantized)
+    call("fuse", bundle, "--adapters", adapters, "--out", fused, *options)
+    adapted = load_adapters(Bundle(bundle).to_mlx_lm(), str(adapters))
+    for file, lora, allowed in (
+        (plain, fused / "adapters.gguf", tolerance),
+        (fused / "model.gguf", None, 0.3),  # rounds weights to bfloat16, and activations to 8 bits
+    ):
+        steps = write(file, prompt, lora)
+        tuned = log_probabilities(adapted, prompt, [step["id"] for step in steps])
+        assert [step["logprob"] for step in steps] == pytest.approx(tuned, abs=allowed)
+        assert max(map(abs, np.subtract(tuned, expected))) > 0.5
+
 
 def dequantized(name: str, matrix: np.ndarray) -> tuple[np.ndarray, Type]:
     return gguf.dequantize(*q8_0(name, matrix)), Type.F32
+
+
+@dataclass
+class RealModel:
+    """A real model's GGUF file, and its bundle."""
+
+    file: Path
+    bundle: Path
+
+    def served(self) -> xllamacpp.Server:
+        return serve(self.file)
+
+
+@pytest.fixture(scope="module", params=[SMOLLM2, GEMMA])
+def real(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> RealModel:
+    try:
+        file = gguf_file(request.param)
+    except MespError as error:
+        pytest.skip(error.message)
+    bundle = tmp_path_factory.mktemp("real") / "bundle.mesp"
+    call("export", "--model", file, "--out", bundle, "--seq-len", 64, "--device", "cpu")
+    return RealModel(file, bundle)
+
+
+def test_a_real_models_distributions_are_llama_cpps(real: RealModel):
+    """The mean KL divergence in nats of the next token's, with the likeliest 1,000 tokens apart.
+
+    llama.cpp rounds what it multiplies quantized matrices with to 8 bits.
+    """
+    model = Bundle(real.bundle).to_mlx_lm()
+    model.set_dtype(mx.float32)
+    ids = load_tokenizer(real.bundle).encode(inspect.getdoc(json) or "")[:96]
+    ours = np.array(nn.log_softmax(model(mx.array([ids]))[0].astype(mx.float32), -1), np.float64)
+    server, divergences = real.served(), []
+    for end in range(8, len(ids), 6):
+        request = {"prompt": ids[:end], "n_predict": 1, "temperature": 0, "n_probs": 1000}
+        answer = server.handle_completions(request)["choices"][0]["logprobs"]["content"][0]
+        listed = {each["id"]: each["logprob"] for each in answer["top_logprobs"]}
+        theirs, here = np.array([*listed.values()]), ours[end - 1][[*listed]]
+        apart = np.exp(theirs) @ (theirs - here)
+        rest, rest_here = (max(1 - np.exp(each).sum(), 1e-12) for each in (theirs, here))
+        divergences.append(apart + rest * np.log(rest / rest_here))
+    assert np.mean(divergences) <= 0.005
+
+
+PROMPTS = (
+    "What is the capital of France?",
+    "Write a Python function that adds two numbers.",
+    "The quick brown fox",
+    "List three fruits.",
+    "In 1969, the first man",
+    "Explain why the sky is blue.",
+    "Once upon a time, there was a",
+    "2, 4, 6, 8,",
+    "Water boils at",
+    "Translate to French: good morning.",
+)
+
+
+def test_a_real_model_writes_what_llama_cpp_writes(real: RealModel, tmp_path: Path):
+    """The same 32 tokens for 9 of 10 prompts, from a file with the same numbers in float32: that of
+    the likeliest token may change where llama.cpp rounds what it multiplies blocks with."""
+    file = GGUF.read(real.file)
+    quantized = [n for n, tensor in file.tensors.items() if tensor.type not in UNQUANTIZED]
+    copy(file, tmp_path / "plain.gguf", dict.fromkeys(quantized, np.ascontiguousarray), Type.F32)
+    tokenizer, server, same = load_tokenizer(real.bundle), serve(tmp_path / "plain.gguf"), 0
+    for prompt in PROMPTS:
+        ids = encode(tokenizer, prompt, None)
+        request = {"prompt": ids, "n_predict": 32, "temperature": 0, "n_probs": 1}
+        written = server.handle_completions(request)["choices"][0]["logprobs"]["content"]
+        theirs = [step["id"] for step in written]
+        *records, _ = generate(real.bundle, ids, max_tokens=len(theirs))
+        same += [record["token"] for record in records] == theirs
+    assert same >= 9
+
+
+def test_a_real_models_tokens_are_llama_cpps(real: RealModel):
+    tokenizer = Tokenizer.from_file(str(real.bundle / "tokenizer.json"))
+    tokenize = tokenize_with(real.served())
+    lines = mixed_lines(1000)
+    assert [tokenizer.encode(line).ids for line in lines] == [tokenize(line) for line in lines]
+
+
+@pytest.mark.parametrize("vocabulary", [*PRE_TOKENIZERS, "pieces"])
+def test_a_text_has_llama_cpps_tokens(vocabulary: str, tmp_path: Path):
+    """Of each pre-tokenizer that is supported with one small vocabulary of bytes and pairs, and of
+    SentencePiece's pieces."""
+    tensors = random_tensors(MODELS["qwen2"][1])
+    file = write_gguf(tmp_path / "tiny.gguf", "qwen2", tensors, vocabulary=vocabulary)
+    write_tokenizer(GGUF.read(file), tmp_path)
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    tokenize = tokenize_with(serve(file))
+    lines = [unicodedata.normalize("NFC", line) for line in mixed_lines(300)]
+    assert [tokenizer.encode(line).ids for line in lines] == [tokenize(line) for line in lines]
+
+
+def tokenize_with(server: xllamacpp.Server) -> Callable[[str], list[int]]:
+    """The ids of a text, of llama.cpp's tokenizer."""
+
+    def tokenize(text: str) -> list[int]:
+        asked = {"content": text, "add_special": True, "parse_special": True}
+        headers = {"Content-Type": "application/json"}
+        address = f"{server.listening_address}/tokenize"
+        request = urllib.request.Request(address, json.dumps(asked).encode(), headers)
+        with urllib.request.urlopen(request) as answer:
+            return json.load(answer)["tokens"]
+
+    return tokenize
+
+
+def mixed_lines(count: int, seed: int = 0) -> list[str]:
+    """Code, and words of many scripts, numbers and signs with all kinds of white space between."""
+    rng = random.Random(seed)
+    words = """the Brown can't we'll I'M they'VE naïve café Straße ΑΒΓ Привет мир こんにちは 世界
+    안녕하세요 مرحبا שלום नमस्ते ﬁ e\u0301 x² ½ Ⅷ ٣٤ 1 23 456 12345 3.14 1e-9 0xFF
+    foo_bar fooBar HTTPServer __init__ a+b==c != <= -> :: // # % $x {} [0] (y) "q" 'z' \\n ... ,,
+    ;; — 😀 👩‍👩‍👧 🇫🇷"""
+    spaces = [" "] * 12 + [
+        "  ",
+        "   ",
+        "\t",
+        " \t ",
+        "\n",
+        "\n\n",
+        " \n",
+        "\n ",
+        "\r\n",
+        "",
+        "\u3000",
+    ]
+    code = [line for line in inspect.getsource(argparse).splitlines() if line]
+
+    def line(index: int) -> str:
+        if index % 3 == 0:
+            return "\n".join(rng.sample(code, rng.randint(1, 4)))
+        return "".join(
+            rng.choice(words.split()) + rng.choice(spaces) for _ in range(rng.randint(1, 16))
+        )
+
+    return [line(index) for index in range(count)]

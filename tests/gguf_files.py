@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import mlx.core as mx
 import numpy as np
 from gguf import GGMLQuantizationType as Type
 
-from conftest import FAMILIES, write_tokenizer
+from conftest import FAMILIES, TEXT, TINY, write_tokenizer
 from mesp.models.architecture import Architecture
 from mesp.models.config_json import complete
 from mesp.source_model.names import CONVOLUTIONS
@@ -21,7 +21,8 @@ _LLAMA = {"attention_bias": False, "mlp_bias": False}
 _GEMMA = {"query_pre_attn_scalar": 32}
 _YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 # llama.cpp's name of an architecture, and a tiny config.json of each family. What llama.cpp knows
-# without asking is as there: which blocks have no RoPE, the scale of attention.
+# without asking is as there: which blocks have no RoPE, the scale of attention. Of Gemma 2 mlx-lm
+# has no windows.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("qwen2", FAMILIES["qwen2"] | {"max_position_embeddings": 512}),
     "qwen3": ("qwen3", FAMILIES["qwen3"]),
@@ -38,14 +39,24 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "granite": ("granite", FAMILIES["granite"]),
     "minicpm": ("minicpm", FAMILIES["minicpm"] | {"head_dim": None}),
     "ministral3": ("mistral3", FAMILIES["mistral3"] | {"model_type": "ministral3"}),
-    "gemma2": ("gemma2", FAMILIES["gemma2"] | _GEMMA),
+    "gemma2": ("gemma2", FAMILIES["gemma2"] | _GEMMA | {"sliding_window": 64}),
     "gemma3_text": ("gemma3", FAMILIES["gemma3_text"] | _GEMMA),
     "qwen3_5_text": (
         "qwen35",
-        FAMILIES["qwen3_5"] | {"model_type": "qwen3_5_text", "linear_value_head_dim": 32},
+        FAMILIES["qwen3_5"]
+        # llama.cpp takes keys of the values' size, and this ε for the lengths of q and k, too.
+        | {"model_type": "qwen3_5_text", "linear_key_head_dim": 32, "linear_value_head_dim": 32}
+        | {"rms_norm_eps": 1e-6},
     ),
     "lfm2": ("lfm2", FAMILIES["lfm2"]),
     "phi3": ("phi3", FAMILIES["phi3"]),
+    # With rows of whole blocks of 256 weights.
+    "wide": (
+        "qwen2",
+        TINY
+        | {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1}
+        | {"max_position_embeddings": 512},
+    ),
 }
 INTERLEAVED = ("llama", "smollm3", "granite", "minicpm", "mistral3")
 
@@ -61,23 +72,19 @@ def write_gguf(
     model: str,
     tensors: dict[str, mx.array],
     encode: Encode = q8_0,
-    has_text: bool = True,
+    vocabulary: str = "gpt-2",
+    without: Sequence[str] = (),
 ) -> Path:
     """Writes a model of `MODELS` with tensors of Hugging Face's names, matrices as `encode` says.
 
-    Without `has_text` its tokens have numbers for names, and no text is half a character: llama.cpp
-    gives a token when its character is whole.
+    The `vocabulary` is ``numbers``, ``pieces`` as SentencePiece has them, or bytes and pairs, cut
+    into words by a pre-tokenizer of this name. Keys of the metadata `without` which are left out.
     """
     name, config = MODELS[model]
     config = complete(config)
     writer = gguf.GGUFWriter(path, name)
     _write_keys(writer, name, config)
-    if has_text:
-        write_vocabulary(writer, path.parent / f"{path.stem}.tokenizer", config["vocab_size"])
-    else:
-        writer.add_tokenizer_model("llama")
-        writer.add_token_list([str(token) for token in range(config["vocab_size"])])
-        writer.add_eos_token_id(0)
+    write_vocabulary(writer, vocabulary, path.with_suffix(".tokenizer"), config["vocab_size"])
     architecture = next(a for a, n in gguf.MODEL_ARCH_NAMES.items() if n == name)
     names = gguf.get_tensor_name_map(architecture, config["num_hidden_layers"])
     for key, tensor in tensors.items():
@@ -90,6 +97,8 @@ def write_gguf(
         else:
             writer.add_tensor(theirs, array)
     _write_rope(writer, config)
+    for key in without:
+        del writer.kv_data[0][key]
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -165,6 +174,7 @@ def _write_rope(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
         writer.add_tensor("rope_freqs.weight", np.float32(base / np.array(mixer.frequencies)))
     elif scaling["type"] == "longrope":
         writer.add_rope_scaling_orig_ctx_len(config["original_max_position_embeddings"])
+        writer.add_rope_scaling_attn_factors(Architecture.from_config(config).mixers[0].rope_scale)
         for size in ("long", "short"):
             factors = np.array(scaling[f"{size}_factor"], np.float32)
             writer.add_tensor(f"rope_factors_{size}.weight", factors)
@@ -202,16 +212,33 @@ def _converted(name: str, config: dict[str, Any], key: str, array: np.ndarray) -
     return array if "norm" in key else tiled(array, 1)
 
 
-def write_vocabulary(writer: gguf.GGUFWriter, folder: Path, size: int) -> None:
-    """The tokenizer of `write_tokenizer`, with tokens that nothing makes up to `size`."""
-    folder.mkdir(exist_ok=True)
-    write_tokenizer(folder, size)
-    model = json.loads((folder / "tokenizer.json").read_text())["model"]
-    tokens = sorted(model["vocab"], key=model["vocab"].get)
-    spare = [f"<unused{i}>" for i in range(size - len(tokens))]
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("gpt-2")
-    writer.add_token_list(tokens + spare)
-    writer.add_token_types([3] + [1] * (len(tokens) - 1) + [5] * len(spare))
-    writer.add_token_merges([" ".join(merge) for merge in model["merges"]])
-    writer.add_eos_token_id(0)
+def write_vocabulary(writer: gguf.GGUFWriter, kind: str, folder: Path, size: int) -> None:
+    """Numbers, of which no text is half a character (llama.cpp gives a token when its character is
+    whole), pieces with scores, or the tokens of `write_tokenizer`."""
+    merges = []
+    if kind == "numbers":
+        tokens, types = [str(token) for token in range(size)], [1] * size
+        writer.add_token_scores([0.0] * size)
+    elif kind == "pieces":
+        text = "▁".join(TEXT[:90].split())
+        pieces = {text[i : i + n] for n in range(1, 6) for i in range(len(text))}
+        tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+        types = [2, 3, 3] + [6] * 256
+        tokens += sorted(pieces, key=lambda piece: (len(piece), piece))[: size - len(tokens)]
+        types += [1] * (size - len(types))
+        writer.add_token_scores([0.0] * 259 + [float(-i) for i in range(size - 259)])
+    else:
+        folder.mkdir(exist_ok=True)
+        write_tokenizer(folder, size)
+        model = json.loads((folder / "tokenizer.json").read_text())["model"]
+        tokens = sorted(model["vocab"], key=model["vocab"].get)
+        types = [3] + [1] * (len(tokens) - 1) + [5] * (size - len(tokens))
+        tokens += [f"<unused{i}>" for i in range(size - len(tokens))]
+        merges = [" ".join(merge) for merge in model["merges"]]
+        writer.add_tokenizer_pre(kind)
+        writer.add_token_merges(merges)
+    writer.add_tokenizer_model("gpt2" if merges else "llama")
+    writer.add_token_list(tokens)
+    writer.add_token_types(types)
+    writer.add_bos_token_id(1 if kind == "pieces" else 0)
+    writer.add_eos_token_id(2 if kind == "pieces" else 0)

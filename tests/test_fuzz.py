@@ -6,9 +6,11 @@ import contextlib
 import json
 import math
 import os
+import re
 import shutil
 import struct
 from pathlib import Path
+from types import SimpleNamespace
 
 import click
 import mlx.core as mx
@@ -17,12 +19,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from conftest import FAMILIES, TEXT, TINY, write_model
+from conftest import FAMILIES, TEXT, TINY, random_tensors, write_model
+from gguf_files import MODELS, write_gguf
 from mesp.adapters.load import read_adapters
 from mesp.block_function.check import check_functions
 from mesp.block_function.mlxfn import DTYPES
 from mesp.bundle.manifest import read_manifest
 from mesp.bundle.reader import Bundle
+from mesp.bundle.weight_files import weight_files
 from mesp.bundle.writer import write_texts
 from mesp.commands.options_from_yaml import read_config
 from mesp.commands.train import main as train
@@ -38,6 +42,7 @@ from mesp.quantization.choose import check_quantizations, find_quantizations
 from mesp.runs.log import read_run
 from mesp.runs.table import table_row
 from mesp.source_model.find import find_source
+from mesp.source_model.gguf.weights import GGUFWeights
 from mesp.source_model.safetensors import SafetensorsWeights
 from test_export import export
 from test_fuse import write_adapters
@@ -261,6 +266,52 @@ def test_weights(tmp_path: Path, data: st.DataObject):
         weights = SafetensorsWeights(tmp_path, "qwen2")
         for name in "ab":
             assert weights.rows(name, (2, 3), slice(0, 2)).shape == (2, 3)
+
+
+@pytest.fixture(scope="module")
+def gguf_files(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    folder = tmp_path_factory.mktemp("gguf")
+    kinds = {"gemma3_text": "pieces", "qwen3_5_text": "qwen35", "lfm2": "lfm2", "phi3": "smollm"}
+    return [
+        write_gguf(folder / name, name, random_tensors(MODELS[name][1]), vocabulary=vocabulary)
+        for name, vocabulary in kinds.items()
+    ]
+
+
+@st.composite
+def damaged_gguf(draw: st.DrawFn, file: bytes) -> bytes:
+    """Cut off, or with bytes changed beside the names in its header."""
+    if draw(st.integers(0, 3)) == 0:
+        return draw(damaged(file))
+    names = re.compile(rb"general|tokenizer|blk|[.](attention|rope|ssm|shortconv|\w+_length)")
+    keys = [match.start() for match in names.finditer(file)]
+    changed = bytearray(file)
+    for _ in range(draw(st.integers(1, 3))):
+        at = draw(st.sampled_from(keys)) + draw(st.integers(-16, 48))
+        value = draw(
+            st.integers(-2, 16) | st.sampled_from([2**31 - 1, -(2**31), 1 << 20, 0x7FC00000])
+        )
+        changed[at : at + 4] = struct.pack("<i", value)
+    return bytes(changed)
+
+
+@CASES
+@given(data=st.data())
+def test_gguf_files(gguf_files: list[Path], tmp_path: Path, data: st.DataObject):
+    path = tmp_path / "m.gguf"
+    file = data.draw(st.sampled_from(gguf_files)).read_bytes()
+    path.unlink(missing_ok=True)  # the one before may still be mapped
+    path.write_bytes(data.draw(damaged_gguf(file)))
+    with contextlib.suppress(MespError):
+        source = find_source(str(path), random_weights=False)
+        arch = Architecture.from_config(source.config)
+        quantizations = find_quantizations(source, arch, None, None, None, None)
+        check_quantizations(arch, quantizations)
+        weights = GGUFWeights(source.gguf, arch)
+        options = SimpleNamespace(quantizations=quantizations, dtype="float32")
+        for layout, pieces in weight_files(weights, arch, options).values():
+            for part, _, array in pieces:
+                assert array.shape[1:] == layout[part].shape[1:]
 
 
 @CASES

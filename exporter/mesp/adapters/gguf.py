@@ -1,60 +1,128 @@
-"""Adapters as llama.cpp reads them: a GGUF file of the type `adapter`."""
+"""Adapters as llama.cpp reads them: beside a model's GGUF file, and fused into its weights."""
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+import mlx.core as mx
 import numpy as np
 
+from mesp.adapters.fuse import BFLOAT16
 from mesp.adapters.load import Adapters
+from mesp.bundle.reader import Bundle
 from mesp.errors import MespError
 from mesp.models.architecture import Architecture
 
-# llama.cpp's name of an architecture, by model_type.
-ARCHITECTURES = {
-    "qwen2": "QWEN2", "qwen3": "QWEN3", "llama": "LLAMA", "mistral": "LLAMA", "smollm3": "SMOLLM3",
-    "gemma2": "GEMMA2", "gemma3_text": "GEMMA3", "phi3": "PHI3",
-}  # fmt: skip
-# Those whose q and k llama.cpp turns in pairs of neighbours: rows of a head's halves alternate.
-INTERLEAVED = ("LLAMA", "SMOLLM3")
+if TYPE_CHECKING:
+    from mesp.source_model.gguf.header import GGUF
+
+# What a matrix with adapters becomes in a GGUF file, by --bits.
+_TYPES = {4: "Q4_1", 6: "Q8_0", 8: "Q8_0", BFLOAT16: "BF16"}
 
 
 def write_gguf(path: Path, adapters: Adapters, arch: Architecture) -> None:
-    """Writes `path`: of each module `blk.N.….lora_a` [rank, in], `….lora_b` [out, rank]; alpha.
+    """Writes `path`, a GGUF file of the type `adapter`: of each module `blk.N.….lora_a` [rank, in],
+    `….lora_b` [out, rank]; alpha.
 
     Names, order of rows and keys are those of llama.cpp's convert_lora_to_gguf.py. Raises MespError
-    where the gguf package is missing, or the architecture is none of these.
+    where the gguf package is missing, or the architecture is none of llama.cpp's.
     """
+    gguf = _package()
+    rank = next(iter(adapters.matrices.values()))[0].shape[1]
+    tensors = _tensors(adapters, arch)
+    writer = gguf.GGUFWriter(path, _names(arch).architecture)
+    writer.add_type(gguf.GGUFType.ADAPTER)
+    writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
+    writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, adapters.scale * rank)
+    for tensor, (_, down, up) in tensors.items():
+        writer.add_tensor(f"{tensor}.lora_a", down)
+        writer.add_tensor(f"{tensor}.lora_b", up)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def read_base(path: Path, bundle: Bundle) -> GGUF:
+    """The GGUF file that a bundle was exported from. Raises MespError where it is another one."""
+    _package()
+    from mesp.source_model.gguf.blocks import CARRIED
+    from mesp.source_model.gguf.config import config_of
+    from mesp.source_model.gguf.header import GGUF
+    from mesp.source_model.gguf.weights import GGUFWeights
+
+    file, arch = GGUF.read(path), bundle.architecture
+    same = Architecture.from_config(config_of(file)) == arch
+    if same:
+        weights = GGUFWeights(file, arch)
+        tables = {"model.embed_tokens": bundle.embedding()["weight"]}
+        tables |= {
+            f"model.layers.0.{name}": bundle.block(0)[f"{name}.weight"]
+            for name in arch.blocks[0].modules
+        }
+        for name, expected in tables.items():
+            rows = slice(0, min(64, len(expected)))
+            if file.tensors[weights.names.tensor(f"{name}.weight")].type in CARRIED:
+                found = weights.rows(f"{name}.weight", expected.shape, rows)
+                same = same and bool(mx.array_equal(found, expected[rows]))
+    if not same:
+        raise MespError(f"{path} is not the file that {bundle.path} was exported from; name that.")
+    return file
+
+
+def write_fused_gguf(
+    path: Path, base: GGUF, adapters: Adapters, arch: Architecture, bits: int
+) -> None:
+    """Writes the file `base` with adapters in its weights: W + scale · (A B)ᵀ in the type that
+    `bits` are here; all else is copied."""
+    from gguf import GGMLQuantizationType
+
+    from mesp.source_model.gguf.header import copy
+
+    def fuse(tensor: tuple[float, np.ndarray, np.ndarray], weight: np.ndarray) -> np.ndarray:
+        scale, down, up = tensor
+        return weight.astype(np.float32) + scale * (up @ down)
+
+    tensors = _tensors(adapters, arch)
+    changed = {name: partial(fuse, tensor) for name, tensor in tensors.items()}
+    copy(base, path, changed, GGMLQuantizationType[_TYPES[bits]])
+
+
+def _tensors(
+    adapters: Adapters, arch: Architecture
+) -> dict[str, tuple[float, np.ndarray, np.ndarray]]:
+    """By the name there of a matrix: the scale, Aᵀ [rank, in] and Bᵀ [out, rank], whose columns and
+    rows are in the order that they have there."""
+    names, found = _names(arch), {}
+    for path, (a, b) in adapters.matrices.items():
+        layer, _, module = path.removeprefix(f"{arch.mlx_prefix}.layers.").partition(".")
+        block, down, up = arch.blocks[int(layer)], np.array(a).T, np.array(b).T
+        if (rows := names.rows(block, module)) is not None:
+            up = up[np.argsort(rows)]
+        if (columns := names.columns(block, module)) is not None:
+            down = down[:, np.argsort(columns)]
+        tensor = names.tensor(f"model.layers.{layer}.{module}.weight")
+        found[tensor] = adapters.scale, np.ascontiguousarray(down), np.ascontiguousarray(up)
+    return found
+
+
+def _names(arch: Architecture):
+    from mesp.source_model.gguf.names import ARCHITECTURES, Names
+
+    if arch.model_type not in ARCHITECTURES:
+        raise MespError(
+            f"Adapters of {arch.model_type} are not written for llama.cpp; leave out --gguf."
+        )
+    return Names(arch)
+
+
+def _package():
     try:
         import gguf
     except ImportError as error:
         raise MespError(
             "Writing for llama.cpp needs the gguf package: pip install 'mesp[gguf]'."
         ) from error
-    name = ARCHITECTURES.get(arch.model_type)
-    if name is None:
-        raise MespError(
-            f"Adapters of {arch.model_type} are not written for llama.cpp; leave out --gguf."
-        )
-    architecture = gguf.MODEL_ARCH[name]
-    names = gguf.get_tensor_name_map(architecture, arch.num_hidden_layers)
-    rank = next(iter(adapters.matrices.values()))[0].shape[1]
-
-    writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[architecture])
-    writer.add_type(gguf.GGUFType.ADAPTER)
-    writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
-    writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, adapters.scale * rank)
-    attention = arch.mixers[0]
-    heads = {"q_proj": attention.num_attention_heads, "k_proj": attention.num_key_value_heads}
-    for module, (a, b) in adapters.matrices.items():
-        down, up = np.array(a).T, np.array(b).T
-        if name in INTERLEAVED and (count := heads.get(module.rpartition(".")[2])):
-            halves = up.reshape(count, 2, -1, up.shape[1])
-            up = halves.swapaxes(1, 2).reshape(up.shape)
-        tensor = names.get_name(module)
-        writer.add_tensor(f"{tensor}.weight.lora_a", np.ascontiguousarray(down))
-        writer.add_tensor(f"{tensor}.weight.lora_b", np.ascontiguousarray(up))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    return gguf

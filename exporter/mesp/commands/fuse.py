@@ -9,7 +9,7 @@ import mlx.core as mx
 from rich.progress import Progress
 
 from mesp.adapters.fuse import BFLOAT16, fuse, save
-from mesp.adapters.gguf import write_gguf
+from mesp.adapters.gguf import read_base, write_fused_gguf, write_gguf
 from mesp.adapters.load import apply_adapters, read_adapters
 from mesp.adapters.measure import held_out_loss
 from mesp.bundle.folders import replacing
@@ -40,10 +40,18 @@ WIDTHS = {"4": 4, "6": 6, "8": 8, "bfloat16": BFLOAT16}
 )  # fmt: skip
 @click.option("--gguf", is_flag=True, help="Write adapters.gguf for llama.cpp into it too.")
 @click.option(
+    "--gguf-base", type=click.Path(path_type=Path), metavar="FILE.gguf",
+    help="The GGUF file that BUNDLE was exported from: write model.gguf too, which is it with the "
+    "adapters in its weights. These become Q8_0, with --bits 4 Q4_1, or BF16.",
+)  # fmt: skip
+@click.option(
     "--val-batches", type=click.IntRange(min=0), default=8,
     help="Held-out sequences to measure the loss on, before and after; 0 measures none.",
 )  # fmt: skip
-def main(bundle: Path, adapters: Path, out: Path, bits: str, gguf: bool, val_batches: int) -> None:
+def main(
+    bundle: Path, adapters: Path, out: Path, bits: str, gguf: bool, gguf_base: Path | None,
+    val_batches: int,
+) -> None:  # fmt: skip
     """Write the model in BUNDLE with its adapters fused into the weights, as mlx-lm reads it.
 
     Says what the adapters gained on held-out data, and what of it quantizing has left.
@@ -63,6 +71,10 @@ def main(bundle: Path, adapters: Path, out: Path, bits: str, gguf: bool, val_bat
         bar.remove_task(checking)
         if gguf:
             write_gguf(folder / "adapters.gguf", matrices, opened.architecture)
+        if gguf_base is not None:
+            base = read_base(gguf_base, opened)
+            target = folder / "model.gguf"
+            write_fused_gguf(target, base, matrices, opened.architecture, WIDTHS[bits])
         model = opened.to_mlx_lm()
         model.set_dtype(mx.float32)
         losses = [measure(bar, "base", model, opened, measured)]

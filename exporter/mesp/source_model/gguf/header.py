@@ -1,4 +1,4 @@
-"""Reads the header of a GGUF file: its metadata, and where its tensors lie.
+"""Reads the header of a GGUF file: its metadata, and where its tensors lie. Copies files.
 
 The gguf package's reader trusts the file's counts and takes 20 s for a vocabulary of 262,144.
 """
@@ -9,12 +9,13 @@ import math
 import os
 import stat
 import struct
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize, quantize
 
 from mesp.errors import MespError
 
@@ -41,11 +42,17 @@ class Tensor:
 
 @dataclass(frozen=True)
 class GGUF:
-    """The metadata of a file by key, and its tensors by name; the file is mapped."""
+    """The metadata of a file by key, and its tensors by name; the file is mapped.
+
+    `keys` are its first bytes, up to the metadata's end; its tensors begin at multiples of
+    `alignment`.
+    """
 
     path: Path
     metadata: dict[str, Any]
     tensors: dict[str, Tensor]
+    keys: memoryview
+    alignment: int
 
     @classmethod
     def read(cls, path: Path) -> GGUF:
@@ -62,6 +69,37 @@ class GGUF:
             raise MespError(
                 f"{path} cannot be used as a GGUF file ({error}); download it again."
             ) from error
+
+
+def copy(
+    file: GGUF,
+    path: Path,
+    changed: Mapping[str, Callable[[np.ndarray], np.ndarray]],
+    kind: GGMLQuantizationType,
+) -> None:
+    """Writes a file with other blocks, of type `kind`, in the tensors that are `changed`: what is
+    made of their numbers, in float32. All else is copied."""
+    block, size = GGML_QUANT_SIZES[kind]
+    with open(path, "xb") as out:
+        out.write(file.keys)
+        offset = 0
+        for name, tensor in file.tensors.items():
+            number, count = GGMLQuantizationType[tensor.type], tensor.data.size
+            if name in changed:
+                number, count = kind, math.prod(tensor.shape) // block * size
+            text, dimensions = name.encode(), len(tensor.shape)
+            out.write(struct.pack("<Q", len(text)) + text)
+            out.write(struct.pack(f"<I{dimensions}Q", dimensions, *tensor.shape[::-1]))
+            out.write(struct.pack("<IQ", number, offset))
+            offset += math.ceil(count / file.alignment) * file.alignment
+        for name, tensor in file.tensors.items():
+            out.write(bytes(-out.tell() % file.alignment))
+            data = tensor.data
+            if name in changed:
+                numbers = dequantize(data, GGMLQuantizationType[tensor.type])
+                data = quantize(changed[name](numbers), kind)
+            out.write(np.ascontiguousarray(data))
+        out.write(bytes(-out.tell() % file.alignment))
 
 
 class _Cursor:
@@ -115,6 +153,7 @@ def _read(path: Path, file: np.ndarray) -> GGUF:
     for _ in range(key_count):
         key = cursor.text()
         metadata[key] = cursor.value(cursor.count("I"))
+    keys = cursor.data[: cursor.at]
     found = []
     for _ in range(tensor_count):
         name, dimensions = cursor.text(), cursor.count("I")
@@ -131,7 +170,7 @@ def _read(path: Path, file: np.ndarray) -> GGUF:
     tensors = {name: _tensor(file[start:], *entry) for name, *entry in found}
     if len(tensors) != tensor_count:
         raise ValueError("two tensors have one name")
-    return GGUF(path, metadata, tensors)
+    return GGUF(path, metadata, tensors, keys, alignment)
 
 
 def _tensor(data: np.ndarray, shape: tuple[int, ...], number: int, offset: int) -> Tensor:

@@ -28,8 +28,9 @@ class Names:
     def __init__(self, arch: Architecture):
         self.arch = arch
         self.name = ARCHITECTURES[arch.model_type]
-        architecture = gguf.MODEL_ARCH[self.name]
-        self.map = gguf.get_tensor_name_map(architecture, arch.num_hidden_layers)
+        number = gguf.MODEL_ARCH[self.name]
+        self.architecture = gguf.MODEL_ARCH_NAMES[number]
+        self.map = gguf.get_tensor_name_map(number, arch.num_hidden_layers)
 
     def tensor(self, name: str) -> str:
         """The name there of a tensor, such as ``model.layers.0.mlp.up_proj.weight``.

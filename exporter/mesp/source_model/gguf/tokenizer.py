@@ -42,7 +42,7 @@ _GPT4O = (
 )
 # What cuts a text into words before pairs are merged, by `tokenizer.ggml.pre`: a pattern, or
 # GPT-2's where None, after digits one by one where "digits".
-_PATTERNS = {
+PRE_TOKENIZERS = {
     "gpt-2": None,
     **dict.fromkeys(("smollm", "refact", "starcoder"), "digits"),
     **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "lfm2", "smaug-bpe", "dbrx"), _LLAMA3),
@@ -131,7 +131,7 @@ def _special_tokens(file: GGUF, tokens: list[str]) -> dict[str, int]:
 def _byte_level(file: GGUF, tokens: list[str]) -> Tokenizer:
     """BPE over bytes, with the merges of the file."""
     name = file.metadata.get("tokenizer.ggml.pre")
-    if name not in _PATTERNS:
+    if name not in PRE_TOKENIZERS:
         raise ValueError(f"its pre-tokenizer {name!r:.40} is not supported")
     merges = file.metadata.get("tokenizer.ggml.merges")
     if not isinstance(merges, list) or not all(isinstance(merge, str) for merge in merges):
@@ -145,7 +145,7 @@ def _byte_level(file: GGUF, tokens: list[str]) -> Tokenizer:
         if not {first, second, first + second} <= vocabulary.keys():
             raise ValueError("a merge is not of its tokens")
     tokenizer = Tokenizer(models.BPE(vocabulary, pairs, ignore_merges=name in _WHOLE_WORDS))
-    pattern = _PATTERNS[name]
+    pattern = PRE_TOKENIZERS[name]
     steps: list[Any] = []
     if pattern == "digits":
         steps.append(pre_tokenizers.Digits(individual_digits=True))

@@ -12,6 +12,7 @@ import numpy as np
 from mesp.errors import MespError
 from mesp.models.architecture import Architecture, Block
 from mesp.models.families import FAMILIES
+from mesp.quantization import least_squares
 from mesp.quantization.modes import Quantization
 from mesp.source_model.gguf.blocks import CARRIED, REQUANTIZED, UNQUANTIZED, WIDE, arrays, pack
 from mesp.source_model.gguf.header import GGUF, Tensor
@@ -30,7 +31,7 @@ class GGUFWeights:
         """Raises MespError unless the file has the architecture's tensors, in types that are
         supported, and no others."""
         self.file, self.arch, self.names = file, arch, Names(arch)
-        self.decoded: tuple[Any, tuple[np.ndarray, ...]] = (None, ())
+        self.quantized: tuple[Any, tuple[mx.array, ...]] = (None, ())
         self.blocks = {f"model.layers.{i}.": block for i, block in enumerate(arch.blocks)}
         self.matrices = ["model.embed_tokens", *(["lm_head"] * (not arch.tie_word_embeddings))]
         self.matrices += [prefix + name for prefix, b in self.blocks.items() for name in b.modules]
@@ -96,29 +97,25 @@ class GGUFWeights:
         return "; ".join(parts)
 
     def is_quantized(self, name: str) -> bool:
-        return self._tensor(f"{name}.weight").type in CARRIED
+        return self.is_quantized_file
 
     def is_stored_unquantized(self, name: str) -> bool:
-        """Not in a file that has others quantized: it names what each of its matrices becomes."""
         return not self.is_quantized_file
 
     def rows(self, name: str, shape: tuple[int, ...], rows: slice) -> mx.array:
         module, _, part = name.rpartition(".")
-        tensor = self._tensor(f"{module}.weight" if part in _PARTS else name)
-        if tensor.type in CARRIED:
-            quantization = CARRIED[tensor.type][1]
-            index = _PARTS.index(part)
-            array = self._decode(module, tensor, rows)[index]
-            array = pack(array, quantization.bits) if index == 0 else array
-            whole = (tensor.shape[0], array.shape[1])
+        if self.is_quantized_file and module in self.matrices and part in _PARTS:
+            array = self._quantized(module, rows)[_PARTS.index(part)]
+            whole = (self._tensor(f"{module}.weight").shape[0], array.shape[1])
         else:
+            tensor = self._tensor(name)
             array, whole = self._floats(name, tensor, rows), tensor.shape
         if whole != shape:
             raise MespError(
                 f"{self.file.path} does not fit its metadata: {name} is {list(whole)}, not "
                 f"{list(shape)}."
             )
-        return mx.array(array)
+        return array
 
     def _tensor(self, name: str) -> Tensor:
         """A tensor by its name here."""
@@ -152,31 +149,47 @@ class GGUFWeights:
             raise MespError(f"{self.file.path} does not fit its metadata: {name} has other rows.")
         return tensor.data[order[rows]]
 
-    def _decode(self, module: str, tensor: Tensor, rows: slice) -> tuple[np.ndarray, ...]:
-        """Codes, scales and biases of rows; the last ones are kept, as each is asked for."""
+    def _quantized(self, module: str, rows: slice) -> tuple[mx.array, ...]:
+        """Packed codes, scales and biases of rows; the last ones are kept, as each is asked for."""
         key = (module, rows.start, rows.stop)
-        if self.decoded[0] != key:
-            parts = arrays(tensor.type, self._data(f"{module}.weight", tensor, rows))
-            order = self._columns(module)
-            if order is not None:
-                codes = parts[0]
-                group = codes.shape[1] // parts[1].shape[1]
-                groups = order.reshape(-1, group)
-                if len(order) != codes.shape[1] or (np.diff(groups) != 1).any():
+        if self.quantized[0] != key:
+            tensor = self._tensor(f"{module}.weight")
+            if tensor.type in CARRIED:
+                bits = CARRIED[tensor.type][1].bits
+                codes, *others = self._decode(module, tensor, rows)
+                found = (mx.array(pack(codes, bits)), *map(mx.array, others))
+            else:
+                matrix = self._floats(f"{module}.weight", tensor, rows)
+                if matrix.shape[1] % WIDE.group_size:
                     raise MespError(
-                        f"{self.file.path} has {module} in groups of {group}, which are not within "
-                        "its heads; take a file of Q8_0 or F16."
+                        f"{self.file.path} has {module} with rows of {matrix.shape[1]:,}, which "
+                        f"groups of {WIDE.group_size} do not divide."
                     )
-                first = groups[:, 0] // group
-                parts = (codes[:, order], *(part[:, first] for part in parts[1:]))
-            self.decoded = (key, parts)
-        return self.decoded[1]
+                found = least_squares.quantize(matrix, WIDE, None, mx.float32)
+            self.quantized = (key, found)
+        return self.quantized[1]
+
+    def _decode(self, module: str, tensor: Tensor, rows: slice) -> tuple[np.ndarray, ...]:
+        """Codes, scales and, where there are, biases of rows."""
+        codes, *others = arrays(tensor.type, self._data(f"{module}.weight", tensor, rows))
+        order = self._columns(module)
+        if order is None:
+            return codes, *others
+        group = codes.shape[1] // others[0].shape[1]
+        groups = order[: len(order) // group * group].reshape(-1, group)
+        together = (np.diff(groups) == 1).all() and not (groups[:, 0] % group).any()
+        if len(order) != codes.shape[1] or not together:
+            raise MespError(
+                f"{self.file.path} has {module} in groups of {group}, which are not within its "
+                "heads; take a file of Q8_0 or F16."
+            )
+        return codes[:, order], *(each[:, groups[:, 0] // group] for each in others)
 
     def _columns(self, module: str) -> np.ndarray | None:
         block, local = self._block(module)
         return None if block is None else self.names.columns(block, local)
 
-    def _floats(self, name: str, tensor: Tensor, rows: slice) -> np.ndarray | mx.array:
+    def _floats(self, name: str, tensor: Tensor, rows: slice) -> mx.array:
         """Rows of a tensor as numbers."""
         if len(tensor.shape) == 1:
             array = _numbers(tensor, tensor.data)[0]
