@@ -33,10 +33,11 @@ from click.testing import CliRunner
 from mesp.bundle.as_source import as_source
 from mesp.bundle.reader import Bundle
 from mesp.commands.export import main as export
+from mesp.data.python_docs import python_docs
 from mesp.data.tokens import cut_text, load_tokenizer
 from mesp.models.architecture import Architecture
 from mesp.quantization.choose import Quantizations, find_quantizations
-from mesp.quantization.measure import measure
+from mesp.quantization.measure import finals, measure
 from mesp.quantization.modes import Quantization
 from mesp.quantization.moments import excerpts
 from mesp.source_model.find import Source, find_source
@@ -239,15 +240,28 @@ def interval(values: Iterable[np.ndarray]) -> tuple[float, float]:
     return sums.sum() / counts.sum(), (high - low) / 2
 
 
+def python_docs_text() -> str:
+    """A text that comes with Python."""
+    return "\n".join(each.content["text"] for each in python_docs()["train"])
+
+
 @click.command(context_settings={"show_default": True})
 @click.option("--model", type=click.Path(path_type=Path, exists=True), required=True)
-@click.option("--text", type=click.Path(path_type=Path, exists=True), required=True)
+@click.option(
+    "--text", type=click.Path(path_type=Path, exists=True), show_default="Python's reference",
+    help="The text that is scored.",
+)  # fmt: skip
 @click.option("--calibrate", type=click.Path(path_type=Path, exists=True), required=True)
 @click.option("--ways", multiple=True, help="Those whose names begin so; all where none is named.")
 @click.option("--sequences", default=8, help="How many, spread over the text.")
 @click.option("--length", default=512, help="Tokens of each, after the one that begins a text.")
 def main(
-    model: Path, text: Path, calibrate: Path, ways: tuple[str, ...], sequences: int, length: int
+    model: Path,
+    text: Path | None,
+    calibrate: Path,
+    ways: tuple[str, ...],
+    sequences: int,
+    length: int,
 ) -> None:
     """Print what ways of quantizing a model lose."""
     chosen = {n: way for n, way in WAYS.items() if not ways or n.startswith(ways)}
@@ -256,12 +270,16 @@ def main(
     print("| way | MB | bits a weight | KL | perplexity / source's |\n|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as folder:
         study = Study(model, Path(folder), calibrate)
+        if text is None:
+            text = study.folder / "python-docs.txt"
+            text.write_text(python_docs_text())
         source, _ = study.open(model)
         count = source.arch.num_parameters
         scored = study.sequences(text, sequences, length)
+        of_source = finals(source, scored)
         for name, way in chosen.items():
             quantized, size = way(study)
-            loss = measure(source, quantized, scored)
+            loss = measure(source, quantized, scored, of_source)
             kl, error = interval(np.split(loss.kl, len(scored)))
             ratio, spread = interval(np.split(loss.model - loss.source, len(scored)))
             print(

@@ -15,7 +15,17 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
+import mlx.core as mx
+
 from mesp.errors import MespError
+from mesp.models.architecture import Architecture
+from mesp.quantization.choose import find_quantizations
+from mesp.source_model.find import find_source
+from mesp.source_model.forward_pass import SourceModel
+from mesp.source_model.gguf.weights import GGUFWeights
+from mesp.source_model.names import name_there
+from mesp.source_model.texts import copy_texts, texts_of, write_config
+from mesp.source_model.weights import norm
 
 
 class RealModel(NamedTuple):
@@ -59,6 +69,36 @@ def gguf_file(name: str) -> Path:
         with TemporaryDirectory(dir=cache) as folder:
             os.replace(_download(MODELS[name], Path(folder)), file)
     return file
+
+
+def unquantized(file: Path, folder: Path) -> Path:
+    """Writes the model of a GGUF file, dequantized to float32, as a Hugging Face folder."""
+    source = find_source(str(file), random_weights=False)
+    arch = Architecture.from_config(source.config)
+    weights = GGUFWeights(source.gguf, arch)
+    quantizations = find_quantizations(source, arch, None, None, None, None)
+    model = SourceModel(weights, arch, quantizations)
+    tables = ["model.embed_tokens", *([] if arch.tie_word_embeddings else ["lm_head"])]
+    shapes = dict.fromkeys(tables, (arch.vocab_size, arch.hidden_size))
+    vectors = {"model.norm.weight": arch.hidden_size}
+    for i, block in enumerate(arch.blocks):
+        prefix = f"model.layers.{i}."
+        shapes |= {prefix + name: shape for name, shape in block.sizes().items()}
+        vectors |= {prefix + name: size for name, size in block.norms().items()}
+    tensors = {
+        f"{name}.weight": model.matrix(name, shape, slice(0, shape[0]))
+        for name, shape in shapes.items()
+    }
+    tensors |= {
+        name_there(name, arch.model_type): norm(weights, name, (size,), arch) - arch.norm_offset
+        for name, size in vectors.items()
+    }
+    folder.mkdir(parents=True)
+    mx.save_safetensors(str(folder / "model.safetensors"), tensors)
+    config = {key: value for key, value in source.config.items() if key != "quantization"}
+    write_config(folder / "config.json", config)
+    copy_texts(source.folder, texts_of(each.name for each in source.folder.iterdir()), folder)
+    return folder
 
 
 def _download(model: RealModel, folder: Path) -> Path:

@@ -38,14 +38,25 @@ class Loss:
         return math.exp(self.source.mean()), math.exp(self.model.mean())
 
 
-def measure(source: SourceModel, model: SourceModel, sequences: Sequence[Sequence[int]]) -> Loss:
-    """Runs both models block after block; nothing but one block's inputs is kept of each."""
-    xs = [[each.embed(tokens) for each in (source, model)] for tokens in sequences]
-    for index in range(source.arch.num_hidden_layers):
-        for pair in xs:
-            pair[:] = [each.block(index, x) for each, x in zip((source, model), pair, strict=True)]
+def finals(model: SourceModel, sequences: Sequence[Sequence[int]]) -> list[mx.array]:
+    """What the head multiplies, float32 [T, hidden] of each sequence; blocks run one by one."""
+    xs = [model.embed(tokens) for tokens in sequences]
+    for index in range(model.arch.num_hidden_layers):
+        xs = [model.block(index, x) for x in xs]
+    return [model.final(x)[0] for x in xs]
+
+
+def measure(
+    source: SourceModel,
+    model: SourceModel,
+    sequences: Sequence[Sequence[int]],
+    of_source: list[mx.array] | None = None,
+) -> Loss:
+    """How far `model` is from `source`, whose `finals` may be given."""
+    pairs = zip(of_source or finals(source, sequences), finals(model, sequences), strict=True)
     return Loss.of(
-        _compare(source, model, *pair, tokens) for pair, tokens in zip(xs, sequences, strict=True)
+        _compare(source, model, *pair, tokens)
+        for pair, tokens in zip(pairs, sequences, strict=True)
     )
 
 
@@ -77,11 +88,10 @@ class _Distribution:
 def _compare(
     source: SourceModel, model: SourceModel, x: mx.array, y: mx.array, tokens: Sequence[int]
 ) -> Loss:
-    """Of one sequence, from what the last blocks give."""
-    finals = source.final(x)[0], model.final(y)[0]
+    """Of one sequence, from its `finals`."""
     p, q = _Distribution(len(tokens)), _Distribution(len(tokens))
     for rows in cut(source.arch.vocab_size, max(TILE // len(tokens), 1)):
-        zp, zq = source.logits(finals[0], rows), model.logits(finals[1], rows)
+        zp, zq = source.logits(x, rows), model.logits(y, rows)
         targets = mx.array(tokens[1:]) - rows.start
         p.add(zp, zp - zq, targets)
         q.add(zq, mx.array(0.0), targets)
