@@ -2,6 +2,8 @@
 
 import json
 import math
+import subprocess
+import sys
 from pathlib import Path
 
 import mlx.core as mx
@@ -306,3 +308,28 @@ def test_a_model_is_as_far_from_itself_as_nothing(tiny):
     loss = measure(source, source, [[1, 2, 3, 4]])
     assert np.abs(loss.kl).max() <= 1e-6
     assert loss.perplexities[0] == loss.perplexities[1]
+
+
+PEAK_OF_EXPORT = """
+import resource, sys
+from mesp.commands.export import main
+main(sys.argv[1:], standalone_mode=False)
+unit = 1 if sys.platform == "darwin" else 1024
+print(unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+"""
+
+
+@pytest.mark.slow
+def test_memory_is_that_of_tiles(tmp_path):
+    """A block here has 50 MB, of which the forward pass holds one tile and its activations."""
+    config = {**TINY, "hidden_size": 1024, "intermediate_size": 3072, "vocab_size": 2048}
+    folder = write_model(Path("model"), config, tokenizer=False)
+    peaks = []
+    for how in ("nearest", "least-squares"):
+        arguments = ["--model", folder, "--seq-len", 8, "--quantize", how, "--out", f"{how}.mesp"]
+        done = subprocess.run(
+            [sys.executable, "-c", PEAK_OF_EXPORT, *map(str, arguments)],
+            capture_output=True, text=True, check=True,
+        )  # fmt: skip
+        peaks.append(int(done.stdout.splitlines()[-1]))
+    assert peaks[1] - peaks[0] <= 40e6, peaks
