@@ -125,6 +125,8 @@ test-slow: engine $(FIXTURES).ready
 	$(BIN)/python -m pytest -q tests/check_install.py
 	@echo "== A real model to a phone and back"
 	$(BIN)/python -m pytest -q tests/check_mission.py
+	@echo "== What 4 bits lose of two real models"
+	$(BIN)/python -m pytest -q -s tests/check_quantizer.py
 	@echo "== Tests of lm-evaluation-harness's tasks"
 	$(BIN)/python -m venv $(VENV)/harness
 	$(VENV)/harness/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,harness]'

@@ -44,6 +44,7 @@ from mesp.commands.evaluate import MAX_LENGTH, context_of
 from mesp.commands.export import main
 from mesp.quantization.modes import Quantization
 
+NEAREST = ("--quantize", "nearest", "--head-bits", 4)  # as `nn.quantize` makes it
 COMMAND = str(Path(sys.executable).with_name("mesp-export"))
 
 
@@ -83,7 +84,7 @@ def working_folder(tmp_path_factory, monkeypatch):
 
 def test_bundle_computes_what_mlx_lm_computes(tiny, text):
     """Embedding, every block's function and the head give the logits of the quantized model."""
-    bundle = exported("--model", tiny, "--data", text, "--seq-len", 24, "--rank", 4)
+    bundle = exported("--model", tiny, "--data", text, "--seq-len", 24, "--rank", 4, *NEAREST)
     model, _ = load_model(tiny)
     nn.quantize(model, 64, 4)
     tokens = mx.array(bundle.tokens("train")[:24])
@@ -151,7 +152,8 @@ def test_sources_of_one_model_give_one_bundle():
 
     digests = {}
     for name, folder in sources.items():
-        bundle = exported("--model", folder, "--seq-len", 8)
+        how = () if name == "quantized" else NEAREST
+        bundle = exported("--model", folder, "--seq-len", 8, *how)
         digests[name] = {
             f["path"]: f["sha256"] for f in bundle.manifest["files"] if f["path"].endswith(".bin")
         }
@@ -161,7 +163,8 @@ def test_sources_of_one_model_give_one_bundle():
 
 
 def test_other_quantization(tiny):
-    bundle = exported("--model", tiny, "--bits", 8, "--group-size", 32, "--seq-len", 8)
+    how = ("--bits", 8, "--group-size", 32, "--quantize", "nearest")
+    bundle = exported("--model", tiny, *how, "--seq-len", 8)
     name = "model.layers.1.self_attn.o_proj.weight"
     expected = mx.quantize(random_tensors(TINY)[name], 32, 8)
     for part, array in zip(("weight", "scales", "biases"), expected, strict=True):
@@ -243,7 +246,7 @@ def test_gemma_3_with_a_head_of_its_own():
 
 
 def test_bfloat16(tiny):
-    bundle = exported("--model", tiny, "--dtype", "bfloat16", "--seq-len", 8)
+    bundle = exported("--model", tiny, "--dtype", "bfloat16", "--seq-len", 8, *NEAREST)
     name = "model.layers.1.mlp.up_proj.weight"
     weight, scales, _ = mx.quantize(random_tensors(TINY)[name], 64, 4)
     block = bundle.block(1)
@@ -257,7 +260,7 @@ def test_bfloat16(tiny):
 
 def test_head_that_is_not_the_embedding():
     config = {**TINY, "num_hidden_layers": 1, "tie_word_embeddings": False}
-    bundle = exported("--model", write_model(Path("untied"), config), "--seq-len", 8)
+    bundle = exported("--model", write_model(Path("untied"), config), "--seq-len", 8, *NEAREST)
     tensors = random_tensors(config)
     for table, name in ((bundle.embedding(), "model.embed_tokens"), (bundle.head(), "lm_head")):
         assert mx.array_equal(table["weight"], mx.quantize(tensors[name + ".weight"], 64, 4)[0])
@@ -390,6 +393,7 @@ def test_a_bundle_written_anew_is_that_of_an_export(name, changes, text, monkeyp
     """Manifest, weights and data to the byte, and functions but for the ids of their arrays."""
     config = {**FAMILIES[name], **(GEMMA if name == "gemma3_text" else {})}
     options = ("--model", write_model(Path("model"), config), "--data", text, "--group-size", 32)
+    options += NEAREST  # which rounds scales to bfloat16 last, as writing a bundle anew does
     lengths = ("--seq-len", 9, 4, "--rank", 2)
     for arguments in (
         (*options, *OLD, "--out", "old.mesp"),
@@ -606,7 +610,7 @@ def hub(tiny):
 
 
 def test_model_from_the_hub(hub, tiny):
-    result = export_from_hub(hub, "--model", "org/model", "--seq-len", 8)
+    result = export_from_hub(hub, "--model", "org/model", "--seq-len", 8, *NEAREST)
     assert result.returncode == 0, result.stderr
     assert result.stderr == ""
     bundle = Bundle("model.mesp")
@@ -616,7 +620,7 @@ def test_model_from_the_hub(hub, tiny):
         "license": "apache-2.0",
     }
     assert not list(Path("hub").rglob("*.gguf"))
-    here = exported("--model", tiny, "--seq-len", 8)
+    here = exported("--model", tiny, "--seq-len", 8, *NEAREST)
     assert mx.array_equal(bundle.block_words(2), here.block_words(2))
 
 
@@ -874,7 +878,9 @@ def test_quantized_model_stays_as_it_is(model):
     config = {**TINY, "quantization": {"bits": 4, "group_size": 64}}
     (model / "config.json").write_text(json.dumps(config))
     for option in (("--bits", 8), ("--group-size", 32), ("--mode", "nvfp4")):
-        assert "leave out --mode, --bits and --group-size" in refused("--model", model, *option)
+        assert "leave out --mode, --bits, --head-bits and --group-size" in refused(
+            "--model", model, *option
+        )
 
 
 def test_folder_that_holds_no_model():
@@ -923,7 +929,7 @@ def assert_same_logits(bundle: Bundle, model: nn.Module) -> None:
 
 def test_the_text_of_a_model_of_several_modalities():
     folder = of_several_modalities(Path("whole"))
-    result = export("--model", folder, "--seq-len", 8, "--out", "out.mesp")
+    result = export("--model", folder, "--seq-len", 8, "--out", "out.mesp", *NEAREST)
     assert result.exit_code == 0, result.output
     assert "2 tensors are left out" in result.stderr and result.stderr.count("\n") == 1
     bundle = Bundle("out.mesp")
@@ -970,7 +976,7 @@ def test_the_text_by_the_names_that_it_is_published_under(config, text, others):
     tensors |= {f"{name}.blocks.0.weight": mx.ones((4, 4)) for name in others}
     whole, _ = published(config, {})
     folder = write_model(Path("whole"), config if text == "model." else whole, tensors)
-    result = export("--model", folder, "--seq-len", 8, "--out", "out.mesp")
+    result = export("--model", folder, "--seq-len", 8, "--out", "out.mesp", *NEAREST)
     assert result.exit_code == 0, result.output
     assert f"{len(others)} tensors are left out" in result.stderr
     bundle = Bundle("out.mesp")
@@ -997,7 +1003,7 @@ def test_a_hybrid_model_that_mlx_lm_has_converted(family):
 def test_the_text_alone():
     """As `Qwen3_5ForCausalLM` is saved."""
     config = {**FAMILIES["qwen3_5"], "model_type": "qwen3_5_text"}
-    bundle = exported("--model", write_model(Path("text"), config), "--seq-len", 8)
+    bundle = exported("--model", write_model(Path("text"), config), "--seq-len", 8, *NEAREST)
     assert bundle.architecture.hf_prefix == "model"
     model = mlx_lm_model(FAMILIES["qwen3_5"])
     nn.quantize(model, 64, 4)

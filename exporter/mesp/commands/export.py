@@ -10,6 +10,7 @@ import click
 from click.core import ParameterSource
 
 from mesp import hub_upload
+from mesp.bundle.as_source import as_source
 from mesp.bundle.export_options import DEVICE, DTYPE_OF, BundleOptions, ExportOptions
 from mesp.bundle.layout import Layout
 from mesp.bundle.reader import Bundle
@@ -17,17 +18,24 @@ from mesp.bundle.rewriter import rewrite_bundle
 from mesp.bundle.writer import write_bundle
 from mesp.commands.list_models import list_models
 from mesp.commands.shared_options import ListOptions, data_options
-from mesp.data.load import DataOptions
+from mesp.data.load import DataOptions, load
 from mesp.data.sources import SOURCES
 from mesp.data.store import describe_data
+from mesp.data.tokens import load_tokenizer
 from mesp.engine.plan import predicted_memory
 from mesp.errors import MespError
 from mesp.models.architecture import Architecture
 from mesp.quantization.choose import BITS, HEAD_BITS, Quantizations, find_quantizations
+from mesp.quantization.measure import Loss
+from mesp.quantization.measure import measure as measure_loss
 from mesp.quantization.modes import MODES, Quantization, describe_quantization
-from mesp.source_model.find import find_source
+from mesp.quantization.moments import excerpts
+from mesp.source_model.find import Source, find_source
+from mesp.source_model.forward_pass import SourceModel
 from mesp.source_model.random_weights import RandomWeights
 from mesp.source_model.safetensors import SafetensorsWeights
+
+MEASURED = 8, 256  # sequences that --measure reads, and tokens of each
 
 OPTIONS_OF_FROM = [
     "--from",
@@ -98,6 +106,11 @@ OPTIONS_OF_FROM = [
     help="Text on which what the matrices give is to change least.",
 )  # fmt: skip
 @click.option(
+    "--measure", is_flag=False, flag_value="python-docs", metavar="[FILE|DIR|NAME]",
+    help="Say how far the bundle's predictions are from the model's, on some text (python-docs "
+    "where none is named).",
+)  # fmt: skip
+@click.option(
     "--rank", "ranks", multiple=True, type=click.IntRange(min=1), metavar="R ...",
     show_default="8, or --from's", help="LoRA ranks to train with.",
 )  # fmt: skip
@@ -120,7 +133,7 @@ OPTIONS_OF_FROM = [
 )  # fmt: skip
 def main(
     model, old, out, data, data_options, seq_lens, mode, bits, group_size, head_bits, quantize,
-    calibrate, ranks, dtype, device, random_weights, layers, seed, overwrite, upload,
+    calibrate, measure, ranks, dtype, device, random_weights, layers, seed, overwrite, upload,
 ):  # fmt: skip
     """Quantize a model and write it as a bundle to fine-tune on an iPhone, a Mac or Linux."""
     if old is not None:
@@ -145,6 +158,8 @@ def main(
     if layers and layers > arch.num_hidden_layers:
         raise MespError(f"{source.name} has {arch.num_hidden_layers} blocks, fewer than --layers.")
     arch = arch.first(layers or arch.num_hidden_layers)
+    if measure is not None and random_weights:
+        raise MespError("Random weights predict nothing; leave out --measure.")
     quantizations = find_quantizations(
         source, arch, mode, *(each and int(each) for each in (bits, group_size, head_bits))
     )
@@ -185,6 +200,7 @@ def main(
         quantize=quantize,
         calibrate=calibrate,
     )
+    measured = None if measure is None else sequences_to_measure(source, arch, measure)
     manifest = write_bundle(source, weights, arch, options)
     if options.dtype == "bfloat16" and quantizations.config and weights.has_float16_scales:
         click.echo(
@@ -193,6 +209,27 @@ def main(
             err=True,
         )
     tell(options.out, manifest, upload, weights.describe(options.dtype) if source.gguf else None)
+    if measured is not None:
+        model = SourceModel(weights, arch, quantizations)
+        loss = measure_loss(model, as_source(Bundle(options.out, to_run=False)), measured)
+        click.echo(f"  {'lost':10} {describe_loss(loss)} of {measure}")
+
+
+def sequences_to_measure(source: Source, arch: Architecture, data: str) -> list[list[int]]:
+    """Some sequences of a text."""
+    tokenizer = load_tokenizer(source.folder, "which --measure needs; leave it out")
+    count, length = MEASURED
+    tokens = load(data, tokenizer, length, arch.vocab_size)["train"].tokens
+    return excerpts(tokens, source, arch, count, length)
+
+
+def describe_loss(loss: Loss) -> str:
+    """How far the predictions of a bundle are from those of its source."""
+    before, after = loss.perplexities
+    return (
+        f"KL to the source {loss.kl.mean():.4f} nats, perplexity {before:.2f} -> {after:.2f}, on "
+        f"{len(loss.kl):,} tokens"
+    )
 
 
 def check_calibrate(quantizations: Quantizations, quantize: str, random_weights: bool) -> None:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from functools import reduce
 
 import mlx.core as mx
 
 from mesp.block_function.dequantize import pack
 from mesp.quantization.modes import Quantization
 
-# Steps between the smallest and the largest weight of a group, less those that the codes have.
-# Below 0 the ends of the codes stay unused, above 0 the outermost weights are clipped.
-GRIDS = [-1 + i / 8 for i in range(17)]
+# Steps from the smallest to the largest weight of a group, less those that the codes have: below 0
+# the last codes stay unused, above 0 the largest weights are clipped. Twice as many grids lower the
+# error by 1%.
+GRIDS = (-4, -3, -2, -1, -0.5, 0, 0.5, 1, 2)
 REFITS = 2  # of the best grid, with the codes that its own scale and bias give
 DAMPING = 1e-3  # of the mean moment, added to each: a channel that was not seen counts a little
 ROUNDER = 1.5 * 2**23  # a float32 that this is added to has no fraction left
@@ -30,8 +32,7 @@ def quantize(
     x = matrix.astype(mx.float32).reshape(len(matrix), -1, size)
     # Sums over the first axis are twice as fast on a CPU as those over the last.
     x = mx.contiguous(mx.moveaxis(x, -1, 0))  # [size, out, groups]
-    m = mx.ones((size, 1, x.shape[2])) if moments is None else moments.reshape(-1, size).T[:, None]
-    m = m + DAMPING * m.mean() + 1e-30
+    m = damped(moments, matrix.shape[1]).reshape(-1, size).T[:, None]
     m = m / m.sum(axis=0)
 
     mean = (m * x).sum(axis=0)
@@ -52,9 +53,8 @@ def quantize(
         wins = second[-1] > first[-1]
         return tuple(mx.where(wins, b, a) for a, b in zip(first, second, strict=True))
 
-    best = fit(low, levels * per_range)
-    for grid in GRIDS:
-        best = better(best, fit(low, (levels + grid) * per_range))
+    fits = [fit(low, (levels + grid) * per_range) for grid in GRIDS if levels + grid > 0]
+    best = reduce(better, fits)
     for _ in range(REFITS):
         scale, bias, _ = best
         best = better(best, fit(bias, _reciprocal(scale)))
@@ -71,6 +71,13 @@ def quantize(
     scale, bias, q, _ = better(stored(scale, bias), stored(scales, biases - mean))
     codes = mx.moveaxis(q, 0, -1).flatten(1).astype(mx.uint32)
     return pack(codes, quantization.bits), scale, bias
+
+
+def damped(moments: mx.array | None, columns: int) -> mx.array:
+    """The weights [columns] of a row's errors: 1 on the average, and more than 0."""
+    if moments is None:
+        return mx.ones(columns)
+    return moments / mx.maximum(moments.mean(), 1e-30) + DAMPING
 
 
 def _reciprocal(x: mx.array) -> mx.array:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
+from functools import cache
+from itertools import cycle
 
 import mlx.core as mx
 
@@ -15,6 +19,7 @@ from mesp.quantization.modes import Quantization
 from mesp.source_model.weights import Weights
 
 TILE = 1 << 18  # elements of a matrix that are quantized at a time: they fit a core's cache
+MOST_STREAMS = 8  # that quantize at once: each takes some 20 MB
 
 # Quantizes rows of a matrix, with scales and biases of the dtype: to its arrays.
 Quantizer = Callable[[mx.array, Quantization, mx.Dtype], tuple[mx.array, ...]]
@@ -54,14 +59,39 @@ def matrix_pieces(
     if quantizations.config and weights.is_stored_unquantized(source):
         raise not_quantized(source)
     dtype = DTYPES[layout[prefix + "scales"].dtype]
-    for rows in cut(count, max(TILE // columns, 1)):
+
+    def pack(rows: slice) -> tuple[mx.array, ...]:
         if weights.is_quantized(source):
-            arrays = [
+            return tuple(
                 weights.rows(f"{source}.{part}", shape, rows)
                 for part, shape in zip(parts, shapes, strict=True)
-            ]
-        else:
-            matrix = weights.rows(f"{source}.weight", (count, columns), rows)
-            arrays = quantize(matrix, quantization, dtype)
+            )
+        matrix = weights.rows(f"{source}.weight", (count, columns), rows)
+        return quantize(matrix, quantization, dtype)
+
+    tiles = cut(count, max(TILE // columns, 1))
+    for rows, arrays in _on_every_core(pack, tiles):
         for part, array in zip(parts, arrays, strict=True):
             yield prefix + part, rows.start, array
+
+
+def _on_every_core(
+    compute: Callable[[slice], tuple[mx.array, ...]], tiles: Iterable[slice]
+) -> Iterator[tuple[slice, tuple[mx.array, ...]]]:
+    """Each tile with what is computed of it, in their order. A CPU's stream has one thread."""
+    pending: deque[tuple[slice, tuple[mx.array, ...]]] = deque()
+    for tile, stream in zip(tiles, cycle(_streams()), strict=False):
+        with mx.stream(stream):
+            arrays = compute(tile)
+            mx.async_eval(arrays)
+        pending.append((tile, arrays))
+        if len(pending) == len(_streams()):
+            yield pending.popleft()
+    yield from pending
+
+
+@cache
+def _streams() -> list[mx.Stream]:
+    device = mx.default_device()
+    count = os.cpu_count() or 1 if device == mx.cpu else 1
+    return [mx.new_stream(device) for _ in range(min(count, MOST_STREAMS))]

@@ -6,7 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
+import numpy as np
 
+from mesp.block_function.attention import soft_cap
 from mesp.block_function.dequantize import dequantize
 from mesp.block_function.forward_pass import forward
 from mesp.block_function.parts import Parts, rms_norm
@@ -20,6 +22,11 @@ TILE = 1 << 22  # elements of a matrix that are multiplied at a time
 Seen = Callable[[str, mx.array], None]  # is told what goes into a module
 
 
+def product(x: mx.array, W: mx.array) -> mx.array:
+    """x Wᵀ by NumPy: the BLAS in MLX's wheels for Linux takes some 30 times as long."""
+    return mx.array(np.asarray(x.astype(mx.float32)) @ np.asarray(W).T)
+
+
 @dataclass(frozen=True)
 class SourceProjection:
     """x Wᵀ + bias, float32: some outputs of a module, W [out, in] and bias [out] or None."""
@@ -31,11 +38,8 @@ class SourceProjection:
 
     def __call__(self, x: mx.array, plus: mx.array | None = None) -> mx.array:
         self.seen(x)
-        outputs = []
-        for rows in cut(self.shape[0], max(TILE // self.shape[1], 1)):
-            outputs.append(x.astype(mx.float32) @ self.read(rows).T)
-            mx.eval(outputs)
-        y = mx.concatenate(outputs, axis=-1)
+        tiles = cut(self.shape[0], max(TILE // self.shape[1], 1))
+        y = mx.concatenate([product(x, self.read(rows)) for rows in tiles], axis=-1)
         terms = [each for each in (self.bias, plus) if each is not None]
         return sum(terms, y)
 
@@ -62,9 +66,12 @@ class SourceModel:
 
     def embed(self, tokens: Sequence[int]) -> mx.array:
         """What goes into the first block: float32 [1, T, hidden]"""
-        name, shape = "model.embed_tokens", (self.arch.vocab_size, self.arch.hidden_size)
-        rows = [self.matrix(name, shape, slice(t, t + 1)) for t in tokens]
+        rows = [self.table("model.embed_tokens", slice(t, t + 1)) for t in tokens]
         return self.arch.embedding_scale * mx.concatenate(rows)[None]
+
+    def table(self, name: str, rows: slice) -> mx.array:
+        """Some rows of the embedding or the head, float32."""
+        return self.matrix(name, (self.arch.vocab_size, self.arch.hidden_size), rows)
 
     def block(self, index: int, x: mx.array, seen: Seen = lambda module, x: None) -> mx.array:
         """What goes out of a block that x [1, T, hidden] goes into."""
@@ -86,7 +93,10 @@ class SourceModel:
                 return self.matrix(prefix + module, sizes[module], some)
 
             bias = vector(f"{module}.bias", (biases[module],))[rows] if module in biases else None
-            return SourceProjection(read, shape, bias, lambda x: seen(module, x))
+            is_first = rows.start == 0  # of those in a fused module, which take the same
+            return SourceProjection(
+                read, shape, bias, lambda x: seen(module, x) if is_first else None
+            )
 
         p = {name: projection(*rows) for name, rows in block.projections().items()}
         eps = self.arch.rms_norm_eps
@@ -100,3 +110,9 @@ class SourceModel:
         size, arch = (self.arch.hidden_size,), self.arch
         weight = norm(self.weights, "model.norm.weight", size, arch) / arch.logits_scaling
         return rms_norm(x, weight, arch.rms_norm_eps)
+
+    def logits(self, final: mx.array, rows: slice) -> mx.array:
+        """The logits of some ids, of what `final` gives."""
+        name = "model.embed_tokens" if self.arch.tie_word_embeddings else "lm_head"
+        z = product(final, self.table(name, rows))
+        return soft_cap(z, self.arch.final_logit_softcapping)

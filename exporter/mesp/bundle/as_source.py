@@ -1,0 +1,74 @@
+"""A bundle's weights as those of a source model."""
+
+from __future__ import annotations
+
+import math
+
+import mlx.core as mx
+import numpy as np
+
+from mesp.bundle.layout import DTYPES
+from mesp.bundle.reader import Bundle, block_file
+from mesp.quantization.choose import Quantizations
+from mesp.quantization.modes import Quantization
+from mesp.source_model.forward_pass import SourceModel
+
+
+class BundleWeights:
+    """The arrays of a bundle, mapped, and read by rows; see `Weights`."""
+
+    has_float16_scales = False
+    is_converted = True  # norms are stored as they are computed with
+
+    def __init__(self, bundle: Bundle):
+        self.bundle = bundle
+        self.layouts = bundle.weight_files()
+
+    def is_quantized(self, name: str) -> bool:
+        return True
+
+    def is_stored_unquantized(self, name: str) -> bool:
+        return False
+
+    def rows(self, name: str, shape: tuple[int, ...], rows: slice) -> mx.array:
+        file, array = self._place(name)
+        spec = self.layouts[file][array]
+        dtype = DTYPES[spec.dtype]
+        size = math.prod(spec.shape[1:]) * dtype.size
+        data = np.memmap(
+            self.bundle.path / file, np.uint8, "r", spec.offset * 4 + rows.start * size,
+            (rows.stop - rows.start) * size,
+        )  # fmt: skip
+        found = mx.array(data).view(dtype).reshape(-1, *spec.shape[1:])
+        if array == "norm":
+            found = found * self.bundle.architecture.logits_scaling
+        return found
+
+    def quantizations(self) -> Quantizations:
+        """Of every matrix, as the shapes of its arrays say."""
+        arch = self.bundle.architecture
+        columns = dict.fromkeys(("model.embed_tokens", "lm_head"), arch.hidden_size)
+        for i, block in enumerate(arch.blocks):
+            for module, (_, size) in block.sizes().items():
+                columns[f"model.layers.{i}.{module}"] = size
+        found: dict[str, Quantization | None] = {}
+        for name, size in columns.items():
+            file, array = self._place(f"{name}.weight")
+            prefix = array.removesuffix("weight")
+            found[name] = Quantization.of(self.layouts[file], prefix, size)
+        return Quantizations(self.bundle.quantization, found)
+
+    def _place(self, name: str) -> tuple[str, str]:
+        """The file with a tensor, and what it is called there."""
+        if name.startswith("model.layers."):
+            _, _, index, array = name.split(".", 3)
+            return block_file(int(index)), array
+        table = "embedding" if name.startswith("model.embed_tokens.") else "head"
+        array = "norm" if name == "model.norm.weight" else name.rpartition(".")[2]
+        return self.bundle.manifest[table]["file"], array
+
+
+def as_source(bundle: Bundle) -> SourceModel:
+    """The model of a bundle, to run its blocks one after another."""
+    weights = BundleWeights(bundle)
+    return SourceModel(weights, bundle.architecture, weights.quantizations())

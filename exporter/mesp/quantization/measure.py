@@ -1,0 +1,100 @@
+"""What quantization loses: how far a model's predictions are from those of its source."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+import numpy as np
+
+from mesp.block_function.tiles import cut
+from mesp.source_model.forward_pass import SourceModel
+
+TILE = 1 << 20  # logits that are computed at a time
+
+
+@dataclass(frozen=True)
+class Loss:
+    """Over the positions of some sequences, of a model and of its source.
+
+    `kl` [n] is of each position the sum of p ln(p / q) over the vocabulary, p the source's and q
+    the model's; `source` and `model` [m] are -ln p and -ln q of the tokens that come next.
+    """
+
+    kl: np.ndarray
+    source: np.ndarray
+    model: np.ndarray
+
+    @classmethod
+    def of(cls, parts: Iterable[Loss]) -> Loss:
+        """Of several together."""
+        return cls(*map(np.concatenate, zip(*(vars(p).values() for p in parts), strict=True)))
+
+    @property
+    def perplexities(self) -> tuple[float, float]:
+        """The source's and the model's."""
+        return math.exp(self.source.mean()), math.exp(self.model.mean())
+
+
+def finals(model: SourceModel, sequences: Sequence[Sequence[int]]) -> list[mx.array]:
+    """What the head multiplies, float32 [T, hidden] of each sequence; blocks run one by one."""
+    xs = [model.embed(tokens) for tokens in sequences]
+    for index in range(model.arch.num_hidden_layers):
+        xs = [model.block(index, x) for x in xs]
+    return [model.final(x)[0] for x in xs]
+
+
+def measure(
+    source: SourceModel,
+    model: SourceModel,
+    sequences: Sequence[Sequence[int]],
+    of_source: list[mx.array] | None = None,
+) -> Loss:
+    """How far `model` is from `source`, whose `finals` may be given."""
+    pairs = zip(of_source or finals(source, sequences), finals(model, sequences), strict=True)
+    return Loss.of(
+        _compare(source, model, *pair, tokens)
+        for pair, tokens in zip(pairs, sequences, strict=True)
+    )
+
+
+class _Distribution:
+    """ln Σ exp(z) of logits that come in tiles, and the logits of the tokens that come next."""
+
+    def __init__(self, length: int):
+        self.top = mx.full((length,), -mx.inf)
+        self.sum = mx.zeros(length)
+        self.weighted = mx.zeros(length)  # Σ exp(z) · value
+        self.target = mx.zeros(length - 1)
+
+    def add(self, z: mx.array, value: mx.array, targets: mx.array) -> None:
+        top = mx.maximum(self.top, z.max(axis=-1))
+        decay, weights = mx.exp(self.top - top), mx.exp(z - top[:, None])
+        self.sum = self.sum * decay + weights.sum(axis=-1)
+        self.weighted = self.weighted * decay + (weights * value).sum(axis=-1)
+        self.top = top
+        here = (targets >= 0) & (targets < z.shape[1])
+        found = mx.take_along_axis(z[:-1], mx.where(here, targets, 0)[:, None], axis=1)[:, 0]
+        self.target = mx.where(here, found, self.target)
+        mx.eval(self.top, self.sum, self.weighted, self.target)
+
+    @property
+    def log_sum(self) -> mx.array:
+        return self.top + mx.log(self.sum)
+
+
+def _compare(
+    source: SourceModel, model: SourceModel, x: mx.array, y: mx.array, tokens: Sequence[int]
+) -> Loss:
+    """Of one sequence, from its `finals`."""
+    p, q = _Distribution(len(tokens)), _Distribution(len(tokens))
+    for rows in cut(source.arch.vocab_size, max(TILE // len(tokens), 1)):
+        zp, zq = source.logits(x, rows), model.logits(y, rows)
+        targets = mx.array(tokens[1:]) - rows.start
+        p.add(zp, zp - zq, targets)
+        q.add(zq, mx.array(0.0), targets)
+    kl = p.weighted / p.sum - p.log_sum + q.log_sum
+    losses = (each.log_sum[:-1] - each.target for each in (p, q))
+    return Loss(*map(np.array, (kl, *losses)))
