@@ -8,6 +8,7 @@ arXiv:1908.10530). Adjacent are data sets of which one has one example more.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -36,6 +37,8 @@ def epsilon(steps: Iterable[Steps], delta: float) -> float:
         raise MespError(
             "The ε of --dp-noise needs dp-accounting: `pip install 'mesp[privacy]'`."
         ) from error
+    # It warns of each order that it leaves out, which only makes ε larger.
+    logging.getLogger("absl").setLevel(logging.ERROR)
     accountant = RdpAccountant()
     for count, noise, sampled in steps:
         if count > 0 and noise == 0:

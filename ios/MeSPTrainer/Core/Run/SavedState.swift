@@ -80,6 +80,7 @@ struct SavedState {
         (same.saveEvery, same.memoryLimitMb, same.offload, same.order, same.keepCache) = (
             settings.saveEvery, settings.memoryLimitMb, settings.offload, settings.order, settings.keepCache
         )
+        same.dryRun = settings.dryRun
         guard same == settings else {
             throw MeSPError("The run in \(folder.path) had other settings; resume it with those it was started with.")
         }
