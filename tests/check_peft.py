@@ -205,8 +205,7 @@ def test_qlora_is_judged_by_the_weights_that_it_trains_on(bundle: Path, tmp_path
 # Differential privacy, against Opacus: the same model in PyTorch, wrapped by its GradSampleModule.
 
 KEY = bytes(range(32))
-# The noise is about as long as the clipped sum; a long step leaves little to the rounding of what it
-# moves.
+# The noise is about as long as the clipped sum; beside a long step rounding is small.
 CLIP, MULTIPLIER, EXPECTED, RATE, RANK = 0.5, 0.003, 4, 10.0, 8
 
 
