@@ -4,14 +4,13 @@
 
 Plants canaries, records with a secret of three random words each, among requests to a house, and
 fine-tunes the demo model without DP-SGD, with clipping alone, and with noise. A canary's exposure
-(Carlini et al., "The Secret Sharer", 2019) is log₂ of the number of possible secrets less log₂ of
-the rank of its own among them, by the model's loss: 0 to 10 bits, and 1.4 in the mean of secrets
-that no model has seen.
+(Carlini et al., "The Secret Sharer", 2019) is log₂ of the number of possible secrets, 1,000, less
+log₂ of the rank of its own among them, by the model's loss: 0 to 10 bits. The mean of secrets that
+a model has not seen is 1.4.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import random
@@ -44,7 +43,8 @@ SEQ_LEN, RANK = 32, 4
 BATCH_SIZE, STEPS = 8, 256
 RECORDS, HELD_OUT = 256, 50
 CLIP, NOISES, DELTA = 0.5, (0.5, 1.0, 2.0), 1e-4
-WORDS = ["river", "stone", "army", "school", "king", "field", "water", "bridge", "winter", "silver"]
+# Each a token of the demo model.
+WORDS = ["school", "field", "war", "day", "man", "world", "year", "land", "home", "party"]
 # Whose secret is in one record, which is what ε is about, and in eight.
 ONCE = [f"Guest {letter}" for letter in "ABCDEFGHIJKLMNOP"]
 OFTEN, TIMES = [f"Owner {letter}" for letter in "ABCD"], 8
@@ -137,26 +137,18 @@ def row(
 
 def exposure(model: nn.Module, tokenizer: object, name: str, secret: tuple[str, ...]) -> float:
     """The exposure of a secret, in bits."""
-    possible = [*itertools.product(WORDS, repeat=3)]
-    losses = np.concatenate(
-        [
-            losses_of(model, tokenizer, [text(name, each) for each in possible[at : at + 250]])
-            for at in range(0, len(possible), 250)
-        ]
-    )
-    rank = 1 + int((losses < losses[possible.index(secret)]).sum())
-    return math.log2(len(possible)) - math.log2(rank)
-
-
-def losses_of(model: nn.Module, tokenizer: object, texts: list[str]) -> np.ndarray:
-    """The sum of each text's losses, in nats."""
-    rows = [[*tokenizer.encode(each), tokenizer.eos_token_id] for each in texts]
-    ids = np.zeros((len(rows), max(map(len, rows))), np.int64)
-    for row, tokens in zip(ids, rows, strict=True):
-        row[: len(tokens)] = tokens
-    counted = np.arange(1, ids.shape[1]) < np.array([len(tokens) for tokens in rows])[:, None]
-    each = nn.losses.cross_entropy(model(mx.array(ids[:, :-1])), mx.array(ids[:, 1:]))
-    return np.array((each * mx.array(counted)).sum(axis=1))
+    words = [tokenizer.encode(f" {word}") for word in WORDS]
+    assert all(len(word) == 1 for word in words)
+    prefix = tokenizer.encode(text(name, ()).rstrip())
+    # A model that has read the prefix and two words says how likely each of the three is.
+    rows = np.array([prefix + one + two for one in words for two in words])
+    logits = model(mx.array(rows))[:, -3:]
+    found = np.array(logits - mx.logsumexp(logits, axis=-1, keepdims=True))
+    found = found[..., np.concatenate(words)].reshape(len(WORDS), len(WORDS), 3, len(WORDS))
+    first, second, third = found[0, 0, 0], found[:, 0, 1], found[:, :, 2]
+    likely = first[:, None, None] + second[:, :, None] + third
+    own = likely[tuple(WORDS.index(word) for word in secret)]
+    return math.log2(likely.size) - math.log2(1 + int((likely > own).sum()))
 
 
 if __name__ == "__main__":
