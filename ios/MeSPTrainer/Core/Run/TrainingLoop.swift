@@ -310,8 +310,8 @@ extension LogRecord.Start {
 }
 
 extension LogRecord.Plan {
-    /// - Parameter data: what DP-SGD draws from; not asked for anything otherwise.
-    init(_ settings: RunSettings, _ bundle: ModelBundle, _ planner: Planner, _ plan: Plan, _ data: Splits?) {
+    /// - Parameter data: what DP-SGD draws from; nil without that.
+    init(_ settings: RunSettings, _ bundle: ModelBundle, _ planner: Planner, _ plan: Plan, _ data: Splits? = nil) {
         self.init(
             method: settings.method, seqLen: settings.seqLen, rank: settings.rank, tileBytes: plan.tileBytes,
             keptBlocks: plan.keptBlocks, offload: plan.offload, order: plan.order, keepsAnswer: plan.keepsAnswer,
