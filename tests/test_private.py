@@ -297,6 +297,26 @@ def test_what_does_not_go_together_is_one_sentence(bundle: Path, tmp_path: Path,
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"dp_noise": None}, "dp_noise must be set with dp_clip"),
+        ({"dp_clip": 0}, "dp_clip must be a positive number"),
+        ({"dp_noise": -1}, "dp_noise must be 0 or more"),
+        ({"method": "mezo"}, "method must be mesp or mebp"),
+        ({"objective": "kto", "batch_size": 2}, "objective must be another one than kto"),
+        ({"grad_accumulation_steps": 2}, "grad_accumulation_steps must be 1"),
+        ({"order": "blocks"}, "order must be sequences"),
+        ({"max_grad_norm": 1}, "max_grad_norm must be left out"),
+        ({"skip_bad_steps": True}, "skip_bad_steps must be left out"),
+    ],
+)
+def test_the_engine_refuses_it_too(bundle: Path, tmp_path: Path, settings: dict, sentence: str):
+    path = begin_with_key(bundle, tmp_path / "run", **{"dp_clip": 1, "dp_noise": 1} | settings)
+    done = subprocess.run([find_engine(), path], capture_output=True, text=True)
+    assert done.returncode == 2 and sentence in done.stderr and done.stderr.count("\n") == 1
+
+
 @pytest.mark.parametrize("options", [("--pack",), ("--no-pack", "--long", "split")], ids=str)
 def test_text_in_several_sequences_is_refused(tmp_path: Path, options: tuple):
     texts = [" ".join(WORDS * 4) for _ in range(30)]

@@ -33,11 +33,12 @@ extension Trainer {
         var (count, norms) = (0, Float(0))
         for example in examples {
             try gather(example)
-            guard let gradients, let sums = clippedSums else { preconditionFailure("gradients are not gathered") }
+            guard let gradients else { preconditionFailure("gradients are not gathered") }
             let (factor, norm) = try clipping(to: clip) { try gradients.read($0) }
             for block in trained {
-                let clipped = factor * (try gradients.read(block))
-                try clippedSums?.write(count == 0 ? clipped : sums.read(block) + clipped, block)
+                var sum = factor * (try gradients.read(block))
+                if count > 0, let before = try clippedSums?.read(block) { sum = before + sum }
+                try clippedSums?.write(sum, block)
             }
             (count, norms) = (count + 1, norms + norm)
         }
