@@ -135,9 +135,9 @@ test-slow: engine $(FIXTURES).ready
 	$(BIN)/python -m venv $(VENV)/llama
 	$(VENV)/llama/bin/python -m pip install --quiet --disable-pip-version-check xllamacpp --editable '.[dev]'
 	$(VENV)/llama/bin/python -m pytest -q tests/check_llama_cpp.py
-	@echo "== Tests of the adapters in PEFT"
+	@echo "== Tests of the adapters in PEFT, and of private steps in Opacus"
 	$(BIN)/python -m venv $(VENV)/peft
-	$(VENV)/peft/bin/python -m pip install --quiet --disable-pip-version-check torch peft bitsandbytes --editable '.[dev]'
+	$(VENV)/peft/bin/python -m pip install --quiet --disable-pip-version-check torch peft bitsandbytes opacus --editable '.[dev]'
 	$(VENV)/peft/bin/python -m pytest -q tests/check_peft.py
 	@echo "== Tests of federated rounds in Flower"
 	$(BIN)/python -m venv $(VENV)/federate

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
+import dataclasses
 import io
 import itertools
 import json
@@ -45,6 +46,8 @@ from mesp.federate.rounds import STATE_NAME
 from mesp.federate.screening import Screened
 from mesp.federate.server_app import serve
 from mesp.federate.strategies import make_strategy
+from mesp.runs.privacy import Steps
+from mesp.runs.privacy import epsilon as epsilon_of_steps
 from test_federate import RECORDS, SGD, B, bundle, data, equal, federation, trained_here
 
 flwr = pytest.importorskip("flwr.app")
@@ -692,6 +695,31 @@ def test_a_client_counts_its_answers(
     assert said == [("1", "1"), ("2", f"{both:.3g}")] and 1 < both < 2
 
 
+def test_a_client_trains_privately(
+    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    """Its steps in all rounds compose, and those of another client are not private."""
+    data, private = tmp_path / "data", {"dp_clip": 1.0, "dp_noise": 1.5, "dp_delta": 1e-4}
+    data.mkdir()
+    records = ({"prompt": f"What is {n}?", "completion": f"It is {n}."} for n in range(60))
+    (data / "records.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records))
+    options = ("--clients", 2, "--rounds", 2, "--steps", 3, "--batch-size", 2, *FLOAT32)
+    whole = federation(bundle, data, tmp_path / "f", *options)
+    find = Federation.client
+    monkeypatch.setattr(
+        Federation,
+        "client",
+        lambda self, n: dataclasses.replace(find(self, n), privacy={} if n else private),
+    )
+    with caplog.at_level("INFO", logger="flwr"):
+        served(whole)
+    assert len(whole.rounds.record(2)["clients"]) == 2
+    said = re.findall(r"Each of (\d+) training .*\((.*?), 0.0001\)-.* the (\d) steps", caplog.text)
+    count = int(said[0][0])
+    totals = [f"{epsilon_of_steps([Steps(n, 1.5, 2 / count)], 1e-4):.3g}" for n in (3, 6)]
+    assert 20 < count < 30 and said == [(f"{count}", totals[0], "3"), (f"{count}", totals[1], "6")]
+
+
 @pytest.mark.parametrize(
     ("own", "sentence"),
     [
@@ -702,6 +730,7 @@ def test_a_client_counts_its_answers(
         ({"clip": 0.01, "epsilon": 1.0, "delta": 1.25}, "delta of --node-config is a probability"),
         ({"clip": 0.01, "epsilon": 1.0, "delta": 0.0}, "delta of --node-config is a probability"),
         ({"bundle": "b", "eps": 1.0}, "has no eps, only name, bundle, data, clip, epsilon, delta"),
+        ({"bundle": "b", "dp_clip": 1.0}, "needs the numbers dp_clip, dp_noise and dp_delta"),
     ],
 )
 def test_a_client_sends_nothing_without_the_noise_that_it_asked_for(own: dict, sentence: str):

@@ -1,4 +1,4 @@
-"""The adapters in the real PEFT library, on PyTorch: `make test-slow`.
+"""The adapters in the real PEFT library, and private steps in Opacus, on PyTorch: `make test-slow`.
 
 The demo model is dequantized into an ordinary Qwen2ForCausalLM; with the adapters that the engine
 wrote, PEFT must find the engine's held-out loss, and the engine that of adapters that PEFT wrote.
@@ -7,6 +7,7 @@ wrote, PEFT must find the engine's held-out loss, and the engine that of adapter
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -14,13 +15,17 @@ import mlx.core as mx
 import numpy as np
 import pytest
 import torch
+from opacus import GradSampleModule
+from opacus.optimizers import DPOptimizer
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, Gemma3Config, Gemma3ForConditionalGeneration
 
 from bench import main as bench
 from conftest import FAMILIES, TEXT, invoke, run, write_model
+from in_peft.inputs import first_adapters
 from in_peft.inputs import write_model as write_dequantized
 from in_peft.train import in_nf4, write_base
+from mesp import reference
 from mesp.bundle.reader import Bundle
 from mesp.engine.build import find_engine
 from mesp.runs.log import Run, read_run
@@ -195,3 +200,125 @@ def test_qlora_is_judged_by_the_weights_that_it_trains_on(bundle: Path, tmp_path
     # float32 on both sides; between the two ways to have 4 bits there is much more.
     assert np.linalg.norm(ours - there) < TOLERANCE * np.linalg.norm(there)
     assert np.linalg.norm(others - there) > 100 * TOLERANCE * np.linalg.norm(there)
+
+
+# Differential privacy, against Opacus: the same model in PyTorch, wrapped by its GradSampleModule.
+
+KEY = bytes(range(32))
+# The noise is about as long as the clipped sum; beside a long step rounding is small.
+CLIP, MULTIPLIER, EXPECTED, RATE, RANK = 0.5, 0.003, 4, 10.0, 8
+
+
+def test_a_private_step_is_that_of_opacus(tmp_path: Path):
+    """Gradients by the example, their clipped sum, and the update, with the same noise: to 1e-5."""
+    data = tmp_path / "records.jsonl"
+    words = TEXT.split()
+    texts = [" ".join(words[n % 5 : n % 5 + 3 + n % 7]) for n in range(12)]
+    data.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    path = tmp_path / "demo.mesp"
+    size = ("--seq-len", SEQ_LEN, "--rank", RANK)
+    call("export", "--model", "demo", "--data", data, "--no-pack", "--out", path, *size)
+    # Two runs of one step: from B that is zero, and from adapters that another run has made.
+    first = tmp_path / "first"
+    few = ("--steps", 5, "--learning-rate", 1e-3)
+    train(path, first, "--rank", RANK, "--seq-len", SEQ_LEN, "--val-batches", 0, *few)
+    for start in (None, first / "adapters"):
+        output = tmp_path / ("zero" if start is None else "trained")
+        output.mkdir()
+        (output / "metrics.jsonl").touch()
+        (output / "secret.key").write_bytes(KEY)
+        settings = {"seq_len": SEQ_LEN, "rank": RANK, "steps": 1, "learning_rate": RATE}
+        settings |= {"val_batches": 0, "resume": True, "batch_size": EXPECTED}
+        settings |= {"bundle": str(path), "output": str(output)}
+        settings |= {"dp_clip": CLIP, "dp_noise": MULTIPLIER}
+        settings |= {"adapters": str(start)} if start else {}
+        (output / "settings.json").write_text(json.dumps(settings))
+        subprocess.run([find_engine(), output / "settings.json"], check=True, capture_output=True)
+        before, after, norms, clipped = step_of_opacus(path, start)
+        assert clipped > 0, "clipping counts"
+        step = read_run(output).steps[0]
+        assert step["grad_norm"] == pytest.approx(np.mean(norms), rel=1e-5)
+        ours = mx.load(str(output / "adapters" / "adapters.safetensors"))
+        assert ours.keys() == after.keys()
+        way = sum(np.square(after[name] - before[name]).sum() for name in after) ** 0.5
+        off = sum(np.square(after[name] - np.array(ours[name])).sum() for name in after) ** 0.5
+        assert way > 0 and off < 1e-5 * way
+
+
+def step_of_opacus(
+    path: Path, start: Path | None
+) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray], list[float], int]:
+    """The matrices before and after a step, by mlx-lm's names; the norms of the examples'
+    gradients, and how many of these were clipped."""
+    bundle = Bundle(path)
+    folder = path.parent / f"dequantized-{start is None}"
+    write_dequantized(bundle, folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    config = LoraConfig(r=RANK, lora_alpha=16, target_modules=targets, task_type="CAUSAL_LM")
+    adapted = get_peft_model(model, config)
+    first = first_adapters(bundle, RANK, 0)
+    if start is not None:
+        first = mx.load(str(start / "adapters.safetensors"))
+    parameters = {}
+    for name, parameter in adapted.named_parameters():
+        if parameter.requires_grad:
+            here = name.removeprefix("base_model.model.").removesuffix(".default.weight")
+            here = here.replace("lora_A", "lora_a").replace("lora_B", "lora_b")
+            parameter.data.copy_(torch.from_numpy(np.array(first[here]).T))
+            parameters[here] = parameter
+    before = {name: p.detach().numpy().T.copy() for name, p in parameters.items()}
+    private = GradSampleModule(adapted)
+    order = list(parameters)
+    optimizer = DPOptimizer(
+        torch.optim.SGD([parameters[name] for name in order], lr=RATE),
+        noise_multiplier=MULTIPLIER, max_grad_norm=CLIP, expected_batch_size=EXPECTED,
+    )  # fmt: skip
+
+    tokens, bounds = bundle.tokens("train").astype(np.int64), examples(bundle)
+    drawn = reference.poisson_sample(KEY, 0, EXPECTED, len(bounds))
+    assert len(drawn) > 1
+    longest = max(bounds[index][1] for index in drawn)
+    ids = np.zeros((len(drawn), longest), np.int64)
+    labels = np.full_like(ids, -100)
+    for row, index in enumerate(drawn):
+        at, length = bounds[index]
+        ids[row, :length] = labels[row, :length] = tokens[at : at + length]
+    logits = private(input_ids=torch.from_numpy(ids)).logits[:, :-1]
+    each = torch.nn.functional.cross_entropy(
+        logits.transpose(1, 2), torch.from_numpy(labels[:, 1:]), reduction="none"
+    )
+    counted = torch.from_numpy(labels[:, 1:] >= 0).sum(1)
+    # Opacus takes a batch's loss to be a mean, and multiplies by its size.
+    (each.sum(1) / counted).mean().backward()
+    squares = sum(p.grad_sample.square().flatten(1).sum(1) for p in parameters.values())
+    norms = squares.sqrt().tolist()
+    optimizer.clip_and_accumulate()
+    noise = noise_by_name(bundle)
+    for name in order:
+        p = parameters[name]
+        p.grad = p.summed_grad + MULTIPLIER * CLIP * torch.from_numpy(
+            noise[name].T.astype(np.float64)
+        )
+    optimizer.scale_grad()
+    optimizer.original_optimizer.step()
+    after = {name: p.detach().numpy().T for name, p in parameters.items()}
+    return before, after, norms, sum(norm > CLIP for norm in norms)
+
+
+def examples(bundle: Bundle) -> list[tuple[int, int]]:
+    """Where each training example begins, and its length."""
+    entry = bundle.manifest["data"]["train"]["examples"]
+    return np.fromfile(bundle.path / entry["file"], "<u4").reshape(-1, 2).tolist()
+
+
+def noise_by_name(bundle: Bundle) -> dict[str, np.ndarray]:
+    """What the engine draws in its first step, by mlx-lm's names."""
+    blocks = bundle.architecture.blocks
+    vectors = reference.private_noise(KEY, 0, [block.lora_size(RANK) for block in blocks])
+    return {
+        f"model.layers.{layer}.{module}.{part}": np.array(matrix)
+        for layer, vector in enumerate(vectors)
+        for module, pair in reference.unpack_lora(vector, blocks[layer]).items()
+        for part, matrix in zip(("lora_a", "lora_b"), pair, strict=True)
+    }

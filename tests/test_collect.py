@@ -42,6 +42,7 @@ def write_run(
     (folder / "adapters").mkdir(parents=True, exist_ok=True)
     (folder / "adapters" / "adapters.safetensors").write_text(f"weights after {steps} steps")
     (folder / "activations.bin").write_text("what the trainer spilled, of no use elsewhere")
+    (folder / "secret.key").write_text("what the noise of a private run can be subtracted with")
     text = "".join(json.dumps(record) + "\n" for record in records)
     (folder / "metrics.jsonl").write_text(text)
     return folder

@@ -15,6 +15,7 @@ from mesp.bundle.manifest import read_manifest
 from mesp.commands.train_settings import (
     OBJECTIVES,
     check_goal,
+    check_privacy,
     complete,
     default_output,
     require,
@@ -30,6 +31,7 @@ from mesp.commands.training_options import (
     freeze_a_option,
     memory_options,
     method_option,
+    privacy_options,
     refused_options,
     update_options,
 )
@@ -45,6 +47,7 @@ from mesp.engine.plan import (
 from mesp.errors import Command, MespError
 from mesp.formatting import decimal, duration, megabytes, quality
 from mesp.runs.log import LOG_NAME, Run
+from mesp.runs.privacy import describe_privacy
 
 
 @click.command(
@@ -81,6 +84,7 @@ from mesp.runs.log import LOG_NAME, Run
 @click.option("--desirable-weight", type=POSITIVE, help="Of kto's good answers.  [default: 1]")
 @click.option("--undesirable-weight", type=POSITIVE, help="Of kto's bad answers.  [default: 1]")
 @update_options
+@privacy_options
 @evaluation_option
 @click.option(
     "--eval-every",
@@ -129,6 +133,7 @@ def main(context: click.Context, output: Path | None, paper: bool, **options: ob
     manifest = read_manifest(Path(options["bundle"]), to_run=not options["dry_run"])
     complete(context, options, manifest, paper)
     check_goal(options, manifest)
+    check_privacy(context, options)
     if output is None:
         output = default_output(manifest, options["method"])
     if (output / LOG_NAME).exists() and not options["resume"]:
@@ -143,8 +148,13 @@ def main(context: click.Context, output: Path | None, paper: bool, **options: ob
     }
 
     engine = find_engine()
+    is_private = options["dp_clip"] is not None
+    if is_private or options["dry_run"]:
+        plan = find_plan(engine, settings)
+    if is_private:
+        click.echo(describe_privacy(settings, plan["examples"], settings["steps"]))
     if options["dry_run"]:
-        click.echo(describe_plan(find_plan(engine, settings)))
+        click.echo(describe_plan(plan))
         click.echo(describe_optimizers(engine, settings))
         if manifest["device"] == "gpu" and sys.platform != "darwin":  # whose engine cannot count
             click.echo(describe_count(find_count(engine, settings)))
@@ -152,6 +162,8 @@ def main(context: click.Context, output: Path | None, paper: bool, **options: ob
     with settings_file(output, settings) as path:
         run, status = drive(engine, path, options["method"], options["steps"])
     click.echo(summary(run, output))
+    if is_private:
+        click.echo(describe_privacy(settings, run.plan["examples"], run.end["step"]))
     raise SystemExit(status)
 
 

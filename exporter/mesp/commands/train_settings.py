@@ -22,11 +22,12 @@ PREFERRED_SEQ_LEN = 256
 
 # What a run that goes on may have different: all of it changes nothing that is computed.
 MAY_CHANGE = ("bundle", "steps", "save_every", "memory_limit_mb", "offload", "keep_cache", "resume")
+MAY_CHANGE += ("dp_delta",)
 
 # What settings.json may lack, of runs that were begun before there were these.
 ADDED = (
     *("objective", "beta", "gamma", "desirable_weight", "undesirable_weight", "freeze_a"),
-    "delta",
+    *("delta", "dp_clip", "dp_noise", "dp_delta"),
 )
 
 OBJECTIVES = ("dpo", "ipo", "simpo", "orpo", "kto")
@@ -230,6 +231,32 @@ def check_goal(options: dict, manifest: dict) -> None:
         )
     if options["test"] and "test" not in held:
         raise MespError("--test needs test data, and the bundle has none: export it with some.")
+
+
+def check_privacy(context: click.Context, options: dict) -> None:
+    """Refuses, in a sentence, what does not go together with DP-SGD."""
+    clip, noise = options["dp_clip"], options["dp_noise"]
+    if clip is None and noise is None:
+        return
+    if clip is None or noise is None:
+        raise MespError(
+            "--dp-clip and --dp-noise go together: give both, with --dp-noise 0 for no noise."
+        )
+    refused = {
+        "method": "mezo",
+        "objective": "kto",
+        "max_grad_norm": options["max_grad_norm"],
+        "skip_bad_steps": True,
+    }
+    for name, value in refused.items():
+        if value is not None and options[name] == value:
+            typed = flag(context, name) + ("" if value is True else f" {value}")
+            raise MespError(f"{typed} does not go together with --dp-clip: leave out one of them.")
+    if options["grad_accumulation_steps"] > 1:
+        raise MespError(
+            "--dp-clip takes one batch a step: leave out --grad-accumulation-steps, and set "
+            "--batch-size to the examples of a step."
+        )
 
 
 def check_labels(objective: str | None, manifest: dict) -> None:

@@ -194,6 +194,26 @@ update_options = group(
     ),
 )
 
+privacy_options = group(
+    click.option(
+        "--dp-clip",
+        type=POSITIVE,
+        help="Differential privacy (DP-SGD): clip each example's gradient to this norm; a step "
+        "draws --batch-size examples in the mean.",
+    ),
+    click.option(
+        "--dp-noise",
+        type=FROM_ZERO,
+        help="Standard deviation of the noise on their sum, as a multiple of --dp-clip.",
+    ),
+    click.option(
+        "--dp-delta",
+        type=Number(min=0, min_open=True, max=1, max_open=True),
+        default=1e-5,
+        help="δ at which ε is reported; well below 1 / examples.",
+    ),
+)
+
 evaluation_option = group(
     click.option(
         "--val-batches",

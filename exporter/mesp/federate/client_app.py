@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from logging import ERROR, INFO
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from flwr.app import ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
@@ -15,16 +16,21 @@ from flwr.common.logger import log
 
 from mesp.errors import MespError
 from mesp.federate.exchange import clipped
-from mesp.federate.local_training import Client, train
+from mesp.federate.local_training import Client, Trained, train
 from mesp.federate.messages import in_float32, to_numpy, to_record
 from mesp.federate.privacy import epsilon, noise_for
+from mesp.runs.privacy import Steps
+from mesp.runs.privacy import epsilon as total_epsilon
 
 # Of a --node-config: the noise that is a client's own, and what else there is.
 NOISE = ("clip", "epsilon", "delta")
 NODE = ("name", "bundle", "data")
+# Of a --node-config: DP-SGD in the client's own training.
+PRIVATE = ("dp_clip", "dp_noise", "dp_delta")
 MOST_EPSILON = 1000
-# A client's count of its answers with noise in a `flwr run`, until its node ends.
-KEPT = "privacy"
+# A client's count of its answers with noise in a `flwr run`, until its node ends; and its steps of
+# DP-SGD.
+KEPT, KEPT_STEPS = "privacy", "private-steps"
 
 
 def client_app(find: Callable[[Context], Client], tells: bool) -> ClientApp:
@@ -43,6 +49,8 @@ def client_app(find: Callable[[Context], Client], tells: bool) -> ClientApp:
             reason = error.message if tells else "it could not train; its own log says why."
             failed = Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, f"{client.name}: {reason}")
             return Message(failed, reply_to=message)
+        if client.privacy:
+            log_privacy(client, trained, message.content["config"], context)
         metrics = {
             "num-examples": trained.targets,
             "loss": trained.loss,
@@ -56,6 +64,27 @@ def client_app(find: Callable[[Context], Client], tells: bool) -> ClientApp:
         return Message(RecordDict(content), reply_to=message)
 
     return app
+
+
+def log_privacy(
+    client: Client, trained: Trained, config: Mapping[str, Any], context: Context
+) -> None:
+    """Logs the ε of all of a client's steps of DP-SGD in this `flwr run`, since its node was
+    started. A server may change the number of a round's steps and the size of their batches."""
+    sampled = config["batch_size"] / trained.examples
+    counts, probabilities = [config["steps"]], [sampled]
+    if KEPT_STEPS in context.state:
+        counts += context.state[KEPT_STEPS]["counts"]
+        probabilities += context.state[KEPT_STEPS]["sampled"]
+    context.state[KEPT_STEPS] = MetricRecord({"counts": counts, "sampled": probabilities})
+    noise, delta = client.privacy["dp_noise"], client.privacy["dp_delta"]
+    steps = [Steps(n, noise, q) for n, q in zip(counts, probabilities, strict=True)]
+    log(
+        INFO,
+        "Each of %d training examples is (%.3g, %g)-private in the %d steps so far, since the node "
+        "was started, in this run.",
+        *(trained.examples, total_epsilon(steps, delta), delta, sum(counts)),
+    )
 
 
 def with_own_noise(
@@ -109,14 +138,25 @@ def with_own_noise(
 
 def _of_node(context: Context) -> Client:
     # A misspelt epsilon would leave out the noise.
-    if unknown := context.node_config.keys() - {*NODE, *NOISE}:
-        raise ValueError(f"--node-config has no {min(unknown)}, only {', '.join(NODE + NOISE)}.")
+    known = (*NODE, *NOISE, *PRIVATE)
+    if unknown := context.node_config.keys() - {*known}:
+        raise ValueError(f"--node-config has no {min(unknown)}, only {', '.join(known)}.")
     name = str(context.node_config.get("name", f"node {context.node_id}"))
     bundle = context.node_config.get("bundle")
     if bundle is None:
         raise ValueError("A SuperNode needs --node-config 'bundle=\"FOLDER\"'.")
     data = context.node_config.get("data")
-    return Client(name, Path(str(bundle)), None if data is None else Path(str(data)))
+    private = {each: context.node_config[each] for each in PRIVATE if each in context.node_config}
+    if private and not (
+        len(private) == len(PRIVATE)
+        and all(type(number) in (int, float) for number in private.values())
+        and 0 < private["dp_delta"] < 1
+    ):
+        raise ValueError(
+            "--node-config needs the numbers dp_clip, dp_noise and dp_delta, a probability above 0 "
+            "and below 1."
+        )
+    return Client(name, Path(str(bundle)), None if data is None else Path(str(data)), private)
 
 
 # What `flower-supernode` runs: the bundle of its --node-config, with its `data` or that in it.

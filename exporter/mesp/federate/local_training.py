@@ -7,7 +7,7 @@ import math
 import subprocess
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,21 +30,25 @@ SETTINGS = (
 
 @dataclass(frozen=True)
 class Client:
-    """One who takes part: `data` is a folder of tokens, None for the bundle's own."""
+    """One who takes part: `data` is a folder of tokens, None for the bundle's own. `privacy` are
+    settings of DP-SGD, which are the client's own."""
 
     name: str
     bundle: Path
     data: Path | None = None
+    privacy: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Trained:
-    """What a client made of a round's matrices, from so many `targets` that counted."""
+    """What a client made of a round's matrices, from so many `targets` that counted. `examples`:
+    what DP-SGD draws from, None without it."""
 
     arrays: Arrays
     targets: int
     loss: float
     footprint: int
+    examples: int | None
 
 
 def train(client: Client, received: Arrays, config: Mapping[str, Any]) -> Trained:
@@ -58,7 +62,7 @@ def train(client: Client, received: Arrays, config: Mapping[str, Any]) -> Traine
     model, arch = model_name(manifest), Architecture.from_manifest(manifest["architecture"])
     if config["model"] != model:
         raise MespError(f"{client.bundle} is of {model}, and the round is of {config['model']}.")
-    settings = {name: config[name] for name in SETTINGS if name in config}
+    settings = {name: config[name] for name in SETTINGS if name in config} | client.privacy
     if config.get("proximal-mu"):  # FedProx's
         settings["proximal_mu"] = config["proximal-mu"]
     with tempfile.TemporaryDirectory(prefix="mesp-federate-") as folder:
@@ -82,6 +86,7 @@ def train(client: Client, received: Arrays, config: Mapping[str, Any]) -> Traine
         targets=sum(step["tokens"] for step in run.steps),
         loss=sum(run.losses) / len(run.losses),
         footprint=run.peak_footprint,
+        examples=run.plan.get("examples"),
     )
 
 

@@ -71,6 +71,16 @@ public struct TokenStream: Sendable {
         }
     }
 
+    /// Whether each example has a text of its own: a packed stream has none, and of records that were split into several examples these
+    /// overlap, or leave out what lies between.
+    var hasWholeRecords: Bool {
+        examples != nil
+            && (1..<max(exampleCount, 1)).allSatisfy { index in
+                let before = bounds(index - 1)
+                return bounds(index).start == before.start + before.length
+            }
+    }
+
     /// Whether people have judged the answers.
     var isJudged: Bool { labels != nil }
     /// Whether the answers are pairs.

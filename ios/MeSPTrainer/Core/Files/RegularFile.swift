@@ -9,11 +9,13 @@ import MeSPFederation
 
 /// Opens a regular file and nothing else: a symbolic link could lead out of its folder, and a device or a pipe has no end.
 ///
-/// - Parameter flags: of `open`. Files that it creates are readable by everybody.
+/// - Parameters:
+///   - flags: of `open`.
+///   - mode: of a file that it creates; by default everybody may read it.
 /// - Throws: `MeSPError` with the reason alone.
-func openRegularFile(_ url: URL, _ flags: Int32) throws -> Int32 {
+func openRegularFile(_ url: URL, _ flags: Int32, mode: mode_t = 0o644) throws -> Int32 {
     // Without O_NONBLOCK a pipe would wait for its other end.
-    let file = open(url.path, flags | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC, 0o644)
+    let file = open(url.path, flags | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC, mode)
     guard file >= 0 else { throw errno == ELOOP ? MeSPError("it is a symbolic link") : MeSPError("\(lastError())") }
     var status = stat()
     guard fstat(file, &status) == 0, status.st_mode & S_IFMT == S_IFREG else {
@@ -38,11 +40,12 @@ func unlinkedFile(_ url: URL) -> Data? {
 }
 
 /// Writes a file that replaces the one at `url` when all of it is on the disk, and not before.
-package func writeWhole(_ url: URL, _ write: (FileHandle) throws -> Void) throws {
+package func writeWhole(_ url: URL, mode: mode_t = 0o644, _ write: (FileHandle) throws -> Void) throws {
     let partial = url.appendingPathExtension("partial")
     defer { try? FileManager.default.removeItem(at: partial) }
     let file = FileHandle(
-        fileDescriptor: try openRegularFile(partial, O_WRONLY | O_CREAT | O_TRUNC), closeOnDealloc: true)
+        fileDescriptor: try openRegularFile(partial, O_WRONLY | O_CREAT | O_TRUNC, mode: mode),
+        closeOnDealloc: true)
     try write(file)
     guard synchronize(file.fileDescriptor) == 0 else { throw MeSPError("\(lastError())") }
     try file.close()

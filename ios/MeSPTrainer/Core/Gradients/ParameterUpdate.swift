@@ -20,7 +20,7 @@ extension Trainer {
     ///
     /// - Returns: the norm before, nil where it isn't limited.
     func updateAll(_ number: Int, _ keys: [MLXArray], gradient: (_ block: Int) throws -> MLXArray) throws -> Float? {
-        let (factor, norm) = try clipping(gradient)
+        let (factor, norm) = try settings.maxGradNorm.map { try clipping(to: $0, gradient) } ?? (1, nil)
         for block in trained {
             try clock.boundary(changed: block > trained.lowerBound)
             try update(block, factor * gradient(block), number, keys[block])
@@ -28,9 +28,9 @@ extension Trainer {
         return norm
     }
 
-    /// What the whole gradient is multiplied by: min(1, limit / (‖g‖₂ + 10⁻⁶)); and ‖g‖₂ over all blocks. Without a limit 1 and nil.
-    private func clipping(_ gradient: (_ block: Int) throws -> MLXArray) throws -> (factor: Float, norm: Float?) {
-        guard let limit = settings.maxGradNorm else { return (1, nil) }
+    /// What the whole gradient is multiplied by: min(1, limit / (‖g‖₂ + 10⁻⁶)); and ‖g‖₂ over all blocks.
+    func clipping(to limit: Float, _ gradient: (_ block: Int) throws -> MLXArray) throws -> (factor: Float, norm: Float)
+    {
         let squares = try trained.reduce(Float(0)) { try $0 + gradient($1).square().sum().number(Float.self) }
         // Clipping would make zeros of the finite gradients, and spread what is not.
         if !squares.isFinite { for block in trained { try model.check(gradient(block), block) } }

@@ -149,7 +149,7 @@ final class Trainer {
         let tokens: Int
         /// The inputs up to each sequence's last target that counted.
         let inputTokens: Int
-        /// ‖∂loss/∂lora‖₂ over all blocks, before clipping; nil where it isn't clipped.
+        /// ‖∂loss/∂lora‖₂ over all blocks, before clipping; of DP-SGD the mean of the examples'. nil where it isn't clipped.
         var gradientNorm: Float?
         /// Of a step on judged answers.
         var preference: PreferenceFigures?
@@ -292,7 +292,9 @@ final class Trainer {
     /// The block inputs, from the forward to the backward pass: all of a sequence, then of the next.
     private var inputs: BlockArrays
     /// Sums of gradients, float32 `[P]` a block, where an update needs more than one backward pass gives at a time.
-    private var gradients: BlockArrays?
+    private(set) var gradients: BlockArrays?
+    /// Of DP-SGD the sum of clipped gradients, float32 `[P]` a block; `gradients` are then those of one example.
+    var clippedSums: BlockArrays?
     var optimizer: Optimizer
     /// The parameters that the run began with, where answers are compared with that model or an update is held near it.
     let start: BlockArrays?
@@ -341,6 +343,7 @@ final class Trainer {
         inputs = BlockArrays(count: plan.sequences(of: settings) * blocks, file: inputsFile)
         optimizer = try Optimizer(settings, zeros: zeros)
         gradients = plan.gathersGradients(of: settings) ? try zeros({ [$0] }, .float32) : nil
+        clippedSums = settings.dpClip == nil ? nil : try zeros({ [$0] }, .float32)
         var lora = try arrays({ [$0] }, settings.loraDtype.dtype)
         for (block, layout) in layouts.enumerated() {
             try lora.write(layout.initial(seed: settings.seed, block: block).asType(settings.loraDtype.dtype), block)
@@ -372,7 +375,7 @@ final class Trainer {
 
     /// Bytes written to offloaded arrays since the start.
     var writtenBytes: Int {
-        [inputs, model.lora, gradients, optimizer.first, optimizer.second].reduce(0) {
+        [inputs, model.lora, gradients, clippedSums, optimizer.first, optimizer.second].reduce(0) {
             $0 + ($1?.written ?? 0)
         }
     }

@@ -41,6 +41,7 @@ public enum LogRecord: Sendable {
         public var metalBytes: Int?
         public var mappedBytes: Int
         public var readWeightBytes: Int?
+        public var examples: Int?
     }
     public struct Step: Codable, Sendable {
         public var step: Int

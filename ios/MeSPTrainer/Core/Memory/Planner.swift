@@ -26,7 +26,8 @@ public struct Plan: Codable, Sendable, Equatable {
     /// Whether an update needs all gradients at once, or sums over sequences that go one after the other.
     func gathersGradients(of settings: RunSettings) -> Bool {
         let oneByOne = settings.sequences > 1 && order != .blocks
-        return settings.method != .mezo && (oneByOne || settings.maxGradNorm != nil || settings.objective != nil)
+        return settings.method != .mezo
+            && (oneByOne || settings.maxGradNorm != nil || settings.objective != nil || settings.dpClip != nil)
     }
 }
 
@@ -41,7 +42,8 @@ public struct Planner: Sendable {
     private let mappedBytes: Int
     /// The weights that a sequence passes in a step, in bytes.
     private let passedBytes: Int
-    /// The parameters of all blocks and the optimizer's state, and a gradient of those that are trained, in bytes.
+    /// The parameters of all blocks and the optimizer's state, and the gradient of those that are trained, in bytes; of DP-SGD the gradient
+    /// of an example and their sum.
     private let vectors, gradients: Int
     /// For each of the model's mixers.
     private let mixers: [MixerMemory]
@@ -106,7 +108,10 @@ public struct Planner: Sendable {
         let parameters = sum(all) { settings.loraDtype.dtype.size * $0 }
         let start = settings.keepsStart ? sum(all) : 0
         // A step can be taken back while the old values are there.
-        return ((parameters + state) * (settings.skipBadSteps ? 2 : 1) + start, sum(trained))
+        return (
+            (parameters + state) * (settings.skipBadSteps ? 2 : 1) + start,
+            sum(trained) * (settings.dpClip == nil ? 1 : 2)
+        )
     }
 
     private var method: GradientMethod { settings.method }
@@ -186,7 +191,9 @@ public struct Planner: Sendable {
     /// read from disk again.
     private var orders: [[RunSettings.Order?]] {
         guard settings.sequences > 1 else { return [[nil]] }
-        guard method != .mezo, settings.objective == nil, settings.sequences <= mostTogether else {
+        guard method != .mezo, settings.objective == nil, settings.dpClip == nil,
+            settings.sequences <= mostTogether
+        else {
             return [[.sequences]]
         }
         if let order = settings.order { return [[order]] }
@@ -293,10 +300,10 @@ public struct Planner: Sendable {
             + kept(plan.keptBlocks) * (together ? sequences : 1)
     }
 
-    /// The tokens of a step's sequences, and the positions that count, which are all there when the step begins.
+    /// The tokens of a step's sequences, and the positions that count, which are all there when the step begins; of DP-SGD one by one.
     private var examples: Int {
         let arrays = (length + 1) * MemoryLayout<Int32>.size + length * MemoryLayout<Int>.size
-        return settings.sequences * (settings.objective == nil ? 1 : 2) * (arrays + 256)
+        return (settings.dpClip == nil ? settings.sequences : 1) * (settings.objective == nil ? 1 : 2) * (arrays + 256)
     }
 
     private func tile(_ plan: Plan) -> TileSizes {

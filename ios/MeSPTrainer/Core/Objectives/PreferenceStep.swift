@@ -50,6 +50,22 @@ extension Trainer {
         }
     }
 
+    /// One update from the pairs that were drawn, by `privateStep`. No pair's loss depends on another's.
+    func step(
+        drawn pairs: some Sequence<[JudgedAnswer]>, number: Int, _ objective: Objective, _ secret: SecretKey
+    ) throws -> StepResult {
+        var (record, inputTokens) = (Record(), 0)
+        let (count, norm) = try privateStep(pairs, number, secret) { pair in
+            try backpropagate(pair, objective, share: 1, &record)
+            inputTokens += pair.reduce(0) { $0 + $1.example.inputCount }
+        }
+        var result = StepResult(
+            loss: Float(record.loss / Double(max(count, 1))), tokens: record.tokens, inputTokens: inputTokens,
+            gradientNorm: norm)
+        result.preference = record.figures
+        return result
+    }
+
     /// The mean loss of pairs or answers, and what it says of them.
     func evaluate(_ batch: [JudgedAnswer], _ objective: Objective) throws -> (loss: Float, PreferenceFigures) {
         var record = Record()
@@ -133,7 +149,7 @@ extension Trainer {
         let reference = objective.hasReference ? try reference(chosen) : 0
         let context = objective == .orpo ? chosen.context : nil
         var weight = 0.0
-        try gather(chosen.example, first: record.isEmpty) { y in
+        try gather(chosen.example, first: record.isEmpty || settings.dpClip != nil) { y in
             let (loss, unweighted) = try head(y, chosen.example, weight: 1)
             let answer = Answer(
                 logProbability: -Double(loss), reference: reference, tokens: chosen.example.counted.count)

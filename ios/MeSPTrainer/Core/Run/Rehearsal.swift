@@ -37,7 +37,12 @@ public final class Rehearsal {
         let (settings, sequences) = (trainer.settings, trainer.settings.objective == nil)
         let batch = Array(repeating: example, count: sequences ? settings.batchSize : 1)
         let batches = Array(repeating: batch, count: sequences ? settings.gradAccumulationSteps : 1)
-        try trainer.model.bundle.withDevice { _ = try trainer.step(batches, number: number) }
+        try trainer.model.bundle.withDevice {
+            _ =
+                settings.dpClip == nil || !sequences
+                ? try trainer.step(batches, number: number)
+                : try trainer.step(drawn: batch, number: number, SecretKey())
+        }
         number += 1
     }
 }

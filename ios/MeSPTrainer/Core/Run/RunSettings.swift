@@ -62,7 +62,11 @@ public struct RunSettings: Codable, Sendable, Equatable {
     public var proximalMu: Float?
     /// The largest norm of the whole gradient; a larger one is scaled down. nil for no limit.
     public var maxGradNorm: Float?
-    /// Sequences of a batch; its loss is the mean over all their tokens.
+    /// DP-SGD (arXiv:1607.00133): the norm that each example's gradient is clipped to; nil for no differential privacy.
+    public var dpClip: Float?
+    /// The standard deviation of the noise on the sum of clipped gradients, as a multiple of `dpClip`.
+    public var dpNoise: Float?
+    /// Sequences of a batch; its loss is the mean over all their tokens. With `dpClip` how many examples a step has in the mean.
     public var batchSize: Int = 1
     /// Batches of a step; its gradient is the mean of theirs.
     public var gradAccumulationSteps: Int = 1
@@ -255,6 +259,7 @@ public struct RunSettings: Codable, Sendable, Equatable {
         try require(proximalMu.map { $0.isFinite && $0 > 0 } ?? true, "proximal_mu", "a positive number")
         try require(proximalMu == nil || adapters != nil, "adapters", "named with proximal_mu, which stays near them")
         try require(maxGradNorm.map { $0.isFinite && $0 > 0 } ?? true, "max_grad_norm", "a positive number")
+        try checkPrivacy(require)
         try require(mezoEpsilon.isFinite && mezoEpsilon > 0, "mezo_epsilon", "a positive number")
         try require(valBatches >= 0, "val_batches", "0 or more")
         try require(objective != .kto || valBatches != 1, "val_batches", "0, or at least 2 with kto")
@@ -263,5 +268,22 @@ public struct RunSettings: Codable, Sendable, Equatable {
         try require(earlyStopping == 0 || evalEvery > 0, "eval_every", "above 0 with early_stopping")
         try require(saveEvery >= 0, "save_every", "0 or more")
         try require(memoryLimitMb ?? 1 > 0 && memoryLimitMb ?? 1 < 1e9, "memory_limit_mb", "a positive number")
+    }
+
+    private func checkPrivacy(_ require: (_ condition: Bool, _ name: String, _ wanted: Sentence) throws -> Void) throws
+    {
+        try require((dpClip == nil) == (dpNoise == nil), "dp_noise", "set with dp_clip, and only with it")
+        guard let dpClip, let dpNoise else { return }
+        try require(dpClip.isFinite && dpClip > 0, "dp_clip", "a positive number")
+        try require(dpNoise.isFinite && dpNoise >= 0, "dp_noise", "0 or more")
+        // MeZO has no gradient of an example, and KTO's depends on the batch's other records.
+        try require(method != .mezo, "method", "mesp or mebp with dp_clip")
+        try require(objective != .kto, "objective", "another one than kto with dp_clip")
+        try require(
+            gradAccumulationSteps == 1, "grad_accumulation_steps", "1 with dp_clip, which takes batch_size alone")
+        try require(order != .blocks, "order", "sequences with dp_clip")
+        // The noised gradient needs no other limit; and whether a step was skipped would tell of its examples.
+        try require(maxGradNorm == nil, "max_grad_norm", "left out with dp_clip")
+        try require(!skipBadSteps, "skip_bad_steps", "left out with dp_clip")
     }
 }

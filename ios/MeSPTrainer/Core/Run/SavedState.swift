@@ -13,6 +13,8 @@ struct SavedState {
     var evaluationsSinceBest = 0
     /// The length of `metrics.jsonl` when this was saved; what comes after is done again.
     var logBytes: UInt64 = 0
+    /// What DP-SGD draws from.
+    var examples: Int?
 
     typealias Loaded = (state: SavedState, plan: Plan?, vectors: Safetensors)
 
@@ -29,6 +31,7 @@ struct SavedState {
         var best: Float?
         var evaluationsSinceBest: Int
         var logBytes: UInt64
+        var examples: Int?
         var plan: Plan
         var settings: RunSettings
 
@@ -43,7 +46,8 @@ struct SavedState {
     func save(_ trainer: Trainer, plan: Plan, settings: RunSettings, in folder: URL) throws {
         let saved = Saved(
             step: step, evaluated: evaluated, best: best.isFinite ? best : nil,
-            evaluationsSinceBest: evaluationsSinceBest, logBytes: logBytes, plan: plan, settings: settings)
+            evaluationsSinceBest: evaluationsSinceBest, logBytes: logBytes, examples: examples, plan: plan,
+            settings: settings)
         let json = String(decoding: try JSONEncoder().encode(saved), as: UTF8.self)
         let url = Self.url(in: folder)
         do {
@@ -76,12 +80,13 @@ struct SavedState {
         (same.saveEvery, same.memoryLimitMb, same.offload, same.order, same.keepCache) = (
             settings.saveEvery, settings.memoryLimitMb, settings.offload, settings.order, settings.keepCache
         )
+        same.dryRun = settings.dryRun
         guard same == settings else {
             throw MeSPError("The run in \(folder.path) had other settings; resume it with those it was started with.")
         }
         let state = SavedState(
             step: saved.step, evaluated: saved.evaluated, best: saved.best ?? .infinity,
-            evaluationsSinceBest: saved.evaluationsSinceBest, logBytes: saved.logBytes)
+            evaluationsSinceBest: saved.evaluationsSinceBest, logBytes: saved.logBytes, examples: saved.examples)
         let samePlan =
             saved.settings.memoryLimitMb == settings.memoryLimitMb && saved.settings.offload == settings.offload
             && saved.settings.order == settings.order && saved.settings.keepCache == settings.keepCache

@@ -33,6 +33,17 @@ struct Splits {
                 "The training data has \(stream.tokenCount) tokens, and not one sequence of \(settings.seqLen + 1); use more data or a shorter sequence."
             )
         }
+        if settings.dpClip != nil {
+            guard stream.hasWholeRecords else {
+                throw MeSPError(
+                    "Differential privacy is for records that are a sequence each, and the training data is packed, or has records in several sequences; write it with mesp-data --no-pack --long cut."
+                )
+            }
+            guard settings.batchSize <= train.count / (stream.hasPairs ? 2 : 1) else {
+                throw MeSPError(
+                    "The training data has fewer examples than a step is to have in the mean; lower batch_size.")
+            }
+        }
         valid = settings.valBatches > 0 ? try sequences("valid") : nil
         guard valid != nil || settings.earlyStopping == 0 else {
             throw MeSPError(
@@ -64,6 +75,13 @@ struct Splits {
         return (0..<count).map { batch in
             (0..<size).flatMap { answers.training((step * count + batch) * size + $0, seed: settings.seed) }
         }
+    }
+
+    /// What DP-SGD draws from: sequences, or pairs of an objective.
+    var exampleCount: Int { settings.objective == nil ? train.count : train.count / 2 }
+
+    func pair(_ index: Int, _ objective: Objective) -> [JudgedAnswer] {
+        JudgedAnswers(train, split: 0, objective)[index]
     }
 
     /// The first judged answers of a split, as many pairs or answers as `valBatches`, in batches.

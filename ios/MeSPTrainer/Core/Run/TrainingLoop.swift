@@ -12,6 +12,8 @@ final class TrainingLoop {
     private var trainer: Trainer
     private var state = SavedState()
     private let log: LogWriter
+    /// Of DP-SGD.
+    private let secret: SecretKey?
     private let hooks: RunHooks
 
     private let sampler = FootprintSampler()
@@ -41,14 +43,21 @@ final class TrainingLoop {
         if saved == nil, let adapters = settings.adapters { try trainer.startFrom(URL(fileURLWithPath: adapters)) }
         // A run that ended before it had saved anything is begun again.
         log = try LogWriter(folder: output, resumeAt: settings.resume ? saved?.state.logBytes ?? 0 : nil)
+        secret = settings.dpClip == nil ? nil : try SecretKey(in: output, resumes: settings.resume)
         letPause()
         if let saved {
             state = saved.state
             try trainer.restore { saved.vectors[$0] }
+            guard secret == nil || state.examples == data.exampleCount else {
+                throw MeSPError(
+                    "The run in \(output.path) had another number of examples; resume it with the data it was started with."
+                )
+            }
         }
+        if secret != nil { state.examples = data.exampleCount }
         if log.isEmpty {
             try append(.start(.init(settings, bundle, hooks.battery())))
-            try append(.plan(.init(settings, bundle, planner, plan)))
+            try append(.plan(.init(settings, bundle, planner, plan, data)))
         }
         if log.lostLines {
             let message: Sentence = "lines of the log were lost, as in a power failure; the run goes on from its state"
@@ -65,6 +74,7 @@ final class TrainingLoop {
         do {
             try train()
             if let test = data.test { _ = try evaluate("test", test) }
+            if secret != nil { try SecretKey.remove(from: output) }
             try end(.finished)
         } catch is CancellationError {
             try save()
@@ -119,7 +129,12 @@ final class TrainingLoop {
         }
         record.footprintPeakBytes = sampler.takePeak()
         peak = max(peak, record.footprintPeakBytes)
-        try append(.step(record))
+        if record.tokens == 0 {
+            let message: Sentence = "step \(record.step) drew no example, and added noise alone"
+            try append(.event(.init(event: "empty_batch", message: message)))
+        } else {
+            try append(.step(record))
+        }
         let own = Double(record.footprintPeakBytes - hooks.besideBytes)
         if let limit = settings.memoryLimitMb, own > limit * 1e6 {
             let taken = String(format: "%.1f", own / 1e6)
@@ -131,13 +146,7 @@ final class TrainingLoop {
     private func step() throws -> LogRecord.Step {
         let (start, before, written) = (ContinuousClock.now, trainer.clock.time, trainer.writtenBytes)
         Memory.peakMemory = 0
-        let result =
-            if let objective = settings.objective {
-                try trainer.step(
-                    data.judgedBatches(step: state.step, objective), number: state.step, objective)
-            } else {
-                try trainer.step(data.batches(step: state.step, settings), number: state.step)
-            }
+        let result = try takeStep(number: state.step)
         let preference = result.preference
         let (memory, time) = (Memory.snapshot(), trainer.clock.time)
         state.step += 1
@@ -155,6 +164,23 @@ final class TrainingLoop {
             rewardRejected: preference?.rewardRejected, kl: preference?.kl)
     }
 
+    private func takeStep(number: Int) throws -> Trainer.StepResult {
+        let (data, objective) = (data, settings.objective)
+        guard let secret else {
+            return if let objective {
+                try trainer.step(data.judgedBatches(step: number, objective), number: number, objective)
+            } else {
+                try trainer.step(data.batches(step: number, settings), number: number)
+            }
+        }
+        let drawn = secret.drawn(settings.batchSize, of: data.exampleCount, step: number).lazy
+        return if let objective {
+            try trainer.step(drawn: drawn.map { data.pair($0, objective) }, number: number, objective, secret)
+        } else {
+            try trainer.step(drawn: drawn.map { data.train[$0] }, number: number, secret)
+        }
+    }
+
     /// Goes on with the next cheaper plan. It is saved at once: what is resumed must repeat it.
     private func economize(_ reason: Sentence) throws {
         guard let cheaper = planner.cheaper(than: plan) else {
@@ -170,7 +196,7 @@ final class TrainingLoop {
         try trainer.restore { vectors[$0] }
         let message: Sentence = "\(reason); the run goes on with a plan that takes less"
         try append(.event(.init(event: "cheaper_plan", message: message)))
-        try append(.plan(.init(settings, bundle, planner, plan)))
+        try append(.plan(.init(settings, bundle, planner, plan, data)))
         try save()
     }
 
@@ -285,13 +311,15 @@ extension LogRecord.Start {
 }
 
 extension LogRecord.Plan {
-    init(_ settings: RunSettings, _ bundle: ModelBundle, _ planner: Planner, _ plan: Plan) {
+    /// - Parameter data: what DP-SGD draws from; nil without that.
+    init(_ settings: RunSettings, _ bundle: ModelBundle, _ planner: Planner, _ plan: Plan, _ data: Splits? = nil) {
         self.init(
             method: settings.method, seqLen: settings.seqLen, rank: settings.rank, tileBytes: plan.tileBytes,
             keptBlocks: plan.keptBlocks, offload: plan.offload, order: plan.order, keepsAnswer: plan.keepsAnswer,
             cacheBytes: plan.cacheBytes,
             predictedPeakBytes: planner.peak(plan), leastPeakBytes: planner.leastPeak,
             metalBytes: planner.metalBytes, mappedBytes: bundle.manifest.mappedBytes,
-            readWeightBytes: planner.readWeightBytes(plan))
+            readWeightBytes: planner.readWeightBytes(plan),
+            examples: settings.dpClip == nil ? nil : data?.exampleCount)
     }
 }

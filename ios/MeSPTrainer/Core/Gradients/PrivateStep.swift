@@ -1,0 +1,56 @@
+import MLX
+
+extension Trainer {
+    /// One update from the examples that were drawn, by `privateStep`; each example's loss is the mean over its own targets.
+    func step(drawn examples: some Sequence<Example>, number: Int, _ secret: SecretKey) throws -> StepResult {
+        var (loss, tokens, inputTokens) = (Float(0), 0, 0)
+        let (count, norm) = try privateStep(examples, number, secret) { example in
+            let weight = 1 / Float(example.counted.count)
+            try gather(example, first: true) { y in
+                let (sum, dy) = try head(y, example, weight: weight)
+                loss += weight * sum
+                return (sum, dy)
+            }
+            tokens += example.counted.count
+            inputTokens += example.inputCount
+        }
+        return StepResult(
+            loss: loss / Float(max(count, 1)), tokens: tokens, inputTokens: inputTokens, gradientNorm: norm)
+    }
+
+    /// One update by DP-SGD (arXiv:1607.00133) from the examples that were drawn, which may be none:
+    ///
+    ///     g = (Σᵢ min(1, C / (‖gᵢ‖₂ + 10⁻⁶)) gᵢ + Z C n) / B,      n ~ N(0, 1)
+    ///
+    /// gᵢ is an example's gradient by all trained blocks, C `dpClip`, Z `dpNoise`, and B `batchSize`, the expected number of examples. An
+    /// example's norm is known when its backward pass has ended, so its gradient is kept until then, beside the sum.
+    /// - Parameter gather: makes `gradients` those of an example.
+    /// - Returns: how many examples there were, and the mean of ‖gᵢ‖₂.
+    func privateStep<E>(
+        _ examples: some Sequence<E>, _ number: Int, _ secret: SecretKey, gather: (E) throws -> Void
+    ) throws -> (count: Int, norm: Float?) {
+        guard let clip = settings.dpClip, let noise = settings.dpNoise else {
+            preconditionFailure("the settings are not of DP-SGD")
+        }
+        var (count, norms) = (0, Float(0))
+        for example in examples {
+            try gather(example)
+            guard let gradients else { preconditionFailure("gradients are not gathered") }
+            let (factor, norm) = try clipping(to: clip) { try gradients.read($0) }
+            for block in trained {
+                var sum = factor * (try gradients.read(block))
+                if count > 0, let before = try clippedSums?.read(block) { sum = before + sum }
+                try clippedSums?.write(sum, block)
+            }
+            (count, norms) = (count + 1, norms + norm)
+        }
+        _ = try updateAll(number, keys(number)) { block in
+            let key = MLXRandom.key(secret.noiseSeed(step: number, block: block))
+            var sum = noise * clip * MLXRandom.normal([model.layouts[block].count], key: key)
+            if let mask = mask(block) { sum = sum * mask }
+            if count > 0, let clipped = try clippedSums?.read(block) { sum = clipped + sum }
+            return sum / Float(settings.batchSize)
+        }
+        return (count, count > 0 ? norms / Float(count) : nil)
+    }
+}

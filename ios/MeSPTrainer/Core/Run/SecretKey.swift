@@ -1,0 +1,72 @@
+import Foundation
+
+/// The randomness of a run with DP-SGD: which examples a step draws, and the noise that it adds, follow from these 32 bytes and the number
+/// of the step, and from nothing that is published.
+///
+/// Who has the key can subtract the noise. It is kept in the run's folder, readable by its owner alone, so that a resumed run is the same
+/// run, and removed when the run has finished.
+struct SecretKey {
+    private let bytes: Data
+    private static let length = 32
+
+    static func url(in folder: URL) -> URL { folder.appendingPathComponent("secret.key") }
+
+    /// - Parameter bytes: by default new ones, from the system's generator.
+    init(bytes: Data = Data((0..<length).map { _ in UInt8.random(in: .min ... .max) })) { self.bytes = bytes }
+
+    /// The key of the run in a folder.
+    ///
+    /// - Parameter resumes: whether a key that is there is the run's; otherwise, and where there is none, a new one is made.
+    init(in folder: URL, resumes: Bool) throws {
+        let url = Self.url(in: folder)
+        if resumes, FileManager.default.fileExists(atPath: url.path) {
+            guard let bytes = unlinkedFile(url), bytes.count == Self.length else {
+                throw MeSPError("\(url.path) is damaged; start the run again in another folder.")
+            }
+            self.init(bytes: bytes)
+            return
+        }
+        self.init()
+        do {
+            try writeWhole(url, mode: 0o600) { [bytes] in try $0.write(contentsOf: bytes) }
+        } catch {
+            throw MeSPError("Cannot write \(url.path): \(error.plainSentence).")
+        }
+    }
+
+    static func remove(from folder: URL) throws {
+        let url = url(in: folder)
+        do {
+            if FileManager.default.fileExists(atPath: url.path) { try FileManager.default.removeItem(at: url) }
+        } catch {
+            throw MeSPError("Cannot remove \(url.path): \(error.plainSentence).")
+        }
+    }
+
+    /// The examples of a step, each of `count` with the probability `expected / count` and independently of the others (Poisson sampling),
+    /// ascending.
+    func drawn(_ expected: Int, of count: Int, step: Int) -> [Int] {
+        guard expected < count else { return Array(0..<count) }
+        let (limit, _) = UInt64(count).dividingFullWidth((UInt64(expected), 0))  // expected / count · 2⁶⁴
+        return stride(from: 0, to: count, by: 4).flatMap { first in
+            zip(first..<min(first + 4, count), numbers("draw", step, first / 4)).filter { $1 < limit }.map(\.0)
+        }
+    }
+
+    /// What seeds the noise of a block in a step.
+    func noiseSeed(step: Int, block: Int) -> UInt64 { numbers("noise", step, block)[0] }
+
+    /// Four numbers: the SHA-256 of the key, a purpose, a step and an index.
+    private func numbers(_ purpose: String, _ step: Int, _ index: Int) -> [UInt64] {
+        var hash = SHA256()
+        var data = bytes + Data(purpose.utf8)
+        for number in [step, index] {
+            withUnsafeBytes(of: UInt64(number).littleEndian) { data.append(contentsOf: $0) }
+        }
+        hash.update(data: data)
+        let digest = Array(hash.finalize())
+        return stride(from: 0, to: digest.count, by: 8).map { start in
+            digest[start..<start + 8].reversed().reduce(0) { $0 << 8 | UInt64($1) }
+        }
+    }
+}
