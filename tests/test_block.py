@@ -50,7 +50,7 @@ MODELS |= {
     "one head": (geometry(64, 192, 1, 1), lambda _: Quantization(2, 32)),
     "wide": (geometry(256, 4096, 8, 2), lambda _: Quantization(4, 64)),
     "3 bits": (GROUPS, lambda _: Quantization(3, 32)),
-    "5 bits": (GROUPS, lambda _: Quantization(5, 64)),
+    "5 bits": (GROUPS, lambda _: Quantization(5, 32)),
     "mixed": (GROUPS, mixed),
     "mxfp4": (GROUPS, lambda _: Quantization(4, 32, "mxfp4")),
     "mxfp8": (GROUPS, lambda _: Quantization(8, 32, "mxfp8")),
@@ -277,7 +277,7 @@ def test_fused_attention_sees_the_same_keys(monkeypatch, window, length):
 @pytest.mark.parametrize("how", ["fused", "tiled", "plain"])
 @pytest.mark.parametrize(
     ("name", "layer"),
-    [*((name, 0) for name in ("qwen3", "gemma2", "gemma3_text", "phi3", "nvfp4", "mixed")),
+    [*((name, 0) for name in ("qwen3", "gemma2", "gemma3_text", "phi3", "nvfp4", "mixed", "5 bits")),
      ("qwen3_5", 0), ("qwen3_5", 1), ("lfm2", 0)],
 )  # fmt: skip
 def test_the_gpu_function_computes_the_same(monkeypatch, name, layer, how):
