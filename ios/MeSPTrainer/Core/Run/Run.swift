@@ -48,7 +48,7 @@ public enum Run {
         if let plan = saved?.plan, !planner.isPossible(plan) { throw SavedState.damaged(in: output) }
         let plan = try saved?.plan ?? planner.plan()
         if settings.dryRun {
-            let record = LogRecord.plan(.init(settings, bundle, planner, plan))
+            let record = LogRecord.plan(plan, .init(settings, bundle, planner, plan))
             return try hooks.report(record, record.line())
         }
         let data = try Splits(bundle, settings)

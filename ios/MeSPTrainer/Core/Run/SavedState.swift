@@ -44,7 +44,7 @@ struct SavedState {
         let saved = Saved(
             step: step, evaluated: evaluated, best: best.isFinite ? best : nil,
             evaluationsSinceBest: evaluationsSinceBest, logBytes: logBytes, plan: plan, settings: settings)
-        let json = String(decoding: try JSONEncoder().encode(saved), as: UTF8.self)
+        let json = String(decoding: try JSONEncoder.snakeCase.encode(saved), as: UTF8.self)
         let url = Self.url(in: folder)
         do {
             let tensors = try trainer.vectors().map { name, vector in
@@ -64,8 +64,8 @@ struct SavedState {
         let url = url(in: folder)
         guard FileManager.default.fileExists(atPath: url.path) else { return nil }
         guard let tensors = try? Safetensors(url),
-            let json = try? RunSettings.completed(in: Data((tensors.metadata["state"] ?? "").utf8), JSONEncoder()),
-            let saved = try? JSONDecoder().decode(Saved.self, from: json), saved.isValid
+            let json = try? RunSettings.completed(in: Data((tensors.metadata["state"] ?? "").utf8)),
+            let saved = try? JSONDecoder.snakeCase.decode(Saved.self, from: json), saved.isValid
         else { throw damaged(in: folder) }
 
         var same = saved.settings

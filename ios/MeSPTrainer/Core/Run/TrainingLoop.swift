@@ -48,7 +48,7 @@ final class TrainingLoop {
         }
         if log.isEmpty {
             try append(.start(.init(settings, bundle, hooks.battery())))
-            try append(.plan(.init(settings, bundle, planner, plan)))
+            try append(.plan(plan, .init(settings, bundle, planner, plan)))
         }
         if log.lostLines {
             let message: Sentence = "lines of the log were lost, as in a power failure; the run goes on from its state"
@@ -170,7 +170,7 @@ final class TrainingLoop {
         try trainer.restore { vectors[$0] }
         let message: Sentence = "\(reason); the run goes on with a plan that takes less"
         try append(.event(.init(event: "cheaper_plan", message: message)))
-        try append(.plan(.init(settings, bundle, planner, plan)))
+        try append(.plan(plan, .init(settings, bundle, planner, plan)))
         try save()
     }
 
@@ -284,12 +284,10 @@ extension LogRecord.Start {
     }
 }
 
-extension LogRecord.Plan {
+extension LogRecord.Prediction {
     init(_ settings: RunSettings, _ bundle: ModelBundle, _ planner: Planner, _ plan: Plan) {
         self.init(
-            method: settings.method, seqLen: settings.seqLen, rank: settings.rank, tileBytes: plan.tileBytes,
-            keptBlocks: plan.keptBlocks, offload: plan.offload, order: plan.order, keepsAnswer: plan.keepsAnswer,
-            cacheBytes: plan.cacheBytes,
+            method: settings.method, seqLen: settings.seqLen, rank: settings.rank,
             predictedPeakBytes: planner.peak(plan), leastPeakBytes: planner.leastPeak,
             metalBytes: planner.metalBytes, mappedBytes: bundle.manifest.mappedBytes,
             readWeightBytes: planner.readWeightBytes(plan))

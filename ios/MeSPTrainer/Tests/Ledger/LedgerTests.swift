@@ -133,7 +133,7 @@
                 let bundle = try ModelBundle(url: Self.demo)
                 let planner = Planner(bundle.manifest, settings)
                 let plan = try planner.plan()
-                let record = LogRecord.Plan(settings, bundle, planner, plan)
+                let record = LogRecord.Prediction(settings, bundle, planner, plan)
                 let metal = try #require(record.metalBytes)
                 #expect(metal > 0)
                 #expect(record.predictedPeakBytes >= metal + planner.arrays(plan))
