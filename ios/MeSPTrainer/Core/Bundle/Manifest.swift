@@ -159,9 +159,6 @@ extension Manifest {
                 "\(name) has no trace for rank \(rank), only for \(list(ranks)); choose one of these or export it with --rank \(rank)."
             )
         }
-        guard !settings.keepCache || device == "gpu" else {
-            throw MeSPError("\(name) is for the CPU, where MLX has no cache to keep; leave out keep_cache.")
-        }
     }
 }
 

@@ -90,9 +90,6 @@ public struct RunSettings: Codable, Sendable, Equatable {
     public var offload: Offload?
     /// How the sequences of a step go through the model; nil leaves it to the planner.
     public var order: Order?
-    /// Let MLX keep freed buffers from one block to the next, on a GPU, where the plan has memory for it: faster where buffers are slow
-    /// to make.
-    public var keepCache = false
     /// Report the plan and end.
     public var dryRun = false
 

@@ -73,8 +73,8 @@ struct SavedState {
         (same.bundle, same.data, same.output, same.steps, same.resume) = (
             settings.bundle, settings.data, settings.output, settings.steps, settings.resume
         )
-        (same.saveEvery, same.memoryLimitMb, same.offload, same.order, same.keepCache) = (
-            settings.saveEvery, settings.memoryLimitMb, settings.offload, settings.order, settings.keepCache
+        (same.saveEvery, same.memoryLimitMb, same.offload, same.order) = (
+            settings.saveEvery, settings.memoryLimitMb, settings.offload, settings.order
         )
         guard same == settings else {
             throw MeSPError("The run in \(folder.path) had other settings; resume it with those it was started with.")
@@ -84,7 +84,7 @@ struct SavedState {
             evaluationsSinceBest: saved.evaluationsSinceBest, logBytes: saved.logBytes)
         let samePlan =
             saved.settings.memoryLimitMb == settings.memoryLimitMb && saved.settings.offload == settings.offload
-            && saved.settings.order == settings.order && saved.settings.keepCache == settings.keepCache
+            && saved.settings.order == settings.order
         return (state, samePlan ? saved.plan : nil, tensors)
     }
 }
