@@ -144,8 +144,6 @@ def test_a_step_on_a_phone_takes_no_more_than_it_did(tmp_path: Path):
         assert (row["model"], row["device"], row["dtype"]) == ("demo", "gpu", "bfloat16")
         assert 0 < row["evals"] <= MOST_EVALS[row["seq_len"]]
         assert row["evals"] < row["kernels"] <= MOST_KERNELS[row["seq_len"]]
-        assert row["cached_new_buffer_bytes"] < row["new_buffer_bytes"]
-        assert row["cached_ledger_peak_bytes"] > row["ledger_peak_bytes"]
         assert row["tflop"] > 0 and row["modelled_seconds"] > 200e-6 * row["evals"]
         # With the trainer's command buffers `eval` sleeps, where with MLX's own it polls.
         assert row["strict_spinning_seconds"] < 0.01 * row["modelled_seconds"]

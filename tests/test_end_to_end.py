@@ -195,23 +195,10 @@ def test_dry_run_prints_the_plan_and_writes_nothing(bundle: Path, tmp_path: Path
 @pytest.mark.skipif(sys.platform == "darwin", reason="a Mac's engine has no ledger")
 def test_dry_run_counts_a_step_of_a_bundle_for_the_gpu(tmp_path: Path):
     bundle = Path(__file__).parents[1] / "ios/MeSPTrainer/Demo-GPU.mesp"
-    usual, cached = (
-        train(bundle, tmp_path / "run", "--seq-len", 128, "--dry-run", *options)
-        for options in ((), ("--keep-cache",))
-    )
-    for done in (usual, cached):
-        assert done.returncode == 0, done.stderr
+    done = train(bundle, tmp_path / "run", "--seq-len", 128, "--dry-run")
+    assert done.returncode == 0, done.stderr
     counted = "[0-9,]+ evals and [0-9,]+ kernels .*; MLX's arrays peak at ([0-9.]+) MB"
-    peaks = [re.search(counted, done.stdout.splitlines()[-1]) for done in (usual, cached)]
-    assert float(peaks[0][1]) < float(peaks[1][1])
-    assert "a cache of" in cached.stdout and "a cache of" not in usual.stdout
-
-
-def test_a_cache_is_kept_on_a_gpu_only(bundle: Path, tmp_path: Path):
-    done = train(bundle, tmp_path / "run", "--keep-cache")
-    assert done.returncode == 2
-    assert "is for the CPU, where MLX has no cache to keep" in done.stderr
-    assert not (tmp_path / "run").exists()
+    assert float(re.search(counted, done.stdout.splitlines()[-1])[1]) > 0
 
 
 def test_a_memory_limit_that_is_too_low_names_the_least(bundle: Path, tmp_path: Path):

@@ -64,7 +64,6 @@ DEFAULTS = {
     "resume": False,
     "memory_limit_mb": None,
     "offload": None,
-    "keep_cache": False,
     "dry_run": False,
 }
 

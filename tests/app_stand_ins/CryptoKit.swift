@@ -4,11 +4,9 @@ import Foundation
 
 // developer.apple.com/documentation/cryptokit/sha256, …/sha256digest
 public struct SHA256: Sendable {
-    public typealias Digest = SHA256Digest
     public init() {}
     public mutating func update(data: some DataProtocol) {}
     public func finalize() -> SHA256Digest { SHA256Digest() }
-    public static func hash(data: some DataProtocol) -> SHA256Digest { SHA256Digest() }
 }
 public struct SHA256Digest: Sequence, Sendable {
     public func makeIterator() -> Array<UInt8>.Iterator { [].makeIterator() }

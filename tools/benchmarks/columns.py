@@ -39,8 +39,6 @@ COLUMNS = {
     "strict polling s": ("strict_spinning_seconds", "{:,.3f}"),
     "modelled s": ("modelled_seconds", "{:,.2f}"),
     "new MB": ("new_buffer_bytes", "{:,.0f}"),
-    "cache kept: peak MB": ("cached_ledger_peak_bytes", "{:,.1f}"),
-    "cache kept: new MB": ("cached_new_buffer_bytes", "{:,.0f}"),
     "error": ("prediction_error", "{:+.0%}"),
     "mapped MB": ("mapped_bytes", "{:,.1f}"),
     "read MB": ("read_weight_bytes", "{:,.1f}"),

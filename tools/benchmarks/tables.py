@@ -110,18 +110,12 @@ def run_rows(bench: Bench) -> Iterator[Row]:
 
 
 def gpu_rows(bench: Bench) -> Iterator[Row]:
-    """A row for each step that is counted; MespError where a bundle is not for the GPU.
-
-    What keeping MLX's cache changes is counted apart.
-    """
+    """A row for each step that is counted; MespError where a bundle is not for the GPU."""
     for cell in bench.cells():
         bench.doing(cell, "counting")
-        settings = engine_settings(cell, Variant("mesp"))
-        count = find_count(engine_program(), settings)
-        kept = find_count(engine_program(), settings | {"keep_cache": True})
+        count = find_count(engine_program(), engine_settings(cell, Variant("mesp")))
         row = cell.row() | {name: count[name] for name in COUNTED}
         row |= {f"strict_{name}": value for name, value in count["strict"].items()}
-        row |= {f"cached_{name}": kept[name] for name in ("ledger_peak_bytes", "new_buffer_bytes")}
         del row["cpu"], row["os"]  # no matter where it is counted
         yield row
 
@@ -319,10 +313,10 @@ KINDS = {
         """Nothing was run: a step of MeSP with SGD, the second, as it would go on a phone's GPU.
 Counted: evals (round trips), kernels, TFLOP (of matrix products and attention), the ledger's peak,
 of MLX's arrays and its cache, without the process and the mapped weights, and the new buffers,
-which the system makes and fills with zeros; both also with --keep-cache. The predicted peak is the
-planner's of the same. Polling is how long `eval` keeps a core busy at most. Strict is with the
-trainer's command buffers in place of MLX's own, and with late completion handlers. Modelled: the
-seconds, from the counts and a phone's supposed speeds.
+which the system makes and fills with zeros. The predicted peak is the planner's of the same.
+Polling is how long `eval` keeps a core busy at most. Strict is with the trainer's command buffers
+in place of MLX's own, and with late completion handlers. Modelled: the seconds, from the counts and
+a phone's supposed speeds.
 See docs/ledger.md.""",
     ),
     "h": Kind(

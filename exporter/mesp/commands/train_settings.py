@@ -21,8 +21,7 @@ SETTINGS_NAME = "settings.json"
 PREFERRED_SEQ_LEN = 256
 
 # What a run that goes on may have different: all of it changes nothing that is computed.
-MAY_CHANGE = ("bundle", "steps", "save_every", "memory_limit_mb", "offload", "keep_cache", "resume")
-MAY_CHANGE += ("dp_delta",)
+MAY_CHANGE = ("bundle", "steps", "save_every", "memory_limit_mb", "offload", "dp_delta", "resume")
 
 # What settings.json may lack, of runs that were begun before there were these.
 ADDED = (

@@ -237,12 +237,6 @@ memory_options = group(
         help="Keep block inputs, or the optimizer's state too, in a file on disk.  "
         "[default: what the limit asks for]",
     ),
-    click.option(
-        "--keep-cache",
-        is_flag=True,
-        help="Let MLX keep freed buffers from block to block, where there is memory for it: faster "
-        "on a GPU where buffers are slow to make.",
-    ),
 )
 
 # What other trainers have and a MeSP block cannot: refused in a sentence.

@@ -73,7 +73,6 @@ ORDERS = {
 
 def describe_plan(plan: dict) -> str:
     """The engine's plan in words."""
-    cache = f"; a cache of {megabytes(plan['cache_bytes'])} MB" if "cache_bytes" in plan else ""
     answer = "; of a pair the inputs of one answer kept" if plan.get("keeps_answer") else ""
     metal = ""
     if "metal_bytes" in plan:
@@ -82,7 +81,7 @@ def describe_plan(plan: dict) -> str:
         f"Predicted peak footprint: {megabytes(plan['predicted_peak_bytes'])} MB "
         f"(the lowest --memory-limit: {megabytes(plan['least_peak_bytes'])} MB{metal}).",
         f"Tiles of {plan['tile_bytes'] // 1024} KiB; on disk: {plan['offload']}; "
-        f"intermediates of {plan['kept_blocks']} blocks kept{cache}{answer}.",
+        f"intermediates of {plan['kept_blocks']} blocks kept{answer}.",
         f"Mapped weights: {megabytes(plan['mapped_bytes'])} MB, not in the footprint.",
     ]
     if "read_weight_bytes" in plan:

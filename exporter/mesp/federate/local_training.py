@@ -24,7 +24,7 @@ SETTINGS = (
     *("rank", "alpha", "rslora", "projections", "num_layers", "freeze_a", "lora_dtype"),
     *("optimizer", "learning_rate", "momentum", "beta1", "beta2", "epsilon", "weight_decay"),
     *("schedule", "warmup", "max_grad_norm", "skip_bad_steps", "mezo_epsilon"),
-    *("memory_limit_mb", "offload", "keep_cache"),
+    *("memory_limit_mb", "offload"),
 )
 
 

@@ -76,8 +76,7 @@ import Observation
 
     public var json: Data {
         get throws {
-            let encoder = JSONEncoder()
-            encoder.keyEncodingStrategy = .convertToSnakeCase
+            let encoder = JSONEncoder.snakeCase
             encoder.outputFormatting = [.prettyPrinted, .sortedKeys, .withoutEscapingSlashes]
             return try encoder.encode(["rows": rows])
         }
@@ -106,7 +105,7 @@ import Observation
 
 extension Benchmark.Row {
     init?(_ log: LogSummary, before: Int) {
-        guard let start = log.start, let plan = log.plan, let seconds = log.stepSeconds, let end = log.end else {
+        guard let start = log.start, let plan = log.prediction, let seconds = log.stepSeconds, let end = log.end else {
             return nil
         }
         let states = ThermalState.allCases.map(\.rawValue)

@@ -18,9 +18,7 @@ struct Paper: Decodable {
 
     /// nil where the resource is missing.
     static let figures: Paper? = {
-        let decoder = JSONDecoder()
-        decoder.keyDecodingStrategy = .convertFromSnakeCase
         return Bundle.module.url(forResource: "paper", withExtension: "json")
-            .flatMap { try? Data(contentsOf: $0) }.flatMap { try? decoder.decode(Paper.self, from: $0) }
+            .flatMap { try? Data(contentsOf: $0) }.flatMap { try? JSONDecoder.snakeCase.decode(Paper.self, from: $0) }
     }()
 }

@@ -15,17 +15,7 @@ struct FederationSettings: Decodable {
     let name: String?
     let memoryLimitMb: Double?
 
-    init(contentsOf url: URL) throws {
-        let decoder = JSONDecoder()
-        decoder.keyDecodingStrategy = .convertFromSnakeCase
-        guard let json = try? Data(contentsOf: url) else {
-            throw MeSPError("Cannot read the settings file \(url.path).")
-        }
-        guard let settings = try? decoder.decode(Self.self, from: json) else {
-            throw MeSPError("The settings file \(url.path) needs superlink, folder and bundle.")
-        }
-        self = settings
-    }
+    init(contentsOf url: URL) throws { self = try readSettings(url) }
 
     /// Takes part in a federation until a signal comes. Prints a record for each thing that happens.
     func run() throws {

@@ -151,9 +151,7 @@ func print(_ type: String, _ fields: any Encodable) throws {
             try fields.encode(to: encoder)
         }
     }
-    let encoder = JSONEncoder()
-    encoder.keyEncodingStrategy = .convertToSnakeCase
-    let line = try encoder.encode(Line(type: type, fields: fields)) + Data("\n".utf8)
+    let line = try JSONEncoder.snakeCase.encode(Line(type: type, fields: fields)) + Data("\n".utf8)
     try FileHandle.standardOutput.write(contentsOf: line)
 }
 

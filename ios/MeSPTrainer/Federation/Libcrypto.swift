@@ -66,7 +66,9 @@
             defer { try? Self.free(key) }
             var signature = [UInt8](repeating: 0, count: 80)  // at most 72 are taken on P-256
             var count: CUnsignedInt = 0
-            let digest = try sha256Digest(message)
+            var hash = SHA256()
+            hash.update(data: message)
+            let digest = hash.finalize()
             guard sign(0, digest, CInt(digest.count), &signature, &count, key) == 1 else {
                 throw FederationError("The key could not sign.")
             }
@@ -91,16 +93,5 @@
         private static func free(_ key: OpaquePointer) throws {
             try Libcrypto.function("EC_KEY_free", (@convention(c) (OpaquePointer) -> Void).self)(key)
         }
-    }
-
-    /// SHA-256, 32 bytes.
-    func sha256Digest(_ message: Data) throws -> [UInt8] {
-        typealias Hash =
-            @convention(c) (UnsafePointer<UInt8>?, Int, UnsafeMutablePointer<UInt8>?) ->
-            UnsafeMutablePointer<UInt8>?
-        let hash = try Libcrypto.function("SHA256", Hash.self)
-        var digest = [UInt8](repeating: 0, count: 32)
-        _ = [UInt8](message).withUnsafeBufferPointer { hash($0.baseAddress, $0.count, &digest) }
-        return digest
     }
 #endif

@@ -42,14 +42,7 @@ public struct NodeKey: Sendable {
     func signature(of text: String) throws -> Data { try key.signature(of: Data(text.utf8)) }
 }
 
-/// The SHA-256 of some bytes, in lower-case hexadecimal.
-func sha256(_ data: Data) throws -> String {
-    try sha256Digest(data).map { String(format: "%02x", $0) }.joined()
-}
-
 #if canImport(CryptoKit)
-    private func sha256Digest(_ data: Data) throws -> SHA256.Digest { SHA256.hash(data: data) }
-
     private struct P256Key {
         private let key: P256.Signing.PrivateKey
 

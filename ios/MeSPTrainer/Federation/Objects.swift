@@ -12,7 +12,7 @@ struct FlowerObject {
 
     /// - Throws: `FederationError` where the content is not that of the id.
     static func check(_ content: Data, id: String) throws {
-        guard try sha256(content) == id else {
+        guard sha256(content) == id else {
             throw FederationError("The server sent an object that is not the one that was asked for.")
         }
     }
@@ -79,7 +79,7 @@ struct ObjectStore {
             return unique.count - 1
         }
         let content = FlowerObject(type, children: unique.map(\.id), body: try body(places)).content
-        let id = try sha256(content)
+        let id = sha256(content)
         contents[id] = content
         return ObjectTree(id: id, children: unique)
     }

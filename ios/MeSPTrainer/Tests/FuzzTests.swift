@@ -294,9 +294,7 @@ import Testing
         architecture["mixers"] = [attention, net, convolution]
         architecture["layers"] = (0..<1 << 12).map { $0 % 3 }
         (manifest["architecture"], manifest["seq_lens"]) = (architecture, [1 << 20])
-        let decoder = JSONDecoder()
-        decoder.keyDecodingStrategy = .convertFromSnakeCase
-        let largest = try decoder.decode(
+        let largest = try JSONDecoder.snakeCase.decode(
             Manifest.self, from: try JSONSerialization.data(withJSONObject: manifest))
         #expect(largest.architecture.isConsistent)
         var settings = settings(folder)
@@ -310,15 +308,13 @@ import Testing
     @Test func runSettings() throws {
         let file = FileManager.default.temporaryDirectory.appendingPathComponent(UUID().uuidString)
         defer { try? FileManager.default.removeItem(at: file) }
-        let encoder = JSONEncoder()
-        encoder.keyEncodingStrategy = .convertToSnakeCase
         let (folder, _) = try bundle()
         defer { try? FileManager.default.removeItem(at: folder) }
         let manifest = try ModelBundle(url: folder, checksums: false).manifest
         var sound = settings(folder)
         sound.seqLen = try #require(manifest.seqLens.max())
         sound.rank = try #require(manifest.ranks.max())
-        let json = try encoder.encode(sound)
+        let json = try JSONEncoder.snakeCase.encode(sound)
         try fuzz(2000, seed: 3) { random in
             try mutatedJSON(json, &random).write(to: file)
             let settings = try RunSettings(contentsOf: file)

@@ -87,7 +87,7 @@ struct LogSections: View {
                 ForEach(log.curve { Double($0.footprintPeakBytes) / 1e6 }) {
                     LineMark(x: .value("Step", $0.id), y: .value("Peak", $0.value))
                 }
-                if let plan = log.plan {
+                if let plan = log.prediction {
                     RuleMark(y: .value("Predicted", Double(plan.predictedPeakBytes) / 1e6))
                         .lineStyle(StrokeStyle(dash: [4]))
                         .annotation(position: .top, alignment: .trailing) { Text("Predicted").font(.caption2) }

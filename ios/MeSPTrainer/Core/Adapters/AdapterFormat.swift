@@ -85,11 +85,9 @@ enum AdapterFormat {
         guard let json = regularFile(folder.appendingPathComponent(configFile)) else {
             throw MeSPError("it has no \(configFile)")
         }
-        let decoder = JSONDecoder()
-        decoder.keyDecodingStrategy = .convertFromSnakeCase
         let config: Config
         do {
-            config = try decoder.decode(Config.self, from: json)
+            config = try JSONDecoder.snakeCase.decode(Config.self, from: json)
         } catch {
             throw MeSPError("\(configFile) is not valid: \(error.plainSentence)")
         }

@@ -100,8 +100,7 @@ extension Manifest {
             let format: Int
             let mlxVersion: String
         }
-        let decoder = JSONDecoder()
-        decoder.keyDecodingStrategy = .convertFromSnakeCase
+        let decoder = JSONDecoder.snakeCase
         guard let version = try? decoder.decode(Version.self, from: json) else {
             throw MeSPError("\(bundle)/manifest.json is damaged; export the bundle again.")
         }
@@ -146,8 +145,7 @@ extension Manifest {
         return isPacked ? [settings.seqLen] : seqLens.filter { $0 <= settings.seqLen }.sorted()
     }
 
-    /// Throws where the block function has no trace for the settings' length or rank, the blocks lack a projection to train, or the device
-    /// a cache to keep.
+    /// Throws where the block function has no trace for the settings' length or rank, or the blocks lack a projection to train.
     package func check(_ settings: RunSettings) throws {
         let (length, rank) = (settings.seqLen, settings.rank)
         _ = try settings.modules(of: architecture)
@@ -160,9 +158,6 @@ extension Manifest {
             throw MeSPError(
                 "\(name) has no trace for rank \(rank), only for \(list(ranks)); choose one of these or export it with --rank \(rank)."
             )
-        }
-        guard !settings.keepCache || device == "gpu" else {
-            throw MeSPError("\(name) is for the CPU, where MLX has no cache to keep; leave out keep_cache.")
         }
     }
 }

@@ -192,8 +192,8 @@ import Observation
 
     /// Whether the phone would give what a step needs beyond what the run has now.
     private var hasMemory: Bool {
-        guard let available = phone.availableMemory, let plan = log.plan else { return true }
-        return available >= plan.predictedPeakBytes - (memoryFootprint() - besideBytes)
+        guard let available = phone.availableMemory, let prediction = log.prediction else { return true }
+        return available >= prediction.predictedPeakBytes - (memoryFootprint() - besideBytes)
     }
 
     private func update() {

@@ -32,8 +32,7 @@ public enum EvaluationRequest: Decodable, Sendable {
     ///   - line: snake-case JSON.
     ///   - number: of the line, for what is said of one that is not valid.
     public init(line: String, number: Int) throws {
-        let decoder = JSONDecoder()
-        decoder.keyDecodingStrategy = .convertFromSnakeCase
+        let decoder = JSONDecoder.snakeCase
         do {
             self = try decoder.decode(EvaluationRequest.self, from: Data(line.utf8))
         } catch {

@@ -105,7 +105,7 @@ public struct FederatedRun {
         "method", "steps", "seq_len", "batch_size", "grad_accumulation_steps", "seed", "rank", "alpha", "rslora",
         "projections", "num_layers", "freeze_a", "lora_dtype", "optimizer", "learning_rate", "momentum", "beta1",
         "beta2", "epsilon", "weight_decay", "schedule", "warmup", "max_grad_norm", "skip_bad_steps", "mezo_epsilon",
-        "memory_limit_mb", "offload", "keep_cache",
+        "memory_limit_mb", "offload",
     ]
 
     /// The server's settings of the run, in a message's folder. A run that is there already is gone on with.

@@ -97,7 +97,7 @@ struct QuantizedMatrix {
         func bytes(_ places: [Int]) -> MLXArray {
             eight.take(MLXArray(places.map { Int32($0 / 8) }), axis: -1).asType(.uint16)
         }
-        let pairs = bytes(starts) | bytes(starts.map { $0 + bits - 1 }) << 8
+        let pairs = bytes(starts) + 256 * bytes(starts.map { $0 + bits - 1 })
         return (pairs >> MLXArray(starts.map { UInt16($0 % 8) })) & ((1 << bits) - 1)
     }
 

@@ -189,17 +189,3 @@ public struct GenerationSettings: Decodable, Sendable {
         request = try Generator.Request(from: decoder)
     }
 }
-
-/// Reads a settings file of snake-case JSON.
-func readSettings<Settings: Decodable>(_ url: URL) throws -> Settings {
-    guard let json = try? Data(contentsOf: url) else {
-        throw MeSPError("Cannot read the settings file \(url.path).")
-    }
-    let decoder = JSONDecoder()
-    decoder.keyDecodingStrategy = .convertFromSnakeCase
-    do {
-        return try decoder.decode(Settings.self, from: json)
-    } catch {
-        throw MeSPError("The settings file \(url.path) is not valid: \(error.plainSentence).")
-    }
-}

@@ -3,7 +3,7 @@ import Foundation
 /// One line of `metrics.jsonl`. See `docs/architecture.md` for the fields.
 public enum LogRecord: Sendable {
     case start(Start)
-    case plan(Plan)
+    case plan(Plan, Prediction)
     case step(Step)
     case eval(Eval)
     case event(Event)
@@ -26,16 +26,11 @@ public enum LogRecord: Sendable {
             public var layers: Int
         }
     }
-    public struct Plan: Codable, Sendable {
+    /// What a plan is for, and what it is predicted to take.
+    public struct Prediction: Codable, Sendable {
         public var method: GradientMethod
         public var seqLen: Int
         public var rank: Int
-        public var tileBytes: Int
-        public var keptBlocks: Int
-        public var offload: RunSettings.Offload
-        public var order: RunSettings.Order?
-        public var keepsAnswer: Bool?
-        public var cacheBytes: Int?
         public var predictedPeakBytes: Int
         public var leastPeakBytes: Int
         public var metalBytes: Int?
@@ -92,21 +87,15 @@ public enum LogRecord: Sendable {
         public enum Reason: String, Codable, Sendable { case finished, stopped, failed }
     }
 
-    private var body: (type: String, fields: any Encodable) {
+    private var body: (type: String, fields: [any Encodable]) {
         switch self {
-        case .start(let fields): ("start", fields)
-        case .plan(let fields): ("plan", fields)
-        case .step(let fields): ("step", fields)
-        case .eval(let fields): ("eval", fields)
-        case .event(let fields): ("event", fields)
-        case .end(let fields): ("end", fields)
+        case .start(let fields): ("start", [fields])
+        case .plan(let plan, let prediction): ("plan", [plan, prediction])
+        case .step(let fields): ("step", [fields])
+        case .eval(let fields): ("eval", [fields])
+        case .event(let fields): ("event", [fields])
+        case .end(let fields): ("end", [fields])
         }
-    }
-
-    private static func encoder() -> JSONEncoder {
-        let encoder = JSONEncoder()
-        encoder.keyEncodingStrategy = .convertToSnakeCase
-        return encoder
     }
 
     /// The record as one line of JSON with a line feed, stamped with the present time.
@@ -114,17 +103,17 @@ public enum LogRecord: Sendable {
         struct Line: Encodable {
             let type: String
             let time: String
-            let fields: any Encodable
+            let fields: [any Encodable]
 
             func encode(to encoder: any Encoder) throws {
                 var container = encoder.container(keyedBy: Key.self)
                 try container.encode(type, forKey: .type)
                 try container.encode(time, forKey: .time)
-                try fields.encode(to: encoder)
+                for fields in fields { try fields.encode(to: encoder) }
             }
             enum Key: String, CodingKey { case type, time }
         }
-        let encoder = Self.encoder()
+        let encoder = JSONEncoder.snakeCase
         encoder.outputFormatting = [.sortedKeys, .withoutEscapingSlashes]
         let (type, fields) = body
         return try encoder.encode(Line(type: type, time: Date.now.formatted(.iso8601), fields: fields))
@@ -139,15 +128,14 @@ extension LogRecord {
             let type: String
             let time: Date
         }
-        let decoder = JSONDecoder()
-        decoder.keyDecodingStrategy = .convertFromSnakeCase
+        let decoder = JSONDecoder.snakeCase
         decoder.dateDecodingStrategy = .iso8601
         let head = try decoder.decode(Head.self, from: line)
         func fields<T: Decodable>(_: T.Type) throws -> T { try decoder.decode(T.self, from: line) }
         let record: LogRecord? =
             switch head.type {
-            case "start": .start(try decoder.decode(Start.self, from: RunSettings.completed(in: line, encoder())))
-            case "plan": .plan(try fields(Plan.self))
+            case "start": .start(try decoder.decode(Start.self, from: RunSettings.completed(in: line)))
+            case "plan": .plan(try fields(Plan.self), try fields(Prediction.self))
             case "step": .step(try fields(Step.self))
             case "eval": .eval(try fields(Eval.self))
             case "event": .event(try fields(Event.self))

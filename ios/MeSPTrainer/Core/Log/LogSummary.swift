@@ -17,7 +17,7 @@ public struct LogSummary: Sendable {
     }
 
     public var start: LogRecord.Start?
-    public var plan: LogRecord.Plan?
+    public var prediction: LogRecord.Prediction?
     public var steps = [LogRecord.Step]()
     public var evals = [LogRecord.Eval]()
     public var events = [Event]()
@@ -33,7 +33,7 @@ public struct LogSummary: Sendable {
     public mutating func append(_ record: LogRecord, time: Date = .now) {
         switch record {
         case .start(let start): self.start = start
-        case .plan(let plan): self.plan = plan
+        case .plan(_, let prediction): self.prediction = prediction
         case .step(let step):
             // A resumed run does again what came after its last saved state.
             if let last = steps.last, last.step >= step.step { steps.removeAll { $0.step >= step.step } }

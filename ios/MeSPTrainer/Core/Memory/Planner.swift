@@ -214,14 +214,14 @@ public struct Planner: Sendable {
             && (plan.keepsAnswer != true || keepingAnswers(plan.offload).contains(true))
     }
 
-    /// The plan in whichever of these orders takes least memory, with and without a cache; none where it can be in none.
+    /// The plan in whichever of these orders takes least memory; none where it can be in none.
     private func ordered(_ plan: Plan, _ orders: [RunSettings.Order?]) -> [Plan] {
         let plans = orders.map { order in
             var plan = plan
             plan.order = order
             return plan
         }
-        return plans.filter(hasPlace).min { peak($0) < peak($1) }.map(cached) ?? []
+        return plans.filter(hasPlace).min { peak($0) < peak($1) }.map { [$0] } ?? []
     }
 
     /// Whether all sequences' block inputs have a place, unless that order is asked for: in memory or, up to the size of the weights, on
@@ -246,13 +246,12 @@ public struct Planner: Sendable {
         return offload == .none ? [true, nil] : [true]
     }
 
-    /// The plan with a cache, if that is asked for, and as it is. A cache of less than some phases serves nothing: while the GPU is
-    /// behind, what would be in it is still in use.
-    private func cached(_ plan: Plan) -> [Plan] {
-        guard settings.keepCache else { return [plan] }
+    /// The plan with a cache, on a GPU, for the self-check to measure. A smaller one would stay empty: while the GPU is behind, freed
+    /// buffers are still in use.
+    func keepingCache(_ plan: Plan) -> Plan {
         var kept = plan
         kept.cacheBytes = 3 * phase(plan)
-        return [kept, plan]
+        return kept
     }
 
     private var offloads: [RunSettings.Offload] {

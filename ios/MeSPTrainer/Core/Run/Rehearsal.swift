@@ -9,16 +9,18 @@ public final class Rehearsal {
     private let example: Example
     private var number = 0
 
-    /// - Parameter settings: their output is not used.
+    /// - Parameters:
+    ///   - settings: their output is not used.
+    ///   - plan: chooses the plan.
     /// - Throws: `MeSPError`, as a run would at its start.
-    public init(_ settings: RunSettings) throws {
+    public init(_ settings: RunSettings, plan: (Planner) throws -> Plan = { try $0.plan() }) throws {
         try settings.check()
         let bundle = try ModelBundle(url: URL(fileURLWithPath: settings.bundle), checksums: false)
         try bundle.manifest.check(settings)
         planner = Planner(bundle.manifest, settings)
-        plan = try planner.plan()
+        self.plan = try plan(planner)
         let folder = FileManager.default.temporaryDirectory
-        let plan = plan
+        let plan = self.plan
         trainer = try bundle.withDevice {
             try Trainer(bundle: bundle, settings: settings, plan: plan, folder: folder)
         }

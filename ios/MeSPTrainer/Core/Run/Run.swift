@@ -49,7 +49,7 @@ public enum Run {
         let plan = try saved?.plan ?? planner.plan()
         if settings.dryRun {
             let data = settings.dpClip == nil ? nil : try Splits(bundle, settings)
-            let record = LogRecord.plan(.init(settings, bundle, planner, plan, data))
+            let record = LogRecord.plan(plan, .init(settings, bundle, planner, plan, data))
             return try hooks.report(record, record.line())
         }
         let data = try Splits(bundle, settings)

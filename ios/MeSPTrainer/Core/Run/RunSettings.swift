@@ -94,9 +94,6 @@ public struct RunSettings: Codable, Sendable, Equatable {
     public var offload: Offload?
     /// How the sequences of a step go through the model; nil leaves it to the planner.
     public var order: Order?
-    /// Let MLX keep freed buffers from one block to the next, on a GPU, where the plan has memory for it: faster where buffers are slow
-    /// to make.
-    public var keepCache = false
     /// Report the plan and end.
     public var dryRun = false
 
@@ -189,33 +186,30 @@ public struct RunSettings: Codable, Sendable, Equatable {
 
     /// - Parameter source: the beginning of a sentence, for an error: where the object is from
     init(json given: [String: Any]?, from source: Sentence) throws {
-        let (encoder, decoder) = (JSONEncoder(), JSONDecoder())
-        encoder.keyEncodingStrategy = .convertToSnakeCase
-        decoder.keyDecodingStrategy = .convertFromSnakeCase
         do {
             guard let given, given["bundle"] != nil, given["output"] != nil else {
                 throw MeSPError("it is no JSON object with a bundle and an output")
             }
-            let keys = try Self.completed(given, encoder)
-            self = try decoder.decode(RunSettings.self, from: JSONSerialization.data(withJSONObject: keys))
+            let json = try JSONSerialization.data(withJSONObject: Self.completed(given))
+            self = try JSONDecoder.snakeCase.decode(RunSettings.self, from: json)
         } catch {
             throw MeSPError("\(source) not valid: \(error.plainSentence).")
         }
     }
 
     /// The settings of a JSON object, with the defaults of those that it lacks.
-    static func completed(_ given: [String: Any], _ encoder: JSONEncoder) throws -> [String: Any] {
-        let defaults = try encoder.encode(RunSettings(bundle: "", output: ""))
+    static func completed(_ given: [String: Any]) throws -> [String: Any] {
+        let defaults = try JSONEncoder.snakeCase.encode(RunSettings(bundle: "", output: ""))
         let keys = try JSONSerialization.jsonObject(with: defaults) as? [String: Any] ?? [:]
         return keys.merging(given) { $1 }
     }
 
     /// A JSON object with the defaults of what its `settings` lack, so that what was written before a setting was there can be read.
-    static func completed(in json: Data, _ encoder: JSONEncoder) throws -> Data {
+    static func completed(in json: Data) throws -> Data {
         guard var keys = try JSONSerialization.jsonObject(with: json) as? [String: Any],
             let settings = keys["settings"] as? [String: Any]
         else { return json }
-        keys["settings"] = try completed(settings, encoder)
+        keys["settings"] = try completed(settings)
         return try JSONSerialization.data(withJSONObject: keys)
     }
 

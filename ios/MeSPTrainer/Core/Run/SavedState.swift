@@ -48,7 +48,7 @@ struct SavedState {
             step: step, evaluated: evaluated, best: best.isFinite ? best : nil,
             evaluationsSinceBest: evaluationsSinceBest, logBytes: logBytes, examples: examples, plan: plan,
             settings: settings)
-        let json = String(decoding: try JSONEncoder().encode(saved), as: UTF8.self)
+        let json = String(decoding: try JSONEncoder.snakeCase.encode(saved), as: UTF8.self)
         let url = Self.url(in: folder)
         do {
             let tensors = try trainer.vectors().map { name, vector in
@@ -68,8 +68,8 @@ struct SavedState {
         let url = url(in: folder)
         guard FileManager.default.fileExists(atPath: url.path) else { return nil }
         guard let tensors = try? Safetensors(url),
-            let json = try? RunSettings.completed(in: Data((tensors.metadata["state"] ?? "").utf8), JSONEncoder()),
-            let saved = try? JSONDecoder().decode(Saved.self, from: json), saved.isValid
+            let json = try? RunSettings.completed(in: Data((tensors.metadata["state"] ?? "").utf8)),
+            let saved = try? JSONDecoder.snakeCase.decode(Saved.self, from: json), saved.isValid
         else { throw damaged(in: folder) }
 
         var same = saved.settings
@@ -77,8 +77,8 @@ struct SavedState {
         (same.bundle, same.data, same.output, same.steps, same.resume) = (
             settings.bundle, settings.data, settings.output, settings.steps, settings.resume
         )
-        (same.saveEvery, same.memoryLimitMb, same.offload, same.order, same.keepCache) = (
-            settings.saveEvery, settings.memoryLimitMb, settings.offload, settings.order, settings.keepCache
+        (same.saveEvery, same.memoryLimitMb, same.offload, same.order) = (
+            settings.saveEvery, settings.memoryLimitMb, settings.offload, settings.order
         )
         same.dryRun = settings.dryRun
         guard same == settings else {
@@ -89,7 +89,7 @@ struct SavedState {
             evaluationsSinceBest: saved.evaluationsSinceBest, logBytes: saved.logBytes, examples: saved.examples)
         let samePlan =
             saved.settings.memoryLimitMb == settings.memoryLimitMb && saved.settings.offload == settings.offload
-            && saved.settings.order == settings.order && saved.settings.keepCache == settings.keepCache
+            && saved.settings.order == settings.order
         return (state, samePlan ? saved.plan : nil, tensors)
     }
 }

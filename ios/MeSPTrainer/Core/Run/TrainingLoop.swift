@@ -57,7 +57,7 @@ final class TrainingLoop {
         if secret != nil { state.examples = data.exampleCount }
         if log.isEmpty {
             try append(.start(.init(settings, bundle, hooks.battery())))
-            try append(.plan(.init(settings, bundle, planner, plan, data)))
+            try append(.plan(plan, .init(settings, bundle, planner, plan, data)))
         }
         if log.lostLines {
             let message: Sentence = "lines of the log were lost, as in a power failure; the run goes on from its state"
@@ -196,7 +196,7 @@ final class TrainingLoop {
         try trainer.restore { vectors[$0] }
         let message: Sentence = "\(reason); the run goes on with a plan that takes less"
         try append(.event(.init(event: "cheaper_plan", message: message)))
-        try append(.plan(.init(settings, bundle, planner, plan, data)))
+        try append(.plan(plan, .init(settings, bundle, planner, plan, data)))
         try save()
     }
 
@@ -310,13 +310,11 @@ extension LogRecord.Start {
     }
 }
 
-extension LogRecord.Plan {
+extension LogRecord.Prediction {
     /// - Parameter data: what DP-SGD draws from; nil without that.
     init(_ settings: RunSettings, _ bundle: ModelBundle, _ planner: Planner, _ plan: Plan, _ data: Splits? = nil) {
         self.init(
-            method: settings.method, seqLen: settings.seqLen, rank: settings.rank, tileBytes: plan.tileBytes,
-            keptBlocks: plan.keptBlocks, offload: plan.offload, order: plan.order, keepsAnswer: plan.keepsAnswer,
-            cacheBytes: plan.cacheBytes,
+            method: settings.method, seqLen: settings.seqLen, rank: settings.rank,
             predictedPeakBytes: planner.peak(plan), leastPeakBytes: planner.leastPeak,
             metalBytes: planner.metalBytes, mappedBytes: bundle.manifest.mappedBytes,
             readWeightBytes: planner.readWeightBytes(plan),

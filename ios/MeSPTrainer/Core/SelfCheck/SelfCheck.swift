@@ -29,19 +29,12 @@ public struct SelfCheck {
                 let minutes: Double?
                 let checks: [String]?
             }
-            guard let json = try? Data(contentsOf: url) else {
-                throw MeSPError("Cannot read the settings file \(url.path).")
-            }
-            do {
-                let given = try JSONDecoder().decode(Given.self, from: json)
-                self.init(bundle: given.bundle)
-                repeats = given.repeats ?? repeats
-                seconds = given.seconds ?? seconds
-                minutes = given.minutes ?? minutes
-                checks = given.checks
-            } catch {
-                throw MeSPError("The settings file \(url.path) is not valid: \(error.plainSentence).")
-            }
+            let given: Given = try readSettings(url)
+            self.init(bundle: given.bundle)
+            repeats = given.repeats ?? repeats
+            seconds = given.seconds ?? seconds
+            minutes = given.minutes ?? minutes
+            checks = given.checks
         }
 
         func check() throws {

@@ -91,8 +91,7 @@ public struct SelfCheckReport: Codable, Sendable {
     /// The report as one JSON document, with snake-case keys.
     public var json: Data {
         get throws {
-            let encoder = JSONEncoder()
-            encoder.keyEncodingStrategy = .convertToSnakeCase
+            let encoder = JSONEncoder.snakeCase
             encoder.outputFormatting = [.prettyPrinted, .sortedKeys, .withoutEscapingSlashes]
             return try encoder.encode(self)
         }

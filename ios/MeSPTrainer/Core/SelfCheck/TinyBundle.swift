@@ -23,9 +23,7 @@ struct TinyBundle {
                 as [[any Sendable]],
             "biases": [String](), "mixers": [mixer], "layers": [0],
         ]
-        let decoder = JSONDecoder()
-        decoder.keyDecodingStrategy = .convertFromSnakeCase
-        let block = try decoder.decode(
+        let block = try JSONDecoder.snakeCase.decode(
             Architecture.self, from: JSONSerialization.data(withJSONObject: architecture)
         ).block(0)
 

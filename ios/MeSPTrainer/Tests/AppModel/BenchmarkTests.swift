@@ -44,9 +44,9 @@ import Testing
                     model: .init(name: "Qwen2.5-0.5B-Instruct", id: "", layers: 24), settings: try settings())))
         log.append(
             .plan(
+                Plan(tileBytes: 0),
                 .init(
-                    method: .mesp, seqLen: 256, rank: 8, tileBytes: 0, keptBlocks: 0, offload: .none,
-                    predictedPeakBytes: 1, leastPeakBytes: 1, mappedBytes: 1)))
+                    method: .mesp, seqLen: 256, rank: 8, predictedPeakBytes: 1, leastPeakBytes: 1, mappedBytes: 1)))
         for (step, state) in ["fair", "serious", "nominal"].enumerated() {
             log.append(
                 .step(

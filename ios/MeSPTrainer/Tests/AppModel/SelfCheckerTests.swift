@@ -38,9 +38,7 @@ import Testing
         let report = try #require(checker.report)
         #expect(report.end?.verdict == .pass && report.checks.count == report.start.names.count)
         #expect(file.deletingLastPathComponent().lastPathComponent == "self-check")
-        let decoder = JSONDecoder()
-        decoder.keyDecodingStrategy = .convertFromSnakeCase
-        let written = try decoder.decode(SelfCheckReport.self, from: Data(contentsOf: file))
+        let written = try JSONDecoder.snakeCase.decode(SelfCheckReport.self, from: Data(contentsOf: file))
         #expect(written.checks.map(\.name) == report.checks.map(\.name) && written.end != nil)
     }
 

@@ -64,7 +64,7 @@ import Testing
         #expect(controller.state == .preparing)
         try await reach(.finished(.finished))
         #expect(controller.log.steps.map(\.step) == Array(1...5))
-        #expect(controller.log.plan != nil)
+        #expect(controller.log.prediction != nil)
         #expect(controller.log.end?.reason == .finished)
     }
 

@@ -52,7 +52,7 @@ import Testing
                 content = FlowerObject(object.type, children: object.children, body: body).content
                 if Int.random(in: 0..<10, using: &random) == 0 { content = damaged(content, &random) }
             }
-            let id = try sha256(content)
+            let id = sha256(content)
             (new[id], changed[tree.id]) = (content, id == tree.id ? nil : id)
             return ObjectTree(id: id, children: children)
         }

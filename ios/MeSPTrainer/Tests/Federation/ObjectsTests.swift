@@ -111,7 +111,7 @@ struct ObjectsTests {
             for length in 0..<content.count {
                 #expect(throws: FederationError.self) { try FlowerObject(content: content.prefix(length)) }
             }
-            let id = try sha256(content)
+            let id = sha256(content)
             for place in stride(from: 0, to: content.count, by: 7) {
                 var changed = content
                 changed[place] ^= 1

@@ -208,7 +208,9 @@ import Testing
 
     // MARK: - States
 
-    @Test(arguments: ["keptBlocks", "cacheBytes", "tileBytes"]) func aPlanThatCannotBeIsRefused(_ name: String) throws {
+    @Test(arguments: ["kept_blocks", "cache_bytes", "tile_bytes"]) func aPlanThatCannotBeIsRefused(_ name: String)
+        throws
+    {
         var settings = try RunSettings.ofATest(folder.appendingPathComponent("run"))
         settings.steps = 1
         try Run.run(settings)
@@ -220,7 +222,7 @@ import Testing
         var state = try #require(
             try JSONSerialization.jsonObject(with: Data((metadata["state"] ?? "").utf8)) as? [String: Any])
         var plan = try #require(state["plan"] as? [String: Any])
-        plan[name] = name == "keptBlocks" ? 1 << 20 : name == "tileBytes" ? 0 : -(1 << 40)
+        plan[name] = name == "kept_blocks" ? 1 << 20 : name == "tile_bytes" ? 0 : -(1 << 40)
         state["plan"] = plan
         let text = String(decoding: try JSONSerialization.data(withJSONObject: state), as: UTF8.self)
         header["__metadata__"] = ["state": text]

@@ -22,12 +22,14 @@
         }
 
         /// The second step.
-        private func step(_ settings: RunSettings, _ rules: LedgerRules = .strictPhone) throws
-            -> (Ledger, Planner, Plan)
-        {
+        private func step(
+            _ settings: RunSettings, _ rules: LedgerRules = .strictPhone, keepsCache: Bool = false
+        ) throws -> (Ledger, Planner, Plan) {
             var (planner, plan) = (Planner?.none, Plan?.none)
             let ledger = try Ledger.record(rules: rules) {
-                let rehearsal = try Rehearsal(settings)
+                let rehearsal = try Rehearsal(settings) {
+                    keepsCache ? $0.keepingCache(try $0.plan()) : try $0.plan()
+                }
                 (planner, plan) = (rehearsal.planner, rehearsal.plan)
                 try rehearsal.step { Ledger.boundary() }
                 Ledger.restart()
@@ -40,7 +42,6 @@
         func thePredictionCoversTheStrictestRules(_ length: Int, _ choice: String) throws {
             let settings = try settings(length) {
                 switch choice {
-                case "keepCache": $0.keepCache = true
                 case "all": $0.offload = .all
                 case "mezo": $0.method = .mezo
                 case "batch": $0.batchSize = 2
@@ -48,7 +49,7 @@
                 }
             }
             for rules in [LedgerRules.strictPhone, .strictPad, .strictMac] {
-                let (ledger, planner, plan) = try step(settings, rules)
+                let (ledger, planner, plan) = try step(settings, rules, keepsCache: choice == "keepCache")
                 #expect(ledger.peakBytes <= planner.arrays(plan))
             }
         }
@@ -133,7 +134,7 @@
                 let bundle = try ModelBundle(url: Self.demo)
                 let planner = Planner(bundle.manifest, settings)
                 let plan = try planner.plan()
-                let record = LogRecord.Plan(settings, bundle, planner, plan)
+                let record = LogRecord.Prediction(settings, bundle, planner, plan)
                 let metal = try #require(record.metalBytes)
                 #expect(metal > 0)
                 #expect(record.predictedPeakBytes >= metal + planner.arrays(plan))

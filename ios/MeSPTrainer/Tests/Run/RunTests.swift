@@ -169,12 +169,12 @@ import Testing
         try Run.run(settings)
         let url = SavedState.url(in: output)
         let text = try String(decoding: Data(contentsOf: url), as: UTF8.self)
-        let setting = #"\"keepCache\":false,"#
+        let setting = #"\"freeze_a\":false,"#
         #expect(text.contains(setting))
         let log = try Data(contentsOf: LogWriter.url(in: output)).split(separator: UInt8(ascii: "\n"))
         let start = String(decoding: try #require(log.first), as: UTF8.self)
-        #expect(start.contains(#""keep_cache":false,"#))
-        let old = Data(start.replacingOccurrences(of: #""keep_cache":false,"#, with: "").utf8)
+        #expect(start.contains(#""freeze_a":false,"#))
+        let old = Data(start.replacingOccurrences(of: #""freeze_a":false,"#, with: "").utf8)
         guard case .start(let read) = try LogRecord.read(old).0 else { throw MeSPError("no start record") }
         #expect(read.settings == settings)
         // Of the same length, as the header of the file says where its tensors are.

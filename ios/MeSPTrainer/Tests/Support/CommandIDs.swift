@@ -41,9 +41,7 @@ struct CommandIDs: Decodable, Sendable {
     }
 
     init() throws {
-        let decoder = JSONDecoder()
-        decoder.keyDecodingStrategy = .convertFromSnakeCase
         let file = try #require(Fixture.tied).appendingPathComponent("text_ids.json")
-        self = try decoder.decode(CommandIDs.self, from: Data(contentsOf: file))
+        self = try JSONDecoder.snakeCase.decode(CommandIDs.self, from: Data(contentsOf: file))
     }
 }

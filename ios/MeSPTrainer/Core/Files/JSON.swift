@@ -1,0 +1,31 @@
+import Foundation
+
+extension JSONDecoder {
+    /// Reads the names of files and programs, which are in snake case.
+    package static var snakeCase: JSONDecoder {
+        let decoder = JSONDecoder()
+        decoder.keyDecodingStrategy = .convertFromSnakeCase
+        return decoder
+    }
+}
+
+extension JSONEncoder {
+    /// Writes names in snake case.
+    package static var snakeCase: JSONEncoder {
+        let encoder = JSONEncoder()
+        encoder.keyEncodingStrategy = .convertToSnakeCase
+        return encoder
+    }
+}
+
+/// Reads a settings file, a JSON object.
+package func readSettings<Settings: Decodable>(_ url: URL) throws -> Settings {
+    guard let json = try? Data(contentsOf: url) else {
+        throw MeSPError("Cannot read the settings file \(url.path).")
+    }
+    do {
+        return try JSONDecoder.snakeCase.decode(Settings.self, from: json)
+    } catch {
+        throw MeSPError("The settings file \(url.path) is not valid: \(error.plainSentence).")
+    }
+}
