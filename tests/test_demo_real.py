@@ -56,18 +56,15 @@ def times(spoken: str) -> list[str]:
     hour = "|".join(NUMBERS)
     found = []
     for match in re.finditer(
-        rf"at (?:(noon)|(quarter past|half past|quarter to) ({hour})|({hour})(?: (fifteen|thirty|"
-        rf"o'clock))?)\b(?: in the (morning|afternoon|evening))?",
+        rf"at (?:(noon)|(?:(quarter|half) past )?({hour})(?: (fifteen|thirty|forty five|o'clock))? "
+        r"in the (morning|afternoon|evening))\b",
         spoken,
     ):
-        noon, part, after, plain, minutes, period = match.groups()
-        name = after or plain
-        at = 12 * 60 if noon else 60 * (NUMBERS[name] or 12)
-        at += {"quarter past": 15, "half past": 30, "quarter to": -15}.get(part or "", 0)
-        at += {"fifteen": 15, "thirty": 30}.get(minutes or "", 0)
-        at %= 12 * 60
-        is_late = period != "morning" if period else at < 8 * 60
-        found.append(f"{at // 60 + 12 * is_late:02}:{at % 60:02}")
+        noon, part, name, after, period = match.groups()
+        minute = {"quarter": 15, "half": 30, "fifteen": 15, "thirty": 30, "forty five": 45}
+        minutes = minute.get(part or after or "", 0)
+        at = 12 if noon else NUMBERS[name] or 12
+        found.append(f"{at}:{minutes:02} {'am' if period == 'morning' else 'pm'}")
     return found
 
 

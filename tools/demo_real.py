@@ -28,7 +28,7 @@ from tasks.exact_match import Answer
 STEPS = 240
 SEQ_LENS = (112, 128)  # hold most notes with their entries, and the longest
 TRAINING_CASES = STEPS
-HELD_OUT_CASES = 24
+HELD_OUT_CASES = 20
 SHOWN = 8
 MAX_TOKENS = 64  # the longest entry has 51
 

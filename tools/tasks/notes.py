@@ -181,7 +181,7 @@ def _case(draw: random.Random, words: Words, day: str, time: tuple[int, int]) ->
         "with": person and " and ".join(each.capitalize() for each in person.split(" and ")),
         "where": place,
         "day": day,
-        "time": f"{time[0]:02}:{time[1]:02}",
+        "time": f"{time[0] % 12 or 12}:{time[1]:02} {'am' if time[0] < 12 else 'pm'}",
     }
     return Case(INSTRUCTION + " ".join(note), json.dumps(entry))
 
@@ -197,18 +197,14 @@ def _say_day(draw: random.Random, day: str) -> str:
 
 
 def _say_time(draw: random.Random, hour: int, minute: int) -> str:
-    """The time of day in words: without the part of the day hours from eight to noon are before
-    noon, and others after it."""
     if (hour, minute) == (12, 0) and draw.random() < 0.5:
         return "at noon"
-    now, then = HOURS[hour % 12], HOURS[(hour + 1) % 12]
+    name = HOURS[hour % 12]
     clock = {
-        0: [now, f"{now} o'clock"],
-        15: [f"quarter past {now}", f"{now} fifteen"],
-        30: [f"half past {now}", f"{now} thirty"],
-        45: [f"quarter to {then}"],
+        0: [name, f"{name} o'clock"],
+        15: [f"quarter past {name}", f"{name} fifteen"],
+        30: [f"half past {name}", f"{name} thirty"],
+        45: [f"{name} forty five"],
     }
-    said = f"at {draw.choice(clock[minute])}"
     part = "morning" if hour < 12 else "afternoon" if hour < 18 else "evening"
-    is_clear = 8 <= hour < 20
-    return said if is_clear and draw.random() < 0.6 else f"{said} in the {part}"
+    return f"at {draw.choice(clock[minute])} in the {part}"
