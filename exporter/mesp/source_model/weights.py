@@ -21,7 +21,8 @@ class Weights(Protocol):
 
     @property
     def is_converted(self) -> bool:
-        """Whether mlx-lm has converted norms and convolutions to what it computes with."""
+        """Whether norms and convolutions are what is computed with, as mlx-lm and llama.cpp
+        convert them."""
 
     def is_quantized(self, name: str) -> bool:
         """Whether the matrix comes quantized, as MLX packs it."""
