@@ -44,7 +44,8 @@ def records(output: Path, kind: str) -> list[dict]:
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     find_engine()
     path = tmp_path_factory.mktemp("demo") / "demo.mesp"
-    done = run("export", "--model", "demo", "--out", path, "--seq-len", SEQ_LEN)
+    how = ("--quantize", "nearest", "--head-bits", 4)  # as mlx-lm quantizes
+    done = run("export", "--model", "demo", "--out", path, "--seq-len", SEQ_LEN, *how)
     assert done.returncode == 0, done.stderr
     return path
 

@@ -243,7 +243,8 @@ def test_the_head_has_6_bits(tiny, tied):
     """And mlx-lm reads so from config.json."""
     config = {**TINY, "tie_word_embeddings": tied}
     folder = write_model(Path("model"), config)
-    export("--model", folder)
+    said = export("--model", folder)
+    assert "4 bits in groups of 64, the head 6 bits in groups of 64," in said
     bundle = Bundle("out.mesp")
     assert Quantization.of(bundle.head(), "", 128) == Quantization(6, 64)
     assert Quantization.of(bundle.embedding(), "", 128) == Quantization(6 if tied else 4, 64)
@@ -254,7 +255,7 @@ def test_the_head_has_6_bits(tiny, tied):
         name: {"bits": 6, "group_size": 64, "mode": "affine"},
     }  # fmt: skip
     said = export("--model", folder, "--head-bits", 4)
-    assert "4 bits in groups of 64," in said and "otherwise" not in said
+    assert "4 bits in groups of 64," in said and "head" not in said
     export("--model", folder, "--bits", 8)
     assert Quantization.of(Bundle("out.mesp").head(), "", 128) == Quantization(8, 64)
 

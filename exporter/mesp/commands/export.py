@@ -295,18 +295,19 @@ def summary(out: Path, manifest: dict[str, Any]) -> str:
 
 
 def describe_weights(manifest: dict[str, Any]) -> str:
-    """The quantization, and whether some matrices have another."""
+    """The quantization, that of the head where it alone has another, or that some do."""
     main = Quantization(**manifest["quantization"])
     arch = Architecture.from_manifest(manifest["architecture"])
-    layouts = [
-        (Layout.from_manifest(group), arch.blocks[group["layers"][0]].sizes())
+    of_blocks = {
+        Quantization.of(Layout.from_manifest(group), f"{name}.", columns)
         for group in manifest["blocks"]
-    ]
-    table = {"": (arch.vocab_size, arch.hidden_size)}
-    layouts += [(Layout.from_manifest(manifest[name]), table) for name in ("embedding", "head")]
-    differ = any(
-        Quantization.of(layout, f"{name}." if name else "", columns) != main
-        for layout, sizes in layouts
-        for name, (_, columns) in sizes.items()
+        for name, (_, columns) in arch.blocks[group["layers"][0]].sizes().items()
+    }
+    embedding, head = (
+        Quantization.of(Layout.from_manifest(manifest[name]), "", arch.hidden_size)
+        for name in ("embedding", "head")
     )
-    return describe_quantization(main) + (", some matrices otherwise" if differ else "")
+    if of_blocks != {main} or embedding not in (main, head):
+        return f"{describe_quantization(main)}, some matrices otherwise"
+    differs = "" if head == main else f", the head {describe_quantization(head)}"
+    return describe_quantization(main) + differs
