@@ -1,4 +1,9 @@
 import Foundation
+import MeSPFederation
+
+#if canImport(CryptoKit)
+    import CryptoKit
+#endif
 
 /// The randomness of a run with DP-SGD: which examples a step draws, and the noise that it adds, follow from these 32 bytes and the number
 /// of the step, and from nothing that is published.
