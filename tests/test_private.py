@@ -330,12 +330,10 @@ def test_text_in_several_sequences_is_refused(tmp_path: Path, options: tuple):
 def test_a_run_goes_on_to_more_steps(bundle: Path, tmp_path: Path):
     """The ε is that of all steps."""
     assert train(bundle, tmp_path / "run", "--dp-noise", 1).returncode == 0
-    more = ("--resume", "--output", tmp_path / "run", "--steps", 5)
-    for options in ((*more, "--dry-run"), more):
-        done = run("train", *options)
-        assert done.returncode == 0, done.stderr
-        assert f"ε {epsilon([Steps(5, 1, 3 / 27)], 1e-5):.3g} at δ 1e-05 over 5" in done.stdout
-        assert "failed to converge" not in done.stderr
+    done = run("train", "--resume", "--output", tmp_path / "run", "--steps", 5)
+    assert done.returncode == 0, done.stderr
+    assert f"ε {epsilon([Steps(5, 1, 3 / 27)], 1e-5):.3g} at δ 1e-05 over 5" in done.stdout
+    assert "failed to converge" not in done.stderr
     assert read_run(tmp_path / "run").last_step == 5
 
 
