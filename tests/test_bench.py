@@ -224,7 +224,9 @@ def test_defaults_are_the_first_of_a_sweep(tmp_path: Path):
     drops = [row["before"] - row["after"] for row in rows]
     assert [row["of_best"] for row in rows] == pytest.approx([d / max(drops) for d in drops])
     # A bundle brings its data.
-    done = bench("--table", "defaults", "--model", tmp_path / "demo.mesp", *size, "--data", "x.txt")
+    done = bench(
+        "--table", "defaults", "--model", tmp_path / "demo-data.mesp", *size, "--data", "x.txt"
+    )
     assert done.returncode == 2 and "--data" in done.stderr
 
 

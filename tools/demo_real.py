@@ -55,8 +55,17 @@ def main(model: str | None, steps: int, seed: int) -> None:
     )
     run = OUT / "runs" / f"{datetime.now(timezone.utc):%Y%m%dT%H%M%SZ}"
     call(
-        *(program("mesp-train"), bundle, "--steps", steps, "--warmup", 10, "--schedule", "linear"),
-        *("--seed", seed, "--val-batches", HELD_OUT_CASES, "--output", run),
+        *(program("mesp-train"), bundle, "--steps", steps, "--schedule", "linear"),
+        *(
+            "--warmup",
+            steps // 20,
+            "--seed",
+            seed,
+            "--val-batches",
+            HELD_OUT_CASES,
+            "--output",
+            run,
+        ),
     )
     figures = OUT / "evaluation.json"
     call(
