@@ -39,7 +39,7 @@ BARS = {
 def test_an_export_keeps_the_model(name, request, tmp_path):
     bars = BARS[name]
     model = unquantized(request.getfixturevalue(name), tmp_path / "model")
-    study = Study(model, tmp_path, ROOT / "docs" / "guide.md")
+    study = Study(model, tmp_path, ROOT / "docs" / "guide.md", "float32")
     text = tmp_path / "text.txt"
     text.write_text(quantizers.python_docs_text())
     source, _ = study.open(model)
