@@ -5,8 +5,9 @@
 
 Each way gets the same source, and is judged on the same tokens: KL, the mean Kullback-Leibler
 divergence to the source over the whole vocabulary at every position, and the ratio of the
-perplexities, both with 95% intervals by bootstrap over the sequences, and paired. Scales take 16
-bits in all of them. A way that needs a text gets `--calibrate`'s. Rows of libraries that are not
+perplexities, both with 95% intervals by bootstrap over the sequences, and paired. A way that needs
+a text gets `--calibrate`'s. Scales of mlx-lm take 16 bits, those of mesp-export as many as
+`--dtype` has. Rows of libraries that are not
 installed are left out.
 """
 
@@ -55,6 +56,7 @@ class Study:
     model: Path
     folder: Path
     calibrate: Path
+    dtype: str
 
     @property
     def source(self) -> Source:
@@ -88,7 +90,7 @@ def mesp(*options: object) -> Way:
     def way(study: Study) -> tuple[SourceModel, int]:
         out = study.folder / "model.mesp"
         arguments = ["--model", study.model, "--out", out, "--overwrite", "--seq-len", 8]
-        arguments += ["--dtype", "bfloat16", *options]
+        arguments += ["--dtype", study.dtype, *options]
         if "--calibrate" in options:
             arguments.append(study.calibrate)
         result = CliRunner().invoke(export, list(map(str, arguments)), catch_exceptions=False)
@@ -255,10 +257,12 @@ def python_docs_text() -> str:
 @click.option("--ways", multiple=True, help="Those whose names begin so; all where none is named.")
 @click.option("--sequences", default=8, help="How many, spread over the text.")
 @click.option("--length", default=512, help="Tokens of each, after the one that begins a text.")
+@click.option("--dtype", type=click.Choice(["bfloat16", "float32"]), default="bfloat16")
 def main(
     model: Path,
     text: Path | None,
     calibrate: Path,
+    dtype: str,
     ways: tuple[str, ...],
     sequences: int,
     length: int,
@@ -269,7 +273,7 @@ def main(
         chosen.pop("llama.cpp, Q4_K_M", None)
     print("| way | MB | bits a weight | KL | perplexity / source's |\n|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as folder:
-        study = Study(model, Path(folder), calibrate)
+        study = Study(model, Path(folder), calibrate, dtype)
         if text is None:
             text = study.folder / "python-docs.txt"
             text.write_text(python_docs_text())
