@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -428,3 +429,16 @@ def text(tmp_path: Path) -> Path:
 def phones(tmp_path: Path) -> Phones:
     """The phones that a command finds in `phones.environment()`."""
     return Phones(tmp_path)
+
+
+@pytest.fixture(scope="session")
+def faults(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The library that has the system fail a process: see faults.c."""
+    compiler = shutil.which("cc") or shutil.which("clang")
+    if sys.platform != "linux" or compiler is None:
+        pytest.skip("it takes Linux and a C compiler")
+    library = tmp_path_factory.mktemp("faults") / "faults.so"
+    source = Path(__file__).with_name("faults.c")
+    line = [compiler, "-shared", "-fPIC", "-O1", str(source), "-o", str(library), "-ldl"]
+    subprocess.run(line, check=True)
+    return library

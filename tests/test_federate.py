@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import re
 import shutil
 import signal
@@ -405,6 +406,74 @@ def test_a_round_that_was_not_finished_is_none(bundle: Path, data: Path, tmp_pat
     assert whole.rounds.last is None
     whole.rounds.save(0, None, {})
     assert whole.rounds.last == 0
+
+
+SAVE_IN_FORKS = """
+import json, os, sys
+from pathlib import Path
+from mesp.errors import MespError
+from mesp.federate.exchange import read_arrays
+from mesp.federate.federation import Federation
+
+for folder, kind, number in json.loads(sys.argv[1]):
+    process = os.fork()  # which has imported all that a process of its own would have to
+    if process == 0:
+        os.environ |= {"FAULTS_UNDER": folder, "FAULTS_KIND": kind, "FAULTS_AT": str(number)}
+        rounds = Federation.read(Path(folder)).rounds
+        said = ""
+        try:
+            rounds.save(1, read_arrays(rounds.path(0) / "adapters"), {"drift": 0}, b"moments")
+        except MespError as error:
+            said = str(error)
+        except BaseException as error:
+            said = repr(error)
+        os.write(1, f"{json.dumps([folder, said])}\\n".encode())
+        os._exit(0)
+    os.waitpid(process, 0)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["full", "crash", "power"])
+def test_a_round_is_whole_or_not_there_whichever_call_failed(
+    bundle: Path, data: Path, tmp_path: Path, faults: Path, kind: str
+):
+    """Of the server's own calls to the system, and of its engine's."""
+    options = ("--clients", 1, "--rounds", 1, "--val-batches", 1)
+    whole = federation(bundle, data, tmp_path / "whole", *options)
+    write_settings(whole)
+    whole.rounds.save(0, None, {})
+    expected = whole.rounds.arrays(0)
+    folders = {
+        tmp_path / f"{kind}-{number}": number
+        for number in random.Random(kind).sample(range(1, 40), 6)
+    }
+    for folder in folders:
+        shutil.copytree(whole.output, folder)
+    cases = json.dumps([(str(folder), kind, number) for folder, number in folders.items()])
+    done = subprocess.run(
+        [sys.executable, "-c", SAVE_IN_FORKS, cases],
+        env=os.environ | {"LD_PRELOAD": str(faults)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    said = dict(map(json.loads, done.stdout.splitlines()))
+    assert list(said.values()).count("") < 3, "most of them failed"
+    for folder, number in folders.items():
+        problem = said.get(str(folder))
+        if kind == "full" and problem:
+            assert re.search("space|disk is full", problem), (number, problem)
+            assert problem.startswith("Cannot"), (number, problem)
+        kept = Federation.read(folder).rounds
+        assert kept.last == (1 if problem == "" else kept.last), number
+        if kept.last == 0:
+            kept.save(1, expected, {"drift": 0}, b"moments")
+        assert kept.last == 1 and kept.record(1)["drift"] == 0, number
+        assert equal(kept.arrays(1), expected), number
+        assert (kept.path(1) / rounds.STATE_NAME).read_bytes() == b"moments"
+        assert not (kept.folder / "partial").exists() or problem is None, number
 
 
 class PowerLoss(BaseException):

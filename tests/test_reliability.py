@@ -366,19 +366,6 @@ def test_a_disk_that_becomes_full_leaves_the_last_state(
     assert engine.losses() == whole.losses()
 
 
-@pytest.fixture(scope="module")
-def faults(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The library that has the system fail the engine: see faults.c."""
-    compiler = shutil.which("cc") or shutil.which("clang")
-    if sys.platform != "linux" or compiler is None:
-        pytest.skip("it takes Linux and a C compiler")
-    library = tmp_path_factory.mktemp("faults") / "faults.so"
-    source = Path(__file__).with_name("faults.c")
-    line = [compiler, "-shared", "-fPIC", "-O1", str(source), "-o", str(library), "-ldl"]
-    subprocess.run(line, check=True)
-    return library
-
-
 @pytest.mark.parametrize("kind", ["full", "crash", "power"])
 def test_a_run_goes_on_from_whichever_call_failed(
     settings: dict, faults: Path, tmp_path: Path, kind: str

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 from safetensors import SafetensorError
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file, save
 
 from mesp.adapters.load import CONFIG, WEIGHTS
 from mesp.errors import MespError, plain_os_errors
@@ -61,7 +61,9 @@ def write_arrays(folder: Path, arrays: Arrays, rank: int, scale: float, arch: Ar
     }
     with plain_os_errors(f"Cannot write the adapters to {folder}"):
         folder.mkdir(parents=True)
-        save_file(matrices, folder / WEIGHTS)
+        (folder / WEIGHTS).write_bytes(
+            save(matrices)
+        )  # which raises OSError, as save_file does not
         (folder / CONFIG).write_text(json.dumps(config), encoding="utf-8")
 
 

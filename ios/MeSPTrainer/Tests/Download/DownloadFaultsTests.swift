@@ -28,14 +28,16 @@
             #expect(try download(hub, into: whole, library, ["FAULTS_COUNT": count.path]) == .said(""))
             let calls = try #require(Int(String(contentsOf: count, encoding: .utf8)))
             var random = FuzzTests.Generator(state: UInt64(kind.rawValue.utf8.count))
+            var failed = 0
             for number in (1...calls).shuffled(using: &random).prefix(10) {
                 let documents = folder.appendingPathComponent("\(kind.rawValue)-\(number)")
                 let faults = ["FAULTS_KIND": kind.rawValue, "FAULTS_AT": "\(number)"]
                 switch try download(hub, into: documents, library, faults) {
-                case .killed: #expect(kind != .full, "call \(number)")
-                // The last calls of a download need no room.
+                case .killed: failed += kind == .full ? 0 : 1
                 case .said(let problem):
-                    #expect(kind == .full && (problem.contains("space") || problem == ""), "call \(number): \(problem)")
+                    failed += problem == "" ? 0 : 1
+                    // The data may come in fewer pieces, and the last calls need no room.
+                    #expect(problem == "" || kind == .full && problem.contains("space"), "call \(number): \(problem)")
                 }
                 for bundle in try bundles(documents) { _ = try ModelBundle(url: bundle) }
                 #expect(try download(hub, into: documents, library) == .said(""), "call \(number)")
@@ -43,6 +45,7 @@
                 let rest = try FileManager.default.subpathsOfDirectory(atPath: documents.path)
                 #expect(rest.filter { $0.hasPrefix(".") || $0.contains(".part") } == [], "call \(number)")
             }
+            #expect(failed >= 7)
         }
 
         /// In a process of its own.
@@ -83,7 +86,7 @@
                 "LD_PRELOAD": library.path, "FAULTS_UNDER": documents.path, "MESP_DOWNLOAD_INTO": documents.path,
                 "MESP_HUB": hub.url.absoluteString, "MESP_SAID": said.path,
             ]) { $1 }
-            process.standardOutput = FileHandle.nullDevice
+            (process.standardOutput, process.standardError) = (FileHandle.nullDevice, FileHandle.nullDevice)
             try process.run()
             process.waitUntilExit()
             if process.terminationReason == .uncaughtSignal, process.terminationStatus == SIGKILL { return .killed }
