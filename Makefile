@@ -20,7 +20,7 @@ READY := $(VENV)/ready
 LOCK ?=
 FIXTURES := $(CURDIR)/.build/fixtures
 SLOW_IN_SWIFT := FuzzTests SelfCheck RunTests EvaluatorTests GeneratorTests ReliabilityTests RunControllerTests \
-	DocumentsFolderTests lossesOfTrainingEqualTheReference trainsInBFloat16 everyPlanGivesTheSameGradients \
+	DocumentsFolderTests DownloadFaultsTests lossesOfTrainingEqualTheReference trainsInBFloat16 everyPlanGivesTheSameGradients \
 	contextAndPaddingDoNotCount aConfidentTokensLossIsNotNegative
 REFERENCE := $(wildcard exporter/mesp/*.py exporter/mesp/*/*.py tests/make_*.py tests/conftest.py)
 

@@ -352,6 +352,8 @@ def test_the_app_is_built_for_the_chips_that_mlx_runs_on(objects: dict[str, dict
 
 def test_info_plist_lets_the_app_reach_a_server_in_the_local_network():
     info = plistlib.loads((APP / "Info.plist").read_bytes())
+    # A SuperLink at http://localhost; of http to other hosts `SuperNode` says that it needs TLS.
+    assert info["NSAppTransportSecurity"] == {"NSAllowsLocalNetworking": True}
     # A node takes https alone, so the app needs no exception for http.
     assert "NSAppTransportSecurity" not in info
     assert "local network" in info["NSLocalNetworkUsageDescription"]
