@@ -354,8 +354,6 @@ def test_info_plist_lets_the_app_reach_a_server_in_the_local_network():
     info = plistlib.loads((APP / "Info.plist").read_bytes())
     # A SuperLink at http://localhost; of http to other hosts `SuperNode` says that it needs TLS.
     assert info["NSAppTransportSecurity"] == {"NSAllowsLocalNetworking": True}
-    # A node takes https alone, so the app needs no exception for http.
-    assert "NSAppTransportSecurity" not in info
     assert "local network" in info["NSLocalNetworkUsageDescription"]
     # It asks the network, and so the person, and the app needs no name of the device.
     for source in HOME.rglob("*.swift"):
