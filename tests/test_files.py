@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
+import stat
 from pathlib import Path
 
 import pytest
@@ -45,3 +47,26 @@ def test_a_file_is_on_the_disk_before_its_name_and_then_its_folder(
         ("replace", file),
         *(("fsync", folder), ("full", folder)),
     ]
+
+
+def test_a_folder_that_cannot_be_synchronized_is_left_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """As on some network disks; the file in it still has to be on the disk."""
+    fsync = os.fsync
+
+    def no_folders(file: int) -> None:
+        if stat.S_ISDIR(os.fstat(file).st_mode):
+            raise OSError(errno.EINVAL, "Invalid argument")
+        fsync(file)
+
+    def nothing(file: int) -> None:
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr(os, "fsync", no_folders)
+    write_whole(tmp_path / "file", b"all of it")
+    assert (tmp_path / "file").read_bytes() == b"all of it"
+    monkeypatch.setattr(os, "fsync", nothing)
+    with pytest.raises(OSError, match="Invalid argument"):
+        write_whole(tmp_path / "file", b"something else")
+    assert (tmp_path / "file").read_bytes() == b"all of it"

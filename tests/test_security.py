@@ -137,7 +137,9 @@ def header_of(file: Path) -> dict:
     return header
 
 
-@pytest.mark.parametrize("what", ["half", "far", "overlap", "text", "rank", "not finite", "fifo"])
+@pytest.mark.parametrize(
+    "what", ["half", "far", "overlap", "text", "rank", "not finite", "more", "fifo"]
+)
 def test_adapters_that_lie_are_refused(bundle: Path, adapters: Path, what: str):
     file = adapters / "adapters.safetensors"
     data, header = file.read_bytes(), header_of(file)
@@ -160,6 +162,11 @@ def test_adapters_that_lie_are_refused(bundle: Path, adapters: Path, what: str):
         matrices = mx.load(str(file))
         mx.save_safetensors(str(file), {name: m / 0 for name, m in matrices.items()})
         said = "that are not finite"
+    elif what == "more":  # of any size, or without which the others are no LoRA
+        matrices = mx.load(str(file))
+        mx.eval(matrices)  # before its file is written anew
+        path = min(matrices).rpartition(".")[0]
+        mx.save_safetensors(str(file), {**matrices, f"{path}.m": mx.ones(64)})
     else:
         file.unlink()
         os.mkfifo(file)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -150,10 +151,15 @@ def write_whole(path: Path, data: bytes) -> None:
 
 
 def sync(path: Path) -> None:
-    """Brings what was written to a file, or to a folder's list of names, to the disk."""
+    """Writes the data of a file, or the names in a folder, to the disk. Some file systems on a
+    network or a removable disk cannot synchronize a folder, which is then left as it is."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        try:
+            os.fsync(descriptor)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.ENOTSUP) or not path.is_dir():
+                raise
         if hasattr(fcntl, "F_FULLFSYNC"):
             # macOS's fsync leaves data in the disk's own cache. Some file systems lack this call.
             with suppress(OSError):

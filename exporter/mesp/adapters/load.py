@@ -50,6 +50,8 @@ def read_adapters(folder: Path, arch: Architecture) -> Adapters:
             found = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118
             found = {name: (each.get_shape(), each.get_dtype()) for name, each in found.items()}
         paths = sorted({name.rpartition(".")[0] for name in found})
+        if found.keys() != {f"{path}.lora_{part}" for path in paths for part in "ab"}:
+            raise ValueError("it has tensors beside LoRA matrices, as DoRA's magnitudes")
         ranks = {_rank(found, path, folder, arch) for path in paths}
         if len(ranks) > 1:
             raise ValueError("its matrices have several ranks")
