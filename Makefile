@@ -3,7 +3,7 @@
 # make demo-federate  six people teach one model, each with requests of a kind (needs Python 3.11)
 # make check   style and the quick tests: the everyday loop
 # make test    every test that needs nothing but the checkout
-# make test-slow  what is long: 2,000 steps, 10,000 damaged files of each kind, an installed wheel, lm-evaluation-harness, llama.cpp, Flower, and PEFT, for which it installs PyTorch, some gigabytes
+# make test-slow  what is long: 2,000 steps, 10,000 damaged files of each kind, an installed wheel, what 4 bits lose of real models, lm-evaluation-harness, llama.cpp, Flower, and PEFT, for which it installs PyTorch, some gigabytes
 # make engine  builds mesp-engine, the trainer
 # make app-bundle  exports the demo model for the app, for a phone's GPU and for its CPU, and records a run of it
 # make check-gpu  asks this machine what training depends on: costs, exact gradients, peaks

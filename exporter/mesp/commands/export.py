@@ -243,7 +243,7 @@ def check_calibrate(quantizations: Quantizations, quantize: str, random_weights:
     }
     for option, given in reasons.items():
         if given:
-            raise MespError(f"{option} calibrates nothing; leave out it or --calibrate.")
+            raise MespError(f"{option} makes no use of --calibrate; leave out one of them.")
 
 
 def tell(out: Path, manifest: dict[str, Any], repo: str | None, gguf: str | None = None) -> None:
