@@ -175,6 +175,8 @@ def serve(model: Path, adapters: Path | None = None) -> xllamacpp.Server:
     params.n_ctx, params.n_parallel, params.n_gpu_layers, params.verbosity = 128, 1, 0, -1
     params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
     params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
+    # Threads wait for each other without sleeping, which takes minutes where others compute, too.
+    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1
     if adapters is not None:
         lora = xllamacpp.CommonAdapterLoraInfo()
         lora.path, lora.scale = str(adapters), 1.0
@@ -244,7 +246,7 @@ def test_a_gguf_file_and_its_bundle_agree(name: str, tmp_path: Path):
     tolerance = TOLERANCE[Bundle(bundle).architecture.hidden_act]
     assert [step["logprob"] for step in steps] == pytest.approx(expected, abs=tolerance)
 
-    size = 1.0 if "gemma" in name else 0.1
+    size = 0.3 if "gemma" in name else 0.1
     adapters, fused = write_adapters(tmp_path / "adapters", bundle, size), tmp_path / "fused"
     options = ("--bits", "bfloat16", "--gguf", "--gguf-base", quantized)
     call("fuse", bundle, "--adapters", adapters, "--out", fused, *options)
@@ -257,7 +259,7 @@ def test_a_gguf_file_and_its_bundle_agree(name: str, tmp_path: Path):
         written = [step["id"] for step in steps]
         tuned = log_probabilities(adapted, prompt, written)
         assert [step["logprob"] for step in steps] == pytest.approx(tuned, abs=allowed)
-        assert max(map(abs, np.subtract(tuned, log_probabilities(model, prompt, written)))) > 0.5
+        assert max(map(abs, np.subtract(tuned, log_probabilities(model, prompt, written)))) > 0.3
 
 
 def dequantized(name: str, matrix: np.ndarray) -> tuple[np.ndarray, Type]:
