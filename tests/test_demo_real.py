@@ -142,7 +142,7 @@ def test_the_demo_counts_what_is_right(
     printed, _ = capfd.readouterr()
     assert "Right entries, every field: 0 of 3 before fine-tuning, 0 of 3 after." in printed
     held_out = notes.cases(3, seed=1, held_out=True)
-    assert f"\n{held_out[0].note[:80]}" in printed and held_out[2].note not in printed
+    assert f"\n{held_out[0].note[:60]}" in printed and held_out[2].note not in printed
     (samples,) = (tmp_path / "runs").glob("*/samples.json")
     assert [each["prompt"] for each in json.loads(samples.read_text())] == [
         case.prompt for case in held_out[:2]
