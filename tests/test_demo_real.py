@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import html
 import json
 import re
 import subprocess
@@ -147,4 +148,4 @@ def test_the_demo_counts_what_is_right(
     assert [each["prompt"] for each in json.loads(samples.read_text())] == [
         case.prompt for case in held_out[:2]
     ]
-    assert held_out[0].note in (tmp_path / "report.html").read_text()
+    assert html.escape(held_out[0].note) in (tmp_path / "report.html").read_text()
