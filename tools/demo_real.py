@@ -90,7 +90,7 @@ def main(model: str | None, steps: int, seed: int) -> None:
         f"asked for with “{notes.INSTRUCTION.strip()}”:\n"
     )
     for case, old, new in zip(held_out[:SHOWN], before, after, strict=False):
-        console.print(shown(case.note, old, new))
+        console.print(shown(case._replace(prompt=case.note), old, new))
     result = read_run(run)
     loss_before, loss_after = result.held_out
     console.print(
