@@ -4,6 +4,7 @@
 #include <array>
 #include <cmath>
 #include <cstring>
+#include <utility>
 #include <vector>
 
 #include "Pool.h"
@@ -27,6 +28,7 @@ namespace {
 #pragma clang fp contract(off)
 
 typedef uint8_t Bytes __attribute__((vector_size(16)));
+typedef uint16_t Pairs __attribute__((vector_size(32)));
 typedef uint32_t Words __attribute__((vector_size(64)));
 typedef float Floats __attribute__((vector_size(64)));
 
@@ -62,67 +64,67 @@ float factor(const PackedMatrix &w, ptrdiff_t index) {
     return w.mode == Mode::Nvfp4 ? e4m3[scale] : std::ldexp(1.0f, scale - 127);
 }
 
-/// 16 codes of 4 bits, the lowest bits first.
-inline Bytes nibbles(const uint8_t *codes) {
-    uint64_t packed;
-    std::memcpy(&packed, codes, sizeof packed);
-    const uint64_t mask = 0x0f0f0f0f0f0f0f0f;
-    const uint64_t halves[2] = {packed & mask, packed >> 4 & mask};
-    Bytes bytes;
-    std::memcpy(&bytes, halves, sizeof bytes);
-    return __builtin_shufflevector(bytes, bytes, 0, 8, 1, 9, 2, 10, 3, 11, 4, 12, 5, 13, 6, 14, 7, 15);
+/// Into the clone of `unpack` that calls it, so that it is compiled for that CPU.
+#define INLINE __attribute__((always_inline)) inline
+
+/// Reads 16 codes of so many bits, the lowest bits first.
+template <int bits>
+INLINE void read_codes(const uint8_t *packed, Words &codes) {
+    Bytes bytes{};
+    std::memcpy(&bytes, packed, 2 * bits);
+    // Of each code the bytes of its first and its last bit, often the same.
+    Pairs pairs;
+    [&]<int... i>(std::integer_sequence<int, i...>) __attribute__((always_inline)) {
+        pairs = (Pairs)__builtin_shufflevector(bytes, bytes, (i / 2 * bits + i % 2 * (bits - 1)) / 8 ...);
+    }(std::make_integer_sequence<int, 32>());
+    Pairs shifts;
+    for (int i = 0; i < 16; i++) shifts[i] = i * bits % 8;
+    codes = __builtin_convertvector(pairs >> shifts & uint16_t((1 << bits) - 1), Words);
 }
 
-/// The code of b bits that begins at a bit of a row.
-inline int code(const uint8_t *row, size_t bit, int bits) {
-    const uint8_t *byte = row + bit / 8;
-    const int shift = bit % 8;
-    const int word = byte[0] | (shift + bits > 8 ? byte[1] << 8 : 0);
-    return word >> shift & ((1 << bits) - 1);
+template <int bits>
+INLINE void unpack_affine(
+    const uint8_t *codes, const float *scales, const float *biases, int group_size, int count, float *out) {
+    for (int start = 0; start < count; start += group_size, scales++, biases++) {
+        const float scale = *scales, bias = *biases;
+        for (int i = start; i < start + group_size; i += 16) {
+            Words sixteen;
+            read_codes<bits>(codes + i / 8 * bits, sixteen);
+            const Floats values = __builtin_convertvector(sixteen, Floats) * scale + bias;
+            std::memcpy(out + i, &values, sizeof values);
+        }
+    }
 }
 
 /// `count` weights of a row from the `begin`-th, whole groups.
 FOR_EACH_CPU
 void unpack(const PackedMatrix &w, ptrdiff_t row, int begin, int count, float *out) {
-    const uint8_t *codes = w.codes + row * w.codes_stride;
-    for (int start = begin; start < begin + count; start += w.group_size, out += w.group_size) {
-        const ptrdiff_t group = row * w.scales_stride + start / w.group_size;
-        const uint8_t *first = codes + size_t(start) * w.bits / 8;
-        switch (w.mode) {
-            case Mode::Affine: {
-                const float scale = static_cast<const float *>(w.scales)[group], bias = w.biases[group];
-                if (w.bits == 4) {
-                    for (int i = 0; i < w.group_size; i += 16) {
-                        const Words four = __builtin_convertvector(nibbles(first + i / 2), Words);
-                        const Floats values = __builtin_convertvector(four, Floats) * scale + bias;
-                        std::memcpy(out + i, &values, sizeof values);
-                    }
-                } else if (w.bits == 8) {
-                    for (int i = 0; i < w.group_size; i++) out[i] = first[i] * scale + bias;
-                } else {
-                    for (int i = 0; i < w.group_size; i++) {
-                        out[i] = code(codes, size_t(start + i) * w.bits, w.bits) * scale + bias;
-                    }
-                }
-                break;
-            }
-            case Mode::Mxfp4:
-            case Mode::Nvfp4: {
+    const uint8_t *codes = w.codes + row * w.codes_stride + begin / 8 * w.bits;
+    const ptrdiff_t group = row * w.scales_stride + begin / w.group_size;
+    if (w.mode == Mode::Affine) {
+        const float *scales = static_cast<const float *>(w.scales) + group, *biases = w.biases + group;
+        switch (w.bits) {
+            case 2: return unpack_affine<2>(codes, scales, biases, w.group_size, count, out);
+            case 3: return unpack_affine<3>(codes, scales, biases, w.group_size, count, out);
+            case 4: return unpack_affine<4>(codes, scales, biases, w.group_size, count, out);
+            case 5: return unpack_affine<5>(codes, scales, biases, w.group_size, count, out);
+            case 6: return unpack_affine<6>(codes, scales, biases, w.group_size, count, out);
+            default: return unpack_affine<8>(codes, scales, biases, w.group_size, count, out);
+        }
+    }
+    for (int start = 0; start < count; start += w.group_size) {
+        const float scale = factor(w, group + start / w.group_size);
+        for (int i = start; i < start + w.group_size; i += 16) {
+            if (w.mode != Mode::Mxfp8) {
                 // Twice the numbers 0, ½, 1, 1½, 2, 3, 4, 6 are the nibbles of one integer.
-                const float scale = factor(w, group);
-                for (int i = 0; i < w.group_size; i += 16) {
-                    const Words four = __builtin_convertvector(nibbles(first + i / 2), Words);
-                    const Words doubled = (Words{} + 0xC8643210u) >> ((four & 7) << 2) & 15;
-                    const Floats sign = 0.5f - __builtin_convertvector(four >> 3, Floats);
-                    const Floats values = __builtin_convertvector(doubled, Floats) * sign * scale;
-                    std::memcpy(out + i, &values, sizeof values);
-                }
-                break;
-            }
-            case Mode::Mxfp8: {
-                const float scale = factor(w, group);
-                for (int i = 0; i < w.group_size; i++) out[i] = e4m3[first[i]] * scale;
-                break;
+                Words four;
+                read_codes<4>(codes + i / 2, four);
+                const Words doubled = (Words{} + 0xC8643210u) >> ((four & 7) << 2) & 15;
+                const Floats sign = 0.5f - __builtin_convertvector(four >> 3, Floats);
+                const Floats values = __builtin_convertvector(doubled, Floats) * sign * scale;
+                std::memcpy(out + i, &values, sizeof values);
+            } else {
+                for (int j = i; j < i + 16; j++) out[j] = e4m3[codes[j]] * scale;
             }
         }
     }
@@ -266,6 +268,7 @@ std::optional<mx::array> packed_product(
     // MLX says what is wrong with arrays that do not fit.
     const bool is_affine = mode == "affine";
     if (!is_affine && mode != "mxfp4" && mode != "nvfp4" && mode != "mxfp8") return std::nullopt;
+    if (bits < 2 || bits > 8 || bits == 7) return std::nullopt;
     if (w.dtype() != mx::uint32 || group_size % 16 != 0 || biases.has_value() != is_affine ||
         (!is_affine && scales.dtype() != mx::uint8)) {
         return std::nullopt;

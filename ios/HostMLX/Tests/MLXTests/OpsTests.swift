@@ -147,6 +147,32 @@ extension AllTests {
             }
         }
 
+        /// Measured in turns, and the least of each taken, so that what else runs on the machine does not count.
+        @Test func unpackingTakesAsLongForAnyBits() {
+            let x = MLXRandom.normal([1, 1024], key: MLXRandom.key(0))
+            let widths = [4, 2, 3, 5, 6, 8]
+            let matrices = widths.map {
+                quantized(MLXRandom.normal([1024, 1024], key: MLXRandom.key(1)), groupSize: 32, bits: $0)
+            }
+            var least = widths.map { _ in Duration.seconds(1000) }
+            for _ in 0..<10 {
+                for (i, (w, bits)) in zip(matrices, widths).enumerated() {
+                    for transpose in [true, false] {
+                        let time = ContinuousClock().measure {
+                            eval(
+                                quantizedMM(
+                                    x, w.wq, scales: w.scales, biases: w.biases, transpose: transpose, groupSize: 32,
+                                    bits: bits))
+                        }
+                        least[i] = min(least[i], time)
+                    }
+                }
+            }
+            for (bits, time) in zip(widths, least).dropFirst() {
+                #expect(time < least[0] * 2, "\(bits) bits: \(time), 4 bits: \(least[0])")
+            }
+        }
+
         @Test func exponentials() {
             let values: [Float] =
                 [-.infinity, -200, -88.1, -87, -0.5, -1e-7, 0, 0.3, 1, 12.5, 87, .infinity]
