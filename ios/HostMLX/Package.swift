@@ -51,6 +51,7 @@ let package = Package(
         .target(name: "CHostMLX", cxxSettings: cxxSettings, linkerSettings: linkerSettings),
         .target(name: "MLX", dependencies: ["CHostMLX"]),
         .target(name: "HostMLXLedger", dependencies: ["CHostMLX", "MLX"]),
+        .executableTarget(name: "ProductTimes", dependencies: ["MLX"]),
         .target(name: "HostMLXMetal", dependencies: ["CHostMLX", "MLX"]),
         .testTarget(name: "MLXTests", dependencies: ["MLX", "HostMLXMetal"]),
         .target(
