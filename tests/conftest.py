@@ -305,13 +305,29 @@ def published(config: dict, tensors: dict[str, mx.array]) -> tuple[dict, dict[st
 def write_mixed_model(folder: Path, config: dict, recipe: str = "mixed_4_6") -> Path:
     """Writes a model that mlx-lm quantized by a recipe of its own, but the head to 8 bits."""
     from mlx_lm.convert import mixed_quant_predicate_builder
-    from mlx_lm.utils import quantize_model
 
     model = mlx_lm_model(config)
     predicate = mixed_quant_predicate_builder(recipe, model)
 
     def quantization(path: str, module: nn.Module) -> dict:
         return predicate(path, module) | ({"bits": 8} if path == "lm_head" else {})
+
+    return _write_quantized(folder, model, config, quantization)
+
+
+def write_model_in_5_bits(folder: Path, config: dict) -> Path:
+    """Writes a model in 5 bits and groups of 32, but the embedding in 6 bits."""
+
+    def quantization(path: str, module: nn.Module) -> dict:
+        return {"bits": 6 if path.endswith("embed_tokens") else 5, "group_size": 32}
+
+    return _write_quantized(folder, mlx_lm_model(config), config, quantization)
+
+
+def _write_quantized(
+    folder: Path, model: nn.Module, config: dict, quantization: Callable[[str, nn.Module], dict]
+) -> Path:
+    from mlx_lm.utils import quantize_model
 
     model, config = quantize_model(model, config, None, None, quant_predicate=quantization)
     return write_model(folder, config, dict(tree_flatten(model.parameters())))

@@ -35,6 +35,7 @@ from conftest import (
     run,
     write_mixed_model,
     write_model,
+    write_model_in_5_bits,
 )
 from mesp.block_function import trace
 from mesp.bundle import function_files, writer
@@ -64,6 +65,7 @@ CASES = [
     ("qwen3_5", FAMILIES["qwen3_5"], 70, 4),
     ("lfm2", FAMILIES["lfm2"], 9, 4),
     ("mixed", {**TINY, "tie_word_embeddings": False}, 9, 4),
+    ("5-bits", TINY, 9, 4),
     ("mxfp4", TINY, 9, 4, "--mode", "mxfp4"),
     ("nvfp4", FAMILIES["phi3"], 9, 4, "--mode", "nvfp4"),
     ("mxfp8", FAMILIES["qwen3"], 9, 4, "--mode", "mxfp8"),
@@ -78,6 +80,7 @@ CASES = [
     ("phi3-gpu", FAMILIES["phi3"], 9, 4, "--mode", "nvfp4"),
     ("qwen3_5-gpu", FAMILIES["qwen3_5"], 70, 4),
     ("lfm2-gpu", FAMILIES["lfm2"], 9, 4),
+    ("5-bits-gpu", TINY, 9, 4),
     ("qwen3-gpu-bfloat16", {**FAMILIES["qwen3"], **HEADS_64}, 9, 4, "--dtype", "bfloat16"),
     ("gemma2-gpu-bfloat16", FAMILIES["gemma2"], 9, 4, "--dtype", "bfloat16"),
     ("wide-gpu-bfloat16", WIDE, 64, 8, "--dtype", "bfloat16"),
@@ -118,6 +121,8 @@ def make(folder: Path, name: str, config: dict, length: int, rank: int, *options
     with tempfile.TemporaryDirectory() as source, pytest.MonkeyPatch.context() as patch:
         if name == "mixed":
             model = write_mixed_model(Path(source, "model"), config)
+        elif name.startswith("5-bits"):
+            model = write_model_in_5_bits(Path(source, "model"), config)
         else:
             tensors = (wide_tensors if wide else random_tensors)(config)
             model = write_model(Path(source, "model"), config, tensors)

@@ -49,7 +49,7 @@ MODELS |= {
     "no groups": (geometry(128, 192, 2, 2), lambda _: Quantization(8, 64)),
     "one head": (geometry(64, 192, 1, 1), lambda _: Quantization(2, 32)),
     "3 bits": (GROUPS, lambda _: Quantization(3, 32)),
-    "5 bits": (GROUPS, lambda _: Quantization(5, 64)),
+    "5 bits": (GROUPS, lambda _: Quantization(5, 32)),
     "mixed": (GROUPS, mixed),
     "mxfp4": (GROUPS, lambda _: Quantization(4, 32, "mxfp4")),
     "mxfp8": (GROUPS, lambda _: Quantization(8, 32, "mxfp8")),

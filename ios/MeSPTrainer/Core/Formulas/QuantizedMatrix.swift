@@ -75,13 +75,30 @@ struct QuantizedMatrix {
         dense = isDense ? Dense { Self.dequantize(weight, scales, biases, format) } : nil
     }
 
-    /// With bfloat16 scales `dequantized` would round W to bfloat16.
+    /// With bfloat16 scales `dequantized` would round W to bfloat16. Of 3, 5 and 6 bits it would on the CPU make an array with an integer of
+    /// 32 bits for each bit of W.
     private static func dequantize(
         _ weight: MLXArray, _ scales: MLXArray, _ biases: MLXArray?, _ format: QuantizationFormat
     ) -> MLXArray {
-        dequantized(
-            weight, scales: biases == nil ? scales : scales.asType(.float32), biases: biases?.asType(.float32),
-            groupSize: format.groupSize, bits: format.bits, mode: format.mode, dtype: .float32)
+        let (wideScales, wideBiases) = (biases == nil ? scales : scales.asType(.float32), biases?.asType(.float32))
+        guard let wideBiases, 32 % format.bits != 0 else {
+            return dequantized(
+                weight, scales: wideScales, biases: wideBiases,
+                groupSize: format.groupSize, bits: format.bits, mode: format.mode, dtype: .float32)
+        }
+        let codes = unpacked(weight, bits: format.bits).reshaped(scales.shape + [format.groupSize])
+        return (codes * wideScales[.ellipsis, .newAxis] + wideBiases[.ellipsis, .newAxis]).flattened(start: 1)
+    }
+
+    /// The codes in `words`, the lowest bits first, as integers of 16 bits: each is in the bytes of its first and its last bit.
+    private static func unpacked(_ words: MLXArray, bits: Int) -> MLXArray {
+        let eight = words.view(dtype: .uint8).reshaped([words.dim(0), -1, bits])
+        let starts = (0..<8).map { $0 * bits }
+        func bytes(_ places: [Int]) -> MLXArray {
+            eight.take(MLXArray(places.map { Int32($0 / 8) }), axis: -1).asType(.uint16)
+        }
+        let pairs = bytes(starts) | bytes(starts.map { $0 + bits - 1 }) << 8
+        return (pairs >> MLXArray(starts.map { UInt16($0 % 8) })) & ((1 << bits) - 1)
     }
 
     var rows: Int { scales.dim(0) }

@@ -326,15 +326,19 @@ public struct Planner: Sendable {
         return process + lasting(plan)
             + max(forward, loss(tile), backward(tile))
             // What is freed doesn't go back to the system at once: small blocks, and gaps between activations.
-            + (plan.tileBytes < tileSizes[0] ? 4_000_000 : 0) + gaps
+            + (plan.tileBytes < tileSizes[0] ? 4_000_000 : 0) + gaps(plan)
     }
 
-    /// What lies between activations of a size that malloc keeps, in bytes; a recurrent mixer that is wider than the model leaves more.
-    private var gaps: Int {
-        let isWide = architecture.isRecurrent && most(\.mixed) > hidden
-        let sizes = (isWide ? 1_000_000 : 1_600_000)..<8 << 20
-        return (sizes.contains(hidden) ? (isWide ? 3 : 1) * max(hidden, most(\.mixed)) : 0)
-            + (method == .mebp && sizes.contains(intermediate) ? 7 * intermediate : 0)
+    /// The memory that malloc keeps in gaps between arrays, in bytes. Small activations leave gaps among the arrays that last through a
+    /// step, large ones gaps of their own size, more where a mixer is wider than the model and most where that is a recurrent one.
+    private func gaps(_ plan: Plan) -> Int {
+        let isWide = most(\.mixed) > hidden
+        let isRecurrent = isWide && architecture.isRecurrent
+        let large = (isRecurrent ? 1_000_000 : isWide ? 600_000 : 1_600_000)..<8 << 20
+        let ofHidden =
+            large.contains(hidden)
+            ? (isRecurrent ? 3 : 1) * max(hidden, most(\.mixed)) : plan.offload == .all ? 0 : 1_000_000
+        return ofHidden + (method == .mebp && (1_600_000..<8 << 20).contains(intermediate) ? 7 * intermediate : 0)
     }
 
     // MARK: - What is alive at once. Counts of arrays follow the code; the few constants were fitted to measurements on Linux.
@@ -397,9 +401,11 @@ public struct Planner: Sendable {
             return max(
                 // d waits while the block function runs again.
                 hidden + forward,
-                // What the mixer left waits; x_mid, dy, mlp_in and its gradient before and after a tile; of the tile, three weights,
-                // one of them while it is dequantized, and gate, up and what becomes of them.
-                most(\.intermediates) + 5 * hidden + 5 * weight(features) + 9 * activation(features) + loraBytes,
+                // What the mixer left waits; x_mid, dy, and behind post-norms what that becomes; mlp_in and its gradient before a tile,
+                // with the tile's gate and after it; of the tile, three weights, one of them while it is dequantized, gate and up, each
+                // with the two products that it is the sum of, and what becomes of them, for gelu with its tanh.
+                most(\.intermediates) + (a.postNorms ? 7 : 6) * hidden + 5 * weight(features)
+                    + (a.hiddenAct == .gelu ? 16 : 11) * activation(features) + loraBytes,
                 // The same without the tile, but with the temporaries of the norm's derivative.
                 most(\.intermediates) + 15 * hidden / 2 + loraBytes,
                 most { $0.backward(tile) } + 2 * loraBytes) + postNormed

@@ -28,4 +28,35 @@ import Testing
             }
         }
     }
+
+    /// The numbers are those that MLX gives, and the memory is at most twice that of 8 bits.
+    @Test(arguments: [2, 3, 4, 5, 6, 8], [32, 64, 128]) func rowsAreDequantizedAsMLXDoes(_ bits: Int, _ groupSize: Int)
+        throws
+    {
+        let indices = MLXArray((0..<300).map { Int32($0 * 7 % 64) })
+        func rows(_ bits: Int, _ dtype: DType) throws -> (taken: MLXArray, expected: MLXArray, peak: Int) {
+            let w = MLXRandom.normal([64, 640], key: MLXRandom.key(0))
+            let (weight, scales, biases) = quantized(w, groupSize: groupSize, bits: bits)
+            let format = QuantizationFormat(
+                inputs: 640, words: weight.dim(1), groups: scales.dim(1), hasBiases: biases != nil)
+            let matrix = QuantizedMatrix(
+                weight: weight, scales: scales.asType(dtype), biases: biases?.asType(dtype),
+                format: try #require(format), products: .dense, onCPU: true)
+            eval(weight, matrix.scales, matrix.biases ?? scales)
+            let before = Memory.activeMemory
+            Memory.peakMemory = 0
+            let taken = matrix.take(indices)
+            eval(taken)
+            let peak = Memory.peakMemory - before
+            let expected = dequantized(
+                weight, scales: matrix.scales.asType(.float32), biases: matrix.biases?.asType(.float32),
+                groupSize: groupSize, bits: bits, dtype: .float32)
+            return (taken, expected.take(indices, axis: 0), peak)
+        }
+        for dtype in [DType.float32, .bfloat16] {
+            let (taken, expected, peak) = try rows(bits, dtype)
+            #expect(taken.dtype == .float32 && arrayEqual(taken, expected).item(Bool.self), "\(dtype)")
+            #expect(try peak <= 2 * rows(8, dtype).peak, "\(dtype)")
+        }
+    }
 }
