@@ -22,8 +22,12 @@ def exported(folder: Path, *options: object) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["SmolLM2-135M", "Gemma-3-270m", "Qwen2.5-0.5B"])
-def test_a_run_takes_what_was_predicted(model: str, tmp_path: Path):
-    """With the true widths and vocabulary, and in float32 on the CPU."""
+def test_a_run_takes_what_was_predicted(model: str, tmp_path: Path, monkeypatch):
+    """With the true widths and vocabulary, and in float32 on the CPU.
+
+    One thread: on a busy machine others may never run, and then take no memory.
+    """
+    monkeypatch.setenv("OPENBLAS_NUM_THREADS", "1")
     bundle = exported(
         tmp_path, "--model", model, "--random-weights", "--layers", 4, "--device", "cpu"
     )

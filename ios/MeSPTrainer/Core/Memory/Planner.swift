@@ -330,14 +330,15 @@ public struct Planner: Sendable {
     }
 
     /// The memory that malloc keeps in gaps between arrays, in bytes. Small activations leave gaps among the arrays that last through a
-    /// step, large ones gaps of their own size, more where a mixer is wider than the model and most where that is a recurrent one.
+    /// step, a few percent of these. Large ones leave gaps of their own size: of the mixer's where that is wider than the model, and three
+    /// of these where it is recurrent.
     private func gaps(_ plan: Plan) -> Int {
         let isWide = most(\.mixed) > hidden
         let isRecurrent = isWide && architecture.isRecurrent
         let large = (isRecurrent ? 1_000_000 : isWide ? 600_000 : 1_600_000)..<8 << 20
         let ofHidden =
             large.contains(hidden)
-            ? (isRecurrent ? 3 : 1) * max(hidden, most(\.mixed)) : plan.offload == .all ? 0 : 1_000_000
+            ? (isRecurrent ? 3 : 1) * max(hidden, most(\.mixed)) : min(1_000_000, lasting(plan) / 32)
         return ofHidden + (method == .mebp && (1_600_000..<8 << 20).contains(intermediate) ? 7 * intermediate : 0)
     }
 
