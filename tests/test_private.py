@@ -334,7 +334,7 @@ def test_a_run_goes_on_to_more_steps(bundle: Path, tmp_path: Path):
     assert done.returncode == 0, done.stderr
     assert f"ε {epsilon([Steps(5, 1, 3 / 27)], 1e-5):.3g} at δ 1e-05 over 5" in done.stdout
     assert "failed to converge" not in done.stderr
-    assert read_run(tmp_path / "run").last_step == 5
+    assert read_run(tmp_path / "run").end["step"] == 5
 
 
 def test_other_data_is_refused_on_resuming(bundle: Path, tmp_path: Path):

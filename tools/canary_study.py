@@ -42,7 +42,7 @@ from tasks.house import cases
 SEQ_LEN, RANK = 32, 4
 BATCH_SIZE, STEPS = 8, 256
 RECORDS, HELD_OUT = 256, 50
-CLIP, NOISES, DELTA = 0.5, (0.5, 1.0, 2.0), 1e-4
+CLIP, NOISES, DELTA = 0.5, (0.5, 1.0), 1e-4
 # Each a token of the demo model.
 WORDS = ["school", "field", "war", "day", "man", "world", "year", "land", "home", "party"]
 # Whose secret is in one record, which is what ε is about, and in eight.

@@ -55,5 +55,5 @@ def describe_privacy(settings: dict[str, Any], examples: int, steps: int) -> str
     total = epsilon([Steps(steps, settings["dp_noise"], sampled)], settings["dp_delta"])
     return (
         f"Differential privacy of each of {examples:,} training examples: ε {total:.3g} at "
-        f"δ {settings['dp_delta']:g} over {steps:,} steps."
+        f"δ {settings['dp_delta']:g} over {steps:,} step{'s' * (steps != 1)}."
     )
