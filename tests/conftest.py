@@ -31,7 +31,6 @@ from mesp.models.architecture import Architecture, Block
 from mesp.models.mixers import AttentionMixer
 from mesp.quantization.modes import Quantization
 from mesp.source_model.names import CONVOLUTIONS, name_here, name_there
-from real_models import GEMMA, SMOLLM2, gguf_file
 from stand_ins import Phones
 
 # A shell that starts the tests in the background has SIGINT ignored, and children inherit that.
@@ -417,18 +416,20 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def smollm2_gguf() -> Path:
     """The GGUF file of SmolLM2-135M-Instruct, Q4_1, for tests that are slow."""
-    return _real_model(SMOLLM2)
+    return _real_model("SMOLLM2")
 
 
 @pytest.fixture(scope="session")
 def gemma_gguf() -> Path:
     """The GGUF file of Gemma 3 270M, Q4_K_M, for tests that are slow."""
-    return _real_model(GEMMA)
+    return _real_model("GEMMA")
 
 
 def _real_model(name: str) -> Path:
+    import real_models  # of tools/, which make_cases.py does not have in its path
+
     try:
-        return gguf_file(name)
+        return real_models.gguf_file(getattr(real_models, name))
     except MespError as error:
         pytest.skip(error.message)
 
