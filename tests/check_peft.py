@@ -313,7 +313,7 @@ def examples(bundle: Bundle) -> list[tuple[int, int]]:
 
 
 def noise_by_name(bundle: Bundle) -> dict[str, np.ndarray]:
-    """What the engine draws in its first step, by mlx-lm's names."""
+    """The noise of the engine's first step, by mlx-lm's names."""
     blocks = bundle.architecture.blocks
     vectors = reference.private_noise(KEY, 0, [block.lora_size(RANK) for block in blocks])
     return {

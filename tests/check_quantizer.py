@@ -1,4 +1,4 @@
-"""What 4 bits lose of two real models, against bars: `make test-slow`.
+"""The loss of two real models in 4 bits, against bars: `make test-slow`.
 
 The models come from PyPI, dequantized. Texts are Python's language reference, which is scored, and
 this repository's guide, which `--calibrate` gets.

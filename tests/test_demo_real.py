@@ -46,7 +46,7 @@ def test_a_note_says_what_its_entry_has():
         spoken = re.sub(r"\b(um|uh|so|let's see) ", "", f"{case.note} ")
         for words in (entry["title"], entry["with"], entry["where"]):
             assert words is None or words.lower() in spoken
-        # What is said last counts.
+        # The last day and time count.
         days = re.findall(rf"\b({'|'.join(map(str.lower, notes.DAYS))})\b", spoken)
         assert days[-1] == entry["day"].lower()
         assert times(spoken)[-1] == entry["time"], case

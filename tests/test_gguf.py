@@ -149,7 +149,7 @@ def test_an_unquantized_file_is_quantized_as_any_model(tmp_path: Path):
 
 
 def refused(file: Path, out: Path) -> str:
-    """What an export says that leaves nothing."""
+    """The sentence of an export that is refused and leaves nothing."""
     done = run("export", "--model", file, "--out", out, *SIZE)
     assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
     assert not out.exists()

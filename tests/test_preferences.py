@@ -76,7 +76,7 @@ def test_labels(tokenizer, tmp_path):
 
 @pytest.mark.parametrize("chat", [None, True, False])
 def test_one_model_is_taught_one_form(tokenizer, tmp_path, chat):
-    """What is asked and answered is the same to the model, whatever people said of the answer."""
+    """Supervised, paired and judged records give a model the same tokens."""
     asked, answer = "Who jumps?", "The fox."
     pair = {"prompt": asked, "chosen": answer, "rejected": "The dog."}
     label = {"prompt": asked, "completion": answer, "label": True}
@@ -87,7 +87,7 @@ def test_one_model_is_taught_one_form(tokenizer, tmp_path, chat):
         first = rows(load(tmp_path, records, tokenizer, chat=chat)["train"])[0]
         assert first[0][: len(ids)] == ids
         assert first[1][: len(counted)] == counted
-    # What generation and evaluation begin an answer after.
+    # The prompt of generation and evaluation.
     prompt = encode(tokenizer, asked, chat)
     assert ids[: len(prompt)] == prompt and not mask[: len(prompt)].any()
     assert ("assistant:" in tokenizer.decode(ids)) == (chat is not False)

@@ -151,7 +151,7 @@ def shortest(bundle: Bundle) -> int:
 
 
 def judge(bundle: Bundle, task: Task, adapters: Path | None) -> dict[str, Any]:
-    """What adapters came to: at the task, and on a text that it is not about."""
+    """The scores of adapters at the task, and their loss on another text."""
     model = model_with(bundle, adapters)
     found = score(model, bundle, task)
     other = loss_of_text(model, other_text(bundle, task, None), task.seq_len)

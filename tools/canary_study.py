@@ -51,7 +51,7 @@ OFTEN, TIMES = [f"Owner {letter}" for letter in "ABCD"], 8
 
 
 def main_runs() -> dict[str, tuple]:
-    """What is typed for each run, by its name."""
+    """The options of each run, by its name."""
     clip = ("--dp-clip", CLIP, "--dp-delta", DELTA, "--dp-noise")
     runs = {"without": (), "clipping alone": (*clip, 0)}
     return runs | {f"noise {noise:g}": (*clip, noise) for noise in NOISES}

@@ -249,7 +249,7 @@ def by_plan(bundle: Path, task: Task, dtype: str) -> dict[str, Trainer]:
 
 
 class Judged(NamedTuple):
-    """What one run came to, and its loss on the other text, nats a token."""
+    """The scores of one run, and its loss on the other text, nats a token."""
 
     scores: Scores
     other: float | None

@@ -1,4 +1,4 @@
-"""What ways of quantizing a model lose, at how many bytes, as a table.
+"""A table of ways to quantize a model: bytes, and the loss against its source.
 
     python tools/quantizers.py --model DIR --text TEXT --calibrate OTHER_TEXT
     .venv/llama/bin/python tools/quantizers.py …    with llama.cpp's Q4_K_M too

@@ -33,7 +33,7 @@ class Case(NamedTuple):
 
 
 class Words(NamedTuple):
-    """What notes are made of."""
+    """The parts of notes."""
 
     titles: list[str]
     people: list[str]
@@ -163,7 +163,7 @@ def _case(draw: random.Random, words: Words, day: str, time: tuple[int, int]) ->
         where, place = "", None
     said = {"day": _say_day(draw, day), "time": _say_time(draw, *time)}
     if draw.random() < 0.3:
-        # What is said first is taken back.
+        # The note takes back the first day or time.
         changed = draw.choice([*said])
         if changed == "day":
             wrong = _say_day(draw, draw.choice([each for each in DAYS if each != day]))

@@ -18,7 +18,7 @@ from mesp.models.architecture import Architecture
 if TYPE_CHECKING:
     from mesp.source_model.gguf.header import GGUF
 
-# What a matrix with adapters becomes in a GGUF file, by --bits.
+# The type of a matrix with adapters in a GGUF file, by --bits.
 _TYPES = {4: "Q4_1", 6: "Q8_0", 8: "Q8_0", BFLOAT16: "BF16"}
 
 

@@ -123,7 +123,7 @@ def tokenize(
 def find_moments(
     source: Source, weights: Weights, arch: Architecture, options: ExportOptions
 ) -> Moments | None:
-    """What the matrices are quantized by; None where that is nothing, or they come quantized."""
+    """The moments to quantize by; None with --quantize nearest, or for a quantized model."""
     quantizations = options.quantizations
     comes_quantized = quantizations.config is not None
     if options.quantize == "nearest" or comes_quantized or isinstance(weights, RandomWeights):

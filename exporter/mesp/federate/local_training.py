@@ -41,8 +41,10 @@ class Client:
 
 @dataclass(frozen=True)
 class Trained:
-    """What a client made of a round's matrices, from so many `targets` that counted. `examples`:
-    what DP-SGD draws from, None without it."""
+    """A client's answer to a round's matrices, trained on so many `targets` that counted.
+
+    `examples`: the number of records that DP-SGD draws from; None without it.
+    """
 
     arrays: Arrays
     targets: int

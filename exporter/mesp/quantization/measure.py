@@ -1,4 +1,4 @@
-"""What quantization loses: how far a model's predictions are from those of its source."""
+"""The loss of quantization: the distance of a model's predictions from its source's."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Loss:
 
 
 def finals(model: SourceModel, sequences: Sequence[Sequence[int]]) -> list[mx.array]:
-    """What the head multiplies, float32 [T, hidden] of each sequence; blocks run one by one."""
+    """The inputs of the head, float32 [T, hidden] a sequence; blocks run one by one."""
     xs = [model.embed(tokens) for tokens in sequences]
     for index in range(model.arch.num_hidden_layers):
         xs = [model.block(index, x) for x in xs]

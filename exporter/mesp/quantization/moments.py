@@ -1,4 +1,4 @@
-"""What goes into the matrices of a source model: its squares, summed by channel."""
+"""Second moments of the inputs of a source model's matrices, by channel."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ class SourceModel:
         return dequantize(*packed, quantization)
 
     def embed(self, tokens: Sequence[int]) -> mx.array:
-        """What goes into the first block: float32 [1, T, hidden]"""
+        """The input of the first block, float32 [1, T, hidden]."""
         rows = [self.table("model.embed_tokens", slice(t, t + 1)) for t in tokens]
         return self.arch.embedding_scale * mx.concatenate(rows)[None]
 
@@ -74,7 +74,7 @@ class SourceModel:
         return self.matrix(name, (self.arch.vocab_size, self.arch.hidden_size), rows)
 
     def block(self, index: int, x: mx.array, seen: Seen = lambda module, x: None) -> mx.array:
-        """What goes out of a block that x [1, T, hidden] goes into."""
+        """The output of a block for the input x [1, T, hidden]."""
         block, prefix, weights = self.arch.blocks[index], f"model.layers.{index}.", self.weights
 
         def vector(name: str, shape: tuple[int, ...]) -> mx.array:
@@ -106,7 +106,7 @@ class SourceModel:
         return y
 
     def final(self, x: mx.array) -> mx.array:
-        """What the head multiplies, of what the last block gives."""
+        """The input of the head, from the output of the last block."""
         size, arch = (self.arch.hidden_size,), self.arch
         weight = norm(self.weights, "model.norm.weight", size, arch) / arch.logits_scaling
         return rms_norm(x, weight, arch.rms_norm_eps)

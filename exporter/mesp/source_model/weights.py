@@ -38,6 +38,6 @@ class Weights(Protocol):
 
 
 def norm(weights: Weights, name: str, shape: tuple[int], arch: Architecture) -> mx.array:
-    """What a normed vector is multiplied by."""
+    """The weight of an RMSNorm, with its offset, float32."""
     offset = 0 if weights.is_converted else arch.norm_offset
     return weights.rows(name, shape, slice(0, *shape)).astype(mx.float32) + offset

@@ -53,7 +53,7 @@ class _Metadata:
 
 
 def config_of(gguf: GGUF) -> dict[str, Any]:
-    """What config.json would say of the model, but for its quantization.
+    """The model's config.json, without its quantization.
 
     Raises MespError where the architecture is not supported, or a key is missing.
     """
@@ -199,7 +199,7 @@ _READ = {
 
 
 def _rope_scaling(its: _Metadata, config: dict[str, Any]) -> dict[str, Any] | None:
-    """What config.json says of scaled RoPE."""
+    """``rope_scaling`` of config.json."""
     length = config["original_max_position_embeddings"]
     if "rope_factors_long.weight" in its.gguf.tensors:
         factors = {

@@ -40,8 +40,8 @@ _GPT4O = (
     + r"|\p{N}{1,3}"
     + _REST_WITH_SLASH
 )
-# What cuts a text into words before pairs are merged, by `tokenizer.ggml.pre`: a pattern, or
-# GPT-2's where None, after digits one by one where "digits".
+# The pattern that splits a text into words before BPE, by `tokenizer.ggml.pre`. None: GPT-2's
+# pattern; "digits": the same, after single digits are split off.
 PRE_TOKENIZERS = {
     "gpt-2": None,
     **dict.fromkeys(("smollm", "refact", "starcoder"), "digits"),
@@ -229,8 +229,8 @@ def _add_tokens(tokenizer: Tokenizer, file: GGUF, tokens: list[str], types: np.n
 
 
 def _template(file: GGUF, kind: str, tokens: list[str], special: dict[str, int]) -> Any:
-    """What puts the token that begins a text before it, and the one that ends it behind; None where
-    there is neither."""
+    """The post-processor that adds the tokens at a text's begin and end; None where there is
+    neither."""
     begins = kind == "llama" or file.metadata.get("tokenizer.ggml.pre") in _WHOLE_WORDS
     begins = file.metadata.get("tokenizer.ggml.add_bos_token", begins) and "bos" in special
     ends = file.metadata.get("tokenizer.ggml.add_eos_token", False) and "eos" in special

@@ -217,7 +217,7 @@ def _numbers(tensor: Tensor, data: np.ndarray) -> mx.array:
 
 
 def _quantization(kind: str) -> Quantization:
-    """What the blocks of a type become in a file that has quantized ones."""
+    """The quantization of a tensor of this type in a file that has quantized ones."""
     return CARRIED[kind][1] if kind in CARRIED else WIDE
 
 

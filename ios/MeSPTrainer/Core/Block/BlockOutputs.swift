@@ -5,7 +5,7 @@ import MLX
 protocol BlockForward {
     /// y `[1, T, hidden]`.
     func output(_ x: MLXArray) throws -> MLXArray
-    /// What the backward pass reads, but for gate and up.
+    /// The arrays that the backward pass reads, without gate and up.
     func intermediates(_ x: MLXArray) throws -> Intermediates
     func outputs(_ x: MLXArray) throws -> BlockOutputs
 }

@@ -28,7 +28,7 @@ extension Trainer {
         return norm
     }
 
-    /// What the whole gradient is multiplied by: min(1, limit / (‖g‖₂ + 10⁻⁶)); and ‖g‖₂ over all blocks.
+    /// The factor of the gradient, min(1, limit / (‖g‖₂ + 10⁻⁶)), and ‖g‖₂ over all blocks.
     func clipping(to limit: Float, _ gradient: (_ block: Int) throws -> MLXArray) throws -> (factor: Float, norm: Float)
     {
         let squares = try trained.reduce(Float(0)) { try $0 + gradient($1).square().sum().number(Float.self) }

@@ -26,7 +26,7 @@ public enum LogRecord: Sendable {
             public var layers: Int
         }
     }
-    /// What a plan is for, and what it is predicted to take.
+    /// The run that a plan is for, and its predicted memory.
     public struct Prediction: Codable, Sendable {
         public var method: GradientMethod
         public var seqLen: Int

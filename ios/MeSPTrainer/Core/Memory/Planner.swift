@@ -408,9 +408,9 @@ public struct Planner: Sendable {
             return max(
                 // d waits while the block function runs again.
                 hidden + forward,
-                // What the mixer left waits; x_mid, dy, and behind post-norms what that becomes; mlp_in and its gradient before a tile,
+                // The mixer's intermediates; x_mid, dy and, with post-norms, the gradient by mlp_out; mlp_in and its gradient before a tile,
                 // with the tile's gate and after it; of the tile, three weights, one of them while it is dequantized, gate and up, each
-                // with the two products that it is the sum of, and what becomes of them, for gelu with its tanh.
+                // with the two products that it is the sum of, and their derivatives, for gelu with its tanh.
                 most(\.intermediates) + (a.postNorms ? 7 : 6) * hidden + 5 * weight(features)
                     + (a.hiddenAct == .gelu ? 16 : 11) * activation(features) + loraBytes,
                 // The same without the tile, but with the temporaries of the norm's derivative.

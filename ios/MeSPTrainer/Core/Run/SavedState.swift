@@ -13,7 +13,7 @@ struct SavedState {
     var evaluationsSinceBest = 0
     /// The length of `metrics.jsonl` when this was saved; what comes after is done again.
     var logBytes: UInt64 = 0
-    /// What DP-SGD draws from.
+    /// The number of examples that DP-SGD draws from; nil without it.
     var examples: Int?
 
     typealias Loaded = (state: SavedState, plan: Plan?, vectors: Safetensors)

@@ -58,7 +58,7 @@ struct SecretKey {
         }
     }
 
-    /// What seeds the noise of a block in a step.
+    /// The seed of a block's noise in a step.
     func noiseSeed(step: Int, block: Int) -> UInt64 { numbers("noise", step, block)[0] }
 
     /// Four numbers: the SHA-256 of the key, a purpose, a step and an index.

@@ -77,7 +77,7 @@ struct Splits {
         }
     }
 
-    /// What DP-SGD draws from: sequences, or pairs of an objective.
+    /// The number of examples that DP-SGD draws from: sequences, or pairs of an objective.
     var exampleCount: Int { settings.objective == nil ? train.count : train.count / 2 }
 
     func pair(_ index: Int, _ objective: Objective) -> [JudgedAnswer] {

@@ -6,8 +6,8 @@ import Testing
 
 private let documents = ProcessInfo.processInfo.environment["MESP_DOCUMENTS"]
 
-/// What `tests/check_mission.py` lets the app do on a phone: it has put a bundle into the folder of documents that `MESP_DOCUMENTS` names,
-/// and collects the run from there.
+/// The app's part of `tests/check_mission.py`, which puts a bundle into the folder of documents `MESP_DOCUMENTS` and collects the run from
+/// there.
 @MainActor struct MissionTests {
     @Test(.enabled(if: documents != nil))
     func trainsWhatWasPushedWithTheSettingsThatTheAppProposes() async throws {
