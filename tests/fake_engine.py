@@ -6,7 +6,8 @@ and signals are ignored), `refuse` (fails before it has a log), `fail` (fails af
 `crash` (after three steps) or `noisy` (a line that is no record, and a warning). Every SIGINT and
 SIGTERM is noted in OUTPUT/signals.
 
-A dry run predicts a thousandth of the block functions' bytes, in MB, and those of the weights.
+A dry run predicts 1,000 bytes for each byte of the block functions and each token, and the bytes of
+the weights.
 """
 
 import json
@@ -28,7 +29,8 @@ if settings.get("dry_run"):
     assert all((bundle / path).stat().st_size == size for path, size in sizes.items())
     functions = {group["functions"][str(settings["seq_len"])] for group in manifest["blocks"]}
     weights = [path for path in sizes if path.startswith(("blocks/", "embedding.", "head."))]
-    peak = 1000 * sum(sizes[path] for path in functions) + sum(sizes[path] for path in weights)
+    peak = 1000 * (sum(sizes[path] for path in functions) + settings["seq_len"])
+    peak += sum(sizes[path] for path in weights)
     print(json.dumps({"type": "plan", "predicted_peak_bytes": peak, "least_peak_bytes": peak // 2}))
     sys.exit()
 output = Path(settings["output"])

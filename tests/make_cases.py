@@ -131,6 +131,10 @@ def make(folder: Path, name: str, config: dict, length: int, rank: int, *options
         if "gpu" in name:
             export_for_gpu(patch)
         files = ("--model", model, "--data", text, "--out", case / "bundle.mesp")
+        if name != "mixed" and not name.startswith("5-bits"):  # which come quantized
+            options = (*options, "--quantize", "nearest")
+            if not {"--mode", "--bits"} & {*options}:
+                options += ("--head-bits", "4")
         done = run("export", *files, *lengths, *options)
         assert done.returncode == 0, done.stderr
     if name == "wide-gpu-bfloat16":

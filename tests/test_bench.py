@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from bench import main
@@ -292,7 +293,9 @@ def test_convergence_is_of_the_models_own_weights(model: Path, tmp_path: Path):
         assert done.returncode == 0, done.stderr
         rows = json.loads((tmp_path / "losses.json").read_text())["rows"]
         found.append([row["losses"] for row in rows])
-    assert found[0] == found[1]
+    # Each is quantized by moments, which with the engine's BLAS are summed in another order.
+    for first, second in zip(*found, strict=True):
+        assert np.ravel(first) == pytest.approx(np.ravel(second), rel=2e-4)
     refused = bench("--table", "convergence", "--model", bundle, "--data", text)
     assert "--data are of its export" in refused.stderr
 

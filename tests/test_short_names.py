@@ -87,7 +87,7 @@ def test_without_an_engine_the_list_has_no_peaks(monkeypatch):
     result = listed()
     heading, *models = rows(result.stdout)
     assert heading[0] == "model" and len(models) == len(geometries())
-    assert models[0] == ["Qwen2.5-0.5B, -Instruct", "494 M", "309.2", "apache-2.0", "-", "-"]
+    assert models[0] == ["Qwen2.5-0.5B, -Instruct", "494 M", "343.3", "apache-2.0", "-", "-"]
     assert models[-1][0] == "Mistral-7B-v0.3, Mistral-7B-Instruct-v0.3"
     assert all(model[4:] == ["-", "-"] for model in models)
     assert result.stderr.count("\n") == 1 and "`make engine`" in result.stderr
@@ -117,7 +117,7 @@ def test_what_cannot_be_planned_is_said(monkeypatch):
     monkeypatch.setenv("MESP_ENGINE", shutil.which("false"))
     monkeypatch.setattr("mesp.commands.list_models.geometries", lambda: [["Qwen3-0.6B"]])
     result = listed()
-    assert rows(result.stdout)[1] == ["Qwen3-0.6B", "596 M", "373.0", "apache-2.0", "-", "-"]
+    assert rows(result.stdout)[1] == ["Qwen3-0.6B", "596 M", "411.9", "apache-2.0", "-", "-"]
     assert result.stderr == "Qwen3-0.6B: mesp-engine failed (1).\n"
 
 

@@ -42,7 +42,9 @@ def main(model: str, learning_rate: float, out: Path) -> None:
     out.mkdir(parents=True)
     bundle, run = out / "model.mesp", out / "run"
     export = ["--model", model, "--out", bundle, "--device", "cpu", "--seq-len", SEQ_LEN]
+    # As mlx-lm quantizes.
     export += ["--bits", BITS, "--group-size", GROUP_SIZE]
+    export += ["--quantize", "nearest", "--head-bits", BITS]
     source = find_source(model, random_weights=False)
     if "model_file" in source.config:
         raise click.ClickException(f"{model} is Python code, which mlx-lm would run; name another.")

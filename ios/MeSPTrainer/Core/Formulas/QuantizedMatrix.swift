@@ -81,7 +81,7 @@ struct QuantizedMatrix {
         _ weight: MLXArray, _ scales: MLXArray, _ biases: MLXArray?, _ format: QuantizationFormat
     ) -> MLXArray {
         let (wideScales, wideBiases) = (biases == nil ? scales : scales.asType(.float32), biases?.asType(.float32))
-        guard let wideBiases, 32 % format.bits != 0 else {
+        guard let wideBiases, 32 % format.bits != 0, Device.defaultDevice().deviceType == .cpu else {
             return dequantized(
                 weight, scales: wideScales, biases: wideBiases,
                 groupSize: format.groupSize, bits: format.bits, mode: format.mode, dtype: .float32)
