@@ -57,11 +57,14 @@ extension Block: BlockForward {
 
     /// The first half of the block, evaluated; x `[T, hidden]`.
     private func toXMid(_ x: MLXArray) -> Intermediates {
-        let mixed = mixed(x)
-        let intermediates = Intermediates(
-            m1: mixed.m1, m2: mixed.m2, m3: mixed.m3, mixed: mixed.mixed,
-            xMid: sum(x, weights.mixerPostNorm, mixed.out),
-            mixerOut: weights.mixerPostNorm == nil ? nil : mixed.out.asType(x.dtype))
+        // The mixer's output goes as soon as x_mid is there.
+        let intermediates = {
+            let mixed = mixed(x)
+            return Intermediates(
+                m1: mixed.m1, m2: mixed.m2, m3: mixed.m3, mixed: mixed.mixed,
+                xMid: sum(x, weights.mixerPostNorm, mixed.out),
+                mixerOut: weights.mixerPostNorm == nil ? nil : mixed.out.asType(x.dtype))
+        }()
         eval(intermediates.arrays)
         return intermediates
     }
