@@ -221,7 +221,7 @@ def test_an_export_gives_the_same_again_and_whatever_the_tile(tiny, monkeypatch)
 
 
 def test_calibrating_counts(tiny):
-    """A text of one's own gives other weights, the same again; without one no text is needed."""
+    """A calibration text changes the weights, reproducibly; without one no text is read."""
     export("--model", tiny)
     digests = [weights_of()]
     Path("text.txt").write_text(TEXT)

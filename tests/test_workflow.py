@@ -67,7 +67,7 @@ def test_only_locked_packages_are_installed(workflow: Path):
 
 
 def test_the_lock_has_every_package_with_its_hashes():
-    """For each of the systems and Pythons; `make lock` writes it anew."""
+    """For each of the systems and Pythons; `make lock` rewrites it."""
     wanted = [Requirement(each) for each in requires("mesp")]
     entries = re.findall(r"^(\S.*?) \\\n((?: +--hash=.*\n)+)", LOCK.read_text("utf-8"), re.M)
     locked = [Requirement(entry) for entry, _ in entries]

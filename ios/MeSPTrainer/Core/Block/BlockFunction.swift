@@ -17,8 +17,8 @@ final class BlockFunction {
     }
 
     private let function: ImportedFunction
-    /// Whether MLX fuses the operations between products into kernels of their own, as a GPU wants it. What is not asked for would
-    /// keep some apart.
+    /// Whether MLX fuses the operations between products into kernels, which a GPU needs. Outputs that nobody asked for would keep some
+    /// operations apart.
     private let isFused: Bool
     private var fused = [Selection: @Sendable ([MLXArray]) -> [MLXArray]]()
     private var error: (any Error)?
