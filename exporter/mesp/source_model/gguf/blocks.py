@@ -20,14 +20,6 @@ UNQUANTIZED = ("F32", "F16", "BF16")
 WIDE = Quantization(8, 32)
 
 
-def pack(codes: np.ndarray, bits: int) -> np.ndarray:
-    """Codes as MLX packs them: a stream of bits, the lowest first; uint32 [rows, …]."""
-    eights = codes.reshape(len(codes), -1, 8).astype(np.uint64)
-    words = np.bitwise_or.reduce(eights << (bits * np.arange(8, dtype=np.uint64)), axis=-1)
-    stream = words.astype("<u8")[..., None].view(np.uint8)[..., :bits]
-    return np.ascontiguousarray(stream.reshape(len(codes), -1)).view("<u4")
-
-
 def _half(fields: np.ndarray) -> np.ndarray:
     """float16 bytes [..., 2] as float32 [...]."""
     return np.ascontiguousarray(fields).view("<f2")[..., 0].astype(np.float32)

@@ -9,12 +9,13 @@ import gguf
 import mlx.core as mx
 import numpy as np
 
+from mesp.block_function.dequantize import pack
 from mesp.errors import MespError
 from mesp.models.architecture import Architecture, Block
 from mesp.models.families import FAMILIES
 from mesp.quantization import least_squares
 from mesp.quantization.modes import Quantization
-from mesp.source_model.gguf.blocks import CARRIED, REQUANTIZED, UNQUANTIZED, WIDE, arrays, pack
+from mesp.source_model.gguf.blocks import CARRIED, REQUANTIZED, UNQUANTIZED, WIDE, arrays
 from mesp.source_model.gguf.header import GGUF, Tensor
 from mesp.source_model.gguf.names import Names
 
@@ -157,7 +158,7 @@ class GGUFWeights:
             if tensor.type in CARRIED:
                 bits = CARRIED[tensor.type][1].bits
                 codes, *others = self._decode(module, tensor, rows)
-                found = (mx.array(pack(codes, bits)), *map(mx.array, others))
+                found = (pack(mx.array(codes), bits), *map(mx.array, others))
             else:
                 matrix = self._floats(f"{module}.weight", tensor, rows)
                 if matrix.shape[1] % WIDE.group_size:
