@@ -416,7 +416,7 @@ import Observation
     /// - Returns: whether there is a run for the CPU to go on with.
     private func resumeInBackground() async -> Bool {
         await refresh()
-        guard let run = interrupted, run.log?.start?.device == "cpu" else { return false }
+        guard let run = interrupted, run.log?.start?.device == .cpu else { return false }
         await resume(run)
         return controller.isRunning
     }

@@ -14,7 +14,7 @@ import Observation
         /// Machine and system.
         public var host: String
         /// `cpu` or `gpu`.
-        public var device: String
+        public var device: Backend
         /// The median of the steps.
         public var seconds: Double
         /// `seconds` as a multiple of MeBP's; nil until that has run.
@@ -94,7 +94,7 @@ import Observation
         let lines = rows.map {
             [
                 quoted($0.model), $0.method.rawValue, "\($0.seqLen)", "\($0.rank)", "\($0.steps)", quoted($0.host),
-                $0.device, number($0.seconds), number($0.timeOfMebp), "\($0.footprintPeakBytes)",
+                $0.device.rawValue, number($0.seconds), number($0.timeOfMebp), "\($0.footprintPeakBytes)",
                 "\($0.footprintBeforeBytes)", "\($0.mlxPeakBytes)", "\($0.predictedPeakBytes)",
                 $0.paperBytes.map { "\($0)" } ?? "", number($0.paperTimeOfMebp), $0.thermalState,
             ].joined(separator: ",")

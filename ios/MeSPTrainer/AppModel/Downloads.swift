@@ -37,7 +37,7 @@ import Observation
     /// Whether such a bundle trains on this phone, in a sentence.
     public var fit: Sentence {
         guard let manifest = offer?.manifest else { return "" }
-        if manifest.device == "gpu", let refusal = folder.gpuRefusal { return refusal }
+        if manifest.device == .gpu, let refusal = folder.gpuRefusal { return refusal }
         var settings = RunSettings(bundle: "", output: "")
         settings.seqLen = manifest.seqLens.min() ?? 1
         settings.rank = manifest.ranks.min() ?? 1

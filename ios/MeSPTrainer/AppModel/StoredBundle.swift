@@ -19,7 +19,7 @@ public struct StoredBundle: Identifiable, Sendable {
         (self.url, self.isIncluded) = (url, isIncluded)
         do {
             let manifest = try ModelBundle(url: url, checksums: false).manifest
-            problem = manifest.device == "gpu" ? gpuRefusal : nil
+            problem = manifest.device == .gpu ? gpuRefusal : nil
             self.manifest = manifest
         } catch {
             manifest = nil
@@ -37,6 +37,6 @@ public struct StoredBundle: Identifiable, Sendable {
 
     /// Where a phone would do better with another export.
     public var advice: Sentence? {
-        manifest?.device == "cpu" ? "Runs on the CPU. For the GPU, export it with --device gpu." : nil
+        manifest?.device == .cpu ? "Runs on the CPU. For the GPU, export it with --device gpu." : nil
     }
 }

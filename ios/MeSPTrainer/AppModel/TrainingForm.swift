@@ -151,7 +151,7 @@ import Observation
     func refresh() {
         let usable = library.usableBundles
         let known = usable.first { $0.id == bundle?.id }
-        if known == nil { select(usable.first { $0.manifest?.device == "gpu" } ?? usable.first) }
+        if known == nil { select(usable.first { $0.manifest?.device == .gpu } ?? usable.first) }
     }
 
     /// The predicted peak and whether it fits now, or why there can be no such run.

@@ -202,7 +202,7 @@ import Testing
                 file.replaceSubrange(index..<(index + 4), with: withUnsafeBytes(of: word.littleEndian) { Data($0) })
             }
             if Int.random(in: 0..<10, using: &random) == 0 { file = mutatedBytes(file, &random) }
-            _ = try checkFunctions(file, device: "cpu")
+            _ = try checkFunctions(file, device: .cpu)
             let url = folder.appendingPathComponent("\(UUID().uuidString).mlxfn")
             try file.write(to: url)
             try MLXErrors.collect {

@@ -108,7 +108,7 @@ private struct BundleRow: View {
             }
             if let manifest = bundle.manifest {
                 Text(
-                    "\(bundle.size.bytes), \(manifest.architecture.numHiddenLayers) blocks, \(manifest.quantization.bits) bits, \(manifest.device == "gpu" ? "GPU" : "CPU"), sequences of \(manifest.seqLens.map { $0.formatted() }.formatted(.list(type: .or))) tokens"
+                    "\(bundle.size.bytes), \(manifest.architecture.numHiddenLayers) blocks, \(manifest.quantization.bits) bits, \(manifest.device == .gpu ? "GPU" : "CPU"), sequences of \(manifest.seqLens.map { $0.formatted() }.formatted(.list(type: .or))) tokens"
                 )
                 .font(.caption).foregroundStyle(.secondary)
             }

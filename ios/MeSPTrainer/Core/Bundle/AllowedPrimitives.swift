@@ -15,10 +15,6 @@ struct AllowedPrimitives: Decodable {
     let headDims: [Int]
     let primitives: [String: Primitive]
 
-    enum ElementType: String, Decodable, CodingKeyRepresentable {
-        case bool, uint8, uint32, uint64, int32, float32, bfloat16
-    }
-
     struct Limits: Decodable {
         let dimensions: Int
         let arrayBytes: Int

@@ -15,7 +15,7 @@ extension Manifest {
         let lengths = blocks.map(\.words) + [embedding.words, head.words]
         // Every block must be of one kind, and have that kind's mixer.
         let layers = blocks.flatMap(\.layers).sorted()
-        guard architecture.isConsistent, ["cpu", "gpu"].contains(device), ["float32", "bfloat16"].contains(dtype),
+        guard architecture.isConsistent, [.float32, .bfloat16].contains(dtype),
             lengths.allSatisfy({ (1...(1 << 31)).contains($0) }),
             !seqLens.isEmpty, seqLens.allSatisfy({ (1...(1 << 20)).contains($0) }),
             !ranks.isEmpty, ranks.allSatisfy({ (1...(1 << 12)).contains($0) }),
@@ -64,7 +64,7 @@ extension Manifest {
             _ arrays: [PackedArray], _ words: Int, plain: [PlainArray],
             matrices: [(name: String, rows: Int, columns: Int)]
         ) throws {
-            func array(_ name: String, dtype: String, fits: ([Int]) -> Bool) throws -> PackedArray {
+            func array(_ name: String, dtype: ElementType, fits: ([Int]) -> Bool) throws -> PackedArray {
                 guard let array = arrays.first(where: { $0.name == name }), array.dtype == dtype, fits(array.shape),
                     array.shape.allSatisfy({ (1...(1 << 24)).contains($0) }),
                     (0...words).contains(array.offset), array.words <= words - array.offset
@@ -75,14 +75,14 @@ extension Manifest {
                 MeSPError("\(bundle): the manifest's entry for \(name) is missing or wrong; export the bundle again.")
             }
             for expected in plain {
-                let dtype = expected.isFloat32 ? "float32" : dtype
+                let dtype = expected.isFloat32 ? .float32 : dtype
                 _ = try array(expected.name, dtype: dtype) { $0 == expected.shape }
             }
             for (name, rows, columns) in matrices {
                 let hasBiases = arrays.contains { $0.name == name + "biases" }
                 let isTable = { (shape: [Int]) in shape.count == 2 && shape[0] == rows }
-                let weight = try array(name + "weight", dtype: "uint32", fits: isTable)
-                let scales = try array(name + "scales", dtype: hasBiases ? dtype : "uint8", fits: isTable)
+                let weight = try array(name + "weight", dtype: .uint32, fits: isTable)
+                let scales = try array(name + "scales", dtype: hasBiases ? dtype : .uint8, fits: isTable)
                 if hasBiases { _ = try array(name + "biases", dtype: dtype) { $0 == scales.shape } }
                 let format = QuantizationFormat(
                     inputs: columns, words: weight.shape[1], groups: scales.shape[1], hasBiases: hasBiases)

@@ -4,15 +4,15 @@ import Foundation
 /// of a primitive's outputs from the file, and checks neither these nor the indices of a `Gather`. What passes is what
 /// exporter/mesp/block_function/check.py lets pass. docs/security.md has the file's layout.
 ///
-/// - Parameter device: that all primitives must be on, "cpu" or "gpu".
+/// - Parameter device: that all primitives must be on.
 /// - Returns: the inputs and outputs of each function.
 /// - Throws: `MeSPError` with the reason alone.
-func checkFunctions(_ file: Data, device: String) throws -> [FunctionSignature] {
+func checkFunctions(_ file: Data, device: Backend) throws -> [FunctionSignature] {
     let allowed = try AllowedPrimitives.list.get()
     guard file.count <= 64 << 20 else { throw damaged }
     var reader = FunctionReader(file: file, allowed: allowed)
     return try reader.functions().map { function in
-        var check = FunctionCheck(allowed: allowed, device: device == "gpu" ? 1 : 0)
+        var check = FunctionCheck(allowed: allowed, device: device == .gpu ? 1 : 0)
         return try check.check(function)
     }
 }
@@ -21,7 +21,7 @@ private let damaged = MeSPError("it is damaged")
 
 struct ArrayType: Equatable {
     var shape: [Int]
-    let element: AllowedPrimitives.ElementType
+    let element: ElementType
 
     /// With `sizes` in place of some dimensions.
     fileprivate func replacing(_ dimensions: Range<Int>, with sizes: [Int]) -> ArrayType {
@@ -165,7 +165,7 @@ private struct FunctionReader {
 
     private mutating func array() throws -> ArrayType { try array(shape(), element()) }
 
-    private func array(_ shape: [Int], _ element: AllowedPrimitives.ElementType) throws -> ArrayType {
+    private func array(_ shape: [Int], _ element: ElementType) throws -> ArrayType {
         guard shape.allSatisfy({ $0 >= 0 }) else { throw damaged }
         let (size, overflow) = elementCount(shape).multipliedReportingOverflow(by: bytesOfElement(element))
         guard shape.count <= allowed.limits.dimensions, !overflow, size <= allowed.limits.arrayBytes else {
@@ -174,9 +174,9 @@ private struct FunctionReader {
         return ArrayType(shape: shape, element: element)
     }
 
-    private func bytesOfElement(_ element: AllowedPrimitives.ElementType) -> Int { allowed.types[element]?[1] ?? 0 }
+    private func bytesOfElement(_ element: ElementType) -> Int { allowed.types[element]?[1] ?? 0 }
 
-    private mutating func element() throws -> AllowedPrimitives.ElementType {
+    private mutating func element() throws -> ElementType {
         let (code, bytes) = (Int(try integer(Int32.self)), Int(try integer(UInt8.self)))
         guard let element = allowed.element([code, bytes]) else {
             throw MeSPError("it has an array of a type that is not supported")

@@ -15,7 +15,7 @@ struct FunctionSignature: Equatable {
     ///   - dtype: the manifest's.
     ///   - words: the length of the block's file.
     ///   - length: the number of tokens.
-    init(of block: BlockShape, dtype: String, words: Int, length: Int, rank: Int) throws {
+    init(of block: BlockShape, dtype: ElementType, words: Int, length: Int, rank: Int) throws {
         let (architecture, listed) = (block.architecture, try AllowedPrimitives.list.get().signature)
         var sizes = [
             "1": 1, "length": length, "hidden": architecture.hiddenSize, "intermediate": architecture.intermediateSize,
@@ -39,7 +39,7 @@ struct FunctionSignature: Equatable {
         }
         func array(_ text: String) throws -> ArrayType {
             let words = text.split(separator: " ").map(String.init)
-            let element = AllowedPrimitives.ElementType(rawValue: words[0] == "dtype" ? dtype : words[0])
+            let element = words[0] == "dtype" ? dtype : ElementType(rawValue: words[0])
             let shape = words.dropFirst().compactMap { sizes[$0] }
             guard let element, shape.count == words.count - 1 else { preconditionFailure("no array is \(text)") }
             return ArrayType(shape: shape, element: element)

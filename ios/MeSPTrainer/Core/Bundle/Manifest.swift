@@ -22,7 +22,7 @@ public struct Manifest: Decodable, Sendable {
         public let name: String
         public let offset: Int
         public let shape: [Int]
-        public let dtype: String
+        public let dtype: ElementType
     }
     /// Blocks whose files have one layout and whose mixer is one.
     public struct Blocks: Decodable, Sendable {
@@ -64,8 +64,9 @@ public struct Manifest: Decodable, Sendable {
     public let name: String
     public let model: Model
     public let mlxVersion: String
-    public let device: String
-    public let dtype: String
+    public let device: Backend
+    /// Of activations, scales, biases and norms.
+    public let dtype: ElementType
     public let architecture: Architecture
     public let quantization: Quantization
     public let seqLens: [Int]
@@ -166,5 +167,5 @@ private func list(_ numbers: [Int]) -> String { numbers.map(String.init).joined(
 
 extension Manifest.PackedArray {
     /// The array's length in 32-bit words.
-    var words: Int { (shape.reduce(1, *) * (dtype == "bfloat16" ? 2 : dtype == "uint8" ? 1 : 4) + 3) / 4 }
+    var words: Int { (shape.reduce(1, *) * dtype.dtype.size + 3) / 4 }
 }

@@ -5,15 +5,13 @@ import MLX
 public struct ModelBundle {
     public let url: URL
     public let manifest: Manifest
-    /// The dtype of activations, scales, biases and norms.
-    let dtype: DType
     /// The token streams by split, and the folder that their files are in.
     private let splits: [String: Manifest.Tokens]
     private let dataFolder: URL
     /// The files of weights as they were when they were checked.
     private var versions = [String: FileVersion]()
-    /// How products with quantized matrices are computed: as suits the bundle's device; tests take the GPU's way on a CPU.
-    var products: QuantizedMatrix.Products
+    /// The manifest's device; tests compute the GPU's way on a CPU.
+    var backend: Backend
     /// For each block the index of its kind in the manifest's `blocks`.
     let kinds: [Int]
     let maps = Maps()
@@ -28,6 +26,7 @@ public struct ModelBundle {
     }
 
     public var architecture: Architecture { manifest.architecture }
+    var dtype: DType { manifest.dtype.dtype }
 
     /// Opens the bundle at `url` and checks it: its manifest, as `Manifest.read` does, and every file's size and SHA-256. Does not use MLX,
     /// so bundles that cannot run here can be listed and copied.
@@ -45,8 +44,7 @@ public struct ModelBundle {
             throw MeSPError("\(url.path) is not a bundle: it has no manifest.json. Make one with mesp-export.")
         }
         manifest = try Manifest.read(json, of: url.path)
-        products = manifest.device == "cpu" ? .dense : .packed
-        dtype = manifest.dtype == "float32" ? .float32 : .bfloat16
+        backend = manifest.device
         kinds = manifest.kindOfBlock
         (splits, dataFolder) = try text.map { (try TextData.entries(in: $0), $0) } ?? (manifest.data ?? [:], url)
         versions = try checkFiles()
@@ -74,17 +72,17 @@ public struct ModelBundle {
     }
 
     /// The device that the functions were exported for, and that everything runs on.
-    var device: Device { manifest.device == "gpu" ? .gpu : .cpu }
+    var device: Device { manifest.device.device }
 
     /// Calls `body` with the bundle's device as MLX's default. An error in MLX, which ends the process elsewhere, is thrown.
     ///
     /// - Throws: `MeSPError`, also where the device is not there, or MLX cannot use it.
     func withDevice<R>(_ body: () throws -> R) throws -> R {
-        if let refusal = MLXSupport.refusal ?? (manifest.device == "gpu" ? MLXSupport.gpuRefusal : nil) {
+        if let refusal = MLXSupport.refusal ?? (manifest.device == .gpu ? MLXSupport.gpuRefusal : nil) {
             throw MeSPError(refusal)
         }
         _ = firstUseOfMLX
-        guard manifest.device == "cpu" || Device.defaultDevice().deviceType == .gpu else {
+        guard manifest.device == .cpu || !Device.isCPU else {
             throw MeSPError(
                 "\(url.path) was exported for a GPU and this machine has none that MLX can use; export it again with --device cpu."
             )
@@ -124,7 +122,7 @@ public struct ModelBundle {
         // While this reference lives, MLX can't donate the mapped buffer and write a result into it.
         return try withExtendedLifetime(words) {
             let result = try body(
-                PackedWeights(words: words, arrays: arrays, products: products, onCPU: manifest.device == "cpu"))
+                PackedWeights(words: words, arrays: arrays, backend: backend))
             try MLXErrors.check()
             return result
         }

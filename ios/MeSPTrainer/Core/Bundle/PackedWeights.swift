@@ -4,20 +4,14 @@ import MLX
 struct PackedWeights {
     let words: MLXArray
     let arrays: [Manifest.PackedArray]
-    let products: QuantizedMatrix.Products
-    let onCPU: Bool
+    let backend: Backend
 
     /// The array called `name`, in its shape and dtype, or nil where there is none.
     func array(_ name: String) -> MLXArray? {
         guard let array = arrays.first(where: { $0.name == name }) else { return nil }
         let flat = words[array.offset..<(array.offset + array.words)]
         let count = array.shape.reduce(1, *)
-        switch array.dtype {
-        case "uint32": return flat.reshaped(array.shape)
-        case "float32": return flat.view(dtype: .float32).reshaped(array.shape)
-        case "uint8": return flat.view(dtype: .uint8)[0..<count].reshaped(array.shape)
-        default: return flat.view(dtype: .bfloat16)[0..<count].reshaped(array.shape)
-        }
+        return flat.view(dtype: array.dtype.dtype)[0..<count].reshaped(array.shape)
     }
 
     /// The array called `name`. `ModelBundle` has checked that it is there.
@@ -34,6 +28,6 @@ struct PackedWeights {
                 inputs: inputs, words: weight.dim(1), groups: scales.dim(1), hasBiases: biases != nil)
         else { preconditionFailure("no format for \(prefix)") }
         return QuantizedMatrix(
-            weight: weight, scales: scales, biases: biases, format: format, products: products, onCPU: onCPU)
+            weight: weight, scales: scales, biases: biases, format: format, backend: backend)
     }
 }

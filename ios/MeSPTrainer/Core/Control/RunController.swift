@@ -37,7 +37,7 @@ import Observation
     @ObservationIgnored public var observers = [() -> Void]()
 
     /// Whether the present or last run's bundle is for the GPU; until the run says so, it is taken for one.
-    public var usesGPU: Bool { log.start?.device != "cpu" }
+    public var usesGPU: Bool { log.start?.device != .cpu }
 
     /// How many blocks of the step in progress have begun.
     public var blocksOfStep: Int { gate.boundaries - blocksBefore }

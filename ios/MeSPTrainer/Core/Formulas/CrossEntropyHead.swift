@@ -73,34 +73,41 @@ struct CrossEntropyHead {
     /// - Parameters:
     ///   - y: the last block's output, `[1, T, hidden]`
     ///   - targets: token ids of the positions that count, `[n]` int32
-    ///   - counted: these n positions in `0 ..< T`, ascending; the others are not read, and their gradient is zero
-    ///   - gradientScale: what the gradient is multiplied by; nil where it is not wanted
+    ///   - counted: these n positions in `0 ..< T`, ascending; the others are not read
     ///   - atBoundary: called between tiles, when nothing is being computed; it may wait, or throw
-    /// - Returns: the sum of the losses in nats (a float32 scalar), and dy `[1, T, hidden]` times the scale, in y's dtype; evaluated.
-    func callAsFunction(
-        _ y: MLXArray, targets: MLXArray, counted: [Int], gradientScale: Float?,
-        atBoundary: () throws -> Void
-    ) rethrows -> (loss: MLXArray, dy: MLXArray?) {
-        let (length, shape, dtype) = (y.dim(1), [counted.count, y.dim(2)], y.dtype)
-        let all = y.reshaped([length, shape[1]])
-        let y = (counted.count < length ? all[MLXArray(counted.map { Int32($0) })] : all).asType(.float32)
+    /// - Returns: the sum of the losses in nats, a float32 scalar, evaluated.
+    func loss(_ y: MLXArray, targets: MLXArray, counted: [Int], atBoundary: () throws -> Void) rethrows -> MLXArray {
+        var h = norm(rows(counted, of: y).asType(.float32))
+        var work = 0
+        let losses = try tiles(of: counted.count, size: tokens).map { t in
+            try overVocabulary(&h, t, targets[t], wantsGradient: false, &work, atBoundary).losses.sum()
+        }
+        let loss = losses.dropFirst().reduce(losses[0]) { $0 + $1 }
+        eval(loss)
+        return loss
+    }
+
+    /// The loss with its gradient; the parameters as those of `loss`.
+    ///
+    /// - Parameter scale: what the gradient is multiplied by; that of positions that do not count is zero.
+    /// - Returns: the sum of the losses in nats, a float32 scalar, and dy `[1, T, hidden]` times the scale, in y's dtype; evaluated.
+    func lossAndGradient(
+        _ y: MLXArray, targets: MLXArray, counted: [Int], scale: Float, atBoundary: () throws -> Void
+    ) rethrows -> (loss: MLXArray, dy: MLXArray) {
+        let (length, hidden, dtype) = (y.dim(1), y.dim(2), y.dtype)
+        let y = rows(counted, of: y).asType(.float32)
         var h = norm(y)
 
         var losses = [MLXArray]()
         var gradients = [MLXArray]()
         var work = 0
-        for t in tiles(of: shape[0], size: tokens) {
-            let (loss, _, dh) = try overVocabulary(
-                &h, t, targets[t], wantsGradient: gradientScale != nil, &work, atBoundary)
+        for t in tiles(of: counted.count, size: tokens) {
+            let (loss, _, dh) = try overVocabulary(&h, t, targets[t], wantsGradient: true, &work, atBoundary)
             losses.append(loss.sum())
-            if let dh { gradients.append(dh) }
+            gradients += [dh].compactMap { $0 }
         }
         let loss = losses.dropFirst().reduce(losses[0]) { $0 + $1 }
-        guard let gradientScale else {
-            eval(loss)
-            return (loss, nil)
-        }
-        let dh = concatenated(gradients) * gradientScale
+        let dh = concatenated(gradients) * scale
         gradients = []
         pace.finish([loss, dh])
         var dy = norm.backward(y, dy: dh).asType(dtype)
@@ -108,11 +115,17 @@ struct CrossEntropyHead {
             // Each position's row, the one of zeros for those that do not count.
             var rows = [Int32](repeating: Int32(counted.count), count: length)
             for (row, position) in counted.enumerated() { rows[position] = Int32(row) }
-            dy = concatenated([dy, MLXArray.zeros([1, shape[1]], dtype: dy.dtype)])[MLXArray(rows)]
+            dy = concatenated([dy, MLXArray.zeros([1, hidden], dtype: dy.dtype)])[MLXArray(rows)]
         }
         dy = dy.expandedDimensions(axis: 0)
         eval(loss, dy)
         return (loss, dy)
+    }
+
+    /// Some rows of y `[1, T, hidden]`, `[n, hidden]`.
+    private func rows(_ counted: [Int], of y: MLXArray) -> MLXArray {
+        let all = y.reshaped([y.dim(1), y.dim(2)])
+        return counted.count < y.dim(1) ? all[MLXArray(counted.map { Int32($0) })] : all
     }
 
     /// The losses of the tokens t, whether no logit is larger than the target's, `[t, 1]`, and their part of dh `[t, hidden]`.

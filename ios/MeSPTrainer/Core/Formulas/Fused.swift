@@ -14,6 +14,6 @@ struct Fused: Sendable {
 
     func callAsFunction(_ arrays: [MLXArray]) -> MLXArray {
         // For the CPU, MLX would call a compiler of C++.
-        Device.defaultDevice().deviceType == .gpu ? compiled(arrays).first ?? function(arrays) : function(arrays)
+        Device.isCPU ? function(arrays) : compiled(arrays).first ?? function(arrays)
     }
 }

@@ -18,7 +18,7 @@ enum Activation: String, Codable, Sendable {
     func gatedBackward(gate: [MLXArray], up: [MLXArray], dAct: MLXArray)
         -> (act: MLXArray, dGate: MLXArray, dUp: MLXArray)
     {
-        guard Device.defaultDevice().deviceType == .gpu else {
+        guard !Device.isCPU else {
             let (up, (f, slope)) = (sum(up), values(sum(gate)))
             return (f * up, dAct * up * slope, dAct * f)
         }

@@ -34,29 +34,11 @@ struct QuantizedMatrix {
     /// nil but for affine quantization.
     let biases: MLXArray?
     let format: QuantizationFormat
-    private let products: Products
+    private let backend: Backend
     /// W in float32, made when the first product asks for it and shared by all; nil where `quantizedMM` is taken.
     private let dense: Dense?
     /// Affine scales and biases in float32, cast once for all products with what is float32.
     private let wide: (scales: MLXArray, biases: MLXArray?)
-    /// MLX's `quantizedMM` adds up in its operands' dtype on the CPU, and in float32 on the GPU: on the CPU it gets float32.
-    private let onCPU: Bool
-
-    /// How a product is computed.
-    enum Products {
-        /// As a CPU does it: in float32, with W dequantized, before or inside.
-        case dense
-        /// As a GPU does it: by `quantizedMM`, in the dtype of what W is multiplied with.
-        case packed
-    }
-
-    /// Whether on the CPU `quantizedMM` dequantizes W by tiles that stay in the caches, as HostMLX's does with OpenBLAS. MLX's own, some
-    /// 50 times slower than a dense product, does not: there W is dequantized before.
-    #if os(Linux)
-        static let dequantizesInside = true
-    #else
-        static let dequantizesInside = false
-    #endif
 
     private final class Dense {
         lazy var array = make()
@@ -65,13 +47,12 @@ struct QuantizedMatrix {
     }
 
     init(
-        weight: MLXArray, scales: MLXArray, biases: MLXArray?, format: QuantizationFormat, products: Products,
-        onCPU: Bool
+        weight: MLXArray, scales: MLXArray, biases: MLXArray?, format: QuantizationFormat, backend: Backend
     ) {
         (self.weight, self.scales, self.biases, self.format) = (weight, scales, biases, format)
-        (self.products, self.onCPU) = (products, onCPU)
+        self.backend = backend
         wide = (biases == nil ? scales : scales.asType(.float32), biases?.asType(.float32))
-        let isDense = products == .dense && !Self.dequantizesInside
+        let isDense = backend == .cpu && !CPUProducts.current.dequantizeInside
         dense = isDense ? Dense { Self.dequantize(weight, scales, biases, format) } : nil
     }
 
@@ -81,7 +62,7 @@ struct QuantizedMatrix {
         _ weight: MLXArray, _ scales: MLXArray, _ biases: MLXArray?, _ format: QuantizationFormat
     ) -> MLXArray {
         let (wideScales, wideBiases) = (biases == nil ? scales : scales.asType(.float32), biases?.asType(.float32))
-        guard let wideBiases, 32 % format.bits != 0, Device.defaultDevice().deviceType == .cpu else {
+        guard let wideBiases, 32 % format.bits != 0, Device.isCPU else {
             return dequantized(
                 weight, scales: wideScales, biases: wideBiases,
                 groupSize: format.groupSize, bits: format.bits, mode: format.mode, dtype: .float32)
@@ -118,7 +99,7 @@ struct QuantizedMatrix {
 
     private func part(_ weight: MLXArray, _ scales: MLXArray, _ biases: MLXArray?) -> QuantizedMatrix {
         QuantizedMatrix(
-            weight: weight, scales: scales, biases: biases, format: format, products: products, onCPU: onCPU)
+            weight: weight, scales: scales, biases: biases, format: format, backend: backend)
     }
 
     /// The rows of W that `indices` `[n]` name, in float32: `[n, in]`.
@@ -152,18 +133,19 @@ struct QuantizedMatrix {
         return sum + multiplied(dy, transpose: false).asType(sum.dtype)
     }
 
-    /// x Wᵀ or x W by `quantizedMM`, in float32 on the CPU; where products are packed, in x's dtype.
+    /// x Wᵀ or x W by `quantizedMM`, the CPU's way in float32, the GPU's in x's dtype. MLX adds up in the operands' dtype on a CPU, and in
+    /// float32 on a GPU: on a CPU it gets float32.
     private func multiplied(_ x: MLXArray, transpose: Bool) -> MLXArray {
-        func cast(_ array: MLXArray) -> MLXArray { onCPU ? array.asType(.float32) : array }
-        let isWide = onCPU || x.dtype == .float32
+        let isWide = Device.isCPU || x.dtype == .float32
         let rows = x.dim(0)
         let isRight = rows == 1 ? scales.dim(1) * format.groupSize % 64 == 0 : rows >= 4
-        let padded = transpose || products == .dense || isRight ? x : Self.padded(x, to: 4)
+        let padded = transpose || backend == .cpu || isRight ? x : Self.padded(x, to: 4)
         var product = quantizedMM(
-            cast(padded), weight, scales: isWide ? wide.scales : scales, biases: isWide ? wide.biases : biases,
+            isWide ? padded.asType(.float32) : padded, weight, scales: isWide ? wide.scales : scales,
+            biases: isWide ? wide.biases : biases,
             transpose: transpose, groupSize: format.groupSize, bits: format.bits, mode: format.mode)
         if padded.dim(0) > rows { product = product[0..<rows] }
-        return products == .packed ? product.asType(x.dtype) : product
+        return backend == .gpu ? product.asType(x.dtype) : product
     }
 
     /// x with rows of zeros below. Metal's kernel for fewer than four rows times W of 1,024 rows or more (`qvm_split_k` of MLX 0.31) reads

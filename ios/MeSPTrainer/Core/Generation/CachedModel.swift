@@ -20,7 +20,7 @@ struct CachedModel {
         isRecurrent = bundle.architecture.isRecurrent
         // On a CPU mapped weights do not count. A GPU's driver may count them, so there they may take at most half of the process's limit.
         let memory = Int(ProcessInfo.processInfo.physicalMemory)
-        let room = bundle.manifest.device == "gpu" ? min(memory, systemMemoryLimit() ?? .max) / 2 : memory
+        let room = bundle.manifest.device == .gpu ? min(memory, systemMemoryLimit() ?? .max) / 2 : memory
         bundle.maps.areKept = bundle.manifest.mappedBytes <= room
         adapters = try folder.map { folder in
             try bundle.withDevice { try loadAdapters(from: folder, architecture: bundle.architecture) }
@@ -80,7 +80,7 @@ struct CachedModel {
     func tile(rows: Int, length: Int) -> TileSizes {
         TileSizes(
             bundle.architecture, group: featureGroup, length: length,
-            bytes: rows <= QuantizedMatrix.fewRows ? Int.max / 2 : Self.tileBytes, products: bundle.products)
+            bytes: rows <= QuantizedMatrix.fewRows ? Int.max / 2 : Self.tileBytes, backend: bundle.backend)
     }
 
     private func embedded(_ tokens: ArraySlice<Int>) throws -> MLXArray {

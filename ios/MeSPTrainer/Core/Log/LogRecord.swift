@@ -12,7 +12,7 @@ public enum LogRecord: Sendable {
     public struct Start: Codable, Sendable {
         public var version: String
         public var mlxVersion: String
-        public var device: String
+        public var device: Backend
         public var host: String
         public var model: Model
         public var settings: RunSettings

@@ -10,17 +10,16 @@ public struct Plan: Codable, Sendable, Equatable {
     public var offload = RunSettings.Offload.none
     /// How the sequences of a step go through the model; nil for a step of one.
     public var order: RunSettings.Order?
-    /// Whether of a pair the block inputs of the answer that is scored first are kept too, so that it runs forward once; nil has it run
-    /// forward again.
-    public var keepsAnswer: Bool?
-    /// What MLX may keep of freed buffers from one block to the next, on a GPU, in bytes; nil gives all of them back.
-    public var cacheBytes: Int?
-    /// Whether weights stay mapped from one use to the next; nil maps them anew for each.
-    public var keepsMaps: Bool?
+    /// Whether of a pair the block inputs of the answer that is scored first are kept too, so that it runs forward once.
+    public var keepsAnswer = false
+    /// What MLX may keep of freed buffers from one block to the next, on a GPU, in bytes.
+    public var cacheBytes = 0
+    /// Whether weights stay mapped from one use to the next.
+    public var keepsMaps = false
 
     /// The sequences whose block inputs are there at once.
     func sequences(of settings: RunSettings) -> Int {
-        order == .blocks ? settings.sequences : keepsAnswer == true ? 2 : 1
+        order == .blocks ? settings.sequences : keepsAnswer ? 2 : 1
     }
 
     /// Whether an update needs all gradients at once, or sums over sequences that go one after the other.
@@ -37,7 +36,7 @@ public struct Planner: Sendable {
     private let settings: RunSettings
     private let group: Int
     private let itemSize: Int
-    private let products: QuantizedMatrix.Products
+    private let backend: Backend
     private let functionBytes: Int
     private let mappedBytes: Int
     /// The weights that a sequence passes in a step, in bytes.
@@ -55,7 +54,7 @@ public struct Planner: Sendable {
     /// tenth of what the kernel takes; in wide models, whose products take longer, less.
     private var tileSizes: [Int] {
         let largest =
-            products == .dense ? 1 << 20 : min(min(4096, (4 << 20) / architecture.hiddenSize) * length, 7 << 19)
+            backend == .cpu ? 1 << 20 : min(min(4096, (4 << 20) / architecture.hiddenSize) * length, 7 << 19)
         return [largest, largest / 2, largest / 4]
     }
 
@@ -69,8 +68,8 @@ public struct Planner: Sendable {
         group = manifest.featureGroup
         mappedBytes = manifest.mappedBytes
         passedBytes = Self.passedBytes(manifest, settings)
-        products = manifest.device == "cpu" ? .dense : .packed
-        itemSize = manifest.dtype == "float32" ? 4 : 2
+        backend = manifest.device
+        itemSize = manifest.dtype.dtype.size
         let functions = Set(
             manifest.lengths(settings).flatMap { length in manifest.blocks.compactMap { $0.functions["\(length)"] } })
         functionBytes = manifest.files.filter { functions.contains($0.path) }.reduce(0) { $0 + $1.size }
@@ -127,7 +126,7 @@ public struct Planner: Sendable {
         let asked = settings.memoryLimitMb.map { Int($0 * 1e6) }
         var plan = try plan(within: asked)
         // On a GPU the maps are kept only where they fit beside the peak, as the driver may count them.
-        let limit = products == .packed ? min(asked ?? .max, room) - withMargin(peak(plan)) : room
+        let limit = backend == .gpu ? min(asked ?? .max, room) - withMargin(peak(plan)) : room
         if mappedBytes <= limit { plan.keepsMaps = true }
         return plan
     }
@@ -139,7 +138,7 @@ public struct Planner: Sendable {
         let offload = settings.offload ?? .none
         let standard = orders.flatMap { orders in
             ordered(
-                Plan(tileBytes: tileSizes[0], offload: offload, keepsAnswer: keepingAnswers(offload).last ?? nil),
+                Plan(tileBytes: tileSizes[0], offload: offload, keepsAnswer: keepingAnswers(offload).last ?? false),
                 orders)
         }
         if asked == nil, let plan = standard.first(where: { withMargin(peak($0)) <= systemLimit ?? .max }) {
@@ -161,7 +160,7 @@ public struct Planner: Sendable {
         let peak = peak(plan)
         guard var cheaper = plans.first(where: { self.peak($0) < peak }) else { return nil }
         // On a CPU they are clean pages, which the system takes back by itself.
-        if products == .dense { cheaper.keepsMaps = plan.keepsMaps }
+        if backend == .cpu { cheaper.keepsMaps = plan.keepsMaps }
         return cheaper
     }
 
@@ -208,10 +207,10 @@ public struct Planner: Sendable {
 
     /// Whether a plan that was read from a file can be one for these settings.
     func isPossible(_ plan: Plan) -> Bool {
-        (1...(1 << 30)).contains(plan.tileBytes) && (0...(1 << 40)).contains(plan.cacheBytes ?? 0)
+        (1...(1 << 30)).contains(plan.tileBytes) && (0...(1 << 40)).contains(plan.cacheBytes)
             && (0...(method == .mesp ? trainedBlocks : 0)).contains(plan.keptBlocks)
             && (plan.order != .blocks || orders.joined().contains(.blocks))
-            && (plan.keepsAnswer != true || keepingAnswers(plan.offload).contains(true))
+            && (!plan.keepsAnswer || keepingAnswers(plan.offload).contains(true))
     }
 
     /// The plan in whichever of these orders takes least memory; none where it can be in none.
@@ -241,9 +240,9 @@ public struct Planner: Sendable {
     }
 
     /// What `keepsAnswer` may be, the faster first: on disk it costs no memory.
-    private func keepingAnswers(_ offload: RunSettings.Offload) -> [Bool?] {
-        guard settings.objective?.takesPairs == true, method != .mezo else { return [nil] }
-        return offload == .none ? [true, nil] : [true]
+    private func keepingAnswers(_ offload: RunSettings.Offload) -> [Bool] {
+        guard settings.objective?.takesPairs == true, method != .mezo else { return [false] }
+        return offload == .none ? [true, false] : [true]
     }
 
     /// The plan with a cache, on a GPU, for the self-check to measure. A smaller one would stay empty: while the GPU is behind, freed
@@ -267,7 +266,7 @@ public struct Planner: Sendable {
 
     /// The predicted peak footprint of a step, in bytes.
     public func peak(_ plan: Plan) -> Int {
-        products == .packed ? process + Self.metalBytes + arrays(plan) : peakOnCPU(plan)
+        backend == .gpu ? process + Self.metalBytes + arrays(plan) : peakOnCPU(plan)
     }
 
     /// What Metal itself takes in the process: the device, the command queue and its buffers, libraries and pipelines of some 100 kernels.
@@ -275,7 +274,7 @@ public struct Planner: Sendable {
     static let metalBytes = 20_000_000
 
     /// The part of a predicted peak that is Metal's, in bytes; nil on a CPU.
-    var metalBytes: Int? { products == .packed ? Self.metalBytes : nil }
+    var metalBytes: Int? { backend == .gpu ? Self.metalBytes : nil }
 
     /// On a GPU, what MLX's arrays and its cache take at a step's peak, in bytes: back-pressure keeps each phase in its workspace.
     public func arrays(_ plan: Plan) -> Int {
@@ -306,7 +305,7 @@ public struct Planner: Sendable {
     }
 
     private func tile(_ plan: Plan) -> TileSizes {
-        TileSizes(architecture, group: group, length: length, bytes: plan.tileBytes, products: products)
+        TileSizes(architecture, group: group, length: length, bytes: plan.tileBytes, backend: backend)
     }
 
     /// What the arrays of one block, or of the head, take on a GPU, in bytes: what lives through a tile, and what some 21 kernels
@@ -323,7 +322,7 @@ public struct Planner: Sendable {
     /// short command buffers, what lets several of them run. With long ones, less than half of what the phase takes at its peak, so that
     /// only the buffer that is being encoded goes beyond.
     func workspace(_ plan: Plan) -> Int {
-        (CommandBuffers.areShort ? phase(plan) * 9 / 10 : phase(plan) * 2 / 5) + (plan.cacheBytes ?? 0)
+        (CommandBuffers.areShort ? phase(plan) * 9 / 10 : phase(plan) * 2 / 5) + plan.cacheBytes
     }
 
     private func peakOnCPU(_ plan: Plan) -> Int {
@@ -353,17 +352,9 @@ public struct Planner: Sendable {
     /// The process with MLX started and, where they are called, the block functions imported, whose graphs take several times the files.
     /// On a CPU MeBP alone calls them.
     private var process: Int {
-        5_000_000 + 1_750_000 * (products == .dense ? Self.threads : 1)
-            + (products == .dense && method != .mebp ? 0 : 15 * functionBytes / 2)
+        5_000_000 + 1_750_000 * (backend == .cpu ? CPUProducts.current.threads : 1)
+            + (backend == .cpu && method != .mebp ? 0 : 15 * functionBytes / 2)
     }
-
-    /// Of products, each of which unpacks and arranges matrices in buffers of its own; as HostMLX has it.
-    private static let threads: Int = {
-        guard QuantizedMatrix.dequantizesInside else { return 1 }
-        let process = ProcessInfo.processInfo
-        let asked = process.environment["OPENBLAS_NUM_THREADS"].flatMap { Int($0) } ?? 0
-        return asked > 0 ? asked : min(8, process.activeProcessorCount)
-    }()
 
     /// One array `[T, features]`.
     private func activation(_ features: Int) -> Int { length * features * itemSize }
@@ -375,7 +366,7 @@ public struct Planner: Sendable {
 
     /// `rows` of a weight `[rows, hidden]`, dequantized before it is multiplied.
     private func weight(_ rows: Int) -> Int {
-        QuantizedMatrix.dequantizesInside ? 0 : rows * architecture.hiddenSize * 4
+        CPUProducts.current.dequantizeInside ? 0 : rows * architecture.hiddenSize * 4
     }
 
     /// The LoRA parameters of the largest block, or their gradient.

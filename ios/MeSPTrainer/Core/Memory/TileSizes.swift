@@ -2,7 +2,7 @@ import MLX
 
 /// How much of a matrix is worked on at once.
 ///
-/// On the CPU (`Products.dense`) it is W that is cut, and each part is dequantized once for all tokens. On the GPU (`.packed`) W costs
+/// On a CPU it is W that is cut, and each part is dequantized once for all tokens. On a GPU W costs
 /// nothing, and what is wide is cut by tokens: fewer and larger kernels for the same memory.
 struct TileSizes {
     /// Rows of a projection's weight.
@@ -29,7 +29,7 @@ struct TileSizes {
     ///
     /// - Parameter pause: see `Pace`.
     init(
-        _ a: Architecture, group: Int, length: Int, bytes: Int, products: QuantizedMatrix.Products,
+        _ a: Architecture, group: Int, length: Int, bytes: Int, backend: Backend,
         pause: (() -> Void)? = nil
     ) {
         self.bytes = bytes
@@ -40,17 +40,18 @@ struct TileSizes {
             let parts = (count + size - 1) / size
             return (count + parts - 1) / parts
         }
-        switch products {
-        case .dense:
+        switch backend {
+        case .cpu:
             attention = rows
             // What a row of W takes while it is worked on: its products, and itself where it is dequantized for all of them.
-            let row = QuantizedMatrix.dequantizesInside ? 2 * length : max(a.hiddenSize, length)
-            projection = QuantizedMatrix.dequantizesInside ? .max : max(64, floats / max(row, a.mixedSize))
+            let dequantizeInside = CPUProducts.current.dequantizeInside
+            let row = dequantizeInside ? 2 * length : max(a.hiddenSize, length)
+            projection = dequantizeInside ? .max : max(64, floats / max(row, a.mixedSize))
             mlp = max(1, floats / row / group) * group
             (tokens, lossTokens) = (length, length)
             vocabulary = max(64, floats / row)
             (pace, evaluatesPhases, cutsRows) = (.evaluated, true, true)
-        case .packed:
+        case .gpu:
             attention = evenly(length, rows)
             (projection, mlp) = (.max, .max)
             tokens = evenly(length, max(8, floats / a.intermediateSize))

@@ -154,7 +154,7 @@ extension Bench {
 
     /// Training takes the quantized products on a GPU, and on a CPU where they dequantize inside.
     private func note(_ product: Product, _ rate: Double) {
-        if (product == .dequantized) == (bundle.device == .cpu && !QuantizedMatrix.dequantizesInside) {
+        if (product == .dequantized) == (bundle.device == .cpu && !CPUProducts.current.dequantizeInside) {
             constants.flopsPerSecond = min(constants.flopsPerSecond ?? rate, rate)
         }
     }

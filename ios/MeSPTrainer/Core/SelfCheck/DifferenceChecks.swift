@@ -30,7 +30,7 @@ extension Bench {
             inputs[block] = x
             x = try forward.outputs(block, x, model.parameters(block)).y
         }
-        var (_, d) = try forward.head(x, example, gradientScale: 1 / Float(Self.differenceTokens))
+        var (_, d) = try forward.lossAndGradient(x, example, scale: 1 / Float(Self.differenceTokens))
 
         let end = Date.now.addingTimeInterval(20 * settings.seconds)
         var errors = [String: Double]()

@@ -71,7 +71,7 @@ extension Bench {
     /// Leaving the app waits until the step reaches a boundary, and iOS ends an app that takes too long.
     func leaving() throws -> Finding {
         let step = try firstStep()
-        let verdict = Self.verdict(leaving: step.longest, onGPU: bundle.manifest.device == "gpu")
+        let verdict = Self.verdict(leaving: step.longest, onGPU: bundle.manifest.device == .gpu)
         let (time, limit) = (String(format: "%.3f", step.longest), String(format: "%.0f", RunController.leaving))
         return Finding(
             verdict,

@@ -31,14 +31,12 @@ struct FormulasOnCPU {
         }
     }
 
-    /// The sum of the losses of the counted targets, in nats, and its gradient `[1, T, hidden]` times `gradientScale`.
-    func head(_ y: MLXArray, _ example: Example, gradientScale: Float) throws -> (loss: MLXArray, dy: MLXArray) {
+    /// The sum of the losses of the counted targets, in nats, and its gradient `[1, T, hidden]` times `scale`.
+    func lossAndGradient(_ y: MLXArray, _ example: Example, scale: Float) throws -> (loss: MLXArray, dy: MLXArray) {
         try withHead { head in
-            let (loss, dy) = head(
-                y.asType(.float32), targets: MLXArray(Array(example.targets)), counted: example.counted,
-                gradientScale: gradientScale, atBoundary: {})
-            guard let dy else { preconditionFailure("the head was asked for a gradient") }
-            return (loss, dy)
+            head.lossAndGradient(
+                y.asType(.float32), targets: MLXArray(example.targets), counted: example.counted, scale: scale,
+                atBoundary: {})
         }
     }
 
@@ -58,7 +56,7 @@ struct FormulasOnCPU {
                 try body(
                     CrossEntropyHead(
                         weights: PackedWeights(
-                            words: packed.words, arrays: packed.arrays, products: .dense, onCPU: true),
+                            words: packed.words, arrays: packed.arrays, backend: .cpu),
                         architecture: bundle.architecture, tile: tile.vocabulary))
             }
         }
@@ -68,7 +66,7 @@ struct FormulasOnCPU {
         try Device.withDefaultDevice(.cpu) {
             try bundle.withBlock(block) { weights in
                 let packed = PackedWeights(
-                    words: weights.packed.words, arrays: weights.packed.arrays, products: .dense, onCPU: true)
+                    words: weights.packed.words, arrays: weights.packed.arrays, backend: .cpu)
                 return try body(
                     Block(
                         weights: BlockWeights(shape: weights.shape, packed: packed), lora: lora, layout: layouts[block],

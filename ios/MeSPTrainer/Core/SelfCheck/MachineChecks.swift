@@ -52,7 +52,7 @@ extension Bench {
 
     func gpu() throws -> Finding {
         // `Device.gpu` would be an error of MLX where there is none.
-        guard bundle.manifest.device == "gpu" else {
+        guard bundle.manifest.device == .gpu else {
             throw Skipped(reason: "The bundle \(bundle.manifest.name) runs on the CPU: export one with --device gpu.")
         }
         guard let gpu = SystemGPU.current else {

@@ -68,7 +68,8 @@ public struct SelfCheck {
         let start = SelfCheckReport.Start(
             version: Run.version, mlxVersion: Manifest.mlxVersion, host: LogRecord.Start.host,
             gpu: SystemGPU.current?.name, gpuArchitecture: SystemGPU.current?.architecture,
-            bundle: bundle.manifest.name, device: bundle.manifest.device, dtype: bundle.manifest.dtype,
+            bundle: bundle.manifest.name, device: bundle.manifest.device.rawValue,
+            dtype: bundle.manifest.dtype.rawValue,
             settings: settings, names: checks.map(\.name))
         try report(.start(start))
         var whole = SelfCheckReport(start)

@@ -111,7 +111,7 @@ extension Bench {
         let candidates = [
             ("default", plan), ("twice", fastest(within: 2 * usual)), ("half", fastest(within: (least + usual) / 2)),
             ("least", fastest(within: least + 1000)),
-            ("cache kept", bundle.products == .packed ? planner.keepingCache(plan) : nil),
+            ("cache kept", bundle.backend == .gpu ? planner.keepingCache(plan) : nil),
         ]
         var (seen, measured) = ([Plan](), [Measurement]())
         var defaultSeconds = 0.0

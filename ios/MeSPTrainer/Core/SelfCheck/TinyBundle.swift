@@ -51,7 +51,8 @@ struct TinyBundle {
         let head: [String: any Sendable] = ["file": "head.bin", "words": tableWords, "arrays": table.arrays]
         let manifest: [String: any Sendable] = [
             "format": Manifest.format, "name": "tiny", "model": ["id": "tiny"], "mlx_version": Manifest.mlxVersion,
-            "device": model.manifest.device, "dtype": model.manifest.dtype, "architecture": architecture,
+            "device": model.manifest.device.rawValue, "dtype": model.manifest.dtype.rawValue,
+            "architecture": architecture,
             "quantization": [
                 "bits": quantization.bits, "group_size": quantization.groupSize, "mode": quantization.mode,
             ] as [String: any Sendable],
@@ -71,49 +72,46 @@ struct TinyBundle {
         ]
         try JSONSerialization.data(withJSONObject: manifest).write(to: folder.appendingPathComponent("manifest.json"))
         var bundle = try ModelBundle(url: folder)
-        bundle.products = model.products
+        bundle.backend = model.backend
         return bundle
     }
 
     /// The contents of a file of words, and the manifest's entries for the arrays in it.
     private struct Words {
-        private let dtype: DType
-        private let name: String
+        private let dtype: ElementType
         private let quantization: Manifest.Quantization
         private var data = Data()
         private(set) var arrays = [[String: any Sendable]]()
 
         init(_ model: ModelBundle) {
-            (dtype, name, quantization) = (model.dtype, model.manifest.dtype, model.manifest.quantization)
+            (dtype, quantization) = (model.manifest.dtype, model.manifest.quantization)
         }
 
         /// Adds random numbers: around 1 for a norm, around 0 for any other array.
         mutating func add(_ array: PlainArray) throws {
             let noise = random(array.shape, scale: 0.3)
             let isNorm = array.name == "norm" || array.name.hasSuffix("norm.weight")
-            try add(
-                array.name, (isNorm ? 1 + noise : noise).asType(array.isFloat32 ? .float32 : dtype),
-                array.isFloat32 ? "float32" : name)
+            try add(array.name, isNorm ? 1 + noise : noise, array.isFloat32 ? .float32 : dtype)
         }
 
         /// Adds a quantized matrix whose products with a normalized vector have a variance of 1.
         mutating func add(matrix prefix: String, rows: Int, columns: Int) throws {
             let (weight, scales, biases) = quantized(
-                random([rows, columns], scale: 1 / Float(columns).squareRoot()).asType(dtype),
+                random([rows, columns], scale: 1 / Float(columns).squareRoot()).asType(dtype.dtype),
                 groupSize: quantization.groupSize, bits: quantization.bits,
                 mode: QuantizationMode(rawValue: quantization.mode) ?? .affine)
-            try add(prefix + "weight", weight, "uint32")
-            try add(prefix + "scales", scales, biases == nil ? "uint8" : name)
-            if let biases { try add(prefix + "biases", biases, name) }
+            try add(prefix + "weight", weight, .uint32)
+            try add(prefix + "scales", scales, biases == nil ? .uint8 : dtype)
+            if let biases { try add(prefix + "biases", biases, dtype) }
         }
 
         private func random(_ shape: [Int], scale: Float) -> MLXArray {
             MLXRandom.normal(shape, scale: scale, key: MLXRandom.key(UInt64(data.count)))
         }
 
-        private mutating func add(_ name: String, _ array: MLXArray, _ dtype: String) throws {
-            arrays.append(["name": name, "offset": data.count / 4, "shape": array.shape, "dtype": dtype])
-            try array.withBytes { data += $0 }
+        private mutating func add(_ name: String, _ array: MLXArray, _ dtype: ElementType) throws {
+            arrays.append(["name": name, "offset": data.count / 4, "shape": array.shape, "dtype": dtype.rawValue])
+            try array.asType(dtype.dtype).withBytes { data += $0 }
             data += Data(count: (4 - data.count % 4) % 4)
         }
 

@@ -40,7 +40,7 @@ import Testing
         log.append(
             .start(
                 .init(
-                    version: "", mlxVersion: "", device: "gpu", host: "iPhone18,1",
+                    version: "", mlxVersion: "", device: .gpu, host: "iPhone18,1",
                     model: .init(name: "Qwen2.5-0.5B-Instruct", id: "", layers: 24), settings: try settings())))
         log.append(
             .plan(

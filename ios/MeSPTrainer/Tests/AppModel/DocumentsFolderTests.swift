@@ -92,7 +92,7 @@ import Testing
         try Run.run(try settings("run", steps: 3))
         let folder = store.runsFolder.appendingPathComponent("run")
         let (outline, log) = (try LogOutline(folder: folder), try LogSummary(folder: folder))
-        #expect(outline.start?.settings == log.start?.settings && outline.start?.device == "cpu")
+        #expect(outline.start?.settings == log.start?.settings && outline.start?.device == .cpu)
         #expect(outline.lastStep == 3 && outline.lastLoss == log.steps.last?.loss && outline.end == .finished)
         let url = folder.appendingPathComponent("metrics.jsonl")
         let data = try Data(contentsOf: url)

@@ -9,8 +9,8 @@ import Testing
     /// Metal's kernels depend on the number of rows; two and three are padded.
     @Test(arguments: Fixture.cases) func packedProductsAreTheDenseOnes(_ folder: URL) throws {
         var bundle = try Fixture(folder, "gradients").bundle
-        func products(_ way: QuantizedMatrix.Products, _ x: MLXArray, _ dy: MLXArray) throws -> [MLXArray] {
-            bundle.products = way
+        func products(_ way: Backend, _ x: MLXArray, _ dy: MLXArray) throws -> [MLXArray] {
+            bundle.backend = way
             return try bundle.withBlock(0) { weights in
                 let w = weights.matrix(.down)
                 let products = [w.apply(x), w.applyTransposed(dy, addedTo: MLXArray.ones(x.shape))]
@@ -22,7 +22,7 @@ import Testing
         for rows in 1...6 {
             let x = MLXRandom.normal([rows, a.intermediateSize], key: MLXRandom.key(0))
             let dy = MLXRandom.normal([rows, a.hiddenSize], key: MLXRandom.key(1))
-            for (packed, dense) in zip(try products(.packed, x, dy), try products(.dense, x, dy)) {
+            for (packed, dense) in zip(try products(.gpu, x, dy), try products(.cpu, x, dy)) {
                 #expect(packed.shape == dense.shape)
                 #expect(relativeError(packed, dense) < 1e-5, "\(rows) rows")
             }
@@ -41,7 +41,7 @@ import Testing
                 inputs: 640, words: weight.dim(1), groups: scales.dim(1), hasBiases: biases != nil)
             let matrix = QuantizedMatrix(
                 weight: weight, scales: scales.asType(dtype), biases: biases?.asType(dtype),
-                format: try #require(format), products: .dense, onCPU: true)
+                format: try #require(format), backend: .cpu)
             eval(weight, matrix.scales, matrix.biases ?? scales)
             let before = Memory.activeMemory
             Memory.peakMemory = 0

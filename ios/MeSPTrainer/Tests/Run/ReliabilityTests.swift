@@ -237,16 +237,16 @@ import Testing
         settings.objective = .dpo
         let manifest = try ModelBundle(url: URL(fileURLWithPath: settings.bundle)).manifest
         func plan() throws -> Plan { try Planner(manifest, settings, systemLimit: nil).plan() }
-        #expect(try plan().keepsAnswer == nil)
+        #expect(try plan().keepsAnswer == false)
         settings.memoryLimitMb = 1000
         #expect(try plan().keepsAnswer == true)
         let planner = Planner(manifest, settings, systemLimit: nil)
         var forgetting = try plan()
-        forgetting.keepsAnswer = nil
+        forgetting.keepsAnswer = false
         #expect(planner.peak(try plan()) > planner.peak(forgetting))
         (settings.memoryLimitMb, settings.offload) = (nil, .inputs)
         #expect(try plan().keepsAnswer == true)
         (settings.offload, settings.objective) = (.inputs, .kto)
-        #expect(try plan().keepsAnswer == nil)
+        #expect(try plan().keepsAnswer == false)
     }
 }

@@ -41,7 +41,7 @@ struct Fixture {
     init(_ folder: URL, _ name: String) throws {
         // Hashing is most of the time that opening takes in a debug build; runs, which tests start too, hash.
         var bundle = try ModelBundle(url: folder.appendingPathComponent("bundle.mesp"), checksums: false)
-        if folder.lastPathComponent.contains("gpu") { bundle.products = .packed }
+        if folder.lastPathComponent.contains("gpu") { bundle.backend = .gpu }
         self.bundle = bundle
         (arrays, metadata) = try loadArraysAndMetadata(url: folder.appendingPathComponent("\(name).safetensors"))
     }

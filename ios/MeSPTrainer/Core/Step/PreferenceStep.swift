@@ -21,12 +21,11 @@ extension Trainer {
     /// - Parameter batches: of each, pairs of a chosen and a rejected answer, one after the other, or single answers.
     func step(_ batches: [[JudgedAnswer]], number: Int, _ objective: Objective) throws -> StepResult {
         try takingBack {
-            let keys = keys(number)
             var record = Record()
             var norm: Float?
             if settings.method == .mezo {
-                let mezo = zerothOrder(keys)
-                let (loss, slope) = try mezo.slope { moved in
+                let loss: Float
+                (loss, norm) = try zerothOrderStep(number, of: batches.joined().map(\.example)) { moved in
                     record = Record()
                     for batch in batches {
                         try score(batch, objective, share: 1 / Float(batches.count), &record, parameters: moved)
@@ -34,19 +33,17 @@ extension Trainer {
                     return Float(record.loss)
                 }
                 record.loss = Double(loss)
-                guard slope.isFinite else { throw try model.notFinite(batches.flatMap { $0.map(\.example) }) }
-                norm = try updateAll(number, keys) { slope * mezo.z($0) }
             } else {
+                sums?.reset()
                 for batch in batches {
                     try backpropagate(batch, objective, share: 1 / Double(batches.count), &record)
                 }
-                norm = try updateGathered(number, keys)
+                norm = try updateFromSums(number, keys(number))
             }
             let inputTokens = batches.joined().reduce(0) { $0 + $1.example.inputCount }
-            var result = StepResult(
-                loss: Float(record.loss), tokens: record.tokens, inputTokens: inputTokens, gradientNorm: norm)
-            result.preference = record.figures
-            return result
+            return StepResult(
+                loss: Float(record.loss), tokens: record.tokens, inputTokens: inputTokens, gradientNorm: norm,
+                preference: record.figures)
         }
     }
 
@@ -59,11 +56,9 @@ extension Trainer {
             try backpropagate(pair, objective, share: 1, &record)
             inputTokens += pair.reduce(0) { $0 + $1.example.inputCount }
         }
-        var result = StepResult(
+        return StepResult(
             loss: Float(record.loss / Double(max(count, 1))), tokens: record.tokens, inputTokens: inputTokens,
-            gradientNorm: norm)
-        result.preference = record.figures
-        return result
+            gradientNorm: norm, preference: record.figures)
     }
 
     /// The mean loss of pairs or answers, and what it says of them.
@@ -127,14 +122,16 @@ extension Trainer {
             let kl = Judgement.kl(others)
             for judged in batch {
                 let reference = try reference(judged)
-                try gather(judged.example, first: record.isEmpty) { y in
-                    let (loss, dy) = try head(y, judged.example, weight: 1)
+                var d = try forward([judged.example])
+                d[0] = try {
+                    let (loss, dy) = try head(d[0], judged.example, weight: 1)
                     let answer = Answer(
                         logProbability: -Double(loss), reference: reference, tokens: judged.example.counted.count)
                     let judgement = Judgement(answer, isGood: judged.isGood, kl: kl, settings)
                     record.add(judgement, answer, judged, kl: kl, beta: settings.beta, part: part)
-                    return (loss, Float(part * judgement.weight) * dy)
-                }
+                    return Float(part * judgement.weight) * dy
+                }()
+                try backward(&d, update: gather)
             }
         }
         if !objective.hasReference { record.forgetRatios() }
@@ -144,31 +141,41 @@ extension Trainer {
         chosen: JudgedAnswer, rejected: JudgedAnswer, _ objective: Objective, supervisedTargets: Double, part: Double,
         _ record: inout Record
     ) throws {
-        let waiting = try forwardToWait(rejected.example)
-        let other = try answer(rejected, loss: waiting?.loss ?? model.loss(rejected.example), objective)
+        // The rejected answer's gradient before it is weighted, which waits with its block inputs where the plan has room for these.
+        var waiting: MLXArray?
+        let rejectedLoss: Float
+        if plan.keepsAnswer {
+            (rejectedLoss, waiting) = try head(forward([rejected.example], first: 1)[0], rejected.example, weight: 1)
+        } else {
+            rejectedLoss = try model.loss(rejected.example)
+        }
+        let other = try answer(rejected, loss: rejectedLoss, objective)
         let reference = objective.hasReference ? try reference(chosen) : 0
-        let context = objective == .orpo ? chosen.context : nil
-        var weight = 0.0
-        try gather(chosen.example, first: record.isEmpty || settings.dpClip != nil) { y in
-            let (loss, unweighted) = try head(y, chosen.example, weight: 1)
+
+        var d = try forward([chosen.example])
+        var weight: Float = 0
+        d[0] = try {
+            let (loss, dy) = try head(d[0], chosen.example, weight: 1)
             let answer = Answer(
                 logProbability: -Double(loss), reference: reference, tokens: chosen.example.counted.count)
             let pair = Preference(
                 objective, chosen: answer, rejected: other, supervisedTargets: supervisedTargets, settings)
             record.add(pair, answer, other, part: part)
-            weight = part * pair.rejected
-            var dy = Float(part * pair.chosen) * unweighted
-            if let context {
-                let (loss, unweighted) = try head(y, context, weight: 1)
-                record.loss += part * pair.context * Double(loss)
-                dy = dy + Float(part * pair.context) * unweighted
-            }
-            return (loss, dy)
-        }
-        if let waiting {
-            try gather(consume waiting, weight: Float(weight))
+            weight = Float(part * pair.rejected)
+            let weighted = Float(part * pair.chosen) * dy
+            guard objective == .orpo, let context = chosen.context else { return weighted }
+            let (contextLoss, contextDy) = try head(d[0], context, weight: 1)
+            record.loss += part * pair.context * Double(contextLoss)
+            return weighted + Float(part * pair.context) * contextDy
+        }()
+        try backward(&d, update: gather)
+
+        if var d = waiting.take().map({ [weight * $0] }) {
+            try backward(&d, first: 1, update: gather)
         } else {
-            try gather(rejected.example, first: false) { try head($0, rejected.example, weight: Float(weight)) }
+            var d = try forward([rejected.example])
+            d[0] = try head(d[0], rejected.example, weight: weight).dy
+            try backward(&d, update: gather)
         }
     }
 
@@ -213,8 +220,6 @@ private struct Record {
     private var (chosenCount, rejectedCount, judged) = (0, 0, 0)
     private var kl: Double?
     private var hasRatios = true
-
-    var isEmpty: Bool { tokens == 0 }
 
     /// - Parameter part: the pair's share of the step's loss.
     mutating func add(_ pair: Preference, _ w: Answer, _ l: Answer, part: Double) {

@@ -6,11 +6,7 @@ extension Trainer {
         var (loss, tokens, inputTokens) = (Float(0), 0, 0)
         let (count, norm) = try privateStep(examples, number, secret) { example in
             let weight = 1 / Float(example.counted.count)
-            try gather(example, first: true) { y in
-                let (sum, dy) = try head(y, example, weight: weight)
-                loss += weight * sum
-                return (sum, dy)
-            }
+            loss += try backpropagate([Part(example: example, weight: weight)], update: gather)
             tokens += example.counted.count
             inputTokens += example.inputCount
         }
@@ -24,7 +20,7 @@ extension Trainer {
     ///
     /// gᵢ is an example's gradient by all trained blocks, C `dpClip`, Z `dpNoise`, and B `batchSize`, the expected number of examples. An
     /// example's norm is known when its backward pass has ended, so its gradient is kept until then, beside the sum.
-    /// - Parameter gather: makes `gradients` those of an example.
+    /// - Parameter gather: adds the gradients of an example to `sums`.
     /// - Returns: how many examples there were, and the mean of ‖gᵢ‖₂.
     func privateStep<E>(
         _ examples: some Sequence<E>, _ number: Int, _ secret: SecretKey, gather: (E) throws -> Void
@@ -33,15 +29,13 @@ extension Trainer {
             preconditionFailure("the settings are not of DP-SGD")
         }
         var (count, norms) = (0, Float(0))
+        clippedSums?.reset()
         for example in examples {
+            sums?.reset()
             try gather(example)
-            guard let gradients else { preconditionFailure("gradients are not gathered") }
-            let (factor, norm) = try clipping(to: clip) { try gradients.read($0) }
-            for block in trained {
-                var sum = factor * (try gradients.read(block))
-                if count > 0, let before = try clippedSums?.read(block) { sum = before + sum }
-                try clippedSums?.write(sum, block)
-            }
+            guard let sums else { preconditionFailure("gradients are not summed") }
+            let (factor, norm) = try clipping(to: clip, sums.read)
+            for block in trained { try clippedSums?.add(factor * sums.read(block), block) }
             (count, norms) = (count + 1, norms + norm)
         }
         _ = try updateAll(number, keys(number)) { block in

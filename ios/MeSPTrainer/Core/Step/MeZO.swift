@@ -32,3 +32,30 @@ struct MeZO {
         return mask(block).map { z * $0 } ?? z
     }
 }
+
+extension Trainer {
+    /// - Returns: the mean of MeZO's two losses, and the norm of the gradient where it is clipped.
+    func zerothOrderStep(_ parts: [Part], _ number: Int) throws -> (loss: Float, norm: Float?) {
+        try zerothOrderStep(number, of: parts.map(\.example)) { moved in
+            try parts.reduce(0) { try $0 + $1.weight * model.loss($1.example, parameters: moved) }
+        }
+    }
+
+    /// The same with a loss of one's own.
+    ///
+    /// - Parameters:
+    ///   - examples: that the loss is of.
+    ///   - loss: with each block's parameters moved.
+    func zerothOrderStep(
+        _ number: Int, of examples: [Example],
+        loss: (_ moved: (_ block: Int, _ lora: MLXArray) -> MLXArray) throws -> Float
+    ) throws -> (loss: Float, norm: Float?) {
+        let keys = keys(number)
+        let mezo = MeZO(
+            epsilon: settings.mezoEpsilon, keys: keys, layouts: model.layouts, trained: trained, mask: mask)
+        let (loss, g) = try mezo.slope(loss: loss)
+        guard g.isFinite else { throw try model.notFinite(examples) }
+        model.isWarm = true
+        return (loss, try updateAll(number, keys) { g * mezo.z($0) })
+    }
+}

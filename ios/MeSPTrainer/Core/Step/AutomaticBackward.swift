@@ -12,34 +12,34 @@ final class AutomaticBackward {
     ///   - x: the block's input `[1, T, hidden]`
     ///   - d: dy `[1, T, hidden]`, replaced by dx
     /// - Returns: the flat gradient of the LoRA parameters `[P]` in float32. It and d are evaluated.
-    func callAsFunction(_ block: Int, _ x: MLXArray, d: inout MLXArray) throws -> MLXArray {
-        let (model, lora) = (model, try model.parameters(block))
+    func callAsFunction(_ block: Int, _ x: MLXArray, _ lora: MLXArray, _ weights: BlockWeights, d: inout MLXArray)
+        throws
+        -> MLXArray
+    {
         let functions =
             try functions[x.dim(1)]
             ?? model.bundle.functions(\.plainFunctions, length: x.dim(1)).map { BlockFunction($0, isFused: false) }
         self.functions[x.dim(1)] = functions
-        return try model.bundle.withBlock(block) { weights in
-            let defaultDevice = DefaultDevice.self as any GlobalDevice.Type
-            let before = defaultDevice.current
-            defaultDevice.set(model.bundle.device)
-            // `compile` asks for it too: on iOS nothing is fused while it is the CPU.
-            defer { defaultDevice.set(before) }
-            var failure: (any Error)?
-            let (_, gradients) = vjp(
-                { primals in
-                    do {
-                        let function = functions[block](lora: primals[1], scale: model.scale, weights: weights)
-                        return [try function.output(primals[0])]
-                    } catch {
-                        failure = error
-                        return [primals[0]]  // of y's shape
-                    }
-                }, primals: [x, lora], cotangents: [d])
-            if let failure { throw failure }
-            eval(gradients)
-            d = gradients[0]
-            return gradients[1]
-        }
+        let defaultDevice = DefaultDevice.self as any GlobalDevice.Type
+        let before = defaultDevice.current
+        defaultDevice.set(model.bundle.device)
+        // `compile` asks for it too: on iOS nothing is fused while it is the CPU.
+        defer { defaultDevice.set(before) }
+        var failure: (any Error)?
+        let (_, gradients) = vjp(
+            { [model] primals in
+                do {
+                    let function = functions[block](lora: primals[1], scale: model.scale, weights: weights)
+                    return [try function.output(primals[0])]
+                } catch {
+                    failure = error
+                    return [primals[0]]  // of y's shape
+                }
+            }, primals: [x, lora], cotangents: [d])
+        if let failure { throw failure }
+        eval(gradients)
+        d = gradients[0]
+        return gradients[1]
     }
 }
 

@@ -21,7 +21,7 @@ extension BlockwiseModel {
             for block in blocks {
                 let lora = try parameters(block)
                 if let name = try firstNotFinite(lora, block) { return NotFinite(what: "The parameter \(name)") }
-                x = try forward(block, x, lora).y
+                x = try bundle.withBlock(block) { try output(block, x, lora, $0) }
                 guard try isFinite(x) else { return NotFinite(what: "The output of block \(block)") }
             }
         }

@@ -10,7 +10,7 @@ final class BlockwiseModel {
     let scale: Float
     private let tileBytes: Int
     /// What the arrays of one block or of the head may take, on a GPU, in bytes.
-    let workspace: Int?
+    private let workspace: Int?
     private let keepsCache: Bool
     let clock: StepClock
     /// See `CrossEntropyHead`; a test lowers it.
@@ -29,12 +29,12 @@ final class BlockwiseModel {
         layouts = architecture.layouts(rank: settings.rank)
         scale = settings.scale
         tileBytes = plan.tileBytes
-        workspace = bundle.products == .packed ? Planner(bundle.manifest, settings).workspace(plan) : nil
-        keepsCache = plan.cacheBytes != nil
-        isWarm = bundle.products == .dense
-        bundle.maps.areKept = plan.keepsMaps == true
+        workspace = bundle.backend == .gpu ? Planner(bundle.manifest, settings).workspace(plan) : nil
+        keepsCache = plan.cacheBytes > 0
+        isWarm = bundle.backend == .cpu
+        bundle.maps.areKept = plan.keepsMaps
         workBetweenBoundaries =
-            bundle.products == .packed ? CrossEntropyHead.gpuWork : CrossEntropyHead.defaultWork
+            bundle.backend == .gpu ? CrossEntropyHead.gpuWork : CrossEntropyHead.defaultWork
     }
 
     /// The block function for x `[1, T, hidden]`.
@@ -45,7 +45,7 @@ final class BlockwiseModel {
         let imported = try bundle.functions(\.functions, length: length).map { imported in
             let function =
                 made[ObjectIdentifier(imported)]
-                ?? BlockFunction(imported, isFused: bundle.manifest.device == "gpu")
+                ?? BlockFunction(imported, isFused: bundle.manifest.device == .gpu)
             made[ObjectIdentifier(imported)] = function
             return function
         }
@@ -57,7 +57,7 @@ final class BlockwiseModel {
     func tile(_ x: MLXArray) -> TileSizes {
         TileSizes(
             bundle.architecture, group: bundle.manifest.featureGroup, length: x.dim(1), bytes: tileBytes,
-            products: bundle.products, pause: isWarm ? nil : { [clock] in clock.pause() })
+            backend: bundle.backend, pause: isWarm ? nil : { [clock] in clock.pause() })
     }
 
     var blocks: Range<Int> { 0..<bundle.architecture.numHiddenLayers }
@@ -72,38 +72,40 @@ final class BlockwiseModel {
         }
     }
 
-    /// The block's output `[1, T, hidden]` and, where they are to be kept, its intermediates; evaluated.
-    func forward(_ block: Int, _ x: MLXArray, _ lora: MLXArray, keep: Bool = false) throws
-        -> (y: MLXArray, kept: Intermediates?)
-    {
-        try clock.boundary()
-        return try clock.timed(\.forward) {
-            defer { freeCache() }
-            return try withBlock(block) { weights in
-                let pass = try forwardPass(block, x, lora, weights)
-                guard keep else {
-                    let y = try pass.output(x)
-                    eval(y)
-                    return (y, nil)
-                }
-                let outputs = try pass.outputs(x)
-                eval([outputs.y] + outputs.intermediates.arrays)
-                return (outputs.y, outputs.intermediates)
-            }
+    /// The block's output `[1, T, hidden]`, evaluated.
+    ///
+    /// - Parameters:
+    ///   - x: `[1, T, hidden]`
+    ///   - lora: `[P]`
+    ///   - weights: the block's, mapped.
+    func output(_ block: Int, _ x: MLXArray, _ lora: MLXArray, _ weights: BlockWeights) throws -> MLXArray {
+        try forward(block, x, lora, weights) { pass in
+            let y = try pass.output(x)
+            eval(y)
+            return y
         }
     }
 
-    /// Calls `body` with a block's weights, which are mapped meanwhile, and its workspace. What `body` returns must be evaluated.
-    func withBlock<R>(_ block: Int, _ body: (BlockWeights) throws -> R) throws -> R {
-        try bundle.withBlock(block) { weights in try withWorkspace(workspace) { try body(weights) } }
+    /// The block's output and its intermediates, evaluated.
+    func outputs(_ block: Int, _ x: MLXArray, _ lora: MLXArray, _ weights: BlockWeights) throws -> BlockOutputs {
+        try forward(block, x, lora, weights) { pass in
+            let outputs = try pass.outputs(x)
+            eval([outputs.y] + outputs.intermediates.arrays)
+            return outputs
+        }
     }
 
-    /// After a block or the head: gives the buffers back that MLX keeps, unless the plan has room for them.
-    func freeCache() {
-        if !keepsCache { Memory.clearCache() }
+    private func forward<R>(
+        _ block: Int, _ x: MLXArray, _ lora: MLXArray, _ weights: BlockWeights, _ body: (any BlockForward) throws -> R
+    ) throws -> R {
+        try clock.boundary()
+        return try clock.timed(\.forward) {
+            defer { freeCache() }
+            return try withWorkspace { try body(forwardPass(block, x, lora, weights)) }
+        }
     }
 
-    /// The block's intermediates again, from its input.
+    /// The block's intermediates again, from its input; evaluated.
     func recompute(_ block: Int, _ x: MLXArray, _ lora: MLXArray, _ weights: BlockWeights) throws -> Intermediates {
         let intermediates = try forwardPass(block, x, lora, weights).intermediates(x)
         eval(intermediates.arrays)
@@ -115,7 +117,7 @@ final class BlockwiseModel {
     private func forwardPass(_ block: Int, _ x: MLXArray, _ lora: MLXArray, _ weights: BlockWeights) throws
         -> any BlockForward
     {
-        guard bundle.products == .packed else { return self.block(block, x, lora, weights) }
+        guard bundle.backend == .gpu else { return self.block(block, x, lora, weights) }
         return try function(block, x)(
             lora: lora, scale: scale, weights: weights, pause: isWarm ? nil : { [clock] in clock.pause() })
     }
@@ -125,34 +127,56 @@ final class BlockwiseModel {
         Block(weights: weights, lora: lora, layout: layouts[block], scale: scale, tile: tile(x))
     }
 
-    /// The sum of the losses of the counted targets, in nats, from the last block's output; and its gradient `[1, T, hidden]` times
-    /// `gradientScale`, where that is given.
-    func head(_ y: MLXArray, _ example: Example, gradientScale: Float?) throws -> (loss: Float, dy: MLXArray?) {
+    /// Calls `body` with a workspace for a block or the head, whose weights are mapped.
+    func withWorkspace<R>(_ body: () throws -> R) rethrows -> R { try MeSPCore.withWorkspace(workspace, body) }
+
+    /// After a block or the head: gives the buffers back that MLX keeps, unless the plan has room for them.
+    func freeCache() {
+        if !keepsCache { Memory.clearCache() }
+    }
+
+    /// The sum of the losses of the counted targets, in nats, from the last block's output.
+    func loss(_ y: MLXArray, _ example: Example) throws -> Float {
+        try head(y) { head in
+            try head.loss(
+                y, targets: MLXArray(example.targets), counted: example.counted, atBoundary: { try clock.boundary() })
+        }.number(Float.self)
+    }
+
+    /// The same with its gradient `[1, T, hidden]` by y, times `scale`.
+    func lossAndGradient(_ y: MLXArray, _ example: Example, scale: Float) throws -> (loss: Float, dy: MLXArray) {
+        let (loss, dy) = try head(y) { head in
+            try head.lossAndGradient(
+                y, targets: MLXArray(example.targets), counted: example.counted, scale: scale,
+                atBoundary: { try clock.boundary() })
+        }
+        return (try loss.number(Float.self), dy)
+    }
+
+    private func head<R>(_ y: MLXArray, _ body: (CrossEntropyHead) throws -> R) throws -> R {
         try clock.boundary()
         return try clock.timed(\.loss) {
-            let targets = MLXArray(Array(example.targets))
+            defer { freeCache() }
             let tile = tile(y)
-            let (loss, dy) = try bundle.withHead { weights in
-                try withWorkspace(workspace) {
-                    let head = CrossEntropyHead(
-                        weights: weights, architecture: bundle.architecture, tile: tile.vocabulary,
-                        tokens: tile.lossTokens, pace: tile.pace, workBetweenBoundaries: workBetweenBoundaries)
-                    return try head(y, targets: targets, counted: example.counted, gradientScale: gradientScale) {
-                        try clock.boundary()
-                    }
+            return try bundle.withHead { weights in
+                try withWorkspace {
+                    try body(
+                        CrossEntropyHead(
+                            weights: weights, architecture: bundle.architecture, tile: tile.vocabulary,
+                            tokens: tile.lossTokens, pace: tile.pace, workBetweenBoundaries: workBetweenBoundaries))
                 }
             }
-            freeCache()
-            return (try loss.number(Float.self), dy)
         }
     }
 
-    /// The sum of the losses of the counted targets, in nats, with the parameters as they are or moved.
+    /// The sum of the losses of a sequence's counted targets, in nats, with the parameters as they are or moved.
     func loss(_ example: Example, parameters moved: (_ block: Int, _ lora: MLXArray) throws -> MLXArray = { $1 })
         throws -> Float
     {
         var x = try embed(example)
-        for block in blocks { x = try forward(block, x, moved(block, parameters(block))).y }
-        return try head(x, example, gradientScale: nil).loss
+        for block in blocks {
+            x = try bundle.withBlock(block) { try output(block, x, moved(block, parameters(block)), $0) }
+        }
+        return try loss(x, example)
     }
 }

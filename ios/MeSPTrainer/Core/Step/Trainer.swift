@@ -1,0 +1,320 @@
+import Foundation
+import MLX
+
+/// LoRA training on a bundle, one block at a time. Not for use from several threads at once.
+///
+/// A step is the paper's algorithm. With block inputs x₀, x₁, … of a model of L blocks:
+///
+///     forward     x₀ = embed(tokens),  xₗ₊₁ = blockₗ(xₗ),  of which only the inputs stay
+///     head        loss, d = ∂loss/∂x_L
+///     for l = L − 1 … 0:
+///         recompute         the intermediates of block l, from xₗ
+///         differentiate     g = the gradient of block l's LoRA matrices,  d ← ∂loss/∂xₗ
+///         update            block l's LoRA matrices with g
+///         free              everything but d
+///
+/// Updating at once is exact: no block before reads block l's matrices again. Of several sequences g is the sum: they go through the
+/// model one after the other, or each block takes all of them before the next (`Plan.order`).
+final class Trainer {
+    /// A sequence of a step, and the weight of each of its targets in the step's loss.
+    struct Part {
+        let example: Example
+        let weight: Float
+    }
+
+    /// One forward and backward pass of some sequences, which go through each block together.
+    ///
+    /// - Parameter update: gets each trained block's gradient `[P]`, the sum of the sequences', from the last block to the first, as soon
+    ///   as it is there, and may change that block's parameters.
+    /// - Returns: the sum of the losses, each times its part's weight.
+    /// - Throws: `NotFinite` where that is not finite; then nothing was updated.
+    func backpropagate(_ parts: [Part], update: (_ block: Int, _ gradient: MLXArray) throws -> Void) throws -> Float {
+        // Of each sequence the last block's output, then d.
+        var states = try forward(parts.map(\.example))
+        var loss: Float = 0
+        try model.bundle.withHead { _ in
+            for (sequence, part) in parts.enumerated() {
+                let (sum, d) = try head(states[sequence], part.example, weight: part.weight)
+                loss += part.weight * sum
+                states[sequence] = d
+            }
+        }
+        try backward(&states, update: update)
+        return loss
+    }
+
+    /// Forward: each block's inputs stay. All sequences go through a block while its weights are mapped.
+    ///
+    /// - Parameter first: the number of the first sequence, among those whose inputs stay. The last blocks' intermediates, where the plan
+    ///   has memory for them, stay of a pass that begins at 0.
+    /// - Returns: the last block's outputs.
+    func forward(_ examples: [Example], first: Int = 0) throws -> [MLXArray] {
+        kept = [:]
+        var states = try examples.map(model.embed)
+        for block in model.blocks {
+            try model.bundle.withBlock(block) { weights in
+                let lora = try model.parameters(block)
+                for sequence in states.indices {
+                    let (place, x) = (place(block, first + sequence), states[sequence])
+                    if trained.contains(block) { try inputs.write(x, place) }
+                    if first == 0, keepsIntermediates(block) {
+                        let outputs = try model.outputs(block, x, lora, weights)
+                        (states[sequence], kept[place]) = (outputs.y, outputs.intermediates)
+                    } else {
+                        states[sequence] = try model.output(block, x, lora, weights)
+                    }
+                }
+            }
+        }
+        return states
+    }
+
+    /// The sum of a sequence's losses, and its gradient by the last block's output, times `weight`.
+    ///
+    /// - Throws: `NotFinite` where the loss is not finite.
+    func head(_ y: MLXArray, _ example: Example, weight: Float) throws -> (loss: Float, dy: MLXArray) {
+        let (loss, dy) = try model.lossAndGradient(y, example, scale: weight)
+        guard loss.isFinite else { throw try model.notFinite([example]) }
+        return (loss, dy)
+    }
+
+    /// Backward, from the last block: recompute, differentiate, update, free.
+    ///
+    /// - Parameters:
+    ///   - d: of each sequence the gradient of the last block's output; replaced by that of the first trained block's input.
+    ///   - first: as in the forward pass.
+    func backward(
+        _ d: inout [MLXArray], first: Int = 0, update: (_ block: Int, _ gradient: MLXArray) throws -> Void
+    ) throws {
+        for block in trained.reversed() {
+            var sum: MLXArray?
+            try model.bundle.withBlock(block) { weights in
+                for sequence in d.indices {
+                    try clock.boundary(changed: sums == nil && block < model.blocks.upperBound - 1)
+                    try clock.timed(\.backward) {
+                        var gradient = try gradient(block, place(block, first + sequence), weights, d: &d[sequence])
+                        if let sum {
+                            gradient = sum + gradient
+                            eval(gradient)
+                        }
+                        if sequence == d.count - 1 { try update(block, gradient) } else { sum = gradient }
+                        model.freeCache()
+                    }
+                }
+            }
+        }
+        model.isWarm = true
+    }
+
+    /// The gradient of a block's LoRA parameters `[P]`, from its input at `place`; d goes from dy to dx. Both are evaluated.
+    private func gradient(_ block: Int, _ place: Int, _ weights: BlockWeights, d: inout MLXArray) throws -> MLXArray {
+        let x = try inputs.take(place)
+        let lora = try model.parameters(block)
+        let gradient: MLXArray
+        if let automatic {
+            gradient = try automatic(block, x, lora, weights, d: &d)
+        } else {
+            gradient = try model.withWorkspace {
+                let intermediates = try kept.removeValue(forKey: place) ?? model.recompute(block, x, lora, weights)
+                return model.block(block, x, lora, weights)
+                    .gradient(x: x, consume intermediates, d: &d, wantsInput: block > trained.lowerBound)
+            }
+        }
+        return mask(block).map { gradient * $0 } ?? gradient
+    }
+
+    /// Where a block's input of a sequence is kept.
+    private func place(_ block: Int, _ sequence: Int) -> Int { sequence * model.blocks.count + block }
+
+    // MARK: - A step
+
+    struct StepResult {
+        /// Nats a token.
+        let loss: Float
+        /// The targets that counted.
+        let tokens: Int
+        /// The inputs up to each sequence's last target that counted.
+        let inputTokens: Int
+        /// ‖∂loss/∂lora‖₂ over all blocks, before clipping; of DP-SGD the mean of the examples'. nil where it isn't clipped.
+        var gradientNorm: Float?
+        /// Of a step on judged answers.
+        var preference: PreferenceFigures?
+    }
+
+    /// One update from some batches of sequences.
+    ///
+    /// A batch's loss is the mean over all its counted targets, the step's the mean of its batches'. One after the other, sequences take
+    /// the memory of one and of a sum of gradients, however many they are; by blocks, of all their block inputs, and unless the update
+    /// needs all gradients at once, of one block's sum.
+    /// - Parameter number: of the step, from 0.
+    /// - Throws: `NotFinite`. With `skipBadSteps` nothing has changed then; otherwise some blocks may have been updated.
+    func step(_ batches: [[Example]], number: Int) throws -> StepResult {
+        let parts = batches.flatMap { batch in
+            let counted = batch.reduce(0) { $0 + $1.counted.count }
+            return batch.map { Part(example: $0, weight: 1 / Float(counted * batches.count)) }
+        }
+        let (loss, norm) = try takingBack {
+            settings.method == .mezo ? try zerothOrderStep(parts, number) : try firstOrderStep(parts, number)
+        }
+        return StepResult(
+            loss: loss, tokens: parts.reduce(0) { $0 + $1.example.counted.count },
+            inputTokens: parts.reduce(0) { $0 + $1.example.inputCount }, gradientNorm: norm)
+    }
+
+    private func firstOrderStep(_ parts: [Part], _ number: Int) throws -> (loss: Float, norm: Float?) {
+        let keys = keys(number)
+        sums?.reset()
+        var loss: Float = 0
+        for group in plan.order == .blocks ? [parts] : parts.map({ [$0] }) {
+            loss += try backpropagate(group) { block, gradient in
+                if sums == nil { try update(block, gradient, number, keys[block]) } else { try gather(block, gradient) }
+            }
+        }
+        return (loss, sums == nil ? nil : try updateFromSums(number, keys))
+    }
+
+    /// What `step` gives. With `skipBadSteps`, where it throws `NotFinite`, parameters and state are as before.
+    func takingBack<R>(_ step: () throws -> R) throws -> R {
+        let before = settings.skipBadSteps ? (model.lora, optimizer) : nil
+        do {
+            return try step()
+        } catch let error as NotFinite {
+            if let before { (model.lora, optimizer) = before }
+            throw error
+        }
+    }
+
+    /// Adds a sequence's gradient of a block to its sum.
+    func gather(_ block: Int, _ gradient: MLXArray) throws {
+        guard sums != nil else { preconditionFailure("gradients are not summed") }
+        try sums?.add(gradient, block)
+    }
+
+    /// Updates every trained block from the sums; the norm is `updateAll`'s.
+    func updateFromSums(_ number: Int, _ keys: [MLXArray]) throws -> Float? {
+        guard let sums else { preconditionFailure("gradients are not summed") }
+        return try updateAll(number, keys, gradient: sums.read)
+    }
+
+    /// A random key for each block in a step.
+    func keys(_ number: Int) -> [MLXArray] {
+        let seed = Self.scattered(settings.seed) &+ UInt64(settings.firstStep + number)
+        return MLXRandom.split(key: MLXRandom.key(seed), into: model.blocks.count)
+    }
+
+    /// The first output of SplitMix64 with this state. Neighbouring seeds lie so far apart afterwards that counting steps from one does not
+    /// lead to the other.
+    private static func scattered(_ seed: UInt64) -> UInt64 {
+        var z = seed &+ 0x9e37_79b9_7f4a_7c15
+        z = (z ^ (z >> 30)) &* 0xbf58_476d_1ce4_e5b9
+        z = (z ^ (z >> 27)) &* 0x94d0_49bb_1331_11eb
+        return z ^ (z >> 31)
+    }
+
+    // MARK: - What a step needs
+
+    let model: BlockwiseModel
+    let clock = StepClock()
+    let settings: RunSettings
+    let plan: Plan
+    /// MeBP's gradients; nil where they are the structured backward pass's.
+    private let automatic: AutomaticBackward?
+    /// The blocks whose parameters are trained.
+    let trained: Range<Int>
+    /// The modules of these blocks that are trained.
+    let modules: [Module]
+    /// For each of the model's mixers what `mask` gives of its blocks.
+    private let masks: [MLXArray]?
+    /// The block inputs, from the forward to the backward pass: all of a sequence, then of the next.
+    private var inputs: BlockArrays
+    /// The last blocks' intermediates that stay from the forward to the backward pass, by the place of the block's input.
+    private var kept = [Int: Intermediates]()
+    /// Sums of gradients, where an update needs more than one backward pass gives at a time.
+    var sums: GradientSums?
+    /// Of DP-SGD the sums of clipped gradients; `sums` are then those of one example.
+    var clippedSums: GradientSums?
+    var optimizer: Optimizer
+    /// The parameters that the run began with, where answers are compared with that model or an update is held near it.
+    let start: BlockArrays?
+    /// log π₀ of answers, in nats, as they are met.
+    var references = [JudgedAnswer.Source: Float]()
+
+    /// - Parameters:
+    ///   - settings: `Manifest.check` must have found their length and rank in the bundle.
+    ///   - folder: where the files of offloaded arrays are made, if the plan asks for any.
+    init(bundle: ModelBundle, settings: RunSettings, plan: Plan, folder: URL) throws {
+        let architecture = bundle.architecture
+        let blocks = architecture.numHiddenLayers
+        let layouts = architecture.layouts(rank: settings.rank)
+        self.settings = settings
+        self.plan = plan
+        trained = max(0, blocks - (settings.numLayers ?? blocks))..<blocks
+        let modules = try settings.modules(of: architecture)
+        self.modules = modules
+        let isPartial = modules != architecture.modules || settings.freezeA
+        masks =
+            isPartial
+            ? architecture.kinds.map {
+                LoRALayout(block: $0, rank: settings.rank).mask(modules, onlyB: settings.freezeA)
+            } : nil
+
+        let parameters = layouts.map(\.count)
+        let keepsMaps = bundle.backend == .cpu || plan.keepsMaps
+        /// Of the shape that a block's P parameters give.
+        func arrays(_ shape: (_ parameters: Int) -> [Int], _ dtype: DType) throws -> BlockArrays {
+            let largest = shape(parameters.max() ?? 0)
+            let file =
+                plan.offload == .all
+                ? try ArrayFile(in: folder, shape: largest, dtype: dtype, keepsMaps: keepsMaps) : nil
+            return BlockArrays(count: blocks, file: file, keepsPrevious: settings.skipBadSteps)
+        }
+        let trained = trained
+        func zeros(_ shape: (_ parameters: Int) -> [Int], _ dtype: DType) throws -> BlockArrays {
+            var arrays = try arrays(shape, dtype)
+            for block in trained { try arrays.write(MLXArray.zeros(shape(parameters[block]), dtype: dtype), block) }
+            return arrays
+        }
+        let longest = [1, settings.seqLen, architecture.hiddenSize]
+        let inputsFile =
+            plan.offload != .none && settings.method != .mezo
+            ? try ArrayFile(in: folder, shape: longest, dtype: bundle.dtype, keepsMaps: keepsMaps) : nil
+        inputs = BlockArrays(count: plan.sequences(of: settings) * blocks, file: inputsFile)
+        optimizer = try Optimizer(settings, zeros: zeros)
+        sums = plan.gathersGradients(of: settings) ? GradientSums(try zeros({ [$0] }, .float32)) : nil
+        clippedSums = settings.dpClip == nil ? nil : GradientSums(try zeros({ [$0] }, .float32))
+        var lora = try arrays({ [$0] }, settings.loraDtype.dtype)
+        for (block, layout) in layouts.enumerated() {
+            try lora.write(layout.initial(seed: settings.seed, block: block).asType(settings.loraDtype.dtype), block)
+        }
+        start = try Self.start(settings, architecture) { try arrays({ [$0] }, .float32) }
+        model = try BlockwiseModel(bundle, settings, plan: plan, lora: lora, clock: clock)
+        automatic = settings.method == .mebp ? AutomaticBackward(model) : nil
+    }
+
+    /// The adapters of the settings, in each block.
+    private static func start(
+        _ settings: RunSettings, _ architecture: Architecture, arrays: () throws -> BlockArrays
+    ) throws -> BlockArrays? {
+        guard settings.keepsStart, let folder = settings.adapters else { return nil }
+        var start = try arrays()
+        let adapters = try loadAdapters(
+            from: URL(fileURLWithPath: folder), architecture: architecture, onlyB: settings.freezeA)
+        for (block, vector) in adapters.lora.enumerated() { try start.write(vector, block) }
+        return start
+    }
+
+    /// 1 for each parameter of a trained module of a block, 0 for the others, `[P]`; nil where all are trained.
+    func mask(_ block: Int) -> MLXArray? { masks.map { $0[model.bundle.architecture.layers[block]] } }
+
+    /// Whether a block's intermediates stay from the forward to the backward pass.
+    private func keepsIntermediates(_ block: Int) -> Bool {
+        settings.method == .mesp && block >= model.blocks.upperBound - plan.keptBlocks
+    }
+
+    /// Bytes written to offloaded arrays since the start.
+    var writtenBytes: Int {
+        [inputs, model.lora, sums?.arrays, clippedSums?.arrays, optimizer.first, optimizer.second].reduce(0) {
+            $0 + ($1?.written ?? 0)
+        }
+    }
+}
