@@ -84,7 +84,7 @@ import Observation
     /// - Parameters:
     ///   - data: the folder of the text's tokens; nil for the bundle's own
     ///   - folder: what the node keeps
-    /// - Throws: `MeSPError`, `FederationError`
+    /// - Throws: `MeSPError`
     func join(with bundle: StoredBundle, data: URL?, folder: URL) async throws {
         guard !isOn else { return }
         guard let server = URL(string: address.trimmingCharacters(in: .whitespaces)) else {

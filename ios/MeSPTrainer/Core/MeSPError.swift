@@ -1,26 +1,15 @@
 import Foundation
-import MeSPFederation
 import MeSPSentences
 
 /// Words for a person, in English and in the language of the app.
 public typealias Sentence = MeSPSentences.Sentence
 
-/// A failure that a person can act on: one plain sentence that names the thing and the remedy.
-public struct MeSPError: LocalizedError, Sendable, Equatable {
-    public let sentence: Sentence
-
-    public init(_ sentence: Sentence) {
-        self.sentence = sentence
-    }
-
-    public var errorDescription: String? { sentence.localized }
-}
+public typealias MeSPError = MeSPSentences.MeSPError
 
 extension Error {
     /// The error in words: a `MeSPError`'s own, or the system's.
     package var plainSentence: Sentence {
         if let error = self as? MeSPError { return error.sentence }
-        if let error = self as? FederationError { return error.sentence }
         if let decoding = self as? DecodingError {
             switch decoding {
             case .keyNotFound(let key, _): return "\(key.stringValue) is missing"

@@ -1,4 +1,5 @@
 import Foundation
+import MeSPSentences
 
 #if canImport(Darwin)
     import Darwin
@@ -64,16 +65,16 @@ package func synchronize(folder: URL) -> Int32 {
 final class NodeLock: Sendable {
     private let file: Int32
 
-    /// - Throws: `FederationError` where another node has it.
+    /// - Throws: `MeSPError` where another node has it.
     init(_ folder: URL) throws {
         let path = folder.appendingPathComponent(".lock").path
         file = open(path, O_RDWR | O_CREAT | O_NOFOLLOW | O_CLOEXEC, 0o600)
         guard file >= 0 else {
-            throw FederationError("\(path) cannot be written (\(String(cString: strerror(errno)))).")
+            throw MeSPError("\(path) cannot be written (\(String(cString: strerror(errno)))).")
         }
         guard flock(file, LOCK_EX | LOCK_NB) == 0 else {
             close(file)
-            throw FederationError("Another node is at work in \(folder.path); end it, or name another folder.")
+            throw MeSPError("Another node is at work in \(folder.path); end it, or name another folder.")
         }
     }
 

@@ -36,7 +36,7 @@ struct FleetAPI: Sendable {
     private static let mostOfObject = 6 << 20, mostBytes = 1 << 20
 
     /// - Parameter seconds: until when the answer must be here
-    /// - Throws: `Unreachable`, `Refusal`, `FederationError`; `CancellationError` at once where the task is cancelled
+    /// - Throws: `Unreachable`, `Refusal`, `MeSPError`; `CancellationError` at once where the task is cancelled
     @discardableResult
     func call(_ name: String, within seconds: Double = 300, _ write: (inout ProtobufWriter) -> Void) async throws
         -> ProtobufMessage
@@ -68,21 +68,21 @@ struct FleetAPI: Sendable {
         } catch Transport.Failure.tooSlow {
             throw Unreachable(sentence: "\(server.absoluteString) takes too long to answer.")
         } catch Transport.Failure.tooLong {
-            throw FederationError(
+            throw MeSPError(
                 "\(server.absoluteString) answers \(name) with more bytes than any answer of Flower's has; ask who runs it."
             )
         }
         switch status {
         case 200: return try ProtobufMessage(data)
         case 401:
-            throw FederationError(
+            throw MeSPError(
                 "The SuperLink does not know this node's key, or the clocks differ by more than five seconds; have the key registered with flwr supernode register, and set the clock."
             )
         case 429, 500, 502, 503, 504:
             throw Unreachable(sentence: "\(server.absoluteString) is busy (\(status)).")
         default:
             if let refusal = try? JSONDecoder().decode(Refusal.self, from: data) { throw refusal }
-            throw FederationError(
+            throw MeSPError(
                 "\(server.absoluteString) does not speak the fleet protocol of Flower \(Self.version): it answers \(status) to \(name). Run that version's SuperLink there."
             )
         }
@@ -105,7 +105,7 @@ struct Metadata {
     var sourceTask: UInt64?
     var destinationTask: UInt64?
 
-    /// - Throws: `FederationError` where a time is no number, or a text is longer than any of Flower's.
+    /// - Throws: `MeSPError` where a time is no number, or a text is longer than any of Flower's.
     init(_ message: ProtobufMessage) throws {
         (run, self.message) = (message.number(1), message.text(2))
         (source, destination) = (message.number(3), message.number(4))
@@ -115,7 +115,7 @@ struct Metadata {
         destinationTask = message.has(11) ? message.number(11) : nil
         guard timeToLive.isFinite, created.isFinite, (created + timeToLive).isFinite,
             [self.message, replyTo, group, type].allSatisfy({ $0.utf8.count <= 1000 })
-        else { throw FederationError("The server sent a message whose metadata is not in order; ask who runs it.") }
+        else { throw MeSPError("The server sent a message whose metadata is not in order; ask who runs it.") }
     }
 
     /// The metadata of an answer that is made now. It is good as long as the question.

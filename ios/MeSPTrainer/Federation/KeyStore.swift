@@ -1,4 +1,5 @@
 import Foundation
+import MeSPSentences
 
 #if os(iOS)
     import Security
@@ -32,8 +33,8 @@ import Foundation
             guard status == errSecSuccess || status == errSecDuplicateItem else { throw failure(status) }
         }
 
-        private func failure(_ status: OSStatus) -> FederationError {
-            FederationError("the Keychain fails with \(Int(status))")
+        private func failure(_ status: OSStatus) -> MeSPError {
+            MeSPError("the Keychain fails with \(Int(status))")
         }
     }
 #else

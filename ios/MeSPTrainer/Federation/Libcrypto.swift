@@ -1,5 +1,6 @@
 #if !canImport(CryptoKit)
     import Foundation
+    import MeSPSentences
 
     /// What of CryptoKit a node needs, by OpenSSL's libcrypto, which is loaded when it is first used: versions 1.1 and 3 have these.
     private enum Libcrypto {
@@ -13,7 +14,7 @@
         /// - Parameter type: the function's, as in OpenSSL's headers
         static func function<F>(_ name: String, _ type: F.Type) throws -> F {
             guard let library, let function = dlsym(library, name) else {
-                throw FederationError("OpenSSL's libcrypto is missing: on Debian, apt install libssl3.")
+                throw MeSPError("OpenSSL's libcrypto is missing: on Debian, apt install libssl3.")
             }
             return unsafeBitCast(function, to: type)
         }
@@ -26,7 +27,7 @@
                 var position = buffer.baseAddress
                 return write(key, &position)
             }
-            guard written > 0 else { throw FederationError("The key could not be written.") }
+            guard written > 0 else { throw MeSPError("The key could not be written.") }
             return Data(bytes)
         }
     }
@@ -42,7 +43,7 @@
             let new = try Libcrypto.function("EC_KEY_new_by_curve_name", (@convention(c) (CInt) -> OpaquePointer?).self)
             let generate = try Libcrypto.function("EC_KEY_generate_key", (@convention(c) (OpaquePointer) -> CInt).self)
             let prime256v1: CInt = 415
-            guard let key = new(prime256v1), generate(key) == 1 else { throw FederationError("No key could be made.") }
+            guard let key = new(prime256v1), generate(key) == 1 else { throw MeSPError("No key could be made.") }
             try self.init(key)
         }
 
@@ -70,7 +71,7 @@
             hash.update(data: message)
             let digest = hash.finalize()
             guard sign(0, digest, CInt(digest.count), &signature, &count, key) == 1 else {
-                throw FederationError("The key could not sign.")
+                throw MeSPError("The key could not sign.")
             }
             return Data(signature.prefix(Int(count)))
         }
@@ -86,7 +87,7 @@
                 var position = buffer.baseAddress
                 return read(nil, &position, buffer.count)
             }
-            guard let key else { throw FederationError("it holds no private key in DER") }
+            guard let key else { throw MeSPError("it holds no private key in DER") }
             return key
         }
 

@@ -1,4 +1,5 @@
 import Foundation
+import MeSPSentences
 
 #if canImport(CryptoKit)
     import CryptoKit
@@ -10,7 +11,7 @@ public struct NodeKey: Sendable {
 
     /// The node's key, which is made where there is none: in the Keychain on iOS, elsewhere in a file that its owner alone can read.
     ///
-    /// - Throws: `FederationError` where it cannot be read or kept, or is no key.
+    /// - Throws: `MeSPError` where it cannot be read or kept, or is no key.
     public init(file: URL) throws {
         do {
             let store = KeyStore(file: file)
@@ -18,7 +19,7 @@ public struct NodeKey: Sendable {
             // Another process may have been the first to add one.
             key = try P256Key(representation: try store.read() ?? Data())
         } catch {
-            throw FederationError("\(file.path) cannot be used as this node's key (\(error.localizedDescription)).")
+            throw MeSPError("\(file.path) cannot be used as this node's key (\(error.localizedDescription)).")
         }
     }
 

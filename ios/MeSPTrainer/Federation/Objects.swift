@@ -1,4 +1,5 @@
 import Foundation
+import MeSPSentences
 
 /// Flower's objects: what messages carry, each under the SHA-256 of its content, so that nothing is sent that is there.
 ///
@@ -10,10 +11,10 @@ struct FlowerObject {
 
     var content: Data { Data("\(type) \(children.joined(separator: ",")) \(body.count)".utf8) + [0] + body }
 
-    /// - Throws: `FederationError` where the content is not that of the id.
+    /// - Throws: `MeSPError` where the content is not that of the id.
     static func check(_ content: Data, id: String) throws {
         guard sha256(content) == id else {
-            throw FederationError("The server sent an object that is not the one that was asked for.")
+            throw MeSPError("The server sent an object that is not the one that was asked for.")
         }
     }
 
@@ -21,13 +22,13 @@ struct FlowerObject {
         (self.type, self.children, self.body) = (type, children, body)
     }
 
-    /// - Throws: `FederationError` where the content is not that of an object.
+    /// - Throws: `MeSPError` where the content is not that of an object.
     init(content: Data) throws {
         let parts = content.prefix { $0 != 0 }.split(separator: UInt8(ascii: " "), omittingEmptySubsequences: false)
             .map { String(decoding: $0, as: UTF8.self) }
         let body = Data(content.drop { $0 != 0 }.dropFirst())
         guard parts.count == 3, Int(parts[2]) == body.count else {
-            throw FederationError("The server sent an object that is not whole; ask who runs it.")
+            throw MeSPError("The server sent an object that is not whole; ask who runs it.")
         }
         self.init(parts[0], children: parts[1].split(separator: ",").map(String.init), body: body)
     }
@@ -40,11 +41,11 @@ struct ObjectTree {
 
     init(id: String, children: [ObjectTree]) { (self.id, self.children) = (id, children) }
 
-    /// - Throws: `FederationError` where it is deeper than any message, or an id is no SHA-256.
+    /// - Throws: `MeSPError` where it is deeper than any message, or an id is no SHA-256.
     init(_ message: ProtobufMessage, depth: Int = 8) throws {
         id = message.text(1)
         guard depth > 0, id.count == 64, id.allSatisfy(\.isHexDigit) else {
-            throw FederationError("The server sent an object tree that is not in order; ask who runs it.")
+            throw MeSPError("The server sent an object tree that is not in order; ask who runs it.")
         }
         children = try message.messages(2).map { try ObjectTree($0, depth: depth - 1) }
     }
@@ -86,14 +87,14 @@ struct ObjectStore {
 
     /// Takes an object that came from elsewhere.
     ///
-    /// - Throws: `FederationError` where it is not the one of that id.
+    /// - Throws: `MeSPError` where it is not the one of that id.
     mutating func take(_ content: Data, id: String) throws {
         try FlowerObject.check(content, id: id)
         contents[id] = content
     }
 
     func object(_ id: String) throws -> FlowerObject {
-        guard let content = contents[id] else { throw FederationError("The server sent a message that lacks a part.") }
+        guard let content = contents[id] else { throw MeSPError("The server sent a message that lacks a part.") }
         return try FlowerObject(content: content)
     }
 }
@@ -170,7 +171,7 @@ extension ObjectStore {
                 records.arrays[name] = try named(object, "ArrayRecord").mapValues { try array($0, take) }
             case "MetricRecord": records.metrics[name] = try values(object)
             case "ConfigRecord": records.configs[name] = try values(object)
-            default: throw FederationError("The server sent a \(object.type), which this version does not know.")
+            default: throw MeSPError("The server sent a \(object.type), which this version does not know.")
             }
         }
         return records
@@ -179,7 +180,7 @@ extension ObjectStore {
     private func named(_ object: FlowerObject, _ type: String) throws -> [String: String] {
         guard object.type == type, object.body.count <= Self.mostOfNames,
             let names = try? JSONDecoder().decode([String: String].self, from: object.body)
-        else { throw FederationError("The server sent a \(object.type) where a \(type) belongs.") }
+        else { throw MeSPError("The server sent a \(object.type) where a \(type) belongs.") }
         return names
     }
 
@@ -206,7 +207,7 @@ extension ObjectStore {
         guard object.type == "Array", object.body.count <= Self.mostOfNames,
             let array = try? JSONDecoder().decode(Description.self, from: object.body),
             array.stype == "numpy.ndarray", array.chunks.allSatisfy(object.children.indices.contains)
-        else { throw FederationError("The server sent an array in a form that this version does not know.") }
+        else { throw MeSPError("The server sent an array in a form that this version does not know.") }
         var chunks = [String: Data]()
         for id in Set(object.children) { chunks[id] = try self.object(id).body }
         let parts = array.chunks.compactMap { chunks[object.children[$0]] }

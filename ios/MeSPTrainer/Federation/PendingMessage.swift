@@ -1,4 +1,5 @@
 import Foundation
+import MeSPSentences
 
 /// The message that a node has, and its answer, in files.
 ///
@@ -13,8 +14,8 @@ struct PendingMessage {
     /// More objects than any message has.
     private static let mostObjects = 4096
 
-    static func tooLarge(_ most: Int) -> FederationError {
-        FederationError(
+    static func tooLarge(_ most: Int) -> MeSPError {
+        MeSPError(
             "The server sent a message of more than \(max(most / 1_000_000, 1)) MB, which is more than this model's adapters take; ask who runs it."
         )
     }
@@ -43,7 +44,7 @@ struct PendingMessage {
             if let metadata = try saved.messages(1).last, let tree = try saved.messages(2).last {
                 return (try Metadata(metadata), try ObjectTree(tree))
             }
-        } catch is FederationError {}
+        } catch is MeSPError {}
         try FileManager.default.removeItem(at: file)
         return nil
     }
@@ -69,7 +70,7 @@ struct PendingMessage {
     }
 
     /// - Parameter bytes: of the objects that are here
-    /// - Throws: `FederationError` where a tree has more than a message of this model's.
+    /// - Throws: `MeSPError` where a tree has more than a message of this model's.
     func check(_ tree: ObjectTree, bytes: Int) throws {
         guard bytes <= mostBytes, tree.ids.count <= Self.mostObjects else { throw Self.tooLarge(mostBytes) }
     }
@@ -77,12 +78,12 @@ struct PendingMessage {
     func object(_ id: String) throws -> Data {
         guard id.allSatisfy(\.isHexDigit), let content = try? Data(contentsOf: objects.appendingPathComponent(id))
         else {
-            throw FederationError("The server asked for an object that is not this node's.")
+            throw MeSPError("The server asked for an object that is not this node's.")
         }
         return content
     }
 
-    /// - Throws: `FederationError` where the content is not that of the id.
+    /// - Throws: `MeSPError` where the content is not that of the id.
     func take(_ content: Data, id: String) throws {
         try FlowerObject.check(content, id: id)
         try FileManager.default.createDirectory(at: objects, withIntermediateDirectories: true)
@@ -94,7 +95,7 @@ struct PendingMessage {
         var store = ObjectStore()
         for id in tree.ids { try store.take(object(id), id: id) }
         guard let content = try store.object(tree.id).children.first else {
-            throw FederationError("The server sent a message without content.")
+            throw MeSPError("The server sent a message without content.")
         }
         return (try store.records(content, most: mostBytes), store.contents.values.reduce(0) { $0 + $1.count })
     }

@@ -1,4 +1,5 @@
 import Foundation
+import MeSPSentences
 
 /// A message in protobuf's wire format (https://protobuf.dev/programming-guides/encoding), as it is written. What is 0 or empty is left
 /// out, as proto3 has it, but for bytes and messages, and for what is marked as present.
@@ -78,7 +79,7 @@ struct ProtobufMessage {
     /// In memory a field takes many times the two bytes that it can be sent in.
     private static let mostFields = 1 << 16
 
-    /// - Throws: `FederationError` where the bytes are no message, or have more fields than any of Flower's.
+    /// - Throws: `MeSPError` where the bytes are no message, or have more fields than any of Flower's.
     init(_ data: Data) throws {
         var (rest, count) = (data[...], 0)
         while !rest.isEmpty {
@@ -97,7 +98,7 @@ struct ProtobufMessage {
         }
     }
 
-    private static let damaged = FederationError("The server sent what is no protobuf message; ask who runs it.")
+    private static let damaged = MeSPError("The server sent what is no protobuf message; ask who runs it.")
 
     private static func take(_ count: UInt64, _ rest: inout Data) throws -> Data {
         guard count <= UInt64(rest.count) else { throw damaged }

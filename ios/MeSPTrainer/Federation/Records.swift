@@ -1,4 +1,5 @@
 import Foundation
+import MeSPSentences
 
 /// What a Flower message carries: records of arrays, of metrics and of settings, each by its name.
 public struct Records: Sendable, Equatable {
@@ -93,11 +94,11 @@ public struct FlowerArray: Sendable, Equatable {
 
     private static let magic = Data([0x93]) + Data("NUMPY".utf8)
 
-    /// - Throws: `FederationError` for another kind of numbers, and where the file is not whole.
+    /// - Throws: `MeSPError` for another kind of numbers, and where the file is not whole.
     init(npy file: Data) throws {
         let file = Data(file)
         guard file.count >= 12, file.prefix(6) == Self.magic else {
-            throw FederationError("The server sent an array that is no .npy file; ask who runs it.")
+            throw MeSPError("The server sent an array that is no .npy file; ask who runs it.")
         }
         let start = file[6] == 1 ? 10 : 12
         let length = (8..<start).reversed().reduce(0) { $0 << 8 | Int(file[$1]) }
@@ -107,16 +108,16 @@ public struct FlowerArray: Sendable, Equatable {
         }
         guard let kind = (value("descr", until: ",")?.dropFirst().dropLast()).flatMap({ Kind(rawValue: String($0)) }),
             value("fortran_order", until: ",") == "False", let sizes = value("shape", until: ")")
-        else { throw FederationError("The server sent an array that is neither float32 nor uint16; ask who runs it.") }
+        else { throw MeSPError("The server sent an array that is neither float32 nor uint16; ask who runs it.") }
         let shape = sizes.dropFirst().split(separator: ",").map { Int($0.trimmingCharacters(in: .whitespaces)) }
         let data = Data(file.dropFirst(start + length))
         var bytes = kind.size
         for size in shape {
             let (product, overflow) = bytes.multipliedReportingOverflow(by: size ?? -1)
-            guard let size, size >= 0, !overflow else { throw FederationError("The server sent an array of no shape.") }
+            guard let size, size >= 0, !overflow else { throw MeSPError("The server sent an array of no shape.") }
             bytes = product
         }
-        guard bytes == data.count else { throw FederationError("The server sent an array that is not whole.") }
+        guard bytes == data.count else { throw MeSPError("The server sent an array that is not whole.") }
         self.init(kind, shape: shape.compactMap { $0 }, data: data)
     }
 }

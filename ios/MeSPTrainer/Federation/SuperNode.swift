@@ -70,7 +70,7 @@ public struct SuperNode: Sendable {
     ///   - folder: what the node has received, and, but on iOS, its key; made where it is missing
     ///   - mostBytes: the most that a message may have, on disk and in memory
     ///   - configuration: what networks may be used
-    /// - Throws: `FederationError` where the address is none, or the key cannot be read or written.
+    /// - Throws: `MeSPError` where the address is none, or the key cannot be read or written.
     public init(
         server: URL, folder: URL, mostBytes: Int, configuration: URLSessionConfiguration = .ephemeral
     ) throws {
@@ -83,18 +83,18 @@ public struct SuperNode: Sendable {
         seconds: Seconds
     ) throws {
         guard ["http", "https"].contains(server.scheme), let host = server.host, !host.isEmpty else {
-            throw FederationError(
+            throw MeSPError(
                 "\(server.absoluteString) is no SuperLink's address; write it as in https://links.example.org:8000.")
         }
         guard server.scheme == "https" || ["127.0.0.1", "::1", "localhost"].contains(host) else {
-            throw FederationError(
+            throw MeSPError(
                 "\(server.absoluteString) is an address without TLS, where others can read and change what is sent; have the SuperLink started with --ssl-certfile, and write https."
             )
         }
         do {
             try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)
         } catch {
-            throw FederationError("\(folder.path) cannot be made (\(error.localizedDescription)).")
+            throw MeSPError("\(folder.path) cannot be made (\(error.localizedDescription)).")
         }
         let key = try NodeKey(file: folder.appendingPathComponent("node.key"))
         try Data(key.openSSH.utf8).write(to: folder.appendingPathComponent("node.pub"), options: .atomic)
@@ -107,7 +107,7 @@ public struct SuperNode: Sendable {
     /// - Parameters:
     ///   - report: is told what happens
     ///   - answer: makes the answer to a message; one at a time
-    /// - Throws: `FederationError` where the server does not let it in or speaks another protocol, or another node is at work in the
+    /// - Throws: `MeSPError` where the server does not let it in or speaks another protocol, or another node is at work in the
     ///   folder; `CancellationError`.
     public func run(
         report: @escaping @Sendable (Event) -> Void, answer: @escaping @Sendable (Question) async throws -> Records
@@ -178,7 +178,7 @@ public struct SuperNode: Sendable {
                 return answer.number(1)
             } catch let refusal as FleetAPI.Refusal where refusal.code == FleetAPI.Refusal.cannotActivate {
                 guard Date.now.timeIntervalSince(began) < seconds.lease else {
-                    throw FederationError(
+                    throw MeSPError(
                         "\(api.server.absoluteString) does not let this node in: have \(folder.appendingPathComponent("node.pub").path) registered there with flwr supernode register, or end the other node that uses its key."
                     )
                 }
@@ -191,7 +191,7 @@ public struct SuperNode: Sendable {
     private func beat(_ node: UInt64, _ report: (Event) -> Void) async throws {
         try await Task.sleep(for: .seconds(seconds.heartbeat * 0.8))
         guard try await persistently(report, { try await isKnown(node) }) else {
-            throw FederationError("\(api.server.absoluteString) no longer knows this node; join again.")
+            throw MeSPError("\(api.server.absoluteString) no longer knows this node; join again.")
         }
     }
 
@@ -231,7 +231,7 @@ public struct SuperNode: Sendable {
             do {
                 return try pending.receive(
                     Metadata(message.messages(1).last ?? ProtobufMessage(Data())), ObjectTree(tree))
-            } catch let error as FederationError {
+            } catch let error as MeSPError {
                 report(.passedOver(error.sentence))
                 return try await Task.sleep(for: .seconds(seconds.poll))
             }
@@ -305,7 +305,7 @@ public struct SuperNode: Sendable {
                     $0.add(3, id)
                 }
                 guard answer.number(1) != 0 else {
-                    throw FederationError("\(api.server.absoluteString) lacks a part of the message that it sent.")
+                    throw MeSPError("\(api.server.absoluteString) lacks a part of the message that it sent.")
                 }
                 if answer.number(2) != 0 {
                     let content = answer.bytes(3)

@@ -1,5 +1,4 @@
 import Foundation
-import MeSPFederation
 import Testing
 
 @testable import MeSPCore
@@ -38,7 +37,7 @@ import Testing
 
     @Test func aFederationsErrorIsTranslatedToo() throws {
         let bundle = try translated(["%@ no longer knows this node; join again.": "%@ kennt diesen Knoten nicht mehr."])
-        let error: any Error = FederationError("\("a.org") no longer knows this node; join again.")
+        let error: any Error = MeSPError("\("a.org") no longer knows this node; join again.")
         #expect(error.plainSentence.localized(by: bundle) == "a.org kennt diesen Knoten nicht mehr.")
     }
 

@@ -104,9 +104,6 @@ import Testing
                     folder: try pending.workFolder)
                 let settings = try FederatedRun(question, bundle: bundle).settings
                 #expect(settings.bundle == bundle.path && settings.output.hasPrefix(folder.path))
-            } catch let error as FederationError {
-                refused += 1
-                #expect(!error.sentence.english.isEmpty)
             } catch let error as MeSPError {
                 refused += 1
                 #expect(!error.sentence.english.isEmpty)
@@ -140,7 +137,7 @@ import Testing
                 #expect(metadata.reply().timeToLive.isFinite)
                 _ = metadata.hasExpired
                 #expect(try ObjectTree(tree).ids.allSatisfy { $0.count == 64 })
-            } catch is FederationError {
+            } catch is MeSPError {
                 refused += 1
             }
         }

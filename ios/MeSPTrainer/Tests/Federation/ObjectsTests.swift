@@ -1,4 +1,5 @@
 import Foundation
+import MeSPSentences
 import Testing
 
 @testable import MeSPFederation
@@ -95,13 +96,13 @@ struct ObjectsTests {
         let records = try store.add("RecordDict", children: [arrays]) { _ in
             Data(#"{"arrays": "\#(arrays.id)"}"#.utf8)
         }
-        let error = #expect(throws: FederationError.self) { try store.records(records.id, most: 1 << 26) }
+        let error = #expect(throws: MeSPError.self) { try store.records(records.id, most: 1 << 26) }
         #expect(error?.sentence.english.contains("more than 67 MB") == (times > 1))
     }
 
     /// A field can take two bytes of a message and some thirty of memory.
     @Test func aMessageHasNoMoreFieldsThanFlowers() throws {
-        #expect(throws: FederationError.self) { try ProtobufMessage(Data(repeating: 8, count: 1 << 20)) }
+        #expect(throws: MeSPError.self) { try ProtobufMessage(Data(repeating: 8, count: 1 << 20)) }
         #expect(try ProtobufMessage(Data(repeating: 8, count: 1 << 16)).number(1) == 8)
     }
 
@@ -109,19 +110,19 @@ struct ObjectsTests {
     @Test func damagedObjectsAreRefused() throws {
         for content in objects.compactMap({ Data(base64Encoded: $0) }) {
             for length in 0..<content.count {
-                #expect(throws: FederationError.self) { try FlowerObject(content: content.prefix(length)) }
+                #expect(throws: MeSPError.self) { try FlowerObject(content: content.prefix(length)) }
             }
             let id = sha256(content)
             for place in stride(from: 0, to: content.count, by: 7) {
                 var changed = content
                 changed[place] ^= 1
                 var store = ObjectStore()
-                #expect(throws: FederationError.self) { try store.take(changed, id: id) }
+                #expect(throws: MeSPError.self) { try store.take(changed, id: id) }
             }
         }
         let npy = Self.floats.npy
         for length in 0..<npy.count {
-            #expect(throws: FederationError.self) { try FlowerArray(npy: npy.prefix(length)) }
+            #expect(throws: MeSPError.self) { try FlowerArray(npy: npy.prefix(length)) }
         }
         for place in npy.indices {
             var changed = npy

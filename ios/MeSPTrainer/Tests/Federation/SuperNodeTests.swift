@@ -1,4 +1,5 @@
 import Foundation
+import MeSPSentences
 import Testing
 
 @testable import MeSPFederation
@@ -89,7 +90,7 @@ final class SuperNodeTests {
         #expect(SuperLink.with(host) { $0.calls.filter { $0 == "activate-node" }.count } == 1)
         // Ended while it sent.
         SuperLink.with(host) { $0.faults["push-object"] = [(400, "")] }
-        await #expect(throws: FederationError.self) {
+        await #expect(throws: MeSPError.self) {
             try await self.node().run(report: { _ in }, answer: Self.train)
         }
         // And at last, without another answer than the one it has.
@@ -113,7 +114,7 @@ final class SuperNodeTests {
 
     @Test func saysThatItCouldNotAndNotWhy() async throws {
         try SuperLink.ask(host)
-        let events = try await run(node(), until: Self.isSent) { _ in throw FederationError("secret") }
+        let events = try await run(node(), until: Self.isSent) { _ in throw MeSPError("secret") }
         let (_, records, reason) = try SuperLink.answered(host)
         #expect(records == nil && reason == "The node could not do it.")
         #expect(events.contains { if case .failed(_, "secret") = $0 { true } else { false } })
@@ -182,7 +183,7 @@ final class SuperNodeTests {
     @Test func aMessageThatWasHalfRemovedLeavesNothing() async throws {
         try SuperLink.ask(host)
         SuperLink.with(host) { $0.faults["push-object"] = [(400, "")] }
-        await #expect(throws: FederationError.self) {
+        await #expect(throws: MeSPError.self) {
             try await self.node().run(
                 report: { _ in },
                 answer: { question in
@@ -206,7 +207,7 @@ final class SuperNodeTests {
             do {
                 try await node(lease: 0).run(report: { _ in }, answer: Self.train)
                 return nil
-            } catch let error as FederationError {
+            } catch let error as MeSPError {
                 return error.sentence.english
             }
         }
@@ -215,12 +216,12 @@ final class SuperNodeTests {
         let unknown = (412, #"{"code": 2004, "detail": "No SuperNode found"}"#)
         #expect(try await sentence(["activate-node": [unknown]])?.contains("flwr supernode register") == true)
         for address in ["ftp://a", "localhost:8000", "http://", "https://", "http://192.168.0.1:8000"] {
-            #expect(throws: FederationError.self) {
+            #expect(throws: MeSPError.self) {
                 try SuperNode(server: try #require(URL(string: address)), folder: folder, mostBytes: 0)
             }
         }
         try Data("no key".utf8).write(to: folder.appendingPathComponent("node.key"))
-        #expect(throws: FederationError.self) { try node() }
+        #expect(throws: MeSPError.self) { try node() }
     }
 
     /// What makes a message that no node can read, and what is said of it.
@@ -297,7 +298,7 @@ final class SuperNodeTests {
         // The answer alone was damaged: it is made again.
         try SuperLink.ask(host)
         SuperLink.with(host) { $0.faults["push-object"] = [(400, "")] }
-        await #expect(throws: FederationError.self) { try await self.node().run(report: { _ in }, answer: Self.train) }
+        await #expect(throws: MeSPError.self) { try await self.node().run(report: { _ in }, answer: Self.train) }
         try Data("x".utf8).write(to: folder.appendingPathComponent("reply"))
         try await run(node(), until: Self.isSent, answer: Self.train)
         #expect(try SuperLink.answered(host).1?.arrays == ["arrays": ["a": SuperLink.numbers([2, 3])]])
@@ -356,7 +357,7 @@ final class SuperNodeTests {
         let (events, continuation) = AsyncStream.makeStream(of: SuperNode.Event.self)
         let task = Self.started(first) { continuation.yield($0) }
         for await event in events { if case .joined = event { break } }
-        let error = await #expect(throws: FederationError.self) {
+        let error = await #expect(throws: MeSPError.self) {
             try await self.node().run(report: { _ in }, answer: Self.train)
         }
         #expect(error?.sentence.english.contains("Another node is at work") == true)
@@ -373,7 +374,7 @@ final class SuperNodeTests {
         try Data("kept".utf8).write(to: elsewhere)
         try FileManager.default.createSymbolicLink(
             at: folder.appendingPathComponent(".lock"), withDestinationURL: elsewhere)
-        await #expect(throws: FederationError.self) {
+        await #expect(throws: MeSPError.self) {
             try await self.node().run(report: { _ in }, answer: Self.train)
         }
         #expect(try Data(contentsOf: elsewhere) == Data("kept".utf8))

@@ -1,8 +1,7 @@
 import Foundation
-import MeSPSentences
 
-/// What went wrong between this machine and a SuperLink, as a sentence for people.
-public struct FederationError: LocalizedError, Sendable, Equatable {
+/// A failure that a person can act on: one plain sentence that names the thing and the remedy.
+public struct MeSPError: LocalizedError, Sendable, Equatable {
     public let sentence: Sentence
 
     public init(_ sentence: Sentence) { self.sentence = sentence }
