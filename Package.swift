@@ -45,7 +45,8 @@ let package = Package(
             name: "MeSPAppModel", dependencies: ["MeSPCore", "MeSPFederation"], path: "ios/MeSPTrainer/AppModel",
             resources: [.process("paper.json")]),
         .testTarget(
-            name: "MeSPTests", dependencies: ["MeSPCore", "MeSPAppModel", "MeSPFederation", "MeSPSentences"] + ledger + metal,
+            name: "MeSPTests",
+            dependencies: ["MeSPCore", "MeSPAppModel", "MeSPFederation", "MeSPSentences"] + ledger + metal,
             path: "ios/MeSPTrainer/Tests",
             exclude: ["Download/hub_server.py"]),
     ]
