@@ -18,7 +18,7 @@ import MLX
 final class Trainer {
     /// One forward and backward pass of some sequences, which go through each block together.
     ///
-    /// - Parameter update: gets each trained block's gradient `[P]`, the sum of the sequences', from the last block to the first, as soon
+    /// - Parameter update: gets the gradient of each block's trained parameters, the sum of the sequences', from the last block to the first, as soon
     ///   as it is there, and may change that block's parameters.
     /// - Returns: the sum of the losses, each times its part's weight.
     /// - Throws: `NotFinite` where that is not finite; then nothing was updated.
@@ -68,7 +68,7 @@ final class Trainer {
             try model.bundle.withBlock(block) { _ in
                 for sequence in states.indices {
                     let place = place(block, first + sequence)
-                    if trained.contains(block) { try inputs.write(states[sequence], place) }
+                    if block >= trained[0] { try inputs.write(states[sequence], place) }
                     let (y, kept) = try model.forward(
                         block, states[sequence], model.parameters(block), keep: keep != nil && keeps(block))
                     states[sequence] = y
@@ -85,7 +85,7 @@ final class Trainer {
         update: (_ block: Int, _ gradient: MLXArray) throws -> Void
     ) throws {
         let last = d.count - 1
-        for block in trained.reversed() {
+        for block in (trained[0]..<model.blocks.upperBound).reversed() {
             var sum: MLXArray?
             try model.bundle.withBlock(block) { _ in
                 for sequence in 0...last {
@@ -98,7 +98,11 @@ final class Trainer {
                             gradient = sum + gradient
                             eval(gradient)
                         }
-                        if sequence == last { try update(block, gradient) } else { sum = gradient }
+                        if sequence < last {
+                            sum = gradient
+                        } else if trained.contains(block) {
+                            try update(block, gradient)
+                        }
                         model.freeCache()
                     }
                 }
@@ -117,11 +121,9 @@ final class Trainer {
         return (loss, dy)
     }
 
-    /// The gradient of a block's LoRA parameters `[P]`; d goes from dy to dx.
+    /// The gradient of a block's trained parameters; d goes from dy to dx.
     private func gradient(_ block: Int, _ x: MLXArray, _ kept: Intermediates?, d: inout MLXArray) throws -> MLXArray {
-        let gradient =
-            if let automatic { try automatic(block, x, d: &d) } else { try structured(block, x, kept, d: &d) }
-        return mask(block).map { gradient * $0 } ?? gradient
+        if let automatic { try automatic(block, x, d: &d) } else { try structured(block, x, kept, d: &d) }
     }
 
     /// The structured backward pass: the block's forward pass again up to x_mid, unless it was kept, then the derivatives by hand.
@@ -130,7 +132,7 @@ final class Trainer {
         return try model.withBlock(block) { weights in
             let intermediates = try kept ?? model.recompute(block, x, lora, weights)
             return model.block(block, x, lora, weights)
-                .gradient(x: x, consume intermediates, d: &d, wantsInput: block > trained.lowerBound)
+                .gradient(x: x, consume intermediates, d: &d, wantsInput: block > trained[0])
         }
     }
 
@@ -272,7 +274,7 @@ final class Trainer {
     }
 
     func zerothOrder(_ keys: [MLXArray]) -> MeZO {
-        MeZO(epsilon: settings.mezoEpsilon, keys: keys, layouts: model.layouts, trained: trained, mask: mask)
+        MeZO(epsilon: settings.mezoEpsilon, keys: keys, layouts: model.layouts)
     }
 
     // MARK: - What a step needs
@@ -283,17 +285,13 @@ final class Trainer {
     private let plan: Plan
     /// MeBP's gradients; nil where they are the structured backward pass's.
     private let automatic: AutomaticBackward?
-    /// The blocks whose parameters are trained.
-    let trained: Range<Int>
-    /// The modules of these blocks that are trained.
-    let modules: [Module]
-    /// For each of the model's mixers what `mask` gives of its blocks.
-    private let masks: [MLXArray]?
+    /// The blocks with parameters, which are trained, ascending. `Manifest.check` has found that there are some.
+    let trained: [Int]
     /// The block inputs, from the forward to the backward pass: all of a sequence, then of the next.
     private var inputs: BlockArrays
-    /// Sums of gradients, float32 `[P]` a block, where an update needs more than one backward pass gives at a time.
+    /// Sums of gradients, a flat float32 vector a trained block, where an update needs more than one backward pass gives at a time.
     private(set) var gradients: BlockArrays?
-    /// Of DP-SGD the sum of clipped gradients, float32 `[P]` a block; `gradients` are then those of one example.
+    /// Of DP-SGD the sum of clipped gradients, likewise; `gradients` are then those of one example.
     var clippedSums: BlockArrays?
     var optimizer: Optimizer
     /// The parameters that the run began with, where answers are compared with that model or an update is held near it.
@@ -307,24 +305,15 @@ final class Trainer {
     init(bundle: ModelBundle, settings: RunSettings, plan: Plan, folder: URL) throws {
         let architecture = bundle.architecture
         let blocks = architecture.numHiddenLayers
-        let layouts = architecture.layouts(rank: settings.rank)
+        let layouts = settings.layouts(of: architecture)
         self.settings = settings
         self.plan = plan
-        trained = max(0, blocks - (settings.numLayers ?? blocks))..<blocks
-        let modules = try settings.modules(of: architecture)
-        self.modules = modules
-        let isPartial = modules != architecture.modules || settings.freezeA
-        masks =
-            isPartial
-            ? architecture.kinds.map {
-                LoRALayout(block: $0, rank: settings.rank).mask(modules, onlyB: settings.freezeA)
-            } : nil
+        trained = layouts.indices.filter { layouts[$0].count > 0 }
 
-        let parameters = layouts.map(\.count)
         let keepsMaps = bundle.products == .dense || plan.keepsMaps == true
-        /// Of the shape that a block's P parameters give.
+        /// Of the shape that this many parameters of a block give.
         func arrays(_ shape: (_ parameters: Int) -> [Int], _ dtype: DType) throws -> BlockArrays {
-            let largest = shape(parameters.max() ?? 0)
+            let largest = shape(layouts.map(\.count).max() ?? 0)
             let file =
                 plan.offload == .all
                 ? try ArrayFile(in: folder, shape: largest, dtype: dtype, keepsMaps: keepsMaps) : nil
@@ -333,7 +322,9 @@ final class Trainer {
         let trained = trained
         func zeros(_ shape: (_ parameters: Int) -> [Int], _ dtype: DType) throws -> BlockArrays {
             var arrays = try arrays(shape, dtype)
-            for block in trained { try arrays.write(MLXArray.zeros(shape(parameters[block]), dtype: dtype), block) }
+            for block in trained {
+                try arrays.write(MLXArray.zeros(shape(layouts[block].trainedCount), dtype: dtype), block)
+            }
             return arrays
         }
         let longest = [1, settings.seqLen, architecture.hiddenSize]
@@ -345,28 +336,29 @@ final class Trainer {
         gradients = plan.gathersGradients(of: settings) ? try zeros({ [$0] }, .float32) : nil
         clippedSums = settings.dpClip == nil ? nil : try zeros({ [$0] }, .float32)
         var lora = try arrays({ [$0] }, settings.loraDtype.dtype)
-        for (block, layout) in layouts.enumerated() {
-            try lora.write(layout.initial(seed: settings.seed, block: block).asType(settings.loraDtype.dtype), block)
+        for block in trained {
+            let initial = layouts[block].initial(seed: settings.seed, block: block)
+            try lora.write(initial.asType(settings.loraDtype.dtype), block)
         }
-        start = try Self.start(settings, architecture) { try arrays({ [$0] }, .float32) }
+        start = try Self.start(settings, architecture, layouts) { try arrays({ [$0] }, .float32) }
         model = try BlockwiseModel(bundle, settings, plan: plan, lora: lora, clock: clock)
         automatic = settings.method == .mebp ? AutomaticBackward(model) : nil
     }
 
     /// The adapters of the settings, in each block.
     private static func start(
-        _ settings: RunSettings, _ architecture: Architecture, arrays: () throws -> BlockArrays
+        _ settings: RunSettings, _ architecture: Architecture, _ layouts: [LoRALayout],
+        arrays: () throws -> BlockArrays
     ) throws -> BlockArrays? {
         guard settings.keepsStart, let folder = settings.adapters else { return nil }
         var start = try arrays()
         let adapters = try loadAdapters(
             from: URL(fileURLWithPath: folder), architecture: architecture, onlyB: settings.freezeA)
-        for (block, vector) in adapters.lora.enumerated() { try start.write(vector, block) }
+        for (block, layout) in layouts.enumerated() where layout.count > 0 {
+            try start.write(layout.part(of: adapters.lora[block]), block)
+        }
         return start
     }
-
-    /// 1 for each parameter of a trained module of a block, 0 for the others, `[P]`; nil where all are trained.
-    func mask(_ block: Int) -> MLXArray? { masks.map { $0[model.bundle.architecture.layers[block]] } }
 
     /// Whether a block's intermediates stay from the forward to the backward pass.
     private func keeps(_ block: Int) -> Bool {
