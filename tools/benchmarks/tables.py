@@ -386,7 +386,7 @@ passes go over, from disk where memory doesn't hold them. The losses are the sam
         parts_rows,
         None,
         ("peak MB",),
-        f"""A step by MeSP with the default optimizer: medians of {ROUNDS} runs, which alternate.""",
+        f"""Steps by MeSP with the default optimizer: medians of {ROUNDS} runs, which alternate.""",
     ),
     "defaults": Kind(
         defaults_rows,
