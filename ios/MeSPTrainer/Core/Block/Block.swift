@@ -30,3 +30,104 @@ struct Block {
             lora: matrices(projection), scale: scale)
     }
 }
+
+/// A block's frozen weights, and the formulas that they are part of.
+struct BlockWeights {
+    let shape: BlockShape
+    let packed: PackedWeights
+
+    private var architecture: Architecture { shape.architecture }
+    var activation: Activation { architecture.hiddenAct }
+
+    /// W `[out, in]`
+    func matrix(_ projection: Projection) -> QuantizedMatrix {
+        let (module, outputs) = shape.place(projection)
+        return packed.matrix(module.name + ".", inputs: shape.dimensions(projection).inputs).rows(outputs)
+    }
+
+    /// `[out]`
+    func bias(_ projection: Projection) -> MLXArray? {
+        let (module, outputs) = shape.place(projection)
+        return architecture.biases.contains(module.name) ? packed[module.name + ".bias"][outputs] : nil
+    }
+
+    /// Of the block's input.
+    var mixerNorm: RMSNorm { norm("input_layernorm") }
+    /// Of x_mid. Llama names it after its place, behind attention, which in a block with norms of the outputs is one of these's.
+    var mlpNorm: RMSNorm { norm(architecture.postNorms ? "pre_feedforward_layernorm" : "post_attention_layernorm") }
+    /// Of the mixer's and of the MLP's output.
+    var mixerPostNorm: RMSNorm? { architecture.postNorms ? norm("post_attention_layernorm") : nil }
+    var mlpPostNorm: RMSNorm? { architecture.postNorms ? norm("post_feedforward_layernorm") : nil }
+
+    func attention(_ mixer: AttentionMixer) -> Attention {
+        Attention(
+            scale: mixer.attentionScale, softcap: mixer.attnLogitSoftcapping.map(SoftCap.init),
+            window: mixer.slidingWindow,
+            rope: RoPE(frequencies: mixer.frequencies, scale: mixer.ropeScale),
+            qNorm: mixer.qkNorm ? norm("self_attn.q_norm") : nil, kNorm: mixer.qkNorm ? norm("self_attn.k_norm") : nil)
+    }
+
+    func gatedDeltaNet(_ mixer: GatedDeltaNetMixer) -> GatedDeltaNet {
+        GatedDeltaNet(
+            keyHeads: mixer.numKeyHeads, valueHeads: mixer.numValueHeads, keyDim: mixer.keyHeadDim,
+            valueDim: mixer.valueHeadDim, convolution: CausalConvolution(weight: packed["linear_attn.conv1d.weight"]),
+            aLog: packed["linear_attn.A_log"], dtBias: packed["linear_attn.dt_bias"], norm: norm("linear_attn.norm"))
+    }
+
+    var shortConvolution: ShortConvolution {
+        ShortConvolution(convolution: CausalConvolution(weight: packed["conv.conv.weight"]))
+    }
+
+    private func norm(_ name: String) -> RMSNorm {
+        RMSNorm(weight: packed[name + ".weight"], eps: architecture.rmsNormEps)
+    }
+}
+
+/// The forward pass of one block over a whole sequence x `[1, T, hidden]`, with the outputs that are asked for. What another implementation
+/// than `Block` returns is not evaluated.
+protocol BlockForward {
+    /// y `[1, T, hidden]`.
+    func output(_ x: MLXArray) throws -> MLXArray
+    /// The arrays that the backward pass reads, without gate and up.
+    func intermediates(_ x: MLXArray) throws -> Intermediates
+    func outputs(_ x: MLXArray) throws -> BlockOutputs
+}
+
+/// Everything that the exported block function returns.
+struct BlockOutputs {
+    /// `[1, T, hidden]`
+    let y: MLXArray
+    /// RMSNorm(x) `[T, hidden]`; the backward pass makes it again from x.
+    let mixerIn: MLXArray
+    let intermediates: Intermediates
+
+    /// The names of docs/method.md, in the function's order.
+    static func names(of mixer: Mixer) -> [String] {
+        ["y", "mixer_in"] + mixer.intermediates + ["x_mid", "gate", "up", "mixer_out", "mlp_out"]
+    }
+
+    /// In the function's order; the last two only of a block with post-norms.
+    var list: [MLXArray] {
+        let i = intermediates
+        return [y, mixerIn, i.m1, i.m2, i.m3, i.mixed, i.xMid] + [i.gate, i.up, i.mixerOut, i.mlpOut].compactMap { $0 }
+    }
+}
+
+/// The arrays between a block's input and its output that the backward pass reads, without the axis of the batch.
+struct Intermediates {
+    /// Of the mixer's projections `[T, features]`, or `[heads, T, d]` of attention's:
+    ///
+    ///     attention            q, behind each head its gate if it has one;  k;  v
+    ///     gated delta net      qkv, before its convolution;  z;  b and a behind it
+    ///     short convolution    b;  c;  u
+    let m1, m2, m3: MLXArray
+    /// The result of the mixer's formula, before its output's gate or norm `[T, features]`.
+    let mixed: MLXArray
+    let xMid: MLXArray
+    /// `[T, intermediate_size]`; nil where the backward pass makes them again, tile by tile.
+    var gate, up: MLXArray?
+    /// The outputs of the mixer and of the MLP before their norms, in a block with post-norms.
+    var mixerOut, mlpOut: MLXArray?
+
+    var arrays: [MLXArray] { [m1, m2, m3, mixed, xMid] + [gate, up, mixerOut, mlpOut].compactMap { $0 } }
+}

@@ -1,3 +1,4 @@
+import Foundation
 import MLX
 
 /// TF32, the format to which the neural accelerators of A19, M5 and later round the operands of float32 products unless
@@ -40,4 +41,31 @@ func quantizedMM(
     let dense = dequantized(
         w, scales: scales, biases: biases, groupSize: groupSize, bits: bits, mode: mode, dtype: .float32)
     return MLX.matmul(TF32.rounded(x), TF32.rounded(dense).T)
+}
+
+/// How `quantizedMM` computes on the CPU, by which MLX this is.
+struct CPUProducts {
+    /// Whether it dequantizes W by tiles that stay in the caches. MLX's own, some 50 times slower than a dense product, does not: there W
+    /// is dequantized before the product.
+    let dequantizeInside: Bool
+    /// The threads of a product, each of which unpacks and arranges matrices in buffers of its own.
+    let threads: Int
+
+    /// Tests compute the plain way too.
+    @TaskLocal static var current = host
+
+    /// MLX's.
+    static let plain = CPUProducts(dequantizeInside: false, threads: 1)
+
+    /// Those of this program: on Linux HostMLX's.
+    private static var host: CPUProducts {
+        #if os(Linux)
+            let process = ProcessInfo.processInfo
+            let asked = process.environment["OPENBLAS_NUM_THREADS"].flatMap { Int($0) } ?? 0
+            return CPUProducts(
+                dequantizeInside: true, threads: asked > 0 ? asked : min(8, process.activeProcessorCount))
+        #else
+            return plain
+        #endif
+    }
 }

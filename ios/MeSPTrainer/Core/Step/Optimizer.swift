@@ -1,3 +1,4 @@
+import Foundation
 import MLX
 
 /// The update of a block's parameters from their gradient, as in `mlx.optimizers`, with the state that it keeps from step to step.
@@ -64,6 +65,20 @@ struct Optimizer {
             try first?.write(maps?.first.quantized(m) ?? m, block)
             try second?.write(maps?.second.quantized(v) ?? v, block)
             return new
+        }
+    }
+}
+
+extension RunSettings {
+    /// η of update `step` (from 0): linear from 0 over the warm-up, then as the schedule says to 0 at the end, as mlx-lm joins them.
+    func learningRate(step: Int) -> Float {
+        let start = warmup > 0 ? warmup + 1 : 0
+        guard step >= start else { return learningRate * Float(step) / Float(warmup) }
+        let progress = Float(step - start) / Float(max(1, steps - start))
+        switch schedule {
+        case .constant: return learningRate
+        case .linear: return learningRate * (1 - progress)
+        case .cosine: return learningRate * 0.5 * (1 + cosf(.pi * progress))
         }
     }
 }

@@ -40,3 +40,33 @@ extension Trainer {
         return (min(1, limit / (norm + 1e-6)), norm)
     }
 }
+
+/// Sums of the gradients of several sequences, float32 `[P]` a block.
+struct GradientSums {
+    private(set) var arrays: BlockArrays
+    /// The blocks whose sum has begun since `reset`.
+    private var begun = Set<Int>()
+
+    init(_ arrays: BlockArrays) { self.arrays = arrays }
+
+    /// The sums begin with the next gradients.
+    mutating func reset() { begun = [] }
+
+    mutating func add(_ gradient: MLXArray, _ block: Int) throws {
+        try arrays.write(begun.insert(block).inserted ? gradient : arrays.read(block) + gradient, block)
+    }
+
+    func read(_ block: Int) throws -> MLXArray { try arrays.read(block) }
+}
+
+/// `x` in bfloat16, rounded up or down at random, so that the expected value is x. To the nearest, an update below 1/256 of a parameter
+/// would be lost.
+///
+/// A float32's upper 16 bits are the bfloat16 below it in magnitude; adding a uniform 16-bit number to the bits carries into them with the
+/// probability that the lower 16 ask for.
+/// - Parameter x: float32 `[P]`
+func stochasticallyRounded(_ x: MLXArray, key: MLXArray) -> MLXArray {
+    let noise = MLXRandom.randInt(low: 0, high: 1 << 16, x.shape, type: UInt32.self, key: key)
+    let upper = (x.view(dtype: .uint32) + noise) >> 16
+    return upper.asType(.uint16).view(dtype: .bfloat16)
+}

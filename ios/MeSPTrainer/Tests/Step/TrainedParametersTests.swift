@@ -117,7 +117,7 @@ import Testing
             _ = try trainer.step([[try fixture.example()]], number: 0)
             Memory.peakMemory = 0
             _ = try trainer.step([[try fixture.example()]], number: 1)
-            let gradients = try trainer.trained.map { try #require(trainer.gradients).read($0).nbytes }
+            let gradients = try trainer.trained.map { try #require(trainer.sums).read($0).nbytes }
             return (
                 Memory.peakMemory - before, Planner(fixture.bundle.manifest, settings).peak(Plan(tileBytes: 1 << 20)),
                 try trainer.vectors().values.reduce(gradients.reduce(0, +)) { $0 + $1.nbytes }
