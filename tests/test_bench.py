@@ -266,6 +266,19 @@ def test_the_order_of_a_batch_changes_memory_and_reading_alone(model: Path, tmp_
 
 @pytest.mark.slow
 @needs_engine
+def test_parts_of_the_adapters_take_less(model: Path, tmp_path: Path):
+    size = ("--model", model, "--seq-len", 16, "--work", tmp_path)
+    done = bench("--table", "parts", *size, "--json", tmp_path / "rows.json")
+    assert done.returncode == 0, done.stderr
+    rows = {row["trained"]: row for row in json.loads((tmp_path / "rows.json").read_text())["rows"]}
+    predicted = {name: row["predicted_peak_bytes"] for name, row in rows.items()}
+    assert predicted["B of q,v"] < predicted["q,v"] < predicted["all"] > predicted["B alone"]
+    assert len({row["losses"][0] for row in rows.values()}) == 1, "B is zero at first"
+    assert all(0 < row["backward_seconds"] < row["seconds"] for row in rows.values())
+
+
+@pytest.mark.slow
+@needs_engine
 def test_convergence(tmp_path: Path):
     size = ("--seq-len", 32, "--steps", 1, "--work", tmp_path, "--json", tmp_path / "losses.json")
     done = bench("--table", "convergence", *size, "--plot", tmp_path / "losses.svg")

@@ -31,15 +31,16 @@ def test_a_run_takes_what_was_predicted(model: str, tmp_path: Path, monkeypatch)
     bundle = exported(
         tmp_path, "--model", model, "--random-weights", "--layers", 4, "--device", "cpu"
     )
-    for offload in ("none", "all"):
-        output = tmp_path / offload
-        options = ("--steps", 3, "--val-batches", 0, "--offload", offload, "--output", output)
+    kinds = (("--offload", "none"), ("--offload", "all"), ("--projections", "q,v"), ("--freeze-a",))
+    for kind in kinds:
+        output = tmp_path / "".join(kind)
+        options = ("--steps", 3, "--val-batches", 0, *kind, "--output", output)
         done = run("train", bundle, *options)
         assert done.returncode == 0, done.stderr
         lines = (output / "metrics.jsonl").read_text().splitlines()
         records = {record["type"]: record for record in map(json.loads, lines)}
         measured = records["end"]["footprint_peak_bytes"]
-        assert records["plan"]["predicted_peak_bytes"] == pytest.approx(measured, rel=0.05), offload
+        assert records["plan"]["predicted_peak_bytes"] == pytest.approx(measured, rel=0.05), kind
 
 
 @pytest.mark.skipif(sys.platform == "darwin", reason="a Mac's engine has no ledger")

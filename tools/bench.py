@@ -20,6 +20,7 @@ Tables, each with its own defaults for the options that apply to it:
   mezo-quality  MeZO's estimate of each block's gradient against the exact gradient
   preferences   a step on judged answers by objective, beside a supervised one
   batches       a batch of 4, one sequence after the other and all of them block by block
+  parts         some projections, or B alone, in place of all adapters
   defaults      what mesp-train learns by default, beside a sweep of rates and optimizers
   records       short records at their own length against padding them to the longest
   convergence   losses of the three methods on the demo model

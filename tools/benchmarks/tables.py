@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from statistics import median
 from typing import Any, NamedTuple
 
 import click
@@ -37,6 +38,13 @@ HYBRIDS = ("Qwen3.5-0.8B", "Qwen3.5-2B", "Qwen3.5-4B", "LFM2-350M", "LFM2-700M",
 CONVERGENCE_RATES = {"mesp": 0.1, "mebp": 0.1, "mezo": 1e-4}
 CONVERGENCE_REPORTS = 10
 BATCH_SIZE = 4  # of batches
+ROUNDS = 3  # of parts, which alternate
+PARTS: dict[str, dict[str, Any]] = {
+    "all": {},
+    "q,v": {"projections": ["q", "v"]},
+    "B alone": {"freeze_a": True},
+    "B of q,v": {"projections": ["q", "v"], "freeze_a": True},
+}
 VAL_BATCHES = 25
 SGD_RATES = (1e-4, 0.1, 0.5)  # the paper's, mesp-train's, and a higher one
 AGREEMENT = 1e-4  # relative: losses of MeSP and MeBP
@@ -63,6 +71,7 @@ TABLES: dict[str, dict[str, Any]] = {
     "mezo-quality": {**_DEMO, "layers": (), "steps": 10},
     "preferences": {**_SIZE, "layers": (), "steps": 4},
     "batches": {**_SIZE, "layers": (), "steps": 2},
+    "parts": {**_SIZE, "layers": (), "steps": 2},
     "defaults": {**_DEMO, "seq_lens": (128,), "steps": 200, "data": None},
     "records": {**_DEMO, "seq_lens": (128, 256, 512), "layers": (), "steps": 60},
     "convergence": {**_DEMO, "steps": 1000, "data": None, "learning_rate": None},
@@ -274,6 +283,31 @@ def batches_rows(bench: Bench) -> Iterator[Row]:
         }
 
 
+def parts_rows(bench: Bench) -> Iterator[Row]:
+    """A row for each choice of what is trained, by the default optimizer. Their runs alternate, so
+    that a slow minute is no one's."""
+    for cell in bench.cells():
+        runs: dict[str, list] = {name: [] for name in PARTS}
+        for _, (name, part) in itertools.product(range(ROUNDS), PARTS.items()):
+            settings = engine_settings(cell, Variant("mesp")) | part
+            settings |= {"steps": bench.steps, "optimizer": default_optimizer("mesp")}
+            tell = bench.doing(cell, f"training {name}")
+            runs[name].append(run_program([engine_program()], settings, bench.work, tell))
+        for name, each in runs.items():
+            peak = median(run.peak_footprint for run in each)
+            predicted = each[0].plan["predicted_peak_bytes"]
+            steps = [step for run in each for step in run.steps[1:] or run.steps]
+            yield cell.row() | {
+                "trained": name,
+                "footprint_peak_bytes": peak,
+                "predicted_peak_bytes": predicted,
+                "prediction_error": predicted / peak - 1,
+                "seconds": median(step["seconds"] for step in steps),
+                "backward_seconds": median(step["backward_seconds"] for step in steps),
+                "losses": each[0].losses,
+            }
+
+
 def check_agreement(rows: list[Row]) -> None:
     """Says how far MeSP's and MeBP's losses are from each other; MespError where too far."""
     differences = []
@@ -347,6 +381,12 @@ summed to be clipped. First: what a pair takes more when it is met, for the firs
         ("peak MB", "read MB"),
         f"""Steps of {BATCH_SIZE} sequences by MeSP with SGD. Read: the weight files that a step's
 passes go over, from disk where memory doesn't hold them. The losses are the same.""",
+    ),
+    "parts": Kind(
+        parts_rows,
+        None,
+        ("peak MB",),
+        f"""Steps by MeSP with the default optimizer: medians of {ROUNDS} runs, which alternate.""",
     ),
     "defaults": Kind(
         defaults_rows,

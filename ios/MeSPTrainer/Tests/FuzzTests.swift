@@ -361,10 +361,13 @@ import Testing
         let (folder, _) = try bundle()
         defer { try? FileManager.default.removeItem(at: folder) }
         let architecture = try ModelBundle(url: folder, checksums: false).architecture
-        let layouts = architecture.layouts(rank: 2)
+        let modules = [architecture.modules[0]]
+        let layouts = architecture.layers.indices.map {
+            LoRALayout(block: architecture.block($0), rank: 2, modules: modules)
+        }
         let adapters = folder.appendingPathComponent("adapters")
         try saveAdapterFolder(
-            architecture, rank: 2, blocks: architecture.layers.indices, modules: [architecture.modules[0]], scale: 2,
+            architecture, rank: 2, blocks: architecture.layers.indices, modules: modules, scale: 2,
             model: "m", to: adapters, lora: { layouts[$0].initial(seed: 0, block: $0) })
         let from = format.isEmpty ? adapters : adapters.appendingPathComponent(format)
         let files = ["adapter_config.json", format.isEmpty ? "adapters.safetensors" : "adapter_model.safetensors"].map {

@@ -17,15 +17,15 @@ struct Adapters {
 ///   - blocks: those that were trained, up to the last of the model
 ///   - modules: those of them that were trained; only these are written
 ///   - model: the Hugging Face id of the base model
-///   - lora: a block's parameters `[P]`
+///   - lora: a block's parameters of these modules `[P]`
 func saveAdapterFolder(
     _ architecture: Architecture, rank: Int, blocks: Range<Int>, modules: [Module], scale: Float, model: String,
     to folder: URL, lora: @escaping (_ block: Int) throws -> MLXArray
 ) throws {
     func tensors(_ format: AdapterFormat) -> [NewTensor] {
         blocks.flatMap { block in
-            let layout = LoRALayout(block: architecture.block(block), rank: rank)
-            return layout.modules.filter(modules.contains).flatMap { module -> [NewTensor] in
+            let layout = LoRALayout(block: architecture.block(block), rank: rank, modules: modules)
+            return layout.modules.flatMap { module -> [NewTensor] in
                 let (inputs, outputs) = layout.block.dimensions(module)
                 return [("A", [inputs, rank], \LoRAMatrices.a), ("B", [rank, outputs], \.b)].map {
                     matrix, shape, path in
@@ -127,21 +127,26 @@ extension Trainer {
         }
         for (block, vector) in adapters.lora.enumerated() {
             let layout = model.layouts[block]
-            for module in layout.modules where !trained.contains(block) || !modules.contains(module) {
-                guard try layout.matrices(module, in: vector).b.abs().max().number(Float.self) == 0 else {
+            for module in layout.whole.modules where !layout.modules.contains(module) {
+                guard try layout.whole.matrices(module, in: vector).b.abs().max().number(Float.self) == 0 else {
                     throw MeSPError(
                         "The adapters in \(folder.path) have a \(module.shortName) in block \(block), which this run does not train and would lose; train it too."
                     )
                 }
             }
-            try model.lora.write(vector.asType(settings.loraDtype.dtype), block)
+            guard layout.count > 0 else { continue }
+            try model.lora.write(layout.part(of: vector).asType(settings.loraDtype.dtype), block)
         }
     }
 
     /// Writes the trained adapters for mlx-lm and PEFT.
     func saveAdapters(to folder: URL) throws {
+        let architecture = model.bundle.architecture
+        let modules = architecture.modules.filter { module in
+            trained.contains { model.layouts[$0].modules.contains(module) }
+        }
         try saveAdapterFolder(
-            model.bundle.architecture, rank: settings.rank, blocks: trained, modules: modules, scale: model.scale,
-            model: model.bundle.manifest.model.id, to: folder, lora: model.lora.read)
+            architecture, rank: settings.rank, blocks: trained[0]..<model.blocks.upperBound, modules: modules,
+            scale: model.scale, model: model.bundle.manifest.model.id, to: folder, lora: model.lora.read)
     }
 }

@@ -3,21 +3,34 @@ import MLX
 
 /// How a block's LoRA matrices lie in one flat float32 vector `[count]`: for each module A `[in, rank]`, then B `[rank, out]`, row-major.
 /// The projections of a module share its A and have columns of its B each.
+///
+/// What follows from a gradient, as the optimizer's state, has a vector `[trainedCount]` of the trained parameters alone.
 struct LoRALayout {
     let block: BlockShape
     let rank: Int
+    /// The modules that have matrices, in the block's order: those that are trained.
+    let modules: [Module]
+    /// Whether B alone is trained.
+    let freezesA: Bool
 
-    var modules: [Module] { block.modules }
+    /// - Parameter modules: nil for all of the block's.
+    init(block: BlockShape, rank: Int, modules: [Module]? = nil, freezesA: Bool = false) {
+        (self.block, self.rank, self.freezesA) = (block, rank, freezesA)
+        self.modules = modules.map { block.modules.filter($0.contains) } ?? block.modules
+    }
 
     /// P, the number of LoRA parameters of a block.
     var count: Int { modules.reduce(0) { $0 + size($1) } }
+
+    /// The number of those that are trained.
+    var trainedCount: Int { freezesA ? modules.reduce(0) { $0 + block.dimensions($1).outputs * rank } : count }
 
     private func size(_ module: Module) -> Int {
         let (inputs, outputs) = block.dimensions(module)
         return (inputs + outputs) * rank
     }
 
-    /// The matrices of one module as views of `flat`.
+    /// The matrices of one of the modules as views of `flat`.
     func matrices(_ module: Module, in flat: MLXArray) -> LoRAMatrices {
         let start = modules.prefix { $0 != module }.reduce(0) { $0 + size($1) }
         let (inputs, outputs) = block.dimensions(module)
@@ -27,35 +40,77 @@ struct LoRALayout {
             b: flat[middle..<start + size(module)].reshaped([rank, outputs]))
     }
 
-    /// The matrices of one projection, likewise.
-    func matrices(_ projection: Projection, in flat: MLXArray) -> LoRAMatrices {
+    /// The matrices of one projection, likewise; nil where its module has none.
+    func matrices(_ projection: Projection, in flat: MLXArray) -> LoRAMatrices? {
         let (module, outputs) = block.place(projection)
+        guard modules.contains(module) else { return nil }
         let whole = matrices(module, in: flat)
         return module.projections.count == 1 ? whole : LoRAMatrices(a: whole.a, b: whole.b[0..., outputs])
     }
 
     /// One flat vector from every module's pair of matrices: the inverse of `matrices(_:in:)`.
-    func packed(_ matrices: [LoRAMatrices]) -> MLXArray {
-        concatenated(
-            matrices.flatMap { [$0.a.flattened().asType(.float32), $0.b.flattened().asType(.float32)] })
-    }
+    func packed(_ matrices: [LoRAMatrices]) -> MLXArray { flattened(matrices.flatMap { [$0.a, $0.b] }) }
 
-    /// The flat gradient from every projection's: that of an A which several share is the sum.
-    func packed(_ gradients: [Projection: LoRAMatrices]) -> MLXArray {
-        packed(
-            modules.map { module in
-                let parts = module.projections.compactMap { gradients[$0] }
-                guard parts.count > 1 else { return parts[0] }
-                return LoRAMatrices(
-                    a: parts.dropFirst().reduce(parts[0].a) { $0 + $1.a }, b: concatenated(parts.map(\.b), axis: 1))
+    /// The gradient `[trainedCount]` from every projection's: that of an A which several share is the sum.
+    func packed(_ gradients: LoRAGradients) -> MLXArray {
+        flattened(
+            modules.flatMap { module in
+                let a = module.projections.compactMap { gradients.a[$0] }
+                let b = module.projections.compactMap { gradients.b[$0] }
+                let sum = a.first.map { a.dropFirst().reduce($0) { $0 + $1 } }
+                return [sum, b.count == 1 ? b[0] : concatenated(b, axis: 1)].compactMap { $0 }
             })
     }
+
+    private func flattened(_ matrices: [MLXArray]) -> MLXArray {
+        matrices.isEmpty ? MLXArray.zeros([0]) : concatenated(matrices.map { $0.flattened().asType(.float32) })
+    }
+
+    // MARK: - What is trained
+
+    /// The trained parameters `[trainedCount]` of a vector.
+    func trained(in flat: MLXArray) -> MLXArray {
+        freezesA ? flattened(modules.map { matrices($0, in: flat).b }) : flat
+    }
+
+    /// A vector with other trained parameters `[trainedCount]`.
+    func replacing(in flat: MLXArray, trained: MLXArray) -> MLXArray {
+        guard freezesA else { return trained }
+        var start = 0
+        return packed(
+            modules.map { module in
+                let (a, b) = (matrices(module, in: flat).a, matrices(module, in: flat).b)
+                defer { start += b.size }
+                return LoRAMatrices(a: a, b: trained[start..<start + b.size].reshaped(b.shape))
+            })
+    }
+
+    // MARK: - Vectors of all the block's modules
+
+    /// The layout that adapters are read in and the block function takes.
+    var whole: LoRALayout { LoRALayout(block: block, rank: rank) }
+
+    /// The whole layout's vector, with zeros for the modules that have no matrices.
+    func whole(_ flat: MLXArray) -> MLXArray {
+        guard modules != block.modules else { return flat }
+        var start = 0
+        return concatenated(
+            block.modules.map { module in
+                guard modules.contains(module) else { return MLXArray.zeros([size(module)]) }
+                defer { start += size(module) }
+                return flat[start..<start + size(module)]
+            })
+    }
+
+    /// The vector from one of the whole layout.
+    func part(of vector: MLXArray) -> MLXArray { packed(modules.map { whole.matrices($0, in: vector) }) }
 
     /// Initial parameters of the block with this index, float32 `[P]`: A uniform in ±1/√in, B zero, as in mlx-lm.
     func initial(seed: UInt64, block index: Int) -> MLXArray {
         let key = MLXRandom.split(key: MLXRandom.key(seed), into: block.architecture.numHiddenLayers)[index]
+        let keys = zip(block.modules, MLXRandom.split(key: key, into: block.modules.count))
         return packed(
-            zip(modules, MLXRandom.split(key: key, into: modules.count)).map { module, key in
+            keys.filter { modules.contains($0.0) }.map { module, key in
                 let (inputs, outputs) = block.dimensions(module)
                 let bound = 1 / Float(inputs).squareRoot()
                 return LoRAMatrices(
@@ -63,29 +118,37 @@ struct LoRALayout {
                     b: MLXArray.zeros([rank, outputs]))
             })
     }
-
-    /// 1 for each parameter of these modules, or of their B alone, 0 for the others: `[P]`.
-    func mask(_ trained: [Module], onlyB: Bool) -> MLXArray {
-        packed(
-            modules.map { module in
-                let (inputs, outputs) = block.dimensions(module)
-                let one: Float = trained.contains(module) ? 1 : 0
-                return LoRAMatrices(
-                    a: MLXArray.full([inputs, rank], values: MLXArray(onlyB ? 0 : one)),
-                    b: MLXArray.full([rank, outputs], values: MLXArray(one)))
-            })
-    }
 }
 
-/// A `[in, rank]` and B `[rank, out]` of one module or projection, or their gradients.
+/// A `[in, rank]` and B `[rank, out]` of one module or projection.
 struct LoRAMatrices {
     let a: MLXArray
     let b: MLXArray
+}
+
+/// The gradients of the trained A and B, by projection.
+struct LoRAGradients {
+    var a = [Projection: MLXArray]()
+    var b = [Projection: MLXArray]()
+
+    var arrays: [MLXArray] { Array(a.values) + Array(b.values) }
 }
 
 extension Architecture {
     /// Of each block.
     func layouts(rank: Int) -> [LoRALayout] {
         layers.indices.map { LoRALayout(block: block($0), rank: rank) }
+    }
+}
+
+extension RunSettings {
+    /// Of each block, with the modules that the run trains; a block before the trained ones has none.
+    func layouts(of architecture: Architecture) -> [LoRALayout] {
+        let modules = architecture.modules.filter { projections?.contains($0.shortName) ?? true }
+        let first = architecture.numHiddenLayers - (numLayers ?? architecture.numHiddenLayers)
+        return architecture.layers.indices.map {
+            LoRALayout(
+                block: architecture.block($0), rank: rank, modules: $0 < first ? [] : modules, freezesA: freezeA)
+        }
     }
 }

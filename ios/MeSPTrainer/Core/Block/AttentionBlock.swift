@@ -36,7 +36,7 @@ extension Block {
     /// The derivative of o(attention(q, k, v)), or of o(attention(q, k, v) ∘ σ(g)), from that of its output `[T, hidden]`.
     func attentionBackward(
         _ mixer: AttentionMixer, _ forward: consuming Intermediates, dOut: MLXArray,
-        _ gradients: inout [Projection: LoRAMatrices]
+        _ gradients: inout LoRAGradients
     ) -> Projected {
         let (length, heads, d) = (dOut.dim(0), mixer.numAttentionHeads, mixer.headDim)
         func byHead(_ x: MLXArray) -> MLXArray { x.reshaped([length, heads, d]).swappedAxes(0, 1) }

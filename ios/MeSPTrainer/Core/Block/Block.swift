@@ -19,9 +19,14 @@ struct Block {
     let scale: Float
     let tile: TileSizes
 
+    /// The matrices of a projection's adapter, nil where it has none.
+    func matrices(_ projection: Projection) -> LoRAMatrices? {
+        lora.flatMap { layout.matrices(projection, in: $0) }
+    }
+
     func projection(_ projection: Projection) -> LoRALinear {
         LoRALinear(
             weight: weights.matrix(projection), bias: weights.bias(projection),
-            lora: lora.map { layout.matrices(projection, in: $0) }, scale: scale)
+            lora: matrices(projection), scale: scale)
     }
 }

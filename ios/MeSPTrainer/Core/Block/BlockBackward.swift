@@ -7,11 +7,11 @@ extension Block {
     ///   - forward: given away, so that each array goes when it has been used
     ///   - d: dy `[1, T, hidden]`, replaced by dx
     ///   - wantsInput: false for the first block, whose dx nobody reads; d then ends as d_x_mid
-    /// - Returns: the flat gradient of the LoRA parameters `[P]` in float32. It and d are evaluated.
+    /// - Returns: the gradient of the trained LoRA parameters, flat and in float32. It and d are evaluated.
     func gradient(x: MLXArray, _ forward: consuming Intermediates, d: inout MLXArray, wantsInput: Bool) -> MLXArray {
         let shape = x.shape
         let x = x.reshaped([shape[1], shape[2]])
-        var gradients = [Projection: LoRAMatrices]()
+        var gradients = LoRAGradients()
         d = d.reshaped([shape[1], shape[2]]).asType(.float32)
         d = mlpBackward(forward, dy: d, &gradients)
         if let dx = mixerBackward(x: x, consume forward, dMid: d, wantsInput: wantsInput, &gradients) { d = dx }
@@ -25,14 +25,14 @@ extension Block {
 
     /// - Returns: d_x_mid `[T, hidden]`, evaluated.
     private func mlpBackward(
-        _ forward: borrowing Intermediates, dy dResidual: MLXArray, _ gradients: inout [Projection: LoRAMatrices]
+        _ forward: borrowing Intermediates, dy dResidual: MLXArray, _ gradients: inout LoRAGradients
     ) -> MLXArray {
         let xMid = forward.xMid
         let dMlpIn = gatedMLP(
             weights.mlpNorm(xMid), gate: forward.gate, up: forward.up,
             dy: through(weights.mlpPostNorm, forward.mlpOut, dy: dResidual), &gradients)
         let dMid = weights.mlpNorm.backward(xMid, dy: dMlpIn, addedTo: dResidual)
-        eval([dMid] + gradients.values.flatMap { [$0.a, $0.b] })
+        eval([dMid] + gradients.arrays)
         return dMid
     }
 
@@ -43,7 +43,7 @@ extension Block {
     /// - Returns: d_mlp_in `[T, hidden]`; what else was made on the way goes with the function.
     private func gatedMLP(
         _ mlpIn: MLXArray, gate gateKept: MLXArray?, up upKept: MLXArray?, dy: MLXArray,
-        _ gradients: inout [Projection: LoRAMatrices]
+        _ gradients: inout LoRAGradients
     ) -> MLXArray {
         var (mlpIn, dy) = (mlpIn, dy)
         let (wGate, wUp, wDown) = (weights.matrix(.gate), weights.matrix(.up), weights.matrix(.down))
@@ -53,9 +53,12 @@ extension Block {
         let (hGate, hUp, dyB) = {
             let x = mlpIn.asType(.float32)
             // s x A, and s dy Bᵀ of down
-            return (matmul(x, gateLoRA.a) * scale, matmul(x, upLoRA.a) * scale, matmul(dy, downLoRA.b.T) * scale)
+            return (
+                gateLoRA.map { matmul(x, $0.a) * scale }, upLoRA.map { matmul(x, $0.a) * scale },
+                downLoRA.map { matmul(dy, $0.b.T) * scale }
+            )
         }()
-        let first = tile.pace.next([mlpIn, dy], after: [mlpIn, hGate, hUp, dyB])
+        let first = tile.pace.next([mlpIn, dy], after: [mlpIn] + [hGate, hUp, dyB].compactMap { $0 })
         (mlpIn, dy) = (first[0], first[1])
 
         let features = tiles(of: wGate.rows, size: tile.mlp)
@@ -69,23 +72,24 @@ extension Block {
             var (dMlpIn, hDown, dGateB, dUpB): (MLXArray?, MLXArray?, MLXArray?, MLXArray?) = (nil, nil, nil, nil)
             for (i, f) in features.enumerated() {
                 let (wGateF, wUpF, wDownF) = (wGate.rows(f), wUp.rows(f), wDown.columns(f))
-                let (bGate, bUp, aDown) = (gateLoRA.b[0..., f], upLoRA.b[0..., f], downLoRA.a[f])
+                let (bGate, bUp, aDown) = (gateLoRA?.b[0..., f], upLoRA?.b[0..., f], downLoRA?.a[f])
 
                 let gate =
                     gateKept.map { [$0[t, f]] }
-                    ?? [wGateF.apply(mlpIn[t]), matmul(hGate[t], bGate), gateBias?[f]].compactMap { $0 }
+                    ?? [wGateF.apply(mlpIn[t]), product(hGate?[t], bGate), gateBias?[f]].compactMap { $0 }
                 let up =
                     upKept.map { [$0[t, f]] }
-                    ?? [wUpF.apply(mlpIn[t]), matmul(hUp[t], bUp), upBias?[f]].compactMap { $0 }
-                let dAct = addMM(wDownF.applyTransposed(dy[t], addedTo: nil), dyB[t], aDown.T)
+                    ?? [wUpF.apply(mlpIn[t]), product(hUp?[t], bUp), upBias?[f]].compactMap { $0 }
+                let dActW = wDownF.applyTransposed(dy[t], addedTo: nil)
+                let dAct = product(dyB?[t], aDown?.T, addedTo: dActW) ?? dActW
                 let (act, dGate, dUp) = weights.activation.gatedBackward(gate: gate, up: up, dAct: dAct)
 
                 hDown = product(act, aDown, addedTo: hDown)
-                dGateB = product(dGate, bGate.T, addedTo: dGateB)
-                dUpB = product(dUp, bUp.T, addedTo: dUpB)
-                dADown[i] = product(act.T, dyB[t], addedTo: dADown[i])
-                dBGate[i] = product(hGate[t].T, dGate, addedTo: dBGate[i])
-                dBUp[i] = product(hUp[t].T, dUp, addedTo: dBUp[i])
+                dGateB = product(dGate, bGate?.T, addedTo: dGateB)
+                dUpB = product(dUp, bUp?.T, addedTo: dUpB)
+                dADown[i] = product(act.T, wantsA ? dyB?[t] : nil, addedTo: dADown[i])
+                dBGate[i] = product(hGate?[t].T, dGate, addedTo: dBGate[i])
+                dBUp[i] = product(hUp?[t].T, dUp, addedTo: dBUp[i])
                 dMlpIn = wUpF.applyTransposed(dUp, addedTo: wGateF.applyTransposed(dGate, addedTo: dMlpIn))
                 let next = tile.pace.next(
                     [mlpIn, dy],
@@ -98,23 +102,26 @@ extension Block {
             dUpBs += [dUpB].compactMap { $0 }
         }
 
-        let (dGateB, dUpB) = (concatenated(dGateBs), concatenated(dUpBs))
-        let mlpIn32 = mlpIn.asType(.float32)
-        func whole(_ parts: [MLXArray?], axis: Int) -> MLXArray { concatenated(parts.compactMap { $0 }, axis: axis) }
-        gradients[.gate] = LoRAMatrices(a: matmul(mlpIn32.T, dGateB) * scale, b: whole(dBGate, axis: 1))
-        gradients[.up] = LoRAMatrices(a: matmul(mlpIn32.T, dUpB) * scale, b: whole(dBUp, axis: 1))
-        gradients[.down] = LoRAMatrices(a: whole(dADown, axis: 0), b: matmul((concatenated(hDowns) * scale).T, dy))
+        func whole(_ parts: [MLXArray?], axis: Int) -> MLXArray? {
+            let parts = parts.compactMap { $0 }
+            return parts.isEmpty ? nil : concatenated(parts, axis: axis)
+        }
+        let (dGateB, dUpB) = (whole(dGateBs, axis: 0), whole(dUpBs, axis: 0))
+        if wantsA {
+            let mlpIn32 = mlpIn.asType(.float32)
+            gradients.a[.gate] = product(mlpIn32.T, dGateB).map { $0 * scale }
+            gradients.a[.up] = product(mlpIn32.T, dUpB).map { $0 * scale }
+            gradients.a[.down] = whole(dADown, axis: 0)
+        }
+        (gradients.b[.gate], gradients.b[.up]) = (whole(dBGate, axis: 1), whole(dBUp, axis: 1))
+        gradients.b[.down] = whole(hDowns, axis: 0).map { matmul(($0 * scale).T, dy) }
+        var dMlpIn = concatenated(dMlpIns)
         // s d_gate Bᵀ Aᵀ of gate, and the same of up.
-        let dMlpIn = addMM(
-            concatenated(dMlpIns), concatenated([dGateB, dUpB], axis: 1),
-            concatenated([gateLoRA.a, upLoRA.a], axis: 1).T, alpha: scale)
-        tile.endPhase([dMlpIn] + gradients.values.flatMap { [$0.a, $0.b] })
+        if let dB = whole([dGateB, dUpB], axis: 1), let a = whole([gateLoRA?.a, upLoRA?.a], axis: 1) {
+            dMlpIn = addMM(dMlpIn, dB, a.T, alpha: scale)
+        }
+        tile.endPhase([dMlpIn] + gradients.arrays)
         return dMlpIn
-    }
-
-    /// sum + a b, or a b.
-    private func product(_ a: MLXArray, _ b: MLXArray, addedTo sum: MLXArray?) -> MLXArray {
-        sum.map { addMM($0, a, b) } ?? matmul(a, b)
     }
 
     /// The gradient of what a norm of an output took, evaluated; dy where there is no such norm.
@@ -130,7 +137,7 @@ extension Block {
     /// - Returns: dx `[T, hidden]`, evaluated, or nil where it is not wanted.
     private func mixerBackward(
         x: MLXArray, _ forward: consuming Intermediates, dMid: MLXArray, wantsInput: Bool,
-        _ gradients: inout [Projection: LoRAMatrices]
+        _ gradients: inout LoRAGradients
     ) -> MLXArray? {
         let projected = projected(consume forward, dMid: dMid, &gradients)
         let norm = weights.mixerNorm
@@ -140,7 +147,7 @@ extension Block {
             dMixerIn = projection(name, mixerIn, dy: dy, wantsInput: wantsInput, addedTo: dMixerIn, &gradients)
         }
         guard let dMixerIn else { return nil }
-        tile.endPhase([dMixerIn] + gradients.values.flatMap { [$0.a, $0.b] })
+        tile.endPhase([dMixerIn] + gradients.arrays)
         let dx = norm.backward(x, dy: dMixerIn, addedTo: dMid)
         eval(dx)
         return dx
@@ -150,7 +157,7 @@ extension Block {
     typealias Projected = KeyValuePairs<Projection, MLXArray>
 
     private func projected(
-        _ forward: consuming Intermediates, dMid: MLXArray, _ gradients: inout [Projection: LoRAMatrices]
+        _ forward: consuming Intermediates, dMid: MLXArray, _ gradients: inout LoRAGradients
     ) -> Projected {
         let dOut = through(weights.mixerPostNorm, forward.mixerOut, dy: dMid)
         switch weights.shape.mixer {
@@ -163,7 +170,7 @@ extension Block {
     /// The derivative of the mixer's last projection, o or out.
     /// - Returns: the gradient of its input `[T, features]`.
     func lastProjection(
-        _ projection: Projection, _ input: MLXArray, dy: MLXArray, _ gradients: inout [Projection: LoRAMatrices]
+        _ projection: Projection, _ input: MLXArray, dy: MLXArray, _ gradients: inout LoRAGradients
     ) -> MLXArray {
         let dInput = self.projection(projection, input, dy: dy, wantsInput: true, addedTo: nil, &gradients)
         guard let dInput else { preconditionFailure("a gradient was asked for") }
@@ -173,17 +180,14 @@ extension Block {
     /// The derivative of one projection of `input`: see `linearBackward`.
     private func projection(
         _ projection: Projection, _ input: MLXArray, dy: MLXArray, wantsInput: Bool, addedTo sum: MLXArray?,
-        _ gradients: inout [Projection: LoRAMatrices]
+        _ gradients: inout LoRAGradients
     ) -> MLXArray? {
-        let (dx, gradient) = linearBackward(
+        let (dx, dA, dB) = linearBackward(
             input, weights.matrix(projection), matrices(projection), scale: scale, dy: dy,
-            tile: tile, wantsInput: wantsInput, addedTo: sum)
-        gradients[projection] = gradient
+            tile: tile, wantsA: wantsA, wantsInput: wantsInput, addedTo: sum)
+        (gradients.a[projection], gradients.b[projection]) = (dA, dB)
         return dx
     }
 
-    private func matrices(_ projection: Projection) -> LoRAMatrices {
-        guard let lora else { preconditionFailure("a gradient without parameters") }
-        return layout.matrices(projection, in: lora)
-    }
+    private var wantsA: Bool { !layout.freezesA }
 }

@@ -27,7 +27,7 @@ extension Block {
     /// The derivative of out(norm(o) ∘ silu(z)), with o the gated delta rule of qkv, b and a, from that of its output `[T, hidden]`.
     func gatedDeltaNetBackward(
         _ mixer: GatedDeltaNetMixer, _ forward: consuming Intermediates, dOut: MLXArray,
-        _ gradients: inout [Projection: LoRAMatrices]
+        _ gradients: inout LoRAGradients
     ) -> Projected {
         let net = weights.gatedDeltaNet(mixer)
         let (qkv, ba) = (forward.m1, forward.m3)
@@ -43,7 +43,7 @@ extension Block {
     /// - Returns: the gradients of o and z, some tokens' after the other. What they are made of goes with the function.
     private func gatedOutput(
         _ net: GatedDeltaNet, _ forward: consuming Intermediates, dOut: MLXArray,
-        _ gradients: inout [Projection: LoRAMatrices]
+        _ gradients: inout LoRAGradients
     ) -> [(dO: MLXArray, dZ: MLXArray)] {
         let (z, o) = (forward.m2, forward.mixed)
         let dy = lastProjection(.out, net.output(o: o, z: z), dy: dOut, &gradients)

@@ -23,7 +23,7 @@ extension Block {
 
     /// The derivative of out(c ∘ conv(b ∘ u)) from that of its output `[T, hidden]`.
     func shortConvolutionBackward(
-        _ forward: consuming Intermediates, dOut: MLXArray, _ gradients: inout [Projection: LoRAMatrices]
+        _ forward: consuming Intermediates, dOut: MLXArray, _ gradients: inout LoRAGradients
     ) -> Projected {
         let convolution = weights.shortConvolution
         let parts = parts(convolution, consume forward, dOut: dOut, &gradients)
@@ -35,7 +35,7 @@ extension Block {
     /// - Returns: the gradients of b, c and u, some features' after the other. What they are made of goes with the function.
     private func parts(
         _ convolution: ShortConvolution, _ forward: consuming Intermediates, dOut: MLXArray,
-        _ gradients: inout [Projection: LoRAMatrices]
+        _ gradients: inout LoRAGradients
     ) -> [(db: MLXArray, dc: MLXArray, du: MLXArray)] {
         let (b, c, u, mixed) = (forward.m1, forward.m2, forward.m3, forward.mixed)
         let dy = lastProjection(.out, convolution.output(mixed: mixed, c: c), dy: dOut, &gradients)

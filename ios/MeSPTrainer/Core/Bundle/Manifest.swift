@@ -149,7 +149,7 @@ extension Manifest {
     /// Throws where the block function has no trace for the settings' length or rank, or the blocks lack a projection to train.
     package func check(_ settings: RunSettings) throws {
         let (length, rank) = (settings.seqLen, settings.rank)
-        _ = try settings.modules(of: architecture)
+        try settings.checkProjections(of: architecture)
         guard seqLens.contains(length) else {
             throw MeSPError(
                 "\(name) has no trace for sequences of \(length) tokens, only for \(list(seqLens)); choose one of these or export it with --seq-len \(String(length))."

@@ -13,7 +13,7 @@ enum Activation: String, Codable, Sendable {
     /// d_gate = d_act up f′(gate),  d_up = d_act f(gate)
     ///
     /// - Parameters:
-    ///   - gate, up: what they are the sums of, as many for both; in float32 or as a product left them
+    ///   - gate, up: what they are the sums of; in float32 or as a product left them
     /// - Returns: all in float32
     func gatedBackward(gate: [MLXArray], up: [MLXArray], dAct: MLXArray)
         -> (act: MLXArray, dGate: MLXArray, dUp: MLXArray)
@@ -30,7 +30,10 @@ enum Activation: String, Codable, Sendable {
         -> (act: MLXArray, dGate: MLXArray, dUp: MLXArray)
     {
         let kernels = self == .silu ? Self.silus : Self.gelus
-        return (kernels.act(gate + up), kernels.dGate(gate + up + [dAct]), kernels.dUp(gate + [dAct]))
+        // The first half of a kernel's terms are gate's.
+        let count = max(gate.count, up.count)
+        let terms = [gate, up].flatMap { $0 + Array(repeating: MLXArray(Float(0)), count: count - $0.count) }
+        return (kernels.act(terms), kernels.dGate(terms + [dAct]), kernels.dUp(gate + [dAct]))
     }
 
     private struct Kernels {

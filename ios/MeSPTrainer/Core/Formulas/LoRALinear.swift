@@ -43,28 +43,40 @@ struct LoRALinear {
     }
 }
 
-/// The derivative of a LoRA projection. `h = x A` is recomputed, never stored:
+/// The derivative of a projection. `h = x A` of its adapter is recomputed, never stored:
 ///
 ///     dx = dy W + s (dy Bᵀ) Aᵀ        dA = s xᵀ (dy Bᵀ)        dB = s (x A)ᵀ dy
 ///
 /// W is taken a tile of rows at a time, so that no more of it is dequantized at once.
-/// - Parameter wantsInput: whether dx is wanted
+/// - Parameters:
+///   - lora: nil where the projection has no adapter
+///   - wantsA: whether dA is wanted
+///   - wantsInput: whether dx is wanted
 /// - Returns: dx `[T, in]`, added to the sum where there is one, and the gradients of A and B.
 func linearBackward(
-    _ x: MLXArray, _ w: QuantizedMatrix, _ lora: LoRAMatrices, scale: Float, dy: MLXArray,
-    tile: TileSizes, wantsInput: Bool, addedTo sum: MLXArray?
-) -> (dx: MLXArray?, gradient: LoRAMatrices) {
-    let dyB = matmul(dy, lora.b.T) * scale
-    let gradient = LoRAMatrices(a: matmul(x.T, dyB), b: matmul((matmul(x, lora.a) * scale).T, dy))
+    _ x: MLXArray, _ w: QuantizedMatrix, _ lora: LoRAMatrices?, scale: Float, dy: MLXArray,
+    tile: TileSizes, wantsA: Bool, wantsInput: Bool, addedTo sum: MLXArray?
+) -> (dx: MLXArray?, dA: MLXArray?, dB: MLXArray?) {
+    let dyB = lora.map { matmul(dy, $0.b.T) * scale }
+    let dA = wantsA ? product(x.T, dyB) : nil
+    let dB = lora.map { matmul((matmul(x, $0.a) * scale).T, dy) }
+    let gradients = [dA, dB].compactMap { $0 }
     guard wantsInput else {
-        tile.pace.finish([gradient.a, gradient.b])
-        return (nil, gradient)
+        tile.pace.finish(gradients)
+        return (nil, dA, dB)
     }
-    var dx = sum.map { addMM($0, dyB, lora.a.T) } ?? matmul(dyB, lora.a.T)
-    dx = tile.pace.next([dx], after: [dx, gradient.a, gradient.b])[0]
+    var dx = product(dyB, lora?.a.T, addedTo: sum)
+    if let first = dx, lora != nil { dx = tile.pace.next([first], after: [first] + gradients)[0] }
     for rows in tiles(of: w.rows, size: tile.projection) {
-        dx = w.rows(rows).applyTransposed(dy[0..., rows], addedTo: dx)
-        tile.pace.finish([dx])
+        let next = w.rows(rows).applyTransposed(dy[0..., rows], addedTo: dx)
+        tile.pace.finish([next])
+        dx = next
     }
-    return (dx, gradient)
+    return (dx, dA, dB)
+}
+
+/// sum + a b, or what there is of it: the sum where a or b is nil.
+func product(_ a: MLXArray?, _ b: MLXArray?, addedTo sum: MLXArray? = nil) -> MLXArray? {
+    guard let a, let b else { return sum }
+    return sum.map { addMM($0, a, b) } ?? matmul(a, b)
 }

@@ -41,9 +41,15 @@ public struct Planner: Sendable {
     private let mappedBytes: Int
     /// The weights that a sequence passes in a step, in bytes.
     private let passedBytes: Int
-    /// The parameters of all blocks and the optimizer's state, and the gradient of those that are trained, in bytes; of DP-SGD the gradient
-    /// of an example and their sum.
+    /// The parameters and the optimizer's state, and the gradient of what is trained, in bytes; of DP-SGD the gradient of an example and
+    /// their sum.
     private let vectors, gradients: Int
+    /// The blocks from the first that is trained.
+    private let trainedBlocks: Int
+    /// The parameters of the block that has most, and the gradient of the one that has the largest, in bytes.
+    private let loraBytes, gradientBytes: Int
+    /// How many of gate and up have adapters.
+    private let adaptedInMLP: Int
     /// For each of the model's mixers.
     private let mixers: [MixerMemory]
     /// What the mixers of the last blocks leave, by the number of blocks, in bytes.
@@ -67,13 +73,19 @@ public struct Planner: Sendable {
         self.settings = settings
         group = manifest.featureGroup
         mappedBytes = manifest.mappedBytes
-        passedBytes = Self.passedBytes(manifest, settings)
+        let layouts = settings.layouts(of: architecture)
+        trainedBlocks = layouts.count - (layouts.firstIndex { $0.count > 0 } ?? layouts.count)
+        loraBytes = layouts.map { 4 * $0.count }.max() ?? 0
+        gradientBytes = layouts.map { 4 * $0.trainedCount }.max() ?? 0
+        let adapted = Set(layouts.flatMap { $0.modules.flatMap(\.projections) })
+        adaptedInMLP = adapted.intersection([.gate, .up]).count
+        passedBytes = Self.passedBytes(manifest, settings, trainedBlocks)
         backend = manifest.device
         itemSize = manifest.dtype.dtype.size
         let functions = Set(
             manifest.lengths(settings).flatMap { length in manifest.blocks.compactMap { $0.functions["\(length)"] } })
         functionBytes = manifest.files.filter { functions.contains($0.path) }.reduce(0) { $0 + $1.size }
-        (vectors, gradients) = Self.vectors(manifest.architecture, settings)
+        (vectors, gradients) = Self.vectors(layouts, settings)
         let mixers = architecture.mixers.map { [architecture, itemSize] in
             MixerMemory(
                 mixer: $0, hiddenSize: architecture.hiddenSize, length: settings.seqLen, itemSize: itemSize)
@@ -84,22 +96,17 @@ public struct Planner: Sendable {
         self.mixers = mixers
     }
 
-    private static func passedBytes(_ manifest: Manifest, _ settings: RunSettings) -> Int {
-        let layers = manifest.architecture.numHiddenLayers
-        let first = settings.method == .mezo ? 0 : layers - min(settings.numLayers ?? layers, layers)
+    private static func passedBytes(_ manifest: Manifest, _ settings: RunSettings, _ trainedBlocks: Int) -> Int {
+        let first = settings.method == .mezo ? 0 : manifest.architecture.numHiddenLayers - trainedBlocks
         let blocks = manifest.blocks.reduce(0) { sum, kind in
             sum + kind.words * (kind.layers.count + kind.layers.count { $0 >= first })
         }
         return 4 * (blocks + manifest.head.words * (settings.method == .mezo ? 2 : 1))
     }
 
-    private static func vectors(_ architecture: Architecture, _ settings: RunSettings)
-        -> (vectors: Int, gradients: Int)
-    {
-        let ofMixers = architecture.kinds.map { LoRALayout(block: $0, rank: settings.rank).count }
-        let all = architecture.layers.map { ofMixers[$0] }
-        let trained = all.suffix(settings.numLayers ?? all.count)
-        func sum(_ blocks: some Sequence<Int>, _ bytes: (_ parameters: Int) -> Int = { 4 * $0 }) -> Int {
+    private static func vectors(_ layouts: [LoRALayout], _ settings: RunSettings) -> (vectors: Int, gradients: Int) {
+        let (all, trained) = (layouts.map(\.count), layouts.map(\.trainedCount))
+        func sum(_ blocks: [Int], _ bytes: (_ parameters: Int) -> Int = { 4 * $0 }) -> Int {
             blocks.reduce(0) { $0 + bytes($1) }
         }
         let kept = Optimizer.state(settings)
@@ -116,7 +123,6 @@ public struct Planner: Sendable {
     private var method: GradientMethod { settings.method }
     private var length: Int { settings.seqLen }
     private var rank: Int { settings.rank }
-    private var trainedBlocks: Int { min(settings.numLayers ?? .max, architecture.numHiddenLayers) }
 
     /// The fastest plan that stays within `memoryLimitMb` and what the system allows; where neither matters, large tiles and everything
     /// in memory. `offload` restricts the choice; it is the planner's last resort.
@@ -293,7 +299,7 @@ public struct Planner: Sendable {
         let waiting = (sequences - 1) * hidden
         let together = plan.order == .blocks
         // Of a block, until the last sequence's gradient is there.
-        let sum = together ? loraBytes : 0
+        let sum = together ? gradientBytes : 0
         return (plan.offload == .all ? 0 : vectors + (gathers ? gradients : 0)) + inputs + waiting + sum + examples
             + kept(plan.keptBlocks) * (together ? sequences : 1)
     }
@@ -314,7 +320,7 @@ public struct Planner: Sendable {
     private func phase(_ plan: Plan) -> Int {
         let postNormed = architecture.postNorms ? hidden : 0
         let mixer = 54 * plan.tileBytes + most(\.tenPhases) + 17 * postNormed
-        let mlp = 34 * plan.tileBytes + 180 * hidden + 38 * loraBytes + 46 * postNormed
+        let mlp = 34 * plan.tileBytes + 180 * hidden + 38 * gradientBytes + 46 * postNormed
         return max(mixer, mlp) / 10
     }
 
@@ -369,11 +375,6 @@ public struct Planner: Sendable {
         CPUProducts.current.dequantizeInside ? 0 : rows * architecture.hiddenSize * 4
     }
 
-    /// The LoRA parameters of the largest block, or their gradient.
-    private var loraBytes: Int {
-        architecture.kinds.map { LoRALayout(block: $0, rank: rank).count * 4 }.max() ?? 0
-    }
-
     /// The outputs of the mixer and of the MLP, which the backward pass of post-norms reads.
     private var postNormed: Int { architecture.postNorms ? 2 * hidden : 0 }
 
@@ -401,12 +402,12 @@ public struct Planner: Sendable {
                 hidden + forward,
                 // The mixer's intermediates; x_mid, dy and, with post-norms, the gradient by mlp_out; mlp_in and its gradient before a tile,
                 // with the tile's gate and after it; of the tile, three weights, one of them while it is dequantized, gate and up, each
-                // with the two products that it is the sum of, and their derivatives, for gelu with its tanh.
+                // with the two products that it is the sum of where it has an adapter, and their derivatives, for gelu with its tanh.
                 most(\.intermediates) + (a.postNorms ? 7 : 6) * hidden + 5 * weight(features)
-                    + (a.hiddenAct == .gelu ? 16 : 11) * activation(features) + loraBytes,
+                    + ((a.hiddenAct == .gelu ? 12 : 7) + 2 * adaptedInMLP) * activation(features) + gradientBytes,
                 // The same without the tile, but with the temporaries of the norm's derivative.
-                most(\.intermediates) + 15 * hidden / 2 + loraBytes,
-                most { $0.backward(tile) } + 2 * loraBytes) + postNormed
+                most(\.intermediates) + 15 * hidden / 2 + gradientBytes,
+                most { $0.backward(tile) } + 2 * gradientBytes) + postNormed
         case .mebp:
             // All of the block's weights dequantized, six arrays as wide as the MLP, and what automatic differentiation keeps of the
             // mixer and of gelu.
@@ -416,7 +417,7 @@ public struct Planner: Sendable {
             return 4 * (weights.max() ?? 0) + (a.hiddenAct == .gelu ? 15 : 6) * intermediate + most(\.automatic)
         case .mezo:
             // z, and the parameters moved by it, on the way into the block function.
-            return forward + 2 * loraBytes
+            return forward + gradientBytes + loraBytes
         }
     }
 }

@@ -133,15 +133,18 @@ public struct RunSettings: Codable, Sendable, Equatable {
     /// What the adapters' output is multiplied by.
     var scale: Float { alpha / (rslora ? Float(rank).squareRoot() : Float(rank)) }
 
-    /// The modules that are trained.
-    func modules(of architecture: Architecture) throws -> [Module] {
-        guard let projections else { return architecture.modules }
+    /// Throws where a projection is not in the model, or in no block that is trained.
+    func checkProjections(of architecture: Architecture) throws {
         let names = architecture.modules.map(\.shortName)
-        if let name = projections.first(where: { !names.contains($0) }) {
+        if let name = projections?.first(where: { !names.contains($0) }) {
             throw MeSPError(
                 "The model has no projection \(name); projections must be of \(names.joined(separator: ", ")).")
         }
-        return architecture.modules.filter { projections.contains($0.shortName) }
+        guard layouts(of: architecture).contains(where: { !$0.modules.isEmpty }) else {
+            throw MeSPError(
+                "The last \(numLayers ?? 0) blocks have none of the projections that are to be trained; train more blocks or other projections."
+            )
+        }
     }
 
     /// Sequences of a step, or pairs or answers of an objective.

@@ -98,8 +98,8 @@ extension Trainer {
     /// Every vector that the next step depends on, by name.
     func vectors() throws -> [String: MLXArray] {
         var vectors = [String: MLXArray]()
-        for block in model.blocks { vectors["lora.\(block)"] = try model.lora.read(block) }
         for block in trained {
+            vectors["lora.\(block)"] = try model.lora.read(block)
             vectors["first.\(block)"] = try optimizer.first?.read(block)
             vectors["second.\(block)"] = try optimizer.second?.read(block)
         }
@@ -133,8 +133,8 @@ extension Trainer {
                     value
             }
         }
-        for block in model.blocks { try model.lora.write(vector("lora.\(block)", like: model.lora.read(block)), block) }
         for block in trained {
+            try model.lora.write(vector("lora.\(block)", like: model.lora.read(block)), block)
             if let first = try optimizer.first?.read(block) {
                 try optimizer.first?.write(vector("first.\(block)", like: first), block)
             }

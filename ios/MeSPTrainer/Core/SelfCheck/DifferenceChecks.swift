@@ -43,7 +43,7 @@ extension Bench {
             /// The loss with other parameters in this block.
             func loss(_ changed: MLXArray) throws -> Double {
                 var y = try forward.outputs(block, x, changed).y
-                for later in block + 1..<blocks.upperBound {
+                for later in block + 1..<model.blocks.upperBound {
                     y = try forward.outputs(later, y, model.parameters(later)).y
                 }
                 return try forward.loss(y, example)

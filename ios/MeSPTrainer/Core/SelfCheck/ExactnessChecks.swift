@@ -117,7 +117,7 @@ extension Bench {
     func inputOfTrained(_ trainer: Trainer) throws -> MLXArray {
         let model = trainer.model
         var x = try model.embed(example(shortest))
-        for block in 0..<trainer.trained.lowerBound {
+        for block in 0..<trainer.trained[0] {
             x = try bundle.withBlock(block) { try model.output(block, x, model.parameters(block), $0) }
         }
         return x

@@ -11,11 +11,12 @@ final class AutomaticBackward {
     /// - Parameters:
     ///   - x: the block's input `[1, T, hidden]`
     ///   - d: dy `[1, T, hidden]`, replaced by dx
-    /// - Returns: the flat gradient of the LoRA parameters `[P]` in float32. It and d are evaluated.
+    /// - Returns: the gradient of the trained LoRA parameters, flat and in float32. It and d are evaluated.
     func callAsFunction(_ block: Int, _ x: MLXArray, _ lora: MLXArray, _ weights: BlockWeights, d: inout MLXArray)
         throws
         -> MLXArray
     {
+        let layout = model.layouts[block]
         let functions =
             try functions[x.dim(1)]
             ?? model.bundle.functions(\.plainFunctions, length: x.dim(1)).map { BlockFunction($0, isFused: false) }
@@ -29,13 +30,14 @@ final class AutomaticBackward {
         let (_, gradients) = vjp(
             { [model] primals in
                 do {
-                    let function = functions[block](lora: primals[1], scale: model.scale, weights: weights)
+                    let lora = layout.whole(layout.replacing(in: lora, trained: primals[1]))
+                    let function = functions[block](lora: lora, scale: model.scale, weights: weights)
                     return [try function.output(primals[0])]
                 } catch {
                     failure = error
                     return [primals[0]]  // of y's shape
                 }
-            }, primals: [x, lora], cotangents: [d])
+            }, primals: [x, layout.trained(in: lora)], cotangents: [d])
         if let failure { throw failure }
         eval(gradients)
         d = gradients[0]

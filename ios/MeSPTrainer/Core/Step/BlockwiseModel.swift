@@ -4,7 +4,7 @@ import MLX
 /// that is alive. Sequences may have any of the lengths that the bundle has functions for.
 final class BlockwiseModel {
     let bundle: ModelBundle
-    /// Of each block.
+    /// Of each block's parameters.
     let layouts: [LoRALayout]
     /// What the adapters' output is multiplied by: α / rank, or α / √rank.
     let scale: Float
@@ -15,7 +15,7 @@ final class BlockwiseModel {
     let clock: StepClock
     /// See `CrossEntropyHead`; a test lowers it.
     var workBetweenBoundaries: Int
-    /// The parameters: one flat vector `[P]` a block, in float32 or bfloat16.
+    /// The parameters: one flat vector `[P]` for each block that has any, in float32 or bfloat16.
     var lora: BlockArrays
     /// Whether a whole step was done, so that a GPU has compiled the kernels; see `Pace`.
     var isWarm: Bool
@@ -26,7 +26,7 @@ final class BlockwiseModel {
     init(_ bundle: ModelBundle, _ settings: RunSettings, plan: Plan, lora: BlockArrays, clock: StepClock) throws {
         let architecture = bundle.architecture
         (self.bundle, self.lora, self.clock) = (bundle, lora, clock)
-        layouts = architecture.layouts(rank: settings.rank)
+        layouts = settings.layouts(of: architecture)
         scale = settings.scale
         tileBytes = plan.tileBytes
         workspace = bundle.backend == .gpu ? Planner(bundle.manifest, settings).workspace(plan) : nil
@@ -62,8 +62,10 @@ final class BlockwiseModel {
 
     var blocks: Range<Int> { 0..<bundle.architecture.numHiddenLayers }
 
-    /// A block's parameters `[P]` in float32, as the block function takes them.
-    func parameters(_ block: Int) throws -> MLXArray { try lora.read(block).asType(.float32) }
+    /// A block's parameters `[P]` in float32.
+    func parameters(_ block: Int) throws -> MLXArray {
+        layouts[block].count > 0 ? try lora.read(block).asType(.float32) : MLXArray.zeros([0])
+    }
 
     /// The embeddings `[1, T, hidden]` of a sequence's inputs.
     func embed(_ example: Example) throws -> MLXArray {
@@ -119,7 +121,8 @@ final class BlockwiseModel {
     {
         guard bundle.backend == .gpu else { return self.block(block, x, lora, weights) }
         return try function(block, x)(
-            lora: lora, scale: scale, weights: weights, pause: isWarm ? nil : { [clock] in clock.pause() })
+            lora: layouts[block].whole(lora), scale: scale, weights: weights,
+            pause: isWarm ? nil : { [clock] in clock.pause() })
     }
 
     /// The block's formulas for x `[1, T, hidden]`.
@@ -169,13 +172,17 @@ final class BlockwiseModel {
         }
     }
 
-    /// The sum of the losses of a sequence's counted targets, in nats, with the parameters as they are or moved.
+    /// The sum of the losses of a sequence's counted targets, in nats, with the parameters as they are or moved, where a block has
+    /// any.
     func loss(_ example: Example, parameters moved: (_ block: Int, _ lora: MLXArray) throws -> MLXArray = { $1 })
         throws -> Float
     {
         var x = try embed(example)
         for block in blocks {
-            x = try bundle.withBlock(block) { try output(block, x, moved(block, parameters(block)), $0) }
+            x = try bundle.withBlock(block) { weights in
+                let lora = try parameters(block)
+                return try output(block, x, layouts[block].count > 0 ? moved(block, lora) : lora, weights)
+            }
         }
         return try loss(x, example)
     }

@@ -10,27 +10,24 @@ struct MeZO {
     /// A key of the random numbers for each block.
     let keys: [MLXArray]
     let layouts: [LoRALayout]
-    /// The blocks that are moved, and of a block's parameters those where this is 1: `[P]`, nil for all.
-    let trained: Range<Int>
-    let mask: (_ block: Int) -> MLXArray?
 
-    /// - Parameter loss: L with each block's parameters `[P]` moved.
+    /// - Parameter loss: L with the trained of each block's parameters `[P]` moved.
     /// - Returns: the mean of the two losses, and g.
     func slope(loss: (_ moved: (_ block: Int, _ lora: MLXArray) -> MLXArray) throws -> Float) rethrows
         -> (loss: Float, g: Float)
     {
         func moved(by distance: Float) throws -> Float {
-            try loss { block, lora in trained.contains(block) ? lora + distance * z(block) : lora }
+            try loss { block, lora in
+                let layout = layouts[block]
+                return layout.replacing(in: lora, trained: layout.trained(in: lora) + distance * z(block))
+            }
         }
         let (plus, minus) = (try moved(by: epsilon), try moved(by: -epsilon))
         return ((plus + minus) / 2, (plus - minus) / (2 * epsilon))
     }
 
-    /// A block's direction, `[P]`.
-    func z(_ block: Int) -> MLXArray {
-        let z = MLXRandom.normal([layouts[block].count], key: keys[block])
-        return mask(block).map { z * $0 } ?? z
-    }
+    /// The direction of a block's trained parameters.
+    func z(_ block: Int) -> MLXArray { MLXRandom.normal([layouts[block].trainedCount], key: keys[block]) }
 }
 
 extension Trainer {
@@ -52,7 +49,7 @@ extension Trainer {
     ) throws -> (loss: Float, norm: Float?) {
         let keys = keys(number)
         let mezo = MeZO(
-            epsilon: settings.mezoEpsilon, keys: keys, layouts: model.layouts, trained: trained, mask: mask)
+            epsilon: settings.mezoEpsilon, keys: keys, layouts: model.layouts)
         let (loss, g) = try mezo.slope(loss: loss)
         guard g.isFinite else { throw try model.notFinite(examples) }
         model.isWarm = true

@@ -7,10 +7,12 @@ struct NotFinite: Error {
 }
 
 extension BlockwiseModel {
-    /// - Throws: `NotFinite` with the name of the matrix where a block's gradient `[P]` is not finite.
+    /// - Throws: `NotFinite` with the name of the matrix where a block's gradient is not finite.
     func check(_ gradient: MLXArray, _ block: Int) throws {
         guard try !isFinite(gradient) else { return }
-        let place: Sentence = try firstNotFinite(gradient, block).map { "\($0)" } ?? "block \(block)"
+        let layout = layouts[block]
+        let whole = layout.replacing(in: MLXArray.zeros([layout.count]), trained: gradient)
+        let place: Sentence = try firstNotFinite(whole, block).map { "\($0)" } ?? "block \(block)"
         throw NotFinite(what: "The gradient of \(place)")
     }
 

@@ -10,7 +10,7 @@ struct Optimizer {
     /// How `first` and `second` are quantized; nil where they are float32.
     private let maps: (first: DynamicMap, second: DynamicMap)?
 
-    /// - Parameter zeros: makes an array of zeros for each block, in the shape that its P parameters give.
+    /// - Parameter zeros: makes an array of zeros for each block, in the shape that its P trained parameters give.
     init(
         _ settings: RunSettings,
         zeros: (_ shape: (_ parameters: Int) -> [Int], _ dtype: DType) throws -> BlockArrays
@@ -22,7 +22,7 @@ struct Optimizer {
         maps = settings.optimizer == .adamw8bit ? (DynamicMap(signed: true), DynamicMap(signed: false)) : nil
     }
 
-    /// How many arrays are kept for a block of P parameters, and of what kind: float32 `[P]`, or what `DynamicMap` makes of them.
+    /// How many arrays are kept for a block of P trained parameters, and of what kind: float32 `[P]`, or what `DynamicMap` makes of them.
     static func state(_ settings: RunSettings) -> (count: Int, shape: (_ parameters: Int) -> [Int], dtype: DType) {
         switch settings.optimizer {
         case .sgd: (settings.momentum > 0 ? 1 : 0, { [$0] }, .float32)

@@ -1,15 +1,17 @@
 import MLX
 
 extension Trainer {
-    /// One block's update, from its gradient `[P]`.
+    /// One block's update, from the gradient of its trained parameters.
     func update(_ block: Int, _ gradient: MLXArray, _ number: Int, _ key: MLXArray) throws {
         try model.check(gradient, block)
-        let stored = try model.lora.read(block)
-        let old = stored.asType(.float32)
+        let (layout, parameters) = (model.layouts[block], try model.parameters(block))
+        let old = layout.trained(in: parameters)
         var gradient = gradient
-        if let mu = settings.proximalMu, let start = try start?.read(block) { gradient = gradient + mu * (old - start) }
-        var new = try optimizer.update(old, gradient, block: block, rate: settings.learningRate(step: number))
-        if let mask = mask(block) { new = which(mask, new, old) }
+        if let mu = settings.proximalMu, let start = try start?.read(block) {
+            gradient = gradient + mu * (old - layout.trained(in: start))
+        }
+        let updated = try optimizer.update(old, gradient, block: block, rate: settings.learningRate(step: number))
+        var new = layout.replacing(in: parameters, trained: updated)
         if settings.loraDtype == .bfloat16 {
             new = stochasticallyRounded(new, key: MLXRandom.split(key: key).0)
         }
@@ -22,7 +24,7 @@ extension Trainer {
     func updateAll(_ number: Int, _ keys: [MLXArray], gradient: (_ block: Int) throws -> MLXArray) throws -> Float? {
         let (factor, norm) = try settings.maxGradNorm.map { try clipping(to: $0, gradient) } ?? (1, nil)
         for block in trained {
-            try clock.boundary(changed: block > trained.lowerBound)
+            try clock.boundary(changed: block > trained[0])
             try update(block, factor * gradient(block), number, keys[block])
         }
         return norm

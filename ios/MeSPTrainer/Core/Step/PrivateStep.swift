@@ -40,8 +40,7 @@ extension Trainer {
         }
         _ = try updateAll(number, keys(number)) { block in
             let key = MLXRandom.key(secret.noiseSeed(step: number, block: block))
-            var sum = noise * clip * MLXRandom.normal([model.layouts[block].count], key: key)
-            if let mask = mask(block) { sum = sum * mask }
+            var sum = noise * clip * MLXRandom.normal([model.layouts[block].trainedCount], key: key)
             if count > 0, let clipped = try clippedSums?.read(block) { sum = clipped + sum }
             return sum / Float(settings.batchSize)
         }

@@ -24,8 +24,8 @@ final class Trainer {
 
     /// One forward and backward pass of some sequences, which go through each block together.
     ///
-    /// - Parameter update: gets each trained block's gradient `[P]`, the sum of the sequences', from the last block to the first, as soon
-    ///   as it is there, and may change that block's parameters.
+    /// - Parameter update: gets the gradient of each block's trained parameters, the sum of the sequences', from the last block to the
+    ///   first, as soon as it is there, and may change that block's parameters.
     /// - Returns: the sum of the losses, each times its part's weight.
     /// - Throws: `NotFinite` where that is not finite; then nothing was updated.
     func backpropagate(_ parts: [Part], update: (_ block: Int, _ gradient: MLXArray) throws -> Void) throws -> Float {
@@ -56,7 +56,7 @@ final class Trainer {
                 let lora = try model.parameters(block)
                 for sequence in states.indices {
                     let (place, x) = (place(block, first + sequence), states[sequence])
-                    if trained.contains(block) { try inputs.write(x, place) }
+                    if block >= trained[0] { try inputs.write(x, place) }
                     if first == 0, keepsIntermediates(block) {
                         let outputs = try model.outputs(block, x, lora, weights)
                         (states[sequence], kept[place]) = (outputs.y, outputs.intermediates)
@@ -86,7 +86,7 @@ final class Trainer {
     func backward(
         _ d: inout [MLXArray], first: Int = 0, update: (_ block: Int, _ gradient: MLXArray) throws -> Void
     ) throws {
-        for block in trained.reversed() {
+        for block in (trained[0]..<model.blocks.upperBound).reversed() {
             var sum: MLXArray?
             try model.bundle.withBlock(block) { weights in
                 for sequence in d.indices {
@@ -97,7 +97,11 @@ final class Trainer {
                             gradient = sum + gradient
                             eval(gradient)
                         }
-                        if sequence == d.count - 1 { try update(block, gradient) } else { sum = gradient }
+                        if sequence < d.count - 1 {
+                            sum = gradient
+                        } else if trained.contains(block) {
+                            try update(block, gradient)
+                        }
                         model.freeCache()
                     }
                 }
@@ -106,21 +110,16 @@ final class Trainer {
         model.isWarm = true
     }
 
-    /// The gradient of a block's LoRA parameters `[P]`, from its input at `place`; d goes from dy to dx. Both are evaluated.
+    /// The gradient of a block's trained parameters, from its input at `place`; d goes from dy to dx. Both are evaluated.
     private func gradient(_ block: Int, _ place: Int, _ weights: BlockWeights, d: inout MLXArray) throws -> MLXArray {
         let x = try inputs.take(place)
         let lora = try model.parameters(block)
-        let gradient: MLXArray
-        if let automatic {
-            gradient = try automatic(block, x, lora, weights, d: &d)
-        } else {
-            gradient = try model.withWorkspace {
-                let intermediates = try kept.removeValue(forKey: place) ?? model.recompute(block, x, lora, weights)
-                return model.block(block, x, lora, weights)
-                    .gradient(x: x, consume intermediates, d: &d, wantsInput: block > trained.lowerBound)
-            }
+        if let automatic { return try automatic(block, x, lora, weights, d: &d) }
+        return try model.withWorkspace {
+            let intermediates = try kept.removeValue(forKey: place) ?? model.recompute(block, x, lora, weights)
+            return model.block(block, x, lora, weights)
+                .gradient(x: x, consume intermediates, d: &d, wantsInput: block > trained[0])
         }
-        return mask(block).map { gradient * $0 } ?? gradient
     }
 
     /// Where a block's input of a sequence is kept.
@@ -219,12 +218,8 @@ final class Trainer {
     let plan: Plan
     /// MeBP's gradients; nil where they are the structured backward pass's.
     private let automatic: AutomaticBackward?
-    /// The blocks whose parameters are trained.
-    let trained: Range<Int>
-    /// The modules of these blocks that are trained.
-    let modules: [Module]
-    /// For each of the model's mixers what `mask` gives of its blocks.
-    private let masks: [MLXArray]?
+    /// The blocks with parameters, which are trained, ascending. `Manifest.check` has found that there are some.
+    let trained: [Int]
     /// The block inputs, from the forward to the backward pass: all of a sequence, then of the next.
     private var inputs: BlockArrays
     /// The last blocks' intermediates that stay from the forward to the backward pass, by the place of the block's input.
@@ -245,24 +240,15 @@ final class Trainer {
     init(bundle: ModelBundle, settings: RunSettings, plan: Plan, folder: URL) throws {
         let architecture = bundle.architecture
         let blocks = architecture.numHiddenLayers
-        let layouts = architecture.layouts(rank: settings.rank)
+        let layouts = settings.layouts(of: architecture)
         self.settings = settings
         self.plan = plan
-        trained = max(0, blocks - (settings.numLayers ?? blocks))..<blocks
-        let modules = try settings.modules(of: architecture)
-        self.modules = modules
-        let isPartial = modules != architecture.modules || settings.freezeA
-        masks =
-            isPartial
-            ? architecture.kinds.map {
-                LoRALayout(block: $0, rank: settings.rank).mask(modules, onlyB: settings.freezeA)
-            } : nil
+        trained = layouts.indices.filter { layouts[$0].count > 0 }
 
-        let parameters = layouts.map(\.count)
         let keepsMaps = bundle.backend == .cpu || plan.keepsMaps
-        /// Of the shape that a block's P parameters give.
+        /// Of the shape that this many parameters of a block give.
         func arrays(_ shape: (_ parameters: Int) -> [Int], _ dtype: DType) throws -> BlockArrays {
-            let largest = shape(parameters.max() ?? 0)
+            let largest = shape(layouts.map(\.count).max() ?? 0)
             let file =
                 plan.offload == .all
                 ? try ArrayFile(in: folder, shape: largest, dtype: dtype, keepsMaps: keepsMaps) : nil
@@ -271,7 +257,9 @@ final class Trainer {
         let trained = trained
         func zeros(_ shape: (_ parameters: Int) -> [Int], _ dtype: DType) throws -> BlockArrays {
             var arrays = try arrays(shape, dtype)
-            for block in trained { try arrays.write(MLXArray.zeros(shape(parameters[block]), dtype: dtype), block) }
+            for block in trained {
+                try arrays.write(MLXArray.zeros(shape(layouts[block].trainedCount), dtype: dtype), block)
+            }
             return arrays
         }
         let longest = [1, settings.seqLen, architecture.hiddenSize]
@@ -283,28 +271,29 @@ final class Trainer {
         sums = plan.gathersGradients(of: settings) ? GradientSums(try zeros({ [$0] }, .float32)) : nil
         clippedSums = settings.dpClip == nil ? nil : GradientSums(try zeros({ [$0] }, .float32))
         var lora = try arrays({ [$0] }, settings.loraDtype.dtype)
-        for (block, layout) in layouts.enumerated() {
-            try lora.write(layout.initial(seed: settings.seed, block: block).asType(settings.loraDtype.dtype), block)
+        for block in trained {
+            let initial = layouts[block].initial(seed: settings.seed, block: block)
+            try lora.write(initial.asType(settings.loraDtype.dtype), block)
         }
-        start = try Self.start(settings, architecture) { try arrays({ [$0] }, .float32) }
+        start = try Self.start(settings, architecture, layouts) { try arrays({ [$0] }, .float32) }
         model = try BlockwiseModel(bundle, settings, plan: plan, lora: lora, clock: clock)
         automatic = settings.method == .mebp ? AutomaticBackward(model) : nil
     }
 
     /// The adapters of the settings, in each block.
     private static func start(
-        _ settings: RunSettings, _ architecture: Architecture, arrays: () throws -> BlockArrays
+        _ settings: RunSettings, _ architecture: Architecture, _ layouts: [LoRALayout],
+        arrays: () throws -> BlockArrays
     ) throws -> BlockArrays? {
         guard settings.keepsStart, let folder = settings.adapters else { return nil }
         var start = try arrays()
         let adapters = try loadAdapters(
             from: URL(fileURLWithPath: folder), architecture: architecture, onlyB: settings.freezeA)
-        for (block, vector) in adapters.lora.enumerated() { try start.write(vector, block) }
+        for (block, layout) in layouts.enumerated() where layout.count > 0 {
+            try start.write(layout.part(of: adapters.lora[block]), block)
+        }
         return start
     }
-
-    /// 1 for each parameter of a trained module of a block, 0 for the others, `[P]`; nil where all are trained.
-    func mask(_ block: Int) -> MLXArray? { masks.map { $0[model.bundle.architecture.layers[block]] } }
 
     /// Whether a block's intermediates stay from the forward to the backward pass.
     private func keepsIntermediates(_ block: Int) -> Bool {

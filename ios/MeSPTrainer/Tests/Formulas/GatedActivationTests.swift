@@ -5,15 +5,16 @@ import Testing
 
 @Suite(.serialized) struct GatedActivationTests {
     /// A GPU computes each result apart: from a product, an adapter's part and perhaps a bias.
-    @Test(arguments: [Activation.silu, .gelu], [1, 2, 3]) func kernelsAreTheFormula(
-        _ activation: Activation, _ terms: Int
+    /// Where one of the two has no adapter, it has a term less.
+    @Test(arguments: [Activation.silu, .gelu], [(1, 1), (2, 2), (3, 3), (1, 2), (3, 2)]) func kernelsAreTheFormula(
+        _ activation: Activation, _ terms: (gate: Int, up: Int)
     ) {
-        func parts(_ seed: UInt64) -> [MLXArray] {
+        func parts(_ terms: Int, _ seed: UInt64) -> [MLXArray] {
             MLXRandom.split(key: MLXRandom.key(seed), into: terms).enumerated().map { index, key in
                 MLXRandom.normal(index == 2 ? [6] : [5, 6], key: key)
             }
         }
-        let (gate, up) = (parts(1), parts(2))
+        let (gate, up) = (parts(terms.gate, 1), parts(terms.up, 2))
         let dAct = MLXRandom.normal([5, 6], key: MLXRandom.key(3))
         let (expected, found) = (
             activation.gatedBackward(gate: gate, up: up, dAct: dAct),

@@ -205,10 +205,13 @@ extension Fixture {
         blocks: Range<Int>? = nil, modules: [Module]? = nil, to folder: URL
     ) throws {
         let rank = try number("rank")
+        let modules = modules ?? bundle.architecture.modules
         try saveAdapterFolder(
-            bundle.architecture, rank: Int(rank), blocks: blocks ?? 0..<layers,
-            modules: modules ?? bundle.architecture.modules, scale: try number("alpha") / rank,
-            model: bundle.manifest.model.id, to: folder
-        ) { try array("lora.\($0)") }
+            bundle.architecture, rank: Int(rank), blocks: blocks ?? 0..<layers, modules: modules,
+            scale: try number("alpha") / rank, model: bundle.manifest.model.id, to: folder
+        ) {
+            let layout = LoRALayout(block: bundle.architecture.block($0), rank: Int(rank), modules: modules)
+            return layout.part(of: try array("lora.\($0)"))
+        }
     }
 }

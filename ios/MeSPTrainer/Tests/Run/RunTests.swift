@@ -109,7 +109,7 @@ import Testing
     /// A run that is stopped and resumed logs the same losses, to the last bit, as one that is not.
     @Test(arguments: [
         "sgd", "momentum", "adamw", "adamw offloaded", "adamw8bit", "adamw8bit offloaded", "accumulation", "by blocks",
-        "mezo", "bfloat16", "B alone",
+        "mezo", "bfloat16", "B alone", "B of some", "the last block",
     ])
     func resumesAsIfNothingHadHappened(_ kind: String) throws {
         let (whole, parts) = (temporaryFolder(), temporaryFolder())
@@ -132,6 +132,9 @@ import Testing
             case "mezo": (settings.method, settings.learningRate) = (.mezo, 1e-3)
             case "bfloat16": settings.loraDtype = .bfloat16
             case "B alone": settings.freezeA = true
+            case "B of some":
+                (settings.freezeA, settings.projections, settings.optimizer) = (true, ["q", "down"], .adamw8bit)
+            case "the last block": (settings.numLayers, settings.momentum, settings.offload) = (1, 0.9, .all)
             default: break
             }
             return settings

@@ -218,9 +218,9 @@ import Testing
                 ($0.optimizer, $0.learningRate) = (.adamw, 1e-2)
                 ordered.change(&$0)
             }
-            for block in 0..<fixture.layers {
-                let lora = try fixture.array("lora.\(block)").asType(trainer.settings.loraDtype.dtype)
-                try trainer.model.lora.write(lora, block)
+            for block in trainer.trained {
+                let lora = trainer.model.layouts[block].part(of: try fixture.array("lora.\(block)"))
+                try trainer.model.lora.write(lora.asType(trainer.settings.loraDtype.dtype), block)
             }
             let each = ordered.batches.reduce(0, +)
             let results = try (0..<2).map { step in

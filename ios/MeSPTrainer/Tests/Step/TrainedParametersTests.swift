@@ -1,0 +1,157 @@
+import Foundation
+import MLX
+import Testing
+
+@testable import MeSPCore
+
+/// Runs that train some projections, some blocks, or B alone.
+@Suite(.serialized) struct TrainedParametersTests {
+    struct Part: Sendable, CustomTestStringConvertible {
+        let testDescription: String
+        /// nil for all.
+        var projections: [Projection]?
+        var numLayers: Int?
+        var freezesA = false
+
+        func choose(_ settings: inout RunSettings, of architecture: Architecture) {
+            (settings.numLayers, settings.freezeA) = (numLayers, freezesA)
+            settings.projections = projections.map { projections in
+                architecture.modules.filter { $0.projections.contains(where: projections.contains) }.map(\.shortName)
+            }
+        }
+    }
+
+    private static let parts = [
+        Part(testDescription: "B alone", freezesA: true),
+        Part(testDescription: "some projections", projections: [.q, .v, .qkv, .in, .up]),
+        Part(testDescription: "down alone", projections: [.down]),
+        Part(
+            testDescription: "the last block, B of some projections", projections: [.o, .out, .gate], numLayers: 1,
+            freezesA: true),
+    ]
+
+    /// Of the whole fixture's parameters, with B = 0 where `layouts` have none: adapters that are not trained add nothing.
+    private func parameters(_ fixture: Fixture, _ layouts: [LoRALayout]) throws -> [MLXArray] {
+        try layouts.enumerated().map { block, layout in
+            let (whole, vector) = (layout.whole, try fixture.array("lora.\(block)"))
+            return whole.packed(
+                whole.modules.map { module in
+                    let each = whole.matrices(module, in: vector)
+                    return layout.modules.contains(module)
+                        ? each : LoRAMatrices(a: each.a, b: MLXArray.zeros(like: each.b))
+                })
+        }
+    }
+
+    /// Everything that is done for what is not trained adds zeros.
+    @Test(arguments: Fixture.cases, parts)
+    func gradientsAreThoseOfARunThatTrainsAll(_ folder: URL, _ part: Part) throws {
+        let fixture = try Fixture(folder, "gradients")
+        // How MeBP gets its gradients is the same for every family.
+        let isPlain = folder.lastPathComponent.hasPrefix("tied")
+        for method in isPlain ? [GradientMethod.mesp, .mebp] : [.mesp] {
+            let all = try fixture.trainer(method)
+            let some = try fixture.trainer(method) { part.choose(&$0, of: fixture.bundle.architecture) }
+            let layouts = some.model.layouts
+            for (block, vector) in try parameters(fixture, layouts).enumerated() {
+                try all.model.lora.write(vector, block)
+                if layouts[block].count > 0 { try some.model.lora.write(layouts[block].part(of: vector), block) }
+            }
+            func gradients(_ trainer: Trainer) throws -> (loss: Float, gradients: [Int: MLXArray]) {
+                var gradients = [Int: MLXArray]()
+                let part = Trainer.Part(example: try fixture.example(), weight: 1 / Float(fixture.length))
+                let loss = try trainer.backpropagate([part]) { gradients[$0] = $1 }
+                return (loss, gradients)
+            }
+            let (expected, found) = (try gradients(all), try gradients(some))
+            #expect(found.loss == expected.loss)
+            #expect(found.gradients.keys.sorted() == some.trained)
+            for (block, gradient) in found.gradients {
+                let whole = try #require(expected.gradients[block])
+                let right = layouts[block].trained(in: layouts[block].part(of: whole))
+                #expect(gradient.shape == [layouts[block].trainedCount])
+                #expect(gradient.arrayEqual(right).item(Bool.self), "\(method), block \(block)")
+            }
+        }
+    }
+
+    /// Whatever the update does to a parameter by itself, as decay or rounding at random.
+    @Test(arguments: GradientMethod.allCases, RunSettings.LoRADtype.allCases)
+    func whatIsFrozenStaysToTheBit(_ method: GradientMethod, _ dtype: RunSettings.LoRADtype) throws {
+        let fixture = try Fixture(try #require(Fixture.tied), "gradients")
+        let trainer = try fixture.trainer(method) {
+            ($0.freezeA, $0.projections, $0.loraDtype) = (true, ["q", "down"], dtype)
+            ($0.optimizer, $0.learningRate, $0.weightDecay) = (.adamw8bit, 0.1, 0.5)
+        }
+        func vectors() throws -> [LoRAMatrices] {
+            try trainer.trained.flatMap { block in
+                let (layout, vector) = (trainer.model.layouts[block], try trainer.model.parameters(block))
+                return layout.modules.map { layout.matrices($0, in: vector) }
+            }
+        }
+        let before = try vectors()
+        for number in 0..<2 { _ = try trainer.step([[try fixture.example()]], number: number) }
+        let after = try vectors()
+        #expect(before.count == 2 * fixture.layers)
+        for (before, after) in zip(before, after) {
+            #expect(after.a.arrayEqual(before.a).item(Bool.self))
+            #expect(!after.b.arrayEqual(before.b).item(Bool.self))
+        }
+    }
+
+    /// What a step takes at its peak falls by no less than the vectors that a run does without, and the planner counts them.
+    @Test(
+        arguments: [
+            (["q", "v"], false, nil), (nil, true, nil), (["q", "v"], true, nil), (nil, false, 1),
+        ] as [([String]?, Bool, Int?)])
+    func whatIsNotTrainedTakesNoMemory(_ projections: [String]?, _ freezeA: Bool, _ layers: Int?) throws {
+        let fixture = try Fixture(try #require(Fixture.tied), "gradients")
+        func take(_ change: (inout RunSettings) -> Void) throws -> (measured: Int, predicted: Int, vectors: Int) {
+            var settings = RunSettings(bundle: "", output: "")
+            let before = Memory.activeMemory
+            let trainer = try fixture.trainer(.mesp) {
+                ($0.optimizer, $0.maxGradNorm) = (.adamw, 1)
+                change(&$0)
+                settings = $0
+            }
+            _ = try trainer.step([[try fixture.example()]], number: 0)
+            Memory.peakMemory = 0
+            _ = try trainer.step([[try fixture.example()]], number: 1)
+            let gradients = try trainer.trained.map { try #require(trainer.sums).read($0).nbytes }
+            return (
+                Memory.peakMemory - before, Planner(fixture.bundle.manifest, settings).peak(Plan(tileBytes: 1 << 20)),
+                try trainer.vectors().values.reduce(gradients.reduce(0, +)) { $0 + $1.nbytes }
+            )
+        }
+        let all = try take { _ in }
+        let some = try take { ($0.projections, $0.freezeA, $0.numLayers) = (projections, freezeA, layers) }
+        let less = all.vectors - some.vectors
+        #expect(less > all.vectors / 4)
+        #expect(all.measured - some.measured >= less)
+        #expect(all.predicted - some.predicted >= less)
+    }
+
+    /// A block's kind may have none of the projections that are trained.
+    @Test func blocksWithoutTheProjectionsAreNotTrained() throws {
+        let folder = try #require(Fixture.cases.first { $0.lastPathComponent == "qwen3_5" })
+        let fixture = try Fixture(folder, "gradients")
+        let attention = fixture.bundle.architecture.layers.indices.filter { block in
+            fixture.bundle.architecture.block(block).modules.contains { $0.shortName == "q" }
+        }
+        for method in GradientMethod.allCases {
+            let trainer = try fixture.trainer(method) {
+                ($0.projections, $0.optimizer, $0.learningRate) = (["q"], .adamw8bit, 0.01)
+            }
+            #expect(trainer.trained == attention && attention.count < fixture.layers)
+            let losses = try (0..<2).map { try trainer.step([[try fixture.example()]], number: $0).loss }
+            #expect(losses[1].isFinite && losses[1] != losses[0])
+        }
+        var settings = RunSettings(bundle: "", output: "")
+        (settings.projections, settings.numLayers) = (["q"], 1)
+        (settings.seqLen, settings.rank) = (fixture.length, Int(try fixture.number("rank")))
+        let last = attention.contains(fixture.layers - 1) ? ["out"] : ["q"]
+        settings.projections = last
+        let sentence = message { try fixture.bundle.manifest.check(settings) }
+        #expect(sentence.contains("The last 1 blocks have none of the projections"), "\(sentence)")
+    }
+}
