@@ -108,13 +108,21 @@ class Private:
         self.norms: list[float] = []
 
     def noise(self, step: int) -> Parameters:
-        flat = reference.private_noise(KEY, step, [block.lora_size(RANK) for block in self.blocks])
-        return {
-            f"model.layers.{index}.{name}.{part}": matrix
-            for index, vector in enumerate(flat)
-            for name, pair in reference.unpack_lora(vector, self.blocks[index]).items()
-            for part, matrix in zip(("lora_a", "lora_b"), pair, strict=True)
-        }
+        """Of each block a vector for the trained matrices, which lie one behind the other."""
+        noise = {name: mx.zeros_like(matrix) for name, matrix in self.start.items()}
+        trained = [name for name in noise if name.endswith("lora_b") or not self.recipe.freeze_a]
+        blocks = [
+            [name for name in trained if name.startswith(f"model.layers.{index}.")]
+            for index in range(len(self.blocks))
+        ]
+        sizes = [sum(noise[name].size for name in names) for names in blocks]
+        flat = reference.private_noise(KEY, step, sizes)
+        for names, vector in zip(blocks, flat, strict=True):
+            for name in names:
+                matrix = noise[name]
+                noise[name] = vector[: matrix.size].reshape(matrix.shape)
+                vector = vector[matrix.size :]
+        return noise
 
     def gradient(self, parameters: Parameters, example: tuple) -> tuple[float, Parameters]:
         loss, gradient = mx.value_and_grad(self.oracle.loss)(
@@ -130,8 +138,6 @@ class Private:
             drawn = reference.poisson_sample(KEY, step, expected, len(examples))
             found = [self.gradient(parameters, examples[index]) for index in drawn]
             noise = self.noise(step)
-            if self.recipe.freeze_a:
-                noise = {n: z * n.endswith("lora_b") for n, z in noise.items()}
             names = list(parameters)
             parts = [[gradient[name] for name in names] for _, gradient in found]
             mean = reference.private_gradient(

@@ -48,6 +48,8 @@ public struct Planner: Sendable {
     private let trainedBlocks: Int
     /// The parameters of the block that has most, and the gradient of the one that has the largest, in bytes.
     private let loraBytes, gradientBytes: Int
+    /// How many of gate and up have adapters.
+    private let adaptedInMLP: Int
     /// For each of the model's mixers.
     private let mixers: [MixerMemory]
     /// What the mixers of the last blocks leave, by the number of blocks, in bytes.
@@ -75,6 +77,8 @@ public struct Planner: Sendable {
         trainedBlocks = layouts.count - (layouts.firstIndex { $0.count > 0 } ?? layouts.count)
         loraBytes = layouts.map { 4 * $0.count }.max() ?? 0
         gradientBytes = layouts.map { 4 * $0.trainedCount }.max() ?? 0
+        let adapted = Set(layouts.flatMap { $0.modules.flatMap(\.projections) })
+        adaptedInMLP = adapted.intersection([.gate, .up]).count
         passedBytes = Self.passedBytes(manifest, settings, trainedBlocks)
         backend = manifest.device
         itemSize = manifest.dtype.dtype.size
@@ -398,9 +402,9 @@ public struct Planner: Sendable {
                 hidden + forward,
                 // The mixer's intermediates; x_mid, dy and, with post-norms, the gradient by mlp_out; mlp_in and its gradient before a tile,
                 // with the tile's gate and after it; of the tile, three weights, one of them while it is dequantized, gate and up, each
-                // with the two products that it is the sum of, and their derivatives, for gelu with its tanh.
+                // with the two products that it is the sum of where it has an adapter, and their derivatives, for gelu with its tanh.
                 most(\.intermediates) + (a.postNorms ? 7 : 6) * hidden + 5 * weight(features)
-                    + (a.hiddenAct == .gelu ? 16 : 11) * activation(features) + gradientBytes,
+                    + ((a.hiddenAct == .gelu ? 12 : 7) + 2 * adaptedInMLP) * activation(features) + gradientBytes,
                 // The same without the tile, but with the temporaries of the norm's derivative.
                 most(\.intermediates) + 15 * hidden / 2 + gradientBytes,
                 most { $0.backward(tile) } + 2 * gradientBytes) + postNormed

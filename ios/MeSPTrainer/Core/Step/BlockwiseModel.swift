@@ -172,15 +172,17 @@ final class BlockwiseModel {
         }
     }
 
-    /// The sum of the losses of a sequence's counted targets, in nats, with the parameters as they are or moved, where a block has any.
+    /// The sum of the losses of a sequence's counted targets, in nats, with the parameters as they are or moved, where a block has
+    /// any.
     func loss(_ example: Example, parameters moved: (_ block: Int, _ lora: MLXArray) throws -> MLXArray = { $1 })
         throws -> Float
     {
         var x = try embed(example)
         for block in blocks {
-            let lora = try parameters(block)
-            let parameters = layouts[block].count > 0 ? try moved(block, lora) : lora
-            x = try bundle.withBlock(block) { try output(block, x, parameters, $0) }
+            x = try bundle.withBlock(block) { weights in
+                let lora = try parameters(block)
+                return try output(block, x, layouts[block].count > 0 ? moved(block, lora) : lora, weights)
+            }
         }
         return try loss(x, example)
     }

@@ -41,7 +41,7 @@ extension Trainer {
     }
 }
 
-/// Sums of the gradients of several sequences, float32 `[P]` a block.
+/// Sums of the gradients of several sequences, a flat float32 vector a trained block.
 struct GradientSums {
     private(set) var arrays: BlockArrays
     /// The blocks whose sum has begun since `reset`.

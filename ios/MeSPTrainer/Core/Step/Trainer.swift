@@ -24,8 +24,8 @@ final class Trainer {
 
     /// One forward and backward pass of some sequences, which go through each block together.
     ///
-    /// - Parameter update: gets the gradient of each block's trained parameters, the sum of the sequences', from the last block to the first, as soon
-    ///   as it is there, and may change that block's parameters.
+    /// - Parameter update: gets the gradient of each block's trained parameters, the sum of the sequences', from the last block to the
+    ///   first, as soon as it is there, and may change that block's parameters.
     /// - Returns: the sum of the losses, each times its part's weight.
     /// - Throws: `NotFinite` where that is not finite; then nothing was updated.
     func backpropagate(_ parts: [Part], update: (_ block: Int, _ gradient: MLXArray) throws -> Void) throws -> Float {

@@ -38,13 +38,15 @@
             return (ledger, try #require(planner), try #require(plan))
         }
 
-        @Test(arguments: [128, 256], ["", "keepCache", "all", "mezo", "batch"])
+        @Test(arguments: [128, 256], ["", "keepCache", "all", "mezo", "batch", "q and v", "B alone"])
         func thePredictionCoversTheStrictestRules(_ length: Int, _ choice: String) throws {
             let settings = try settings(length) {
                 switch choice {
                 case "all": $0.offload = .all
                 case "mezo": $0.method = .mezo
                 case "batch": $0.batchSize = 2
+                case "q and v": $0.projections = ["q", "v"]
+                case "B alone": $0.freezeA = true
                 default: break
                 }
             }
