@@ -16,7 +16,8 @@ COPY . /mesp
 # The engine is built with the image, where every user can read it.
 ENV PATH=/opt/mesp/bin:$PATH
 RUN python3 -m venv /opt/mesp \
-    && pip install --no-cache-dir /mesp \
+    && pip install --no-cache-dir --require-hashes --requirement /mesp/.ci/image.txt \
+    && pip install --no-cache-dir --no-deps --no-build-isolation /mesp \
     && cp "$(python -m mesp.engine)" /opt/mesp/bin/ \
     && rm -r /root/.cache
 ENV MESP_ENGINE=/opt/mesp/bin/mesp-engine

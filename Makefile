@@ -9,7 +9,7 @@
 # make check-gpu  asks this machine what training depends on: costs, exact gradients, peaks
 # make dist    writes the wheel and the sdist to dist/
 # make setup   makes .venv with everything the others need (each calls it)
-# make lock    resolves the versions that CI installs
+# make lock    resolves the versions that CI and the image install
 
 PYTHON ?= python3
 
@@ -49,11 +49,13 @@ $(READY): pyproject.toml $(LOCK)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(if $(LOCK),--no-deps --no-build-isolation) --editable '.[report,dev]'
 	@touch $@
 
-# For every system and every Python from 3.10 on.
+# For every system and every Python from 3.10 on. The image gets the same versions, and setuptools, which builds the package.
+COMPILE := $(BIN)/uv pip compile --quiet --upgrade --universal --python-version 3.10 --generate-hashes --no-annotate \
+	--custom-compile-command "make lock"
 lock: $(READY)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv
-	$(BIN)/uv pip compile --quiet --upgrade --universal --python-version 3.10 --generate-hashes --no-annotate \
-		--custom-compile-command "make lock" --extra report --extra dev --output-file .ci/requirements.txt pyproject.toml
+	$(COMPILE) --extra report --extra dev --output-file .ci/requirements.txt pyproject.toml
+	echo setuptools | $(COMPILE) --constraint .ci/requirements.txt --output-file .ci/image.txt pyproject.toml -
 
 engine: $(READY)
 	$(BIN)/python -m mesp.engine

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,11 +74,13 @@ def write_gguf(
     encode: Encode = q8_0,
     vocabulary: str = "gpt-2",
     without: Sequence[str] = (),
+    changed: Mapping[str, gguf.GGUFValue] | None = None,
 ) -> Path:
     """Writes a model of `MODELS` with tensors of Hugging Face's names, matrices as `encode` says.
 
     The `vocabulary` is ``numbers``, ``pieces`` as SentencePiece has them, or bytes and pairs, cut
-    into words by a pre-tokenizer of this name. Keys of the metadata `without` which are left out.
+    into words by a pre-tokenizer of this name. Keys of the metadata `without` which are left out,
+    and `changed` ones have other values.
     """
     name, config = MODELS[model]
     config = complete(config)
@@ -99,6 +101,7 @@ def write_gguf(
     _write_rope(writer, config)
     for key in without:
         del writer.kv_data[0][key]
+    writer.kv_data[0] |= changed or {}
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import tracemalloc
 from pathlib import Path
 
 import gguf
@@ -16,6 +17,7 @@ from gguf_files import MODELS, q8_0, write_gguf
 from mesp.bundle.reader import Bundle
 from mesp.engine.prompts import load_tokenizer
 from mesp.source_model import find
+from mesp.source_model.gguf.header import GGUF, copy
 
 SIZE = ("--seq-len", 8, "--rank", 2, "--device", "cpu")
 
@@ -183,6 +185,43 @@ def test_what_metadata_lack_is_named(model: str, key: str, tmp_path: Path):
     assert f"lacks {key}" in refused(file, tmp_path / "out.mesp")
 
 
+SEVERAL = gguf.GGUFValue([1, 2], gguf.GGUFValueType.ARRAY, gguf.GGUFValueType.INT32)
+
+
+def number(value: int) -> gguf.GGUFValue:
+    return gguf.GGUFValue(value, gguf.GGUFValueType.UINT64)
+
+
+@pytest.mark.parametrize(
+    ("model", "key", "value", "said"),
+    [
+        ("qwen2", "general.architecture", SEVERAL, "The architecture '' of"),
+        ("qwen2", "general.type", SEVERAL, "holds no model"),
+        ("qwen2", "tokenizer.ggml.model", SEVERAL, "has a tokenizer of kind ''"),
+        ("minicpm", "minicpm.logit_scale", number(0), "is not above 0"),
+        ("minicpm", "minicpm.nextn_predict_layers", number(7), "is not above 0"),
+        ("granite", "granite.logit_scale", number(1 << 63), "its numbers cannot be used"),
+        ("qwen3_5_text", "qwen35.ssm.inner_size", number(1 << 26), "does not fit its metadata"),
+    ],
+)
+def test_metadata_that_lie_are_a_sentence(model, key, value, said, tmp_path: Path):
+    tensors = random_tensors(MODELS[model][1])
+    file = write_gguf(tmp_path / "tiny.gguf", model, tensors, changed={key: value})
+    tracemalloc.start()
+    assert said in refused(file, tmp_path / "out.mesp")
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 100 << 20
+
+
+def test_several_parts_are_named_and_nothing_else_is_taken_for_some(tmp_path: Path):
+    tensors = random_tensors(MODELS["qwen2"][1])
+    file = write_gguf(tmp_path / "a.gguf", "qwen2", tensors, changed={"split.count": number(2)})
+    assert "is one part of several" in refused(file, tmp_path / "out.mesp")
+    file = write_gguf(tmp_path / "b.gguf", "qwen2", tensors, changed={"split.count": SEVERAL})
+    export(file, tmp_path / "b.mesp")
+
+
 def test_tensors_are_those_of_the_architecture(tmp_path: Path):
     tensors = random_tensors(MODELS["qwen2"][1])
     fewer = {name: tensor for name, tensor in tensors.items() if "up_proj" not in name}
@@ -191,6 +230,10 @@ def test_tensors_are_those_of_the_architecture(tmp_path: Path):
     more = tensors | {"model.layers.0.self_attn.q_norm.weight": mx.ones(32)}
     file = write_gguf(tmp_path / "more.gguf", "qwen3", more | {})
     assert "a tensor 'blk.0.attn_q.bias'" in refused(file, tmp_path / "out.mesp")
+    whole = GGUF.read(write_gguf(tmp_path / "whole.gguf", "qwen2", tensors))
+    whole.tensors[f"blk.{5000 * '9'}.attn_q.bias"] = whole.tensors.pop("blk.0.attn_q.bias")
+    copy(whole, tmp_path / "long.gguf", {}, Type.Q8_0)
+    assert "a tensor 'blk.999" in refused(tmp_path / "long.gguf", tmp_path / "out.mesp")
 
 
 def test_a_file_without_its_pre_tokenizer_is_refused(tmp_path: Path):

@@ -3,6 +3,7 @@
 import builtins
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pyarrow
 import pyarrow.parquet
@@ -199,6 +200,43 @@ def test_the_commands_take_columns_subset_and_splits(dataset, tmp_path):
     ):
         done = run(mesp_data.main, out, "--data", dataset, *wrong)
         assert done.exit_code == 2 and said in done.output and done.output.count("\n") == 1
+
+
+@pytest.mark.parametrize("path", ["absolute", "../secret/*.txt", "file:", "link.txt"])
+def test_a_dataset_takes_no_file_from_elsewhere(tmp_path, path):
+    """Its README.md says which files are its data: a person's own would be trained on."""
+    secret = tmp_path / "secret" / "notes.txt"
+    secret.parent.mkdir()
+    secret.write_text("a secret\n")
+    folder = write(tmp_path / "data" / "a.parquet", rows("main", 4)).parent
+    (folder / "link.txt").symlink_to(secret)
+    path = {"absolute": str(secret), "file:": secret.as_uri()}.get(path, path)
+    card = f"---\nconfigs:\n- config_name: default\n  data_files: {path}\n---\n"
+    (folder / "README.md").write_text(card)
+    with pytest.raises(MespError, match=r"names a file outside of it, .*; do not use it"):
+        read_documents(str(folder), Selection())
+
+
+@pytest.mark.parametrize(
+    "file",
+    ["/home/me/notes.txt", "hf://datasets/me/private@0/a.txt", "hf://datasets/o/d@0/../x/a.txt"],
+)
+def test_a_dataset_of_the_hub_takes_no_file_from_elsewhere(monkeypatch, file):
+    import datasets
+
+    def builder(*_: object) -> SimpleNamespace:
+        return SimpleNamespace(repo_id="o/d", config=SimpleNamespace(data_files={"train": files}))
+
+    table = datasets.Dataset.from_list([{"text": "a"}])
+    monkeypatch.setattr(datasets, "load_dataset_builder", builder)
+    monkeypatch.setattr(datasets, "get_dataset_config_names", lambda path: ["default"])
+    monkeypatch.setattr(datasets, "get_dataset_split_names", lambda *_, **__: ["train"])
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: table)
+    files = ["hf://datasets/o/d@0/data/a.txt"]
+    assert read_rows("o/d", None, {}) == {"train": [{"text": "a"}]}
+    files.append(file)
+    with pytest.raises(MespError, match="names a file outside of it"):
+        read_rows("o/d", None, {})
 
 
 def test_a_library_that_runs_scripts_of_datasets_is_refused(dataset, monkeypatch):

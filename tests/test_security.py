@@ -7,6 +7,7 @@ import os
 import shutil
 import struct
 import subprocess
+import sys
 import tracemalloc
 from itertools import pairwise
 from pathlib import Path
@@ -95,6 +96,69 @@ def test_a_bundle_runs_no_python(bundle: Path, tmp_path: Path, module: str):
     assert done.returncode == 2
     assert "it is Python code, which is not run" in done.stderr.splitlines()[-1]
     assert "Traceback" not in done.stderr
+
+
+TOKENIZERS = {
+    "a panic": {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}},
+    "an id that is far": {"vocab": {"far": 4_000_000_000}},
+    "text as a number": {"model_max_length": "1"},
+    "a template that fails": {"chat_template": "{{ 1 // 0 }}"},
+    "a template that refuses": {"chat_template": "{{ raise_exception('no\x1b[2J') }}"},
+}
+
+
+@pytest.mark.parametrize("what", TOKENIZERS)
+def test_a_tokenizer_that_is_not_in_order_is_a_sentence(
+    bundle: Path, capfd: pytest.CaptureFixture, what: str
+):
+    entries = dict(TOKENIZERS[what])
+    if what.startswith("a template") or "model_max_length" in entries:
+        change(bundle / "tokenizer_config.json", **entries)
+    else:
+        file = bundle / "tokenizer.json"
+        value = json.loads(file.read_text())
+        value["model"]["vocab"] |= entries.pop("vocab", {})
+        file.write_text(json.dumps(value | entries))
+    list_again(bundle)
+    said = refused("generate", bundle, "--prompt", "a")
+    assert "cannot be tokenized: " in said or "cannot be loaded: " in said
+    assert "\x1b" not in said
+
+
+@pytest.mark.parametrize("name", ["chat_template.jinja", "special_tokens_map.json", "vocab.txt"])
+@pytest.mark.parametrize("what", ["a link", "a device", "a pipe"])
+def test_what_a_tokenizer_reads_lies_in_the_bundle(
+    bundle: Path, tmp_path: Path, name: str, what: str
+):
+    """Also a file that the manifest does not list: transformers opens it all the same."""
+    file, secret = bundle / name, tmp_path / "secret"
+    file.unlink(missing_ok=True)
+    secret.write_text("{}")
+    if what == "a pipe":
+        os.mkfifo(file)
+    else:
+        file.symlink_to(secret if what == "a link" else "/dev/zero")
+    for arguments in (("generate", bundle, "--prompt", "a"), ("data", bundle, "--data", secret)):
+        said = refused(*arguments)
+        assert f"{name} is no regular file in it" in said or "outside of it" in said
+
+
+def test_what_a_model_writes_does_not_control_a_terminal(bundle: Path):
+    """Here each of its tokens but one has an escape."""
+    file = bundle / "tokenizer.json"
+    value = json.loads(file.read_text())
+    escape = chr(256 + 27)  # in the alphabet of bytes
+    vocabulary = {t if t == "a" else t + escape: i for t, i in value["model"]["vocab"].items()}
+    value["model"] |= {"vocab": vocabulary, "merges": []}
+    file.write_text(json.dumps(value))
+    list_again(bundle)
+    arguments = command("generate", bundle, "--prompt", "a", "--max-tokens", 4, "--no-chat")
+    done = subprocess.run(arguments, capture_output=True, check=True)
+    assert b"\x1b" in done.stdout  # into a file or a pipe as it is
+    ours, theirs = os.openpty()
+    subprocess.run(arguments, stdout=theirs, stdin=theirs, stderr=subprocess.DEVNULL, check=True)
+    assert b"\x1b" not in os.read(ours, 1 << 16)
+    os.close(ours), os.close(theirs)
 
 
 @pytest.fixture(scope="module")
@@ -430,6 +494,34 @@ def test_a_manifest_names_files_in_its_bundle(bundle: Path, path: str):
     said = refused("generate", bundle, "--prompt", "a")
     assert "outside of it" in said or "cannot be read" in said
     assert len(said) < 1000
+
+
+def test_sentences_do_not_control_a_terminal(bundle: Path):
+    files = json.loads((bundle / "manifest.json").read_text())["files"]
+    missing = {"path": "a\x1b]0;b\x07", "size": 1, "sha256": ""}
+    change(bundle / "manifest.json", files=[*files, missing])
+    said = refused("generate", bundle, "--prompt", "a")
+    assert "is missing" in said and said.removesuffix("\n").isprintable()
+    change(bundle / "manifest.json", files=files, name="a\x1b]0;b\x07")
+    assert "is damaged" in refused("generate", bundle, "--prompt", "a")
+
+
+@pytest.mark.parametrize("digest", [None, 1, [], "absent"])
+def test_a_manifest_has_the_digest_of_each_file(bundle: Path, adapters: Path, digest: object):
+    files = json.loads((bundle / "manifest.json").read_text())["files"]
+    files[0]["sha256"] = digest
+    if digest == "absent":
+        del files[0]["sha256"]
+    change(bundle / "manifest.json", files=files)
+    assert "manifest.json is damaged" in refused(*fuse(bundle, adapters))
+
+
+def test_a_log_that_is_a_pipe_is_not_waited_for(tmp_path: Path):
+    os.mkfifo(tmp_path / "metrics.jsonl")
+    code = "import pathlib, sys, mesp.runs.log as log; log.read_run(pathlib.Path(sys.argv[1]))"
+    line = [sys.executable, "-c", code, str(tmp_path)]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=60)
+    assert "MespError" in done.stderr and "is not a regular file" in done.stderr
 
 
 def test_new_data_goes_through_no_link(bundle: Path, exported: Path, tmp_path: Path):

@@ -23,6 +23,7 @@ ROOT = Path(__file__).parents[1]
 PROJECT = ROOT / "ios" / "MeSPTrainer" / "MeSPTrainer.xcodeproj"
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 LOCK = ROOT / ".ci" / "requirements.txt"
+IMAGE = ROOT / ".ci" / "image.txt"
 each_workflow = pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.name)
 
 
@@ -66,13 +67,24 @@ def test_only_locked_packages_are_installed(workflow: Path):
     assert not re.search(r"\bpip\b", commands(workflow))
 
 
-def test_the_lock_has_every_package_with_its_hashes():
-    """For each of the systems and Pythons; `make lock` rewrites it."""
+def test_the_image_has_only_locked_packages():
+    text = (ROOT / "Dockerfile").read_text("utf-8")
+    installs = re.findall(r"pip install ([^\\\n]*)", text)
+    lock = f"--require-hashes --requirement /mesp/{IMAGE.relative_to(ROOT)}"
+    assert len(installs) == 2 and lock in installs[0]
+    assert "--no-deps --no-build-isolation /mesp" in installs[1]
+    assert f"!{IMAGE.relative_to(ROOT)}\n" in (ROOT / ".dockerignore").read_text("utf-8")
+
+
+@pytest.mark.parametrize(("lock", "extras"), [(LOCK, ("", "report", "dev")), (IMAGE, ("",))])
+def test_a_lock_has_every_package_with_its_hashes(lock: Path, extras: tuple[str, ...]):
+    """For each of the systems and Pythons; `make lock` rewrites both."""
     wanted = [Requirement(each) for each in requires("mesp")]
-    entries = re.findall(r"^(\S.*?) \\\n((?: +--hash=.*\n)+)", LOCK.read_text("utf-8"), re.M)
+    wanted.append(Requirement("setuptools>=77"))  # builds the package
+    entries = re.findall(r"^(\S.*?) \\\n((?: +--hash=.*\n)+)", lock.read_text("utf-8"), re.M)
     locked = [Requirement(entry) for entry, _ in entries]
     assert all("sha256:" in hashes for _, hashes in entries)
-    assert len(locked) == len(re.findall(r"^[^ #]", LOCK.read_text("utf-8"), re.M))
+    assert len(locked) == len(re.findall(r"^[^ #]", lock.read_text("utf-8"), re.M))
     for system, version in product(("linux", "darwin"), ("3.10", "3.11", "3.12", "3.13", "3.14")):
         machine = {"sys_platform": system, "python_version": version}
         machine["python_full_version"] = f"{version}.9"
@@ -81,7 +93,7 @@ def test_the_lock_has_every_package_with_its_hashes():
             for each in locked
             if each.marker is None or each.marker.evaluate(machine)
         }
-        for each, extra in product(wanted, ("", "report", "dev")):
+        for each, extra in product(wanted, extras):
             if each.marker is None or each.marker.evaluate(machine | {"extra": extra}):
                 assert there[canonicalize_name(each.name)] in each.specifier, (each, machine)
 

@@ -7,6 +7,8 @@ from typing import Any
 
 import click
 
+from mesp.formatting import printable
+
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -17,6 +19,10 @@ class MespError(click.ClickException):
     """
 
     exit_code = 2
+
+    def format_message(self) -> str:
+        # Names and values in it may be a stranger's.
+        return printable(self.message)
 
 
 class Command(click.Command):

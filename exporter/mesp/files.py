@@ -118,6 +118,13 @@ def inside(folder: Path, name: str) -> Path:
     return path
 
 
+def root_of(folder: Path) -> Path:
+    """The folder that symbolic links in `folder` may lead into: itself, or the repository's where
+    it is a snapshot in the cache of the Hugging Face Hub, whose files are links."""
+    root = folder.resolve()
+    return root.parents[1] if root.parent.name == "snapshots" else root
+
+
 def remove_link(path: Path) -> None:
     """Removes a symbolic link, and nothing else."""
     if path.is_symlink():

@@ -1,8 +1,14 @@
-"""Numbers as people read them."""
+"""Numbers as people read them, and text as a terminal may get it."""
 
 from __future__ import annotations
 
 import math
+
+
+def printable(text: str) -> str:
+    """A text without the characters by which a terminal is controlled, but for line feeds and
+    tabs."""
+    return "".join(each if each.isprintable() or each in "\n\t" else " " for each in text)
 
 
 def decimal(value: float | None, digits: int = 2) -> str:

@@ -24,7 +24,7 @@ READ_BY_COMMANDS = {
     "seq_lens": [int],
     "ranks": [int],
     "architecture": dict,
-    "files": [{"path": str, "size": int}],
+    "files": [{"path": str, "size": int, "sha256": str}],
 }
 _PACKED = {
     "words": int,
@@ -91,6 +91,7 @@ def read_manifest(path: Path, to_run: bool = True) -> dict[str, Any]:
     data = manifest.get("data") or {}
     if (
         not fits(manifest, READ_BY_COMMANDS)
+        or not manifest["name"].isprintable()
         or not (manifest["seq_lens"] and manifest["ranks"])
         or 0 in (*manifest["seq_lens"], *manifest["ranks"])
         or not (isinstance(data, dict) and all(_is_split(split) for split in data.values()))

@@ -17,7 +17,7 @@ from mesp.data.records import read_utf8
 from mesp.engine.generate import generate
 from mesp.engine.prompts import encode, load_tokenizer
 from mesp.errors import Command
-from mesp.formatting import decimal, megabytes
+from mesp.formatting import decimal, megabytes, printable
 
 
 @click.command(
@@ -85,12 +85,14 @@ def main(
         stop=sorted(tokenizer.eos_token_ids),
     )
     detokenizer = tokenizer.detokenizer
+    # A terminal would obey what a model writes.
+    shown = printable if sys.stdout.isatty() else str
     for record in records:
         if record["type"] == "token":
             detokenizer.add_token(record["token"])
-            click.echo(detokenizer.last_segment, nl=False)
+            click.echo(shown(detokenizer.last_segment), nl=False)
     detokenizer.finalize()
-    click.echo(detokenizer.last_segment)
+    click.echo(shown(detokenizer.last_segment))
     if sys.stderr.isatty():
         click.echo(summary(record, len(tokens)), err=True)
     if record["reason"] == "stopped":

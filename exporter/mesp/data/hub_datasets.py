@@ -9,6 +9,7 @@ from types import ModuleType
 from typing import Any
 
 from mesp.errors import MespError
+from mesp.files import root_of
 
 # What the library, or who made a dataset, calls each split, where it is not said.
 NAMES = {
@@ -48,6 +49,9 @@ def read_rows(
     try:
         if not options:
             subset = _find_subset(data, subset, datasets.get_dataset_config_names(path))
+        builder = datasets.load_dataset_builder(path, subset, **options)
+        if not options:
+            _refuse_other_files(data, builder)
         there = datasets.get_dataset_split_names(path, subset, **options)
         splits = _find_splits(data, splits, there)
         rows = {
@@ -73,6 +77,27 @@ def refuse_scripts(datasets: ModuleType) -> None:
             f"The datasets library is {datasets.__version__}, which runs scripts that come with a "
             "dataset: pip install 'datasets>=4'."
         )
+
+
+def _refuse_other_files(data: str, builder: Any) -> None:
+    """Raises MespError where the README.md of a dataset takes data from elsewhere: a file of this
+    machine would be trained on as if it were the dataset's."""
+    if Path(data).is_dir():
+        root = root_of(Path(data))
+
+        def belongs(file: str) -> bool:
+            return "://" not in file and Path(file).resolve().is_relative_to(root)
+
+    else:
+
+        def belongs(file: str) -> bool:
+            path = file.removeprefix(f"hf://datasets/{builder.repo_id}@")
+            return path != file and ".." not in path.split("/")
+
+    for files in (builder.config.data_files or {}).values():
+        for file in map(str, files):
+            if not belongs(file):
+                raise MespError(f"{data} names a file outside of it, {file:.200}; do not use it.")
 
 
 def _find_subset(data: str, subset: str | None, there: list[str]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import numpy as np
 from mesp.data.answers import encode_answers
 from mesp.data.records import Document
 from mesp.errors import MespError
-from mesp.files import read_object
+from mesp.files import read_object, root_of
 
 
 def load_tokenizer(
@@ -32,16 +33,48 @@ def load_tokenizer(
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     from mlx_lm import tokenizer_utils
 
-    config = {}
-    try:
+    failed = f"The tokenizer in {folder} cannot be loaded"
+    root = root_of(folder)
+    # Those that transformers may open.
+    for file in (*folder.iterdir(), *folder.glob("additional_chat_templates/*")):
+        if file.suffix in (".json", ".jinja", ".txt", ".model") and not (
+            file.is_file() and file.resolve().is_relative_to(root)
+        ):
+            raise MespError(
+                f"{failed}: {file.name} is no regular file in it; put the file there, or remove it."
+            )
+    with plain_errors(failed):
         config = read_object(folder / "tokenizer_config.json")
         options = {"local_files_only": True, "trust_remote_code": False}
-        return tokenizer_utils.load(folder, options, ends)
-    except Exception as error:
-        reason = str(error).partition("\n")[0]
-        if "trust_remote_code" in reason or "auto_map" in config:
-            reason = "it is Python code, which is not run; take a model whose tokenizer is data."
-        raise MespError(f"The tokenizer in {folder} cannot be loaded: {reason}") from error
+        try:
+            tokenizer = tokenizer_utils.load(folder, options, ends)
+        except Exception as error:
+            if "trust_remote_code" in str(error) or "auto_map" in config:
+                raise MespError(
+                    f"{failed}: it is Python code, which is not run; take a model whose tokenizer "
+                    "is data."
+                ) from error
+            raise
+        # What is not in order with a tokenizer can show when it is used.
+        tokenizer.encode("a")
+        _ = tokenizer.detokenizer
+        return tokenizer
+
+
+@contextmanager
+def plain_errors(failed: str) -> Iterator[None]:
+    """Raises MespError, which begins with what `failed`, for whatever a tokenizer or a chat
+    template raises."""
+    try:
+        yield
+    except MespError:
+        raise
+    except BaseException as error:
+        # A panic in Rust is no Exception.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        raise MespError(f"{failed}: {reason}") from error
 
 
 Encoded = tuple[list[int], np.ndarray]  # n ids, and a mask [n] of those that count in the loss
@@ -84,13 +117,11 @@ def encoder(kind: str, tokenizer: Any, loss_on: str, chat: bool) -> Callable[[Do
                 f"{document.where} has one message and so no prompt before it: leave it out, or "
                 "take --loss-on all."
             )
-        try:
-            return process(document)
-        except MespError as error:
-            raise MespError(f"{document.where}: {error}") from error
-        except Exception as error:  # a chat template can raise anything
-            reason = str(error).partition("\n")[0] or type(error).__name__
-            raise MespError(f"{document.where} cannot be tokenized: {reason}") from error
+        with plain_errors(f"{document.where} cannot be tokenized"):
+            try:
+                return process(document)
+            except MespError as error:
+                raise MespError(f"{document.where}: {error}") from error
 
     return encode
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mesp.data.tokens import load_tokenizer as load_any_tokenizer
+from mesp.data.tokens import plain_errors
 from mesp.errors import MespError
 from mesp.files import read_object
 
@@ -43,15 +44,19 @@ def encode(
         raise MespError("The prompt is not UTF-8 text; convert it first.") from error
     if chat and not tokenizer.has_chat_template:
         raise MespError("The bundle's tokenizer has no chat template; leave out --chat.")
-    if chat is not False and tokenizer.has_chat_template:
-        messages = [{"role": "system", "content": system}] if system else []
-        messages.append({"role": "user", "content": prompt})
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        tokens = tokenizer.encode(text, add_special_tokens=False)
-    elif system:
+    is_chat = chat is not False and tokenizer.has_chat_template
+    if system and not is_chat:
         raise MespError("A system prompt is part of a chat template, which is not used here.")
-    else:
-        tokens = tokenizer.encode(prompt)
+    with plain_errors("The prompt cannot be tokenized"):
+        if is_chat:
+            messages = [{"role": "system", "content": system}] if system else []
+            messages.append({"role": "user", "content": prompt})
+            text = tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True
+            )
+            tokens = tokenizer.encode(text, add_special_tokens=False)
+        else:
+            tokens = tokenizer.encode(prompt)
     if not tokens:
         raise MespError("The prompt is empty; give at least one word.")
     return tokens

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mesp.data.tokens import plain_errors
 from mesp.engine.prompts import encode
 from mesp.errors import MespError
 from mesp.evaluation.metrics import Metric, canonical_json, exponential, extract, f1
@@ -133,10 +134,7 @@ def _in_template(tokenizer: Any, messages: list[dict[str, Any]], tools: list[Any
     """A conversation, up to where the answer begins. Raises MespError where that fails."""
     if not tokenizer.has_chat_template:
         raise MespError("the bundle's tokenizer has no chat template; give prompts without --chat")
-    try:
+    with plain_errors("the chat template refuses the messages"):
         return tokenizer.apply_chat_template(
             messages, tools=tools, tokenize=False, add_generation_prompt=True
         )
-    except Exception as error:  # a chat template can raise anything
-        reason = str(error).partition("\n")[0] or type(error).__name__
-        raise MespError(f"the chat template refuses the messages: {reason}") from error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -206,8 +205,8 @@ def is_size(value: Any) -> bool:
 
 
 def is_positive(value: Any) -> bool:
-    """Whether it is a finite number above 0."""
-    return type(value) in (int, float) and 0 < value < math.inf
+    """Whether it is a number above 0 that MLX takes: of an integer these are 64 bits."""
+    return type(value) in (int, float) and 0 < value < 1 << 63
 
 
 def refuse_unsound(checks: dict[str, Any]) -> None:

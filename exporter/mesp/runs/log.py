@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mesp.errors import MespError, plain_os_errors
+from mesp.files import read_bytes
 from mesp.formatting import decimal
 
 LOG_NAME = "metrics.jsonl"
+SIZE = 1 << 30  # bytes: a step has some 500
 
 # A log without an end record is of a run that goes on, unless nothing was added for this long.
 SILENCE = timedelta(minutes=10)
@@ -178,7 +180,11 @@ def read_run(folder: Path) -> Run:
     """
     path = folder / LOG_NAME
     with plain_os_errors(f"Cannot read the log {path}"):
-        lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+        try:
+            data = read_bytes(path, SIZE)
+        except ValueError as error:
+            raise MespError(f"{error}; name the folder of a run.") from error
+    lines = data.decode("utf-8", "replace").split("\n")
     run = Run()
     for number, line in enumerate(lines, 1):
         if not line.strip():

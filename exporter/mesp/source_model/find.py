@@ -104,8 +104,7 @@ def _gguf_source(file: Path) -> Source:
     temporary = TemporaryDirectory(prefix="mesp-")
     folder = Path(temporary.name)
     write_tokenizer(gguf, folder)
-    license = gguf.metadata.get("general.license")
-    license = license if isinstance(license, str) else None
+    license = gguf.text("general.license") or None
     name = file.name[: -len(".gguf")]
     return Source(name, name, config, folder, None, license, gguf, temporary)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mesp.errors import MespError
-from mesp.files import create, read_object
+from mesp.files import create, read_object, root_of
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -42,9 +42,7 @@ def copy_texts(source: Path, names: Iterable[str], folder: Path) -> None:
     Raises MespError where one is a link to a file outside of `source`; a file in a cache of the
     Hugging Face Hub is one to a folder beside it. OSError where one cannot be copied.
     """
-    root = source.resolve()
-    if root.parent.name == "snapshots":
-        root = root.parents[1]
+    root = root_of(source)
     for name in names:
         file = source / name
         if not file.resolve().is_relative_to(root):

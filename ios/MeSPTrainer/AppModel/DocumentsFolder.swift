@@ -180,7 +180,8 @@ public struct DocumentsFolder: Sendable {
             .sorted { $0.url.lastPathComponent < $1.url.lastPathComponent }
     }
 
-    /// Copies a bundle into Documents, and checks all of it. Nothing stays of one that is refused.
+    /// Copies the files that a bundle's manifest lists into Documents, and checks them. What else lies in its folder is left there, and
+    /// nothing stays of a bundle that is refused.
     public func importBundle(at source: URL) throws -> StoredBundle {
         let name = source.lastPathComponent
         let target = documents.appendingPathComponent(name)
@@ -190,7 +191,15 @@ public struct DocumentsFolder: Sendable {
         guard !FileManager.default.fileExists(atPath: target.path) else {
             throw MeSPError("There is a bundle \(name) already; delete it first.")
         }
-        let size = Self.size(source)
+        func open(_ url: URL, checksums: Bool) throws -> ModelBundle {
+            do {
+                return try ModelBundle(url: url, checksums: checksums)
+            } catch {
+                throw MeSPError("\(error.localizedDescription.replacingOccurrences(of: url.path, with: name))")
+            }
+        }
+        let files = try open(source, checksums: false).manifest.files
+        let size = files.reduce(0) { $0 + $1.size }
         if let free = freeBytes(documents), free < size + Self.spareBytes {
             throw MeSPError(
                 "\(name) takes \(size.megabytes), and the phone has \(free.megabytes) free; make room for it first.")
@@ -198,15 +207,16 @@ public struct DocumentsFolder: Sendable {
         let partial = documents.appendingPathComponent(".importing-\(UUID().uuidString)")
         defer { try? FileManager.default.removeItem(at: partial) }
         do {
-            try FileManager.default.copyItem(at: source, to: partial)
+            for path in ["manifest.json"] + files.map(\.path) {
+                let copy = partial.appendingPathComponent(path)
+                try FileManager.default.createDirectory(
+                    at: copy.deletingLastPathComponent(), withIntermediateDirectories: true)
+                try FileManager.default.copyItem(at: source.appendingPathComponent(path), to: copy)
+            }
         } catch {
             throw MeSPError("\(name) cannot be copied: \(error.plainSentence).")
         }
-        do {
-            _ = try ModelBundle(url: partial)
-        } catch {
-            throw MeSPError("\(error.localizedDescription.replacingOccurrences(of: partial.path, with: name))")
-        }
+        _ = try open(partial, checksums: true)
         try FileManager.default.moveItem(at: partial, to: target)
         keep(target, .bundle)
         return StoredBundle(url: target, isIncluded: false, gpuRefusal: gpuRefusal)

@@ -305,7 +305,7 @@ private func contextLength(of bundle: URL) -> Int {
         let positions: Int?
         enum CodingKeys: String, CodingKey { case positions = "max_position_embeddings" }
     }
-    let json = try? Data(contentsOf: bundle.appendingPathComponent("config.json"))
+    let json = regularFile(bundle.appendingPathComponent("config.json"))
     let config = json.flatMap { try? JSONDecoder().decode(Config.self, from: $0) }
     return min(max(config?.positions ?? 2048, 1), 2048)
 }

@@ -57,11 +57,11 @@ def config_of(gguf: GGUF) -> dict[str, Any]:
 
     Raises MespError where the architecture is not supported, or a key is missing.
     """
-    name = gguf.metadata.get("general.architecture")
-    kind = gguf.metadata.get("general.type", "model")
+    name, kind = gguf.text("general.architecture"), gguf.text("general.type", "model")
     if kind != "model":
         raise MespError(f"{gguf.path} holds no model ({kind!s:.40}); name the model's file.")
-    if gguf.metadata.get("split.count", 0) not in (0, 1):
+    parts = gguf.metadata.get("split.count", 0)
+    if isinstance(parts, int) and parts > 1:
         raise MespError(
             f"{gguf.path} is one part of several; join them with llama-gguf-split --merge."
         )
@@ -150,8 +150,14 @@ def _granite(its: _Metadata, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _minicpm(its: _Metadata, config: dict[str, Any]) -> dict[str, Any]:
-    depth = its.require("residual_scale", _NUMBER) * math.sqrt(config["num_hidden_layers"])
-    base = config["hidden_size"] / its.require("logit_scale", _NUMBER)
+    try:
+        depth = its.require("residual_scale", _NUMBER) * math.sqrt(config["num_hidden_layers"])
+        base = config["hidden_size"] / its.require("logit_scale", _NUMBER)
+    except (ValueError, ArithmeticError) as error:
+        raise MespError(
+            f"{its.gguf.path} cannot be used: its minicpm.logit_scale or its minicpm.block_count "
+            "is not above 0."
+        ) from error
     return {
         "scale_emb": its.require("embedding_scale", _NUMBER),
         "scale_depth": float(str(np.float32(depth))),

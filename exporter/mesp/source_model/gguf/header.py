@@ -54,6 +54,12 @@ class GGUF:
     keys: memoryview
     alignment: int
 
+    def text(self, key: str, default: str = "") -> str:
+        """The text of a key of the metadata, empty where its value is none; `default` where there
+        is no such key."""
+        value = self.metadata.get(key, default)
+        return value if isinstance(value, str) else ""
+
     @classmethod
     def read(cls, path: Path) -> GGUF:
         """Raises MespError where the file is not a whole GGUF file."""

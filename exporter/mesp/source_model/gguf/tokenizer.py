@@ -69,7 +69,7 @@ def write_tokenizer(file: GGUF, folder: Path) -> None:
 
     Raises MespError where it is of a kind that is not supported, or not in order.
     """
-    kind = file.metadata.get("tokenizer.ggml.model")
+    kind = file.text("tokenizer.ggml.model")
     if kind not in ("gpt2", "llama"):
         raise MespError(
             f"{file.path} has a tokenizer of kind {kind!r:.40}, which is not supported."

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections import Counter
 from typing import Any
 
@@ -29,31 +31,46 @@ class GGUFWeights:
     is_converted = True
 
     def __init__(self, file: GGUF, arch: Architecture):
-        """Raises MespError unless the file has the architecture's tensors, in types that are
-        supported, and no others."""
+        """Raises MespError unless the file has the architecture's tensors, of its shapes and in
+        types that are supported, and no others."""
         self.file, self.arch, self.names = file, arch, Names(arch)
         self.quantized: tuple[Any, tuple[mx.array, ...]] = (None, ())
         self.blocks = {f"model.layers.{i}.": block for i, block in enumerate(arch.blocks)}
         self.matrices = ["model.embed_tokens", *(["lm_head"] * (not arch.tie_word_embeddings))]
         self.matrices += [prefix + name for prefix, b in self.blocks.items() for name in b.modules]
-        others = ["model.norm.weight"]
-        for prefix, block in self.blocks.items():
-            biases = (f"{name}.bias" for name in block.biases())
-            others += [prefix + name for name in (*block.norms(), *block.vectors(), *biases)]
         self.types = Counter()
-        known = {self.names.tensor(name) for name in others}
         for name in self.matrices:
-            known.add(self.names.tensor(f"{name}.weight"))
             tensor = self._tensor(f"{name}.weight")
-            self.types[tensor.type] += int(np.prod(tensor.shape))
+            self.types[tensor.type] += math.prod(tensor.shape)
+        shapes = self._shapes()
+        known = {self.names.tensor(name) for name in shapes}
         for name in file.tensors:
             layer = name.removeprefix("blk.").partition(".")[0]
-            is_behind = layer.isdecimal() and int(layer) >= arch.num_hidden_layers
+            is_behind = re.fullmatch("[0-9]{1,9}", layer) and int(layer) >= arch.num_hidden_layers
             if name not in known and not is_behind and not name.startswith("rope_f"):
                 raise MespError(
                     f"{file.path} has a tensor {name!r:.80}, which its architecture does not have "
                     "here; take another file of the model."
                 )
+        for name, shape in shapes.items():
+            if (found := self._tensor(name).shape) != shape:
+                raise MespError(
+                    f"{file.path} does not fit its metadata: {name} is {list(found)}, not "
+                    f"{list(shape)}."
+                )
+
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of the architecture's tensors, by their names here."""
+        arch = self.arch
+        tables = ["model.embed_tokens", *(["lm_head"] * (not arch.tie_word_embeddings))]
+        shapes = {f"{name}.weight": (arch.vocab_size, arch.hidden_size) for name in tables}
+        shapes["model.norm.weight"] = (arch.hidden_size,)
+        for prefix, block in self.blocks.items():
+            shapes |= {f"{prefix}{name}.weight": size for name, size in block.sizes().items()}
+            shapes |= {f"{prefix}{name}.bias": (size,) for name, size in block.biases().items()}
+            shapes |= {prefix + name: (size,) for name, size in block.norms().items()}
+            shapes |= {prefix + name: shape for name, shape in block.vectors().items()}
+        return shapes
 
     @property
     def is_quantized_file(self) -> bool:
@@ -106,17 +123,8 @@ class GGUFWeights:
     def rows(self, name: str, shape: tuple[int, ...], rows: slice) -> mx.array:
         module, _, part = name.rpartition(".")
         if self.is_quantized_file and module in self.matrices and part in _PARTS:
-            array = self._quantized(module, rows)[_PARTS.index(part)]
-            whole = (self._tensor(f"{module}.weight").shape[0], array.shape[1])
-        else:
-            tensor = self._tensor(name)
-            array, whole = self._floats(name, tensor, rows), tensor.shape
-        if whole != shape:
-            raise MespError(
-                f"{self.file.path} does not fit its metadata: {name} is {list(whole)}, not "
-                f"{list(shape)}."
-            )
-        return array
+            return self._quantized(module, rows)[_PARTS.index(part)]
+        return self._floats(name, self._tensor(name), rows)
 
     def _tensor(self, name: str) -> Tensor:
         """A tensor by its name here."""

@@ -82,7 +82,7 @@ enum AdapterFormat {
             let alphaPattern: [String: Float]?
             let modulesToSave: [String]?
         }
-        guard let json = regularFile(folder.appendingPathComponent(configFile)) else {
+        guard let json = regularFile(folder.appendingPathComponent(configFile), followsLinks: true) else {
             throw MeSPError("it has no \(configFile)")
         }
         let config: Config

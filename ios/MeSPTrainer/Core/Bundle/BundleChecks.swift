@@ -131,15 +131,17 @@ extension ModelBundle {
                 throw MeSPError("\(url.path): the manifest names a file outside the bundle, \(file.path).")
             }
             let location = url.appendingPathComponent(file.path)
-            guard let attributes = try? FileManager.default.attributesOfItem(atPath: location.path) else {
+            let opened = try? openRegularFile(location, O_RDONLY)
+            guard opened != nil || FileManager.default.fileExists(atPath: location.path) else {
                 throw MeSPError("\(url.path) lacks \(file.path); export the bundle again.")
             }
-            guard attributes[.type] as? FileAttributeType == .typeRegular, attributes[.size] as? Int == file.size else {
+            defer { opened.map { _ = close($0) } }
+            guard let version = opened.flatMap({ FileVersion($0) }), version.size == file.size else {
                 throw MeSPError(
                     "\(file.path) in \(url.path) is not the \(file.size) bytes the manifest says; copy or export the bundle again."
                 )
             }
-            if weights.contains(file.path) { versions[file.path] = FileVersion(location) }
+            if weights.contains(file.path) { versions[file.path] = version }
         }
         return versions
     }

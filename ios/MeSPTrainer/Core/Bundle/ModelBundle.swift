@@ -136,7 +136,7 @@ public struct ModelBundle {
     public func tokens(_ split: String) throws -> TokenStream? {
         guard let entry = splits[split] else { return nil }
         func data(_ file: String, _ count: Int, width: Int) throws -> Data {
-            guard let data = unlinkedFile(dataFolder.appendingPathComponent(file)) else {
+            guard let data = regularFile(dataFolder.appendingPathComponent(file)) else {
                 throw MeSPError("\(file) is not a file of \(dataFolder.path); export it again.")
             }
             guard data.count % width == 0, data.count / width == count else {

@@ -15,8 +15,12 @@ import MLX
 ///   - version: what the file must still be.
 ///   - known: the file's map, where there is one.
 func mappedWords(_ url: URL, size: Int, version: FileVersion?, known: MLXArray? = nil) throws -> MLXArray {
-    let file = open(url.path, O_RDONLY)
-    guard file >= 0 else { throw MeSPError("Cannot open \(url.path): \(lastError()).") }
+    let file: Int32
+    do {
+        file = try openRegularFile(url, O_RDONLY)
+    } catch {
+        throw MeSPError("Cannot open \(url.path): \(error.plainSentence).")
+    }
     defer { close(file) }
     guard let now = FileVersion(file), now.size == size, version == nil || now == version else {
         throw MeSPError("\(url.path) has changed since the bundle was opened; export the bundle again.")
@@ -44,13 +48,6 @@ struct FileVersion: Equatable {
             let written = status.st_mtim
         #endif
         (size, seconds, nanoseconds) = (Int(status.st_size), written.tv_sec, written.tv_nsec)
-    }
-
-    init?(_ url: URL) {
-        let file = open(url.path, O_RDONLY)
-        guard file >= 0 else { return nil }
-        defer { close(file) }
-        self.init(file)
     }
 }
 

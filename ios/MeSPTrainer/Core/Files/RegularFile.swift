@@ -12,10 +12,11 @@ import MeSPFederation
 /// - Parameters:
 ///   - flags: of `open`.
 ///   - mode: of a file that it creates; by default everybody may read it.
+///   - followsLinks: whether a symbolic link in the place of the file is followed.
 /// - Throws: `MeSPError` with the reason alone.
-func openRegularFile(_ url: URL, _ flags: Int32, mode: mode_t = 0o644) throws -> Int32 {
+func openRegularFile(_ url: URL, _ flags: Int32, mode: mode_t = 0o644, followsLinks: Bool = false) throws -> Int32 {
     // Without O_NONBLOCK a pipe would wait for its other end.
-    let file = open(url.path, flags | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC, mode)
+    let file = open(url.path, flags | (followsLinks ? 0 : O_NOFOLLOW) | O_NONBLOCK | O_CLOEXEC, mode)
     guard file >= 0 else { throw errno == ELOOP ? MeSPError("it is a symbolic link") : MeSPError("\(lastError())") }
     var status = stat()
     guard fstat(file, &status) == 0, status.st_mode & S_IFMT == S_IFREG else {
@@ -25,18 +26,21 @@ func openRegularFile(_ url: URL, _ flags: Int32, mode: mode_t = 0o644) throws ->
     return file
 }
 
-/// The contents of a regular file, mapped, or nil: a device or a pipe in its place would never end.
-func regularFile(_ url: URL) -> Data? {
-    var status = stat()
-    guard stat(url.path, &status) == 0, status.st_mode & S_IFMT == S_IFREG else { return nil }
-    return try? Data(contentsOf: url, options: .mappedIfSafe)
+/// The contents of a regular file, mapped, or nil where it cannot be opened. The file that was checked is the one that is read.
+package func regularFile(_ url: URL, followsLinks: Bool = false) -> Data? {
+    guard let file = try? openRegularFile(url, O_RDONLY, followsLinks: followsLinks) else { return nil }
+    defer { close(file) }
+    return mapped(file)
 }
 
-/// The contents of a regular file that is no symbolic link, mapped, or nil.
-func unlinkedFile(_ url: URL) -> Data? {
-    guard let file = try? openRegularFile(url, O_RDONLY) else { return nil }
-    close(file)
-    return try? Data(contentsOf: url, options: .mappedIfSafe)
+/// The contents of an open file, mapped, or nil where the system refuses.
+func mapped(_ file: Int32) -> Data? {
+    var status = stat()
+    guard fstat(file, &status) == 0 else { return nil }
+    let size = Int(status.st_size)
+    guard size > 0 else { return Data() }
+    guard let start = mmap(nil, size, PROT_READ, MAP_PRIVATE, file, 0), start != MAP_FAILED else { return nil }
+    return Data(bytesNoCopy: start, count: size, deallocator: .unmap)
 }
 
 /// Writes a file that replaces the one at `url` when all of it is on the disk, and not before.

@@ -7,8 +7,8 @@ import MeSPFederation
 
 /// The SHA-256 of a file's contents in lower-case hexadecimal, read in pieces of 1 MiB.
 func sha256(of url: URL) throws -> String {
-    guard let file = try? FileHandle(forReadingFrom: url) else { throw MeSPError("Cannot read \(url.path).") }
-    defer { try? file.close() }
+    guard let opened = try? openRegularFile(url, O_RDONLY) else { throw MeSPError("Cannot read \(url.path).") }
+    let file = FileHandle(fileDescriptor: opened, closeOnDealloc: true)
     var hash = SHA256()
     while let piece = try file.read(upToCount: 1 << 20), !piece.isEmpty {
         hash.update(data: piece)

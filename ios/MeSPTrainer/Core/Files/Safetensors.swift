@@ -51,7 +51,7 @@ struct Safetensors {
     /// - Throws: `MeSPError` where the file isn't there, or its header and its length don't fit together. Messages continue “it …”.
     init(_ url: URL) throws {
         let name = url.lastPathComponent
-        guard let file = regularFile(url) else { throw MeSPError("it has no \(name)") }
+        guard let file = regularFile(url, followsLinks: true) else { throw MeSPError("it has no \(name)") }
         guard let tensors = Self(file) else { throw MeSPError("\(name) is damaged") }
         self = tensors
     }

@@ -14,7 +14,7 @@ public func endTokens(of bundle: URL, _ tokenizer: any TextTokenizer) -> [Int] {
         }
     }
     for name in ["generation_config.json", "config.json"] {
-        if let json = try? Data(contentsOf: bundle.appendingPathComponent(name)),
+        if let json = regularFile(bundle.appendingPathComponent(name)),
             let config = try? JSONDecoder().decode(Config.self, from: json)
         {
             return config.tokens

@@ -16,10 +16,10 @@ public struct LogOutline: Sendable {
     /// Reads the log in a run's folder. A last line that was cut off, as by a kill, is left out.
     public init(folder: URL) throws {
         let url = LogWriter.url(in: folder)
-        guard let file = try? FileHandle(forReadingFrom: url) else {
+        guard let opened = try? openRegularFile(url, O_RDONLY) else {
             throw MeSPError("\(folder.path) holds no run: there is no metrics.jsonl in it.")
         }
-        defer { try? file.close() }
+        let file = FileHandle(fileDescriptor: opened, closeOnDealloc: true)
         let newline = UInt8(ascii: "\n")
         let size = try file.seekToEnd()
         try file.seek(toOffset: 0)

@@ -148,7 +148,7 @@ extension LogRecord {
     /// The records in a run's folder, with their times. A last line that was cut off, as by a kill, is left out.
     static func all(in folder: URL) throws -> [(record: LogRecord, time: Date)] {
         let url = LogWriter.url(in: folder)
-        guard let data = try? Data(contentsOf: url, options: .mappedIfSafe) else {
+        guard let data = regularFile(url) else {
             throw MeSPError("\(folder.path) holds no run: there is no metrics.jsonl in it.")
         }
         return try data.split(separator: UInt8(ascii: "\n")).enumerated().compactMap { index, line in

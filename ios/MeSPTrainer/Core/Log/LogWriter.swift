@@ -29,7 +29,10 @@ struct LogWriter {
         }
         let opened = try Self.open(url)
         let end = Int(clamping: resumeAt)
-        let lines = try Self.wholeRecords(Data(contentsOf: url, options: .mappedIfSafe).prefix(end))
+        guard let log = mapped(opened.fileDescriptor) else {
+            throw MeSPError("Cannot write \(url.path): \(lastError()).")
+        }
+        let lines = Self.wholeRecords(log.prefix(end))
         let length = lines.reduce(0) { $0 + $1.count }
         (lostLines, isEmpty) = (length < end, lines.isEmpty)
         guard lostLines else {

@@ -25,7 +25,7 @@ struct SecretKey {
     init(in folder: URL, resumes: Bool) throws {
         let url = Self.url(in: folder)
         if resumes, FileManager.default.fileExists(atPath: url.path) {
-            guard let bytes = unlinkedFile(url), bytes.count == Self.length else {
+            guard let bytes = regularFile(url), bytes.count == Self.length else {
                 throw MeSPError("\(url.path) is damaged; start the run again in another folder.")
             }
             self.init(bytes: bytes)

@@ -178,6 +178,19 @@ import Testing
         #expect(try store.bundles().isEmpty)
     }
 
+    /// A tokenizer's library would read such files, and a link leads anywhere.
+    @Test func whatABundleDoesNotListIsNotImported() throws {
+        let source = documents.deletingLastPathComponent().appendingPathComponent("\(UUID().uuidString).mesp")
+        defer { try? files.removeItem(at: source) }
+        try files.copyItem(at: try fixture(), to: source)
+        try files.createSymbolicLink(
+            atPath: source.appendingPathComponent("chat_template.jinja").path, withDestinationPath: "/dev/zero")
+        let bundle = try store.importBundle(at: source)
+        let imported = try #require(files.enumerator(atPath: bundle.url.path)).compactMap { $0 as? String }
+        let listed = try #require(bundle.manifest).files.map(\.path) + ["manifest.json"]
+        #expect(Set(imported).isSuperset(of: listed) && !imported.contains("chat_template.jinja"))
+    }
+
     @Test func aBundleThatHasNoRoomIsRefusedBeforeItIsCopied() throws {
         let full = DocumentsFolder(documents: documents, freeBytes: { _ in 100_000_000 })
         do {

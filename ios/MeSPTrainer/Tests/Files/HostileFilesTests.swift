@@ -95,6 +95,36 @@ import Testing
         #expect(try isUntouched())
     }
 
+    /// The log of a run that is resumed, or only listed.
+    @Test func aLogThatIsNoFileIsNotRead() throws {
+        let log = LogWriter.url(in: folder)
+        try files.createSymbolicLink(atPath: log.path, withDestinationPath: "/dev/zero")
+        #expect(message { _ = try LogRecord.all(in: folder) }.contains("holds no run"))
+        #expect(message { _ = try LogOutline(folder: folder) }.contains("holds no run"))
+        try files.removeItem(at: log)
+        #expect(mkfifo(log.path, 0o600) == 0)
+        #expect(message { _ = try LogRecord.all(in: folder) }.contains("holds no run"))
+        #expect(message { _ = try LogOutline(folder: folder) }.contains("holds no run"))
+    }
+
+    /// A file that is replaced between its check and its use is the one that was checked, or refused.
+    @Test func aFileThatBecomesALinkIsNotRead() throws {
+        let opened = try ModelBundle(url: bundle)
+        let block = bundle.appendingPathComponent(ModelBundle.blockFile(0))
+        try files.moveItem(at: block, to: folder.appendingPathComponent("moved.bin"))
+        try files.createSymbolicLink(at: block, withDestinationURL: folder.appendingPathComponent("moved.bin"))
+        #expect(message { try opened.withBlock(0) { _ in } }.contains("is a symbolic link"))
+        #expect(message { try opened.checkSums(of: opened.manifest.files) }.contains("Cannot read"))
+    }
+
+    /// `generation_config.json` is no part of a bundle unless its manifest lists it.
+    @Test func endTokensComeFromNoDevice() throws {
+        let config = bundle.appendingPathComponent("generation_config.json")
+        try? files.removeItem(at: config)
+        try files.createSymbolicLink(atPath: config.path, withDestinationPath: "/dev/zero")
+        #expect(endTokens(of: bundle, ByteTokenizer()).count <= 1)
+    }
+
     @Test(arguments: ["part", "part.resume"]) func aDownloadWritesNoLink(_ ending: String) async throws {
         let link = folder.appendingPathComponent("file.bin").appendingPathExtension(ending)
         try files.createSymbolicLink(at: link, withDestinationURL: outside)
