@@ -16,6 +16,7 @@ from conftest import TEXT, random_tensors, run, write_model
 from gguf_files import MODELS, q8_0, write_gguf
 from mesp.bundle.reader import Bundle
 from mesp.engine.prompts import load_tokenizer
+from mesp.errors import MespError
 from mesp.source_model import find
 from mesp.source_model.gguf.header import GGUF, copy
 
@@ -272,7 +273,26 @@ def test_files_of_the_hub_are_named_as_llama_cpp_names_them(name, chosen, tmp_pa
     source = find.find_source(name, False)
     assert source.id == f"o/m/{chosen}" and source.revision == "0123"
     done = run("export", "--model", "o/m:Q6_K", "--out", tmp_path / "out.mesp")
-    assert "has no GGUF file of Q6_K; it has mmproj-Q8_0.gguf, m.Q8_0.gguf" in done.stderr
+    assert "has no GGUF file of Q6_K; it has m.Q8_0.gguf, m-Q4_K_M.gguf" in done.stderr
+
+
+def test_a_folder_of_gguf_files_says_which_to_name(tmp_path: Path):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "b.GGUF").touch()
+    (folder / "a.gguf").touch()
+    expected = f"name the one to read: --model {folder}/a.gguf, or {folder}/b.GGUF."
+    assert expected in refused(folder, tmp_path / "out.mesp")
+    (folder / "config.json").write_text("{}")  # as many repositories of GGUF files have one
+    assert expected in refused(folder, tmp_path / "out.mesp")
+
+
+def test_a_repository_of_gguf_files_says_which_to_name(tmp_path: Path, monkeypatch):
+    files = ["README.md", "mmproj-Q8_0.gguf", "m.Q8_0.gguf"]
+    monkeypatch.setattr(find, "list_files", lambda repo: files)
+    monkeypatch.setattr(find, "download", lambda kind, repo, patterns: tmp_path)
+    with pytest.raises(MespError, match=r"name the one to read: --model o/m/m\.Q8_0\.gguf"):
+        find.find_source("o/m", False)
 
 
 def test_reading_needs_the_gguf_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -21,7 +21,9 @@ from mesp.bundle.reader import Bundle
 from mesp.commands.export import main
 from mesp.models.architecture import Architecture
 from mesp.quantization import least_squares, quantize_rows
+from mesp.quantization import moments as moments_of
 from mesp.quantization.choose import Quantizations
+from mesp.quantization.descent import SHRINKAGE
 from mesp.quantization.measure import measure
 from mesp.quantization.modes import AFFINE, Quantization
 from mesp.quantization.moments import Moments
@@ -118,6 +120,67 @@ def test_error_with_moments_is_lower():
         assert error(found, m) <= bar * error(nearest, m)
 
 
+def products_of(inputs: mx.array) -> mx.array:
+    return inputs.T @ inputs / len(inputs)
+
+
+def correlated(tokens: int, width: int) -> mx.array:
+    """Inputs with most of their variance in 16 directions."""
+    common = mx.random.normal((tokens, 16), key=mx.random.key(4))
+    mixed = common @ mx.random.normal((16, width), key=mx.random.key(5)) / 2
+    return mixed + mx.random.normal((tokens, width), key=mx.random.key(6))
+
+
+def test_codes_make_up_for_each_others_errors():
+    """On other inputs of the same distribution too, with few more tokens than inputs."""
+    matrix = mx.random.normal((96, 256), key=mx.random.key(1))
+    inputs, quantization = correlated(1024, 256), Quantization()
+    seen, others = inputs[:512], inputs[512:]
+
+    def error(moments: mx.array) -> float:
+        packed = least_squares.quantize(matrix, quantization, moments, mx.float32)
+        return mx.square(others @ (matrix - values(packed, quantization)).T).sum().item()
+
+    products = products_of(seen)
+    assert error(products) <= 0.75 * error(mx.diag(products))
+
+
+@pytest.mark.parametrize(
+    "kind", ["normal", "heavy", "shifted", "tiny", "zeros", "constant", "outliers", "one"]
+)
+def test_descent_never_adds_error(kind):
+    """Of any row, as the codes' objective has it; scales and biases stay as they are."""
+    matrix, products = draw(kind, (24, 256)), products_of(correlated(300, 256))
+    products = mx.where(mx.arange(256) < 3, 0.0, products)  # inputs that were never seen
+    products = mx.where(mx.arange(256)[:, None] < 3, 0.0, products)
+    for bits, size in ((2, 32), (4, 64), (5, 64), (8, 128)):
+        quantization = Quantization(bits, size)
+        found, plain = (
+            least_squares.quantize(matrix, quantization, moments, mx.bfloat16)
+            for moments in (products, mx.diag(products))
+        )
+        for part in (1, 2):
+            assert mx.array_equal(found[part], plain[part])
+        shrunk = (1 - SHRINKAGE) * products / mx.diag(products).mean()
+        weights = least_squares.damped(mx.diag(products), 256)
+        P = mx.where(mx.eye(256) > 0, weights, shrunk)
+        e, before = (matrix - values(each, quantization) for each in (found, plain))
+        errors, bar = ((each @ P * each).sum(axis=1) for each in (e, before))
+        slack = 1e-6 * (matrix @ P * matrix).sum(axis=1)
+        assert (errors <= bar * (1 + 1e-4) + mx.abs(slack)).all(), (bits, size)
+
+
+def test_independent_inputs_leave_the_codes_as_they_are():
+    matrix = mx.random.normal((24, 256), key=mx.random.key(1))
+    moments = mx.exp(mx.random.normal((256,), key=mx.random.key(2)))
+    quantization = Quantization()
+    found, plain = (
+        least_squares.quantize(matrix, quantization, each, mx.float32)
+        for each in (mx.diag(moments), moments)
+    )
+    assert all(map(mx.array_equal, found, plain))
+
+
 @pytest.mark.parametrize("bits", sorted(AFFINE[0]))
 def test_weights_on_a_grid_are_exact(bits):
     """Also where a group uses few of the codes, as groups of a model that was quantized do."""
@@ -151,14 +214,15 @@ WITHOUT_WINDOWS = ("mistral", "phi3", "gemma2")  # in mlx-lm; up to their length
 
 
 class Recorder(nn.Module):
-    """A layer that adds up the squares of what goes into it."""
+    """A layer that adds up the products of two of its inputs, of all pairs."""
 
     def __init__(self, layer: nn.Module):
         super().__init__()
         self.layer, self.sums = layer, mx.array(0.0)
 
     def __call__(self, x: mx.array) -> mx.array:
-        self.sums = self.sums + mx.square(x.astype(mx.float32)).reshape(-1, x.shape[-1]).sum(axis=0)
+        rows = x.astype(mx.float32).reshape(-1, x.shape[-1])
+        self.sums = self.sums + rows.T @ rows
         return self.layer(x)
 
 
@@ -185,20 +249,31 @@ def test_moments_are_of_what_mlx_lm_multiplies(name):
     length = config["sliding_window"] if name in WITHOUT_WINDOWS else 24
     sequences = mx.random.randint(0, config["vocab_size"], (2, length), key=mx.random.key(3))
     moments = Moments(source, sequences.tolist())
+    products = Moments(source, sequences.tolist(), with_products=True)
     logits = [model(tokens[None])[0] for tokens in sequences]
     for i in range(source.arch.num_hidden_layers):
-        found = moments.of_block(i)
-        assert found.keys() == source.arch.blocks[i].modules.keys()
+        found, of_pairs = moments.of_block(i), products.of_block(i)
+        assert found.keys() == of_pairs.keys() == source.arch.blocks[i].modules.keys()
         for module, sums in found.items():
             (expected,) = (
                 each.sums for path, each in recorders.items() if path.endswith(f".{i}.{module}")
             )
-            assert mx.linalg.norm(sums - expected) <= 1e-4 * mx.linalg.norm(expected), module
+            for ours, theirs in ((sums, mx.diag(expected)), (of_pairs[module], expected)):
+                assert ours.shape == theirs.shape
+                assert mx.linalg.norm(ours - theirs) <= 1e-4 * mx.linalg.norm(theirs), module
     final = source.final(moments.xs[1])
     expected = sum(mx.square(source.final(x)[0]).sum(axis=0) for x in moments.xs)
     assert mx.allclose(moments.of_head(), expected)
     z = source.logits(final, slice(0, config["vocab_size"]))[0]
     assert mx.linalg.norm(z - logits[1]) <= 1e-4 * mx.linalg.norm(logits[1])
+
+
+def test_modules_with_many_inputs_have_no_products(monkeypatch):
+    monkeypatch.setattr(moments_of, "WIDEST", TINY["hidden_size"])
+    found = Moments(source_model(TINY), [[1, 2, 3]], with_products=True).of_block(0)
+    hidden, wide = TINY["hidden_size"], TINY["intermediate_size"]
+    assert found["mlp.up_proj"].shape == (hidden, hidden)
+    assert found["mlp.down_proj"].shape == (wide,)
 
 
 def test_blocks_in_another_order_are_refused():

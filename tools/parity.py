@@ -116,6 +116,9 @@ TRAINERS = QUICK_TRAINERS | {
 )
 @click.option("--steps", type=click.IntRange(min=1), help="Of each run.  [default: by task]")
 @click.option(
+    "--held-out", type=click.IntRange(min=1), help="Sequences that judge a run.  [default: by task]"
+)
+@click.option(
     "--learning-rate",
     type=click.FloatRange(min=0, min_open=True),
     help="AdamW's, which falls to 0.  [default: by task]",
@@ -142,6 +145,7 @@ def main(
     gsm8k: str,
     only: tuple[str, ...],
     steps: int | None,
+    held_out: int | None,
     learning_rate: float | None,
     seeds: int,
     peft: Path | None,
@@ -155,10 +159,9 @@ def main(
     out.mkdir(parents=True)
     every = [*TASKS, GSM8K] if names else TASKS
     tasks = [QUICK] if quick else [task for task in every if not names or task.name in names]
-    if steps is not None:
-        tasks = [dataclasses.replace(task, steps=steps) for task in tasks]
-    if learning_rate is not None:
-        tasks = [dataclasses.replace(task, rate=learning_rate) for task in tasks]
+    given = {"steps": steps, "held_out": held_out, "rate": learning_rate}
+    given = {name: value for name, value in given.items() if value is not None}
+    tasks = [dataclasses.replace(task, **given) for task in tasks]
     trainers = QUICK_TRAINERS if quick else TRAINERS
     if peft and not of_plans:
         trainers = trainers | with_pytorch(peft, model)

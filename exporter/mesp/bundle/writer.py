@@ -26,7 +26,13 @@ from mesp.models.config_json import check_length, complete
 from mesp.models.families import FAMILIES
 from mesp.progress_bars import export_progress
 from mesp.quantization.choose import Quantizations, check_quantizations
-from mesp.quantization.moments import LENGTH, Moments, excerpts, random_tokens
+from mesp.quantization.moments import (
+    CALIBRATION_SEQUENCES,
+    LENGTH,
+    Moments,
+    excerpts,
+    random_tokens,
+)
 from mesp.source_model.find import Source
 from mesp.source_model.forward_pass import SourceModel
 from mesp.source_model.random_weights import RandomWeights
@@ -128,13 +134,13 @@ def find_moments(
     comes_quantized = quantizations.config is not None
     if options.quantize == "nearest" or comes_quantized or isinstance(weights, RandomWeights):
         return None
-    tokens = random_tokens(arch.vocab_size)
-    if options.calibrate is not None:
-        tokenizer = load_tokenizer(source.folder, "which --calibrate needs; leave it out")
-        data = load(options.calibrate, tokenizer, LENGTH, arch.vocab_size)
-        tokens = data["train"].tokens
     model = SourceModel(weights, arch, quantizations)
-    return Moments(model, excerpts(tokens, source, arch))
+    if options.calibrate is None:
+        return Moments(model, excerpts(random_tokens(arch.vocab_size), source, arch))
+    tokenizer = load_tokenizer(source.folder, "which --calibrate needs; leave it out")
+    tokens = load(options.calibrate, tokenizer, LENGTH, arch.vocab_size)["train"].tokens
+    sequences = excerpts(tokens, source, arch, CALIBRATION_SEQUENCES)
+    return Moments(model, sequences, with_products=True)
 
 
 def write_texts(

@@ -1,4 +1,4 @@
-"""Second moments of the inputs of a source model's matrices, by channel."""
+"""Second moments of the inputs of a source model's matrices."""
 
 from __future__ import annotations
 
@@ -10,9 +10,13 @@ import numpy as np
 from mesp.models.architecture import Architecture
 from mesp.models.config_json import complete
 from mesp.source_model.find import Source
-from mesp.source_model.forward_pass import SourceModel
+from mesp.source_model.forward_pass import SourceModel, product
 
 SEQUENCES, LENGTH = 4, 128  # that the model reads; more of both change little
+# Sequences of a text, of which products of two inputs are taken too. There are many of them, so
+# fewer tokens do not tell them from chance.
+CALIBRATION_SEQUENCES = 16
+WIDEST = 4096  # inputs whose products are taken: these are 64 MB a matrix
 
 
 def random_tokens(vocab_size: int) -> np.ndarray:
@@ -33,36 +37,49 @@ def excerpts(
 
 
 class Moments:
-    """Of what each matrix of a model multiplies while it reads `sequences`: squares, summed by
-    channel.
+    """Of what each matrix of a model multiplies while it reads `sequences`: sums over the tokens of
+    each input's square, and `with_products` of the products of two inputs.
 
     Blocks are run in their order, each as it is asked for: only what goes into the next is kept.
     """
 
-    def __init__(self, model: SourceModel, sequences: Sequence[Sequence[int]]):
+    def __init__(
+        self, model: SourceModel, sequences: Sequence[Sequence[int]], with_products: bool = False
+    ):
         self.model = model
         self.sequences = sequences
+        self.with_products = with_products
         self.done = 0
         self.xs: list[mx.array] = []  # what goes into the next block
 
     def of_block(self, index: int) -> dict[str, mx.array]:
-        """By the block's modules. Raises ValueError where it is not the next one's turn."""
+        """By the block's modules [in], and with products [in, in] of modules with at most WIDEST
+        inputs. Raises ValueError where it is not the next one's turn.
+        """
         if index != self.done:
             raise ValueError(f"block {self.done} comes before block {index}")
         found: dict[str, mx.array] = {}
+        last: tuple[mx.array, mx.array] | None = None  # several modules multiply the same
 
         def seen(module: str, x: mx.array) -> None:
-            sums = mx.square(x[0].astype(mx.float32)).sum(axis=0)
-            found[module] = found[module] + sums if module in found else sums
+            nonlocal last
+            if last is None or last[0] is not x:
+                last = x, self._sums(x[0].astype(mx.float32))
+            found[module] = found[module] + last[1] if module in found else last[1]
+            mx.eval(found[module])
 
         if index == 0:
             self.xs = [self.model.embed(tokens) for tokens in self.sequences]
         for i, x in enumerate(self.xs):
             self.xs[i] = self.model.block(index, x, seen)
         self.done += 1
-        mx.eval(found)
         return found
 
+    def _sums(self, x: mx.array) -> mx.array:
+        if self.with_products and x.shape[1] <= WIDEST:
+            return product(x.T, x.T)
+        return mx.square(x).sum(axis=0)
+
     def of_head(self) -> mx.array:
-        """Of what the head multiplies, after all blocks."""
+        """Of what the head multiplies, after all blocks: the squares alone."""
         return sum(mx.square(self.model.final(x)[0]).sum(axis=0) for x in self.xs)

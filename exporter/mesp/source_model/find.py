@@ -50,7 +50,10 @@ def find_source(model: str, random_weights: bool) -> Source:
     if model == "demo":
         return replace(_local_source(DEMO), name="demo", id="demo")
     if os.path.isdir(model):
-        return _local_source(Path(model))
+        folder = Path(model)
+        if not _has_model(folder, random_weights):
+            _refuse_gguf(model, [str(file) for file in sorted(folder.glob("*.[gG][gG][uU][fF]"))])
+        return _local_source(folder)
     if os.path.exists(model) and model.lower().endswith(".gguf"):
         return _gguf_source(Path(model))
     for short, (repo, _, config) in KNOWN.items():
@@ -64,6 +67,21 @@ def find_source(model: str, random_weights: bool) -> Source:
         f"There is no model {model}; name a folder, a GGUF file, a model on the Hugging Face Hub "
         "such as Qwen/Qwen2.5-0.5B, demo, or a short name that --list-models prints."
     )
+
+
+def _has_model(folder: Path, random_weights: bool) -> bool:
+    """Whether a folder has a config.json and, where they are needed, weights."""
+    has_weights = random_weights or any(folder.glob("model*.safetensors"))
+    return has_weights and (folder / "config.json").exists()
+
+
+def _refuse_gguf(name: str, files: list[str]) -> None:
+    """Raises MespError if there are GGUF files: one of them must be named."""
+    if files:
+        raise MespError(
+            f"{name} holds its model as GGUF files; name the one to read: --model {files[0]}"
+            + (f", or {', '.join(files[1:])}." if files[1:] else ".")
+        )
 
 
 def _local_source(folder: Path) -> Source:
@@ -82,6 +100,8 @@ def _hub_source(repo: str, random_weights: bool = False) -> Source:
     if not random_weights:
         patterns += ["model*.safetensors", "*.safetensors.index.json"]
     folder = download("model", repo, patterns)
+    if not _has_model(folder, random_weights):
+        _refuse_gguf(repo, [f"{repo}/{name}" for name in _gguf_files(repo)])
     return replace(_local_source(folder), name=repo.split("/")[1], id=repo, revision=folder.name)
 
 
@@ -109,13 +129,19 @@ def _gguf_source(file: Path) -> Source:
     return Source(name, name, config, folder, None, license, gguf, temporary)
 
 
+def _gguf_files(repo: str) -> list[str]:
+    """The GGUF files of a repository, without those of other parts, such as vision."""
+    names = (name for name in list_files(repo) if name.lower().endswith(".gguf"))
+    return [name for name in names if "mmproj" not in name.lower()]
+
+
 def _hub_gguf(repo: str, file: str | None, quantization: str | None) -> Source:
     """A GGUF file of a repository, by its name or by its quantization."""
     if file is None:
-        names = [name for name in list_files(repo) if name.lower().endswith(".gguf")]
+        names = _gguf_files(repo)
         wanted = re.compile(rf"(^|[-._/]){re.escape(quantization)}[-._]", re.I)
         found = sorted(
-            (name for name in names if wanted.search(name) and "mmproj" not in name.lower()),
+            filter(wanted.search, names),
             key=lambda name: (name.count("/"), len(name), name),
         )
         if not found:
