@@ -15,7 +15,7 @@ from benchmarks.processes import Tell, engine_program, run_program
 from benchmarks.rows import engine_settings
 from benchmarks.variants import Variant
 from mesp.bundle.manifest import read_manifest
-from mesp.commands.train_settings import OBJECTIVES
+from mesp.commands.training_options import OBJECTIVES
 from mesp.data.preferences import CHOSEN, REJECTED
 
 

@@ -36,9 +36,10 @@ from mesp.data.tokens import load_tokenizer
 from mesp.errors import MespError, plain_os_errors
 from mesp.federate.deployment import write_app
 from mesp.federate.exchange import EXCHANGES
-from mesp.federate.federation import SETTINGS_NAME, STRATEGIES, Federation
+from mesp.federate.federation import SETTINGS_NAME, Federation
 from mesp.federate.people import Split, read_topics, share_out
 from mesp.federate.report import Report, summary
+from mesp.federate.strategies import STRATEGIES
 from mesp.files import create, write_whole
 
 MAY_CHANGE = ("rounds", "timeout", "resume")

@@ -13,7 +13,6 @@ import click
 
 from mesp.bundle.manifest import read_manifest
 from mesp.commands.train_settings import (
-    OBJECTIVES,
     check_goal,
     check_privacy,
     complete,
@@ -24,6 +23,7 @@ from mesp.commands.train_settings import (
 )
 from mesp.commands.training_options import (
     FROM_ZERO,
+    OBJECTIVES,
     POSITIVE,
     adapter_options,
     config_option,

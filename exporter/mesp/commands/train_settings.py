@@ -11,6 +11,7 @@ from pathlib import Path
 import click
 from click.core import ParameterSource
 
+from mesp.commands.training_options import OBJECTIVES
 from mesp.engine.update_defaults import ADAMW, PAPER, default_learning_rate, default_optimizer
 from mesp.errors import MespError, plain_os_errors
 from mesp.files import read_object, write_whole
@@ -28,8 +29,6 @@ ADDED = (
     *("objective", "beta", "gamma", "desirable_weight", "undesirable_weight", "freeze_a"),
     *("delta", "dp_clip", "dp_noise", "dp_delta"),
 )
-
-OBJECTIVES = ("dpo", "ipo", "simpo", "orpo", "kto")
 
 # Options that count only where another one has one of these values.
 ONLY_WITH = {

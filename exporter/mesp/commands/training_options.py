@@ -30,6 +30,8 @@ POSITIVE = Number(min=0, min_open=True)
 FROM_ZERO = Number(min=0)
 FRACTION = Number(min=0, max=1, max_open=True)
 
+OBJECTIVES = ("dpo", "ipo", "simpo", "orpo", "kto")
+
 
 class Projections(click.ParamType):
     """Some modules of a block, as in `q,v` or `qkv,gate_up`; a list in the engine's order."""

@@ -11,7 +11,7 @@ from typing import Any
 from mesp.data.tokens import plain_errors
 from mesp.engine.prompts import encode
 from mesp.errors import MespError
-from mesp.evaluation.metrics import Metric, canonical_json, exponential, extract, f1
+from mesp.evaluation.metrics import Metric, canonical_json, exact_match, exponential, extract, f1
 from mesp.evaluation.model import Model
 from mesp.evaluation.records import Question, Record, Task, Text
 
@@ -107,12 +107,11 @@ def _measure_task(model: Model, record: Task, options: Options) -> Sample:
     answer = extract(options.pattern, written)
     wanted = extract(options.pattern, record.answer)
     wanted = record.answer.strip() if wanted is None else wanted
-    sample = {"written": written, "answer": answer, "exact_match": answer == wanted}
+    sample = {"written": written, "answer": answer}
+    sample["exact_match"] = exact_match(answer, wanted, options.is_json)
     sample["f1"] = f1(answer or "", wanted)
     if options.is_json:
-        value = canonical_json(answer or "")
-        sample["valid_json"] = value is not None
-        sample["exact_match"] = value is not None and value == canonical_json(wanted)
+        sample["valid_json"] = canonical_json(answer or "") is not None
     return sample
 
 

@@ -97,6 +97,17 @@ def extract(pattern: re.Pattern[str] | None, text: str) -> str | None:
     return None if found is None else (found[1 if pattern.groups else 0] or "").strip()
 
 
+def exact_match(answer: str | None, reference: str, is_json: bool = False) -> bool:
+    """Whether an answer is the reference to the letter; of JSON, whether it is the same value.
+
+    `answer` is None where the text has none.
+    """
+    if not is_json:
+        return answer == reference
+    value = canonical_json(answer or "")
+    return value is not None and value == canonical_json(reference)
+
+
 def f1(answer: str, reference: str) -> float:
     """SQuAD's F1 of words, without case, punctuation and articles."""
     ours, theirs = (_words(text) for text in (answer, reference))

@@ -13,16 +13,6 @@ from mesp.federate.rounds import Rounds
 from mesp.files import read_object
 
 SETTINGS_NAME = "settings.json"
-# Flower's strategies by their names here.
-STRATEGIES = {
-    "fedavg": "FedAvg",
-    "fedadam": "FedAdam",
-    "fedprox": "FedProx",
-    "fedmedian": "FedMedian",
-    "trimmed": "FedTrimmedAvg",
-    "krum": "Krum",
-    "multikrum": "MultiKrum",
-}
 
 
 @dataclass(frozen=True)

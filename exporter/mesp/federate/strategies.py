@@ -6,15 +6,25 @@ import inspect
 import io
 import math
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from flwr.serverapp import strategy
-from flwr.serverapp.strategy import Strategy
 
 from mesp.errors import MespError
-from mesp.federate.federation import STRATEGIES
 
+if TYPE_CHECKING:  # the command names the strategies without Flower
+    from flwr.serverapp.strategy import Strategy
+
+# Flower's strategies by their names here.
+STRATEGIES = {
+    "fedavg": "FedAvg",
+    "fedadam": "FedAdam",
+    "fedprox": "FedProx",
+    "fedmedian": "FedMedian",
+    "trimmed": "FedTrimmedAvg",
+    "krum": "Krum",
+    "multikrum": "MultiKrum",
+}
 # What FedAdam goes on from: its moments, by the matrices' names.
 KEPT = ("m_t", "v_t")
 # The metric of a client that is 1 for all: a weight.
@@ -23,6 +33,8 @@ ONE = "client"
 
 def make_strategy(options: dict[str, Any]) -> Strategy:
     """Flower's strategy of that name with these options. Raises MespError where it takes none."""
+    from flwr.serverapp import strategy
+
     kind = getattr(strategy, STRATEGIES[options["strategy"]])
     given = dict(options["strategy_options"])
     numbers = {

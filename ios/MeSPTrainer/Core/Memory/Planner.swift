@@ -55,14 +55,7 @@ public struct Planner: Sendable {
     /// What the mixers of the last blocks leave, by the number of blocks, in bytes.
     private let left: [Int]
 
-    /// From the largest, which the default plan takes: larger ones are no faster. On a GPU, where a kernel costs as much as some 500 kB
-    /// of memory traffic, they grow with the sequence, so that a step of any length has about as many kernels, up to where that is a
-    /// tenth of what the kernel takes; in wide models, whose products take longer, less.
-    private var tileSizes: [Int] {
-        let largest =
-            backend == .cpu ? 1 << 20 : min(min(4096, (4 << 20) / architecture.hiddenSize) * length, 7 << 19)
-        return [largest, largest / 2, largest / 4]
-    }
+    private var tileSizes: [Int] { TileSizes.choices(backend, hiddenSize: architecture.hiddenSize, length: length) }
 
     /// What the system allows the process, in bytes, nil for all there is.
     private let systemLimit: Int?

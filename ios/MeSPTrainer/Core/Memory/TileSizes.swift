@@ -25,6 +25,14 @@ struct TileSizes {
     /// Whether arithmetic by rows goes some rows at a time.
     private let cutsRows: Bool
 
+    /// What temporaries may be cut to, in bytes, from the largest, which the default plan takes: larger ones are no faster. On a GPU, where
+    /// a kernel costs as much as some 500 kB of memory traffic, they grow with the sequence, so that a step of any length has about as
+    /// many kernels, up to where that is a tenth of what the kernel takes; in wide models, whose products take longer, less.
+    static func choices(_ backend: Backend, hiddenSize: Int, length: Int) -> [Int] {
+        let largest = backend == .cpu ? 1 << 20 : min(min(4096, (4 << 20) / hiddenSize) * length, 7 << 19)
+        return [largest, largest / 2, largest / 4]
+    }
+
     /// Sizes that keep each temporary near `bytes`, for sequences of `length` tokens.
     ///
     /// - Parameter pause: see `Pace`.
