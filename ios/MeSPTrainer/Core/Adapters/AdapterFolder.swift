@@ -108,13 +108,19 @@ func loadAdapters(
     }
 }
 
+extension RunSettings {
+    /// The adapters that a run begins with. Where each A is frozen, a folder with B alone has the A of the run's seed.
+    func loadAdapters(from folder: URL, architecture: Architecture) throws -> Adapters {
+        try MeSPCore.loadAdapters(from: folder, architecture: architecture, onlyB: freezeA) {
+            $0.initial(seed: seed, block: $1)
+        }
+    }
+}
+
 extension Trainer {
-    /// Takes the parameters of adapters, as mlx-lm or PEFT wrote them, instead of the initial ones. Where each A is frozen, a folder with B
-    /// alone goes on from the A of the run's seed.
+    /// Takes the parameters of adapters, as mlx-lm or PEFT wrote them, instead of the initial ones.
     func startFrom(_ folder: URL) throws {
-        let adapters = try loadAdapters(
-            from: folder, architecture: model.bundle.architecture, onlyB: settings.freezeA
-        ) { [settings] in $0.initial(seed: settings.seed, block: $1) }
+        let adapters = try settings.loadAdapters(from: folder, architecture: model.bundle.architecture)
         guard adapters.rank == settings.rank else {
             throw MeSPError(
                 "The adapters in \(folder.path) have rank \(adapters.rank), the run has \(settings.rank); choose theirs."

@@ -287,8 +287,7 @@ final class Trainer {
     ) throws -> BlockArrays? {
         guard settings.keepsStart, let folder = settings.adapters else { return nil }
         var start = try arrays()
-        let adapters = try loadAdapters(
-            from: URL(fileURLWithPath: folder), architecture: architecture, onlyB: settings.freezeA)
+        let adapters = try settings.loadAdapters(from: URL(fileURLWithPath: folder), architecture: architecture)
         for (block, layout) in layouts.enumerated() where layout.count > 0 {
             try start.write(layout.part(of: adapters.lora[block]), block)
         }

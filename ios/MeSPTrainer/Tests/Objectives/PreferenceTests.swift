@@ -94,6 +94,28 @@ import Testing
         #expect(abs(loss - log(2)) < 1e-6 && figures.margin == 0 && figures.kl == 0)
     }
 
+    /// π₀ of a run that begins with B alone has the A of the seed too, as π: their ratios are 1, and DPO's loss is log 2.
+    @Test func theReferenceHasTheFrozenA() throws {
+        let fixture = try Fixture(try #require(Fixture.tied), "gradients")
+        let folder = temporaryFolder()
+        defer { try? FileManager.default.removeItem(at: folder) }
+        try fixture.bundle.withDevice {
+            let whole = try trainer(fixture, .dpo)
+            try fixture.restore(whole)
+            try whole.saveAdapters(to: folder)
+            let file = folder.appendingPathComponent("adapters.safetensors")
+            let b = try loadArrays(url: file).filter { $0.key.hasSuffix("lora_b") }
+            eval(Array(b.values))
+            try save(arrays: b, url: file)
+            let trainer = try fixture.trainer(.mesp) {
+                ($0.objective, $0.batchSize, $0.freezeA, $0.adapters) = (.dpo, 2, true, folder.path)
+            }
+            try trainer.startFrom(folder)
+            let (loss, _) = try trainer.evaluate(answers(fixture), .dpo)
+            #expect(abs(loss - log(2)) < 1e-6)
+        }
+    }
+
     /// Two pairs, in one batch or in two, are the mean of each by itself; but ORPO's supervised loss is a mean over a batch's targets.
     @Test(arguments: Objective.allCases.filter(\.takesPairs))
     func batchesAreMeans(_ objective: Objective) throws {
