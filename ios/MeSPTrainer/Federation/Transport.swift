@@ -49,7 +49,14 @@ final class Transport: Sendable {
         private struct Exchange {
             let continuation: CheckedContinuation<(Data, status: Int), any Error>
             let most: Int
-            var data = Data()
+            private(set) var data = Data()
+
+            /// Takes the next bytes of the answer, and returns whether it is still short enough.
+            mutating func append(_ bytes: Data) -> Bool {
+                guard data.count + bytes.count <= most else { return false }
+                data.append(bytes)
+                return true
+            }
         }
         private let lock = NSLock()
         private var waiting = [Int: Exchange]()
@@ -89,10 +96,8 @@ final class Transport: Sendable {
 
         func urlSession(_ session: URLSession, dataTask: URLSessionDataTask, didReceive data: Data) {
             let isTooLong = lock.withLock {
-                guard let exchange = waiting[dataTask.taskIdentifier] else { return false }
-                guard exchange.data.count + data.count <= exchange.most else { return true }
-                waiting[dataTask.taskIdentifier]?.data.append(data)
-                return false
+                // No copy of the exchange: appending would copy all data so far.
+                waiting[dataTask.taskIdentifier]?.append(data) == false
             }
             if isTooLong { end(dataTask, .failure(Failure.tooLong)) }
         }
