@@ -506,6 +506,25 @@ def test_sentences_do_not_control_a_terminal(bundle: Path):
     assert "is damaged" in refused("generate", bundle, "--prompt", "a")
 
 
+@pytest.mark.parametrize(
+    "entries",
+    [
+        {"model": None},
+        {"model": {"id": "a"}},
+        {"model": {"id": "a", "revision": None, "license": "mit\n---\n# Another card"}},
+        {"model": {"id": "a\nlicense: mit", "revision": "0", "license": None}},
+        {"quantization": {"bits": 4, "group_size": 64, "mode": "\x1b[2J"}},
+    ],
+)
+def test_a_manifest_says_of_its_model_what_can_be_shown(
+    bundle: Path, tmp_path: Path, entries: dict
+):
+    """Its model goes into the card of a repository, with `--upload`."""
+    change(bundle / "manifest.json", **entries)
+    said = refused("export", "--from", bundle, "--out", tmp_path / "out.mesp")
+    assert "manifest.json is damaged" in said
+
+
 @pytest.mark.parametrize("digest", [None, 1, [], "absent"])
 def test_a_manifest_has_the_digest_of_each_file(bundle: Path, adapters: Path, digest: object):
     files = json.loads((bundle / "manifest.json").read_text())["files"]

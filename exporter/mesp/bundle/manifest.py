@@ -20,12 +20,14 @@ FORMAT = 4
 # What commands read of a manifest, by its type; `Bundle` reads the rest.
 READ_BY_COMMANDS = {
     "name": str,
+    "model": {"id": str},
     "device": str,
     "seq_lens": [int],
     "ranks": [int],
     "architecture": dict,
     "files": [{"path": str, "size": int, "sha256": str}],
 }
+MODEL = ("id", "revision", "license")  # what a manifest says of the model
 _PACKED = {
     "words": int,
     "arrays": [{"name": str, "offset": int, "shape": [int], "dtype": str}],
@@ -45,6 +47,11 @@ def fits(value: Any, wanted: Any) -> bool:
     if isinstance(wanted, list):
         return isinstance(value, list) and all(fits(each, wanted[0]) for each in value)
     return type(value) is wanted and (wanted is not int or 0 <= value < 1 << 53)
+
+
+def _is_line(value: Any) -> bool:
+    """Whether it is a line of text, or nothing: it goes to terminals and into model cards."""
+    return value is None or (isinstance(value, str) and value.isprintable())
 
 
 def _is_split(entry: Any) -> bool:
@@ -91,7 +98,8 @@ def read_manifest(path: Path, to_run: bool = True) -> dict[str, Any]:
     data = manifest.get("data") or {}
     if (
         not fits(manifest, READ_BY_COMMANDS)
-        or not manifest["name"].isprintable()
+        or not manifest["model"].keys() >= {*MODEL}
+        or not all(map(_is_line, (manifest["name"], *map(manifest["model"].get, MODEL))))
         or not (manifest["seq_lens"] and manifest["ranks"])
         or 0 in (*manifest["seq_lens"], *manifest["ranks"])
         or not (isinstance(data, dict) and all(_is_split(split) for split in data.values()))

@@ -67,6 +67,8 @@ class Bundle:
             if device not in DTYPE_OF or dtype not in DTYPE_OF.values():
                 raise ValueError("its device or its dtype is unknown")
             self.quantization = Quantization(**self.manifest["quantization"])
+            if not self.quantization.is_of_mlx:
+                raise ValueError("its quantization is unknown")
             self.groups = [BlockGroup.from_manifest(entry) for entry in self.manifest["blocks"]]
             self._check_groups()
             self._check_files()

@@ -124,9 +124,10 @@ def _gguf_source(file: Path) -> Source:
     temporary = TemporaryDirectory(prefix="mesp-")
     folder = Path(temporary.name)
     write_tokenizer(gguf, folder)
-    license = gguf.text("general.license") or None
+    license = gguf.text("general.license")
     name = file.name[: -len(".gguf")]
-    return Source(name, name, config, folder, None, license, gguf, temporary)
+    license = license if license.isprintable() else None
+    return Source(name, name, config, folder, None, license or None, gguf, temporary)
 
 
 def _gguf_files(repo: str) -> list[str]:
@@ -161,6 +162,7 @@ def _license(model_card: Path) -> str | None:
     from huggingface_hub import ModelCard
 
     try:
-        return ModelCard(model_card.read_text(encoding="utf-8")).data.get("license")
+        license = ModelCard(model_card.read_text(encoding="utf-8")).data.get("license")
+        return license if license.isprintable() else None
     except Exception:  # there is no model card, or it is not in order: it only informs
         return None
