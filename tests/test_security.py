@@ -98,6 +98,7 @@ def test_a_bundle_runs_no_python(bundle: Path, tmp_path: Path, module: str):
     assert "Traceback" not in done.stderr
 
 
+BYTES_AND_FUSE = [{"type": "ByteFallback"}, {"type": "Fuse"}]
 TOKENIZERS = {
     "a panic": {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}},
     "an id that is far": {"vocab": {"far": 4_000_000_000}},
@@ -123,6 +124,27 @@ def test_a_tokenizer_that_is_not_in_order_is_a_sentence(
     said = refused("generate", bundle, "--prompt", "a")
     assert "cannot be tokenized: " in said or "cannot be loaded: " in said
     assert "\x1b" not in said
+
+
+@pytest.mark.parametrize("entries", [{"num_hidden_layers": 1 << 65}, {"num_labels": 1 << 40}])
+def test_a_tokenizer_takes_no_memory_by_the_sizes_of_its_model(bundle: Path, entries: dict):
+    """transformers reads config.json to choose a class."""
+    change(bundle / "config.json", **entries)
+    list_again(bundle)
+    arguments = command("generate", bundle, "--prompt", "a", "--max-tokens", 1)
+    subprocess.run(arguments, capture_output=True, check=True, timeout=120)
+
+
+def test_a_token_that_the_tokenizer_lacks_is_a_sentence(bundle: Path):
+    file = bundle / "tokenizer.json"
+    value = json.loads(file.read_text())
+    pieces = [{"type": "Replace", "pattern": {"String": "▁"}, "content": " "}]
+    value["decoder"] = {"type": "Sequence", "decoders": [*pieces, *BYTES_AND_FUSE]}
+    value["model"] |= {"vocab": {"a": 0}, "merges": []}
+    file.write_text(json.dumps(value))
+    list_again(bundle)
+    said = refused("generate", bundle, "--prompt", "a", "--max-tokens", 9, "--temp", 9, "--no-chat")
+    assert "is none of the tokenizer's" in said
 
 
 @pytest.mark.parametrize("name", ["chat_template.jinja", "special_tokens_map.json", "vocab.txt"])

@@ -14,6 +14,7 @@ import click
 
 from mesp.bundle.manifest import read_manifest
 from mesp.data.records import read_utf8
+from mesp.data.tokens import plain_errors
 from mesp.engine.generate import generate
 from mesp.engine.prompts import encode, load_tokenizer
 from mesp.errors import Command
@@ -89,7 +90,8 @@ def main(
     shown = printable if sys.stdout.isatty() else str
     for record in records:
         if record["type"] == "token":
-            detokenizer.add_token(record["token"])
+            with plain_errors(f"Token {record['token']} is none of the tokenizer's"):
+                detokenizer.add_token(record["token"])
             click.echo(shown(detokenizer.last_segment), nl=False)
     detokenizer.finalize()
     click.echo(shown(detokenizer.last_segment))

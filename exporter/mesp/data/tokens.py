@@ -47,6 +47,7 @@ def load_tokenizer(
         config = read_object(folder / "tokenizer_config.json")
         options = {"local_files_only": True, "trust_remote_code": False}
         try:
+            options["config"] = _kind_of_model(folder)
             tokenizer = tokenizer_utils.load(folder, options, ends)
         except Exception as error:
             if "trust_remote_code" in str(error) or "auto_map" in config:
@@ -59,6 +60,20 @@ def load_tokenizer(
         tokenizer.encode("a")
         _ = tokenizer.detokenizer
         return tokenizer
+
+
+def _kind_of_model(folder: Path) -> Any:
+    """The configuration that transformers chooses a tokenizer's class by, without the sizes in
+    config.json: transformers makes lists of as many blocks or labels as these say."""
+    from transformers import AutoConfig, PreTrainedConfig
+
+    file = folder / "config.json"
+    config = read_object(file) if file.exists() else {}
+    named = {key: config[key] for key in ("tokenizer_class", "model_name") if key in config}
+    try:
+        return AutoConfig.for_model(config.get("model_type"), **named)
+    except (ValueError, TypeError):  # of a kind that it does not know
+        return PreTrainedConfig(**named)
 
 
 @contextmanager
