@@ -42,6 +42,7 @@ from mesp.quantization.choose import check_quantizations, find_quantizations
 from mesp.runs.log import read_run
 from mesp.runs.table import table_row
 from mesp.source_model.find import find_source
+from mesp.source_model.gguf.header import GGUF
 from mesp.source_model.gguf.weights import GGUFWeights
 from mesp.source_model.safetensors import SafetensorsWeights
 from test_export import export
@@ -303,15 +304,43 @@ def test_gguf_files(gguf_files: list[Path], tmp_path: Path, data: st.DataObject)
     path.unlink(missing_ok=True)  # the one before may still be mapped
     path.write_bytes(data.draw(damaged_gguf(file)))
     with contextlib.suppress(MespError):
-        source = find_source(str(path), random_weights=False)
-        arch = Architecture.from_config(source.config)
-        quantizations = find_quantizations(source, arch, None, None, None, None)
-        check_quantizations(arch, quantizations)
-        weights = GGUFWeights(source.gguf, arch)
-        options = SimpleNamespace(quantizations=quantizations, dtype="float32")
-        for layout, pieces in weight_files(weights, arch, options).values():
-            for part, _, array in pieces:
-                assert array.shape[1:] == layout[part].shape[1:]
+        convert(path)
+
+
+def convert(path: Path) -> None:
+    """All that an export reads of a GGUF file."""
+    source = find_source(str(path), random_weights=False)
+    arch = Architecture.from_config(source.config)
+    quantizations = find_quantizations(source, arch, None, None, None, None)
+    check_quantizations(arch, quantizations)
+    weights = GGUFWeights(source.gguf, arch)
+    options = SimpleNamespace(quantizations=quantizations, dtype="float32")
+    for layout, pieces in weight_files(weights, arch, options).values():
+        for part, _, array in pieces:
+            assert array.shape[1:] == layout[part].shape[1:]
+
+
+METADATA = [
+    *("", "a", "\x1b", True, False, 0, 1, -1, 7, 1 << 26, (1 << 31) - 1, (1 << 64) - 1, -(1 << 63)),
+    *(0.0, -1.0, 1e-40, 3e38, math.nan, math.inf, [], ["a", "b"], ["a"] * 512),
+    *(np.array([], np.uint32), np.array([1, 2], np.int32), np.zeros(512, np.float32)),
+    *(np.array([True]), np.full(3, -1, np.int64), np.array([math.nan, 1.0])),
+]
+
+
+@CASES
+@given(data=st.data())
+def test_metadata_of_gguf_files(gguf_files: list[Path], data: st.DataObject):
+    """Values of other types, and numbers that are none of a model's."""
+    path = data.draw(st.sampled_from(gguf_files))
+    file = GGUF.read(path)
+    keys = [*file.metadata, "split.count", "general.type", "general.alignment", "general.license"]
+    keys += ["tokenizer.ggml.add_bos_token", "tokenizer.ggml.add_space_prefix"]
+    for _ in range(data.draw(st.integers(1, 2))):
+        file.metadata[data.draw(st.sampled_from(keys))] = data.draw(st.sampled_from(METADATA))
+    with pytest.MonkeyPatch.context() as patch, contextlib.suppress(MespError):
+        patch.setattr(GGUF, "read", lambda path: file)
+        convert(path)
 
 
 @CASES

@@ -536,6 +536,7 @@ def test_sentences_do_not_control_a_terminal(bundle: Path):
         {"model": {"id": "a", "revision": None, "license": "mit\n---\n# Another card"}},
         {"model": {"id": "a\nlicense: mit", "revision": "0", "license": None}},
         {"quantization": {"bits": 4, "group_size": 64, "mode": "\x1b[2J"}},
+        {"data": {"\x1b[2J": {"file": "data/train.bin", "tokens": 1}}},
     ],
 )
 def test_a_manifest_says_of_its_model_what_can_be_shown(

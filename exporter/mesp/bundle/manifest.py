@@ -102,7 +102,8 @@ def read_manifest(path: Path, to_run: bool = True) -> dict[str, Any]:
         or not all(map(_is_line, (manifest["name"], *map(manifest["model"].get, MODEL))))
         or not (manifest["seq_lens"] and manifest["ranks"])
         or 0 in (*manifest["seq_lens"], *manifest["ranks"])
-        or not (isinstance(data, dict) and all(_is_split(split) for split in data.values()))
+        or not (isinstance(data, dict) and all(map(_is_split, data.values())))
+        or not all(map(_is_line, data))
     ):
         raise damaged(path)
     try:
