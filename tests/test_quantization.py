@@ -23,7 +23,7 @@ from mesp.models.architecture import Architecture
 from mesp.quantization import least_squares, quantize_rows
 from mesp.quantization import moments as moments_of
 from mesp.quantization.choose import Quantizations
-from mesp.quantization.descent import SHRINKAGE
+from mesp.quantization.descent import shrunk
 from mesp.quantization.measure import measure
 from mesp.quantization.modes import AFFINE, Quantization
 from mesp.quantization.moments import Moments
@@ -138,7 +138,7 @@ def test_codes_make_up_for_each_others_errors():
     seen, others = inputs[:512], inputs[512:]
 
     def error(moments: mx.array) -> float:
-        packed = least_squares.quantize(matrix, quantization, moments, mx.float32)
+        packed = quantize_rows.least_squares_of(moments)(matrix, quantization, mx.float32)
         return mx.square(others @ (matrix - values(packed, quantization)).T).sum().item()
 
     products = products_of(seen)
@@ -156,14 +156,12 @@ def test_descent_never_adds_error(kind):
     for bits, size in ((2, 32), (4, 64), (5, 64), (8, 128)):
         quantization = Quantization(bits, size)
         found, plain = (
-            least_squares.quantize(matrix, quantization, moments, mx.bfloat16)
+            quantize_rows.least_squares_of(moments)(matrix, quantization, mx.bfloat16)
             for moments in (products, mx.diag(products))
         )
         for part in (1, 2):
             assert mx.array_equal(found[part], plain[part])
-        shrunk = (1 - SHRINKAGE) * products / mx.diag(products).mean()
-        weights = least_squares.damped(mx.diag(products), 256)
-        P = mx.where(mx.eye(256) > 0, weights, shrunk)
+        P = mx.array(shrunk(products))
         e, before = (matrix - values(each, quantization) for each in (found, plain))
         errors, bar = ((each @ P * each).sum(axis=1) for each in (e, before))
         slack = 1e-6 * (matrix @ P * matrix).sum(axis=1)
@@ -175,7 +173,7 @@ def test_independent_inputs_leave_the_codes_as_they_are():
     moments = mx.exp(mx.random.normal((256,), key=mx.random.key(2)))
     quantization = Quantization()
     found, plain = (
-        least_squares.quantize(matrix, quantization, each, mx.float32)
+        quantize_rows.least_squares_of(each)(matrix, quantization, mx.float32)
         for each in (mx.diag(moments), moments)
     )
     assert all(map(mx.array_equal, found, plain))

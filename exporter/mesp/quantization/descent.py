@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import mlx.core as mx
 import numpy as np
 
+from mesp.block_function.dequantize import pack, unpack
+from mesp.quantization.least_squares import damped
 from mesp.quantization.modes import Quantization
 
 SWEEPS = 2  # over all codes; more change little
@@ -12,35 +15,43 @@ SWEEPS = 2  # over all codes; more change little
 SHRINKAGE = 0.2
 
 
+def shrunk(moments: mx.array) -> np.ndarray:
+    """The products [in, in] that `descend` takes, of sums of x xᵀ over what a matrix multiplies."""
+    squares = mx.diag(moments)
+    products = np.array((1 - SHRINKAGE) / mx.maximum(squares.mean(), 1e-30) * moments)
+    np.fill_diagonal(products, damped(squares, len(squares)))
+    return products
+
+
 def descend(
-    matrix: np.ndarray, codes: np.ndarray, scales: np.ndarray, biases: np.ndarray,
-    products: np.ndarray, quantization: Quantization,
-) -> np.ndarray:  # fmt: skip
-    """Better codes [out, in] for W [out, in], whose scales and biases [out, groups] stay.
+    matrix: mx.array, packed: mx.array, scales: mx.array, biases: mx.array, products: np.ndarray,
+    quantization: Quantization,
+) -> mx.array:  # fmt: skip
+    """Better codes of W [out, in], packed; its scales and biases stay.
 
     Each in its turn becomes the one that minimizes eᵀ P e of its row's errors e, all else as it is,
-    where P [in, in] are the `products`: the sums of x xᵀ of what W multiplies.
+    where P are the `products`.
     """
     size, levels = quantization.group_size, 2**quantization.bits - 1
-    squares = np.diagonal(products).copy()
-    P = (1 - SHRINKAGE) * products
-    np.fill_diagonal(P, squares)
-
+    squares = np.diagonal(products)
+    codes = unpack(packed, quantization.bits).reshape(matrix.shape)
     # By columns of W, so that all rows' codes of one lie together.
-    q, s, b = (np.ascontiguousarray(each.T, np.float32) for each in (codes, scales, biases))
-    error = matrix.T - (np.repeat(s, size, axis=0) * q + np.repeat(b, size, axis=0))
-    gradient = P @ error  # half of that of eᵀ P e
-    used = np.abs(s) > 1e-30
-    inverse = np.divide(1, s, out=np.zeros_like(s), where=used)
+    W, q, s, b = (
+        np.array(mx.contiguous(each.astype(mx.float32).T))
+        for each in (matrix, codes, scales, biases)
+    )
+    error = W - (np.repeat(s, size, axis=0) * q + np.repeat(b, size, axis=0))
+    gradient = products @ error  # half of that of eᵀ P e
+    inverse = np.divide(1, s, out=np.zeros_like(s), where=np.abs(s) > 1e-30)
     for _ in range(SWEEPS):
         for group in range(len(s)):
             columns = slice(group * size, (group + 1) * size)
-            within, own, change = P[columns, columns], gradient[columns].copy(), []
+            within, own, change = products[columns, columns], gradient[columns].copy(), []
             for j, column in enumerate(range(columns.start, columns.stop)):
                 step = own[j] * (inverse[group] / squares[column])
                 better = np.clip(np.rint(q[column] + step), 0, levels)
                 change.append((q[column] - better) * s[group])
                 q[column] = better
                 own += within[:, j, None] * change[-1]
-            gradient += P[:, columns] @ np.stack(change)
-    return np.ascontiguousarray(q.T)
+            gradient += products[:, columns] @ np.stack(change)
+    return pack(mx.array(q.T).astype(mx.uint32), quantization.bits)

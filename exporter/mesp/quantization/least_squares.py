@@ -6,10 +6,8 @@ from dataclasses import asdict
 from functools import reduce
 
 import mlx.core as mx
-import numpy as np
 
 from mesp.block_function.dequantize import pack
-from mesp.quantization.descent import descend
 from mesp.quantization.modes import Quantization
 
 # Steps from the smallest to the largest weight of a group, less those that the codes have: below 0
@@ -28,18 +26,13 @@ def quantize(
 
     They minimize, of each group, the sum over its weights of m (W - scale · code - bias)², where m
     are the `moments` [in]: the mean squares of what W multiplies, or all the same. The error is at
-    most that of MLX's own scales and biases. With moments [in, in], the mean products of two
-    inputs, the codes are then refined by `descend`.
+    most that of MLX's own scales and biases.
     """
-    products = None
-    if moments is not None and moments.ndim == 2:
-        products, moments = moments, mx.diag(moments)
     size, levels = quantization.group_size, 2**quantization.bits - 1
     x = matrix.astype(mx.float32).reshape(len(matrix), -1, size)
     # Sums over the first axis are twice as fast on a CPU as those over the last.
     x = mx.contiguous(mx.moveaxis(x, -1, 0))  # [size, out, groups]
-    weights = damped(moments, matrix.shape[1])
-    m = weights.reshape(-1, size).T[:, None]
+    m = damped(moments, matrix.shape[1]).reshape(-1, size).T[:, None]
     m = m / m.sum(axis=0)
 
     mean = (m * x).sum(axis=0)
@@ -76,13 +69,8 @@ def quantize(
     scale, bias, _ = best
     _, scales, biases = mx.quantize(matrix.astype(mx.float32), **asdict(quantization))
     scale, bias, q, _ = better(stored(scale, bias), stored(scales, biases - mean))
-    codes = mx.moveaxis(q, 0, -1).flatten(1)
-    if products is not None:
-        P = np.array(products / mx.maximum(moments.mean(), 1e-30))
-        np.fill_diagonal(P, weights)
-        arrays = (np.array(each.astype(mx.float32)) for each in (matrix, codes, scale, bias))
-        codes = mx.array(descend(*arrays, P, quantization))
-    return pack(codes.astype(mx.uint32), quantization.bits), scale, bias
+    codes = mx.moveaxis(q, 0, -1).flatten(1).astype(mx.uint32)
+    return pack(codes, quantization.bits), scale, bias
 
 
 def damped(moments: mx.array | None, columns: int) -> mx.array:

@@ -15,6 +15,7 @@ from mesp.block_function.tiles import cut
 from mesp.bundle.layout import DTYPES, Layout, Piece
 from mesp.quantization import least_squares
 from mesp.quantization.choose import Quantizations, not_quantized
+from mesp.quantization.descent import descend, shrunk
 from mesp.quantization.modes import Quantization
 from mesp.source_model.weights import Weights
 
@@ -32,14 +33,21 @@ def nearest(matrix: mx.array, quantization: Quantization, dtype: mx.Dtype) -> tu
 
 
 def least_squares_of(moments: mx.array | None) -> Quantizer:
-    """`least_squares.quantize` with these moments, where the mode has scales and biases to fit."""
+    """`least_squares.quantize` with these moments [in], where the mode has scales and biases to
+    fit, and with moments [in, in] `descend` after it."""
+    products = None
+    if moments is not None and moments.ndim == 2:
+        products, moments = shrunk(moments), mx.diag(moments)
 
     def quantize(
         matrix: mx.array, quantization: Quantization, dtype: mx.Dtype
     ) -> tuple[mx.array, ...]:
         if quantization.mode != "affine":
             return nearest(matrix, quantization, dtype)
-        return least_squares.quantize(matrix, quantization, moments, dtype)
+        found = least_squares.quantize(matrix, quantization, moments, dtype)
+        if products is None:
+            return found
+        return (descend(matrix, *found, products, quantization), *found[1:])
 
     return quantize
 
