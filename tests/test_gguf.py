@@ -145,7 +145,8 @@ def test_an_unquantized_file_is_quantized_as_any_model(tmp_path: Path):
     file = write_gguf(
         tmp_path / "tiny.gguf", "qwen3", halves, lambda _, matrix: (matrix.astype("f2"), Type.F16)
     )
-    folder = write_model(tmp_path / "tiny", MODELS["qwen3"][1], halves)
+    config = MODELS["qwen3"][1] | {"bos_token_id": 0}  # as the file says
+    folder = write_model(tmp_path / "tiny", config, halves)
     ours, theirs = export(file, tmp_path / "a.mesp"), export(folder, tmp_path / "b.mesp")
     for path in theirs.weight_files():
         assert mx.array_equal(ours.words(path), theirs.words(path)), path
@@ -246,7 +247,9 @@ def test_a_file_without_its_pre_tokenizer_is_refused(tmp_path: Path):
 def test_pieces_are_read_as_sentencepiece_has_them(tmp_path: Path):
     tensors = random_tensors(MODELS["llama-yarn"][1])
     file = write_gguf(tmp_path / "tiny.gguf", "llama-yarn", tensors, vocabulary="pieces")
-    tokenizer = load_tokenizer(export(file, tmp_path / "out.mesp").path)
+    bundle = export(file, tmp_path / "out.mesp")
+    assert bundle.config()["bos_token_id"] == 1
+    tokenizer = load_tokenizer(bundle.path)
     text = "The quick\n  brown ☃"
     ids = tokenizer.encode(text)
     assert ids[0] == tokenizer.bos_token_id == 1 and tokenizer.eos_token_ids == {2}

@@ -77,6 +77,7 @@ def config_of(gguf: GGUF) -> dict[str, Any]:
     its = _Metadata(gguf, name)
     hidden, heads = its.require("embedding_length"), its.require("attention.head_count")
     head_dim = its.get("attention.key_length") or (hidden // heads if heads else 0)
+    begin = gguf.metadata.get("tokenizer.ggml.bos_token_id")
     config = {
         "model_type": model_type,
         "vocab_size": table.shape[0],
@@ -93,6 +94,7 @@ def config_of(gguf: GGUF) -> dict[str, Any]:
         "attention_bias": "blk.0.attn_output.bias" in gguf.tensors,
         "mlp_bias": "blk.0.ffn_down.bias" in gguf.tensors,
         "num_experts": its.get("expert_count") or 0,
+        "bos_token_id": begin if type(begin) is int else None,
     }
     for key, theirs in (
         ("max_position_embeddings", "context_length"),
