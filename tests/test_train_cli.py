@@ -19,6 +19,7 @@ from mesp.runs.log import Speed
 FAKE_ENGINE = Path(__file__).parent / "fake_engine.py"
 MANIFEST = {"format": 4, "name": "demo", "mlx_version": "0.31.1", "device": "cpu"}
 MANIFEST |= {"seq_lens": [128, 256, 512], "ranks": [8, 16], "files": []}
+MANIFEST |= {"model": {"id": "demo", "revision": None, "license": None}}
 ARCHITECTURE = Architecture.from_config({**TINY, "num_hidden_layers": 4})
 MANIFEST |= {"architecture": ARCHITECTURE.to_manifest()}
 MANIFEST |= {"data": {split: {"tokens": 5000} for split in ("train", "valid", "test")}}
