@@ -27,6 +27,7 @@ let package = Package(
         .library(name: "MeSPCore", targets: ["MeSPCore"]),
         .library(name: "MeSPAppModel", targets: ["MeSPAppModel"]),
         .library(name: "MeSPFederation", targets: ["MeSPFederation"]),
+        .library(name: "MeSPSelfCheck", targets: ["MeSPSelfCheck"]),
         .executable(name: "mesp-engine", targets: ["mesp-engine"]),
     ],
     dependencies: [mlx],
@@ -37,16 +38,25 @@ let package = Package(
                 "MeSPFederation", "MeSPSentences", .product(name: "MLX", package: hostMLX ? "HostMLX" : "mlx-swift"),
             ],
             path: "ios/MeSPTrainer/Core"),
+        .target(
+            name: "MeSPSelfCheck",
+            dependencies: [
+                "MeSPCore", "MeSPSentences", .product(name: "MLX", package: hostMLX ? "HostMLX" : "mlx-swift"),
+            ],
+            path: "ios/MeSPTrainer/SelfCheck"),
         .target(name: "MeSPFederation", dependencies: ["MeSPSentences"], path: "ios/MeSPTrainer/Federation"),
         .target(name: "MeSPSentences", path: "ios/MeSPTrainer/Sentences"),
         .executableTarget(
-            name: "mesp-engine", dependencies: ["MeSPCore", "MeSPFederation"] + ledger, path: "ios/MeSPTrainer/Engine"),
+            name: "mesp-engine", dependencies: ["MeSPCore", "MeSPFederation", "MeSPSelfCheck"] + ledger,
+            path: "ios/MeSPTrainer/Engine"),
         .target(
-            name: "MeSPAppModel", dependencies: ["MeSPCore", "MeSPFederation"], path: "ios/MeSPTrainer/AppModel",
+            name: "MeSPAppModel", dependencies: ["MeSPCore", "MeSPFederation", "MeSPSelfCheck"],
+            path: "ios/MeSPTrainer/AppModel",
             resources: [.process("paper.json")]),
         .testTarget(
             name: "MeSPTests",
-            dependencies: ["MeSPCore", "MeSPAppModel", "MeSPFederation", "MeSPSentences"] + ledger + metal,
+            dependencies: ["MeSPCore", "MeSPAppModel", "MeSPFederation", "MeSPSelfCheck", "MeSPSentences"] + ledger
+                + metal,
             path: "ios/MeSPTrainer/Tests",
             exclude: ["Download/hub_server.py"]),
     ]

@@ -13,6 +13,7 @@ FOLDERS = (
     "ios/MeSPTrainer/Core",
     "ios/MeSPTrainer/Engine",
     "ios/MeSPTrainer/Federation",
+    "ios/MeSPTrainer/SelfCheck",
     "ios/MeSPTrainer/Sentences",
     "ios/MeSPTrainer/Tests",
 )

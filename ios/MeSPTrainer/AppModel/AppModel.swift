@@ -1,6 +1,7 @@
 import Foundation
 import MeSPCore
 import MeSPFederation
+import MeSPSelfCheck
 import Observation
 
 #if canImport(FoundationNetworking)

@@ -1,5 +1,6 @@
 import Foundation
 import MeSPCore
+import MeSPSelfCheck
 import Observation
 
 /// A self-check of this device, whose report grows as its checks end, on the screen and in a file. While the app is not in front, it

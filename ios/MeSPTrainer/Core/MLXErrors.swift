@@ -43,7 +43,7 @@ extension MLXArray {
 
     /// The elements in their order.
     /// - Throws: `MeSPError` where MLX cannot compute them.
-    func numbers<T: HasDType>(_ type: T.Type) throws -> [T] {
+    package func numbers<T: HasDType>(_ type: T.Type) throws -> [T] {
         let array = asType(T.dtype)
         try array.compute()
         return array.asArray(type)
@@ -51,7 +51,7 @@ extension MLXArray {
 
     /// Calls `body` with the bytes of the elements in their order, which are the array's own where it is contiguous.
     /// - Throws: `MeSPError` where MLX cannot compute them, and what `body` throws.
-    func withBytes<R>(_ body: (Data) throws -> R) throws -> R {
+    package func withBytes<R>(_ body: (Data) throws -> R) throws -> R {
         try compute()
         return try withExtendedLifetime(self) { try body(asData(access: .noCopyIfContiguous).data) }
     }

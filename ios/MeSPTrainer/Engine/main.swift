@@ -8,6 +8,7 @@
 
 import Foundation
 import MeSPCore
+import MeSPSelfCheck
 
 #if canImport(HostMLXLedger)
     import HostMLXLedger

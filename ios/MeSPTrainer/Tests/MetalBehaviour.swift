@@ -5,6 +5,7 @@
     import Testing
 
     @testable import MeSPCore
+    @testable import MeSPSelfCheck
 
     /// The core on an MLX that behaves as on Metal where a CPU is kinder; see HostMLXMetal.
     @Suite(.serialized) struct MetalBehaviour {

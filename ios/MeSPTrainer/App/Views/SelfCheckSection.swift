@@ -1,5 +1,6 @@
 import MeSPAppModel
 import MeSPCore
+import MeSPSelfCheck
 import SwiftUI
 
 /// What this phone says of itself, with the chosen model.

@@ -5,11 +5,11 @@ import MLX
 /// The projections of a module share its A and have columns of its B each.
 ///
 /// What follows from a gradient, as the optimizer's state, has a vector `[trainedCount]` of the trained parameters alone.
-struct LoRALayout {
-    let block: BlockShape
-    let rank: Int
+package struct LoRALayout {
+    package let block: BlockShape
+    package let rank: Int
     /// The modules that have matrices, in the block's order: those that are trained.
-    let modules: [Module]
+    package let modules: [Module]
     /// Whether B alone is trained.
     let freezesA: Bool
 
@@ -20,7 +20,7 @@ struct LoRALayout {
     }
 
     /// P, the number of LoRA parameters of a block.
-    var count: Int { modules.reduce(0) { $0 + size($1) } }
+    package var count: Int { modules.reduce(0) { $0 + size($1) } }
 
     /// The number of those that are trained.
     var trainedCount: Int { freezesA ? modules.reduce(0) { $0 + block.dimensions($1).outputs * rank } : count }
@@ -31,7 +31,7 @@ struct LoRALayout {
     }
 
     /// The matrices of one of the modules as views of `flat`.
-    func matrices(_ module: Module, in flat: MLXArray) -> LoRAMatrices {
+    package func matrices(_ module: Module, in flat: MLXArray) -> LoRAMatrices {
         let start = modules.prefix { $0 != module }.reduce(0) { $0 + size($1) }
         let (inputs, outputs) = block.dimensions(module)
         let middle = start + inputs * rank
@@ -49,7 +49,7 @@ struct LoRALayout {
     }
 
     /// One flat vector from every module's pair of matrices: the inverse of `matrices(_:in:)`.
-    func packed(_ matrices: [LoRAMatrices]) -> MLXArray { flattened(matrices.flatMap { [$0.a, $0.b] }) }
+    package func packed(_ matrices: [LoRAMatrices]) -> MLXArray { flattened(matrices.flatMap { [$0.a, $0.b] }) }
 
     /// The gradient `[trainedCount]` from every projection's: that of an A which several share is the sum.
     func packed(_ gradients: LoRAGradients) -> MLXArray {
@@ -121,9 +121,11 @@ struct LoRALayout {
 }
 
 /// A `[in, rank]` and B `[rank, out]` of one module or projection.
-struct LoRAMatrices {
-    let a: MLXArray
-    let b: MLXArray
+package struct LoRAMatrices {
+    package let a: MLXArray
+    package let b: MLXArray
+
+    package init(a: MLXArray, b: MLXArray) { (self.a, self.b) = (a, b) }
 }
 
 /// The gradients of the trained A and B, by projection.

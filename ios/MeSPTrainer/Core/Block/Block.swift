@@ -10,7 +10,7 @@ import MLX
 ///
 /// BlockForward.swift and BlockBackward.swift have the two passes, AttentionBlock.swift, GatedDeltaNetBlock.swift and
 /// ShortConvolutionBlock.swift both passes of a mixer.
-struct Block {
+package struct Block {
     let weights: BlockWeights
     /// The LoRA parameters `[P]`, or nil for the base model.
     let lora: MLXArray?
@@ -18,6 +18,10 @@ struct Block {
     /// α / rank
     let scale: Float
     let tile: TileSizes
+
+    package init(weights: BlockWeights, lora: MLXArray?, layout: LoRALayout, scale: Float, tile: TileSizes) {
+        (self.weights, self.lora, self.layout, self.scale, self.tile) = (weights, lora, layout, scale, tile)
+    }
 
     /// The matrices of a projection's adapter, nil where it has none.
     func matrices(_ projection: Projection) -> LoRAMatrices? {
@@ -32,15 +36,18 @@ struct Block {
 }
 
 /// A block's frozen weights, and the formulas that they are part of.
-struct BlockWeights {
+package struct BlockWeights {
     let shape: BlockShape
     let packed: PackedWeights
+
+    /// The same weights for the formulas of a CPU.
+    package var onCPU: BlockWeights { BlockWeights(shape: shape, packed: packed.onCPU) }
 
     private var architecture: Architecture { shape.architecture }
     var activation: Activation { architecture.hiddenAct }
 
     /// W `[out, in]`
-    func matrix(_ projection: Projection) -> QuantizedMatrix {
+    package func matrix(_ projection: Projection) -> QuantizedMatrix {
         let (module, outputs) = shape.place(projection)
         return packed.matrix(module.name + ".", inputs: shape.dimensions(projection).inputs).rows(outputs)
     }
@@ -85,7 +92,7 @@ struct BlockWeights {
 
 /// The forward pass of one block over a whole sequence x `[1, T, hidden]`, with the outputs that are asked for. What another implementation
 /// than `Block` returns is not evaluated.
-protocol BlockForward {
+package protocol BlockForward {
     /// y `[1, T, hidden]`.
     func output(_ x: MLXArray) throws -> MLXArray
     /// The arrays that the backward pass reads, without gate and up.
@@ -94,27 +101,27 @@ protocol BlockForward {
 }
 
 /// Everything that the exported block function returns.
-struct BlockOutputs {
+package struct BlockOutputs {
     /// `[1, T, hidden]`
-    let y: MLXArray
+    package let y: MLXArray
     /// RMSNorm(x) `[T, hidden]`; the backward pass makes it again from x.
-    let mixerIn: MLXArray
-    let intermediates: Intermediates
+    package let mixerIn: MLXArray
+    package let intermediates: Intermediates
 
     /// The names of docs/method.md, in the function's order.
-    static func names(of mixer: Mixer) -> [String] {
+    package static func names(of mixer: Mixer) -> [String] {
         ["y", "mixer_in"] + mixer.intermediates + ["x_mid", "gate", "up", "mixer_out", "mlp_out"]
     }
 
     /// In the function's order; the last two only of a block with post-norms.
-    var list: [MLXArray] {
+    package var list: [MLXArray] {
         let i = intermediates
         return [y, mixerIn, i.m1, i.m2, i.m3, i.mixed, i.xMid] + [i.gate, i.up, i.mixerOut, i.mlpOut].compactMap { $0 }
     }
 }
 
 /// The arrays between a block's input and its output that the backward pass reads, without the axis of the batch.
-struct Intermediates {
+package struct Intermediates {
     /// Of the mixer's projections `[T, features]`, or `[heads, T, d]` of attention's:
     ///
     ///     attention            q, behind each head its gate if it has one;  k;  v

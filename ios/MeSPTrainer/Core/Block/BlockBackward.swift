@@ -8,7 +8,9 @@ extension Block {
     ///   - d: dy `[1, T, hidden]`, replaced by dx
     ///   - wantsInput: false for the first block, whose dx nobody reads; d then ends as d_x_mid
     /// - Returns: the gradient of the trained LoRA parameters, flat and in float32. It and d are evaluated.
-    func gradient(x: MLXArray, _ forward: consuming Intermediates, d: inout MLXArray, wantsInput: Bool) -> MLXArray {
+    package func gradient(x: MLXArray, _ forward: consuming Intermediates, d: inout MLXArray, wantsInput: Bool)
+        -> MLXArray
+    {
         let shape = x.shape
         let x = x.reshaped([shape[1], shape[2]])
         var gradients = LoRAGradients()

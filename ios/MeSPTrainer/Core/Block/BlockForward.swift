@@ -18,7 +18,7 @@ extension Block: BlockForward {
         return y
     }
 
-    func output(_ x: MLXArray) -> MLXArray {
+    package func output(_ x: MLXArray) -> MLXArray {
         let xMid = {
             let x = x.squeezed(axis: 0)
             let xMid = sum(x, weights.mixerPostNorm, mixed(x).out)
@@ -31,7 +31,7 @@ extension Block: BlockForward {
     }
 
     /// Evaluated.
-    func intermediates(_ x: MLXArray) -> Intermediates {
+    package func intermediates(_ x: MLXArray) -> Intermediates {
         var intermediates = toXMid(x.squeezed(axis: 0))
         if weights.mlpPostNorm != nil {
             intermediates.mlpOut = stored(mlp(weights.mlpNorm(intermediates.xMid)), as: x.dtype)
@@ -40,7 +40,7 @@ extension Block: BlockForward {
     }
 
     /// Evaluated, but for mixer_in.
-    func outputs(_ x: MLXArray) -> BlockOutputs {
+    package func outputs(_ x: MLXArray) -> BlockOutputs {
         var intermediates = toXMid(x.squeezed(axis: 0))
         let xMid = intermediates.xMid
         var tiles: [(gate: MLXArray, up: MLXArray)]? = []

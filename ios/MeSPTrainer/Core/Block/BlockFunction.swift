@@ -2,7 +2,7 @@ import MLX
 
 /// The function of a bundle's file, `f(x, lora, scale, weights)`, which returns y, mixer_in, m₁, m₂, m₃, mixed, x_mid, gate, up and, with
 /// post-norms, mixer_out and mlp_out.
-final class BlockFunction {
+package final class BlockFunction {
     /// Which of these a caller evaluates.
     fileprivate enum Selection {
         case output, intermediates, all
@@ -32,7 +32,7 @@ final class BlockFunction {
     /// The block with these parameters and weights.
     ///
     /// - Parameter pause: for a GPU that has not compiled the kernels: called after each output, which is evaluated first.
-    func callAsFunction(
+    package func callAsFunction(
         lora: MLXArray, scale: Float, weights: BlockWeights, pause: (() -> Void)? = nil
     ) -> some BlockForward {
         Call(function: self, parameters: [lora, MLXArray(scale), weights.packed.words], pause: pause)

@@ -1,14 +1,14 @@
 import MLX
 
 /// What the tokens that a block has seen leave to those that follow.
-enum MixerState {
+package enum MixerState {
     case attention(KeyValues)
     case gatedDeltaNet(GatedDeltaNet.State, count: Int)
     /// b ∘ u of the last tokens.
     case shortConvolution(tail: MLXArray, count: Int)
 
     /// Keys after RoPE, and values: `[kv_heads, n, head_dim]` each.
-    struct KeyValues {
+    package struct KeyValues {
         var keys: MLXArray
         var values: MLXArray
 
@@ -41,7 +41,7 @@ enum MixerState {
         if case .attention = self { false } else { true }
     }
 
-    var arrays: [MLXArray] {
+    package var arrays: [MLXArray] {
         switch self {
         case .attention(let cache): [cache.keys, cache.values]
         case .gatedDeltaNet(let state, _): [state.tail, state.memory]

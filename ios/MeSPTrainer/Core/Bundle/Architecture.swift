@@ -24,9 +24,9 @@ public struct Architecture: Decodable, Sendable, Equatable {
     /// The names of the linear layers with a bias.
     let biases: [String]
     /// The mixers in the model.
-    let mixers: [Mixer]
+    package let mixers: [Mixer]
     /// For each block the index of its mixer.
-    let layers: [Int]
+    package let layers: [Int]
 
     public var numHiddenLayers: Int { layers.count }
 
@@ -35,7 +35,7 @@ public struct Architecture: Decodable, Sendable, Equatable {
 }
 
 /// One of the matrices of a block's mathematics.
-enum Projection: String, Decodable, CaseIterable, Sendable {
+package enum Projection: String, Decodable, CaseIterable, Sendable {
     /// Of attention.
     case q, k, v, o
     /// Into a gated delta net; qkv before its convolution.
@@ -50,8 +50,8 @@ enum Projection: String, Decodable, CaseIterable, Sendable {
 
 /// A linear layer of a block, named as in Hugging Face and mlx-lm checkpoints: one projection, or several whose outputs lie behind each
 /// other. It is written as the pair of its name and them.
-struct Module: Decodable, Sendable, Equatable {
-    let name: String
+package struct Module: Decodable, Sendable, Equatable {
+    package let name: String
     let projections: [Projection]
 
     /// The last part of the name without `_proj`: `q`, …, `down`, or `qkv`, `gate_up`.
@@ -60,7 +60,7 @@ struct Module: Decodable, Sendable, Equatable {
         return last.hasSuffix("_proj") ? String(last.dropLast("_proj".count)) : last
     }
 
-    init(from decoder: any Decoder) throws {
+    package init(from decoder: any Decoder) throws {
         var pair = try decoder.unkeyedContainer()
         name = try pair.decode(String.self)
         projections = try pair.decode([Projection].self)
@@ -68,12 +68,12 @@ struct Module: Decodable, Sendable, Equatable {
 }
 
 /// What there is to know of one block: its mixer, and what it has in common with all blocks.
-struct BlockShape: Sendable, Equatable {
+package struct BlockShape: Sendable, Equatable {
     let architecture: Architecture
-    let mixer: Mixer
+    package let mixer: Mixer
 
     /// The linear layers, in the order of every flat vector of LoRA parameters.
-    var modules: [Module] { mixer.modules + architecture.mlp }
+    package var modules: [Module] { mixer.modules + architecture.mlp }
 
     /// (input, output) features of a projection, which the block must have.
     func dimensions(_ projection: Projection) -> (inputs: Int, outputs: Int) {
@@ -90,7 +90,7 @@ struct BlockShape: Sendable, Equatable {
     }
 
     /// (input, output) features of a module, whose projections have the same input.
-    func dimensions(_ module: Module) -> (inputs: Int, outputs: Int) {
+    package func dimensions(_ module: Module) -> (inputs: Int, outputs: Int) {
         let parts = module.projections.map(dimensions)
         return (parts.first?.inputs ?? 0, parts.reduce(0) { $0 + $1.outputs })
     }
@@ -106,7 +106,7 @@ struct BlockShape: Sendable, Equatable {
     }
 
     /// The arrays that are not quantized: norms, the mixer's own, and biases.
-    var plainArrays: [PlainArray] {
+    package var plainArrays: [PlainArray] {
         let (hidden, postNorms) = (architecture.hiddenSize, architecture.postNorms)
         let norms =
             ["input_layernorm", "post_attention_layernorm"]
@@ -131,13 +131,13 @@ struct BlockShape: Sendable, Equatable {
 
 extension Architecture {
     /// The block with this index.
-    func block(_ index: Int) -> BlockShape { BlockShape(architecture: self, mixer: mixers[layers[index]]) }
+    package func block(_ index: Int) -> BlockShape { BlockShape(architecture: self, mixer: mixers[layers[index]]) }
 
     /// A block of each kind.
     var kinds: [BlockShape] { mixers.map { BlockShape(architecture: self, mixer: $0) } }
 
     /// The linear layers of all blocks, each once.
-    var modules: [Module] { unique(mixers.flatMap(\.modules)) + mlp }
+    package var modules: [Module] { unique(mixers.flatMap(\.modules)) + mlp }
 
     /// The most query heads of attention, 1 where there is none.
     var attentionHeads: Int {

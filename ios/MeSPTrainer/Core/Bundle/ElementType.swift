@@ -4,7 +4,7 @@ import MLX
 public enum ElementType: String, Codable, CodingKeyRepresentable, Sendable {
     case bool, uint8, uint32, uint64, int32, float32, bfloat16
 
-    var dtype: DType {
+    package var dtype: DType {
         switch self {
         case .bool: .bool
         case .uint8: .uint8

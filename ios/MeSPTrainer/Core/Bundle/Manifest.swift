@@ -133,7 +133,7 @@ extension Manifest {
     }
 
     /// The most weights that share a scale in a row of a down projection. Tiles of the intermediate features are multiples of it.
-    var featureGroup: Int {
+    package var featureGroup: Int {
         let scales = architecture.kinds[0].place(.down).module.name + ".scales"
         return blocks.compactMap { $0.arrays.first { $0.name == scales }?.shape.last }
             .map { architecture.intermediateSize / $0 }.max() ?? 1

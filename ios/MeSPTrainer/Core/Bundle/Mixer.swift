@@ -1,6 +1,6 @@
 /// What mixes the tokens of a block: projections of mixer_in, the block's input after a norm; a formula that makes `mixed` of three of
 /// them; and a last projection of that, which is added to the block's input.
-enum Mixer: Sendable, Equatable {
+package enum Mixer: Sendable, Equatable {
     case attention(AttentionMixer)
     case gatedDeltaNet(GatedDeltaNetMixer)
     case shortConvolution(ShortConvolutionMixer)
@@ -11,7 +11,7 @@ enum Mixer: Sendable, Equatable {
 ///     q̂, k̂ = RoPE(norm(q)), RoPE(norm(k))              norm where there is `qkNorm`
 ///     mixed = softmax(mask(cap(q̂ k̂ᵀ · scale))) v       cap(s) = c tanh(s / c) where there is `attnLogitSoftcapping`
 ///     x_mid = x + o(mixed)                             o(mixed ∘ σ(g)) where there is `outputGate`
-struct AttentionMixer: Decodable, Sendable, Equatable {
+package struct AttentionMixer: Decodable, Sendable, Equatable {
     let modules: [Module]
     let numAttentionHeads: Int
     let numKeyValueHeads: Int
@@ -39,7 +39,7 @@ struct AttentionMixer: Decodable, Sendable, Equatable {
 ///     S ← g S + k (β (v − (g S)ᵀ k))ᵀ                  g = exp(−exp(A_log) softplus(a + dt_bias)),  β = σ(b)
 ///     mixed = Sᵀ q                                     by head
 ///     x_mid = x + out(norm(mixed) ∘ silu(z))
-struct GatedDeltaNetMixer: Decodable, Sendable, Equatable {
+package struct GatedDeltaNetMixer: Decodable, Sendable, Equatable {
     let modules: [Module]
     let numKeyHeads: Int
     let numValueHeads: Int
@@ -57,7 +57,7 @@ struct GatedDeltaNetMixer: Decodable, Sendable, Equatable {
 ///
 ///     mixed = conv(b ∘ u)
 ///     x_mid = x + out(c ∘ mixed)
-struct ShortConvolutionMixer: Decodable, Sendable, Equatable {
+package struct ShortConvolutionMixer: Decodable, Sendable, Equatable {
     let modules: [Module]
     let kernelSize: Int
 }
@@ -147,15 +147,19 @@ extension Mixer {
 }
 
 /// An array of a block that is not quantized.
-struct PlainArray {
-    let name: String
-    let shape: [Int]
+package struct PlainArray {
+    package let name: String
+    package let shape: [Int]
     /// Whether it is float32 in a bundle of any dtype.
-    var isFloat32 = false
+    package let isFloat32: Bool
+
+    package init(name: String, shape: [Int], isFloat32: Bool = false) {
+        (self.name, self.shape, self.isFloat32) = (name, shape, isFloat32)
+    }
 }
 
 extension Mixer: Decodable {
-    init(from decoder: any Decoder) throws {
+    package init(from decoder: any Decoder) throws {
         enum Key: String, CodingKey { case type }
         enum Kind: String, Decodable {
             case attention

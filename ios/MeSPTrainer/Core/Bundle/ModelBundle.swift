@@ -11,22 +11,22 @@ public struct ModelBundle {
     /// The files of weights as they were when they were checked.
     private var versions = [String: FileVersion]()
     /// The manifest's device; tests compute the GPU's way on a CPU.
-    var backend: Backend
+    package var backend: Backend
     /// For each block the index of its kind in the manifest's `blocks`.
-    let kinds: [Int]
-    let maps = Maps()
+    package let kinds: [Int]
+    package let maps = Maps()
 
     /// The weight files that are mapped: those in use, which a use within takes too, and with `areKept` those of uses before. Each map
     /// is a buffer to make on a GPU, pages to find again, and some bytes that mlx-swift leaks.
-    final class Maps {
-        var areKept = false { didSet { if !areKept { words = [:] } } }
+    package final class Maps {
+        package var areKept = false { didSet { if !areKept { words = [:] } } }
         fileprivate var words = [String: MLXArray]()
         /// How often each file was mapped.
         fileprivate(set) var mapped = [String: Int]()
     }
 
     public var architecture: Architecture { manifest.architecture }
-    var dtype: DType { manifest.dtype.dtype }
+    package var dtype: DType { manifest.dtype.dtype }
 
     /// Opens the bundle at `url` and checks it: its manifest, as `Manifest.read` does, and every file's size and SHA-256. Does not use MLX,
     /// so bundles that cannot run here can be listed and copied.
@@ -72,12 +72,12 @@ public struct ModelBundle {
     }
 
     /// The device that the functions were exported for, and that everything runs on.
-    var device: Device { manifest.device.device }
+    package var device: Device { manifest.device.device }
 
     /// Calls `body` with the bundle's device as MLX's default. An error in MLX, which ends the process elsewhere, is thrown.
     ///
     /// - Throws: `MeSPError`, also where the device is not there, or MLX cannot use it.
-    func withDevice<R>(_ body: () throws -> R) throws -> R {
+    package func withDevice<R>(_ body: () throws -> R) throws -> R {
         if let refusal = MLXSupport.refusal ?? (manifest.device == .gpu ? MLXSupport.gpuRefusal : nil) {
             throw MeSPError(refusal)
         }
@@ -93,7 +93,7 @@ public struct ModelBundle {
 
     /// Calls `body` with the weights of block `index`, whose file is mapped at least as long as `body` runs. What `body` returns must be
     /// evaluated.
-    func withBlock<R>(_ index: Int, _ body: (BlockWeights) throws -> R) throws -> R {
+    package func withBlock<R>(_ index: Int, _ body: (BlockWeights) throws -> R) throws -> R {
         let kind = manifest.blocks[kinds[index]]
         return try withWeights(Self.blockFile(index), kind.words, kind.arrays) {
             try body(BlockWeights(shape: architecture.block(index), packed: $0))
@@ -104,7 +104,7 @@ public struct ModelBundle {
         try withWeights(manifest.embedding.file, manifest.embedding.words, manifest.embedding.arrays, body)
     }
 
-    func withHead<R>(_ body: (PackedWeights) throws -> R) throws -> R {
+    package func withHead<R>(_ body: (PackedWeights) throws -> R) throws -> R {
         try withWeights(manifest.head.file, manifest.head.words, manifest.head.arrays, body)
     }
 
@@ -128,7 +128,7 @@ public struct ModelBundle {
         }
     }
 
-    static func blockFile(_ index: Int) -> String { String(format: "blocks/%02d.bin", index) }
+    package static func blockFile(_ index: Int) -> String { String(format: "blocks/%02d.bin", index) }
 
     // MARK: - Data
 

@@ -1,10 +1,13 @@
 import MLX
 
 /// Typed views into a file of words, by name. No view copies.
-struct PackedWeights {
+package struct PackedWeights {
     let words: MLXArray
     let arrays: [Manifest.PackedArray]
     let backend: Backend
+
+    /// The same weights for the formulas of a CPU.
+    package var onCPU: PackedWeights { PackedWeights(words: words, arrays: arrays, backend: .cpu) }
 
     /// The array called `name`, in its shape and dtype, or nil where there is none.
     func array(_ name: String) -> MLXArray? {

@@ -52,7 +52,7 @@ import Observation
     /// How long a memory warning counts at least.
     static let memoryPause = Duration.seconds(15)
     /// How long leaving the app waits for the block in progress; iOS allows some five seconds.
-    nonisolated static let leaving = 3.0
+    package nonisolated static let leaving = 3.0
 
     @ObservationIgnored private let phone: any Phone
     @ObservationIgnored private let clock: any Clock<Duration>

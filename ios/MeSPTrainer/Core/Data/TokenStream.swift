@@ -7,11 +7,13 @@ public struct Example: Sendable, Equatable {
     /// The positions in `0 ..< T` whose targets count in the loss, ascending; not empty.
     public let counted: [Int]
 
+    package init(tokens: [Int32], counted: [Int]) { (self.tokens, self.counted) = (tokens, counted) }
+
     /// T
     var length: Int { tokens.count - 1 }
     var inputs: [Int32] { Array(tokens.dropLast()) }
     /// The targets that count.
-    var targets: [Int32] { counted.map { tokens[$0 + 1] } }
+    package var targets: [Int32] { counted.map { tokens[$0 + 1] } }
     /// The number of inputs up to the last target that counts: of those after it, padding included, nothing depends.
     var inputCount: Int { (counted.last ?? -1) + 1 }
 }

@@ -14,7 +14,7 @@ import MLX
 ///   - size: the length it must have, in bytes.
 ///   - version: what the file must still be.
 ///   - known: the file's map, where there is one.
-func mappedWords(_ url: URL, size: Int, version: FileVersion?, known: MLXArray? = nil) throws -> MLXArray {
+package func mappedWords(_ url: URL, size: Int, version: FileVersion?, known: MLXArray? = nil) throws -> MLXArray {
     let file: Int32
     do {
         file = try openRegularFile(url, O_RDONLY)
@@ -33,7 +33,7 @@ func mappedWords(_ url: URL, size: Int, version: FileVersion?, known: MLXArray? 
 }
 
 /// What tells whether a file has changed: its size, and when it was written last.
-struct FileVersion: Equatable {
+package struct FileVersion: Equatable {
     let size: Int
     private let seconds: Int
     private let nanoseconds: Int
@@ -53,7 +53,7 @@ struct FileVersion: Equatable {
 
 /// What the length of a mapping is a multiple of, in bytes: the page of an iPhone, and of every system with smaller ones. Metal takes
 /// only whole pages without copying them.
-let mappingUnit = 16384
+package let mappingUnit = 16384
 
 /// Maps part of an open file as an array, read-only and without a copy, or nil where the system refuses (`errno`).
 ///
@@ -64,7 +64,7 @@ let mappingUnit = 16384
 /// so that it can take the mapping for one of its own.
 ///
 /// - Parameter shape: of a multiple of `mappingUnit`; other lengths are refused.
-func mapArray(_ file: Int32, offset: Int, _ shape: [Int], _ dtype: DType) -> MLXArray? {
+package func mapArray(_ file: Int32, offset: Int, _ shape: [Int], _ dtype: DType) -> MLXArray? {
     let page = Int(getpagesize())
     let size = shape.reduce(dtype.size, *)
     guard size % mappingUnit == 0 else {

@@ -62,4 +62,4 @@ func replace(_ url: URL, with new: URL) throws {
     guard synchronize(folder: url.deletingLastPathComponent()) == 0 else { throw MeSPError("\(lastError())") }
 }
 
-func lastError() -> String { String(cString: strerror(errno)) }
+package func lastError() -> String { String(cString: strerror(errno)) }

@@ -6,7 +6,7 @@ import MeSPFederation
 #endif
 
 /// The SHA-256 of a file's contents in lower-case hexadecimal, read in pieces of 1 MiB.
-func sha256(of url: URL) throws -> String {
+package func sha256(of url: URL) throws -> String {
     guard let opened = try? openRegularFile(url, O_RDONLY) else { throw MeSPError("Cannot read \(url.path).") }
     let file = FileHandle(fileDescriptor: opened, closeOnDealloc: true)
     var hash = SHA256()

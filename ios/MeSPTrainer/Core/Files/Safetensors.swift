@@ -4,7 +4,7 @@ import MLX
 /// The tensors of a safetensors file, mapped; one becomes an array when it is asked for.
 ///
 /// MLX's own reader is not for files that may be damaged: it believes the header, and takes memory before it looks for the data.
-struct Safetensors {
+package struct Safetensors {
     let metadata: [String: String]
     private let tensors: [String: Tensor]
     private let data: Data
@@ -88,7 +88,7 @@ struct Safetensors {
     func shape(_ name: String) -> [Int]? { tensors[name]?.shape }
 
     /// The tensor called `name`, copied; nil where there is none.
-    subscript(name: String) -> MLXArray? {
+    package subscript(name: String) -> MLXArray? {
         guard let tensor = tensors[name], let dtype = Self.dtypes[tensor.dtype] else { return nil }
         let (start, end) = (tensor.dataOffsets[0], tensor.dataOffsets[1])
         return MLXArray(Data(data[(data.startIndex + start)..<(data.startIndex + end)]), tensor.shape, dtype: dtype)

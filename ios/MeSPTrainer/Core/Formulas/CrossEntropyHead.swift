@@ -12,21 +12,31 @@ import MLX
 /// The sum `softmax(z) W` has the form of attention with K = V = W, so it goes like flash attention: a tile of W at a time, with a
 /// running maximum `m`, a running sum `l` of exponentials and a running `Σ exp(z − m) W`, rescaled as the maximum moves. The logits
 /// `[T, vocabulary]` never exist, and each row of W is read once.
-struct CrossEntropyHead {
+package struct CrossEntropyHead {
     let weights: PackedWeights
     let architecture: Architecture
     /// Rows of W at a time.
     let tile: Int
     /// Tokens at a time.
-    var tokens = Int.max
-    var pace = Pace.evaluated
+    let tokens: Int
+    let pace: Pace
     /// Multiplications from one boundary to the next, where a tile has no more.
-    var workBetweenBoundaries = defaultWork
+    let workBetweenBoundaries: Int
 
     /// Below 0.2 s from 11 GFLOPS on, a multiplication and an addition being two operations.
-    static let defaultWork = 1 << 30
+    package static let defaultWork = 1 << 30
     /// On a GPU, of 350 GFLOPS or more: a boundary is a round trip.
     static let gpuWork = 1 << 35
+
+    package init(
+        weights: PackedWeights, architecture: Architecture, tile: Int, tokens: Int = .max, pace: Pace = .evaluated,
+        workBetweenBoundaries: Int = defaultWork
+    ) {
+        (self.weights, self.architecture, self.tile, self.tokens, self.pace) = (
+            weights, architecture, tile, tokens, pace
+        )
+        self.workBetweenBoundaries = workBetweenBoundaries
+    }
 
     private static let exponential = Fused { exp($0[0] - $0[1]) }
 
@@ -42,7 +52,7 @@ struct CrossEntropyHead {
     private func sloped(_ p: MLXArray, _ z: MLXArray) -> MLXArray { softcap.map { p * $0.slope(z) } ?? p }
 
     /// The logits `[n, vocabulary]` of y `[n, hidden]`, in float32, evaluated; `tile` rows of W at a time.
-    func logits(_ y: MLXArray) -> MLXArray {
+    package func logits(_ y: MLXArray) -> MLXArray {
         let h = norm(y.asType(.float32))
         let logits = capped(LoRALinear(weight: matrix, bias: nil, lora: nil, scale: 0)(h, tile: tile))
         eval(logits)
@@ -56,7 +66,7 @@ struct CrossEntropyHead {
     ///   - targets: token ids, `[n]` int32
     ///   - atBoundary: as below
     /// - Returns: the losses in nats, float32 `[n]`, and whether no logit is larger than the target's, bool `[n]`; evaluated.
-    func scores(_ y: MLXArray, targets: MLXArray, atBoundary: () throws -> Void) rethrows
+    package func scores(_ y: MLXArray, targets: MLXArray, atBoundary: () throws -> Void) rethrows
         -> (losses: MLXArray, isLargest: MLXArray)
     {
         var h = norm(y.asType(.float32))
@@ -91,7 +101,7 @@ struct CrossEntropyHead {
     ///
     /// - Parameter scale: what the gradient is multiplied by; that of positions that do not count is zero.
     /// - Returns: the sum of the losses in nats, a float32 scalar, and dy `[1, T, hidden]` times the scale, in y's dtype; evaluated.
-    func lossAndGradient(
+    package func lossAndGradient(
         _ y: MLXArray, targets: MLXArray, counted: [Int], scale: Float, atBoundary: () throws -> Void
     ) rethrows -> (loss: MLXArray, dy: MLXArray) {
         let (length, hidden, dtype) = (y.dim(1), y.dim(2), y.dtype)

@@ -7,7 +7,7 @@ import MLX
 ///     y = RMSNorm(o) ∘ silu(z)
 ///
 /// A key head serves value_heads / key_heads value heads, which lie behind each other.
-struct GatedDeltaNet {
+package struct GatedDeltaNet {
     let keyHeads, valueHeads: Int
     /// dk and dv
     let keyDim, valueDim: Int
@@ -19,7 +19,7 @@ struct GatedDeltaNet {
     let norm: RMSNorm
 
     /// What tokens leave to those behind them.
-    struct State {
+    package struct State {
         /// qkv of the last K − 1, `[K − 1, D]`.
         var tail: MLXArray
         /// S of the gated delta rule, `[value_heads, dk, dv]` in float32.

@@ -13,7 +13,7 @@ import MLX
 ///
 /// β, γ and δ are columns. Only D and S₊ wait for the chunk before. A key head has one or several value heads: arrays are
 /// `[chunks, key_heads, value heads of each, …]`, with 1 in the third place where all value heads share them.
-struct GatedDeltaRule {
+package struct GatedDeltaRule {
     /// `[…, C, dk]`
     private let q, k: MLXArray
     /// `[…, C, dv]`
@@ -24,7 +24,7 @@ struct GatedDeltaRule {
     private let pace: Pace
 
     /// C, but for fewer tokens: the next power of two.
-    static let chunk = 64
+    package static let chunk = 64
 
     /// All in float32.
     /// - Parameters:

@@ -3,9 +3,9 @@ import MLX
 
 /// TF32, the format to which the neural accelerators of A19, M5 and later round the operands of float32 products unless
 /// MLX_ENABLE_TF32 is 0.
-enum TF32 {
+package enum TF32 {
     /// Whether the formulas round the operands of their products. The self-check sets it to compute the effect of TF32 on any device.
-    @TaskLocal static var isEmulated = false
+    @TaskLocal package static var isEmulated = false
 
     /// x with 10 bits of mantissa instead of float32's 23, rounded to the nearest, a tie to the even one.
     static func rounded(_ x: MLXArray) -> MLXArray {
@@ -44,15 +44,15 @@ func quantizedMM(
 }
 
 /// How `quantizedMM` computes on the CPU, by which MLX this is.
-struct CPUProducts {
+package struct CPUProducts {
     /// Whether it dequantizes W by tiles that stay in the caches. MLX's own, some 50 times slower than a dense product, does not: there W
     /// is dequantized before the product.
-    let dequantizeInside: Bool
+    package let dequantizeInside: Bool
     /// The threads of a product, each of which unpacks and arranges matrices in buffers of its own.
     let threads: Int
 
     /// Tests compute the plain way too.
-    @TaskLocal static var current = host
+    @TaskLocal package static var current = host
 
     /// MLX's.
     static let plain = CPUProducts(dequantizeInside: false, threads: 1)

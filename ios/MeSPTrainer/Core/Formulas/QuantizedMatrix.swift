@@ -1,10 +1,10 @@
 import MLX
 
 /// How a matrix is quantized. The shapes of its arrays tell.
-struct QuantizationFormat {
-    let bits: Int
-    let groupSize: Int
-    let mode: QuantizationMode
+package struct QuantizationFormat {
+    package let bits: Int
+    package let groupSize: Int
+    package let mode: QuantizationMode
 
     /// nil where MLX has no such format.
     /// - Parameters:
@@ -28,12 +28,12 @@ struct QuantizationFormat {
 }
 
 /// W `[out, in]`, quantized in groups along its rows, and products with it. W is frozen: it has no gradient.
-struct QuantizedMatrix {
-    let weight: MLXArray
-    let scales: MLXArray
+package struct QuantizedMatrix {
+    package let weight: MLXArray
+    package let scales: MLXArray
     /// nil but for affine quantization.
-    let biases: MLXArray?
-    let format: QuantizationFormat
+    package let biases: MLXArray?
+    package let format: QuantizationFormat
     private let backend: Backend
     /// W in float32, made when the first product asks for it and shared by all; nil where `quantizedMM` is taken.
     private let dense: Dense?
@@ -82,10 +82,10 @@ struct QuantizedMatrix {
         return (pairs >> MLXArray(starts.map { UInt16($0 % 8) })) & ((1 << bits) - 1)
     }
 
-    var rows: Int { scales.dim(0) }
+    package var rows: Int { scales.dim(0) }
 
     /// Rows (outputs) `range` of W.
-    func rows(_ range: Range<Int>) -> QuantizedMatrix {
+    package func rows(_ range: Range<Int>) -> QuantizedMatrix {
         range.count == rows ? self : part(weight[range], scales[range], biases?[range])
     }
 

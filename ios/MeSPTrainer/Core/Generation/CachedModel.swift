@@ -3,8 +3,8 @@ import MLX
 
 /// A bundle's model, with adapters or without, for tokens that follow others: block by block, over what the tokens before
 /// left. Weights stay mapped from one token to the next where memory holds them; elsewhere for as long as a block is worked on.
-struct CachedModel {
-    let bundle: ModelBundle
+package struct CachedModel {
+    package let bundle: ModelBundle
     /// Tokens that go through the blocks together.
     let chunk: Int
     private let adapters: Adapters?
@@ -15,7 +15,7 @@ struct CachedModel {
     private static let tileBytes = 1 << 20
 
     /// - Parameter folder: adapters as mlx-lm or PEFT writes them; nil for the base model.
-    init(_ bundle: ModelBundle, adapters folder: URL?, chunk: Int = 256) throws {
+    package init(_ bundle: ModelBundle, adapters folder: URL?, chunk: Int = 256) throws {
         (self.bundle, self.chunk, featureGroup) = (bundle, chunk, bundle.manifest.featureGroup)
         isRecurrent = bundle.architecture.isRecurrent
         // On a CPU mapped weights do not count. A GPU's driver may count them, so there they may take at most half of the process's limit.
@@ -30,7 +30,7 @@ struct CachedModel {
     /// Calls `body` with what the last block makes of `tokens`, which follow those in the cache and are added to it.
     ///
     /// - Parameter body: gets a piece of up to `chunk` tokens at a time: which they are, and y `[n, hidden]`, evaluated.
-    func forward(
+    package func forward(
         _ tokens: ArraySlice<Int>, _ cache: inout PromptCache, _ atBlock: () throws -> Void,
         _ body: (Range<Int>, MLXArray) throws -> Void
     ) throws {

@@ -13,7 +13,7 @@ import MLX
 public struct PromptCache {
     private(set) var tokens = [Int]()
     /// nil before the first token.
-    var blocks = [MixerState?]()
+    package var blocks = [MixerState?]()
     let limit: Int
     private var mark: Mark?
     /// Where the next mark is to be.

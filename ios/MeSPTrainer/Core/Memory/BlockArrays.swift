@@ -82,7 +82,7 @@ final class ArrayFile {
 ///
 /// A copy of this value keeps the arrays that it has in memory. With `keepsPrevious` it also keeps those in the file while each is
 /// written once more at most.
-struct BlockArrays {
+package struct BlockArrays {
     private var arrays: [MLXArray?]
     private let file: ArrayFile?
     /// Where in the file each array lies.
@@ -109,7 +109,7 @@ struct BlockArrays {
     }
 
     /// Keeps an array, which is evaluated first.
-    mutating func write(_ array: MLXArray, _ block: Int) throws {
+    package mutating func write(_ array: MLXArray, _ block: Int) throws {
         if let file {
             if keepsPrevious { slots[block] = (slots[block] + arrays.count) % (2 * arrays.count) }
             try file.write(array, at: slots[block])

@@ -49,12 +49,12 @@ public func memoryFootprint() -> Int {
 #endif
 
 /// Reads the footprint every 2 ms on a thread of its own and keeps the highest.
-final class FootprintSampler: @unchecked Sendable {
+package final class FootprintSampler: @unchecked Sendable {
     private let lock = NSLock()
     private var peak = 0
     private var running = true
 
-    init() {
+    package init() {
         let thread = Thread { [weak self] in
             while let self, self.sample() { usleep(2000) }
         }
@@ -71,7 +71,7 @@ final class FootprintSampler: @unchecked Sendable {
     }
 
     /// The highest footprint since the last call, in bytes.
-    func takePeak() -> Int {
+    package func takePeak() -> Int {
         let now = memoryFootprint()
         return lock.withLock {
             defer { peak = now }
@@ -79,5 +79,9 @@ final class FootprintSampler: @unchecked Sendable {
         }
     }
 
-    func stop() { lock.withLock { running = false } }
+    package func stop() { lock.withLock { running = false } }
 }
+
+/// The time at which the process first ran work on a bundle, and its footprint then in bytes. A global is initialized when it is first read:
+/// `ModelBundle.withDevice` reads it.
+package let firstUseOfMLX = (date: Date.now, footprint: memoryFootprint())

@@ -246,7 +246,7 @@ public struct Planner: Sendable {
 
     /// The plan with a cache, on a GPU, for the self-check to measure. A smaller one would stay empty: while the GPU is behind, freed
     /// buffers are still in use.
-    func keepingCache(_ plan: Plan) -> Plan {
+    package func keepingCache(_ plan: Plan) -> Plan {
         var kept = plan
         kept.cacheBytes = 3 * phase(plan)
         return kept
@@ -273,7 +273,7 @@ public struct Planner: Sendable {
     static let metalBytes = 20_000_000
 
     /// The part of a predicted peak that is Metal's, in bytes; nil on a CPU.
-    var metalBytes: Int? { backend == .gpu ? Self.metalBytes : nil }
+    package var metalBytes: Int? { backend == .gpu ? Self.metalBytes : nil }
 
     /// On a GPU, what MLX's arrays and its cache take at a step's peak, in bytes: back-pressure keeps each phase in its workspace.
     public func arrays(_ plan: Plan) -> Int {

@@ -4,7 +4,7 @@ import MLX
 ///
 /// On a CPU it is W that is cut, and each part is dequantized once for all tokens. On a GPU W costs
 /// nothing, and what is wide is cut by tokens: fewer and larger kernels for the same memory.
-struct TileSizes {
+package struct TileSizes {
     /// Rows of a projection's weight.
     let projection: Int
     /// Intermediate features of the MLP, a multiple of the quantization group.
@@ -15,7 +15,7 @@ struct TileSizes {
     let attention: Int
     /// Tokens in the loss, and rows of the vocabulary. W is read again for each of the former.
     let lossTokens: Int
-    let vocabulary: Int
+    package let vocabulary: Int
     let pace: Pace
     /// What a temporary is to take, in bytes.
     let bytes: Int
@@ -36,7 +36,7 @@ struct TileSizes {
     /// Sizes that keep each temporary near `bytes`, for sequences of `length` tokens.
     ///
     /// - Parameter pause: see `Pace`.
-    init(
+    package init(
         _ a: Architecture, group: Int, length: Int, bytes: Int, backend: Backend,
         pause: (() -> Void)? = nil
     ) {
@@ -83,7 +83,7 @@ struct TileSizes {
 }
 
 /// How the temporaries of a piece of work go before the next begins.
-struct Pace {
+package struct Pace {
     /// The next piece depends on it, so that MLX encodes one after the other, and nobody waits for a GPU that would then have nothing to
     /// do. `Memory.memoryLimit` bounds what lives until the GPU has got so far. Otherwise each piece is evaluated: a CPU computes while it
     /// waits.
@@ -110,6 +110,6 @@ struct Pace {
 }
 
 /// `0..<count` in pieces of `size`, the last perhaps shorter.
-func tiles(of count: Int, size: Int) -> [Range<Int>] {
+package func tiles(of count: Int, size: Int) -> [Range<Int>] {
     stride(from: 0, to: count, by: min(size, max(count, 1))).map { $0..<min($0 + min(size, count), count) }
 }

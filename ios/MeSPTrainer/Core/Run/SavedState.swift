@@ -3,9 +3,9 @@ import MLX
 
 /// What a run needs to go on as if it had never ended: `state.safetensors` in its output folder. The order of the data and every random
 /// number follow from the number of the step.
-struct SavedState {
+package struct SavedState {
     /// Steps done.
-    var step = 0
+    var step: Int
     /// The step of the last evaluation.
     var evaluated: Int?
     /// The lowest held-out loss so far, and how many evaluations have come after it.
@@ -16,7 +16,9 @@ struct SavedState {
     /// The number of examples that DP-SGD draws from; nil without it.
     var examples: Int?
 
-    typealias Loaded = (state: SavedState, plan: Plan?, vectors: Safetensors)
+    package init(step: Int = 0) { self.step = step }
+
+    package typealias Loaded = (state: SavedState, plan: Plan?, vectors: Safetensors)
 
     static func url(in folder: URL) -> URL { folder.appendingPathComponent("state.safetensors") }
 
@@ -43,7 +45,7 @@ struct SavedState {
     }
 
     /// Replaces the saved state in `folder` at once or not at all.
-    func save(_ trainer: Trainer, plan: Plan, settings: RunSettings, in folder: URL) throws {
+    package func save(_ trainer: Trainer, plan: Plan, settings: RunSettings, in folder: URL) throws {
         let saved = Saved(
             step: step, evaluated: evaluated, best: best.isFinite ? best : nil,
             evaluationsSinceBest: evaluationsSinceBest, logBytes: logBytes, examples: examples, plan: plan,
@@ -64,7 +66,7 @@ struct SavedState {
     ///
     /// - Returns: it, the plan that the run had, where the memory settings are the same still, and the trainer's vectors by name; nil
     ///   where there is none.
-    static func load(from folder: URL, _ settings: RunSettings) throws -> Loaded? {
+    package static func load(from folder: URL, _ settings: RunSettings) throws -> Loaded? {
         let url = url(in: folder)
         guard FileManager.default.fileExists(atPath: url.path) else { return nil }
         guard let tensors = try? Safetensors(url),
@@ -84,9 +86,10 @@ struct SavedState {
         guard same == settings else {
             throw MeSPError("The run in \(folder.path) had other settings; resume it with those it was started with.")
         }
-        let state = SavedState(
-            step: saved.step, evaluated: saved.evaluated, best: saved.best ?? .infinity,
-            evaluationsSinceBest: saved.evaluationsSinceBest, logBytes: saved.logBytes, examples: saved.examples)
+        var state = SavedState(step: saved.step)
+        (state.evaluated, state.best) = (saved.evaluated, saved.best ?? .infinity)
+        (state.evaluationsSinceBest, state.logBytes) = (saved.evaluationsSinceBest, saved.logBytes)
+        state.examples = saved.examples
         let samePlan =
             saved.settings.memoryLimitMb == settings.memoryLimitMb && saved.settings.offload == settings.offload
             && saved.settings.order == settings.order
@@ -96,7 +99,7 @@ struct SavedState {
 
 extension Trainer {
     /// Every vector that the next step depends on, by name.
-    func vectors() throws -> [String: MLXArray] {
+    package func vectors() throws -> [String: MLXArray] {
         var vectors = [String: MLXArray]()
         for block in trained {
             vectors["lora.\(block)"] = try model.lora.read(block)
@@ -113,7 +116,7 @@ extension Trainer {
 
     /// Takes vectors that `vectors()` gave, by name; each is asked for once, as it may be read from a file. A trainer that this throws on is
     /// of no more use.
-    func restore(_ vectors: (_ name: String) -> MLXArray?) throws {
+    package func restore(_ vectors: (_ name: String) -> MLXArray?) throws {
         func vector(_ name: String, like current: MLXArray) throws -> MLXArray {
             guard let vector = vectors(name), vector.shape == current.shape, vector.dtype == current.dtype else {
                 throw MeSPError("The saved state is of another model or rank; start the run again in another folder.")

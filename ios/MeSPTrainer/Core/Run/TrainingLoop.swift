@@ -301,7 +301,7 @@ extension LogRecord.Start {
     }
 
     /// Machine and system.
-    static var host: String {
+    package static var host: String {
         let system = ProcessInfo.processInfo.operatingSystemVersionString
         var name = utsname()
         uname(&name)

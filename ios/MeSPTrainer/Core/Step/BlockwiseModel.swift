@@ -2,12 +2,12 @@ import MLX
 
 /// The frozen model with its LoRA parameters, run a block at a time: weights are mapped, and the activations of one block are all
 /// that is alive. Sequences may have any of the lengths that the bundle has functions for.
-final class BlockwiseModel {
+package final class BlockwiseModel {
     let bundle: ModelBundle
     /// Of each block's parameters.
-    let layouts: [LoRALayout]
+    package let layouts: [LoRALayout]
     /// What the adapters' output is multiplied by: α / rank, or α / √rank.
-    let scale: Float
+    package let scale: Float
     private let tileBytes: Int
     /// What the arrays of one block or of the head may take, on a GPU, in bytes.
     private let workspace: Int?
@@ -16,7 +16,7 @@ final class BlockwiseModel {
     /// See `CrossEntropyHead`; a test lowers it.
     var workBetweenBoundaries: Int
     /// The parameters: one flat vector `[P]` for each block that has any, in float32 or bfloat16.
-    var lora: BlockArrays
+    package var lora: BlockArrays
     /// Whether a whole step was done, so that a GPU has compiled the kernels; see `Pace`.
     var isWarm: Bool
     /// For each block the function of its kind, by the number of tokens, imported when a sequence of so many comes.
@@ -38,7 +38,7 @@ final class BlockwiseModel {
     }
 
     /// The block function for x `[1, T, hidden]`.
-    func function(_ block: Int, _ x: MLXArray) throws -> BlockFunction {
+    package func function(_ block: Int, _ x: MLXArray) throws -> BlockFunction {
         let length = x.dim(1)
         if let known = functions[length] { return known[block] }
         var made = [ObjectIdentifier: BlockFunction]()
@@ -60,15 +60,15 @@ final class BlockwiseModel {
             backend: bundle.backend, pause: isWarm ? nil : { [clock] in clock.pause() })
     }
 
-    var blocks: Range<Int> { 0..<bundle.architecture.numHiddenLayers }
+    package var blocks: Range<Int> { 0..<bundle.architecture.numHiddenLayers }
 
     /// A block's parameters `[P]` in float32.
-    func parameters(_ block: Int) throws -> MLXArray {
+    package func parameters(_ block: Int) throws -> MLXArray {
         layouts[block].count > 0 ? try lora.read(block).asType(.float32) : MLXArray.zeros([0])
     }
 
     /// The embeddings `[1, T, hidden]` of a sequence's inputs.
-    func embed(_ example: Example) throws -> MLXArray {
+    package func embed(_ example: Example) throws -> MLXArray {
         try bundle.withEmbedding { weights in
             MeSPCore.embed(Array(example.inputs), weights, bundle.architecture, dtype: bundle.dtype)
         }
@@ -80,7 +80,7 @@ final class BlockwiseModel {
     ///   - x: `[1, T, hidden]`
     ///   - lora: `[P]`
     ///   - weights: the block's, mapped.
-    func output(_ block: Int, _ x: MLXArray, _ lora: MLXArray, _ weights: BlockWeights) throws -> MLXArray {
+    package func output(_ block: Int, _ x: MLXArray, _ lora: MLXArray, _ weights: BlockWeights) throws -> MLXArray {
         try forward(block, x, lora, weights) { pass in
             let y = try pass.output(x)
             eval(y)
@@ -147,7 +147,8 @@ final class BlockwiseModel {
     }
 
     /// The same with its gradient `[1, T, hidden]` by y, times `scale`.
-    func lossAndGradient(_ y: MLXArray, _ example: Example, scale: Float) throws -> (loss: Float, dy: MLXArray) {
+    package func lossAndGradient(_ y: MLXArray, _ example: Example, scale: Float) throws -> (loss: Float, dy: MLXArray)
+    {
         let (loss, dy) = try head(y) { head in
             try head.lossAndGradient(
                 y, targets: MLXArray(example.targets), counted: example.counted, scale: scale,

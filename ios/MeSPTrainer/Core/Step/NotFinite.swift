@@ -1,9 +1,9 @@
 import MLX
 
 /// A number in a training step that is NaN or infinite.
-struct NotFinite: Error {
+package struct NotFinite: Error {
     /// What it is part of, as the beginning of a sentence: a block and a tensor.
-    let what: Sentence
+    package let what: Sentence
 }
 
 extension BlockwiseModel {

@@ -1,16 +1,16 @@
 /// Where a step may wait or end, and where its time goes.
-final class StepClock {
+package final class StepClock {
     /// Called at every block boundary, forward and backward, some times within the head, and in a GPU's first step within blocks. It may wait (a pause, with the half-done step in memory) or throw
     /// `CancellationError`, which ends the step while that has changed nothing yet, and is not heeded afterwards.
-    var atBlock: () throws -> Void = {}
+    package var atBlock: () throws -> Void = {}
 
     /// Where the time since the start went, in seconds.
-    private(set) var time = Phases()
+    package private(set) var time = Phases()
 
-    struct Phases {
-        var forward = 0.0
-        var loss = 0.0
-        var backward = 0.0
+    package struct Phases {
+        package var forward = 0.0
+        package var loss = 0.0
+        package var backward = 0.0
         /// What `atBlock` has taken; not in the others.
         var waiting = 0.0
     }

@@ -15,11 +15,13 @@ import MLX
 ///
 /// Updating at once is exact: no block before reads block l's matrices again. Of several sequences g is the sum: they go through the
 /// model one after the other, or each block takes all of them before the next (`Plan.order`).
-final class Trainer {
+package final class Trainer {
     /// A sequence of a step, and the weight of each of its targets in the step's loss.
-    struct Part {
+    package struct Part {
         let example: Example
         let weight: Float
+
+        package init(example: Example, weight: Float) { (self.example, self.weight) = (example, weight) }
     }
 
     /// One forward and backward pass of some sequences, which go through each block together.
@@ -28,7 +30,9 @@ final class Trainer {
     ///   first, as soon as it is there, and may change that block's parameters.
     /// - Returns: the sum of the losses, each times its part's weight.
     /// - Throws: `NotFinite` where that is not finite; then nothing was updated.
-    func backpropagate(_ parts: [Part], update: (_ block: Int, _ gradient: MLXArray) throws -> Void) throws -> Float {
+    package func backpropagate(_ parts: [Part], update: (_ block: Int, _ gradient: MLXArray) throws -> Void) throws
+        -> Float
+    {
         // Of each sequence the last block's output, then d.
         var states = try forward(parts.map(\.example))
         var loss: Float = 0
@@ -127,7 +131,7 @@ final class Trainer {
 
     // MARK: - A step
 
-    struct StepResult {
+    package struct StepResult {
         /// Nats a token.
         let loss: Float
         /// The targets that counted.
@@ -147,7 +151,7 @@ final class Trainer {
     /// needs all gradients at once, of one block's sum.
     /// - Parameter number: of the step, from 0.
     /// - Throws: `NotFinite`. With `skipBadSteps` nothing has changed then; otherwise some blocks may have been updated.
-    func step(_ batches: [[Example]], number: Int) throws -> StepResult {
+    package func step(_ batches: [[Example]], number: Int) throws -> StepResult {
         let parts = batches.flatMap { batch in
             let counted = batch.reduce(0) { $0 + $1.counted.count }
             return batch.map { Part(example: $0, weight: 1 / Float(counted * batches.count)) }
@@ -212,14 +216,14 @@ final class Trainer {
 
     // MARK: - What a step needs
 
-    let model: BlockwiseModel
-    let clock = StepClock()
-    let settings: RunSettings
+    package let model: BlockwiseModel
+    package let clock = StepClock()
+    package let settings: RunSettings
     let plan: Plan
     /// MeBP's gradients; nil where they are the structured backward pass's.
     private let automatic: AutomaticBackward?
     /// The blocks with parameters, which are trained, ascending. `Manifest.check` has found that there are some.
-    let trained: [Int]
+    package let trained: [Int]
     /// The block inputs, from the forward to the backward pass: all of a sequence, then of the next.
     private var inputs: BlockArrays
     /// The last blocks' intermediates that stay from the forward to the backward pass, by the place of the block's input.
@@ -237,7 +241,7 @@ final class Trainer {
     /// - Parameters:
     ///   - settings: `Manifest.check` must have found their length and rank in the bundle.
     ///   - folder: where the files of offloaded arrays are made, if the plan asks for any.
-    init(bundle: ModelBundle, settings: RunSettings, plan: Plan, folder: URL) throws {
+    package init(bundle: ModelBundle, settings: RunSettings, plan: Plan, folder: URL) throws {
         let architecture = bundle.architecture
         let blocks = architecture.numHiddenLayers
         let layouts = settings.layouts(of: architecture)

@@ -3,6 +3,7 @@ import Testing
 
 @testable import MeSPAppModel
 @testable import MeSPCore
+@testable import MeSPSelfCheck
 
 @Suite(.serialized) @MainActor final class SelfCheckerTests {
     private let documents = FileManager.default.temporaryDirectory.appendingPathComponent(UUID().uuidString)

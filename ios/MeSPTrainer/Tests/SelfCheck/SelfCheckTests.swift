@@ -3,6 +3,7 @@ import MLX
 import Testing
 
 @testable import MeSPCore
+@testable import MeSPSelfCheck
 
 @Suite(.serialized) struct SelfCheckTests {
     private func settings(_ folder: URL? = Fixture.tied) throws -> SelfCheck.Settings {

@@ -1,5 +1,6 @@
 import Foundation
 import MLX
+import MeSPCore
 
 /// Compares reading one token at a time, as generation does, with a prefill. A GPU has other kernels for one row than for many.
 extension Bench {

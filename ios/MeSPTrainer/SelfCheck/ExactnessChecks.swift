@@ -1,5 +1,6 @@
 import Foundation
 import MLX
+import MeSPCore
 
 /// Whether the device computes what the formulas say, and the same each time.
 extension Bench {
@@ -85,7 +86,8 @@ extension Bench {
         let model = trainer.model
         let x = try model.embed(example(shortest))
         /// The first block of a kind stands for all.
-        let errors = try architecture.mixers.indices.compactMap(architecture.layers.firstIndex).flatMap { block in
+        let blocks = architecture.mixers.indices.compactMap { architecture.layers.firstIndex(of: $0) }
+        let errors = try blocks.flatMap { block in
             let lora = try model.parameters(block)
             let outputs = try bundle.withBlock(block) { weights in
                 let function = try model.function(block, x)(lora: lora, scale: model.scale, weights: weights)

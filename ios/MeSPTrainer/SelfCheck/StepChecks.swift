@@ -1,5 +1,6 @@
 import Foundation
 import MLX
+import MeSPCore
 
 /// What the steps of a run took, by phase.
 private struct Steps {

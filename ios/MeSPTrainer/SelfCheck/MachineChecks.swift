@@ -1,5 +1,6 @@
 import Foundation
 import MLX
+import MeSPCore
 
 #if canImport(Darwin)
     import Darwin

@@ -1,5 +1,6 @@
 import Foundation
 import MLX
+import MeSPCore
 
 /// Asks the machine what training depends on: whether weights are mapped without a copy, what an `eval`, a kernel and a buffer take,
 /// whether its gradients are those of the CPU, and whether a step's peak is the predicted one.

@@ -1,4 +1,5 @@
 import Foundation
+import MeSPCore
 
 /// What a machine told about itself: one finding a line, and the constants that it measured.
 public struct SelfCheckReport: Codable, Sendable {

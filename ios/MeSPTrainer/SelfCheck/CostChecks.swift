@@ -1,5 +1,6 @@
 import Foundation
 import MLX
+import MeSPCore
 
 /// What the device takes for what a step is made of.
 extension Bench {

@@ -1,9 +1,6 @@
 import Foundation
 import MLX
-
-/// The time at which the process first ran work on a bundle, and its footprint then in bytes. A global is initialized when it is first read:
-/// `ModelBundle.withDevice` reads it.
-let firstUseOfMLX = (date: Date.now, footprint: memoryFootprint())
+import MeSPCore
 
 /// Measurements of the first step in the process. On a GPU it compiles every kernel, and Metal takes memory for them.
 struct FirstStep {

@@ -1,5 +1,6 @@
 import Foundation
 import MLX
+import MeSPCore
 
 /// Measures the precision of float32 products, and the effect of TF32 on gradients.
 extension Bench {

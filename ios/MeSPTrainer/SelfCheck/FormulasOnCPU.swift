@@ -1,4 +1,5 @@
 import MLX
+import MeSPCore
 
 /// A block, and the head, by the formulas of this library on the CPU in float32: what a GPU's results are compared with, and on the CPU
 /// another way to the same numbers as the block function's.
@@ -55,9 +56,7 @@ struct FormulasOnCPU {
             try bundle.withHead { packed in
                 try body(
                     CrossEntropyHead(
-                        weights: PackedWeights(
-                            words: packed.words, arrays: packed.arrays, backend: .cpu),
-                        architecture: bundle.architecture, tile: tile.vocabulary))
+                        weights: packed.onCPU, architecture: bundle.architecture, tile: tile.vocabulary))
             }
         }
     }
@@ -65,12 +64,8 @@ struct FormulasOnCPU {
     private func withBlock<R>(_ block: Int, _ lora: MLXArray, _ body: (Block) throws -> R) throws -> R {
         try Device.withDefaultDevice(.cpu) {
             try bundle.withBlock(block) { weights in
-                let packed = PackedWeights(
-                    words: weights.packed.words, arrays: weights.packed.arrays, backend: .cpu)
-                return try body(
-                    Block(
-                        weights: BlockWeights(shape: weights.shape, packed: packed), lora: lora, layout: layouts[block],
-                        scale: scale, tile: tile))
+                try body(
+                    Block(weights: weights.onCPU, lora: lora, layout: layouts[block], scale: scale, tile: tile))
             }
         }
     }
