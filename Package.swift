@@ -26,6 +26,7 @@ let package = Package(
     products: [
         .library(name: "MeSPCore", targets: ["MeSPCore"]),
         .library(name: "MeSPAppModel", targets: ["MeSPAppModel"]),
+        .library(name: "MeSPDownload", targets: ["MeSPDownload"]),
         .library(name: "MeSPFederation", targets: ["MeSPFederation"]),
         .library(name: "MeSPSelfCheck", targets: ["MeSPSelfCheck"]),
         .executable(name: "mesp-engine", targets: ["mesp-engine"]),
@@ -35,22 +36,31 @@ let package = Package(
         .target(
             name: "MeSPCore",
             dependencies: [
-                "MeSPFederation", "MeSPSentences", .product(name: "MLX", package: hostMLX ? "HostMLX" : "mlx-swift"),
+                "MeSPFederation", "MeSPFiles", "MeSPFunctionCheck", "MeSPSentences",
+                .product(name: "MLX", package: hostMLX ? "HostMLX" : "mlx-swift"),
             ],
             path: "ios/MeSPTrainer/Core"),
+        .target(name: "MeSPFunctionCheck", dependencies: ["MeSPSentences"], path: "ios/MeSPTrainer/FunctionCheck"),
+        .target(
+            name: "MeSPDownload", dependencies: ["MeSPCore", "MeSPFiles", "MeSPSentences"],
+            path: "ios/MeSPTrainer/Download"),
+        .target(name: "MeSPFiles", dependencies: ["MeSPSentences"], path: "ios/MeSPTrainer/Files"),
         .target(
             name: "MeSPSelfCheck",
             dependencies: [
-                "MeSPCore", "MeSPSentences", .product(name: "MLX", package: hostMLX ? "HostMLX" : "mlx-swift"),
+                "MeSPCore", "MeSPFiles", "MeSPFunctionCheck", "MeSPSentences",
+                .product(name: "MLX", package: hostMLX ? "HostMLX" : "mlx-swift"),
             ],
             path: "ios/MeSPTrainer/SelfCheck"),
-        .target(name: "MeSPFederation", dependencies: ["MeSPSentences"], path: "ios/MeSPTrainer/Federation"),
+        .target(
+            name: "MeSPFederation", dependencies: ["MeSPFiles", "MeSPSentences"], path: "ios/MeSPTrainer/Federation"),
         .target(name: "MeSPSentences", path: "ios/MeSPTrainer/Sentences"),
         .executableTarget(
-            name: "mesp-engine", dependencies: ["MeSPCore", "MeSPFederation", "MeSPSelfCheck"] + ledger,
+            name: "mesp-engine", dependencies: ["MeSPCore", "MeSPFederation", "MeSPFiles", "MeSPSelfCheck"] + ledger,
             path: "ios/MeSPTrainer/Engine"),
         .target(
-            name: "MeSPAppModel", dependencies: ["MeSPCore", "MeSPFederation", "MeSPSelfCheck"],
+            name: "MeSPAppModel",
+            dependencies: ["MeSPCore", "MeSPDownload", "MeSPFederation", "MeSPFiles", "MeSPSelfCheck"],
             path: "ios/MeSPTrainer/AppModel",
             resources: [.process("paper.json")]),
         .testTarget(

@@ -261,10 +261,12 @@ def test_the_packages_and_their_products_exist(objects: dict[str, dict]):
     assert products == {
         "MeSPAppModel": "XCLocalSwiftPackageReference",
         "MeSPCore": "XCLocalSwiftPackageReference",
+        "MeSPDownload": "XCLocalSwiftPackageReference",
+        "MeSPSelfCheck": "XCLocalSwiftPackageReference",
         "Tokenizers": "XCRemoteSwiftPackageReference",
     }
     text = manifest.read_text(encoding="utf-8")
-    for name in ("MeSPAppModel", "MeSPCore"):
+    for name in ("MeSPAppModel", "MeSPCore", "MeSPDownload", "MeSPSelfCheck"):
         assert f'.library(name: "{name}", targets: ["{name}"])' in text
     assert ".iOS(.v17), .macOS(.v14)" in text
 
@@ -528,8 +530,12 @@ class Compiler:
         )
         return {
             "MeSPSentences": [*(HOME / "Sentences").glob("*.swift")],
+            "MeSPFiles": [*(HOME / "Files").glob("*.swift")],
             "MeSPFederation": [*(HOME / "Federation").glob("*.swift")],
+            "MeSPFunctionCheck": [*(HOME / "FunctionCheck").glob("*.swift")],
             "MeSPCore": [*(HOME / "Core").rglob("*.swift")],
+            "MeSPDownload": [*(HOME / "Download").glob("*.swift")],
+            "MeSPSelfCheck": [*(HOME / "SelfCheck").glob("*.swift")],
             "MeSPAppModel": [*(HOME / "AppModel").glob("*.swift"), resources],
             "MeSPTrainer": APP_SOURCES,
         }

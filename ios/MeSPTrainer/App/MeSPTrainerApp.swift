@@ -1,5 +1,6 @@
 import MeSPAppModel
 import MeSPCore
+import MeSPDownload
 import SwiftUI
 
 @main struct MeSPTrainerApp: App {

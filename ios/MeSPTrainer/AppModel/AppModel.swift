@@ -1,5 +1,6 @@
 import Foundation
 import MeSPCore
+import MeSPDownload
 import MeSPFederation
 import MeSPSelfCheck
 import Observation

@@ -1,5 +1,6 @@
 import Foundation
 import MeSPCore
+import MeSPFiles
 import Observation
 
 /// Runs the three methods one after the other on this device, a few steps each, beside the paper's figures.

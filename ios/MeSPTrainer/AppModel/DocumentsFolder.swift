@@ -1,5 +1,7 @@
 import Foundation
 import MeSPCore
+import MeSPDownload
+import MeSPFiles
 
 /// What an app keeps: bundles in its Documents, and its runs in the folder `runs` there, where `tools/collect.py` finds them.
 public struct DocumentsFolder: Sendable {

@@ -1,5 +1,6 @@
 import Foundation
 import MeSPCore
+import MeSPDownload
 import Observation
 
 /// Bundles from the Hugging Face Hub: what one is before it is downloaded, and its download.

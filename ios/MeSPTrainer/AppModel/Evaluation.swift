@@ -1,5 +1,6 @@
 import Foundation
 import MeSPCore
+import MeSPFiles
 import Observation
 
 /// How good the base model and the fine-tuned one are on the same records, by the rules of `mesp-evaluate`: the perplexity of texts, how

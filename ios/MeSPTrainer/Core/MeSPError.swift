@@ -1,24 +1,6 @@
-import Foundation
 import MeSPSentences
 
 /// Words for a person, in English and in the language of the app.
 public typealias Sentence = MeSPSentences.Sentence
 
 public typealias MeSPError = MeSPSentences.MeSPError
-
-extension Error {
-    /// The error in words: a `MeSPError`'s own, or the system's.
-    package var plainSentence: Sentence {
-        if let error = self as? MeSPError { return error.sentence }
-        if let decoding = self as? DecodingError {
-            switch decoding {
-            case .keyNotFound(let key, _): return "\(key.stringValue) is missing"
-            case .typeMismatch(_, let context), .valueNotFound(_, let context), .dataCorrupted(let context):
-                let path = context.codingPath.map(\.stringValue).joined(separator: ".")
-                return path.isEmpty ? "it is not JSON" : "\(path) is not what it should be"
-            @unknown default: break
-            }
-        }
-        return "\(localizedDescription)"
-    }
-}

@@ -1,6 +1,7 @@
 import Foundation
 import MeSPCore
 import MeSPFederation
+import MeSPFiles
 
 /// What `mesp-engine federate` reads: which SuperLink to join, and what to train on.
 struct FederationSettings: Decodable {

@@ -8,6 +8,7 @@
 
 import Foundation
 import MeSPCore
+import MeSPFiles
 import MeSPSelfCheck
 
 #if canImport(HostMLXLedger)

@@ -1,5 +1,6 @@
 #if !canImport(CryptoKit)
     import Foundation
+    import MeSPFiles
     import MeSPSentences
 
     /// What of CryptoKit a node needs, by OpenSSL's libcrypto, which is loaded when it is first used: versions 1.1 and 3 have these.

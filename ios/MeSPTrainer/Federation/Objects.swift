@@ -1,4 +1,5 @@
 import Foundation
+import MeSPFiles
 import MeSPSentences
 
 /// Flower's objects: what messages carry, each under the SHA-256 of its content, so that nothing is sent that is there.

@@ -1,4 +1,5 @@
 import Foundation
+import MeSPFiles
 import MeSPSentences
 
 #if canImport(FoundationNetworking)
@@ -112,7 +113,7 @@ public struct SuperNode: Sendable {
     public func run(
         report: @escaping @Sendable (Event) -> Void, answer: @escaping @Sendable (Question) async throws -> Records
     ) async throws {
-        let lock = try NodeLock(folder)
+        let lock = try FolderLock(folder)
         defer { withExtendedLifetime(lock) {} }
         let node = try await join(report)
         report(.joined(node: node))

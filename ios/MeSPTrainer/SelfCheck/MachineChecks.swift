@@ -1,6 +1,7 @@
 import Foundation
 import MLX
 import MeSPCore
+import MeSPFiles
 
 #if canImport(Darwin)
     import Darwin

@@ -1,6 +1,7 @@
 import Foundation
 import MLX
 import MeSPCore
+import MeSPFiles
 
 /// Asks the machine what training depends on: whether weights are mapped without a copy, what an `eval`, a kernel and a buffer take,
 /// whether its gradients are those of the CPU, and whether a step's peak is the predicted one.

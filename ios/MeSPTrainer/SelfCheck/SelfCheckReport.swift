@@ -1,5 +1,6 @@
 import Foundation
 import MeSPCore
+import MeSPFiles
 
 /// What a machine told about itself: one finding a line, and the constants that it measured.
 public struct SelfCheckReport: Codable, Sendable {

@@ -3,6 +3,9 @@ import MLX
 import Testing
 
 @testable import MeSPCore
+@testable import MeSPDownload
+@testable import MeSPFiles
+@testable import MeSPFunctionCheck
 
 /// Everything that is read from a file, damaged in some thousand ways: each is refused with a sentence or read as something sound, and
 /// takes little memory. A crash ends the tests. 11,400 cases in all.
@@ -202,7 +205,7 @@ import Testing
                 file.replaceSubrange(index..<(index + 4), with: withUnsafeBytes(of: word.littleEndian) { Data($0) })
             }
             if Int.random(in: 0..<10, using: &random) == 0 { file = mutatedBytes(file, &random) }
-            _ = try checkFunctions(file, device: .cpu)
+            _ = try checkFunctions(file, onGPU: false)
             let url = folder.appendingPathComponent("\(UUID().uuidString).mlxfn")
             try file.write(to: url)
             try MLXErrors.collect {

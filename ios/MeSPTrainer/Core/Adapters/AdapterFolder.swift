@@ -1,5 +1,6 @@
 import Foundation
 import MLX
+import MeSPFiles
 
 /// Adapters that were read.
 struct Adapters {

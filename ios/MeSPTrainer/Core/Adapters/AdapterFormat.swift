@@ -1,5 +1,6 @@
 import Foundation
 import MLX
+import MeSPFiles
 
 /// How two libraries name and lay out adapters in a folder.
 enum AdapterFormat {

@@ -1,4 +1,5 @@
 import MLX
+import MeSPFunctionCheck
 
 /// The device that a bundle was exported for, and how its model is computed there.
 ///
@@ -14,4 +15,18 @@ public enum Backend: String, Codable, Sendable {
 extension Device {
     /// Whether MLX computes on a CPU now. In tests it does so the GPU's way too.
     static var isCPU: Bool { defaultDevice().deviceType == .cpu }
+}
+
+extension ElementType {
+    package var dtype: DType {
+        switch self {
+        case .bool: .bool
+        case .uint8: .uint8
+        case .uint32: .uint32
+        case .uint64: .uint64
+        case .int32: .int32
+        case .float32: .float32
+        case .bfloat16: .bfloat16
+        }
+    }
 }

@@ -1,4 +1,6 @@
 import Foundation
+import MeSPFiles
+import MeSPFunctionCheck
 
 extension Manifest {
     /// Throws unless the sizes can be a model's, every block is of one kind, every file that is named is listed with a path within the
@@ -170,7 +172,7 @@ extension ModelBundle {
                     of: architecture.block(blocks.layers[0]), dtype: manifest.dtype, words: blocks.words,
                     length: length, rank: $0)
             }
-            guard try MeSPCore.checkFunctions(data, device: manifest.device) == signatures else {
+            guard try MeSPFunctionCheck.checkFunctions(data, onGPU: manifest.device == .gpu) == signatures else {
                 throw FunctionSignature.isAnother
             }
         } catch {

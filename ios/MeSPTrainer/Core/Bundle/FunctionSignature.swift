@@ -1,14 +1,6 @@
-import Foundation
+import MeSPFunctionCheck
 
-/// The shapes and types of the arrays that a function takes and returns.
-struct FunctionSignature: Equatable {
-    let inputs: [ArrayType]
-    let outputs: [ArrayType]
-
-    static let isAnother = MeSPError("it does not have the inputs and outputs of a block")
-
-    init(inputs: [ArrayType], outputs: [ArrayType]) { (self.inputs, self.outputs) = (inputs, outputs) }
-
+extension FunctionSignature {
     /// The signature of a block's function, by the list in `AllowedPrimitives`.
     ///
     /// - Parameters:
@@ -44,8 +36,7 @@ struct FunctionSignature: Equatable {
             guard let element, shape.count == words.count - 1 else { preconditionFailure("no array is \(text)") }
             return ArrayType(shape: shape, element: element)
         }
-        inputs = try listed.inputs.map(array)
-        outputs = try (listed.first + ofMixer + listed.then + (architecture.postNorms ? listed.postNorms : [])).map(
-            array)
+        let outputs = listed.first + ofMixer + listed.then + (architecture.postNorms ? listed.postNorms : [])
+        self.init(inputs: try listed.inputs.map(array), outputs: try outputs.map(array))
     }
 }

@@ -1,4 +1,6 @@
 import Foundation
+import MeSPFiles
+import MeSPFunctionCheck
 
 /// `manifest.json`: what a bundle holds. See `docs/architecture.md`.
 public struct Manifest: Decodable, Sendable {
@@ -87,13 +89,13 @@ extension Manifest {
 
     /// The most bytes of a manifest that is read; decoding takes some 16 times as much memory. A model of 64 blocks, each with a layout
     /// of its own and functions for 16 lengths, has 0.9 MB.
-    static let largestSize = 4 << 20
+    package static let largestSize = 4 << 20
 
     /// Reads a manifest that this build can use, and checks all of it that can be checked without the bundle's files and
     /// without MLX.
     ///
     /// - Parameter bundle: what the bundle is called in messages.
-    static func read(_ json: Data, of bundle: String) throws -> Manifest {
+    package static func read(_ json: Data, of bundle: String) throws -> Manifest {
         guard json.count <= largestSize else {
             throw MeSPError("\(bundle)/manifest.json is longer than any bundle's; do not use the bundle.")
         }

@@ -1,5 +1,7 @@
 import Foundation
 import MLX
+import MeSPFiles
+import MeSPFunctionCheck
 
 /// An exported model, opened and checked. Weights are mapped when they are asked for, never copied.
 public struct ModelBundle {

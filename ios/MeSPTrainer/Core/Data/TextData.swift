@@ -1,4 +1,5 @@
 import Foundation
+import MeSPFiles
 
 /// Text of one's own to train on in place of the bundle's: tokenized once, and kept in a folder that `RunSettings.data` names.
 ///

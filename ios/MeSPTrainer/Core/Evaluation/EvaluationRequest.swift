@@ -1,4 +1,5 @@
 import Foundation
+import MeSPFiles
 
 /// What `mesp-engine evaluate` reads first: a bundle's folder, and an adapter folder or null.
 public struct EvaluationSettings: Decodable, Sendable {

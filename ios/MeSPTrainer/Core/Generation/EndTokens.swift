@@ -1,4 +1,5 @@
 import Foundation
+import MeSPFiles
 
 /// Every token that ends a text of the model in a bundle's folder, as mlx-lm finds them: those of `generation_config.json`, or where it
 /// names none, of `config.json`, or where that names none either, the tokenizer's. Chat models name several.

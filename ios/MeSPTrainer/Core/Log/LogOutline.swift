@@ -1,4 +1,5 @@
 import Foundation
+import MeSPFiles
 
 /// What a list shows of a run. Only the beginning and the end of the log are read, however long it is.
 public struct LogOutline: Sendable {

@@ -1,5 +1,5 @@
 import Foundation
-import MeSPFederation
+import MeSPFiles
 
 /// `metrics.jsonl` in a run's output folder: a line a record, handed to the system at once.
 struct LogWriter {
@@ -74,7 +74,7 @@ struct LogWriter {
     /// - Returns: the log's length in bytes.
     func synchronize() throws -> UInt64 {
         do {
-            guard MeSPFederation.synchronize(file.fileDescriptor) == 0 else { throw MeSPError("\(lastError())") }
+            guard MeSPFiles.synchronize(file.fileDescriptor) == 0 else { throw MeSPError("\(lastError())") }
             return try file.seekToEnd()
         } catch {
             throw MeSPError("Cannot write \(url.path): \(error.plainSentence).")

@@ -1,5 +1,6 @@
 import Foundation
 import MLX
+import MeSPFiles
 
 #if canImport(Darwin)
     import Darwin

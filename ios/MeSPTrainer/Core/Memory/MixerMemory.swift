@@ -9,7 +9,7 @@ struct MixerMemory {
     let itemSize: Int
 
     /// One array `[T, features]`.
-    private func activation(_ features: Int) -> Int { length * features * itemSize }
+    func activation(_ features: Int) -> Int { length * features * itemSize }
     private var hidden: Int { activation(hiddenSize) }
     /// mixed
     var mixed: Int { activation(mixer.mixedSize(hidden: hiddenSize)) }
@@ -46,18 +46,6 @@ struct MixerMemory {
             return 2 * hidden + 5 * mixed + 9 * activation(a.keyValueWidth) + 4 * scores
         case .gatedDeltaNet: return 2 * intermediates + hidden
         case .shortConvolution: return 3 * intermediates + hidden
-        }
-    }
-
-    /// What automatic differentiation keeps.
-    var automatic: Int {
-        switch mixer {
-        case .attention(let a):
-            // The scores and P of all heads; and of QK-norm.
-            2 * a.numAttentionHeads * length * length * 4
-                + (a.qkNorm ? 13 * activation(a.queryWidth + a.keyValueWidth) : 0)
-        case .gatedDeltaNet: 10 * intermediates
-        case .shortConvolution: 3 * intermediates
         }
     }
 

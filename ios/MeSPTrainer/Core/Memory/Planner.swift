@@ -25,7 +25,7 @@ public struct Plan: Codable, Sendable, Equatable {
     /// Whether an update needs all gradients at once, or sums over sequences that go one after the other.
     func gathersGradients(of settings: RunSettings) -> Bool {
         let oneByOne = settings.sequences > 1 && order != .blocks
-        return settings.method != .mezo
+        return settings.method.hasBackwardPass
             && (oneByOne || settings.maxGradNorm != nil || settings.objective != nil || settings.dpClip != nil)
     }
 }
@@ -90,11 +90,12 @@ public struct Planner: Sendable {
     }
 
     private static func passedBytes(_ manifest: Manifest, _ settings: RunSettings, _ trainedBlocks: Int) -> Int {
-        let first = settings.method == .mezo ? 0 : manifest.architecture.numHiddenLayers - trainedBlocks
+        let goesBack = settings.method.hasBackwardPass
+        let first = goesBack ? manifest.architecture.numHiddenLayers - trainedBlocks : 0
         let blocks = manifest.blocks.reduce(0) { sum, kind in
             sum + kind.words * (kind.layers.count + kind.layers.count { $0 >= first })
         }
-        return 4 * (blocks + manifest.head.words * (settings.method == .mezo ? 2 : 1))
+        return 4 * (blocks + manifest.head.words * (goesBack ? 1 : 2))
     }
 
     private static func vectors(_ layouts: [LoRALayout], _ settings: RunSettings) -> (vectors: Int, gradients: Int) {
@@ -165,7 +166,7 @@ public struct Planner: Sendable {
 
     /// From the fastest to the slowest.
     private var plans: [Plan] {
-        let most = method == .mesp ? trainedBlocks : 0
+        let most = method.readsIntermediates ? trainedBlocks : 0
         return offloads.flatMap { offload in
             orders.flatMap { orders in
                 tileSizes.flatMap { tileBytes in
@@ -189,7 +190,7 @@ public struct Planner: Sendable {
     /// read from disk again.
     private var orders: [[RunSettings.Order?]] {
         guard settings.sequences > 1 else { return [[nil]] }
-        guard method != .mezo, settings.objective == nil, settings.dpClip == nil,
+        guard method.hasBackwardPass, settings.objective == nil, settings.dpClip == nil,
             settings.sequences <= mostTogether
         else {
             return [[.sequences]]
@@ -207,7 +208,7 @@ public struct Planner: Sendable {
     /// Whether a plan that was read from a file can be one for these settings.
     func isPossible(_ plan: Plan) -> Bool {
         (1...(1 << 30)).contains(plan.tileBytes) && (0...(1 << 40)).contains(plan.cacheBytes)
-            && (0...(method == .mesp ? trainedBlocks : 0)).contains(plan.keptBlocks)
+            && (0...(method.readsIntermediates ? trainedBlocks : 0)).contains(plan.keptBlocks)
             && (plan.order != .blocks || orders.joined().contains(.blocks))
             && (!plan.keepsAnswer || keepingAnswers(plan.offload).contains(true))
     }
@@ -240,7 +241,7 @@ public struct Planner: Sendable {
 
     /// What `keepsAnswer` may be, the faster first: on disk it costs no memory.
     private func keepingAnswers(_ offload: RunSettings.Offload) -> [Bool] {
-        guard settings.objective?.takesPairs == true, method != .mezo else { return [false] }
+        guard settings.objective?.takesPairs == true, method.hasBackwardPass else { return [false] }
         return offload == .none ? [true, false] : [true]
     }
 
@@ -254,7 +255,7 @@ public struct Planner: Sendable {
 
     private var offloads: [RunSettings.Offload] {
         if let choice = settings.offload { return [choice] }
-        return method == .mezo ? [.none, .all] : [.none, .inputs, .all]
+        return method.hasBackwardPass ? [.none, .inputs, .all] : [.none, .all]
     }
 
     /// The lowest limit that some plan stays within, in bytes.
@@ -280,14 +281,14 @@ public struct Planner: Sendable {
         // With short command buffers two things exceed the workspace: the buffer that is encoded, and arrays of a finished one whose
         // completion handler has not run yet.
         let most = CommandBuffers.areShort ? workspace(plan) + phase(plan) * 2 / 5 : max(phase(plan), workspace(plan))
-        let phase = max(most, method == .mebp ? backward(tile(plan)) : 0)
+        let phase = max(most, baseline?.derivative ?? 0)
         return lasting(plan) + (plan.keptBlocks > 0 ? 2 * intermediate : 0) + phase
     }
 
     /// What lives through a step: parameters, optimizer state and sums of gradients; block inputs; kept intermediates.
     private func lasting(_ plan: Plan) -> Int {
         let (sequences, gathers) = (plan.sequences(of: settings), plan.gathersGradients(of: settings))
-        let inputs = method == .mezo || plan.offload != .none ? 0 : sequences * trainedBlocks * hidden
+        let inputs = !method.hasBackwardPass || plan.offload != .none ? 0 : sequences * trainedBlocks * hidden
         // What the last block has made of the other sequences, then their d.
         let waiting = (sequences - 1) * hidden
         let together = plan.order == .blocks
@@ -343,16 +344,25 @@ public struct Planner: Sendable {
         let ofHidden =
             large.contains(hidden)
             ? (isRecurrent ? 3 : 1) * max(hidden, most(\.mixed)) : min(1_000_000, lasting(plan) / 32)
-        return ofHidden + (method == .mebp && (1_600_000..<8 << 20).contains(intermediate) ? 7 * intermediate : 0)
+        return ofHidden + (baseline?.gaps ?? 0)
     }
 
     // MARK: - What is alive at once. Counts of arrays follow the code; the few constants were fitted to measurements on Linux.
 
+    /// Where the method is none of the structured backward pass.
+    private var baseline: BaselineMemory? {
+        switch method {
+        case .mesp: nil
+        case .mebp: .mebp(architecture, mixers, intermediate: intermediate)
+        // z, and the parameters moved by it, on the way into a block.
+        case .mezo: BaselineMemory(derivative: forward + gradientBytes + loraBytes)
+        }
+    }
+
     /// The process with MLX started and, where they are called, the block functions imported, whose graphs take several times the files.
-    /// On a CPU MeBP alone calls them.
     private var process: Int {
         5_000_000 + 1_750_000 * (backend == .cpu ? CPUProducts.current.threads : 1)
-            + (backend == .cpu && method != .mebp ? 0 : 15 * functionBytes / 2)
+            + (backend == .gpu || baseline?.callsFunctions == true ? 15 * functionBytes / 2 : 0)
     }
 
     /// One array `[T, features]`.
@@ -386,32 +396,20 @@ public struct Planner: Sendable {
     }
 
     private func backward(_ tile: TileSizes) -> Int {
+        if let baseline { return baseline.derivative }
         let a = architecture
-        switch method {
-        case .mesp:
-            let features = min(tile.mlp, a.intermediateSize)
-            return max(
-                // d waits while the block function runs again.
-                hidden + forward,
-                // The mixer's intermediates; x_mid, dy and, with post-norms, the gradient by mlp_out; mlp_in and its gradient before a tile,
-                // with the tile's gate and after it; of the tile, three weights, one of them while it is dequantized, gate and up, each
-                // with the two products that it is the sum of where it has an adapter, and their derivatives, for gelu with its tanh.
-                most(\.intermediates) + (a.postNorms ? 7 : 6) * hidden + 5 * weight(features)
-                    + ((a.hiddenAct == .gelu ? 12 : 7) + 2 * adaptedInMLP) * activation(features) + gradientBytes,
-                // The same without the tile, but with the temporaries of the norm's derivative.
-                most(\.intermediates) + 15 * hidden / 2 + gradientBytes,
-                most { $0.backward(tile) } + 2 * gradientBytes) + postNormed
-        case .mebp:
-            // All of the block's weights dequantized, six arrays as wide as the MLP, and what automatic differentiation keeps of the
-            // mixer and of gelu.
-            let weights = a.kinds.map { block in
-                block.modules.reduce(0) { $0 + block.dimensions($1).inputs * block.dimensions($1).outputs }
-            }
-            return 4 * (weights.max() ?? 0) + (a.hiddenAct == .gelu ? 15 : 6) * intermediate + most(\.automatic)
-        case .mezo:
-            // z, and the parameters moved by it, on the way into the block function.
-            return forward + gradientBytes + loraBytes
-        }
+        let features = min(tile.mlp, a.intermediateSize)
+        return max(
+            // d waits while the block function runs again.
+            hidden + forward,
+            // The mixer's intermediates; x_mid, dy and, with post-norms, the gradient by mlp_out; mlp_in and its gradient before a tile,
+            // with the tile's gate and after it; of the tile, three weights, one of them while it is dequantized, gate and up, each
+            // with the two products that it is the sum of where it has an adapter, and their derivatives, for gelu with its tanh.
+            most(\.intermediates) + (a.postNorms ? 7 : 6) * hidden + 5 * weight(features)
+                + ((a.hiddenAct == .gelu ? 12 : 7) + 2 * adaptedInMLP) * activation(features) + gradientBytes,
+            // The same without the tile, but with the temporaries of the norm's derivative.
+            most(\.intermediates) + 15 * hidden / 2 + gradientBytes,
+            most { $0.backward(tile) } + 2 * gradientBytes) + postNormed
     }
 }
 

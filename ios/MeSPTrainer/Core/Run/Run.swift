@@ -1,5 +1,6 @@
 import Foundation
 import MLX
+import MeSPFiles
 
 /// One training run from settings to adapters.
 public enum Run {

@@ -1,5 +1,6 @@
 import Foundation
 import MLX
+import MeSPFiles
 
 /// Everything that a run depends on: the app's form and `mesp-engine`'s settings file.
 ///

@@ -1,5 +1,6 @@
 import Foundation
 import MLX
+import MeSPFiles
 
 /// What a run needs to go on as if it had never ended: `state.safetensors` in its output folder. The order of the data and every random
 /// number follow from the number of the step.

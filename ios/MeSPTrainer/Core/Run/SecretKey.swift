@@ -1,5 +1,5 @@
 import Foundation
-import MeSPFederation
+import MeSPFiles
 
 #if canImport(CryptoKit)
     import CryptoKit

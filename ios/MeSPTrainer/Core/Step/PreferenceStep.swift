@@ -23,7 +23,7 @@ extension Trainer {
         try takingBack {
             var record = Record()
             var norm: Float?
-            if settings.method == .mezo {
+            if !settings.method.hasBackwardPass {
                 let loss: Float
                 (loss, norm) = try zerothOrderStep(number, of: batches.joined().map(\.example)) { moved in
                     record = Record()

@@ -157,7 +157,7 @@ package final class Trainer {
             return batch.map { Part(example: $0, weight: 1 / Float(counted * batches.count)) }
         }
         let (loss, norm) = try takingBack {
-            settings.method == .mezo ? try zerothOrderStep(parts, number) : try firstOrderStep(parts, number)
+            settings.method.hasBackwardPass ? try firstOrderStep(parts, number) : try zerothOrderStep(parts, number)
         }
         return StepResult(
             loss: loss, tokens: parts.reduce(0) { $0 + $1.example.counted.count },
@@ -268,7 +268,7 @@ package final class Trainer {
         }
         let longest = [1, settings.seqLen, architecture.hiddenSize]
         let inputsFile =
-            plan.offload != .none && settings.method != .mezo
+            plan.offload != .none && settings.method.hasBackwardPass
             ? try ArrayFile(in: folder, shape: longest, dtype: bundle.dtype, keepsMaps: keepsMaps) : nil
         inputs = BlockArrays(count: plan.sequences(of: settings) * blocks, file: inputsFile)
         optimizer = try Optimizer(settings, zeros: zeros)
@@ -300,7 +300,7 @@ package final class Trainer {
 
     /// Whether a block's intermediates stay from the forward to the backward pass.
     private func keepsIntermediates(_ block: Int) -> Bool {
-        settings.method == .mesp && block >= model.blocks.upperBound - plan.keptBlocks
+        settings.method.readsIntermediates && block >= model.blocks.upperBound - plan.keptBlocks
     }
 
     /// Bytes written to offloaded arrays since the start.

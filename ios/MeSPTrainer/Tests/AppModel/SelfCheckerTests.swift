@@ -3,6 +3,7 @@ import Testing
 
 @testable import MeSPAppModel
 @testable import MeSPCore
+@testable import MeSPFiles
 @testable import MeSPSelfCheck
 
 @Suite(.serialized) @MainActor final class SelfCheckerTests {

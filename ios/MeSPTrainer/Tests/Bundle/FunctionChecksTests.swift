@@ -3,6 +3,8 @@ import MLX
 import Testing
 
 @testable import MeSPCore
+@testable import MeSPFiles
+@testable import MeSPFunctionCheck
 
 /// Files of functions before MLX reads them.
 @Suite struct FunctionChecksTests {
@@ -141,18 +143,18 @@ import Testing
         let function = TestFunction(.array([16]), [.node("Exp", [], [0], .array([16]))])
         #expect(said(function) == "")
         for count in function.file.indices {
-            #expect(message { _ = try checkFunctions(function.file.prefix(count), device: .cpu) } != "")
+            #expect(message { _ = try checkFunctions(function.file.prefix(count), onGPU: false) } != "")
         }
-        #expect(message { _ = try checkFunctions(function.file + [0], device: .cpu) } == "it is damaged")
-        #expect(message { _ = try checkFunctions(function.file, device: .gpu) } == "Exp is for another device")
+        #expect(message { _ = try checkFunctions(function.file + [0], onGPU: false) } == "it is damaged")
+        #expect(message { _ = try checkFunctions(function.file, onGPU: true) } == "Exp is for another device")
         let other = function.file.prefix(8) + Data("0.32.1".utf8) + function.file.dropFirst(14)
         #expect(
-            message { _ = try checkFunctions(Data(other), device: .cpu) } == "it was not written by MLX 0.31.1"
+            message { _ = try checkFunctions(Data(other), onGPU: false) } == "it was not written by MLX 0.31.1"
         )
     }
 
     private func said(_ function: TestFunction) -> String {
-        message { _ = try checkFunctions(function.file, device: .cpu) }
+        message { _ = try checkFunctions(function.file, onGPU: false) }
     }
 }
 

@@ -2,6 +2,7 @@ import Foundation
 import Testing
 
 @testable import MeSPCore
+@testable import MeSPFiles
 
 @Suite(.serialized) struct ModelBundleTests {
     /// A private copy of a fixture's bundle.

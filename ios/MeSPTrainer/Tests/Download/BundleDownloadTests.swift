@@ -3,6 +3,8 @@ import Testing
 
 @testable import MeSPAppModel
 @testable import MeSPCore
+@testable import MeSPDownload
+@testable import MeSPFiles
 
 #if canImport(FoundationNetworking)
     import FoundationNetworking

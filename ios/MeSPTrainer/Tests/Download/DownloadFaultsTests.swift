@@ -5,6 +5,7 @@
 
     @testable import MeSPAppModel
     @testable import MeSPCore
+    @testable import MeSPDownload
 
     /// Where the system fails a download in the app, before any of the calls that change a file: see tests/faults.c.
     ///

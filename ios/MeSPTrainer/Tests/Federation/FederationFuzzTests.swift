@@ -3,6 +3,7 @@ import Testing
 
 @testable import MeSPCore
 @testable import MeSPFederation
+@testable import MeSPFiles
 
 /// Messages of a server, damaged in every way: each is read, or refused in a sentence, and takes no more than it may. A crash ends the tests.
 @Suite(.serialized) struct FederationFuzzTests {

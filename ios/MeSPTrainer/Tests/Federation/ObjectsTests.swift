@@ -3,6 +3,7 @@ import MeSPSentences
 import Testing
 
 @testable import MeSPFederation
+@testable import MeSPFiles
 
 struct ObjectsTests {
     /// What Flower 1.41 makes of `RecordDict({"arrays": ArrayRecord({"b": b, "half": half, "again": b}), "metrics": MetricRecord(

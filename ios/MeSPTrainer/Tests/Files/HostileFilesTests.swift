@@ -3,6 +3,8 @@ import MLX
 import Testing
 
 @testable import MeSPCore
+@testable import MeSPDownload
+@testable import MeSPFiles
 
 #if canImport(FoundationNetworking)
     import FoundationNetworking

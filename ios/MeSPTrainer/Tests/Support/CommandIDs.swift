@@ -1,6 +1,8 @@
 import Foundation
 import Testing
 
+@testable import MeSPFiles
+
 /// What the commands make of texts with a tokenizer of a token a byte: `text_ids` in `tests/make_cases.py`.
 struct CommandIDs: Decodable, Sendable {
     let words: String

@@ -1,5 +1,7 @@
 import Foundation
-import MeSPFederation
+import MeSPCore
+import MeSPFiles
+import MeSPSentences
 
 #if canImport(FoundationNetworking)
     import FoundationNetworking

@@ -1,35 +1,24 @@
 import Foundation
+import MeSPSentences
 
 /// Throws unless the functions in a file keep to `AllowedPrimitives`, so that MLX reads and writes within their arrays: it takes the shapes
 /// of a primitive's outputs from the file, and checks neither these nor the indices of a `Gather`. What passes is what
 /// exporter/mesp/block_function/check.py lets pass. docs/security.md has the file's layout.
 ///
-/// - Parameter device: that all primitives must be on.
+/// - Parameter onGPU: whether all primitives must be on the GPU; otherwise on the CPU.
 /// - Returns: the inputs and outputs of each function.
 /// - Throws: `MeSPError` with the reason alone.
-func checkFunctions(_ file: Data, device: Backend) throws -> [FunctionSignature] {
+package func checkFunctions(_ file: Data, onGPU: Bool) throws -> [FunctionSignature] {
     let allowed = try AllowedPrimitives.list.get()
     guard file.count <= 64 << 20 else { throw damaged }
     var reader = FunctionReader(file: file, allowed: allowed)
     return try reader.functions().map { function in
-        var check = FunctionCheck(allowed: allowed, device: device == .gpu ? 1 : 0)
+        var check = FunctionCheck(allowed: allowed, device: onGPU ? 1 : 0)
         return try check.check(function)
     }
 }
 
 private let damaged = MeSPError("it is damaged")
-
-struct ArrayType: Equatable {
-    var shape: [Int]
-    let element: ElementType
-
-    /// With `sizes` in place of some dimensions.
-    fileprivate func replacing(_ dimensions: Range<Int>, with sizes: [Int]) -> ArrayType {
-        var result = self
-        result.shape.replaceSubrange(dimensions, with: sizes)
-        return result
-    }
-}
 
 private struct Constant {
     let type: ArrayType

@@ -2,14 +2,14 @@ import Foundation
 
 /// The primitives that a function in a bundle may have: exporter/mesp/block_function/allowed_primitives.json, whose text says what its
 /// fields are. `tests/test_check_functions.py` holds the copy here equal to it.
-struct AllowedPrimitives: Decodable {
+package struct AllowedPrimitives: Decodable {
     /// The version of MLX whose layout of files is read.
     let mlx: String
     /// MLX's code of each type, and the bytes of an element.
     let types: [ElementType: [Int]]
     let limits: Limits
     /// The arrays that a block's function takes and returns, by the parts of a block: see `FunctionSignature`.
-    let signature: Signature
+    package let signature: Signature
     /// Bits and group sizes by MLX's code of the mode.
     let quantizations: [String: [[Int]]]
     let headDims: [Int]
@@ -25,10 +25,10 @@ struct AllowedPrimitives: Decodable {
         }
     }
 
-    struct Signature: Decodable {
-        let inputs, first, then: [String]
-        let attention, gatedDeltaNet, shortConvolution: [String]
-        let postNorms: [String]
+    package struct Signature: Decodable {
+        package let inputs, first, then: [String]
+        package let attention, gatedDeltaNet, shortConvolution: [String]
+        package let postNorms: [String]
 
         enum CodingKeys: String, CodingKey {
             case inputs, first, then, attention
@@ -58,7 +58,7 @@ struct AllowedPrimitives: Decodable {
         case headDims = "head_dims"
     }
 
-    static let list = Result { try JSONDecoder().decode(AllowedPrimitives.self, from: Data(json.utf8)) }
+    package static let list = Result { try JSONDecoder().decode(AllowedPrimitives.self, from: Data(json.utf8)) }
 
     private static let json = #"""
         {

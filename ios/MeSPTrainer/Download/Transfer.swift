@@ -1,4 +1,6 @@
 import Foundation
+import MeSPFiles
+import MeSPSentences
 
 #if canImport(FoundationNetworking)
     import FoundationNetworking

@@ -1,4 +1,5 @@
 import Foundation
+import MeSPSentences
 
 extension JSONDecoder {
     /// Reads the names of files and programs, which are in snake case.

@@ -1,4 +1,5 @@
 import Foundation
+import MeSPSentences
 
 #if canImport(Darwin)
     import Darwin
@@ -6,19 +7,19 @@ import Foundation
     import Glibc
 #endif
 
-/// The right to write a run into a folder, which one process has at a time: a lock on the file `.lock` in it. The system takes the lock
+/// The right to write into a folder, which one process has at a time: a lock on the file `.lock` in it. The system takes the lock
 /// back when its process ends, in whatever way; the file stays.
-final class FolderLock {
+package final class FolderLock: Sendable {
     private let file: Int32
 
     /// Takes the lock, and makes the folder if it isn't there.
     ///
     /// - Throws: `MeSPError` that says who has the lock.
-    init(_ folder: URL) throws {
+    package init(_ folder: URL) throws {
         do {
             try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)
         } catch {
-            throw MeSPError("Cannot make the output folder \(folder.path): \(error.plainSentence).")
+            throw MeSPError("Cannot make the folder \(folder.path): \(error.plainSentence).")
         }
         let url = folder.appendingPathComponent(".lock")
         do {
@@ -31,7 +32,7 @@ final class FolderLock {
             close(file)
             let who: Sentence = holder.isEmpty ? "Another process" : Sentence(english: holder)
             throw MeSPError(
-                "\(who) is writing to \(folder.path); wait for it, stop it, or choose another output folder."
+                "\(who) is writing to \(folder.path); wait for it, stop it, or choose another folder."
             )
         }
         #if os(iOS)

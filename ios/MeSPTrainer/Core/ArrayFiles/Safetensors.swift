@@ -1,5 +1,6 @@
 import Foundation
 import MLX
+import MeSPFiles
 
 /// The tensors of a safetensors file, mapped; one becomes an array when it is asked for.
 ///

@@ -1,5 +1,5 @@
 import Foundation
-import MeSPFederation
+import MeSPSentences
 
 #if canImport(Darwin)
     import Darwin
@@ -14,7 +14,9 @@ import MeSPFederation
 ///   - mode: of a file that it creates; by default everybody may read it.
 ///   - followsLinks: whether a symbolic link in the place of the file is followed.
 /// - Throws: `MeSPError` with the reason alone.
-func openRegularFile(_ url: URL, _ flags: Int32, mode: mode_t = 0o644, followsLinks: Bool = false) throws -> Int32 {
+package func openRegularFile(_ url: URL, _ flags: Int32, mode: mode_t = 0o644, followsLinks: Bool = false) throws
+    -> Int32
+{
     // Without O_NONBLOCK a pipe would wait for its other end.
     let file = open(url.path, flags | (followsLinks ? 0 : O_NOFOLLOW) | O_NONBLOCK | O_CLOEXEC, mode)
     guard file >= 0 else { throw errno == ELOOP ? MeSPError("it is a symbolic link") : MeSPError("\(lastError())") }
@@ -34,13 +36,34 @@ package func regularFile(_ url: URL, followsLinks: Bool = false) -> Data? {
 }
 
 /// The contents of an open file, mapped, or nil where the system refuses.
-func mapped(_ file: Int32) -> Data? {
+package func mapped(_ file: Int32) -> Data? {
     var status = stat()
     guard fstat(file, &status) == 0 else { return nil }
     let size = Int(status.st_size)
     guard size > 0 else { return Data() }
     guard let start = mmap(nil, size, PROT_READ, MAP_PRIVATE, file, 0), start != MAP_FAILED else { return nil }
     return Data(bytesNoCopy: start, count: size, deallocator: .unmap)
+}
+
+/// Writes the data of an open file to the disk.
+///
+/// - Returns: 0, or -1 where it cannot be written (`errno`).
+package func synchronize(_ file: Int32) -> Int32 {
+    #if canImport(Darwin)
+        // `fsync` leaves the data in the disk's own cache. Some file systems lack this call.
+        if fcntl(file, F_FULLFSYNC) == 0 { return 0 }
+    #endif
+    return fsync(file)
+}
+
+/// Writes the names in a folder to the disk, where the file system can: some on a network or a removable disk cannot.
+///
+/// - Returns: 0, or -1 where they cannot be written (`errno`).
+package func synchronize(folder: URL) -> Int32 {
+    let directory = open(folder.path, O_RDONLY | O_DIRECTORY | O_CLOEXEC)
+    guard directory >= 0 else { return -1 }
+    defer { close(directory) }
+    return synchronize(directory) == 0 || errno == EINVAL || errno == ENOTSUP ? 0 : -1
 }
 
 /// Writes a file that replaces the one at `url` when all of it is on the disk, and not before.
@@ -57,7 +80,7 @@ package func writeWhole(_ url: URL, mode: mode_t = 0o644, _ write: (FileHandle) 
 }
 
 /// Renames a file or a folder, whose contents are on the disk, and brings its new name there too.
-func replace(_ url: URL, with new: URL) throws {
+package func replace(_ url: URL, with new: URL) throws {
     guard rename(new.path, url.path) == 0 else { throw MeSPError("\(lastError())") }
     guard synchronize(folder: url.deletingLastPathComponent()) == 0 else { throw MeSPError("\(lastError())") }
 }
