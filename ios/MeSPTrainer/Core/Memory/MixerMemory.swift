@@ -50,7 +50,7 @@ struct MixerMemory {
     }
 
     /// On a GPU, ten times what its derivative takes besides its tiles; fitted to what docs/ledger.md counts.
-    var tenPhases: Int {
+    var tenGPUPhases: Int {
         switch mixer {
         case .attention(let a): 142 * activation(a.queryWidth) + 157 * activation(a.keyValueWidth)
         case .gatedDeltaNet: 40 * intermediates

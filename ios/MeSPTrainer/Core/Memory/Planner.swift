@@ -52,8 +52,8 @@ public struct Planner: Sendable {
     private let adaptedInMLP: Int
     /// For each of the model's mixers.
     private let mixers: [MixerMemory]
-    /// What the mixers of the last blocks leave, by the number of blocks, in bytes.
-    private let left: [Int]
+    /// The intermediates of the mixers of the last blocks, by the number of blocks, in bytes.
+    private let mixerIntermediates: [Int]
 
     private var tileSizes: [Int] { TileSizes.choices(backend, hiddenSize: architecture.hiddenSize, length: length) }
 
@@ -83,7 +83,7 @@ public struct Planner: Sendable {
             MixerMemory(
                 mixer: $0, hiddenSize: architecture.hiddenSize, length: settings.seqLen, itemSize: itemSize)
         }
-        left = architecture.layers.reversed().reduce(into: [0]) {
+        mixerIntermediates = architecture.layers.reversed().reduce(into: [0]) {
             $0.append($0[$0.count - 1] + mixers[$1].intermediates)
         }
         self.mixers = mixers
@@ -166,12 +166,12 @@ public struct Planner: Sendable {
 
     /// From the fastest to the slowest.
     private var plans: [Plan] {
-        let most = method.readsIntermediates ? trainedBlocks : 0
+        let maxKept = method.readsIntermediates ? trainedBlocks : 0
         return offloads.flatMap { offload in
             orders.flatMap { orders in
                 tileSizes.flatMap { tileBytes in
                     keepingAnswers(offload).flatMap { keepsAnswer in
-                        (0...most).reversed().flatMap {
+                        (0...maxKept).reversed().flatMap {
                             ordered(
                                 Plan(
                                     tileBytes: tileBytes, keptBlocks: $0, offload: offload, keepsAnswer: keepsAnswer),
@@ -191,7 +191,7 @@ public struct Planner: Sendable {
     private var orders: [[RunSettings.Order?]] {
         guard settings.sequences > 1 else { return [[nil]] }
         guard method.hasBackwardPass, settings.objective == nil, settings.dpClip == nil,
-            settings.sequences <= mostTogether
+            settings.sequences <= maxTogether
         else {
             return [[.sequences]]
         }
@@ -201,8 +201,8 @@ public struct Planner: Sendable {
     }
 
     /// The most sequences that may go through the blocks together: so many that no product overflows.
-    private var mostTogether: Int {
-        min(RunSettings.mostSequences, (1 << 60) / (kept(trainedBlocks) + (trainedBlocks + 1) * hidden))
+    private var maxTogether: Int {
+        min(RunSettings.maxSequences, (1 << 60) / (kept(trainedBlocks) + (trainedBlocks + 1) * hidden))
     }
 
     /// Whether a plan that was read from a file can be one for these settings.
@@ -220,12 +220,12 @@ public struct Planner: Sendable {
             plan.order = order
             return plan
         }
-        return plans.filter(hasPlace).min { peak($0) < peak($1) }.map { [$0] } ?? []
+        return plans.filter(fits).min { peak($0) < peak($1) }.map { [$0] } ?? []
     }
 
-    /// Whether all sequences' block inputs have a place, unless that order is asked for: in memory or, up to the size of the weights, on
+    /// Whether there is room for all sequences' block inputs, unless that order is asked for: in memory or, up to the size of the weights, on
     /// disk.
-    private func hasPlace(_ plan: Plan) -> Bool {
+    private func fits(_ plan: Plan) -> Bool {
         guard plan.order == .blocks, settings.order == nil else { return true }
         return withMargin(peak(plan)) <= room
             && (plan.offload == .none || settings.sequences * trainedBlocks * hidden <= mappedBytes)
@@ -280,8 +280,9 @@ public struct Planner: Sendable {
     public func arrays(_ plan: Plan) -> Int {
         // With short command buffers two things exceed the workspace: the buffer that is encoded, and arrays of a finished one whose
         // completion handler has not run yet.
-        let most = CommandBuffers.areShort ? workspace(plan) + phase(plan) * 2 / 5 : max(phase(plan), workspace(plan))
-        let phase = max(most, baseline?.derivative ?? 0)
+        let workspaces =
+            CommandBuffers.areShort ? workspace(plan) + phase(plan) * 2 / 5 : max(phase(plan), workspace(plan))
+        let phase = max(workspaces, baseline?.derivative ?? 0)
         return lasting(plan) + (plan.keptBlocks > 0 ? 2 * intermediate : 0) + phase
     }
 
@@ -313,7 +314,7 @@ public struct Planner: Sendable {
     /// or the MLP's; fitted to what docs/ledger.md counts.
     private func phase(_ plan: Plan) -> Int {
         let postNormed = architecture.postNorms ? hidden : 0
-        let mixer = 54 * plan.tileBytes + most(\.tenPhases) + 17 * postNormed
+        let mixer = 54 * plan.tileBytes + largest(\.tenGPUPhases) + 17 * postNormed
         let mlp = 34 * plan.tileBytes + 180 * hidden + 38 * gradientBytes + 46 * postNormed
         return max(mixer, mlp) / 10
     }
@@ -338,12 +339,12 @@ public struct Planner: Sendable {
     /// step, a few percent of these. Large ones leave gaps of their own size: of the mixer's where that is wider than the model, and three
     /// of these where it is recurrent.
     private func gaps(_ plan: Plan) -> Int {
-        let isWide = most(\.mixed) > hidden
+        let isWide = largest(\.mixed) > hidden
         let isRecurrent = isWide && architecture.isRecurrent
         let large = (isRecurrent ? 1_000_000 : isWide ? 600_000 : 1_600_000)..<8 << 20
         let ofHidden =
             large.contains(hidden)
-            ? (isRecurrent ? 3 : 1) * max(hidden, most(\.mixed)) : min(1_000_000, lasting(plan) / 32)
+            ? (isRecurrent ? 3 : 1) * max(hidden, largest(\.mixed)) : min(1_000_000, lasting(plan) / 32)
         return ofHidden + (baseline?.gaps ?? 0)
     }
 
@@ -371,7 +372,7 @@ public struct Planner: Sendable {
     private var intermediate: Int { activation(architecture.intermediateSize) }
 
     /// Of the mixer that takes most.
-    private func most(_ bytes: (MixerMemory) -> Int) -> Int { mixers.map(bytes).max() ?? 0 }
+    private func largest(_ bytes: (MixerMemory) -> Int) -> Int { mixers.map(bytes).max() ?? 0 }
 
     /// `rows` of a weight `[rows, hidden]`, dequantized before it is multiplied.
     private func weight(_ rows: Int) -> Int {
@@ -383,11 +384,11 @@ public struct Planner: Sendable {
 
     /// What the last blocks keep: m₁, m₂, m₃, mixed, x_mid, gate and up.
     private func kept(_ blocks: Int) -> Int {
-        left[blocks] + blocks * (hidden + 2 * intermediate + postNormed)
+        mixerIntermediates[blocks] + blocks * (hidden + 2 * intermediate + postNormed)
     }
 
     /// The forward pass of a block: x, mixer_in, x_mid and y, what the mixer takes and makes, and its tiles, of some 256 outputs each.
-    private var forward: Int { 4 * hidden + most(\.forward) + 3 * weight(256) + 2 * activation(256) }
+    private var forward: Int { 4 * hidden + largest(\.forward) + 3 * weight(256) + 2 * activation(256) }
 
     /// y, h, dh and the running sum before and after a tile, in float32; of the tile, W while it is dequantized, and z and p.
     private func loss(_ tile: TileSizes) -> Int {
@@ -405,11 +406,11 @@ public struct Planner: Sendable {
             // The mixer's intermediates; x_mid, dy and, with post-norms, the gradient by mlp_out; mlp_in and its gradient before a tile,
             // with the tile's gate and after it; of the tile, three weights, one of them while it is dequantized, gate and up, each
             // with the two products that it is the sum of where it has an adapter, and their derivatives, for gelu with its tanh.
-            most(\.intermediates) + (a.postNorms ? 7 : 6) * hidden + 5 * weight(features)
+            largest(\.intermediates) + (a.postNorms ? 7 : 6) * hidden + 5 * weight(features)
                 + ((a.hiddenAct == .gelu ? 12 : 7) + 2 * adaptedInMLP) * activation(features) + gradientBytes,
             // The same without the tile, but with the temporaries of the norm's derivative.
-            most(\.intermediates) + 15 * hidden / 2 + gradientBytes,
-            most { $0.backward(tile) } + 2 * gradientBytes) + postNormed
+            largest(\.intermediates) + 15 * hidden / 2 + gradientBytes,
+            largest { $0.backward(tile) } + 2 * gradientBytes) + postNormed
     }
 }
 

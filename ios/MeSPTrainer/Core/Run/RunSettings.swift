@@ -100,7 +100,7 @@ public struct RunSettings: Codable, Sendable, Equatable {
 
     static let mostSteps = 1_000_000
     /// Of a step.
-    static let mostSequences = 1 << 16
+    static let maxSequences = 1 << 16
 
     public enum OptimizerKind: String, Codable, Sendable, CaseIterable {
         case sgd, adamw
@@ -232,7 +232,7 @@ public struct RunSettings: Codable, Sendable, Equatable {
             try require((1...Self.mostSteps).contains(count), name, "at least 1 and at most \(Self.mostSteps)")
         }
         try require(
-            sequences <= Self.mostSequences, "batch_size · grad_accumulation_steps", "at most \(Self.mostSequences)"
+            sequences <= Self.maxSequences, "batch_size · grad_accumulation_steps", "at most \(Self.maxSequences)"
         )
         try require(seqLen >= 1, "seq_len", "at least 1")
         try require(rank >= 1, "rank", "at least 1")

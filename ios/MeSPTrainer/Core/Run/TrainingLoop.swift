@@ -44,7 +44,7 @@ final class TrainingLoop {
         // A run that ended before it had saved anything is begun again.
         log = try LogWriter(folder: output, resumeAt: settings.resume ? saved?.state.logBytes ?? 0 : nil)
         secret = settings.dpClip == nil ? nil : try SecretKey(in: output, resumes: settings.resume)
-        letPause()
+        allowPause()
         if let saved {
             state = saved.state
             try trainer.restore { saved.vectors[$0] }
@@ -192,7 +192,7 @@ final class TrainingLoop {
         let vectors = try trainer.vectors()
         plan = cheaper
         trainer = try Trainer(bundle: bundle, settings: settings, plan: plan, folder: output)
-        letPause()
+        allowPause()
         try trainer.restore { vectors[$0] }
         let message: Sentence = "\(reason); the run goes on with a plan that takes less"
         try append(.event(.init(event: "cheaper_plan", message: message)))
@@ -200,7 +200,7 @@ final class TrainingLoop {
         try save()
     }
 
-    private func letPause() {
+    private func allowPause() {
         trainer.clock.atBlock = { [unowned self] in try hooks.atBlock { try append(.event($0)) } }
     }
 

@@ -59,11 +59,11 @@ package final class Trainer {
             try model.bundle.withBlock(block) { weights in
                 let lora = try model.parameters(block)
                 for sequence in states.indices {
-                    let (place, x) = (place(block, first + sequence), states[sequence])
-                    if block >= trained[0] { try inputs.write(x, place) }
+                    let (index, x) = (inputIndex(block, first + sequence), states[sequence])
+                    if block >= trained[0] { try inputs.write(x, index) }
                     if first == 0, keepsIntermediates(block) {
                         let outputs = try model.outputs(block, x, lora, weights)
-                        (states[sequence], kept[place]) = (outputs.y, outputs.intermediates)
+                        (states[sequence], kept[index]) = (outputs.y, outputs.intermediates)
                     } else {
                         states[sequence] = try model.output(block, x, lora, weights)
                     }
@@ -96,7 +96,8 @@ package final class Trainer {
                 for sequence in d.indices {
                     try clock.boundary(changed: sums == nil && block < model.blocks.upperBound - 1)
                     try clock.timed(\.backward) {
-                        var gradient = try gradient(block, place(block, first + sequence), weights, d: &d[sequence])
+                        var gradient = try gradient(
+                            block, inputIndex(block, first + sequence), weights, d: &d[sequence])
                         if let sum {
                             gradient = sum + gradient
                             eval(gradient)
@@ -114,20 +115,20 @@ package final class Trainer {
         model.isWarm = true
     }
 
-    /// The gradient of a block's trained parameters, from its input at `place`; d goes from dy to dx. Both are evaluated.
-    private func gradient(_ block: Int, _ place: Int, _ weights: BlockWeights, d: inout MLXArray) throws -> MLXArray {
-        let x = try inputs.take(place)
+    /// The gradient of a block's trained parameters, from its input with the index `input`; d goes from dy to dx. Both are evaluated.
+    private func gradient(_ block: Int, _ input: Int, _ weights: BlockWeights, d: inout MLXArray) throws -> MLXArray {
+        let x = try inputs.take(input)
         let lora = try model.parameters(block)
         if let automatic { return try automatic(block, x, lora, weights, d: &d) }
         return try model.withWorkspace {
-            let intermediates = try kept.removeValue(forKey: place) ?? model.recompute(block, x, lora, weights)
+            let intermediates = try kept.removeValue(forKey: input) ?? model.recompute(block, x, lora, weights)
             return model.block(block, x, lora, weights)
                 .gradient(x: x, consume intermediates, d: &d, wantsInput: block > trained[0])
         }
     }
 
-    /// Where a block's input of a sequence is kept.
-    private func place(_ block: Int, _ sequence: Int) -> Int { sequence * model.blocks.count + block }
+    /// The index of a block's input of a sequence among `inputs`.
+    private func inputIndex(_ block: Int, _ sequence: Int) -> Int { sequence * model.blocks.count + block }
 
     // MARK: - A step
 
@@ -226,7 +227,7 @@ package final class Trainer {
     package let trained: [Int]
     /// The block inputs, from the forward to the backward pass: all of a sequence, then of the next.
     private var inputs: BlockArrays
-    /// The last blocks' intermediates that stay from the forward to the backward pass, by the place of the block's input.
+    /// The last blocks' intermediates that stay from the forward to the backward pass, by the index of the block's input.
     private var kept = [Int: Intermediates]()
     /// Sums of gradients, where an update needs more than one backward pass gives at a time.
     var sums: GradientSums?
