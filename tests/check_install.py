@@ -60,27 +60,27 @@ def test_the_commands_work_away_from_a_checkout(programs: Path, work: Path):
     call([programs / "mesp", "export", "--model", "demo", "--seq-len", 64], work)
     steps = ("--steps", 5, "--val-batches", 2)
     # Without a compiler there is a sentence, and nothing is left behind.
-    refused = [programs / "mesp-train", "demo.mesp", *steps, "--output", "none"]
+    refused = [programs / "mesp-train", "demo.mesp", *steps, "--out", "none"]
     done = call(refused, work, PATH="/nowhere")
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1].startswith("Error: mesp-engine has not been built, and")
     assert not (work / "none").exists()
 
-    first = call([programs / "mesp-train", "demo.mesp", *steps, "--output", "run"], work)
+    first = call([programs / "mesp-train", "demo.mesp", *steps, "--out", "run"], work)
     assert "Building mesp-engine in" in first.stderr
     assert "Finished after 5 steps" in first.stdout
-    again = call([programs / "mesp", "train", "demo.mesp", *steps, "--output", "again"], work)
+    again = call([programs / "mesp", "train", "demo.mesp", *steps, "--out", "again"], work)
     assert "Building" not in again.stderr
     (place,) = (work / "cache" / "mesp").iterdir()
-    assert {path.name for path in place.iterdir()} == {"mesp-engine", "lock"}
+    assert {path.name for path in place.iterdir()} == {"mesp-engine", "lock", "mlx"}
 
     adapters = ("--adapters", "run/adapters")
     prompt = ("--prompt", "My fellow citizens", "--max-tokens", 8)
-    assert call([programs / "mesp-generate", "demo.mesp", *adapters, *prompt], work).stdout
+    assert call([programs / "mesp", "generate", "demo.mesp", *adapters, *prompt], work).stdout
     (work / "text.jsonl").write_text('{"text": "We the people of the United States"}\n')
-    measured = call([programs / "mesp-evaluate", "demo.mesp", "text.jsonl", *adapters], work)
+    measured = call([programs / "mesp", "evaluate", "demo.mesp", "text.jsonl", *adapters], work)
     assert "perplexity" in measured.stdout
-    call([programs / "mesp-fuse", "demo.mesp", *adapters, "--out", "fused"], work)
+    call([programs / "mesp", "fuse", "demo.mesp", *adapters, "--out", "fused"], work)
     assert (work / "fused" / "model.safetensors").exists()
     listed = call([programs / "mesp", "export", "--list-models"], work)
     assert listed.stderr == "" and "Qwen2.5-0.5B" in listed.stdout

@@ -1,7 +1,7 @@
-"""llama.cpp with the adapters and the models that mesp-fuse writes: `make test-slow`.
+"""llama.cpp with the adapters and the models that mesp fuse writes: `make test-slow`.
 
 It comes as a wheel, xllamacpp. The base model is dequantized into a GGUF file, all in float32, and
-llama.cpp must write the tokens that mesp-generate does, as likely as mlx-lm finds them.
+llama.cpp must write the tokens that mesp generate does, as likely as mlx-lm finds them.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from tokenizers import Tokenizer
 from conftest import FAMILIES, random_tensors, run, write_model
 from gguf_files import INTERLEAVED, MODELS, q8_0, write_gguf
 from mesp.bundle.reader import Bundle
-from mesp.engine.generate import generate
-from mesp.engine.prompts import encode, load_tokenizer
+from mesp.engine.process import generate
 from mesp.errors import MespError
 from mesp.models.architecture import Architecture
 from mesp.source_model.gguf.blocks import UNQUANTIZED
 from mesp.source_model.gguf.header import GGUF, copy
 from mesp.source_model.gguf.names import ARCHITECTURES
 from mesp.source_model.gguf.tokenizer import PRE_TOKENIZERS, write_tokenizer
+from mesp.text import bundle_tokenizer, encode
 from real_models import GEMMA, SMOLLM2, gguf_file
 from test_fuse import write_adapters
 
@@ -67,7 +67,7 @@ TINY = {
 
 @dataclass
 class Case:
-    """A bundle, adapters of it, and the folder that mesp-fuse made of both."""
+    """A bundle, adapters of it, and the folder that mesp fuse made of both."""
 
     bundle: Path
     adapters: Path
@@ -96,7 +96,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     bundle = folder / "bundle.mesp"
     if name == "demo":
         call("export", "--model", "demo", "--out", bundle, "--seq-len", 64)
-        call("train", bundle, "--steps", 40, "--val-batches", 0, "--output", folder / "run")
+        call("train", bundle, "--steps", 40, "--val-batches", 0, "--out", folder / "run")
         adapters = folder / "run" / "adapters"
     else:
         model = write_model(folder / "model", FAMILIES[name] | TINY[name])
@@ -194,7 +194,7 @@ def log_probabilities(model: nn.Module, prompt: list[int], tokens: list[int]) ->
 def check(
     case: Case, steps: list[dict], model: nn.Module, adapters: Path | None, rounding: float = 0
 ) -> None:
-    """Holds what llama.cpp wrote to `model`'s log-probabilities, and to mesp-generate's tokens.
+    """Holds what llama.cpp wrote to `model`'s log-probabilities, and to mesp generate's tokens.
 
     The tokens may part where a tie decides: where the two likeliest are as near as the tolerance
     of a log-probability, or as `rounding` of the weights.
@@ -295,7 +295,7 @@ def test_a_real_models_distributions_are_llama_cpps(real: RealModel):
     """
     model = Bundle(real.bundle).to_mlx_lm()
     model.set_dtype(mx.float32)
-    ids = load_tokenizer(real.bundle).encode(inspect.getdoc(json) or "")[:96]
+    ids = bundle_tokenizer(real.bundle).encode(inspect.getdoc(json) or "")[:96]
     ours = np.array(nn.log_softmax(model(mx.array([ids]))[0].astype(mx.float32), -1), np.float64)
     server, divergences = real.served(), []
     for end in range(8, len(ids), 6):
@@ -330,7 +330,7 @@ def test_a_real_model_writes_what_llama_cpp_writes(real: RealModel, tmp_path: Pa
     file = GGUF.read(real.file)
     quantized = [n for n, tensor in file.tensors.items() if tensor.type not in UNQUANTIZED]
     copy(file, tmp_path / "plain.gguf", dict.fromkeys(quantized, np.ascontiguousarray), Type.F32)
-    tokenizer, server, same = load_tokenizer(real.bundle), serve(tmp_path / "plain.gguf"), 0
+    tokenizer, server, same = bundle_tokenizer(real.bundle), serve(tmp_path / "plain.gguf"), 0
     for prompt in PROMPTS:
         ids = encode(tokenizer, prompt, None)
         request = {"prompt": ids, "n_predict": 32, "temperature": 0, "n_probs": 1}

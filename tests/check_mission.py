@@ -18,7 +18,7 @@ import collect
 import push
 from conftest import invoke, run
 from mesp.engine.build import mlx_folder
-from mesp.runs.log import read_run
+from mesp.runs.log import Run
 from stand_ins import Phones
 from studies.trainers import multiply_dequantized
 from tasks import notes
@@ -54,7 +54,7 @@ def test_a_model_goes_to_the_phone_and_what_it_learned_comes_back(
     assert "finished" in table
     (folder,) = collected.iterdir()
 
-    log = read_run(folder)
+    log = Run.load(folder)
     before, after = log.held_out
     assert log.last_step == STEPS and after < 0.5 * before
 

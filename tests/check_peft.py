@@ -28,7 +28,7 @@ from in_peft.train import in_nf4, write_base
 from mesp import reference
 from mesp.bundle.reader import Bundle
 from mesp.engine.build import find_engine
-from mesp.runs.log import Run, read_run
+from mesp.runs.log import Run
 from mesp.source_model.find import DEMO
 from studies.scores import model_with
 
@@ -46,8 +46,8 @@ def call(*arguments: object) -> None:
 def train(bundle: Path, output: Path, *options: object) -> Run:
     fixed = ("--steps", 20, "--optimizer", "adamw", "--learning-rate", 5e-3)
     fixed += ("--val-batches", VAL_BATCHES)
-    call("train", bundle, *fixed, "--output", output, *options)
-    return read_run(output)
+    call("train", bundle, *fixed, "--out", output, *options)
+    return Run.load(output)
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +129,7 @@ def test_peft_has_the_adapters_of_a_text_among_several_modalities(tmp_path: Path
         "--out", tmp_path / "bundle", "--seq-len", 24,
     )  # fmt: skip
     options = ("--steps", 2, "--num-layers", 1, "--projections", "q,v,down")
-    call("train", tmp_path / "bundle", "--output", tmp_path / "run", *options)
+    call("train", tmp_path / "bundle", "--out", tmp_path / "run", *options)
 
     config = json.loads((tmp_path / "bundle" / "config.json").read_text())["text_config"]
     sizes = ("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size", "head_dim")
@@ -236,7 +236,7 @@ def test_a_private_step_is_that_of_opacus(tmp_path: Path):
         subprocess.run([find_engine(), output / "settings.json"], check=True, capture_output=True)
         before, after, norms, clipped = step_of_opacus(path, start)
         assert clipped > 0, "clipping counts"
-        step = read_run(output).steps[0]
+        step = Run.load(output).steps[0]
         assert step["grad_norm"] == pytest.approx(np.mean(norms), rel=1e-5)
         ours = mx.load(str(output / "adapters" / "adapters.safetensors"))
         assert ours.keys() == after.keys()
@@ -308,8 +308,7 @@ def step_of_opacus(
 
 def examples(bundle: Bundle) -> list[tuple[int, int]]:
     """Where each training example begins, and its length."""
-    entry = bundle.manifest["data"]["train"]["examples"]
-    return np.fromfile(bundle.path / entry["file"], "<u4").reshape(-1, 2).tolist()
+    return bundle.examples("train").tolist()
 
 
 def noise_by_name(bundle: Bundle) -> dict[str, np.ndarray]:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import pytest
 
 import quantizers
-from mesp.quantization.measure import Loss, finals, measure
+from mesp.source_model.measure import Loss, finals, measure
 from quantizers import Study, mesp
 from real_models import GEMMA, SMOLLM2, hugging_face_folder
 

@@ -29,8 +29,8 @@ from mesp.errors import MespError
 from mesp.models import families
 from mesp.models.architecture import Architecture, Block
 from mesp.models.mixers import AttentionMixer
-from mesp.quantization.modes import Quantization
-from mesp.source_model.names import CONVOLUTIONS, name_here, name_there
+from mesp.models.names import CONVOLUTIONS, name_here, name_there
+from mesp.models.quantization import Quantization
 from stand_ins import Phones
 
 # A shell that starts the tests in the background has SIGINT ignored, and children inherit that.

@@ -15,7 +15,7 @@ import os
 import signal
 import sys
 import time
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 
 if sys.argv[1] == "--version":
@@ -64,9 +64,7 @@ log.truncate(saved["log_bytes"])
 
 
 def write(kind, **fields):
-    line = json.dumps(
-        {"type": kind, "time": f"{datetime.now(timezone.utc):%Y-%m-%dT%H:%M:%SZ}", **fields}
-    )
+    line = json.dumps({"type": kind, "time": f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}", **fields})
     print(line, file=log, flush=True)
     print(line, flush=True)
 

@@ -15,7 +15,7 @@ from gguf import GGMLQuantizationType as Type
 from conftest import FAMILIES, TEXT, TINY, write_tokenizer
 from mesp.models.architecture import Architecture
 from mesp.models.config_json import complete
-from mesp.source_model.names import CONVOLUTIONS
+from mesp.models.names import CONVOLUTIONS
 
 _LLAMA = {"attention_bias": False, "mlp_bias": False}
 _GEMMA = {"query_pre_attn_scalar": 32}

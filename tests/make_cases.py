@@ -37,13 +37,14 @@ from conftest import (
     write_model,
     write_model_in_5_bits,
 )
+from mesp import text as prompts
 from mesp.block_function import trace
 from mesp.bundle import function_files, writer
 from mesp.data.records import Document
 from mesp.data.sources import Selection, read_documents
-from mesp.data.tokens import cut_text, encoder, load_tokenizer
-from mesp.engine import prompts
+from mesp.data.tokens import cut_text, encoder
 from mesp.evaluation.model import Model
+from mesp.text import load_tokenizer
 
 UNTIED = {**TINY, "num_hidden_layers": 2, "tie_word_embeddings": False, "rope_theta": 1e6}
 # Qwen2.5-0.5B's width.

@@ -41,7 +41,7 @@ import mlx.core as mx
 
 from mesp import reference
 from mesp.bundle.reader import Bundle
-from mesp.engine.update_defaults import (
+from mesp.engine.settings import (
     OPTIMIZERS,
     default_learning_rate,
     default_optimizer,
@@ -200,7 +200,7 @@ def main(arguments: list[str] | None = None) -> None:
     model, tokens = reference.Model.of(bundle), mx.array(bundle.tokens("train"))
     scale = settings.alpha / settings.rank
     numbers = {k: v for k, v in vars(settings).items() if not isinstance(v, Path)}
-    metadata = {"model": bundle.manifest["name"]} | {k: str(v) for k, v in numbers.items()}
+    metadata = {"model": bundle.manifest.name} | {k: str(v) for k, v in numbers.items()}
     for method, optimizer in itertools.product(("mesp", "mebp", "mezo"), OPTIMIZERS):
         rate = default_learning_rate(method, optimizer, model.arch.hidden_size)
         metadata |= {f"default {method} {optimizer}": str(rate)}
@@ -211,7 +211,7 @@ def main(arguments: list[str] | None = None) -> None:
 
     lora = random_lora(model, settings.rank, settings.seed)
     arrays = gradient_arrays(model, tokens[: settings.seq_len + 1], lora, scale)
-    if bundle.manifest["dtype"] == "bfloat16":
+    if bundle.manifest.dtype == "bfloat16":
         arrays |= floor_arrays(model, tokens[: settings.seq_len + 1], lora, scale)
     if settings.steps:
         sizes = (settings.seq_len, settings.rank, scale)

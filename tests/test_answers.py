@@ -11,8 +11,8 @@ import pytest
 
 import mesp
 from mesp.data.answers import encode_answers
-from mesp.data.tokens import load_tokenizer
 from mesp.errors import MespError
+from mesp.text import load_tokenizer
 
 DEMO_MODEL = Path(mesp.__file__).parent / "demo_model"
 

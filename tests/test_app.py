@@ -21,7 +21,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from mesp.engine.build import find_engine
-from mesp.runs.log import read_run
+from mesp.runs.log import Run
 
 ROOT = Path(__file__).parents[1]
 HOME = ROOT / "ios" / "MeSPTrainer"
@@ -402,7 +402,7 @@ def test_on_a_mac_the_app_is_in_a_sandbox_with_what_the_person_chooses():
 
 
 def test_the_recorded_run_is_of_the_demo_and_names_no_machine():
-    run = read_run(HOME / "Recorded")
+    run = Run.load(HOME / "Recorded")
     assert run.model == "demo" or run.model == "Demo", run.model
     assert run.end["reason"] == "finished" and run.last_step >= 50
     assert run.settings["bundle"] == "Demo.mesp" and run.start["host"] == "recorded"
@@ -450,8 +450,8 @@ def test_the_demo_bundles_that_come_with_the_app_are_whole(name, device):
 
     bundle = Bundle(HOME / f"{name}.mesp", to_run=device == "cpu")
     bundle.verify()
-    assert bundle.manifest["device"] == device
-    assert {"train", "valid"} <= set(bundle.manifest["data"])
+    assert bundle.manifest.device == device
+    assert {"train", "valid"} <= set(bundle.manifest.data)
     # As the Train screen says (`TrainingForm.lesson`).
     tokens = array("I", (bundle.path / "data" / "train.bin").read_bytes())
     text = Tokenizer.from_file(str(bundle.path / "tokenizer.json")).decode(list(tokens))

@@ -18,11 +18,11 @@ from mesp.block_function import attention, dequantize, fused, mlxfn, tiles
 from mesp.block_function.forward_pass import BlockFunction, block_function
 from mesp.block_function.gated_delta_net import delta_rule
 from mesp.block_function.trace import export_block
-from mesp.bundle.layout import Layout, block_layout
 from mesp.models.architecture import Architecture, Block
+from mesp.models.layout import Layout, block_layout
 from mesp.models.mixers import AttentionMixer, GatedDeltaNet, ShortConvolution
-from mesp.quantization.modes import Quantization
-from mesp.source_model.names import name_there
+from mesp.models.names import name_there
+from mesp.models.quantization import Quantization
 
 OUTPUTS = ("y", *reference.INTERMEDIATES, *reference.POST_NORMED)
 TOLERANCE = 1e-5

@@ -10,19 +10,19 @@ from mlx_lm.tuner.utils import load_adapters
 
 from conftest import FAMILIES, TINY, mlx_lm_model, random_tensors, write_model
 from mesp import reference
-from mesp.bundle.layout import PAGE
 from mesp.bundle.manifest import read_manifest
 from mesp.bundle.reader import Bundle
 from mesp.commands.export import main
 from mesp.errors import MespError
-from mesp.quantization.modes import Quantization
+from mesp.models.layout import PAGE
+from mesp.models.quantization import Quantization
 
 
 @pytest.fixture(scope="session")
 def exported(tiny, tmp_path_factory):
     """The tiny model as a bundle, not to be changed."""
     out = tmp_path_factory.mktemp("bundles") / "tiny.mesp"
-    arguments = ["--model", tiny, "--data", "python-docs", "--seq-len", 16, 32, "--out", out]
+    arguments = ["--model", tiny, "--data", "python-docs", "--seq-len", "16,32", "--out", out]
     arguments += ["--quantize", "nearest", "--head-bits", 4]  # as `mx.quantize` makes it
     result = CliRunner().invoke(main, list(map(str, arguments)), catch_exceptions=False)
     assert result.exit_code == 0, result.output
@@ -64,22 +64,21 @@ def test_arrays_are_the_models(exported):
 def test_files_can_be_mapped(exported):
     """Whole pages, arrays on 64-byte boundaries that do not overlap, and every file listed."""
     manifest = read_manifest(exported)
-    files = {entry["path"]: entry["size"] for entry in manifest["files"]}
+    files = {entry.path: entry.size for entry in manifest.files}
     on_disk = {p.relative_to(exported).as_posix() for p in exported.rglob("*") if p.is_file()}
     assert on_disk == {*files, "manifest.json"}
-    packed = {"blocks/02.bin": manifest["blocks"][0], "embedding.bin": manifest["embedding"]}
+    packed = {"blocks/02.bin": manifest.blocks[0], "embedding.bin": manifest.embedding}
     for name, entry in packed.items():
-        assert files[name] == entry["words"] * 4
+        assert files[name] == entry.layout.words * 4
         assert files[name] % PAGE == 0
         end = 0
-        for array in entry["arrays"]:
-            assert array["offset"] % 16 == 0 and array["offset"] >= end
-            size = mx.zeros(array["shape"], getattr(mx, array["dtype"])).nbytes
-            end = array["offset"] + size // 4
-        assert end <= entry["words"]
+        for array in entry.layout.arrays:
+            assert array.offset % 16 == 0 and array.offset >= end
+            end = array.offset + mx.zeros(array.shape, getattr(mx, array.dtype)).nbytes // 4
+        assert end <= entry.layout.words
     keys = "format name model mlx_version device dtype architecture quantization seq_lens ranks "
     keys += "blocks embedding head data files"
-    assert list(manifest) == keys.split()
+    assert list(json.loads((exported / "manifest.json").read_text())) == keys.split()
 
 
 FAMILY = {"num_hidden_layers": 4, "layer_types": None, "no_rope_layers": None}
@@ -94,7 +93,7 @@ def family(request, tmp_path_factory):
         config["layer_types"] = ["sliding_attention", "sliding_attention", "full_attention"]
         config["layer_types"] += ["sliding_attention"]
     model = write_model(folder / "model", config)
-    arguments = ["--model", model, "--seq-len", 4, 9, "--rank", 2, "--out", folder / "out.mesp"]
+    arguments = ["--model", model, "--seq-len", "4,9", "--rank", 2, "--out", folder / "out.mesp"]
     arguments += ["--group-size", 32, "--data", "python-docs", "--quantize", "nearest"]
     result = CliRunner().invoke(main, list(map(str, arguments)), catch_exceptions=False)
     assert result.exit_code == 0, result.output
@@ -172,25 +171,25 @@ def test_blocks_are_grouped_by_layout_and_mixer(family):
         "lfm2": [(0, 2, 3), (1,)],
     }
     expected = kinds.get(config["model_type"], [(0, 1, 2, 3)])
-    assert [group.layers for group in bundle.groups] == expected
+    assert [group.layers for group in bundle.manifest.blocks] == expected
     if len(expected) == 2:
-        first, second = bundle.groups
+        first, second = bundle.manifest.blocks
         assert first.functions["9"] != second.functions["9"]
         # Gemma 3's windowed layers turn by frequencies of their own, and NoPE's don't turn.
         same = config["model_type"] in ("llama", "gemma2")
         for functions in ("functions", "plain_functions"):
-            files = [getattr(group, functions)["4"] for group in bundle.groups]
+            files = [getattr(group, functions)["4"] for group in bundle.manifest.blocks]
             assert (files[0] == files[1]) == same
-    listed = {file["path"] for file in bundle.manifest["files"] if ".mlxfn" in file["path"]}
-    named = [f for g in bundle.groups for f in (g.functions, g.plain_functions)]
+    listed = {file.path for file in bundle.manifest.files if ".mlxfn" in file.path}
+    named = [f for g in bundle.manifest.blocks for f in (g.functions, g.plain_functions)]
     assert listed == {file for files in named for file in files.values()}
 
 
 def test_tokens(exported):
     bundle = Bundle(exported)
-    for split, entry in bundle.manifest["data"].items():
+    for split, entry in bundle.manifest.data.items():
         tokens = bundle.tokens(split)
-        assert len(tokens) == entry["tokens"] and tokens.max() < 512
+        assert len(tokens) == entry.tokens and tokens.max() < 512
     with pytest.raises(MespError, match="holds no test data"):
         bundle.tokens("test")
 

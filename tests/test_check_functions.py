@@ -120,7 +120,7 @@ def test_a_function_of_a_bundle_is_checked_before_mlx_reads_it(tiny, tmp_path):
     )
     assert done.returncode == 0, done.stderr
     bundle = Bundle(tmp_path / "b")
-    path = bundle.path / bundle.groups[0].functions["8"]
+    path = bundle.path / bundle.manifest.blocks[0].functions["8"]
     path.write_bytes(exported(tmp_path, lambda x: mx.as_strided(x, (64,), (1,), 1 << 20)))
     with pytest.raises(MespError, match="AsStrided"):
         bundle.function(8)
@@ -153,7 +153,7 @@ def test_a_function_has_the_outputs_of_a_block(tiny, tmp_path, change):
     replace_file(out, name, file)
     with pytest.raises(MespError, match="it does not have the inputs and outputs of a block"):
         Bundle(out).function(8, plain=True)
-    done = run("train", out, "--method", "mebp", "--steps", 1, "--output", tmp_path / "run")
+    done = run("train", out, "--method", "mebp", "--steps", 1, "--out", tmp_path / "run")
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1].startswith(
         f"Error: {name} in {out} is not a function that mesp-export writes (it does not have the "
@@ -197,7 +197,7 @@ def test_the_engine_checks_a_function_before_mlx_reads_it(tiny, tmp_path):
     name = "block.8.mlxfn"
     file = exported(tmp_path, lambda x: mx.as_strided(x, (64,), (1,), 1 << 20))
     replace_file(bundle, name, file)
-    done = run("train", bundle, "--method", "mebp", "--steps", 1, "--output", tmp_path / "run")
+    done = run("train", bundle, "--method", "mebp", "--steps", 1, "--out", tmp_path / "run")
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1].startswith(
         f"Error: {name} in {bundle} is not a function that mesp-export writes (the primitive "

@@ -4,7 +4,7 @@ import json
 import os
 import shutil
 import subprocess
-from datetime import datetime, timedelta, timezone
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -22,7 +22,7 @@ def write_run(
     ago: timedelta = timedelta(0),
 ) -> Path:
     """A run of 256-token steps of 0.5 s; the loss falls from 4 by 0.1 a step."""
-    time = f"{datetime.now(timezone.utc) - ago:%Y-%m-%dT%H:%M:%SZ}"
+    time = f"{datetime.now(UTC) - ago:%Y-%m-%dT%H:%M:%SZ}"
     settings = {"method": "mesp", "seq_len": 256, "rank": 8, "seed": seed}
     start = {"type": "start", "model": {"name": "Qwen2.5-0.5B"}, "settings": settings}
     # When a run began is what tells it from another: the same however often this is called.

@@ -1,4 +1,4 @@
-"""Data of every kind to token ids and examples, compared with mlx-lm's datasets, and mesp-data."""
+"""Data of every kind to token ids and examples, compared with mlx-lm's datasets, and mesp data."""
 
 import json
 import os
@@ -19,15 +19,16 @@ from mlx_lm.utils import load_model
 import mesp
 from conftest import TEXT, TINY
 from mesp import reference
+from mesp.bundle.data_files import replace_data
 from mesp.bundle.reader import Bundle
 from mesp.commands import data, export
 from mesp.data.examples import Split
 from mesp.data.load import DataOptions, random_data
 from mesp.data.load import load as load_data
 from mesp.data.python_docs import python_docs
-from mesp.data.store import replace_data
-from mesp.data.tokens import cut_text, load_tokenizer
+from mesp.data.tokens import cut_text
 from mesp.errors import MespError
+from mesp.text import load_tokenizer
 
 VOCABULARY = TINY["vocab_size"]
 DEMO_MODEL = Path(mesp.__file__).parent / "demo_model"
@@ -317,7 +318,7 @@ def test_the_last_tenth_of_the_records_is_held_out(chat_tokenizer, tmp_path):
 
 @pytest.mark.parametrize("mask_prompt", [False, True])
 @pytest.mark.parametrize("long", ["cut", "split"])
-def test_long_records(chat_tokenizer, tmp_path, capsys, mask_prompt, long):
+def test_long_records(chat_tokenizer, tmp_path, caplog, mask_prompt, long):
     """Cut, what is left is mlx-lm's; split, each target that counts counts once, in its place."""
     seq_len = 24
     records = [
@@ -346,7 +347,7 @@ def test_long_records(chat_tokenizer, tmp_path, capsys, mask_prompt, long):
     lost = sum(not targets(*each) for each in whole)
     assert lost == (2 if mask_prompt and long == "cut" else 0)
     assert (split.too_long, split.left_out) == (len(longer) - lost, lost)
-    (line,) = capsys.readouterr().err.splitlines()
+    (line,) = caplog.messages
     count = len(longer) - lost
     said = f"Records longer than 25 tokens were {long}: {count} in train, {count} in valid."
     if lost:
@@ -355,12 +356,12 @@ def test_long_records(chat_tokenizer, tmp_path, capsys, mask_prompt, long):
 
 
 @pytest.mark.parametrize("pack", [False, True])
-def test_empty_records_are_left_out_and_counted(chat_tokenizer, tmp_path, capsys, pack):
+def test_empty_records_are_left_out_and_counted(chat_tokenizer, tmp_path, caplog, pack):
     records = [{"text": ""}, *RECORDS["text"] * 2, {"text": ""}]
     splits = load(write_records(tmp_path / "a.jsonl", records), chat_tokenizer, 40, pack=pack)
     full = load(write_records(tmp_path / "b.jsonl", records[1:-1]), chat_tokenizer, 40, pack=pack)
     assert tokens(splits).tolist() == tokens(full).tolist()
-    (line,) = capsys.readouterr().err.splitlines()
+    (line,) = caplog.messages
     counts = "2 in train" if pack else "1 in train, 1 in valid"
     assert line == f"Records with nothing to predict were left out: {counts}."
 
@@ -440,7 +441,7 @@ def test_step_example_takes_each_that_has_a_target_once_an_epoch():
     assert taken == [sorted(taken)[window] for window in order]
 
 
-# mesp-data
+# mesp data
 
 
 @pytest.fixture(scope="module")
@@ -450,7 +451,7 @@ def exported(tiny, tmp_path_factory) -> Path:
     shutil.copytree(tiny, folder / "model")
     (folder / "model" / "chat_template.jinja").write_text(TEMPLATE)
     (folder / "text.txt").write_text(TEXT)
-    arguments = ["--model", folder / "model", "--data", folder / "text.txt", "--seq-len", 24, 16]
+    arguments = ["--model", folder / "model", "--data", folder / "text.txt", "--seq-len", "24,16"]
     arguments += ["--out", folder / "tiny.mesp"]
     result = CliRunner().invoke(export.main, list(map(str, arguments)), catch_exceptions=False)
     assert result.exit_code == 0, result.output
@@ -478,12 +479,12 @@ def assert_whole(path: Path) -> dict[str, Split]:
     bundle.verify()
     splits = {
         split: Split(bundle.tokens(split), bundle.examples(split), bundle.mask(split))
-        for split in bundle.manifest["data"]
+        for split in bundle.manifest.data
     }
-    for split, entry in bundle.manifest["data"].items():
-        assert entry["tokens"] == len(splits[split].tokens)
-        if "examples" in entry:
-            assert entry["examples"]["count"] == len(splits[split].examples)
+    for split, entry in bundle.manifest.data.items():
+        assert entry.tokens == len(splits[split].tokens)
+        if entry.examples is not None:
+            assert entry.count == len(splits[split].examples)
     return splits
 
 
@@ -577,7 +578,7 @@ def test_a_full_disk_keeps_the_old_data(bundle, monkeypatch):
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("mesp.data.store.create", full)
+    monkeypatch.setattr("mesp.bundle.data_files.create", full)
     with pytest.raises(MespError, match="the disk is full"):
         replace_data(bundle, random_data(VOCABULARY, 24, 0))
     assert files(bundle) == before
@@ -589,7 +590,7 @@ def test_killed_at_any_line_it_leaves_a_whole_bundle(bundle):
     old = assert_whole(bundle)
     new = random_data(VOCABULARY, 24, 0)
     original = files(bundle)
-    modules = ("data.store", "bundle.folders", "bundle.manifest")
+    modules = ("bundle.data_files", "folders", "bundle.manifest")
     sources = [sys.modules[f"mesp.{name}"].__file__ for name in modules]
 
     def killed_at(line: int) -> bool:

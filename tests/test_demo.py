@@ -9,7 +9,7 @@ import pytest
 
 import demo
 from mesp.engine.build import find_engine
-from mesp.engine.prompts import load_tokenizer
+from mesp.text import bundle_tokenizer
 from tasks import exact_match, house
 
 BUNDLE = Path(__file__).parents[1] / "ios" / "MeSPTrainer" / "Demo.mesp"
@@ -45,7 +45,7 @@ def test_a_request_names_what_its_answer_has(whens: dict[str, list[str]]):
 def test_an_answer_is_right_to_the_letter(monkeypatch: pytest.MonkeyPatch, wrong: int | None):
     """A wrong one is read to its end only where it is shown."""
     case = house.Case("Open the door.", '{"do": "open"}')
-    tokenizer = load_tokenizer(BUNDLE)
+    tokenizer = bundle_tokenizer(BUNDLE)
     right = [*tokenizer.encode(f" {case.completion}"), tokenizer.eos_token_id]
     read = []
 

@@ -116,7 +116,6 @@ def commands() -> dict[str, set[str]]:
         patch.syspath_prepend(ROOT / "tools")
         for tool in ("bench", "budget", "check_gpu", "collect", "push", "report"):
             found[f"tools/{tool}.py"] = runpy.run_path(str(ROOT / "tools" / f"{tool}.py"))["main"]
-    assert len(found) == 13
     with click.Context(together) as context:
         for name in together.list_commands(context):
             found[f"mesp {name}"] = together.get_command(context, name)

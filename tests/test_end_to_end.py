@@ -31,7 +31,7 @@ VAL_BATCHES = 8
 
 
 def train(bundle: Path, output: Path, *options: object) -> subprocess.CompletedProcess:
-    settings = ("--val-batches", VAL_BATCHES, "--optimizer", "sgd", "--output", output)
+    settings = ("--val-batches", VAL_BATCHES, "--optimizer", "sgd", "--out", output)
     return run("train", bundle, "--steps", 20, *settings, *options)
 
 
@@ -68,7 +68,7 @@ def test_the_defaults_learn(bundle: Path, tmp_path: Path):
     losses = {}
     for name, options in {"default": (), "paper": ("--paper",)}.items():
         output = tmp_path / name
-        done = run("train", bundle, "--steps", 60, "--output", output, *options)
+        done = run("train", bundle, "--steps", 60, "--out", output, *options)
         assert done.returncode == 0, done.stderr
         losses[name] = [record["loss"] for record in records(output, "eval")]
     before, after = losses["default"]
@@ -117,7 +117,7 @@ def test_mlx_lm_fuses_the_adapters(bundle: Path, trained: Path, tmp_path: Path):
 
 def test_a_bundle_written_anew_trains_alike(bundle: Path, trained: Path, tmp_path: Path):
     other = tmp_path / "other.mesp"
-    for options in (("--seq-len", 32, "--rank", 4), ("--seq-len", SEQ_LEN, 32, "--rank", 8)):
+    for options in (("--seq-len", 32, "--rank", 4), ("--seq-len", f"{SEQ_LEN},32", "--rank", 8)):
         source = other if other.exists() else bundle
         done = run("export", "--from", source, "--out", other, "--overwrite", *options)
         assert done.returncode == 0, done.stderr
@@ -246,7 +246,7 @@ def test_a_full_disk_is_one_sentence(bundle: Path, tmp_path: Path):
 def test_ctrl_c_saves_the_adapters(bundle: Path, tmp_path: Path):
     output = tmp_path / "run"
     process = subprocess.Popen(
-        command("train", bundle, "--steps", 100000, "--val-batches", 0, "--output", output),
+        command("train", bundle, "--steps", 100000, "--val-batches", 0, "--out", output),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -67,7 +67,7 @@ def start(folder: Path) -> subprocess.Popen:
     program = "import sys, pathlib, mesp.engine.build, mesp.errors\n"
     program += "checkout, sources = map(pathlib.Path, sys.argv[1:])\n"
     program += "try: print(mesp.engine.build.find_engine(checkout, sources))\n"
-    program += "except mesp.errors.MespError as error: sys.exit(error.format_message())\n"
+    program += "except mesp.errors.MespError as error: sys.exit(error.message)\n"
     where = (folder, "/nowhere") if folder.name == "checkout" else ("/nowhere", folder)
     return subprocess.Popen(
         [sys.executable, "-c", program, *where],
@@ -180,12 +180,23 @@ def test_an_installed_packages_engine_is_built_once(installed: Path, fakes: Path
     assert tmp_path / "cache" / "mesp" in engine.parents and os.access(engine, os.X_OK)
     assert mesp.__version__ in engine.parent.name and "mlx-0.31.1" in engine.parent.name
     assert found.stderr == f"Building mesp-engine in {engine.parent}, once; some minutes.\n"
-    assert {path.name for path in engine.parent.iterdir()} == {"mesp-engine", "lock"}
+    assert {path.name for path in engine.parent.iterdir()} == {"mesp-engine", "lock", "mlx"}
     again = find(installed)
     assert (again.stdout, again.stderr) == (found.stdout, "")
     assert len(calls(fakes)) == 1
     assert f"--package-path {installed} " in calls(fakes)[0]
     assert [path.name for path in installed.iterdir()] == ["Package.swift"]
+
+
+def test_engines_of_environments_that_are_gone_are_removed(
+    installed: Path, fakes: Path, tmp_path: Path
+):
+    gone, another = (tmp_path / "cache" / "mesp" / f"engine-{name}" for name in "ab")
+    for folder, mlx in ((gone, tmp_path / "no-mlx"), (another, tmp_path)):
+        folder.mkdir(parents=True)
+        (folder / "mlx").write_text(str(mlx))
+    find(installed)
+    assert another.exists() and not gone.exists()
 
 
 def test_other_sources_have_an_engine_of_their_own(installed: Path, fakes: Path):

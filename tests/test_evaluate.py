@@ -19,8 +19,8 @@ from mlx_lm.tuner.utils import linear_to_lora_layers, load_adapters
 from conftest import command, run
 from mesp.bundle.reader import Bundle
 from mesp.engine.build import find_engine
-from mesp.engine.evaluate import evaluator
-from mesp.engine.prompts import load_tokenizer
+from mesp.engine.process import evaluator
+from mesp.text import bundle_tokenizer
 
 pytestmark = pytest.mark.slow
 
@@ -124,7 +124,7 @@ def evaluate(
 def test_log_likelihoods_are_mlx_lms(bundle: Path, adapters: Path, tuned: bool):
     folder = adapters if tuned else None
     model = mlx_lms(bundle, folder)
-    text = load_tokenizer(bundle).encode(TEXTS[2] * 6)
+    text = bundle_tokenizer(bundle).encode(TEXTS[2] * 6)
     assert len(text) > 300  # more than go through the blocks at once
     greedy = int(model(mx.array([text[:40]]))[0, -1].argmax())
     choices = [[5], [6, 7, 8], [greedy], text[40:43], text[40:], [9] * 30]
@@ -165,7 +165,7 @@ def test_a_bad_request_is_one_sentence(bundle: Path, tmp_path: Path, line: str, 
     assert said in done.stderr
 
 
-# mesp-evaluate
+# mesp evaluate
 
 
 def test_perplexity_is_mlx_lms(bundle: Path, adapters: Path, tmp_path: Path):
@@ -173,7 +173,7 @@ def test_perplexity_is_mlx_lms(bundle: Path, adapters: Path, tmp_path: Path):
         bundle, [{"text": text} for text in TEXTS], tmp_path, "--adapters", adapters,
         "--max-length", 32,
     )  # fmt: skip
-    tokenizer = load_tokenizer(bundle)
+    tokenizer = bundle_tokenizer(bundle)
     for folder in (None, str(adapters)):
         model, total, count = mlx_lms(bundle, folder), 0.0, 0
         for text in TEXTS:
@@ -197,7 +197,7 @@ def test_perplexity_is_mlx_lms(bundle: Path, adapters: Path, tmp_path: Path):
 def test_choices_are_mlx_lms(bundle: Path, tmp_path: Path, chat: bool):
     options = ["--chat"] if chat else []
     found, results = evaluate(bundle, QUESTIONS, tmp_path, *options)
-    tokenizer, model = load_tokenizer(bundle), mlx_lms(bundle, None)
+    tokenizer, model = bundle_tokenizer(bundle), mlx_lms(bundle, None)
     right = {"acc": [], "acc_norm": []}
     for record, sample in zip(QUESTIONS, found["samples"][0], strict=True):
         prompt, choices = record["prompt"], record["choices"]
@@ -225,9 +225,9 @@ def test_choices_are_mlx_lms(bundle: Path, tmp_path: Path, chat: bool):
 
 
 def test_answers_are_mlx_lms_and_stop_where_asked(bundle: Path, tmp_path: Path):
-    options = ("--no-chat", "--max-tokens", 12, "--stop", ",", ".", " of")
+    options = ("--no-chat", "--max-tokens", 12, "--stop", ",", "--stop", ".", "--stop", " of")
     found, results = evaluate(bundle, TASKS, tmp_path, *options)
-    tokenizer, model = load_tokenizer(bundle), mlx_lms(bundle, None)
+    tokenizer, model = bundle_tokenizer(bundle), mlx_lms(bundle, None)
     expected = []
     for record in TASKS:
         text = mlx_lm.generate(model, tokenizer, record["prompt"], max_tokens=12)
@@ -244,7 +244,7 @@ def test_conversations_go_through_the_template(bundle: Path, tmp_path: Path):
         {"role": "assistant", "content": "Hi"},
     ]
     found, _ = evaluate(bundle, [{"messages": messages}], tmp_path, "--max-tokens", 8)
-    tokenizer, model = load_tokenizer(bundle), mlx_lms(bundle, None)
+    tokenizer, model = bundle_tokenizer(bundle), mlx_lms(bundle, None)
     prompt = "system: Be brief.\nuser: Hello\nassistant:"
     expected = mlx_lm.generate(model, tokenizer, prompt, max_tokens=8)
     assert found["samples"][0][0]["answer"] == expected.strip()
@@ -336,7 +336,7 @@ def test_ctrl_c_while_it_loads_is_silent(
     def stop(_: Path) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("mesp.commands.evaluate.load_tokenizer", stop)
+    monkeypatch.setattr("mesp.commands.evaluate.bundle_tokenizer", stop)
     done = run("evaluate", bundle, write(tmp_path / "data.jsonl", TASKS))
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import mlx.core as mx
@@ -38,11 +38,11 @@ from conftest import (
 from mesp import reference
 from mesp.block_function import mlxfn
 from mesp.bundle import rewriter
-from mesp.bundle.manifest import read_manifest
+from mesp.bundle.manifest import ModelName, read_manifest
 from mesp.bundle.reader import Bundle
 from mesp.commands.evaluate import MAX_LENGTH, context_of
 from mesp.commands.export import main
-from mesp.quantization.modes import Quantization
+from mesp.models.quantization import Quantization
 
 NEAREST = ("--quantize", "nearest", "--head-bits", 4)  # as `nn.quantize` makes it
 COMMAND = str(Path(sys.executable).with_name("mesp-export"))
@@ -105,16 +105,16 @@ def test_bundle_computes_what_mlx_lm_computes(tiny, text):
 
 def test_summary_and_manifest(tiny, text):
     result = export(
-        "--model", tiny, "--data", text, "--seq-len", 16, 8, "--rank", 4, 2, "--rank", 4
+        "--model", tiny, "--data", text, "--seq-len", "16,8", "--rank", "4,2", "--rank", 4
     )  # fmt: skip
     assert result.exit_code == 0 and result.stderr == ""
     manifest = Bundle("tiny.mesp").manifest
-    assert manifest["seq_lens"] == [8, 16] and manifest["ranks"] == [2, 4]
-    assert manifest["name"] == manifest["model"]["id"] == "tiny"
+    assert (manifest.seq_lens, manifest.ranks) == ((8, 16), (2, 4))
+    assert manifest.name == manifest.model.id == "tiny"
     for part in ("Wrote tiny.mesp", "3 blocks", "8 or 16 tokens", "rank 4: 26,880 parameters"):
         assert part in result.stdout
-    for split, entry in manifest["data"].items():
-        assert f"{entry['tokens']:,} {split}" in result.stdout
+    for split, entry in manifest.data.items():
+        assert f"{entry.tokens:,} {split}" in result.stdout
     assert (
         Path("tiny.mesp", "tokenizer.json").read_bytes() == (tiny / "tokenizer.json").read_bytes()
     )
@@ -154,9 +154,7 @@ def test_sources_of_one_model_give_one_bundle():
     for name, folder in sources.items():
         how = () if name == "quantized" else NEAREST
         bundle = exported("--model", folder, "--seq-len", 8, *how)
-        digests[name] = {
-            f["path"]: f["sha256"] for f in bundle.manifest["files"] if f["path"].endswith(".bin")
-        }
+        digests[name] = {f.path: f.sha256 for f in bundle.manifest.files if f.path.endswith(".bin")}
     assert len(digests["float32"]) == 4
     for name, files in digests.items():
         assert files == digests["float32"], name
@@ -180,11 +178,9 @@ def test_modes_of_mlx(tiny, mode):
     assert mx.array_equal(block["mlp.down_proj.weight"], weight)
     assert mx.array_equal(block["mlp.down_proj.scales"], scales)
     assert "mlp.down_proj.biases" not in block and "biases" not in bundle.head()
-    assert bundle.manifest["quantization"] == asdict(bundle.quantization)
-    assert bundle.quantization.mode == mode
-    assert (
-        f"{mode}, {bundle.quantization.bits} bits" in export("--model", tiny, "--mode", mode).stdout
-    )
+    quantization = bundle.manifest.quantization
+    assert quantization.mode == mode
+    assert f"{mode}, {quantization.bits} bits" in export("--model", tiny, "--mode", mode).stdout
     assert "leave out" in refused("--model", tiny, "--mode", mode, "--group-size", 64)
 
 
@@ -282,7 +278,7 @@ def test_first_layers_only(tiny):
 def test_model_without_data_has_none(tiny):
     result = export("--model", tiny, "--seq-len", 8)
     assert result.exit_code == 0 and "--data" in result.stdout
-    assert Bundle("tiny.mesp").manifest["data"] == {}
+    assert Bundle("tiny.mesp").manifest.data == {}
 
 
 def test_random_weights_of_a_folder_need_no_weights(tiny):
@@ -314,7 +310,7 @@ def test_random_weights_of_a_known_model_need_no_network(monkeypatch):
 
 @pytest.mark.skipif(mx.metal.is_available(), reason="there is a GPU")
 def test_auto_device_is_the_cpu_where_there_is_no_gpu(tiny):
-    assert exported("--model", tiny, "--seq-len", 8).manifest["device"] == "cpu"
+    assert exported("--model", tiny, "--seq-len", 8).manifest.device == "cpu"
 
 
 def test_a_bundle_for_the_gpu_is_written_on_every_machine(tiny):
@@ -327,18 +323,20 @@ def test_a_bundle_for_the_gpu_is_written_on_every_machine(tiny):
     gpu = read_manifest(Path("gpu.mesp"), to_run=False)
     functions = {f for f in content(Path("gpu.mesp")) if f.endswith(".mlxfn")}
     assert functions == {"block.8.mlxfn", "block.plain.8.mlxfn"}
-    for manifest in (cpu, gpu):
-        manifest["files"] = [f for f in manifest["files"] if f["path"] not in functions]
-    (of_gpu,) = gpu["blocks"]
-    assert of_gpu["plain_functions"] == {"8": "block.plain.8.mlxfn"}
-    of_gpu["plain_functions"] = {"8": "block.8.mlxfn"}
-    assert gpu == {**cpu, "device": "gpu"}
+    cpu, gpu = (
+        replace(each, files=tuple(f for f in each.files if f.path not in functions))
+        for each in (cpu, gpu)
+    )
+    (of_gpu,) = gpu.blocks
+    assert of_gpu.plain_functions == {"8": "block.plain.8.mlxfn"}
+    blocks = (replace(of_gpu, plain_functions={"8": "block.8.mlxfn"}),)
+    assert replace(gpu, blocks=blocks) == replace(cpu, device="gpu")
     for name in functions:
         file = Path("gpu.mesp", name).read_bytes()
         assert mlxfn.on_device(file, "gpu") == file != mlxfn.on_device(file, "cpu")
         assert (b"RMSNorm" in file) == ("plain" not in name)
     if not mx.metal.is_available():
-        trained = run("train", "gpu.mesp", "--steps", 1, "--output", "run")
+        trained = run("train", "gpu.mesp", "--steps", 1, "--out", "run")
         assert trained.returncode == 2
         [sentence] = trained.stderr.splitlines()
         assert sentence.endswith(
@@ -350,7 +348,7 @@ def test_a_bundle_for_the_gpu_is_written_on_every_machine(tiny):
 def test_functions_for_the_gpu_are_of_the_mlx_whose_files_are_known(tiny, monkeypatch):
     monkeypatch.setattr(mlxfn, "VERSION", "0.1.0")
     assert "mlx==0.1.0" in refused("--model", tiny, "--device", "gpu")
-    assert exported("--model", tiny, "--device", "cpu").manifest["device"] == "cpu"
+    assert exported("--model", tiny, "--device", "cpu").manifest.device == "cpu"
 
 
 # A bundle written anew
@@ -376,7 +374,7 @@ def renumbered(file: bytes, monkeypatch) -> bytes:
     return bytes(out)
 
 
-OLD = ("--seq-len", 3, 9, "--rank", 3, "--device", "cpu")
+OLD = ("--seq-len", "3,9", "--rank", 3, "--device", "cpu")
 GEMMA = {"num_hidden_layers": 4, "layer_types": None}
 
 
@@ -394,7 +392,7 @@ def test_a_bundle_written_anew_is_that_of_an_export(name, changes, text, monkeyp
     config = {**FAMILIES[name], **(GEMMA if name == "gemma3_text" else {})}
     options = ("--model", write_model(Path("model"), config), "--data", text, "--group-size", 32)
     options += NEAREST  # which rounds scales to bfloat16 last, as writing a bundle anew does
-    lengths = ("--seq-len", 9, 4, "--rank", 2)
+    lengths = ("--seq-len", "9,4", "--rank", 2)
     for arguments in (
         (*options, *OLD, "--out", "old.mesp"),
         (*options, *lengths, *changes, "--out", "model.mesp"),
@@ -419,7 +417,7 @@ def test_a_bundle_written_anew_is_that_of_an_export(name, changes, text, monkeyp
 @pytest.fixture
 def old(tiny, text) -> Path:
     """A bundle, whose lengths are 8 and 16."""
-    done = export("--model", tiny, "--data", text, "--seq-len", 8, 16, "--out", "old.mesp")
+    done = export("--model", tiny, "--data", text, "--seq-len", "8,16", "--out", "old.mesp")
     assert done.exit_code == 0, done.output
     return Path("old.mesp")
 
@@ -431,11 +429,11 @@ def content(bundle: Path) -> dict[str, bytes]:
 def test_a_bundle_written_anew_in_place_keeps_its_weights_and_data(old):
     """They are the same files; only functions are others."""
     before = {path: (old / path).stat().st_ino for path in content(old)}
-    options = ("--seq-len", 24, "--rank", 2, 4, "--overwrite")
+    options = ("--seq-len", 24, "--rank", "2,4", "--overwrite")
     assert export("--from", old, *options).exit_code == 0
     bundle = Bundle(old)
     bundle.verify()
-    assert (bundle.manifest["seq_lens"], bundle.manifest["ranks"]) == ([24], [2, 4])
+    assert (bundle.manifest.seq_lens, bundle.manifest.ranks) == ((24,), (2, 4))
     for rank in (2, 4):
         lora = mx.zeros(bundle.architecture.blocks[0].lora_size(rank))
         x = mx.ones((1, 24, 128))
@@ -482,11 +480,11 @@ def edit(bundle: Path, **changes: object) -> None:
 
 def test_a_bundle_of_another_mlx_is_written_anew_for_this_one(old):
     edit(old, mlx_version="0.0.1")
-    trained = run("train", old, "--steps", 1, "--output", "run")
+    trained = run("train", old, "--steps", 1, "--out", "run")
     assert trained.returncode == 2 and "mesp-export --from" in trained.stderr
     assert export("--from", old, "--overwrite").exit_code == 0
     bundle = Bundle(old)
-    assert bundle.manifest["seq_lens"] == [8, 16]
+    assert bundle.manifest.seq_lens == (8, 16)
     bundle.function(16)
 
 
@@ -498,7 +496,7 @@ def test_a_bundle_of_another_mlx_is_written_anew_for_this_one(old):
         (["--overwrite", "--model", "demo"], "--model"),
         (["--overwrite", "--data", "text.txt", "--no-pack"], "--data, --pack"),
         (["--overwrite", "--bits", 4, "--layers", 1], "--bits, --layers"),
-        (["--overwrite", "--seq-len", 8, 100_000], "100000"),
+        (["--overwrite", "--seq-len", "8,100000"], "100000"),
     ],
 )
 def test_what_cannot_be_written_anew_is_refused(old, arguments, named):
@@ -614,11 +612,7 @@ def test_model_from_the_hub(hub, tiny):
     assert result.returncode == 0, result.stderr
     assert result.stderr == ""
     bundle = Bundle("model.mesp")
-    assert bundle.manifest["model"] == {
-        "id": "org/model",
-        "revision": Hub.revision,
-        "license": "apache-2.0",
-    }
+    assert bundle.manifest.model == ModelName("org/model", Hub.revision, "apache-2.0")
     assert not list(Path("hub").rglob("*.gguf"))
     here = exported("--model", tiny, "--seq-len", 8, *NEAREST)
     assert mx.array_equal(bundle.block_words(2), here.block_words(2))
@@ -644,7 +638,7 @@ def test_data_from_the_hub(hub, tiny):
     arguments = ("--model", tiny, "--seq-len", 8, "--out", "out.mesp")
     result = export_from_hub(hub, *arguments, "--data", "org/texts")
     assert result.returncode == 0, result.stderr
-    assert list(Bundle("out.mesp").manifest["data"]) == ["train", "valid", "test"]
+    assert list(Bundle("out.mesp").manifest.data) == ["train", "valid", "test"]
     assert not list(Path("hub").rglob("*.parquet"))
     result = export_from_hub(hub, *arguments, "--overwrite", "--data", "org/tables")
     assert result.returncode == 2
@@ -679,7 +673,7 @@ def test_failed_overwrite_keeps_the_old_bundle(tiny):
     exported("--model", tiny, "--seq-len", 8)
     refused("--model", tiny, "--data", "nothing.txt", "--out", "out.mesp", "--overwrite")
     Bundle("out.mesp").verify()
-    assert exported("--model", tiny, "--seq-len", 16).manifest["seq_lens"] == [16]
+    assert exported("--model", tiny, "--seq-len", 16).manifest.seq_lens == (16,)
     assert [path.name for path in Path().iterdir()] == ["out.mesp"]
 
 
@@ -707,7 +701,7 @@ def test_interrupted_export_leaves_nothing(tiny, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("mesp.bundle.writer.describe_files", interrupt)
-    assert export("--model", tiny, "--out", "a/b/out.mesp").exit_code == 1
+    assert export("--model", tiny, "--out", "a/b/out.mesp").exit_code == 130
     assert not list(Path().iterdir())
 
 
@@ -944,7 +938,7 @@ def test_the_text_of_a_model_of_several_modalities():
 def test_queries_that_would_be_scaled_are_refused():
     """The tiny Ministral 3 has 64 tokens before it scales them."""
     folder = write_model(Path("model"), FAMILIES["mistral3"])
-    assert "From 64 tokens on" in refused("--model", folder, "--seq-len", 64, 65)
+    assert "From 64 tokens on" in refused("--model", folder, "--seq-len", "64,65")
 
 
 QWEN2_5_VL = {**FAMILIES["qwen2"], "model_type": "qwen2_5_vl"}

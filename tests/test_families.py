@@ -12,7 +12,7 @@ from mlx_lm.tuner.utils import load_adapters
 
 from conftest import FAMILIES, TEXT, run, write_mixed_model, write_model
 from mesp.bundle.reader import Bundle
-from mesp.engine.generate import generate
+from mesp.engine.process import generate
 
 pytestmark = pytest.mark.slow
 SEQ_LEN = 24
@@ -50,7 +50,7 @@ def test_what_is_trained_here_is_the_same_in_mlx_lm(family: str, tmp_path: Path)
     assert done.returncode == 0, done.stderr
     options = ("--steps", 10, "--val-batches", VAL_BATCHES, "--optimizer", "sgd")
     options += ("--learning-rate", 0.05)
-    done = run("train", bundle, "--output", output, *options)
+    done = run("train", bundle, "--out", output, *options)
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     before, after = (line["loss"] for line in lines if line["type"] == "eval")
@@ -82,7 +82,7 @@ def test_a_fused_module_is_trained_alone(tmp_path: Path):
     options = ("--data", text, "--seq-len", SEQ_LEN, "--rank", 4)
     assert run("export", "--model", source, "--out", bundle, *options).returncode == 0
     options = ("--steps", 5, "--optimizer", "sgd", "--learning-rate", 0.05, "--projections", "qkv")
-    done = run("train", bundle, "--output", tmp_path / "first", *options)
+    done = run("train", bundle, "--out", tmp_path / "first", *options)
     assert done.returncode == 0, done.stderr
     adapters = tmp_path / "first" / "adapters"
     names = mx.load(str(adapters / "adapters.safetensors"))
@@ -95,13 +95,13 @@ def test_a_fused_module_is_trained_alone(tmp_path: Path):
     tokens = mx.array(Bundle(bundle).tokens("valid")).astype(mx.int32)
     # A run that starts from them begins where the first one ended.
     options += ("--adapters", adapters, "--val-batches", VAL_BATCHES)
-    done = run("train", bundle, "--output", tmp_path / "second", *options)
+    done = run("train", bundle, "--out", tmp_path / "second", *options)
     assert done.returncode == 0, done.stderr
     lines = (tmp_path / "second" / "metrics.jsonl").read_text().splitlines()
     start = next(r["loss"] for r in map(json.loads, lines) if r["type"] == "eval")
     assert held_out_loss(model, tokens) == pytest.approx(start, rel=1e-5)
 
-    done = run("train", bundle, "--output", tmp_path / "third", "--steps", 1, "--projections", "q")
+    done = run("train", bundle, "--out", tmp_path / "third", "--steps", 1, "--projections", "q")
     assert done.returncode == 2
     assert "qkv" in done.stderr and "Traceback" not in done.stderr
     assert not (tmp_path / "third").exists()

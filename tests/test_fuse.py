@@ -1,4 +1,4 @@
-"""mesp-fuse: models for mlx-lm, against mlx-lm with adapters beside; GGUF adapters, read back."""
+"""mesp fuse: models for mlx-lm, against mlx-lm with adapters beside; GGUF adapters, read back."""
 
 import json
 import shutil
@@ -136,7 +136,7 @@ def test_quantizing_that_eats_the_adapters_is_told(tmp_path):
     bundle = tmp_path / "demo.mesp"
     assert run("export", "--model", "demo", "--seq-len", 32, "--out", bundle).returncode == 0
     done = run("train", bundle, "--steps", 10, "--learning-rate", 8e-5, "--val-batches", 0,
-               "--output", tmp_path / "run")  # fmt: skip
+               "--out", tmp_path / "run")  # fmt: skip
     assert done.returncode == 0, done.stderr
     adapters = tmp_path / "run" / "adapters"
     four = fuse(bundle, adapters, tmp_path / "four", "--bits", 4)

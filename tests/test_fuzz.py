@@ -28,23 +28,23 @@ from mesp.bundle.manifest import read_manifest
 from mesp.bundle.reader import Bundle
 from mesp.bundle.weight_files import weight_files
 from mesp.bundle.writer import write_texts
-from mesp.commands.options_from_yaml import read_config
+from mesp.commands.config import read_config
 from mesp.commands.train import main as train
-from mesp.commands.train_settings import resumed
 from mesp.data.records import LABELS, PAIRS
 from mesp.data.sources import Selection, read_documents
-from mesp.engine.prompts import load_tokenizer
+from mesp.engine.train import prepare
 from mesp.errors import MespError
 from mesp.federate.exchange import Arrays, averaging_error, check_arrays, clipped, drift
 from mesp.models.architecture import Architecture
 from mesp.models.config_json import check_length
 from mesp.quantization.choose import check_quantizations, find_quantizations
-from mesp.runs.log import read_run
+from mesp.runs.log import Run
 from mesp.runs.table import table_row
 from mesp.source_model.find import find_source
 from mesp.source_model.gguf.header import GGUF
 from mesp.source_model.gguf.weights import GGUFWeights
 from mesp.source_model.safetensors import SafetensorsWeights
+from mesp.text import bundle_tokenizer
 from test_export import export
 from test_fuse import write_adapters
 
@@ -154,10 +154,10 @@ def test_manifests(bundle: Path, copy: Path, data: st.DataObject):
     (copy / "manifest.json").write_bytes(text)
     with contextlib.suppress(MespError):
         manifest = read_manifest(copy)
-        assert min(manifest["seq_lens"]) >= 0 and manifest["ranks"]
+        assert min(manifest.seq_lens) >= 0 and manifest.ranks
         opened = Bundle(copy)
         opened.embedding(), opened.block(0), opened.head()
-        for split in manifest.get("data") or {}:
+        for split in manifest.data:
             opened.tokens(split), opened.examples(split), opened.mask(split)
 
 
@@ -194,7 +194,7 @@ def test_logs(tmp_path: Path, data: st.DataObject):
         data.draw(st.just(text.encode()) | damaged(text.encode()))
     )
     with contextlib.suppress(MespError):
-        assert all(isinstance(cell, str) for cell in table_row(read_run(tmp_path)))
+        assert all(isinstance(cell, str) for cell in table_row(Run.load(tmp_path)))
 
 
 def matrices(scale: float, dtype: type = np.float32) -> Arrays:
@@ -311,7 +311,7 @@ def convert(path: Path) -> None:
     """All that an export reads of a GGUF file."""
     source = find_source(str(path), random_weights=False)
     arch = Architecture.from_config(source.config)
-    quantizations = find_quantizations(source, arch, None, None, None, None)
+    quantizations = find_quantizations(source.name, source.config, arch, None, None, None, None)
     check_quantizations(arch, quantizations)
     weights = GGUFWeights(source.gguf, arch)
     options = SimpleNamespace(quantizations=quantizations, dtype="float32")
@@ -407,7 +407,7 @@ def test_models(tmp_path: Path, data: st.DataObject):
     with contextlib.suppress(MespError):
         source = find_source(str(tmp_path), random_weights=True)
         arch = Architecture.from_config(source.config)
-        quantizations = find_quantizations(source, arch, None, None, None, None)
+        quantizations = find_quantizations(source.name, source.config, arch, None, None, None, None)
         check_quantizations(arch, quantizations)
         check_length(source.config, 8)
         (tmp_path / "out").mkdir(exist_ok=True)
@@ -421,7 +421,7 @@ def test_tokenizers(bundle: Path, copy: Path, data: st.DataObject):
     for name in ("tokenizer_config.json", "config.json"):
         (copy / name).write_bytes(data.draw(texts((bundle / name).read_bytes())))
     with contextlib.suppress(MespError):
-        tokenizer = load_tokenizer(copy)
+        tokenizer = bundle_tokenizer(copy)
         assert sorted(tokenizer.eos_token_ids) is not None and tokenizer.encode("a dog")
     with contextlib.suppress(MespError):
         Bundle(copy).config()
@@ -446,13 +446,9 @@ def test_settings_of_runs(tmp_path: Path, data: st.DataObject):
     recorded |= {"bundle": "b", "steps": 3, "seq_len": 8, "projections": ["q", "v"]}
     (tmp_path / "metrics.jsonl").touch()
     (tmp_path / "settings.json").write_bytes(data.draw(texts(json.dumps(recorded).encode())))
-    context = click.Context(train, info_name="mesp-train")
-    given_now = dict.fromkeys(recorded)
-    with contextlib.suppress(MespError), context:
-        for name in given_now:
-            context.set_parameter_source(name, click.core.ParameterSource.DEFAULT)
-        settings = resumed(context, tmp_path, given_now)
-        assert settings["warmup"] >= 0 and (settings["steps"] or 1) >= 1
+    with contextlib.suppress(MespError):
+        settings = prepare(None, tmp_path, True, False, {}).settings
+        assert settings.warmup >= 0 and settings.steps >= 1
 
 
 def test_no_yaml_runs_code(tmp_path: Path):

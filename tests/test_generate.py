@@ -16,10 +16,10 @@ from mlx_lm.tuner.utils import linear_to_lora_layers, load_adapters
 
 from conftest import TINY, command, run, write_model
 from mesp.bundle.reader import Bundle
-from mesp.commands.generate import encode, load_tokenizer
 from mesp.engine.build import find_engine
-from mesp.engine.generate import generate
+from mesp.engine.process import generate
 from mesp.errors import MespError
+from mesp.text import bundle_tokenizer, encode
 
 pytestmark = pytest.mark.slow
 SEQ_LEN = 64
@@ -81,7 +81,7 @@ def theirs(bundle: Path, prompt: list[int], count: int, adapters: Path | None = 
 
 @pytest.mark.parametrize("text", [PROMPT, "The people of", "\n\n"])
 def test_greedy_text_is_mlx_lms(bundle: Path, adapters: Path, text: str):
-    prompt = load_tokenizer(bundle).encode(text)
+    prompt = bundle_tokenizer(bundle).encode(text)
     untrained = ours(bundle, prompt, 200)
     assert untrained == theirs(bundle, prompt, 200)
     trained = ours(bundle, prompt, 200, adapters=adapters)
@@ -133,7 +133,7 @@ def test_bfloat16_follows_float32(bundle: Path, tmp_path: Path):
     options = ("--quantize", "nearest", "--head-bits", 4)
     whole = export("demo", tmp_path / "whole.mesp", *options)
     half = export("demo", tmp_path / "half.mesp", "--dtype", "bfloat16", *options)
-    prompt = load_tokenizer(bundle).encode(PROMPT)
+    prompt = bundle_tokenizer(bundle).encode(PROMPT)
     assert ours(half, prompt, 8) == ours(whole, prompt, 8)
 
 
@@ -174,11 +174,11 @@ def test_a_stop_token_ends_the_text(bundle: Path):
     assert end["reason"] == "length"
 
 
-# mesp-generate
+# mesp generate
 
 
 def test_the_command_prints_mlx_lms_text(bundle: Path, adapters: Path):
-    tokenizer = load_tokenizer(bundle)
+    tokenizer = bundle_tokenizer(bundle)
     model = Bundle(bundle).to_mlx_lm()
     load_adapters(model, str(adapters))
     expected = mlx_lm.generate(model.eval() or model, tokenizer, PROMPT, max_tokens=40)
@@ -220,7 +220,7 @@ def test_sigint_ends_the_engine_with_its_record(bundle: Path):
 
 
 def test_the_chat_template_is_used_where_there_is_one(bundle: Path, tmp_path: Path):
-    chat = load_tokenizer(bundle)
+    chat = bundle_tokenizer(bundle)
     assert chat.decode(encode(chat, "Hello", None)) == "user: Hello\nassistant:"
     assert encode(chat, "Hello", False) == chat.encode("Hello")
     with_system = encode(chat, "Hello", None, "Be brief.")
@@ -231,7 +231,7 @@ def test_the_chat_template_is_used_where_there_is_one(bundle: Path, tmp_path: Pa
     config = json.loads((tmp_path / "tokenizer_config.json").read_text())
     del config["chat_template"]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    plain = load_tokenizer(tmp_path)
+    plain = bundle_tokenizer(tmp_path)
     assert encode(plain, "Hello", None) == plain.encode("Hello")
     with pytest.raises(MespError, match="no chat template"):
         encode(plain, "Hello", True)

@@ -15,10 +15,10 @@ from gguf import GGMLQuantizationType as Type
 from conftest import TEXT, random_tensors, run, write_model
 from gguf_files import MODELS, q8_0, write_gguf
 from mesp.bundle.reader import Bundle
-from mesp.engine.prompts import load_tokenizer
 from mesp.errors import MespError
 from mesp.source_model import find
 from mesp.source_model.gguf.header import GGUF, copy
+from mesp.text import bundle_tokenizer
 
 SIZE = ("--seq-len", 8, "--rank", 2, "--device", "cpu")
 
@@ -63,7 +63,7 @@ def test_a_bundle_is_that_of_the_same_model_in_mlx_lms_form(name: str, tmp_path:
             # The file has the exponential of these.
             equal = mx.allclose if key.endswith("A_log") else mx.array_equal
             assert equal(found[key], array), f"{path} {key}"
-    assert load_tokenizer(ours.path).encode(TEXT) == load_tokenizer(theirs.path).encode(TEXT)
+    assert bundle_tokenizer(ours.path).encode(TEXT) == bundle_tokenizer(theirs.path).encode(TEXT)
     assert ours.to_mlx_lm() is not None
 
 
@@ -249,7 +249,7 @@ def test_pieces_are_read_as_sentencepiece_has_them(tmp_path: Path):
     file = write_gguf(tmp_path / "tiny.gguf", "llama-yarn", tensors, vocabulary="pieces")
     bundle = export(file, tmp_path / "out.mesp")
     assert bundle.config()["bos_token_id"] == 1
-    tokenizer = load_tokenizer(bundle.path)
+    tokenizer = bundle_tokenizer(bundle.path)
     text = "The quick\n  brown ☃"
     ids = tokenizer.encode(text)
     assert ids[0] == tokenizer.bos_token_id == 1 and tokenizer.eos_token_ids == {2}

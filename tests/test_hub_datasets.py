@@ -181,8 +181,8 @@ def run(command, *arguments: object):
 
 def test_the_commands_take_columns_subset_and_splits(dataset, tmp_path):
     out = tmp_path / "demo.mesp"
-    taken = ["--data", dataset, "--subset", "main", "--splits", "train=train[:30]", "valid=test"]
-    columns = ["--columns", "prompt=question", "completion=answer"]
+    taken = ["--data", dataset, "--subset", "main", "--splits", "train=train[:30],valid=test"]
+    columns = ["--columns", "prompt=question,completion=answer"]
     done = run(export.main, "--model", "demo", "--seq-len", 32, "--out", out, *taken, *columns)
     assert done.exit_code == 0, done.output
     assert "30 train examples of" in done.output and "5 valid examples of" in done.output

@@ -1,11 +1,13 @@
 """mesp-export --upload, against a stand-in for the Hub's client."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 from huggingface_hub import HfApi, errors
 
+from mesp.bundle.manifest import ModelName
 from mesp.bundle.reader import Bundle
 from mesp.commands.export import main
 from mesp.errors import MespError
@@ -38,20 +40,20 @@ def test_the_manifest_and_its_files_are_uploaded(hub: dict):
     assert hub["create_repo"] == (("someone/demo-mesp",), {"exist_ok": True})
     _, options = hub["upload_folder"]
     assert options["repo_id"] == "someone/demo-mesp" and options["folder_path"] == DEMO
-    files = {file["path"] for file in manifest["files"]}
+    files = {file.path for file in manifest.files}
     assert set(options["allow_patterns"]) == files | {"manifest.json"}
     assert all((DEMO / path).is_file() for path in files)
 
 
 def test_the_card_names_the_source_and_its_license():
     manifest = Bundle(DEMO).manifest
-    model = {"id": "Qwen/Qwen2.5-0.5B", "revision": "abc", "license": "apache-2.0"}
-    text = card(manifest | {"model": model}).decode()
+    model = ModelName("Qwen/Qwen2.5-0.5B", "abc", "apache-2.0")
+    text = card(replace(manifest, model=model)).decode()
     assert text.startswith(
         "---\nlibrary_name: mesp\nbase_model: Qwen/Qwen2.5-0.5B\nlicense: apache-2.0\n---\n"
     )
-    model |= {"id": "/home/me/model", "revision": None}
-    assert "/home/me" not in card(manifest | {"model": model}).decode()
+    local = replace(model, id="/home/me/model", revision=None)
+    assert "/home/me" not in card(replace(manifest, model=local)).decode()
 
 
 def failing(error: Exception):

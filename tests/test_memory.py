@@ -8,7 +8,7 @@ import pytest
 
 from conftest import TINY, run, write_model, write_model_in_5_bits
 from mesp.engine.build import find_engine
-from mesp.engine.plan import find_count
+from mesp.engine.process import find_count
 
 LENGTH = 256
 
@@ -34,7 +34,7 @@ def test_a_run_takes_what_was_predicted(model: str, tmp_path: Path, monkeypatch)
     kinds = (("--offload", "none"), ("--offload", "all"), ("--projections", "q,v"), ("--freeze-a",))
     for kind in kinds:
         output = tmp_path / "".join(kind)
-        options = ("--steps", 3, "--val-batches", 0, *kind, "--output", output)
+        options = ("--steps", 3, "--val-batches", 0, *kind, "--out", output)
         done = run("train", bundle, *options)
         assert done.returncode == 0, done.stderr
         lines = (output / "metrics.jsonl").read_text().splitlines()

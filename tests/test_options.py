@@ -28,7 +28,7 @@ from conftest import dequantize_once, run
 from mesp import reference
 from mesp.bundle.reader import Bundle
 from mesp.engine.build import find_engine
-from mesp.runs.log import Run, read_run
+from mesp.runs.log import Run
 
 pytestmark = pytest.mark.slow
 SEQ_LEN = 32
@@ -46,9 +46,9 @@ def train(bundle: Path, output: Path, *options: object, steps: int = STEPS) -> R
     settings = {"steps": steps, "optimizer": "sgd", "learning-rate": LEARNING_RATE}
     settings |= {"val-batches": VAL_BATCHES}
     typed = [text for name, value in settings.items() for text in (f"--{name}", value)]
-    done = run("train", bundle, *typed, "--output", output, *options)
+    done = run("train", bundle, *typed, "--out", output, *options)
     assert done.returncode == 0, done.stderr
-    return read_run(output)
+    return Run.load(output)
 
 
 @pytest.fixture(scope="module")
@@ -149,8 +149,8 @@ class Oracle:
         tokens = bundle.tokens("train").astype(np.int64)
         windows = range(0, len(tokens) - SEQ_LEN, SEQ_LEN)
         bounds = [(start, SEQ_LEN + 1) for start in windows]
-        if entry := bundle.manifest["data"]["train"].get("examples"):
-            bounds = np.fromfile(path / entry["file"], "<u4").reshape(-1, 2).tolist()
+        if (examples := bundle.examples("train")) is not None:
+            bounds = examples.tolist()
         mask = np.ones(len(tokens)) if bundle.mask("train") is None else bundle.mask("train")
         sequences = []
         for start, length in bounds:
@@ -524,9 +524,9 @@ def test_a_run_that_goes_on_is_as_if_it_had_not_stopped(
     options = (*options, "--batch-size", 2)
     whole = train(bundle, tmp_path / "whole", *options, steps=6)
     train(bundle, tmp_path / "run", *options, steps=4)
-    done = run("train", "--resume", "--output", tmp_path / "run", "--steps", 6)
+    done = run("train", "--resume", "--out", tmp_path / "run", "--steps", 6)
     assert done.returncode == 0, done.stderr
-    assert read_run(tmp_path / "run").losses == whole.losses
+    assert Run.load(tmp_path / "run").losses == whole.losses
     assert distance(saved(tmp_path / "run"), saved(tmp_path / "whole")) == 0
 
 

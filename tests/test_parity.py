@@ -15,7 +15,7 @@ import pytest
 import parity
 from mesp.bundle.reader import Bundle
 from mesp.engine.build import find_engine
-from mesp.engine.prompts import load_tokenizer
+from mesp.text import bundle_tokenizer
 from studies import scores as judging
 from studies.plans import plans
 from studies.scores import Scores, paired
@@ -94,7 +94,7 @@ def test_a_problem_is_right_where_the_number_written_is(
     monkeypatch: pytest.MonkeyPatch, problems: Bundle
 ):
     """However the solution goes; one that ends without a number is wrong."""
-    tokenizer = load_tokenizer(problems.path)
+    tokenizer = bundle_tokenizer(problems.path)
     asked, says = [], iter(["As I see it:\n#### 101", "It is 101 + 1.\n#### 101", "It is 103."])
 
     def write(model: object, prompt: np.ndarray, most: int, end: int) -> list[int]:

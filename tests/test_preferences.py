@@ -17,11 +17,10 @@ from mesp.bundle.reader import Bundle
 from mesp.data.load import DataOptions
 from mesp.data.load import load as load_data
 from mesp.data.preferences import BAD, CHOSEN, GOOD, REJECTED
-from mesp.data.tokens import load_tokenizer
 from mesp.engine.build import find_engine
-from mesp.engine.prompts import encode
 from mesp.errors import MespError
-from mesp.runs.log import read_run
+from mesp.runs.log import Run
+from mesp.text import encode, load_tokenizer
 from test_data import DEMO_MODEL
 from test_reference import TRL, load_lora
 
@@ -161,11 +160,11 @@ def test_a_pair_of_texts_without_a_prompt_begins_alike(tokenizer, tmp_path):
     )
 
 
-def test_a_long_answer_is_cut(tokenizer, tmp_path, capsys):
+def test_a_long_answer_is_cut(tokenizer, tmp_path, caplog):
     long = PAIR | {"rejected": " jumps" * 100}
     train = load(tmp_path, [long] * 2, tokenizer, 16, chat=False)["train"]
     assert [len(ids) for ids, *_ in rows(train)][1] == 17
-    assert "longer than 17 tokens were cut: 1 in train" in capsys.readouterr().err
+    assert "longer than 17 tokens were cut: 1 in train" in caplog.text
 
 
 CONVERSATION = {"prompt": ASK, "chosen": FOX, "rejected": DOG}
@@ -322,10 +321,10 @@ def independent(bundle: Path, objective: str, steps: int) -> list[float]:
 def test_a_hundred_steps_are_those_of_an_independent_trainer(bundle, tmp_path, objective):
     options = ("--objective", objective, "--steps", STEPS, "--batch-size", 2, "--alpha", 2 * RANK)
     options += ("--optimizer", "sgd", "--learning-rate", RATES[objective], "--val-batches", 2)
-    done = run("train", bundle, *options, "--output", tmp_path / "run")
+    done = run("train", bundle, *options, "--out", tmp_path / "run")
     assert done.returncode == 0, done.stderr
     assert "accuracy" in done.stdout and "perplexity" not in done.stdout
-    trained = read_run(tmp_path / "run")
+    trained = Run.load(tmp_path / "run")
     assert trained.losses == pytest.approx(independent(bundle, objective, STEPS), rel=1e-3)
     for step in trained.steps:
         assert step["margin"] is None or step["margin"] == pytest.approx(
@@ -341,12 +340,12 @@ def test_a_run_takes_up_its_references_again(bundle, tmp_path):
     options = ("--objective", "dpo", "--learning-rate", 1e-3, "--val-batches", 2)
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     for output, steps in ((whole, 6), (parts, 3)):
-        done = run("train", bundle, *options, "--steps", steps, "--output", output)
+        done = run("train", bundle, *options, "--steps", steps, "--out", output)
         assert done.returncode == 0, done.stderr
     assert len(mx.load(str(parts / "state.safetensors"))["reference.answers"]) == 2 * (3 + 2)
-    done = run("train", "--resume", "--output", parts, "--steps", 6)
+    done = run("train", "--resume", "--out", parts, "--steps", 6)
     assert done.returncode == 0, done.stderr
-    assert read_run(parts).losses == read_run(whole).losses
+    assert Run.load(parts).losses == Run.load(whole).losses
     # From adapters, π₀ is the model with them: again the loss begins at log 2.
     again = run(
         "train",
@@ -356,8 +355,8 @@ def test_a_run_takes_up_its_references_again(bundle, tmp_path):
         whole / "adapters",
         "--steps",
         1,
-        "--output",
+        "--out",
         tmp_path / "again",
     )
     assert again.returncode == 0, again.stderr
-    assert read_run(tmp_path / "again").losses == pytest.approx([np.log(2)], rel=1e-5)
+    assert Run.load(tmp_path / "again").losses == pytest.approx([np.log(2)], rel=1e-5)

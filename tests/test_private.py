@@ -20,8 +20,8 @@ from conftest import dequantize_once, run
 from mesp import reference
 from mesp.bundle.reader import Bundle
 from mesp.engine.build import find_engine
-from mesp.engine.plan import find_plan
-from mesp.runs.log import Run, read_run
+from mesp.engine.process import find_plan
+from mesp.runs.log import Run
 from mesp.runs.privacy import Steps, epsilon
 from test_options import ALPHA, RANK, Oracle, Parameters, Recipe, distance, saved
 
@@ -93,7 +93,7 @@ def train_with_key(bundle: Path, output: Path, **settings: object) -> Run:
     path = begin_with_key(bundle, output, **settings)
     done = subprocess.run([find_engine(), path], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    return read_run(output)
+    return Run.load(output)
 
 
 class Private:
@@ -207,7 +207,7 @@ def test_an_empty_batch_is_a_step_of_noise(bundle: Path, tmp_path: Path):
 
 def train(bundle: Path, output: Path, *options: object) -> subprocess.CompletedProcess:
     fixed = ("--steps", 3, "--val-batches", 0, "--dp-clip", 1, "--batch-size", 3)
-    return run("train", bundle, *fixed, *options, "--output", output)
+    return run("train", bundle, *fixed, *options, "--out", output)
 
 
 def test_what_a_run_gives_is_said_before_and_after(bundle: Path, tmp_path: Path):
@@ -243,12 +243,12 @@ def test_a_run_that_was_ended_goes_on_with_its_key(bundle: Path, tmp_path: Path,
             if json.loads(line).get("step", 0) >= last:
                 engine.send_signal(ended)
         engine.wait()
-        assert read_run(output).end.get("reason") == (
+        assert Run.load(output).end.get("reason") == (
             "stopped" if ended == signal.SIGTERM else None
         )
         assert (output / "secret.key").read_bytes() == KEY
     assert subprocess.run([find_engine(), path], capture_output=True).returncode == 0
-    losses = {step["step"]: step["loss"] for step in read_run(output).steps}
+    losses = {step["step"]: step["loss"] for step in Run.load(output).steps}
     assert list(losses.values()) == whole.losses
     assert distance(saved(output), saved(tmp_path / "whole")) == 0
 
@@ -285,7 +285,7 @@ def test_the_planner_counts_two_copies_of_the_gradient(bundle: Path):
 REFUSED = {
     "clip alone": ((), "--dp-clip and --dp-noise go together"),
     "MeZO": (("--dp-noise", 1, "--method", "mezo"), "--method mezo does not go together"),
-    "KTO": (("--dp-noise", 1, "--objective", "kto"), "others: give it some with mesp-data"),
+    "KTO": (("--dp-noise", 1, "--objective", "kto"), "others: give it some with mesp data"),
     "clipping": (("--dp-noise", 1, "--max-grad-norm", 1), "--max-grad-norm 1.0 does not go"),
     "skipping": (("--dp-noise", 1, "--skip-bad-steps"), "--skip-bad-steps does not go together"),
     "accumulation": (
@@ -331,23 +331,23 @@ def test_text_in_several_sequences_is_refused(tmp_path: Path, options: tuple):
     data.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     bundle = export(tmp_path, data, *options)
     done = train(bundle, tmp_path / "run", "--dp-noise", 1)
-    assert done.returncode == 2 and "mesp-data --no-pack --long cut" in done.stderr
+    assert done.returncode == 2 and "mesp data --no-pack --long cut" in done.stderr
 
 
 def test_a_run_goes_on_to_more_steps(bundle: Path, tmp_path: Path):
     """The ε is that of all steps."""
     assert train(bundle, tmp_path / "run", "--dp-noise", 1).returncode == 0
-    done = run("train", "--resume", "--output", tmp_path / "run", "--steps", 5)
+    done = run("train", "--resume", "--out", tmp_path / "run", "--steps", 5)
     assert done.returncode == 0, done.stderr
     assert f"ε {epsilon([Steps(5, 1, 3 / 27)], 1e-5):.3g} at δ 1e-05 over 5" in done.stdout
     assert "failed to converge" not in done.stderr
-    assert read_run(tmp_path / "run").end["step"] == 5
+    assert Run.load(tmp_path / "run").end["step"] == 5
 
 
 def test_other_data_is_refused_on_resuming(bundle: Path, tmp_path: Path):
     other = export(tmp_path, write_records(tmp_path / "other.jsonl", 40), "--no-pack")
     assert train(bundle, tmp_path / "run", "--dp-noise", 1).returncode == 0
-    done = run("train", other, "--resume", "--output", tmp_path / "run", "--steps", 5)
+    done = run("train", other, "--resume", "--out", tmp_path / "run", "--steps", 5)
     assert done.returncode == 2 and "another number of examples" in done.stderr
 
 

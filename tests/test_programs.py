@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 TOOLS = Path(__file__).parents[1] / "tools"
-COMMANDS = ("mesp-export", "mesp-data", "mesp-train", "mesp-generate")
+COMMANDS = ("mesp", "mesp-export", "mesp-train")
 TOOL_NAMES = ("bench", "collect", "long_run", "push", "report")
 
 

@@ -20,14 +20,14 @@ from mesp.bundle.as_source import as_source
 from mesp.bundle.reader import Bundle
 from mesp.commands.export import main
 from mesp.models.architecture import Architecture
+from mesp.models.quantization import AFFINE, Quantization
 from mesp.quantization import least_squares, quantize_rows
-from mesp.quantization import moments as moments_of
 from mesp.quantization.choose import Quantizations
 from mesp.quantization.descent import shrunk
-from mesp.quantization.measure import measure
-from mesp.quantization.modes import AFFINE, Quantization
-from mesp.quantization.moments import Moments
+from mesp.source_model import moments as moments_of
 from mesp.source_model.forward_pass import SourceModel
+from mesp.source_model.measure import measure
+from mesp.source_model.moments import Moments
 from mesp.source_model.safetensors import SafetensorsWeights
 
 DTYPES = [mx.float32, mx.bfloat16]
@@ -48,8 +48,8 @@ def refused(*arguments: object) -> str:
 
 
 def weights_of(path: str = "out.mesp") -> dict[str, str]:
-    files = Bundle(path).manifest["files"]
-    return {file["path"]: file["sha256"] for file in files if file["path"].endswith(".bin")}
+    files = Bundle(path).manifest.files
+    return {file.path: file.sha256 for file in files if file.path.endswith(".bin")}
 
 
 @pytest.fixture(autouse=True)

@@ -16,7 +16,7 @@ from conftest import FAMILIES, TINY, arrays_of, mlx_lm_model, run_layer, text_of
 from mesp import reference
 from mesp.models.architecture import Architecture, Block
 from mesp.models.mixers import AttentionMixer
-from mesp.quantization.modes import Quantization
+from mesp.models.quantization import Quantization
 
 TOLERANCE = 1e-5
 SCALE = 2.0

@@ -25,7 +25,7 @@ from safetensors.numpy import load_file
 from conftest import TEXT, TINY, command, run, write_model
 from mesp.bundle.reader import Bundle
 from mesp.engine.build import find_engine
-from mesp.runs.log import read_run
+from mesp.runs.log import Run
 
 pytestmark = pytest.mark.slow
 COLLECT = Path(__file__).parents[1] / "tools" / "collect.py"
@@ -90,7 +90,7 @@ def settings(bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> dict:
     """Settings of a short run with every kind of state, as mesp-train writes them."""
     output = tmp_path_factory.mktemp("settings") / "run"
     options = ("--steps", 1, "--optimizer", "adamw", "--learning-rate", 0.01, "--val-batches", 2)
-    done = run("train", bundle, *options, "--output", output)
+    done = run("train", bundle, *options, "--out", output)
     assert done.returncode == 0, done.stderr
     settings = json.loads((output / "settings.json").read_text())
     return settings | {"steps": STEPS, "eval_every": EVAL_EVERY}
@@ -275,7 +275,7 @@ def test_a_second_run_in_the_same_folder_is_refused(settings: dict, whole: Engin
     before = (engine.output / "settings.json").exists()
     sentence = refused(engine.finish())
     assert f"Process {process.pid} on {os.uname().nodename} is writing" in sentence
-    train = command("train", "--resume", "--output", engine.output)
+    train = command("train", "--resume", "--out", engine.output)
     (engine.output / "settings.json").write_text(json.dumps(engine.settings))
     assert f"Process {process.pid} on" in refused(finish(train)) and not before
     process.kill()
@@ -303,7 +303,7 @@ def test_a_second_export_into_the_same_folder_is_refused(model: Path, tmp_path: 
     process.kill()
     process.wait()
     assert finish(export_command(model, out, 16, "--overwrite")).returncode == 0
-    assert Bundle(out).manifest["seq_lens"] == [16]
+    assert Bundle(out).manifest.seq_lens == (16,)
 
 
 # Signals
@@ -396,7 +396,7 @@ def test_a_run_goes_on_from_whichever_call_failed(
         assert again.returncode == 0, (number, again.stderr)
         assert engine.losses() == whole.losses(), number
         assert adapters(engine) == adapters(whole), number
-        assert read_run(engine.output).state() == "finished"
+        assert Run.load(engine.output).state() == "finished"
         assert not [r for r in engine.records() if r.get("event") == "log_cut_off"], number
         shutil.rmtree(tmp_path / f"{kind}-{number}")
 

@@ -9,6 +9,7 @@ import struct
 import subprocess
 import sys
 import tracemalloc
+from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 
@@ -53,7 +54,7 @@ def list_again(bundle: Path) -> None:
     """Has the manifest describe the bundle's files as they are now."""
     from mesp.bundle.manifest import describe_files
 
-    listed = [each for each in describe_files(bundle) if each["path"] != "manifest.json"]
+    listed = [asdict(each) for each in describe_files(bundle) if each.path != "manifest.json"]
     change(bundle / "manifest.json", files=listed)
 
 
@@ -392,9 +393,9 @@ def loop(path: Path) -> Path:
         ("export", "--model", "demo", "--out", "PATH"),
         ("export", "--from", "PATH", "--out", "out.mesp"),
         ("train", "PATH", "--steps", 1),
-        ("train", "BUNDLE", "--steps", 1, "--output", "PATH"),
+        ("train", "BUNDLE", "--steps", 1, "--out", "PATH"),
         ("train", "--config", "PATH"),
-        ("train", "--resume", "--output", "PATH"),
+        ("train", "--resume", "--out", "PATH"),
     ],
     ids=lambda arguments: " ".join(map(str, arguments)),
 )
@@ -454,7 +455,7 @@ def test_json_that_is_none_is_refused(
             "bundle.mesp": ("generate", bundle, "--prompt", "a"),
             "adapters": fuse(bundle, adapters),
             "model": ("export", "--model", model, "--seq-len", 8, "--out", out),
-            "run": ("train", "--resume", "--output", tmp_path / "run"),
+            "run": ("train", "--resume", "--out", tmp_path / "run"),
             "train.jsonl": ("data", bundle, "--data", path),
         }[Path(file).parts[0]]
     )
@@ -498,10 +499,10 @@ def test_yaml_that_is_none_is_refused(tmp_path: Path, what: str):
 def test_settings_of_other_types_are_refused(bundle: Path, tmp_path: Path, value: object):
     """Where a run goes on with what a file says."""
     run_folder = tmp_path / "run"
-    options = ("--steps", 1, "--seq-len", 8, "--output", run_folder)
+    options = ("--steps", 1, "--seq-len", 8, "--out", run_folder)
     assert run("train", bundle, *options).returncode == 0
     change(run_folder / "settings.json", warmup=value)
-    assert "is not the settings of a run" in refused("train", "--resume", "--output", run_folder)
+    assert "is not the settings of a run" in refused("train", "--resume", "--out", run_folder)
 
 
 @pytest.mark.parametrize(
@@ -560,7 +561,7 @@ def test_a_manifest_has_the_digest_of_each_file(bundle: Path, adapters: Path, di
 
 def test_a_log_that_is_a_pipe_is_not_waited_for(tmp_path: Path):
     os.mkfifo(tmp_path / "metrics.jsonl")
-    code = "import pathlib, sys, mesp.runs.log as log; log.read_run(pathlib.Path(sys.argv[1]))"
+    code = "import pathlib, sys, mesp.runs.log as log; log.Run.load(pathlib.Path(sys.argv[1]))"
     line = [sys.executable, "-c", code, str(tmp_path)]
     done = subprocess.run(line, capture_output=True, text=True, timeout=60)
     assert "MespError" in done.stderr and "is not a regular file" in done.stderr
@@ -612,7 +613,7 @@ def test_settings_are_written_through_no_link(bundle: Path, tmp_path: Path, name
     output.mkdir()
     kept.write_text("kept")
     (output / name).symlink_to(kept)
-    done = run("train", bundle, "--steps", 1, "--seq-len", 8, "--output", output)
+    done = run("train", bundle, "--steps", 1, "--seq-len", 8, "--out", output)
     assert done.returncode == 0, done.stderr
     assert kept.read_text() == "kept"
 

@@ -115,10 +115,10 @@ def number(text: str) -> float:
 
 def test_what_cannot_be_planned_is_said(monkeypatch):
     monkeypatch.setenv("MESP_ENGINE", shutil.which("false"))
-    monkeypatch.setattr("mesp.commands.list_models.geometries", lambda: [["Qwen3-0.6B"]])
+    monkeypatch.setattr("mesp.commands.models.geometries", lambda: [["Qwen3-0.6B"]])
     result = listed()
     assert rows(result.stdout)[1] == ["Qwen3-0.6B", "596 M", "411.9", "apache-2.0", "-", "-"]
-    assert result.stderr == "Qwen3-0.6B: mesp-engine failed (1).\n"
+    assert result.stderr == "Qwen3-0.6B: mesp-engine failed with exit status 1.\n"
 
 
 @pytest.mark.slow

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from conftest import FAMILIES, TINY, command, run
+from mesp.commands.progress_bars import TrainingProgress
 from mesp.models.architecture import Architecture
-from mesp.progress_bars import TrainingProgress
 from mesp.runs.log import Speed
 
 FAKE_ENGINE = Path(__file__).parent / "fake_engine.py"
@@ -22,7 +22,11 @@ MANIFEST |= {"seq_lens": [128, 256, 512], "ranks": [8, 16], "files": []}
 MANIFEST |= {"model": {"id": "demo", "revision": None, "license": None}}
 ARCHITECTURE = Architecture.from_config({**TINY, "num_hidden_layers": 4})
 MANIFEST |= {"architecture": ARCHITECTURE.to_manifest()}
-MANIFEST |= {"data": {split: {"tokens": 5000} for split in ("train", "valid", "test")}}
+MANIFEST |= {"dtype": "float32", "quantization": {"bits": 4, "group_size": 64, "mode": "affine"}}
+NO_TABLE = {"file": "embedding.bin", "words": 0, "arrays": []}
+MANIFEST |= {"blocks": [], "embedding": NO_TABLE, "head": NO_TABLE}
+SPLIT = {"file": "data/train.bin", "tokens": 5000}
+MANIFEST |= {"data": {split: SPLIT for split in ("train", "valid", "test")}}
 DEFAULTS = {
     "method": "mesp",
     "seq_len": 256,
@@ -98,7 +102,7 @@ def settings(run: Path) -> dict:
 
 def test_writes_every_setting_and_reports_the_run(bundle: Path, tmp_path: Path):
     run = tmp_path / "run"
-    done = train(bundle, "--steps", 20, "--output", run)
+    done = train(bundle, "--steps", 20, "--out", run)
     assert done.returncode == 0, done.stderr
     where = {"bundle": str(bundle), "output": str(run), "steps": 20}
     assert settings(run) == DEFAULTS | where
@@ -126,7 +130,7 @@ def test_the_update_goes_by_the_method_unless_it_is_given(
     bundle: Path, tmp_path: Path, arguments: list, optimizer: str, rate: float
 ):
     run = tmp_path / "run"
-    assert train(bundle, "--steps", 1, *arguments, "--output", run).returncode == 0
+    assert train(bundle, "--steps", 1, *arguments, "--out", run).returncode == 0
     taken = settings(run)
     assert (taken["optimizer"], taken["learning_rate"]) == (optimizer, rate)
 
@@ -162,7 +166,7 @@ def passed_on(options: dict) -> dict:
 def test_options_reach_the_engine(bundle: Path, tmp_path: Path, options: dict):
     run = tmp_path / "run"
     flags = ["--rslora", "--test", "--projections", "v,q", "--adapters", tmp_path]
-    done = train(bundle, *typed(options), *flags, "--output", run)
+    done = train(bundle, *typed(options), *flags, "--out", run)
     assert done.returncode == 0, done.stderr
     others = {"rslora": True, "test": True, "projections": ["q", "v"], "adapters": str(tmp_path)}
     where = {"bundle": str(bundle), "output": str(run)}
@@ -173,10 +177,10 @@ def test_fused_modules_are_trained_as_one(bundle: Path, tmp_path: Path):
     phi3 = Architecture.from_config(FAMILIES["phi3"]).to_manifest()
     (bundle / "manifest.json").write_text(json.dumps(MANIFEST | {"architecture": phi3}))
     run = tmp_path / "run"
-    done = train(bundle, "--steps", 1, "--projections", "gate_up,qkv", "--output", run)
+    done = train(bundle, "--steps", 1, "--projections", "gate_up,qkv", "--out", run)
     assert done.returncode == 0, done.stderr
     assert settings(run)["projections"] == ["qkv", "gate_up"]
-    done = train(bundle, "--steps", 1, "--projections", "q", "--output", tmp_path / "other")
+    done = train(bundle, "--steps", 1, "--projections", "q", "--out", tmp_path / "other")
     assert done.stderr == (
         "Error: --projections q is not in the model's blocks; they have qkv, o, gate_up, down.\n"
     )
@@ -190,9 +194,9 @@ def test_a_config_file_says_the_same_as_the_command_line(
     lines += ["rslora: true", "test: yes", "projections: [q, v]", "num_layers: null"]
     config = tmp_path / "run.yaml"
     config.write_text("\n".join([f"bundle: {bundle}", "# a comment", *lines[:-1]]))
-    assert train("--config", config, "--output", tmp_path / "a").returncode == 0
+    assert train("--config", config, "--out", tmp_path / "a").returncode == 0
     flags = ["--rslora", "--test", "--projections", "q,v"]
-    assert train(bundle, *typed(options), *flags, "--output", tmp_path / "b").returncode == 0
+    assert train(bundle, *typed(options), *flags, "--out", tmp_path / "b").returncode == 0
     expected = settings(tmp_path / "b") | {"output": str(tmp_path / "a")}
     assert settings(tmp_path / "a") == expected
 
@@ -201,17 +205,17 @@ def test_the_command_line_counts_more_than_the_config(bundle: Path, tmp_path: Pa
     config = tmp_path / "run.yaml"
     config.write_text("steps: 5\nrank: 16\nlearning-rate: 1e-3\nmomentum: null\n")
     run = tmp_path / "run"
-    done = train(bundle, "--rank", 8, "--config", config, "--output", run)
+    done = train(bundle, "--rank", 8, "--config", config, "--out", run)
     assert done.returncode == 0, done.stderr
     taken = settings(run)
     assert (taken["steps"], taken["rank"], taken["learning_rate"]) == (5, 8, 1e-3)
 
 
 def test_the_settings_of_a_run_are_a_config(bundle: Path, tmp_path: Path):
-    """JSON is YAML, and a run is done again with `--config RUN/settings.json --output OTHER`."""
+    """JSON is YAML, and a run is done again with `--config RUN/settings.json --out OTHER`."""
     again = tmp_path / "again"
-    assert train(bundle, *typed(SGD), "--output", tmp_path / "run").returncode == 0
-    done = train("--config", tmp_path / "run" / "settings.json", "--output", again)
+    assert train(bundle, *typed(SGD), "--out", tmp_path / "run").returncode == 0
+    done = train("--config", tmp_path / "run" / "settings.json", "--out", again)
     assert done.returncode == 0, done.stderr
     assert settings(again) == settings(tmp_path / "run") | {"output": str(again)}
 
@@ -314,7 +318,7 @@ def test_options_that_do_not_go_together_are_refused(
 
 
 def test_a_test_without_test_data_is_refused(bundle: Path, tmp_path: Path):
-    manifest = MANIFEST | {"data": {"train": {"tokens": 5000}}}
+    manifest = MANIFEST | {"data": {"train": SPLIT}}
     (bundle / "manifest.json").write_text(json.dumps(manifest))
     done = train(bundle, "--steps", 5, "--test", cwd=tmp_path)
     assert done.returncode == 2
@@ -325,7 +329,7 @@ def test_a_test_without_test_data_is_refused(bundle: Path, tmp_path: Path):
 
 def test_the_best_and_the_test_are_reported(bundle: Path, tmp_path: Path):
     run = tmp_path / "run"
-    done = train(bundle, "--steps", 2, "--eval-every", 1, "--test", "--output", run)
+    done = train(bundle, "--steps", 2, "--eval-every", 1, "--test", "--out", run)
     assert done.returncode == 0, done.stderr
     assert "step 2: test loss 3.900, perplexity 49.40" in done.stderr.splitlines()
     assert done.stdout.splitlines()[1:-1] == [
@@ -342,10 +346,10 @@ def test_the_best_and_the_test_are_reported(bundle: Path, tmp_path: Path):
 def test_a_run_goes_on_with_its_settings(bundle: Path, tmp_path: Path):
     run = tmp_path / "run"
     options = {"steps": 4, "rank": 16, "optimizer": "adamw", "beta1": 0.5}
-    assert train(bundle, *typed(options), "--output", run).returncode == 0
+    assert train(bundle, *typed(options), "--out", run).returncode == 0
     before = settings(run)
     changes = ("--steps", 6, "--memory-limit", 50)
-    done = train("--resume", *changes, "--output", run)
+    done = train("--resume", *changes, "--out", run)
     assert done.returncode == 0, done.stderr
     assert settings(run) == before | {"resume": True, "steps": 6, "memory_limit_mb": 50.0}
     assert [each["step"] for each in records(run) if each["type"] == "step"] == [1, 2, 3, 4, 5, 6]
@@ -355,13 +359,13 @@ def test_a_run_goes_on_with_its_settings(bundle: Path, tmp_path: Path):
 
 def test_a_run_begun_with_other_defaults_goes_on_with_them(bundle: Path, tmp_path: Path):
     run = tmp_path / "run"
-    assert train(bundle, "--steps", 4, "--paper", "--output", run).returncode == 0
+    assert train(bundle, "--steps", 4, "--paper", "--out", run).returncode == 0
     before = settings(run)
-    assert train("--resume", "--steps", 6, "--output", run).returncode == 0
+    assert train("--resume", "--steps", 6, "--out", run).returncode == 0
     assert settings(run) == before | {"resume": True, "steps": 6}
-    done = train(bundle, "--steps", 4, "--output", tmp_path / "other")
+    done = train(bundle, "--steps", 4, "--out", tmp_path / "other")
     assert done.returncode == 0, done.stderr
-    done = train("--resume", "--paper", "--steps", 6, "--output", tmp_path / "other")
+    done = train("--resume", "--paper", "--steps", 6, "--out", tmp_path / "other")
     assert (
         done.stderr == "Error: --paper has --optimizer sgd, not adamw8bit: leave out one of them.\n"
     )
@@ -371,8 +375,8 @@ def test_a_run_goes_on_from_what_was_saved_last(bundle: Path, tmp_path: Path):
     """A crash after step 3 leaves the state of step 2."""
     run = tmp_path / "run"
     options = {"steps": 5, "save-every": 2}
-    assert train(bundle, *typed(options), "--output", run, how="crash").returncode == 2
-    done = train(bundle, *typed(options), "--resume", "--output", run)
+    assert train(bundle, *typed(options), "--out", run, how="crash").returncode == 1
+    done = train(bundle, *typed(options), "--resume", "--out", run)
     assert done.returncode == 0, done.stderr
     assert [each["step"] for each in records(run) if each["type"] == "step"] == [1, 2, 3, 4, 5]
     assert done.stderr.splitlines()[0] == "resumed: after step 2"
@@ -382,14 +386,14 @@ def test_a_run_goes_on_from_what_was_saved_last(bundle: Path, tmp_path: Path):
 def test_a_run_goes_on_without_the_adapters_that_it_began_with(bundle: Path, tmp_path: Path):
     run, adapters = tmp_path / "run", tmp_path / "adapters"
     adapters.mkdir()
-    assert train(bundle, "--steps", 2, "--adapters", adapters, "--output", run).returncode == 0
+    assert train(bundle, "--steps", 2, "--adapters", adapters, "--out", run).returncode == 0
     before = settings(run)
     adapters.rmdir()
-    done = train("--resume", "--steps", 4, "--output", run)
+    done = train("--resume", "--steps", 4, "--out", run)
     assert done.returncode == 0, done.stderr
     assert settings(run) == before | {"resume": True, "steps": 4}
     (run / "settings.json").write_text(json.dumps(before | {"adapters": 5}))
-    assert "is not the settings of a run" in train("--resume", "--output", run).stderr
+    assert "is not the settings of a run" in train("--resume", "--out", run).stderr
 
 
 @pytest.mark.parametrize(
@@ -410,28 +414,28 @@ def test_a_run_that_goes_on_keeps_its_settings(
     bundle: Path, tmp_path: Path, arguments: list, sentence: str
 ):
     run = tmp_path / "run"
-    assert train(bundle, "--steps", 2, "--output", run).returncode == 0
+    assert train(bundle, "--steps", 2, "--out", run).returncode == 0
     before = (run / "settings.json").read_bytes()
-    done = train("--resume", "--output", run, *arguments)
+    done = train("--resume", "--out", run, *arguments)
     assert (done.returncode, done.stderr) == (2, f"Error: {sentence}\n")
     assert (run / "settings.json").read_bytes() == before
 
 
 def test_resuming_where_there_is_no_run_is_refused(bundle: Path, tmp_path: Path):
     run = tmp_path / "run"
-    done = train("--resume", "--output", run)
+    done = train("--resume", "--out", run)
     assert done.returncode == 2
     assert done.stderr == (
         f"Error: {run} holds no run to go on with; start one without --resume.\n"
     )
     assert train("--resume").stderr == (
-        "Error: Say which run to go on with: --resume --output FOLDER.\n"
+        "Error: Say which run to go on with: --resume --out FOLDER.\n"
     )
-    assert train(bundle, "--steps", 2, "--output", run).returncode == 0
+    assert train(bundle, "--steps", 2, "--out", run).returncode == 0
     settings = json.loads((run / "settings.json").read_text())
     for bad in ({}, settings | {"projections": 5}, settings | {"projections": "q,v"}):
         (run / "settings.json").write_text(json.dumps(bad))
-        done = train("--resume", "--output", run)
+        done = train("--resume", "--out", run)
         assert done.stderr == (
             f"Error: {run / 'settings.json'} is not the settings of a run; start a new one.\n"
         )
@@ -447,7 +451,7 @@ def test_what_is_missing_is_named(bundle: Path, tmp_path: Path, missing: str):
 
 
 def test_without_a_terminal_the_first_step_and_the_last_are_lines(bundle: Path, tmp_path: Path):
-    lines = train(bundle, "--steps", 40, "--output", tmp_path / "run").stderr.splitlines()
+    lines = train(bundle, "--steps", 40, "--out", tmp_path / "run").stderr.splitlines()
     assert lines == [
         "started, with a predicted peak of 45.2 MB",
         "step 0: held-out loss 4.500, perplexity 90.02",
@@ -463,7 +467,7 @@ def test_without_a_terminal_lines_come_by_time(
 ):
     """Of a run of a quarter of an hour none is far from the one before, and they are not many."""
     now = 100.0
-    monkeypatch.setattr("mesp.progress_bars.time.monotonic", lambda: now)
+    monkeypatch.setattr("mesp.commands.progress_bars.time.monotonic", lambda: now)
     record = {"type": "step", "loss": 2.0, "seconds": seconds, "footprint_bytes": 1}
     record |= {"tokens": 10, "input_tokens": 40}
     with TrainingProgress("mesp", steps) as progress:
@@ -491,7 +495,7 @@ def test_the_tokens_in_the_loss_are_said_where_they_are_fewer():
 
 def test_on_a_terminal_a_bar_shows_where_the_run_is(bundle: Path, tmp_path: Path):
     master, slave = pty.openpty()
-    arguments = command("train", bundle, "--steps", 50, "--output", tmp_path / "run")
+    arguments = command("train", bundle, "--steps", 50, "--out", tmp_path / "run")
     shown = os.environ | environment("slow", TERM="xterm", COLUMNS="100")
     with subprocess.Popen(arguments, env=shown, stdout=subprocess.PIPE, stderr=slave) as process:
         os.close(slave)
@@ -540,7 +544,7 @@ def test_default_output_names_bundle_method_and_time(bundle: Path, tmp_path: Pat
             "Invalid value for '--method': 'sft' is not one of 'mesp', 'mebp', 'mezo'.",
         ),
         (
-            ["--output", "/proc/run"],
+            ["--out", "/proc/run"],
             "Cannot write the run to /proc/run: No such file or directory.",
         ),
     ],
@@ -565,19 +569,19 @@ def test_a_missing_bundle_is_one_sentence(tmp_path: Path):
 
 def test_an_output_that_holds_a_run_is_refused(bundle: Path, tmp_path: Path):
     run = tmp_path / "run"
-    assert train(bundle, "--steps", 2, "--output", run).returncode == 0
+    assert train(bundle, "--steps", 2, "--out", run).returncode == 0
     before = (run / "metrics.jsonl").read_bytes()
-    again = train(bundle, "--steps", 2, "--output", run)
+    again = train(bundle, "--steps", 2, "--out", run)
     assert again.returncode == 2
     assert again.stderr == (
-        f"Error: {run} already holds a run: name another folder with --output, "
+        f"Error: {run} already holds a run: name another folder with --out, "
         "or go on with it with --resume.\n"
     )
     assert (run / "metrics.jsonl").read_bytes() == before
 
 
 def test_what_the_engine_refuses_is_said_and_nothing_is_left(bundle: Path, tmp_path: Path):
-    done = train(bundle, "--steps", 5, "--output", tmp_path / "deep" / "run", how="refuse")
+    done = train(bundle, "--steps", 5, "--out", tmp_path / "deep" / "run", how="refuse")
     assert done.returncode == 2
     assert done.stderr == "Error: blocks/00.bin is damaged; write the bundle again.\n"
     assert list(tmp_path.iterdir()) == [bundle]
@@ -585,7 +589,7 @@ def test_what_the_engine_refuses_is_said_and_nothing_is_left(bundle: Path, tmp_p
 
 def test_a_failure_on_the_way_says_what_is_left(bundle: Path, tmp_path: Path):
     run = tmp_path / "run"
-    done = train(bundle, "--steps", 5, "--output", run, how="fail")
+    done = train(bundle, "--steps", 5, "--out", run, how="fail")
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1] == (
         "Error: There is no space left on the disk. "
@@ -595,8 +599,8 @@ def test_a_failure_on_the_way_says_what_is_left(bundle: Path, tmp_path: Path):
 
 def test_a_crash_says_what_was_saved(bundle: Path, tmp_path: Path):
     run = tmp_path / "run"
-    done = train(bundle, "--steps", 5, "--save-every", 2, "--output", run, how="crash")
-    assert done.returncode == 2
+    done = train(bundle, "--steps", 5, "--save-every", 2, "--out", run, how="crash")
+    assert done.returncode == 1
     assert done.stderr.splitlines()[-1] == (
         "Error: mesp-engine was ended by SIGSEGV after step 3. "
         f"The log is in {run / 'metrics.jsonl'}; the adapters last saved are in {run / 'adapters'}."
@@ -604,14 +608,14 @@ def test_a_crash_says_what_was_saved(bundle: Path, tmp_path: Path):
 
 
 def test_what_else_the_engine_prints_is_passed_on(bundle: Path, tmp_path: Path):
-    done = train(bundle, "--steps", 5, "--output", tmp_path / "run", how="noisy")
+    done = train(bundle, "--steps", 5, "--out", tmp_path / "run", how="noisy")
     assert done.returncode == 0
     assert "a library says hello" in done.stderr
     assert done.stderr.endswith("The bundle was exported for the CPU.\n")
 
 
 def start_and_wait_for_steps(bundle: Path, run: Path, how: str) -> subprocess.Popen:
-    arguments = command("train", bundle, "--steps", 5000, "--output", run)
+    arguments = command("train", bundle, "--steps", 5000, "--out", run)
     process = subprocess.Popen(
         arguments,
         env=os.environ | environment(how),
@@ -673,7 +677,7 @@ def test_a_second_ctrl_c_ends_the_engine_at_once(bundle: Path, tmp_path: Path):
     assert process.poll() is None
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=20)
-    assert process.returncode == 2
+    assert process.returncode == 130
     assert errors.splitlines()[-1].startswith("Error: The run was ended at once. The log is in ")
     assert records(run)[-1]["type"] == "step", "the engine was not left running to its end"
 

@@ -85,7 +85,7 @@ def test_a_lock_has_every_package_with_its_hashes(lock: Path, extras: tuple[str,
     locked = [Requirement(entry) for entry, _ in entries]
     assert all("sha256:" in hashes for _, hashes in entries)
     assert len(locked) == len(re.findall(r"^[^ #]", lock.read_text("utf-8"), re.M))
-    for system, version in product(("linux", "darwin"), ("3.10", "3.11", "3.12", "3.13", "3.14")):
+    for system, version in product(("linux", "darwin"), ("3.11", "3.12", "3.13", "3.14")):
         machine = {"sys_platform": system, "python_version": version}
         machine["python_full_version"] = f"{version}.9"
         there = {

@@ -57,13 +57,13 @@ from typing import Any
 import click
 
 from benchmarks.cells import Row
+from benchmarks.list_options import ListOptions
 from benchmarks.machine import host
 from benchmarks.plot import check_plot, draw
 from benchmarks.processes import engine_program
 from benchmarks.show import present
 from benchmarks.tables import KINDS, RUNS, TABLES, Bench, check_agreement
 from benchmarks.variants import EVERYTHING_MB, LIMITS, METHODS
-from mesp.commands.shared_options import ListOptions
 from mesp.errors import MespError, plain_os_errors
 
 WORK = Path(__file__).resolve().parents[1] / "build" / "bench"

@@ -29,10 +29,11 @@ from benchmarks.machine import host
 from benchmarks.plot import check_plot, write
 from benchmarks.show import show
 from mesp.bundle.reader import Bundle
+from mesp.commands.command import Command
 from mesp.engine.build import find_engine
 from mesp.errors import plain_os_errors
 from mesp.formatting import decimal, megabytes, perplexity
-from mesp.runs.log import read_run
+from mesp.runs.log import Run
 from studies.scores import loss_of_text, model_with, other_text, score
 from studies.tasks import CLASSIFICATION, SCALE, TASKS, Task, export
 from studies.trainers import multiply_dequantized, with_mesp
@@ -83,7 +84,7 @@ PANELS = [("peak MB", "peak_bytes", 1e6), ("seconds in all", "seconds", 1)]
 RISES = (0, 14, -14, 28, -28, 42, -42)  # pixels that a name may stand above its point
 
 
-@click.command(context_settings={"show_default": True})
+@click.command(cls=Command)
 @click.option("--model", default="demo", help="As mesp-export takes it.")
 @click.option(
     "--task",
@@ -167,9 +168,9 @@ def run(variant: Variant, bundle: Path, task: Task, folder: Path) -> dict[str, A
     if variant.is_single:
         task = dataclasses.replace(task, steps=task.steps * task.batch_size, batch_size=1)
     adapters = with_mesp(bundle, task, variant.optimizer, 0, folder, options).adapters
-    log = read_run(folder)
+    log = Run.load(folder)
     return judge(opened, task, adapters) | {
-        "peak_bytes": log.peak_footprint,
+        "peak_bytes": log.peak_bytes,
         "step_seconds": mean(step["seconds"] for step in log.steps),
         "seconds": log.end["seconds"],
         "seq_len": task.seq_len,

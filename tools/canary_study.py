@@ -31,10 +31,11 @@ from mlx import nn
 from benchmarks.show import show
 from demo import OUT, call, program
 from mesp.bundle.reader import Bundle
-from mesp.engine.prompts import load_tokenizer
+from mesp.commands.command import Command
 from mesp.formatting import decimal
-from mesp.runs.log import read_run
+from mesp.runs.log import Run
 from mesp.runs.privacy import Steps, epsilon
+from mesp.text import bundle_tokenizer
 from studies.scores import model_with
 from studies.trainers import multiply_dequantized
 from tasks.house import cases
@@ -57,7 +58,7 @@ def main_runs() -> dict[str, tuple]:
     return runs | {f"noise {noise:g}": (*clip, noise) for noise in NOISES}
 
 
-@click.command(context_settings={"show_default": True})
+@click.command(cls=Command)
 @click.option("--seed", type=int, default=0, help="Of the secrets and the adapters' start.")
 @click.option("--steps", type=click.IntRange(min=1), default=STEPS)
 @click.option(
@@ -85,9 +86,9 @@ def main(seed: int, steps: int, out: Path) -> None:
         output = out / name.replace(" ", "-")
         call(
             *(program("mesp-train"), bundle, "--steps", steps, "--batch-size", BATCH_SIZE),
-            *("--seed", seed, "--val-batches", HELD_OUT, "--output", output, *options),
+            *("--seed", seed, "--val-batches", HELD_OUT, "--out", output, *options),
         )
-        run = read_run(output)
+        run = Run.load(output)
         total = "∞"
         if noise := run.settings.get("dp_noise"):
             sampled = BATCH_SIZE / run.plan["examples"]
@@ -123,7 +124,7 @@ def row(
     total: str,
 ) -> dict[str, str]:
     """A line of the table: the mean exposure of the canaries of each kind."""
-    model, tokenizer = model_with(bundle, adapters), load_tokenizer(bundle.path)
+    model, tokenizer = model_with(bundle, adapters), bundle_tokenizer(bundle.path)
     found = {who: exposure(model, tokenizer, who, secret) for who, secret in secrets.items()}
     return {
         "run": name,

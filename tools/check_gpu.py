@@ -26,7 +26,8 @@ from rich.console import Console
 from rich.markup import escape
 
 from collect import pull_self_checks
-from mesp.engine.records import records
+from mesp.commands.command import Command
+from mesp.engine.process import records
 from mesp.errors import MespError, plain_os_errors
 from mesp.formatting import duration
 from phone import APP, Phone, connect
@@ -41,7 +42,7 @@ Report = dict[str, Any]
 Check = dict[str, Any]
 
 
-@click.command()
+@click.command(cls=Command)
 @click.option("--bundle", help="What to check with: a folder, or a name on the phone.")
 @click.option("--phone", "on_phone", is_flag=True, help="Start the app on a phone to check it.")
 @click.option("--device", help="Which phone: name, UDID or identifier.  [default: the only one]")

@@ -20,9 +20,10 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from mesp.bundle.folders import replacing
+from mesp.commands.command import Command
 from mesp.errors import MespError, plain_os_errors
-from mesp.runs.log import LOG_NAME, find_runs, read_run
+from mesp.folders import replacing
+from mesp.runs.log import LOG_NAME, Run, find_runs
 from mesp.runs.table import COLUMNS, table_row
 from phone import APP, Phone, connect, copying
 
@@ -31,7 +32,7 @@ SELF_CHECKS_ON_PHONE = "Documents/self-check"
 KEPT = (LOG_NAME, "settings.json", "samples.json", "adapters", "best")  # of a run's folder
 
 
-@click.command()
+@click.command(cls=Command)
 @click.option("--device", help="Which phone: name, UDID or identifier.  [default: the only one]")
 @click.option("--from", "source", type=click.Path(path_type=Path), help="A folder to search.")
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="Where runs go.")
@@ -63,7 +64,7 @@ def main(device: str | None, source: Path | None, out: Path, app: str) -> None:
 def print_table(folders: list[Path]) -> None:
     table = Table("run", *COLUMNS, box=None, header_style="bold", pad_edge=False)
     for folder in folders:
-        table.add_row(folder.name, *table_row(read_run(folder)))
+        table.add_row(folder.name, *table_row(Run.load(folder)))
     console = Console(highlight=False)
     # Without a terminal there is no width to keep to, and cut-off figures help nobody.
     console.width = console.width if console.is_terminal else 200

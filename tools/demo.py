@@ -11,15 +11,16 @@ import shlex
 import subprocess
 import sys
 import time
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 
 import click
 from rich.console import Console
 from rich.text import Text
 
+from mesp.commands.command import Command
 from mesp.formatting import decimal, megabytes
-from mesp.runs.log import read_run
+from mesp.runs.log import Run
 from tasks.exact_match import Answer, answers
 from tasks.house import SOON, Case, cases
 
@@ -42,7 +43,7 @@ OUT = TOOLS.parent / "build" / "demo"
 WIDTH = 100  # columns of what is printed
 
 
-@click.command()
+@click.command(cls=Command)
 @click.option("--seed", type=int, default=0, help="Of the adapters' start and the data's order.")
 def main(seed: int) -> None:
     """Teach the demo model to turn requests into JSON, and show what it has learned."""
@@ -56,10 +57,10 @@ def main(seed: int) -> None:
     click.echo(f"\nAnswering {HELD_OUT_CASES} held-out requests before fine-tuning …")
     before = answers(bundle, held_out, whole=SHOWN)
 
-    run = OUT / "runs" / f"{datetime.now(timezone.utc):%Y%m%dT%H%M%SZ}"
+    run = OUT / "runs" / f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}"
     call(
         *(program("mesp-train"), bundle, "--steps", STEPS, "--batch-size", BATCH_SIZE, *UPDATE),
-        *("--seed", seed, "--val-batches", HELD_OUT_CASES, "--output", run),
+        *("--seed", seed, "--val-batches", HELD_OUT_CASES, "--out", run),
     )
     click.echo(f"\nAnswering {HELD_OUT_CASES} held-out requests after it …")
     after = answers(bundle, held_out, run / "adapters", whole=SHOWN)
@@ -78,13 +79,13 @@ def main(seed: int) -> None:
     console.print("\nHeld-out requests, in words and about commands that training had not:\n")
     for case, old, new in zip(held_out[:SHOWN], before, after, strict=False):
         console.print(shown(case, old, new))
-    result = read_run(run)
+    result = Run.load(run)
     loss_before, loss_after = result.held_out
     console.print(
         f"\nRight to the letter: {right(before)} of {len(before)} before fine-tuning, "
         f"{right(after)} of {len(after)} after.\n"
         f"Held-out loss {decimal(loss_before)} before, {decimal(loss_after)} after, nats a token.\n"
-        f"Peak footprint of the trainer {megabytes(result.peak_footprint)} MB, "
+        f"Peak footprint of the trainer {megabytes(result.peak_bytes)} MB, "
         f"{result.end['seconds']:.0f} s for {result.last_step} steps of {BATCH_SIZE} requests; "
         f"{time.monotonic() - began:.0f} s in all.\n"
         f"Loss, memory and time by step: {report}",

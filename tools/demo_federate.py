@@ -16,6 +16,7 @@ import click
 
 from demo import OUT as DEMO_OUT
 from demo import RANK, SEQ_LEN, call, program
+from mesp.commands.command import Command
 from mesp.federate.federation import Federation
 from mesp.formatting import decimal, megabytes
 from tasks.house import DO, cases
@@ -28,12 +29,12 @@ OUT = DEMO_OUT.with_name("demo-federate")
 KINDS = {"B alone (FFA-LoRA)": (), "A and B apart": ("--no-freeze-a",)}
 
 
-@click.command(context_settings={"show_default": True})
+@click.command(cls=Command)
 @click.option("--both", is_flag=True, help="Average A and B apart too, to compare.")
 @click.option("--rounds", type=click.IntRange(min=1), default=ROUNDS)
-@click.option("--split", default="by-file", help="As mesp-federate's.")
-@click.option("--seed", type=int, default=0, help="As mesp-federate's.")
-@click.option("--learning-rate", type=float, default=RATE, help="As mesp-federate's.")
+@click.option("--split", default="by-file", help="As mesp federate's.")
+@click.option("--seed", type=int, default=0, help="As mesp federate's.")
+@click.option("--learning-rate", type=float, default=RATE, help="As mesp federate's.")
 @click.option("--out", type=click.Path(path_type=Path), default=OUT)
 def main(both: bool, rounds: int, split: str, seed: int, learning_rate: float, out: Path) -> None:
     """Simulate six people and draw their rounds."""
@@ -80,10 +81,10 @@ def export(bundle: Path, *options: object) -> None:
 
 
 def federated(bundle: Path, data: Path, output: Path, *options: object) -> Federation:
-    """Simulates the six people with `options` of mesp-federate."""
+    """Simulates the six people with `options` of mesp federate."""
     call(
-        *(program("mesp-federate"), bundle, "--data", data, "--clients", len(DO)),
-        *("--batch-size", BATCH_SIZE, "--alpha", 2 * RANK, "--output", output, *options),
+        *(program("mesp"), "federate", bundle, "--data", data, "--clients", len(DO)),
+        *("--batch-size", BATCH_SIZE, "--alpha", 2 * RANK, "--out", output, *options),
     )
     return Federation.read(output)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 
 import click
@@ -18,9 +18,10 @@ from rich.console import Console
 
 import real_models
 from demo import TOOLS, WIDTH, call, program, shown
+from mesp.commands.command import Command
 from mesp.errors import MespError
 from mesp.formatting import decimal, duration, megabytes
-from mesp.runs.log import read_run
+from mesp.runs.log import Run
 from mesp.source_model.find import find_source
 from tasks import notes
 from tasks.exact_match import Answer
@@ -36,7 +37,7 @@ HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
 OUT = TOOLS.parent / "build" / "demo-real"
 
 
-@click.command()
+@click.command(cls=Command)
 @click.option(
     "--model",
     help="A model with a chat template, as mesp-export takes it.  [default: SmolLM2-135M-Instruct, "
@@ -53,7 +54,7 @@ def main(model: str | None, steps: int, seed: int) -> None:
         *(program("mesp-export"), "--model", model, "--data", data, "--out", bundle),
         *("--overwrite", "--seq-len", *SEQ_LENS),
     )
-    run = OUT / "runs" / f"{datetime.now(timezone.utc):%Y%m%dT%H%M%SZ}"
+    run = OUT / "runs" / f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}"
     call(
         *(program("mesp-train"), bundle, "--steps", steps, "--schedule", "linear"),
         *(
@@ -63,13 +64,20 @@ def main(model: str | None, steps: int, seed: int) -> None:
             seed,
             "--val-batches",
             HELD_OUT_CASES,
-            "--output",
+            "--out",
             run,
         ),
     )
     figures = OUT / "evaluation.json"
     call(
-        *(program("mesp-evaluate"), bundle, data / "valid.jsonl", "--adapters", run / "adapters"),
+        *(
+            program("mesp"),
+            "evaluate",
+            bundle,
+            data / "valid.jsonl",
+            "--adapters",
+            run / "adapters",
+        ),
         *("--json", "--extract", r"\{[^}]*\}", "--max-tokens", MAX_TOKENS, "--out", figures),
     )
     before, after = (
@@ -91,13 +99,13 @@ def main(model: str | None, steps: int, seed: int) -> None:
     )
     for case, old, new in zip(held_out[:SHOWN], before, after, strict=False):
         console.print(shown(case._replace(prompt=case.note), old, new))
-    result = read_run(run)
+    result = Run.load(run)
     loss_before, loss_after = result.held_out
     console.print(
         f"\nRight entries, every field: {count(before)} of {len(before)} before fine-tuning, "
         f"{count(after)} of {len(after)} after.\n"
         f"Held-out loss {decimal(loss_before)} before, {decimal(loss_after)} after, nats a token.\n"
-        f"Peak footprint of the trainer {megabytes(result.peak_footprint)} MB, "
+        f"Peak footprint of the trainer {megabytes(result.peak_bytes)} MB, "
         f"{duration(result.end['seconds'])} for {result.last_step} notes; "
         f"{duration(time.monotonic() - began)} in all.\n"
         f"Loss, memory and time by step: {report}",

@@ -24,6 +24,7 @@ import numpy as np
 from benchmarks.show import show
 from demo import OUT as DEMO_OUT
 from demo import RANK, SEQ_LEN, call, program
+from mesp.commands.command import Command
 from mesp.engine.build import find_engine
 from mesp.errors import MespError
 from mesp.federate.federation import Federation
@@ -63,7 +64,7 @@ class Run(NamedTuple):
     user_seconds: float
 
 
-@click.command(context_settings={"show_default": True})
+@click.command(cls=Command)
 @click.option("--clients", type=click.IntRange(min=1), default=200)
 @click.option("--sampled", type=click.IntRange(min=1), default=10, help="Clients in a round.")
 @click.option("--steps", type=click.IntRange(min=1), default=20, help="Of a client in a round.")
@@ -81,7 +82,7 @@ def main(clients: int, sampled: int, steps: int, rounds: int, out: Path) -> None
         *("--seq-len", SEQ_LEN, "--rank", RANK),
     )
     line = (
-        *(program("mesp-federate"), bundle, "--data", data, "--output", output, "--steps", steps),
+        *(program("mesp"), "federate", bundle, "--data", data, "--out", output, "--steps", steps),
         *("--clients", clients, "--strategy-options", f"fraction_train={sampled / clients}"),
         *("--rounds", rounds, "--val-batches", HELD_OUT_CASES),
     )
@@ -130,7 +131,7 @@ def watched(line: list[str], environment: dict[str, str], output: Path) -> Load:
                     server_bytes[int(round.name)] = resident_bytes(process.pid)
             time.sleep(LOOK)
     if process.returncode != 0:
-        raise MespError("mesp-federate failed.")
+        raise MespError("mesp federate failed.")
     return Load(time.monotonic() - began, user_seconds, server_bytes)
 
 

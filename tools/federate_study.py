@@ -30,9 +30,9 @@ from benchmarks.show import show
 from demo import SEQ_LEN
 from demo_federate import BATCH_SIZE, OUT, RATE, ROUNDS, STEPS, export, federated, write_data
 from mesp.bundle.reader import Bundle
-from mesp.federate.federation import Federation
+from mesp.commands.command import Command
+from mesp.federate.federation import Federation, Rounds
 from mesp.federate.local_training import Client, train
-from mesp.federate.rounds import Rounds
 from mesp.formatting import decimal, megabytes
 from studies.scores import model_with, score
 from studies.tasks import Task
@@ -60,12 +60,12 @@ class Round(NamedTuple):
     exact: float
 
 
-@click.command(context_settings={"show_default": True})
+@click.command(cls=Command)
 @click.option("--rounds", type=click.IntRange(min=1), default=ROUNDS)
 @click.option("--steps", type=click.IntRange(min=1), default=STEPS, help="Of a client in a round.")
-@click.option("--split", default="by-file", help="As mesp-federate's.")
-@click.option("--seed", type=int, default=0, help="As mesp-federate's.")
-@click.option("--learning-rate", type=float, default=RATE, help="As mesp-federate's.")
+@click.option("--split", default="by-file", help="As mesp federate's.")
+@click.option("--seed", type=int, default=0, help="As mesp federate's.")
+@click.option("--learning-rate", type=float, default=RATE, help="As mesp federate's.")
 @click.option("--plot", type=click.Path(path_type=Path), help="Draw them: *.png, *.svg or *.pdf.")
 @click.option(
     "--out",

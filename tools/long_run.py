@@ -16,14 +16,15 @@ from pathlib import Path
 import click
 import numpy as np
 
+from mesp.commands.command import Command
 from mesp.errors import MespError
-from mesp.runs.log import read_run
+from mesp.runs.log import Run
 
 MOST = 1.0  # MB over the whole run
 START = 0.05  # of the run, in which memory is taken that stays
 
 
-@click.command(context_settings={"show_default": True})
+@click.command(cls=Command)
 @click.option("--steps", type=click.IntRange(min=100), default=2000)
 @click.option("--out", type=click.Path(path_type=Path), help="Keep the bundle and the run here.")
 def main(steps: int, out: Path | None) -> None:
@@ -31,8 +32,8 @@ def main(steps: int, out: Path | None) -> None:
     with tempfile.TemporaryDirectory() if out is None else nullcontext(out) as folder:
         bundle, run = Path(folder, "demo.mesp"), Path(folder, "run")
         call("export", "--model", "demo", "--seq-len", 64, "--out", bundle, "--overwrite")
-        call("train", bundle, "--steps", steps, "--eval-every", 200, "--output", run)
-        records = read_run(run).steps
+        call("train", bundle, "--steps", steps, "--eval-every", 200, "--out", run)
+        records = Run.load(run).steps
     records = records[int(START * len(records)) :]
     step = np.array([record["step"] for record in records])
     footprint = np.array([record["footprint_bytes"] for record in records]) / 1e6

@@ -20,7 +20,8 @@ from mlx_lm.tuner.trainer import default_loss
 from mlx_lm.tuner.utils import load_adapters
 
 from mesp.bundle.reader import Bundle
-from mesp.runs.log import read_run
+from mesp.commands.command import Command
+from mesp.runs.log import Run
 from mesp.source_model.find import find_source
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -32,7 +33,7 @@ GROUP_SIZE, BITS = 64, 4
 TOLERANCE = 2e-3
 
 
-@click.command()
+@click.command(cls=Command)
 @click.option("--model", required=True, metavar="HUB_ID|DIR|demo")
 @click.option("--learning-rate", default=2e-4, show_default=True, help="Of AdamW.")
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="Replaced if there.")
@@ -56,9 +57,9 @@ def main(model: str, learning_rate: float, out: Path) -> None:
         export += ["--data", text]
     command("mesp.commands.export", *export)
     train = [bundle, "--steps", STEPS, "--seq-len", SEQ_LEN, "--val-batches", VAL_BATCHES]
-    train += ["--optimizer", "adamw", "--learning-rate", learning_rate, "--output", run]
+    train += ["--optimizer", "adamw", "--learning-rate", learning_rate, "--out", run]
     command("mesp.commands.train", *train)
-    before, after = read_run(run).held_out
+    before, after = Run.load(run).held_out
     if not after < before:
         raise click.ClickException(f"training raised the loss from {before} to {after}")
 

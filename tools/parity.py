@@ -32,6 +32,7 @@ import numpy as np
 
 from mesp.adapters.load import WEIGHTS
 from mesp.bundle.reader import Bundle
+from mesp.commands.command import Command
 from mesp.errors import MespError
 from mesp.formatting import decimal, perplexity
 from mesp.source_model.find import find_source
@@ -93,7 +94,7 @@ TRAINERS = QUICK_TRAINERS | {
 }
 
 
-@click.command(context_settings={"show_default": True})
+@click.command(cls=Command)
 @click.option("--quick", is_flag=True, help="One task, one seed, few steps, mlx-lm only.")
 @click.option(
     "--plans", "of_plans", is_flag=True, help="Compare MeSP's plans, in float32 and bfloat16."
@@ -320,7 +321,7 @@ def report(
             row.append("yes" if same else "no")
         rows.append(row)
     steps = f"{task.steps} steps of {task.batch_size} sequences"
-    click.echo(f"\n{task.name}, {optimizer}, {bundle.manifest['dtype']}, {steps}\n")
+    click.echo(f"\n{task.name}, {optimizer}, {bundle.manifest.dtype}, {steps}\n")
     for row in [columns, ["---"] * len(columns), *rows]:
         click.echo(f"| {' | '.join(row + [''] * (len(columns) - len(row)))} |")
     if len(scores[first]) > 1:

@@ -24,6 +24,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.qwen2 import Model, ModelArgs
 from tqdm import tqdm
 
+from mesp.commands.command import Command
 from pretraining.model_folder import check_out, write_folder
 from pretraining.text import END_OF_TEXT, encode, read_text, shuffled_batches, train_tokenizer
 
@@ -99,7 +100,7 @@ def train(
     bar.close()
 
 
-@click.command(context_settings={"show_default": True})
+@click.command(cls=Command)
 @click.argument(
     "texts",
     nargs=-1,

@@ -11,6 +11,7 @@ from pathlib import Path
 import click
 
 from mesp.bundle.manifest import read_manifest
+from mesp.commands.command import Command
 from mesp.errors import MespError
 from mesp.formatting import megabytes
 from phone import APP, connect, copying
@@ -18,7 +19,7 @@ from phone import APP, connect, copying
 FOLDER_ON_PHONE = "Documents"
 
 
-@click.command()
+@click.command(cls=Command)
 @click.argument("bundle", type=click.Path(path_type=Path))
 @click.option("--device", help="Which phone: name, UDID or identifier.  [default: the only one]")
 @click.option("--app", default=APP, show_default=True, help="Bundle identifier of the app.")
@@ -28,14 +29,14 @@ def main(bundle: Path, device: str | None, app: str) -> None:
     manifest = read_manifest(bundle, to_run=False)
     if bundle.suffix != ".mesp":
         raise MespError(f"The app lists folders that end in .mesp: rename {bundle.name} first.")
-    size = sum(file["size"] for file in manifest["files"])
+    size = sum(file.size for file in manifest.files)
     phone = connect(device, app, otherwise="")
     began = time.monotonic()
     with copying(f"{bundle.name}, {megabytes(size)} MB, to {phone.name}"):
         phone.push(bundle, FOLDER_ON_PHONE)
     seconds = time.monotonic() - began
     click.echo(f"{bundle.name} is on {phone.name} ({megabytes(size)} MB, {seconds:.0f} s).")
-    if manifest["device"] == "cpu":
+    if manifest.device == "cpu":
         click.echo(
             "It runs on the phone's CPU; for the GPU, export it with --device gpu.",
             err=True,

@@ -33,18 +33,20 @@ from click.testing import CliRunner
 
 from mesp.bundle.as_source import as_source
 from mesp.bundle.reader import Bundle
+from mesp.commands.command import Command
 from mesp.commands.export import main as export
 from mesp.data.python_docs import python_docs
-from mesp.data.tokens import cut_text, load_tokenizer
+from mesp.data.tokens import cut_text
 from mesp.models.architecture import Architecture
+from mesp.models.quantization import Quantization
+from mesp.models.weights import Weights
 from mesp.quantization.choose import Quantizations, find_quantizations
-from mesp.quantization.measure import finals, measure
-from mesp.quantization.modes import Quantization
-from mesp.quantization.moments import excerpts
 from mesp.source_model.find import Source, find_source
 from mesp.source_model.forward_pass import SourceModel
+from mesp.source_model.measure import finals, measure
+from mesp.source_model.moments import excerpts
 from mesp.source_model.safetensors import SafetensorsWeights
-from mesp.source_model.weights import Weights
+from mesp.text import load_tokenizer
 
 RESAMPLES = 10_000
 
@@ -67,7 +69,7 @@ class Study:
         source = find_source(str(folder), random_weights=False)
         arch = Architecture.from_config(source.config)
         weights = SafetensorsWeights(folder, arch.model_type)
-        quantizations = find_quantizations(source, arch, None, None, None, None)
+        quantizations = find_quantizations(source.name, source.config, arch, None, None, None, None)
         size = sum(
             array.nbytes for name, (array, _) in weights.tensors.items() if "norm" not in name
         )
@@ -247,7 +249,7 @@ def python_docs_text() -> str:
     return "\n".join(each.content["text"] for each in python_docs()["train"])
 
 
-@click.command(context_settings={"show_default": True})
+@click.command(cls=Command)
 @click.option("--model", type=click.Path(path_type=Path, exists=True), required=True)
 @click.option(
     "--text", type=click.Path(path_type=Path, exists=True), show_default="Python's reference",

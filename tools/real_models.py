@@ -24,13 +24,14 @@ import numpy as np
 from gguf import GGMLQuantizationType, dequantize
 from safetensors.numpy import save_file
 
+from mesp.commands.command import Command
 from mesp.errors import MespError
 from mesp.models.architecture import Architecture
+from mesp.models.names import name_there
 from mesp.source_model.gguf.config import config_of
 from mesp.source_model.gguf.header import GGUF
 from mesp.source_model.gguf.names import Names
 from mesp.source_model.gguf.tokenizer import write_tokenizer
-from mesp.source_model.names import name_there
 
 
 class RealModel(NamedTuple):
@@ -139,7 +140,7 @@ def _convert(file: GGUF, folder: Path) -> None:
     write_tokenizer(file, folder)
 
 
-@click.command()
+@click.command(cls=Command)
 @click.argument("name", type=click.Choice([*MODELS]))
 @click.option("--gguf", is_flag=True, help="The GGUF file, as it is published.")
 def main(name: str, gguf: bool) -> None:

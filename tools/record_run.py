@@ -20,7 +20,7 @@ STEPS = 60
 def main() -> None:
     with tempfile.TemporaryDirectory(prefix="mesp-record-") as folder:
         output = Path(folder) / "run"
-        options = {"--steps": STEPS, "--seq-len": 128, "--eval-every": 20, "--output": output}
+        options = {"--steps": STEPS, "--seq-len": 128, "--eval-every": 20, "--out": output}
         words = [str(word) for option in options.items() for word in option]
         with suppress(SystemExit):  # a command ends its process
             train([str(HOME / "Demo.mesp"), *words], standalone_mode=False)

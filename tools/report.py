@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING
 
 import click
 
+from mesp.commands.command import Command
 from mesp.errors import MespError, plain_os_errors
 from mesp.formatting import decimal, megabytes
-from mesp.runs.log import Run, find_runs, read_run
+from mesp.runs.log import Run, find_runs
 from mesp.runs.table import COLUMNS, table_row
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ Row = tuple[str, list[str]]
 Paint = Callable[["Axes", str, Run, str], None]
 
 
-@click.command()
+@click.command(cls=Command)
 @click.argument("folders", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="The page, *.html.")
 def main(folders: tuple[Path, ...], out: Path) -> None:
@@ -48,7 +49,7 @@ def main(folders: tuple[Path, ...], out: Path) -> None:
             raise MespError(f"There is no run in {folder}.")
         for path in found:
             name = unique(path.name, runs)
-            runs[name], samples[name] = read_run(path), read_samples(path / "samples.json")
+            runs[name], samples[name] = Run.load(path), read_samples(path / "samples.json")
     text = page(runs, samples)
     with plain_os_errors(f"Cannot write {out}"):
         out.parent.mkdir(parents=True, exist_ok=True)

@@ -8,26 +8,42 @@ import click
 
 import mesp
 
-NAMES = ("export", "data", "train", "generate", "evaluate", "fuse", "federate")
+# What each command does, said here: its module is imported when it is asked for, as MLX and what
+# reads models take a while.
+COMMANDS = {
+    "export": "Write a model as a bundle.",
+    "models": "List the models that have short names.",
+    "data": "Replace the data in a bundle.",
+    "train": "Fine-tune a bundle's model with LoRA.",
+    "generate": "Write on from a prompt.",
+    "evaluate": "Measure how good a model is.",
+    "fuse": "Put adapters into the weights.",
+    "federate": "Fine-tune a bundle with the data of many.",
+}
 
 
 class Commands(click.Group):
-    """A command is imported when it is asked for: MLX takes a while."""
+    """The commands, of which one is imported when it is run."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(NAMES)
+        return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        return import_module(f"mesp.commands.{cmd_name}").main if cmd_name in NAMES else None
+        if cmd_name not in COMMANDS:
+            return None
+        command = import_module(f"mesp.commands.{cmd_name}").main
+        assert isinstance(command, click.Command)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
 
 
-@click.command(cls=Commands, name="mesp")
+@click.command(cls=Commands, name="mesp", context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(mesp.__version__, message="mesp %(version)s")
 def main() -> None:
-    """Fine-tune quantized language models with LoRA, in tens of megabytes.
-
-    COMMAND is mesp-COMMAND too, as in mesp-train.
-    """
+    """Fine-tune quantized language models with LoRA, in tens of megabytes."""
 
 
 if __name__ == "__main__":

@@ -1,45 +1,29 @@
-"""The one kind of error that a user sees."""
+"""The exceptions that this package raises."""
 
 import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
-
-import click
-
-from mesp.formatting import printable
 
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-class MespError(click.ClickException):
-    """Something the user can mend: one plain sentence naming the thing and the remedy.
+class MespError(Exception):
+    """Something that the caller can mend: one plain sentence that names the thing and the remedy.
 
-    A command that lets it through prints ``Error: <sentence>`` and exits with code 2.
+    A command prints it as ``Error: <sentence>`` and exits with code 2.
     """
 
-    exit_code = 2
-
-    def format_message(self) -> str:
-        # Names and values in it may be a stranger's.
-        return printable(self.message)
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.message = message
 
 
-class Command(click.Command):
-    """A command that says in a sentence where the system refuses a path: one that is too long, or a
-    symbolic link to itself."""
+class EngineError(MespError):
+    """mesp-engine failed: it crashed, or the system ended it. A command exits with code 1."""
 
-    def invoke(self, ctx: click.Context) -> Any:
-        try:
-            return super().invoke(ctx)
-        except OSError as error:
-            if error.filename is None:  # of a pipe, for one, which click sees to
-                raise
-            raise MespError(f"{error.filename!s:.200} cannot be used: {error.strerror}.") from error
-        except RuntimeError as error:  # of Path.resolve, before Python 3.13
-            if not str(error).startswith("Symlink loop"):
-                raise
-            raise MespError(f"{error}; name another path.") from error
+
+class Interrupted(MespError):
+    """A second Ctrl-C has ended what the first asked to end. A command exits with code 130."""
 
 
 @contextmanager

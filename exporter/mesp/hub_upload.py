@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
 
+from mesp.bundle.manifest import Manifest
 from mesp.errors import MespError
 
 # What of an earlier bundle in the repository does not belong to the new one goes.
 OF_A_BUNDLE = ["blocks/*", "data/*", "*.mlxfn", "*.bin", "*.json", "LICENSE*"]
 
 
-def upload(bundle: Path, manifest: dict[str, Any], repo: str) -> str:
+def upload(bundle: Path, manifest: Manifest, repo: str) -> str:
     """Puts the bundle's files into the model repository `repo`, which is made where it isn't there.
 
     A card beside them says what they are. Returns the repository's address; raises MespError where
@@ -23,7 +23,7 @@ def upload(bundle: Path, manifest: dict[str, Any], repo: str) -> str:
 
     if not sys.stderr.isatty():
         disable_progress_bars()
-    files = [file["path"] for file in manifest["files"]]
+    files = [file.path for file in manifest.files]
     try:
         api = HfApi()
         address = api.create_repo(repo, exist_ok=True)
@@ -33,7 +33,7 @@ def upload(bundle: Path, manifest: dict[str, Any], repo: str) -> str:
             repo_id=repo,
             allow_patterns=["manifest.json", *files],
             delete_patterns=OF_A_BUNDLE,
-            commit_message=f"Upload {manifest['name']}",
+            commit_message=f"Upload {manifest.name}",
         )
     except errors.HFValidationError as error:
         raise MespError(f"{repo} is no name of a repository: give it as owner/name.") from error
@@ -58,19 +58,19 @@ def failed(bundle: Path, repo: str) -> MespError:
     )
 
 
-def card(manifest: dict[str, Any]) -> bytes:
+def card(manifest: Manifest) -> bytes:
     """The repository's README.md."""
-    model = manifest["model"]
+    model = manifest.model
     head = ["---", "library_name: mesp"]
-    if model["revision"]:  # otherwise it came from a folder
-        head.append(f"base_model: {model['id']}")
-    if model["license"]:
-        head.append(f"license: {model['license']}")
-    lengths = " or ".join(map(str, manifest["seq_lens"]))
+    if model.revision:  # otherwise it came from a folder
+        head.append(f"base_model: {model.id}")
+    if model.license:
+        head.append(f"license: {model.license}")
+    lengths = " or ".join(map(str, manifest.seq_lens))
     text = f"""
-# {manifest["name"]} for MeSP
+# {manifest.name} for MeSP
 
 The model, quantized and laid out to be fine-tuned on an iPhone, a Mac or Linux by MeSP: on the
-{manifest["device"].upper()}, with sequences of {lengths} tokens.
+{manifest.device.upper()}, with sequences of {lengths} tokens.
 """
     return ("\n".join([*head, "---"]) + "\n" + text).encode()

@@ -50,9 +50,9 @@ def find_cells(options: dict[str, Any], layers: int | None, work: Path) -> list[
         elif layers or options.get("data"):
             raise MespError(f"{model} is a bundle: --layers and --data are of its export.")
         manifest = read_manifest(bundle, to_run="device" not in options)
-        name = manifest["name"].removesuffix("-random")
-        blocks = len(manifest["architecture"]["layers"])
-        kind = (manifest["device"], manifest["dtype"])
+        name = manifest.name.removesuffix("-random")
+        blocks = manifest.architecture.num_hidden_layers
+        kind = (manifest.device, manifest.dtype)
         sizes = itertools.product(options["seq_lens"], options["ranks"])
         cells += [Cell(name, bundle, blocks, *size, *kind) for size in sizes]
     return cells
@@ -74,15 +74,20 @@ def export(model: str, options: dict[str, Any], layers: int | None, work: Path) 
     if model in KNOWN:
         with suppress(MespError):
             manifest = read_manifest(path, to_run=device == DEVICE)
-            seq_lens, ranks = seq_lens | {*manifest["seq_lens"]}, ranks | {*manifest["ranks"]}
+            seq_lens, ranks = seq_lens | {*manifest.seq_lens}, ranks | {*manifest.ranks}
             written = (path / "manifest.json").stat().st_mtime
             code = Path(mesp.__file__).parent.rglob("*.py")
             current = all(file.stat().st_mtime < written for file in code)
-            covered = (sorted(seq_lens), sorted(ranks)) == (manifest["seq_lens"], manifest["ranks"])
-            if current and covered and manifest["mlx_version"] == mx.__version__:
+            covered = (sorted(seq_lens), sorted(ranks)) == (
+                [*manifest.seq_lens],
+                [*manifest.ranks],
+            )
+            if current and covered and manifest.mlx_version == mx.__version__:
                 return path
     command = ["--model", model, "--out", path, "--overwrite", "--device", device]
-    command += ["--seq-len", *sorted(seq_lens), "--rank", *sorted(ranks)]
+    sizes = {"--seq-len": seq_lens, "--rank": ranks}
+    for option, numbers in sizes.items():
+        command += [option, ",".join(map(str, sorted(numbers)))]
     command += ["--layers", layers] if layers else []
     command += ["--data", data] if data else []
     command += [] if model == "demo" or learns else ["--random-weights"]

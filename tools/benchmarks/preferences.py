@@ -15,8 +15,8 @@ from benchmarks.processes import Tell, engine_program, run_program
 from benchmarks.rows import engine_settings
 from benchmarks.variants import Variant
 from mesp.bundle.manifest import read_manifest
-from mesp.commands.training_options import OBJECTIVES
 from mesp.data.preferences import CHOSEN, REJECTED
+from mesp.engine.settings import OBJECTIVES
 
 
 def measure_objectives(cell: Cell, steps: int, work: Path, tell: Tell) -> Iterator[Row]:
@@ -43,7 +43,7 @@ def measure_objectives(cell: Cell, steps: int, work: Path, tell: Tell) -> Iterat
             "objective": objective or "supervised",
             "variant": (objective or "supervised") + kept,
             "seconds": seconds,
-            "footprint_peak_bytes": run.peak_footprint,
+            "footprint_peak_bytes": run.peak_bytes,
             "predicted_peak_bytes": run.plan["predicted_peak_bytes"],
             "time_of_supervised": None,
             "reference_time": None,

@@ -11,23 +11,23 @@ import sys
 import tempfile
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import fields
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from benchmarks.cells import Cell
-from mesp.commands import train
 from mesp.engine.build import find_engine
-from mesp.engine.update_defaults import PAPER
+from mesp.engine.settings import PAPER, TrainSettings
 from mesp.errors import MespError
 from mesp.runs.log import Run
 
 # What is not set is as the paper has it, by default of the engine: SGD at 1e-4 on seven
 # projections, batch 1. Runs in Python are told.
 SETTING = {"learning_rate": PAPER["learning_rate"]} | {
-    option.name: option.default
-    for option in train.main.params
-    if option.name in ("alpha", "seed", "mezo_epsilon")
+    each.name: each.default
+    for each in fields(TrainSettings)
+    if each.name in ("alpha", "seed", "mezo_epsilon")
 }
 
 # glibc's allocator much as the engine sets it: memory is given back instead of kept.
@@ -89,7 +89,7 @@ def run_program(
 
     Raises MespError with the last line it said where it fails.
     """
-    run = Run()
+    records: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="run-", dir=work.resolve()) as folder:
         path, errors = Path(folder, "settings.json"), Path(folder, "errors")
         path.write_text(json.dumps({"output": folder, **settings}), encoding="utf-8")
@@ -102,14 +102,15 @@ def run_program(
         ):  # fmt: skip
             for line in process.stdout:
                 if line.startswith("{"):  # a library may have something to say, too
-                    run.add(json.loads(line))
-                    tell(run.last_step)
+                    records.append(json.loads(line))
+                    if records[-1]["type"] == "step":
+                        tell(records[-1]["step"])
         said = errors.read_text(encoding="utf-8", errors="replace").strip().splitlines()
     if process.returncode < 0:
         raise MespError(f"The run was ended by signal {-process.returncode}.")
     if process.returncode > 0:
         raise MespError(said[-1] if said else f"The run failed ({process.returncode}).")
-    return run
+    return Run.of(records)
 
 
 @cache

@@ -33,7 +33,7 @@ from benchmarks.variants import (
 )
 from in_peft.inputs import first_adapters, write_inputs
 from mesp.bundle.reader import Bundle
-from mesp.engine.plan import find_plan
+from mesp.engine.process import find_plan
 from mesp.errors import MespError
 from mesp.runs.log import Run
 

@@ -19,13 +19,13 @@ from benchmarks.preferences import measure_objectives
 from benchmarks.processes import Tell, engine_program, run_program, run_python
 from benchmarks.rows import compare, engine_settings, extrapolate, measure
 from benchmarks.variants import ENGINE_METHODS, OFFLOADS, PEFT_METHODS, Variant, find_variants
+from mesp.bundle.data_files import replace_data
 from mesp.bundle.export_options import BundleOptions
 from mesp.bundle.manifest import read_manifest
 from mesp.bundle.rewriter import rewrite_bundle
 from mesp.data.examples import Split
-from mesp.data.store import replace_data
-from mesp.engine.plan import find_count
-from mesp.engine.update_defaults import default_learning_rate, default_optimizer
+from mesp.engine.process import find_count
+from mesp.engine.settings import default_learning_rate, default_optimizer
 from mesp.errors import MespError
 from mesp.models.architecture import Architecture
 
@@ -248,7 +248,7 @@ def with_records(cell: Cell, lengths: list[int], work: Path) -> Path:
     mask = np.ones(sizes.sum(), np.uint8)
     for start, size in zip(starts, sizes, strict=True):
         mask[start : start + 2 * size // 5] = 0
-    vocab_size = manifest["architecture"]["vocab_size"]
+    vocab_size = manifest.architecture.vocab_size
     tokens = random.integers(vocab_size, size=len(mask), dtype=np.uint32)
     examples = np.stack([starts, sizes], axis=1).astype(np.uint32)
     replace_data(out, {"train": Split(tokens, examples, mask)})
@@ -271,7 +271,7 @@ def batches_rows(bench: Bench) -> Iterator[Row]:
         settings |= {"batch_size": BATCH_SIZE}
         what = f"{variant} by {order}"
         run = run_program([engine_program()], settings, bench.work, bench.doing(cell, what))
-        peak, predicted = run.peak_footprint, run.plan["predicted_peak_bytes"]
+        peak, predicted = run.peak_bytes, run.plan["predicted_peak_bytes"]
         yield cell.row() | {
             "variant": what,
             "footprint_peak_bytes": peak,
@@ -294,7 +294,7 @@ def parts_rows(bench: Bench) -> Iterator[Row]:
             tell = bench.doing(cell, f"training {name}")
             runs[name].append(run_program([engine_program()], settings, bench.work, tell))
         for name, each in runs.items():
-            peak = median(run.peak_footprint for run in each)
+            peak = median(run.peak_bytes for run in each)
             predicted = each[0].plan["predicted_peak_bytes"]
             steps = [step for run in each for step in run.steps[1:] or run.steps]
             yield cell.row() | {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from mesp.engine.build import find_engine
-from mesp.engine.plan import find_plan
+from mesp.engine.process import find_plan
 from studies.tasks import RANK, Task
 
 ON_DISK = {"none": "nothing on disk", "inputs": "inputs on disk", "all": "all on disk"}

@@ -57,8 +57,8 @@ def export(
     trained at `RANK` or `more_ranks`; `gsm8k` is where that task's data are."""
     bundle = folder / f"{task.name}.mesp"
     if task.name == GSM8K.name:
-        columns = ("--columns", "prompt=question", "completion=answer")
-        splits = ("--splits", "train=train", f"valid=test[:{task.held_out}]")
+        columns = ("--columns", "prompt=question,completion=answer")
+        splits = ("--splits", f"train=train,valid=test[:{task.held_out}]")
         data = (gsm8k, "--subset", "main", *splits, *columns)
     else:
         data = ("python-docs" if task.name == TEXT.name else write_data(task, folder / task.name),)

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mesp.data.answers import encode_answers
-from mesp.engine.evaluate import evaluator
-from mesp.engine.prompts import load_tokenizer
+from mesp.engine.process import evaluator
+from mesp.text import bundle_tokenizer
 from tasks.house import Case
 
 
@@ -25,7 +25,7 @@ def answers(
 
     Those after the first `whole` are read until they are wrong.
     """
-    tokenizer = load_tokenizer(bundle)
+    tokenizer = bundle_tokenizer(bundle)
     with evaluator(bundle, adapters) as engine:
 
         def answer(number: int, case: Case) -> Answer:

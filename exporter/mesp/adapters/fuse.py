@@ -71,5 +71,5 @@ def save(
             config[key] = "bfloat16"
     save_model(folder, model)
     write_config(folder / "config.json", config)
-    listed = (entry["path"] for entry in bundle.manifest["files"])
+    listed = (entry.path for entry in bundle.manifest.files)
     copy_texts(bundle.path, texts_of(listed), folder)

@@ -31,7 +31,7 @@ def held_out_loss(
         advance()
     if not tokens:
         raise MespError(
-            f"The valid data of {bundle.path} has nothing to predict; replace it with mesp-data."
+            f"The valid data of {bundle.path} has nothing to predict; replace it with mesp data."
         )
     return total / tokens
 
@@ -50,7 +50,7 @@ def sequences(bundle: Bundle, split: str, seq_len: int) -> Iterator[tuple[np.nda
         if not 0 < length <= len(ids) or ids.max() >= bundle.architecture.vocab_size:
             raise MespError(
                 f"The {split} data of {bundle.path} has an example outside of its tokens, or a "
-                "token outside of the vocabulary; replace it with mesp-data."
+                "token outside of the vocabulary; replace it with mesp data."
             )
         ids = np.asarray(ids, np.int32)
         counted = np.ones(length - 1, np.float32)

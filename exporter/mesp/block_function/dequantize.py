@@ -7,7 +7,7 @@ from functools import partial
 
 import mlx.core as mx
 
-from mesp.quantization.modes import Quantization
+from mesp.models.quantization import Quantization
 
 
 def dequantize(

@@ -31,8 +31,8 @@ from mesp.block_function.gated_delta_net import mix_by_gated_delta_net
 from mesp.block_function.mlp import ACTIVATIONS, mlp_by_tokens, plain_mlp
 from mesp.block_function.parts import Parts
 from mesp.block_function.projection import projections
-from mesp.bundle.layout import Layout
 from mesp.models.architecture import Block
+from mesp.models.layout import Layout
 from mesp.models.mixers import AttentionMixer, GatedDeltaNet, ShortConvolution
 
 BlockFunction = Callable[[mx.array, mx.array, mx.array, mx.array], list[mx.array]]

@@ -8,9 +8,9 @@ from functools import reduce
 import mlx.core as mx
 
 from mesp.block_function.dequantize import dequantize
-from mesp.bundle.layout import Layout
 from mesp.models.architecture import Block
-from mesp.quantization.modes import Quantization
+from mesp.models.layout import Layout
+from mesp.models.quantization import Quantization
 
 
 @dataclass(frozen=True)

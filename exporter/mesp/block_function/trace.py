@@ -9,8 +9,8 @@ import mlx.core as mx
 from mesp.block_function import mlxfn
 from mesp.block_function.check import check_block_functions
 from mesp.block_function.forward_pass import BlockFunction
-from mesp.bundle.layout import Layout
 from mesp.models.architecture import Block
+from mesp.models.layout import Layout
 
 
 def export_block(

@@ -7,10 +7,10 @@ import math
 import mlx.core as mx
 import numpy as np
 
-from mesp.bundle.layout import DTYPES
 from mesp.bundle.reader import Bundle, block_file
+from mesp.models.layout import DTYPES
+from mesp.models.quantization import Quantization
 from mesp.quantization.choose import Quantizations
-from mesp.quantization.modes import Quantization
 from mesp.source_model.forward_pass import SourceModel
 
 
@@ -56,7 +56,7 @@ class BundleWeights:
             file, array = self._place(f"{name}.weight")
             prefix = array.removesuffix("weight")
             found[name] = Quantization.of(self.layouts[file], prefix, size)
-        return Quantizations(self.bundle.quantization, found)
+        return Quantizations(self.bundle.manifest.quantization, found)
 
     def _place(self, name: str) -> tuple[str, str]:
         """The file with a tensor, and what it is called there."""
@@ -65,7 +65,7 @@ class BundleWeights:
             return block_file(int(index)), array
         table = "embedding" if name.startswith("model.embed_tokens.") else "head"
         array = "norm" if name == "model.norm.weight" else name.rpartition(".")[2]
-        return self.bundle.manifest[table]["file"], array
+        return getattr(self.bundle.manifest, table).file, array
 
 
 def as_source(bundle: Bundle) -> SourceModel:

@@ -11,7 +11,6 @@ from mesp.data.load import DataOptions
 from mesp.quantization.choose import Quantizations
 
 DEVICE = "gpu" if mx.metal.is_available() else "cpu"  # where none is asked for
-DTYPE_OF = {"cpu": "float32", "gpu": "bfloat16"}  # likewise, by device
 
 
 @dataclass(frozen=True)

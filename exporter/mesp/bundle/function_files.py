@@ -10,10 +10,10 @@ from mesp.block_function import fused
 from mesp.block_function.forward_pass import BlockFunction, block_function
 from mesp.block_function.trace import export_block
 from mesp.bundle.export_options import BundleOptions
-from mesp.bundle.layout import DTYPES, Layout
 from mesp.bundle.manifest import BlockGroup
 from mesp.errors import MespError
 from mesp.models.architecture import Architecture, Block
+from mesp.models.layout import DTYPES, Layout
 
 
 def write_functions(

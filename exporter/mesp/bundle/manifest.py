@@ -4,39 +4,40 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 
-from mesp.bundle.layout import Layout
 from mesp.errors import MespError
 from mesp.files import create, inside, read_object
 from mesp.models.architecture import Architecture
+from mesp.models.layout import Layout
+from mesp.models.quantization import Quantization
 
 FORMAT = 4
+MODEL = ("id", "revision", "license")
 
-# What commands read of a manifest, by its type; `Bundle` reads the rest.
-READ_BY_COMMANDS = {
-    "name": str,
-    "model": {"id": str},
-    "device": str,
-    "seq_lens": [int],
-    "ranks": [int],
-    "architecture": dict,
-    "files": [{"path": str, "size": int, "sha256": str}],
-}
-MODEL = ("id", "revision", "license")  # what a manifest says of the model
 _PACKED = {
     "words": int,
     "arrays": [{"name": str, "offset": int, "shape": [int], "dtype": str}],
 }
-READ_BY_BUNDLE = {
+# What is read of manifest.json, by its type.
+READ = {
+    "name": str,
+    "model": {"id": str},
+    "device": str,
+    "dtype": str,
+    "seq_lens": [int],
+    "ranks": [int],
+    "architecture": dict,
     "quantization": {"bits": int, "group_size": int, "mode": str},
     "blocks": [{"layers": [int], "functions": dict, "plain_functions": dict, **_PACKED}],
     "embedding": {"file": str, **_PACKED},
     "head": {"file": str, **_PACKED},
+    "files": [{"path": str, "size": int, "sha256": str}],
 }
 
 
@@ -56,13 +57,196 @@ def _is_line(value: Any) -> bool:
 
 def _is_split(entry: Any) -> bool:
     return (
-        fits(entry, {"tokens": int})
-        and ("examples" not in entry or fits(entry["examples"], {"count": int}))
+        fits(entry, {"file": str, "tokens": int})
+        and ("examples" not in entry or fits(entry["examples"], {"file": str, "count": int}))
         and all(key not in entry or fits(entry[key], str) for key in ("mask", "labels"))
     )
 
 
-def read_manifest(path: Path, to_run: bool = True) -> dict[str, Any]:
+@dataclass(frozen=True)
+class ModelName:
+    """The model that a bundle was exported from; `revision` is None where it came from a folder."""
+
+    id: str
+    revision: str | None = None
+    license: str | None = None
+
+    def __str__(self) -> str:
+        """`ID` or `ID@REVISION`."""
+        return f"{self.id}@{self.revision}" if self.revision else self.id
+
+
+@dataclass(frozen=True)
+class BlockGroup:
+    """Blocks of one layout and one mixer, and their functions' files by length."""
+
+    layers: tuple[int, ...]
+    functions: dict[str, str]
+    plain_functions: dict[str, str]
+    layout: Layout
+
+    @classmethod
+    def of(cls, entry: dict[str, Any]) -> BlockGroup:
+        layers, layout = tuple(entry["layers"]), Layout.of_json(entry)
+        return cls(layers, entry["functions"], entry["plain_functions"], layout)
+
+    def to_json(self) -> dict[str, Any]:
+        functions = {"functions": self.functions, "plain_functions": self.plain_functions}
+        return {"layers": self.layers, **functions, **self.layout.to_json()}
+
+
+@dataclass(frozen=True)
+class Table:
+    """The file of the embedding or the head."""
+
+    file: str
+    layout: Layout
+
+    @classmethod
+    def of(cls, entry: dict[str, Any]) -> Table:
+        return cls(entry["file"], Layout.of_json(entry))
+
+    def to_json(self) -> dict[str, Any]:
+        return {"file": self.file, **self.layout.to_json()}
+
+
+@dataclass(frozen=True)
+class DataSplit:
+    """The files of a split of the data: `tokens` ids, of a packed stream or of `count` examples."""
+
+    file: str
+    tokens: int
+    examples: str | None = None
+    count: int | None = None
+    mask: str | None = None
+    labels: str | None = None
+
+    @classmethod
+    def of(cls, entry: dict[str, Any]) -> DataSplit:
+        examples = entry.get("examples") or {}
+        return cls(
+            entry["file"], entry["tokens"], examples.get("file"), examples.get("count"),
+            entry.get("mask"), entry.get("labels"),
+        )  # fmt: skip
+
+    def to_json(self) -> dict[str, Any]:
+        examples = {"examples": {"file": self.examples, "count": self.count}}
+        others = {"mask": self.mask, "labels": self.labels}
+        return {
+            "file": self.file,
+            "tokens": self.tokens,
+            **(examples if self.examples is not None else {}),
+            **{key: file for key, file in others.items() if file is not None},
+        }
+
+    @property
+    def sizes(self) -> dict[str, int | None]:
+        """Its files, and how many bytes each has."""
+        files = {
+            self.file: 4 * self.tokens,
+            self.examples: 8 * (self.count or 0),
+            self.mask: self.tokens,
+            self.labels: self.count,
+        }
+        return {file: size for file, size in files.items() if file is not None}
+
+
+@dataclass(frozen=True)
+class File:
+    """A file of a bundle; `path` is relative to its folder, `size` in bytes."""
+
+    path: str
+    size: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a bundle is: docs/architecture.md describes each field."""
+
+    name: str
+    model: ModelName
+    device: str
+    dtype: str
+    architecture: Architecture
+    quantization: Quantization
+    seq_lens: tuple[int, ...]
+    ranks: tuple[int, ...]
+    blocks: tuple[BlockGroup, ...]
+    embedding: Table
+    head: Table
+    data: Mapping[str, DataSplit] = field(default_factory=dict)
+    files: tuple[File, ...] = ()
+    mlx_version: str = mx.__version__
+
+    @classmethod
+    def of(cls, entries: dict[str, Any]) -> Manifest:
+        """The manifest of a JSON object. Raises ValueError, TypeError, KeyError or ArithmeticError
+        where it is none."""
+        data = entries.get("data") or {}
+        model = entries.get("model")
+        if not (
+            fits(entries, READ)
+            and isinstance(model, dict)
+            and model.keys() >= {*MODEL}
+            and all(
+                map(_is_line, (entries["name"], *map(model.get, ("id", "revision", "license"))))
+            )
+            and entries["seq_lens"]
+            and entries["ranks"]
+            and 0 not in (*entries["seq_lens"], *entries["ranks"])
+            and isinstance(data, dict)
+            and all(map(_is_split, data.values()))
+            and all(map(_is_line, data))
+        ):
+            raise ValueError("a field is missing, or of another type")
+        return cls(
+            name=entries["name"],
+            model=ModelName(*(model[key] for key in MODEL)),
+            device=entries["device"],
+            dtype=entries["dtype"],
+            architecture=Architecture.from_manifest(entries["architecture"]),
+            quantization=Quantization(**entries["quantization"]),
+            seq_lens=tuple(entries["seq_lens"]),
+            ranks=tuple(entries["ranks"]),
+            blocks=tuple(map(BlockGroup.of, entries["blocks"])),
+            embedding=Table.of(entries["embedding"]),
+            head=Table.of(entries["head"]),
+            data={split: DataSplit.of(entry) for split, entry in data.items()},
+            files=tuple(
+                File(each["path"], each["size"], each["sha256"]) for each in entries["files"]
+            ),
+            mlx_version=entries["mlx_version"],
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """The object that `of` reads."""
+        return {
+            "format": FORMAT,
+            "name": self.name,
+            "model": asdict(self.model),
+            "mlx_version": self.mlx_version,
+            "device": self.device,
+            "dtype": self.dtype,
+            "architecture": self.architecture.to_manifest(),
+            "quantization": asdict(self.quantization),
+            "seq_lens": self.seq_lens,
+            "ranks": self.ranks,
+            "blocks": [group.to_json() for group in self.blocks],
+            "embedding": self.embedding.to_json(),
+            "head": self.head.to_json(),
+            "data": {split: each.to_json() for split, each in self.data.items()},
+            "files": [asdict(each) for each in self.files],
+        }
+
+    def write(self, folder: Path) -> None:
+        """Writes ``manifest.json`` into a folder."""
+        text = json.dumps(self.to_json(), indent=1, ensure_ascii=False)
+        with create(folder / "manifest.json") as file:
+            file.write(f"{text}\n".encode())
+
+
+def read_manifest(path: Path, to_run: bool = True) -> Manifest:
     """The manifest of the bundle at `path`, after checking that this machine can run it.
 
     Raises MespError where the folder is no bundle, is of another format, lacks a file or part of
@@ -70,8 +254,8 @@ def read_manifest(path: Path, to_run: bool = True) -> dict[str, Any]:
     Contents are checked by `Bundle.verify`.
     """
     try:
-        manifest = read_object(path / "manifest.json")
-        version, mlx_version = manifest["format"], manifest["mlx_version"]
+        entries = read_object(path / "manifest.json")
+        version, mlx_version = entries["format"], entries["mlx_version"]
     except FileNotFoundError as error:
         raise MespError(
             f"{path} is not a bundle (it has no manifest.json); write one with mesp-export."
@@ -90,36 +274,25 @@ def read_manifest(path: Path, to_run: bool = True) -> dict[str, Any]:
             f"{path} was exported with MLX {mlx_version}, and this is MLX {mx.__version__}; "
             f"write it anew with mesp-export --from, or install mlx=={mlx_version}."
         )
-    if to_run and manifest.get("device") == "gpu" and not mx.metal.is_available():
+    if to_run and entries.get("device") == "gpu" and not mx.metal.is_available():
         raise MespError(
             f"{path} was exported for a GPU, and this machine has none that MLX can use; "
             "write it anew with mesp-export --from and --device cpu."
         )
-    data = manifest.get("data") or {}
-    if (
-        not fits(manifest, READ_BY_COMMANDS)
-        or not manifest["model"].keys() >= {*MODEL}
-        or not all(map(_is_line, (manifest["name"], *map(manifest["model"].get, MODEL))))
-        or not (manifest["seq_lens"] and manifest["ranks"])
-        or 0 in (*manifest["seq_lens"], *manifest["ranks"])
-        or not (isinstance(data, dict) and all(map(_is_split, data.values())))
-        or not all(map(_is_line, data))
-    ):
-        raise damaged(path)
     try:
-        Architecture.from_manifest(manifest["architecture"])
-    except (TypeError, KeyError, ValueError, ArithmeticError) as error:
+        manifest = Manifest.of(entries)
+    except (TypeError, LookupError, AttributeError, ValueError, ArithmeticError) as error:
         raise damaged(path) from error
-    for entry in manifest["files"]:
+    for entry in manifest.files:
         try:
-            file = inside(path, entry["path"])
+            file = inside(path, entry.path)
         except ValueError as error:
             raise MespError(
-                f"{path} names a file outside of it, {entry['path']!r:.200}; do not use it."
+                f"{path} names a file outside of it, {entry.path!r:.200}; do not use it."
             ) from error
         size = file.stat().st_size if file.is_file() else None
-        if size != entry["size"]:
-            found = "missing" if size is None else f"{size:,} bytes long, not {entry['size']:,}"
+        if size != entry.size:
+            found = "missing" if size is None else f"{size:,} bytes long, not {entry.size:,}"
             raise MespError(f"{file} is {found}; write the bundle again with mesp-export.")
     return manifest
 
@@ -129,49 +302,16 @@ def damaged(path: Path) -> MespError:
     return MespError(f"{path / 'manifest.json'} is damaged; write the bundle again.")
 
 
-@dataclass(frozen=True)
-class BlockGroup:
-    """Blocks of one layout and one mixer, and their functions' files by length."""
-
-    layers: tuple[int, ...]
-    functions: dict[str, str]
-    plain_functions: dict[str, str]
-    layout: Layout
-
-    @classmethod
-    def from_manifest(cls, entry: dict[str, Any]) -> BlockGroup:
-        layers, layout = tuple(entry["layers"]), Layout.from_manifest(entry)
-        return cls(layers, entry["functions"], entry["plain_functions"], layout)
-
-    def to_manifest(self) -> dict[str, Any]:
-        described = {name: getattr(self, name) for name in ("functions", "plain_functions")}
-        return {"layers": self.layers, **described, **self.layout.to_manifest()}
-
-
-def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
-    """Writes ``manifest.json``."""
-    text = json.dumps(manifest, indent=1, ensure_ascii=False)
-    with create(folder / "manifest.json") as file:
-        file.write(f"{text}\n".encode())
-
-
-def describe_files(bundle: Path, folder: str = ".") -> list[dict[str, Any]]:
-    """The manifest's ``files``: every file in the bundle, or in a folder of it."""
+def describe_files(bundle: Path, folder: str = ".") -> tuple[File, ...]:
+    """Every file in the bundle, or in a folder of it."""
     files = sorted(path for path in (bundle / folder).rglob("*") if path.is_file())
-    return [
-        {
-            "path": file.relative_to(bundle).as_posix(),
-            "size": file.stat().st_size,
-            "sha256": sha256(file),
-        }
+    return tuple(
+        File(file.relative_to(bundle).as_posix(), file.stat().st_size, sha256(file))
         for file in files
-    ]
+    )
 
 
 def sha256(path: Path) -> str:
     """The digest of a file, in hexadecimal digits."""
     with open(path, "rb") as file:
-        digest = hashlib.sha256()
-        while piece := file.read(1 << 20):
-            digest.update(piece)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -11,22 +12,14 @@ import numpy as np
 from mlx import nn
 
 from mesp.block_function.check import check_block_functions
-from mesp.bundle.export_options import DTYPE_OF
-from mesp.bundle.layout import DTYPES, Layout, block_layout, table_layout
-from mesp.bundle.manifest import (
-    READ_BY_BUNDLE,
-    BlockGroup,
-    damaged,
-    fits,
-    read_manifest,
-    sha256,
-)
+from mesp.bundle.manifest import BlockGroup, DataSplit, Table, damaged, read_manifest, sha256
 from mesp.errors import MespError
 from mesp.files import read_bytes, read_object
 from mesp.models.architecture import Architecture
 from mesp.models.families import FAMILIES
-from mesp.quantization.modes import Quantization
-from mesp.source_model.names import CONVOLUTIONS, name_there
+from mesp.models.layout import DTYPE_OF, DTYPES, Layout, block_layout, table_layout
+from mesp.models.names import CONVOLUTIONS, name_there
+from mesp.models.quantization import Quantization
 
 FUNCTIONS = 64 << 20  # bytes: no file of functions has a hundredth of it
 
@@ -46,30 +39,20 @@ def _check_arrays(found: Layout, expected: Layout) -> None:
         raise ValueError("its arrays are not the architecture's")
 
 
-def data_files(entry: dict[str, Any]) -> list[Any]:
-    """The files of a split."""
-    examples = [entry["examples"]["file"]] if "examples" in entry else []
-    return [entry["file"], *examples, *(entry[key] for key in ("mask", "labels") if key in entry)]
-
-
 class Bundle:
     """A bundle, read from its folder. Weights are mapped, and copied when they become arrays."""
 
-    def __init__(self, path: Path | str, to_run: bool = True):
+    def __init__(self, path: str | os.PathLike[str], to_run: bool = True):
         """Raises MespError where the bundle cannot be used; see `read_manifest`."""
         self.path = Path(path)
         self.manifest = read_manifest(self.path, to_run)
+        self.architecture = self.manifest.architecture
         try:
-            self.architecture = Architecture.from_manifest(self.manifest["architecture"])
-            if not fits(self.manifest, READ_BY_BUNDLE):
-                raise ValueError("it lacks something")
-            device, dtype = self.manifest["device"], self.manifest["dtype"]
+            device, dtype = self.manifest.device, self.manifest.dtype
             if device not in DTYPE_OF or dtype not in DTYPE_OF.values():
                 raise ValueError("its device or its dtype is unknown")
-            self.quantization = Quantization(**self.manifest["quantization"])
-            if not self.quantization.is_of_mlx:
+            if not self.manifest.quantization.is_of_mlx:
                 raise ValueError("its quantization is unknown")
-            self.groups = [BlockGroup.from_manifest(entry) for entry in self.manifest["blocks"]]
             self._check_groups()
             self._check_files()
         except (TypeError, LookupError, AttributeError, ValueError, ArithmeticError) as error:
@@ -78,41 +61,37 @@ class Bundle:
     def _check_groups(self) -> None:
         """Raises ValueError unless each block is in one group, of one mixer, and every layout
         holds the architecture's arrays."""
-        arch, dtype = self.architecture, self.manifest["dtype"]
-        layers = [layer for group in self.groups for layer in group.layers]
+        arch, dtype = self.architecture, self.manifest.dtype
+        layers = [layer for group in self.manifest.blocks for layer in group.layers]
         if sorted(layers) != list(range(arch.num_hidden_layers)):
             raise ValueError("a block is in no group, or in several")
-        for group in self.groups:
+        for group in self.manifest.blocks:
             if len({arch.layers[layer] for layer in group.layers}) != 1:
                 raise ValueError("blocks of a group differ in their mixer")
         expected = self.layouts_in(dtype)
-        for group in self.groups:
+        for group in self.manifest.blocks:
             _check_arrays(group.layout, expected[block_file(group.layers[0])])
-        for table in (self.manifest["embedding"], self.manifest["head"]):
-            _check_arrays(Layout.from_manifest(table), expected[table["file"]])
+        for table in (self.manifest.embedding, self.manifest.head):
+            _check_arrays(table.layout, expected[table.file])
 
     def _check_files(self) -> None:
         """Raises ValueError unless each file that the manifest names is in its list, and each
         array within its file."""
-        sizes = {entry["path"]: entry["size"] for entry in self.manifest["files"]}
         manifest = self.manifest
-        named = [file for split in manifest.get("data", {}).values() for file in data_files(split)]
-        for group in self.groups:
+        sizes = {entry.path: entry.size for entry in manifest.files}
+        data = {
+            file: size for split in manifest.data.values() for file, size in split.sizes.items()
+        }
+        for group in manifest.blocks:
             for functions in (group.functions, group.plain_functions):
-                if not functions.keys() >= set(map(str, manifest["seq_lens"])):
+                if not functions.keys() >= set(map(str, manifest.seq_lens)):
                     raise ValueError("it lacks a function")
-        if not sizes.keys() >= {*named, *self.function_files()}:
+        if not sizes.keys() >= {*data, *self.function_files()}:
             raise ValueError("it names a file that it does not list")
-        for split in manifest.get("data", {}).values():
-            tokens, examples = split["tokens"], split.get("examples", {})
-            wanted = {split["file"]: 4 * tokens}
-            if examples:
-                wanted[examples["file"]] = 8 * examples["count"]
-            for key, count in (("mask", tokens), ("labels", examples.get("count"))):
-                if key in split:
-                    wanted[split[key]] = count
-            if not tokens or any(sizes[file] != size for file, size in wanted.items()):
-                raise ValueError("a file of its data has another size than its arrays")
+        if not all(split.tokens for split in manifest.data.values()) or any(
+            sizes[file] != size for file, size in data.items()
+        ):
+            raise ValueError("a file of its data has another size than its arrays")
         for file, layout in self.weight_files().items():
             if sizes[file] != layout.words * 4 or any(
                 spec.offset + spec.words > layout.words for spec in layout.arrays
@@ -121,10 +100,11 @@ class Bundle:
 
     def weight_files(self) -> dict[str, Layout]:
         """The layouts of the weight files, by path."""
-        files = {block_file(i): group.layout for group in self.groups for i in group.layers}
-        for table in ("embedding", "head"):
-            entry = self.manifest[table]
-            files[entry["file"]] = Layout.from_manifest(entry)
+        files = {
+            block_file(i): group.layout for group in self.manifest.blocks for i in group.layers
+        }
+        for table in (self.manifest.embedding, self.manifest.head):
+            files[table.file] = table.layout
         return files
 
     def layouts_in(self, dtype: str) -> dict[str, Layout]:
@@ -133,7 +113,7 @@ class Bundle:
         Raises ValueError or KeyError where a matrix is not there, or of no quantization.
         """
         arch, files = self.architecture, self.weight_files()
-        for group in self.groups:
+        for group in self.manifest.blocks:
             block = arch.blocks[group.layers[0]]
             quantizations = {
                 name: Quantization.of(group.layout, f"{name}.", columns)
@@ -142,21 +122,20 @@ class Bundle:
             files |= dict.fromkeys(
                 map(block_file, group.layers), block_layout(block, quantizations, dtype)
             )
-        for table in ("embedding", "head"):
-            file = self.manifest[table]["file"]
-            quantization = Quantization.of(files[file], "", arch.hidden_size)
-            norm = table == "head" or arch.tie_word_embeddings
-            files[file] = table_layout(arch, quantization, dtype, norm)
+        for table in (self.manifest.embedding, self.manifest.head):
+            quantization = Quantization.of(files[table.file], "", arch.hidden_size)
+            norm = table is self.manifest.head or arch.tie_word_embeddings
+            files[table.file] = table_layout(arch, quantization, dtype, norm)
         return files
 
     def function_files(self) -> set[str]:
         """The paths of the functions' files."""
-        named = [each for g in self.groups for each in (g.functions, g.plain_functions)]
+        named = [each for g in self.manifest.blocks for each in (g.functions, g.plain_functions)]
         return {file for functions in named for file in functions.values()}
 
     def group(self, index: int) -> BlockGroup:
         """The group that block `index` is in."""
-        return next(group for group in self.groups if index in group.layers)
+        return next(group for group in self.manifest.blocks if index in group.layers)
 
     def words(self, name: str) -> mx.array:
         """A weight file: uint32 [words]."""
@@ -172,11 +151,11 @@ class Bundle:
 
     def embedding(self) -> dict[str, mx.array]:
         """The embedding's ``weight`` (packed [vocab_size, …]), ``scales`` and ``biases``."""
-        return self._table("embedding")
+        return self._table(self.manifest.embedding)
 
     def head(self) -> dict[str, mx.array]:
         """The output projection's arrays as in `embedding`, and ``norm``, the final RMSNorm's."""
-        return self._table("head")
+        return self._table(self.manifest.head)
 
     def to_mlx_lm(self) -> nn.Module:
         """The weights, quantized as they are, as mlx-lm's model."""
@@ -229,7 +208,7 @@ class Bundle:
             "model_type": FAMILIES[arch.model_type].mlx_type or arch.model_type,
             "num_hidden_layers": arch.num_hidden_layers,  # without which mlx-lm makes any number
         }
-        if not any(entry["path"] == "config.json" for entry in self.manifest["files"]):
+        if not any(entry.path == "config.json" for entry in self.manifest.files):
             raise damaged(self.path)
         try:
             config = read_object(self.path / "config.json")
@@ -265,12 +244,12 @@ class Bundle:
         try:
             check_block_functions(
                 read_bytes(path, FUNCTIONS),
-                self.manifest["device"],
-                DTYPES[self.manifest["dtype"]],
+                self.manifest.device,
+                DTYPES[self.manifest.dtype],
                 self.architecture.blocks[index],
                 group.layout.words,
                 [seq_len],
-                self.manifest["ranks"],
+                list(self.manifest.ranks),
             )
         except ValueError as error:
             raise MespError(
@@ -280,47 +259,54 @@ class Bundle:
 
     def tokens(self, split: str) -> np.ndarray:
         """The token stream ``train``, ``valid`` or ``test``: uint32 [N], mapped."""
-        return self._map(self._data(split)["file"])
+        return self._map(self._data(split).file)
 
     def examples(self, split: str) -> np.ndarray | None:
         """Where in `tokens` each example lies: uint32 [M, 2], mapped; None for a packed stream.
 
         A row is (start, length): the tokens [start, start + length).
         """
-        entry = self._data(split).get("examples")
-        return None if entry is None else self._map(entry["file"]).reshape(-1, 2)
+        file = self._data(split).examples
+        return None if file is None else self._map(file).reshape(-1, 2)
 
     def mask(self, split: str) -> np.ndarray | None:
         """1 for each token of `tokens` whose prediction is in the loss, 0 for the others: uint8
         [N], mapped; None where all are."""
-        return self._bytes(split, "mask")
+        return self._bytes(self._data(split).mask)
 
     def labels(self, split: str) -> np.ndarray | None:
         """What people said of each example, as `mesp.data.preferences` numbers it: uint8 [M],
         mapped; None where nobody did."""
-        return self._bytes(split, "labels")
+        return self._bytes(self._data(split).labels)
 
-    def _bytes(self, split: str, key: str) -> np.ndarray | None:
-        file = self._data(split).get(key)
+    def _bytes(self, file: str | None) -> np.ndarray | None:
         return None if file is None else np.memmap(self.path / file, dtype=np.uint8, mode="r")
 
     def verify(self) -> None:
         """Raises MespError naming the first file whose content is not what was exported."""
-        for entry in self.manifest["files"]:
-            if sha256(self.path / entry["path"]) != entry["sha256"]:
+        for entry in self.manifest.files:
+            if sha256(self.path / entry.path) != entry.sha256:
                 raise MespError(
-                    f"{self.path / entry['path']} is damaged (its SHA-256 is not the manifest's); "
+                    f"{self.path / entry.path} is damaged (its SHA-256 is not the manifest's); "
                     "write the bundle again with mesp-export."
                 )
 
-    def _data(self, split: str) -> dict[str, Any]:
-        if split not in self.manifest.get("data", {}):
-            raise MespError(f"{self.path} holds no {split} data; add some with mesp-data.")
-        return self.manifest["data"][split]
+    def _data(self, split: str) -> DataSplit:
+        if split not in self.manifest.data:
+            raise MespError(f"{self.path} holds no {split} data; add some with mesp data.")
+        return self.manifest.data[split]
 
-    def _table(self, which: str) -> dict[str, mx.array]:
-        entry = self.manifest[which]
-        return Layout.from_manifest(entry).unpack(self.words(entry["file"]))
+    def _table(self, table: Table) -> dict[str, mx.array]:
+        return table.layout.unpack(self.words(table.file))
 
     def _map(self, name: str) -> np.ndarray:
         return np.memmap(self.path / name, dtype="<u4", mode="r")
+
+
+def load(path: str | os.PathLike[str], to_run: bool = True) -> Bundle:
+    """Opens the bundle in a folder; its contents are checked by `Bundle.verify`.
+
+    Raises MespError where it is none, or damaged, or, unless it is not `to_run`, where it was
+    exported for another MLX or for a GPU that is not there.
+    """
+    return Bundle(path, to_run)

@@ -10,12 +10,12 @@ import mlx.core as mx
 import numpy as np
 
 from mesp.bundle.export_options import ExportOptions
-from mesp.bundle.layout import DTYPES, Layout, Piece, block_layout, table_layout
 from mesp.models.architecture import Architecture, Block
+from mesp.models.layout import DTYPES, Layout, Piece, block_layout, table_layout
+from mesp.models.weights import Weights, norm
 from mesp.quantization.choose import Quantizations
-from mesp.quantization.moments import Moments
 from mesp.quantization.quantize_rows import Quantizer, least_squares_of, matrix_pieces, nearest
-from mesp.source_model.weights import Weights, norm
+from mesp.source_model.moments import Moments
 
 WeightFiles = dict[str, tuple[Layout, Iterable[Piece]]]  # by path
 

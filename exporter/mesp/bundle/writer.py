@@ -4,45 +4,46 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
-
+from mesp.bundle.data_files import write_data
 from mesp.bundle.export_options import ExportOptions
-from mesp.bundle.folders import new_folder
 from mesp.bundle.function_files import write_functions
-from mesp.bundle.manifest import FORMAT, describe_files, write_manifest
+from mesp.bundle.manifest import Manifest, ModelName, Table, describe_files
 from mesp.bundle.weight_files import WeightFiles, weight_bytes, weight_files, write_weights
 from mesp.data.examples import Split
 from mesp.data.load import load, random_data
-from mesp.data.store import write_data
-from mesp.data.tokens import load_tokenizer
 from mesp.errors import MespError, plain_os_errors
+from mesp.folders import new_folder
 from mesp.models.architecture import Architecture
 from mesp.models.config_json import check_length, complete
 from mesp.models.families import FAMILIES
-from mesp.progress_bars import export_progress
+from mesp.models.weights import Weights
+from mesp.progress import Report, Task
 from mesp.quantization.choose import Quantizations, check_quantizations
-from mesp.quantization.moments import (
+from mesp.source_model.find import Source
+from mesp.source_model.forward_pass import SourceModel
+from mesp.source_model.moments import (
     CALIBRATION_SEQUENCES,
     LENGTH,
     Moments,
     excerpts,
     random_tokens,
 )
-from mesp.source_model.find import Source
-from mesp.source_model.forward_pass import SourceModel
 from mesp.source_model.random_weights import RandomWeights
 from mesp.source_model.texts import copy_texts, texts_of, write_config
-from mesp.source_model.weights import Weights
+from mesp.text import load_tokenizer
 
 
 def write_bundle(
-    source: Source, weights: Weights, arch: Architecture, options: ExportOptions
-) -> dict:
+    source: Source,
+    weights: Weights,
+    arch: Architecture,
+    options: ExportOptions,
+    progress: Report | None = None,
+) -> Manifest:
     """Writes the bundle `options.out` and returns its manifest.
 
     Raises MespError where the disk, the weights or the data do not allow it; nothing is left then.
@@ -53,26 +54,25 @@ def write_bundle(
     with (
         plain_os_errors(f"Cannot write {options.out}"),
         new_folder(options.out.resolve(), options.overwrite) as folder,
-        export_progress() as bar,
     ):
         check_disk(options.out, folder, total)
-        task = bar.add_task("Tokenizing", total=None)
+        Task(progress, "Tokenizing")
         splits = tokenize(source, weights, arch, options)
         moments = find_moments(source, weights, arch, options)
         files = weight_files(weights, arch, options, moments)
-        bar.update(task, description=f"Writing {options.out.name}", total=total)
-        manifest = write_model(folder, source, arch, files, options, partial(bar.advance, task))
-        manifest["data"] = write_data(folder, "data", splits)
+        writing = Task(progress, f"Writing {options.out.name}", total)
+        manifest = write_model(folder, source, arch, files, options, writing.advance)
+        data = write_data(folder, "data", splits)
         write_texts(source, folder, arch, options.quantizations)
-        manifest["files"] = describe_files(folder)
-        write_manifest(folder, manifest)
+        manifest = replace(manifest, data=data, files=describe_files(folder))
+        manifest.write(folder)
     return manifest
 
 
 def write_model(
     folder: Path, source: Source, arch: Architecture, files: WeightFiles, options: ExportOptions,
     progress: Callable[[int], Any],
-) -> dict[str, Any]:  # fmt: skip
+) -> Manifest:  # fmt: skip
     """Writes functions and weights, and returns the manifest but for its data and files."""
     (folder / "blocks").mkdir()
     layouts = {file: layout for file, (layout, _) in files.items()}
@@ -81,21 +81,19 @@ def write_model(
     for file, (layout, pieces) in files.items():
         write_weights(folder / file, layout, pieces, progress)
     head = "head.bin" if "head.bin" in files else "embedding.bin"
-    return {
-        "format": FORMAT,
-        "name": source.name,
-        "model": {"id": source.id, "revision": source.revision, "license": source.license},
-        "mlx_version": mx.__version__,
-        "device": options.device,
-        "dtype": options.dtype,
-        "architecture": arch.to_manifest(),
-        "quantization": asdict(options.quantizations.main),
-        "seq_lens": options.seq_lens,
-        "ranks": options.ranks,
-        "blocks": [group.to_manifest() for group in groups],
-        "embedding": {"file": "embedding.bin", **layouts["embedding.bin"].to_manifest()},
-        "head": {"file": head, **layouts[head].to_manifest()},
-    }
+    return Manifest(
+        name=source.name,
+        model=ModelName(source.id, source.revision, source.license),
+        device=options.device,
+        dtype=options.dtype,
+        architecture=arch,
+        quantization=options.quantizations.main,
+        seq_lens=tuple(options.seq_lens),
+        ranks=tuple(options.ranks),
+        blocks=tuple(groups),
+        embedding=Table("embedding.bin", layouts["embedding.bin"]),
+        head=Table(head, layouts[head]),
+    )
 
 
 def check_disk(out: Path, folder: Path, size: int) -> None:

@@ -1,40 +1,26 @@
-"""mesp-evaluate: how good a bundle's model is, with adapters and without, scored by mesp-engine."""
+"""`mesp evaluate`: how good a bundle's model is, with adapters and without."""
 
 from __future__ import annotations
 
-import re
-import signal
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
+from rich.console import Console
 
-from mesp.bundle.manifest import read_manifest
-from mesp.commands.shared_options import ListOptions
-from mesp.engine.prompts import load_tokenizer
+from mesp.commands.command import Command, several
+from mesp.commands.progress_bars import evaluation_progress
 from mesp.errors import MespError
-from mesp.evaluation.measure import Options, measure
-from mesp.evaluation.model import running_model
-from mesp.evaluation.records import Task, Text, read_records
-from mesp.evaluation.report import check_writable, rows, show, write
-from mesp.files import read_object
-from mesp.progress_bars import evaluation_progress
-
-# Tokens that a model is given at once where nobody says: keys and values of all of them are held.
-MAX_LENGTH = 2048
+from mesp.evaluation.evaluate import MAX_LENGTH, MAX_TOKENS, check_unused, evaluate
+from mesp.evaluation.report import check_writable, table, write
 
 
-@click.command(
-    cls=ListOptions,
-    short_help="Measure how good a model is.",
-    context_settings={"show_default": True, "help_option_names": ["-h", "--help"]},
-)
+@click.command(cls=Command)
 @click.argument("bundle", type=click.Path(path_type=Path))
 @click.argument("data", required=False)
 @click.option(
-    "--adapters", multiple=True, type=click.Path(path_type=Path), metavar="FOLDER ...",
-    help="Adapters of mesp-train, mlx-lm or PEFT to compare with the base model.",
+    "--adapters", multiple=True, type=click.Path(path_type=Path), metavar="FOLDER",
+    help="Adapters of mesp-train, mlx-lm or PEFT to compare with the base model; again for others.",
 )  # fmt: skip
 @click.option("--base/--no-base", default=True, help="Whether the base model is measured too.")
 @click.option(
@@ -50,14 +36,13 @@ MAX_LENGTH = 2048
     show_default="--chat for answers to write where the tokenizer has one, --no-chat otherwise",
     help="Put prompts into the chat template.",
 )  # fmt: skip
-@click.option("--max-tokens", type=click.IntRange(min=1), show_default="256", help="Of an answer.")
 @click.option(
-    "--stop",
-    "stops",
-    multiple=True,
-    metavar="TEXT ...",
-    help="What ends an answer, and is no part.",
+    "--max-tokens", type=click.IntRange(min=1), show_default=str(MAX_TOKENS), help="Of an answer."
 )
+@click.option(
+    "--stop", multiple=True, metavar="TEXT",
+    help="What ends an answer, and is no part; again for others.",
+)  # fmt: skip
 @click.option(
     "--extract", metavar="REGEX",
     help="Compare what it finds first in an answer, its group where it has one.",
@@ -66,9 +51,9 @@ MAX_LENGTH = 2048
     "--json", "is_json", is_flag=True,
     help="Answers are JSON: how many are valid, and values are compared.",
 )  # fmt: skip
-@click.option(
-    "--tasks", multiple=True, metavar="TASK ...",
-    help="Run these tasks of lm-evaluation-harness in place of DATA; commas separate them too.",
+@several(
+    "--tasks", metavar="TASK,...",
+    help="Run these tasks of lm-evaluation-harness in place of DATA.",
 )  # fmt: skip
 @click.option(
     "--include-path", type=click.Path(path_type=Path, exists=True, file_okay=False),
@@ -78,10 +63,8 @@ MAX_LENGTH = 2048
 @click.option("--num-fewshot", type=click.IntRange(min=0), help="Examples before each of a task.")
 @click.option("--out", type=click.Path(path_type=Path), help="Write all figures there, as JSON.")
 def main(
-    bundle: Path, data: str | None, adapters: tuple[Path, ...], base: bool, limit: int | None,
-    max_length: int | None, chat: bool | None, max_tokens: int | None, stops: tuple[str, ...],
-    extract: str | None, is_json: bool, tasks: tuple[str, ...], include_path: Path | None,
-    num_fewshot: int | None, out: Path | None,
+    bundle: Path, data: str | None, tasks: tuple[str, ...], include_path: Path | None,
+    num_fewshot: int | None, out: Path | None, **options: Any,
 ) -> None:  # fmt: skip
     """Measure how good the model in BUNDLE is, with adapters and without.
 
@@ -89,79 +72,33 @@ def main(
     "prompt", "choices" and "answer" the accuracy of choosing, with "prompt" and "completion", or
     "messages", how many answers are right.
     """
-    read_manifest(bundle)
-    folders = [None] * (base or not adapters) + list(adapters)
-    names = tuple(name for each in tasks for name in each.split(",") if name)
-    if (data is None) == (not names):
-        raise MespError("Name either a JSONL file to measure on, or --tasks.")
-    written = {"--max-tokens": max_tokens, "--stop": stops, "--extract": extract, "--json": is_json}
-    if names:
-        check_unused(written, "is for DATA; a task says that itself")
+    chosen = None
+    if tasks:
         from mesp.evaluation import harness
 
         if include_path is not None:
             click.echo(f"Note: tasks in {include_path} may run Python code of theirs.", err=True)
-        chosen = harness.Tasks(names, include_path, num_fewshot, limit, bool(chat))
-        evaluate, total = partial(harness.run, tasks=chosen, manager=chosen.manager()), None
-    else:
+        chosen = harness.Tasks(
+            tasks, include_path, num_fewshot, options["limit"], bool(options["chat"])
+        )
+    elif data is not None:
         of_tasks = {"--include-path": include_path, "--num-fewshot": num_fewshot}
         check_unused(of_tasks, "needs --tasks")
-        records = read_records(data, limit)
-        if not isinstance(records[0], Task):
-            check_unused(written, 'is for records with "prompt" and "completion", or "messages"')
-        if isinstance(records[0], Text):
-            check_unused({"--chat": chat}, "is for records with a prompt")
-        options = Options(chat, max_tokens or 256, stops, pattern(extract), is_json)
-        evaluate, total = partial(measure, records=records, options=options), len(records)
     if out is not None:
         check_writable(out)
         if data is not None and out.exists() and out.resolve() == Path(data).resolve():
             raise MespError(f"--out {out} is the data; name another file.")
-
-    measured, cut = [], 0
-    try:
-        tokenizer = load_tokenizer(bundle)
-        max_length = max_length or min(context_of(bundle), MAX_LENGTH)
-        for folder in folders[1:]:  # what cannot be loaded is said before the others take hours
-            with running_model(bundle, folder, tokenizer, max_length):
-                pass
-        with evaluation_progress() as bar:
-            for folder in folders:
-                task = bar.add_task("base" if folder is None else str(folder), total=total)
-                with running_model(bundle, folder, tokenizer, max_length) as model:
-                    measured.append(evaluate(model, partial(bar.advance, task)))
-                cut = max(cut, model.cut)
-    except KeyboardInterrupt:
-        raise SystemExit(128 + signal.SIGINT) from None
-    if cut:
-        click.echo(f"Prompts that --max-length {max_length:,} cut to their end: {cut:,}.", err=True)
-    found = rows(folders, [metrics for metrics, _ in measured])
-    show(found)
+    with evaluation_progress() as progress:
+        found = evaluate(bundle, data, tasks=chosen, progress=progress, **options)
+    if found.cut:
+        cut = f"Prompts that --max-length {found.max_length:,} cut to their end: {found.cut:,}."
+        click.echo(cut, err=True)
+    console = Console()
+    # Without a terminal there is no width to keep to, and cut-off figures help nobody.
+    click.echo(table(found.rows, console.width if console.is_terminal else 200))
     if out is not None:
-        what = {"bundle": str(bundle), "adapters": folders, "data": data, "tasks": list(tasks)}
-        what["max_length"] = max_length
-        write(out, what, found, [samples for _, samples in measured])
+        folders = dict.fromkeys(row.adapters for row in found.rows)
+        what = {"bundle": str(bundle), "adapters": list(folders), "data": data}
+        what |= {"tasks": list(tasks), "max_length": found.max_length}
+        write(out, what, found.rows, found.samples)
         click.echo(f"Figures: {out}")
-
-
-def check_unused(options: dict[str, Any], why: str) -> None:
-    """Raises MespError where one of the options was given."""
-    for name, value in options.items():
-        if value not in (None, ()) and value is not False:
-            raise MespError(f"{name} {why}.")
-
-
-def pattern(text: str | None) -> re.Pattern[str] | None:
-    try:
-        return None if text is None else re.compile(text)
-    except (re.error, OverflowError, RecursionError) as error:
-        raise MespError(f"--extract {text} is no regular expression: {error}.") from error
-
-
-def context_of(bundle: Path) -> int:
-    """How many tokens the model was made for."""
-    try:
-        length = read_object(bundle / "config.json").get("max_position_embeddings")
-    except (OSError, ValueError) as error:
-        raise MespError(f"{bundle / 'config.json'} cannot be read ({error}).") from error
-    return length if type(length) is int and length > 1 else MAX_LENGTH

@@ -1,4 +1,4 @@
-"""mesp-fuse: writes a bundle's model with adapters in it, for mlx-lm and llama.cpp."""
+"""`mesp fuse`: writes a bundle's model with adapters in it, for mlx-lm and llama.cpp."""
 
 from __future__ import annotations
 
@@ -6,17 +6,18 @@ from pathlib import Path
 
 import click
 import mlx.core as mx
-from rich.progress import Progress
 
 from mesp.adapters.fuse import BFLOAT16, fuse, save
 from mesp.adapters.gguf import read_base, write_fused_gguf, write_gguf
 from mesp.adapters.load import apply_adapters, read_adapters
 from mesp.adapters.measure import held_out_loss
-from mesp.bundle.folders import replacing
 from mesp.bundle.reader import Bundle
-from mesp.errors import Command, MespError, plain_os_errors
+from mesp.commands.command import Command
+from mesp.commands.progress_bars import export_progress
+from mesp.errors import MespError, plain_os_errors
+from mesp.folders import replacing
 from mesp.formatting import decimal
-from mesp.progress_bars import export_progress
+from mesp.progress import Report, Task
 
 EATEN = 0.1  # the part of what the adapters gained that quantizing may take without a word
 WIDTHS = {"4": 4, "6": 6, "8": 8, "bfloat16": BFLOAT16}
@@ -24,8 +25,6 @@ WIDTHS = {"4": 4, "6": 6, "8": 8, "bfloat16": BFLOAT16}
 
 @click.command(
     cls=Command,
-    short_help="Put adapters into the weights.",
-    context_settings={"show_default": True, "help_option_names": ["-h", "--help"]},
 )
 @click.argument("bundle", type=click.Path(path_type=Path))
 @click.option(
@@ -60,15 +59,14 @@ def main(
         raise MespError(f"{out} exists; name another --out.")
     opened = Bundle(bundle, to_run=False)
     matrices = read_adapters(adapters, opened.architecture)
-    measured = val_batches if "valid" in opened.manifest.get("data", {}) else 0
+    measured = val_batches if "valid" in opened.manifest.data else 0
     with (
         plain_os_errors(f"Cannot write {out}"),
-        replacing(out.resolve(), f"mesp-fuse is writing {out}") as folder,
-        export_progress() as bar,
+        replacing(out.resolve(), f"mesp fuse is writing {out}") as folder,
+        export_progress() as progress,
     ):
-        checking = bar.add_task(f"Checking {bundle.name}", total=None)
+        Task(progress, f"Checking {bundle.name}")
         opened.verify()
-        bar.remove_task(checking)
         if gguf:
             write_gguf(folder / "adapters.gguf", matrices, opened.architecture)
         if gguf_base is not None:
@@ -77,26 +75,25 @@ def main(
             write_fused_gguf(target, base, matrices, opened.architecture, WIDTHS[bits])
         model = opened.to_mlx_lm()
         model.set_dtype(mx.float32)
-        losses = [measure(bar, "base", model, opened, measured)]
+        losses = [measure(progress, "base", model, opened, measured)]
         apply_adapters(model, matrices, adapters)
-        losses.append(measure(bar, "with adapters", model, opened, measured))
-        bar.add_task("Fusing", total=None)
+        losses.append(measure(progress, "with adapters", model, opened, measured))
+        Task(progress, "Fusing")
         quantized = fuse(model, WIDTHS[bits])
         save(folder, model, opened, quantized)
         model.set_dtype(mx.float32)  # weights as written, in the arithmetic of the others
-        losses.append(measure(bar, "fused", model, opened, measured))
+        losses.append(measure(progress, "fused", model, opened, measured))
     if measured:
         click.echo(verdict(*losses, bits))
     click.echo(f"Model: {out}")
 
 
-def measure(bar: Progress, what: str, model: object, bundle: Bundle, count: int) -> float:
+def measure(progress: Report, what: str, model: object, bundle: Bundle, count: int) -> float:
     """The held-out loss; nan where none is asked for."""
     if not count:
         return float("nan")
-    task = bar.add_task(f"Held-out loss, {what}", total=count)
-    seq_len = max(bundle.manifest["seq_lens"])
-    return held_out_loss(model, bundle, seq_len, count, lambda: bar.advance(task))
+    task = Task(progress, f"Held-out loss, {what}", count)
+    return held_out_loss(model, bundle, max(bundle.manifest.seq_lens), count, task.advance)
 
 
 def verdict(base: float, tuned: float, fused: float, bits: str) -> str:

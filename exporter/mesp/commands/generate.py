@@ -1,107 +1,62 @@
-"""mesp-generate: writes on from a prompt with a bundle's model, run by mesp-engine.
-
-The engine takes token ids (docs/architecture.md); text is mlx-lm's part: tokenizer, chat template
-and streaming detokenizer.
-"""
+"""`mesp generate`: writes on from a prompt with a bundle's model."""
 
 from __future__ import annotations
 
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 import click
 
-from mesp.bundle.manifest import read_manifest
+from mesp.commands.command import Command
 from mesp.data.records import read_utf8
-from mesp.data.tokens import plain_errors
-from mesp.engine.generate import generate
-from mesp.engine.prompts import encode, load_tokenizer
-from mesp.errors import Command
+from mesp.engine.generate import TextStream
 from mesp.formatting import decimal, megabytes, printable
 
 
-@click.command(
-    cls=Command,
-    short_help="Write on from a prompt.",
-    context_settings={"show_default": True, "help_option_names": ["-h", "--help"]},
-)
+@click.command(cls=Command)
 @click.argument("bundle", type=click.Path(path_type=Path))
 @click.option(
-    "--adapters",
-    type=click.Path(path_type=Path),
-    help="Folder of adapters, of mesp-train, mlx-lm or PEFT.  [default: the base model]",
-)
+    "--adapters", type=click.Path(path_type=Path), show_default="the base model",
+    help="Folder of adapters, of mesp-train, mlx-lm or PEFT.",
+)  # fmt: skip
 @click.option("--prompt", required=True, help="What to write on from; - reads standard input.")
-@click.option("--max-tokens", type=click.IntRange(min=1), default=256)
+@click.option("--max-tokens", type=click.IntRange(min=1), default=256, help="Of the text.")
 @click.option(
-    "--temp",
-    "--temperature",
-    "temperature",
-    type=click.FloatRange(min=0, max=100),
-    default=0.0,
+    "--temp", "--temperature", "temperature", type=click.FloatRange(min=0, max=100), default=0.0,
     help="0 takes the likeliest token each time.",
-)
+)  # fmt: skip
 @click.option(
-    "--top-p",
-    type=click.FloatRange(min=0, max=1, min_open=True),
-    default=1.0,
+    "--top-p", type=click.FloatRange(min=0, max=1, min_open=True), default=1.0,
     help="Draw from the fewest tokens that are together as likely as this.",
-)
+)  # fmt: skip
 @click.option("--seed", type=click.IntRange(0, 2**31 - 1), default=0, help="Of the draws.")
 @click.option("--system-prompt", help="What the chat template says before the prompt.")
 @click.option(
-    "--chat/--no-chat",
-    default=None,
-    help="Put the prompt into the chat template.  [default: where the tokenizer has one]",
-)
-def main(
-    bundle: Path,
-    adapters: Path | None,
-    prompt: str,
-    max_tokens: int,
-    temperature: float,
-    top_p: float,
-    seed: int,
-    system_prompt: str | None,
-    chat: bool | None,
-) -> None:
+    "--chat/--no-chat", default=None, show_default="where the tokenizer has one",
+    help="Put the prompt into the chat template.",
+)  # fmt: skip
+def main(bundle: Path, prompt: str, **options: Any) -> None:
     """Write on from a prompt with the model in BUNDLE, a folder that mesp-export wrote.
 
     The text goes to standard output as it comes; Ctrl-C ends it.
     """
-    read_manifest(bundle)
-    tokenizer = load_tokenizer(bundle)
     if prompt == "-":
         prompt = read_utf8("Standard input", sys.stdin.buffer.read)
-    tokens = encode(tokenizer, prompt, chat, system_prompt)
-    records = generate(
-        bundle,
-        tokens,
-        adapters=adapters,
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        seed=seed,
-        stop=sorted(tokenizer.eos_token_ids),
-    )
-    detokenizer = tokenizer.detokenizer
+    stream = TextStream(bundle, prompt, **options)
     # A terminal would obey what a model writes.
     shown = printable if sys.stdout.isatty() else str
-    for record in records:
-        if record["type"] == "token":
-            with plain_errors(f"Token {record['token']} is none of the tokenizer's"):
-                detokenizer.add_token(record["token"])
-            click.echo(shown(detokenizer.last_segment), nl=False)
-    detokenizer.finalize()
-    click.echo(shown(detokenizer.last_segment))
+    for piece in stream:
+        click.echo(shown(piece), nl=False)
+    click.echo()
     if sys.stderr.isatty():
-        click.echo(summary(record, len(tokens)), err=True)
-    if record["reason"] == "stopped":
+        click.echo(summary(stream.end, stream.prompt_tokens), err=True)
+    if stream.end["reason"] == "stopped":
         raise SystemExit(128 + signal.SIGINT)
 
 
-def summary(end: dict, prompt_tokens: int) -> str:
+def summary(end: dict[str, Any], prompt_tokens: int) -> str:
     """What an end record says, in a line."""
 
     def speed(tokens: int, seconds: float) -> str:

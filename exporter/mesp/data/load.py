@@ -6,11 +6,11 @@ otherwise it takes one example a sequence, and says where in the stream each lie
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import click
 import numpy as np
 
 from mesp.data.examples import Split, as_examples, as_stream
@@ -20,6 +20,8 @@ from mesp.data.records import Document, kind_of
 from mesp.data.sources import Selection, read_documents
 from mesp.data.tokens import encoder
 from mesp.errors import MespError
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ def load(
     `data` is one of `SOURCES`; what exists here wins over a name. `tokenizer` is as
     `load_tokenizer` gives it. Records become what mlx-lm's datasets make of them; the text of a
     file ends with the end-of-text token. Without a valid split of its own the data's last tenth is
-    held out. Says on standard error how many examples were cut, split or left out. Raises
+    held out. Notes how many examples were cut, split or left out. Raises
     MespError where the data cannot be read or used, a packed split is shorter than one sequence
     of `seq_len` tokens and the token after, or ids do not fit the model's `vocab_size`.
     """
@@ -94,7 +96,7 @@ def tokenize(
             "two do not belong together."
         )
     if report := _report(splits, seq_len, options.long):
-        click.echo(report, err=True)
+        log.warning("%s", report)
     return splits
 
 

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,83 +11,7 @@ import numpy as np
 from mesp.data.answers import encode_answers
 from mesp.data.records import Document
 from mesp.errors import MespError
-from mesp.files import read_object, root_of
-
-
-def load_tokenizer(
-    folder: Path,
-    without: str = "so --data cannot be used with it; take a model with one",
-    ends: int | list[int] | None = None,
-) -> Any:
-    """The tokenizer in a model's folder or a bundle, as mlx-lm wraps it, with the tokens that end a
-    text where they are not the tokenizer's own.
-
-    Code in the folder is never run: a tokenizer is one of those that transformers has. Raises
-    MespError where there is none, and says what `without` it, or where it cannot be loaded.
-    """
-    if not (folder / "tokenizer_config.json").is_file():
-        raise MespError(f"{folder} has no tokenizer, {without}.")
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    from mlx_lm import tokenizer_utils
-
-    failed = f"The tokenizer in {folder} cannot be loaded"
-    root = root_of(folder)
-    # Those that transformers may open.
-    for file in (*folder.iterdir(), *folder.glob("additional_chat_templates/*")):
-        if file.suffix in (".json", ".jinja", ".txt", ".model") and not (
-            file.is_file() and file.resolve().is_relative_to(root)
-        ):
-            raise MespError(
-                f"{failed}: {file.name} is no regular file in it; put the file there, or remove it."
-            )
-    with plain_errors(failed):
-        config = read_object(folder / "tokenizer_config.json")
-        options = {"local_files_only": True, "trust_remote_code": False}
-        try:
-            options["config"] = _kind_of_model(folder)
-            tokenizer = tokenizer_utils.load(folder, options, ends)
-        except Exception as error:
-            if "trust_remote_code" in str(error) or "auto_map" in config:
-                raise MespError(
-                    f"{failed}: it is Python code, which is not run; take a model whose tokenizer "
-                    "is data."
-                ) from error
-            raise
-        # What is not in order with a tokenizer can show when it is used.
-        tokenizer.encode("a")
-        _ = tokenizer.detokenizer
-        return tokenizer
-
-
-def _kind_of_model(folder: Path) -> Any:
-    """The configuration that transformers chooses a tokenizer's class by, without the sizes in
-    config.json: transformers makes lists of as many blocks or labels as these say."""
-    from transformers import AutoConfig, PreTrainedConfig
-
-    file = folder / "config.json"
-    config = read_object(file) if file.exists() else {}
-    named = {key: config[key] for key in ("tokenizer_class", "model_name") if key in config}
-    try:
-        return AutoConfig.for_model(config.get("model_type"), **named)
-    except (ValueError, TypeError):  # of a kind that it does not know
-        return PreTrainedConfig(**named)
-
-
-@contextmanager
-def plain_errors(failed: str) -> Iterator[None]:
-    """Raises MespError, which begins with what `failed`, for whatever a tokenizer or a chat
-    template raises."""
-    try:
-        yield
-    except MespError:
-        raise
-    except BaseException as error:
-        # A panic in Rust is no Exception.
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-            raise
-        reason = str(error).partition("\n")[0] or type(error).__name__
-        raise MespError(f"{failed}: {reason}") from error
-
+from mesp.text import plain_errors
 
 Encoded = tuple[list[int], np.ndarray]  # n ids, and a mask [n] of those that count in the loss
 LOSS_ON = ("answers", "last", "all")  # what is in the loss, of records with answers

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-import click
+import logging
+import sys
 
 from mesp.engine.build import CHECKOUT, build_engine, find_engine, has_sources, mlx_folder
+from mesp.errors import MespError
 
 
-@click.command()
-@click.option(
-    "--mlx",
-    is_flag=True,
-    help="Only print the folder of the mlx package that the engine is built with.",
-)
-def main(mlx: bool) -> None:
-    """Build mesp-engine and print where it is."""
-    if mlx:
-        click.echo(mlx_folder())
-    else:
-        click.echo(build_engine() if has_sources(CHECKOUT) else find_engine())
+def main() -> None:
+    """Builds mesp-engine and prints where it is; with --mlx only prints the folder of the mlx
+    package that the engine is built with."""
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    try:
+        if sys.argv[1:] == ["--mlx"]:
+            print(mlx_folder())
+        else:
+            print(build_engine() if has_sources(CHECKOUT) else find_engine())
+    except MespError as error:
+        sys.exit(f"Error: {error}")
 
 
 if __name__ == "__main__":

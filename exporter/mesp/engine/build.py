@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
 import importlib.util
+import logging
 import os
 import shutil
 import subprocess
+import sys
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
 
-import click
-from rich.console import Console
-from rich.markup import escape
-
 import mesp
-from mesp.engine.cache import SOURCES, alone, cached_engine
 from mesp.errors import MespError, plain_os_errors
+
+log = logging.getLogger(__name__)
 
 # Installed editable, the package lies in exporter/ of the checkout it came from.
 CHECKOUT = Path(__file__).resolve().parents[3]
+# Where `setup.py` puts the package of SwiftPM, as in a checkout.
+SOURCES = Path(__file__).with_name("sources")
 
 
 def find_engine(checkout: Path = CHECKOUT, sources: Path = SOURCES) -> Path:
@@ -105,16 +110,61 @@ def ready_in_cache(sources: Path) -> Path:
 
     if is_ready():
         return engine
-    waiting = Console(stderr=True).status("Another process builds mesp-engine")
-    with alone(engine.parent, waiting.start):
-        waiting.stop()
+    with alone(engine.parent):
         if not is_ready():
             scratch = engine.with_name("build")  # what a build that was killed left, serves
             built = build_engine(sources, scratch)
             with plain_os_errors(f"Cannot write {engine}"):
                 built.replace(engine)
             shutil.rmtree(scratch, ignore_errors=True)
+            prune(engine.parent)
     return engine
+
+
+def user_cache() -> Path:
+    """The user's folder of what can be made again: the XDG Base Directory's, on a Mac Apple's."""
+    own = "Library/Caches" if sys.platform == "darwin" else ".cache"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / own) / "mesp"
+
+
+def cached_engine(sources: Path, mlx: Path) -> Path:
+    """Where the engine is that is built of these sources with this `mlx` package, once it is.
+
+    The engine finds MLX's library by its path: another environment's is another engine.
+    """
+    digest = hashlib.sha256(str(mlx).encode())
+    for path in sorted(path for path in sources.rglob("*") if path.is_file()):
+        digest.update(path.relative_to(sources).as_posix().encode() + b"\0" + path.read_bytes())
+    versions = f"{mesp.__version__}-mlx-{metadata.version('mlx')}"
+    return user_cache() / f"engine-{versions}-{digest.hexdigest()[:12]}" / "mesp-engine"
+
+
+def prune(newest: Path) -> None:
+    """Removes cached engines beside the folder `newest` that can run no more: their `mlx` package,
+    which the folder's file `mlx` names, is gone. Another environment's stay."""
+    (newest / "mlx").write_text(str(mlx_folder()))
+    for folder in newest.parent.glob("engine-*"):
+        with suppress(OSError):
+            if folder != newest and not Path((folder / "mlx").read_text()).is_dir():
+                shutil.rmtree(folder)
+
+
+@contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """Makes the folder, and lets one process in at a time.
+
+    A process that ends, however it does, lets the next one in.
+    """
+    with plain_os_errors(f"Cannot keep the engine in {folder} (XDG_CACHE_HOME moves it)"):
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = open(folder / "lock", "wb")  # noqa: SIM115, closed below
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            log.warning("Another process builds mesp-engine; waiting for it.")
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def mlx_folder() -> Path:
@@ -139,7 +189,7 @@ def build_engine(package: Path = CHECKOUT, scratch: Path | None = None) -> Path:
             "mesp-engine."
         )
     if scratch is not None:
-        click.echo(f"Building mesp-engine in {scratch.parent}, once; some minutes.", err=True)
+        log.warning("Building mesp-engine in %s, once; some minutes.", scratch.parent)
     command = [
         swift,
         "build",
@@ -153,25 +203,21 @@ def build_engine(package: Path = CHECKOUT, scratch: Path | None = None) -> Path:
     ]
     # On macOS too: SwiftPM does not compile Metal shaders, and the wheel brings them compiled.
     environment = {"MESP_HOST_MLX": str(mlx_folder()), **os.environ}
-    console = Console(stderr=True)
     tail: deque[str] = deque(maxlen=40)
-    with (
-        console.status("Building mesp-engine") as status,
-        subprocess.Popen(
-            command,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-        ) as process,
-    ):
-        for line in process.stdout:
+    with subprocess.Popen(
+        command,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+    ) as process:
+        for line in process.stdout or ():
             tail.append(line.rstrip())
-            status.update("Building mesp-engine " + escape(line.strip()[: console.width - 25]))
+            log.info("Building mesp-engine %s", line.strip())  # commands show the last one
     if process.returncode != 0:
-        click.echo("\n".join(tail), err=True)
+        log.error("%s", "\n".join(tail))
         raise MespError("mesp-engine could not be built; the compiler's last lines are above.")
     engine = (scratch / "release" / "mesp-engine") if scratch else built_engine(package)
     engine.touch()  # where no source needed compiling, the program keeps its old date

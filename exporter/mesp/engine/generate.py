@@ -1,36 +1,111 @@
-"""Generates with mesp-engine, which takes token ids and prints a record a token."""
+"""Text from a bundle's model, with or without adapters."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
-from mesp.engine.records import records
+from mesp.bundle.manifest import read_manifest
+from mesp.bundle.reader import Bundle
+from mesp.engine import process
+from mesp.engine.process import Record
+from mesp.text import bundle_tokenizer, encode, plain_errors
+
+StrPath = str | os.PathLike[str]
+
+
+class TextStream:
+    """The text after a prompt, in pieces as they come; see `generate` for the arguments.
+
+    `prompt_tokens` is the number of the prompt's tokens. Once all pieces were taken, `end` is the
+    engine's last record: its ``reason`` is ``stopped`` where Ctrl-C has ended the text.
+    """
+
+    def __init__(
+        self,
+        bundle: Bundle | StrPath,
+        prompt: str,
+        *,
+        adapters: StrPath | None = None,
+        max_tokens: int = 256,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        seed: int = 0,
+        system_prompt: str | None = None,
+        chat: bool | None = None,
+    ) -> None:
+        path = bundle.path if isinstance(bundle, Bundle) else Path(bundle)
+        read_manifest(path)
+        self._tokenizer = bundle_tokenizer(path)
+        tokens = encode(self._tokenizer, prompt, chat, system_prompt)
+        self.prompt_tokens = len(tokens)
+        self.end: Record = {}
+        self._records = process.generate(
+            path,
+            tokens,
+            adapters=None if adapters is None else Path(adapters),
+            max_tokens=max_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            seed=seed,
+            stop=sorted(self._tokenizer.eos_token_ids),
+        )
+
+    def __iter__(self) -> Iterator[str]:
+        detokenizer = self._tokenizer.detokenizer
+        for record in self._records:
+            if record["type"] == "token":
+                with plain_errors(f"Token {record['token']} is none of the tokenizer's"):
+                    detokenizer.add_token(record["token"])
+                yield detokenizer.last_segment
+            else:
+                self.end = record
+        detokenizer.finalize()
+        yield detokenizer.last_segment
 
 
 def generate(
-    bundle: Path,
-    prompt: Sequence[int],
+    bundle: Bundle | StrPath,
+    prompt: str,
     *,
-    adapters: Path | None = None,
+    adapters: StrPath | None = None,
     max_tokens: int = 256,
     temperature: float = 0.0,
     top_p: float = 1.0,
     seed: int = 0,
-    stop: Sequence[int] = (),
-) -> Iterator[dict]:
-    """The engine's records as they come: ``token`` records, then one ``end`` record.
+    system_prompt: str | None = None,
+    chat: bool | None = None,
+) -> str:
+    """Returns what a bundle's model writes after a prompt.
 
-    SIGINT ends the text early, with reason "stopped". Raises MespError where the engine fails.
+    Args:
+        bundle: A bundle or its folder.
+        prompt: What to write on from.
+        adapters: A folder of adapters, of `Run.adapters`, mlx-lm or PEFT; None for the base model.
+        max_tokens: The most tokens of the text.
+        temperature: From 0, which takes the likeliest token each time, to 100.
+        top_p: Draw from the fewest tokens that are together as likely as this, above 0 up to 1.
+        seed: Of the draws.
+        system_prompt: What the chat template says before the prompt.
+        chat: Whether the prompt goes into the chat template; None: where the tokenizer has one.
+
+    Raises:
+        MespError: The bundle, the adapters or the prompt cannot be used.
+        KeyboardInterrupt: Ctrl-C ended the text.
     """
-    settings = {
-        "bundle": str(bundle.resolve()),
-        "adapters": None if adapters is None else str(adapters.resolve()),
-        "prompt": list(prompt),
-        "max_tokens": max_tokens,
-        "temperature": temperature,
-        "top_p": top_p,
-        "seed": seed,
-        "stop": list(stop),
-    }
-    return records("generate", settings)
+    stream = TextStream(
+        bundle,
+        prompt,
+        adapters=adapters,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        seed=seed,
+        system_prompt=system_prompt,
+        chat=chat,
+    )
+    text = "".join(stream)
+    if stream.end["reason"] == "stopped":
+        raise KeyboardInterrupt
+    return text

@@ -2,59 +2,36 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import tempfile
 from pathlib import Path
 from typing import Any
 
+from mesp.bundle.manifest import Manifest
 from mesp.engine.build import engine_path
-from mesp.engine.update_defaults import OPTIMIZERS, default_optimizer
+from mesp.engine.process import find_plan
+from mesp.engine.settings import OPTIMIZERS, TrainSettings, default_optimizer
 from mesp.errors import MespError
 from mesp.formatting import megabytes
+from mesp.runs.privacy import Steps, epsilon
 
 
-def find_plan(engine: Path, settings: dict[str, Any]) -> dict[str, Any]:
-    """The engine's plan for these settings, its `plan` record. Nothing is written."""
-    return _ask([engine], settings)
-
-
-def find_count(engine: Path, settings: dict[str, Any]) -> dict[str, Any]:
-    """What the engine counts of a step with these settings on a phone's GPU: its `count` record.
-
-    Raises MespError where it cannot: of a bundle for the CPU, or on a Mac.
-    """
-    return _ask([engine, "count"], settings)
-
-
-def _ask(command: list[str | Path], settings: dict[str, Any]) -> dict[str, Any]:
-    with tempfile.NamedTemporaryFile("w", suffix=".json", encoding="utf-8") as file:
-        json.dump({"output": "", **settings, "dry_run": True}, file)
-        file.flush()
-        done = subprocess.run([*command, file.name], capture_output=True, text=True)
-    if done.returncode != 0:
-        raise MespError(done.stderr.strip() or f"mesp-engine failed ({done.returncode}).")
-    return json.loads(done.stdout)
-
-
-def find_plans(bundle: Path, manifest: dict[str, Any]) -> dict[int, dict[str, Any]]:
+def find_plans(bundle: Path, manifest: Manifest) -> dict[int, dict[str, Any]]:
     """The plan of mesp-train's defaults by length, for the bundle's first rank.
 
-    Raises OSError where the engine has not been built, MespError where it refuses.
+    Raises MespError where the engine has not been built, or refuses.
     """
-    size = {"bundle": str(bundle.resolve()), "rank": manifest["ranks"][0]}
+    size = {"bundle": str(bundle.resolve()), "rank": manifest.ranks[0]}
     size["optimizer"] = default_optimizer("mesp")
-    return {n: find_plan(engine_path(), {**size, "seq_len": n}) for n in manifest["seq_lens"]}
+    return {n: find_plan(engine_path(), {**size, "seq_len": n}) for n in manifest.seq_lens}
 
 
-def predicted_memory(out: Path, manifest: dict[str, Any]) -> str | None:
+def predicted_memory(out: Path, manifest: Manifest) -> str | None:
     """The trainer's predicted peak for each length with its default plan, and the least possible.
 
     None where the engine has not been built: exporting does not need it.
     """
     try:
         plans = find_plans(out, manifest)
-    except (MespError, OSError):
+    except MespError:
         return None
     peaks = (
         f"{length} tokens {megabytes(plan['predicted_peak_bytes'])} MB "
@@ -109,3 +86,15 @@ def describe_optimizers(engine: Path, settings: dict[str, Any]) -> str:
         for name in reversed(OPTIMIZERS)
     )
     return f"All in memory: {', '.join(peaks)}."
+
+
+def describe_privacy(settings: TrainSettings, examples: int, steps: int) -> str:
+    """The ε of so many steps of a run with DP-SGD, in a sentence."""
+    if settings.dp_noise == 0:
+        return "Differential privacy: none, as gradients are clipped and get no noise."
+    sampled = settings.batch_size / examples
+    total = epsilon([Steps(steps, settings.dp_noise, sampled)], settings.dp_delta)
+    return (
+        f"Differential privacy of each of {examples:,} training examples: ε {total:.3g} at "
+        f"δ {settings.dp_delta:g} over {steps:,} step{'s' * (steps != 1)}."
+    )

@@ -129,7 +129,7 @@ class HarnessModel(TemplateLM):
 
     def _write(self, prompt: str, options: dict[str, Any]) -> str:
         if options.get("do_sample") and options.get("temperature", 0) > 0:
-            raise MespError("the task draws its answers, and mesp-evaluate takes the likeliest")
+            raise MespError("the task draws its answers, and mesp evaluate takes the likeliest")
         until = options.get("until") or []
         stops = [until] if isinstance(until, str) else until
         max_tokens = options.get("max_gen_toks", DEFAULT_MAX_TOKENS)

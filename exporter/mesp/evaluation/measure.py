@@ -8,12 +8,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mesp.data.tokens import plain_errors
-from mesp.engine.prompts import encode
 from mesp.errors import MespError
 from mesp.evaluation.metrics import Metric, canonical_json, exact_match, exponential, extract, f1
 from mesp.evaluation.model import Model
 from mesp.evaluation.records import Question, Record, Task, Text
+from mesp.text import encode, in_template
 
 
 @dataclass(frozen=True)
@@ -79,7 +78,7 @@ def _text_metrics(samples: list[Sample]) -> list[Metric]:
 def _measure_question(model: Model, record: Question, options: Options) -> Sample:
     prompt = record.prompt
     if options.chat:
-        prompt = _in_template(model.tokenizer, [{"role": "user", "content": prompt}], None)
+        prompt = in_template(model.tokenizer, [{"role": "user", "content": prompt}], None)
     pairs = [model.encode_pair(prompt, each, special=not options.chat) for each in record.choices]
     scores = model.scores(pairs[0][0], [continuation for _, continuation in pairs])
     values = [score.log_likelihood for score in scores]
@@ -125,15 +124,5 @@ def _prompt(tokenizer: Any, record: Task, chat: bool | None) -> list[int]:
         return encode(tokenizer, record.prompt, chat)
     if chat is False:
         raise MespError("messages go through the chat template; leave out --no-chat")
-    text = _in_template(tokenizer, record.prompt, record.tools)
+    text = in_template(tokenizer, record.prompt, record.tools)
     return tokenizer.encode(text, add_special_tokens=False)
-
-
-def _in_template(tokenizer: Any, messages: list[dict[str, Any]], tools: list[Any] | None) -> str:
-    """A conversation, up to where the answer begins. Raises MespError where that fails."""
-    if not tokenizer.has_chat_template:
-        raise MespError("the bundle's tokenizer has no chat template; give prompts without --chat")
-    with plain_errors("the chat template refuses the messages"):
-        return tokenizer.apply_chat_template(
-            messages, tools=tools, tokenize=False, add_generation_prompt=True
-        )

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from mesp.engine.evaluate import Evaluator, Score, evaluator
+from mesp.engine.process import Evaluator, Score, evaluator
 from mesp.errors import MespError
 
 

@@ -2,67 +2,76 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
-
-from rich.console import Console
-from rich.table import Table
 
 from mesp.errors import MespError, plain_os_errors
 from mesp.evaluation.metrics import Estimate, Metric, compare
 from mesp.files import partial_of, write_whole
 from mesp.formatting import decimal
 
-Row = dict[str, Any]  # task, metric, adapters, estimate, difference
+
+@dataclass(frozen=True)
+class Row:
+    """A metric of a model. `difference` is to the base model's, None where that was not measured,
+    and of itself."""
+
+    task: str | None
+    metric: str
+    higher_is_better: bool
+    adapters: Path | None
+    estimate: Estimate
+    difference: Estimate | None
 
 
-def rows(adapters: Sequence[Path | None], metrics: Sequence[Sequence[Metric]]) -> list[Row]:
+def rows(adapters: Sequence[Path | None], metrics: Sequence[Sequence[Metric]]) -> tuple[Row, ...]:
     """A row for each metric of each model, which are named by their adapters. Where the first has
     none, it is what the others are compared with."""
-    found = []
-    for same in zip(*metrics, strict=True):
+    return tuple(
+        Row(
+            metric.task,
+            metric.name,
+            metric.higher_is_better,
+            folder,
+            estimate,
+            difference if adapters[0] is None else None,
+        )
+        for same in zip(*metrics, strict=True)
         for folder, metric, (estimate, difference) in zip(
             adapters, same, compare(same), strict=True
-        ):
-            found.append(
-                {
-                    "task": metric.task,
-                    "metric": metric.name,
-                    "higher_is_better": metric.higher_is_better,
-                    "adapters": None if folder is None else str(folder),
-                    "estimate": estimate,
-                    "difference": difference if adapters[0] is None else None,
-                }
-            )
-    return found
+        )
+    )
 
 
-def show(found: Sequence[Row]) -> None:
-    """Prints the rows as a table."""
-    has_tasks = any(row["task"] for row in found)
+def table(found: Sequence[Row], width: int = 200) -> str:
+    """The rows as a table of at most so many columns of text."""
+    from rich.console import Console
+    from rich.table import Table
+
+    has_tasks = any(row.task for row in found)
     titles = ["metric", "model", "value", "95%"]
-    if any(row["difference"] for row in found):
+    if any(row.difference for row in found):
         titles += ["- base", "95%"]
-    table = Table(box=None, header_style="bold", pad_edge=False)
+    grid = Table(box=None, header_style="bold", pad_edge=False)
     for title in ["task"] * has_tasks + titles:
-        table.add_column(title, justify="left" if title in ("task", "metric", "model") else "right")
+        grid.add_column(title, justify="left" if title in ("task", "metric", "model") else "right")
     before = None
     for row in found:
-        name = (row["task"] or "", f"{row['metric']} {'↑' if row['higher_is_better'] else '↓'}")
-        cells = [*_estimate(row["estimate"]), *_estimate(row["difference"], "+")]
+        name = (row.task or "", f"{row.metric} {'↑' if row.higher_is_better else '↓'}")
+        cells = [*_estimate(row.estimate), *_estimate(row.difference, "+")]
         label = name if name != before else ("", "")
         before = name
-        model = "base" if row["adapters"] is None else row["adapters"]
-        table.add_row(*[*label[not has_tasks :], model, *cells][: len(table.columns)])
-    console = Console(highlight=False, markup=False)
-    # Without a terminal there is no width to keep to, and cut-off figures help nobody.
-    console.width = console.width if console.is_terminal else 200
-    console.print(table)
+        model = "base" if row.adapters is None else str(row.adapters)
+        grid.add_row(*[*label[not has_tasks :], model, *cells][: len(grid.columns)])
+    text = io.StringIO()
+    Console(file=text, highlight=False, markup=False, width=width).print(grid)
+    return text.getvalue().rstrip("\n")
 
 
 def _estimate(estimate: Estimate | None, sign: str = "") -> list[str]:
@@ -89,11 +98,16 @@ def check_writable(path: Path) -> None:
 def write(path: Path, what: dict[str, Any], found: Sequence[Row], samples: Any) -> None:
     """Writes `path`: `what` was evaluated, ``results``, and what became of each record."""
     results = [
-        {**row, **_numbers(row["estimate"]), "difference": _numbers(row["difference"]) or None}
+        {
+            "task": row.task,
+            "metric": row.metric,
+            "higher_is_better": row.higher_is_better,
+            "adapters": row.adapters,
+            **_numbers(row.estimate),
+            "difference": _numbers(row.difference) or None,
+        }
         for row in found
     ]
-    for each in results:
-        del each["estimate"]
     text = json.dumps({**what, "results": results, "samples": samples}, indent=1, default=str)
     with plain_os_errors(f"Cannot write {path}"):
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -18,9 +18,7 @@ from mesp.errors import MespError
 from mesp.federate.exchange import clipped
 from mesp.federate.local_training import Client, Trained, train
 from mesp.federate.messages import in_float32, to_numpy, to_record
-from mesp.federate.privacy import epsilon, noise_for
-from mesp.runs.privacy import Steps
-from mesp.runs.privacy import epsilon as total_epsilon
+from mesp.runs.privacy import Steps, epsilon, gaussian_epsilon, noise_for
 
 # Of a --node-config: the noise that is a client's own, and what else there is.
 NOISE = ("clip", "epsilon", "delta")
@@ -83,7 +81,7 @@ def log_privacy(
         INFO,
         "Each of %d training examples is (%.3g, %g)-private in the %d steps so far, since the node "
         "was started, in this run.",
-        *(trained.examples, total_epsilon(steps, delta), delta, sum(counts)),
+        *(trained.examples, epsilon(steps, delta), delta, sum(counts)),
     )
 
 
@@ -126,7 +124,7 @@ def with_own_noise(
     if KEPT in context.state:
         answers += int(context.state[KEPT]["answers"])
     context.state[KEPT] = MetricRecord({"answers": answers})
-    total = epsilon(noise, delta, answers)
+    total = gaussian_epsilon(noise, delta, answers)
     log(
         INFO,
         "Answer %d has noise: all so far are (%.3g, %g)-private, since the node was started, in "

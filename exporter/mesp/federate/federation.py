@@ -1,23 +1,178 @@
-"""What a federation is: the options of mesp-federate, as its settings.json has them."""
+"""A federation in its folder: the settings, the rounds, and the Flower app for real machines."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+import os
+import shutil
+from dataclasses import MISSING, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from mesp.bundle.manifest import read_manifest
-from mesp.errors import MespError
-from mesp.federate.local_training import SETTINGS, Client, model_name
-from mesp.federate.rounds import Rounds
-from mesp.files import read_object
+from mesp.engine.settings import Setting, Settings, setting
+from mesp.engine.train import SETTINGS_NAME
+from mesp.errors import MespError, plain_os_errors
+from mesp.federate.exchange import EXCHANGES, Arrays, read_arrays, travelling, write_arrays
+from mesp.federate.local_training import SETTINGS, Client, run_engine, scale
+from mesp.files import create, read_object, remove_link, sync, write_whole
 
-SETTINGS_NAME = "settings.json"
+RECORD_NAME, STATE_NAME = "round.json", "strategy.npz"
+# Flower's strategies by their names here.
+STRATEGIES = {
+    "fedavg": "FedAvg",
+    "fedadam": "FedAdam",
+    "fedprox": "FedProx",
+    "fedmedian": "FedMedian",
+    "trimmed": "FedTrimmedAvg",
+    "krum": "Krum",
+    "multikrum": "MultiKrum",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class FederationSettings(Settings):
+    """What a federation is beside its bundle and the training of its clients."""
+
+    data: str = setting(
+        str, MISSING, "What is shared out: a folder with a file a topic, or what mesp data takes.",
+        metavar="FILE|DIR|NAME",
+    )  # fmt: skip
+    clients: int = setting(int, MISSING, "People who take part.", least=1)
+    rounds: int = setting(int, MISSING, "Rounds in all.", least=1, may_change=True)
+    split: str = setting(
+        str, "iid",
+        "Who gets what of the data: any of it, whole files, or of each file a share that differs "
+        "the more the smaller ALPHA is.",
+        metavar="iid|by-file|dirichlet:ALPHA",
+    )  # fmt: skip
+    exchange: str = setting(str, "bfloat16", "What adapters travel in.", choices=EXCHANGES)
+    strategy: str = setting(
+        str, "fedavg", "Flower's, which makes one of the clients' adapters.",
+        choices=tuple(STRATEGIES),
+    )  # fmt: skip
+    strategy_options: dict[str, float] = field(
+        default_factory=dict,
+        metadata={
+            "setting": Setting(
+                dict, "What Flower's strategy takes, as in eta=0.01 of fedadam.",
+                metavar="NAME=NUMBER,...",
+            )
+        },
+    )  # fmt: skip
+    clip: float | None = setting(
+        float, None, "Scale what a client adds down to this norm.", above=0
+    )  # fmt: skip
+    noise: float | None = setting(
+        float, None,
+        "Differential privacy: noise on the mean, as a multiple of --clip / clients.", least=0,
+    )  # fmt: skip
+    delta: float = setting(
+        float, 1e-5, "δ at which ε is reported with --noise; well below 1 / clients.", above=0,
+        below=1,
+    )  # fmt: skip
+    min_clients: int = setting(int, 1, "End where fewer have answered in a round.", least=1)
+    timeout: float = setting(
+        float, 3600.0, "Seconds that a client has for a round.", above=0, most=1e6,
+        may_change=True,
+    )  # fmt: skip
+
+    def check(self) -> None:
+        """Raises MespError where settings do not go together."""
+        if self.noise is not None and self.clip is None:
+            raise MespError("--noise needs --clip, the norm that it is a multiple of.")
+        if self.noise is not None and 0 < self.noise < 1e-3:
+            raise MespError("--noise is 0 or at least 0.001: less hides nobody.")
+        if self.noise is not None and self.strategy != "fedavg":
+            raise MespError("--noise hides a client in a mean: leave out --strategy.")
+        if self.min_clients > self.clients:
+            raise MespError(
+                f"--min-clients {self.min_clients} is more than --clients {self.clients}."
+            )
+
+
+# Of a client's training where nobody says.
+TRAINING = {"steps": 10, "freeze_a": True}
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """Rounds in `folder`, of adapters that `training`, settings of mesp-engine's, is about.
+
+    `evaluation` are the settings of a run that only evaluates: bundle, data and how much of it.
+    """
+
+    folder: Path
+    training: dict[str, Any]
+    evaluation: dict[str, Any]
+
+    def path(self, number: int) -> Path:
+        """The folder of a round; 0 is where the first begins."""
+        return self.folder / f"{number:03d}"
+
+    @property
+    def last(self) -> int | None:
+        """The number of the last round that is there; None before there is one."""
+        found = (each.name for each in self.folder.glob("[0-9]*"))
+        return max((int(name) for name in found if name.isdigit()), default=None)
+
+    def records(self) -> list[dict[str, Any]]:
+        """What was reported of the rounds that are there, from 0."""
+        return [self.record(number) for number in range((self.last or 0) + 1)]
+
+    def record(self, number: int) -> dict[str, Any]:
+        """What was reported of a round. Raises MespError."""
+        path = self.path(number) / RECORD_NAME
+        try:
+            return read_object(path)
+        except (OSError, ValueError) as error:
+            raise MespError(f"{path} is missing or damaged; begin again elsewhere.") from error
+
+    def arrays(self, number: int) -> Arrays:
+        """The matrices of a round that travel."""
+        arrays = read_arrays(self.path(number) / "adapters")
+        return travelling(arrays, self.training["freeze_a"])
+
+    def save(
+        self, number: int, arrays: Arrays | None, report: dict[str, Any], state: bytes | None = None
+    ) -> dict[str, Any]:
+        """Evaluates the matrices that were averaged and keeps them; returns the round's record.
+
+        Without `arrays` they are the initial ones. `state` is what the strategy goes on from. The
+        adapters are written by an engine's run of no steps, for mlx-lm and PEFT as any run's.
+        """
+        partial = self.folder / "partial"
+        remove_link(partial)
+        shutil.rmtree(partial, ignore_errors=True)
+        start = partial / "start"
+        settings = self.training | self.evaluation | {"steps": 0, "warmup": 0}
+        # Clients keep theirs in bfloat16, perhaps; a mean of them is none.
+        settings |= {"lora_dtype": "float32", "output": str(partial / "run")}
+        if arrays is not None:
+            arch = read_manifest(Path(settings["bundle"])).architecture
+            write_arrays(start, arrays, self.training["rank"], scale(self.training), arch)
+            settings["adapters"] = str(start)
+        run = run_engine(settings)
+        record = {"round": number, "held_out_loss": run.held_out[0], **report}
+        with plain_os_errors(f"Cannot write round {number} to {self.folder}"):
+            (partial / "run" / "state.safetensors").unlink()
+            if state is not None:
+                with create(partial / "run" / STATE_NAME) as file:
+                    file.write(state)
+            with create(partial / "run" / RECORD_NAME) as file:
+                file.write((json.dumps(record, indent=2) + "\n").encode())
+            # After a loss of power a round is there whole or not at all.
+            for written in (*(partial / "run").rglob("*"), partial / "run"):
+                sync(written)
+            os.replace(partial / "run", self.path(number))
+            sync(self.folder)
+            shutil.rmtree(partial)
+        return record
 
 
 @dataclass(frozen=True)
 class Federation:
-    """A federation in the folder `output`, with the options of mesp-federate by name."""
+    """A federation in the folder `output`, with the options of mesp federate by name."""
 
     output: Path
     options: dict[str, Any]
@@ -30,7 +185,7 @@ class Federation:
             options = read_object(path)
         except (OSError, ValueError) as error:
             raise MespError(
-                f"{path} is missing or damaged; write it with mesp-federate."
+                f"{path} is missing or damaged; write it with mesp federate."
             ) from error
         return cls(output, options)
 
@@ -62,8 +217,50 @@ class Federation:
     def config(self) -> dict[str, Any]:
         """What a client is told in each round, beside its number: docs/federation.md lists it."""
         return {
-            "model": model_name(read_manifest(Path(self.options["bundle"]))),
+            "model": str(read_manifest(Path(self.options["bundle"])).model),
             "exchange": self.options["exchange"],
             "timeout": self.options["timeout"],
             **self.training,
         }
+
+    def write(self) -> None:
+        """Writes the settings into the folder."""
+        path = self.output / SETTINGS_NAME
+        settings = {**self.options, "resume": False}
+        with plain_os_errors(f"Cannot write {path}"):
+            write_whole(path, (json.dumps(settings, indent=2) + "\n").encode())
+
+
+# Server and clients have this package; the app only says where its two halves are.
+PROJECT = """\
+[build-system]
+requires = ["hatchling"]
+build-backend = "hatchling.build"
+
+[project]
+name = "mesp-federate"
+version = "0.1.0"
+description = "Federated fine-tuning with MeSP"
+license = "MIT"
+dependencies = ["mesp[federate]"]
+
+[tool.flwr.app]
+publisher = "mesp"
+
+[tool.flwr.app.components]
+serverapp = "mesp.federate.server_app:app"
+clientapp = "mesp.federate.client_app:app"
+
+[tool.flwr.app.config]
+output = {output}
+"""
+
+
+def write_app(federation: Federation) -> str:
+    """Writes OUTPUT/app, and returns what to do with it."""
+    folder = federation.output / "app"
+    with plain_os_errors(f"Cannot write {folder}"):
+        folder.mkdir(exist_ok=True)
+        text = PROJECT.format(output=json.dumps(str(federation.output), ensure_ascii=False))
+        write_whole(folder / "pyproject.toml", text.encode())
+    return f"Start it where the SuperLink runs: flwr run {folder} --stream"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,19 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from mesp.bundle.manifest import read_manifest
-from mesp.engine.build import find_engine
+from mesp.engine.process import failure, running
+from mesp.engine.settings import TrainSettings, settings_of
 from mesp.errors import MespError, plain_os_errors
 from mesp.federate.exchange import Arrays, read_arrays, write_arrays
-from mesp.models.architecture import Architecture
-from mesp.runs.log import LOG_NAME, Run, read_run
+from mesp.runs.log import LOG_NAME, Run
 
 # What a server may set of a client's run, and no path.
-SETTINGS = (
-    *("method", "steps", "seq_len", "batch_size", "grad_accumulation_steps", "seed"),
-    *("rank", "alpha", "rslora", "projections", "num_layers", "freeze_a", "lora_dtype"),
-    *("optimizer", "learning_rate", "momentum", "beta1", "beta2", "epsilon", "weight_decay"),
-    *("schedule", "warmup", "max_grad_norm", "skip_bad_steps", "mezo_epsilon"),
-    *("memory_limit_mb", "offload"),
+SETTINGS = tuple(
+    declared.key or name
+    for name, declared in settings_of(TrainSettings).items()
+    if declared.federated
 )
 
 
@@ -61,7 +58,7 @@ def train(client: Client, received: Arrays, config: Mapping[str, Any]) -> Traine
     seconds, or the bundle is of another model than the server's.
     """
     manifest = read_manifest(client.bundle)
-    model, arch = model_name(manifest), Architecture.from_manifest(manifest["architecture"])
+    model, arch = str(manifest.model), manifest.architecture
     if config["model"] != model:
         raise MespError(f"{client.bundle} is of {model}, and the round is of {config['model']}.")
     settings = {name: config[name] for name in SETTINGS if name in config} | client.privacy
@@ -87,34 +84,24 @@ def train(client: Client, received: Arrays, config: Mapping[str, Any]) -> Traine
         arrays={name: arrays[name] for name in received},
         targets=sum(step["tokens"] for step in run.steps),
         loss=sum(run.losses) / len(run.losses),
-        footprint=run.peak_footprint,
+        footprint=run.peak_bytes,
         examples=run.plan.get("examples"),
     )
 
 
 def run_engine(settings: dict[str, Any], timeout: float | None = None) -> Run:
     """Runs mesp-engine to its end, and returns its log. Raises MespError where it fails."""
-    output, engine = Path(settings["output"]), find_engine()
+    output = Path(settings["output"])
     path = output / "settings.json"
     with plain_os_errors(f"Cannot write to {output}"):
         output.mkdir(parents=True)
         path.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
-    with plain_os_errors(f"Cannot start {engine}"):
-        try:
-            done = subprocess.run(
-                [engine, path],
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                encoding="utf-8",
-                errors="replace",
-                timeout=timeout,
-            )
-        except subprocess.TimeoutExpired as error:
-            raise MespError(f"The run took more than {timeout:g} s.") from error
-    run = read_run(output) if (output / LOG_NAME).exists() else Run()
-    if done.returncode != 0 or run.end.get("reason") != "finished":
-        said = done.stderr.strip()
-        raise MespError(said or f"mesp-engine failed with exit status {done.returncode}.")
+    with running([], path, timeout=timeout) as engine:
+        for _ in engine:
+            pass
+    run = Run.load(output) if (output / LOG_NAME).exists() else Run()
+    if engine.process.returncode != 0 or run.end.get("reason") != "finished":
+        raise failure(engine.process.returncode, engine.said)
     return run
 
 
@@ -122,9 +109,3 @@ def scale(settings: Mapping[str, Any]) -> float:
     """What the adapters' product is multiplied by: alpha / rank, or alpha / √rank."""
     rank = settings["rank"]
     return settings["alpha"] / (math.sqrt(rank) if settings["rslora"] else rank)
-
-
-def model_name(manifest: Mapping[str, Any]) -> str:
-    """The base model, which all clients must have: `ID` or `ID@REVISION`."""
-    model = manifest["model"]
-    return "@".join(part for part in (model["id"], model["revision"]) if part)

@@ -40,19 +40,21 @@ class Split:
 
     @classmethod
     def parse(cls, text: str) -> Split:
-        """Raises ValueError where it is none of them."""
+        """Raises MespError where it is none of them."""
         if text in ("iid", "by-file"):
             return cls(text)
         match = re.fullmatch(r"dirichlet:(\d+\.?\d*|\.\d+)", text)
         if match is None or not float(match[1]) > 0:
-            raise ValueError(text)
+            raise MespError(
+                f"--split is iid, by-file or dirichlet:ALPHA with ALPHA above 0, and not {text}."
+            )
         return cls("dirichlet", float(match[1]))
 
 
 def read_topics(data: str) -> tuple[dict[str, list[Unit]], list[Document]]:
     """The units of each topic, and the held-out documents.
 
-    `data` is a folder with a file a topic and perhaps one called valid, or what `mesp-data` takes.
+    `data` is a folder with a file a topic and perhaps one called valid, or what `mesp data` takes.
     Without held-out data the last tenth of each topic is held out. There may be no topics.
     Raises MespError.
     """

@@ -9,16 +9,14 @@ from typing import Any
 from flwr.app import ConfigRecord, Context
 from flwr.serverapp import Grid, ServerApp
 
-from mesp.bundle.folders import locked
 from mesp.errors import MespError
 from mesp.federate.exchange import Arrays, travelling
-from mesp.federate.federation import Federation
+from mesp.federate.federation import STATE_NAME, Federation
 from mesp.federate.messages import to_record
-from mesp.federate.privacy import epsilon
 from mesp.federate.report import Report
-from mesp.federate.rounds import STATE_NAME
-from mesp.federate.screening import Screened
-from mesp.federate.strategies import make_strategy, restore, state_of
+from mesp.federate.strategies import Screened, make_strategy, restore, state_of
+from mesp.folders import locked
+from mesp.runs.privacy import gaussian_epsilon
 
 # Seconds that a client's answer may take beyond its training.
 TO_ANSWER = 30.0
@@ -43,7 +41,7 @@ def serve(federation: Federation, grid: Grid, show: Show, timeout: float | None)
             if options["noise"]:
                 delta = options["delta"]
                 report = report | {
-                    "epsilon": epsilon(options["noise"], delta, number),
+                    "epsilon": gaussian_epsilon(options["noise"], delta, number),
                     "delta": delta,
                 }
             try:

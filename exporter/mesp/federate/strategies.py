@@ -1,40 +1,44 @@
-"""Flower's strategies, made of options, and what they keep from round to round."""
+"""Flower's strategies, made of options; who is left out of a round; and what is kept of them."""
 
 from __future__ import annotations
 
 import inspect
 import io
 import math
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.serverapp import Grid, strategy
+from flwr.serverapp.strategy import Strategy
 
 from mesp.errors import MespError
+from mesp.federate.exchange import (
+    Arrays,
+    averaging_error,
+    check_arrays,
+    clipped,
+    drift,
+    packed,
+    unpacked,
+)
+from mesp.federate.federation import STRATEGIES
+from mesp.federate.messages import to_numpy, to_record
 
-if TYPE_CHECKING:  # the command names the strategies without Flower
-    from flwr.serverapp.strategy import Strategy
-
-# Flower's strategies by their names here.
-STRATEGIES = {
-    "fedavg": "FedAvg",
-    "fedadam": "FedAdam",
-    "fedprox": "FedProx",
-    "fedmedian": "FedMedian",
-    "trimmed": "FedTrimmedAvg",
-    "krum": "Krum",
-    "multikrum": "MultiKrum",
-}
 # What FedAdam goes on from: its moments, by the matrices' names.
 KEPT = ("m_t", "v_t")
 # The metric of a client that is 1 for all: a weight.
 ONE = "client"
+MOST_CHARACTERS = 500  # of a name or a reason
+HEADER = 256  # more bytes than NumPy puts before an array's numbers
+# Keeps a round's adapters and its report, and returns the adapters to go on with.
+Keep = Callable[[int, Arrays, dict[str, Any]], Arrays]
 
 
 def make_strategy(options: dict[str, Any]) -> Strategy:
     """Flower's strategy of that name with these options. Raises MespError where it takes none."""
-    from flwr.serverapp import strategy
-
     kind = getattr(strategy, STRATEGIES[options["strategy"]])
     given = dict(options["strategy_options"])
     numbers = {
@@ -107,3 +111,171 @@ def restore(inner: Strategy, path: Path) -> None:
 
 def _innermost(inner: Strategy) -> Strategy:
     return getattr(inner, "strategy", inner)
+
+
+class Screened(Strategy):
+    """A strategy that gets only what it can take: float32 matrices of the model, no number larger
+    than `MOST`, no update longer than `clip`.
+
+    Whoever fails, stays silent or sends anything else is left out of the round, and named in
+    `report`. `first` is the number of the round before the strategy's first. `keep` gets what the
+    strategy made of the others.
+    """
+
+    def __init__(
+        self,
+        inner: Strategy,
+        first: int,
+        exchange: str,
+        most_targets: int,
+        needed: int,
+        clip: float | None,
+        keep: Keep,
+    ) -> None:
+        self.inner = inner
+        self.first = first
+        self.exchange = exchange
+        self.most_targets = most_targets
+        self.needed = needed
+        self.clip = clip
+        self.keep = keep
+        self.sent: Arrays = {}
+        self.asked: set[int] = set()
+        self.names: dict[int, str] = {}
+        self.report: dict[str, Any] = {}
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        self.sent = to_numpy(arrays)
+        number = self.first + server_round
+        messages = list(self.inner.configure_train(number, arrays, config, grid))
+        self.asked = {message.metadata.dst_node_id for message in messages}
+        down = arrays if self.exchange == "float32" else to_record(packed(self.sent))
+        for message in messages:
+            message.content["arrays"] = down
+        self.report = {"bytes_down": _size(down) * len(messages)}
+        return messages
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        taken: list[tuple[str, int, Message]] = []
+        left_out: list[str] = []
+        silent, up = set(self.asked), 0
+        for reply in replies:
+            node = reply.metadata.src_node_id
+            name = self.names.get(node, f"node {node}")
+            try:
+                if node not in silent:
+                    raise MespError("it was not asked, or has answered before")
+                silent.discard(node)
+                if reply.has_error():
+                    left_out.append(_printable(reply.error.reason))
+                    continue
+                up += sum(map(_size, reply.content.array_records.values()))
+                self.names[node] = name = _printable(reply.content["about"]["name"])
+                taken.append((name, node, self._screened(reply)))
+            except MespError as error:
+                left_out.append(f"{name}: {_printable(error.message)}")
+            except Exception as error:  # what a stranger sends can raise anything
+                why = _printable(f"its answer is not as docs/federation.md has it: {error}")
+                left_out.append(f"{name}: {why}")
+        left_out += [f"{self.names.get(n, f'node {n}')}: did not answer in time." for n in silent]
+        number = self.first + server_round
+        if len(taken) < self.needed:
+            raise MespError(
+                f"Round {number} has adapters of {len(taken)} clients and needs {self.needed}: "
+                + " ".join(sorted(left_out))
+            )
+        # In an order of their own: sums of float32 depend on it, and answers come as they come.
+        taken.sort(key=lambda each: each[:2])
+        replies = [reply for *_, reply in taken]
+        self.report |= self._report(replies) | {"bytes_up": up, "left_out": sorted(left_out)}
+        if _is_private(self.inner):
+            self.inner.num_sampled_clients = len(taken)
+        averaged, metrics = self.inner.aggregate_train(number, replies)
+        if averaged is None:
+            raise MespError(f"The strategy made no adapters of the clients' in round {number}.")
+        arrays = {name: array.astype(np.float32) for name, array in to_numpy(averaged).items()}
+        return to_record(self.keep(number, arrays, self.report)), metrics
+
+    def _screened(self, reply: Message) -> Message:
+        """An answer with what a strategy takes of it, matrices in float32 and metrics. Raises
+        MespError, or anything, where it is no answer."""
+        metrics = reply.content["metrics"]
+        targets, loss = metrics["num-examples"], metrics["loss"]
+        footprint = metrics["footprint-bytes"]
+        if not (isinstance(targets, int) and 0 < targets <= self.most_targets):
+            raise MespError(f"it counts {targets} targets, of {self.most_targets} at most")
+        if not (
+            isinstance(loss, float)
+            and math.isfinite(loss)
+            and isinstance(footprint, int)
+            and footprint >= 0
+        ):
+            raise MespError("its metrics are not as docs/federation.md has them")
+        expected = self.sent if self.exchange == "float32" else packed(self.sent)
+        wanted = sum(array.nbytes + HEADER for array in expected.values())
+        # Up to the size of another dtype, arrays are read, and what is wrong is named.
+        if (size := _size(reply.content["arrays"])) > 4 * wanted:
+            raise MespError(f"it sends {size} bytes, of which {wanted} are enough")
+        arrays = to_numpy(reply.content["arrays"])
+        check_arrays(arrays, expected)
+        if self.exchange == "bfloat16":
+            arrays = {n: self.sent[n] + added for n, added in unpacked(arrays).items()}
+        if self.clip is not None:
+            arrays = clipped(arrays, self.sent, self.clip)
+        kept = {"num-examples": targets, "loss": loss, "footprint-bytes": footprint, ONE: 1}
+        # In one order and nothing more: Flower gives a round up in which clients differ in that.
+        arrays = {name: arrays[name] for name in self.sent}
+        content = {"arrays": to_record(arrays), "metrics": MetricRecord(kept)}
+        reply.content = RecordDict(content)
+        return reply
+
+    def _report(self, replies: list[Message]) -> dict[str, Any]:
+        arrays = [to_numpy(reply.content["arrays"]) for reply in replies]
+        metrics = [reply.content["metrics"] for reply in replies]
+        targets = [each["num-examples"] for each in metrics]
+        clients = [
+            {
+                "name": self.names[reply.metadata.src_node_id],
+                "targets": each["num-examples"],
+                "loss": each["loss"],
+                "footprint_bytes": each["footprint-bytes"],
+            }
+            for reply, each in zip(replies, metrics, strict=True)
+        ]
+        return {
+            "clients": clients,
+            "drift": drift(arrays, targets, self.sent),
+            "averaging_error": averaging_error(arrays, targets, self.sent),
+        }
+
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        return ()  # the server has held-out data, and evaluates once for all
+
+    def aggregate_evaluate(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> MetricRecord | None:
+        return None
+
+    def summary(self) -> None:
+        self.inner.summary()
+
+
+def _is_private(inner: Strategy) -> bool:
+    """Whether a strategy adds noise."""
+    return hasattr(inner, "num_sampled_clients")
+
+
+def _printable(text: object) -> str:
+    """What a stranger sends to be shown, without what a terminal would obey."""
+    return "".join(each if each.isprintable() else " " for each in str(text))[:MOST_CHARACTERS]
+
+
+def _size(record: ArrayRecord) -> int:
+    """The bytes of a record's arrays, as they travel."""
+    return sum(len(array.data) for array in record.values())

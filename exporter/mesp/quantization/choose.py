@@ -7,9 +7,8 @@ from typing import Any
 
 from mesp.errors import MespError
 from mesp.models.architecture import Architecture
-from mesp.quantization.modes import MODES, Quantization, describe_quantization
-from mesp.source_model.find import Source
-from mesp.source_model.names import name_here
+from mesp.models.names import name_here
+from mesp.models.quantization import MODES, Quantization, describe_quantization
 
 BITS = (4, 5, 6, 8)  # that a model is quantized to here
 HEAD_BITS = 6  # of the head, where the rest has fewer
@@ -59,7 +58,8 @@ def _not_in_order(key: str) -> MespError:
 
 
 def find_quantizations(
-    source: Source,
+    name: str,
+    config: dict[str, Any],
     arch: Architecture,
     mode: str | None,
     bits: int | None,
@@ -68,16 +68,17 @@ def find_quantizations(
 ) -> Quantizations:
     """The quantization asked for (None: the default), or that of a model that has one already.
 
+    `name` is the model's, for messages, and `config` its config.json.
+
     Raises MespError where MLX lacks it, or where a model that has one is asked for another.
     """
-    config = source.config
     for key in ("quantization_config", "quantization"):
         if not isinstance(config.get(key) or {}, dict):
             raise _not_in_order(key)
     method = (config.get("quantization_config") or {}).get("quant_method")
     if method:
         raise MespError(
-            f"{source.name} is quantized by {method}, which is not supported; take the model it "
+            f"{name} is quantized by {method}, which is not supported; take the model it "
             "was made from, or one quantized by mlx-lm."
         )
     given = config.get("quantization")
@@ -94,7 +95,7 @@ def find_quantizations(
         quantization = Quantization(size or default[0], group or default[1], mode)
         if not quantization.is_of_mlx:
             raise MespError(
-                f"{source.name} is quantized to {describe_quantization(quantization)}, which MLX "
+                f"{name} is quantized to {describe_quantization(quantization)}, which MLX "
                 "does not have; take the model it was made from."
             )
         return quantization
@@ -103,7 +104,7 @@ def find_quantizations(
     had = (main.mode, main.bits, main.group_size)
     if head_bits or any(a is not None and a != b for a, b in zip(asked, had, strict=True)):
         raise MespError(
-            f"{source.name} is quantized already, to {describe_quantization(main)}; leave out "
+            f"{name} is quantized already, to {describe_quantization(main)}; leave out "
             "--mode, --bits, --head-bits and --group-size."
         )
     # As mlx-lm: a dictionary for a module's own, or whether it is quantized as the rest.

@@ -6,8 +6,8 @@ import mlx.core as mx
 import numpy as np
 
 from mesp.block_function.dequantize import pack, unpack
+from mesp.models.quantization import Quantization
 from mesp.quantization.least_squares import damped
-from mesp.quantization.modes import Quantization
 
 SWEEPS = 2  # over all codes; more change little
 # By how much the mean products of two different inputs are made smaller: few tokens say less of

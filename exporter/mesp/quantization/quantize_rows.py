@@ -12,12 +12,12 @@ from itertools import cycle
 import mlx.core as mx
 
 from mesp.block_function.tiles import cut
-from mesp.bundle.layout import DTYPES, Layout, Piece
+from mesp.models.layout import DTYPES, Layout, Piece
+from mesp.models.quantization import Quantization
+from mesp.models.weights import Weights
 from mesp.quantization import least_squares
 from mesp.quantization.choose import Quantizations, not_quantized
 from mesp.quantization.descent import descend, shrunk
-from mesp.quantization.modes import Quantization
-from mesp.source_model.weights import Weights
 
 TILE = 1 << 18  # elements of a matrix that are quantized at a time: they fit a core's cache
 MOST_STREAMS = 8  # that quantize at once: each takes some 20 MB

@@ -6,15 +6,19 @@ Sizes are bytes, times seconds, losses nats a token.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from datetime import datetime, timedelta, timezone
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mesp.errors import MespError, plain_os_errors
 from mesp.files import read_bytes
 from mesp.formatting import decimal
+
+if TYPE_CHECKING:
+    import pandas
 
 LOG_NAME = "metrics.jsonl"
 SIZE = 1 << 30  # bytes: a step has some 500
@@ -85,26 +89,71 @@ class Speed(NamedTuple):
         return f"{said} ({decimal(self.in_loss, 0)} in the loss)"
 
 
-@dataclass
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True)
 class Run:
-    """What a log says so far, sorted by the kind of record."""
+    """A run, as its log says so far: its records by kind, described in docs/architecture.md.
 
-    start: dict = field(default_factory=dict)
-    plan: dict = field(default_factory=dict)
-    steps: list[dict] = field(default_factory=list)
-    evals: list[dict] = field(default_factory=list)
-    events: list[dict] = field(default_factory=list)
-    end: dict = field(default_factory=dict)
+    `folder` is None for a log that has none, and `stopped_by` the number of the signal by which
+    `mesp.train` was asked to end the run; None where none was.
+    """
+
+    start: Record = field(default_factory=dict)
+    plan: Record = field(default_factory=dict)
+    steps: tuple[Record, ...] = ()
+    evals: tuple[Record, ...] = ()
+    events: tuple[Record, ...] = ()
+    end: Record = field(default_factory=dict)
     last_time: str | None = None
+    folder: Path | None = None
+    stopped_by: int | None = None
 
-    def add(self, record: dict) -> None:
-        """Takes the next record; kinds that this version does not know are passed over."""
-        kind = record.get("type")
-        if kind in ("start", "plan", "end"):
-            setattr(self, kind, record)
-        elif kind in ("step", "eval", "event"):
-            getattr(self, kind + "s").append(record)
-        self.last_time = record.get("time", self.last_time)
+    @classmethod
+    def of(cls, records: Iterable[Record], folder: Path | None = None) -> Run:
+        """The run of these records; kinds that this version does not know are passed over."""
+        ones: dict[str, Record] = {}
+        several: dict[str, list[Record]] = {"step": [], "eval": [], "event": []}
+        last_time = None
+        for record in records:
+            kind = record.get("type", "")
+            if kind in ("start", "plan", "end"):
+                ones[kind] = record
+            elif kind in several:
+                several[kind].append(record)
+            last_time = record.get("time", last_time)
+        lists = {f"{kind}s": tuple(found) for kind, found in several.items()}
+        return cls(**ones, **lists, last_time=last_time, folder=folder)
+
+    @classmethod
+    def load(cls, folder: str | os.PathLike[str]) -> Run:
+        """Reads the log in a run's folder, also while the run goes on.
+
+        A last line that is cut off is left out: its writer was killed, or is writing it. Raises
+        MespError where there is no log, or a line of it is no record.
+        """
+        path = Path(folder) / LOG_NAME
+        with plain_os_errors(f"Cannot read the log {path}"):
+            try:
+                data = read_bytes(path, SIZE)
+            except ValueError as error:
+                raise MespError(f"{error}; name the folder of a run.") from error
+        lines = data.decode("utf-8", "replace").split("\n")
+        records = []
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                record = json.loads(line)
+                if not is_record(record):
+                    raise ValueError("not a record")
+            except (ValueError, RecursionError):
+                if number == len(lines):
+                    break
+                raise MespError(f"Line {number} of {path} is not a log record.") from None
+            records.append(record)
+        return cls.of(records, Path(folder))
 
     @property
     def settings(self) -> dict:
@@ -125,12 +174,30 @@ class Run:
         return [step["loss"] for step in self.steps]
 
     @property
+    def adapters(self) -> Path:
+        """The folder of the adapters last saved, in mlx-lm's form, and for PEFT in `peft`.
+
+        Raises MespError where none have been saved.
+        """
+        folder = None if self.folder is None else self.folder / "adapters"
+        if folder is None or not (folder / "adapters.safetensors").exists():
+            raise MespError(f"{self.folder or 'The run'} has no adapters: none have been saved.")
+        return folder
+
+    def to_pandas(self) -> pandas.DataFrame:
+        """The records of the steps, a row each: `loss` in nats a token, `seconds`, `tokens`,
+        `footprint_bytes` and what else docs/architecture.md lists. Needs pandas."""
+        import pandas
+
+        return pandas.DataFrame(list(self.steps)).drop(columns="type").set_index("step")
+
+    @property
     def speed(self) -> Speed:
         return Speed.of(self.steps)
 
     @property
-    def peak_footprint(self) -> int | None:
-        """The highest footprint of the run, bytes."""
+    def peak_bytes(self) -> int | None:
+        """The highest memory footprint of the run, bytes; None before the first step."""
         peaks = [step["footprint_peak_bytes"] for step in self.steps]
         return max([*peaks, self.end.get("footprint_peak_bytes") or 0]) or None
 
@@ -163,42 +230,14 @@ class Run:
             return self.end.get("reason", "?")
         if self.last_time is None:
             return "killed"
-        now = now or datetime.now(timezone.utc)
+        now = now or datetime.now(UTC)
         try:
-            last = datetime.fromisoformat(self.last_time.replace("Z", "+00:00"))
+            last = datetime.fromisoformat(self.last_time)
         except ValueError:
             return "killed"
         if last.tzinfo is None:
-            last = last.replace(tzinfo=timezone.utc)
+            last = last.replace(tzinfo=UTC)
         return "running" if now - last < SILENCE else "killed"
-
-
-def read_run(folder: Path) -> Run:
-    """Reads the log in a run's folder.
-
-    A last line that is cut off is left out: its writer was killed, or is writing it.
-    """
-    path = folder / LOG_NAME
-    with plain_os_errors(f"Cannot read the log {path}"):
-        try:
-            data = read_bytes(path, SIZE)
-        except ValueError as error:
-            raise MespError(f"{error}; name the folder of a run.") from error
-    lines = data.decode("utf-8", "replace").split("\n")
-    run = Run()
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-            if not is_record(record):
-                raise ValueError("not a record")
-        except (ValueError, RecursionError):
-            if number == len(lines):
-                break
-            raise MespError(f"Line {number} of {path} is not a log record.") from None
-        run.add(record)
-    return run
 
 
 def find_runs(root: Path) -> list[Path]:

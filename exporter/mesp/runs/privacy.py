@@ -1,9 +1,14 @@
-"""The differential privacy of a run with DP-SGD, by Google's dp-accounting.
+"""What differential privacy noise gives, by Google's dp-accounting.
 
-Each step draws each of N examples with the probability q = B / N (Poisson sampling) and adds
-Gaussian noise of Z times the norm that an example's gradient is clipped to: the subsampled Gaussian
-mechanism, of which Rényi differential privacy composes over the steps (Mironov et al.,
-arXiv:1908.10530). Adjacent are data sets of which one has one example more.
+In a run with DP-SGD each step draws each of N examples with the probability q = B / N (Poisson
+sampling) and adds Gaussian noise of Z times the norm that an example's gradient is clipped to: the
+subsampled Gaussian mechanism, of which Rényi differential privacy composes over the steps (Mironov
+et al., arXiv:1908.10530). Adjacent are data sets of which one has one example more.
+
+A federation's guarantees are of the Gaussian mechanism, whose ε is computed exactly (the analytic
+Gaussian mechanism, arXiv:1805.06530). k answers with noise, also where each depends on those
+before, have the ε of one with 1/√k of the noise. No sampling of clients is assumed, so none makes
+ε smaller.
 """
 
 from __future__ import annotations
@@ -11,7 +16,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from mesp.errors import MespError
 
@@ -47,13 +52,16 @@ def epsilon(steps: Iterable[Steps], delta: float) -> float:
     return float(accountant.get_epsilon(delta))
 
 
-def describe_privacy(settings: dict[str, Any], examples: int, steps: int) -> str:
-    """The ε of so many steps of a run with DP-SGD, in a sentence."""
-    if settings["dp_noise"] == 0:
-        return "Differential privacy: none, as gradients are clipped and get no noise."
-    sampled = settings["batch_size"] / examples
-    total = epsilon([Steps(steps, settings["dp_noise"], sampled)], settings["dp_delta"])
-    return (
-        f"Differential privacy of each of {examples:,} training examples: ε {total:.3g} at "
-        f"δ {settings['dp_delta']:g} over {steps:,} step{'s' * (steps != 1)}."
-    )
+def gaussian_epsilon(noise: float, delta: float, releases: int = 1) -> float:
+    """The ε of so many releases together, with Gaussian noise whose standard deviation is `noise`
+    times the sensitivity of one."""
+    from dp_accounting.gaussian_mechanism import get_epsilon_gaussian
+
+    return float(get_epsilon_gaussian(noise / math.sqrt(releases), delta))
+
+
+def noise_for(epsilon: float, delta: float) -> float:
+    """The smallest noise of a single release that has this ε, as a multiple of its sensitivity."""
+    from dp_accounting.gaussian_mechanism import get_sigma_gaussian
+
+    return float(get_sigma_gaussian(epsilon, delta))

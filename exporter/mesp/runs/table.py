@@ -34,6 +34,6 @@ def table_row(run: Run) -> list[str]:
         f"{decimal(before)} → {decimal(after)}",
         decimal(run.speed.tokens, 0),
         decimal(run.speed.in_loss, 0),
-        megabytes(run.peak_footprint),
+        megabytes(run.peak_bytes),
         run.state(),
     ]

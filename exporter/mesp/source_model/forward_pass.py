@@ -14,8 +14,8 @@ from mesp.block_function.forward_pass import forward
 from mesp.block_function.parts import Parts, rms_norm
 from mesp.block_function.tiles import cut
 from mesp.models.architecture import Architecture
+from mesp.models.weights import Weights, norm
 from mesp.quantization.choose import Quantizations
-from mesp.source_model.weights import Weights, norm
 
 TILE = 1 << 22  # elements of a matrix that are multiplied at a time
 

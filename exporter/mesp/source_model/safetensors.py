@@ -10,7 +10,7 @@ import numpy as np
 
 from mesp.errors import MespError
 from mesp.files import parse_json, read_object
-from mesp.source_model.names import CONVOLUTIONS, name_here
+from mesp.models.names import CONVOLUTIONS, name_here
 
 # Types in a safetensors file: as NumPy reads them (it has no bfloat16), and what they are.
 TENSOR_DTYPES = {

@@ -11,7 +11,6 @@ import numpy as np
 
 from benchmarks.in_python.steps import Steps, report_baseline, windows
 from mesp import reference
-from mesp.bundle.layout import Layout
 from mesp.bundle.reader import Bundle
 
 HEAD_ROWS = 8192  # of the vocabulary, dequantized at a time
@@ -67,13 +66,13 @@ class Table:
     """The embedding or the head, of which only the rows that are asked for are read."""
 
     def __init__(self, bundle: Bundle, which: str) -> None:
-        entry = bundle.manifest[which]
-        words = np.memmap(bundle.path / entry["file"], dtype="<u4", mode="r")
+        table = getattr(bundle.manifest, which)
+        words = np.memmap(bundle.path / table.file, dtype="<u4", mode="r")
         self.arrays = {
             spec.name: words[spec.offset : spec.offset + spec.words]
             .view(STORED[spec.dtype])[: math.prod(spec.shape)]
             .reshape(spec.shape)
-            for spec in Layout.from_manifest(entry).arrays
+            for spec in table.layout.arrays
         }
         self.columns = bundle.architecture.hidden_size
 

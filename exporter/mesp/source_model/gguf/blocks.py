@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from mesp.quantization.modes import Quantization
+from mesp.models.quantization import Quantization
 
 Arrays = tuple[np.ndarray, ...]  # codes [rows, columns], scales and biases [rows, groups]
 

@@ -15,8 +15,8 @@ from mesp.block_function.dequantize import pack
 from mesp.errors import MespError
 from mesp.models.architecture import Architecture, Block
 from mesp.models.families import FAMILIES
+from mesp.models.quantization import Quantization
 from mesp.quantization import least_squares
-from mesp.quantization.modes import Quantization
 from mesp.source_model.gguf.blocks import CARRIED, REQUANTIZED, UNQUANTIZED, WIDE, arrays
 from mesp.source_model.gguf.header import GGUF, Tensor
 from mesp.source_model.gguf.names import Names

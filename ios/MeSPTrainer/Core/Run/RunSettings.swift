@@ -159,7 +159,7 @@ public struct RunSettings: Codable, Sendable, Equatable {
         self.output = output
     }
 
-    // MARK: - Defaults that learn: `mesp/engine/update_defaults.py` has the same, `docs/decisions.md` says why.
+    // MARK: - Defaults that learn: `mesp/engine/settings.py` has the same, `docs/decisions.md` says why.
 
     /// Takes the optimizer and the learning rate that suit the method and the model: in some hundred steps they learn.
     public mutating func useDefaultUpdate(for architecture: Architecture) {

@@ -1,28 +1,31 @@
-"""`mesp-export --list-models`: the models that have short names, as a table."""
+"""`mesp models`: the models that have short names, as a table."""
 
 from __future__ import annotations
 
 import os
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import click
 from rich.console import Console
 
-from mesp.bundle.export_options import DEVICE, DTYPE_OF, ExportOptions
-from mesp.bundle.manifest import write_manifest
+from mesp.bundle.export_options import DEVICE, ExportOptions
+from mesp.bundle.manifest import File
 from mesp.bundle.weight_files import WeightFiles, weight_bytes, weight_files
 from mesp.bundle.writer import write_model
+from mesp.commands.command import Command
 from mesp.data.load import DataOptions
 from mesp.engine.build import engine_path
 from mesp.engine.plan import find_plans
 from mesp.errors import MespError, plain_os_errors
 from mesp.formatting import megabytes
 from mesp.models.architecture import Architecture
+from mesp.models.layout import DTYPE_OF
+from mesp.models.quantization import Quantization
 from mesp.models.short_names import KNOWN, geometries
 from mesp.quantization.choose import choose_quantizations
-from mesp.quantization.modes import Quantization
 from mesp.source_model.find import Source
 
 LISTED_LENGTHS, LISTED_RANK = [256, 1024], 8
@@ -32,14 +35,18 @@ LISTED = {"model": "<", "parameters": ">", "MB on disk": ">", "licence": "<"}
 LISTED |= {f"peak MB, {length:,} tokens": ">" for length in LISTED_LENGTHS}
 
 
-def list_models(context: click.Context, _option: click.Parameter, wanted: bool) -> None:
-    """Prints the models that have short names as a Markdown table, row by row, and exits.
+@click.command(cls=Command)
+def main() -> None:
+    """List the models that have short names, with the memory that training takes.
 
     The size is that of the weights; peaks are of training with the default plan. Variants of one
     geometry share a row.
     """
-    if not wanted or context.resilient_parsing:  # which only looks for what to complete
-        return
+    show_models()
+
+
+def show_models() -> None:
+    """Prints the models as a Markdown table, row by row."""
     labels = {
         first: ", ".join([first, *(name.removeprefix(first) for name in others)])
         for first, *others in geometries()
@@ -82,7 +89,6 @@ def list_models(context: click.Context, _option: click.Parameter, wanted: bool) 
         click.echo(
             "The trainer predicts the peaks: mesp-train builds it, or `make engine`.", err=True
         )
-    context.exit()
 
 
 def plans_without_weights(
@@ -95,11 +101,10 @@ def plans_without_weights(
     ):
         folder = Path(path)
         manifest = write_model(folder, source, arch, files, options, lambda size: None)
-        manifest["data"] = {}
-        manifest["files"] = [
-            {"path": str(file.relative_to(folder)), "size": file.stat().st_size, "sha256": ""}
-            for file in folder.rglob("*")
-            if file.is_file()
-        ]
-        write_manifest(folder, manifest)
+        files_there = (file for file in folder.rglob("*") if file.is_file())
+        listed = (
+            File(str(file.relative_to(folder)), file.stat().st_size, "") for file in files_there
+        )
+        manifest = replace(manifest, files=tuple(listed))
+        manifest.write(folder)
         return find_plans(folder, manifest)

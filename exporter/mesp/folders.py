@@ -23,7 +23,7 @@ def new_folder(path: Path, overwrite: bool) -> Iterator[Path]:
         raise MespError(f"{path} is not a bundle, so it is not replaced; name another --out.")
     if not overwrite and path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise MespError(f"{path} exists; name another --out, or replace it with --overwrite.")
-    old = f"mesp-export or mesp-data is writing to {path}"
+    old = f"mesp-export or mesp data is writing to {path}"
     with (
         locked(path, old) if path.exists() else nullcontext(),
         replacing(path, f"mesp-export is writing {path}") as folder,

@@ -1,4 +1,4 @@
-"""Options, and kinds of options, that several commands have."""
+"""The options of how data is taken."""
 
 from __future__ import annotations
 
@@ -8,49 +8,15 @@ from typing import Any
 
 import click
 
+from mesp.commands.command import pairs, several
 from mesp.data.load import DataOptions
 from mesp.data.records import KEYS
 from mesp.data.sources import SPLITS, Selection
 from mesp.data.tokens import LOSS_ON
-from mesp.errors import Command, MespError
+from mesp.errors import MespError
 
 
-class ListOptions(Command):
-    """A command whose options may be given several values: ``--rank 4 8`` is ``--rank 4 --rank 8``.
-
-    What has a place, not a name, comes before them.
-    """
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        repeatable = {o for p in self.params if getattr(p, "multiple", False) for o in p.opts}
-        spelled, current = [], None
-        for arg in args:
-            if arg.startswith("-"):
-                current = arg if arg in repeatable else None
-            elif current and spelled[-1] != current:
-                spelled.append(current)
-            spelled.append(arg)
-        return super().parse_args(ctx, spelled)
-
-
-def pairs(keys: tuple[str, ...]) -> Callable[..., dict[str, str]]:
-    """A callback for an option of several KEY=VALUE, which makes a dictionary of them."""
-
-    def callback(_: click.Context, option: click.Parameter, given: tuple[str, ...]) -> dict:
-        found = dict(pair.partition("=")[::2] for pair in given)
-        for key, value in found.items():
-            if key not in keys or not value:
-                wanted, first = option.metavar.removesuffix(" ..."), option.metavar.split("=")[0]
-                raise MespError(
-                    f"{option.opts[0]} takes {wanted}, with {first} one of {', '.join(keys)}, and "
-                    f"not {key}{'=' if value else ''}{value}."
-                )
-        return found
-
-    return callback
-
-
-def data_options(function: Callable) -> Callable:
+def data_options(function: Callable[..., None]) -> Callable[..., None]:
     """Adds the options of how data is taken to a command, which gets them as `data_options`."""
 
     @click.option(
@@ -70,12 +36,13 @@ def data_options(function: Callable) -> Callable:
         "--long", type=click.Choice(["cut", "split"]), default="cut",
         help="What becomes of a record longer than the longest sequence, where none are packed.",
     )  # fmt: skip
-    @click.option(
-        "--columns", multiple=True, metavar="KEY=COLUMN ...", callback=pairs(KEYS),
+    @several(
+        "--columns", metavar="KEY=COLUMN,...", then=pairs(KEYS),
+        comma=rf",(?=\s*(?:{'|'.join(KEYS)})=)",
         help="The columns of the data that are a record's prompt, completion, …",
     )  # fmt: skip
-    @click.option(
-        "--splits", multiple=True, metavar="SPLIT=NAME ...", callback=pairs(SPLITS),
+    @several(
+        "--splits", metavar="SPLIT=NAME,...", then=pairs(SPLITS),
         help="The parts of a dataset that are train, valid and test, as in train=train[:1000].",
     )  # fmt: skip
     @click.option("--subset", metavar="NAME", help="A dataset's configuration.")

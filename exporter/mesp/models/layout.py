@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 
 from mesp.models.architecture import Architecture, Block
-from mesp.quantization.modes import Quantization
+from mesp.models.quantization import Quantization
 
 PAGE = 16384  # bytes: the page of Apple's processors; weight files are whole pages, to be mapped
 ALIGNMENT = 16  # words: every array starts on a 64-byte boundary
@@ -20,7 +20,7 @@ DTYPES = {
     "float32": mx.float32,
     "bfloat16": mx.bfloat16,
 }
-
+DTYPE_OF = {"cpu": "float32", "gpu": "bfloat16"}  # of a bundle, by device, where none is asked for
 
 KEPT_WIDE = ("linear_attn.A_log",)  # float32 whatever the bundle's dtype: its exponential counts
 
@@ -66,11 +66,11 @@ class Layout:
         return any(spec.name == name for spec in self.arrays)
 
     @classmethod
-    def from_manifest(cls, entry: dict[str, Any]) -> Layout:
+    def of_json(cls, entry: dict[str, Any]) -> Layout:
         arrays = (ArraySpec(**{**a, "shape": tuple(a["shape"])}) for a in entry["arrays"])
         return cls(entry["words"], tuple(arrays))
 
-    def to_manifest(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         return {"words": self.words, "arrays": [asdict(a) for a in self.arrays]}
 
     def unpack(self, words: mx.array) -> dict[str, mx.array]:

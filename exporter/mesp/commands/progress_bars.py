@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 from rich.console import Console
 from rich.progress import (
     BarColumn,
     DownloadColumn,
     MofNCompleteColumn,
-    Progress,
+    ProgressColumn,
+    TaskID,
     TextColumn,
     TimeRemainingColumn,
 )
+from rich.progress import Progress as Bars
 
 from mesp.formatting import decimal, duration, megabytes, quality
+from mesp.progress import Progress, Report
 from mesp.runs.log import Speed
 
 # Steps over which the displayed loss and speed are averaged.
@@ -30,9 +36,9 @@ class TrainingProgress:
         self.steps = steps
         self.begin = time.monotonic()
         self.next_line = self.begin
-        self.recent: deque[dict] = deque(maxlen=SMOOTHING)
+        self.recent: deque[dict[str, Any]] = deque(maxlen=SMOOTHING)
         self.console = Console(stderr=True, highlight=False)
-        self.progress = Progress(
+        self.progress = Bars(
             TextColumn("{task.description}"),
             BarColumn(bar_width=16),
             TextColumn("{task.completed}/{task.total}  {task.fields[figures]}"),
@@ -51,14 +57,12 @@ class TrainingProgress:
         if self.console.is_terminal:
             self.progress.stop()
 
-    def stopping(self) -> None:
-        """Called by a signal handler, so it only sets a field that the next refresh reads."""
-        self.task.description = "stopping"
-
-    def show(self, record: dict) -> None:
+    def show(self, record: dict[str, Any]) -> None:
         kind = record.get("type")
         if kind == "step":
             self.show_step(record)
+        elif kind == "stopping":
+            self.task.description = "stopping"
         elif kind == "plan" and not self.recent:
             # Said before the first evaluation, which can take as long as many steps.
             peak = megabytes(record.get("predicted_peak_bytes"))
@@ -77,7 +81,7 @@ class TrainingProgress:
                 f"{record.get('event')}: {record.get('message')}", markup=False, soft_wrap=True
             )
 
-    def show_step(self, record: dict) -> None:
+    def show_step(self, record: dict[str, Any]) -> None:
         self.recent.append(record)
         step = record["step"]
         loss = sum(each["loss"] for each in self.recent) / len(self.recent)
@@ -93,29 +97,29 @@ class TrainingProgress:
             self.console.print(f"step {step}/{self.steps}  {figures}  {left} left", soft_wrap=True)
 
 
-def export_progress() -> Progress:
-    """The bar of an export, shown on a terminal only."""
+@contextmanager
+def _bars(*columns: ProgressColumn) -> Iterator[Report]:
+    """Bars on standard error, where that is a terminal: one for each task that is reported."""
     console = Console(stderr=True)
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TimeRemainingColumn(),
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-    )
+    tasks: dict[str, TaskID] = {}
+    with Bars(
+        TextColumn("{task.description}"), BarColumn(), *columns, TimeRemainingColumn(),
+        console=console, transient=True, disable=not console.is_terminal,
+    ) as bars:  # fmt: skip
+
+        def report(progress: Progress) -> None:
+            if progress.task not in tasks:
+                tasks[progress.task] = bars.add_task(progress.task, total=progress.total)
+            bars.update(tasks[progress.task], completed=progress.done)
+
+        yield report
 
 
-def evaluation_progress() -> Progress:
-    """The bars of an evaluation, one a model, shown on a terminal only."""
-    console = Console(stderr=True)
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-    )
+def export_progress() -> AbstractContextManager[Report]:
+    """The bars of an export, in bytes."""
+    return _bars(DownloadColumn())
+
+
+def evaluation_progress() -> AbstractContextManager[Report]:
+    """The bars of an evaluation, one a model."""
+    return _bars(MofNCompleteColumn())

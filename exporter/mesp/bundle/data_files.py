@@ -1,0 +1,98 @@
+"""The data of a bundle, written into it and replaced there."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from mesp.bundle.manifest import DataSplit, Manifest, damaged, describe_files, read_manifest
+from mesp.data.examples import Split
+from mesp.errors import plain_os_errors
+from mesp.files import create, read_object, remove_link, sync
+from mesp.folders import locked
+
+# A bundle's data lies in one of these folders; new data is written to the other.
+FOLDERS = ("data", "data.2")
+
+
+def write_data(bundle: Path, folder: str, splits: dict[str, Split]) -> dict[str, DataSplit]:
+    """Writes the splits to a new `folder` of the bundle; returns what the manifest says of them."""
+    if splits:
+        remove_link(bundle / folder)
+        (bundle / folder).mkdir(exist_ok=True)
+
+    def write(file: str, array: np.ndarray | None) -> str | None:
+        if array is None:
+            return None
+        with create(bundle / folder / file) as opened:
+            opened.write(array.tobytes())
+        return f"{folder}/{file}"
+
+    def write_split(name: str, split: Split) -> DataSplit:
+        examples = split.examples
+        return DataSplit(
+            str(write(f"{name}.bin", split.tokens.astype("<u4"))),
+            len(split.tokens),
+            write(f"{name}.examples.bin", None if examples is None else examples.astype("<u4")),
+            None if examples is None else len(examples),
+            write(f"{name}.mask.bin", split.mask),
+            write(f"{name}.labels.bin", split.labels),
+        )
+
+    return {name: write_split(name, split) for name, split in splits.items()}
+
+
+def replace_data(bundle: Path, splits: dict[str, Split]) -> Manifest:
+    """Replaces the data of a finished bundle; returns its new manifest.
+
+    The new manifest, put in place by one rename, is what makes the new data the bundle's: ended at
+    any time, this leaves a whole bundle. What else it leaves is removed by the next call.
+    """
+    with (
+        plain_os_errors(f"Cannot write the data to {bundle}"),
+        locked(bundle, f"mesp data is writing to {bundle}"),
+    ):
+        manifest = read_manifest(bundle, to_run=False)
+        new = _remove_unused(bundle)
+        try:
+            data = write_data(bundle, new, splits)
+            kept = [file for file in manifest.files if file.path.split("/")[0] not in FOLDERS]
+            files = sorted([*kept, *describe_files(bundle, new)], key=lambda file: file.path)
+            manifest = replace(manifest, data=data, files=tuple(files))
+            manifest.write(bundle / new)
+            for written in (*(bundle / new).iterdir(), bundle / new):
+                sync(written)
+            os.replace(bundle / new / "manifest.json", bundle / "manifest.json")
+            sync(bundle)
+        finally:
+            _remove_unused(bundle)
+    return manifest
+
+
+def _remove_unused(bundle: Path) -> str:
+    """Removes the folder for data that is not the manifest's, if it is there; returns its name."""
+    files = read_object(bundle / "manifest.json")["files"]
+    used = {file["path"].split("/")[0] for file in files}
+    unused = next((folder for folder in FOLDERS if folder not in used), None)
+    if unused is None:
+        raise damaged(bundle)
+    remove_link(bundle / unused)
+    shutil.rmtree(bundle / unused, ignore_errors=True)
+    return unused
+
+
+def describe_data(data: Mapping[str, DataSplit]) -> str:
+    """The manifest's ``data`` in words; empty where there is none."""
+
+    def describe(name: str, split: DataSplit) -> str:
+        if split.count is None:
+            return f"{split.tokens:,} {name} tokens"
+        unit = "examples" if split.labels is None else "answers"
+        return f"{split.count:,} {name} {unit} of {split.tokens:,} tokens"
+
+    return ", ".join(describe(name, split) for name, split in data.items())

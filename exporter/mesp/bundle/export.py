@@ -1,0 +1,285 @@
+"""Quantizes a model and writes it as a bundle."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from mesp.bundle.as_source import as_source
+from mesp.bundle.export_options import DEVICE, BundleOptions, ExportOptions
+from mesp.bundle.manifest import Manifest
+from mesp.bundle.reader import Bundle
+from mesp.bundle.rewriter import rewrite_bundle
+from mesp.bundle.writer import write_bundle
+from mesp.data.load import DataOptions, load
+from mesp.errors import MespError
+from mesp.models.architecture import Architecture
+from mesp.models.layout import DTYPE_OF
+from mesp.models.quantization import AFFINE, MODES
+from mesp.models.weights import Weights
+from mesp.progress import Report
+from mesp.quantization.choose import BITS, Quantizations, find_quantizations
+from mesp.source_model.find import Source, find_source
+from mesp.source_model.forward_pass import SourceModel
+from mesp.source_model.measure import Loss
+from mesp.source_model.measure import measure as measure_loss
+from mesp.source_model.moments import excerpts
+from mesp.source_model.random_weights import RandomWeights
+from mesp.source_model.safetensors import SafetensorsWeights
+from mesp.text import load_tokenizer
+
+log = logging.getLogger(__name__)
+StrPath = str | os.PathLike[str]
+
+QUANTIZERS = ("least-squares", "nearest")
+MEASURED = 8, 256  # sequences that `Job.measure` reads, and tokens of each
+
+
+@dataclass(frozen=True)
+class Job:
+    """An export to do: the model, found, and how it becomes a bundle."""
+
+    source: Source
+    weights: Weights
+    architecture: Architecture
+    options: ExportOptions
+
+    def run(self, progress: Report | None = None) -> Manifest:
+        """Writes the bundle `options.out` and returns its manifest; see `export`."""
+        manifest = write_bundle(
+            self.source, self.weights, self.architecture, self.options, progress
+        )
+        is_rounded = self.options.dtype == "bfloat16" and self.options.quantizations.config
+        if is_rounded and self.weights.has_float16_scales:
+            log.warning(
+                "Note: the model's scales are float16, and lose 3 bits of their mantissa in "
+                "bfloat16; --dtype float32 keeps them."
+            )
+        return manifest
+
+    def sequences_to_measure(self, data: str) -> list[list[int]]:
+        """Some sequences of a text. Raises MespError where there is no tokenizer, or no text."""
+        if isinstance(self.weights, RandomWeights):
+            raise MespError("Random weights predict nothing; leave out --measure.")
+        assert self.source.folder is not None
+        tokenizer = load_tokenizer(self.source.folder, "which --measure needs; leave it out")
+        count, length = MEASURED
+        tokens = load(data, tokenizer, length, self.architecture.vocab_size)["train"].tokens
+        return excerpts(tokens, self.source, self.architecture, count, length)
+
+    def measure(self, sequences: list[list[int]]) -> Loss:
+        """How far the predictions of the bundle, which is written, are from the model's."""
+        model = SourceModel(self.weights, self.architecture, self.options.quantizations)
+        bundle = Bundle(self.options.out, to_run=False)
+        return measure_loss(model, as_source(bundle), sequences)
+
+
+def prepare(
+    model: str,
+    out: StrPath | None = None,
+    *,
+    data: str | None = None,
+    data_options: DataOptions | None = None,
+    seq_len: int | Sequence[int] = 256,
+    rank: int | Sequence[int] = 8,
+    mode: str | None = None,
+    bits: int | None = None,
+    group_size: int | None = None,
+    head_bits: int | None = None,
+    quantize: str = "least-squares",
+    calibrate: str | None = None,
+    dtype: str | None = None,
+    device: str | None = None,
+    random_weights: bool = False,
+    layers: int | None = None,
+    seed: int = 0,
+    overwrite: bool = False,
+) -> Job:
+    """Finds the model, which may be downloaded, and checks how it is to be exported; the arguments
+    are `export`'s. Raises MespError where something cannot be used. Nothing is written."""
+    device = DEVICE if device in (None, "auto") else device
+    _check_choices(
+        device=(device, DTYPE_OF),
+        dtype=(dtype, DTYPE_OF.values()),
+        quantize=(quantize, QUANTIZERS),
+        mode=(mode, MODES),
+        bits=(bits, BITS),
+        group_size=(group_size, AFFINE[1]),
+        head_bits=(head_bits, BITS),
+    )
+    source = find_source(str(model), random_weights)
+    arch = Architecture.from_config(source.config)
+    if layers and layers > arch.num_hidden_layers:
+        raise MespError(f"{source.name} has {arch.num_hidden_layers} blocks, fewer than --layers.")
+    arch = arch.first(layers or arch.num_hidden_layers)
+    quantizations = find_quantizations(
+        source.name, source.config, arch, mode, bits, group_size, head_bits
+    )
+    if calibrate is not None:
+        _check_calibrate(quantizations, quantize, random_weights)
+    weights: Weights
+    if random_weights:
+        source = replace(source, name=f"{source.name}-random", revision=None)
+        weights = RandomWeights(seed, norm=1 - arch.norm_offset)
+    elif source.gguf:
+        from mesp.source_model.gguf.weights import GGUFWeights  # which needs the gguf package
+
+        weights = GGUFWeights(source.gguf, arch)
+    else:
+        assert source.folder is not None
+        weights = SafetensorsWeights(source.folder, arch.model_type)
+        if weights.left_out:
+            log.warning(
+                "Note: %s tensors are left out: the text alone is trained, without layers that "
+                "predict several tokens.",
+                f"{weights.left_out:,}",
+            )
+        if arch.model_type in ("gemma3", "gemma3_text") and weights.is_quantized("lm_head"):
+            arch = replace(arch, tie_word_embeddings=False)  # a copy that older mlx-lm made
+    if data is None and data_options not in (None, DataOptions()):
+        raise MespError("The options of how data is taken need --data; name it too.")
+    if data is None and model == "demo" and not random_weights:
+        data = "python-docs"
+    options = ExportOptions(
+        out=Path(f"{source.name}.mesp" if out is None else out),
+        data=None if data is None else str(data),
+        data_options=data_options or DataOptions(),
+        seq_lens=listed(seq_len),
+        ranks=listed(rank),
+        quantizations=quantizations,
+        dtype=dtype or DTYPE_OF[device],
+        device=device,
+        seed=seed,
+        overwrite=overwrite,
+        quantize=quantize,
+        calibrate=calibrate,
+    )
+    return Job(source, weights, arch, options)
+
+
+def export(
+    model: str,
+    out: StrPath | None = None,
+    *,
+    data: str | None = None,
+    data_options: DataOptions | None = None,
+    seq_len: int | Sequence[int] = 256,
+    rank: int | Sequence[int] = 8,
+    mode: str | None = None,
+    bits: int | None = None,
+    group_size: int | None = None,
+    head_bits: int | None = None,
+    quantize: str = "least-squares",
+    calibrate: str | None = None,
+    dtype: str | None = None,
+    device: str | None = None,
+    random_weights: bool = False,
+    layers: int | None = None,
+    seed: int = 0,
+    overwrite: bool = False,
+    progress: Report | None = None,
+) -> Bundle:
+    """Quantizes a model, writes it as a bundle to fine-tune, and returns that.
+
+    Args:
+        model: A short name such as ``Qwen2.5-0.5B``, a name on the Hugging Face Hub, a folder, a
+            GGUF file, or ``demo``.
+        out: The bundle's folder; ``NAME.mesp`` by default.
+        data: What to train on: a JSONL, parquet or text file, a folder or a dataset on the Hub with
+            train, valid and test, ``python-docs`` or ``python-docs-pairs``. None for none, of the
+            demo model ``python-docs``.
+        data_options: How the data is taken.
+        seq_len: The sequence lengths to train with, in tokens.
+        rank: The LoRA ranks to train with.
+        mode: ``affine`` (the default), ``mxfp4``, ``nvfp4`` or ``mxfp8``.
+        bits: Bits a weight, 4 by default; 5, 6 or 8.
+        group_size: Weights that share a scale, 64 by default; 32 or 128.
+        head_bits: Bits of the output head, and of an embedding tied to it: 6, or `bits` where that
+            is more.
+        quantize: ``least-squares``, so that what the matrices give changes least, or ``nearest``.
+        calibrate: Data on which that is to change least; None for random tokens.
+        dtype: Of the activations, ``float32`` or ``bfloat16``; by default as the device has it.
+        device: ``cpu`` or ``gpu``, for an iPhone ``gpu``; None for what is here.
+        random_weights: The model's geometry with random weights.
+        layers: Only so many of the first blocks.
+        seed: Of random weights.
+        overwrite: Replace a bundle that is there.
+        progress: Is called as the export goes on.
+
+    Raises:
+        MespError: The model, the data, an argument or the disk does not allow it. Nothing is left
+            then.
+    """
+    job = prepare(
+        model, out, data=data, data_options=data_options, seq_len=seq_len, rank=rank, mode=mode,
+        bits=bits, group_size=group_size, head_bits=head_bits, quantize=quantize,
+        calibrate=calibrate, dtype=dtype, device=device, random_weights=random_weights,
+        layers=layers, seed=seed, overwrite=overwrite,
+    )  # fmt: skip
+    job.run(progress)
+    return Bundle(job.options.out, to_run=False)
+
+
+def rewrite(
+    bundle: StrPath,
+    out: StrPath | None = None,
+    *,
+    seq_len: int | Sequence[int] = (),
+    rank: int | Sequence[int] = (),
+    dtype: str | None = None,
+    device: str | None = None,
+    overwrite: bool = False,
+    progress: Report | None = None,
+) -> Bundle:
+    """Writes a bundle anew with other functions and the same weights and data, and returns it.
+
+    What is not given is the bundle's; `out` may be the bundle itself, with `overwrite`. Raises
+    MespError where the bundle, its data or the disk do not allow it; `bundle` is whole then.
+    """
+    old = Path(bundle)
+    has = Bundle(old, to_run=False).manifest
+    options = BundleOptions(
+        out=old if out is None else Path(out),
+        seq_lens=listed(seq_len) or list(has.seq_lens),
+        ranks=listed(rank) or list(has.ranks),
+        dtype=dtype or has.dtype,
+        device=DEVICE if device == "auto" else device or has.device,
+        overwrite=overwrite,
+    )
+    rewrite_bundle(old, options, progress)
+    return Bundle(options.out, to_run=False)
+
+
+def listed(numbers: int | Sequence[int]) -> list[int]:
+    """Each of the numbers once, in order. Raises MespError where one is below 1."""
+    found = [numbers] if isinstance(numbers, int) else sorted(set(numbers))
+    if any(number < 1 for number in found):
+        raise MespError(f"Sequence lengths and ranks are 1 or more, and not {found[0]}.")
+    return found
+
+
+def _check_choices(**given: tuple[Any, Collection[Any]]) -> None:
+    """Raises MespError for a value that is neither None nor one of its choices."""
+    for name, (value, choices) in given.items():
+        if value is not None and value not in choices:
+            raise MespError(
+                f"{name} is {value!r}, and must be one of {', '.join(map(str, choices))}."
+            )
+
+
+def _check_calibrate(quantizations: Quantizations, quantize: str, random_weights: bool) -> None:
+    """Raises MespError where --calibrate would change nothing."""
+    if quantizations.config is not None:
+        raise MespError("The model comes quantized, and stays as it is; leave out --calibrate.")
+    reasons = {
+        "--quantize nearest": quantize == "nearest",
+        "--random-weights": random_weights,
+        f"--mode {quantizations.main.mode}": quantizations.main.mode != "affine",
+    }
+    for option, given in reasons.items():
+        if given:
+            raise MespError(f"{option} makes no use of --calibrate; leave out one of them.")

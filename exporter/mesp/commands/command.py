@@ -1,0 +1,142 @@
+"""What all commands have in common: their errors, exit codes, notes and help."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+import mesp
+from mesp.errors import EngineError, Interrupted, MespError
+from mesp.formatting import printable
+
+INTERRUPTED = 130
+
+
+class _Notes(logging.Handler):
+    """Says on standard error what the package notes."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        click.echo(printable(record.getMessage()), err=True)
+
+
+class Failed(click.ClickException):
+    """An error of the package's, said as ``Error: <sentence>``.
+
+    The exit code is 2 for what the user can mend, 1 for a failure of mesp-engine's, and 130 where a
+    second Ctrl-C has ended it.
+    """
+
+    def __init__(self, error: MespError) -> None:
+        super().__init__(error.message)
+        codes = {EngineError: 1, Interrupted: INTERRUPTED}
+        self.exit_code = codes.get(type(error), 2)
+
+    def format_message(self) -> str:
+        # Names and values in it may be a stranger's.
+        return printable(self.message)
+
+
+class Command(click.Command):
+    """A command that says in a sentence what the package, or the system of a path, refuses."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        settings = {"show_default": True, "help_option_names": ["-h", "--help"]}
+        options["context_settings"] = settings | (options.get("context_settings") or {})
+        super().__init__(*args, **options)
+        click.version_option(mesp.__version__, message="mesp %(version)s")(self)
+        for parameter in self.params:
+            if isinstance(parameter, click.Option) and parameter.metavar is None:
+                parameter.metavar = _METAVARS.get(type(parameter.type))
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except MespError as error:  # of an option's callback
+            raise Failed(error) from error
+
+    def invoke(self, ctx: click.Context) -> Any:
+        notes, logger = _Notes(logging.WARNING), logging.getLogger("mesp")
+        logger.addHandler(notes)
+        try:
+            return super().invoke(ctx)
+        except MespError as error:
+            raise Failed(error) from error
+        except KeyboardInterrupt:
+            raise SystemExit(INTERRUPTED) from None
+        except OSError as error:
+            if error.filename is None:  # of a pipe, for one, which click sees to
+                raise
+            said = f"{error.filename!s:.200} cannot be used: {error.strerror}."
+            raise Failed(MespError(said)) from error
+        except RuntimeError as error:  # of Path.resolve, before Python 3.13
+            if not str(error).startswith("Symlink loop"):
+                raise
+            raise Failed(MespError(f"{error}; name another path.")) from error
+        finally:
+            logger.removeHandler(notes)
+
+
+# What stands for a value in the help, by its type.
+_METAVARS: dict[type, str] = {
+    type(click.INT): "N",
+    click.IntRange: "N",
+    type(click.FLOAT): "NUMBER",
+    click.FloatRange: "NUMBER",
+    click.Path: "PATH",
+    type(click.STRING): "TEXT",
+}
+
+
+class Several(click.ParamType):
+    """Values of a kind, separated by commas; an option that has them may be given again too."""
+
+    name = "list"
+
+    def __init__(self, kind: click.ParamType = click.STRING, comma: str = ",") -> None:
+        self.kind, self.comma = kind, comma
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> list[Any]:
+        if isinstance(value, list):
+            return value
+        parts = [part.strip() for part in re.split(self.comma, str(value))]
+        return [self.kind.convert(part, param, ctx) for part in parts if part]
+
+
+def several(
+    *names: str,
+    kind: click.ParamType = click.STRING,
+    comma: str = ",",
+    then: Callable[[click.Option, list[Any]], Any] = lambda _, values: tuple(values),
+    **options: Any,
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """An option of several values, repeated or separated by commas, of which the command gets what
+    `then` makes."""
+
+    def flat(_: click.Context, option: click.Parameter, given: tuple[list[Any], ...]) -> Any:
+        assert isinstance(option, click.Option)
+        return then(option, [value for values in given for value in values])
+
+    return click.option(*names, multiple=True, type=Several(kind, comma), callback=flat, **options)
+
+
+def pairs(keys: tuple[str, ...]) -> Callable[[click.Option, list[str]], dict[str, str]]:
+    """Makes a dictionary of several KEY=VALUE."""
+
+    def made(option: click.Option, given: list[str]) -> dict[str, str]:
+        found = dict(pair.partition("=")[::2] for pair in given)
+        for key, value in found.items():
+            if key not in keys or not value:
+                wanted = (option.metavar or "").removesuffix(",...")
+                raise MespError(
+                    f"{option.opts[0]} takes {wanted}, with {wanted.split('=')[0]} one of "
+                    f"{', '.join(keys)}, and not {key}{'=' if value else ''}{value}."
+                )
+        return found
+
+    return made

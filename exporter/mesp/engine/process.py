@@ -1,0 +1,308 @@
+"""Runs mesp-engine: starts it, takes the records that it prints, passes signals on, and says how it
+failed."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mesp.engine.build import find_engine
+from mesp.errors import EngineError, MespError, plain_os_errors
+
+log = logging.getLogger(__name__)
+Settings = Mapping[str, Any]
+Record = dict[str, Any]
+
+
+class Engine:
+    """A running mesp-engine, and how it ended."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.process = process
+        self.last: Record = {}
+        self.signals: list[int] = []  # those that asked for its end
+        self.said = ""  # on standard error, once it has ended
+
+    def __iter__(self) -> Iterator[Record]:
+        """What it prints: a record a line. What a library of its own prints is logged."""
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            try:
+                self.last = json.loads(line)
+            except ValueError:
+                log.warning("%s", line.rstrip("\n"))
+                continue
+            yield self.last
+
+    def ask(self, request: Any) -> Record:
+        """Its answer to a request, a line of JSON each."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(request) + "\n")
+        self.process.stdin.flush()
+        for record in self:
+            return record
+        raise BrokenPipeError  # `check` says why
+
+    def check(self) -> None:
+        """Raises MespError where it refused, EngineError where it failed otherwise or has not
+        printed an ``end`` record."""
+        status = self.process.returncode
+        if status != 0 or self.last.get("type") != "end":
+            raise failure(status, self.said)
+
+
+@contextmanager
+def running(
+    command: Sequence[str],
+    settings: Settings | Path,
+    *,
+    stdin: int = subprocess.DEVNULL,
+    environment: Mapping[str, str] | None = None,
+    engine: Path | None = None,
+    interruptible: bool = False,
+    timeout: float | None = None,
+) -> Iterator[Engine]:
+    """`mesp-engine COMMAND SETTINGS`, which is ended where it has not ended itself.
+
+    `environment` is added to this process's. With `interruptible` signals that ask for an end go
+    to the engine, which ends in order; else Ctrl-C raises KeyboardInterrupt. Raises MespError where
+    it cannot be started, or takes more than `timeout` seconds.
+    """
+    program = engine or find_engine()
+    with ExitStack() as stack:
+        if isinstance(settings, Path):
+            name = str(settings)
+        else:
+            file = stack.enter_context(
+                tempfile.NamedTemporaryFile("w", suffix=".json", encoding="utf-8")
+            )
+            json.dump(dict(settings), file)
+            file.flush()
+            name = file.name
+        errors = stack.enter_context(
+            tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")
+        )
+        with plain_os_errors(f"Cannot start {program}"):
+            process = subprocess.Popen(
+                [program, *command, name],
+                stdin=stdin,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                encoding="utf-8",
+                errors="replace",
+                env={**os.environ, **(environment or {})},
+                start_new_session=interruptible,
+            )
+        started = Engine(process)
+        timer = threading.Timer(timeout or 0, process.kill)
+        try:
+            if timeout is not None:
+                timer.start()
+            with _forwarded_signals(started) if interruptible else nullcontext():
+                yield started
+                process.wait()
+        except BrokenPipeError:
+            process.wait()
+        finally:
+            was_in_time = timeout is None or timer.is_alive()
+            timer.cancel()
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+            for pipe in (process.stdout, process.stdin):
+                with suppress(BrokenPipeError):
+                    if pipe is not None:
+                        pipe.close()
+            errors.seek(0)
+            started.said = errors.read().strip()
+        if not was_in_time:
+            raise MespError(f"The run took more than {timeout:g} s.")
+
+
+@contextmanager
+def _forwarded_signals(engine: Engine) -> Iterator[None]:
+    """Passes signals on to the engine, and notes those that ask for an end.
+
+    The engine has a session of its own: a Ctrl-C, whether typed or sent to this process alone,
+    arrives here only, and at the engine exactly once. The second one kills the engine.
+    """
+    process = engine.process
+
+    def end(number: int, _: object) -> None:
+        engine.signals.append(number)
+        if len(engine.signals) > 1:
+            process.kill()
+        else:
+            process.send_signal(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
+
+    def suspend(_number: int, _frame: object) -> None:
+        process.send_signal(signal.SIGSTOP)
+        signal.raise_signal(signal.SIGSTOP)
+        process.send_signal(signal.SIGCONT)
+
+    handlers = {
+        signal.SIGINT: end,
+        signal.SIGTERM: end,
+        signal.SIGHUP: end,
+        signal.SIGTSTP: suspend,
+    }
+    # Python takes signals in its main thread only. What nohup, or a shell that starts this in the
+    # background, has set to be ignored stays so.
+    is_main = threading.current_thread() is threading.main_thread()
+    previous = {
+        number: signal.signal(number, handler)
+        for number, handler in handlers.items()
+        if is_main and signal.getsignal(number) != signal.SIG_IGN
+    }
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def failure(status: int, said: str, after: str = "") -> MespError:
+    """Why the engine ended with this status, having `said` that on standard error."""
+    if status > 0 and said:
+        return MespError(said)
+    if status > 0:
+        return EngineError(f"mesp-engine failed with exit status {status}.")
+    if status == 0:
+        return EngineError("mesp-engine ended without finishing its log.")
+    reason = f"mesp-engine was ended by {signal.Signals(-status).name}{after}."
+    if said:
+        reason = f"{said}\n{reason}"
+    if -status == signal.SIGKILL:
+        reason += " The system ends a program so when memory runs out."
+    return EngineError(reason)
+
+
+def find_plan(engine: Path, settings: Settings) -> Record:
+    """The engine's plan for these settings, its ``plan`` record. Nothing is written."""
+    return _answer(engine, [], settings)
+
+
+def find_count(engine: Path, settings: Settings) -> Record:
+    """What the engine counts of a step with these settings on a phone's GPU: its ``count`` record.
+
+    Raises MespError where it cannot: of a bundle for the CPU, or on a Mac.
+    """
+    return _answer(engine, ["count"], settings)
+
+
+def _answer(engine: Path, command: Sequence[str], settings: Settings) -> Record:
+    asked = {"output": "", **settings, "dry_run": True}
+    with running(command, asked, engine=engine) as started:
+        for _ in started:
+            pass
+    if started.process.returncode != 0 or not started.last:
+        raise failure(started.process.returncode, started.said)
+    return started.last
+
+
+def records(
+    command: str, settings: Settings, environment: Mapping[str, str] | None = None
+) -> Iterator[Record]:
+    """What `mesp-engine COMMAND` prints with these settings, as it comes; an ``end`` record last.
+
+    SIGINT goes on to the engine. Raises MespError where the engine fails.
+    """
+    with running([command], settings, environment=environment, interruptible=True) as started:
+        yield from started
+    started.check()
+
+
+def generate(
+    bundle: Path,
+    prompt: Sequence[int],
+    *,
+    adapters: Path | None = None,
+    max_tokens: int = 256,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    stop: Sequence[int] = (),
+) -> Iterator[Record]:
+    """The engine's records as they come: ``token`` records, then one ``end`` record.
+
+    SIGINT ends the text early, with reason "stopped". Raises MespError where the engine fails.
+    """
+    settings = {
+        "bundle": str(bundle.resolve()),
+        "adapters": None if adapters is None else str(adapters.resolve()),
+        "prompt": list(prompt),
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "top_p": top_p,
+        "seed": seed,
+        "stop": list(stop),
+    }
+    return records("generate", settings)
+
+
+class Score(NamedTuple):
+    """How likely a continuation is: in nats, and whether greedy choice would write it."""
+
+    log_likelihood: float
+    is_greedy: bool
+
+
+class Evaluator:
+    """A running engine with a bundle's model. What is asked of it is in token ids."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def choices(self, prompt: Sequence[int], choices: Sequence[Sequence[int]]) -> list[Score]:
+        """How likely each of the `choices` is after the `prompt`, which is computed once."""
+        request = {"type": "choices", "prompt": list(prompt), "choices": [*map(list, choices)]}
+        record = self._engine.ask(request)
+        return [*map(Score, record["log_likelihoods"], record["greedy"])]
+
+    def text(self, tokens: Sequence[int], window: int) -> float:
+        """The log-likelihood in nats of all `tokens` but the first, in windows of so many."""
+        request = {"type": "text", "tokens": list(tokens), "window": window}
+        return float(self._engine.ask(request)["log_likelihood"])
+
+    def generate(
+        self,
+        prompt: Sequence[int],
+        max_tokens: int,
+        stop: Sequence[int],
+        go_on: Callable[[int], bool],
+    ) -> None:
+        """Gives each of the likeliest tokens after the `prompt` to `go_on`, until that is false or
+        a token of `stop` comes, which is not given."""
+        request = {"type": "generate", "prompt": list(prompt), "max_tokens": max_tokens}
+        request |= {"temperature": 0, "top_p": 1, "seed": 0, "stop": list(stop)}
+        record = self._engine.ask(request)
+        while record["type"] == "token":
+            record = self._engine.ask(go_on(record["token"]))
+
+
+@contextmanager
+def evaluator(bundle: Path, adapters: Path | None) -> Iterator[Evaluator]:
+    """An engine with the model of `bundle` and `adapters`. Raises MespError where it fails."""
+    settings = {
+        "bundle": str(bundle.resolve()),
+        "adapters": None if adapters is None else str(adapters.resolve()),
+    }
+    with running(["evaluate"], settings, stdin=subprocess.PIPE) as started:
+        try:
+            yield Evaluator(started)
+        finally:
+            with suppress(BrokenPipeError):
+                assert started.process.stdin is not None
+                started.process.stdin.close()
+        for _ in started:
+            pass
+    started.check()

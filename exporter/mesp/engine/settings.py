@@ -1,0 +1,450 @@
+"""The settings of a training run, each declared once.
+
+The options of the commands, `--config`, what a federation's server may set, and what may change
+when a run goes on derive from the declarations here. `Core/Run/RunSettings.swift` has the same
+settings for the app, and checks them again; a test holds both together.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import MISSING, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, Self
+
+from mesp.bundle.manifest import Manifest
+from mesp.errors import MespError
+from mesp.models.families import TRAINABLE
+
+# The paper's update, and the engine's where a settings file names none.
+PAPER: dict[str, Any] = {"optimizer": "sgd", "learning_rate": 1e-4}
+
+METHODS = ("mesp", "mebp", "mezo")
+OPTIMIZERS = ("sgd", "adamw8bit", "adamw")
+ADAMW = ("adamw8bit", "adamw")  # with its moments in 8 bits, and in float32
+OBJECTIVES = ("dpo", "ipo", "simpo", "orpo", "kto")
+PREFERRED_SEQ_LEN = 256
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is declared of a setting beside its name and its default."""
+
+    kind: type  # int, float, bool, str, list (some of `choices`), dict (of numbers) or Path
+    help: str = ""
+    least: float | None = None
+    above: float | None = None
+    most: float | None = None
+    below: float | None = None
+    choices: tuple[str, ...] | None = None
+    default_text: str | None = None  # of a default that is None
+    key: str = ""  # in settings.json, where that is not the name
+    metavar: str | None = None
+    federated: bool = False  # whether the server of a federation may set it
+    may_change: bool = False  # when a run goes on: nothing that is computed depends on it
+    can_be_refused: bool = False  # whether there is an option with --no- too
+    only_with: tuple[str, tuple[str, ...]] | None = None  # a setting, and values, that it needs
+
+    def problem(self, value: Any) -> str | None:
+        """What the setting must be, where it is not; the end of a sentence."""
+        if self.kind is list:
+            choices = self.choices or ()
+            names = value if isinstance(value, list) else [None]
+            is_some = all(name in choices for name in names)
+            return None if is_some else f"a list of some of {', '.join(choices)}"
+        if self.choices is not None:
+            return None if value in self.choices else f"one of {', '.join(self.choices)}"
+        if self.kind is bool:
+            return None if isinstance(value, bool) else "true or false"
+        if self.kind in (str, Path):
+            return None if isinstance(value, str) else "a text"
+        if self.kind is dict:
+            are_numbers = isinstance(value, dict) and all(
+                type(each) in (int, float) for each in value.values()
+            )
+            return None if are_numbers else "an object of numbers"
+        noun = "a whole number" if self.kind is int else "a finite number"
+        kinds = (int,) if self.kind is int else (int, float)
+        if type(value) not in kinds or not math.isfinite(value):
+            return noun
+        for bound, words, holds in (
+            (self.least, "at least", lambda bound: value >= bound),
+            (self.above, "above", lambda bound: value > bound),
+            (self.most, "at most", lambda bound: value <= bound),
+            (self.below, "below", lambda bound: value < bound),
+        ):
+            if bound is not None and not holds(bound):
+                return f"{noun} {words} {bound:g}"
+        return None
+
+
+def setting(kind: type, default: Any, help: str = "", **others: Any) -> Any:
+    """A field of a dataclass of settings."""
+    return field(default=default, metadata={"setting": Setting(kind, help, **others)})
+
+
+def settings_of(kind: type[Settings]) -> dict[str, Setting]:
+    """The settings that a dataclass declares, by name."""
+    return {each.name: each.metadata["setting"] for each in fields(kind)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Settings that are declared as fields."""
+
+    def __post_init__(self) -> None:
+        """Raises MespError where a value is not one that the setting can have."""
+        for each in fields(self):
+            value, declared = getattr(self, each.name), each.metadata["setting"]
+            if value is None and each.default is None:
+                continue
+            if problem := declared.problem(value):
+                raise MespError(f"{each.name} is {value!r:.200}, and must be {problem}.")
+
+    @classmethod
+    def from_json(cls, entries: Mapping[str, Any]) -> Self:
+        """The settings in the object of a `settings.json`; those that it lacks, as a file of an
+        older version does, have their defaults. Raises TypeError or MespError where it is none."""
+        keys = {declared.key or name: name for name, declared in settings_of(cls).items()}
+        return cls(**{name: entries[key] for key, name in keys.items() if key in entries})
+
+    def to_json(self) -> dict[str, Any]:
+        """By their keys in `settings.json`."""
+        return {
+            declared.key or name: getattr(self, name)
+            for name, declared in settings_of(type(self)).items()
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainSettings(Settings):
+    """What a run depends on beside its bundle.
+
+    What is None where that is no value goes by the bundle: `completed` fills it in.
+    """
+
+    steps: int = setting(
+        int, MISSING, "Updates of the adapters.", least=1, federated=True, may_change=True
+    )
+    method: str = setting(
+        str, "mesp", "How gradients are found.", choices=METHODS, federated=True
+    )  # fmt: skip
+    seq_len: int | None = setting(
+        int, None, "Tokens a sequence.", least=1, federated=True,
+        default_text="256 or the bundle's longest",
+    )  # fmt: skip
+    batch_size: int = setting(
+        int, 1, "Sequences a gradient is made of.", least=1, federated=True
+    )  # fmt: skip
+    grad_accumulation_steps: int = setting(
+        int, 1, "Batches whose mean gradient makes an update.", least=1, federated=True
+    )
+    seed: int = setting(
+        int, 0, "Of the adapters' start and the data's order.", least=0, most=2**31 - 1,
+        federated=True,
+    )  # fmt: skip
+    rank: int | None = setting(
+        int, None, "LoRA rank.", least=1, federated=True, default_text="the bundle's first"
+    )
+    alpha: float = setting(
+        float, 16.0, "The adapters count alpha / rank.", above=0, federated=True
+    )  # fmt: skip
+    rslora: bool = setting(bool, False, "The adapters count alpha / √rank.", federated=True)
+    projections: list[str] | None = setting(  # noqa: RUF009, as the others, a field
+        list, None,
+        "Which have adapters that are trained, as in q,v or, where q, k and v are one, qkv.",
+        choices=TRAINABLE, federated=True, default_text="all",
+    )  # fmt: skip
+    num_layers: int | None = setting(
+        int, None, "Train the last N blocks only.", least=1, federated=True, default_text="all"
+    )
+    lora_dtype: str = setting(
+        str, "float32",
+        "Of the adapters in training; bfloat16 takes half the memory and rounds at random.",
+        choices=("float32", "bfloat16"), federated=True,
+    )  # fmt: skip
+    freeze_a: bool = setting(
+        bool,
+        False,
+        "Train each B only, and leave A as it is (FFA-LoRA).",
+        federated=True,
+        can_be_refused=True,
+    )
+    adapters: str | None = setting(
+        Path, None, "Start from the adapters in this folder, of mlx-lm's or PEFT's form."
+    )
+    objective: str | None = setting(
+        str, None,
+        "Learn from answers that people have judged: from pairs with dpo, ipo, simpo or orpo, "
+        "from single ones with kto.",
+        choices=OBJECTIVES,
+    )  # fmt: skip
+    beta: float | None = setting(
+        float, None, "What an objective scales rewards by; of ipo τ.", above=0,
+        only_with=("objective", OBJECTIVES), default_text="0.1",
+    )  # fmt: skip
+    gamma: float | None = setting(
+        float, None, "The margin that simpo wants.", least=0,
+        only_with=("objective", ("simpo",)), default_text="0.5",
+    )  # fmt: skip
+    desirable_weight: float | None = setting(
+        float, None, "Of kto's good answers.", above=0,
+        only_with=("objective", ("kto",)), default_text="1",
+    )  # fmt: skip
+    undesirable_weight: float | None = setting(
+        float, None, "Of kto's bad answers.", above=0,
+        only_with=("objective", ("kto",)), default_text="1",
+    )  # fmt: skip
+    optimizer: str | None = setting(
+        str, None,
+        "AdamW keeps 8 bytes a parameter of the adapters, with its moments in 8 bits 2, SGD none.",
+        choices=OPTIMIZERS, federated=True, default_text="adamw8bit; of mezo sgd",
+    )  # fmt: skip
+    learning_rate: float | None = setting(
+        float, None, above=0, federated=True,
+        default_text="of AdamW 0.014 / √hidden size, of SGD 0.1, a tenth of these with an "
+        "objective; of mezo 1e-4",
+    )  # fmt: skip
+    momentum: float = setting(
+        float, 0.0, "Of SGD.", least=0, below=1, federated=True, only_with=("optimizer", ("sgd",))
+    )
+    beta1: float = setting(
+        float, 0.9, "Of AdamW.", least=0, below=1, federated=True, only_with=("optimizer", ADAMW)
+    )
+    beta2: float = setting(
+        float, 0.999, "Of AdamW.", least=0, below=1, federated=True, only_with=("optimizer", ADAMW)
+    )
+    epsilon: float = setting(
+        float, 1e-8, "Of AdamW.", above=0, federated=True, only_with=("optimizer", ADAMW)
+    )
+    weight_decay: float = setting(float, 0.0, least=0, federated=True)
+    schedule: str = setting(
+        str, "constant", "How the learning rate falls to zero after the warm-up.",
+        choices=("constant", "linear", "cosine"), federated=True,
+    )  # fmt: skip
+    warmup: int = setting(
+        int, 0, "Steps over which the learning rate rises from zero.", least=0, federated=True
+    )
+    max_grad_norm: float | None = setting(
+        float, None, "Clip gradients to this norm over all blocks.", above=0, federated=True
+    )
+    skip_bad_steps: bool = setting(
+        bool, False,
+        "Take a step back whose loss or gradient is not finite, and go on; holds the parameters "
+        "twice.",
+        federated=True,
+    )  # fmt: skip
+    mezo_epsilon: float = setting(
+        float, 1e-3, "Size of MeZO's perturbation.", above=0, federated=True,
+        only_with=("method", ("mezo",)),
+    )  # fmt: skip
+    dp_clip: float | None = setting(
+        float, None,
+        "Differential privacy (DP-SGD): clip each example's gradient to this norm; a step draws "
+        "--batch-size examples in the mean.",
+        above=0,
+    )  # fmt: skip
+    dp_noise: float | None = setting(
+        float, None,
+        "Standard deviation of the noise on their sum, as a multiple of --dp-clip.", least=0,
+    )  # fmt: skip
+    dp_delta: float = setting(
+        float, 1e-5, "δ at which ε is reported; well below 1 / examples.", above=0, below=1,
+        may_change=True,
+    )  # fmt: skip
+    val_batches: int = setting(int, 25, "Held-out sequences an evaluation takes.", least=0)
+    eval_every: int = setting(
+        int, 0, "Steps between evaluations, of which the best is kept; 0: before and after.",
+        least=0,
+    )  # fmt: skip
+    early_stopping: int = setting(
+        int, 0, "End after so many evaluations without a better one; 0: never.", least=0
+    )
+    test: bool = setting(bool, False, "Evaluate on the test data at the end.")
+    save_every: int = setting(
+        int, 100,
+        "Steps between saves, beside one after a minute and then every three; 0: at the end only.",
+        least=0, may_change=True,
+    )  # fmt: skip
+    memory_limit: float | None = setting(
+        float, None,
+        "Peak footprint to stay below, in 10⁶ bytes; room to spare is used for speed.",
+        above=0, key="memory_limit_mb", metavar="MB", federated=True, may_change=True,
+    )  # fmt: skip
+    offload: str | None = setting(
+        str, None, "Keep block inputs, or the optimizer's state too, in a file on disk.",
+        choices=("none", "inputs", "all"), federated=True, may_change=True,
+        default_text="what the limit asks for",
+    )  # fmt: skip
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> TrainSettings:
+        """The settings by these names. Raises MespError where one is unknown, or there are no
+        `steps`."""
+        known = [each.name for each in fields(cls)]
+        if unknown := [name for name in given if name not in known]:
+            raise MespError(f"There is no setting {unknown[0]}; there are {', '.join(known)}.")
+        if given.get("steps") is None:
+            raise MespError("Say how many steps to train: steps=N.")
+        return cls(**given)
+
+    def completed(self, manifest: Manifest, paper: bool = False) -> TrainSettings:
+        """With what goes by the bundle filled in: the sequence length, the rank and the update,
+        the `paper`'s or the default.
+
+        Raises MespError where the bundle cannot serve it, or `paper` and another update are given.
+        """
+        update = PAPER if paper else {}
+        for name, value in update.items():
+            if getattr(self, name) not in (None, value):
+                raise MespError(
+                    f"--paper has {flag(name)} {value}, not {getattr(self, name)}: "
+                    "leave out one of them."
+                )
+        optimizer = update.get("optimizer", self.optimizer) or default_optimizer(self.method)
+        rate = update.get("learning_rate", self.learning_rate) or default_learning_rate(
+            self.method, optimizer, manifest.architecture.hidden_size, self.objective
+        )
+        lengths, ranks = manifest.seq_lens, manifest.ranks
+        return replace(
+            self,
+            seq_len=_choose(lengths, self.seq_len, "sequence length", PREFERRED_SEQ_LEN),
+            rank=_choose(ranks, self.rank, "rank", ranks[0]),
+            optimizer=optimizer,
+            learning_rate=rate,
+        )
+
+    def check(self, manifest: Manifest) -> None:
+        """Raises MespError where settings do not go together, have no use, or the bundle cannot
+        serve them."""
+        self.check_use(manifest)
+        self._check_goal(manifest)
+        self._check_privacy()
+
+    def check_use(self, manifest: Manifest) -> None:
+        """Raises MespError where a setting of the update or the adapters has no use, or the model
+        cannot serve it."""
+        for each in fields(self):
+            needs = each.metadata["setting"].only_with
+            # A default is no request, even where a settings.json that is a --config has it.
+            if needs and getattr(self, each.name) != each.default:
+                other, values = needs
+                if getattr(self, other) not in values:
+                    raise MespError(
+                        f"{flag(each.name)} has no use without {flag(other)} "
+                        f"{' or '.join(values)}: leave it out."
+                    )
+        if self.warmup >= self.steps:
+            raise MespError(f"--warmup {self.warmup} does not end within --steps {self.steps}.")
+        arch = manifest.architecture
+        for name in self.projections or ():
+            if name not in arch.trainable:
+                raise MespError(
+                    f"--projections {name} is not in the model's blocks; "
+                    f"they have {', '.join(arch.trainable)}."
+                )
+        layers = arch.num_hidden_layers
+        if (self.num_layers or 1) > layers:
+            raise MespError(f"--num-layers {self.num_layers} is more than the {layers} blocks.")
+
+    def _check_goal(self, manifest: Manifest) -> None:
+        if self.objective == "kto" and self.batch_size < 2:
+            raise MespError(
+                "--objective kto takes each prompt with the answer of another record of the batch: "
+                "set --batch-size to 2 or more."
+            )
+        self._check_labels(manifest)
+        if self.early_stopping and not (
+            self.eval_every and self.val_batches and "valid" in manifest.data
+        ):
+            raise MespError(
+                "--early-stopping needs evaluations on the way: --eval-every and --val-batches "
+                "above 0, and a bundle with held-out data."
+            )
+        if self.test and "test" not in manifest.data:
+            raise MespError("--test needs test data, and the bundle has none: export it with some.")
+
+    def _check_labels(self, manifest: Manifest) -> None:
+        """Refuses data without judged answers for an objective, and such data without one."""
+        train = manifest.data.get("train")
+        if train is None or (train.labels is not None) == (self.objective is not None):
+            return
+        if self.objective is None:
+            raise MespError(
+                "The bundle's data has answers that people have judged: choose an --objective for "
+                "them, or give it other data with mesp data."
+            )
+        kto = self.objective == "kto"
+        answers = '"completion" and "label"' if kto else '"chosen" and "rejected"'
+        raise MespError(
+            f'--objective {self.objective} needs records of a "prompt", {answers}, and the bundle '
+            "has others: give it some with mesp data."
+        )
+
+    def _check_privacy(self) -> None:
+        """Refuses what does not go together with DP-SGD."""
+        if self.dp_clip is None and self.dp_noise is None:
+            return
+        if self.dp_clip is None or self.dp_noise is None:
+            raise MespError(
+                "--dp-clip and --dp-noise go together: give both, with --dp-noise 0 for no noise."
+            )
+        refused = {
+            "--method mezo": self.method == "mezo",
+            "--objective kto": self.objective == "kto",
+            f"--max-grad-norm {self.max_grad_norm}": self.max_grad_norm is not None,
+            "--skip-bad-steps": self.skip_bad_steps,
+        }
+        for typed, is_given in refused.items():
+            if is_given:
+                raise MespError(
+                    f"{typed} does not go together with --dp-clip: leave out one of them."
+                )
+        if self.grad_accumulation_steps > 1:
+            raise MespError(
+                "--dp-clip takes one batch a step: leave out --grad-accumulation-steps, and set "
+                "--batch-size to the examples of a step."
+            )
+
+
+def flag(name: str) -> str:
+    """The option of a setting, as in `--seq-len`."""
+    return "--" + name.replace("_", "-")
+
+
+def kept(before: object, given: Mapping[str, Any], declared: Mapping[str, Setting]) -> None:
+    """Raises MespError where what is `given` would change a run that goes on."""
+    for name, value in given.items():
+        was = getattr(before, name)
+        if not declared[name].may_change and value != was:
+            raise MespError(
+                f"A run that goes on keeps its settings: {flag(name)} is "
+                f"{'not set' if was is None else was} and cannot become {value}."
+            )
+
+
+def _choose(available: Iterable[int], wanted: int | None, what: str, preferred: int) -> int:
+    """What was asked for, if the bundle has it; by default the preferred value or the largest."""
+    if wanted is None:
+        return preferred if preferred in available else max(available)
+    if wanted not in available:
+        listed = ", ".join(str(value) for value in available)
+        raise MespError(f"The bundle has no {what} {wanted}; it was exported for {listed}.")
+    return wanted
+
+
+def default_optimizer(method: str) -> str:
+    """The optimizer of a run that names none: docs/decisions.md says why."""
+    return "sgd" if method == "mezo" else "adamw8bit"
+
+
+def default_learning_rate(
+    method: str, optimizer: str, hidden_size: int, objective: str | None = None
+) -> float:
+    """0.014 / √hidden_size for AdamW: 1.0e-3 for the demo model, 4.7e-4 for Qwen2.5-0.5B; a tenth
+    of it with an objective."""
+    if method == "mezo":
+        return float(PAPER["learning_rate"])
+    rate = 0.014 / math.sqrt(hidden_size) if optimizer in ADAMW else 0.1
+    return rate / 10 if objective else rate

@@ -1,0 +1,207 @@
+"""Fine-tunes a bundle with mesp-engine.
+
+The engine reads one settings file and prints a record a line (docs/architecture.md).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from mesp.bundle.manifest import Manifest, read_manifest
+from mesp.bundle.reader import Bundle
+from mesp.engine.process import Record, failure, log, running
+from mesp.engine.settings import TrainSettings, kept, settings_of
+from mesp.errors import Interrupted, MespError, plain_os_errors
+from mesp.files import read_object, write_whole
+from mesp.runs.log import LOG_NAME, Run
+
+SETTINGS_NAME = "settings.json"
+
+StrPath = str | os.PathLike[str]
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run to begin, or to go on with: settings that are complete, checked and for this bundle."""
+
+    bundle: Path
+    manifest: Manifest
+    settings: TrainSettings
+    output: Path
+    resume: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        """What mesp-engine reads."""
+        paths = {"bundle": str(self.bundle), "output": str(self.output.resolve())}
+        return {**paths, **self.settings.to_json(), "resume": self.resume, "dry_run": False}
+
+    def run(self, progress: Callable[[Record], None] | None = None) -> Run:
+        """Trains; see `train`."""
+        with _settings_file(self.output, self.to_json()) as path:
+            with running([], path, interruptible=True) as engine:
+                for record in engine:
+                    if progress is not None:
+                        progress(record)
+                        if engine.signals:
+                            progress({"type": "stopping"})
+            # The log, not what was printed: that of a run that goes on begins with what it had
+            # done before.
+            has_log = (self.output / LOG_NAME).exists()
+            run = Run.load(self.output) if has_log else Run()
+            if engine.process.returncode == 0 and run.end:
+                if engine.said:
+                    log.warning("%s", engine.said)
+                is_stopped = run.end.get("reason") == "stopped" and engine.signals
+                return replace(run, stopped_by=engine.signals[0] if is_stopped else None)
+            if len(engine.signals) > 1:
+                raise Interrupted(f"The run was ended at once.{self._left()}")
+            error = failure(engine.process.returncode, engine.said, f" after step {run.last_step}")
+            raise type(error)(error.message + self._left())
+
+    def _left(self) -> str:
+        """What of a run that failed is left, as sentences."""
+        if not (self.output / LOG_NAME).exists():
+            return ""
+        adapters = self.output / "adapters"
+        saved = (adapters / "adapters.safetensors").exists()
+        left = (
+            f"the adapters last saved are in {adapters}" if saved else "no adapters had been saved"
+        )
+        return f" The log is in {self.output / LOG_NAME}; {left}."
+
+
+def train(
+    bundle: Bundle | StrPath | None = None,
+    *,
+    out: StrPath | None = None,
+    resume: bool = False,
+    paper: bool = False,
+    progress: Callable[[Record], None] | None = None,
+    **settings: Any,
+) -> Run:
+    """Fine-tunes a bundle's model with LoRA, and returns the run.
+
+    Ctrl-C ends it after the step at hand, with its adapters saved: the run that is returned says so
+    by its `state`, and `resume` goes on with it.
+
+    Args:
+        bundle: A bundle or its folder; a run that goes on has it.
+        out: The run's folder; by default ``runs/BUNDLE-METHOD-TIME``.
+        resume: Go on with the run in `out`. Of its settings those may change on which nothing
+            that is computed depends, such as `steps` and `memory_limit`.
+        paper: Update as the paper does, by SGD at 1e-4.
+        progress: Is called with each record of the run's log as it comes, described in
+            docs/architecture.md.
+        settings: Fields of `TrainSettings`, of which `steps` is needed: ``rank=8``,
+            ``memory_limit=60`` (10⁶ bytes).
+
+    Raises:
+        MespError: A setting, the bundle or the folder cannot be used, or the engine refuses them.
+        EngineError: The engine crashed, or the system ended it; the adapters last saved are left.
+        Interrupted: A second Ctrl-C has ended the run at once.
+    """
+    return prepare(bundle, out, resume, paper, settings).run(progress)
+
+
+def prepare(
+    bundle: Bundle | StrPath | None,
+    out: StrPath | None,
+    resume: bool,
+    paper: bool,
+    given: Mapping[str, Any],
+    to_run: bool = True,
+) -> Job:
+    """The run that `train` begins, or goes on with; it must be the bundle's machine where it is
+    `to_run`. Raises MespError where something cannot be used. Nothing is written."""
+    given = {name: value for name, value in given.items() if value is not None}
+    if "adapters" in given:
+        given["adapters"] = str(Path(given["adapters"]).resolve())
+    path = bundle.path if isinstance(bundle, Bundle) else bundle and Path(bundle)
+    output = None if out is None else Path(out)
+    if resume:
+        path, settings = _resumed(output, path, given)
+    elif path is None:
+        raise MespError("Name the bundle to train.")
+    else:
+        settings = TrainSettings.of(given)
+    path = path.resolve()
+    manifest = read_manifest(path, to_run)
+    settings = settings.completed(manifest, paper)
+    settings.check(manifest)
+    output = output or default_output(manifest, settings.method)
+    if (output / LOG_NAME).exists() and not resume:
+        raise MespError(
+            f"{output} already holds a run: name another folder with --out, "
+            "or go on with it with --resume."
+        )
+    return Job(path, manifest, settings, output, resume)
+
+
+def default_output(manifest: Manifest, kind: str) -> Path:
+    """A run's folder where none is named: `runs/BUNDLE-KIND-TIME`."""
+    return Path("runs") / f"{manifest.name}-{kind}-{datetime.now(UTC):%Y%m%dT%H%M%SZ}"
+
+
+def _resumed(
+    output: Path | None, bundle: Path | None, given: Mapping[str, Any]
+) -> tuple[Path, TrainSettings]:
+    """The bundle and the settings of the run in `output`, with those that are `given`.
+
+    Raises MespError where there is no run, or where another setting would change it.
+    """
+    if output is None:
+        raise MespError("Say which run to go on with: --resume --out FOLDER.")
+    entries = recorded(output, LOG_NAME)
+    try:
+        path, settings = Path(entries["bundle"]), TrainSettings.from_json(entries)
+    except (MespError, KeyError, TypeError) as error:
+        raise not_settings(output) from error
+    kept(settings, given, settings_of(TrainSettings))
+    return bundle or path, replace(settings, **given)
+
+
+def recorded(output: Path, begun: str) -> dict[str, Any]:
+    """The settings of the run in `output`, which has `begun` where there is a file of that name.
+    Raises MespError where there are none."""
+    path = output / SETTINGS_NAME
+    if not (output / begun).exists():
+        raise MespError(f"{output} holds no run to go on with; start one without --resume.")
+    try:
+        with plain_os_errors(f"Cannot read {path}"):
+            return read_object(path)
+    except ValueError as error:
+        raise not_settings(output) from error
+
+
+def not_settings(output: Path) -> MespError:
+    return MespError(f"{output / SETTINGS_NAME} is not the settings of a run; start a new one.")
+
+
+@contextmanager
+def _settings_file(output: Path, settings: Mapping[str, Any]) -> Iterator[Path]:
+    """Writes OUTPUT/settings.json. A run that fails before it has a log leaves nothing behind."""
+    path = output / SETTINGS_NAME
+    missing = [folder for folder in (output, *output.parents) if not folder.exists()]
+    try:
+        with plain_os_errors(f"Cannot write the run to {output}"):
+            output.mkdir(parents=True, exist_ok=True)
+            write_whole(path, (json.dumps(settings, indent=2) + "\n").encode())
+        yield path
+    except BaseException:
+        if not (output / LOG_NAME).exists():
+            for file in (path, output / ".lock"):  # the engine's, which has ended
+                with suppress(OSError):
+                    file.unlink()
+            for folder in missing:
+                try:
+                    folder.rmdir()
+                except OSError:
+                    break
+        raise

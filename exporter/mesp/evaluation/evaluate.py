@@ -1,0 +1,159 @@
+"""How good a bundle's model is, with adapters and without, scored by mesp-engine."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mesp.bundle.manifest import read_manifest
+from mesp.bundle.reader import Bundle
+from mesp.errors import MespError
+from mesp.evaluation.measure import Options, measure
+from mesp.evaluation.metrics import Metric
+from mesp.evaluation.model import Model, running_model
+from mesp.evaluation.records import Task, Text, read_records
+from mesp.evaluation.report import Row, rows, table
+from mesp.files import read_object
+from mesp.progress import Report
+from mesp.progress import Task as ReportedTask
+from mesp.text import bundle_tokenizer
+
+if TYPE_CHECKING:
+    from mesp.evaluation.harness import Tasks
+
+# Tokens that a model is given at once where nobody says: keys and values of all of them are held.
+MAX_LENGTH = 2048
+MAX_TOKENS = 256  # of an answer
+
+StrPath = str | os.PathLike[str]
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The figures of an evaluation: a row for each metric of each model.
+
+    `samples` are what each model, in the order of the rows, made of each record. `max_length` is
+    the most tokens that a model saw at once, and `cut` how many prompts lost their beginning to it.
+    As a text it is a table.
+    """
+
+    rows: tuple[Row, ...]
+    samples: tuple[Any, ...]
+    max_length: int
+    cut: int
+
+    def __str__(self) -> str:
+        return table(self.rows)
+
+
+def evaluate(
+    bundle: Bundle | StrPath,
+    data: StrPath | None = None,
+    *,
+    adapters: StrPath | Sequence[StrPath] = (),
+    base: bool = True,
+    tasks: Tasks | None = None,
+    limit: int | None = None,
+    max_length: int | None = None,
+    chat: bool | None = None,
+    max_tokens: int | None = None,
+    stop: Sequence[str] = (),
+    extract: str | None = None,
+    is_json: bool = False,
+    progress: Report | None = None,
+) -> Evaluation:
+    """Measures how good a bundle's model is, with adapters and without.
+
+    Records with ``text`` give its perplexity, with ``prompt``, ``choices`` and ``answer`` the
+    accuracy of choosing, with ``prompt`` and ``completion``, or ``messages``, how many answers are
+    right. Intervals are those of 95% of a bootstrap over the records.
+
+    Args:
+        bundle: A bundle or its folder.
+        data: A JSONL file, or ``-`` for standard input.
+        adapters: A folder of adapters, or several, to compare with the base model.
+        base: Whether the base model is measured too.
+        tasks: Tasks of lm-evaluation-harness, in place of `data`.
+        limit: The first so many records.
+        max_length: The tokens that the model sees at once; longer prompts lose their beginning.
+            None: the model's, at most 2,048.
+        chat: Whether prompts go into the chat template; None: for answers to write, where the
+            tokenizer has one.
+        max_tokens: The most tokens of an answer; 256 by default.
+        stop: Texts that end an answer, and are no part of it.
+        extract: A regular expression; an answer is what it finds first, its group where it has one.
+        is_json: Answers are JSON: values are compared, and how many are valid is measured.
+        progress: Is called as the evaluation goes on.
+
+    Raises:
+        MespError: The bundle, the data, the adapters or an argument cannot be used.
+    """
+    path = bundle.path if isinstance(bundle, Bundle) else Path(bundle)
+    read_manifest(path)
+    given = [adapters] if isinstance(adapters, str | os.PathLike) else adapters
+    folders: list[Path | None] = [None] * (base or not given)
+    folders += [Path(each) for each in given]
+    if (data is None) == (tasks is None):
+        raise MespError("Name either a JSONL file to measure on, or --tasks.")
+    written = {"--max-tokens": max_tokens, "--stop": stop, "--extract": extract, "--json": is_json}
+    total: int | None
+    one: Callable[[Model, Callable[[], None]], tuple[list[Metric], Any]]
+    if tasks is not None:
+        from mesp.evaluation import harness
+
+        check_unused(written, "is for DATA; a task says that itself")
+        one, total = partial(harness.run, tasks=tasks, manager=tasks.manager()), None
+    else:
+        records = read_records(os.fspath(data or ""), limit)
+        if not isinstance(records[0], Task):
+            check_unused(written, 'is for records with "prompt" and "completion", or "messages"')
+        if isinstance(records[0], Text):
+            check_unused({"--chat": chat}, "is for records with a prompt")
+        options = Options(chat, max_tokens or MAX_TOKENS, tuple(stop), _pattern(extract), is_json)
+        one, total = partial(measure, records=records, options=options), len(records)
+
+    tokenizer = bundle_tokenizer(path)
+    max_length = max_length or min(_context_of(path), MAX_LENGTH)
+    for folder in folders[1:]:  # what cannot be loaded is said before the others take hours
+        with running_model(path, folder, tokenizer, max_length):
+            pass
+    measured, cut = [], 0
+    for folder in folders:
+        shown = ReportedTask(progress, "base" if folder is None else str(folder), total)
+        with running_model(path, folder, tokenizer, max_length) as model:
+            measured.append(one(model, shown.advance))
+        cut = max(cut, model.cut)
+    return Evaluation(
+        rows(folders, [metrics for metrics, _ in measured]),
+        tuple(samples for _, samples in measured),
+        max_length,
+        cut,
+    )
+
+
+def check_unused(options: dict[str, Any], why: str) -> None:
+    """Raises MespError where one of the options was given."""
+    for name, value in options.items():
+        if value not in (None, (), []) and value is not False:
+            raise MespError(f"{name} {why}.")
+
+
+def _pattern(text: str | None) -> re.Pattern[str] | None:
+    try:
+        return None if text is None else re.compile(text)
+    except (re.error, OverflowError, RecursionError) as error:
+        raise MespError(f"--extract {text} is no regular expression: {error}.") from error
+
+
+def _context_of(bundle: Path) -> int:
+    """How many tokens the model was made for."""
+    try:
+        length = read_object(bundle / "config.json").get("max_position_embeddings")
+    except (OSError, ValueError) as error:
+        raise MespError(f"{bundle / 'config.json'} cannot be read ({error}).") from error
+    return length if type(length) is int and length > 1 else MAX_LENGTH

@@ -1,0 +1,31 @@
+"""How far a function is, for who called it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Progress:
+    """So much is `done` of a `task`, of `total` in all; None where that is not known."""
+
+    task: str
+    done: int = 0
+    total: int | None = None
+
+
+Report = Callable[[Progress], None]
+
+
+class Task:
+    """A part of the work, reported as it goes on."""
+
+    def __init__(self, report: Report | None, name: str, total: int | None = None) -> None:
+        self._report, self._name, self._total, self._done = report, name, total, 0
+        self.advance(0)
+
+    def advance(self, count: int = 1) -> None:
+        self._done += count
+        if self._report is not None:
+            self._report(Progress(self._name, self._done, self._total))

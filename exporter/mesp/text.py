@@ -1,0 +1,145 @@
+"""Text to token ids: tokenizers, chat templates and prompts, as mlx-lm has them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from mesp.errors import MespError
+from mesp.files import read_object, root_of
+
+
+def load_tokenizer(
+    folder: Path,
+    without: str = "so --data cannot be used with it; take a model with one",
+    ends: int | list[int] | None = None,
+) -> Any:
+    """The tokenizer in a model's folder or a bundle, as mlx-lm wraps it, with the tokens that end a
+    text where they are not the tokenizer's own.
+
+    Code in the folder is never run: a tokenizer is one of those that transformers has. Raises
+    MespError where there is none, and says what `without` it, or where it cannot be loaded.
+    """
+    if not (folder / "tokenizer_config.json").is_file():
+        raise MespError(f"{folder} has no tokenizer, {without}.")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    from mlx_lm import tokenizer_utils
+
+    failed = f"The tokenizer in {folder} cannot be loaded"
+    root = root_of(folder)
+    # Those that transformers may open.
+    for file in (*folder.iterdir(), *folder.glob("additional_chat_templates/*")):
+        if file.suffix in (".json", ".jinja", ".txt", ".model") and not (
+            file.is_file() and file.resolve().is_relative_to(root)
+        ):
+            raise MespError(
+                f"{failed}: {file.name} is no regular file in it; put the file there, or remove it."
+            )
+    with plain_errors(failed):
+        config = read_object(folder / "tokenizer_config.json")
+        options = {"local_files_only": True, "trust_remote_code": False}
+        try:
+            options["config"] = _kind_of_model(folder)
+            tokenizer = tokenizer_utils.load(folder, options, ends)
+        except Exception as error:
+            if "trust_remote_code" in str(error) or "auto_map" in config:
+                raise MespError(
+                    f"{failed}: it is Python code, which is not run; take a model whose tokenizer "
+                    "is data."
+                ) from error
+            raise
+        # What is not in order with a tokenizer can show when it is used.
+        tokenizer.encode("a")
+        _ = tokenizer.detokenizer
+        return tokenizer
+
+
+def _kind_of_model(folder: Path) -> Any:
+    """The configuration that transformers chooses a tokenizer's class by, without the sizes in
+    config.json: transformers makes lists of as many blocks or labels as these say."""
+    from transformers import AutoConfig, PreTrainedConfig
+
+    file = folder / "config.json"
+    config = read_object(file) if file.exists() else {}
+    named = {key: config[key] for key in ("tokenizer_class", "model_name") if key in config}
+    try:
+        return AutoConfig.for_model(config.get("model_type"), **named)
+    except (ValueError, TypeError):  # of a kind that it does not know
+        return PreTrainedConfig(**named)
+
+
+@contextmanager
+def plain_errors(failed: str) -> Iterator[None]:
+    """Raises MespError, which begins with what `failed`, for whatever a tokenizer or a chat
+    template raises."""
+    try:
+        yield
+    except MespError:
+        raise
+    except BaseException as error:
+        # A panic in Rust is no Exception.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        raise MespError(f"{failed}: {reason}") from error
+
+
+def bundle_tokenizer(bundle: Path) -> Any:
+    """The bundle's tokenizer, with the tokens that end a text as mlx-lm finds them."""
+    try:
+        config = read_object(bundle / "config.json")
+        if (bundle / "generation_config.json").exists():
+            said = read_object(bundle / "generation_config.json").get("eos_token_id")
+            config["eos_token_id"] = said or config.get("eos_token_id")
+        ends = config.get("eos_token_id")
+        if not all(type(end) is int for end in (ends if isinstance(ends, list) else [ends or 0])):
+            raise ValueError("its eos_token_id is neither a number nor a list of them")
+    except (OSError, ValueError) as error:
+        raise MespError(f"The tokenizer in {bundle} cannot be loaded: {error}.") from error
+    without = "which generating needs; export a model that has one"
+    return load_tokenizer(bundle, without, ends)
+
+
+def encode(tokenizer: Any, prompt: str, chat: bool | None, system: str | None = None) -> list[int]:
+    """Token ids of `prompt`, as mlx_lm.generate makes them.
+
+    With `chat` it is a user's message in the chat template, after a `system` message where there is
+    one; None means where there is a template.
+    """
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:  # of bytes that the shell, or an escape, made no text of
+        raise MespError("The prompt is not UTF-8 text; convert it first.") from error
+    if chat and not tokenizer.has_chat_template:
+        raise MespError("The bundle's tokenizer has no chat template; leave out --chat.")
+    is_chat = chat is not False and tokenizer.has_chat_template
+    if system and not is_chat:
+        raise MespError("A system prompt is part of a chat template, which is not used here.")
+    with plain_errors("The prompt cannot be tokenized"):
+        if is_chat:
+            messages = [{"role": "system", "content": system}] if system else []
+            messages.append({"role": "user", "content": prompt})
+            text = tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True
+            )
+            tokens = tokenizer.encode(text, add_special_tokens=False)
+        else:
+            tokens = tokenizer.encode(prompt)
+    if not tokens:
+        raise MespError("The prompt is empty; give at least one word.")
+    return list(tokens)
+
+
+def in_template(tokenizer: Any, messages: list[dict[str, Any]], tools: list[Any] | None) -> str:
+    """A conversation, up to where the answer begins. Raises MespError where that fails."""
+    if not tokenizer.has_chat_template:
+        raise MespError("the bundle's tokenizer has no chat template; give prompts without --chat")
+    with plain_errors("the chat template refuses the messages"):
+        return str(
+            tokenizer.apply_chat_template(
+                messages, tools=tools, tokenize=False, add_generation_prompt=True
+            )
+        )

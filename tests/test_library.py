@@ -1,0 +1,181 @@
+"""`import mesp`: what a notebook, a service or a tool calls."""
+
+from __future__ import annotations
+
+import ast
+import json
+import logging
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from dataclasses import MISSING, fields
+from pathlib import Path
+
+import pytest
+
+import mesp
+from conftest import run
+from mesp.engine.settings import TrainSettings, settings_of
+from mesp.federate.local_training import SETTINGS
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "exporter" / "mesp"
+CORE = ROOT / "ios" / "MeSPTrainer" / "Core"
+
+
+def imported_by(program: str) -> set[str]:
+    """The packages that a program imports."""
+    program += "; import sys; print(*{name.partition('.')[0] for name in sys.modules})"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return set(done.stdout.split())
+
+
+def test_what_is_public_is_there():
+    for name in mesp.__all__:
+        assert getattr(mesp, name) is not None
+        assert name in dir(mesp)
+    with pytest.raises(AttributeError, match="'mesp' has no attribute 'fine_tune'"):
+        _ = mesp.fine_tune
+    assert (PACKAGE / "py.typed").exists()
+    data = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    assert "py.typed" in data["package-data"]["mesp"]
+
+
+def test_an_import_takes_what_it_needs():
+    assert not imported_by("import mesp") & {"mlx", "numpy", "click", "rich", "yaml"}
+    loaded = imported_by("import mesp; mesp.load")
+    assert not loaded & {"huggingface_hub", "datasets", "mlx_lm", "transformers", "click", "rich"}
+
+
+def test_errors_are_the_packages_own(tmp_path: Path):
+    with pytest.raises(mesp.MespError, match="is not a bundle") as caught:
+        mesp.load(tmp_path)
+    assert type(caught.value).__mro__[1] is Exception
+    with pytest.raises(mesp.MespError, match="There is no setting stepz; there are steps, "):
+        mesp.train(tmp_path, stepz=1)
+    with pytest.raises(mesp.MespError, match="Say how many steps"):
+        mesp.train(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"steps": 0}, "steps is 0, and must be a whole number at least 1."),
+        ({"steps": 2.5}, "steps is 2.5, and must be a whole number."),
+        ({"steps": True}, "steps is True, and must be a whole number."),
+        ({"alpha": float("nan")}, "alpha is nan, and must be a finite number."),
+        ({"alpha": 0}, "alpha is 0, and must be a finite number above 0."),
+        ({"momentum": 1}, "momentum is 1, and must be a finite number below 1."),
+        ({"method": "sft"}, "method is 'sft', and must be one of mesp, mebp, mezo."),
+        ({"projections": "q,v"}, "projections is 'q,v', and must be a list of some of q, k, "),
+        ({"rslora": 1}, "rslora is 1, and must be true or false."),
+    ],
+)
+def test_a_setting_is_checked(settings: dict, problem: str):
+    with pytest.raises(mesp.MespError) as caught:
+        TrainSettings.of({"steps": 1} | settings)
+    assert str(caught.value).startswith(problem)
+
+
+def test_settings_are_written_and_read():
+    settings = TrainSettings.of({"steps": 3, "memory_limit": 60, "projections": ["q", "v"]})
+    entries = json.loads(json.dumps(settings.to_json()))
+    assert entries["memory_limit_mb"] == 60 and "memory_limit" not in entries
+    assert TrainSettings.from_json(entries) == settings
+    assert TrainSettings.from_json({"steps": 3}) == TrainSettings(steps=3)
+
+
+def swift_name(key: str) -> str:
+    first, *others = key.split("_")
+    return first + "".join(word.capitalize() for word in others)
+
+
+def test_the_core_has_the_same_settings_with_the_same_defaults():
+    """But for what goes by the bundle or the method, which `TrainSettings.completed` fills in."""
+    source = (CORE / "Run" / "RunSettings.swift").read_text(encoding="utf-8")
+    declared = re.findall(r"^    public var (\w+)(?:: ([\w?\[\]]+))?(?: = (\S+))?$", source, re.M)
+    there = {name: default or None for name, _, default in declared}
+    for name, known in settings_of(TrainSettings).items():
+        (here,) = [each.default for each in fields(TrainSettings) if each.name == name]
+        default = there.get(swift_name(known.key or name))
+        if here in (None, MISSING) or default is None:
+            continue
+        if isinstance(here, bool):
+            assert default == str(here).lower(), name
+        elif isinstance(here, str):
+            assert default == f".{here}", name
+        else:
+            assert float(default) == here, name
+    others = {"bundle", "data", "output", "firstStep", "proximalMu", "resume", "order", "dryRun"}
+    here = {swift_name(each.key or name) for name, each in settings_of(TrainSettings).items()}
+    assert there.keys() - here == others
+    assert here - there.keys() == {"dpDelta"}  # of what is said of a run, not of the run
+
+
+def test_a_phones_client_takes_the_same_settings_of_a_server():
+    source = (CORE.parent / "Federation").rglob("*.swift")
+    text = "\n".join(path.read_text(encoding="utf-8") for path in [*source, *CORE.rglob("*.swift")])
+    for key in SETTINGS:
+        assert re.search(rf'"{key}"|\b{swift_name(key)}\b', text), key
+
+
+def imports(path: Path) -> Iterator[str]:
+    """The package's modules that one imports, but for what a type checker alone reads."""
+    nodes = [ast.parse(path.read_text(encoding="utf-8"))]
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING":
+            continue
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("mesp."):
+            yield from (f"{node.module}.{each.name}" for each in node.names)
+        nodes += ast.iter_child_nodes(node)
+
+
+def test_rooms_import_downward():
+    """No folder of the package imports, over others or at once, one that imports it."""
+    rooms: dict[str, set[str]] = {}
+    for path in PACKAGE.rglob("*.py"):
+        if "sources" not in path.parts:
+            room = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+            found = {name.split(".")[1] for name in imports(path)}
+            rooms[room] = rooms.get(room, set()) | found - {room}
+    below: list[str] = []
+    while free := sorted(room for room, needed in rooms.items() if needed <= {*below}):
+        below += free
+        rooms = {room: needed for room, needed in rooms.items() if room not in below}
+    assert rooms == {}
+
+
+@pytest.mark.slow
+def test_five_lines_export_train_write_and_measure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+):
+    monkeypatch.chdir(tmp_path)
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    Path("test.jsonl").write_text('{"text": "My fellow citizens"}\n{"text": "The people of"}\n')
+    told: list[mesp.Progress] = []
+    bundle = mesp.export("demo", seq_len=32, rank=4, progress=told.append)
+    assert bundle.path == Path("demo.mesp") and mesp.load("demo.mesp").manifest == bundle.manifest
+    assert told[-1].task == "Writing demo.mesp" and 0 < told[-1].done <= told[-1].total
+    records: list[dict] = []
+    trained = mesp.train(bundle, steps=3, memory_limit=60, progress=records.append)
+    assert len(trained.losses) == 3 and trained.state() == "finished"
+    assert 0 < trained.peak_bytes < 60e6
+    assert [each["loss"] for each in records if each["type"] == "step"] == trained.losses
+    assert mesp.Run.load(trained.folder) == trained
+    on = mesp.train(out=trained.folder, resume=True, steps=4)
+    assert len(on.losses) == 4 and on.losses[:3] == trained.losses
+    text = mesp.generate(bundle, "My fellow", adapters=on.adapters, max_tokens=4)
+    assert isinstance(text, str) and text
+    found = mesp.evaluate(bundle, "test.jsonl", adapters=on.adapters)
+    base, adapted = (row for row in found.rows if row.metric == "perplexity")
+    assert base.adapters is None and adapted.adapters == on.adapters
+    assert adapted.difference.value == adapted.estimate.value - base.estimate.value
+    said = capfd.readouterr()
+    assert (said.out, said.err) == ("", "")
+    # The commands say the same.
+    printed = run("evaluate", "demo.mesp", "test.jsonl", "--adapters", on.adapters).stdout
+    assert printed.rstrip("\n") == str(found)
