@@ -8,6 +8,36 @@ struct BaselineMemory {
     var callsFunctions = false
 }
 
+extension BaselineMemory {
+    /// - Parameter intermediate: the bytes of an array as wide as the MLP.
+    static func mebp(_ architecture: Architecture, _ mixers: [MixerMemory], intermediate: Int) -> BaselineMemory {
+        let weights = architecture.kinds.map { block in
+            block.modules.reduce(0) { $0 + block.dimensions($1).inputs * block.dimensions($1).outputs }
+        }
+        return BaselineMemory(
+            // All of the block's weights dequantized, six arrays as wide as the MLP, and what automatic differentiation keeps of the
+            // mixer and of gelu.
+            derivative: 4 * (weights.max() ?? 0) + (architecture.hiddenAct == .gelu ? 15 : 6) * intermediate
+                + (mixers.map(\.automatic).max() ?? 0),
+            gaps: (1_600_000..<8 << 20).contains(intermediate) ? 7 * intermediate : 0,
+            callsFunctions: true)
+    }
+}
+
+extension MixerMemory {
+    /// What automatic differentiation keeps.
+    var automatic: Int {
+        switch mixer {
+        case .attention(let a):
+            // The scores and P of all heads; and of QK-norm.
+            2 * a.numAttentionHeads * length * length * 4
+                + (a.qkNorm ? 13 * activation(a.queryWidth + a.keyValueWidth) : 0)
+        case .gatedDeltaNet: 10 * intermediates
+        case .shortConvolution: 3 * intermediates
+        }
+    }
+}
+
 extension GradientMethod {
     /// Whether gradients come from a pass backward through the blocks, which reads their inputs.
     var hasBackwardPass: Bool { self != .mezo }

@@ -84,7 +84,7 @@ extension Trainer {
             for index in stride(from: 0, to: batch.count, by: 2) {
                 let (chosen, rejected) = (try answer(batch[index]), try answer(batch[index + 1]))
                 let context = objective == .orpo ? batch[index].context : nil
-                let pair = Preference(
+                let pair = PairLoss(
                     objective, chosen: chosen, rejected: rejected, supervisedTargets: supervised, settings)
                 record.add(pair, chosen, rejected, part: part)
                 if let context {
@@ -92,12 +92,12 @@ extension Trainer {
                 }
             }
         } else {
-            let kl = Judgement.kl(try mismatched(batch).map(answer))
+            let kl = AnswerLoss.kl(try mismatched(batch).map(answer))
             for judged in batch {
                 let answer = try answer(judged)
-                let judgement = Judgement(answer, isGood: judged.isGood, kl: kl, settings)
+                let answerLoss = AnswerLoss(answer, isGood: judged.isGood, kl: kl, settings)
                 record.add(
-                    judgement, answer, judged, kl: kl, beta: settings.beta, part: Double(share) / Double(batch.count))
+                    answerLoss, answer, judged, kl: kl, beta: settings.beta, part: Double(share) / Double(batch.count))
             }
         }
         if !objective.hasReference { record.forgetRatios() }
@@ -119,7 +119,7 @@ extension Trainer {
             let others = try mismatched(batch).map {
                 try answer($0, loss: model.loss($0.example), objective)
             }
-            let kl = Judgement.kl(others)
+            let kl = AnswerLoss.kl(others)
             for judged in batch {
                 let reference = try reference(judged)
                 var d = try forward([judged.example])
@@ -127,9 +127,9 @@ extension Trainer {
                     let (loss, dy) = try head(d[0], judged.example, weight: 1)
                     let answer = Answer(
                         logProbability: -Double(loss), reference: reference, tokens: judged.example.counted.count)
-                    let judgement = Judgement(answer, isGood: judged.isGood, kl: kl, settings)
-                    record.add(judgement, answer, judged, kl: kl, beta: settings.beta, part: part)
-                    return Float(part * judgement.weight) * dy
+                    let answerLoss = AnswerLoss(answer, isGood: judged.isGood, kl: kl, settings)
+                    record.add(answerLoss, answer, judged, kl: kl, beta: settings.beta, part: part)
+                    return Float(part * answerLoss.weight) * dy
                 }()
                 try backward(&d, update: gather)
             }
@@ -158,7 +158,7 @@ extension Trainer {
             let (loss, dy) = try head(d[0], chosen.example, weight: 1)
             let answer = Answer(
                 logProbability: -Double(loss), reference: reference, tokens: chosen.example.counted.count)
-            let pair = Preference(
+            let pair = PairLoss(
                 objective, chosen: answer, rejected: other, supervisedTargets: supervisedTargets, settings)
             record.add(pair, answer, other, part: part)
             weight = Float(part * pair.rejected)
@@ -222,7 +222,7 @@ private struct Record {
     private var hasRatios = true
 
     /// - Parameter part: the pair's share of the step's loss.
-    mutating func add(_ pair: Preference, _ w: Answer, _ l: Answer, part: Double) {
+    mutating func add(_ pair: PairLoss, _ w: Answer, _ l: Answer, part: Double) {
         loss += part * pair.loss
         tokens += w.tokens + l.tokens
         chosen += pair.rewards.chosen
@@ -233,17 +233,17 @@ private struct Record {
     }
 
     mutating func add(
-        _ judgement: Judgement, _ answer: Answer, _ judged: JudgedAnswer, kl: Double, beta: Float?, part: Double
+        _ answerLoss: AnswerLoss, _ answer: Answer, _ judged: JudgedAnswer, kl: Double, beta: Float?, part: Double
     ) {
-        loss += part * judgement.loss
+        loss += part * answerLoss.loss
         tokens += answer.tokens
         self.judged += 1
         self.kl = (self.kl ?? 0) + part * kl
         right += (answer.ratio > kl) == judged.isGood ? 1 : 0
         if judged.isGood {
-            (chosen, chosenCount) = (chosen + judgement.reward, chosenCount + 1)
+            (chosen, chosenCount) = (chosen + answerLoss.reward, chosenCount + 1)
         } else {
-            (rejected, rejectedCount) = (rejected + judgement.reward, rejectedCount + 1)
+            (rejected, rejectedCount) = (rejected + answerLoss.reward, rejectedCount + 1)
         }
     }
 

@@ -1,0 +1,108 @@
+import Foundation
+
+/// What an objective knows of an answer y.
+struct Answer {
+    /// log π(y), the sum over its targets, in nats.
+    var logProbability: Double
+    /// log π₀(y); 0 for an objective that has no π₀.
+    var reference: Double
+    /// How many targets it has.
+    var tokens: Int
+
+    /// log π(y) / π₀(y)
+    var ratio: Double { logProbability - reference }
+    /// log π(y) a token.
+    var mean: Double { logProbability / Double(tokens) }
+}
+
+/// The loss of a pair of answers, as TRL 1.9.0 has it, and what follows from it.
+struct PairLoss {
+    let loss: Double
+    /// The derivatives of the loss by −log π of both answers: each is the weight of all of its targets in the gradient.
+    let chosen, rejected: Double
+    /// The weight of the targets of the chosen answer's prompt: ORPO's supervised loss is over these too.
+    var context = 0.0
+    /// β times what the answers are compared by.
+    let rewards: (chosen: Double, rejected: Double)
+
+    ///     DPO     m = β (ratio_w − ratio_l)                     L = −log σ(m)
+    ///     IPO     h = ratio_w / n_w − ratio_l / n_l             L = (h − 1 / 2β)²
+    ///     SimPO   m = β (mean_w − mean_l) − γ                   L = −log σ(m)
+    ///     ORPO    o = logit(e^mean_w) − logit(e^mean_l)         L = −β log σ(o) + the chosen's supervised loss
+    ///
+    /// for the ratios log π / π₀ of a chosen answer w and a rejected one l of n targets, and their means of log π.
+    /// - Parameter supervisedTargets: of ORPO, whose supervised loss is a mean over all targets of a batch's chosen answers and their
+    ///   prompts, how many those are for each pair. The loss here is without the prompt's part.
+    init(
+        _ objective: Objective, chosen w: Answer, rejected l: Answer, supervisedTargets: Double,
+        _ settings: RunSettings
+    ) {
+        let beta = settings.preferenceBeta
+        switch objective {
+        case .ipo:
+            let difference = w.ratio / Double(w.tokens) - l.ratio / Double(l.tokens) - 1 / (2 * beta)
+            loss = difference * difference
+            chosen = -2 * difference / Double(w.tokens)
+            rejected = 2 * difference / Double(l.tokens)
+            rewards = (beta * w.ratio, beta * l.ratio)
+        case .simpo:
+            let margin = beta * (w.mean - l.mean) - Double(settings.gamma ?? 0.5)
+            loss = softplus(-margin)
+            chosen = beta * sigmoid(-margin) / Double(w.tokens)
+            rejected = -beta * sigmoid(-margin) / Double(l.tokens)
+            rewards = (beta * w.mean, beta * l.mean)
+        case .orpo:
+            func logit(_ mean: Double) -> Double { mean - log(-expm1(mean)) }
+            let odds = logit(w.mean) - logit(l.mean)
+            let slope = beta * sigmoid(-odds)
+            loss = beta * softplus(-odds) - w.logProbability / supervisedTargets
+            chosen = slope / -expm1(w.mean) / Double(w.tokens) + 1 / supervisedTargets
+            rejected = -slope / -expm1(l.mean) / Double(l.tokens)
+            context = 1 / supervisedTargets
+            rewards = (beta * w.mean, beta * l.mean)
+        case .dpo, .kto:
+            let margin = beta * (w.ratio - l.ratio)
+            loss = softplus(-margin)
+            chosen = beta * sigmoid(-margin)
+            rejected = -beta * sigmoid(-margin)
+            rewards = (beta * w.ratio, beta * l.ratio)
+        }
+    }
+}
+
+/// The loss of an answer that is good or bad by itself (KTO), as TRL 1.9.0 has it:
+///
+///     L = w (1 − σ(± β (ratio − k)))
+///
+/// with + and `desirableWeight` for a good one, − and `undesirableWeight` for a bad one. k is what π is away from π₀ anyway: no less
+/// than 0, the mean ratio of the batch's prompts, each with the answer before it. It is no function of the parameters.
+struct AnswerLoss {
+    let loss: Double
+    /// The derivative of the loss by −log π: the weight of all of the answer's targets in the gradient.
+    let weight: Double
+    let reward: Double
+
+    init(_ answer: Answer, isGood: Bool, kl: Double, _ settings: RunSettings) {
+        let (beta, sign) = (settings.preferenceBeta, isGood ? 1.0 : -1.0)
+        let factor = Double((isGood ? settings.desirableWeight : settings.undesirableWeight) ?? 1)
+        let value = sigmoid(sign * beta * (answer.ratio - kl))
+        loss = factor * (1 - value)
+        weight = sign * factor * beta * value * (1 - value)
+        reward = beta * answer.ratio
+    }
+
+    /// k, of the mismatched answers of a batch.
+    static func kl(_ mismatched: [Answer]) -> Double {
+        max(0, mismatched.reduce(0) { $0 + $1.ratio } / Double(mismatched.count))
+    }
+}
+
+extension RunSettings {
+    /// β
+    fileprivate var preferenceBeta: Double { Double(beta ?? 0.1) }
+}
+
+private func sigmoid(_ x: Double) -> Double { x >= 0 ? 1 / (1 + exp(-x)) : exp(x) / (1 + exp(x)) }
+
+/// −log σ(−x)
+private func softplus(_ x: Double) -> Double { max(x, 0) + log1p(exp(-abs(x))) }
