@@ -115,6 +115,14 @@ TRAINERS = QUICK_TRAINERS | {
     metavar="NAME",
     help="Only this one, by its name in the table, and the first; may be repeated.",
 )
+@click.option(
+    "--optimizer",
+    "optimizers",
+    multiple=True,
+    type=click.Choice(OPTIMIZERS),
+    default=OPTIMIZERS,
+    help="Only this one; may be repeated.",
+)
 @click.option("--steps", type=click.IntRange(min=1), help="Of each run.  [default: by task]")
 @click.option(
     "--held-out", type=click.IntRange(min=1), help="Sequences that judge a run.  [default: by task]"
@@ -145,6 +153,7 @@ def main(
     names: tuple[str, ...],
     gsm8k: str,
     only: tuple[str, ...],
+    optimizers: tuple[str, ...],
     steps: int | None,
     held_out: int | None,
     learning_rate: float | None,
@@ -176,7 +185,7 @@ def main(
             bundle = export(task, model, place, dtype=dtype, gsm8k=gsm8k)
             if of_plans:
                 trainers = by_plan(bundle, task, dtype)
-            for optimizer in OPTIMIZERS:
+            for optimizer in optimizers:
                 chosen = choose(trainers, optimizer, only)
                 if len(chosen) > 1:
                     equivalent &= compare(bundle, task, optimizer, chosen, seeds, text)

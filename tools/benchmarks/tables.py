@@ -162,14 +162,17 @@ def convergence_rows(bench: Bench) -> Iterator[Row]:
 
 
 def defaults_rows(bench: Bench) -> Iterator[Row]:
-    """A row for mesp-train's default update and for each other of a sweep around it, with each
-    rank; all of a model and a length are compared."""
+    """A row for mesp-train's default update and for each other of a sweep around it, with the first
+    rank, and for the default with each other rank; all of a model and a length are compared."""
     cells = itertools.groupby(bench.cells(), key=lambda cell: (cell.bundle, cell.seq_len))
     for (bundle, _), ranks in cells:
         width = Architecture.from_manifest(read_manifest(bundle)["architecture"]).hidden_size
         rate = default_learning_rate("mesp", default_optimizer("mesp"), width)
         updates, rows = sweep(rate, warmup=bench.steps // 10), []
-        for cell, (name, update) in itertools.product(ranks, updates.items()):
+        first, *others = ranks
+        runs = [(first, name) for name in updates] + [(cell, "default") for cell in others]
+        for cell, name in runs:
+            update = updates[name]
             settings = engine_settings(cell, Variant("mesp")) | update
             settings |= {"steps": bench.steps, "val_batches": VAL_BATCHES}
             row = cell.row() | {"update": name, **update, "before": None, "after": None}

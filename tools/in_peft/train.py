@@ -3,8 +3,9 @@
     python -m in_peft.train SETTINGS.json
 
 The folder `output` of the settings holds what `inputs.py` writes. Prints a record a line, as the
-engine does, and leaves `adapters.safetensors` there. With `nf4`, a Hugging Face model, it trains as
-QLoRA does: on that model's weights in NF4, which it leaves dequantized in `base/`.
+engine does, and leaves `adapters.safetensors` there. With `nf4`, a Hugging Face model, it trains on
+that model's weights in NF4, as QLoRA does. They are dequantized once and left in `base/`, since on
+a CPU bitsandbytes dequantizes a matrix more slowly than PyTorch multiplies by it.
 """
 
 from __future__ import annotations
@@ -51,14 +52,13 @@ def load(folder: Path, settings: dict[str, Any]) -> tuple[torch.nn.Module, dict[
     """The model with its first adapters, and what is trained by mlx-lm's names, [in, out]ᵀ."""
     first = load_file(folder / "first.safetensors")
     dtype = getattr(torch, settings["dtype"])
+    weights = folder / "model"
     if "nf4" in settings:
-        model = in_nf4(Path(settings["nf4"]), dtype)
-        write_base(model, Path(settings["nf4"]), folder / "base")
-    else:
-        model = AutoModelForCausalLM.from_pretrained(
-            folder / "model", dtype=dtype, trust_remote_code=False
-        )
-    model.train()  # in which alone it checkpoints and multiplies in NF4; there is no dropout
+        weights = folder / "base"
+        source = Path(settings["nf4"])
+        write_base(in_nf4(source, dtype), source, weights)
+    model = AutoModelForCausalLM.from_pretrained(weights, dtype=dtype, trust_remote_code=False)
+    model.train()  # in which alone it checkpoints; there is no dropout
     if settings.get("checkpoint"):
         model.gradient_checkpointing_enable({"use_reentrant": False})
     targets = sorted({name.split(".")[-2] for name in first})

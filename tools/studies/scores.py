@@ -11,7 +11,7 @@ import mlx.core as mx
 import numpy as np
 from mlx import nn
 from mlx_lm.generate import generate_step
-from mlx_lm.utils import load_model
+from mlx_lm.utils import dequantize_model, load_model
 
 from mesp.adapters.load import apply_adapters, read_adapters
 from mesp.adapters.measure import sequences
@@ -43,9 +43,10 @@ class Scores(NamedTuple):
 
 def model_with(bundle: Bundle, adapters: Path | None, base: Path | None = None) -> nn.Module:
     """The bundle's weights as mlx-lm's model, or those of the Hugging Face model `base`, with
-    adapters in mlx-lm's form; it computes in float32."""
+    adapters in mlx-lm's form; it computes in float32, with the weights dequantized once."""
     model = bundle.to_mlx_lm() if base is None else load_model(base, model_config=DATA)[0]
     model.set_dtype(mx.float32)
+    model = dequantize_model(model)
     if adapters is not None:
         apply_adapters(model, read_adapters(adapters, bundle.architecture), adapters)
     return model
