@@ -40,7 +40,7 @@ from mesp.block_function import mlxfn
 from mesp.bundle import rewriter
 from mesp.bundle.manifest import ModelName, read_manifest
 from mesp.bundle.reader import Bundle
-from mesp.commands.evaluate import MAX_LENGTH, context_of
+from mesp.evaluation.evaluate import MAX_LENGTH, context_of
 from mesp.commands.export import main
 from mesp.models.quantization import Quantization
 
