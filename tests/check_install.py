@@ -6,6 +6,7 @@ own, with everything that it needs from PyPI. Swift builds the engine once, in a
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -82,5 +83,24 @@ def test_the_commands_work_away_from_a_checkout(programs: Path, work: Path):
     assert "perplexity" in measured.stdout
     call([programs / "mesp", "fuse", "demo.mesp", *adapters, "--out", "fused"], work)
     assert (work / "fused" / "model.safetensors").exists()
-    listed = call([programs / "mesp", "export", "--list-models"], work)
+    listed = call([programs / "mesp", "models"], work)
     assert listed.stderr == "" and "Qwen2.5-0.5B" in listed.stdout
+
+
+FIVE_LINES = """
+import mesp
+bundle = mesp.export("demo", "five.mesp", seq_len=64)
+run = mesp.train(bundle, steps=5, memory_limit=60)
+print(run.losses, run.peak_bytes, run.adapters)
+print(mesp.generate(bundle, "My fellow citizens", adapters=run.adapters, max_tokens=8))
+print(mesp.evaluate(bundle, "five.jsonl", adapters=run.adapters))
+"""
+
+
+def test_five_lines_of_python_work_away_from_a_checkout(programs: Path, work: Path):
+    (work / "five.jsonl").write_text('{"text": "We the people"}\n{"text": "of the world"}\n')
+    done = call([programs / "python", "-c", FIVE_LINES], work)
+    assert "perplexity" in done.stdout and "five.mesp" not in done.stderr
+    notebook = json.loads((ROOT / "docs" / "notebook.ipynb").read_text(encoding="utf-8"))
+    cells = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    call([programs / "python", "-c", "\n".join(cells)], work)

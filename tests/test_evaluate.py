@@ -257,7 +257,7 @@ def test_conversations_go_through_the_template(bundle: Path, tmp_path: Path):
 def test_several_adapters_at_once(bundle: Path, adapters: Path, tmp_path: Path):
     peft = tmp_path / "same"
     peft.symlink_to(adapters)
-    options = ("--adapters", adapters, peft, "--limit", 3)
+    options = ("--adapters", adapters, "--adapters", peft, "--limit", 3)
     found, results = evaluate(bundle, QUESTIONS, tmp_path, *options)
     assert [len(samples) for samples in found["samples"]] == [3, 3, 3]
     assert found["adapters"] == [None, str(adapters), str(peft)]
@@ -336,7 +336,7 @@ def test_ctrl_c_while_it_loads_is_silent(
     def stop(_: Path) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("mesp.commands.evaluate.bundle_tokenizer", stop)
+    monkeypatch.setattr("mesp.evaluation.evaluate.bundle_tokenizer", stop)
     done = run("evaluate", bundle, write(tmp_path / "data.jsonl", TASKS))
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 

@@ -350,7 +350,7 @@ def test_configurations(tmp_path: Path, data: st.DataObject):
     text = json.dumps(data.draw(changed(config))).encode()  # which is YAML
     path = tmp_path / "config.yaml"
     path.write_bytes(data.draw(st.just(text) | damaged(text) | st.binary(max_size=40)))
-    with contextlib.suppress(click.ClickException):
+    with contextlib.suppress(click.ClickException, MespError):
         read_config(click.Context(train, info_name="mesp-train"), None, path)
 
 

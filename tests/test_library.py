@@ -150,6 +150,17 @@ def test_rooms_import_downward():
 
 
 @pytest.mark.slow
+def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    notebook = json.loads((ROOT / "docs" / "notebook.ipynb").read_text(encoding="utf-8"))
+    names: dict[str, object] = {}
+    for cell in notebook["cells"]:
+        if cell["cell_type"] == "code":
+            exec("".join(cell["source"]), names)
+    assert names["run"].state() == "finished"
+
+
+@pytest.mark.slow
 def test_five_lines_export_train_write_and_measure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
 ):

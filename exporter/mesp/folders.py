@@ -79,11 +79,11 @@ def _exchange(a: Path, b: Path) -> bool:
     library = ctypes.CDLL(None, use_errno=True)
     names = os.fsencode(a), os.fsencode(b)
     if sys.platform == "darwin":
-        return library.renamex_np(*names, 2) == 0  # RENAME_SWAP
+        return bool(library.renamex_np(*names, 2) == 0)  # RENAME_SWAP
     if not hasattr(library, "renameat2"):
         return False
     at = -100  # AT_FDCWD
-    return library.renameat2(at, names[0], at, names[1], 2) == 0  # RENAME_EXCHANGE
+    return bool(library.renameat2(at, names[0], at, names[1], 2) == 0)  # RENAME_EXCHANGE
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 
 def printable(text: str) -> str:
@@ -26,7 +27,7 @@ def perplexity(loss: float) -> float:
     return math.exp(loss) if loss < 700 else math.inf
 
 
-def quality(record: dict) -> str:
+def quality(record: dict[str, Any]) -> str:
     """What an evaluation's record says beside its loss: of judged answers the accuracy, the share
     of them that the model has the right way round, else the perplexity."""
     accuracy = record.get("accuracy")

@@ -66,7 +66,7 @@ def _kind_of_model(folder: Path) -> Any:
     config = read_object(file) if file.exists() else {}
     named = {key: config[key] for key in ("tokenizer_class", "model_name") if key in config}
     try:
-        return AutoConfig.for_model(config.get("model_type"), **named)
+        return AutoConfig.for_model(config.get("model_type", ""), **named)
     except (ValueError, TypeError):  # of a kind that it does not know
         return PreTrainedConfig(**named)
 

@@ -61,6 +61,15 @@ class Job:
             )
         return manifest
 
+    def describe_gguf(self) -> str | None:
+        """How the matrices of a GGUF file were taken; None of another source."""
+        if self.source.gguf is None or isinstance(self.weights, RandomWeights):
+            return None
+        from mesp.source_model.gguf.weights import GGUFWeights
+
+        assert isinstance(self.weights, GGUFWeights)
+        return self.weights.describe(self.options.dtype)
+
     def sequences_to_measure(self, data: str) -> list[list[int]]:
         """Some sequences of a text. Raises MespError where there is no tokenizer, or no text."""
         if isinstance(self.weights, RandomWeights):

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+from mlx.core import __version__ as MLX  # type: ignore[attr-defined]
 
 from mesp.errors import MespError
 from mesp.files import create, inside, read_object
@@ -177,7 +178,7 @@ class Manifest:
     head: Table
     data: Mapping[str, DataSplit] = field(default_factory=dict)
     files: tuple[File, ...] = ()
-    mlx_version: str = mx.__version__
+    mlx_version: str = MLX
 
     @classmethod
     def of(cls, entries: dict[str, Any]) -> Manifest:
@@ -269,9 +270,9 @@ def read_manifest(path: Path, to_run: bool = True) -> Manifest:
             f"{path} has bundle format {version}, and this version reads format {FORMAT}; "
             "export it again."
         )
-    if to_run and mlx_version != mx.__version__:
+    if to_run and mlx_version != MLX:
         raise MespError(
-            f"{path} was exported with MLX {mlx_version}, and this is MLX {mx.__version__}; "
+            f"{path} was exported with MLX {mlx_version}, and this is MLX {MLX}; "
             f"write it anew with mesp-export --from, or install mlx=={mlx_version}."
         )
     if to_run and entries.get("device") == "gpu" and not mx.metal.is_available():

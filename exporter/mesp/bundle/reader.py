@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
-from mlx import nn
 
 from mesp.block_function.check import check_block_functions
 from mesp.bundle.manifest import BlockGroup, DataSplit, Table, damaged, read_manifest, sha256
@@ -198,6 +198,7 @@ class Bundle:
             model.load_weights(list(weights.items()))
         except (ValueError, LookupError) as error:
             raise self._other_model() from error
+        assert isinstance(model, nn.Module)
         return model
 
     def config(self) -> dict[str, Any]:

@@ -8,11 +8,9 @@ from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
-import mlx.core as mx
-
 from mesp.bundle.export_options import BundleOptions
 from mesp.bundle.function_files import write_functions
-from mesp.bundle.manifest import Manifest, Table, describe_files
+from mesp.bundle.manifest import MLX, Manifest, Table, describe_files
 from mesp.bundle.reader import Bundle, block_file
 from mesp.bundle.weight_files import write_weights
 from mesp.bundle.writer import check_disk
@@ -33,10 +31,10 @@ def rewrite_bundle(
     the bundle, its data or the disk do not allow it; nothing is left then, and `source` is whole.
     """
     in_place = options.out.resolve() == source.resolve()
-    writing = f"mesp-export or mesp data is writing to {source}"
+    another = f"mesp-export or mesp data is writing to {source}"
     with (
         plain_os_errors(f"Cannot write {options.out}"),
-        nullcontext() if in_place else locked(source, writing),
+        nullcontext() if in_place else locked(source, another),
         new_folder(options.out.resolve(), options.overwrite) as folder,
     ):
         bundle = Bundle(source, to_run=False)
@@ -72,7 +70,7 @@ def rewrite_bundle(
         embedding, head = (table.file for table in (manifest.embedding, manifest.head))
         manifest = replace(
             manifest,
-            mlx_version=mx.__version__,
+            mlx_version=MLX,
             device=options.device,
             dtype=options.dtype,
             seq_lens=tuple(options.seq_lens),

@@ -31,7 +31,8 @@ def weight_files(
     Matrices are quantized to lose least by the `moments`; without these to the nearest value. The
     files' content is to be taken in their order.
     """
-    quantizations, files = options.quantizations, {}
+    quantizations = options.quantizations
+    files: WeightFiles = {}
     for i, block in enumerate(arch.blocks):
         modules = {name: quantizations.of(f"model.layers.{i}.{name}") for name in block.modules}
         layout = block_layout(block, modules, options.dtype)
@@ -101,5 +102,5 @@ def write_weights(
             spec = layout[name]
             data = np.array(array.astype(DTYPES[spec.dtype]).flatten().view(mx.uint8))
             file.seek(spec.offset * 4 + row * data.size // array.shape[0])
-            file.write(data)
+            file.write(data.data)
             progress(data.size)

@@ -135,6 +135,8 @@ def find_moments(
     model = SourceModel(weights, arch, quantizations)
     if options.calibrate is None:
         return Moments(model, excerpts(random_tokens(arch.vocab_size), source, arch))
+    if source.folder is None:
+        raise MespError(f"{source.name} has no tokenizer here, so --calibrate cannot be used.")
     tokenizer = load_tokenizer(source.folder, "which --calibrate needs; leave it out")
     tokens = load(options.calibrate, tokenizer, LENGTH, arch.vocab_size)["train"].tokens
     sequences = excerpts(tokens, source, arch, CALIBRATION_SEQUENCES)

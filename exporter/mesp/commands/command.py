@@ -33,7 +33,7 @@ class Failed(click.ClickException):
     def __init__(self, error: MespError) -> None:
         super().__init__(error.message)
         codes = {EngineError: 1, Interrupted: INTERRUPTED}
-        self.exit_code = codes.get(type(error), 2)
+        self.exit_code = codes.get(type(error), 2)  # type: ignore[misc]
 
     def format_message(self) -> str:
         # Names and values in it may be a stranger's.
@@ -91,12 +91,12 @@ _METAVARS: dict[type, str] = {
 }
 
 
-class Several(click.ParamType):
+class Several(click.ParamType[list[Any]]):
     """Values of a kind, separated by commas; an option that has them may be given again too."""
 
     name = "list"
 
-    def __init__(self, kind: click.ParamType = click.STRING, comma: str = ",") -> None:
+    def __init__(self, kind: click.ParamType[Any] = click.STRING, comma: str = ",") -> None:
         self.kind, self.comma = kind, comma
 
     def convert(
@@ -110,7 +110,7 @@ class Several(click.ParamType):
 
 def several(
     *names: str,
-    kind: click.ParamType = click.STRING,
+    kind: click.ParamType[Any] = click.STRING,
     comma: str = ",",
     then: Callable[[click.Option, list[Any]], Any] = lambda _, values: tuple(values),
     **options: Any,

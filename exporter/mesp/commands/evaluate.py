@@ -72,6 +72,8 @@ def main(
     "prompt", "choices" and "answer" the accuracy of choosing, with "prompt" and "completion", or
     "messages", how many answers are right.
     """
+    if (data is None) == (not tasks):
+        raise MespError("Name either a JSONL file to measure on, or --tasks.")
     chosen = None
     if tasks:
         from mesp.evaluation import harness
@@ -81,7 +83,7 @@ def main(
         chosen = harness.Tasks(
             tasks, include_path, num_fewshot, options["limit"], bool(options["chat"])
         )
-    elif data is not None:
+    else:
         of_tasks = {"--include-path": include_path, "--num-fewshot": num_fewshot}
         check_unused(of_tasks, "needs --tasks")
     if out is not None:
@@ -98,7 +100,7 @@ def main(
     click.echo(table(found.rows, console.width if console.is_terminal else 200))
     if out is not None:
         folders = dict.fromkeys(row.adapters for row in found.rows)
-        what = {"bundle": str(bundle), "adapters": list(folders), "data": data}
+        what: dict[str, Any] = {"bundle": str(bundle), "adapters": list(folders), "data": data}
         what |= {"tasks": list(tasks), "max_length": found.max_length}
         write(out, what, found.rows, found.samples)
         click.echo(f"Figures: {out}")

@@ -144,15 +144,15 @@ def main(
         raise MespError("Name what to export with --model, or a bundle to write anew with --from.")
     job = prepare(
         model, out, data=data, data_options=data_options, overwrite=overwrite,
-        seq_len=seq_lens or 256, rank=ranks or 8, bits=bits and int(bits),
-        group_size=group_size and int(group_size), head_bits=head_bits and int(head_bits),
+        seq_len=seq_lens or 256, rank=ranks or 8, bits=int(bits) if bits else None,
+        group_size=int(group_size) if group_size else None,
+        head_bits=int(head_bits) if head_bits else None,
         **options,
     )  # fmt: skip
     measured = None if measure is None else job.sequences_to_measure(measure)
     with export_progress() as progress:
         manifest = job.run(progress)
-    gguf = job.weights.describe(job.options.dtype) if job.source.gguf else None
-    tell(job.options.out, manifest, upload, gguf)
+    tell(job.options.out, manifest, upload, job.describe_gguf())
     if measured is not None:
         click.echo(f"  {'lost':10} {describe_loss(job.measure(measured))} of {measure}")
 

@@ -64,7 +64,7 @@ TRAINED = {
 @refused_options
 @click.pass_context
 def main(
-    context: click.Context, bundle: Path | None, output: Path | None, resume: bool, app: bool,
+    context: click.Context, /, bundle: Path | None, output: Path | None, resume: bool, app: bool,
     paper: bool, **_: Any,
 ) -> None:  # fmt: skip
     """Fine-tune BUNDLE, a folder that mesp-export wrote, with the data of many.
@@ -184,6 +184,7 @@ def write_tokens(federation: Federation, manifest: Manifest, simulated: bool) ->
     with plain_os_errors(f"Cannot write the data to {federation.output}"):
         if simulated:
             for client in map(federation.client, range(options["clients"])):
+                assert client.data is not None
                 client.data.mkdir(parents=True, exist_ok=True)
                 data = write_data(client.data, "data", {"train": tokens[client.name]})
                 write_index(client.data, data)

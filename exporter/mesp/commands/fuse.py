@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 import mlx.core as mx
+import mlx.nn as nn
 
 from mesp.adapters.fuse import BFLOAT16, fuse, save
 from mesp.adapters.gguf import read_base, write_fused_gguf, write_gguf
@@ -84,11 +85,11 @@ def main(
         model.set_dtype(mx.float32)  # weights as written, in the arithmetic of the others
         losses.append(measure(progress, "fused", model, opened, measured))
     if measured:
-        click.echo(verdict(*losses, bits))
+        click.echo(verdict(losses[0], losses[1], losses[2], bits))
     click.echo(f"Model: {out}")
 
 
-def measure(progress: Report, what: str, model: object, bundle: Bundle, count: int) -> float:
+def measure(progress: Report, what: str, model: nn.Module, bundle: Bundle, count: int) -> float:
     """The held-out loss; nan where none is asked for."""
     if not count:
         return float("nan")

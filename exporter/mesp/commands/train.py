@@ -53,7 +53,7 @@ from mesp.runs.log import LOG_NAME, Run
 @refused_options
 @click.pass_context
 def main(
-    context: click.Context, bundle: Path | None, output: Path | None, paper: bool, resume: bool,
+    context: click.Context, /, bundle: Path | None, output: Path | None, paper: bool, resume: bool,
     dry_run: bool, **_: Any,
 ) -> None:  # fmt: skip
     """Fine-tune BUNDLE, a folder that mesp-export wrote, with LoRA.

@@ -29,7 +29,7 @@ class Number(click.FloatRange):
         return converted
 
 
-class SomeOf(click.ParamType):
+class SomeOf(click.ParamType[list[str]]):
     """Some of a setting's choices, as in `q,v` or `qkv,gate_up`; a list in the engine's order."""
 
     name = "list"
@@ -47,7 +47,7 @@ class SomeOf(click.ParamType):
         return [each for each in self.choices if each in wanted]
 
 
-def type_of(declared: Setting) -> click.ParamType:
+def type_of(declared: Setting) -> click.ParamType[Any]:
     """What an option makes of what is typed."""
     if declared.kind is list:
         return SomeOf(declared.choices or ())

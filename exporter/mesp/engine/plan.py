@@ -7,7 +7,7 @@ from typing import Any
 
 from mesp.bundle.manifest import Manifest
 from mesp.engine.build import engine_path
-from mesp.engine.process import find_plan
+from mesp.engine.process import Record, find_plan
 from mesp.engine.settings import OPTIMIZERS, TrainSettings, default_optimizer
 from mesp.errors import MespError
 from mesp.formatting import megabytes
@@ -48,7 +48,7 @@ ORDERS = {
 }
 
 
-def describe_plan(plan: dict) -> str:
+def describe_plan(plan: Record) -> str:
     """The engine's plan in words."""
     answer = "; of a pair the inputs of one answer kept" if plan.get("keeps_answer") else ""
     metal = ""
@@ -67,7 +67,7 @@ def describe_plan(plan: dict) -> str:
     return "\n".join(lines)
 
 
-def describe_count(count: dict) -> str:
+def describe_count(count: Record) -> str:
     """What the engine counted of a step, in words."""
     return (
         f"On a phone's GPU a step has {count['evals']:,} evals and {count['kernels']:,} kernels "
@@ -90,7 +90,7 @@ def describe_optimizers(engine: Path, settings: dict[str, Any]) -> str:
 
 def describe_privacy(settings: TrainSettings, examples: int, steps: int) -> str:
     """The ε of so many steps of a run with DP-SGD, in a sentence."""
-    if settings.dp_noise == 0:
+    if not settings.dp_noise:
         return "Differential privacy: none, as gradients are clipped and get no noise."
     sampled = settings.batch_size / examples
     total = epsilon([Steps(steps, settings.dp_noise, sampled)], settings.dp_delta)

@@ -68,14 +68,14 @@ class Setting:
         kinds = (int,) if self.kind is int else (int, float)
         if type(value) not in kinds or not math.isfinite(value):
             return noun
-        for bound, words, holds in (
-            (self.least, "at least", lambda bound: value >= bound),
-            (self.above, "above", lambda bound: value > bound),
-            (self.most, "at most", lambda bound: value <= bound),
-            (self.below, "below", lambda bound: value < bound),
-        ):
-            if bound is not None and not holds(bound):
-                return f"{noun} {words} {bound:g}"
+        if self.least is not None and value < self.least:
+            return f"{noun} at least {self.least:g}"
+        if self.above is not None and value <= self.above:
+            return f"{noun} above {self.above:g}"
+        if self.most is not None and value > self.most:
+            return f"{noun} at most {self.most:g}"
+        if self.below is not None and value >= self.below:
+            return f"{noun} below {self.below:g}"
         return None
 
 

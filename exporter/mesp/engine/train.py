@@ -123,7 +123,9 @@ def prepare(
     given = {name: value for name, value in given.items() if value is not None}
     if "adapters" in given:
         given["adapters"] = str(Path(given["adapters"]).resolve())
-    path = bundle.path if isinstance(bundle, Bundle) else bundle and Path(bundle)
+    path = None
+    if bundle is not None:
+        path = bundle.path if isinstance(bundle, Bundle) else Path(bundle)
     output = None if out is None else Path(out)
     if resume:
         path, settings = _resumed(output, path, given)

@@ -118,7 +118,7 @@ def evaluate(
         one, total = partial(measure, records=records, options=options), len(records)
 
     tokenizer = bundle_tokenizer(path)
-    max_length = max_length or min(_context_of(path), MAX_LENGTH)
+    max_length = max_length or min(context_of(path), MAX_LENGTH)
     for folder in folders[1:]:  # what cannot be loaded is said before the others take hours
         with running_model(path, folder, tokenizer, max_length):
             pass
@@ -150,7 +150,7 @@ def _pattern(text: str | None) -> re.Pattern[str] | None:
         raise MespError(f"--extract {text} is no regular expression: {error}.") from error
 
 
-def _context_of(bundle: Path) -> int:
+def context_of(bundle: Path) -> int:
     """How many tokens the model was made for."""
     try:
         length = read_object(bundle / "config.json").get("max_position_embeddings")

@@ -71,7 +71,7 @@ class HarnessModel(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        return self.tokenizer.eos_token_id
+        return int(self.tokenizer.eos_token_id)
 
     @property
     def prefix_token_id(self) -> int:
@@ -79,40 +79,42 @@ class HarnessModel(TemplateLM):
 
     @property
     def tokenizer_name(self) -> str:
-        return self.tokenizer.name_or_path.replace("/", "__")
+        return str(self.tokenizer.name_or_path).replace("/", "__")
 
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
         self.special = False  # the template has them
-        return self.tokenizer.apply_chat_template(
-            chat_history,
-            tokenize=False,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=not add_generation_prompt,
+        return str(
+            self.tokenizer.apply_chat_template(
+                chat_history,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=not add_generation_prompt,
+            )
         )
 
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **_: Any
     ) -> list[int]:
         special = self.special if add_special_tokens is None else add_special_tokens
-        return self.tokenizer.encode(string, add_special_tokens=special)
+        return list(self.tokenizer.encode(string, add_special_tokens=special))
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = True) -> list[Any]:
-        return super().loglikelihood(requests, disable_tqdm=True)
+        return list(super().loglikelihood(requests, disable_tqdm=True))
 
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **_: Any
     ) -> list[tuple[float, bool]]:
         """Those with one prompt at once."""
-        by_prompt = defaultdict(list)
-        for index, (_, prompt, _) in enumerate(requests):
-            by_prompt[tuple(prompt)].append(index)
+        by_prompt: dict[tuple[int, ...], list[int]] = defaultdict(list)
+        for index, request in enumerate(requests):
+            by_prompt[tuple(request[1])].append(index)
         answers: dict[int, tuple[float, bool]] = {}
         for prompt, indices in by_prompt.items():
             scores = self.model.scores([*prompt], [requests[index][2] for index in indices])
-            answers.update(zip(indices, map(tuple, scores), strict=True))
-            for _ in indices:
+            for index, score in zip(indices, scores, strict=True):
+                answers[index] = (score.log_likelihood, score.is_greedy)
                 self.advance()
         return [answers[index] for index in range(len(requests))]
 

@@ -106,7 +106,7 @@ def _measure_task(model: Model, record: Task, options: Options) -> Sample:
     answer = extract(options.pattern, written)
     wanted = extract(options.pattern, record.answer)
     wanted = record.answer.strip() if wanted is None else wanted
-    sample = {"written": written, "answer": answer}
+    sample: Sample = {"written": written, "answer": answer}
     sample["exact_match"] = exact_match(answer, wanted, options.is_json)
     sample["f1"] = f1(answer or "", wanted)
     if options.is_json:
@@ -125,4 +125,4 @@ def _prompt(tokenizer: Any, record: Task, chat: bool | None) -> list[int]:
     if chat is False:
         raise MespError("messages go through the chat template; leave out --no-chat")
     text = in_template(tokenizer, record.prompt, record.tools)
-    return tokenizer.encode(text, add_special_tokens=False)
+    return list(tokenizer.encode(text, add_special_tokens=False))

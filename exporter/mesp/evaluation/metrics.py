@@ -47,6 +47,7 @@ class Metric:
         return cls(name, metric.of_rows(np.arange(len(sums))), *given, **others)
 
     def of_rows(self, rows: np.ndarray) -> float:
+        assert self.sums is not None and self.weights is not None
         return self.final(float(self.sums[rows].sum() / self.weights[rows].sum()))
 
 
@@ -67,10 +68,12 @@ def compare(metrics: Sequence[Metric]) -> list[tuple[Estimate, Estimate | None]]
     1,000 draws with replacement; the same records give the same intervals again.
     """
     first = metrics[0]
-    if any(metric.sums is None for metric in metrics) or len(first.sums) < 2:
-        bounds = [(None, None)] * (2 * len(metrics))
+    n = 0 if first.sums is None else len(first.sums)
+    bounds: list[Any] = [(None, None)] * (2 * len(metrics))
+    if n < 2 or any(metric.sums is None for metric in metrics):
+        pass
     else:
-        random, n = np.random.default_rng(0), len(first.sums)
+        random = np.random.default_rng(0)
         drawn = []
         for _ in range(RESAMPLES):
             rows = random.integers(n, size=n)

@@ -23,7 +23,7 @@ class Model:
         """What a text begins with, so that its first token has a probability too."""
         for token in (self.tokenizer.bos_token_id, self.tokenizer.eos_token_id):
             if token is not None:
-                return token
+                return int(token)
         raise MespError("The bundle's tokenizer has no token that begins or ends a text.")
 
     def encode_pair(
@@ -90,7 +90,8 @@ class Model:
             go_on,
         )
         text = self.tokenizer.decode(tokens)
-        return text[: min((text.find(stop) for stop in stops if stop in text), default=len(text))]
+        ends = [text.find(stop) for stop in stops if stop in text]
+        return str(text[: min(ends, default=len(text))])
 
     def _end_of(self, prompt: list[int], length: int) -> list[int]:
         self.cut += len(prompt) > length

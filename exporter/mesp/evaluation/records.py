@@ -55,7 +55,7 @@ def read_records(data: str, limit: int | None) -> list[Record]:
     else:
         name, read = data, Path(data).read_bytes
     text = read_utf8(name, read)
-    records = []
+    records: list[Record] = []
     # Not str.splitlines, which also splits at characters that JSON allows in a string.
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip() and (limit is None or len(records) < limit):

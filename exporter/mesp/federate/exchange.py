@@ -163,7 +163,8 @@ def _shares(weights: list[float]) -> list[float]:
 
 def _mean(clients: list[Arrays], weights: list[float], name: str) -> np.ndarray:
     parts = zip(_shares(weights), clients, strict=True)
-    return sum(p * each[name].astype(np.float64) for p, each in parts)
+    products = (p * each[name].astype(np.float64) for p, each in parts)
+    return sum(products, start=np.zeros(()))
 
 
 def _squared_norm(left: list[np.ndarray], right: list[np.ndarray]) -> float:

@@ -61,7 +61,8 @@ def train(client: Client, received: Arrays, config: Mapping[str, Any]) -> Traine
     model, arch = str(manifest.model), manifest.architecture
     if config["model"] != model:
         raise MespError(f"{client.bundle} is of {model}, and the round is of {config['model']}.")
-    settings = {name: config[name] for name in SETTINGS if name in config} | client.privacy
+    settings = {name: config[name] for name in SETTINGS if name in config}
+    settings |= client.privacy
     if config.get("proximal-mu"):  # FedProx's
         settings["proximal_mu"] = config["proximal-mu"]
     with tempfile.TemporaryDirectory(prefix="mesp-federate-") as folder:
@@ -84,7 +85,7 @@ def train(client: Client, received: Arrays, config: Mapping[str, Any]) -> Traine
         arrays={name: arrays[name] for name in received},
         targets=sum(step["tokens"] for step in run.steps),
         loss=sum(run.losses) / len(run.losses),
-        footprint=run.peak_bytes,
+        footprint=run.peak_bytes or 0,
         examples=run.plan.get("examples"),
     )
 
@@ -108,4 +109,4 @@ def run_engine(settings: dict[str, Any], timeout: float | None = None) -> Run:
 def scale(settings: Mapping[str, Any]) -> float:
     """What the adapters' product is multiplied by: alpha / rank, or alpha / √rank."""
     rank = settings["rank"]
-    return settings["alpha"] / (math.sqrt(rank) if settings["rslora"] else rank)
+    return float(settings["alpha"] / (math.sqrt(rank) if settings["rslora"] else rank))

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -104,6 +105,7 @@ def share_out(
     all_units = [unit for units in topics.values() for unit in units]
     pools = {"": all_units} if split.kind == "iid" else topics
     for number, units in enumerate(pools.values()):
+        parts: list[Any]
         if split.kind == "by-file":
             parts = [range(len(units)) if i == number % clients else () for i in range(clients)]
         else:
@@ -139,4 +141,4 @@ def _documents(units: list[Unit]) -> Iterator[Document]:
         if not isinstance(documents[0].content, str):
             yield from documents
             continue
-        yield Document(documents[0].where, PARAGRAPH.join(each.content for each in documents))
+        yield Document(documents[0].where, PARAGRAPH.join(str(each.content) for each in documents))

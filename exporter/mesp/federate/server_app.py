@@ -31,7 +31,7 @@ def serve(federation: Federation, grid: Grid, show: Show, timeout: float | None)
         options, rounds = federation.options, federation.rounds
         if rounds.last is None:
             rounds.save(0, None, {})
-        done = rounds.last
+        done = rounds.last or 0
         show(rounds.record(done))
         inner = make_strategy(options)
         restore(inner, rounds.path(done) / STATE_NAME)

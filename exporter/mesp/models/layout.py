@@ -62,7 +62,7 @@ class Layout:
                 return spec
         raise KeyError(name)
 
-    def __contains__(self, name: str) -> bool:
+    def __contains__(self, name: object) -> bool:
         return any(spec.name == name for spec in self.arrays)
 
     @classmethod

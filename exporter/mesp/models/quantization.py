@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 # MLX's modes: their (bits, group size), where the mode leaves no choice.
 MODES = {"affine": None, "mxfp4": (4, 32), "nvfp4": (4, 16), "mxfp8": (8, 32)}
 AFFINE = {2, 3, 4, 5, 6, 8}, {32, 64, 128}  # bits and group sizes of the one that does
+
+
+class Arrays(Protocol):
+    """Arrays, or where they lie, by name."""
+
+    def __getitem__(self, name: str, /) -> Any: ...
+
+    def __contains__(self, name: object, /) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -24,7 +31,7 @@ class Quantization:
     mode: str = "affine"
 
     @classmethod
-    def of(cls, arrays: Mapping[str, Any], prefix: str, columns: int) -> Quantization:
+    def of(cls, arrays: Arrays, prefix: str, columns: int) -> Quantization:
         """What the shapes of `prefix`weight, `prefix`scales and, where there are, `prefix`biases
 
         say of the matrix of so many columns. Raises ValueError where they fit no quantization.

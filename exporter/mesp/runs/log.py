@@ -42,6 +42,9 @@ FIELDS = {
 }
 
 
+Record = dict[str, Any]
+
+
 def is_record(value: object) -> bool:
     """Whether a value is a record with what is read of its kind; other kinds may hold anything."""
     if not isinstance(value, dict) or not isinstance(value.get("type"), str):
@@ -72,13 +75,13 @@ class Speed(NamedTuple):
     in_loss: float | None
 
     @classmethod
-    def of(cls, steps: Iterable[dict]) -> Speed:
+    def of(cls, steps: Iterable[Record]) -> Speed:
         """That of some steps' records. Old logs have no `input_tokens`."""
         steps = list(steps)
         seconds = sum(step["seconds"] for step in steps)
         if not seconds:
             return cls(None, None)
-        read = sum(step.get("input_tokens", step["tokens"]) for step in steps)
+        read = sum({"input_tokens": step["tokens"], **step}["input_tokens"] for step in steps)
         return cls(read / seconds, sum(step["tokens"] for step in steps) / seconds)
 
     def words(self, unit: str) -> str:
@@ -87,9 +90,6 @@ class Speed(NamedTuple):
         if self.tokens == self.in_loss:
             return said
         return f"{said} ({decimal(self.in_loss, 0)} in the loss)"
-
-
-Record = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -113,18 +113,18 @@ class Run:
     @classmethod
     def of(cls, records: Iterable[Record], folder: Path | None = None) -> Run:
         """The run of these records; kinds that this version does not know are passed over."""
-        ones: dict[str, Record] = {}
+        found: dict[str, Any] = {}
         several: dict[str, list[Record]] = {"step": [], "eval": [], "event": []}
         last_time = None
         for record in records:
             kind = record.get("type", "")
             if kind in ("start", "plan", "end"):
-                ones[kind] = record
+                found[kind] = record
             elif kind in several:
                 several[kind].append(record)
             last_time = record.get("time", last_time)
-        lists = {f"{kind}s": tuple(found) for kind, found in several.items()}
-        return cls(**ones, **lists, last_time=last_time, folder=folder)
+        found |= {f"{kind}s": tuple(each) for kind, each in several.items()}
+        return cls(**found, last_time=last_time, folder=folder)
 
     @classmethod
     def load(cls, folder: str | os.PathLike[str]) -> Run:
@@ -156,8 +156,8 @@ class Run:
         return cls.of(records, Path(folder))
 
     @property
-    def settings(self) -> dict:
-        return self.start.get("settings", {})
+    def settings(self) -> Record:
+        return dict(self.start.get("settings", {}))
 
     @property
     def model(self) -> str:
@@ -201,12 +201,12 @@ class Run:
         peaks = [step["footprint_peak_bytes"] for step in self.steps]
         return max([*peaks, self.end.get("footprint_peak_bytes") or 0]) or None
 
-    def evals_of(self, split: str) -> list[dict]:
+    def evals_of(self, split: str) -> list[Record]:
         """The evaluations on `valid` or `test` data."""
         return [record for record in self.evals if record.get("split", "valid") == split]
 
     @property
-    def best(self) -> dict | None:
+    def best(self) -> Record | None:
         """The evaluation after a step with the lowest held-out loss."""
         after = [record for record in self.evals_of("valid") if record["step"] > 0]
         return min(after, key=lambda record: record["loss"], default=None)
@@ -227,7 +227,7 @@ class Run:
     def state(self, now: datetime | None = None) -> str:
         """How the run ended, says its end record; without one `running`, or `killed` if silent."""
         if self.end:
-            return self.end.get("reason", "?")
+            return str(self.end.get("reason", "?"))
         if self.last_time is None:
             return "killed"
         now = now or datetime.now(UTC)

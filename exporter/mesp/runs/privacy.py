@@ -16,12 +16,13 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from mesp.errors import MespError
 
 
-class Steps(NamedTuple):
+@dataclass(frozen=True)
+class Steps:
     """So many steps with Gaussian noise of `noise` times an example's largest norm, each of which
     draws each example with the probability `sampled`."""
 
@@ -45,10 +46,11 @@ def epsilon(steps: Iterable[Steps], delta: float) -> float:
     # It warns of each order that it leaves out, which only makes ε larger.
     logging.getLogger("absl").setLevel(logging.ERROR)
     accountant = RdpAccountant()
-    for count, noise, sampled in steps:
-        if count > 0 and noise == 0:
+    for each in steps:
+        if each.count > 0 and each.noise == 0:
             return math.inf
-        accountant.compose(PoissonSampledDpEvent(sampled, GaussianDpEvent(noise)), count)
+        drawn = PoissonSampledDpEvent(each.sampled, GaussianDpEvent(each.noise))
+        accountant.compose(drawn, each.count)
     return float(accountant.get_epsilon(delta))
 
 
