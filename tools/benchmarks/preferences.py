@@ -64,7 +64,7 @@ def measure_objectives(cell: Cell, steps: int, work: Path, tell: Tell) -> Iterat
 def write_pairs(cell: Cell, count: int, folder: Path, judged: bool) -> Path:
     """A folder of data with `count` pairs of random answers as long as a sequence, half of it
     prompt: what `data` in the engine's settings names. Not judged, they are examples."""
-    length, vocabulary = cell.seq_len + 1, read_manifest(cell.bundle)["architecture"]["vocab_size"]
+    length, vocabulary = cell.seq_len + 1, read_manifest(cell.bundle).architecture.vocab_size
     examples = np.arange(2 * count, dtype="<u4")[:, None] * length
     examples = np.concatenate([examples, np.full_like(examples, length)], axis=1)
     tokens = np.random.default_rng(0).integers(vocabulary, size=2 * count * length, dtype="<u4")

@@ -27,7 +27,6 @@ from mesp.data.examples import Split
 from mesp.engine.process import find_count
 from mesp.engine.settings import default_learning_rate, default_optimizer
 from mesp.errors import MespError
-from mesp.models.architecture import Architecture
 
 SIZES = tuple(paper.PEAK_MB)
 MODELS = (*SIZES, "Llama-3.2-1B", "Llama-3.2-3B", "Qwen3-0.6B", "Qwen3-1.7B", "Qwen3-4B",
@@ -166,7 +165,7 @@ def defaults_rows(bench: Bench) -> Iterator[Row]:
     rank, and for the default with each other rank; all of a model and a length are compared."""
     cells = itertools.groupby(bench.cells(), key=lambda cell: (cell.bundle, cell.seq_len))
     for (bundle, _), ranks in cells:
-        width = Architecture.from_manifest(read_manifest(bundle)["architecture"]).hidden_size
+        width = read_manifest(bundle).architecture.hidden_size
         rate = default_learning_rate("mesp", default_optimizer("mesp"), width)
         updates, rows = sweep(rate, warmup=bench.steps // 10), []
         first, *others = ranks
