@@ -31,6 +31,7 @@ def programs(work: Path) -> Path:
     for line in (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines():
         if line.startswith("!"):
             source, target = ROOT / line[1:], context / line[1:]
+            target.parent.mkdir(exist_ok=True)
             if source.is_dir():
                 shutil.copytree(source, target, ignore=shutil.ignore_patterns(".build"))
             else:

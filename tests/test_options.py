@@ -376,7 +376,15 @@ def bundle_of_lengths(bundle_of_examples: Path, tmp_path_factory: pytest.TempPat
     """The same examples, with shorter lengths too."""
     path = tmp_path_factory.mktemp("lengths") / "demo.mesp"
     lengths = (SEQ_LEN // 4, SEQ_LEN // 2, SEQ_LEN)
-    done = run("export", "--from", bundle_of_examples, "--seq-len", *lengths, "--out", path)
+    done = run(
+        "export",
+        "--from",
+        bundle_of_examples,
+        "--seq-len",
+        ",".join(map(str, lengths)),
+        "--out",
+        path,
+    )
     assert done.returncode == 0, done.stderr
     return path
 

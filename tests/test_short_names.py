@@ -102,7 +102,7 @@ def test_the_list_plans_what_an_export_would(monkeypatch, tmp_path):
     peaks = {name.split(",")[0]: found for name, _, _, _, *found in rows(result.stdout)[1:]}
     assert all(0 < number(short) < number(long) for short, long in peaks.values())
 
-    size = ["--model", "SmolLM2-135M", "--random-weights", "--seq-len", "256", "1024"]
+    size = ["--model", "SmolLM2-135M", "--random-weights", "--seq-len", "256,1024"]
     exported = CliRunner().invoke(main, size)
     short, long = peaks["SmolLM2-135M"]
     assert f"256 tokens {short} MB" in exported.stdout

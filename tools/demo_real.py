@@ -52,7 +52,7 @@ def main(model: str | None, steps: int, seed: int) -> None:
     bundle, data, held_out = OUT / "notes.mesp", OUT / "notes", write_data(OUT / "notes")
     call(
         *(program("mesp-export"), "--model", model, "--data", data, "--out", bundle),
-        *("--overwrite", "--seq-len", *SEQ_LENS),
+        *("--overwrite", "--seq-len", ",".join(map(str, SEQ_LENS))),
     )
     run = OUT / "runs" / f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}"
     call(
