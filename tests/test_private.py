@@ -331,7 +331,7 @@ def test_text_in_several_sequences_is_refused(tmp_path: Path, options: tuple):
     data.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     bundle = export(tmp_path, data, *options)
     done = train(bundle, tmp_path / "run", "--dp-noise", 1)
-    assert done.returncode == 2 and "mesp-data --no-pack --long cut" in done.stderr
+    assert done.returncode == 2 and "mesp data --no-pack --long cut" in done.stderr
 
 
 def test_a_run_goes_on_to_more_steps(bundle: Path, tmp_path: Path):

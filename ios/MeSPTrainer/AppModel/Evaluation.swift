@@ -3,7 +3,7 @@ import MeSPCore
 import MeSPFiles
 import Observation
 
-/// How good the base model and the fine-tuned one are on the same records, by the rules of `mesp-evaluate`: the perplexity of texts, how
+/// How good the base model and the fine-tuned one are on the same records, by the rules of `mesp evaluate`: the perplexity of texts, how
 /// often the right one of several choices is the likeliest, or how often what is written is what should be. While the app is not in front,
 /// it waits.
 @MainActor @Observable public final class Evaluation {
@@ -276,7 +276,7 @@ extension TextTokenizer {
         }
     }
 
-    /// The ids of a prompt, and of what follows it, cut where `mesp-evaluate` cuts: white space at the prompt's end goes to the choice, and
+    /// The ids of a prompt, and of what follows it, cut where `mesp evaluate` cuts: white space at the prompt's end goes to the choice, and
     /// both are tokenized together.
     func encode(_ prompt: String, followedBy choices: [String]) throws -> (prompt: [Int], choices: [[Int]]) {
         let kept = prompt.reversed().drop(while: \.isWhitespace).reversed().reduce(into: "") { $0.append($1) }

@@ -1,8 +1,8 @@
 // mesp-engine SETTINGS.json: one training run. Prints the log's records as they are written; mesp-train drives it.
 // mesp-engine count SETTINGS.json: counts what a step takes on a phone's GPU. mesp-train --dry-run drives it.
 // mesp-engine federate SETTINGS.json: takes part in a federation until a signal comes. Prints a record for what happens.
-// mesp-engine generate SETTINGS.json: writes on from a prompt. Prints a record for each token; mesp-generate drives it.
-// mesp-engine evaluate SETTINGS.json: reads requests from standard input. Prints a record for each; mesp-evaluate drives it.
+// mesp-engine generate SETTINGS.json: writes on from a prompt. Prints a record for each token; mesp generate drives it.
+// mesp-engine evaluate SETTINGS.json: reads requests from standard input. Prints a record for each; mesp evaluate drives it.
 // mesp-engine self-check SETTINGS.json: asks the machine. Prints a record for each check; tools/check_gpu.py drives it.
 // mesp-engine --version: prints its version and MLX's, which the Python package compares with its own.
 

@@ -23,7 +23,7 @@ public struct Choice: Codable, Sendable, Equatable, Identifiable {
 
     private enum Key: String, CodingKey { case id, date, prompt, chosen, rejected }
 
-    // The answers are lists of one message, as TRL and mesp-data take them.
+    // The answers are lists of one message, as TRL and mesp data take them.
 
     public init(from decoder: any Decoder) throws {
         let fields = try decoder.container(keyedBy: Key.self)
@@ -52,7 +52,7 @@ public struct Choice: Codable, Sendable, Equatable, Identifiable {
 
 /// The choices that a person has made, in a JSONL file: of an app in which people take a suggestion or write another.
 ///
-/// The file is what `mesp-data --data` and TRL take as preferences, and `TextData` makes the next run's tokens of it
+/// The file is what `mesp data --data` and TRL take as preferences, and `TextData` makes the next run's tokens of it
 /// (``TextData/Source/choices(_:)``).
 public struct ChoiceStore: Sendable {
     public let url: URL

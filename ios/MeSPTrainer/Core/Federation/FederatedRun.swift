@@ -12,7 +12,7 @@ import MeSPFiles
 ///     }
 ///
 /// What travels is as `docs/federation.md` has it: the LoRA matrices of a module in all blocks that have it as one array
-/// `[blocks, in, rank]` or `[blocks, rank, out]`, counts, a mean loss and a peak of memory. `mesp-federate`'s
+/// `[blocks, in, rank]` or `[blocks, rank, out]`, counts, a mean loss and a peak of memory. `mesp federate`'s
 /// clients in Python answer alike, to the last bit of the matrices.
 public struct FederatedRun {
     /// What to run. Where a run for the same message was ended before, it goes on.

@@ -19,13 +19,13 @@ struct Splits {
             }
             guard settings.objective != .kto || sequences.count > 1 else {
                 throw MeSPError(
-                    "The \(split) data has a single answer for sequences of \(settings.seqLen) tokens, and kto compares answers; add some with mesp-data."
+                    "The \(split) data has a single answer for sequences of \(settings.seqLen) tokens, and kto compares answers; add some with mesp data."
                 )
             }
             return sequences
         }
         guard let stream = try tokens("train") else {
-            throw MeSPError("\(bundle.url.path) holds no training data; add it with mesp-data.")
+            throw MeSPError("\(bundle.url.path) holds no training data; add it with mesp data.")
         }
         train = stream.sequences(lengths: lengths)
         guard train.count > 0 else {
@@ -36,7 +36,7 @@ struct Splits {
         if settings.dpClip != nil {
             guard stream.hasWholeRecords else {
                 throw MeSPError(
-                    "Differential privacy is for records that are a sequence each, and the training data is packed, or has records in several sequences; write it with mesp-data --no-pack --long cut."
+                    "Differential privacy is for records that are a sequence each, and the training data is packed, or has records in several sequences; write it with mesp data --no-pack --long cut."
                 )
             }
             guard settings.batchSize <= train.count / (stream.hasPairs ? 2 : 1) else {
@@ -47,13 +47,13 @@ struct Splits {
         valid = settings.valBatches > 0 ? try sequences("valid") : nil
         guard valid != nil || settings.earlyStopping == 0 else {
             throw MeSPError(
-                "Early stopping needs held-out data, and \(bundle.url.path) has none for sequences of \(settings.seqLen) tokens; add it with mesp-data."
+                "Early stopping needs held-out data, and \(bundle.url.path) has none for sequences of \(settings.seqLen) tokens; add it with mesp data."
             )
         }
         test = settings.test ? try sequences("test") : nil
         guard test != nil || !settings.test else {
             throw MeSPError(
-                "\(bundle.url.path) has no test data for sequences of \(settings.seqLen) tokens; add it with mesp-data."
+                "\(bundle.url.path) has no test data for sequences of \(settings.seqLen) tokens; add it with mesp data."
             )
         }
     }
@@ -113,7 +113,7 @@ extension TokenStream {
             let records: Sentence =
                 objective.takesPairs ? "prompt, chosen and rejected" : "prompt, completion and label"
             throw MeSPError(
-                "The objective \(objective.rawValue) needs records of \(records), and the \(split) data has others; add some with mesp-data."
+                "The objective \(objective.rawValue) needs records of \(records), and the \(split) data has others; add some with mesp data."
             )
         }
     }

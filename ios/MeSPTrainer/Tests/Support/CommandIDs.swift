@@ -17,7 +17,7 @@ struct CommandIDs: Decodable, Sendable {
     struct OfTokenizer: Decodable, Sendable {
         private let beginOfText: Int?
         private let addsBegin: Bool
-        /// Of the words, as `mesp-evaluate` puts a text to the model, as `mesp-generate` writes on from them without a template, and as
+        /// Of the words, as `mesp evaluate` puts a text to the model, as `mesp generate` writes on from them without a template, and as
         /// `mesp-export` makes a record's training data of them; then of the file.
         let text: [Int]
         let prompt: [Int]
@@ -26,7 +26,7 @@ struct CommandIDs: Decodable, Sendable {
         /// Of " again" as the completion to the words, joined without a template, and which of them count.
         let answer: [Int]
         let answerCounted: [Bool]
-        /// As `mesp-evaluate` puts choices to the model.
+        /// As `mesp evaluate` puts choices to the model.
         let questions: [Question]
 
         /// The same here.
