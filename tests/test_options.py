@@ -424,7 +424,7 @@ def test_a_run_goes_on_when_its_bundle_got_shorter_lengths(
     path = shutil.copytree(bundle_of_examples, tmp_path / "demo.mesp")
     straight = train(path, tmp_path / "straight", steps=6)
     train(path, tmp_path / "run", steps=3)
-    done = run("export", "--from", path, "--seq-len", 8, SEQ_LEN, "--overwrite")
+    done = run("export", "--from", path, "--seq-len", f"8,{SEQ_LEN}", "--overwrite")
     assert done.returncode == 0, done.stderr
     resumed = train(path, tmp_path / "run", "--resume", steps=6)
     assert resumed.losses == pytest.approx(straight.losses, rel=1e-6, abs=1e-6)

@@ -65,7 +65,8 @@ def export(
     command(
         "mesp.commands.export",
         *("--model", model, "--out", bundle, "--overwrite", "--device", "cpu", "--dtype", dtype),
-        *("--seq-len", task.seq_len, "--rank", RANK, *more_ranks, "--data", *data),
+        *("--seq-len", task.seq_len, "--rank", ",".join(map(str, (RANK, *more_ranks)))),
+        *("--data", *data),
     )
     return bundle
 
