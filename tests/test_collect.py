@@ -81,6 +81,13 @@ def test_a_folder_of_runs_is_copied_and_listed(tmp_path: Path):
     assert files == {Path("metrics.jsonl"), Path("adapters/adapters.safetensors")}
 
 
+def test_runs_go_to_collected_where_no_folder_is_named(tmp_path: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_run(Path("runs/a"))
+    assert [*rows(collect("--from", "runs"))] == ["a"]
+    assert Path("collected/a/metrics.jsonl").is_file()
+
+
 @pytest.mark.parametrize("cut", [1, 2, 30])
 def test_a_last_line_that_is_cut_off_is_left_out(tmp_path: Path, cut: int):
     run = write_run(tmp_path / "runs" / "a", end=None)

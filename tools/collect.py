@@ -35,7 +35,10 @@ KEPT = (LOG_NAME, "settings.json", "samples.json", "adapters", "best")  # of a r
 @click.command(cls=Command)
 @click.option("--device", help="Which phone: name, UDID or identifier.  [default: the only one]")
 @click.option("--from", "source", type=click.Path(path_type=Path), help="A folder to search.")
-@click.option("--out", type=click.Path(path_type=Path), required=True, help="Where runs go.")
+@click.option(
+    "--out", type=click.Path(path_type=Path), default="collected", show_default=True,
+    help="Where runs go.",
+)  # fmt: skip
 @click.option("--app", default=APP, show_default=True, help="Bundle identifier of the app.")
 def main(device: str | None, source: Path | None, out: Path, app: str) -> None:
     """Collect training runs from a phone, or from a folder, and list them."""
