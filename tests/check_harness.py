@@ -179,7 +179,7 @@ def check_alike(ours: list, theirs: list) -> None:
 
 
 def test_limit_and_chat(bundle: Path, tasks: Path, tmp_path: Path):
-    options = ("--tasks", "local_generate_until", "local_multiple_choice", "--limit", 2)
+    options = ("--tasks", "local_generate_until,local_multiple_choice", "--limit", 2)
     plain = ours(bundle, tasks, tmp_path / "plain.json", *options)["samples"][0]
     chat = ours(bundle, tasks, tmp_path / "chat.json", *options, "--chat")["samples"][0]
     assert {len(samples) for samples in (*plain.values(), *chat.values())} == {2}
