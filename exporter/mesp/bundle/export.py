@@ -89,27 +89,28 @@ class Job:
 
 def prepare(
     model: str,
-    out: StrPath | None = None,
+    out: StrPath | None,
     *,
-    data: str | None = None,
-    data_options: DataOptions | None = None,
-    seq_len: int | Sequence[int] = 256,
-    rank: int | Sequence[int] = 8,
-    mode: str | None = None,
-    bits: int | None = None,
-    group_size: int | None = None,
-    head_bits: int | None = None,
-    quantize: str = "least-squares",
-    calibrate: str | None = None,
-    dtype: str | None = None,
-    device: str | None = None,
-    random_weights: bool = False,
-    layers: int | None = None,
-    seed: int = 0,
-    overwrite: bool = False,
+    data: str | None,
+    data_options: DataOptions | None,
+    seq_len: int | Sequence[int],
+    rank: int | Sequence[int],
+    mode: str | None,
+    bits: int | None,
+    group_size: int | None,
+    head_bits: int | None,
+    quantize: str,
+    calibrate: str | None,
+    dtype: str | None,
+    device: str | None,
+    random_weights: bool,
+    layers: int | None,
+    seed: int,
+    overwrite: bool,
 ) -> Job:
     """Finds the model, which may be downloaded, and checks how it is to be exported; the arguments
-    are `export`'s. Raises MespError where something cannot be used. Nothing is written."""
+    are `export`'s, which has their defaults. Raises MespError where something cannot be used.
+    Nothing is written."""
     device = DEVICE if device in (None, "auto") else device
     _check_choices(
         device=(device, DTYPE_OF),
