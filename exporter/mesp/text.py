@@ -51,7 +51,7 @@ def load_tokenizer(
                     "is data."
                 ) from error
             raise
-        # What is not in order with a tokenizer can show when it is used.
+        # A tokenizer's fault may appear only when it is used.
         tokenizer.encode("a")
         _ = tokenizer.detokenizer
         return tokenizer

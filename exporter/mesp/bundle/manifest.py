@@ -25,7 +25,7 @@ _PACKED = {
     "words": int,
     "arrays": [{"name": str, "offset": int, "shape": [int], "dtype": str}],
 }
-# What is read of manifest.json, by its type.
+# The fields of manifest.json that are read, with their types.
 READ = {
     "name": str,
     "model": {"id": str},

@@ -33,7 +33,7 @@ class Engine:
         self.said = ""  # on standard error, once it has ended
 
     def __iter__(self) -> Iterator[Record]:
-        """What it prints: a record a line. What a library of its own prints is logged."""
+        """Yields the records that the engine prints, one a line. Logs lines that are no records."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
             try:
@@ -257,7 +257,7 @@ class Score(NamedTuple):
 
 
 class Evaluator:
-    """A running engine with a bundle's model. What is asked of it is in token ids."""
+    """A running engine with a bundle's model, which takes its requests in token ids."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine

@@ -38,7 +38,7 @@ extension Trainer {
         }
     }
 
-    /// The same with a loss of one's own.
+    /// MeZO's step for any loss.
     ///
     /// - Parameters:
     ///   - examples: that the loss is of.

@@ -131,7 +131,7 @@ public struct RunSettings: Codable, Sendable, Equatable {
         var dtype: DType { self == .float32 ? .float32 : .bfloat16 }
     }
 
-    /// What the adapters' output is multiplied by.
+    /// The factor of the adapters' output.
     var scale: Float { alpha / (rslora ? Float(rank).squareRoot() : Float(rank)) }
 
     /// Throws where a projection is not in the model, or in no block that is trained.

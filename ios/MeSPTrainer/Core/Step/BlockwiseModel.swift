@@ -6,10 +6,10 @@ package final class BlockwiseModel {
     let bundle: ModelBundle
     /// Of each block's parameters.
     package let layouts: [LoRALayout]
-    /// What the adapters' output is multiplied by: α / rank, or α / √rank.
+    /// The factor of the adapters' output: α / rank, or α / √rank.
     package let scale: Float
     private let tileBytes: Int
-    /// What the arrays of one block or of the head may take, on a GPU, in bytes.
+    /// The most that the arrays of one block or of the head may take on a GPU, in bytes.
     private let workspace: Int?
     private let keepsCache: Bool
     let clock: StepClock

@@ -99,7 +99,7 @@ import Testing
         }
     }
 
-    /// What a step takes at its peak falls by no less than the vectors that a run does without, and the planner counts them.
+    /// The peak of a step falls by at least the size of the vectors that the run does not have, and the planner counts them.
     @Test(
         arguments: [
             (["q", "v"], false, nil), (nil, true, nil), (["q", "v"], true, nil), (nil, false, 1),
