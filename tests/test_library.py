@@ -80,6 +80,11 @@ def test_a_setting_is_checked(settings: dict, problem: str):
     assert str(caught.value).startswith(problem)
 
 
+def test_lists_may_be_tuples(tmp_path: Path):
+    with pytest.raises(mesp.MespError, match="projections is \\['x'\\], and must be a list"):
+        mesp.train(tmp_path, steps=1, projections=("x",))
+
+
 def test_settings_are_written_and_read():
     settings = TrainSettings.of({"steps": 3, "memory_limit": 60, "projections": ["q", "v"]})
     entries = json.loads(json.dumps(settings.to_json()))

@@ -120,7 +120,11 @@ def prepare(
 ) -> Job:
     """The run that `train` begins, or goes on with; it must be the bundle's machine where it is
     `to_run`. Raises MespError where something cannot be used. Nothing is written."""
-    given = {name: value for name, value in given.items() if value is not None}
+    given = {
+        name: list(value) if isinstance(value, tuple) else value
+        for name, value in given.items()
+        if value is not None
+    }
     if "adapters" in given:
         given["adapters"] = str(Path(given["adapters"]).resolve())
     path = None
