@@ -14,6 +14,7 @@
 #include "Ledger.h"
 #include "Metal.h"
 #include "PackedProduct.h"
+#include "Rows.h"
 #include "TF32.h"
 #include "mlx/compile_impl.h"
 #include "mlx/mlx.h"
@@ -156,21 +157,8 @@ void copy_in_order(const char *source, char *&destination, const mx::array &a, i
 // every operation, and the page faults of fresh mappings cost a fifth of a step, the arena's gaps some megabytes.
 __attribute__((constructor)) static void set_up_malloc() {
     mallopt(M_MMAP_THRESHOLD, 8 << 20);
-    mallopt(M_TRIM_THRESHOLD, 8 << 20);
+    mallopt(M_TRIM_THRESHOLD, 32 << 20);
     mallopt(M_ARENA_MAX, 1);
-}
-
-/// Gives the heap's free pages back when 4 MiB of arrays have gone since the last time: what one piece of a step leaves lies in
-/// gaps that the next, with arrays of other sizes, may not fill. Each eval asks; a step of 0.5B at 256 tokens trims some 50 times.
-static void trim_what_went() {
-    static std::atomic<size_t> highest;
-    const auto active = mx::get_active_memory();
-    if (active > highest) {
-        highest = active;
-    } else if (highest - active > 4 << 20) {
-        malloc_trim(0);
-        highest = active;
-    }
 }
 #endif
 
@@ -544,6 +532,9 @@ HostArray host_rms_norm(HostArray x, HostArray weight, float eps, HostStream s) 
     return guarded([&] {
         const auto stream = get(s);
         if (!is_recorded_gpu(stream)) {
+            if (const auto y = needs_mlx() ? std::nullopt : host::rms_norm(get(x), get(weight), eps, stream)) {
+                return wrap(*y);
+            }
             return wrap(mx::fast::rms_norm(get(x), get(weight), eps, stream));
         }
         return wrap(fused(
@@ -557,6 +548,10 @@ HostArray host_rope(
         const auto stream = get(s);
         const auto freqs = frequencies ? std::optional(get(frequencies)) : std::nullopt;
         if (!is_recorded_gpu(stream)) {
+            const bool isOwn = freqs && !traditional && scale == 1 && !needs_mlx() && !metal::has_rope_of_one_token();
+            if (const auto y = isOwn ? host::rope(get(x), offset, *freqs, stream) : std::nullopt) {
+                return wrap(*y);
+            }
             const auto y = mx::fast::rope(
                 get(x), dimensions, traditional, has_base ? std::optional(base) : std::nullopt, scale, offset, freqs,
                 stream);
@@ -696,9 +691,6 @@ bool host_eval(HostVector arrays) {
         }
         metal::begin_evaluation(get(arrays));
         mx::eval(get(arrays));
-#ifdef __GLIBC__
-        trim_what_went();
-#endif
     });
 }
 bool host_async_eval(HostVector arrays) {
@@ -731,7 +723,21 @@ bool host_jvp(HostClosure f, HostVector primals, HostVector tangents, HostVector
 
 HostVector host_compiled_call(HostClosure f, uintptr_t id, bool shapeless, HostVector inputs) {
     Closure function(f);
-    return WRAP(mx::detail::compile(function, id, shapeless)(get(inputs)));
+    return guarded([&] {
+        if (needs_mlx() || metal::default_device() == mx::Device::gpu) {
+            return wrap(mx::detail::compile(function, id, shapeless)(get(inputs)));
+        }
+        // To fuse, MLX would call a compiler of C++.
+        struct WithoutFusing {
+            WithoutFusing() { mx::set_compile_mode(mx::CompileMode::no_fuse); }
+            ~WithoutFusing() { mx::set_compile_mode(mx::CompileMode::enabled); }
+        } without_fusing;
+        Arrays results = mx::detail::compile(function, id, shapeless)(get(inputs));
+        for (auto &result : results) {
+            result = host::fused(result, get(inputs));
+        }
+        return wrap(results);
+    });
 }
 void host_compile_erase(uintptr_t id) {
     done([&] { mx::detail::compile_erase(id); });
@@ -816,7 +822,8 @@ void host_clear_cache(void) {
     ledger::clear_cache();
     mx::clear_cache();
 #ifdef __GLIBC__
-    malloc_trim(0);
+    // The next block takes what the last one freed: its page faults, and trimming, would take a tenth of a step.
+    if (mallinfo2().fordblks > 32 << 20) malloc_trim(0);
 #endif
 }
 

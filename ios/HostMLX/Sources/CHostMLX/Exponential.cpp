@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
-#include <limits>
 
 #include "Pool.h"
 #include "Vectors.h"
@@ -18,39 +17,6 @@ namespace {
 // Fused only where MLX's polynomial is.
 #pragma clang fp contract(off)
 
-constexpr int lanes = 16;
-typedef float Floats __attribute__((vector_size(4 * lanes)));
-typedef int32_t Integers __attribute__((vector_size(4 * lanes)));
-
-// Macros, as a vector of another CPU's size can't be given to a function.
-
-/// As simd/math.h of MLX has it: 2^(x / ln 2), the integer part by bits, the fraction by a polynomial of Cephes.
-#define EXPONENTIAL(result, in)                                                              \
-    Floats result;                                                                           \
-    {                                                                                        \
-        const Floats argument = in, scaled = argument * 1.442695f;                           \
-        const Floats whole = __builtin_elementwise_floor(scaled + 0.5f);                     \
-        const Floats fraction = scaled - whole;                                              \
-        Floats sum = Floats{} + 1.535336188319500e-4f;                                       \
-        for (float c : {1.339887440266574e-3f, 9.618437357674640e-3f, 5.550332471162809e-2f, \
-                        2.402264791363012e-1f, 6.931472028550421e-1f, 1.0f}) {               \
-            sum = __builtin_elementwise_fma(sum, fraction, Floats{} + c);                    \
-        }                                                                                    \
-        const Integers bits = (__builtin_convertvector(whole, Integers) + 127) << 23;        \
-        Floats power;                                                                        \
-        std::memcpy(&power, &bits, sizeof power);                                            \
-        power = argument != argument ? argument : power * sum;                               \
-        power = argument > 88.0f ? Floats{} + std::numeric_limits<float>::infinity() : power; \
-        result = argument < -88.0f ? Floats{} : power;                                       \
-    }
-
-/// Up to `lanes` numbers; those that are missing are −∞.
-#define LOAD(result, in, count)                                                \
-    Floats result = Floats{} - std::numeric_limits<float>::infinity();         \
-    std::memcpy(&result, in, sizeof(float) * std::min<size_t>(lanes, count));
-
-#define STORE(out, value, count) std::memcpy(out, &value, sizeof(float) * std::min<size_t>(lanes, count));
-
 FOR_EACH_CPU
 void exponentials(const float *x, float *y, size_t count) {
     for (size_t i = 0; i < count; i += lanes) {
@@ -64,9 +30,7 @@ FOR_EACH_CPU
 void sigmoids(const float *x, float *y, size_t count) {
     for (size_t i = 0; i < count; i += lanes) {
         LOAD(in, x + i, count - i)
-        EXPONENTIAL(e, in < 0.0f ? -in : in)
-        const Floats small = 1.0f / (1.0f + e);
-        const Floats out = in < 0.0f ? small : 1.0f - small;
+        SIGMOID(out, in)
         STORE(y + i, out, count - i)
     }
 }
@@ -155,7 +119,9 @@ class ExponentialPrimitive : public mx::UnaryPrimitive {
         return vjp(primals, tangents, argnums, {y});
     }
 
-    const char *name() const override { return "Exponential"; }
+    const char *name() const override {
+        return f == Exponential::exp ? "HostExp" : f == Exponential::sigmoid ? "HostSigmoid" : "HostSoftmax";
+    }
 
     bool is_equivalent(const mx::Primitive &other) const override {
         const auto *same = dynamic_cast<const ExponentialPrimitive *>(&other);

@@ -1,6 +1,8 @@
 #include "Pool.h"
 
 #include <algorithm>
+#include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <cstdlib>
 #include <mutex>
@@ -38,10 +40,11 @@ class Pool {
         std::unique_lock lock(mutex);
         this->part = &part;
         next = 0;
-        this->count = unfinished = count;
+        unfinished = count;
+        this->count = count;
         for (int i = 0; i < std::min(helpers, count - 1); i++) work.notify_one();
         take(lock);
-        done.wait(lock, [this] { return unfinished == 0; });
+        wait(lock, done, [this] { return unfinished == 0; });
     }
 
     /// Held by who runs parts: MLX has a thread for each stream.
@@ -51,9 +54,23 @@ class Pool {
     void serve() {
         std::unique_lock lock(mutex);
         while (true) {
-            work.wait(lock, [this] { return next < count; });
+            wait(lock, work, [this] { return next < count; });
             take(lock);
         }
+    }
+
+    /// Looks for a while before it sleeps: most waits are shorter than it takes to wake a thread.
+    template <class Condition>
+    void wait(std::unique_lock<std::mutex> &lock, std::condition_variable &changed, Condition condition) {
+        const auto end = std::chrono::steady_clock::now() + std::chrono::microseconds(20);
+        lock.unlock();
+        while (!condition() && std::chrono::steady_clock::now() < end) {
+#ifdef __x86_64__
+            __builtin_ia32_pause();
+#endif
+        }
+        lock.lock();
+        changed.wait(lock, condition);
     }
 
     void take(std::unique_lock<std::mutex> &lock) {
@@ -69,7 +86,8 @@ class Pool {
     std::mutex mutex;
     std::condition_variable work, done;
     const std::function<void(int)> *part = nullptr;
-    int helpers = 0, next = 0, count = 0, unfinished = 0;
+    int helpers = 0;
+    std::atomic<int> next = 0, count = 0, unfinished = 0;
 };
 
 }  // namespace

@@ -1,7 +1,7 @@
 import MLX
 
-/// Arithmetic on arrays of one shape, which a GPU computes in one kernel where it would take one for each operation, some
-/// microseconds each, and write as many arrays.
+/// Arithmetic on arrays of one shape, computed together where each operation would take a kernel of a GPU, some microseconds, or a
+/// pass over memory, and write an array.
 struct Fused: Sendable {
     private let function: @Sendable ([MLXArray]) -> MLXArray
     private let compiled: @Sendable ([MLXArray]) -> [MLXArray]
@@ -13,7 +13,9 @@ struct Fused: Sendable {
     }
 
     func callAsFunction(_ arrays: [MLXArray]) -> MLXArray {
-        // For the CPU, MLX would call a compiler of C++.
-        Device.isCPU ? function(arrays) : compiled(arrays).first ?? function(arrays)
+        Self.isAvailable ? compiled(arrays).first ?? function(arrays) : function(arrays)
     }
+
+    /// Whether operations are fused at all.
+    static var isAvailable: Bool { !Device.isCPU || CPUProducts.current.fuses }
 }

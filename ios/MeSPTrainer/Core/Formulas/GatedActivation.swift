@@ -8,7 +8,7 @@ enum Activation: String, Codable, Sendable {
     /// gelu(x) = x (1 + t) / 2,  t = tanh(√(2/π) (x + 0.044715 x³)), the approximation by tanh
     case gelu
 
-    func gated(gate: MLXArray, up: MLXArray) -> MLXArray { values(gate).f * up }
+    func gated(gate: MLXArray, up: MLXArray) -> MLXArray { kernels.gated([gate, up]) }
 
     /// d_gate = d_act up f′(gate),  d_up = d_act f(gate)
     ///
@@ -18,7 +18,7 @@ enum Activation: String, Codable, Sendable {
     func gatedBackward(gate: [MLXArray], up: [MLXArray], dAct: MLXArray)
         -> (act: MLXArray, dGate: MLXArray, dUp: MLXArray)
     {
-        guard !Device.isCPU else {
+        guard Fused.isAvailable else {
             let (up, (f, slope)) = (sum(up), values(sum(gate)))
             return (f * up, dAct * up * slope, dAct * f)
         }
@@ -29,7 +29,6 @@ enum Activation: String, Codable, Sendable {
     func gatedBackwardByKernels(gate: [MLXArray], up: [MLXArray], dAct: MLXArray)
         -> (act: MLXArray, dGate: MLXArray, dUp: MLXArray)
     {
-        let kernels = self == .silu ? Self.silus : Self.gelus
         // The first half of a kernel's terms are gate's.
         let count = max(gate.count, up.count)
         let terms = [gate, up].flatMap { $0 + Array(repeating: MLXArray(Float(0)), count: count - $0.count) }
@@ -37,10 +36,11 @@ enum Activation: String, Codable, Sendable {
     }
 
     private struct Kernels {
-        let act, dGate, dUp: Fused
+        let gated, act, dGate, dUp: Fused
 
         init(_ activation: Activation) {
-            act = Fused { activation.gated(gate: sum($0.prefix($0.count / 2)), up: sum($0.suffix($0.count / 2))) }
+            gated = Fused { activation.values($0[0]).f * $0[1] }
+            act = Fused { activation.values(sum($0.prefix($0.count / 2))).f * sum($0.suffix($0.count / 2)) }
             dGate = Fused {
                 let (gate, dAct) = (sum($0.prefix($0.count / 2)), $0[$0.count - 1])
                 return dAct * sum($0.dropLast().suffix($0.count / 2)) * activation.values(gate).slope
@@ -48,6 +48,7 @@ enum Activation: String, Codable, Sendable {
             dUp = Fused { $0[$0.count - 1] * activation.values(sum($0.dropLast())).f }
         }
     }
+    private var kernels: Kernels { self == .silu ? Self.silus : Self.gelus }
     private static let silus = Kernels(.silu)
     private static let gelus = Kernels(.gelu)
 

@@ -43,19 +43,21 @@ func quantizedMM(
     return MLX.matmul(TF32.rounded(x), TF32.rounded(dense).T)
 }
 
-/// How `quantizedMM` computes on the CPU, by which MLX this is.
+/// How `quantizedMM` and `compile` compute on the CPU, by which MLX this is.
 package struct CPUProducts {
     /// Whether it dequantizes W by tiles that stay in the caches. MLX's own, some 50 times slower than a dense product, does not: there W
     /// is dequantized before the product.
     package let dequantizeInside: Bool
     /// The threads of a product, each of which unpacks and arranges matrices in buffers of its own.
     let threads: Int
+    /// Whether `compile` fuses operations on a CPU. MLX's own would call a compiler of C++.
+    let fuses: Bool
 
     /// Tests compute the plain way too.
     @TaskLocal package static var current = host
 
     /// MLX's.
-    static let plain = CPUProducts(dequantizeInside: false, threads: 1)
+    static let plain = CPUProducts(dequantizeInside: false, threads: 1, fuses: false)
 
     /// Those of this program: on Linux HostMLX's.
     private static var host: CPUProducts {
@@ -63,7 +65,7 @@ package struct CPUProducts {
             let process = ProcessInfo.processInfo
             let asked = process.environment["OPENBLAS_NUM_THREADS"].flatMap { Int($0) } ?? 0
             return CPUProducts(
-                dequantizeInside: true, threads: asked > 0 ? asked : min(8, process.activeProcessorCount))
+                dequantizeInside: true, threads: asked > 0 ? asked : min(8, process.activeProcessorCount), fuses: true)
         #else
             return plain
         #endif

@@ -1,0 +1,382 @@
+#include "Rows.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <string_view>
+#include <unordered_map>
+
+#include "Pool.h"
+#include "Vectors.h"
+#include "mlx/backend/cpu/encoder.h"
+#include "mlx/primitives.h"
+
+namespace mx = mlx::core;
+
+namespace host {
+namespace {
+
+// The numbers of MLX's operations one by one.
+#pragma clang fp contract(off)
+
+/// Numbers that go through the operations together: 20 intermediate results of so many stay in a core's first cache.
+constexpr int chunk = 256;
+
+/// Where the numbers of an array lie that is broadcast to a shape: from each row's first number, `step` numbers apart.
+struct Rows {
+    const float *data;
+    mx::Shape shape;
+    mx::Strides strides;
+    int step;
+
+    Rows(const mx::array &a, const mx::Shape &shape) : data(a.data<float>()), shape(shape), strides(shape.size(), 0) {
+        const size_t missing = shape.size() - a.ndim();
+        for (size_t i = 0; i < a.ndim(); i++) strides[missing + i] = a.shape(i) == 1 ? 0 : a.strides(i);
+        step = strides.back();
+    }
+
+    const float *row(int64_t index) const {
+        ptrdiff_t offset = 0;
+        for (int axis = int(shape.size()) - 2; axis >= 0; axis--) {
+            offset += index % shape[axis] * strides[axis];
+            index /= shape[axis];
+        }
+        return data + offset;
+    }
+};
+
+/// Calls `f(first, count)` with the rows of each part, on all cores where that pays: `work` is what a number costs, in additions.
+template <class F>
+void by_rows(int64_t rows, int64_t length, int64_t work, F f) {
+    const int64_t some = std::max<int64_t>(1, (1 << 15) / std::max<int64_t>(1, length * work / 4));
+    parallel(int((rows + some - 1) / some), rows * length * work > 1 << 19, [&](int part) {
+        const int64_t first = part * some;
+        f(first, std::min(some, rows - first));
+    });
+}
+
+bool is_plain(const mx::array &x, mx::Stream s) {
+    return s.device == mx::Device::cpu && x.dtype() == mx::float32 && x.size() > 0 && x.ndim() > 0 && !x.is_tracer();
+}
+
+// MARK: - Operations on single numbers
+
+/// The output may be an operand's own memory.
+#define EACH(statement)                                  \
+    _Pragma("clang loop vectorize(assume_safety)")       \
+    for (int i = 0; i < count; i++) statement
+
+enum class Operation { add, subtract, multiply, divide, maximum, square, rsqrt, negative, exp, sigmoid, tanh };
+
+/// A result: of the operands before it, or where `a` is negative an array's numbers.
+struct Term {
+    Operation operation{};
+    int a = -1, b = -1;
+    int leaf = -1;
+};
+
+std::optional<Operation> operation(const mx::array &a) {
+    static const std::unordered_map<std::string_view, Operation> names{
+        {"Add", Operation::add},         {"Subtract", Operation::subtract}, {"Multiply", Operation::multiply},
+        {"Divide", Operation::divide},   {"Maximum", Operation::maximum},   {"Square", Operation::square},
+        {"Rsqrt", Operation::rsqrt},     {"Negative", Operation::negative}, {"Tanh", Operation::tanh},
+        {"HostExp", Operation::exp}, {"HostSigmoid", Operation::sigmoid}};
+    const auto found = names.find(a.primitive().name());
+    if (found == names.end() || a.dtype() != mx::float32) return std::nullopt;
+    return found->second;
+}
+
+/// `terms`, the last of which is the result, of `count` ≤ `chunk` numbers. `at[i]` is where the i-th array's begin, and `steps[i]` how far
+/// they lie apart.
+FOR_EACH_CPU
+void compute(
+    const std::vector<Term> &terms, const float *const *at, const int *steps, int count, float *scratch, float *out) {
+    const float *values[64];
+    for (size_t t = 0; t < terms.size(); t++) {
+        const Term &term = terms[t];
+        float *y = t + 1 < terms.size() ? scratch + t * chunk : out;
+        if (term.leaf >= 0) {
+            const float *x = at[term.leaf];
+            const int step = steps[term.leaf];
+            if (step == 1) {
+                values[t] = x;
+                continue;
+            }
+            for (int i = 0; i < count; i++) y[i] = x[ptrdiff_t(i) * step];
+        } else {
+            const float *a = values[term.a], *b = values[std::max(term.b, 0)];
+            switch (term.operation) {
+                case Operation::add:
+                    EACH(y[i] = a[i] + b[i];)
+                    break;
+                case Operation::subtract:
+                    EACH(y[i] = a[i] - b[i];)
+                    break;
+                case Operation::multiply:
+                    EACH(y[i] = a[i] * b[i];)
+                    break;
+                case Operation::divide:
+                    EACH(y[i] = a[i] / b[i];)
+                    break;
+                case Operation::maximum:
+                    EACH(y[i] = a[i] > b[i] || a[i] != a[i] ? a[i] : b[i];)
+                    break;
+                case Operation::square:
+                    EACH(y[i] = a[i] * a[i];)
+                    break;
+                case Operation::rsqrt:
+                    for (int i = 0; i < count; i += lanes) {
+                        LOAD(in, a + i, count - i)
+                        const Floats r = 1.0f / __builtin_elementwise_sqrt(in);
+                        STORE(y + i, r, count - i)
+                    }
+                    break;
+                case Operation::negative:
+                    EACH(y[i] = -a[i];)
+                    break;
+                case Operation::tanh:
+                    for (int i = 0; i < count; i++) y[i] = std::tanh(a[i]);
+                    break;
+                case Operation::exp:
+                    for (int i = 0; i < count; i += lanes) {
+                        LOAD(in, a + i, count - i)
+                        EXPONENTIAL(e, in)
+                        STORE(y + i, e, count - i)
+                    }
+                    break;
+                case Operation::sigmoid:
+                    for (int i = 0; i < count; i += lanes) {
+                        LOAD(in, a + i, count - i)
+                        SIGMOID(sigma, in)
+                        STORE(y + i, sigma, count - i)
+                    }
+                    break;
+            }
+        }
+        values[t] = y;
+    }
+}
+
+class FusedPrimitive : public mx::UnaryPrimitive {
+  public:
+    FusedPrimitive(mx::Stream s, std::vector<Term> terms) : UnaryPrimitive(s), terms(std::move(terms)) {}
+
+    void eval_cpu(const std::vector<mx::array> &inputs, mx::array &out) override {
+        mx::Shape shape = out.shape();
+        const bool isFlat = std::all_of(inputs.begin(), inputs.end(), [&](const mx::array &a) {
+            return a.size() == 1 || (a.shape() == shape && a.flags().row_contiguous);
+        });
+        if (isFlat) shape = {int(out.size())};
+        std::vector<Rows> arrays;
+        for (const auto &a : inputs) {
+            arrays.emplace_back(a, out.shape());
+            if (isFlat) arrays.back().step = a.size() == 1 ? 0 : 1;
+        }
+        const auto spare = std::find_if(inputs.begin(), inputs.end(), [&](const mx::array &a) {
+            return a.is_donatable() && a.shape() == out.shape() && a.flags().row_contiguous && a.dtype() == mx::float32;
+        });
+        if (spare != inputs.end()) {
+            out.copy_shared_buffer(*spare);
+        } else {
+            out.set_data(mx::allocator::malloc(out.nbytes()));
+        }
+        // One row is cut as if it were many.
+        const int64_t length = isFlat ? std::min<int64_t>(shape.back(), 16 * chunk) : shape.back();
+        const int64_t size = out.size(), rows = (size + length - 1) / length;
+        mx::cpu::get_command_encoder(stream()).dispatch(
+            [terms = terms, arrays = std::move(arrays), isFlat, size, rows, length, y = out.data<float>()] {
+                std::vector<int> steps;
+                for (const auto &a : arrays) steps.push_back(a.step);
+                by_rows(rows, length, terms.size(), [&](int64_t first, int64_t count) {
+                    std::vector<float> scratch(terms.size() * chunk);
+                    std::vector<const float *> starts(arrays.size()), at(arrays.size());
+                    for (int64_t row = first; row < first + count; row++) {
+                        for (size_t i = 0; i < arrays.size(); i++) {
+                            starts[i] = isFlat ? arrays[i].data + row * length * steps[i] : arrays[i].row(row);
+                        }
+                        const int64_t end = std::min(length, size - row * length);
+                        for (int64_t column = 0; column < end; column += chunk) {
+                            for (size_t i = 0; i < arrays.size(); i++) at[i] = starts[i] + column * steps[i];
+                            compute(
+                                terms, at.data(), steps.data(), int(std::min<int64_t>(chunk, end - column)),
+                                scratch.data(), y + row * length + column);
+                        }
+                    }
+                });
+            });
+    }
+    void eval_gpu(const std::vector<mx::array> &, mx::array &) override {
+        throw std::runtime_error("fused for the CPU");
+    }
+    const char *name() const override { return "HostFused"; }
+
+  private:
+    const std::vector<Term> terms;
+};
+
+}  // namespace
+
+mx::array fused(const mx::array &result, const std::vector<mx::array> &inputs) {
+    const auto s = result.has_primitive() ? result.primitive().stream() : mx::default_stream(mx::Device::cpu);
+    if (!result.has_primitive() || !is_plain(result, s)) return result;
+    std::vector<Term> terms;
+    std::vector<mx::array> leaves;
+    std::unordered_map<uintptr_t, int> places;
+    const auto is_input = [&](const mx::array &a) {
+        return std::any_of(inputs.begin(), inputs.end(), [&](const auto &in) { return in.id() == a.id(); });
+    };
+    bool isPossible = true;
+    // Operands before their results.
+    const auto visit = [&](const auto &self, const mx::array &a) -> int {
+        if (const auto known = places.find(a.id()); known != places.end()) return known->second;
+        Term term;
+        const bool isResult = !is_input(a) && a.has_primitive() && !a.is_available();
+        if (isResult) {
+            const std::string_view name = a.primitive().name();
+            if ((name == "Broadcast" || name == "Contiguous") && a.inputs()[0].dtype() == mx::float32) {
+                return places[a.id()] = self(self, a.inputs()[0]);
+            }
+        }
+        const auto found = isResult ? operation(a) : std::nullopt;
+        if (found) {
+            term.operation = *found;
+            term.a = self(self, a.inputs()[0]);
+            if (a.inputs().size() > 1) term.b = self(self, a.inputs()[1]);
+        } else {
+            isPossible = isPossible && a.dtype() == mx::float32;
+            term.leaf = int(leaves.size());
+            leaves.push_back(a);
+        }
+        terms.push_back(term);
+        return places[a.id()] = int(terms.size()) - 1;
+    };
+    visit(visit, result);
+    if (!isPossible || terms.back().leaf >= 0 || terms.size() > 64) return result;
+    return mx::array(result.shape(), mx::float32, std::make_shared<FusedPrimitive>(s, std::move(terms)), leaves);
+}
+
+// MARK: - Norm
+
+namespace {
+
+FOR_EACH_CPU
+void normalize(const float *x, const float *weight, float eps, int64_t length, float *y) {
+    float sums[16] = {};
+    int64_t i = 0;
+    for (; i + 16 <= length; i += 16) {
+        for (int lane = 0; lane < 16; lane++) sums[lane] += x[i + lane] * x[i + lane];
+    }
+    float sum = 0;
+    for (; i < length; i++) sum += x[i] * x[i];
+    for (float part : sums) sum += part;
+    const float r = 1.0f / std::sqrt(sum / float(length) + eps);
+    for (i = 0; i < length; i++) y[i] = weight[i] * (x[i] * r);
+}
+
+class RMSNormPrimitive : public mx::UnaryPrimitive {
+  public:
+    RMSNormPrimitive(mx::Stream s, float eps) : UnaryPrimitive(s), eps(eps) {}
+
+    void eval_cpu(const std::vector<mx::array> &inputs, mx::array &out) override {
+        out.set_data(mx::allocator::malloc(out.nbytes()));
+        const int64_t length = out.shape(-1), rows = out.size() / length;
+        mx::cpu::get_command_encoder(stream()).dispatch(
+            [x = Rows(inputs[0], out.shape()), weight = inputs[1].data<float>(), eps = eps, rows, length,
+             y = out.data<float>()] {
+                by_rows(rows, length, 4, [&](int64_t first, int64_t count) {
+                    for (int64_t row = first; row < first + count; row++) {
+                        normalize(x.row(row), weight, eps, length, y + row * length);
+                    }
+                });
+            });
+    }
+    void eval_gpu(const std::vector<mx::array> &, mx::array &) override {
+        throw std::runtime_error("a norm for the CPU");
+    }
+    const char *name() const override { return "HostRMSNorm"; }
+
+  private:
+    const float eps;
+};
+
+}  // namespace
+
+std::optional<mx::array> rms_norm(const mx::array &x, const mx::array &weight, float eps, mx::Stream s) {
+    if (!is_plain(x, s) || weight.is_tracer() || weight.dtype() != mx::float32) return std::nullopt;
+    return mx::array(
+        x.shape(), mx::float32, std::make_shared<RMSNormPrimitive>(s, eps),
+        std::vector<mx::array>{mx::contiguous(x, false, s), mx::contiguous(weight, false, s)});
+}
+
+// MARK: - Rotation
+
+namespace {
+
+/// cos and sin of position × frequency, the product in float32 as MLX has it, by their series within π / 4 of a multiple of π / 2.
+FOR_EACH_CPU
+void turns(float position, const float *frequencies, int count, float *cos, float *sin) {
+    for (int i = 0; i < count; i++) {
+        const double angle = position * frequencies[i], quarters = __builtin_rint(angle * 0.6366197723675814);
+        const double r = angle - quarters * 1.5707963267948966, r2 = r * r;
+        const double s =
+            r * (1 + r2 * (-1.0 / 6 + r2 * (1.0 / 120 + r2 * (-1.0 / 5040 + r2 * (1.0 / 362880 - r2 / 39916800)))));
+        const double c =
+            1 + r2 * (-1.0 / 2 + r2 * (1.0 / 24 + r2 * (-1.0 / 720 + r2 * (1.0 / 40320 - r2 / 3628800))));
+        const double halves = __builtin_floor(quarters / 2), sign = 1 - 2 * (halves - 2 * __builtin_floor(halves / 2));
+        const bool isOdd = quarters != 2 * halves;
+        cos[i] = float(sign * (isOdd ? -s : c));
+        sin[i] = float(sign * (isOdd ? c : s));
+    }
+}
+
+FOR_EACH_CPU
+void turn(const float *x, int step, const float *cos, const float *sin, int half, int length, float *y) {
+    for (int i = 0; i < half; i++) {
+        const float a = x[ptrdiff_t(i) * step], b = x[ptrdiff_t(i + half) * step];
+        y[i] = a * cos[i] - b * sin[i];
+        y[i + half] = a * sin[i] + b * cos[i];
+    }
+    for (int i = 2 * half; i < length; i++) y[i] = x[ptrdiff_t(i) * step];
+}
+
+class RoPEPrimitive : public mx::UnaryPrimitive {
+  public:
+    RoPEPrimitive(mx::Stream s, int offset) : UnaryPrimitive(s), offset(offset) {}
+
+    void eval_cpu(const std::vector<mx::array> &inputs, mx::array &out) override {
+        out.set_data(mx::allocator::malloc(out.nbytes()));
+        const int length = out.shape(-1), positions = out.shape(-2), half = inputs[1].shape(-1);
+        const int64_t heads = out.size() / length / positions;
+        mx::cpu::get_command_encoder(stream()).dispatch(
+            [x = Rows(inputs[0], out.shape()), frequencies = inputs[1].data<float>(), offset = offset, heads, positions,
+             half, length, y = out.data<float>()] {
+                by_rows(positions, heads * length, 4, [&](int64_t first, int64_t count) {
+                    std::vector<float> cos(half), sin(half);
+                    for (int64_t position = first; position < first + count; position++) {
+                        turns(float(offset + position), frequencies, half, cos.data(), sin.data());
+                        for (int64_t row = position; row < heads * positions; row += positions) {
+                            turn(x.row(row), x.step, cos.data(), sin.data(), half, length, y + row * length);
+                        }
+                    }
+                });
+            });
+    }
+    void eval_gpu(const std::vector<mx::array> &, mx::array &) override {
+        throw std::runtime_error("a rotation for the CPU");
+    }
+    const char *name() const override { return "HostRoPE"; }
+
+  private:
+    const int offset;
+};
+
+}  // namespace
+
+std::optional<mx::array> rope(const mx::array &x, int offset, const mx::array &periods, mx::Stream s) {
+    if (!is_plain(x, s) || x.ndim() < 2 || periods.dtype() != mx::float32) return std::nullopt;
+    return mx::array(
+        x.shape(), mx::float32, std::make_shared<RoPEPrimitive>(s, offset),
+        std::vector<mx::array>{x, mx::reciprocal(periods, s)});
+}
+
+}  // namespace host

@@ -1,0 +1,31 @@
+// Operations by rows on the CPU, over all cores.
+
+#ifndef ROWS_H
+#define ROWS_H
+
+#include <optional>
+#include <vector>
+
+#include "mlx/mlx.h"
+
+namespace host {
+
+/// `result`, whose operations on single numbers are computed together: a few hundred numbers at a time go through all of them while they
+/// are in a cache, in place of an array for each. `inputs` and other operations' results are read from memory. The numbers are those of
+/// the operations one by one.
+///
+/// \returns `result` itself on another device, for another dtype, and where it is differentiated.
+mlx::core::array fused(const mlx::core::array &result, const std::vector<mlx::core::array> &inputs);
+
+/// y = x r w,  r = 1 / √(mean(x²) + ε);  nil where MLX's own is to be taken.
+std::optional<mlx::core::array> rms_norm(
+    const mlx::core::array &x, const mlx::core::array &weight, float eps, mlx::core::Stream s);
+
+/// The two halves of the first numbers of each row turned by position / period, one period for each pair; positions from `offset`, and
+/// the other numbers as they are. nil where MLX's own is to be taken.
+std::optional<mlx::core::array> rope(
+    const mlx::core::array &x, int offset, const mlx::core::array &periods, mlx::core::Stream s);
+
+}  // namespace host
+
+#endif
