@@ -971,11 +971,3 @@ def test_the_study_begins_alike_and_trains_each_way(tmp_path: Path):
     assert len(set(before[1:])) == 1
     lowered = dict(zip(names, [float(cell) < float(before[1]) for cell in after], strict=True))
     assert lowered["alone"] and lowered["federated"] and lowered["together"]
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_the_load_counts_every_run(tmp_path: Path):
-    options = ("--clients", 6, "--sampled", 2, "--rounds", 7, "--steps", 1)
-    said = tool("federate_load", *options, "--out", tmp_path / "out")
-    assert re.search(r" s for 14 runs of [\d.,]+ s in all, \d+ at once: ", said)
-    assert re.search(r"^\| +7 \| +2 \|", said, flags=re.MULTILINE)

@@ -82,7 +82,7 @@ def test_every_way_to_train_is_measured(model: Path, tmp_path: Path):
 @needs_engine
 def test_the_products_alone_are_measured_by_threads(model: Path, tmp_path: Path):
     size = ("--model", model, "--seq-len", 16, "--steps", 2, "--work", tmp_path / "work")
-    methods = ("--methods", "mesp,products,products-recomputed", "--threads", 1, 2)
+    methods = ("--methods", "mesp,products,products-recomputed", "--threads", "1,2")
     done = bench(*size, *methods, "--json", tmp_path / "rows.json")
     assert done.returncode == 0, done.stderr
     rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
@@ -105,7 +105,7 @@ def test_the_products_alone_are_measured_by_threads(model: Path, tmp_path: Path)
 @pytest.mark.slow
 @needs_engine
 def test_the_whole_model_is_extrapolated(model: Path, tmp_path: Path):
-    size = ("--model", model, "--seq-len", 16, "--layers", 1, 2, "--work", tmp_path / "work")
+    size = ("--model", model, "--seq-len", 16, "--layers", "1,2", "--work", tmp_path / "work")
     files = ("--json", tmp_path / "rows.json", "--plot", tmp_path / "rows.png")
     done = bench(*size, *files, "--methods", "mesp", "--steps", 1)
     assert done.returncode == 0, done.stderr
@@ -121,7 +121,7 @@ def test_the_whole_model_is_extrapolated(model: Path, tmp_path: Path):
 @needs_engine
 def test_a_run_that_fails_leaves_the_others(model: Path, tmp_path: Path):
     size = ("--model", model, "--seq-len", 16, "--steps", 1, "--work", tmp_path / "work")
-    done = bench(*size, "--methods", "mesp", "--memory-limit", 0.1, "auto", "bar")
+    done = bench(*size, "--methods", "mesp", "--memory-limit", "0.1,auto,bar")
     assert done.returncode == 1
     assert len(done.stderr.splitlines()) == 2
     assert "tiny 16 mesp ≤ 0.1 MB failed: A memory limit" in done.stderr
@@ -163,7 +163,7 @@ def test_a_step_on_a_phone_takes_no_more_than_it_did(tmp_path: Path):
 
 @needs_engine
 def test_records_at_their_own_length_are_compared_with_padded_ones(model: Path, tmp_path: Path):
-    size = ("--model", model, "--seq-len", 16, 64, "--steps", 6, "--work", tmp_path / "work")
+    size = ("--model", model, "--seq-len", "16,64", "--steps", 6, "--work", tmp_path / "work")
     done = bench("--table", "records", *size, "--json", tmp_path / "rows.json")
     assert done.returncode == 0, done.stderr
     padded, short = json.loads((tmp_path / "rows.json").read_text())["rows"]
@@ -188,7 +188,7 @@ def test_a_bundle_for_the_cpu_is_not_counted(model: Path, tmp_path: Path):
 
 @pytest.mark.slow
 def test_storing_h(model: Path, tmp_path: Path):
-    size = ("--model", model, "--seq-len", 8, "--rank", 4, 8, "--steps", 3)
+    size = ("--model", model, "--seq-len", 8, "--rank", "4,8", "--steps", 3)
     done = bench("--table", "h", *size, "--work", tmp_path, "--json", tmp_path / "h.json")
     assert done.returncode == 0, done.stderr
     rows = json.loads((tmp_path / "h.json").read_text())["rows"]
@@ -213,7 +213,7 @@ def test_quality_of_mezo(model: Path, tmp_path: Path):
 @needs_engine
 def test_defaults_are_the_first_of_a_sweep(tmp_path: Path):
     size = ("--seq-len", 32, "--steps", 2, "--work", tmp_path, "--json", tmp_path / "rows.json")
-    done = bench("--table", "defaults", "--rank", 2, 8, *size)
+    done = bench("--table", "defaults", "--rank", "2,8", *size)
     assert done.returncode == 0, done.stderr
     rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
     default, *others = rows
@@ -245,23 +245,6 @@ def test_objectives_beside_supervised_steps(tmp_path: Path):
     for row in others:
         assert row["time_of_supervised"] == row["seconds"] / supervised["seconds"]
         assert 0.5 < row["peak_of_supervised"] < 1.5
-
-
-@pytest.mark.slow
-@needs_engine
-def test_the_order_of_a_batch_changes_memory_and_reading_alone(model: Path, tmp_path: Path):
-    size = ("--model", model, "--seq-len", 16, "--work", tmp_path)
-    done = bench("--table", "batches", *size, "--json", tmp_path / "rows.json")
-    assert done.returncode == 0, done.stderr
-    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
-    assert len(rows) == 6
-    for row, order in zip(rows, 3 * ("sequences", "blocks"), strict=True):
-        assert row["variant"].endswith(f" by {order}")
-        assert row["losses"] == pytest.approx(rows[0]["losses"], rel=1e-5)  # of tiles' sums
-    for sequences, blocks in zip(rows[::2], rows[1::2], strict=True):
-        assert sequences["read_weight_bytes"] == 4 * blocks["read_weight_bytes"]
-    on_disk = rows[2:]
-    assert [row["written_bytes"] > 0 for row in rows] == [False] * 2 + [True] * len(on_disk)
 
 
 @pytest.mark.slow

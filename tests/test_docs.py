@@ -114,7 +114,7 @@ def commands() -> dict[str, set[str]]:
     together = found.pop("mesp")
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(ROOT / "tools")
-        for tool in ("bench", "budget", "check_gpu", "collect", "push", "report"):
+        for tool in ("bench", "check_gpu", "collect", "push"):
             found[f"tools/{tool}.py"] = runpy.run_path(str(ROOT / "tools" / f"{tool}.py"))["main"]
     with click.Context(together) as context:
         for name in together.list_commands(context):

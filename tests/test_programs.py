@@ -8,7 +8,7 @@ import pytest
 
 TOOLS = Path(__file__).parents[1] / "tools"
 COMMANDS = ("mesp", "mesp-export", "mesp-train")
-TOOL_NAMES = ("bench", "collect", "long_run", "push", "report")
+TOOL_NAMES = ("bench", "collect", "long_run", "push")
 
 
 @pytest.mark.parametrize("name", [*COMMANDS, *TOOL_NAMES])

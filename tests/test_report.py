@@ -1,4 +1,4 @@
-"""tools/report.py as a user runs it."""
+"""`mesp report` as a user runs it."""
 
 import json
 import re
@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from conftest import invoke
-from report import main
+from mesp.commands.report import main
 from test_collect import write_run
 
 pytest.importorskip("matplotlib")
 
 
 def report(*arguments: object) -> subprocess.CompletedProcess:
-    return invoke(main, "report.py", *arguments)
+    return invoke(main, "mesp report", *arguments)
 
 
 class Page(HTMLParser):

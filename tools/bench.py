@@ -5,7 +5,7 @@ the process's anonymous memory (phys_footprint on a Mac), the highest during any
 1,000,000 bytes.
 
 \b
-  python tools/bench.py --model Qwen2.5-0.5B --seq-len 128 256 --methods mesp,mebp,mezo
+  python tools/bench.py --model Qwen2.5-0.5B --seq-len 128,256 --methods mesp,mebp,mezo
   python tools/bench.py --table length --json length.json --plot length.png
 
 \b
@@ -19,7 +19,6 @@ Tables, each with its own defaults for the options that apply to it:
   h             what storing h = xA would take, and what recomputing it costs
   mezo-quality  MeZO's estimate of each block's gradient against the exact gradient
   preferences   a step on judged answers by objective, beside a supervised one
-  batches       a batch of 4, one sequence after the other and all of them block by block
   parts         some projections, or B alone, in place of all adapters
   defaults      what mesp-train learns by default, beside a sweep of rates and optimizers
   records       short records at their own length against padding them to the longest
@@ -57,13 +56,13 @@ from typing import Any
 import click
 
 from benchmarks.cells import Row
-from benchmarks.list_options import ListOptions
 from benchmarks.machine import host
 from benchmarks.plot import check_plot, draw
 from benchmarks.processes import engine_program
 from benchmarks.show import present
 from benchmarks.tables import KINDS, RUNS, TABLES, Bench, check_agreement
 from benchmarks.variants import EVERYTHING_MB, LIMITS, METHODS
+from mesp.commands.command import Command, several
 from mesp.errors import MespError, plain_os_errors
 
 WORK = Path(__file__).resolve().parents[1] / "build" / "bench"
@@ -87,38 +86,36 @@ def memory_limit(value: str) -> str:
     raise click.BadParameter(f"{value} is neither a number of MB nor one of {', '.join(LIMITS)}.")
 
 
-@click.command(cls=ListOptions, help=__doc__)
+@click.command(cls=Command, help=__doc__)
 @click.option("--table", type=click.Choice(list(TABLES)), default="memory", show_default=True)
-@click.option(
-    "--model", "models", multiple=True, metavar="NAME ...",
+@several(
+    "--model", "models", metavar="NAME,...",
     help="Models as mesp-export takes them, or bundles.",
 )  # fmt: skip
-@click.option(
-    "--seq-len", "seq_lens", multiple=True, type=click.IntRange(min=1), metavar="T ...",
+@several(
+    "--seq-len", "seq_lens", kind=click.IntRange(min=1), metavar="T,...",
     help="Tokens in a sequence.",
 )  # fmt: skip
-@click.option(
-    "--rank", "ranks", multiple=True, type=click.IntRange(min=1), metavar="R ...", help="LoRA rank."
-)
+@several("--rank", "ranks", kind=click.IntRange(min=1), metavar="R,...", help="LoRA rank.")
 @click.option("--methods", type=method_list, metavar="METHOD,...", help="See above.")
-@click.option(
-    "--layers", multiple=True, type=click.IntRange(min=1), metavar="N ...",
+@several(
+    "--layers", kind=click.IntRange(min=1), metavar="N,...",
     help="Only the first N blocks; with several N, the whole model is extrapolated from them.",
 )  # fmt: skip
 @click.option(
     "--offload", type=click.Choice(["auto", "none", "inputs", "all", "each"]),
     help="What is in a file on disk, where the method has it; auto: as the trainer sees fit.",
 )  # fmt: skip
-@click.option(
-    "--threads", multiple=True, type=click.IntRange(min=1), metavar="N ...",
+@several(
+    "--threads", kind=click.IntRange(min=1), metavar="N,...",
     help="Threads of products, each with every method; otherwise a core each, up to 8.",
 )  # fmt: skip
 @click.option(
     "--peft", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="PYTHON",
     help="A Python with torch, peft and transformers, for torch-peft.",
 )  # fmt: skip
-@click.option(
-    "--memory-limit", "limits", multiple=True, type=memory_limit, metavar="MB ...",
+@several(
+    "--memory-limit", "limits", kind=click.types.FuncParamType(memory_limit), metavar="MB,...",
     help="MeSP: see above.",
 )  # fmt: skip
 @click.option(

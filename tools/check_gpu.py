@@ -30,8 +30,8 @@ from mesp.commands.command import Command
 from mesp.engine.process import records
 from mesp.errors import MespError, plain_os_errors
 from mesp.formatting import duration
+from mesp.runs.report import document
 from phone import APP, Phone, connect
-from report import document
 
 COLORS = {"pass": "green", "fail": "red", "note": "cyan", "skipped": "dim"}
 POLL = 5  # seconds between two looks at a phone

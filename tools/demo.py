@@ -73,7 +73,7 @@ def main(seed: int) -> None:
     collected = OUT / "collected"
     call(sys.executable, TOOLS / "collect.py", "--from", run.parent, "--out", collected)
     report = OUT / "report.html"
-    call(sys.executable, TOOLS / "report.py", collected / run.name, "--out", report)
+    call(program("mesp"), "report", collected / run.name, "--out", report)
 
     console = Console(width=WIDTH, highlight=False)
     console.print("\nHeld-out requests, in words and about commands that training had not:\n")

@@ -8,7 +8,6 @@ that are held out, with the adapters and without, asked in the same words and ch
 from __future__ import annotations
 
 import json
-import sys
 import time
 from datetime import UTC, datetime
 from pathlib import Path
@@ -90,7 +89,7 @@ def main(model: str | None, steps: int, seed: int) -> None:
     ]
     (run / "samples.json").write_text(json.dumps(samples[:SHOWN], indent=2) + "\n", "utf-8")
     report = OUT / "report.html"
-    call(sys.executable, TOOLS / "report.py", run, "--out", report)
+    call(program("mesp"), "report", run, "--out", report)
 
     console = Console(width=WIDTH, highlight=False)
     console.print(

@@ -19,7 +19,7 @@ from typing import Any
 import click
 
 import mesp
-from benchmarks.list_options import ListOptions
+from mesp.commands.command import Command, several
 
 KINDS: dict[str, dict[str, Any]] = {
     "in memory": {"offload": "none"},
@@ -30,13 +30,13 @@ KINDS: dict[str, dict[str, Any]] = {
 """Settings of a run, by what is said of them."""
 
 
-@click.command(cls=ListOptions, help=__doc__)
-@click.option(
-    "--model", "models", multiple=True, metavar="NAME ...", help="As mesp export takes them.",
+@click.command(cls=Command, help=__doc__)
+@several(
+    "--model", "models", metavar="NAME,...", help="As mesp export takes them.",
     default=("SmolLM2-135M", "Gemma-3-270m", "Qwen2.5-0.5B"), show_default=True,
 )  # fmt: skip
-@click.option(
-    "--seq-len", "seq_lens", multiple=True, type=click.IntRange(min=1), metavar="T ...",
+@several(
+    "--seq-len", "seq_lens", kind=click.IntRange(min=1), metavar="T,...",
     default=(256,), show_default=True,
 )  # fmt: skip
 @click.option("--layers", type=click.IntRange(min=1), default=4, show_default=True)

@@ -43,7 +43,6 @@ COLUMNS = {
     "new MB": ("new_buffer_bytes", "{:,.0f}"),
     "error": ("prediction_error", "{:+.0%}"),
     "mapped MB": ("mapped_bytes", "{:,.1f}"),
-    "read MB": ("read_weight_bytes", "{:,.1f}"),
     "written MB": ("written_bytes", "{:,.1f}"),
     "paper MB": ("paper_bytes", "{:,.1f}"),
     "of paper": ("peak_to_paper", "{:.2f}"),

@@ -18,7 +18,7 @@ from benchmarks.columns import SIZE, grouped
 from benchmarks.preferences import measure_objectives
 from benchmarks.processes import Tell, engine_program, run_program, run_python
 from benchmarks.rows import compare, engine_settings, extrapolate, measure
-from benchmarks.variants import ENGINE_METHODS, OFFLOADS, PEFT_METHODS, Variant, find_variants
+from benchmarks.variants import ENGINE_METHODS, PEFT_METHODS, Variant, find_variants
 from mesp.bundle.data_files import replace_data
 from mesp.bundle.export_options import BundleOptions
 from mesp.bundle.manifest import read_manifest
@@ -36,7 +36,6 @@ HYBRIDS = ("Qwen3.5-0.8B", "Qwen3.5-2B", "Qwen3.5-4B", "LFM2-350M", "LFM2-700M",
 # MeZO's estimate is so noisy that it diverges at the exact methods' learning rate.
 CONVERGENCE_RATES = {"mesp": 0.1, "mebp": 0.1, "mezo": 1e-4}
 CONVERGENCE_REPORTS = 10
-BATCH_SIZE = 4  # of batches
 ROUNDS = 3  # of parts, which alternate
 PARTS: dict[str, dict[str, Any]] = {
     "all": {},
@@ -69,7 +68,6 @@ TABLES: dict[str, dict[str, Any]] = {
     "h": {**_SIZE, "models": SIZES, "steps": 10},
     "mezo-quality": {**_DEMO, "layers": (), "steps": 10},
     "preferences": {**_SIZE, "layers": (), "steps": 4},
-    "batches": {**_SIZE, "layers": (), "steps": 2},
     "parts": {**_SIZE, "layers": (), "steps": 2},
     "defaults": {**_DEMO, "seq_lens": (128,), "steps": 200, "data": None},
     "records": {**_DEMO, "seq_lens": (128, 256, 512), "layers": (), "steps": 60},
@@ -264,27 +262,6 @@ def preferences_rows(bench: Bench) -> Iterator[Row]:
         yield from measure_objectives(cell, bench.steps, bench.work, tell)
 
 
-def batches_rows(bench: Bench) -> Iterator[Row]:
-    """A row for each order of a batch's sequences, with each choice of what is on disk."""
-    ways = itertools.product(OFFLOADS["mesp"], ("sequences", "blocks"))
-    for cell, (offload, order) in itertools.product(bench.cells(), ways):
-        variant = Variant("mesp", offload=offload)
-        settings = engine_settings(cell, variant) | {"steps": bench.steps, "order": order}
-        settings |= {"batch_size": BATCH_SIZE}
-        what = f"{variant} by {order}"
-        run = run_program([engine_program()], settings, bench.work, bench.doing(cell, what))
-        peak, predicted = run.peak_bytes, run.plan["predicted_peak_bytes"]
-        yield cell.row() | {
-            "variant": what,
-            "footprint_peak_bytes": peak,
-            "predicted_peak_bytes": predicted,
-            "prediction_error": predicted / peak - 1,
-            "read_weight_bytes": run.plan["read_weight_bytes"],
-            "written_bytes": run.steps[-1]["written_bytes"],
-            "losses": run.losses,
-        }
-
-
 def parts_rows(bench: Bench) -> Iterator[Row]:
     """A row for each choice of what is trained, by the default optimizer. Their runs alternate, so
     that a slow minute is no one's."""
@@ -376,13 +353,6 @@ zero at first, so is A's gradient).""",
         """A step of an objective has a pair of answers, of kto two: each of a sequence's length,
 half of it prompt. Time of supervised: of a step with one of these sequences, whose gradients are
 summed to be clipped. First: what a pair takes more when it is met, for the first model's part.""",
-    ),
-    "batches": Kind(
-        batches_rows,
-        None,
-        ("peak MB", "read MB"),
-        f"""Steps of {BATCH_SIZE} sequences by MeSP with SGD. Read: the weight files that a step's
-passes go over, from disk where memory doesn't hold them. The losses are the same.""",
     ),
     "parts": Kind(
         parts_rows,

@@ -1,4 +1,4 @@
-"""The table of runs that tools/collect.py prints and tools/report.py begins with."""
+"""The table of runs that tools/collect.py prints and mesp.runs.report begins with."""
 
 from __future__ import annotations
 

@@ -1,9 +1,6 @@
-"""Writes one page about one or several runs, with everything in it.
+"""A page about one or several runs, with everything in it.
 
-    python tools/report.py RUN... --out report.html
-
-RUN is a run's folder, or a folder of runs such as tools/collect.py writes. A run's `samples.json`,
-a list of `{"prompt", "before", "after"}`, is shown where there is one.
+A run's `samples.json`, a list of `{"prompt", "before", "after"}`, is shown where there is one.
 """
 
 from __future__ import annotations
@@ -12,13 +9,11 @@ import html
 import io
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-import click
-
-from mesp.commands.command import Command
 from mesp.errors import MespError, plain_os_errors
 from mesp.formatting import decimal, megabytes
 from mesp.runs.log import Run, find_runs
@@ -35,14 +30,15 @@ Row = tuple[str, list[str]]
 Paint = Callable[["Axes", str, Run, str], None]
 
 
-@click.command(cls=Command)
-@click.argument("folders", nargs=-1, required=True, type=click.Path(path_type=Path))
-@click.option("--out", type=click.Path(path_type=Path), required=True, help="The page, *.html.")
-def main(folders: tuple[Path, ...], out: Path) -> None:
-    """Show loss, memory, time, settings, events and samples of the runs in FOLDERS."""
+def write_report(folders: Iterable[Path], out: Path) -> None:
+    """Writes a page about the runs in `folders`, each a run's or a folder of runs.
+
+    Raises MespError where a folder has no run, or `out` is no *.html.
+    """
     if out.suffix != ".html":
         raise MespError(f"--out {out} must end in .html.")
-    runs, samples = {}, {}
+    runs: dict[str, Run] = {}
+    samples: dict[str, list[dict[str, str]]] = {}
     for folder in folders:
         found = find_runs(folder)
         if not found:
@@ -54,7 +50,6 @@ def main(folders: tuple[Path, ...], out: Path) -> None:
     with plain_os_errors(f"Cannot write {out}"):
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(text, encoding="utf-8")
-    click.echo(out)
 
 
 def unique(name: str, taken: dict[str, Run]) -> str:
@@ -82,7 +77,7 @@ def read_samples(path: Path) -> list[dict[str, str]]:
 # Pictures
 
 
-def smooth(run: Run, value: Callable[[dict], float]) -> tuple[list[float], list[float]]:
+def smooth(run: Run, value: Callable[[dict[str, Any]], float]) -> tuple[list[float], list[float]]:
     """Steps and values, as means over as many neighbours as leave some `POINTS` points."""
     size = max(1, len(run.steps) // POINTS)
     groups = [run.steps[i : i + size] for i in range(0, len(run.steps), size)]
@@ -92,14 +87,14 @@ def smooth(run: Run, value: Callable[[dict], float]) -> tuple[list[float], list[
     )
 
 
-def picture(title: str, runs: dict[str, Run], paint: Paint, **axes_properties: object) -> str:
+def picture(title: str, runs: dict[str, Run], paint: Paint, **axes_properties: Any) -> str:
     """An SVG that `paint(axes, name, run, color)` draws each run into, in the page's colours."""
     try:
         import matplotlib
         from matplotlib.figure import Figure
     except ImportError as error:
         raise MespError("Drawing needs matplotlib: `pip install 'mesp[report]'`.") from error
-    style = dict.fromkeys(
+    style: Any = dict.fromkeys(
         ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK
     )
     style |= {
@@ -172,9 +167,7 @@ def time_picture(runs: dict[str, Run]) -> str:
             return
         steps, seconds = smooth(run, lambda step: step["seconds"])
         if has_phases(run):
-            parts = [
-                smooth(run, lambda step, key=f"{phase}_seconds": step[key])[1] for phase in PHASES
-            ]
+            parts = [smooth(run, itemgetter(f"{phase}_seconds"))[1] for phase in PHASES]
             axes.stackplot(steps, parts, labels=PHASES, alpha=0.8)
         axes.plot(steps, seconds, color=INK, linewidth=1, label="all")
 
@@ -327,7 +320,3 @@ def shown(name: str, samples: list[dict[str, str]]) -> str:
             parts.append(f"<blockquote><small>{when}</small><p>{text}</p></blockquote>")
         parts.append("</div>")
     return "".join(parts)
-
-
-if __name__ == "__main__":
-    main()
