@@ -42,7 +42,7 @@ from mesp.block_function import trace
 from mesp.bundle import function_files, writer
 from mesp.data.records import Document
 from mesp.data.sources import Selection, read_documents
-from mesp.data.tokens import cut_text, encoder
+from mesp.data.tokens import begin_of_text, cut_text, encoder
 from mesp.evaluation.model import Model
 from mesp.text import load_tokenizer
 
@@ -198,6 +198,7 @@ def text_ids() -> dict:
             "text": model.engine.tokens,
             "prompt": prompts.encode(tokenizer, WORDS, chat=None),
             "file": train(file)[0],
+            "begin": begin_of_text(tokenizer),
             "record": train(Document("A record", {"text": WORDS}))[0],
             "answer": answer[0],
             "answer_counted": answer[1].tolist(),

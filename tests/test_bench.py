@@ -218,7 +218,7 @@ def test_defaults_are_the_first_of_a_sweep(tmp_path: Path):
     rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
     default, *others = rows
     assert (default["update"], default["optimizer"]) == ("default", "adamw8bit")
-    assert default["learning_rate"] == pytest.approx(0.014 / 192**0.5)
+    assert default["learning_rate"] == pytest.approx(0.007 / 192**0.5)
     assert len({json.dumps(row) for row in others}) == len(others) >= 8
     assert {row["rank"] for row in rows} == {2, 8}
     assert len({row["before"] for row in rows}) == 1

@@ -18,7 +18,9 @@ from mlx_lm.utils import load_model
 
 import mesp
 from conftest import TEXT, TINY
+from make_cases import byte_tokenizer
 from mesp import reference
+from mesp.adapters.measure import sequences
 from mesp.bundle.data_files import replace_data
 from mesp.bundle.reader import Bundle
 from mesp.commands import data, export
@@ -81,6 +83,20 @@ def test_the_mark_that_windows_begins_a_file_with_is_no_text(tokenizer, tmp_path
         plain.write_text(content, encoding="utf-8")
         found, expected = (tokens(load(each, tokenizer, 16)) for each in (marked, plain))
         np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("adds_begin", [True, False])
+def test_windows_of_a_packed_text_begin_as_the_tokenizer_begins_texts(tmp_path, adds_begin):
+    folder = tmp_path / "tokenizer"
+    folder.mkdir()
+    tokenizer = byte_tokenizer(folder, has_begin=True, adds_begin=adds_begin)
+    begin = [tokenizer.bos_token_id] if adds_begin else []
+    (tmp_path / "text.txt").write_text("abcdefgh" * 8)
+    stream = [*begin, *b"abcdefgh" * 8, tokenizer.eos_token_id]
+    splits = load(tmp_path / "text.txt", tokenizer, 8)
+    assert tokens(splits).tolist() == stream
+    expected = tokenizer.bos_token_id if adds_begin else None
+    assert all(split.begin == expected for split in splits.values())
 
 
 def test_jsonl_records_end_with_the_end_of_text(tokenizer, tmp_path):
@@ -496,6 +512,19 @@ def assert_same(actual: dict[str, Split], expected: dict[str, Split]) -> None:
             array, wanted = getattr(actual[split], name), getattr(each, name)
             assert (array is None) == (wanted is None)
             assert wanted is None or np.array_equal(array, wanted)
+
+
+def test_a_bundle_says_what_windows_begin_with(bundle):
+    stream = np.arange(40, dtype=np.uint32)
+    plain = {"train": Split(stream), "valid": Split(stream)}
+    replace_data(bundle, plain)
+    windows = [ids for ids, _ in sequences(Bundle(bundle), "valid", 16)]
+    replace_data(bundle, plain | {"valid": Split(stream, begin=63)})
+    begun = [ids for ids, _ in sequences(Bundle(bundle), "valid", 16)]
+    assert len(begun) == len(windows) == 2
+    for before, after in zip(windows, begun, strict=True):
+        assert after.tolist() == [63, *before[1:]]
+    assert Bundle(bundle).begin("train") is None
 
 
 def test_data_is_replaced_with_the_bundles_tokenizer(bundle, tmp_path):

@@ -47,7 +47,7 @@ DEFAULTS = {
     "desirable_weight": None,
     "undesirable_weight": None,
     "optimizer": "adamw8bit",
-    "learning_rate": 0.014 / ARCHITECTURE.hidden_size**0.5,
+    "learning_rate": 0.007 / ARCHITECTURE.hidden_size**0.5,
     "momentum": 0.0,
     "beta1": 0.9,
     "beta2": 0.999,

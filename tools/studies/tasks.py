@@ -102,6 +102,7 @@ def batches(bundle: Bundle, task: Task, seed: int) -> list[tuple[np.ndarray, np.
     if examples is None:
         windows = (len(tokens) - 1) // task.seq_len
         examples = np.array([(i * task.seq_len, task.seq_len + 1) for i in range(windows)])
+    begin = bundle.begin("train") if bundle.examples("train") is None else None
     counts = np.ones(len(tokens), np.uint8) if mask is None else mask
     found = []
     for step in range(task.steps):
@@ -111,6 +112,8 @@ def batches(bundle: Bundle, task: Task, seed: int) -> list[tuple[np.ndarray, np.
             sequence = reference.step_window(step * task.batch_size + row, seed, len(examples))
             start, length = examples[sequence].tolist()
             ids[row, :length] = tokens[start : start + length]
+            if begin is not None:
+                ids[row, 0] = begin
             counted[row, : length - 1] = counts[start + 1 : start + length]
         found.append((ids, counted))
     return found

@@ -40,6 +40,7 @@ def sequences(bundle: Bundle, split: str, seq_len: int) -> Iterator[tuple[np.nda
     """The sequences of a split: int32 ids [n + 1], n ≤ `seq_len`, and which of the n targets count,
     float32 [n]; none in which nothing does."""
     tokens, examples, mask = bundle.tokens(split), bundle.examples(split), bundle.mask(split)
+    begin = bundle.begin(split) if examples is None else None
     if examples is None:
         starts = range(0, len(tokens) - seq_len, seq_len)
         rows = ((start, seq_len + 1) for start in starts)
@@ -52,7 +53,9 @@ def sequences(bundle: Bundle, split: str, seq_len: int) -> Iterator[tuple[np.nda
                 f"The {split} data of {bundle.path} has an example outside of its tokens, or a "
                 "token outside of the vocabulary; replace it with mesp data."
             )
-        ids = np.asarray(ids, np.int32)
+        ids = np.array(ids, np.int32)
+        if begin is not None:
+            ids[0] = begin
         counted = np.ones(length - 1, np.float32)
         if mask is not None:
             counted = np.asarray(mask[start + 1 : start + length] != 0, np.float32)

@@ -42,6 +42,7 @@ def write_data(bundle: Path, folder: str, splits: dict[str, Split]) -> dict[str,
             None if examples is None else len(examples),
             write(f"{name}.mask.bin", split.mask),
             write(f"{name}.labels.bin", split.labels),
+            split.begin,
         )
 
     return {name: write_split(name, split) for name, split in splits.items()}

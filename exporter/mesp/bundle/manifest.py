@@ -61,6 +61,7 @@ def _is_split(entry: Any) -> bool:
         fits(entry, {"file": str, "tokens": int})
         and ("examples" not in entry or fits(entry["examples"], {"file": str, "count": int}))
         and all(key not in entry or fits(entry[key], str) for key in ("mask", "labels"))
+        and ("begin" not in entry or fits(entry["begin"], int))
     )
 
 
@@ -113,7 +114,11 @@ class Table:
 
 @dataclass(frozen=True)
 class DataSplit:
-    """The files of a split of the data: `tokens` ids, of a packed stream or of `count` examples."""
+    """The files of a split of the data: `tokens` ids, of a packed stream or of `count` examples.
+
+    `begin` is the token that takes the place of the first one of each window of a packed stream;
+    None where it stays.
+    """
 
     file: str
     tokens: int
@@ -121,23 +126,24 @@ class DataSplit:
     count: int | None = None
     mask: str | None = None
     labels: str | None = None
+    begin: int | None = None
 
     @classmethod
     def of(cls, entry: dict[str, Any]) -> DataSplit:
         examples = entry.get("examples") or {}
         return cls(
             entry["file"], entry["tokens"], examples.get("file"), examples.get("count"),
-            entry.get("mask"), entry.get("labels"),
+            entry.get("mask"), entry.get("labels"), entry.get("begin"),
         )  # fmt: skip
 
     def to_json(self) -> dict[str, Any]:
         examples = {"examples": {"file": self.examples, "count": self.count}}
-        others = {"mask": self.mask, "labels": self.labels}
+        others = {"mask": self.mask, "labels": self.labels, "begin": self.begin}
         return {
             "file": self.file,
             "tokens": self.tokens,
             **(examples if self.examples is not None else {}),
-            **{key: file for key, file in others.items() if file is not None},
+            **{key: value for key, value in others.items() if value is not None},
         }
 
     @property

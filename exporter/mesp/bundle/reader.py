@@ -270,6 +270,11 @@ class Bundle:
         file = self._data(split).examples
         return None if file is None else self._map(file).reshape(-1, 2)
 
+    def begin(self, split: str) -> int | None:
+        """The token that takes the place of the first one of each window of a packed stream; None
+        where it stays."""
+        return self._data(split).begin
+
     def mask(self, split: str) -> np.ndarray | None:
         """1 for each token of `tokens` whose prediction is in the loss, 0 for the others: uint8
         [N], mapped; None where all are."""

@@ -18,23 +18,26 @@ class Split:
     An example is (start, length): the tokens [start, start + length). `mask` uint8 [N] is 1 where
     the prediction of a token is in the loss, 0 elsewhere; None where all are. The first token of an
     example is no prediction, whatever its mask; each has another that counts. `labels` uint8 [M]
-    are what people said of the examples, None where nobody did. `too_long` of the
-    records were cut or split, and `left_out` have nothing that can be predicted.
+    are what people said of the examples, None where nobody did. `begin` is the token that takes the
+    place of the first one of each window, None where it stays. `too_long` of the records were cut
+    or split, and `left_out` have nothing that can be predicted.
     """
 
     tokens: np.ndarray
     examples: np.ndarray | None = None
     mask: np.ndarray | None = None
     labels: np.ndarray | None = None
+    begin: int | None = None
     too_long: int = 0
     left_out: int = 0
 
 
-def as_stream(encoded: Iterable[Encoded]) -> Split:
-    """One stream, of one document after another."""
+def as_stream(encoded: Iterable[Encoded], begin: int | None) -> Split:
+    """One stream, of one document after another; `begin` is that of `Split`."""
     parts = list(encoded)
     tokens, mask = _joined(parts)
-    return Split(tokens, mask=mask, left_out=sum(not len(ids) for ids, _ in parts))
+    left_out = sum(not len(ids) for ids, _ in parts)
+    return Split(tokens, mask=mask, begin=begin, left_out=left_out)
 
 
 def as_examples(
@@ -69,7 +72,8 @@ def as_examples(
             f"{longest} tokens; give it others or export with a larger --seq-len."
         )
     tokens, mask = _joined(parts)
-    return Split(tokens, np.array(examples, np.uint32), mask, None, too_long, left_out)
+    bounds = np.array(examples, np.uint32)
+    return Split(tokens, bounds, mask, too_long=too_long, left_out=left_out)
 
 
 def _joined(parts: list[Encoded]) -> tuple[np.ndarray, np.ndarray | None]:

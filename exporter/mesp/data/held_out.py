@@ -36,5 +36,5 @@ def hold_out_tokens(data: str, splits: dict[str, Split], seq_len: int) -> None:
         )
     for split, part in (("train", slice(-held_out)), ("valid", slice(-held_out, None))):
         mask = None if train.mask is None else train.mask[part]
-        splits[split] = Split(train.tokens[part], mask=mask)
+        splits[split] = Split(train.tokens[part], mask=mask, begin=train.begin)
     splits["train"] = replace(splits["train"], left_out=train.left_out)

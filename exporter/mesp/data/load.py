@@ -18,7 +18,7 @@ from mesp.data.held_out import hold_out_records, hold_out_tokens
 from mesp.data.preferences import JUDGED, as_judged
 from mesp.data.records import Document, kind_of
 from mesp.data.sources import Selection, read_documents
-from mesp.data.tokens import encoder
+from mesp.data.tokens import begin_of_text, encoder
 from mesp.errors import MespError
 
 log = logging.getLogger(__name__)
@@ -80,7 +80,8 @@ def tokenize(
             for split, each in documents.items()
         }
     elif pack:
-        splits = {split: as_stream(map(encode, each)) for split, each in documents.items()}
+        begin = begin_of_text(tokenizer)
+        splits = {split: as_stream(map(encode, each), begin) for split, each in documents.items()}
         hold_out_tokens(data, splits, seq_len)
         _check_lengths(data, splits, seq_len)
     else:

@@ -65,7 +65,7 @@ def as_judged(
         np.array(examples, np.uint32),
         np.concatenate(masks).astype(np.uint8),
         np.array(labels, np.uint8),
-        too_long,
+        too_long=too_long,
     )
 
 

@@ -73,7 +73,8 @@ def encode_joined(tokenizer: Any, prompt: str, answer: str) -> tuple[list[int], 
 def _encode_text(tokenizer: Any, content: str | dict[str, str]) -> list[int]:
     """A record as mlx-lm's TextDataset has it, which cannot take an empty one; a file in pieces."""
     if isinstance(content, str):
-        ids = []
+        begin = begin_of_text(tokenizer)
+        ids = [] if begin is None or not content else [begin]
         for piece in cut_text(content):
             ids += tokenizer.encode(piece, add_special_tokens=False)
     else:
@@ -82,6 +83,12 @@ def _encode_text(tokenizer: Any, content: str | dict[str, str]) -> list[int]:
     if ids and end is not None and ids[-1] != end:
         ids.append(end)
     return ids
+
+
+def begin_of_text(tokenizer: Any) -> int | None:
+    """The token that the tokenizer puts before a text; None where it puts none."""
+    begin = tokenizer.bos_token_id
+    return begin if begin is not None and tokenizer.encode("")[:1] == [begin] else None
 
 
 def cut_text(text: str, size: int = 1 << 14) -> Iterator[str]:

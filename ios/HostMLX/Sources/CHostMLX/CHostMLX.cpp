@@ -739,8 +739,12 @@ HostVector host_compiled_call(HostClosure f, uintptr_t id, bool shapeless, HostV
         if (needs_mlx() || metal::default_device() == mx::Device::gpu) {
             return wrap(mx::detail::compile(function, id, shapeless)(get(inputs)));
         }
-        // MLX would call a compiler of C++.
-        Arrays results = function(get(inputs));
+        // To fuse, MLX would call a compiler of C++.
+        struct WithoutFusing {
+            WithoutFusing() { mx::set_compile_mode(mx::CompileMode::no_fuse); }
+            ~WithoutFusing() { mx::set_compile_mode(mx::CompileMode::enabled); }
+        } without_fusing;
+        Arrays results = mx::detail::compile(function, id, shapeless)(get(inputs));
         for (auto &result : results) {
             result = host::fused(result, get(inputs));
         }

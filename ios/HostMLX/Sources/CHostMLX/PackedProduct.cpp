@@ -28,7 +28,7 @@ namespace {
 #pragma clang fp contract(off)
 
 typedef uint8_t Bytes __attribute__((vector_size(16)));
-typedef uint16_t Pairs __attribute__((vector_size(32)));
+typedef uint8_t Quads __attribute__((vector_size(64)));
 typedef uint32_t Words __attribute__((vector_size(64)));
 typedef float Floats __attribute__((vector_size(64)));
 
@@ -67,19 +67,23 @@ float factor(const PackedMatrix &w, ptrdiff_t index) {
 /// Into the clone of `unpack` that calls it, so that it is compiled for that CPU.
 #define INLINE __attribute__((always_inline)) inline
 
-/// Reads 16 codes of so many bits, the lowest bits first.
-template <int bits>
+/// Reads 16 codes of so many bits, the lowest bits first, the `last` ones of a group or others.
+template <int bits, bool last = true>
 INLINE void read_codes(const uint8_t *packed, Words &codes) {
+    // Two loads, of 8 and 4 bytes for example, take longer than one of 16. A group of 32 or more codes has these 16 bytes, from the
+    // codes on or, of the last codes, up to their end.
+    constexpr int size = (bits & (bits - 1)) == 0 ? 2 * bits : 16, before = last ? size - 2 * bits : 0;
     Bytes bytes{};
-    std::memcpy(&bytes, packed, 2 * bits);
-    // Of each code the bytes of its first and its last bit, often the same.
-    Pairs pairs;
+    std::memcpy(&bytes, packed - before, size);
+    // Of each code the byte of its first bit, and that of its last, often the same.
+    Quads quads;
     [&]<int... i>(std::integer_sequence<int, i...>) __attribute__((always_inline)) {
-        pairs = (Pairs)__builtin_shufflevector(bytes, bytes, (i / 2 * bits + i % 2 * (bits - 1)) / 8 ...);
-    }(std::make_integer_sequence<int, 32>());
-    Pairs shifts;
+        quads = (Quads)__builtin_shufflevector(
+            bytes, bytes, before + (i / 4 * bits + (i % 4 > 0) * (bits - 1)) / 8 ...);
+    }(std::make_integer_sequence<int, 64>());
+    Words shifts;
     for (int i = 0; i < 16; i++) shifts[i] = i * bits % 8;
-    codes = __builtin_convertvector(pairs >> shifts & uint16_t((1 << bits) - 1), Words);
+    codes = (Words)quads >> shifts & uint32_t((1 << bits) - 1);
 }
 
 template <int bits>
@@ -87,12 +91,18 @@ INLINE void unpack_affine(
     const uint8_t *codes, const float *scales, const float *biases, int group_size, int count, float *out) {
     for (int start = 0; start < count; start += group_size, scales++, biases++) {
         const float scale = *scales, bias = *biases;
-        for (int i = start; i < start + group_size; i += 16) {
-            Words sixteen;
-            read_codes<bits>(codes + i / 8 * bits, sixteen);
+        const auto write = [=](const Words &sixteen, int i) __attribute__((always_inline)) {
             const Floats values = __builtin_convertvector(sixteen, Floats) * scale + bias;
             std::memcpy(out + i, &values, sizeof values);
+        };
+        const int last = start + group_size - 16;
+        Words sixteen;
+        for (int i = start; i < last; i += 16) {
+            read_codes<bits, false>(codes + i / 8 * bits, sixteen);
+            write(sixteen, i);
         }
+        read_codes<bits>(codes + last / 8 * bits, sixteen);
+        write(sixteen, last);
     }
 }
 
@@ -269,7 +279,7 @@ std::optional<mx::array> packed_product(
     const bool is_affine = mode == "affine";
     if (!is_affine && mode != "mxfp4" && mode != "nvfp4" && mode != "mxfp8") return std::nullopt;
     if (bits < 2 || bits > 8 || bits == 7) return std::nullopt;
-    if (w.dtype() != mx::uint32 || group_size % 16 != 0 || biases.has_value() != is_affine ||
+    if (w.dtype() != mx::uint32 || group_size % (is_affine ? 32 : 16) != 0 || biases.has_value() != is_affine ||
         (!is_affine && scales.dtype() != mx::uint8)) {
         return std::nullopt;
     }

@@ -49,6 +49,8 @@ public struct Manifest: Decodable, Sendable {
         public let mask: String?
         /// A file with a byte an example, what people said of it: see `TokenStream.Label`; nil where nobody did.
         public let labels: String?
+        /// The token that takes the place of the first one of each window of a packed stream; nil where it stays.
+        public let begin: Int?
 
         public struct Examples: Codable, Sendable {
             public let file: String

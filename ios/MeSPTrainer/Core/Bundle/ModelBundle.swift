@@ -150,7 +150,8 @@ public struct ModelBundle {
             tokens: try data(entry.file, entry.tokens, width: 4),
             examples: try entry.examples.map { try data($0.file, $0.count, width: 8) },
             mask: try entry.mask.map { try data($0, entry.tokens, width: 1) },
-            labels: try entry.labels.map { try data($0, entry.examples?.count ?? 0, width: 1) })
+            labels: try entry.labels.map { try data($0, entry.examples?.count ?? 0, width: 1) },
+            begin: entry.begin)
         do {
             try stream.check(vocabulary: architecture.vocabSize)
         } catch {

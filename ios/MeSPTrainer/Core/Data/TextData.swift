@@ -155,6 +155,7 @@ public struct TextData: Sendable {
         _ text: String, isRecord: Bool, into stream: inout [UInt32], progress: (Double) throws -> Void
     ) throws {
         let before = stream.count
+        if !isRecord, !text.isEmpty, let begin = tokenizer.begin { stream.append(begin) }
         let pieces = isRecord ? [text[...]] : Self.pieces(text)
         for (index, piece) in pieces.enumerated() {
             stream += tokenizer.encode(String(piece), addsSpecialTokens: isRecord).map { UInt32($0) }
@@ -305,7 +306,10 @@ public struct TextData: Sendable {
         /// What people said of each example; nil where they said nothing.
         var labels: [UInt8]?
 
-        init(tokens: [UInt32]) { self.tokens = tokens }
+        /// The token that each window of a packed stream begins with; nil where it is the stream's.
+        var begin: UInt32?
+
+        init(tokens: [UInt32], begin: UInt32?) { (self.tokens, self.begin) = (tokens, begin) }
 
         init(examples: ArraySlice<Encoded>) {
             var (tokens, bounds, mask) = ([UInt32](), [UInt32](), [UInt8]())
@@ -330,8 +334,10 @@ public struct TextData: Sendable {
                 "\(name) has \(stream.count) tokens, too few to train on and hold out one sequence of \(length) each; give it more text or take shorter sequences."
             )
         }
+        let begin = tokenizer.begin
         return [
-            "train": Split(tokens: Array(stream.dropLast(held))), "valid": Split(tokens: Array(stream.suffix(held))),
+            "train": Split(tokens: Array(stream.dropLast(held)), begin: begin),
+            "valid": Split(tokens: Array(stream.suffix(held)), begin: begin),
         ]
     }
 
@@ -363,7 +369,8 @@ public struct TextData: Sendable {
                 entries[name] = .init(
                     file: file, tokens: split.tokens.count,
                     examples: split.examples.map { .init(file: examples, count: $0.count / 2) },
-                    mask: split.mask.map { _ in mask }, labels: split.labels.map { _ in labels })
+                    mask: split.mask.map { _ in mask }, labels: split.labels.map { _ in labels },
+                    begin: split.begin.map(Int.init))
             }
             try JSONEncoder().encode(entries).write(to: partial.appendingPathComponent("data.json"))
             try? FileManager.default.removeItem(at: folder)
@@ -371,5 +378,13 @@ public struct TextData: Sendable {
         } catch {
             throw MeSPError("Cannot write the tokens to \(folder.path): \(error.plainSentence).")
         }
+    }
+}
+
+extension TextTokenizer {
+    /// The token that it puts before a text; nil where it puts none.
+    fileprivate var begin: UInt32? {
+        guard let beginOfText, encode("", addsSpecialTokens: true).first == beginOfText else { return nil }
+        return UInt32(beginOfText)
     }
 }

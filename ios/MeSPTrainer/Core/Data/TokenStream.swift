@@ -20,7 +20,8 @@ public struct Example: Sendable, Equatable {
 
 /// Token ids on disk, and the sequences of them that training and evaluation run on.
 ///
-/// A packed stream has windows: window `w` of length T is tokens `wT ... wT + T`. Otherwise each example is one sequence, cut to
+/// A packed stream has windows: window `w` of length T is tokens `wT ... wT + T`, the first of them replaced by `begin` where there is
+/// one: a model that was trained on texts which all begin with the same token predicts badly without it. Otherwise each example is one sequence, cut to
 /// its first T + 1 tokens. Its first token is no target, whatever the mask says. What follows a sequence's last target that counts
 /// changes nothing, so it is as short as a length allows that holds that target, and padded to it.
 public struct TokenStream: Sendable {
@@ -32,16 +33,21 @@ public struct TokenStream: Sendable {
     private let mask: Data?
     /// A `Label` an example, mapped; nil where there are none.
     private let labels: Data?
+    /// The token that each window of a packed stream begins with; nil where it is the stream's.
+    fileprivate let begin: Int?
 
     /// What people said of an answer, by itself or beside another to the same prompt, which comes right after the chosen one.
     enum Label: UInt8 { case bad, good, rejected, chosen }
 
-    public init(tokens: Data, examples: Data? = nil, mask: Data? = nil, labels: Data? = nil) {
+    public init(
+        tokens: Data, examples: Data? = nil, mask: Data? = nil, labels: Data? = nil, begin: Int? = nil
+    ) {
         (self.tokens, self.examples, self.mask, self.labels) = (tokens, examples, mask, labels)
+        self.begin = examples == nil ? begin : nil
     }
 
-    public init(tokens: [Int32]) {
-        self.init(tokens: tokens.withUnsafeBytes { Data($0) })
+    public init(tokens: [Int32], begin: Int? = nil) {
+        self.init(tokens: tokens.withUnsafeBytes { Data($0) }, begin: begin)
     }
 
     public var tokenCount: Int { tokens.count / 4 }
@@ -61,6 +67,9 @@ public struct TokenStream: Sendable {
             guard labels.count == exampleCount, sound, !hasPairs || labels.count % 2 == 0 else {
                 throw MeSPError("has labels that do not fit its examples")
             }
+        }
+        if let begin, !(0..<vocabulary).contains(begin) {
+            throw MeSPError("begins with the token \(begin), and the model has only \(vocabulary)")
         }
         for index in 0..<tokenCount where token(index) >= vocabulary {
             throw MeSPError("holds the token \(token(index)), and the model has only \(vocabulary)")
@@ -148,9 +157,10 @@ public struct TokenStream: Sendable {
             let bounds = stream.bounds(usable?[index] ?? index, longest)
             let counted = stream.counted(bounds)
             let length = lengths.first { counted[counted.count - 1] < $0 } ?? longest
-            let tokens = (0..<min(bounds.length, length + 1)).map {
+            var tokens = (0..<min(bounds.length, length + 1)).map {
                 Int32(truncatingIfNeeded: stream.token(bounds.start + $0))
             }
+            if let begin = stream.begin { tokens[0] = Int32(truncatingIfNeeded: begin) }
             let padding = [Int32](repeating: 0, count: length + 1 - tokens.count)
             return Example(tokens: tokens + padding, counted: counted)
         }

@@ -411,6 +411,8 @@ public struct Planner: Sendable {
             // The same without the tile, but with the temporaries of the norm's derivative.
             largest(\.intermediates) + 15 * hidden / 2 + gradientBytes,
             largest { $0.backward(tile) } + 2 * gradientBytes) + postNormed
+            // What the arithmetic of norms, activations and rotations doesn't write where it is fused; fitted by tools/fit_planner.py.
+            - (CPUProducts.current.fuses ? 2 * hidden : 0)
     }
 }
 

@@ -172,7 +172,7 @@ public struct RunSettings: Codable, Sendable, Equatable {
         let rate: Float
         switch (method, optimizer) {
         case (.mezo, _): return 1e-4
-        case (_, .adamw), (_, .adamw8bit): rate = 0.014 / Float(architecture.hiddenSize).squareRoot()
+        case (_, .adamw), (_, .adamw8bit): rate = 0.007 / Float(architecture.hiddenSize).squareRoot()
         case (_, .sgd): rate = 0.1
         }
         return objective == nil ? rate : rate / 10

@@ -60,7 +60,7 @@ import Testing
         let form = model.form
         let width = try #require(form.bundle?.manifest).architecture.hiddenSize
         #expect(form.settings.optimizer == .adamw8bit)
-        #expect(form.settings.learningRate == 0.014 / Float(width).squareRoot())
+        #expect(form.settings.learningRate == 0.007 / Float(width).squareRoot())
         form.settings.optimizer = .sgd
         #expect(form.settings.learningRate == 0.1)
         form.settings.method = .mezo

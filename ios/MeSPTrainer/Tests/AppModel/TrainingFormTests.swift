@@ -48,7 +48,7 @@ import Testing
         #expect(form[text: .learningRate] == "0.100")
         form.settings.optimizer = .adamw
         let width = try #require(form.bundle?.manifest).architecture.hiddenSize
-        #expect(form[text: .learningRate] == String(format: "%.4g", 0.014 / Double(width).squareRoot()))
+        #expect(form[text: .learningRate] == String(format: "%.4g", 0.007 / Double(width).squareRoot()))
     }
 
     @Test(

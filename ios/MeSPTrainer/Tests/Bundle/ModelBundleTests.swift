@@ -177,6 +177,17 @@ import Testing
         #expect(windows.count == 2 && windows[0] == Example(tokens: [0, 1, 2], counted: [0, 1]))
     }
 
+    /// Each token but the first of the stream is a target once, whether or not the windows have a first token of their own.
+    @Test func windowsBeginAsTheModelsTextsDo() {
+        let windows = TokenStream(tokens: [9, 1, 2, 3, 4], begin: 9).sequences(lengths: [2])
+        #expect(windows.count == 2)
+        #expect(windows[0].tokens == [9, 1, 2] && windows[1].tokens == [9, 3, 4])
+        let examples = TokenStream(tokens: data([1, 2, 3, 4]), examples: data([0, 2, 2, 2]), begin: 9)
+        #expect(examples.sequences(lengths: [2])[1].tokens == [3, 4, 0])
+        #expect(throws: MeSPError.self) { try TokenStream(tokens: [1, 2], begin: 9).check(vocabulary: 9) }
+        #expect(throws: Never.self) { try TokenStream(tokens: [1, 2], begin: 8).check(vocabulary: 9) }
+    }
+
     @Test func aWindowInWhichNothingCountsIsNoSequence() {
         let stream = TokenStream(
             tokens: data([0, 1, 2, 3, 4, 5, 6, 7, 8]), mask: Data([1, 0, 1, 0, 0, 0, 0, 1, 1]))

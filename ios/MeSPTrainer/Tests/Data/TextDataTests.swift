@@ -48,6 +48,8 @@ import Testing
         for ids in expected.tokenizers {
             try write("text.txt", expected.file, tokenizer: ids.tokenizer)
             #expect(try words("train.bin") + words("valid.bin") == ids.file)
+            let entries = try TextData.entries(in: target)
+            #expect(entries.count == 2 && entries.values.allSatisfy { $0.begin == ids.begin })
             let record = "{\"text\": \"\(expected.words)\"}\n"
             try write("text.jsonl", record + record, tokenizer: ids.tokenizer)
             #expect(try words("train.bin") + words("valid.bin") == ids.record + ids.record)

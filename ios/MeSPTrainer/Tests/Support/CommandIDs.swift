@@ -23,6 +23,8 @@ struct CommandIDs: Decodable, Sendable {
         let prompt: [Int]
         let record: [Int]
         let file: [Int]
+        /// What each window of a packed text begins with; nil where the stream's own token stays.
+        let begin: Int?
         /// Of " again" as the completion to the words, joined without a template, and which of them count.
         let answer: [Int]
         let answerCounted: [Bool]

@@ -1,0 +1,73 @@
+"""Compares the planner's predictions on the CPU with measured peaks.
+
+Each row is a run of a model's first blocks, with its true widths and random weights, on one thread:
+on a busy machine others may never run, and then take no memory. The last columns say how far the
+prediction is off, and how many arrays [T, hidden] or [T, intermediate] that would be: a constant in
+Core/Memory that counts one of them wrongly shows as a column of the same number.
+
+\b
+  python tools/fit_planner.py --model SmolLM2-135M,Qwen2.5-0.5B --seq-len 128,256,512
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import click
+
+import mesp
+from benchmarks.list_options import ListOptions
+
+KINDS: dict[str, dict[str, Any]] = {
+    "in memory": {"offload": "none"},
+    "on disk": {"offload": "all"},
+    "q and v": {"projections": ["q", "v"]},
+    "B alone": {"freeze_a": True},
+}
+"""Settings of a run, by what is said of them."""
+
+
+@click.command(cls=ListOptions, help=__doc__)
+@click.option(
+    "--model", "models", multiple=True, metavar="NAME ...", help="As mesp export takes them.",
+    default=("SmolLM2-135M", "Gemma-3-270m", "Qwen2.5-0.5B"), show_default=True,
+)  # fmt: skip
+@click.option(
+    "--seq-len", "seq_lens", multiple=True, type=click.IntRange(min=1), metavar="T ...",
+    default=(256,), show_default=True,
+)  # fmt: skip
+@click.option("--layers", type=click.IntRange(min=1), default=4, show_default=True)
+def main(models: tuple[str, ...], seq_lens: tuple[int, ...], layers: int) -> None:
+    os.environ["OPENBLAS_NUM_THREADS"] = "1"
+    click.echo(f"{'model':14} {'tokens':>6} {'settings':10} {'predicted':>9} {'measured':>8} "
+               f"{'error':>6} {'hidden':>7} {'interm.':>7}")  # fmt: skip
+    for model in models:
+        for seq_len in seq_lens:
+            with tempfile.TemporaryDirectory() as folder:
+                bundle = mesp.export(
+                    model, out=Path(folder) / "bundle.mesp", random_weights=True, layers=layers,
+                    seq_len=seq_len, device="cpu",
+                )  # fmt: skip
+                for name, settings in KINDS.items():
+                    out = Path(folder) / name
+                    run = mesp.train(bundle, out=out, steps=3, val_batches=0, **settings)
+                    show(model, seq_len, name, bundle, run)
+
+
+def show(model: str, seq_len: int, name: str, bundle: mesp.Bundle, run: mesp.Run) -> None:
+    predicted, measured = run.plan["predicted_peak_bytes"], run.peak_bytes or 0
+    architecture = bundle.manifest.architecture
+    off = predicted - measured
+    hidden, intermediate = (
+        off / (4 * seq_len * size)
+        for size in (architecture.hidden_size, architecture.intermediate_size)
+    )
+    click.echo(f"{model:14} {seq_len:6} {name:10} {predicted / 1e6:9.2f} {measured / 1e6:8.2f} "
+               f"{off / measured:+6.1%} {hidden:+7.1f} {intermediate:+7.1f}")  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
