@@ -2,6 +2,7 @@
 
 import io
 import re
+import struct
 from collections import Counter
 from collections.abc import Iterable
 from functools import partial
@@ -18,6 +19,7 @@ from mesp.block_function import attention, dequantize, fused, mlxfn, tiles
 from mesp.block_function.forward_pass import BlockFunction, block_function
 from mesp.block_function.gated_delta_net import delta_rule
 from mesp.block_function.trace import export_block
+from mesp.errors import MespError
 from mesp.models.architecture import Architecture, Block
 from mesp.models.layout import Layout, block_layout
 from mesp.models.mixers import AttentionMixer, GatedDeltaNet, ShortConvolution
@@ -396,7 +398,10 @@ def test_a_file_for_the_gpu_is_the_cpus_but_for_streams(tmp_path, name, dtype, p
     for each in lengths:
         for part in trace(function, *gpu_inputs(block, layout, dtype, each)):
             if isinstance(part, dict) and part["type"] == "primitive":
-                expected.append((part["name"], flat(part["arguments"])))
+                name, arguments = part["name"], flat(part["arguments"])
+                if name == mlxfn.ATTENTION:
+                    del arguments[4:]  # `force_fused`, which the phone's MLX does not have
+                expected.append((name, arguments))
     assert [(p.name, flat(p.state)) for p in mlxfn.primitives(gpu)] == expected
     # The CPU is device 0, the GPU is device 1; no other byte differs.
     assert [(a, b) for a, b in zip(cpu, gpu, strict=True) if a != b] == [(0, 1)] * len(expected)
@@ -407,7 +412,7 @@ def test_a_file_for_the_gpu_is_the_cpus_but_for_streams(tmp_path, name, dtype, p
         fused_ones |= {"RoPE"}
         fused_ones |= {"ScaledDotProductAttention"} if block.mixer.head_dim == 64 else set()
     assert used == (set() if plain else fused_ones)
-    path.write_bytes(cpu)
+    path.write_bytes(mlxfn.in_layout(cpu, mlxfn.layout_of(mx.__version__)))
     assert len(mx.import_function(str(path))(*gpu_inputs(block, layout, dtype, length))) >= 9
 
 
@@ -432,6 +437,51 @@ def test_a_damaged_file_of_functions_is_refused(tmp_path):
     for damaged in (*(file[:length] for length in range(len(file))), file + b"\0"):
         with pytest.raises(ValueError, match="file of functions"):
             mlxfn.on_device(damaged, "gpu")
+
+
+@pytest.mark.parametrize("name", GPU_BLOCKS)
+def test_a_file_in_the_other_layout_and_back_is_the_same(tmp_path, name):
+    function, block, layout = gpu_block(name, "bfloat16", False, fused)
+    path = tmp_path / "block.mlxfn"
+    export_block(str(path), function, block, layout, mx.bfloat16, "gpu", [5, 64], [4])
+    file, (old, new) = path.read_bytes(), mlxfn.LAYOUTS
+    later = mlxfn.in_layout(file, new)
+    assert mlxfn.in_layout(later, new) == later
+    assert mlxfn.in_layout(later, old) == file
+    attentions = sum(p.name == mlxfn.ATTENTION for p in mlxfn.primitives(file))
+    assert len(later) - len(file) == 8 + attentions  # empty metadata, and `force_fused`
+    described = [(p.name, p.state, p.inputs, p.outputs) for p in mlxfn.primitives(file)]
+    assert [(p.name, p.state, p.inputs, p.outputs) for p in mlxfn.primitives(later)] == described
+
+
+def test_this_mlx_reads_its_own_layout(tmp_path):
+    path = tmp_path / "sum.mlxfn"
+    mx.export_function(str(path), lambda x: x + mx.array([1.0, 2.0]), mx.zeros(2))
+    other, own = sorted(mlxfn.LAYOUTS, key=lambda each: each == mlxfn.layout_of(mx.__version__))
+    path.write_bytes(mlxfn.in_layout(mlxfn.in_layout(path.read_bytes(), other), own))
+    assert mx.import_function(str(path))(mx.ones(2))[0].tolist() == [2.0, 3.0]
+
+
+@pytest.mark.parametrize("version", ["0.30.9", "0.32.1", "0.33.0", "1.0", ""])
+def test_a_file_of_an_unknown_layout_is_refused(tmp_path, version):
+    path = tmp_path / "sum.mlxfn"
+    mx.export_function(str(path), lambda x: x + 1, mx.zeros(2))
+    file = path.read_bytes()
+    written = struct.pack("<Q", len(mx.__version__)) + mx.__version__.encode()
+    assert file.startswith(written)
+    file = struct.pack("<Q", len(version)) + version.encode() + file.removeprefix(written)
+    with pytest.raises(MespError, match="is not known; install mlx"):
+        mlxfn.in_layout(file, mlxfn.LAYOUTS[0])
+
+
+def test_what_the_older_layout_cannot_say_is_refused():
+    state = (1.0, True, False, False)
+    q = mx.zeros((1, 1, 5, 64))
+    file = mlxfn.one_primitive(mlxfn.ATTENTION, state, [q, q, q], q.shape, q.dtype)
+    later = bytearray(mlxfn.in_layout(file, "0.32.2"))
+    later[mlxfn.primitives(bytes(later))[0].state_end] = 1  # force_fused
+    with pytest.raises(ValueError, match="an attention must be fused"):
+        mlxfn.in_layout(bytes(later), "0.31.1")
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])

@@ -1,6 +1,7 @@
-"""MLX's files of functions, ``.mlxfn``, as `VERSION` writes them (its export.cpp), little-endian.
+"""MLX's files of functions, ``.mlxfn``, as its export.cpp writes them, little-endian.
 
-    file      version (text), traces i32, shapeless u8, and each trace:
+    file      version (text), traces i32, shapeless u8, in the layout of 0.32.2 metadata (text), and
+              each trace:
     trace     names of keyword inputs (list of text), inputs' ids, inputs (list of array),
               outputs' ids, tape (list of nodes)
     node      id u64, computed u8; computed: ids of what it takes, stream, primitive (text), state,
@@ -9,12 +10,15 @@
     stream    index i32, type of device i32 (0 is the CPU, 1 the GPU), device i32
     array     shape, dtype; a shape is a list of i32, a dtype i32 and the bytes of an element u8
 
+In the layout of 0.32.2 the state of a ScaledDotProductAttention ends with `force_fused` u8.
+
 A list is its length u64 and its items, ids are a list of u64, a text a list of bytes.
 """
 
 from __future__ import annotations
 
 import math
+import re
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,7 +32,10 @@ from mesp.files import read_object
 
 # Which primitives a block function has; `mesp.block_function.check` holds a file to it.
 ALLOWED = read_object(Path(__file__).with_name("allowed_primitives.json"))
-VERSION = ALLOWED["mlx"]
+# The layouts, each named after the first MLX that writes it. A phone's MLX reads the first, which
+# `ALLOWED` describes; an MLX reads its own only.
+LAYOUTS = (ALLOWED["mlx"], "0.32.2")
+ATTENTION = "ScaledDotProductAttention"
 DEVICES = {"cpu": 0, "gpu": 1}
 # In the order of MLX's codes.
 DTYPES = (
@@ -42,26 +49,56 @@ SHAPE = "S"  # among the codes of `struct`
 STATES = {name: each["state"] for name, each in ALLOWED["primitives"].items()}
 
 
+def layout_of(version: str) -> str:
+    """The layout of the files that an MLX writes and reads.
+
+    Raises MespError where no layout of that MLX is known.
+    """
+    release = re.match(r"0\.(\d{1,9})\.(\d{1,9})", version)
+    minor, patch = map(int, release.groups()) if release else (0, 0)
+    if (minor == 31 and patch >= 1) or (minor, patch) == (32, 0):
+        return LAYOUTS[0]
+    if minor == 32 and patch >= 2:
+        return LAYOUTS[1]
+    raise MespError(
+        f"The layout of the functions of MLX {version!r:.40} is not known; "
+        f"install mlx=={LAYOUTS[0]}, or an mlx from {LAYOUTS[1]} on and below 0.33."
+    )
+
+
+def in_layout(file: bytes, layout: str) -> bytes:
+    """The same functions in one of `LAYOUTS`. Raises what `primitives` does."""
+    found = primitives(file)
+    reader = _Reader(file)
+    parts, at = [_header(layout, reader.header())], reader.at
+    for primitive in found:
+        if primitive.name == ATTENTION:
+            parts += [file[at : primitive.state_end], _force_fused(layout)]
+            at = primitive.state_end + len(_force_fused(reader.layout))
+    return b"".join([*parts, file[at:]])
+
+
 def one_primitive(
     name: str, state: tuple, inputs: list[mx.array], shape: tuple[int, ...], dtype: mx.Dtype
 ) -> bytes:
-    """A file with one function: a primitive, on the CPU, of arrays like `inputs`.
+    """A file with one function, for this MLX: a primitive, on the CPU, of arrays like `inputs`.
 
     It gives one array. A primitive's state is what `STATES` says, without shapes. Raises MespError
-    where this is another MLX than `VERSION`.
+    where this MLX's layout is not known.
     """
-    _check(mx.__version__)
+    layout = layout_of(mx.__version__)
     ids = [_pack("Q", i) for i in range(len(inputs) + 1)]
     *taken, result = ids
     tape = [i + _pack("??", False, False) for i in taken]
     stream = struct.pack(STREAM, 0, DEVICES["cpu"], 0)
     primitive = stream + _text(name) + _pack(STATES[name], *state)
+    primitive += _force_fused(layout) if name == ATTENTION else b""
     tape.append(
         result + _pack("?", True) + _list(taken) + primitive + _pack("Q", 0) + _array(shape, dtype)
     )
     arrays = [_array(x.shape, x.dtype) for x in inputs]
     trace = _list([]) + _list(taken) + _list(arrays) + _list([result]) + _list(tape)
-    return _text(VERSION) + _pack("i?", 1, False) + trace
+    return _header(layout, 1) + trace
 
 
 def on_device(file: bytes, device: str) -> bytes:
@@ -75,12 +112,13 @@ def on_device(file: bytes, device: str) -> bytes:
     return bytes(moved)
 
 
-def _check(version: str) -> None:
-    if version != VERSION:
-        raise MespError(
-            f"Functions for a GPU are written as MLX {VERSION} does, and this is MLX {version}; "
-            f"install mlx=={VERSION}, or export with --device cpu."
-        )
+def _header(layout: str, traces: int) -> bytes:
+    """What precedes the traces; metadata, where the layout has it, is empty."""
+    return _text(layout) + _pack("i?", traces, False) + (b"" if layout == LAYOUTS[0] else _text(""))
+
+
+def _force_fused(layout: str) -> bytes:
+    return b"" if layout == LAYOUTS[0] else _pack("?", False)
 
 
 def _pack(codes: str, *values: Any) -> bytes:
@@ -119,6 +157,7 @@ class Primitive:
     device: int
     name: str
     state: tuple  # a shape is one element, a dtype two
+    state_end: int  # of the state as `STATES` has it
     inputs: tuple[int, ...]  # ids
     outputs: dict[int, Array]
 
@@ -141,6 +180,17 @@ class _Reader:
 
     def __init__(self, file: bytes):
         self.file, self.at = file, 0
+        self.layout = LAYOUTS[0]
+
+    def header(self) -> int:
+        """The number of traces. Raises MespError where the layout is not known."""
+        self.layout = layout_of(self.text())
+        traces, shapeless = self.take("i?")
+        if shapeless:
+            raise ValueError("its shapes are left open")
+        if self.layout != LAYOUTS[0] and self.text():
+            raise ValueError("it has metadata")
+        return traces
 
     def take(self, codes: str) -> tuple:
         codes = "<" + codes
@@ -186,7 +236,7 @@ class _Reader:
 def functions(file: bytes) -> list[Function]:
     """The functions in a file, whose primitives may be any with a state in `STATES`.
 
-    Raises MespError where another MLX than `VERSION` wrote the file, ValueError where it is none,
+    Raises MespError where the file's layout is not known, ValueError where it is none,
     KeyError where it has a primitive that `STATES` lacks.
     """
     reader = _Reader(file)
@@ -209,7 +259,9 @@ def functions(file: bytes) -> list[Function]:
             if number != 0:
                 raise ValueError("a device is not the first")
             name = reader.text()
-            state = reader.state(name)
+            state, state_end = reader.state(name), reader.at
+            if name == ATTENTION and reader.layout != LAYOUTS[0] and reader.one("?"):
+                raise ValueError("an attention must be fused")
             if siblings := reader.one("Q"):
                 ids, shapes = reader.ids(), reader.list(reader.shape)
                 types = reader.list(lambda: reader.take("iB"))
@@ -219,7 +271,9 @@ def functions(file: bytes) -> list[Function]:
                 outputs = reader.with_ids(ids, arrays)
             else:
                 outputs = {id: reader.array()}
-            function.primitives.append(Primitive(stream, device, name, state, taken, outputs))
+            function.primitives.append(
+                Primitive(stream, device, name, state, state_end, taken, outputs)
+            )
         elif reader.one("?"):
             if id not in constants:
                 array = reader.array()
@@ -229,11 +283,7 @@ def functions(file: bytes) -> list[Function]:
             raise ValueError("an input is none")
 
     try:
-        _check(reader.text())
-        traces, shapeless = reader.take("i?")
-        if shapeless:
-            raise ValueError("its shapes are left open")
-        found = [function() for _ in range(traces)]
+        found = [function() for _ in range(reader.header())]
     except (struct.error, ValueError, OverflowError) as error:
         raise ValueError(f"this is no file of functions ({error})") from error
     if reader.at != len(file):

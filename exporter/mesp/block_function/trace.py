@@ -25,10 +25,10 @@ def export_block(
 ) -> None:
     """Writes `function` to `path` (``….mlxfn``) with a trace for each sequence length and rank.
 
-    For either device the trace is the CPU's, which every machine has; in a file for the GPU the
-    primitives are then said to be there, nothing else. Raises RuntimeError or OSError where the
-    file cannot be written, and ValueError where `check_block_functions` refuses
-    it.
+    The file has the layout of a phone's MLX. For either device the trace is the CPU's, which every
+    machine has; in a file for the GPU the primitives are then said to be there, nothing else.
+    Raises RuntimeError or OSError where the file cannot be written, and ValueError where
+    `check_block_functions` refuses it.
     """
     with mx.stream(mx.cpu), mx.exporter(path, function) as trace:
         weights = mx.zeros(layout.words, mx.uint32)  # only the shape is read
@@ -41,10 +41,8 @@ def export_block(
                     mx.array(1.0),
                     weights,
                 )
-    file = Path(path)
+    file = mlxfn.in_layout(Path(path).read_bytes(), mlxfn.LAYOUTS[0])
     if device != "cpu":
-        file.write_bytes(mlxfn.on_device(file.read_bytes(), device))
-    if mx.__version__ == mlxfn.VERSION:
-        check_block_functions(
-            file.read_bytes(), device, dtype, block, layout.words, seq_lens, ranks
-        )
+        file = mlxfn.on_device(file, device)
+    Path(path).write_bytes(file)
+    check_block_functions(file, device, dtype, block, layout.words, seq_lens, ranks)

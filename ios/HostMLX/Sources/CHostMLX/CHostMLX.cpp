@@ -15,6 +15,7 @@
 #include "Metal.h"
 #include "PackedProduct.h"
 #include "Rows.h"
+#include "Streams.h"
 #include "TF32.h"
 #include "mlx/compile_impl.h"
 #include "mlx/mlx.h"
@@ -45,6 +46,7 @@ void report(const char *message) {
 template <class F>
 auto guarded(F &&f) -> decltype(f()) {
     try {
+        host::share_default_streams();
         return f();
     } catch (const std::exception &e) {
         report(e.what());
@@ -152,7 +154,7 @@ void copy_in_order(const char *source, char *&destination, const mx::array &a, i
 }  // namespace
 
 #ifdef __GLIBC__
-// MLX has no cache on the CPU, and glibc would keep what MLX frees: the largest blocks go straight back to the system, and one
+// HostMLX has MLX cache nothing on the CPU, and glibc would keep what MLX frees: the largest blocks go straight back to the system, and one
 // arena serves all threads, so that host_clear_cache trims all of it. From 8 MiB on: an activation or a tile comes and goes with
 // every operation, and the page faults of fresh mappings cost a fifth of a step, the arena's gaps some megabytes.
 __attribute__((constructor)) static void set_up_malloc() {
@@ -173,11 +175,10 @@ HostArray host_array_new(const void *data, const int32_t *dims, size_t ndim, int
         for (int dim : s) {
             bytes *= dim;
         }
-        auto buffer = mx::allocator::malloc(bytes);
+        mx::array a(mx::allocator::malloc(bytes), std::move(s), dtype(type));
         if (bytes > 0) {
-            std::memcpy(buffer.raw_ptr(), data, bytes);
+            std::memcpy(a.data<char>(), data, bytes);
         }
-        mx::array a(buffer, std::move(s), dtype(type));
         ledger::created(a);
         return wrap(std::move(a));
     });
@@ -191,10 +192,12 @@ bool size_word_precedes_data() {
         if (mx::is_available(mx::Device::gpu)) {
             return false;
         }
-        auto buffer = mx::allocator::malloc(40);
+        auto &allocator = mx::allocator::allocator();
+        auto buffer = allocator.malloc(40);
         auto *words = static_cast<size_t *>(buffer.ptr());
-        bool answer = buffer.raw_ptr() == words + 1 && *words == 40;
-        mx::allocator::free(buffer);
+        // A block of the cache may be longer than what is asked for.
+        bool answer = buffer.raw_ptr() == words + 1 && *words >= 40 && *words < 80;
+        allocator.free(buffer);
         return answer;
     }();
     return answer;
@@ -238,10 +241,15 @@ HostArray host_array_adopt(
         if (aligned && bytes > 0 && size_word_precedes_data() && word_before(data) == bytes) {
             mx::allocator::Buffer block(static_cast<size_t *>(data) - 1);
             ledger::adopted(block.ptr(), bytes);
-            return wrap(mx::array(block, std::move(s), dtype(type), [=](mx::allocator::Buffer) {
+            const auto free = [=](mx::allocator::Buffer) {
                 ledger::released(block.ptr());
                 release(context);
-            }));
+            };
+#if MLX_VERSION_NUMERIC > 31001
+            return wrap(mx::array(mx::array::Data(block, free), std::move(s), dtype(type)));
+#else
+            return wrap(mx::array(block, std::move(s), dtype(type), free));
+#endif
         }
         return wrap(mx::array(data, std::move(s), dtype(type), [=](void *) { release(context); }));
     });
@@ -494,7 +502,11 @@ struct FunctionFile {
 static mx::array fused(const char *name, const std::string &state, const Arrays &inputs) {
     FunctionFile file;
     const uint64_t out = inputs.size() + 1;
-    file.text(mx::version()).put<int32_t>(1).put(false).put<uint64_t>(0).ids(inputs.size());
+    file.text(mx::version()).put<int32_t>(1).put(false);
+    if (MLX_VERSION_NUMERIC >= 32001) {
+        file.text("");  // metadata
+    }
+    file.put<uint64_t>(0).ids(inputs.size());
     file.put<uint64_t>(inputs.size());
     for (const auto &in : inputs) {
         file.shape(in);
@@ -740,7 +752,13 @@ HostVector host_compiled_call(HostClosure f, uintptr_t id, bool shapeless, HostV
     });
 }
 void host_compile_erase(uintptr_t id) {
-    done([&] { mx::detail::compile_erase(id); });
+    done([&] {
+#if MLX_VERSION_NUMERIC > 31001
+        mx::detail::compile_erase(mx::detail::compile_cache(), id);  // other threads keep theirs
+#else
+        mx::detail::compile_erase(id);
+#endif
+    });
 }
 
 HostFunction host_import_function(const char *path) {
@@ -816,7 +834,7 @@ void host_set_memory_limit(size_t limit) {
 }
 size_t host_set_cache_limit(size_t limit) {
     ledger::set_cache_limit(limit);
-    return mx::set_cache_limit(limit);
+    return mx::is_available(mx::Device::gpu) ? mx::set_cache_limit(limit) : 0;
 }
 void host_clear_cache(void) {
     ledger::clear_cache();
@@ -838,7 +856,7 @@ bool host_default_stream(int32_t type, HostStream *stream) {
     });
 }
 bool host_new_stream(int32_t type, HostStream *stream) {
-    return done([&] { *stream = wrap(mx::new_stream(device(type))); });
+    return done([&] { *stream = wrap(host::new_shared_stream(device(type))); });
 }
 void host_synchronize(HostStream s) {
     done([&] { mx::synchronize(get(s)); });

@@ -10,9 +10,11 @@
 
 #include "Ledger.h"
 
+#include <dlfcn.h>
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdlib>
 #include <cstring>
 #include <deque>
@@ -23,6 +25,7 @@
 
 #include "CHostMLX.h"
 #include "LedgerRules.h"
+#include "Streams.h"
 #include "mlx/backend/common/buffer_cache.h"
 #include "mlx/scheduler.h"
 
@@ -48,6 +51,42 @@ size_t memory_limit = SIZE_MAX;
 size_t cache_limit = SIZE_MAX;
 
 constexpr size_t page_size = 16384;
+
+/// A buffer that the ledger counts.
+struct Counted {
+    std::shared_ptr<Recorder> recorder;
+    Block *block;
+    /// The bytes of an array that MLX allocated; 0 where the ledger made the buffer.
+    size_t tracked;
+};
+
+/// The recorder whose buffer the next allocation of this thread is.
+thread_local Recorder *taking = nullptr;
+// MLX's threads free buffers while another one holds `mutex` and waits for them, so these have a mutex of their own.
+std::mutex counted_mutex;
+std::unordered_map<const void *, Counted> counted_buffers;
+std::atomic<size_t> counted_count = 0;
+
+void count_buffer(const void *place, Counted buffer) {
+    std::lock_guard lock(counted_mutex);
+    counted_buffers.emplace(place, std::move(buffer));
+    counted_count++;
+}
+
+std::optional<Counted> forget_buffer(const void *place) {
+    if (counted_count == 0) {
+        return std::nullopt;
+    }
+    std::lock_guard lock(counted_mutex);
+    const auto it = counted_buffers.find(place);
+    if (it == counted_buffers.end()) {
+        return std::nullopt;
+    }
+    auto buffer = std::move(it->second);
+    counted_buffers.erase(it);
+    counted_count--;
+    return buffer;
+}
 
 }  // namespace
 
@@ -151,7 +190,12 @@ static void unmap_zeros(void *place, size_t length) {
     }
 }
 
-mx::allocator::Buffer Recorder::take(size_t size) {
+Allocation Recorder::take(size_t size) {
+    taking = this;
+    return mx::allocator::malloc(size);
+}
+
+mx::allocator::Buffer Recorder::buffer(size_t size) {
     if (size == 0) {  // allocator.cpp:106
         return mx::allocator::Buffer(nullptr);
     }
@@ -159,48 +203,77 @@ mx::allocator::Buffer Recorder::take(size_t size) {
     alive_++;
     mark();
     void *place = map_zeros(block->length);
-    taken_.emplace(place, block);
+    count_buffer(place, {shared_from_this(), block, 0});
     return mx::allocator::Buffer(place);
-}
-
-/// Makes the array give its buffer back to the ledger.
-void Recorder::own(mx::array &a) {
-    const auto &data = a.data_shared_ptr();
-    if (!data) {
-        return;
-    }
-    auto it = taken_.find(data->buffer.ptr());
-    if (it == taken_.end()) {
-        return;
-    }
-    Block *block = it->second;
-    taken_.erase(it);
-    data->d = [self = shared_from_this(), block](mx::allocator::Buffer buffer) {
-        std::lock_guard lock(mutex);
-        unmap_zeros(buffer.ptr(), block->length);
-        self->alive_--;
-        self->allocator_->give(block);
-    };
 }
 
 void Recorder::track(mx::array &a) {
     if (!rules.metal || a.nbytes() == 0) {
         return;
     }
-    const auto &data = a.data_shared_ptr();
     const size_t bytes = a.buffer_size();
     Block *block = allocator_->take(bytes, foreign() + adopted_bytes, counts);
     tracked_ += bytes;
     alive_++;
     mark();
-    data->d = [self = shared_from_this(), block, bytes, former = data->d](mx::allocator::Buffer buffer) {
-        std::lock_guard lock(mutex);
-        former(buffer);
-        self->tracked_ -= bytes;
-        self->alive_--;
-        self->allocator_->give(block);
-    };
+    count_buffer(a.buffer().ptr(), {shared_from_this(), block, bytes});
 }
+
+/// Takes back a buffer that MLX freed.
+void Recorder::give(Block *block, size_t tracked) {
+    tracked_ -= tracked;
+    alive_--;
+    allocator_->give(block);
+}
+
+}  // namespace ledger
+
+#ifdef __linux__
+namespace {
+
+/// MLX's allocator, which gives the ledger's buffers where the ledger takes one, and gives them back to it. MLX donates no buffer
+/// but its allocator's.
+class LedgerAllocator : public mx::allocator::Allocator {
+   public:
+    mx::allocator::Buffer malloc(size_t size) override {
+        auto *recorder = std::exchange(ledger::taking, nullptr);
+        return recorder ? recorder->buffer(size) : mlx_.malloc(size);
+    }
+
+    void free(mx::allocator::Buffer buffer) override {
+        const auto counted = ledger::forget_buffer(buffer.ptr());
+        if (!counted) {
+            return mlx_.free(buffer);
+        }
+        std::lock_guard lock(ledger::mutex);
+        if (counted->tracked > 0) {
+            mlx_.free(buffer);
+        } else {
+            ledger::unmap_zeros(buffer.ptr(), mlx_.size(buffer));
+        }
+        counted->recorder->give(counted->block, counted->tracked);
+    }
+
+    size_t size(mx::allocator::Buffer buffer) const override { return mlx_.size(buffer); }
+    mx::allocator::Buffer make_buffer(void *data, size_t size) override { return mlx_.make_buffer(data, size); }
+    void release(mx::allocator::Buffer buffer) override { mlx_.release(buffer); }
+
+   private:
+    using Function = mx::allocator::Allocator &();
+    mx::allocator::Allocator &mlx_ =
+        reinterpret_cast<Function *>(dlsym(RTLD_NEXT, "_ZN3mlx4core9allocator9allocatorEv"))();
+};
+
+}  // namespace
+
+/// libmlx resolves this name in the executable first, as it does the BLAS's. (On a Mac a library finds its own.)
+mx::allocator::Allocator &mx::allocator::allocator() {
+    static auto *allocator = new LedgerAllocator;  // arrays that live to the end are freed by it
+    return *allocator;
+}
+#endif
+
+namespace ledger {
 
 // MARK: Command buffers
 
@@ -488,18 +561,7 @@ void Recorder::encode(mx::array &arr) {
         const auto kernels = counts.kernels;
         encoded_ = arr.primitive().name();
         is_on_cpu_ = rules.gpu_only && arr.primitive().device() == mx::Device::cpu;
-        const auto own_outputs = [&] {
-            for (auto &out : outputs) {
-                own(out);
-            }
-        };
-        try {
-            apply_rule(*this, arr, outputs);
-        } catch (...) {
-            own_outputs();  // MLX would free a buffer that is not its own
-            throw;
-        }
-        own_outputs();
+        apply_rule(*this, arr, outputs);
         for (size_t i = 0; i < values.size(); i++) {
             // A view has its values already. A file's contents come without a kernel.
             const auto shares = [&](const mx::array &in) {
@@ -754,7 +816,7 @@ std::optional<mx::Stream> gpu_stream() {
 
 }  // namespace ledger
 
-#ifdef __linux__
+#if defined(__linux__) && MLX_VERSION_NUMERIC == 31001
 // `Scheduler::new_stream` is compiled into this library and calls the backend's function, which MLX does not export.
 // Without a GPU it does nothing there either (no_gpu/eval.cpp:10).
 namespace mlx::core::gpu {
@@ -762,13 +824,26 @@ void new_stream(Stream) {}
 }  // namespace mlx::core::gpu
 #endif
 
-/// `mx::new_stream` refuses to make a stream for a GPU that is not there, but the scheduler it asks does not: the graph
-/// needs the stream's device, and import_function looks for a stream of that device (export.cpp:482).
+/// `mx::new_stream` refuses to make a stream for a GPU that is not there, but the graph needs the stream's device, and
+/// import_function looks for a stream of that device (export.cpp:482).
 void ledger::make_gpu_stream() {
 #ifdef __linux__
-    if (!mx::is_available(mx::Device::gpu) && !made_gpu_stream) {
-        made_gpu_stream = mx::scheduler::scheduler().new_stream(mx::Device::gpu);
+    if (mx::is_available(mx::Device::gpu) || made_gpu_stream) {
+        return;
     }
+#if MLX_VERSION_NUMERIC > 31001
+    try {
+        mx::new_stream(mx::Device::gpu);
+    } catch (const std::exception &) {  // once it is listed
+    }
+    for (const auto &stream : mx::get_streams()) {
+        if (stream.device == mx::Device::gpu) {
+            made_gpu_stream = stream;
+        }
+    }
+#else
+    made_gpu_stream = mx::scheduler::scheduler().new_stream(mx::Device::gpu);
+#endif
 #endif
 }
 
@@ -779,7 +854,11 @@ char *host_ledger_begin(HostLedgerRules rules) {
     if (ledger::current) {
         return strdup("a ledger is being recorded already");
     }
+#ifndef __linux__
+    return strdup("a ledger is recorded on Linux only");
+#endif
     try {
+        host::share_default_streams();
         ledger::make_gpu_stream();
         ledger::current = std::make_shared<ledger::Recorder>(rules);
     } catch (const std::exception &e) {

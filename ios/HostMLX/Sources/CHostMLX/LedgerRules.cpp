@@ -38,14 +38,13 @@ struct Call {
     }
 
     void allocate(mx::array &a) const { a.set_data(recorder.take(a.nbytes())); }
-    std::function<mx::allocator::Buffer(size_t)> take() const {
+    std::function<Allocation(size_t)> take() const {
         return [&r = recorder](size_t size) { return r.take(size); };
     }
 
     mx::array temporary(mx::Shape shape, mx::Dtype dtype) const {
         mx::array a(std::move(shape), dtype, nullptr, {});
         allocate(a);
-        recorder.own(a);
         recorder.temporary(a);
         return a;
     }
@@ -94,7 +93,6 @@ std::pair<mx::Shape, std::vector<mx::Strides>> collapse(
 mx::array contiguous_copy(const Call &call, const mx::array &a) {
     mx::array copy(a.shape(), a.dtype(), nullptr, {});
     call.allocate(copy);
-    call.recorder.own(copy);
     if (copy.size() > 0) {
         call.recorder.kernel("copy", {a}, {copy});
     }
@@ -855,8 +853,8 @@ void rope(const Call &call) {
 
 /// metal/scaled_dot_product_attention.cpp:643.
 void attention(const Call &call) {
-    const auto [fallback, scale, causal, has_sinks, logsumexp] =
-        call.primitive<mx::fast::ScaledDotProductAttention>().state();
+    const auto state = call.primitive<mx::fast::ScaledDotProductAttention>().state();
+    const bool causal = std::get<2>(state), has_sinks = std::get<3>(state);
     const auto &q_in = call.in()[0];
     auto &out = call.out();
     const bool has_mask = call.in().size() > 3u + has_sinks;

@@ -18,6 +18,8 @@ namespace ledger {
 
 struct Block;
 
+/// What MLX's `malloc` returns.
+using Allocation = decltype(mlx::core::allocator::malloc(0));
 using References = std::vector<std::reference_wrapper<const mlx::core::array>>;
 
 class Recorder : public std::enable_shared_from_this<Recorder> {
@@ -34,9 +36,8 @@ class Recorder : public std::enable_shared_from_this<Recorder> {
 
     // MARK: For the rules
 
-    /// A buffer of at least `size` bytes; the array that gets it must be given to `own`, outputs excepted.
-    mlx::core::allocator::Buffer take(size_t size);
-    void own(mlx::core::array &a);
+    /// A buffer of at least `size` bytes, which goes back to the ledger when MLX frees it.
+    Allocation take(size_t size);
     /// Encodes a kernel. `gathered`: the bytes read, where they are not all of the inputs.
     void kernel(
         const char *kind, const References &inputs,
@@ -52,6 +53,8 @@ class Recorder : public std::enable_shared_from_this<Recorder> {
     void evaluate(std::vector<mlx::core::array> outputs, bool async);
     void wait(mlx::core::array &a);
     void track(mlx::core::array &a);
+    mlx::core::allocator::Buffer buffer(size_t size);
+    void give(Block *block, size_t tracked);
     void clear_cache();
     Memory memory() const;
     void reset_peak() { peak_ = 0; }
@@ -87,7 +90,6 @@ class Recorder : public std::enable_shared_from_this<Recorder> {
     void back_pressure();
 
     std::unique_ptr<Allocator> allocator_;
-    std::unordered_map<const void *, Block *> taken_;  // and not owned yet
     size_t alive_ = 0;
     size_t tracked_ = 0;
     size_t peak_ = 0;

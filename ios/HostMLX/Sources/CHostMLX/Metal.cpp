@@ -12,6 +12,7 @@
 
 #include "CHostMLX.h"
 #include "Ledger.h"
+#include "Streams.h"
 #include "TF32.h"
 #include "mlx/primitives.h"
 
@@ -69,7 +70,7 @@ mx::Device default_device() {
 
 void set_default_device(mx::Device device) {
     if (is_on && rules.gpu_by_default) {
-        mx::set_default_stream(device == mx::Device::gpu ? gpu_stream : cpu_stream);
+        host::set_default_cpu_stream(device == mx::Device::gpu ? gpu_stream : cpu_stream);
     } else {
         mx::set_default_device(device);
     }
@@ -139,11 +140,12 @@ bool host_metal_begin(HostMetalRules rules) {
     metal::evaluations = 0;
     metal::faults.clear();
     if (rules.gpu_by_default) {
+        host::share_default_streams();
         ledger::make_gpu_stream();
         metal::cpu_stream = mx::default_stream(mx::Device::cpu);
-        static const auto instead_of_gpu = mx::new_stream(mx::Device::cpu);
+        static const auto instead_of_gpu = host::new_shared_stream(mx::Device::cpu);
         metal::gpu_stream = instead_of_gpu;
-        mx::set_default_stream(metal::gpu_stream);
+        host::set_default_cpu_stream(metal::gpu_stream);
     }
     host::rounds_to_tf32 = rules.tf32;
     metal::is_on = true;
@@ -155,7 +157,7 @@ size_t host_metal_end(void *context, void (*fault)(void *context, const char *te
     metal::is_on = false;
     host::rounds_to_tf32 = false;
     if (metal::rules.gpu_by_default) {
-        mx::set_default_stream(metal::cpu_stream);
+        host::set_default_cpu_stream(metal::cpu_stream);
     }
     for (const auto &[text, count] : metal::faults) {
         fault(context, text.c_str(), count);

@@ -204,6 +204,15 @@ extension Ledger {
         return try recording.end()
     }
 
+    /// Whether this system can record: only on Linux can an executable stand in for MLX's allocator.
+    public static var isAvailable: Bool {
+        #if os(Linux)
+            true
+        #else
+            false
+        #endif
+    }
+
     /// Begins the counts of the recording anew: what came before is not in them, but for the arrays that it left and the kernels that it
     /// used first.
     public static func restart() { host_ledger_restart() }

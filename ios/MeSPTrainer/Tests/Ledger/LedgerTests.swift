@@ -7,7 +7,8 @@
     @testable import MeSPCore
 
     /// What the demo bundle for the GPU takes on Metal, by the ledger's strictest rules.
-    @Suite(.serialized) struct LedgerTests {
+    @Suite(.serialized, .enabled(if: Ledger.isAvailable, "A ledger is recorded on Linux only"))
+    struct LedgerTests {
         private static let demo = URL(fileURLWithPath: #filePath).deletingLastPathComponent()
             .appendingPathComponent("../../Demo-GPU.mesp").standardizedFileURL
         private typealias Change = (inout RunSettings) -> Void

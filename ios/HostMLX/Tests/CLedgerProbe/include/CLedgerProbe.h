@@ -3,6 +3,7 @@
 #ifndef C_LEDGER_PROBE_H
 #define C_LEDGER_PROBE_H
 
+#include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 
@@ -21,6 +22,11 @@ ProbeArray probe_add(ProbeArray a, ProbeArray b);
 
 /// The sizes of the probes that MLX has evaluated since the last call, in order; returns how many, at most `capacity`.
 size_t probe_log(size_t *sizes, size_t capacity);
+
+/// The version of MLX, and whether its files of functions have metadata and attention's `force_fused`.
+const char *probe_mlx_version(void);
+bool probe_files_have_metadata(void);
+bool probe_attention_has_force_fused(void);
 
 #ifdef __cplusplus
 }
