@@ -16,7 +16,7 @@ SEQUENCES, LENGTH = 4, 128  # that the model reads; more of both change little
 # Sequences of a text, of which products of two inputs are taken too. There are many of them, so
 # fewer tokens do not tell them from chance.
 CALIBRATION_SEQUENCES = 16
-WIDEST = 4096  # inputs whose products are taken: these are 64 MB a matrix
+WIDEST = 4096  # inputs whose products are taken: these are 67.1 MB a matrix
 
 
 def random_tokens(vocab_size: int) -> np.ndarray:
