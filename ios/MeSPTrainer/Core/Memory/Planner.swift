@@ -411,8 +411,9 @@ public struct Planner: Sendable {
             // The same without the tile, but with the temporaries of the norm's derivative.
             largest(\.intermediates) + 15 * hidden / 2 + gradientBytes,
             largest { $0.backward(tile) } + 2 * gradientBytes) + postNormed
-            // What the arithmetic of norms, activations and rotations doesn't write where it is fused; fitted by tools/fit_planner.py.
-            - (CPUProducts.current.fuses ? 2 * hidden : 0)
+            // Fused arithmetic leaves out arrays of a tile's size, which count where activations are as small; fitted to runs
+            // at 256 and 1,024 tokens (tools/fit_planner.py).
+            - (CPUProducts.current.fuses && hidden < 1_100_000 ? 2 * hidden : 0)
     }
 }
 
