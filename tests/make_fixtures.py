@@ -11,7 +11,7 @@
     y, dy       [1, T, hidden]      the last block's output, and the loss's gradient by it
     mixer_in.N, m1.N, m2.N, m3.N, mixed.N,      intermediates of block N, the first of each kind
     x_mid.N, gate.N, up.N
-    o_out.N, mlp_out.N                          and these where there are post norms
+    mixer_out.N, mlp_out.N                          and these where there are post norms
     dx.N        [1, T, hidden]      the loss's gradient by block N's input
     grad.N      [P]                 the loss's gradient by block N's LoRA parameters
     moments     [P]                 numbers to quantize, some of them between two of the map

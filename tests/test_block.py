@@ -129,7 +129,7 @@ class Case:
             found[name] = spies[module].seen["out"][..., rows]
         found["mixer_in"] = spies["input_layernorm"].seen["out"]
         found["x_mid"] = spies[self.arch.mlp_norm].seen["in"] / residual_factor(self.block)
-        found["o_out"], found["mlp_out"] = found[self.mixer.out], found["down"]
+        found["mixer_out"], found["mlp_out"] = found[self.mixer.out], found["down"]
         if isinstance(self.mixer, GatedDeltaNet):
             found |= {"m1": found["qkv"], "m2": found["z"]}
             found["m3"] = mx.concatenate([found["b"], found["a"]], axis=-1)

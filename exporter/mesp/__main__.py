@@ -8,8 +8,8 @@ import click
 
 import mesp
 
-# What each command does, said here: its module is imported when it is asked for, as MLX and what
-# reads models take a while.
+# A line of help for each command, kept here: its module is imported when it is asked for, as MLX
+# and the code that reads models take a while.
 COMMANDS = {
     "export": "Write a model as a bundle.",
     "models": "List the models that have short names.",

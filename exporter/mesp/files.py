@@ -139,7 +139,7 @@ def create(path: Path) -> BinaryIO:
 
 
 def partial_of(path: Path) -> Path:
-    """What a file is called while `write_whole` writes it."""
+    """The name of a file while `write_whole` writes it."""
     return path.with_name(f".{path.name}.partial")
 
 

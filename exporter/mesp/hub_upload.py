@@ -8,7 +8,7 @@ from pathlib import Path
 from mesp.bundle.manifest import Manifest
 from mesp.errors import MespError
 
-# What of an earlier bundle in the repository does not belong to the new one goes.
+# Files of an earlier bundle in the repository that the new one lacks are deleted.
 OF_A_BUNDLE = ["blocks/*", "data/*", "*.mlxfn", "*.bin", "*.json", "LICENSE*"]
 
 

@@ -42,7 +42,7 @@ def mix_by_attention(
         return x.reshape(1, x.shape[1], count, -1).swapaxes(1, 2).astype(dtype)
 
     def place(name: str, x: mx.array, rows: slice = everywhere) -> mx.array:
-        """What attention takes of some rows of q or k."""
+        """Some rows of q or k, as attention takes them."""
         x = x.astype(mx.float32)
         return turn(parts.norm(f"self_attn.{name}_norm", x) if mixer.qk_norm else x, rows)
 

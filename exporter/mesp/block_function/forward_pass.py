@@ -2,8 +2,8 @@
 
     f(x, lora, scale, weights) -> [y, mixer_in, m1, m2, m3, mixed, x_mid, gate, up]
 
-and with post norms two more, ``o_out`` and ``mlp_out``, which those take. What m1, m2, m3 and mixed
-are depends on the mixer: of attention q, k, v and its output.
+and with post norms two more, ``mixer_out`` and ``mlp_out``, which those take. m1, m2, m3 and mixed
+depend on the mixer: of attention they are q, k, v and its output.
 
 It is made of plain, differentiable operations: MeBP differentiates it, and on a CPU the self-check
 compares the trainer's own forward pass with it. There weights are dequantized and multiplied, as
@@ -75,8 +75,8 @@ def forward(block: Block, parts: Parts, x: mx.array) -> list[mx.array]:
     mixer_in = norm("input_layernorm", x)
     (*m, mixed), to_project = mix(mixer, parts, mixer_in)
     if arch.post_norms:
-        o_out = parts.project(mixer.out, to_project, mixed).astype(dtype)
-        x_mid = x + norm("post_attention_layernorm", o_out.astype(mx.float32))
+        mixer_out = parts.project(mixer.out, to_project, mixed).astype(dtype)
+        x_mid = x + norm("post_attention_layernorm", mixer_out.astype(mx.float32))
     else:
         x_mid = parts.project(mixer.out, to_project, mixed, plus=x)
     x_mid = x_mid.astype(dtype)
@@ -88,5 +88,5 @@ def forward(block: Block, parts: Parts, x: mx.array) -> list[mx.array]:
     if arch.post_norms:
         mlp_out = y.astype(dtype)
         y = x_mid + norm("post_feedforward_layernorm", mlp_out.astype(mx.float32))
-        outputs += [o_out, mlp_out]
+        outputs += [mixer_out, mlp_out]
     return [a.astype(dtype) for a in (y, *outputs)]

@@ -113,7 +113,7 @@ def on_device(file: bytes, device: str) -> bytes:
 
 
 def _header(layout: str, traces: int) -> bytes:
-    """What precedes the traces; metadata, where the layout has it, is empty."""
+    """The header before the traces; metadata, where the layout has it, is empty."""
     return _text(layout) + _pack("i?", traces, False) + (b"" if layout == LAYOUTS[0] else _text(""))
 
 

@@ -1,4 +1,4 @@
-"""What the formulas of a block's forward pass compute with."""
+"""The operands of the formulas of a block's forward pass."""
 
 from __future__ import annotations
 

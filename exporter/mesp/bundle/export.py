@@ -199,7 +199,7 @@ def export(
         model: A short name such as ``Qwen2.5-0.5B``, a name on the Hugging Face Hub, a folder, a
             GGUF file, or ``demo``.
         out: The bundle's folder; ``NAME.mesp`` by default.
-        data: What to train on: a JSONL, parquet or text file, a folder or a dataset on the Hub with
+        data: Training data: a JSONL, parquet or text file, a folder or a dataset on the Hub with
             train, valid and test, ``python-docs`` or ``python-docs-pairs``. None for none, of the
             demo model ``python-docs``.
         data_options: How the data is taken.

@@ -1,4 +1,4 @@
-"""What a bundle is written with."""
+"""The options of an export."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class BundleOptions:
 
 @dataclass(frozen=True)
 class ExportOptions(BundleOptions):
-    """What to write of a model, all of it checked."""
+    """The options of an export of one model, checked."""
 
     data: str | None
     data_options: DataOptions

@@ -169,7 +169,7 @@ class File:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a bundle is: docs/architecture.md describes each field."""
+    """A bundle's manifest: docs/architecture.md describes each field."""
 
     name: str
     model: ModelName
@@ -305,7 +305,7 @@ def read_manifest(path: Path, to_run: bool = True) -> Manifest:
 
 
 def damaged(path: Path) -> MespError:
-    """What is said of a bundle whose manifest contradicts itself."""
+    """The error for a bundle whose manifest contradicts itself."""
     return MespError(f"{path / 'manifest.json'} is damaged; write the bundle again.")
 
 

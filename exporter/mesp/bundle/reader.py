@@ -281,7 +281,7 @@ class Bundle:
         return self._bytes(self._data(split).mask)
 
     def labels(self, split: str) -> np.ndarray | None:
-        """What people said of each example, as `mesp.data.preferences` numbers it: uint8 [M],
+        """The judgement of each example, as `mesp.data.preferences` numbers it: uint8 [M],
         mapped; None where nobody did."""
         return self._bytes(self._data(split).labels)
 

@@ -60,7 +60,7 @@ def block_pieces(
     weights: Weights, index: int, layout: Layout, block: Block, quantizations: Quantizations,
     moments: Moments | None,
 ) -> Iterator[Piece]:  # fmt: skip
-    """What goes into a block's file."""
+    """The arrays of a block's file."""
     prefix = f"model.layers.{index}."
     for name in block.norms():
         yield name, 0, norm(weights, prefix + name, layout[name].shape, block.arch)
@@ -81,7 +81,7 @@ def table_pieces(
     weights: Weights, source: str, layout: Layout, arch: Architecture, quantizations: Quantizations,
     moments: Moments | None,
 ) -> Iterator[Piece]:  # fmt: skip
-    """What goes into the file of the embedding or the head; the one used as head has the norm."""
+    """The arrays of the file of the embedding or the head; the one used as head has the norm."""
     is_head = "norm" in layout
     quantize: Quantizer = nearest
     if moments:

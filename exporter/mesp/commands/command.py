@@ -1,4 +1,4 @@
-"""What all commands have in common: their errors, exit codes, notes and help."""
+"""Shared behaviour of all commands: their errors, exit codes, notes and help."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Command(click.Command):
             logger.removeHandler(notes)
 
 
-# What stands for a value in the help, by its type.
+# The metavar of a value in the help, by its type.
 _METAVARS: dict[type, str] = {
     type(click.INT): "N",
     click.IntRange: "N",

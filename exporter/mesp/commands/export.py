@@ -193,7 +193,7 @@ def check_options_of_from(out: Path | None, overwrite: bool) -> None:
 
 
 def summary(out: Path, manifest: Manifest) -> str:
-    """What was written, for people."""
+    """A summary of an export, for people."""
     arch = manifest.architecture
     size = sum(file.size for file in manifest.files)
     lora = {r: sum(block.lora_size(r) for block in arch.blocks) for r in manifest.ranks}

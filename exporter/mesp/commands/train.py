@@ -91,7 +91,7 @@ def show_plan(job: Job, plan: dict[str, Any]) -> None:
 
 
 def summary(run: Run, output: Path) -> str:
-    """What a run came to, in a few lines."""
+    """The results of a run, in a few lines."""
     done = "Finished" if run.end["reason"] == "finished" else "Stopped"
     lines = [
         f"{done} after {run.last_step} steps in {duration(run.end['seconds'])}: "

@@ -48,7 +48,7 @@ class SomeOf(click.ParamType[list[str]]):
 
 
 def type_of(declared: Setting) -> click.ParamType[Any]:
-    """What an option makes of what is typed."""
+    """The value of an option from its text."""
     if declared.kind is list:
         return SomeOf(declared.choices or ())
     if declared.choices is not None:

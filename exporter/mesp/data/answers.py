@@ -89,7 +89,7 @@ def _start(
 
 
 def _end_of_answers(tokenizer: Any) -> str:
-    """What the template writes after each answer, such as ``<|im_end|>`` and a line feed."""
+    """The template's text after each answer, such as ``<|im_end|>`` and a line feed."""
     turns = [{"role": role, "content": PROBE} for role in ("user", "assistant", "user")]
     tails = ["".join(_render(tokenizer, turns[:n], None).split(PROBE)[2:3]) for n in (2, 3)]
     last, before_another = (_encode(tokenizer, tail) for tail in tails)

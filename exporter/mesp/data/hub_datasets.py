@@ -11,7 +11,7 @@ from typing import Any
 from mesp.errors import MespError
 from mesp.files import root_of
 
-# What the library, or who made a dataset, calls each split, where it is not said.
+# The names of each split in datasets, where none is given.
 NAMES = {
     "train": ("train",),
     "valid": ("validation", "valid", "val", "dev"),
@@ -111,7 +111,7 @@ def _find_subset(data: str, subset: str | None, there: list[str]) -> str:
 
 
 def _find_splits(data: str, splits: dict[str, str], there: list[str]) -> dict[str, str]:
-    """What to read as each split; MespError where one is not there, or none is to train on."""
+    """The source of each split; MespError where one is not there, or none is to train on."""
     for expression in splits.values():
         if re.split(r"[\[+]", expression)[0] not in there:
             raise MespError(f"{data} has no split {expression}; it has {', '.join(there)}.")

@@ -181,7 +181,7 @@ def _check_lengths(data: str, splits: dict[str, Split], seq_len: int) -> None:
 
 
 def _report(splits: dict[str, Split], seq_len: int, long: str) -> str:
-    """What was not taken as it is, in one line; empty where all was."""
+    """The data that were changed or left out, in one line; empty where none were."""
 
     def counts(of: Callable[[Split], int]) -> str:
         return ", ".join(f"{of(each):,} in {split}" for split, each in splits.items() if of(each))

@@ -13,7 +13,7 @@ RECORDS = (
     'records have "text", "prompt" and "completion", or "messages"; for an objective "prompt", '
     '"chosen" and "rejected", or "prompt", "completion" and "label"'
 )
-# What is read of a record.
+# The keys of a record that are read.
 KEYS = ("text", "prompt", "completion", "messages", "tools", "chosen", "rejected", "label")
 PAIRS, LABELS = "chosen and rejected", "completion and label"  # answers that people have judged
 
@@ -21,7 +21,7 @@ Said = str | list[dict[str, Any]]  # a prompt or an answer: a string, or message
 
 
 class Document(NamedTuple):
-    """What is tokenized at once: the text of a file, or a record; `where` it is, for messages."""
+    """A text that is tokenized at once: of a file, or a record; `where` it is, for messages."""
 
     where: str
     content: str | dict[str, Any]

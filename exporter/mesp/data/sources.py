@@ -22,7 +22,7 @@ BUILT_IN = {"python-docs": python_docs, "python-docs-pairs": python_docs_pairs}
 
 @dataclass(frozen=True)
 class Selection:
-    """What is taken of a dataset: its configuration `subset`; what is taken as each of our
+    """The part of a dataset that is read: its configuration `subset`; what is taken as each of our
     `splits`, as the datasets library spells it; the column that stands for each key of a record."""
 
     subset: str | None = None

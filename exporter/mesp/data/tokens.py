@@ -18,7 +18,7 @@ LOSS_ON = ("answers", "last", "all")  # what is in the loss, of records with ans
 
 
 def encoder(kind: str, tokenizer: Any, loss_on: str, chat: bool) -> Callable[[Document], Encoded]:
-    """What makes token ids of a document of this kind, and says which are in the loss: the
+    """The function that makes token ids of a document, and marks those in the loss: the
     ``answers``, the ``last`` message, or ``all``. It raises MespError where that fails.
 
     With `chat` prompts and completions go through the chat template, else they are joined.

@@ -80,12 +80,12 @@ def is_older_than_sources(engine: Path, checkout: Path) -> bool:
 
 
 def expected_version() -> str:
-    """What `mesp-engine --version` prints where it belongs to this package."""
+    """The output of `mesp-engine --version` for this package's engine."""
     return f"mesp-engine {mesp.__version__} with MLX {metadata.version('mlx')}"
 
 
 def version_of(engine: Path) -> str:
-    """What `ENGINE --version` says, or in place of it: its last line."""
+    """The last line that `ENGINE --version` prints, on standard output or error."""
     try:
         done = subprocess.run(
             [engine, "--version"], stdin=subprocess.DEVNULL, capture_output=True, text=True

@@ -81,13 +81,13 @@ def generate(
 
     Args:
         bundle: A bundle or its folder.
-        prompt: What to write on from.
+        prompt: The text to continue.
         adapters: A folder of adapters, of `Run.adapters`, mlx-lm or PEFT; None for the base model.
         max_tokens: The most tokens of the text.
         temperature: From 0, which takes the likeliest token each time, to 100.
         top_p: Draw from the fewest tokens that are together as likely as this, above 0 up to 1.
         seed: Of the draws.
-        system_prompt: What the chat template says before the prompt.
+        system_prompt: The system message of the chat template.
         chat: Whether the prompt goes into the chat template; None: where the tokenizer has one.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What the engine plans for a run, and the memory that it predicts; nothing is trained."""
+"""The engine's plan for a run, and the memory that it predicts; nothing is trained."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def predicted_memory(out: Path, manifest: Manifest) -> str | None:
     return "training peaks at " + ", ".join(peaks)
 
 
-# What its sequences do, by `order` of a plan.
+# The order of a step's sequences, by `order` of a plan.
 ORDERS = {
     "sequences": "one sequence after the other",
     "blocks": "all its sequences go through a block before the next",
@@ -68,7 +68,7 @@ def describe_plan(plan: Record) -> str:
 
 
 def describe_count(count: Record) -> str:
-    """What the engine counted of a step, in words."""
+    """The engine's counts of a step, in words."""
     return (
         f"On a phone's GPU a step has {count['evals']:,} evals and {count['kernels']:,} kernels "
         f"(counted), {count['tflop']:.3f} TFLOP, and takes {count['modelled_seconds']:.2f} s "
@@ -78,7 +78,7 @@ def describe_count(count: Record) -> str:
 
 
 def describe_optimizers(engine: Path, settings: dict[str, Any]) -> str:
-    """What a run would take with each optimizer, without a limit and all in memory."""
+    """The memory of a run with each optimizer, without a limit and all in memory."""
     free = {**settings, "memory_limit_mb": None, "offload": "none"}
     peaks = (
         f"{megabytes(find_plan(engine, free | {'optimizer': name})['predicted_peak_bytes'])} MB "

@@ -192,7 +192,7 @@ def find_plan(engine: Path, settings: Settings) -> Record:
 
 
 def find_count(engine: Path, settings: Settings) -> Record:
-    """What the engine counts of a step with these settings on a phone's GPU: its ``count`` record.
+    """The engine's counts of a step with these settings on a phone's GPU: its ``count`` record.
 
     Raises MespError where it cannot: of a bundle for the CPU, or on a Mac.
     """
@@ -212,7 +212,7 @@ def _answer(engine: Path, command: Sequence[str], settings: Settings) -> Record:
 def records(
     command: str, settings: Settings, environment: Mapping[str, str] | None = None
 ) -> Iterator[Record]:
-    """What `mesp-engine COMMAND` prints with these settings, as it comes; an ``end`` record last.
+    """The records that `mesp-engine COMMAND` prints with these settings; an ``end`` record last.
 
     SIGINT goes on to the engine. Raises MespError where the engine fails.
     """

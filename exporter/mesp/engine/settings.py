@@ -29,7 +29,7 @@ PREFERRED_SEQ_LEN = 256
 
 @dataclass(frozen=True)
 class Setting:
-    """What is declared of a setting beside its name and its default."""
+    """The declaration of a setting besides its name and its default."""
 
     kind: type  # int, float, bool, str, list (some of `choices`), dict (of numbers) or Path
     help: str = ""
@@ -47,7 +47,7 @@ class Setting:
     only_with: tuple[str, tuple[str, ...]] | None = None  # a setting, and values, that it needs
 
     def problem(self, value: Any) -> str | None:
-        """What the setting must be, where it is not; the end of a sentence."""
+        """The requirement that a value does not meet, as the end of a sentence, or None."""
         if self.kind is list:
             choices = self.choices or ()
             names = value if isinstance(value, list) else [None]
@@ -119,7 +119,7 @@ class Settings:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainSettings(Settings):
-    """What a run depends on beside its bundle.
+    """The settings of a run, which depends on nothing else besides its bundle.
 
     What is None where that is no value goes by the bundle: `completed` fills it in.
     """
@@ -425,7 +425,7 @@ def kept(before: object, given: Mapping[str, Any], declared: Mapping[str, Settin
 
 
 def _choose(available: Iterable[int], wanted: int | None, what: str, preferred: int) -> int:
-    """What was asked for, if the bundle has it; by default the preferred value or the largest."""
+    """The value asked for, if the bundle has it; by default the preferred one or the largest."""
     if wanted is None:
         return preferred if preferred in available else max(available)
     if wanted not in available:

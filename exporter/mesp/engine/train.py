@@ -38,7 +38,7 @@ class Job:
     resume: bool = False
 
     def to_json(self) -> dict[str, Any]:
-        """What mesp-engine reads."""
+        """The settings that mesp-engine reads."""
         paths = {"bundle": str(self.bundle), "output": str(self.output.resolve())}
         return {**paths, **self.settings.to_json(), "resume": self.resume, "dry_run": False}
 
@@ -66,7 +66,7 @@ class Job:
             raise type(error)(error.message + self._left())
 
     def _left(self) -> str:
-        """What of a run that failed is left, as sentences."""
+        """The files that a failed run has left, as sentences."""
         if not (self.output / LOG_NAME).exists():
             return ""
         adapters = self.output / "adapters"

@@ -39,7 +39,7 @@ DEFAULT_MAX_TOKENS = 256  # lm-evaluation-harness's, where a task names none
 
 @dataclass(frozen=True)
 class Tasks:
-    """What to run, with the harness's names of the options."""
+    """An evaluation, with the harness's names of the options."""
 
     names: tuple[str, ...]
     include_path: Path | None = None

@@ -93,7 +93,7 @@ def compare(metrics: Sequence[Metric]) -> list[tuple[Estimate, Estimate | None]]
 
 
 def extract(pattern: re.Pattern[str] | None, text: str) -> str | None:
-    """What `pattern` finds first, its group where it has one; all of a text without a pattern."""
+    """The first match of `pattern`, its group where it has one; the text without a pattern."""
     if pattern is None:
         return text.strip()
     found = pattern.search(text)

@@ -20,7 +20,7 @@ class Model:
 
     @property
     def prefix_token(self) -> int:
-        """What a text begins with, so that its first token has a probability too."""
+        """The token before a text, so that its first token has a probability too."""
         for token in (self.tokenizer.bos_token_id, self.tokenizer.eos_token_id):
             if token is not None:
                 return int(token)

@@ -1,4 +1,4 @@
-"""What a model is evaluated on: records of one of three kinds."""
+"""The data of an evaluation: records of one of three kinds."""
 
 from __future__ import annotations
 

@@ -157,5 +157,6 @@ def _of_node(context: Context) -> Client:
     return Client(name, Path(str(bundle)), None if data is None else Path(str(data)), private)
 
 
-# What `flower-supernode` runs: the bundle of its --node-config, with its `data` or that in it.
+# The app that `flower-supernode` runs: the bundle of its --node-config, with its `data` or the
+# bundle's.
 app = client_app(_of_node, tells=False)

@@ -1,4 +1,4 @@
-"""What travels between the server and its clients: LoRA matrices, of all blocks in one array.
+"""The messages between the server and its clients: LoRA matrices, of all blocks in one array.
 
 `self_attn.q_proj.lora_b` [blocks, rank, out] are the B of that module in each trained block that
 has it: few arrays, as each costs a phone some requests. A client gets the round's and sends back
@@ -117,7 +117,7 @@ def check_arrays(arrays: Arrays, expected: Arrays) -> None:
 
 
 def clipped(arrays: Arrays, start: Arrays, norm: float) -> Arrays:
-    """What was added to `start`, scaled down to this norm where its own is larger."""
+    """The change from `start`, scaled down to this norm where its own is larger."""
     added = {name: array.astype(np.float64) - start[name] for name, array in arrays.items()}
     # In float32 the squares of small numbers are 0.
     own = math.sqrt(sum(float(np.square(each).sum()) for each in added.values()))
@@ -139,7 +139,7 @@ def drift(clients: list[Arrays], weights: list[float], start: Arrays) -> float:
 
 
 def averaging_error(clients: list[Arrays], weights: list[float], start: Arrays) -> float:
-    """What averaging A and B apart gets wrong, by what the clients' products moved:
+    """The error of averaging A and B apart, relative to the change of the clients' products:
     ‖Σ pᵢ AᵢBᵢ - ĀB̄‖ / ‖Σ pᵢ AᵢBᵢ - AB‖ over all modules; 0 where only B travels.
 
     No product is made: for U [in, k] and V [k, out], ‖UV‖² = Σ (UᵀU) ∘ (VVᵀ).

@@ -32,7 +32,7 @@ STRATEGIES = {
 
 @dataclass(frozen=True, kw_only=True)
 class FederationSettings(Settings):
-    """What a federation is beside its bundle and the training of its clients."""
+    """The settings of a federation besides its bundle and its clients' training."""
 
     data: str = setting(
         str, MISSING, "What is shared out: a folder with a file a topic, or what mesp data takes.",
@@ -117,11 +117,11 @@ class Rounds:
         return max((int(name) for name in found if name.isdigit()), default=None)
 
     def records(self) -> list[dict[str, Any]]:
-        """What was reported of the rounds that are there, from 0."""
+        """The reports of the rounds that are there, from 0."""
         return [self.record(number) for number in range((self.last or 0) + 1)]
 
     def record(self, number: int) -> dict[str, Any]:
-        """What was reported of a round. Raises MespError."""
+        """The report of a round. Raises MespError."""
         path = self.path(number) / RECORD_NAME
         try:
             return read_object(path)
@@ -215,7 +215,7 @@ class Federation:
 
     @property
     def config(self) -> dict[str, Any]:
-        """What a client is told in each round, beside its number: docs/federation.md lists it."""
+        """A client's configuration in each round, besides its number: see docs/federation.md."""
         return {
             "model": str(read_manifest(Path(self.options["bundle"])).model),
             "exchange": self.options["exchange"],

@@ -17,7 +17,7 @@ from mesp.errors import MespError, plain_os_errors
 from mesp.federate.exchange import Arrays, read_arrays, write_arrays
 from mesp.runs.log import LOG_NAME, Run
 
-# What a server may set of a client's run, and no path.
+# The settings of a client's run that a server may change; none is a path.
 SETTINGS = tuple(
     declared.key or name
     for name, declared in settings_of(TrainSettings).items()
@@ -107,6 +107,6 @@ def run_engine(settings: dict[str, Any], timeout: float | None = None) -> Run:
 
 
 def scale(settings: Mapping[str, Any]) -> float:
-    """What the adapters' product is multiplied by: alpha / rank, or alpha / √rank."""
+    """The factor of the adapters' product: alpha / rank, or alpha / √rank."""
     rank = settings["rank"]
     return float(settings["alpha"] / (math.sqrt(rank) if settings["rslora"] else rank))

@@ -26,7 +26,7 @@ PARAGRAPH = "\n\n"
 
 @dataclass(frozen=True)
 class Unit:
-    """What is not divided: a record, or a paragraph of the text that `origin` numbers."""
+    """A unit that is not divided: a record, or a paragraph of the text that `origin` numbers."""
 
     origin: int
     document: Document

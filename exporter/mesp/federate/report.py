@@ -1,4 +1,4 @@
-"""What people see of the rounds: a line each on standard error, and a few at the end."""
+"""Progress of the rounds, for people: a line each on standard error, and a few at the end."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def privacy(record: dict[str, Any]) -> str:
 
 
 def summary(federation: Federation) -> str:
-    """What all rounds came to."""
+    """The results of all rounds."""
     rounds = federation.rounds
     records = rounds.records()
     before, after = records[0]["held_out_loss"], records[-1]["held_out_loss"]

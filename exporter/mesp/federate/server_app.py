@@ -79,7 +79,7 @@ app = ServerApp()
 
 @app.main()
 def main(grid: Grid, context: Context) -> None:
-    """What a SuperLink runs: the federation in the folder that the app's configuration names."""
+    """The app that a SuperLink runs: the federation in the folder of its configuration."""
     federation = Federation.read(Path(str(context.run_config["output"])))
     with Report(federation.options["rounds"]) as report:
         timeout = federation.options["timeout"] + TO_ANSWER

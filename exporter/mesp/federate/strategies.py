@@ -27,7 +27,7 @@ from mesp.federate.exchange import (
 from mesp.federate.federation import STRATEGIES
 from mesp.federate.messages import to_numpy, to_record
 
-# What FedAdam goes on from: its moments, by the matrices' names.
+# FedAdam's state: its moments, by the matrices' names.
 KEPT = ("m_t", "v_t")
 # The metric of a client that is 1 for all: a weight.
 ONE = "client"
@@ -87,7 +87,7 @@ def make_strategy(options: dict[str, Any]) -> Strategy:
 
 
 def state_of(inner: Strategy) -> bytes | None:
-    """What a strategy keeps from round to round: FedAdam's moments."""
+    """The state that a strategy keeps from round to round: FedAdam's moments."""
     arrays = {
         f"{field}/{name}": array
         for field in KEPT
@@ -272,7 +272,7 @@ def _is_private(inner: Strategy) -> bool:
 
 
 def _printable(text: object) -> str:
-    """What a stranger sends to be shown, without what a terminal would obey."""
+    """A stranger's text without control characters, for a terminal."""
     return "".join(each if each.isprintable() else " " for each in str(text))[:MOST_CHARACTERS]
 
 

@@ -178,7 +178,7 @@ class Architecture:
 
     @property
     def norm_offset(self) -> int:
-        """What a norm's weight in the model's checkpoints lacks: 1 for Gemma and Qwen3.5."""
+        """The number to add to a norm's weight in checkpoints: 1 for Gemma and Qwen3.5."""
         return FAMILIES[self.model_type].norm_offset
 
     @property

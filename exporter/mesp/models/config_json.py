@@ -8,7 +8,7 @@ from mesp.errors import MespError
 from mesp.models.families import FAMILIES, LACKING
 from mesp.models.rope_scaling import SCALINGS
 
-# What lists are made of, before they are checked.
+# The types of lists' elements, before they are checked.
 _MOST = {"num_hidden_layers": 1024, "head_dim": 4096, "partial_rotary_factor": 1}
 _DEFAULTS = {"rms_norm_eps": 1e-6, "rope_theta": 1e4, "tie_word_embeddings": True}
 
@@ -82,7 +82,7 @@ def check_length(config: dict[str, Any], length: int) -> None:
 
 
 def unsupported(key: str, value: object) -> MespError:
-    """What is said of a config.json that asks for what the trainer lacks."""
+    """The error for a config.json that asks for something the trainer lacks."""
     return MespError(
         f"The model's config.json sets {key} to {value!r}, which is not supported; take a model "
         "without it."

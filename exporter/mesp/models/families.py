@@ -50,7 +50,7 @@ TRAINABLE = (
 
 @dataclass(frozen=True)
 class Family:
-    """What a ``model_type`` says by its name alone; the rest is in the config.json."""
+    """The properties that a ``model_type`` implies; the rest is in the config.json."""
 
     attention: Modules = SEPARATE_ATTENTION
     mlp: Modules = SEPARATE_MLP
@@ -245,7 +245,7 @@ FAMILIES = {
     ),
 }
 
-# What some families have and others don't, with the value that is as if it weren't there.
+# Keys that some families have and others lack, with the value that means the same as none.
 VARIANTS = {
     "use_sliding_window": False,
     "attention_bias": False,
@@ -264,7 +264,7 @@ VARIANTS = {
     "num_local_experts": 0,
 }
 
-# What else mlx-lm can run, by `model_type`, and what the trainer lacks for it.
+# Other models that mlx-lm can run, by `model_type`, and the parts that the trainer lacks.
 LACKING = {
     **dict.fromkeys(
         ("olmo2", "olmo3"),

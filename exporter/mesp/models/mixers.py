@@ -1,4 +1,4 @@
-"""What mixes the tokens of a block, by its kind: data that the formulas of the kind read."""
+"""The part of a block that mixes tokens, by its kind: data that the formulas of the kind read."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ from mesp.models.families import FAMILIES
 
 # Before the text's part in a model of several modalities, in Hugging Face's form and in mlx-lm's.
 _TEXT = {"model.language_model.": "model.", "language_model.": ""}
-# What such a model has beside its text, and layers that predict more than the next token.
+# Parts of such a model besides its text, and layers that predict more than the next token.
 _UNUSED = (
     "mtp.", "language_model.mtp.", "visual.", "model.visual.",
     "vision_tower.", "model.vision_tower.", "multi_modal_projector.",

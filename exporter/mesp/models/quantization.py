@@ -32,7 +32,7 @@ class Quantization:
 
     @classmethod
     def of(cls, arrays: Arrays, prefix: str, columns: int) -> Quantization:
-        """What the shapes of `prefix`weight, `prefix`scales and, where there are, `prefix`biases
+        """The format by the shapes of `prefix`weight, `prefix`scales and, where there are, `prefix`biases
 
         say of the matrix of so many columns. Raises ValueError where they fit no quantization.
         """

@@ -1,4 +1,4 @@
-"""What is read of a source model's weights, wherever they come from."""
+"""A source model's weights, wherever they come from."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class Quantizations:
 
 
 def not_quantized(module: str) -> MespError:
-    """What is said of a matrix that is not quantized in a model that is."""
+    """The error for a matrix that is not quantized in a model that is."""
     return MespError(
         f"{module} is not quantized, unlike the rest of the model, which is not supported; take "
         "the model it was made from."

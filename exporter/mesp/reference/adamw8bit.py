@@ -17,7 +17,7 @@ class Quantized(NamedTuple):
 
 
 def dynamic_map(signed: bool) -> mx.array:
-    """What each of 256 codes stands for, ascending, float32 [256].
+    """The value of each of 256 codes, ascending, float32 [256].
 
     0, 1, and of each power of ten from 10⁻⁶ to 1 the middles of equal parts of its upper nine
     tenths, twice as many as of the last: 1 to 64 and their negatives, or, not signed, 2 to 128.

@@ -32,7 +32,7 @@ from mesp.reference.short_convolution import (
 )
 
 INTERMEDIATES = ("mixer_in", "m1", "m2", "m3", "mixed", "x_mid", "gate", "up")
-POST_NORMED = ("o_out", "mlp_out")  # more intermediates of a block with post norms
+POST_NORMED = ("mixer_out", "mlp_out")  # more intermediates of a block with post norms
 
 # Of each mixer m1, m2, m3 and mixed; what the output projection takes of them; its derivative.
 MIXERS = {
@@ -62,8 +62,8 @@ def block_forward(
 
     x_mid = x + out(mix(RMSNorm(x)))        y = x_mid + down(act(gate) ∘ up)
 
-    With post norms (out and down are normed before they are added) also o_out and mlp_out, which
-    those take. Gate and up, which are made again where they are needed, are not `stored`.
+    With post norms (out and down are normed before they are added) also mixer_out and mlp_out,
+    which those take. Gate and up, which are made again where they are needed, are not `stored`.
     """
     parts, arch, mixer = Parts.of(weights, lora, block), block.arch, block.mixer
     p, vector, eps = parts
@@ -71,12 +71,12 @@ def block_forward(
     mixer_in = stored(rms_norm(x, vector["input_layernorm.weight"], eps))
     mix, output, _ = MIXERS[type(mixer)]
     mixed = mix(mixer_in, scale, parts, mixer, stored)
-    o_out = linear(output(mixed, parts, mixer), p[mixer.out], scale)
+    mixer_out = linear(output(mixed, parts, mixer), p[mixer.out], scale)
     if arch.post_norms:
-        o_out = stored(o_out)
-        x_mid = stored(x + rms_norm(o_out, vector["post_attention_layernorm.weight"], eps))
+        mixer_out = stored(mixer_out)
+        x_mid = stored(x + rms_norm(mixer_out, vector["post_attention_layernorm.weight"], eps))
     else:
-        x_mid = stored(x + o_out)
+        x_mid = stored(x + mixer_out)
 
     mlp_in = rms_norm(x_mid, vector[f"{arch.mlp_norm}.weight"], eps)
     gate = linear(mlp_in, p["gate"], scale)
@@ -86,7 +86,7 @@ def block_forward(
         return [stored(x_mid + mlp_out), mixer_in, *mixed, x_mid, gate, up]
     mlp_out = stored(mlp_out)
     y = stored(x_mid + rms_norm(mlp_out, vector["post_feedforward_layernorm.weight"], eps))
-    return [y, mixer_in, *mixed, x_mid, gate, up, o_out, mlp_out]
+    return [y, mixer_in, *mixed, x_mid, gate, up, mixer_out, mlp_out]
 
 
 def block_backward(
@@ -110,7 +110,7 @@ def block_backward(
     # y = x_mid + down(act(gate(mlp_in)) ∘ up(mlp_in))
     d_mlp_out = dy
     if arch.post_norms:
-        o_out, mlp_out = intermediates[len(INTERMEDIATES) :]
+        mixer_out, mlp_out = intermediates[len(INTERMEDIATES) :]
         weight = vector["post_feedforward_layernorm.weight"]
         d_mlp_out = rms_norm_backward(mlp_out, dy, weight, eps)
     gated_up = gated(gate, up, arch.hidden_act)
@@ -123,12 +123,13 @@ def block_backward(
     d_x_mid = dy + rms_norm_backward(x_mid, d_in_gate + d_in_up, mlp_norm, eps)
 
     # x_mid = x + o(mix(mixer_in))
-    d_o_out = d_x_mid
+    d_mixer_out = d_x_mid
     if arch.post_norms:
-        d_o_out = rms_norm_backward(o_out, d_x_mid, vector["post_attention_layernorm.weight"], eps)
+        weight = vector["post_attention_layernorm.weight"]
+        d_mixer_out = rms_norm_backward(mixer_out, d_x_mid, weight, eps)
     _, output, mix_backward = MIXERS[type(mixer)]
     taken = output(mixed, parts, mixer)
-    d_taken, *grad[mixer.out] = linear_backward(taken, d_o_out, p[mixer.out], scale)
+    d_taken, *grad[mixer.out] = linear_backward(taken, d_mixer_out, p[mixer.out], scale)
     d_mixer_in, of_mixer = mix_backward(mixer_in, mixed, d_taken, scale, parts, mixer)
     grad |= of_mixer
     dx = d_x_mid + rms_norm_backward(x, d_mixer_in, vector["input_layernorm.weight"], eps)

@@ -240,7 +240,7 @@ def _merged(x: mx.array) -> mx.array:
 
 
 def _rule_inputs(qkv: mx.array, ba: mx.array, parts: Parts, mixer: GatedDeltaNet) -> tuple:
-    """What the convolution gives, q and k before their norms, and what `gated_delta_rule` takes.
+    """The convolution's output, q and k before their norms, and the inputs of `gated_delta_rule`.
 
     q = RMSNorm(q') / dk and k = RMSNorm(k') / √dk for q', k', v = silu(conv(qkv)) by heads.
     """

@@ -104,7 +104,7 @@ Stored = Callable[[mx.array], mx.array]  # what becomes of an array in memory, s
 
 
 class Parts(NamedTuple):
-    """What a block's formulas take: the projections by their short names, vectors by theirs."""
+    """The operands of a block's formulas: projections by their short names, vectors by theirs."""
 
     p: dict[str, Projection]
     vector: Weights

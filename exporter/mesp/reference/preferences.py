@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class Answer(NamedTuple):
-    """What an objective knows of an answer of n tokens: log π(y) and log π₀(y) of the answer y,
+    """The terms of an answer of n tokens in an objective: log π(y) and log π₀(y) of the answer y,
 
     sums over its targets, in nats. π₀ is the model as it was when the run began.
     """

@@ -1,4 +1,4 @@
-"""What differential privacy noise gives, by Google's dp-accounting.
+"""The differential privacy that noise gives, by Google's dp-accounting.
 
 In a run with DP-SGD each step draws each of N examples with the probability q = B / N (Poisson
 sampling) and adds Gaussian noise of Z times the norm that an example's gradient is clipped to: the

@@ -60,7 +60,7 @@ def unique(name: str, taken: dict[str, Run]) -> str:
 
 
 def read_samples(path: Path) -> list[dict[str, str]]:
-    """What the model wrote before and after; nothing where the run has no samples."""
+    """The model's answers before and after; nothing where the run has no samples."""
     if not path.exists():
         return []
     with plain_os_errors(f"Cannot read {path}"):
@@ -300,7 +300,7 @@ def settings(runs: dict[str, Run]) -> list[Row]:
 
 
 def events(runs: dict[str, Run]) -> str:
-    """What happened on the way, such as a pause or a failure."""
+    """The events of a run, such as a pause or a failure."""
     items = []
     for name, run in runs.items():
         for event in run.events:
@@ -311,7 +311,7 @@ def events(runs: dict[str, Run]) -> str:
 
 
 def shown(name: str, samples: list[dict[str, str]]) -> str:
-    """What the model of one run wrote before and after."""
+    """The answers of one run's model before and after."""
     parts = [f"<h2>Samples of {html.escape(name)}</h2>"]
     for sample in samples:
         parts.append(f"<p><b>{html.escape(sample['prompt'])}</b></p><div class='sample'>")

@@ -1,4 +1,4 @@
-"""What goes with a model's weights: its config.json, its tokenizer and its licence."""
+"""The files beside a model's weights: its config.json, its tokenizer and its licence."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TOKENIZER_FILES = (
     "generation_config.json",
 )
 _CONFIGS = ("config.json", "tokenizer_config.json", "generation_config.json")
-# What names Python code for transformers or mlx-lm to run.
+# Keys that name Python code for transformers or mlx-lm to run.
 _CODE = ("auto_map", "custom_pipelines", "model_file")
 
 

@@ -8,7 +8,7 @@
     @MainActor final class SystemActivity: GlanceBoard {
         /// The activity in progress.
         private var id: String?
-        /// What is under way: iOS gets one change after the other.
+        /// The change in progress: iOS gets one change after the other.
         private var work: Task<Void, Never>?
 
         /// Takes away what is shown of a run that the app was ended in.

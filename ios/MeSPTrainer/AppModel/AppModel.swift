@@ -9,7 +9,7 @@ import Observation
     import FoundationNetworking
 #endif
 
-/// What the app does, over what it shows: its views only lay this out.
+/// The app's state and actions: its views only lay them out.
 @MainActor @Observable public final class AppModel {
     /// Why the app can't train here; nil where it can.
     public let refusal: Sentence?
@@ -31,7 +31,7 @@ import Observation
     public enum Place: Sendable { case train, write, runs, bundles, compare }
     /// The part that is shown. Leaving the chat lets go of what the models have read of it.
     public var place = Place.train { didSet { if place != .write { comparison.letGo() } } }
-    /// What went wrong last, in a sentence, until it is set to nil.
+    /// The last problem, in a sentence, until it is set to nil.
     public var problem: Sentence?
     /// Setting it to false is reading it.
     public var hasProblem: Bool {
@@ -174,7 +174,7 @@ import Observation
         }
     }
 
-    /// What the person is asked whether to delete.
+    /// The item whose deletion is to be confirmed.
     public enum Deletion {
         case bundle(StoredBundle)
         case run(StoredRun)
@@ -182,7 +182,7 @@ import Observation
         case conversation
     }
 
-    /// What is deleted when the person confirms it; nil while nothing is asked.
+    /// The item that is deleted when the person confirms; nil while nothing is asked.
     public private(set) var deletion: Deletion?
     /// Setting it to false is deciding against it.
     public var asksToDelete: Bool {
@@ -190,7 +190,7 @@ import Observation
         set { if !newValue { deletion = nil } }
     }
 
-    /// What there is to know before the decision.
+    /// The facts to know before the decision.
     public var deletionQuestion: Sentence {
         switch deletion {
         case .bundle(let bundle):

@@ -11,7 +11,7 @@ import MeSPCore
     func end(success: Bool)
 }
 
-/// What gives time in the background: in the app the system's scheduler.
+/// A source of time in the background: in the app the system's scheduler.
 @MainActor public protocol BackgroundScheduler: AnyObject {
     /// To be called with each time that is given.
     var onGrant: ((any BackgroundTime) -> Void)? { get set }
@@ -64,7 +64,7 @@ public struct RunProgress: Sendable, Equatable {
 
 /// Asks for time in the background for runs that may train there (`Conditions`), and gives it to them.
 ///
-/// What the person has started may go on when the app is left; and in the night, on the charger, a run that has not ended does, also
+/// A run that the person has started may go on when the app is left; and in the night, on the charger, a run that has not ended does, also
 /// one that the system has ended in the meantime.
 @MainActor final class BackgroundTraining {
     private let controller: RunController

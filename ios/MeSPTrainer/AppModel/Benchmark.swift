@@ -5,7 +5,7 @@ import Observation
 
 /// Runs the three methods one after the other on this device, a few steps each, beside the paper's figures.
 @MainActor @Observable public final class Benchmark {
-    /// What one method took. Sizes are bytes.
+    /// The measurements of one method. Sizes are in bytes.
     public struct Row: Codable, Sendable, Equatable, Identifiable {
         public var model: String
         public var method: GradientMethod

@@ -9,7 +9,7 @@ import Observation
 @MainActor @Observable public final class Comparison {
     public enum Side: Sendable { case base, tuned }
 
-    /// What one model has written so far.
+    /// The text that one model has written so far.
     public struct Text: Sendable {
         public fileprivate(set) var text = ""
         /// nil until it has ended.
@@ -25,12 +25,12 @@ import Observation
         public fileprivate(set) var tuned = Text()
     }
 
-    /// What to write, and with what.
+    /// The text to continue, and the models and settings.
     public struct Request: Sendable {
         public var prompt = ""
         /// Whether the prompt is a message in the model's chat template, and the text the answer.
         public var isChat = false
-        /// What comes before a conversation; empty for nothing.
+        /// The system message of a conversation; empty for none.
         public var system = ""
         public var maxTokens = 128
         /// 0 takes the likeliest token each time.
@@ -63,10 +63,10 @@ import Observation
     @ObservationIgnored private let folder: DocumentsFolder?
     /// Whether what is kept was read, or given up: until then it is not replaced.
     @ObservationIgnored private var hasReadKept = false
-    /// What the conversation is with, and how: another has no use for it.
+    /// The bundle, adapters and settings of the conversation; with others its cache is of no use.
     @ObservationIgnored private var partners = ""
     @ObservationIgnored private var gate = PauseGate()
-    /// What each side has read of the conversation.
+    /// The part of the conversation that each side has read.
     @ObservationIgnored private var read = Read()
 
     /// Of one thread at a time: that of a text that is written.
@@ -101,7 +101,7 @@ import Observation
         hasReadKept = true
     }
 
-    /// What is kept of what the models have read.
+    /// The caches of the text that the models have read.
     var bytesRead: Int { read.base.size + read.tuned.size }
 
     /// Lets go of what the models have read. The next message goes through them with all that was said before.
@@ -263,7 +263,7 @@ struct Chat: Codable, Equatable {
         var tuned: String
     }
 
-    /// What it is with.
+    /// The bundle, adapters and settings.
     var partners: String
     var turns: [Turn]
 }

@@ -3,7 +3,7 @@ import MeSPCore
 import MeSPDownload
 import MeSPFiles
 
-/// What an app keeps: bundles in its Documents, and its runs in the folder `runs` there, where `tools/collect.py` finds them.
+/// The files that an app keeps: bundles in its Documents, and its runs in the folder `runs` there, where `tools/collect.py` finds them.
 public struct DocumentsFolder: Sendable {
     /// The folder that people see in Files.
     public let documents: URL
@@ -157,7 +157,7 @@ public struct DocumentsFolder: Sendable {
 
     // MARK: - Choices
 
-    /// What a person liked better of two answers.
+    /// A person's preferences between two answers.
     var choices: ChoiceStore { ChoiceStore(url: documents.appendingPathComponent("choices.jsonl")) }
 
     /// Has the file of choices kept as it is to be; it is replaced with each.
@@ -293,7 +293,7 @@ public struct DocumentsFolder: Sendable {
 
     // MARK: - Files
 
-    /// What stays free after a copy, for runs and for the system.
+    /// The space that stays free after a copy, for runs and for the system.
     static let spareBytes = 200_000_000
 
     /// The size of all files in a folder, in bytes.
@@ -328,7 +328,7 @@ extension URL {
 
     fileprivate var resourceSize: Int? { try? resourceValues(forKeys: [.fileSizeKey]).fileSize }
 
-    /// What the system would make free for something that a person has asked for.
+    /// The space that the system would free for something that a person has asked for.
     public var freeBytes: Int? {
         #if os(iOS) || os(macOS)
             let values = try? resourceValues(forKeys: [.volumeAvailableCapacityForImportantUsageKey])

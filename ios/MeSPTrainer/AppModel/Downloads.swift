@@ -5,9 +5,9 @@ import Observation
 
 /// Bundles from the Hugging Face Hub: what one is before it is downloaded, and its download.
 @MainActor @Observable public final class Downloads {
-    /// What the person typed: `owner/name`.
+    /// The text that the person typed: `owner/name`.
     public var repository = ""
-    /// What is at the Hub under that name; nil until it was looked up.
+    /// The repository at the Hub under that name; nil until it was looked up.
     public private(set) var offer: BundleDownload.Offer?
     /// Whether the Hub is asked.
     public private(set) var isLooking = false

@@ -20,7 +20,7 @@ import Observation
         public enum Kind: Sendable { case perplexity, accuracy, exactMatch }
     }
 
-    /// What the last evaluation found; nil until it has ended.
+    /// The results of the last evaluation; nil until it has ended.
     public private(set) var figure: Figure?
     /// How much of it is done, from 0 to 1; nil while none is in progress.
     public private(set) var progress: Double?
@@ -87,7 +87,7 @@ import Observation
     private func update() { gate.follow(phone) }
 }
 
-/// What a record adds to a figure, which is of Σ sum / Σ weight.
+/// A record's part of a figure, which is Σ sum / Σ weight.
 struct FigurePart: Equatable {
     var sum: Double
     var weight = 1.0
@@ -132,7 +132,7 @@ private struct SplitMix64: RandomNumberGenerator {
     }
 }
 
-/// What models are measured on.
+/// The data on which models are evaluated.
 enum EvaluationRecord: Sendable {
     case text(String)
     /// `answer` is the index of the right choice.
@@ -266,7 +266,7 @@ private struct Examiner {
 }
 
 extension TextTokenizer {
-    /// What a text begins with, so that its first token has a probability too.
+    /// The token before a text, so that its first token has a probability too.
     fileprivate var prefixToken: Int {
         get throws {
             guard let token = beginOfText ?? endOfText else {

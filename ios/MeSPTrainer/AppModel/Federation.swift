@@ -10,9 +10,9 @@ import Observation
 /// Taking part in a federation: the adapters of a bundle get better together with those of other people, and nobody's text leaves their
 /// device. While it lasts, each message of the server is answered by a run.
 @MainActor @Observable public final class Federation {
-    /// What the person typed: the SuperLink's address.
+    /// The SuperLink's address, as the person typed it.
     public var address = ""
-    /// What the server calls this device; empty for a number.
+    /// The server's name of this device; empty for a number.
     public var name = ""
     /// Whether only networks are used that cost nothing extra and are not in Low Data Mode.
     public var sparesData = true
@@ -33,7 +33,7 @@ import Observation
     public private(set) var unreachable: Sentence?
     /// Why the last message could not even be answered; nil where it could.
     public private(set) var passedOver: Sentence?
-    /// What it does now, in words.
+    /// Its present activity, in words.
     public var status: Sentence {
         if let unreachable { return unreachable }
         return switch state {
@@ -61,7 +61,7 @@ import Observation
     /// The latest first.
     public private(set) var rounds = [Round]()
 
-    /// What leaves the device and what does not, to be agreed to before it begins.
+    /// A statement of the data that leave the device and those that do not, to be agreed to before it begins.
     public static let agreement: Sentence =
         "What leaves this device: the adapters that it trains, how many tokens they were trained on, the mean loss, the peak of memory, and the name that you give it. Your texts, your choices and what the model writes stay here. Adapters can give away something about the text they were trained on: take part where you trust who runs the server."
 

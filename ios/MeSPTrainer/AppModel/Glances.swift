@@ -1,7 +1,7 @@
 import Foundation
 import MeSPCore
 
-/// What the lock screen shows of a run.
+/// A run on the lock screen.
 public struct Glance: Sendable, Equatable {
     public var progress: RunProgress
     /// Why the run waits and what to do, or how it has ended, in sentences; nil while it trains.
@@ -10,7 +10,7 @@ public struct Glance: Sendable, Equatable {
     public var lifetime: Double?
 }
 
-/// What shows a run while the app is not in front: in the app a Live Activity.
+/// A display of a run while the app is not in front: in the app a Live Activity.
 @MainActor public protocol GlanceBoard: AnyObject {
     /// Begins to show a run; to be called in front only.
     func begin(title: Sentence, _ glance: Glance)
@@ -31,7 +31,7 @@ public struct Glance: Sendable, Equatable {
     private static let interval = 5.0
     /// How long figures are taken to be true at least, in seconds.
     private static let lifetime = 120.0
-    /// What is shown; nil for nothing.
+    /// The content that is shown; nil for none.
     private var shown: Glance?
     private var lastChange = Date.distantPast
 

@@ -13,9 +13,9 @@ public struct Keeping: Sendable, Equatable {
     static let bundle = Keeping(isInBackup: false, isLockedAway: false)
     /// A run's tokens, log and adapters, which are read and written in the night.
     static let run = Keeping(isInBackup: true, isLockedAway: false)
-    /// What a run goes on from: as large as the adapters and the optimizer's state, and of use with this phone's log only.
+    /// The state from which a run is resumed: as large as the adapters and the optimizer's state, and of use with this phone's log only.
     static let state = Keeping(isInBackup: false, isLockedAway: false)
-    /// What was said in a chat, and liked of it. Nothing in the night reads it.
+    /// Chats, and preferences in them. Nothing in the night reads them.
     static let chat = Keeping(isInBackup: true, isLockedAway: true)
 
     /// Keeps a file or a folder so, and what is made in the folder later. Elsewhere than on Apple's systems it does nothing.

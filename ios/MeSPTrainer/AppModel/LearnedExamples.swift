@@ -4,8 +4,8 @@ import Observation
 
 /// Two examples of a run's effect: prompts of its held-out data, continued by the base model and by the fine-tuned one.
 ///
-/// They are written once, after the run, and kept in its folder as `samples.json`. Writing waits while the app is not in front, and ends when
-/// something else needs the model.
+/// They are written once, after the run, and kept in its folder as `samples.json`. Writing waits while the app is not in front, and ends
+/// when something else needs the model.
 @MainActor @Observable public final class LearnedExamples {
     public struct Sample: Codable, Sendable, Equatable, Identifiable {
         public let prompt: String
@@ -109,8 +109,8 @@ import Observation
         }
     }
 
-    /// Ends the writing, and returns when the block in progress has ended. Nothing stays of examples that are not complete, so that they can
-    /// be written again.
+    /// Ends the writing, and returns when the block in progress has ended. Nothing stays of examples that are not complete, so that they
+    /// can be written again.
     public func stop() {
         work?.cancel()
         if let writing { samples[writing] = nil }
@@ -167,7 +167,7 @@ private struct HeldOutPrompts: Sendable {
         return prompts
     }
 
-    /// What comes before the first answer, or where all of the text is to be learned, how a paragraph or sentence in it begins.
+    /// The prompt of the first answer, or where all of the text is to be learned, the beginning of a paragraph or sentence in it.
     private func prompt(of example: Example, _ frame: (before: [Int], after: [Int])?) -> Prompt {
         let tokens = example.tokens.map { Int($0) }
         let first = example.counted.first ?? 0

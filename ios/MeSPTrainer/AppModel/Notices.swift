@@ -9,7 +9,7 @@ public struct Notice: Sendable, Equatable {
     public var delay: Double
 }
 
-/// What shows messages: in the app the system's notifications.
+/// A way to show messages: in the app the system's notifications.
 @MainActor public protocol NoticeBoard: AnyObject {
     /// Asks the person whether messages may be shown; the system asks once. Where its question covers the app, this returns when they have
     /// answered.

@@ -1,7 +1,7 @@
 import Foundation
 import MeSPFiles
 
-/// What the paper ("MeSP", 2026) reports of MeSP on an iPhone 17 Pro with 4-bit weights: `paper.json`, which the benchmarks in
+/// The figures that the paper ("MeSP", 2026) reports for MeSP on an iPhone 17 Pro with 4-bit weights: `paper.json`, which the benchmarks in
 /// `tools/` read too.
 struct Paper: Decodable {
     let rank: Int

@@ -7,9 +7,9 @@ import Observation
     var brightness: Double? { get set }
 }
 
-/// What becomes of the phone's screen during a run.
+/// The phone's screen during a run.
 @MainActor @Observable public final class Screen {
-    /// What the person wants of the screen while a run is in progress.
+    /// The person's choice for the screen while a run is in progress.
     public var keepsAwake = true
     /// In front all night, with the screen dark.
     public var isOvernight = false { didSet { update() } }
@@ -44,7 +44,7 @@ import Observation
         }
     }
 
-    /// What to do for a run that takes the night.
+    /// Instructions for a run overnight.
     public var overnightAdvice: Sentence {
         let advice: Sentence =
             controller.usesGPU

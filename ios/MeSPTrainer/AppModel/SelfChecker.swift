@@ -6,7 +6,7 @@ import Observation
 /// A self-check of this device, whose report grows as its checks end, on the screen and in a file. While the app is not in front, it
 /// waits.
 @MainActor @Observable public final class SelfChecker {
-    /// What the present or last self-check has found so far.
+    /// The findings of the present or last self-check so far.
     public private(set) var report: SelfCheckReport?
     public private(set) var isRunning = false
     /// Why it ended early, in a sentence.

@@ -2,7 +2,7 @@ import Foundation
 import MeSPCore
 import Observation
 
-/// What a person fills in for the next run: a bundle, a text, and the settings.
+/// The form for the next run: a bundle, a text, and the settings.
 @MainActor @Observable public final class TrainingForm {
     /// Where the text to train on comes from.
     public enum TextKind: Sendable, CaseIterable { case bundle, file, pasted, choices }
@@ -47,9 +47,9 @@ import Observation
             settings.projections = chosen.count == projections.count ? nil : projections.filter { chosen.contains($0) }
         }
     }
-    /// What the person has typed and is no number, by field.
+    /// Typed text that is not a number, by field.
     private var unreadable = [NumberField: String]()
-    /// What the person has typed last, which stands as long as it means the setting's value.
+    /// The text typed last, which stands as long as it means the setting's value.
     private var typed = [NumberField: String]()
     /// A number of the settings as text. Each keystroke counts: a number pad has no Return that could end the editing.
     public subscript(text field: NumberField) -> String {

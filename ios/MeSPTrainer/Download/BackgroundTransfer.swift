@@ -14,14 +14,14 @@ import MeSPSentences
 public final class BackgroundTransfer: NSObject, Transfer, @unchecked Sendable {
     let filesAtOnce = Int.max
 
-    /// What tasks name their files relative to: the app's folders move when the app is updated.
+    /// The folder to which tasks' file names are relative: the app's folders move when the app is updated.
     private let home: URL
     /// Set once, in `init`.
     private(set) var session = URLSession.shared
     private let lock = NSLock()
     /// By the names of their files; under the lock.
     private var receptions = [String: Reception]()
-    /// What the system had when it was first asked for a file: tasks of a process before this. Under the lock.
+    /// The transfers that the system had when it was first asked for a file: tasks of a process before this. Under the lock.
     private var tasksOfBefore: Task<[URLSessionTask], Never>?
 
     /// A file that somebody waits for.

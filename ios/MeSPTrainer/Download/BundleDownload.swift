@@ -16,7 +16,7 @@ import MeSPSentences
 /// The manifest comes first. Each other file has the size and the SHA-256 that it says, or is refused. What is there of a download that
 /// ended early, `fetch` goes on from.
 public struct BundleDownload: Sendable {
-    /// What is at the Hub, before it is downloaded. It can be stored, for a process that goes on with the download.
+    /// A bundle at the Hub, before it is downloaded. It can be stored, for a process that goes on with the download.
     public struct Offer: Sendable, Codable {
         /// As `owner/name`.
         public let repository: String
@@ -58,7 +58,7 @@ public struct BundleDownload: Sendable {
     private let hub: URL
     /// How long a connection may be silent, in seconds.
     private let patience: Double
-    /// What brings the files of the bundle.
+    /// The transfer of the bundle's files.
     private let transfer: any Transfer
     /// How often a file is asked for again without a byte more.
     private let attempts = 3

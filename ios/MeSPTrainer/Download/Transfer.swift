@@ -6,7 +6,7 @@ import MeSPSentences
     import FoundationNetworking
 #endif
 
-/// What brings a file over the network.
+/// A transfer of a file over the network.
 protocol Transfer: Sendable {
     /// How many files may be asked for before one has come.
     var filesAtOnce: Int { get }
@@ -64,7 +64,7 @@ struct Wanted: Sendable {
         }
     }
 
-    /// What to say of a connection that ended.
+    /// The message for a connection that ended.
     func brokenOff(_ error: any Error) -> Retryable {
         Retryable(sentence: "\(what) stopped coming: \(error.plainSentence). Check the network and try again.")
     }
@@ -93,7 +93,7 @@ struct ForegroundTransfer: Transfer {
 
 /// Takes the answer to one request into a file, behind what that has.
 private final class Reception: NSObject, URLSessionDataDelegate, @unchecked Sendable {
-    /// What the file had before.
+    /// The part of the file that was there before.
     let offset: Int
     private let wanted: Wanted
     private let file: FileHandle

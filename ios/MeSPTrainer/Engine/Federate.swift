@@ -3,7 +3,7 @@ import MeSPCore
 import MeSPFederation
 import MeSPFiles
 
-/// What `mesp-engine federate` reads: which SuperLink to join, and what to train on.
+/// The input of `mesp-engine federate`: which SuperLink to join, and what to train on.
 struct FederationSettings: Decodable {
     /// A SuperLink's address, as in `https://links.example.org:8000`.
     let superlink: String
@@ -12,7 +12,7 @@ struct FederationSettings: Decodable {
     let bundle: String
     /// A folder of tokens; nil for the bundle's own text.
     let data: String?
-    /// What the server calls this node; nil for its number.
+    /// The server's name of this node; nil for its number.
     let name: String?
     let memoryLimitMb: Double?
 

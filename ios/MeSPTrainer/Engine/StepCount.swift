@@ -3,7 +3,7 @@
     import HostMLXLedger
     import MeSPCore
 
-    /// What a step of a bundle for the GPU takes on a phone, counted without one: see docs/ledger.md.
+    /// The cost of a step of a bundle for the GPU on a phone, counted without one: see docs/ledger.md.
     struct StepCount: Encodable {
         let evals, kernels, readBytes, writtenBytes, newBuffers, newBufferBytes: Int
         let tflop: Double
@@ -18,7 +18,7 @@
         let strict: Strict
         /// Kernels that the steps before and this one compile, and the most from one block to the next.
         let firstKernels, mostFirstKernels: Int
-        /// What mlx-swift leaks in a step.
+        /// The bytes that mlx-swift leaks in a step.
         let leakedBytes: Int
 
         struct Strict: Encodable {

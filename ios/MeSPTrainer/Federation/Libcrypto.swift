@@ -3,7 +3,8 @@
     import MeSPFiles
     import MeSPSentences
 
-    /// What of CryptoKit a node needs, by OpenSSL's libcrypto, which is loaded when it is first used: versions 1.1 and 3 have these.
+    /// The part of CryptoKit that a node needs, by OpenSSL's libcrypto, which is loaded when it is first used: versions 1.1 and 3 have
+    /// these.
     private enum Libcrypto {
         typealias Key = OpaquePointer
         typealias Output = UnsafeMutablePointer<UnsafeMutablePointer<UInt8>?>

@@ -90,7 +90,7 @@ struct PendingMessage {
         try writeDurably(content, to: objects.appendingPathComponent(id))
     }
 
-    /// What the message of a tree carries, and the bytes of its objects.
+    /// The content of a message of a tree, and the bytes of its objects.
     func content(of tree: ObjectTree) throws -> (Records, bytes: Int) {
         var store = ObjectStore()
         for id in tree.ids { try store.take(object(id), id: id) }

@@ -1,7 +1,7 @@
 import Foundation
 import MeSPSentences
 
-/// What a Flower message carries: records of arrays, of metrics and of settings, each by its name.
+/// The content of a Flower message: records of arrays, of metrics and of settings, each by its name.
 public struct Records: Sendable, Equatable {
     public var arrays = [String: [String: FlowerArray]]()
     public var metrics = [String: [String: FlowerValue]]()

@@ -6,17 +6,17 @@ import MeSPSentences
     import FoundationNetworking
 #endif
 
-/// A node of a Flower federation, without Python: it joins a SuperLink, waits for messages of the server's app, has them answered, and sends
-/// the answers.
+/// A node of a Flower federation, without Python: it joins a SuperLink, waits for messages of the server's app, has them answered, and
+/// sends the answers.
 ///
 ///     let node = try SuperNode(server: address, folder: folder, mostBytes: FederatedRun.mostBytes(bundle))
 ///     try await node.run(report: show) { question in try await train(question) }
 ///
-/// What it has received and what it has to send lies in files: a node that was ended goes on where it was, with what the server takes to
+/// The messages it has received and has to send lie in files: a node that was ended goes on where it was, with what the server takes to
 /// be delivered, and sends no byte twice. What nobody waits for any more it lets go, and a message that cannot be read is answered as one
 /// that failed.
 public struct SuperNode: Sendable {
-    /// What happens, for people.
+    /// An event, for people.
     public enum Event: Sendable, Equatable {
         case joined(node: UInt64)
         /// A message is here, of so many bytes.
@@ -34,7 +34,7 @@ public struct SuperNode: Sendable {
         case reached
     }
 
-    /// What a message asks.
+    /// A message's request.
     public struct Question: Sendable, Equatable {
         public let id: String
         /// Which node it is for: this one.
@@ -133,7 +133,8 @@ public struct SuperNode: Sendable {
 
     // MARK: - Being there
 
-    /// A node that ended without a word goes on as the one it was: only its key can be activated, and not before the server has given it up.
+    /// A node that ended without a word goes on as the one it was: only its key can be activated, and not before the server has given it
+    /// up.
     ///
     /// - Returns: the node's id.
     private func join(_ report: (Event) -> Void) async throws -> UInt64 {

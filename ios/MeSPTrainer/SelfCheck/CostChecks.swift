@@ -2,7 +2,7 @@ import Foundation
 import MLX
 import MeSPCore
 
-/// What the device takes for what a step is made of.
+/// The device's times of the parts of a step.
 extension Bench {
     /// The time of one `eval` of a chain of so many kernels, each a number added to one, in seconds.
     private func chain(_ kernels: Int) throws -> Double {

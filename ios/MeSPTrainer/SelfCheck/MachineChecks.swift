@@ -16,7 +16,7 @@ import MeSPFiles
 struct SystemGPU {
     let name: String
     let architecture: String
-    /// What the GPU can use at once without getting slower, in bytes.
+    /// The memory that the GPU can use at once without getting slower, in bytes.
     let workingSet: Int
     /// The largest buffer, in bytes.
     let largestBuffer: Int
@@ -130,7 +130,7 @@ extension Bench {
         return grown < size / 4 + slack ? .pass : .fail
     }
 
-    /// What a block pays for being mapped each time: the map, and the first kernel that reads it.
+    /// The cost of mapping a block each time: the map, and the first kernel that reads it.
     func mapFirstUse() throws -> Finding {
         let (file, words) = (ModelBundle.blockFile(0), bundle.manifest.blocks[bundle.kinds[0]].words)
         let url = bundle.url.appendingPathComponent(file)
@@ -166,7 +166,8 @@ extension Bench {
             [Measurement("leaked per thousand", Double(leaked), "bytes")])
     }
 
-    /// Where memory does not hold the weights, and 30 blocks are mapped for each token, this is 30 MB for a text of a thousand tokens, as much as a step of a small model.
+    /// Where memory does not hold the weights, and 30 blocks are mapped for each token, this is 30 MB for a text of a thousand tokens, as
+    /// much as a step of a small model.
     private static let leakAllowed = 1_000_000
 
     /// `withError` throws after its body only, but its box has an error as soon as MLX reports it: a run that asks the box stops before it

@@ -111,7 +111,7 @@ public struct SelfCheck {
     }
 }
 
-/// What a check found.
+/// The finding of a check.
 struct Finding {
     let verdict: SelfCheckReport.Verdict
     let sentence: Sentence
@@ -129,7 +129,7 @@ struct Skipped: Error {
     let reason: Sentence
 }
 
-/// What the checks share. Each is in an extension, by what it looks at.
+/// The state that the checks share. Each is in an extension, by what it looks at.
 final class Bench {
     typealias Measurement = SelfCheckReport.Measurement
 

@@ -2,7 +2,7 @@ import Foundation
 import MeSPCore
 import MeSPFiles
 
-/// What a machine told about itself: one finding a line, and the constants that it measured.
+/// A machine's self-check: one finding a line, and the constants that it measured.
 public struct SelfCheckReport: Codable, Sendable {
     /// Where and on what it ran.
     public var start: Start
@@ -32,10 +32,10 @@ public struct SelfCheckReport: Codable, Sendable {
     public struct Check: Codable, Sendable, Identifiable {
         public var name: String
         public var verdict: Verdict
-        /// What was found, or why the check was left out.
+        /// The finding, or why the check was left out.
         public var sentence: Sentence
         public var measured: [Measurement]
-        /// What the check took.
+        /// The time of the check.
         public var seconds: Double
 
         public var id: String { name }
@@ -75,7 +75,8 @@ public struct SelfCheckReport: Codable, Sendable {
         public var mapSeconds: Double?
         /// Reading and writing memory.
         public var bytesPerSecond: Double?
-        /// What MLX adds to the footprint beside its arrays, after a step: on a GPU Metal's libraries, kernels and command buffers.
+        /// The memory that MLX adds to the footprint besides its arrays, after a step: on a GPU Metal's libraries, kernels and command
+        /// buffers.
         public var metalBytes: Double?
         /// The products that training uses on the device, at the tile where they are fastest: the slower of x Wᵀ and dy W.
         public var flopsPerSecond: Double?

@@ -2,7 +2,7 @@ import Foundation
 import MLX
 import MeSPCore
 
-/// What the steps of a run took, by phase.
+/// The times of a run's steps, by phase.
 private struct Steps {
     static var phases: [(name: String, path: KeyPath<StepClock.Phases, Double>)] {
         [("forward", \.forward), ("head", \.loss), ("backward", \.backward)]

@@ -126,7 +126,7 @@ import Testing
         }
     }
 
-    /// What the Hub offers, before a file of it is there.
+    /// The Hub's offer, before a file of it is there.
     @Test func offers() throws {
         let (folder, manifest) = try bundle()
         defer { try? FileManager.default.removeItem(at: folder) }
@@ -167,7 +167,7 @@ import Testing
         }
     }
 
-    /// What says which files hold the tokens.
+    /// The index of the files that hold the tokens.
     @Test func indexesOfTokens() throws {
         let folder = temporaryFolder()
         defer { try? FileManager.default.removeItem(at: folder) }
@@ -243,7 +243,7 @@ import Testing
         }
     }
 
-    /// What is refused leaves nothing behind; the rest becomes tokens that a run can take.
+    /// Refused data leave nothing behind; the rest becomes tokens that a run can take.
     @Test func textOfOnesOwn() throws {
         let folder = temporaryFolder()
         try FileManager.default.createDirectory(at: folder, withIntermediateDirectories: true)

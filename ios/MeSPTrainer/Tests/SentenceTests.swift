@@ -3,7 +3,7 @@ import Testing
 
 @testable import MeSPCore
 
-/// What a person reads, with a table of translations as Xcode makes it of a String Catalog.
+/// Sentences as a person reads them, with a table of translations as Xcode makes it of a String Catalog.
 @Suite struct SentenceTests {
     private func translated(_ table: [String: String]) throws -> Bundle {
         let folder = temporaryFolder().appendingPathComponent("en.lproj")

@@ -1,8 +1,8 @@
 #if os(iOS)
     import ActivityKit
 
-    /// What a Live Activity shows of a run. The app, which fills it in, and the widget, which lays it out, both compile this file: iOS knows
-    /// the type by its name.
+    /// The content of a Live Activity of a run. The app, which fills it in, and the widget, which lays it out, both compile this file: iOS
+    /// knows the type by its name.
     struct RunAttributes: ActivityAttributes {
         struct ContentState: Codable, Hashable, Sendable {
             /// From 0 to 1.
@@ -17,7 +17,7 @@
         }
 
         var title: String
-        /// What is said in place of figures that are no longer true.
+        /// The text in place of figures that are no longer true.
         var staleNote: String
     }
 #endif

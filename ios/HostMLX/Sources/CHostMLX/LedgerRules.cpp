@@ -23,7 +23,7 @@ namespace {
 
 using Arrays = std::vector<mx::array>;
 
-/// What a rule is given: the primitive of `arr` with its inputs, and the outputs to be filled.
+/// The arguments of a rule: the primitive of `arr` with its inputs, and the outputs to be filled.
 struct Call {
     Recorder &recorder;
     mx::array &arr;

@@ -18,7 +18,7 @@ namespace ledger {
 
 struct Block;
 
-/// What MLX's `malloc` returns.
+/// The result of MLX's `malloc`.
 using Allocation = decltype(mlx::core::allocator::malloc(0));
 using References = std::vector<std::reference_wrapper<const mlx::core::array>>;
 
@@ -102,7 +102,7 @@ class Recorder : public std::enable_shared_from_this<Recorder> {
     size_t committed_ = 0;
     /// Arrays of asynchronous evaluations, and the last command buffer of each.
     std::unordered_map<const void *, std::pair<std::weak_ptr<mlx::core::array::Data>, size_t>> pending_;
-    /// What was used of Metal's kernels, by a name that tells them apart, and how many since the last boundary.
+    /// The Metal kernels that were used, by a name that tells them apart, and how many since the last boundary.
     std::unordered_set<std::string> kernel_names_;
     size_t first_since_boundary_ = 0;
     /// The types of the inputs by the name of a fused kernel.
@@ -112,7 +112,7 @@ class Recorder : public std::enable_shared_from_this<Recorder> {
     bool is_on_cpu_ = false;
 };
 
-/// What the primitive of `arr` does on Metal; `outputs` get their data.
+/// Records the work of the primitive of `arr` on Metal, and gives `outputs` their data.
 void apply_rule(Recorder &recorder, mlx::core::array &arr, std::vector<mlx::core::array> &outputs);
 
 }  // namespace ledger

@@ -9,7 +9,7 @@
 
 namespace host {
 
-/// What `mlx::core::quantized_matmul` gives for float32 x `[…, m, k]`, as soon as OpenBLAS multiplies: W is unpacked a tile at a time,
+/// The result of `mlx::core::quantized_matmul` for float32 x `[…, m, k]`, as soon as OpenBLAS multiplies: W is unpacked a tile at a time,
 /// between the caches, for all rows of x. MLX's own kernel unpacks each weight again for each row, some 50 times slower.
 ///
 /// nil where this does not serve: without OpenBLAS, on another device, for another dtype or a stack of matrices.

@@ -2,7 +2,7 @@ import CHostMLX
 import Foundation
 import MLX
 
-/// What a stretch of work would cost on a GPU that is not here.
+/// The cost of some work on a GPU that this machine does not have.
 ///
 /// A ledger follows the arrays that the work evaluates, in MLX's order and by MLX's rules for Metal; see
 /// `docs/ledger.md` for what is counted and what is not.
@@ -57,7 +57,7 @@ public struct Ledger: Codable, Sendable, Equatable {
     public var mappings = 0
     /// That memory as far as kernels are given it, in bytes: Metal holds all of a buffer while one uses a part of it.
     public var wiredBytes = 0.0
-    /// What they leak, in bytes: mlx-swift retains a finalizer once more than it releases it (MLXArray+Init.swift:26). That is an object of 32
+    /// The bytes they leak: mlx-swift retains a finalizer once more than it releases it (MLXArray+Init.swift:26). That is an object of 32
     /// bytes, and with it the closure's context, here of up to 48.
     public var leakedBytes: Int { 80 * mappings }
 
@@ -72,13 +72,13 @@ public struct Ledger: Codable, Sendable, Equatable {
 
 // MARK: - Time
 
-/// What a GPU takes for each part of the work; by default between the values known of iPhones with an A15 to A17.
+/// A GPU's time for each part of the work; by default between the values known of iPhones with an A15 to A17.
 public struct LedgerTime: Codable, Sendable, Equatable {
     /// A round trip: the caller wakes up, encodes, and the GPU starts; 100 to 300 µs.
     public var secondsPerEval = 200e-6
     /// Between the starts of two kernels that depend on each other; 4 to 8 µs.
     public var secondsPerKernel = 6e-6
-    /// What kernels read and write.
+    /// The bytes that kernels read and write.
     public var bytesPerSecond = 80e9
     /// Of matrix products of 16-bit numbers and of 4-bit ones by 16-bit ones; 0.8 to 1.8 TFLOPS.
     public var flopPerSecond = 1.2e12

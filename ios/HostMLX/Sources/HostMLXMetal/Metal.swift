@@ -27,11 +27,11 @@ public struct MetalRules: Sendable {
     }
 }
 
-/// What happened while HostMLX behaved like Metal.
+/// The events while HostMLX behaved like Metal.
 public struct MetalReport: Sendable, Equatable {
     /// Evaluations that had something to compute.
     public var evaluations = 0
-    /// What would have ended the process, with how often it happened.
+    /// The faults that would have ended the process, with their counts.
     public var faults = [String: Int]()
 }
 

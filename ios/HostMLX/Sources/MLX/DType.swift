@@ -191,7 +191,7 @@ extension Float64: HasDType {
     }
 }
 
-/// What an operation takes as an operand.
+/// An operand of an operation.
 public protocol ScalarOrArray {
     /// The operand as an array: a scalar takes the type `dtype` where it can.
     func asMLXArray(dtype: DType?) -> MLXArray

@@ -39,7 +39,7 @@ public enum MLXArrayIndexOperation: CustomStringConvertible {
     fileprivate var isArrayOrIndex: Bool { isArray || isIndex }
 }
 
-/// What a subscript takes: an `Int`, a range, an array of indices, ``ellipsis``, ``newAxis``, a stride.
+/// An argument of a subscript: an `Int`, a range, an array of indices, ``ellipsis``, ``newAxis``, a stride.
 public protocol MLXArrayIndex {
     var mlxArrayIndexOperation: MLXArrayIndexOperation { get }
 }

@@ -1,7 +1,7 @@
 import CHostMLX
 import Foundation
 
-/// What MLX has allocated, in bytes.
+/// The memory that MLX has allocated, in bytes.
 public enum Memory {
 
     private static let queue = DispatchQueue(label: "Memory")

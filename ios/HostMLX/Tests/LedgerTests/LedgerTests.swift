@@ -193,7 +193,7 @@ struct LedgerTests {
         #expect(ledger.peakActiveBytes - baseline() == 2 * 4 * page)
     }
 
-    /// What was alive before: arrays of tests and of MLX itself.
+    /// The arrays that were alive before: those of tests and of MLX itself.
     private func baseline() -> Int { Memory.activeMemory }
 
     /// 42 products, each of the one before, in two command buffers; `x` and `w` are held by the caller.

@@ -2,7 +2,7 @@ import Foundation
 import MLX
 import Testing
 
-/// What HostMLX computes over all cores, beside the same one by one.
+/// Operations that HostMLX computes over all cores, compared with the same operations one by one.
 extension AllTests {
     @Suite struct RowTests {
         /// Every operation that is fused, on numbers along rows, columns and both.

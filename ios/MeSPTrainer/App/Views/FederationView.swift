@@ -54,7 +54,7 @@ struct FederationView: View {
     }
 }
 
-/// What came, and what went.
+/// Bytes received and sent.
 private struct RoundRow: View {
     let round: Federation.Round
 

@@ -3,7 +3,7 @@ import MeSPCore
 import MeSPSelfCheck
 import SwiftUI
 
-/// What this phone says of itself, with the chosen model.
+/// The self-check of this phone with the chosen model.
 struct SelfCheckSection: View {
     @Environment(AppModel.self) private var model
 

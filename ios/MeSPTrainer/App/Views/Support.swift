@@ -105,7 +105,7 @@ struct TintedLabel: View {
     }
 }
 
-/// What went wrong, or stands in the way.
+/// A problem that occurred, or prevents an action.
 struct ProblemLabel: View {
     let text: String
 

@@ -176,7 +176,7 @@ private struct CorrectionView: View {
     }
 }
 
-/// What one model has written so far.
+/// The text that one model has written so far.
 private struct WrittenText: View {
     let title: LocalizedStringKey
     /// Of the bundle, or of the run.

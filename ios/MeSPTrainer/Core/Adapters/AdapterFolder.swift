@@ -5,7 +5,7 @@ import MeSPFiles
 /// Adapters that were read.
 struct Adapters {
     let rank: Int
-    /// What a projection's adapter is multiplied by: α / rank.
+    /// The factor of a projection's adapter: α / rank.
     let scale: Float
     /// One flat vector `[P]` a block.
     let lora: [MLXArray]

@@ -27,7 +27,7 @@ enum AdapterFormat {
 
     func turned(_ shape: [Int]) -> [Int] { self == .mlx ? shape : shape.reversed() }
 
-    /// What the folder's configuration says of adapters on some `modules` of some `blocks`.
+    /// The folder's configuration for adapters on some `modules` of some `blocks`.
     func config(
         rank: Int, scale: Double, blocks: Range<Int>, of architecture: Architecture, modules: [Module], model: String
     ) -> [String: Any] {

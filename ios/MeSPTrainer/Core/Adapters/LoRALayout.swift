@@ -4,7 +4,7 @@ import MLX
 /// How a block's LoRA matrices lie in one flat float32 vector `[count]`: for each module A `[in, rank]`, then B `[rank, out]`, row-major.
 /// The projections of a module share its A and have columns of its B each.
 ///
-/// What follows from a gradient, as the optimizer's state, has a vector `[trainedCount]` of the trained parameters alone.
+/// Anything made of a gradient, such as the optimizer's state, has a vector `[trainedCount]` of the trained parameters alone.
 package struct LoRALayout {
     package let block: BlockShape
     package let rank: Int

@@ -33,7 +33,7 @@ package func mappedWords(_ url: URL, size: Int, version: FileVersion?, known: ML
     return words
 }
 
-/// What tells whether a file has changed: its size, and when it was written last.
+/// The size and modification time of a file, which tell whether it has changed.
 package struct FileVersion: Equatable {
     let size: Int
     private let seconds: Int
@@ -52,7 +52,7 @@ package struct FileVersion: Equatable {
     }
 }
 
-/// What the length of a mapping is a multiple of, in bytes: the page of an iPhone, and of every system with smaller ones. Metal takes
+/// The unit of a mapping's length, in bytes: the page of an iPhone, and of every system with smaller ones. Metal takes
 /// only whole pages without copying them.
 package let mappingUnit = 16384
 

@@ -25,7 +25,7 @@ extension BaselineMemory {
 }
 
 extension MixerMemory {
-    /// What automatic differentiation keeps.
+    /// The bytes that automatic differentiation keeps.
     var automatic: Int {
         switch mixer {
         case .attention(let a):

@@ -1,6 +1,6 @@
 import MLX
 
-/// What the tokens that a block has seen leave to those that follow.
+/// A block's state after some tokens, for the tokens that follow.
 package enum MixerState {
     case attention(KeyValues)
     case gatedDeltaNet(GatedDeltaNet.State, count: Int)

@@ -1,4 +1,4 @@
-/// What there is to know of a model besides its weights: one description for all families, as the exporter read it from the model's
+/// A model's configuration: one description for all families, as the exporter read it from the model's
 /// `config.json`. A block is a mixer and an MLP:
 ///
 ///     x_mid = x + norm(mixer(mixer_in)),  mixer_in = RMSNorm(x)                  norm where there are `postNorms`
@@ -14,9 +14,9 @@ public struct Architecture: Decodable, Sendable, Equatable {
     let hiddenAct: Activation
     let postNorms: Bool
     let finalLogitSoftcapping: Float?
-    /// What the embedding is multiplied by.
+    /// The factor of the embedding.
     let embeddingScale: Float
-    /// What stands before `.layers.N.` in the names of adapters, of mlx-lm and of PEFT.
+    /// The prefix of `.layers.N.` in the names of adapters, of mlx-lm and of PEFT.
     let mlxPrefix: String
     let hfPrefix: String
     /// The linear layers of the MLP.
@@ -67,7 +67,7 @@ package struct Module: Decodable, Sendable, Equatable {
     }
 }
 
-/// What there is to know of one block: its mixer, and what it has in common with all blocks.
+/// A block's dimensions: its mixer's, and those that all blocks share.
 package struct BlockShape: Sendable, Equatable {
     let architecture: Architecture
     package let mixer: Mixer

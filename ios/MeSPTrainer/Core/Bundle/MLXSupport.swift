@@ -4,8 +4,8 @@ import Foundation
     import Metal
 #endif
 
-/// What MLX can run on this device. The system is asked and not MLX, which starts Metal when it is first used, for the CPU too: that takes
-/// memory, and where MLX cannot use the GPU it ends the process.
+/// The devices that MLX can use here. The system is asked and not MLX, which starts Metal when it is first used, for the CPU too: that
+/// takes memory, and where MLX cannot use the GPU it ends the process.
 public enum MLXSupport {
     /// Sets the variables of the environment that MLX reads, unless they are set already. To be called before MLX is used.
     package static func setEnvironment() {

@@ -1,4 +1,4 @@
-/// What mixes the tokens of a block: projections of mixer_in, the block's input after a norm; a formula that makes `mixed` of three of
+/// The part of a block that mixes tokens: projections of mixer_in, the block's input after a norm; a formula that makes `mixed` of three of
 /// them; and a last projection of that, which is added to the block's input.
 package enum Mixer: Sendable, Equatable {
     case attention(AttentionMixer)
@@ -19,12 +19,12 @@ package struct AttentionMixer: Decodable, Sendable, Equatable {
     let qkNorm: Bool
     /// Whether q has a gate g behind each head.
     let outputGate: Bool
-    /// What `q̂ k̂ᵀ` is multiplied by.
+    /// The factor of `q̂ k̂ᵀ`.
     let attentionScale: Float
     let attnLogitSoftcapping: Float?
     /// Radians a position of each pair of dimensions that RoPE turns; empty where there is no RoPE.
     let frequencies: [Float]
-    /// What the turned dimensions are multiplied by.
+    /// The factor of the rotated dimensions.
     let ropeScale: Float
     /// How many positions a query sees, its own included; nil for all before it.
     let slidingWindow: Int?

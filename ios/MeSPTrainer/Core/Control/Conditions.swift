@@ -6,7 +6,7 @@ public enum BackgroundGrant: String, Sendable, CaseIterable {
     case overnight
 }
 
-/// What decides whether a run may train, but for the memory and what the person wants.
+/// The conditions under which a run may train, besides memory and the person's choice.
 struct Conditions: Sendable, Equatable {
     var scene = AppScene.active
     /// Whether the bundle is for the GPU.

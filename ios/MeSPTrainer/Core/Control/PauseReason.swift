@@ -25,7 +25,7 @@ public enum PauseReason: String, Sendable, CaseIterable {
         }
     }
 
-    /// What ends it, as a sentence.
+    /// The event that ends the pause, as a sentence.
     public var remedy: Sentence {
         switch self {
         case .user: "Press Resume to go on."

@@ -33,7 +33,7 @@ public struct Battery: Codable, Sendable, Equatable {
     }
 }
 
-/// What `RunController` has to know of the device. `SystemPhone` asks the system; tests have one of their own.
+/// The device as `RunController` needs it. `SystemPhone` asks the system; tests have one of their own.
 @MainActor public protocol Phone: AnyObject {
     var scene: AppScene { get }
     var thermalState: ThermalState { get }

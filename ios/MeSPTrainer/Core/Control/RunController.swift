@@ -17,14 +17,14 @@ import Observation
         case paused(PauseReason)
         /// The log has its `end` record, with `finished` or `stopped`.
         case finished(LogRecord.End.Reason)
-        /// What went wrong, in a sentence.
+        /// The problem, in a sentence.
         case failed(Sentence)
     }
 
     public private(set) var state = State.idle { didSet { tellObservers() } }
     /// The settings of the present or last run.
     public private(set) var settings: RunSettings?
-    /// What the run has logged so far.
+    /// The run's log so far.
     public private(set) var log = LogSummary()
     /// Whether the person wants a pause; the state follows at the next block.
     public private(set) var pauseWanted = false
@@ -212,7 +212,7 @@ import Observation
     // MARK: - What the run does
 
     private enum Message: Sendable {
-        /// What the run had logged before it was resumed.
+        /// The run's log before it was resumed.
         case past(LogSummary)
         case record(LogRecord)
         /// nil: it goes on.

@@ -4,7 +4,7 @@ import Foundation
 public struct Choice: Codable, Sendable, Equatable, Identifiable {
     public let id: UUID
     public let date: Date
-    /// What the answers are to; its last message is not an answer.
+    /// The conversation that is answered; its last message is not an answer.
     public let prompt: [ChatMessage]
     public let chosen: String
     public let rejected: String

@@ -275,7 +275,7 @@ public struct TextData: Sendable {
         return counted
     }
 
-    /// What the template writes after each answer.
+    /// The text that the template writes after each answer.
     private func endOfAnswers() throws -> [Int] {
         func tail(_ others: [ChatMessage]) throws -> [Int] {
             let question = ChatMessage(role: "user", content: "x")
@@ -303,7 +303,7 @@ public struct TextData: Sendable {
         var examples: [UInt32]?
         /// 1 for each token whose prediction is in the loss, 0 for others; nil where all are.
         var mask: [UInt8]?
-        /// What people said of each example; nil where they said nothing.
+        /// The judgement of each example; nil where there is none.
         var labels: [UInt8]?
 
         /// The token that each window of a packed stream begins with; nil where it is the stream's.
@@ -341,7 +341,7 @@ public struct TextData: Sendable {
         ]
     }
 
-    /// What a folder of token files holds, by split.
+    /// The token files of a folder, by split.
     static func entries(in folder: URL) throws -> [String: Manifest.Tokens] {
         guard let json = regularFile(folder.appendingPathComponent("data.json")), json.count <= Manifest.largestSize,
             let entries = try? JSONDecoder().decode([String: Manifest.Tokens].self, from: json),

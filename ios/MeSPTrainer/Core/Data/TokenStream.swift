@@ -21,9 +21,9 @@ public struct Example: Sendable, Equatable {
 /// Token ids on disk, and the sequences of them that training and evaluation run on.
 ///
 /// A packed stream has windows: window `w` of length T is tokens `wT ... wT + T`, the first of them replaced by `begin` where there is
-/// one: a model that was trained on texts which all begin with the same token predicts badly without it. Otherwise each example is one sequence, cut to
-/// its first T + 1 tokens. Its first token is no target, whatever the mask says. What follows a sequence's last target that counts
-/// changes nothing, so it is as short as a length allows that holds that target, and padded to it.
+/// one: a model that was trained on texts which all begin with the same token predicts badly without it. Otherwise each example is one
+/// sequence, cut to its first T + 1 tokens. Its first token is no target, whatever the mask says. What follows a sequence's last target
+/// that counts changes nothing, so it is as short as a length allows that holds that target, and padded to it.
 public struct TokenStream: Sendable {
     /// Little-endian `uint32`, mapped.
     private let tokens: Data
@@ -36,7 +36,7 @@ public struct TokenStream: Sendable {
     /// The token that each window of a packed stream begins with; nil where it is the stream's.
     fileprivate let begin: Int?
 
-    /// What people said of an answer, by itself or beside another to the same prompt, which comes right after the chosen one.
+    /// The judgement of an answer, by itself or beside another to the same prompt, which comes right after the chosen one.
     enum Label: UInt8 { case bad, good, rejected, chosen }
 
     public init(
@@ -146,7 +146,7 @@ public struct TokenStream: Sendable {
 
     public struct Sequences: Sendable {
         fileprivate let stream: TokenStream
-        /// What T may be, ascending.
+        /// The possible values of T, ascending.
         let lengths: [Int]
         public let count: Int
         /// Which of all examples or windows they are, in order; nil for every window.
@@ -180,7 +180,7 @@ public struct TokenStream: Sendable {
 
         var hasPairs: Bool { stream.hasPairs }
 
-        /// What people said of a sequence, and its number in the stream.
+        /// The judgement of a sequence, and its number in the stream.
         func label(_ index: Int) -> (label: Label?, number: Int) {
             let number = usable?[index] ?? index
             return (stream.label(number), number)

@@ -1,7 +1,7 @@
 import Foundation
 import MeSPFiles
 
-/// What `mesp-engine evaluate` reads first: a bundle's folder, and an adapter folder or null.
+/// The first line that `mesp-engine evaluate` reads: a bundle's folder, and an adapter folder or null.
 public struct EvaluationSettings: Decodable, Sendable {
     public let bundle: String
     public let adapters: String?
@@ -10,13 +10,13 @@ public struct EvaluationSettings: Decodable, Sendable {
     public init(contentsOf url: URL) throws { self = try readSettings(url) }
 }
 
-/// What `mesp-engine evaluate` is asked, a line of JSON each. `type` says which.
+/// A request to `mesp-engine evaluate`, a line of JSON. `type` says which.
 public enum EvaluationRequest: Decodable, Sendable {
     /// How likely each of several continuations of a prompt is.
     case choices(Choices)
     /// How likely a text is.
     case text(Text)
-    /// What follows a prompt.
+    /// The text after a prompt.
     case generate(Generator.Request)
 
     public struct Choices: Decodable, Sendable {

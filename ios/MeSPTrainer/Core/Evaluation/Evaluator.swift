@@ -136,7 +136,7 @@ public struct Evaluator {
         }
     }
 
-    /// What rows of y `[n, hidden]` say of n targets: log p, and whether none is likelier.
+    /// log p of n targets by the rows of y `[n, hidden]`, and whether no token is likelier.
     private func judged(_ y: MLXArray, _ targets: ArraySlice<Int>, _ atBlock: () throws -> Void) throws
         -> [(logProbability: Float, isGreedy: Bool)]
     {

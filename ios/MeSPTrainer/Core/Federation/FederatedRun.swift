@@ -11,11 +11,11 @@ import MeSPFiles
 ///         return try round.answer()
 ///     }
 ///
-/// What travels is as `docs/federation.md` has it: the LoRA matrices of a module in all blocks that have it as one array
+/// The message's content is described in `docs/federation.md`: the LoRA matrices of a module in all blocks that have it as one array
 /// `[blocks, in, rank]` or `[blocks, rank, out]`, counts, a mean loss and a peak of memory. `mesp federate`'s
 /// clients in Python answer alike, to the last bit of the matrices.
 public struct FederatedRun {
-    /// What to run. Where a run for the same message was ended before, it goes on.
+    /// The run's settings. Where a run for the same message was ended before, it is resumed.
     public let settings: RunSettings
     /// When the server no longer waits for the answer.
     public let deadline: Date
@@ -67,7 +67,7 @@ public struct FederatedRun {
         if !settings.resume { try writeStart() }
     }
 
-    /// What the run made of the matrices.
+    /// The run's result.
     ///
     /// - Parameter name: what the server calls this device; nil for the node's number
     /// - Throws: `CancellationError` where the run was stopped, `MeSPError`
@@ -101,7 +101,7 @@ public struct FederatedRun {
 
     // MARK: - What the server may ask
 
-    /// What a server may set of a run, and no path.
+    /// The settings of a run that a server may change; none is a path.
     private static let allowed: Set = [
         "method", "steps", "seq_len", "batch_size", "grad_accumulation_steps", "seed", "rank", "alpha", "rslora",
         "projections", "num_layers", "freeze_a", "lora_dtype", "optimizer", "learning_rate", "momentum", "beta1",
@@ -181,7 +181,7 @@ public struct FederatedRun {
         return Array(matrices)
     }
 
-    /// What goes back: the matrix, or in bfloat16 what was added to it, so that no small update is lost to the rounding of a large number.
+    /// The reply: the matrix, or in bfloat16 what was added to it, so that no small update is lost to the rounding of a large number.
     private func packed(_ new: [Float], from old: [Float], like received: FlowerArray) -> FlowerArray {
         var data = Data(capacity: received.data.count)
         for (new, old) in zip(new, old) {

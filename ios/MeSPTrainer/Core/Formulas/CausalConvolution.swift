@@ -10,7 +10,7 @@ struct CausalConvolution {
     /// The convolution of some of the features.
     func features(_ range: Range<Int>) -> CausalConvolution { CausalConvolution(weight: weight[range]) }
 
-    /// What is before the first token: K − 1 rows of zeros.
+    /// The state before the first token: K − 1 rows of zeros.
     func start(dtype: DType) -> MLXArray { MLXArray.zeros([weight.dim(1) - 1, weight.dim(0)], dtype: dtype) }
 
     /// - Parameters:

@@ -59,7 +59,7 @@ package struct CrossEntropyHead {
         return logits
     }
 
-    /// What each row of y says of its target, with no gradient.
+    /// The loss of each row's target, with no gradient.
     ///
     /// - Parameters:
     ///   - y: `[n, hidden]`

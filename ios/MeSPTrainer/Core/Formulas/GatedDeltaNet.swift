@@ -18,7 +18,7 @@ package struct GatedDeltaNet {
     /// Of o, by head: its weight is `[dv]`.
     let norm: RMSNorm
 
-    /// What tokens leave to those behind them.
+    /// The state that tokens leave to those after them.
     package struct State {
         /// qkv of the last K − 1, `[K − 1, D]`.
         var tail: MLXArray
@@ -78,7 +78,7 @@ package struct GatedDeltaNet {
         return heads.lowerBound * each..<heads.upperBound * each
     }
 
-    /// What l is made of: a, dt_bias and A_log, `[…, values]`.
+    /// The terms of l: a, dt_bias and A_log, `[…, values]`.
     private func decay(_ heads: Range<Int>, _ a: MLXArray) -> [MLXArray] {
         let values = values(heads)
         return [a[0..., values], dtBias[values], aLog[values]].map { $0.asType(.float32) }

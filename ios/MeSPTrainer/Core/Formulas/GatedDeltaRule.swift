@@ -179,7 +179,7 @@ package struct GatedDeltaRule {
 
     // MARK: - Chunks
 
-    /// What a chunk's tokens are to each other, before there is a state.
+    /// The products among a chunk's tokens, which need no state.
     private struct Chunks {
         /// Γ `[…, C, C]`
         let gamma: MLXArray

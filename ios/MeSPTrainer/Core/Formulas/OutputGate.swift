@@ -1,6 +1,6 @@
 import MLX
 
-/// What attention hands over where its heads have gates:  y = x ∘ σ(g)
+/// The output of attention whose heads have gates:  y = x ∘ σ(g)
 struct OutputGate {
     /// `[T, heads·d]`
     let g: MLXArray

@@ -11,7 +11,7 @@ struct ShortConvolution {
         ShortConvolution(convolution: convolution.features(range))
     }
 
-    /// What is before the first token.
+    /// The state before the first token.
     func start() -> MLXArray { convolution.start(dtype: .float32) }
 
     /// - Parameter tail: b ∘ u of the tokens before, `[K − 1, hidden]` float32; becomes that of the last ones

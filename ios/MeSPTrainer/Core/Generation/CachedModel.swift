@@ -53,7 +53,7 @@ package struct CachedModel {
         }
     }
 
-    /// What the last block makes of several sequences, of which each follows the tokens in the cache. They go through the blocks together,
+    /// The last block's output for several sequences, each of which follows the tokens in the cache. They go through the blocks together,
     /// and the cache stays as it is.
     ///
     /// - Parameter sequences: of some tokens each. They share the keys and values in the cache, and each goes on from a recurrent state.

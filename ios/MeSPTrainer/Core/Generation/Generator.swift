@@ -10,7 +10,7 @@ import MeSPFiles
 ///
 /// Not for use from several threads at once.
 public struct Generator {
-    /// What to write on from, and how to choose tokens.
+    /// The prompt, and how to choose tokens.
     public struct Request: Codable, Sendable, Equatable {
         /// Token ids, at least one.
         public var prompt: [Int]
@@ -173,7 +173,7 @@ extension Generator.Request {
     }
 }
 
-/// What `mesp-engine generate` reads: a bundle's folder, an adapter folder or null, and a request.
+/// The input of `mesp-engine generate`: a bundle's folder, an adapter folder or null, and a request.
 public struct GenerationSettings: Decodable, Sendable {
     public let bundle: String
     public let adapters: String?

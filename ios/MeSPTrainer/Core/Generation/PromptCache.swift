@@ -1,6 +1,6 @@
 import MLX
 
-/// What a model has read of a text: its tokens, and what they left in each block. A text that begins with the same tokens is read from
+/// The tokens of a text that a model has read, and the state they left in each block. A text that begins with the same tokens is read from
 /// there on; each next turn of a conversation is one.
 ///
 ///     var cache = PromptCache(limit: 1 << 26)

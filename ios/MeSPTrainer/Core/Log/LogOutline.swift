@@ -1,7 +1,7 @@
 import Foundation
 import MeSPFiles
 
-/// What a list shows of a run. Only the beginning and the end of the log are read, however long it is.
+/// A run's entry in a list. Only the beginning and the end of the log are read, however long it is.
 public struct LogOutline: Sendable {
     public let start: LogRecord.Start?
     /// The last finished step.

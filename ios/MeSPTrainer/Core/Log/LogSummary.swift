@@ -1,6 +1,6 @@
 import Foundation
 
-/// What a run's log says so far, sorted by the kind of record.
+/// A run's log so far, by the kind of record.
 public struct LogSummary: Sendable {
     public struct Event: Sendable, Identifiable {
         public let id: Int

@@ -1,4 +1,4 @@
-/// What a mixer's arrays take for a sequence, in bytes. Counts of arrays follow the code; the few constants were fitted to measurements
+/// The memory of a mixer's arrays for a sequence, in bytes. Counts of arrays follow the code; the few constants were fitted to measurements
 /// on Linux.
 struct MixerMemory {
     let mixer: Mixer

@@ -6,13 +6,13 @@ public struct Plan: Codable, Sendable, Equatable {
     public var tileBytes: Int
     /// The last blocks, whose intermediates stay in memory from the forward to the backward pass and aren't recomputed (MeSP).
     public var keptBlocks = 0
-    /// What is kept in a file instead of in memory.
+    /// The arrays that are kept in a file instead of in memory.
     public var offload = RunSettings.Offload.none
     /// How the sequences of a step go through the model; nil for a step of one.
     public var order: RunSettings.Order?
     /// Whether of a pair the block inputs of the answer that is scored first are kept too, so that it runs forward once.
     public var keepsAnswer = false
-    /// What MLX may keep of freed buffers from one block to the next, on a GPU, in bytes.
+    /// The freed buffers that MLX may keep from one block to the next, on a GPU, in bytes.
     public var cacheBytes = 0
     /// Whether weights stay mapped from one use to the next.
     public var keepsMaps = false
@@ -57,7 +57,7 @@ public struct Planner: Sendable {
 
     private var tileSizes: [Int] { TileSizes.choices(backend, hiddenSize: architecture.hiddenSize, length: length) }
 
-    /// What the system allows the process, in bytes, nil for all there is.
+    /// The memory that the system allows the process, in bytes; nil for all there is.
     private let systemLimit: Int?
 
     public init(_ manifest: Manifest, _ settings: RunSettings, systemLimit: Int? = systemMemoryLimit()) {
@@ -131,7 +131,7 @@ public struct Planner: Sendable {
         return plan
     }
 
-    /// What a step and the weights' clean pages can have together, in bytes.
+    /// The memory for a step and the weights' clean pages together, in bytes.
     private var room: Int { min(systemLimit ?? .max, Int(ProcessInfo.processInfo.physicalMemory)) }
 
     private func plan(within asked: Int?) throws -> Plan {
@@ -223,8 +223,8 @@ public struct Planner: Sendable {
         return plans.filter(fits).min { peak($0) < peak($1) }.map { [$0] } ?? []
     }
 
-    /// Whether there is room for all sequences' block inputs, unless that order is asked for: in memory or, up to the size of the weights, on
-    /// disk.
+    /// Whether there is room for all sequences' block inputs, unless that order is asked for: in memory or, up to the size of the weights,
+    /// on disk.
     private func fits(_ plan: Plan) -> Bool {
         guard plan.order == .blocks, settings.order == nil else { return true }
         return withMargin(peak(plan)) <= room
@@ -239,7 +239,7 @@ public struct Planner: Sendable {
         return overflow ? .max : bytes
     }
 
-    /// What `keepsAnswer` may be, the faster first: on disk it costs no memory.
+    /// The possible values of `keepsAnswer`, the faster first: on disk it costs no memory.
     private func keepingAnswers(_ offload: RunSettings.Offload) -> [Bool] {
         guard settings.objective?.takesPairs == true, method.hasBackwardPass else { return [false] }
         return offload == .none ? [true, false] : [true]
@@ -261,7 +261,7 @@ public struct Planner: Sendable {
     /// The lowest limit that some plan stays within, in bytes.
     public var leastPeak: Int { withMargin(plans.map(peak).min() ?? 0) }
 
-    /// What to leave free for a prediction to hold as a limit: a prediction is some 8% off.
+    /// A prediction with a margin, so that it holds as a limit: a prediction is some 8% off.
     private func withMargin(_ bytes: Int) -> Int { bytes + bytes / 100 * 8 }
 
     /// The predicted peak footprint of a step, in bytes.
@@ -269,8 +269,8 @@ public struct Planner: Sendable {
         backend == .gpu ? process + Self.metalBytes + arrays(plan) : peakOnCPU(plan)
     }
 
-    /// What Metal itself takes in the process: the device, the command queue and its buffers, libraries and pipelines of some 100 kernels.
-    /// An assumption: nothing that could be found gives a figure for iOS. The self-check's `metal.footprint` measures it.
+    /// The memory of Metal itself in the process: the device, the command queue and its buffers, libraries and pipelines of some 100
+    /// kernels. An assumption: nothing that could be found gives a figure for iOS. The self-check's `metal.footprint` measures it.
     static let metalBytes = 20_000_000
 
     /// The part of a predicted peak that is Metal's, in bytes; nil on a CPU.
@@ -286,7 +286,7 @@ public struct Planner: Sendable {
         return lasting(plan) + (plan.keptBlocks > 0 ? 2 * intermediate : 0) + phase
     }
 
-    /// What lives through a step: parameters, optimizer state and sums of gradients; block inputs; kept intermediates.
+    /// The arrays that live through a step, in bytes: parameters, optimizer state and sums of gradients; block inputs; kept intermediates.
     private func lasting(_ plan: Plan) -> Int {
         let (sequences, gathers) = (plan.sequences(of: settings), plan.gathersGradients(of: settings))
         let inputs = !method.hasBackwardPass || plan.offload != .none ? 0 : sequences * trainedBlocks * hidden
@@ -309,9 +309,9 @@ public struct Planner: Sendable {
         TileSizes(architecture, group: group, length: length, bytes: plan.tileBytes, backend: backend)
     }
 
-    /// What the arrays of one block, or of the head, take on a GPU, in bytes: what lives through a tile, and what some 21 kernels
-    /// write, the longest command buffer, for while it is encoded nothing of it can go. Whichever derivative takes more, the mixer's
-    /// or the MLP's; fitted to what docs/ledger.md counts.
+    /// The memory of the arrays of one block, or of the head, on a GPU, in bytes: those that live through a tile, and those that some 21
+    /// kernels write, the longest command buffer, for while it is encoded nothing of it can go. Whichever derivative takes more, the
+    /// mixer's or the MLP's; fitted to what docs/ledger.md counts.
     private func phase(_ plan: Plan) -> Int {
         let postNormed = architecture.postNorms ? hidden : 0
         let mixer = 54 * plan.tileBytes + largest(\.tenGPUPhases) + 17 * postNormed
@@ -382,7 +382,7 @@ public struct Planner: Sendable {
     /// The outputs of the mixer and of the MLP, which the backward pass of post-norms reads.
     private var postNormed: Int { architecture.postNorms ? 2 * hidden : 0 }
 
-    /// What the last blocks keep: m₁, m₂, m₃, mixed, x_mid, gate and up.
+    /// The intermediates that the last blocks keep, in bytes: m₁, m₂, m₃, mixed, x_mid, gate and up.
     private func kept(_ blocks: Int) -> Int {
         mixerIntermediates[blocks] + blocks * (hidden + 2 * intermediate + postNormed)
     }

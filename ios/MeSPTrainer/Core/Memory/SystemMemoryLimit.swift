@@ -27,7 +27,7 @@ public func systemMemoryLimit() -> Int? {
 }
 
 #if !canImport(Darwin)
-    /// What a run reserves after it was planned and does not use: OpenBLAS's buffers of 32 MiB, of which it takes two at a time, and
+    /// Memory that a run reserves after it was planned and does not use: OpenBLAS's buffers of 32 MiB, of which it takes two at a time, and
     /// the stacks of threads.
     private let reservedLater = 76_000_000
 

@@ -17,7 +17,7 @@ package struct TileSizes {
     let lossTokens: Int
     package let vocabulary: Int
     let pace: Pace
-    /// What a temporary is to take, in bytes.
+    /// The size of a temporary, in bytes.
     let bytes: Int
     /// Whether what a block's phases leave is evaluated on a GPU too: an `eval` costs it what writing some 16 MB would, and bounds
     /// the arrays as long as the sequence, of which a phase makes a dozen, to those of that phase.
@@ -25,9 +25,9 @@ package struct TileSizes {
     /// Whether arithmetic by rows goes some rows at a time.
     private let cutsRows: Bool
 
-    /// What temporaries may be cut to, in bytes, from the largest, which the default plan takes: larger ones are no faster. On a GPU, where
-    /// a kernel costs as much as some 500 kB of memory traffic, they grow with the sequence, so that a step of any length has about as
-    /// many kernels, up to where that is a tenth of what the kernel takes; in wide models, whose products take longer, less.
+    /// The sizes to which temporaries may be cut, in bytes, from the largest, which the default plan takes: larger ones are no faster. On a
+    /// GPU, where a kernel costs as much as some 500 kB of memory traffic, they grow with the sequence, so that a step of any length has
+    /// about as many kernels, up to where that is a tenth of what the kernel takes; in wide models, whose products take longer, less.
     static func choices(_ backend: Backend, hiddenSize: Int, length: Int) -> [Int] {
         let largest = backend == .cpu ? 1 << 20 : min(min(4096, (4 << 20) / hiddenSize) * length, 7 << 19)
         return [largest, largest / 2, largest / 4]
@@ -88,8 +88,8 @@ package struct Pace {
     /// do. `Memory.memoryLimit` bounds what lives until the GPU has got so far. Otherwise each piece is evaluated: a CPU computes while it
     /// waits.
     let isChained: Bool
-    /// Called after each piece, which is evaluated first. A GPU compiles kernels in its first step, for some seconds a block; without this a
-    /// person who leaves the app would wait for the block's end.
+    /// Called after each piece, which is evaluated first. A GPU compiles kernels in its first step, for some seconds a block; without this
+    /// a person who leaves the app would wait for the block's end.
     var pause: (() -> Void)?
 
     static var evaluated: Pace { Pace(isChained: false) }
@@ -101,7 +101,7 @@ package struct Pace {
         pause?()
     }
 
-    /// What the next piece begins with, to be had only after `done`.
+    /// The inputs of the next piece, available only after `done`.
     func next(_ inputs: [MLXArray], after done: [MLXArray]) -> [MLXArray] {
         if isChained, pause == nil { return depends(inputs: inputs, dependencies: done) }
         finish(done)

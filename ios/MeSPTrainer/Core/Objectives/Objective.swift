@@ -1,4 +1,4 @@
-/// What a run on answers that people have judged makes small, in place of the mean loss of the targets that count.
+/// The loss of a run on preference data, in place of the mean loss of the counted targets.
 public enum Objective: String, Codable, Sendable, CaseIterable {
     /// Of two answers to a prompt, the loss that the chosen one is no more likely than the rejected one: direct preference optimization,
     /// identity preference optimization, simple preference optimization, and odds ratio preference optimization.

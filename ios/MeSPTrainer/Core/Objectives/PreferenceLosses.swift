@@ -1,6 +1,6 @@
 import Foundation
 
-/// What an objective knows of an answer y.
+/// The terms of an answer y in an objective.
 struct Answer {
     /// log π(y), the sum over its targets, in nats.
     var logProbability: Double

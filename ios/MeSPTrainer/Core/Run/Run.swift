@@ -61,13 +61,13 @@ public enum Run {
     }
 }
 
-/// What a run tells its caller, and asks it: the parameters of `Run.run`.
+/// Callbacks of a run: the parameters of `Run.run`.
 struct RunHooks {
     var report: (LogRecord, Data) throws -> Void = { _, _ in }
     var atBlock: (_ log: (LogRecord.Event) throws -> Void) throws -> Void = { _ in }
     var besideBytes = 0
     var memoryIsShort: () -> Bool = { false }
     var battery: () -> Battery? = { nil }
-    /// What saves are timed by: a clock that nobody sets, unlike the time of day.
+    /// The clock that times saves: one that nobody sets, unlike the time of day.
     var now: () -> ContinuousClock.Instant = { .now }
 }

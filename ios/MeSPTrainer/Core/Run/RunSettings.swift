@@ -4,7 +4,7 @@ import MeSPFiles
 
 /// Everything that a run depends on: the app's form and `mesp-engine`'s settings file.
 ///
-/// What is not set is as the paper has it, which learns slowly: ``useDefaultUpdate(for:)`` takes what `mesp-train` does.
+/// Settings that are not given are the paper's, with which a model learns slowly: ``useDefaultUpdate(for:)`` takes what `mesp-train` does.
 public struct RunSettings: Codable, Sendable, Equatable {
     /// The bundle's folder.
     public var bundle: String
@@ -36,13 +36,13 @@ public struct RunSettings: Codable, Sendable, Equatable {
     /// A folder of adapters to start from, as mlx-lm or PEFT writes it.
     public var adapters: String?
 
-    /// What is made small on answers that people have judged; nil for the mean loss of the targets that count.
+    /// The objective on preference data; nil for the mean loss of the counted targets.
     public var objective: Objective?
     /// β of an objective, what its rewards are scaled by, or IPO's τ; nil for 0.1.
     public var beta: Float?
     /// γ of SimPO, the margin that it wants; nil for 0.5.
     public var gamma: Float?
-    /// What KTO weights good and bad answers by; nil for 1.
+    /// The weights of good and bad answers in KTO; nil for 1.
     public var desirableWeight: Float?
     public var undesirableWeight: Float?
 
@@ -91,7 +91,7 @@ public struct RunSettings: Codable, Sendable, Equatable {
     public var resume = false
     /// The peak footprint to stay below, in megabytes (10⁶ bytes); nil for the default plan.
     public var memoryLimitMb: Double?
-    /// What is kept in a file on disk instead of in memory; nil leaves it to the planner.
+    /// The arrays that are kept in a file on disk instead of in memory; nil leaves it to the planner.
     public var offload: Offload?
     /// How the sequences of a step go through the model; nil leaves it to the planner.
     public var order: Order?

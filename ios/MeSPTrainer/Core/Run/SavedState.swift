@@ -2,8 +2,8 @@ import Foundation
 import MLX
 import MeSPFiles
 
-/// What a run needs to go on as if it had never ended: `state.safetensors` in its output folder. The order of the data and every random
-/// number follow from the number of the step.
+/// The state with which a run goes on as if it had never ended: `state.safetensors` in its output folder. The order of the data and every
+/// random number follow from the number of the step.
 package struct SavedState {
     /// Steps done.
     var step: Int
@@ -115,8 +115,8 @@ extension Trainer {
         return vectors
     }
 
-    /// Takes vectors that `vectors()` gave, by name; each is asked for once, as it may be read from a file. A trainer that this throws on is
-    /// of no more use.
+    /// Takes vectors that `vectors()` gave, by name; each is asked for once, as it may be read from a file. A trainer that this throws on
+    /// is of no more use.
     package func restore(_ vectors: (_ name: String) -> MLXArray?) throws {
         func vector(_ name: String, like current: MLXArray) throws -> MLXArray {
             guard let vector = vectors(name), vector.shape == current.shape, vector.dtype == current.dtype else {

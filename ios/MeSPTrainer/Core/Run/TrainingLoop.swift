@@ -20,7 +20,7 @@ final class TrainingLoop {
     private var begin = ContinuousClock.now
     /// The highest footprint so far, in bytes.
     private var peak = 0
-    /// What a step took beyond the memory limit, in a sentence, until the next has a cheaper plan.
+    /// The memory that a step took beyond the limit, in a sentence, until the next has a cheaper plan.
     private var overBudget: Sentence?
     /// When it is time to save, however few steps it has been.
     private var saveAt: ContinuousClock.Instant

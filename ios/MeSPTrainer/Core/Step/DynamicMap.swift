@@ -8,7 +8,7 @@ import MLX
 struct DynamicMap {
     private static let (rowCount, scaleBytes) = (256, 4)
 
-    /// What each code stands for, ascending, float32 `[256]`.
+    /// The value of each code, ascending, float32 `[256]`.
     private let fractions: MLXArray
     /// The middles between neighbours, and ∞, float32 `[256]`.
     private let middles: MLXArray
@@ -61,7 +61,7 @@ struct DynamicMap {
         return concatenated([scale.view(dtype: .uint8), codes], axis: 1)
     }
 
-    /// What `quantized` gave of a vector, as float32 `[count]`.
+    /// The vector that `quantized` encoded, as float32 `[count]`.
     func dequantized(_ rows: MLXArray, count: Int) -> MLXArray {
         let scale = rows[0..., ..<Self.scaleBytes].view(dtype: .float32)
         return (take(fractions, rows[0..., Self.scaleBytes...]) * scale).reshaped([-1])[..<count]

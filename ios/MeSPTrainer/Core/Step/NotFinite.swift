@@ -2,7 +2,7 @@ import MLX
 
 /// A number in a training step that is NaN or infinite.
 package struct NotFinite: Error {
-    /// What it is part of, as the beginning of a sentence: a block and a tensor.
+    /// The place where it was found, as the beginning of a sentence: a block and a tensor.
     package let what: Sentence
 }
 

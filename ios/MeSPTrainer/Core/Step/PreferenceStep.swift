@@ -1,6 +1,6 @@
 import MLX
 
-/// What a step or an evaluation on judged answers says beside its loss: means over its pairs or answers.
+/// The figures of a step or an evaluation on judged answers besides its loss: means over its pairs or answers.
 struct PreferenceFigures {
     /// How much higher the reward of chosen or good answers is.
     var margin: Float?
@@ -212,7 +212,7 @@ extension Trainer {
     }
 }
 
-/// What a step adds up of its pairs or answers.
+/// The sums over a step's pairs or answers.
 private struct Record {
     var loss = 0.0
     private(set) var tokens = 0

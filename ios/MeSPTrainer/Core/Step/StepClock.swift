@@ -1,7 +1,8 @@
 /// Where a step may wait or end, and where its time goes.
 package final class StepClock {
-    /// Called at every block boundary, forward and backward, some times within the head, and in a GPU's first step within blocks. It may wait (a pause, with the half-done step in memory) or throw
-    /// `CancellationError`, which ends the step while that has changed nothing yet, and is not heeded afterwards.
+    /// Called at every block boundary, forward and backward, some times within the head, and in a GPU's first step within blocks. It may
+    /// wait (a pause, with the half-done step in memory) or throw `CancellationError`, which ends the step while that has changed nothing
+    /// yet, and is not heeded afterwards.
     package var atBlock: () throws -> Void = {}
 
     /// Where the time since the start went, in seconds.
@@ -11,7 +12,7 @@ package final class StepClock {
         package var forward = 0.0
         package var loss = 0.0
         package var backward = 0.0
-        /// What `atBlock` has taken; not in the others.
+        /// The time of `atBlock`; not in the others.
         var waiting = 0.0
     }
 

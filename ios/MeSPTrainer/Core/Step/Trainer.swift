@@ -177,7 +177,7 @@ package final class Trainer {
         return (loss, sums == nil ? nil : try updateFromSums(number, keys))
     }
 
-    /// What `step` gives. With `skipBadSteps`, where it throws `NotFinite`, parameters and state are as before.
+    /// The result of `step`. With `skipBadSteps`, where it throws `NotFinite`, parameters and state are as before.
     func takingBack<R>(_ step: () throws -> R) throws -> R {
         let before = settings.skipBadSteps ? (model.lora, optimizer) : nil
         do {

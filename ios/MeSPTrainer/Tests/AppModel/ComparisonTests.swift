@@ -49,7 +49,7 @@ import Testing
         #expect(comparison.base.text != comparison.tuned.text, "training changed nothing")
     }
 
-    /// What each side was asked, as the tokenizer got it.
+    /// The request to each side, as the tokenizer got it.
     private final class Asked: TextTokenizer, @unchecked Sendable {
         let beginOfText: Int? = nil
         let endOfText: Int? = nil

@@ -204,7 +204,7 @@ import Testing
         #expect(documents.freeBytes ?? 0 > 0)
     }
 
-    /// What each kind of file is to the system. See `Keeping` for why.
+    /// The system's attributes of each kind of file. See `Keeping` for why.
     @Test func filesAreKeptAsTheyAreToBe() throws {
         final class Kept: @unchecked Sendable { var byName = [String: Keeping]() }
         let kept = Kept()

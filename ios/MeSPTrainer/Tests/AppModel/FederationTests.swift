@@ -40,7 +40,7 @@ import Testing
         func withdraw(_ grant: BackgroundGrant) {}
     }
 
-    /// What a server's app asks for: two steps of SGD with the initial adapters, of which B alone travels.
+    /// The request of a server's app: two steps of SGD with the initial adapters, of which B alone travels.
     private func question(_ model: AppModel, steps: Int64 = 2, exchange: String = "float32") throws -> Records {
         let manifest = try #require(model.form.bundle?.manifest)
         let (architecture, kind) = (manifest.architecture, exchange == "float32" ? FlowerArray.Kind.float32 : .uint16)

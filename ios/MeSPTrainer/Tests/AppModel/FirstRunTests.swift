@@ -4,7 +4,7 @@ import Testing
 @testable import MeSPAppModel
 @testable import MeSPCore
 
-/// What the app shows to somebody who has not used it before.
+/// The app as somebody sees it who has not used it before.
 @Suite(.serialized) @MainActor final class FirstRunTests {
     private let app: TestApp
     private var model: AppModel { app.model }

@@ -64,7 +64,7 @@ import Testing
         #expect(sentence.lowercased().contains(expected.lowercased()), "\(sentence)")
     }
 
-    /// What a manifest can say that no bundle has, of a model with two kinds of attention.
+    /// Entries of a manifest that no bundle has, for a model with two kinds of attention.
     @Test(arguments: [
         "a block of two kinds", "a block of no kind", "a kind with two attentions", "many dimensions", "another dtype",
         "scales of no format",

@@ -41,7 +41,7 @@ final class Hub {
     }
 }
 
-/// What brings the files. The system's own session is on phones only: here another has its place.
+/// A transfer of files. The system's own session is on phones only: here another has its place.
 enum Way: CaseIterable { case foreground, background }
 
 @Suite(.serialized) @MainActor final class BundleDownloadTests {
@@ -243,7 +243,7 @@ enum Way: CaseIterable { case foreground, background }
         for file in files { #expect(try Data(contentsOf: outside.appendingPathComponent(file)) == old) }
     }
 
-    /// What had come of another commit does not stay, whatever its length.
+    /// The part of a file of another commit does not stay, whatever its length.
     @Test(arguments: Way.allCases) func aBundleThatChangedMeanwhileComesAsItIsNow(_ way: Way) async throws {
         let source = folder.appendingPathExtension("source")
         defer { try? FileManager.default.removeItem(at: source) }

@@ -5,7 +5,8 @@ import Testing
 @testable import MeSPFederation
 @testable import MeSPFiles
 
-/// Messages of a server, damaged in every way: each is read, or refused in a sentence, and takes no more than it may. A crash ends the tests.
+/// Messages of a server, damaged in every way: each is read, or refused in a sentence, and takes no more than it may. A crash ends the
+/// tests.
 @Suite(.serialized) struct FederationFuzzTests {
     /// `make test-slow` has 10,000.
     private let cases = ProcessInfo.processInfo.environment["MESP_FUZZ_CASES"].flatMap(Int.init) ?? 400
@@ -115,7 +116,7 @@ import Testing
         #expect(memoryFootprint() - before < 50_000_000)
     }
 
-    /// What the calls themselves answer.
+    /// The answers of the calls themselves.
     @Test func answers() throws {
         var random = FuzzTests.Generator(state: 12)
         var metadata = try Metadata(ProtobufMessage(Data()))

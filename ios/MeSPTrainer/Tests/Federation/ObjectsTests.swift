@@ -6,9 +6,9 @@ import Testing
 @testable import MeSPFiles
 
 struct ObjectsTests {
-    /// What Flower 1.41 makes of `RecordDict({"arrays": ArrayRecord({"b": b, "half": half, "again": b}), "metrics": MetricRecord(
-    /// {"num-examples": -3, "loss": 0.5}), "config": ConfigRecord({"lr": 0.25, "round": 2, "name": "n", "on": True, "raw": b"\x00\x01"})})`,
-    /// with `b` [[0, 1], [2, 3]] in float32 and `half` [1, 65535] in uint16: its objects' contents by `deflate()`.
+    /// The bytes that Flower 1.41 makes of `RecordDict({"arrays": ArrayRecord({"b": b, "half": half, "again": b}), "metrics": MetricRecord(
+    /// {"num-examples": -3, "loss": 0.5}), "config": ConfigRecord({"lr": 0.25, "round": 2, "name": "n", "on": True, "raw":
+    /// b"\x00\x01"})})`, with `b` [[0, 1], [2, 3]] in float32 and `half` [1, 65535] in uint16: its objects' contents by `deflate()`.
     private let objects = [
         "QXJyYXlDaHVuayAgMTQ0AJNOVU1QWQEAdgB7J2Rlc2NyJzogJzxmNCcsICdmb3J0cmFuX29yZGVyJzogRmFsc2UsICdzaGFwZSc6"
             + "ICgyLCAyKSwgfSAgICAgICAgICAgICAgICAgICAgICAgICAgICAgICAgICAgICAgICAgICAgICAgICAgICAgICAgICAKAAAAAAAA"

@@ -45,7 +45,7 @@ final class SuperNodeTests {
         Task { try await node.run(report: report, answer: train) }
     }
 
-    /// What of a message is still there.
+    /// The part of a message that is still there.
     private func keeps() throws -> [String] {
         try FileManager.default.subpathsOfDirectory(atPath: folder.path)
             .filter { ![".lock", "node.id", "node.key", "node.pub", "objects"].contains($0) }
@@ -224,7 +224,7 @@ final class SuperNodeTests {
         #expect(throws: MeSPError.self) { try node() }
     }
 
-    /// What makes a message that no node can read, and what is said of it.
+    /// The change that makes a message unreadable, and the error.
     enum Damage: String, CaseIterable {
         case anotherObject = "not the one that was asked for"
         case noObject = "lacks a part"

@@ -152,7 +152,7 @@ import Testing
 
     // MARK: - Manifests
 
-    /// What is looked up at the Hub is planned with before a file of it is there.
+    /// A bundle at the Hub is planned with before a file of it is there.
     @Test(arguments: [
         "no mixers", "a layer that is not there", "a zero in a shape", "words", "no layers", "a window", "no ranks",
         "a length of zero", "a rank of 2⁶²", "a size of 2⁶²",

@@ -5,7 +5,7 @@ import Testing
 
 /// Against the recurrence as it is defined, a token after the other, and automatic differentiation of it.
 @Suite(.serialized) struct GatedDeltaNetTests {
-    /// What the mixer's projections give, and the gradient of its output.
+    /// The outputs of the mixer's projections, and the gradient of its output.
     private struct Inputs {
         var qkv, z, b, a, dy: MLXArray
 

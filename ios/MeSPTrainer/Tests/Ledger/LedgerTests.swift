@@ -6,7 +6,7 @@
 
     @testable import MeSPCore
 
-    /// What the demo bundle for the GPU takes on Metal, by the ledger's strictest rules.
+    /// The memory of the demo bundle for the GPU on Metal, by the ledger's strictest rules.
     @Suite(.serialized, .enabled(if: Ledger.isAvailable, "A ledger is recorded on Linux only"))
     struct LedgerTests {
         private static let demo = URL(fileURLWithPath: #filePath).deletingLastPathComponent()

@@ -3,7 +3,7 @@ import Testing
 
 @testable import MeSPFiles
 
-/// What the commands make of texts with a tokenizer of a token a byte: `text_ids` in `tests/make_cases.py`.
+/// The token ids that the commands make of texts with a tokenizer of a token a byte: `text_ids` in `tests/make_cases.py`.
 struct CommandIDs: Decodable, Sendable {
     let words: String
     /// A text file, with line ends of all kinds.
@@ -23,7 +23,7 @@ struct CommandIDs: Decodable, Sendable {
         let prompt: [Int]
         let record: [Int]
         let file: [Int]
-        /// What each window of a packed text begins with; nil where the stream's own token stays.
+        /// The first token of each window of a packed text; nil where the stream's own token stays.
         let begin: Int?
         /// Of " again" as the completion to the words, joined without a template, and which of them count.
         let answer: [Int]

@@ -9,7 +9,7 @@ func relativeError(_ a: MLXArray, _ b: MLXArray) -> Float {
     ((a - b).square().sum().sqrt() / b.square().sum().sqrt()).item(Float.self)
 }
 
-/// What `tests/make_fixtures.py` made, in the folder that MESP_FIXTURES names: bundles, and what the reference computes on them.
+/// The fixtures of `tests/make_fixtures.py`, in the folder that MESP_FIXTURES names: bundles, and the reference's results on them.
 struct Fixture {
     /// Every case is a folder with `bundle.mesp`, `gradients.safetensors` and `losses.safetensors`.
     static let cases = folders.filter { !$0.lastPathComponent.hasSuffix("bfloat16") }
@@ -84,7 +84,7 @@ struct Fixture {
     }
 }
 
-/// What an error says, or nothing where there is none.
+/// An error's message; empty where there is none.
 func message(_ body: () throws -> Void) -> String {
     do {
         try body()

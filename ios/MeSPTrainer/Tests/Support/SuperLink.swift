@@ -11,8 +11,8 @@ import Testing
 final class SuperLink: URLProtocol {
     struct State {
         var calls = [String]()
-        /// What calls of these names get in place of an answer, one after the other: a status, 0 for no connection, or -1 for what the system
-        /// does not let through.
+        /// The responses to calls of these names in place of an answer, one after the other: a status, 0 for no connection, or -1 for what
+        /// the system does not let through.
         var faults = [String: [(status: Int, body: String)]]()
         var question: (tree: ObjectTree, contents: [String: Data])?
         var isDelivered = false
@@ -21,7 +21,7 @@ final class SuperLink: URLProtocol {
         var received = [String: Data]()
         /// Objects that it asks for, beside those that it lacks.
         var alsoWanted = [String]()
-        /// What it calls the node.
+        /// Its name of the node.
         var node = SuperLink.node
     }
     nonisolated(unsafe) private static var states = [String: State]()
