@@ -32,9 +32,8 @@ class Quantization:
 
     @classmethod
     def of(cls, arrays: Arrays, prefix: str, columns: int) -> Quantization:
-        """The format by the shapes of `prefix`weight, `prefix`scales and, where there are, `prefix`biases
-
-        say of the matrix of so many columns. Raises ValueError where they fit no quantization.
+        """The quantization of a matrix with so many columns, by the shapes of `prefix`weight,
+        `prefix`scales and, where there are, `prefix`biases. Raises ValueError where they fit none.
         """
         weight, scales = (arrays[prefix + part].shape[1] for part in ("weight", "scales"))
         bits, group_size = 32 * weight // columns, columns // scales
