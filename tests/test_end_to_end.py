@@ -257,7 +257,7 @@ def test_ctrl_c_saves_the_adapters(bundle: Path, tmp_path: Path):
             break
         time.sleep(0.1)
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=120)
     assert process.returncode == 130, errors
     assert records(output, "end")[0]["reason"] == "stopped"
     assert (output / "adapters" / "adapters.safetensors").exists()

@@ -325,7 +325,7 @@ def test_ctrl_c_leaves_nothing(bundle: Path, tmp_path: Path):
     while not runs.exists():
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
-    printed, errors = process.communicate(timeout=60)
+    printed, errors = process.communicate(timeout=120)
     assert (process.returncode, printed, errors) == (130, "", "")
     assert not out.exists()
 

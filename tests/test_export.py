@@ -588,7 +588,7 @@ class Hub(http.server.BaseHTTPRequestHandler):
 def export_from_hub(endpoint: str, *arguments: object) -> subprocess.CompletedProcess:
     environment = {**os.environ, "HF_ENDPOINT": endpoint, "HF_HOME": str(Path("hub").absolute())}
     command = [COMMAND, *map(str, arguments)]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
 
 
 @pytest.fixture
@@ -687,7 +687,7 @@ def test_killed_export_leaves_no_bundle(tiny):
     Path("large/config.json").write_text(json.dumps(config))
     command = ["--model", "large", "--random-weights", "--seq-len", "8", "--out", "out.mesp"]
     process = subprocess.Popen([COMMAND, *command])
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while not Path(".out.mesp.partial/embedding.bin").exists():
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.01)

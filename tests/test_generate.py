@@ -206,7 +206,7 @@ def test_ctrl_c_ends_the_text(bundle: Path):
     )
     beginning = process.stdout.read(20)
     process.send_signal(signal.SIGINT)
-    rest, errors = process.communicate(timeout=60)
+    rest, errors = process.communicate(timeout=120)
     assert (process.returncode, errors) == (130, "")
     assert beginning and rest.endswith("\n")
 
