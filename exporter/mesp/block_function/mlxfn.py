@@ -66,6 +66,11 @@ def layout_of(version: str) -> str:
     )
 
 
+def is_in_layout(file: bytes, layout: str) -> bool:
+    """Whether a file says that it is in one of `LAYOUTS`."""
+    return file.startswith(_text(layout))
+
+
 def in_layout(file: bytes, layout: str) -> bytes:
     """The same functions in one of `LAYOUTS`. Raises what `primitives` does."""
     found = primitives(file)
