@@ -184,6 +184,11 @@ def test_the_list_in_swift_is_this_one():
     assert textwrap.dedent(literal[1]) == listed.read_text().rstrip("\n")
 
 
+def test_the_layouts_in_swift_are_these():
+    layouts = SWIFT.with_name("FunctionLayout.swift").read_text()
+    assert tuple(re.findall(r'case \w+ = "(.+)"', layouts)) == mlxfn.LAYOUTS
+
+
 def test_the_engine_checks_a_function_before_mlx_reads_it(tiny, tmp_path):
     """Also where the manifest has its sum. On a CPU it is MeBP that runs a bundle's functions."""
     find_engine()

@@ -66,9 +66,11 @@ def layout_of(version: str) -> str:
     )
 
 
-def is_in_layout(file: bytes, layout: str) -> bool:
-    """Whether a file says that it is in one of `LAYOUTS`."""
-    return file.startswith(_text(layout))
+def layout_of_file(file: bytes) -> str:
+    """The layout that a file of functions says it has."""
+    reader = _Reader(file)
+    reader.header()
+    return reader.layout
 
 
 def in_layout(file: bytes, layout: str) -> bytes:

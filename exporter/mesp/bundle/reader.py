@@ -12,7 +12,7 @@ import mlx.nn as nn
 import numpy as np
 
 from mesp.block_function.check import check_block_functions
-from mesp.block_function.mlxfn import is_in_layout, layout_of
+from mesp.block_function.mlxfn import layout_of, layout_of_file
 from mesp.bundle.function_files import FUNCTIONS, no_function
 from mesp.bundle.manifest import (
     MLX,
@@ -259,8 +259,6 @@ class Bundle:
         layout = layout_of(MLX)
         file = read_bytes(path, FUNCTIONS)
         try:
-            if not is_in_layout(file, layout):
-                raise ValueError(f"it is not in the layout of MLX {layout}")
             check_block_functions(
                 file,
                 self.manifest.device,
@@ -270,6 +268,8 @@ class Bundle:
                 [seq_len],
                 list(self.manifest.ranks),
             )
+            if layout_of_file(file) != layout:
+                raise ValueError(f"it is not in the layout of MLX {layout}")
         except ValueError as error:
             raise no_function(path, error) from error
         return mx.import_function(str(path))
