@@ -240,7 +240,7 @@ def test_verify_names_the_damaged_file(copy):
             rf"no functions for MLX {mx.__version__}; add them with mesp-export --from .* --overw",
         ),
         ({"layouts": {"0.32.2": 1}}, "damaged"),
-        ({"layouts": {"0.40.0": "mlx-0.40.0"}}, "damaged"),  # whose files are not listed
+        ({"layouts": {"0.32.2": "mlx-0.32.2", "0.40.0": "x"}}, "damaged"),  # files not listed
         pytest.param(
             {"device": "gpu"},
             "for a GPU",
