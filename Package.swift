@@ -14,6 +14,9 @@ let mlx: Package.Dependency =
     ? .package(path: "ios/HostMLX")
     : .package(url: "https://github.com/ml-explore/mlx-swift", "0.31.4"..."0.31.6")
 
+/// mlx-swift's MLX is known, the wheel's is asked for.
+let swiftSettings: [SwiftSetting] = hostMLX ? [.define("MESP_HOST_MLX")] : []
+
 /// What a step would cost on a phone's GPU is counted where MLX is the wheel's.
 let ledger: [Target.Dependency] = hostMLX ? [.product(name: "HostMLXLedger", package: "HostMLX")] : []
 
@@ -39,7 +42,8 @@ let package = Package(
                 "MeSPFederation", "MeSPFiles", "MeSPFunctionCheck", "MeSPSentences",
                 .product(name: "MLX", package: hostMLX ? "HostMLX" : "mlx-swift"),
             ],
-            path: "ios/MeSPTrainer/Core"),
+            path: "ios/MeSPTrainer/Core",
+            swiftSettings: swiftSettings),
         .target(name: "MeSPFunctionCheck", dependencies: ["MeSPSentences"], path: "ios/MeSPTrainer/FunctionCheck"),
         .target(
             name: "MeSPDownload", dependencies: ["MeSPCore", "MeSPFiles", "MeSPSentences"],

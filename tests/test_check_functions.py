@@ -17,6 +17,7 @@ from conftest import run
 from mesp.block_function import mlxfn
 from mesp.block_function.check import check_functions
 from mesp.block_function.forward_pass import block_function
+from mesp.bundle.manifest import functions_folder, read_manifest
 from mesp.bundle.reader import Bundle
 from mesp.engine.build import find_engine
 from mesp.errors import MespError
@@ -143,7 +144,7 @@ def test_a_function_has_the_outputs_of_a_block(tiny, tmp_path, change):
     options = ("--seq-len", 8, "--device", "cpu", "--dtype", "float32", "--data", record)
     done = run("export", "--model", tiny, *options, "--out", out)
     assert done.returncode == 0, done.stderr
-    bundle, name = Bundle(out), "block.8.mlxfn"
+    bundle, name = Bundle(out), function_file(out)
     block = bundle.architecture.blocks[0]
     original = block_function(block, bundle.group(0).layout, "cpu", plain=True)
     x, lora = mx.zeros((1, 8, bundle.architecture.hidden_size)), mx.zeros(block.lora_size(8))
@@ -159,6 +160,12 @@ def test_a_function_has_the_outputs_of_a_block(tiny, tmp_path, change):
         f"Error: {name} in {out} is not a function that mesp-export writes (it does not have the "
         "inputs and outputs of a block); export the bundle again."
     )
+
+
+def function_file(bundle: Path) -> str:
+    """The path in a bundle of the function for 8 tokens that this MLX reads."""
+    folder = functions_folder(bundle, read_manifest(bundle))
+    return (folder / "block.8.mlxfn").relative_to(bundle).as_posix()
 
 
 def replace_file(bundle: Path, name: str, data: bytes) -> None:
@@ -184,6 +191,11 @@ def test_the_list_in_swift_is_this_one():
     assert textwrap.dedent(literal[1]) == listed.read_text().rstrip("\n")
 
 
+def test_the_layouts_in_swift_are_these():
+    layouts = SWIFT.with_name("FunctionLayout.swift").read_text()
+    assert tuple(re.findall(r'case \w+ = "(.+)"', layouts)) == mlxfn.LAYOUTS
+
+
 def test_the_engine_checks_a_function_before_mlx_reads_it(tiny, tmp_path):
     """Also where the manifest has its sum. On a CPU it is MeBP that runs a bundle's functions."""
     find_engine()
@@ -194,7 +206,7 @@ def test_the_engine_checks_a_function_before_mlx_reads_it(tiny, tmp_path):
         *("--out", bundle),
     )
     assert done.returncode == 0, done.stderr
-    name = "block.8.mlxfn"
+    name = function_file(bundle)
     file = exported(tmp_path, lambda x: mx.as_strided(x, (64,), (1,), 1 << 20))
     replace_file(bundle, name, file)
     done = run("train", bundle, "--method", "mebp", "--steps", 1, "--out", tmp_path / "run")

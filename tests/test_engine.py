@@ -116,8 +116,8 @@ def test_the_version_is_that_of_the_sources():
     assert expected_version() == f"mesp-engine {mesp.__version__} with MLX 0.31.1"
     core = Path(__file__).parents[1] / "ios" / "MeSPTrainer" / "Core"
     assert f'version = "{mesp.__version__}"' in (core / "Run" / "Run.swift").read_text()
-    manifest = (core / "Bundle" / "Manifest.swift").read_text()
-    assert f'mlxVersion = "{metadata.version("mlx")}"' in manifest
+    of_mlx_swift = (core / "Bundle" / "MLXSupport.swift").read_text()
+    assert f'version = "{metadata.version("mlx")}"' in of_mlx_swift
     said = subprocess.run([FAKE_ENGINE, "--version"], capture_output=True, text=True).stdout
     assert said.strip() == expected_version()
 

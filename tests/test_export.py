@@ -1,6 +1,7 @@
 """mesp-export through its command line."""
 
 import errno
+import hashlib
 import http.server
 import json
 import os
@@ -322,7 +323,8 @@ def test_a_bundle_for_the_gpu_is_written_on_every_machine(tiny):
     assert "float32 on the GPU" in done.stdout
     gpu = read_manifest(Path("gpu.mesp"), to_run=False)
     functions = {f for f in content(Path("gpu.mesp")) if f.endswith(".mlxfn")}
-    assert functions == {"block.8.mlxfn", "block.plain.8.mlxfn"}
+    names = {"block.8.mlxfn", "block.plain.8.mlxfn"}
+    assert functions == names | {f"mlx-0.32.2/{name}" for name in names}
     cpu, gpu = (
         replace(each, files=tuple(f for f in each.files if f.path not in functions))
         for each in (cpu, gpu)
@@ -442,9 +444,10 @@ def test_a_bundle_written_anew_in_place_keeps_its_weights_and_data(old):
         x = mx.ones((1, 24, 128))
         y = bundle.function(24)(x, lora, mx.array(1.0), bundle.block_words(0))[0]
         assert mx.isfinite(y).all()
-    functions = {"block.24.mlxfn"}
+    functions = {"block.24.mlxfn", "mlx-0.32.2/block.24.mlxfn"}
     assert content(old).keys() - before.keys() == functions
-    assert before.keys() - content(old).keys() == {"block.8.mlxfn", "block.16.mlxfn"}
+    gone = {"block.8.mlxfn", "block.16.mlxfn"}
+    assert before.keys() - content(old).keys() == gone | {f"mlx-0.32.2/{name}" for name in gone}
     for path in content(old).keys() - functions - {"manifest.json"}:
         assert (old / path).stat().st_ino == before[path]
     assert [p.name for p in Path().iterdir() if "mesp" in p.name] == [old.name]
@@ -482,13 +485,46 @@ def edit(bundle: Path, **changes: object) -> None:
 
 
 def test_a_bundle_of_another_mlx_is_written_anew_for_this_one(old):
-    edit(old, mlx_version="0.0.1")
+    edit(old, mlx_version="0.0.1", layouts={})
     trained = run("train", old, "--steps", 1, "--out", "run")
     assert trained.returncode == 2 and "mesp-export --from" in trained.stderr
     assert export("--from", old, "--overwrite").exit_code == 0
     bundle = Bundle(old)
     assert bundle.manifest.seq_lens == (8, 16)
     bundle.function(16)
+
+
+def test_layouts_that_a_bundle_lacks_are_added_without_a_trace(old, monkeypatch):
+    """To a bundle of a version that knew only the first."""
+    both = content(old)
+    shutil.rmtree(old / "mlx-0.32.2")
+    manifest = json.loads((old / "manifest.json").read_text())
+    del manifest["layouts"]
+    edit(old, layouts={}, files=[f for f in manifest["files"] if "mlx-" not in f["path"]])
+    Bundle(old, to_run=False).verify()
+
+    def no_trace(*_: object) -> None:
+        raise AssertionError("a function is traced")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rewriter, "write_functions", no_trace)
+        assert export("--from", old, "--overwrite").exit_code == 0
+    assert content(old) == both
+    Bundle(old).verify()
+    Bundle(old).function(16)
+
+
+def test_a_file_that_is_no_function_is_not_put_in_a_layout(old):
+    manifest = json.loads((old / "manifest.json").read_text())
+    (old / "block.8.mlxfn").write_bytes(b"nothing")
+    entry = {"path": "block.8.mlxfn", "size": 7, "sha256": hashlib.sha256(b"nothing").hexdigest()}
+    others = [
+        f for f in manifest["files"] if "mlx-" not in f["path"] and f["path"] != entry["path"]
+    ]
+    edit(old, layouts={}, files=[entry, *others])
+    before = content(old)
+    assert "block.8.mlxfn is no function of mesp-export's" in refused("--from", old, "--overwrite")
+    assert content(old) == before
 
 
 @pytest.mark.parametrize(

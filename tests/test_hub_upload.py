@@ -1,6 +1,7 @@
 """mesp-export --upload, against a stand-in for the Hub's client."""
 
 from dataclasses import replace
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,9 @@ def test_the_manifest_and_its_files_are_uploaded(hub: dict):
     files = {file.path for file in manifest.files}
     assert set(options["allow_patterns"]) == files | {"manifest.json"}
     assert all((DEMO / path).is_file() for path in files)
+    deleted = options["delete_patterns"]  # of an earlier bundle, in whichever layout
+    assert "mlx-0.32.2/block.128.mlxfn" in files
+    assert all(any(fnmatch(path, pattern) for pattern in deleted) for path in files)
 
 
 def test_the_card_names_the_source_and_its_license():

@@ -66,6 +66,13 @@ def layout_of(version: str) -> str:
     )
 
 
+def layout_of_file(file: bytes) -> str:
+    """The layout that a file of functions says it has."""
+    reader = _Reader(file)
+    reader.header()
+    return reader.layout
+
+
 def in_layout(file: bytes, layout: str) -> bytes:
     """The same functions in one of `LAYOUTS`. Raises what `primitives` does."""
     found = primitives(file)

@@ -12,6 +12,7 @@ from typing import Any
 import mlx.core as mx
 from mlx.core import __version__ as MLX  # type: ignore[attr-defined]
 
+from mesp.block_function.mlxfn import LAYOUTS, layout_of
 from mesp.errors import MespError
 from mesp.files import create, inside, read_object
 from mesp.models.architecture import Architecture
@@ -20,6 +21,8 @@ from mesp.models.quantization import Quantization
 
 FORMAT = 4
 MODEL = ("id", "revision", "license")
+# The folders of the functions in the layouts after the first.
+LAYOUT_FOLDERS = {layout: f"mlx-{layout}" for layout in LAYOUTS[1:]}
 
 _PACKED = {
     "words": int,
@@ -29,6 +32,7 @@ _PACKED = {
 READ = {
     "name": str,
     "model": {"id": str},
+    "mlx_version": str,
     "device": str,
     "dtype": str,
     "seq_lens": [int],
@@ -184,13 +188,14 @@ class Manifest:
     head: Table
     data: Mapping[str, DataSplit] = field(default_factory=dict)
     files: tuple[File, ...] = ()
-    mlx_version: str = MLX
+    mlx_version: str = LAYOUTS[0]
+    layouts: Mapping[str, str] = field(default_factory=LAYOUT_FOLDERS.copy)
 
     @classmethod
     def of(cls, entries: dict[str, Any]) -> Manifest:
         """The manifest of a JSON object. Raises ValueError, TypeError, KeyError or ArithmeticError
         where it is none."""
-        data = entries.get("data") or {}
+        data, layouts = entries.get("data") or {}, entries.get("layouts", {})
         model = entries.get("model")
         if not (
             fits(entries, READ)
@@ -205,6 +210,8 @@ class Manifest:
             and isinstance(data, dict)
             and all(map(_is_split, data.values()))
             and all(map(_is_line, data))
+            and isinstance(layouts, dict)
+            and all(isinstance(folder, str) for folder in layouts.values())
         ):
             raise ValueError("a field is missing, or of another type")
         return cls(
@@ -224,6 +231,7 @@ class Manifest:
                 File(each["path"], each["size"], each["sha256"]) for each in entries["files"]
             ),
             mlx_version=entries["mlx_version"],
+            layouts=layouts,
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -233,6 +241,7 @@ class Manifest:
             "name": self.name,
             "model": asdict(self.model),
             "mlx_version": self.mlx_version,
+            "layouts": self.layouts,
             "device": self.device,
             "dtype": self.dtype,
             "architecture": self.architecture.to_manifest(),
@@ -257,12 +266,13 @@ def read_manifest(path: Path, to_run: bool = True) -> Manifest:
     """The manifest of the bundle at `path`, after checking that this machine can run it.
 
     Raises MespError where the folder is no bundle, is of another format, lacks a file or part of
-    one, or, unless it is not `to_run`, is of another MLX version or needs a GPU that is not there.
+    one, or, unless it is not `to_run`, has no functions for this MLX or needs a GPU that is not
+    there.
     Contents are checked by `Bundle.verify`.
     """
     try:
         entries = read_object(path / "manifest.json")
-        version, mlx_version = entries["format"], entries["mlx_version"]
+        version = entries["format"]
     except FileNotFoundError as error:
         raise MespError(
             f"{path} is not a bundle (it has no manifest.json); write one with mesp-export."
@@ -276,11 +286,6 @@ def read_manifest(path: Path, to_run: bool = True) -> Manifest:
             f"{path} has bundle format {version}, and this version reads format {FORMAT}; "
             "export it again."
         )
-    if to_run and mlx_version != MLX:
-        raise MespError(
-            f"{path} was exported with MLX {mlx_version}, and this is MLX {MLX}; "
-            f"write it anew with mesp-export --from, or install mlx=={mlx_version}."
-        )
     if to_run and entries.get("device") == "gpu" and not mx.metal.is_available():
         raise MespError(
             f"{path} was exported for a GPU, and this machine has none that MLX can use; "
@@ -290,6 +295,8 @@ def read_manifest(path: Path, to_run: bool = True) -> Manifest:
         manifest = Manifest.of(entries)
     except (TypeError, LookupError, AttributeError, ValueError, ArithmeticError) as error:
         raise damaged(path) from error
+    if to_run:
+        functions_folder(path, manifest)
     for entry in manifest.files:
         try:
             file = inside(path, entry.path)
@@ -302,6 +309,19 @@ def read_manifest(path: Path, to_run: bool = True) -> Manifest:
             found = "missing" if size is None else f"{size:,} bytes long, not {entry.size:,}"
             raise MespError(f"{file} is {found}; write the bundle again with mesp-export.")
     return manifest
+
+
+def functions_folder(path: Path, manifest: Manifest) -> Path:
+    """The folder of the functions that this MLX reads, of the bundle at `path`. Raises MespError
+    where it has none."""
+    layout = layout_of(MLX)
+    folder = "" if layout == manifest.mlx_version else manifest.layouts.get(layout)
+    if folder is None:
+        raise MespError(
+            f"{path} has no functions for MLX {MLX}; "
+            f"add them with mesp-export --from {path} --overwrite."
+        )
+    return path / folder
 
 
 def damaged(path: Path) -> MespError:

@@ -12,7 +12,18 @@ import mlx.nn as nn
 import numpy as np
 
 from mesp.block_function.check import check_block_functions
-from mesp.bundle.manifest import BlockGroup, DataSplit, Table, damaged, read_manifest, sha256
+from mesp.block_function.mlxfn import layout_of, layout_of_file
+from mesp.bundle.function_files import FUNCTIONS, no_function
+from mesp.bundle.manifest import (
+    MLX,
+    BlockGroup,
+    DataSplit,
+    Table,
+    damaged,
+    functions_folder,
+    read_manifest,
+    sha256,
+)
 from mesp.errors import MespError
 from mesp.files import read_bytes, read_object
 from mesp.models.architecture import Architecture
@@ -20,8 +31,6 @@ from mesp.models.families import FAMILIES
 from mesp.models.layout import DTYPE_OF, DTYPES, Layout, block_layout, table_layout
 from mesp.models.names import CONVOLUTIONS, name_there
 from mesp.models.quantization import Quantization
-
-FUNCTIONS = 64 << 20  # bytes: no file of functions has a hundredth of it
 
 
 def block_file(index: int) -> str:
@@ -128,10 +137,15 @@ class Bundle:
             files[table.file] = table_layout(arch, quantization, dtype, norm)
         return files
 
-    def function_files(self) -> set[str]:
-        """The paths of the functions' files."""
+    def function_names(self) -> set[str]:
+        """The paths of the functions' files in a layout's folder."""
         named = [each for g in self.manifest.blocks for each in (g.functions, g.plain_functions)]
         return {file for functions in named for file in functions.values()}
+
+    def function_files(self) -> set[str]:
+        """The paths of the functions' files in every layout."""
+        names = self.function_names()
+        return names | {f"{each}/{n}" for each in self.manifest.layouts.values() for n in names}
 
     def group(self, index: int) -> BlockGroup:
         """The group that block `index` is in."""
@@ -241,10 +255,12 @@ class Bundle:
         """
         group = self.group(index)
         files = group.plain_functions if plain else group.functions
-        path = self.path / files[str(seq_len)]
+        path = functions_folder(self.path, self.manifest) / files[str(seq_len)]
+        layout = layout_of(MLX)
+        file = read_bytes(path, FUNCTIONS)
         try:
             check_block_functions(
-                read_bytes(path, FUNCTIONS),
+                file,
                 self.manifest.device,
                 DTYPES[self.manifest.dtype],
                 self.architecture.blocks[index],
@@ -252,10 +268,10 @@ class Bundle:
                 [seq_len],
                 list(self.manifest.ranks),
             )
+            if layout_of_file(file) != layout:
+                raise ValueError(f"it is not in the layout of MLX {layout}")
         except ValueError as error:
-            raise MespError(
-                f"{path} is no function of mesp-export's ({error}); do not use it."
-            ) from error
+            raise no_function(path, error) from error
         return mx.import_function(str(path))
 
     def tokens(self, split: str) -> np.ndarray:
@@ -313,6 +329,6 @@ def load(path: str | os.PathLike[str], to_run: bool = True) -> Bundle:
     """Opens the bundle in a folder; its contents are checked by `Bundle.verify`.
 
     Raises MespError where it is none, or damaged, or, unless it is not `to_run`, where it was
-    exported for another MLX or for a GPU that is not there.
+    no functions for this MLX are in it, or they are for a GPU that is not there.
     """
     return Bundle(path, to_run)

@@ -1,4 +1,4 @@
-"""Writes a bundle anew from one that there is: other functions, and the same weights and data."""
+"""Writes a bundle anew from one that there is, with the same weights and data."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
+from mesp.block_function.mlxfn import LAYOUTS
 from mesp.bundle.export_options import BundleOptions
-from mesp.bundle.function_files import write_functions
-from mesp.bundle.manifest import MLX, Manifest, Table, describe_files
+from mesp.bundle.function_files import write_functions, write_layouts
+from mesp.bundle.manifest import LAYOUT_FOLDERS, Manifest, Table, describe_files
 from mesp.bundle.reader import Bundle, block_file
 from mesp.bundle.weight_files import write_weights
 from mesp.bundle.writer import check_disk
@@ -25,7 +26,8 @@ def rewrite_bundle(
 ) -> Manifest:
     """Writes the bundle `options.out`, which may be `source`, and returns its manifest.
 
-    Functions are traced anew, by this MLX. Weights are written anew where the dtype changes, and
+    Functions are traced anew, unless nothing is asked for but the layouts that the bundle lacks.
+    Weights are written anew where the dtype changes, and
     configurations without the code that they name; other files are links to the same content, or
     copies where there can be none. Raises MespError where
     the bundle, its data or the disk do not allow it; nothing is left then, and `source` is whole.
@@ -49,20 +51,25 @@ def rewrite_bundle(
         writing = Task(progress, f"Writing {options.out.name}", total or None)
 
         (folder / "blocks").mkdir()
-        blocks = [layouts[block_file(i)] for i in range(bundle.architecture.num_hidden_layers)]
-        groups = write_functions(folder, bundle.architecture, blocks, options)
+        manifest = bundle.manifest
+        if lacks_only_layouts(manifest, options):
+            groups, functions = manifest.blocks, bundle.function_names()
+            write_layouts(source, functions, folder)
+        else:
+            blocks = [layouts[block_file(i)] for i in range(bundle.architecture.num_hidden_layers)]
+            groups = tuple(write_functions(folder, bundle.architecture, blocks, options))
+            functions = set()
         for file in changed:
             arrays = old[file].unpack(bundle.words(file))
             pieces = ((name, 0, array) for name, array in arrays.items())
             write_weights(folder / file, layouts[file], pieces, writing.advance)
-        gone = {*changed, *bundle.function_files()}
-        manifest = bundle.manifest
+        gone = {*changed, *bundle.function_files()} - functions
         listed = {entry.path for entry in manifest.files}
         changed_texts = naming_code(source, listed)
         copy_texts(source, changed_texts, folder)
         gone |= set(changed_texts)
         written = describe_files(folder)
-        used = {*old, "config.json", *texts_of(listed)}
+        used = {*old, *functions, "config.json", *texts_of(listed)}
         used |= {file for split in manifest.data.values() for file in split.sizes}
         kept = [entry for entry in manifest.files if entry.path in used - gone]
         for entry in kept:
@@ -70,18 +77,27 @@ def rewrite_bundle(
         embedding, head = (table.file for table in (manifest.embedding, manifest.head))
         manifest = replace(
             manifest,
-            mlx_version=MLX,
+            mlx_version=LAYOUTS[0],
+            layouts=LAYOUT_FOLDERS,
             device=options.device,
             dtype=options.dtype,
             seq_lens=tuple(options.seq_lens),
             ranks=tuple(options.ranks),
-            blocks=tuple(groups),
+            blocks=groups,
             embedding=Table(embedding, layouts[embedding]),
             head=Table(head, layouts[head]),
             files=tuple(sorted([*kept, *written], key=lambda entry: entry.path)),
         )
         manifest.write(folder)
     return manifest
+
+
+def lacks_only_layouts(manifest: Manifest, options: BundleOptions) -> bool:
+    """Whether the bundle is as asked for, but for layouts of its functions."""
+    asked = options.seq_lens, options.ranks, options.dtype, options.device
+    has = [*manifest.seq_lens], [*manifest.ranks], manifest.dtype, manifest.device
+    lacking = LAYOUT_FOLDERS.keys() - manifest.layouts.keys()
+    return asked == has and manifest.mlx_version == LAYOUTS[0] and bool(lacking)
 
 
 def check_data(bundle: Bundle, seq_len: int) -> None:

@@ -165,7 +165,7 @@ do {
     case (2, "federate"): try FederationSettings(contentsOf: URL(fileURLWithPath: arguments[2])).run()
     case (2, "generate"): try generate(URL(fileURLWithPath: arguments[2]))
     case (2, "self-check"): try checkMachine(URL(fileURLWithPath: arguments[2]))
-    case (1, "--version"): print("mesp-engine \(Run.version) with MLX \(Manifest.mlxVersion)")
+    case (1, "--version"): print("mesp-engine \(Run.version) with MLX \(MLXSupport.version)")
     case (1, let file?): try train(URL(fileURLWithPath: file))
     default:
         fail(

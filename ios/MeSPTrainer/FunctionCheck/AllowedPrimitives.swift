@@ -3,8 +3,6 @@ import Foundation
 /// The primitives that a function in a bundle may have: exporter/mesp/block_function/allowed_primitives.json, whose text says what its
 /// fields are. `tests/test_check_functions.py` holds the copy here equal to it.
 package struct AllowedPrimitives: Decodable {
-    /// The version of MLX whose layout of files is read.
-    let mlx: String
     /// MLX's code of each type, and the bytes of an element.
     let types: [ElementType: [Int]]
     let limits: Limits
@@ -54,7 +52,7 @@ package struct AllowedPrimitives: Decodable {
     }
 
     enum CodingKeys: String, CodingKey {
-        case mlx, types, limits, signature, quantizations, primitives
+        case types, limits, signature, quantizations, primitives
         case headDims = "head_dims"
     }
 

@@ -5,13 +5,15 @@ import MeSPSentences
 /// of a primitive's outputs from the file, and checks neither these nor the indices of a `Gather`. What passes is what
 /// exporter/mesp/block_function/check.py lets pass. docs/security.md has the file's layout.
 ///
-/// - Parameter onGPU: whether all primitives must be on the GPU; otherwise on the CPU.
+/// - Parameters:
+///   - onGPU: whether all primitives must be on the GPU; otherwise on the CPU.
+///   - layout: the layout that the file must have.
 /// - Returns: the inputs and outputs of each function.
 /// - Throws: `MeSPError` with the reason alone.
-package func checkFunctions(_ file: Data, onGPU: Bool) throws -> [FunctionSignature] {
+package func checkFunctions(_ file: Data, onGPU: Bool, layout: FunctionLayout) throws -> [FunctionSignature] {
     let allowed = try AllowedPrimitives.list.get()
     guard file.count <= 64 << 20 else { throw damaged }
-    var reader = FunctionReader(file: file, allowed: allowed)
+    var reader = FunctionReader(file: file, allowed: allowed, layout: layout)
     return try reader.functions().map { function in
         var check = FunctionCheck(allowed: allowed, device: onGPU ? 1 : 0)
         return try check.check(function)
@@ -51,16 +53,21 @@ private struct Function {
 private struct FunctionReader {
     let file: Data
     let allowed: AllowedPrimitives
+    let layout: FunctionLayout
     private var position = 0
     /// Of all functions: MLX writes each once.
     private var constants = [UInt64: Constant]()
 
-    init(file: Data, allowed: AllowedPrimitives) { (self.file, self.allowed) = (file, allowed) }
+    init(file: Data, allowed: AllowedPrimitives, layout: FunctionLayout) {
+        (self.file, self.allowed, self.layout) = (file, allowed, layout)
+    }
 
     mutating func functions() throws -> [Function] {
-        guard try text() == allowed.mlx else { throw MeSPError("it was not written by MLX \(allowed.mlx)") }
+        guard try FunctionLayout(mlx: text()) == layout else {
+            throw MeSPError("it is not in the layout of MLX \(layout.rawValue)")
+        }
         let count = try integer(Int32.self)
-        guard try !bool() else { throw damaged }
+        guard try !bool(), try layout == .mlx0311 || text().isEmpty else { throw damaged }
         var functions = [Function]()
         for _ in 0..<max(0, count) { functions.append(try function()) }
         guard position == file.count else { throw damaged }
@@ -111,6 +118,8 @@ private struct FunctionReader {
             default: lists.append(try shape())
             }
         }
+        // Whether MLX must fuse it.
+        if allowed.rule == .attention, layout == .mlx0322, try bool() { throw damaged }
         let siblings = try integer(UInt64.self)
         var outputs: [(id: UInt64, type: ArrayType)]
         if siblings == 0 {

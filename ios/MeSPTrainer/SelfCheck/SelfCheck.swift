@@ -68,7 +68,7 @@ public struct SelfCheck {
         let bench = Bench(bundle: bundle, settings: settings, isFirstUse: isFirstUse, atBlock: atBlock)
         let checks = try bench.chosenChecks()
         let start = SelfCheckReport.Start(
-            version: Run.version, mlxVersion: Manifest.mlxVersion, host: LogRecord.Start.host,
+            version: Run.version, mlxVersion: MLXSupport.version, host: LogRecord.Start.host,
             gpu: SystemGPU.current?.name, gpuArchitecture: SystemGPU.current?.architecture,
             bundle: bundle.manifest.name, device: bundle.manifest.device.rawValue,
             dtype: bundle.manifest.dtype.rawValue,

@@ -53,7 +53,8 @@ struct TinyBundle {
         let quantization = model.manifest.quantization
         let head: [String: any Sendable] = ["file": "head.bin", "words": tableWords, "arrays": table.arrays]
         let manifest: [String: any Sendable] = [
-            "format": Manifest.format, "name": "tiny", "model": ["id": "tiny"], "mlx_version": Manifest.mlxVersion,
+            "format": Manifest.format, "name": "tiny", "model": ["id": "tiny"],
+            "mlx_version": MLXSupport.layout?.rawValue ?? "",
             "device": model.manifest.device.rawValue, "dtype": model.manifest.dtype.rawValue,
             "architecture": architecture,
             "quantization": [

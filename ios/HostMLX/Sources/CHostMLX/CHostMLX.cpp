@@ -845,6 +845,8 @@ void host_clear_cache(void) {
 #endif
 }
 
+const char *host_version(void) { return mx::version(); }
+
 int32_t host_default_device(void) { return metal::default_device() == mx::Device::gpu ? 1 : 0; }
 void host_set_default_device(int32_t type) {
     done([&] { metal::set_default_device(device(type)); });

@@ -1,6 +1,9 @@
 import CHostMLX
 import Foundation
 
+/// The version of the wheel's MLX. mlx-swift has no such name.
+public let hostMLXVersion = String(cString: host_version())
+
 /// Guards everything that evaluates or traces, as in mlx-swift.
 let evalLock = NSRecursiveLock()
 

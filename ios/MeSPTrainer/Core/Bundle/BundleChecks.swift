@@ -45,7 +45,10 @@ extension Manifest {
             }
         }
         let functions = blocks.flatMap { Array($0.functions.values) + Array($0.plainFunctions.values) }
-        let named = functions + weightFiles.map(\.file) + (data ?? [:]).values.flatMap(\.files)
+        let folders = [""] + (layouts ?? [:]).values.map { $0 + "/" }
+        let named =
+            folders.flatMap { folder in functions.map { folder + $0 } } + weightFiles.map(\.file)
+            + (data ?? [:]).values.flatMap(\.files)
         if let path = named.first(where: { !listed.contains($0) }) {
             throw MeSPError("\(bundle): the manifest does not list \(path); export the bundle again.")
         }
@@ -172,9 +175,10 @@ extension ModelBundle {
                     of: architecture.block(blocks.layers[0]), dtype: manifest.dtype, words: blocks.words,
                     length: length, rank: $0)
             }
-            guard try MeSPFunctionCheck.checkFunctions(data, onGPU: manifest.device == .gpu) == signatures else {
-                throw FunctionSignature.isAnother
-            }
+            guard let layout = MLXSupport.layout,
+                try MeSPFunctionCheck.checkFunctions(data, onGPU: manifest.device == .gpu, layout: layout)
+                    == signatures
+            else { throw FunctionSignature.isAnother }
         } catch {
             throw MeSPError(
                 "\(file) in \(url.path) is not a function that mesp-export writes (\(error.plainSentence)); export the bundle again."

@@ -1,4 +1,6 @@
 import Foundation
+import MLX
+import MeSPFunctionCheck
 
 #if os(iOS) && !targetEnvironment(simulator)
     import Metal
@@ -7,6 +9,16 @@ import Foundation
 /// The devices that MLX can use here. The system is asked and not MLX, which starts Metal when it is first used, for the CPU too: that
 /// takes memory, and where MLX cannot use the GPU it ends the process.
 public enum MLXSupport {
+    #if MESP_HOST_MLX
+        public static let version = hostMLXVersion
+    #else
+        /// The MLX that mlx-swift 0.31.4 to 0.31.6 carry.
+        public static let version = "0.31.1"
+    #endif
+
+    /// The layout of the functions that MLX reads; nil where it is not known.
+    package static let layout = FunctionLayout(mlx: version)
+
     /// Sets the variables of the environment that MLX reads, unless they are set already. To be called before MLX is used.
     package static func setEnvironment() {
         // On GPUs with neural accelerators (A19, M5) MLX otherwise rounds the operands of float32 products to TF32.

@@ -4,9 +4,8 @@ import MeSPFunctionCheck
 
 /// `manifest.json`: what a bundle holds. See `docs/architecture.md`.
 public struct Manifest: Decodable, Sendable {
-    /// The bundle format and the MLX version this build reads. A `.mlxfn` of another MLX version can crash on import.
+    /// The bundle format this build reads.
     public static let format = 4
-    public static let mlxVersion = "0.31.1"
 
     public struct Model: Decodable, Sendable {
         public let id: String
@@ -67,7 +66,10 @@ public struct Manifest: Decodable, Sendable {
 
     public let name: String
     public let model: Model
+    /// The layout of the functions that `blocks` names.
     public let mlxVersion: String
+    /// The folders of the same functions in other layouts.
+    public let layouts: [String: String]?
     public let device: Backend
     /// Of activations, scales, biases and norms.
     public let dtype: ElementType
@@ -103,7 +105,6 @@ extension Manifest {
         }
         struct Version: Decodable {
             let format: Int
-            let mlxVersion: String
         }
         let decoder = JSONDecoder.snakeCase
         guard let version = try? decoder.decode(Version.self, from: json) else {
@@ -114,19 +115,24 @@ extension Manifest {
                 "\(bundle) has bundle format \(version.format), this build reads format \(Manifest.format); export it again."
             )
         }
-        guard version.mlxVersion == Manifest.mlxVersion else {
-            throw MeSPError(
-                "\(bundle) was exported with MLX \(version.mlxVersion), this build runs MLX \(Manifest.mlxVersion); export it again with mlx==\(Manifest.mlxVersion)."
-            )
-        }
         let manifest: Manifest
         do {
             manifest = try decoder.decode(Manifest.self, from: json)
         } catch {
             throw MeSPError("\(bundle)/manifest.json is damaged (\(error.plainSentence)); export the bundle again.")
         }
+        guard manifest.functionsFolder != nil else {
+            throw MeSPError(
+                "\(bundle) has no functions for MLX \(MLXSupport.version); add them with mesp-export --from.")
+        }
         try manifest.check(bundle)
         return manifest
+    }
+
+    /// The beginning of the paths of the functions that the MLX here reads; nil where there are none. An MLX can crash on a file in
+    /// another layout than its own.
+    var functionsFolder: String? {
+        MLXSupport.layout.flatMap { $0.rawValue == mlxVersion ? "" : layouts?[$0.rawValue].map { $0 + "/" } }
     }
 
     /// For each block the index of its kind in `blocks`.

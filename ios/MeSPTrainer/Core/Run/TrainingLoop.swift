@@ -295,7 +295,7 @@ extension LogRecord.Start {
     fileprivate init(_ settings: RunSettings, _ bundle: ModelBundle, _ battery: Battery?) {
         let manifest = bundle.manifest
         self.init(
-            version: Run.version, mlxVersion: Manifest.mlxVersion, device: manifest.device, host: Self.host,
+            version: Run.version, mlxVersion: MLXSupport.version, device: manifest.device, host: Self.host,
             model: .init(name: manifest.name, id: manifest.model.id, layers: bundle.architecture.numHiddenLayers),
             settings: settings, battery: battery, thermalState: ThermalState.current.rawValue)
     }

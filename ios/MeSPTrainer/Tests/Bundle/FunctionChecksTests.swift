@@ -18,8 +18,8 @@ import Testing
     @Test(arguments: demos + fixtures) func whatWasExportedPasses(_ url: URL) throws {
         let bundle = try ModelBundle(url: url, checksums: false)
         for (kind, blocks) in bundle.manifest.blocks.enumerated() {
-            for (length, file) in Array(blocks.functions) + Array(blocks.plainFunctions) {
-                let length = try #require(Int(length))
+            for (length, name) in Array(blocks.functions) + Array(blocks.plainFunctions) {
+                let (length, file) = (try #require(Int(length)), try #require(bundle.manifest.functionsFolder) + name)
                 try bundle.checkFunctions(file, kind: kind, length: length)
                 let said = message { try bundle.checkFunctions(file, kind: kind, length: length + 1) }
                 #expect(said.contains("does not have the inputs and outputs of a block"))
@@ -35,7 +35,8 @@ import Testing
         // MLX would give what lies behind the input of the first.
         let lies = TestFunction(x, [.node("Slice", [[100], [104], [1]], [0], .array([4]))], outputs: 9)
         let other = TestFunction(x, [.node("Exp", [], [0], x)], outputs: 9)
-        let file = "block.\(length).mlxfn"
+        let file =
+            try #require(ModelBundle(url: source, checksums: false).manifest.functionsFolder) + "block.\(length).mlxfn"
         for (function, reason) in [
             (lies, "the inputs, outputs or parameters of Slice do not match"),
             (other, "it does not have the inputs and outputs of a block"),
@@ -46,7 +47,7 @@ import Testing
             let manifest = folder.appendingPathComponent("manifest.json")
             let url = folder.appendingPathComponent(file)
             let old = try (Data(contentsOf: url), sha256(of: url))
-            let new = function.file
+            let new = function.file(try #require(MLXSupport.layout))
             try new.write(to: url)
             var text = try String(contentsOf: manifest, encoding: .utf8)
             text = text.replacing(old.1, with: try sha256(of: url))
@@ -142,19 +143,58 @@ import Testing
     @Test func theWholeFileIsOneOfABlocksFunctions() throws {
         let function = TestFunction(.array([16]), [.node("Exp", [], [0], .array([16]))])
         #expect(said(function) == "")
-        for count in function.file.indices {
-            #expect(message { _ = try checkFunctions(function.file.prefix(count), onGPU: false) } != "")
+        for count in function.file().indices {
+            #expect(message { try check(function.file().prefix(count)) } != "")
         }
-        #expect(message { _ = try checkFunctions(function.file + [0], onGPU: false) } == "it is damaged")
-        #expect(message { _ = try checkFunctions(function.file, onGPU: true) } == "Exp is for another device")
-        let other = function.file.prefix(8) + Data("0.32.1".utf8) + function.file.dropFirst(14)
-        #expect(
-            message { _ = try checkFunctions(Data(other), onGPU: false) } == "it was not written by MLX 0.31.1"
-        )
+        #expect(message { try check(function.file() + [0]) } == "it is damaged")
+        #expect(message { try check(function.file(), onGPU: true) } == "Exp is for another device")
+        for version in ["0.32.1", "0.33.0", "0.31.x", "0.32.2"] {
+            let other = function.file().prefix(8) + Data(version.utf8) + function.file().dropFirst(14)
+            #expect(message { try check(Data(other)) } == "it is not in the layout of MLX 0.31.1")
+        }
+    }
+
+    /// A bundle's files in both differ in what the later one added, and nothing else of them is another.
+    @Test(arguments: demos + fixtures) func aFunctionPassesInEachLayout(_ url: URL) throws {
+        let manifest = try ModelBundle(url: url, checksums: false).manifest
+        let folder = try #require(manifest.layouts?["0.32.2"])
+        for name in manifest.blocks.flatMap({ Array($0.functions.values) + Array($0.plainFunctions.values) }) {
+            let files = try [name, folder + "/" + name].map { try Data(contentsOf: url.appendingPathComponent($0)) }
+            let onGPU = manifest.device == .gpu
+            let old = try checkFunctions(files[0], onGPU: onGPU, layout: .mlx0311)
+            #expect(try checkFunctions(files[1], onGPU: onGPU, layout: .mlx0322) == old)
+            for (file, layout) in zip(files, [FunctionLayout.mlx0322, .mlx0311]) {
+                #expect(
+                    message { _ = try checkFunctions(file, onGPU: onGPU, layout: layout) }
+                        == "it is not in the layout of MLX \(layout.rawValue)")
+            }
+        }
+    }
+
+    @Test func layoutsOfVersions() {
+        for (version, layout) in [
+            ("0.31.0", nil), ("0.31.1", "0.31.1"), ("0.31.2", "0.31.1"), ("0.32.0", "0.31.1"), ("0.32.1", nil),
+            ("0.32.2", "0.32.2"), ("0.32.4", "0.32.2"), ("0.33.0", nil), ("1.32.2", nil), ("0.32", nil), ("", nil),
+        ] {
+            #expect(FunctionLayout(mlx: version)?.rawValue == layout, "\(version)")
+        }
+    }
+
+    @Test func whatTheLaterLayoutAddedIsEmpty() throws {
+        let function = TestFunction(.array([16]), [.node("Exp", [], [0], .array([16]))])
+        let file = function.file(.mlx0322)
+        #expect(message { try check(file, layout: .mlx0322) } == "")
+        var metadata = file
+        metadata.replaceSubrange(19..<27, with: text("a"))
+        #expect(message { try check(metadata, layout: .mlx0322) } == "it is damaged")
+    }
+
+    private func check(_ file: Data, onGPU: Bool = false, layout: FunctionLayout = .mlx0311) throws {
+        _ = try checkFunctions(file, onGPU: onGPU, layout: layout)
     }
 
     private func said(_ function: TestFunction) -> String {
-        message { _ = try checkFunctions(function.file, onGPU: false) }
+        message { try check(function.file()) }
     }
 }
 
@@ -202,16 +242,20 @@ private struct TestFunction {
         }
     }
 
-    let file: Data
+    private let body: Data
 
     init(_ input: Array, _ nodes: [Node], outputs: Int = 1) {
         let tape = nodes.enumerated().map { numberData($1.id ?? UInt64($0 + 1)) + $1.content }
-        let head = text("0.31.1") + numberData(Int32(1)) + [0] + list([])
         let ids = list([numberData(UInt64(0))]) + list([input.data])
         let last = nodes.last?.id ?? UInt64(nodes.count)
-        file =
-            head + ids + list(Swift.Array(repeating: numberData(last), count: outputs))
+        body =
+            list([]) + ids + list(Swift.Array(repeating: numberData(last), count: outputs))
             + list([numberData(UInt64(0)) + [0, 0]] + tape)
+    }
+
+    func file(_ layout: FunctionLayout = .mlx0311) -> Data {
+        let metadata = layout == .mlx0311 ? Data() : text("")
+        return text(layout.rawValue) + numberData(Int32(1)) + [0] + metadata + body
     }
 }
 

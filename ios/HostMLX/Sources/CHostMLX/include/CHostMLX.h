@@ -217,6 +217,7 @@ size_t host_set_cache_limit(size_t limit);  // returns the former limit
 void host_clear_cache(void);
 
 int32_t host_default_device(void);
+const char *host_version(void);
 void host_set_default_device(int32_t device);
 bool host_default_stream(int32_t device, HostStream *stream);
 bool host_new_stream(int32_t device, HostStream *stream);
