@@ -727,6 +727,7 @@ def test_killed_export_leaves_no_bundle(tiny):
     while not Path(".out.mesp.partial/embedding.bin").exists():
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.01)
+    process.send_signal(signal.SIGSTOP)  # so that it neither writes on nor ends meanwhile
     assert "Another mesp-export is writing" in refused("--model", tiny, "--out", "out.mesp")
     process.send_signal(signal.SIGKILL)
     process.wait()
