@@ -15,13 +15,15 @@ import mlx.core as mx
 import numpy as np
 import pytest
 import torch
+from mlx.utils import tree_flatten
+from mlx_lm.utils import dequantize_model
 from opacus import GradSampleModule
 from opacus.optimizers import DPOptimizer
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, Gemma3Config, Gemma3ForConditionalGeneration
 
 from bench import main as bench
-from conftest import FAMILIES, TEXT, invoke, run, write_model
+from conftest import FAMILIES, TEXT, invoke, published, run, write_model
 from in_peft.inputs import first_adapters
 from in_peft.inputs import write_model as write_dequantized
 from in_peft.train import in_nf4, write_base
@@ -145,6 +147,46 @@ def test_peft_has_the_adapters_of_a_text_among_several_modalities(tmp_path: Path
     assert saved.keys() == parameters.keys() and len(saved) == 2 * 3
     for name, array in saved.items():
         assert np.array_equal(np.array(array), parameters[name]), name
+
+
+def test_peft_joins_what_mlx_lm_has_as_several_linear_layers(tmp_path: Path):
+    """Granite 4's gate and up: both ways, with the loss of transformers."""
+    folder, text, bundle = (tmp_path / name for name in ("model", "text.txt", "b.mesp"))
+    config = {k: v for k, v in FAMILIES["granitemoehybrid"].items() if k != "head_dim"}
+    write_model(folder, config)
+    text.write_text(TEXT)
+    call(
+        "export", "--model", folder, "--data", text, "--out", bundle, "--seq-len", SEQ_LEN,
+        "--bits", 8, "--head-bits", 8, "--quantize", "nearest",
+    )  # fmt: skip
+    tensors = dict(tree_flatten(dequantize_model(Bundle(bundle).to_mlx_lm()).parameters()))
+    _, tensors = published(config, {name: a.astype(mx.float32) for name, a in tensors.items()})
+    mx.save_safetensors(str(folder / "model.safetensors"), tensors, {"format": "pt"})
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+    run = train(bundle, tmp_path / "run")
+    before, after = run.held_out
+    assert abs(after - before) > 0.05, "the adapters count"
+    assert held_out_loss(model, bundle) == pytest.approx(before, abs=TOLERANCE)
+    written = tmp_path / "run" / "adapters" / "peft"
+    adapted = PeftModel.from_pretrained(model, written)
+    saved = mx.load(str(written / "adapter_model.safetensors"))
+    assert saved.keys() == lora_parameters(adapted).keys() and len(saved) == 2 * 2 * 6
+    assert held_out_loss(adapted.eval(), bundle) == pytest.approx(after, abs=TOLERANCE)
+    model = adapted.unload()
+
+    lora = LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj", "input_linear"])
+    adapted = get_peft_model(model, lora)
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.3)
+    adapted.save_pretrained(tmp_path / "peft")
+    expected = held_out_loss(adapted.eval(), bundle)
+    run = train(
+        bundle, tmp_path / "second", "--adapters", tmp_path / "peft", "--projections", "q,gate,up"
+    )
+    assert abs(expected - before) > 0.05
+    assert run.held_out[0] == pytest.approx(expected, abs=TOLERANCE)
 
 
 @pytest.mark.parametrize("rslora", [False, True])

@@ -112,6 +112,20 @@ FAMILIES = {
         "attention_bias": False,
         "mlp_bias": False,
     },
+    "granitemoehybrid": {
+        **_COMMON,
+        "model_type": "granitemoehybrid",
+        "head_dim": None,
+        "layer_types": ["attention"] * 2,
+        "num_local_experts": 0,
+        "shared_intermediate_size": 128,
+        "position_embedding_type": "rope",
+        "embedding_multiplier": 2.0,
+        "attention_multiplier": 0.1,
+        "residual_multiplier": 0.5,
+        "logits_scaling": 1.5,
+        "attention_bias": False,
+    },
     "minicpm": {
         **_COMMON,
         "model_type": "minicpm",
@@ -290,9 +304,15 @@ def write_model(
 
 
 def published(config: dict, tensors: dict[str, mx.array]) -> tuple[dict, dict[str, mx.array]]:
-    """Both as published: in a model of several modalities, or not saying that the head is tied."""
+    """Both as published: with linear layers that hold several of ours, in a model of several
+    modalities, or not saying that the head is tied."""
     family = families.FAMILIES[config["model_type"]]
-    texts = family.texts
+    texts, tensors = family.texts, dict(tensors)
+    for theirs, parts in family.hf_modules:
+        for i in range(config["num_hidden_layers"]):
+            layer = f"model.layers.{i}."
+            rows = [tensors.pop(f"{layer}{part}.weight") for part in parts]
+            tensors[f"{layer}{theirs}.weight"] = mx.concatenate(rows)
     if not family.mlx_ties:
         config = {k: v for k, v in config.items() if k != "tie_word_embeddings"}
     if not texts or config["model_type"] in texts:

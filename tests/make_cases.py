@@ -63,6 +63,7 @@ CASES = [
     ("gemma2", FAMILIES["gemma2"], 9, 4, "--group-size", 32),
     ("phi3", FAMILIES["phi3"], 16, 4),
     ("granite", FAMILIES["granite"], 9, 4),
+    ("granite4", FAMILIES["granitemoehybrid"], 9, 4),
     ("qwen3_5", FAMILIES["qwen3_5"], 70, 4),
     ("lfm2", FAMILIES["lfm2"], 9, 4),
     ("mixed", {**TINY, "tie_word_embeddings": False}, 9, 4),

@@ -93,6 +93,8 @@ def family(request, tmp_path_factory):
     if request.param == "llama-window":
         config["layer_types"] = ["sliding_attention", "sliding_attention", "full_attention"]
         config["layer_types"] += ["sliding_attention"]
+    if request.param == "granitemoehybrid":
+        config["layer_types"] = ["attention"] * 4
     model = write_model(folder / "model", config)
     arguments = ["--model", model, "--seq-len", "4,9", "--rank", 2, "--out", folder / "out.mesp"]
     arguments += ["--group-size", 32, "--data", "python-docs", "--quantize", "nearest"]

@@ -158,7 +158,7 @@ def test_manifest_keeps_everything(name):
         "model_type", "hidden_size", "intermediate_size", "vocab_size", "rms_norm_eps",
         "tie_word_embeddings", "hidden_act", "post_norms", "final_logit_softcapping",
         "embedding_scale", "logits_scaling", "mlx_prefix", "hf_prefix", "mlp", "biases", "mixers",
-        "layers",
+        "layers", "hf_modules",
     ]  # fmt: skip
     assert entry["mlp"][-1][1] == ["down"]
     for mixer in entry["mixers"]:
@@ -278,7 +278,10 @@ def test_rope_as_transformers_5_writes_it():
             {"model_type": "gemma3n", "text_config": {}},
             "embeddings for each layer.* share keys and values",
         ),
-        ("granite", {"model_type": "granitemoehybrid"}, "Mamba-2 mixers or experts"),
+        ("granitemoehybrid", {"layer_types": ["mamba", "attention"]}, "layer_types to 'mamba'"),
+        ("granitemoehybrid", {"layer_types": ["linear_attention"] * 2}, "layer_types to 'mamba'"),
+        ("granitemoehybrid", {"layer_types": None}, "lacks 'layer_types'"),
+        ("granitemoehybrid", {"num_local_experts": 8}, "num_local_experts to 8"),
         ("granite", {"layer_types": ["mamba"] * 2}, "layer_types to 'mamba'"),
         ("granite", {"num_local_experts": 8}, "num_local_experts to 8"),
         ("qwen3", {"residual_multiplier": 0.5}, "residual_multiplier to 0.5"),
@@ -316,6 +319,20 @@ def test_rope_as_transformers_5_writes_it():
 def test_what_is_not_supported_is_named(family, change, named):
     with pytest.raises(MespError, match=named):
         Architecture.from_config({**FAMILIES[family], **change})
+
+
+def test_granite_4_turns_as_transformers_has_it():
+    """RoPE for "rope" alone; transformers 5 names the layers otherwise."""
+    config = FAMILIES["granitemoehybrid"]
+    arch = Architecture.from_config(config)
+    assert len(arch.mixers[0].frequencies) == 8
+    renamed = {**config, "layer_types": ["full_attention"] * 2}
+    assert Architecture.from_config(renamed) == arch
+    for kind in (None, "nope"):
+        still = Architecture.from_config({**config, "position_embedding_type": kind})
+        assert still.mixers[0].frequencies == ()
+    wide = {**config, "intermediate_size": 7, "shared_intermediate_size": 96}
+    assert Architecture.from_config(wide).intermediate_size == 96
 
 
 def test_missing_size_is_named():

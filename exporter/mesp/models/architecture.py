@@ -54,6 +54,7 @@ class Architecture:
     biases: tuple[str, ...]
     mixers: tuple[Mixer, ...]
     layers: tuple[int, ...]
+    hf_modules: Modules = ()
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Architecture:
@@ -107,6 +108,7 @@ class Architecture:
             biases=tuple(name for name, _ in family.attention + family.mlp if name in biased),
             mixers=mixers,
             layers=tuple(map(mixers.index, by_layer)),
+            hf_modules=family.hf_modules,
         )._checked()
 
     @classmethod
@@ -116,6 +118,7 @@ class Architecture:
             **{
                 **entry,
                 "mlp": modules_from_manifest(entry["mlp"]),
+                "hf_modules": modules_from_manifest(entry.get("hf_modules", [])),
                 "biases": tuple(entry["biases"]),
                 "mixers": tuple(map(mixer_from_manifest, entry["mixers"])),
                 "layers": tuple(entry["layers"]),
@@ -145,6 +148,7 @@ class Architecture:
                 "hidden_act": self.hidden_act in ("silu", "gelu"),
                 "mlp": sorted(projections_of(self.mlp)) == ["down", "gate", "up"],
                 "biases": set(self.modules) >= set(self.biases),
+                "hf_modules": set(self.modules) >= set(projections_of(self.hf_modules)),
                 "layers": self.layers
                 and all(type(i) is int and 0 <= i < len(self.mixers) for i in self.layers),
             }

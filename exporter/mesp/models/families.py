@@ -34,6 +34,11 @@ GATED_DELTA_NET: Modules = (
 )
 SHORT_CONVOLUTION: Modules = (("conv.in_proj", ("in",)), ("conv.out_proj", ("out",)))
 FUSED_MLP: Modules = (("mlp.gate_up_proj", ("gate", "up")), ("mlp.down_proj", ("down",)))
+# Granite 4's MLP in Hugging Face's checkpoints, and the layers that mlx-lm makes of each.
+_SHARED_MLP: Modules = (
+    ("shared_mlp.input_linear", ("mlp.gate_proj", "mlp.up_proj")),
+    ("shared_mlp.output_linear", ("mlp.down_proj",)),
+)
 
 
 def short(module: str) -> str:
@@ -64,6 +69,9 @@ class Family:
     texts: tuple[str, ...] = ()
     mlx_type: str | None = None  # mlx-lm's `model_type`, where it has another
     mlx_ties: bool = True  # mlx-lm ties the head where the model does; otherwise it has a copy
+    # Linear layers that Hugging Face's checkpoints have in place of ours, of which each holds the
+    # rows of some, in equal parts.
+    hf_modules: Modules = ()
     mlx_prefix: str = "model"  # before `.layers` in adapters for mlx-lm, and for PEFT
     hf_prefix: str = "model"
     activation: str = "silu"
@@ -93,6 +101,22 @@ def _read_lfm2(config: dict[str, Any]) -> dict[str, Any]:
     return found | {"intermediate_size": width}
 
 
+def _read_granite4(config: dict[str, Any]) -> dict[str, Any]:
+    """The width of its MLP where mlx-lm looks for it, its names of layers, and whether it has RoPE.
+
+    transformers has RoPE for "rope" alone, mlx-lm unless this is "nope".
+    """
+    if not config.get("layer_types"):
+        raise KeyError("layer_types")
+    names = {"full_attention": "attention", "linear_attention": "mamba"}
+    rotates = config["position_embedding_type"] == "rope"
+    return {
+        "intermediate_size": config["shared_intermediate_size"],
+        "layer_types": [names.get(each, each) for each in config["layer_types"]],
+        "position_embedding_type": "rope" if rotates else "nope",
+    }
+
+
 def _in_several(text: Family, *names: str, **changes: Any) -> Family:
     """The family of models of several modalities whose text, by one of the names, is like this."""
     return replace(
@@ -113,6 +137,9 @@ def _read_minicpm(config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+_GRANITE_FACTORS = (
+    "embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling",
+)  # fmt: skip
 _LLAMA = Family(takes=("attention_bias", "mlp_bias"))
 _MISTRAL = replace(_LLAMA, full_every=math.inf, defaults={"sliding_window": 4096})
 _MINISTRAL3 = replace(
@@ -177,15 +204,18 @@ FAMILIES = {
     "qwen3_vl": _in_several(_QWEN3, "qwen3_vl_text"),
     "llama": _LLAMA,
     "smollm3": replace(_LLAMA, defaults={"rope_theta": 2e6}),
-    "granite": replace(
-        _LLAMA,
-        takes=(
-            *_LLAMA.takes,
-            "embedding_multiplier",
-            "attention_multiplier",
-            "residual_multiplier",
-            "logits_scaling",
-        ),
+    "granite": replace(_LLAMA, takes=(*_LLAMA.takes, *_GRANITE_FACTORS)),
+    "granitemoehybrid": Family(
+        hf_modules=_SHARED_MLP,
+        takes=("attention_bias", *_GRANITE_FACTORS),
+        defaults={
+            **dict.fromkeys(_GRANITE_FACTORS, 1.0),
+            "attention_bias": False,
+            "position_embedding_type": None,
+            "shared_intermediate_size": 1024,
+            "tie_word_embeddings": False,
+        },
+        read=_read_granite4,
     ),
     "minicpm": Family(
         mlx_ties=False,
@@ -277,8 +307,6 @@ LACKING = {
     ),
     "hunyuan_v1_dense": "it norms q and k after RoPE",
     "gemma": "its activation in mlx-lm is not the one that it was trained with",
-    "granitemoehybrid": "it has Mamba-2 mixers or experts, or an MLP of other matrices than in "
-    "mlx-lm; a dense granite can be trained",
     **dict.fromkeys(
         ("gemma3n", "gemma3n_text"),
         "it has embeddings for each layer, and layers that share keys and values",

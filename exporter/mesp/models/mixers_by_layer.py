@@ -23,6 +23,8 @@ def mixers_by_layer(config: dict[str, Any]) -> list[Mixer]:
     has_rope = [True] * count
     if config["model_type"] == "smollm3":
         has_rope = config.get("no_rope_layers") or [(i + 1) % interval for i in range(count)]
+    if config.get("position_embedding_type") == "nope":
+        has_rope = [False] * count
     for key, each in (("layer_types", types), ("no_rope_layers", has_rope)):
         if len(each) != count:
             raise MespError(
@@ -31,7 +33,7 @@ def mixers_by_layer(config: dict[str, Any]) -> list[Mixer]:
             )
     mixers: list[Mixer] = []
     for layer_type, rotates in zip(types, has_rope, strict=True):
-        if layer_type in ("full_attention", "sliding_attention"):
+        if layer_type in ("full_attention", "attention", "sliding_attention"):
             slides = layer_type == "sliding_attention"
             mixers.append(_attention(config, slides, bool(rotates)))
         elif layer_type == "linear_attention" and family.other_layers == layer_type:

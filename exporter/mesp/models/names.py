@@ -31,6 +31,19 @@ def name_here(name: str, model_type: str) -> str | None:
     return name
 
 
+def names_here(name: str, model_type: str) -> list[str]:
+    """The names of the tensors that a checkpoint's holds, with equal parts of its rows, in their
+    order; none where it takes no part in the training."""
+    ours = name_here(name, model_type)
+    if ours is None:
+        return []
+    for theirs, parts in FAMILIES[model_type].hf_modules:
+        layer, found, suffix = ours.partition(f".{theirs}.")
+        if found:
+            return [f"{layer}.{part}.{suffix}" for part in parts]
+    return [ours]
+
+
 def name_there(name: str, model_type: str) -> str:
     """The name of a tensor in a checkpoint of the text alone: the inverse of `name_here`."""
     for ours, theirs in FAMILIES[model_type].norms.items():

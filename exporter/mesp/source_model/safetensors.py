@@ -10,7 +10,7 @@ import numpy as np
 
 from mesp.errors import MespError
 from mesp.files import parse_json, read_object
-from mesp.models.names import CONVOLUTIONS, name_here
+from mesp.models.names import CONVOLUTIONS, names_here
 
 # Types in a safetensors file: as NumPy reads them (it has no bfloat16), and what they are.
 TENSOR_DTYPES = {
@@ -67,21 +67,24 @@ class SafetensorsWeights:
             data = np.memmap(file, mode="r", offset=start)
             header.pop("__metadata__", None)
             for theirs, tensor in header.items():
-                name = name_here(theirs, self.model_type)
-                if name is None:
+                names = names_here(theirs, self.model_type)
+                if not names:
                     self.left_out += 1
                     continue
                 if tensor["dtype"] not in TENSOR_DTYPES:
-                    self.unreadable[name] = tensor["dtype"]
+                    self.unreadable |= dict.fromkeys(names, tensor["dtype"])
                     continue
                 stored, dtype = TENSOR_DTYPES[tensor["dtype"]]
                 begin, end = tensor["data_offsets"]
                 array = data[begin:end].view(stored).reshape(tensor["shape"])
-                if name.endswith(CONVOLUTIONS) and array.ndim == 3:
+                if names[0].endswith(CONVOLUTIONS) and array.ndim == 3:
                     # [channels, 1, kernel], or as mlx-lm has it [channels, kernel, 1]
                     self.is_converted = array.shape[2] == 1
                     array = array.reshape(len(array), -1)
-                self.tensors[name] = (array, dtype)
+                parts = np.split(array, len(names))
+                self.tensors |= {
+                    name: (part, dtype) for name, part in zip(names, parts, strict=True)
+                }
         except OSError as error:
             raise MespError(
                 f"The weights {file} cannot be read ({error.strerror}); download the model again."

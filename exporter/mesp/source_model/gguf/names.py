@@ -15,8 +15,9 @@ from mesp.models.names import name_there
 # llama.cpp's name of an architecture, by model_type.
 ARCHITECTURES = {
     "qwen2": "QWEN2", "qwen3": "QWEN3", "llama": "LLAMA", "mistral": "LLAMA", "smollm3": "SMOLLM3",
-    "granite": "GRANITE", "minicpm": "MINICPM", "ministral3": "MISTRAL3", "gemma2": "GEMMA2",
-    "gemma3_text": "GEMMA3", "qwen3_5_text": "QWEN35", "lfm2": "LFM2", "phi3": "PHI3",
+    "granite": "GRANITE", "granitemoehybrid": "GRANITE", "minicpm": "MINICPM",
+    "ministral3": "MISTRAL3", "gemma2": "GEMMA2", "gemma3_text": "GEMMA3",
+    "qwen3_5_text": "QWEN35", "lfm2": "LFM2", "phi3": "PHI3",
 }  # fmt: skip
 # Those whose q and k llama.cpp turns in pairs of neighbours: rows of a head's halves alternate.
 _INTERLEAVED = ("LLAMA", "SMOLLM3", "GRANITE", "MINICPM", "MISTRAL3")

@@ -26,15 +26,19 @@ func saveAdapterFolder(
     func tensors(_ format: AdapterFormat) -> [NewTensor] {
         blocks.flatMap { block in
             let layout = LoRALayout(block: architecture.block(block), rank: rank, modules: modules)
-            return layout.modules.flatMap { module -> [NewTensor] in
-                let (inputs, outputs) = layout.block.dimensions(module)
+            let layers = format.layers(of: layout.block).filter { $0.modules.contains(where: layout.modules.contains) }
+            return layers.flatMap { layer -> [NewTensor] in
+                let (inputs, outputs) = layout.block.dimensions(layer.modules)
+                let rank = rank * layer.modules.count
                 return [("A", [inputs, rank], \LoRAMatrices.a), ("B", [rank, outputs], \.b)].map {
                     matrix, shape, path in
                     NewTensor(
-                        name: format.name(matrix, module, block, of: architecture), shape: format.turned(shape),
+                        name: format.name(matrix, layer.name, block, of: architecture), shape: format.turned(shape),
                         dtype: .float32
                     ) {
-                        format.turned(layout.matrices(module, in: try lora(block))[keyPath: path].asType(.float32))
+                        let vector = layout.whole(try lora(block))
+                        let matrices = layer.joined(layer.modules.map { layout.whole.matrices($0, in: vector) })
+                        return format.turned(matrices[keyPath: path].asType(.float32))
                     }
                 }
             }
@@ -67,7 +71,7 @@ func loadAdapters(
     absent: (LoRALayout, _ block: Int) -> MLXArray = { layout, _ in MLXArray.zeros([layout.count]) }
 ) throws -> Adapters {
     do {
-        let (format, rank, scale) = try AdapterFormat.read(folder)
+        let (format, rank, scale, joins) = try AdapterFormat.read(folder, of: architecture)
         guard rank <= architecture.hiddenSize else {
             throw MeSPError("their rank, \(rank), is above the model's width of \(architecture.hiddenSize)")
         }
@@ -75,8 +79,8 @@ func loadAdapters(
         var names = tensors.names
         guard !names.isEmpty else { throw MeSPError("\(format.file) is empty") }
 
-        func take(_ matrix: String, _ module: Module, _ block: Int, _ shape: [Int]) throws -> MLXArray? {
-            let name = format.name(matrix, module, block, of: architecture)
+        func take(_ matrix: String, _ layer: AdaptedLayer, _ block: Int, _ shape: [Int]) throws -> MLXArray? {
+            let name = format.name(matrix, layer.name, block, of: architecture)
             guard names.remove(name) != nil, let found = tensors.shape(name) else { return nil }
             guard found == format.turned(shape), let array = tensors[name] else {
                 throw MeSPError("\(name) has the shape \(found), where the model needs \(format.turned(shape))")
@@ -85,18 +89,26 @@ func loadAdapters(
         }
         let lora = try architecture.layouts(rank: rank).enumerated().map { block, layout in
             let absent = absent(layout, block)
-            let flat = layout.packed(
-                try layout.modules.map { module in
-                    let (inputs, outputs) = layout.block.dimensions(module)
-                    let a = try take("A", module, block, [inputs, rank])
-                    let b = try take("B", module, block, [rank, outputs])
-                    guard (a == nil) == (b == nil) || (onlyB && a == nil) else {
-                        let name = format.name(a == nil ? "A" : "B", module, block, of: architecture)
-                        throw MeSPError("\(name) is missing")
-                    }
+            var matrices = [String: LoRAMatrices]()
+            for layer in format.layers(of: layout.block) {
+                let (inputs, outputs) = layout.block.dimensions(layer.modules)
+                let layerRank = joins ? rank * layer.modules.count : rank
+                let a = try take("A", layer, block, [inputs, layerRank])
+                let b = try take("B", layer, block, [layerRank, outputs])
+                guard (a == nil) == (b == nil) || (onlyB && a == nil) else {
+                    let name = format.name(a == nil ? "A" : "B", layer.name, block, of: architecture)
+                    throw MeSPError("\(name) is missing")
+                }
+                let parts = zip(
+                    layer.modules, layer.parts(a: a, b: b, rank: rank, joins: joins, in: layout.block)
+                ).map { module, part in
                     let initial = layout.matrices(module, in: absent)
-                    return LoRAMatrices(a: a ?? initial.a, b: b ?? initial.b)
-                })
+                    return LoRAMatrices(a: part.a ?? initial.a, b: part.b ?? initial.b)
+                }
+                if joins, let b { try AdapterFormat.checkRanks(layer.joined(parts).b.arrayEqual(b).item(Bool.self)) }
+                for (module, part) in zip(layer.modules, parts) { matrices[module.name] = part }
+            }
+            let flat = layout.packed(layout.modules.compactMap { matrices[$0.name] })
             eval(flat)
             return flat
         }

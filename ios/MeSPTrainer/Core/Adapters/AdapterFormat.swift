@@ -13,9 +13,24 @@ enum AdapterFormat {
 
     var file: String { self == .mlx ? "adapters.safetensors" : "adapter_model.safetensors" }
 
-    /// - Parameter matrix: A or B
-    func name(_ matrix: String, _ module: Module, _ block: Int, of architecture: Architecture) -> String {
-        let layer = "layers.\(block).\(module.name)"
+    /// A block's linear layers in this format.
+    func layers(of block: BlockShape) -> [AdaptedLayer] {
+        let joined = self == .peft ? block.architecture.hfModules ?? [] : []
+        return block.modules.compactMap { module in
+            guard let layer = joined.first(where: { $0.parts.contains(module.name) }) else {
+                return AdaptedLayer(name: module.name, modules: [module])
+            }
+            guard layer.parts.first == module.name else { return nil }
+            let parts = layer.parts.compactMap { part in block.modules.first { $0.name == part } }
+            return AdaptedLayer(name: layer.name, modules: parts)
+        }
+    }
+
+    /// - Parameters:
+    ///   - matrix: A or B
+    ///   - layer: the name of one of `layers(of:)`
+    func name(_ matrix: String, _ layer: String, _ block: Int, of architecture: Architecture) -> String {
+        let layer = "layers.\(block).\(layer)"
         switch self {
         case .mlx: return "\(architecture.mlxPrefix).\(layer).lora_\(matrix.lowercased())"
         case .peft: return "base_model.model.\(architecture.hfPrefix).\(layer).lora_\(matrix).weight"
@@ -41,29 +56,54 @@ enum AdapterFormat {
             ]
         case .peft:
             let allBlocks = blocks.count == architecture.numHiddenLayers
+            let layers = self.layers(of: architecture, modules)
+            let joined = layers.filter { $0.modules.count > 1 }.map { ($0.name, rank * $0.modules.count) }
             // Beside a text there are other parts, with modules of the same last names: there a pattern says which are meant.
             let isAlone = architecture.hfPrefix == "model"
             return [
                 "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": model, "r": rank,
                 "lora_alpha": scale * Double(rank), "use_rslora": false, "use_dora": false, "lora_dropout": 0.0,
                 "bias": "none", "fan_in_fan_out": false, "inference_mode": true,
+                "rank_pattern": Dictionary(uniqueKeysWithValues: joined),
+                "alpha_pattern": Dictionary(uniqueKeysWithValues: joined).mapValues { scale * Double($0) },
                 "target_modules": isAlone
-                    ? modules.compactMap { $0.name.split(separator: ".").last.map(String.init) }
-                    : pattern(of: modules, blocks, prefix: architecture.hfPrefix) as Any,
+                    ? layers.compactMap { $0.name.split(separator: ".").last.map(String.init) }
+                    : pattern(of: layers, blocks, prefix: architecture.hfPrefix) as Any,
                 "layers_to_transform": allBlocks || !isAlone ? NSNull() : Array(blocks) as Any,
             ]
         }
     }
 
-    /// A regular expression of the modules' whole names.
-    private func pattern(of modules: [Module], _ blocks: Range<Int>, prefix: String) -> String {
-        let names = modules.map(\.name).joined(separator: "|")
+    /// The linear layers of all blocks that some modules are or are part of, each once.
+    private func layers(of architecture: Architecture, _ modules: [Module]) -> [AdaptedLayer] {
+        architecture.kinds.flatMap(layers).reduce(into: []) { found, layer in
+            guard layer.modules.contains(where: modules.contains) else { return }
+            if !found.contains(where: { $0.name == layer.name }) { found.append(layer) }
+        }
+    }
+
+    /// A regular expression of the layers' whole names.
+    private func pattern(of layers: [AdaptedLayer], _ blocks: Range<Int>, prefix: String) -> String {
+        let names = layers.map(\.name).joined(separator: "|")
         return "\(prefix).layers.(\(blocks.map(String.init).joined(separator: "|"))).(\(names))"
             .replacingOccurrences(of: ".", with: "\\.")
     }
 
+    private static func supported(_ condition: Bool, _ kind: Sentence) throws {
+        guard condition else {
+            throw MeSPError("they use \(kind), which is not supported; train plain LoRA adapters")
+        }
+    }
+
+    /// Throws where adapters have a rank or α that is not the whole folder's or, where the layer joins n modules, n times that.
+    static func checkRanks(_ isSupported: Bool) throws { try supported(isSupported, "ranks or alphas of their own") }
+
     /// The folder's format, and the adapters' rank and scale.
-    static func read(_ folder: URL) throws -> (format: AdapterFormat, rank: Int, scale: Float) {
+    ///
+    /// - Returns: also whether a layer that joins n modules has n times the rank.
+    static func read(
+        _ folder: URL, of architecture: Architecture
+    ) throws -> (format: AdapterFormat, rank: Int, scale: Float, joins: Bool) {
         struct Config: Decodable {
             struct Parameters: Decodable {
                 let rank: Int
@@ -92,34 +132,72 @@ enum AdapterFormat {
         } catch {
             throw MeSPError("\(configFile) is not valid: \(error.plainSentence)")
         }
-        func supported(_ condition: Bool, _ kind: Sentence) throws {
-            guard condition else {
-                throw MeSPError("they use \(kind), which is not supported; train plain LoRA adapters")
-            }
-        }
-        let result: (format: AdapterFormat, rank: Int, scale: Float)
+        let result: (format: AdapterFormat, rank: Int, scale: Float, joins: Bool)
         if let type = config.peftType {
             try supported(type == "LORA", "\(type)")
             try supported(config.useDora != true, "DoRA")
             try supported(config.bias ?? "none" == "none", "trained biases")
             try supported(config.modulesToSave?.isEmpty ?? true, "modules_to_save")
-            try supported(
-                (config.rankPattern?.isEmpty ?? true) && (config.alphaPattern?.isEmpty ?? true),
-                "ranks or alphas of their own"
-            )
             guard let rank = config.r, let alpha = config.loraAlpha else {
                 throw MeSPError("\(configFile) lacks r or lora_alpha")
             }
-            result = (.peft, rank, config.useRslora == true ? alpha / Float(rank).squareRoot() : alpha / Float(rank))
+            let (ranks, alphas) = (config.rankPattern ?? [:], config.alphaPattern ?? [:])
+            let joined = AdapterFormat.peft.layers(of: architecture, architecture.modules).filter {
+                $0.modules.count > 1
+            }
+            let joins = !joined.isEmpty && !ranks.isEmpty
+            try checkRanks(
+                (ranks.isEmpty && alphas.isEmpty)
+                    || (joins && ranks.count == joined.count && alphas.count == joined.count
+                        && config.useRslora != true
+                        && joined.allSatisfy { layer in
+                            let count = Float(layer.modules.count)
+                            return ranks[layer.name].map(Float.init) == count * Float(rank)
+                                && alphas[layer.name] == count * alpha
+                        })
+            )
+            let scale = config.useRslora == true ? alpha / Float(rank).squareRoot() : alpha / Float(rank)
+            result = (.peft, rank, scale, joins)
         } else {
             let type = config.fineTuneType ?? "lora"
             try supported(type == "lora", type == "dora" ? "DoRA" : "fine_tune_type \(type)")
             guard let parameters = config.loraParameters else { throw MeSPError("\(configFile) lacks lora_parameters") }
-            result = (.mlx, parameters.rank, parameters.scale)
+            result = (.mlx, parameters.rank, parameters.scale, false)
         }
         guard result.rank >= 1, result.scale.isFinite else {
             throw MeSPError("\(configFile) has a rank or scale that is not a positive number")
         }
         return result
+    }
+}
+
+/// A linear layer in a format: one of a block's modules, or several, whose outputs lie behind each other.
+struct AdaptedLayer {
+    let name: String
+    let modules: [Module]
+
+    /// One A and B from those of the modules, whose products are the same: each A beside the others, each B on the diagonal.
+    func joined(_ parts: [LoRAMatrices]) -> LoRAMatrices {
+        guard parts.count > 1 else { return parts[0] }
+        let rows = parts.indices.map { row in
+            let blocks = parts.indices.map {
+                $0 == row ? parts[row].b : MLXArray.zeros([parts[row].b.dim(0), parts[$0].b.dim(1)])
+            }
+            return concatenated(blocks, axis: 1)
+        }
+        return LoRAMatrices(a: concatenated(parts.map(\.a), axis: 1), b: concatenated(rows, axis: 0))
+    }
+
+    /// The matrices of each module, from A or B of the layer: its rows of B where all have `rank` of their own, all rows otherwise.
+    func parts(
+        a: MLXArray?, b: MLXArray?, rank: Int, joins: Bool, in block: BlockShape
+    ) -> [(a: MLXArray?, b: MLXArray?)] {
+        var start = 0
+        return modules.enumerated().map { index, module in
+            let first = joins ? index * rank : 0
+            let outputs = start..<start + block.dimensions(module).outputs
+            start = outputs.upperBound
+            return (a?[0..., first..<first + rank], b?[first..<first + rank, outputs])
+        }
     }
 }

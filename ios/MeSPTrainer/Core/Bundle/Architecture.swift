@@ -27,6 +27,8 @@ public struct Architecture: Decodable, Sendable, Equatable {
     package let mixers: [Mixer]
     /// For each block the index of its mixer.
     package let layers: [Int]
+    /// The linear layers that Hugging Face has in place of some of these; nil where it has none.
+    let hfModules: [JoinedModule]?
 
     public var numHiddenLayers: Int { layers.count }
 
@@ -67,6 +69,19 @@ package struct Module: Decodable, Sendable, Equatable {
     }
 }
 
+/// A linear layer of Hugging Face whose outputs are those of some of a block's, behind each other. It is written as the pair of its name
+/// and theirs.
+struct JoinedModule: Decodable, Sendable, Equatable {
+    let name: String
+    let parts: [String]
+
+    init(from decoder: any Decoder) throws {
+        var pair = try decoder.unkeyedContainer()
+        name = try pair.decode(String.self)
+        parts = try pair.decode([String].self)
+    }
+}
+
 /// A block's dimensions: its mixer's, and those that all blocks share.
 package struct BlockShape: Sendable, Equatable {
     let architecture: Architecture
@@ -90,8 +105,11 @@ package struct BlockShape: Sendable, Equatable {
     }
 
     /// (input, output) features of a module, whose projections have the same input.
-    package func dimensions(_ module: Module) -> (inputs: Int, outputs: Int) {
-        let parts = module.projections.map(dimensions)
+    package func dimensions(_ module: Module) -> (inputs: Int, outputs: Int) { dimensions([module]) }
+
+    /// (input, output) features of modules that have the same input, together.
+    func dimensions(_ modules: [Module]) -> (inputs: Int, outputs: Int) {
+        let parts = modules.flatMap(\.projections).map(dimensions)
         return (parts.first?.inputs ?? 0, parts.reduce(0) { $0 + $1.outputs })
     }
 
@@ -126,6 +144,13 @@ package struct BlockShape: Sendable, Equatable {
         return parts.count == all.count && Set(parts) == Set(all)
             && modules.allSatisfy { Set($0.projections.map { dimensions($0).inputs }).count == 1 }
             && Set(modules.map(\.name)).count == modules.count
+            && joined.allSatisfy { Set($0.map { dimensions($0).inputs }).count == 1 }
+            && joined.joined().count == Set(joined.joined().map(\.name)).count
+    }
+
+    /// The linear layers that are one in Hugging Face, together.
+    private var joined: [[Module]] {
+        (architecture.hfModules ?? []).map { layer in modules.filter { layer.parts.contains($0.name) } }
     }
 }
 
@@ -159,6 +184,7 @@ extension Architecture {
         return (1...(1 << 12)).contains(numHiddenLayers) && widths.allSatisfy { (1...(1 << 20)).contains($0) }
             && factors.allSatisfy { $0.isFinite && $0 > 0 }
             && layers.allSatisfy(mixers.indices.contains) && mixers.allSatisfy { $0.isConsistent(hidden: hiddenSize) }
+            && (hfModules ?? []).allSatisfy { !$0.parts.isEmpty && $0.parts.allSatisfy(modules.map(\.name).contains) }
             && kinds.allSatisfy(\.isWhole) && biases.allSatisfy(modules.map(\.name).contains)
     }
 }

@@ -35,7 +35,7 @@ extension BlockwiseModel {
         for module in layouts[block].modules {
             let matrices = layouts[block].matrices(module, in: vector)
             for (name, matrix) in [("A", matrices.a), ("B", matrices.b)] where try !isFinite(matrix) {
-                return AdapterFormat.mlx.name(name, module, block, of: bundle.architecture)
+                return AdapterFormat.mlx.name(name, module.name, block, of: bundle.architecture)
             }
         }
         return nil
