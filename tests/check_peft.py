@@ -154,7 +154,7 @@ def test_peft_joins_what_mlx_lm_has_as_several_linear_layers(tmp_path: Path):
     folder, text, bundle = (tmp_path / name for name in ("model", "text.txt", "b.mesp"))
     config = {k: v for k, v in FAMILIES["granitemoehybrid"].items() if k != "head_dim"}
     write_model(folder, config)
-    text.write_text(TEXT)
+    text.write_text(TEXT * 5)
     call(
         "export", "--model", folder, "--data", text, "--out", bundle, "--seq-len", SEQ_LEN,
         "--bits", 8, "--head-bits", 8, "--quantize", "nearest",

@@ -282,6 +282,8 @@ def test_rope_as_transformers_5_writes_it():
         ("granitemoehybrid", {"layer_types": ["linear_attention"] * 2}, "layer_types to 'mamba'"),
         ("granitemoehybrid", {"layer_types": None}, "lacks 'layer_types'"),
         ("granitemoehybrid", {"num_local_experts": 8}, "num_local_experts to 8"),
+        ("gemma2", {"model_type": "gemma4", "text_config": {}}, "embeddings for each layer"),
+        ("lfm2", {"model_type": "lfm3"}, "a gate for each head"),
         ("granite", {"layer_types": ["mamba"] * 2}, "layer_types to 'mamba'"),
         ("granite", {"num_local_experts": 8}, "num_local_experts to 8"),
         ("qwen3", {"residual_multiplier": 0.5}, "residual_multiplier to 0.5"),

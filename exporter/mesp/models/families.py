@@ -308,9 +308,10 @@ LACKING = {
     "hunyuan_v1_dense": "it norms q and k after RoPE",
     "gemma": "its activation in mlx-lm is not the one that it was trained with",
     **dict.fromkeys(
-        ("gemma3n", "gemma3n_text"),
+        ("gemma3n", "gemma3n_text", "gemma4", "gemma4_text"),
         "it has embeddings for each layer, and layers that share keys and values",
     ),
+    "lfm3": "its attention has a gate for each head, and its RoPE turns a part of each",
     **dict.fromkeys(("mamba", "mamba2", "falcon_h1", "nemotron_h", "jamba"), "it has Mamba mixers"),
     **dict.fromkeys(
         ("olmo", "cohere", "cohere2", "phi", "stablelm", "starcoder2", "gpt2", "gpt_neox"),
