@@ -14,7 +14,7 @@ from mlx_lm.generate import generate_step
 from mlx_lm.sample_utils import make_sampler
 from mlx_lm.tuner.utils import linear_to_lora_layers, load_adapters
 
-from conftest import TINY, command, run, write_model
+from conftest import FAMILIES, TINY, command, run, write_model
 from mesp.bundle.reader import Bundle
 from mesp.engine.build import find_engine
 from mesp.engine.process import generate
@@ -349,6 +349,69 @@ def check_refused(bundle: Path, adapters: Path, said: str) -> None:
     assert (done.stdout, done.stderr.count("\n")) == ("", 1)
     assert done.stderr.startswith(f"Error: Cannot load the adapters in {adapters}: ")
     assert said in done.stderr
+
+
+@pytest.fixture(scope="module")
+def granite(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A bundle whose gate and up are one linear layer in PEFT, and adapters."""
+    folder = tmp_path_factory.mktemp("granite")
+    model = write_model(folder / "model", FAMILIES["granitemoehybrid"])
+    bundle = export(model, folder / "b.mesp", "--data", "python-docs")
+    done = train(bundle, folder / "run")
+    assert done.returncode == 0, done.stderr
+    return bundle, folder / "run" / "adapters"
+
+
+def test_adapters_of_joined_layers_are_the_same_in_both_forms(granite, tmp_path: Path):
+    bundle, adapters = granite
+
+    def loss(name: str, **settings: str) -> float:
+        done = train(bundle, tmp_path / name, steps=1, **settings)
+        assert done.returncode == 0, done.stderr
+        lines = map(json.loads, (tmp_path / name / "metrics.jsonl").read_text().splitlines())
+        return next(line["loss"] for line in lines if line["type"] == "eval")
+
+    expected = loss("mlx", adapters=str(adapters))
+    assert abs(expected - loss("none")) > 0.01
+    assert loss("peft", adapters=str(adapters / "peft")) == pytest.approx(expected, rel=1e-6)
+
+    # As PEFT trains it, with one A of the common rank: for mlx-lm that is A twice, and B in parts.
+    one, two = (shutil.copytree(adapters, tmp_path / name) for name in ("one", "two"))
+    change_config(one / "peft", rank_pattern={}, alpha_pattern={})
+    weights = mx.load(str(one / "adapters.safetensors"))
+    joined = {}
+    for i in range(2):
+        gate, up = (f"model.layers.{i}.mlp.{name}_proj" for name in ("gate", "up"))
+        weights[f"{up}.lora_a"] = weights[f"{gate}.lora_a"]
+        b = [weights[f"{name}.lora_b"] for name in (gate, up)]
+        path = f"base_model.model.model.layers.{i}.shared_mlp.input_linear"
+        joined[f"{path}.lora_A.weight"] = weights[f"{gate}.lora_a"].T
+        joined[f"{path}.lora_B.weight"] = mx.concatenate(b, axis=1).T
+    change_weights(one / "peft", lambda w: w.update(joined))
+    change_weights(two, lambda w: w.update(weights))
+    shared = loss("shared", adapters=str(two))
+    assert abs(shared - expected) > 1e-4
+    found = loss("shared-peft", adapters=str(one / "peft"))
+    assert found == pytest.approx(shared, rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["off the diagonal", "another rank", "no alpha"])
+def test_joined_layers_of_ranks_of_their_own_are_refused(granite, tmp_path: Path, kind: str):
+    bundle, adapters = granite
+    copy = shutil.copytree(adapters / "peft", tmp_path / "peft")
+    layer = "shared_mlp.input_linear"
+
+    def fill(weights: dict[str, mx.array]) -> None:
+        name = f"base_model.model.model.layers.1.{layer}.lora_B.weight"
+        weights[name] = weights[name] + 1e-3
+
+    if kind == "off the diagonal":
+        change_weights(copy, fill)
+    elif kind == "another rank":
+        change_config(copy, rank_pattern={layer: 24})
+    else:
+        change_config(copy, alpha_pattern={})
+    check_refused(bundle, copy, "ranks or alphas of their own")
 
 
 def test_rslora_adapters_of_peft_count_alpha_by_the_root(bundle: Path, copy: Path):
