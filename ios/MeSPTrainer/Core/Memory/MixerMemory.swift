@@ -41,9 +41,10 @@ struct MixerMemory {
         case .attention(let a):
             let queries = min(tile.attention, length)
             let scores = a.numAttentionHeads * queries * length * 4
-            // x and d_x_mid; q, attn_out, d_attn_out, q̂ and the tiles of dq; k, v, k̂, v in float32 and the tiles of dk and dv, these
-            // before and after a tile; of the tile, scores, P, dP and dS.
-            return 2 * hidden + 5 * mixed + 9 * activation(a.keyValueWidth) + 4 * scores
+            // x and d_x_mid; q, attn_out, d_attn_out, q̂, with a norm also before RoPE, and the tiles of dq; k, v, k̂, v in float32 and
+            // the tiles of dk and dv, these before and after a tile; of the tile, P, dP and dS, and P ∘ dP − … where it is not fused.
+            return 2 * hidden + (a.qkNorm ? 6 : 5) * mixed + 9 * activation(a.keyValueWidth)
+                + (CPUProducts.current.fuses ? 3 : 4) * scores
         case .gatedDeltaNet: return 2 * intermediates + hidden
         case .shortConvolution: return 3 * intermediates + hidden
         }
