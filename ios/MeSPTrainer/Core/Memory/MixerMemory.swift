@@ -14,6 +14,8 @@ struct MixerMemory {
     /// mixed
     var mixed: Int { activation(mixer.mixedSize(hidden: hiddenSize)) }
 
+    private var isFused: Bool { CPUProducts.current.fuses }
+
     /// m₁, m₂, m₃ and mixed, which the backward pass reads.
     var intermediates: Int {
         switch mixer {
@@ -41,12 +43,11 @@ struct MixerMemory {
         case .attention(let a):
             let queries = min(tile.attention, length)
             let scores = a.numAttentionHeads * queries * length * 4
-            // x and d_x_mid; q, attn_out, d_attn_out, q̂, with a norm also before RoPE, and the tiles of dq; k, v, k̂, v in float32 and
-            // the tiles of dk and dv, these before and after a tile; of the tile, P, dP and dS, and P ∘ dP − … where it is not fused.
-            return 2 * hidden + (a.qkNorm ? 6 : 5) * mixed + 9 * activation(a.keyValueWidth)
-                + (CPUProducts.current.fuses ? 3 : 4) * scores
-        case .gatedDeltaNet: return 2 * intermediates + hidden
-        case .shortConvolution: return 3 * intermediates + hidden
+            // x and d_x_mid; q, attn_out, d_attn_out, q̂ and the tiles of dq; k, v, k̂, v in float32 and the tiles of dk and dv, these
+            // before and after a tile; of the tile, P, dP and dS, and dP − rowsum(P ∘ dP) where that is not fused with dS.
+            return 2 * hidden + 5 * mixed + 9 * activation(a.keyValueWidth) + (isFused ? 3 : 4) * scores
+        case .gatedDeltaNet: return 2 * intermediates + 3 * hidden
+        case .shortConvolution: return (isFused ? 11 : 13) * hidden
         }
     }
 

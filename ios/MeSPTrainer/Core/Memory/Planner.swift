@@ -412,7 +412,8 @@ public struct Planner: Sendable {
                 + tileArrays * activation(features) + gradientBytes,
             // The same without the tile, but with the temporaries of the norm's derivative.
             largest(\.intermediates) + 15 * hidden / 2 + gradientBytes,
-            largest { $0.backward(tile) } + 2 * gradientBytes) + postNormed
+            // With post-norms also the gradient by mixer_out, and the product that it is made of.
+            largest { $0.backward(tile) } + (a.postNorms ? 2 * hidden : 0) + 2 * gradientBytes) + postNormed
     }
 
     /// How many arrays of a tile's size the MLP's derivative has at once. Fused: gate, up, d_act and d_gate, with the second product that
