@@ -114,7 +114,7 @@ test-python: engine $(PHONE_MLX)/ready
 # The MLX that phones have, without this package: PYTHONPATH puts it before the environment's.
 $(PHONE_MLX)/ready: $(READY)
 	rm -rf $(PHONE_MLX)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --target $(PHONE_MLX) \
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-warn-conflicts --target $(PHONE_MLX) \
 		"mlx$$(test $$(uname) = Linux && echo '[cpu]')==$$($(BIN)/python -c 'from mesp.block_function import mlxfn; print(mlxfn.LAYOUTS[0])')" scipy-openblas32
 	@touch $@
 
