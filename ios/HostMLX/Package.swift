@@ -30,7 +30,8 @@ func link(_ folder: String) -> [String] {
     ["-L" + folder, "-Xlinker", "-rpath", "-Xlinker", folder]
 }
 
-var cxxSettings: [CXXSetting] = [.unsafeFlags(["-isystem", wheel + "/include"])]
+// MLX's headers call std::bind, for which GCC 12's library uses what C++20 deprecates.
+var cxxSettings: [CXXSetting] = [.unsafeFlags(["-isystem", wheel + "/include", "-Wno-deprecated-declarations"])]
 var linkerSettings: [LinkerSetting] = [.unsafeFlags(link(wheel + "/lib")), .linkedLibrary("mlx")]
 if hasOpenBLAS {
     cxxSettings.append(.define("HOST_OPENBLAS"))
