@@ -121,7 +121,7 @@ def test_a_function_of_a_bundle_is_checked_before_mlx_reads_it(tiny, tmp_path):
     )
     assert done.returncode == 0, done.stderr
     bundle = Bundle(tmp_path / "b")
-    path = bundle.path / bundle.manifest.blocks[0].functions["8"]
+    path = functions_folder(bundle.path, bundle.manifest) / bundle.manifest.blocks[0].functions["8"]
     path.write_bytes(exported(tmp_path, lambda x: mx.as_strided(x, (64,), (1,), 1 << 20)))
     with pytest.raises(MespError, match="AsStrided"):
         bundle.function(8)

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import mesp
+from mesp.block_function import mlxfn
 from mesp.engine.build import expected_version
 
 FAKE_ENGINE = Path(__file__).parent / "fake_engine.py"
@@ -100,7 +101,7 @@ def find_named(engine: object) -> str:
 def test_an_engine_that_does_not_fit_is_named(tmp_path: Path):
     engine = tmp_path / "mesp-engine"
     for says, said in {
-        "echo mesp-engine 9.9.9 with MLX 0.31.1": "mesp-engine 9.9.9 with MLX 0.31.1",
+        "echo mesp-engine 9.9.9 with MLX 0.32.4": "mesp-engine 9.9.9 with MLX 0.32.4",
         "echo cannot load libmlx.so >&2; exit 127": "cannot load libmlx.so",
         "exit 1": "nothing",
     }.items():
@@ -113,11 +114,12 @@ def test_an_engine_that_does_not_fit_is_named(tmp_path: Path):
 
 
 def test_the_version_is_that_of_the_sources():
-    assert expected_version() == f"mesp-engine {mesp.__version__} with MLX 0.31.1"
+    wheel = metadata.version("mlx")
+    assert expected_version() == f"mesp-engine {mesp.__version__} with MLX {wheel}"
     core = Path(__file__).parents[1] / "ios" / "MeSPTrainer" / "Core"
     assert f'version = "{mesp.__version__}"' in (core / "Run" / "Run.swift").read_text()
     of_mlx_swift = (core / "Bundle" / "MLXSupport.swift").read_text()
-    assert f'version = "{metadata.version("mlx")}"' in of_mlx_swift
+    assert f'version = "{mlxfn.LAYOUTS[0]}"' in of_mlx_swift
     said = subprocess.run([FAKE_ENGINE, "--version"], capture_output=True, text=True).stdout
     assert said.strip() == expected_version()
 
@@ -178,7 +180,10 @@ def test_an_installed_packages_engine_is_built_once(installed: Path, fakes: Path
     found = find(installed)
     engine = Path(found.stdout.strip())
     assert tmp_path / "cache" / "mesp" in engine.parents and os.access(engine, os.X_OK)
-    assert mesp.__version__ in engine.parent.name and "mlx-0.31.1" in engine.parent.name
+    assert (
+        mesp.__version__ in engine.parent.name
+        and f"mlx-{metadata.version('mlx')}" in engine.parent.name
+    )
     assert found.stderr == f"Building mesp-engine in {engine.parent}, once; some minutes.\n"
     assert {path.name for path in engine.parent.iterdir()} == {"mesp-engine", "lock", "mlx"}
     again = find(installed)

@@ -350,7 +350,7 @@ def test_a_bundle_for_the_gpu_is_written_on_every_machine(tiny):
 def test_functions_for_the_gpu_are_of_the_mlx_whose_files_are_known(tiny, monkeypatch):
     monkeypatch.setattr(mx, "__version__", "0.33.0")
     said = refused("--model", tiny, "--device", "gpu")
-    assert "The layout of the functions of MLX '0.33.0' is not known; install mlx==0.31.1" in said
+    assert "The layout of the functions of MLX '0.33.0' is not known; install an mlx" in said
     assert exported("--model", tiny, "--device", "cpu").manifest.device == "cpu"
 
 

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from mesp.block_function import mlxfn
+
 ROOT = Path(__file__).parents[1]
 HOME = ROOT / "ios" / "MeSPTrainer"
 PROJECT = HOME / "MeSPTrainer.xcodeproj"
@@ -74,15 +76,14 @@ def test_the_pinned_mlx_swift_is_in_the_manifests_range(pins: dict):
 
 
 def test_every_mlx_swift_in_the_range_carries_the_wheels_mlx():
-    """One bundle for all: its functions are for one MLX, and the wheel that exports them has it."""
+    """One bundle for all: its functions have the layout of that MLX."""
     first, last = mlx_swift_range()
     recorded = PACKAGES["mlx-swift"]["releases"]
     assert {first, last} <= set(recorded)
     inside = [recorded[v] for v in recorded if version(first) <= version(v) <= version(last)]
     assert len({(each["mlx"], each["mlx-c"]) for each in inside}) == 1
     (mlx,) = {each["mlx"] for each in inside}
-    wheels = re.findall(r'"mlx(?:\[cpu\])?==([\d.]+);', (ROOT / "pyproject.toml").read_text())
-    assert set(wheels) == {RECORD["mlx"][mlx]}
+    assert mlxfn.LAYOUTS[0] == RECORD["mlx"][mlx]
 
 
 def test_the_project_asks_for_the_pinned_swift_transformers(pins: dict):

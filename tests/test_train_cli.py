@@ -12,12 +12,14 @@ import numpy as np
 import pytest
 
 from conftest import FAMILIES, TINY, command, run
+from mesp.block_function import mlxfn
 from mesp.commands.progress_bars import TrainingProgress
 from mesp.models.architecture import Architecture
 from mesp.runs.log import Speed
 
 FAKE_ENGINE = Path(__file__).parent / "fake_engine.py"
-MANIFEST = {"format": 4, "name": "demo", "mlx_version": "0.31.1", "device": "cpu"}
+MANIFEST = {"format": 4, "name": "demo", "mlx_version": mlxfn.LAYOUTS[0], "device": "cpu"}
+MANIFEST |= {"layouts": {layout: f"mlx-{layout}" for layout in mlxfn.LAYOUTS[1:]}}
 MANIFEST |= {"seq_lens": [128, 256, 512], "ranks": [8, 16], "files": []}
 MANIFEST |= {"model": {"id": "demo", "revision": None, "license": None}}
 ARCHITECTURE = Architecture.from_config({**TINY, "num_hidden_layers": 4})

@@ -5,7 +5,7 @@
 // It spells a subset of mlx-swift 0.31.6's API and runs on the MLX C++ library inside the `mlx` wheel of PyPI
 // (`mlx/include`, `mlx/lib`), so the numbers are MLX's own. Build with the wheel's folder in one variable:
 //
-//     pip install 'mlx[cpu]==0.31.1' scipy-openblas32
+//     pip install 'mlx[cpu]>=0.32.4,<0.33' scipy-openblas32
 //     MESP_HOST_MLX=/path/to/site-packages/mlx swift build -c release
 //
 // Where `scipy_openblas32` lies beside `mlx`, matrix products go through its OpenBLAS: the Linux wheel brings the
@@ -15,7 +15,7 @@ import Foundation
 import PackageDescription
 
 guard let wheel = Context.environment["MESP_HOST_MLX"] else {
-    fatalError("HostMLX: set MESP_HOST_MLX to the folder `site-packages/mlx` of the wheel mlx==0.31.1")
+    fatalError("HostMLX: set MESP_HOST_MLX to the folder `site-packages/mlx` of the wheel mlx, 0.32.4 or 0.31.1")
 }
 
 #if os(Linux)
@@ -30,7 +30,8 @@ func link(_ folder: String) -> [String] {
     ["-L" + folder, "-Xlinker", "-rpath", "-Xlinker", folder]
 }
 
-var cxxSettings: [CXXSetting] = [.unsafeFlags(["-isystem", wheel + "/include"])]
+// MLX's headers call std::bind, for which GCC 12's library uses what C++20 deprecates.
+var cxxSettings: [CXXSetting] = [.unsafeFlags(["-isystem", wheel + "/include", "-Wno-deprecated-declarations"])]
 var linkerSettings: [LinkerSetting] = [.unsafeFlags(link(wheel + "/lib")), .linkedLibrary("mlx")]
 if hasOpenBLAS {
     cxxSettings.append(.define("HOST_OPENBLAS"))

@@ -44,7 +44,7 @@ def scaled_dot_product_attention(
 def _has_kernel(q: mx.array, k: mx.array) -> bool:
     """Whether Metal has a kernel for these; it takes plain operations for others.
 
-    (MLX's scaled_dot_product_attention.cpp: use_fallback)
+    (MLX's scaled_dot_product_attention.cpp: use_fallback. Heads of 96: mended in MLX 0.32.1.)
     """
     _, heads, length, head_dim = q.shape
     if length > 8:

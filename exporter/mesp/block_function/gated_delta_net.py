@@ -11,7 +11,7 @@ from mesp.block_function.parts import Parts
 from mesp.models.mixers import GatedDeltaNet
 
 CHUNK = 64  # tokens, a power of two
-UNIT_EPS = 1e-6  # of the norms of q and k, which have no weights
+UNIT_EPS = 1e-6  # added to the sum of squares by the norms of q and k, which have no weights
 
 
 def mix_by_gated_delta_net(
@@ -77,7 +77,7 @@ def _recurrence(
 
 def _unit(x: mx.array) -> mx.array:
     """RMSNorm without weights."""
-    return x * mx.rsqrt(mx.mean(mx.square(x), axis=-1, keepdims=True) + UNIT_EPS)
+    return x * mx.rsqrt(mx.mean(mx.square(x), axis=-1, keepdims=True) + UNIT_EPS / x.shape[-1])
 
 
 def _gated_norm(mixer: GatedDeltaNet, parts: Parts, o: mx.array, z: mx.array) -> mx.array:

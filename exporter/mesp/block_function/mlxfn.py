@@ -62,7 +62,7 @@ def layout_of(version: str) -> str:
         return LAYOUTS[1]
     raise MespError(
         f"The layout of the functions of MLX {version!r:.40} is not known; "
-        f"install mlx=={LAYOUTS[0]}, or an mlx from {LAYOUTS[1]} on and below 0.33."
+        f"install an mlx from {LAYOUTS[1]} on and below 0.33."
     )
 
 

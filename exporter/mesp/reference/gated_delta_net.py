@@ -33,7 +33,7 @@ from mesp.reference.pieces import (
 from mesp.reference.short_convolution import convolution, convolution_backward
 
 CHUNK = 64  # tokens
-UNIT_EPS = 1e-6  # of the norms of q and k
+UNIT_EPS = 1e-6  # added to the sum of squares by the norms of q and k
 
 
 class Chunk(NamedTuple):
@@ -242,7 +242,8 @@ def _merged(x: mx.array) -> mx.array:
 def _rule_inputs(qkv: mx.array, ba: mx.array, parts: Parts, mixer: GatedDeltaNet) -> tuple:
     """The convolution's output, q and k before their norms, and the inputs of `gated_delta_rule`.
 
-    q = RMSNorm(q') / dk and k = RMSNorm(k') / √dk for q', k', v = silu(conv(qkv)) by heads.
+    q = RMSNorm(q') / dk and k = RMSNorm(k') / √dk for q', k', v = silu(conv(qkv)) by heads, with
+    ε = 10⁻⁶ / dk.
     """
     keys, dk = mixer.num_key_heads * mixer.key_head_dim, mixer.key_head_dim
     conv = convolution(qkv, parts.vector["linear_attn.conv1d.weight"])
@@ -251,8 +252,8 @@ def _rule_inputs(qkv: mx.array, ba: mx.array, parts: Parts, mixer: GatedDeltaNet
     b, a = mx.split(ba[0].T, 2)
     vectors = (parts.vector[f"linear_attn.{name}"][:, None] for name in ("A_log", "dt_bias"))
     taken = (
-        rms_norm(q, 1 / dk, UNIT_EPS),
-        rms_norm(k, dk**-0.5, UNIT_EPS),
+        rms_norm(q, 1 / dk, UNIT_EPS / dk),
+        rms_norm(k, dk**-0.5, UNIT_EPS / dk),
         v,
         log_decay(a, *vectors),
         mx.sigmoid(b),
@@ -299,8 +300,9 @@ def mix_by_gated_delta_net_backward(
 
     conv, q, k, taken = _rule_inputs(qkv, ba, parts, mixer)
     dq, dk, dv, dl, d_beta = gated_delta_rule_backward(*taken, do)
-    dq = rms_norm_backward(q, dq, 1 / mixer.key_head_dim, UNIT_EPS)
-    dk = rms_norm_backward(k, dk, mixer.key_head_dim**-0.5, UNIT_EPS)
+    width = mixer.key_head_dim
+    dq = rms_norm_backward(q, dq, 1 / width, UNIT_EPS / width)
+    dk = rms_norm_backward(k, dk, width**-0.5, UNIT_EPS / width)
     d_conv = mx.concatenate([_merged(dq), _merged(dk), _merged(dv)], axis=-1)
     d_conv = d_conv * silu_derivative(conv)
 

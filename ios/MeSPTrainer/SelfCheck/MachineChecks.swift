@@ -196,7 +196,8 @@ extension Bench {
             [Measurement("errors seen", found.after ? 1 : 0)])
     }
 
-    /// Calls `eval` where MLX refuses it on every device. An error in Metal's completion handler would end the process.
+    /// Calls `eval` where MLX refuses it on every device. An error in Metal's completion handler would end the process (mended
+    /// in MLX 0.32.0).
     static func evaluateInsideTrace() {
         let traced = compile { (x: MLXArray) in
             eval(x)

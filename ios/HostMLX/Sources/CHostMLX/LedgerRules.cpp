@@ -1001,9 +1001,10 @@ const std::unordered_map<std::string, Rule> &rules() {
 }  // namespace
 
 void apply_rule(Recorder &recorder, mx::array &arr, Arrays &outputs) {
-    std::string name = arr.primitive().name();
+    const mx::Primitive &primitive = arr.primitive();
+    std::string name = primitive.name();
     name = name.substr(0, name.find(' '));
-    if (typeid(arr.primitive()) == typeid(mx::Compiled)) {  // its name is that of its operations
+    if (typeid(primitive) == typeid(mx::Compiled)) {  // its name is that of its operations
         name = "Compiled";
     }
     const auto rule = rules().find(name);

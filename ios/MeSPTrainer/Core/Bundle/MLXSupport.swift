@@ -21,7 +21,8 @@ public enum MLXSupport {
 
     /// Sets the variables of the environment that MLX reads, unless they are set already. To be called before MLX is used.
     package static func setEnvironment() {
-        // On GPUs with neural accelerators (A19, M5) MLX otherwise rounds the operands of float32 products to TF32.
+        // On GPUs with neural accelerators (A19, M5) MLX otherwise rounds the operands of float32 products to TF32,
+        // 0.32.4 too.
         setenv("MLX_ENABLE_TF32", "0", 0)
         setenv(CommandBuffers.variable, "\(CommandBuffers.few)", 0)
     }

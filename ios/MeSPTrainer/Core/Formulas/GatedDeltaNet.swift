@@ -97,7 +97,9 @@ package struct GatedDeltaNet {
             let features = start + heads.lowerBound * dim..<start + heads.upperBound * dim
             return Input(
                 features: features, dim: dim, convolution: CausalConvolution(weight: convolution.weight[features]),
-                norm: scale.map { RMSNorm(weight: MLXArray([Float](repeating: $0, count: dim)), eps: 1e-6) })
+                norm: scale.map {
+                    RMSNorm(weight: MLXArray([Float](repeating: $0, count: dim)), eps: 1e-6 / Float(dim))
+                })
         }
         let (keys, scale) = (keyHeads * keyDim, 1 / Float(keyDim))
         return [

@@ -148,8 +148,9 @@ package struct QuantizedMatrix {
         return backend == .gpu ? product.asType(x.dtype) : product
     }
 
-    /// x with rows of zeros below. Metal's kernel for fewer than four rows times W of 1,024 rows or more (`qvm_split_k` of MLX 0.31) reads
-    /// the second and third row with a wrong stride, and leaves out columns of W after the last whole 64; that for four and more does not.
+    /// x with rows of zeros below. Metal's kernel for fewer than four rows times W of 1,024 rows or more (`qvm_split_k`, mended in MLX 0.32.0)
+    /// reads the second and third row with a wrong stride, and leaves out columns of W after the last whole 64; that for four and more does
+    /// not.
     private static func padded(_ x: MLXArray, to rows: Int) -> MLXArray {
         concatenated([x, MLXArray.zeros([rows - x.dim(0), x.dim(1)], dtype: x.dtype)])
     }

@@ -17,8 +17,8 @@ struct RoPE {
     private func turned(_ x: MLXArray, start: Int, sign: Float) -> MLXArray {
         guard !frequencies.isEmpty else { return x }
         let dimensions = 2 * frequencies.count
-        // Behind an axis of one: the kernel for one token a row turns only the first of the leading axis (`rope_single` of MLX 0.31,
-        // mended in 0.32).
+        // Behind an axis of one: the kernel for one token a row turns only the first of the leading axis (`rope_single`,
+        // mended in MLX 0.32.0).
         var x = x.expandedDimensions(axis: 0)
         if scale != 1 {
             x = concatenated([x[.ellipsis, 0..<dimensions] * scale, x[.ellipsis, dimensions...]], axis: -1)

@@ -14,6 +14,8 @@ struct MixerMemory {
     /// mixed
     var mixed: Int { activation(mixer.mixedSize(hidden: hiddenSize)) }
 
+    private var isFused: Bool { CPUProducts.current.fuses }
+
     /// m₁, m₂, m₃ and mixed, which the backward pass reads.
     var intermediates: Int {
         switch mixer {
@@ -42,10 +44,10 @@ struct MixerMemory {
             let queries = min(tile.attention, length)
             let scores = a.numAttentionHeads * queries * length * 4
             // x and d_x_mid; q, attn_out, d_attn_out, q̂ and the tiles of dq; k, v, k̂, v in float32 and the tiles of dk and dv, these
-            // before and after a tile; of the tile, scores, P, dP and dS.
-            return 2 * hidden + 5 * mixed + 9 * activation(a.keyValueWidth) + 4 * scores
-        case .gatedDeltaNet: return 2 * intermediates + hidden
-        case .shortConvolution: return 3 * intermediates + hidden
+            // before and after a tile; of the tile, P, dP and dS, and dP − rowsum(P ∘ dP) where that is not fused with dS.
+            return 2 * hidden + 5 * mixed + 9 * activation(a.keyValueWidth) + (isFused ? 3 : 4) * scores
+        case .gatedDeltaNet: return 2 * intermediates + 3 * hidden
+        case .shortConvolution: return (isFused ? 11 : 13) * hidden
         }
     }
 

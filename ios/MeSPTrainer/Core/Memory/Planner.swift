@@ -48,7 +48,7 @@ public struct Planner: Sendable {
     private let trainedBlocks: Int
     /// The parameters of the block that has most, and the gradient of the one that has the largest, in bytes.
     private let loraBytes, gradientBytes: Int
-    /// How many of gate and up have adapters.
+    /// How many of gate, up and down have adapters.
     private let adaptedInMLP: Int
     /// For each of the model's mixers.
     private let mixers: [MixerMemory]
@@ -71,7 +71,7 @@ public struct Planner: Sendable {
         loraBytes = layouts.map { 4 * $0.count }.max() ?? 0
         gradientBytes = layouts.map { 4 * $0.trainedCount }.max() ?? 0
         let adapted = Set(layouts.flatMap { $0.modules.flatMap(\.projections) })
-        adaptedInMLP = adapted.intersection([.gate, .up]).count
+        adaptedInMLP = adapted.intersection([.gate, .up, .down]).count
         passedBytes = Self.passedBytes(manifest, settings, trainedBlocks)
         backend = manifest.device
         itemSize = manifest.dtype.dtype.size
@@ -387,8 +387,11 @@ public struct Planner: Sendable {
         mixerIntermediates[blocks] + blocks * (hidden + 2 * intermediate + postNormed)
     }
 
-    /// The forward pass of a block: x, mixer_in, x_mid and y, what the mixer takes and makes, and its tiles, of some 256 outputs each.
-    private var forward: Int { 4 * hidden + largest(\.forward) + 3 * weight(256) + 2 * activation(256) }
+    /// The forward pass of a block: x, mixer_in, x_mid and y, with post-norms an output before its norm, what the mixer takes and makes,
+    /// and its tiles, of some 256 outputs each.
+    private var forward: Int {
+        (architecture.postNorms ? 5 : 4) * hidden + largest(\.forward) + 3 * weight(256) + 2 * activation(256)
+    }
 
     /// y, h, dh and the running sum before and after a tile, in float32; of the tile, W while it is dequantized, and z and p.
     private func loss(_ tile: TileSizes) -> Int {
@@ -404,16 +407,21 @@ public struct Planner: Sendable {
             // d waits while the block function runs again.
             hidden + forward,
             // The mixer's intermediates; x_mid, dy and, with post-norms, the gradient by mlp_out; mlp_in and its gradient before a tile,
-            // with the tile's gate and after it; of the tile, three weights, one of them while it is dequantized, gate and up, each
-            // with the two products that it is the sum of where it has an adapter, and their derivatives, for gelu with its tanh.
+            // with the tile's gate and after it; of the tile, three weights, one of them while it is dequantized, and its arrays.
             largest(\.intermediates) + (a.postNorms ? 7 : 6) * hidden + 5 * weight(features)
-                + ((a.hiddenAct == .gelu ? 12 : 7) + 2 * adaptedInMLP) * activation(features) + gradientBytes,
+                + tileArrays * activation(features) + gradientBytes,
             // The same without the tile, but with the temporaries of the norm's derivative.
             largest(\.intermediates) + 15 * hidden / 2 + gradientBytes,
-            largest { $0.backward(tile) } + 2 * gradientBytes) + postNormed
-            // Fused arithmetic leaves out arrays of a tile's size, which count where activations are as small; fitted to runs
-            // at 256 and 1,024 tokens (tools/fit_planner.py).
-            - (CPUProducts.current.fuses && hidden < 1_100_000 ? 2 * hidden : 0)
+            // With post-norms also the gradient by mixer_out, and the product that it is made of.
+            largest { $0.backward(tile) } + (a.postNorms ? 2 * hidden : 0) + 2 * gradientBytes) + postNormed
+    }
+
+    /// How many arrays of a tile's size the MLP's derivative has at once. Fused: gate, up, d_act and d_gate, with the second product that
+    /// gate or up is the sum of where it has an adapter, and act where down has one. Otherwise also these sums and the parts of the
+    /// activation's derivative, of which gelu has more, with its tanh.
+    private var tileArrays: Int {
+        CPUProducts.current.fuses
+            ? 4 + adaptedInMLP : (architecture.hiddenAct == .gelu ? 10 : 5) + 2 * adaptedInMLP
     }
 }
 
