@@ -414,6 +414,19 @@ def test_joined_layers_of_ranks_of_their_own_are_refused(granite, tmp_path: Path
     check_refused(bundle, copy, "ranks or alphas of their own")
 
 
+@pytest.mark.parametrize(
+    "parts", [["mlp.gate_proj", "mlp.gate_proj"], ["mlp.gate_proj", "self_attn.x_proj"], []]
+)
+def test_the_engine_refuses_damaged_joined_layers(granite, tmp_path: Path, parts: list[str]):
+    bundle = shutil.copytree(granite[0], tmp_path / "b.mesp")
+    manifest = json.loads((bundle / "manifest.json").read_text())
+    manifest["architecture"]["hf_modules"][0][1] = parts
+    (bundle / "manifest.json").write_text(json.dumps(manifest))
+    done = train(bundle, tmp_path / "run")
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
+    assert "manifest" in done.stderr
+
+
 def test_rslora_adapters_of_peft_count_alpha_by_the_root(bundle: Path, copy: Path):
     tokens = ours(bundle, [5, 6, 7], 50, adapters=copy / "peft")
     change_config(copy / "peft", use_rslora=True, lora_alpha=16 / 8**0.5)

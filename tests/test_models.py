@@ -179,6 +179,8 @@ def test_manifest_keeps_everything(name):
         {"biases": ["lm_head"]},
         {"embedding_scale": "1"},
         {"mixers": []},
+        {"hf_modules": [["mlp.gate_up_proj", ["mlp.gate_proj", "mlp.gate_proj"]]]},
+        {"hf_modules": [["mlp.gate_up_proj", ["gate", "up"]]]},
         {"more": 1},
     ],
 )

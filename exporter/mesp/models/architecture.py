@@ -133,7 +133,7 @@ class Architecture:
         """Itself. Raises ValueError where a field can't be what it says."""
         for mixer in self.mixers:
             mixer.check()
-        cap = self.final_logit_softcapping
+        cap, joined = self.final_logit_softcapping, list(projections_of(self.hf_modules))
         numbers = [self.rms_norm_eps, self.embedding_scale, self.logits_scaling]
         numbers += [] if cap is None else [cap]
         refuse_unsound(
@@ -148,7 +148,7 @@ class Architecture:
                 "hidden_act": self.hidden_act in ("silu", "gelu"),
                 "mlp": sorted(projections_of(self.mlp)) == ["down", "gate", "up"],
                 "biases": set(self.modules) >= set(self.biases),
-                "hf_modules": set(self.modules) >= set(projections_of(self.hf_modules)),
+                "hf_modules": set(self.modules) >= set(joined) and len(set(joined)) == len(joined),
                 "layers": self.layers
                 and all(type(i) is int and 0 <= i < len(self.mixers) for i in self.layers),
             }

@@ -144,11 +144,14 @@ package struct BlockShape: Sendable, Equatable {
         return parts.count == all.count && Set(parts) == Set(all)
             && modules.allSatisfy { Set($0.projections.map { dimensions($0).inputs }).count == 1 }
             && Set(modules.map(\.name)).count == modules.count
-            && joined.allSatisfy { Set($0.map { dimensions($0).inputs }).count == 1 }
+            && zip(architecture.hfModules ?? [], joined).allSatisfy { layer, parts in
+                parts.isEmpty
+                    || (parts.count == layer.parts.count && Set(parts.map { dimensions($0).inputs }).count == 1)
+            }
             && joined.joined().count == Set(joined.joined().map(\.name)).count
     }
 
-    /// The linear layers that are one in Hugging Face, together.
+    /// Of each of Hugging Face's linear layers those of the block that it has; none where they are of other blocks.
     private var joined: [[Module]] {
         (architecture.hfModules ?? []).map { layer in modules.filter { layer.parts.contains($0.name) } }
     }
