@@ -423,7 +423,7 @@ def test_the_engine_refuses_damaged_joined_layers(granite, tmp_path: Path, parts
     manifest["architecture"]["hf_modules"][0][1] = parts
     (bundle / "manifest.json").write_text(json.dumps(manifest))
     done = train(bundle, tmp_path / "run")
-    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert "manifest" in done.stderr
 
 
