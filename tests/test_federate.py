@@ -343,6 +343,24 @@ def test_a_file_is_a_topic(tmp_path: Path):
     assert most[0] > most[1]
 
 
+def test_data_are_taken_as_the_export_takes_them(bundle: Path, tmp_path: Path):
+    """Columns by other names, and each record a sequence of its own with the loss of it all."""
+    write_records(
+        tmp_path / "asked.jsonl",
+        [{"question": f"What is {i}?", "reply": f"It is {i}."} for i in range(40)],
+    )
+    columns = ("--columns", "prompt=question,completion=reply")
+    options = ("--clients", 2, "--rounds", 1, *columns)
+
+    def held_out(name: str, *others: object) -> dict[str, object]:
+        made = federation(bundle, tmp_path / "asked.jsonl", tmp_path / name, *options, *others)
+        return json.loads((made.held_out / "data.json").read_text())["valid"]
+
+    assert held_out("all", "--loss-on", "all") != held_out("answers")
+    with pytest.raises(MespError, match="leave out --columns"):
+        federation(bundle, tmp_path / "asked.jsonl", tmp_path / "all", "--resume", *columns)
+
+
 def test_held_out_data_alone_trains_nobody(tmp_path: Path):
     """A server on real machines needs no more."""
     (tmp_path / "valid.txt").write_text("What is held out.\n", encoding="utf-8")

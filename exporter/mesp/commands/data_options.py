@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from mesp.commands.command import pairs, several
 from mesp.data.load import DataOptions
@@ -14,6 +15,17 @@ from mesp.data.records import KEYS
 from mesp.data.sources import SPLITS, Selection
 from mesp.data.tokens import LOSS_ON
 from mesp.errors import MespError
+
+OPTIONS = ("pack", "loss_on", "mask_prompt", "chat", "long", "columns", "splits", "subset")
+
+
+def given_data_options(context: click.Context) -> list[str]:
+    """Those of these options that were typed, or that --config has, as they are typed."""
+    return [
+        f"--{name.replace('_', '-')}"
+        for name in OPTIONS
+        if context.get_parameter_source(name) not in (None, ParameterSource.DEFAULT)
+    ]
 
 
 def data_options(function: Callable[..., None]) -> Callable[..., None]:
@@ -47,17 +59,21 @@ def data_options(function: Callable[..., None]) -> Callable[..., None]:
     )  # fmt: skip
     @click.option("--subset", metavar="NAME", help="A dataset's configuration.")
     @functools.wraps(function)
-    def command(
-        *, pack: bool | None, loss_on: str | None, mask_prompt: bool,
-        chat: bool | None, long: str, columns: dict[str, str], splits: dict[str, str],
-        subset: str | None, **others: Any,
-    ) -> None:  # fmt: skip
-        if mask_prompt and loss_on not in (None, "last"):
+    def command(**options: Any) -> None:
+        taken = data_options_of({name: options.pop(name) for name in OPTIONS})
+        function(data_options=taken, **options)
+
+    return command
+
+
+def data_options_of(options: Mapping[str, Any]) -> DataOptions:
+    """What the options of a command say. Raises MespError where two of them contradict."""
+    loss_on = options["loss_on"]
+    if options["mask_prompt"]:
+        if loss_on not in (None, "last"):
             raise MespError(
                 f"--mask-prompt means --loss-on last, not --loss-on {loss_on}: give one of them."
             )
-        loss_on = "last" if mask_prompt else loss_on
-        selection = Selection(subset, splits, columns)
-        function(data_options=DataOptions(pack, loss_on, long, selection, chat), **others)
-
-    return command
+        loss_on = "last"
+    selection = Selection(options["subset"], options["splits"], options["columns"])
+    return DataOptions(options["pack"], loss_on, options["long"], selection, options["chat"])

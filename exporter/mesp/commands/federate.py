@@ -20,6 +20,7 @@ from rich.console import Console
 from mesp.bundle.data_files import write_data
 from mesp.bundle.manifest import DataSplit, Manifest, read_manifest
 from mesp.commands.command import Command
+from mesp.commands.data_options import data_options, data_options_of, given_data_options
 from mesp.commands.training_options import (
     config_option,
     given,
@@ -55,6 +56,7 @@ TRAINED = {
     "--out", "output", type=click.Path(path_type=Path),
     show_default="runs/BUNDLE-federated-TIME", help="Folder of all rounds.",
 )  # fmt: skip
+@data_options
 @click.option("--resume", is_flag=True, help="Go on in --out after its last round.")
 @click.option(
     "--app", is_flag=True, help="Simulate nobody: write the Flower app for real machines."
@@ -97,6 +99,8 @@ def prepare(context: click.Context, simulated: bool = True) -> Federation:
     bundle, output, resume = (context.params[name] for name in ("bundle", "output", "resume"))
     own, training = given(context, FederationSettings), given(context, TrainSettings)
     if resume:
+        if changed := given_data_options(context):
+            raise MespError(f"A federation that goes on keeps its data: leave out {changed[0]}.")
         bundle, settings, trained = resumed(output, bundle, own, training)
     else:
         require(context, "bundle", "data", "clients", "rounds")
@@ -132,7 +136,7 @@ def prepare(context: click.Context, simulated: bool = True) -> Federation:
     federation = Federation(output.resolve(), options)
     if not resume:
         with Console(stderr=True).status("Tokenizing"):
-            write_tokens(federation, manifest, simulated)
+            write_tokens(federation, manifest, data_options_of(context.params), simulated)
     federation.write()
     return federation
 
@@ -164,10 +168,12 @@ def resumed(
     return path, replace(settings, **own), trained
 
 
-def write_tokens(federation: Federation, manifest: Manifest, simulated: bool) -> None:
+def write_tokens(
+    federation: Federation, manifest: Manifest, data_options: DataOptions, simulated: bool
+) -> None:
     """Writes the held-out tokens, and those of clients that are simulated. Raises MespError."""
     options, bundle = federation.options, Path(federation.options["bundle"])
-    topics, held_out = read_topics(options["data"])
+    topics, held_out = read_topics(options["data"], data_options.selection)
     documents = {"valid": held_out}
     if simulated:
         split = Split.parse(options["split"])
@@ -179,7 +185,7 @@ def write_tokens(federation: Federation, manifest: Manifest, simulated: bool) ->
         load_tokenizer(bundle),
         max(manifest.seq_lens),
         manifest.architecture.vocab_size,
-        DataOptions(),
+        data_options,
     )
     with plain_os_errors(f"Cannot write the data to {federation.output}"):
         if simulated:

@@ -52,19 +52,22 @@ class Split:
         return cls("dirichlet", float(match[1]))
 
 
-def read_topics(data: str) -> tuple[dict[str, list[Unit]], list[Document]]:
+def read_topics(
+    data: str, selection: Selection | None = None
+) -> tuple[dict[str, list[Unit]], list[Document]]:
     """The units of each topic, and the held-out documents.
 
-    `data` is a folder with a file a topic and perhaps one called valid, or what `mesp data` takes.
+    `data` is a folder with a file a topic and perhaps one called valid, or what `mesp data` takes,
+    of which `selection` is read.
     Without held-out data the last tenth of each topic is held out. There may be no topics.
     Raises MespError.
     """
-    folder = Path(data)
+    selection, folder = selection or Selection(), Path(data)
     files = sorted(f for f in folder.glob("*") if f.suffix in KINDS) if folder.is_dir() else []
     if files and all(file.stem != "train" for file in files):
-        named = {f.name: read_documents(str(f), Selection())["train"] for f in files}
+        named = {f.name: read_documents(str(f), selection)["train"] for f in files}
     else:
-        named = read_documents(data, Selection())
+        named = read_documents(data, selection)
     is_named = {split: [n for n in named if Path(n).stem == split] for split in ("valid", "test")}
     held_out = [document for name in is_named["valid"] for document in named[name]]
     topics = {
