@@ -23,7 +23,7 @@ FIXTURES := $(CURDIR)/.build/fixtures
 SLOW_IN_SWIFT := FuzzTests SelfCheck RunTests EvaluatorTests GeneratorTests ReliabilityTests RunControllerTests \
 	DocumentsFolderTests DownloadFaultsTests lossesOfTrainingEqualTheReference trainsInBFloat16 everyPlanGivesTheSameGradients \
 	contextAndPaddingDoNotCount aConfidentTokensLossIsNotNegative
-REFERENCE := $(wildcard exporter/mesp/*.py exporter/mesp/*/*.py tests/make_*.py tests/conftest.py)
+REFERENCE := $(wildcard exporter/mesp/*.py exporter/mesp/*/*.py tests/fixtures/*.py tests/helpers/*.py)
 
 # A process a core; so many OpenBLAS with several threads each would wait for each other.
 PYTEST := OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -q --numprocesses auto --dist worksteal
@@ -133,29 +133,29 @@ test-slow: engine $(FIXTURES).ready $(PHONE_MLX)/ready
 	@echo "== 10,000 damaged files of each kind"
 	MESP_FUZZ_CASES=10000 $(PYTEST) tests/test_fuzz.py
 	@echo "== Tests of the commands as a wheel installs them"
-	$(BIN)/python -m pytest -q tests/check_install.py
+	$(BIN)/python -m pytest -q -m wheel tests/project
 	@echo "== Training with the MLX of phones"
-	$(BIN)/python -m pytest -q tests/check_phone_mlx.py
+	$(BIN)/python -m pytest -q -m phone tests/engine
 	@echo "== A real model to a phone and back"
-	$(BIN)/python -m pytest -q tests/check_mission.py
+	$(BIN)/python -m pytest -q -m mission tests/test_mission.py
 	@echo "== What 4 bits lose of two real models"
-	$(BIN)/python -m pytest -q -s tests/check_quantizer.py
+	$(BIN)/python -m pytest -q -s -m quantizer tests/quantization
 	@echo "== Tests of lm-evaluation-harness's tasks"
 	$(BIN)/python -m venv $(VENV)/harness
 	$(VENV)/harness/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,harness]'
-	$(VENV)/harness/bin/python -m pytest -q tests/check_harness.py
+	$(VENV)/harness/bin/python -m pytest -q -m harness tests/evaluation
 	@echo "== Tests of GGUF files, adapters and fused models in llama.cpp"
 	$(BIN)/python -m venv $(VENV)/llama
 	$(VENV)/llama/bin/python -m pip install --quiet --disable-pip-version-check xllamacpp --editable '.[dev]'
-	$(VENV)/llama/bin/python -m pytest -q tests/check_llama_cpp.py
+	$(VENV)/llama/bin/python -m pytest -q -m llama tests/adapters
 	@echo "== Tests of the adapters in PEFT, and of private steps in Opacus"
 	$(BIN)/python -m venv $(VENV)/peft
 	$(VENV)/peft/bin/python -m pip install --quiet --disable-pip-version-check torch peft bitsandbytes opacus --editable '.[dev]'
-	$(VENV)/peft/bin/python -m pytest -q tests/check_peft.py
+	$(VENV)/peft/bin/python -m pytest -q -m peft tests/adapters
 	@echo "== Tests of federated rounds in Flower"
 	$(BIN)/python -m venv $(VENV)/federate
 	$(VENV)/federate/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,federate,report]'
-	MESP_FUZZ_CASES=10000 $(VENV)/federate/bin/python -m pytest -q tests/check_federate.py
+	MESP_FUZZ_CASES=10000 $(VENV)/federate/bin/python -m pytest -q -m federate tests/federate
 	@echo "== 10,000 damaged messages of a federation's server"
 	$(HOST_MLX) MESP_FIXTURES=$(FIXTURES) MESP_FUZZ_CASES=10000 swift test --no-parallel --filter FederationFuzzTests
 	@echo "== MeSP, mlx-lm and PEFT, from the same adapters on the same batches"
@@ -165,7 +165,7 @@ test-slow: engine $(FIXTURES).ready $(PHONE_MLX)/ready
 $(FIXTURES).ready: $(READY) $(REFERENCE)
 	@echo "== Fixtures for the Swift tests"
 	rm -rf $(FIXTURES)
-	$(BIN)/python tests/make_cases.py $(FIXTURES)
+	PYTHONPATH=tests $(BIN)/python tests/fixtures/make_cases.py $(FIXTURES)
 	@touch $@
 
 clean:

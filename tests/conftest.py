@@ -1,430 +1,49 @@
-"""Tiny random models, written as the Hugging Face folders that users have."""
+"""Fixtures of all tests."""
 
-import json
-import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
-from copy import deepcopy
-from dataclasses import asdict
-from importlib import import_module
 from pathlib import Path
 
-import openblas  # noqa: F401, before MLX
+from helpers import openblas  # noqa: F401, before MLX
 
 # isort: split
-import click
-import mlx.core as mx
-import mlx.nn as nn
 import pytest
-from click.testing import CliRunner
-from mlx.utils import tree_flatten
-from mlx_lm.models.base import create_causal_mask
-from mlx_lm.utils import _get_classes
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from helpers.models import TEXT, TINY, write_model
+from helpers.phones import Phones
 from mesp.errors import MespError
-from mesp.models import families
-from mesp.models.architecture import Architecture, Block
-from mesp.models.mixers import AttentionMixer
-from mesp.models.names import CONVOLUTIONS, name_here, name_there
-from mesp.models.quantization import Quantization
-from stand_ins import Phones
 
 # A shell that starts the tests in the background has SIGINT ignored, and children inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-TINY = {
-    "model_type": "qwen2",
-    "hidden_size": 128,
-    "num_hidden_layers": 3,
-    "intermediate_size": 320,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 512,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": True,
+# Marks of tests that take long or a large package: `make test-slow` asks for each with -m.
+ON_REQUEST = {
+    "federate": "federated rounds in Flower",
+    "harness": "the tasks of lm-evaluation-harness",
+    "llama": "models and adapters in llama.cpp",
+    "mission": "a real model to a phone and back",
+    "peft": "adapters in PEFT and private steps in Opacus, on PyTorch",
+    "phone": "training with the MLX of phones",
+    "quantizer": "the loss of real models in 4 bits",
+    "wheel": "the commands as a wheel installs them",
 }
-_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
-_COMMON = {**TINY, **_HEADS, "hidden_size": 64, "intermediate_size": 128, "vocab_size": 320}
-_COMMON |= {"max_position_embeddings": 512, "num_hidden_layers": 2}
-_LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-_GEMMA = {**_COMMON, "head_dim": 32, "hidden_activation": "gelu_pytorch_tanh"}
-_GEMMA |= {"query_pre_attn_scalar": 24, "sliding_window": 5}
-_LONG = {"type": "longrope", "short_factor": [1.0] * 6, "long_factor": [1, 1.1, 1.5, 2, 3, 4]}
-
-# A tiny config.json of each family, with every feature that it has.
-FAMILIES = {
-    "qwen2": {**TINY, "num_hidden_layers": 2},
-    "qwen3": {**_COMMON, "model_type": "qwen3", "head_dim": 32},
-    "llama": {
-        **_COMMON,
-        "model_type": "llama",
-        "attention_bias": True,
-        "mlp_bias": True,
-        "rope_scaling": {**_LLAMA3, "original_max_position_embeddings": 16},
-        "tie_word_embeddings": False,
-    },
-    "llama-window": {
-        **_COMMON,
-        "model_type": "llama",
-        "sliding_window": 5,
-        "layer_types": ["sliding_attention", "full_attention"],
-        "rope_scaling": {"rope_type": "linear", "factor": 2.0},
-    },
-    "smollm3": {**_COMMON, "model_type": "smollm3", "no_rope_layers": [1, 0]},
-    "mistral": {
-        **_COMMON,
-        "model_type": "mistral",
-        "sliding_window": 5,
-        "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
-    },
-    "gemma2": {
-        **_GEMMA,
-        "model_type": "gemma2",
-        "attn_logit_softcapping": 3.0,
-        "final_logit_softcapping": 2.0,
-    },
-    "gemma3_text": {
-        **_GEMMA,
-        "model_type": "gemma3_text",
-        "sliding_window_pattern": 2,
-        "rope_local_base_freq": 100.0,
-    },
-    "gemma3": {
-        **_GEMMA,
-        "model_type": "gemma3",
-        "sliding_window_pattern": 2,
-        "rope_local_base_freq": 100.0,
-        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
-    },
-    "granite": {
-        **_COMMON,
-        "model_type": "granite",
-        "head_dim": None,
-        "embedding_multiplier": 2.0,
-        "attention_multiplier": 0.1,
-        "residual_multiplier": 0.5,
-        "logits_scaling": 1.5,
-        "attention_bias": False,
-        "mlp_bias": False,
-    },
-    "granitemoehybrid": {
-        **_COMMON,
-        "model_type": "granitemoehybrid",
-        "head_dim": None,
-        "layer_types": ["attention"] * 2,
-        "num_local_experts": 0,
-        "shared_intermediate_size": 128,
-        "position_embedding_type": "rope",
-        "embedding_multiplier": 2.0,
-        "attention_multiplier": 0.1,
-        "residual_multiplier": 0.5,
-        "logits_scaling": 1.5,
-        "attention_bias": False,
-    },
-    "minicpm": {
-        **_COMMON,
-        "model_type": "minicpm",
-        "scale_emb": 2,
-        "scale_depth": 1.4,
-        "dim_model_base": 32,
-    },
-    "mistral3": {
-        **_COMMON,
-        "model_type": "mistral3",
-        "rope_parameters": {
-            "rope_type": "yarn",
-            "rope_theta": 1e6,
-            "factor": 4.0,
-            "original_max_position_embeddings": 64,
-            "mscale": 1.0,
-            "mscale_all_dim": 1.0,
-            "llama_4_scaling_beta": 0.1,
-        },
-    },
-    "qwen3_5": {
-        **_COMMON,
-        "model_type": "qwen3_5",
-        # With few dimensions what the state gives a token may be near 0, and its norm's derivative
-        # then near 1 / √ε: with 1e-6, training would multiply rounding errors.
-        "rms_norm_eps": 1e-2,
-        "head_dim": 32,
-        "full_attention_interval": 2,
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": 1e4,
-            "partial_rotary_factor": 0.5,
-            "mrope_section": [3, 3, 2],
-        },
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 8,
-        "linear_value_head_dim": 16,
-        "tie_word_embeddings": False,
-    },
-    "lfm2": {
-        **_COMMON,
-        "model_type": "lfm2",
-        "norm_eps": 1e-5,
-        "conv_bias": False,
-        "conv_L_cache": 3,
-        "block_dim": 64,
-        "block_ff_dim": 192,
-        "block_multiple_of": 32,
-        "block_ffn_dim_multiplier": 1.0,
-        "block_auto_adjust_ff_dim": True,
-        "full_attn_idxs": [1],
-    },
-    "phi3": {
-        **_COMMON,
-        "model_type": "phi3",
-        "partial_rotary_factor": 0.75,
-        "rope_scaling": _LONG,
-        "original_max_position_embeddings": 64,
-        "sliding_window": 5,
-        "rms_norm_eps": 1e-5,
-    },
-}
-# With heads that the GPU's fused attention takes.
-HEADS_64 = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
-TEXT = "The quick brown fox jumps over the lazy dog, and the dog does not mind at all.\n\n" * 80
 
 
-def command(module: str, *arguments: object) -> list[str]:
-    """The line that runs a command of the package, such as `export`, in a process of its own."""
-    program = f"from mesp.commands.{module} import main; main(prog_name='mesp-{module}')"
-    return [sys.executable, "-c", program, *map(str, arguments)]
+def pytest_configure(config: pytest.Config) -> None:
+    for name, meaning in ON_REQUEST.items():
+        config.addinivalue_line("markers", f"{name}: {meaning}; runs with -m {name} alone")
 
 
-def run(module: str, *arguments: object, **options: object) -> subprocess.CompletedProcess:
-    """Runs a command of the package in this process: starting Python takes longer than most do."""
-    return invoke(
-        import_module(f"mesp.commands.{module}").main, f"mesp-{module}", *arguments, **options
-    )
-
-
-def invoke(
-    main: click.Command, name: str, *arguments: object, cwd: Path | None = None, **options: object
-) -> subprocess.CompletedProcess:
-    """What a command prints and its exit status; `options` are CliRunner's, such as `env`."""
-    before = Path.cwd()
-    os.chdir(cwd or before)
-    try:
-        result = CliRunner().invoke(main, list(map(str, arguments)), prog_name=name, **options)
-    finally:
-        os.chdir(before)
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return subprocess.CompletedProcess(
-        [name, *arguments], result.exit_code, result.stdout, result.stderr
-    )
-
-
-def random_tensors(config: dict, seed: int = 0) -> dict[str, mx.array]:
-    """Weights of a model by their Hugging Face names, float32, such that every part matters."""
-    arch = Architecture.from_config(config)
-    keys = iter(mx.random.split(mx.random.key(seed), 20 * arch.num_hidden_layers + 3))
-
-    def normal(*shape: int) -> mx.array:
-        return mx.random.normal(shape, key=next(keys)) * shape[-1] ** -0.5
-
-    def norm(size: int, offset: int = arch.norm_offset) -> mx.array:
-        return 1 + 0.2 * mx.random.normal((size,), key=next(keys)) - offset
-
-    def vector(name: str, shape: tuple[int, ...]) -> mx.array:
-        if "norm" in name:
-            return norm(*shape, offset=0)
-        return normal(*shape)[:, None] if name.endswith(CONVOLUTIONS) else normal(*shape) * 3
-
-    tensors = {"model.embed_tokens.weight": normal(arch.vocab_size, arch.hidden_size)}
-    for i, block in enumerate(arch.blocks):
-        prefix = f"model.layers.{i}."
-        for name, (out, inp) in block.sizes().items():
-            tensors[f"{prefix}{name}.weight"] = normal(out, inp)
-            if name in arch.biases:
-                tensors[f"{prefix}{name}.bias"] = normal(out) * 3
-        for name, size in block.norms().items():
-            tensors[name_there(prefix + name, arch.model_type)] = norm(size)
-        for name, shape in block.vectors().items():
-            tensors[prefix + name] = vector(name, shape)
-    tensors[name_there("model.norm.weight", arch.model_type)] = norm(arch.hidden_size)
-    if not arch.tie_word_embeddings:
-        tensors["lm_head.weight"] = normal(arch.vocab_size, arch.hidden_size)
-    mx.eval(tensors)
-    return tensors
-
-
-def write_tokenizer(folder: Path, vocab_size: int) -> None:
-    """A byte-level BPE tokenizer with `vocab_size` tokens at most; <|endoftext|> is 0."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=["<|endoftext|>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator([TEXT], trainer)
-    tokenizer.save(str(folder / "tokenizer.json"))
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
-
-
-def write_model(
-    folder: Path,
-    config: dict,
-    tensors: dict[str, mx.array] | None = None,
-    shards: int = 1,
-    tokenizer: bool = True,
-) -> Path:
-    """Writes a Hugging Face model folder and returns it."""
-    folder.mkdir(parents=True)
-    if tensors is None:
-        config, tensors = published(config, random_tensors(config))
-    (folder / "config.json").write_text(json.dumps(config))
-    if shards == 1:
-        mx.save_safetensors(str(folder / "model.safetensors"), tensors)
-    else:
-        weight_map = {}
-        for i in range(shards):
-            file = f"model-{i + 1:05d}-of-{shards:05d}.safetensors"
-            names = list(tensors)[i::shards]
-            mx.save_safetensors(str(folder / file), {name: tensors[name] for name in names})
-            weight_map |= dict.fromkeys(names, file)
-        index = json.dumps({"weight_map": weight_map})
-        (folder / "model.safetensors.index.json").write_text(index)
-    if tokenizer:
-        write_tokenizer(folder, config["vocab_size"])
-    return folder
-
-
-def published(config: dict, tensors: dict[str, mx.array]) -> tuple[dict, dict[str, mx.array]]:
-    """Both as published: with linear layers that hold several of ours, in a model of several
-    modalities, or not saying that the head is tied."""
-    family = families.FAMILIES[config["model_type"]]
-    texts, tensors = family.texts, dict(tensors)
-    for theirs, parts in family.hf_modules:
-        for i in range(config["num_hidden_layers"]):
-            layer = f"model.layers.{i}."
-            rows = [tensors.pop(f"{layer}{part}.weight") for part in parts]
-            tensors[f"{layer}{theirs}.weight"] = mx.concatenate(rows)
-    if not family.mlx_ties:
-        config = {k: v for k, v in config.items() if k != "tie_word_embeddings"}
-    if not texts or config["model_type"] in texts:
-        return config, tensors
-    whole = {"model_type": config["model_type"], "vocab_size": config["vocab_size"]}
-    whole["text_config"] = {**config, "model_type": texts[-1]}
-    return whole, {f"language_model.{name}": array for name, array in tensors.items()}
-
-
-def write_mixed_model(folder: Path, config: dict, recipe: str = "mixed_4_6") -> Path:
-    """Writes a model that mlx-lm quantized by a recipe of its own, but the head to 8 bits."""
-    from mlx_lm.convert import mixed_quant_predicate_builder
-
-    model = mlx_lm_model(config)
-    predicate = mixed_quant_predicate_builder(recipe, model)
-
-    def quantization(path: str, module: nn.Module) -> dict:
-        return predicate(path, module) | ({"bits": 8} if path == "lm_head" else {})
-
-    return _write_quantized(folder, model, config, quantization)
-
-
-def write_model_in_5_bits(folder: Path, config: dict) -> Path:
-    """Writes a model in 5 bits and groups of 32, but the embedding in 6 bits."""
-
-    def quantization(path: str, module: nn.Module) -> dict:
-        return {"bits": 6 if path.endswith("embed_tokens") else 5, "group_size": 32}
-
-    return _write_quantized(folder, mlx_lm_model(config), config, quantization)
-
-
-def _write_quantized(
-    folder: Path, model: nn.Module, config: dict, quantization: Callable[[str, nn.Module], dict]
-) -> Path:
-    from mlx_lm.utils import quantize_model
-
-    model, config = quantize_model(model, config, None, None, quant_predicate=quantization)
-    return write_model(folder, config, dict(tree_flatten(model.parameters())))
-
-
-def mlx_lm_model(
-    config: dict, quantization: Callable[[str], Quantization] | None = None, seed: int = 0
-) -> nn.Module:
-    """mlx-lm's model with `random_tensors`, each matrix quantized as said of its name."""
-    config, weights = published(config, random_tensors(config, seed))
-    model_class, arguments = _get_classes(config)
-    model = model_class(arguments.from_dict(deepcopy(config)))  # some change what they are given
-    if hasattr(model, "sanitize"):
-        weights = model.sanitize(weights)
-    model.load_weights(list(weights.items()))
-    if quantization:
-        nn.quantize(
-            model,
-            class_predicate=lambda path, module: quantizable(module) and asdict(quantization(path)),
-        )
-    return model
-
-
-def text_of(model: nn.Module) -> nn.Module:
-    """mlx-lm's language model, which may be a part of one of several modalities."""
-    return getattr(model, "language_model", model)
-
-
-def arrays_of(layer: nn.Module, block: Block) -> dict[str, mx.array]:
-    """A block of mlx-lm's by the names and in the form that a bundle has."""
-    arch, arrays = block.arch, {}
-    offset = 0 if arch.model_type.startswith("qwen3_5") else arch.norm_offset  # in mlx-lm's memory
-    for theirs, array in tree_flatten(layer.parameters()):
-        name = name_here(theirs, arch.model_type)
-        if name.endswith(CONVOLUTIONS):
-            array = array[..., 0]
-        arrays[name] = array + offset if name in block.norms() else array
-    return arrays
-
-
-def mask_of(block: Block, length: int) -> mx.array | None:
-    """What mlx-lm's block takes as a mask, with the window that Hugging Face gives it."""
-    if not isinstance(block.mixer, AttentionMixer):
-        return None
-    return create_causal_mask(length, window_size=block.mixer.sliding_window)
-
-
-def residual_factor(layer: nn.Module) -> float:
-    """What mlx-lm's block multiplies what it adds to x by."""
-    if hasattr(layer, "scale_depth"):
-        return layer.scale_depth / layer.num_hidden_layers**0.5
-    return getattr(layer, "residual_multiplier", 1.0)
-
-
-def run_layer(layer: nn.Module, x: mx.array, block: Block) -> mx.array:
-    """mlx-lm's block of what ours takes: where it multiplies what it adds to x by m, x is m times
-    ours. Ministral 3's multiplies queries too, by 1 as far as sequences go here."""
-    factor = residual_factor(layer)
-    query_scale = [mx.array(1.0)] if type(layer).__module__.endswith("ministral3") else []
-    return layer(factor * x, *query_scale, mask_of(block, x.shape[1])) / factor
-
-
-def dequantize_once(patch: pytest.MonkeyPatch) -> None:
-    """Lets the reference keep the matrices that it dequantizes: half of a small step is that."""
-    dequantize, known = mx.dequantize, {}
-
-    def remembered(packed: mx.array, *others: mx.array, **options: object) -> mx.array:
-        if id(packed) not in known:
-            matrix = dequantize(packed, *others, **options)
-            known[id(packed)] = (packed, matrix)  # kept with it, so that no other gets its id
-        return known[id(packed)][1]
-
-    patch.setattr(mx, "dequantize", remembered)
-
-
-def quantizable(module: nn.Module) -> bool:
-    return hasattr(module, "to_quantized")
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    asked_for = set(re.findall(r"\w+", config.getoption("markexpr")))
+    for item in items:
+        for mark in item.iter_markers():
+            if mark.name in ON_REQUEST.keys() - asked_for:
+                reason = f"takes long ({ON_REQUEST[mark.name]}): ask for it with -m {mark.name}"
+                item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.fixture(scope="session")
@@ -470,12 +89,12 @@ def phones(tmp_path: Path) -> Phones:
 
 @pytest.fixture(scope="session")
 def faults(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The library that has the system fail a process: see faults.c."""
+    """The library that has the system fail a process: see helpers/faults.c."""
     compiler = shutil.which("cc") or shutil.which("clang")
     if sys.platform != "linux" or compiler is None:
         pytest.skip("it takes Linux and a C compiler")
     library = tmp_path_factory.mktemp("faults") / "faults.so"
-    source = Path(__file__).with_name("faults.c")
+    source = Path(__file__).parent / "helpers" / "faults.c"
     line = [compiler, "-shared", "-fPIC", "-O1", str(source), "-o", str(library), "-ldl"]
     subprocess.run(line, check=True)
     return library

@@ -18,14 +18,13 @@ from mlx import nn
 from mlx_lm.tuner.trainer import default_loss
 from mlx_lm.tuner.utils import load_adapters
 
-import mesp
-from conftest import command, run
+from helpers.commands import command, run
+from helpers.paths import DEMO_MODEL, ROOT
 from mesp.bundle.reader import Bundle
 from mesp.engine.build import find_engine
 from mesp.reference import step_example
 
 pytestmark = pytest.mark.slow
-DEMO_MODEL = Path(mesp.__file__).parent / "demo_model"
 SEQ_LEN = 64
 VAL_BATCHES = 8
 
@@ -195,7 +194,7 @@ def test_dry_run_prints_the_plan_and_writes_nothing(bundle: Path, tmp_path: Path
 
 @pytest.mark.skipif(sys.platform == "darwin", reason="a Mac's engine has no ledger")
 def test_dry_run_counts_a_step_of_a_bundle_for_the_gpu(tmp_path: Path):
-    bundle = Path(__file__).parents[1] / "ios/MeSPTrainer/Demo-GPU.mesp"
+    bundle = ROOT / "ios/MeSPTrainer/Demo-GPU.mesp"
     done = train(bundle, tmp_path / "run", "--seq-len", 128, "--dry-run")
     assert done.returncode == 0, done.stderr
     counted = "[0-9,]+ evals and [0-9,]+ kernels .*; MLX's arrays peak at ([0-9.]+) MB"

@@ -18,9 +18,11 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from test_export import export
+from test_fuse import write_adapters
 
-from conftest import FAMILIES, TEXT, TINY, random_tensors, write_model
-from gguf_files import MODELS, write_gguf
+from helpers.gguf_files import MODELS, write_gguf
+from helpers.models import FAMILIES, TEXT, TINY, random_tensors, write_model
 from mesp.adapters.load import read_adapters
 from mesp.block_function.check import check_functions
 from mesp.block_function.mlxfn import DTYPES
@@ -45,8 +47,6 @@ from mesp.source_model.gguf.header import GGUF
 from mesp.source_model.gguf.weights import GGUFWeights
 from mesp.source_model.safetensors import SafetensorsWeights
 from mesp.text import bundle_tokenizer
-from test_export import export
-from test_fuse import write_adapters
 
 pytestmark = pytest.mark.slow
 CASES = settings(

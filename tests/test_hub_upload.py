@@ -8,13 +8,12 @@ import pytest
 from click.testing import CliRunner
 from huggingface_hub import HfApi, errors
 
+from helpers.paths import DEMO_BUNDLE
 from mesp.bundle.manifest import ModelName
 from mesp.bundle.reader import Bundle
 from mesp.commands.export import main
 from mesp.errors import MespError
 from mesp.hub_upload import card, upload
-
-DEMO = Path(__file__).parents[1] / "ios" / "MeSPTrainer" / "Demo.mesp"
 
 
 @pytest.fixture
@@ -36,21 +35,21 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> dict:
 
 
 def test_the_manifest_and_its_files_are_uploaded(hub: dict):
-    manifest = Bundle(DEMO).manifest
-    assert upload(DEMO, manifest, "someone/demo-mesp").endswith("/someone/demo-mesp")
+    manifest = Bundle(DEMO_BUNDLE).manifest
+    assert upload(DEMO_BUNDLE, manifest, "someone/demo-mesp").endswith("/someone/demo-mesp")
     assert hub["create_repo"] == (("someone/demo-mesp",), {"exist_ok": True})
     _, options = hub["upload_folder"]
-    assert options["repo_id"] == "someone/demo-mesp" and options["folder_path"] == DEMO
+    assert options["repo_id"] == "someone/demo-mesp" and options["folder_path"] == DEMO_BUNDLE
     files = {file.path for file in manifest.files}
     assert set(options["allow_patterns"]) == files | {"manifest.json"}
-    assert all((DEMO / path).is_file() for path in files)
+    assert all((DEMO_BUNDLE / path).is_file() for path in files)
     deleted = options["delete_patterns"]  # of an earlier bundle, in whichever layout
     assert "mlx-0.32.2/block.128.mlxfn" in files
     assert all(any(fnmatch(path, pattern) for pattern in deleted) for path in files)
 
 
 def test_the_card_names_the_source_and_its_license():
-    manifest = Bundle(DEMO).manifest
+    manifest = Bundle(DEMO_BUNDLE).manifest
     model = ModelName("Qwen/Qwen2.5-0.5B", "abc", "apache-2.0")
     text = card(replace(manifest, model=model)).decode()
     assert text.startswith(
@@ -85,12 +84,12 @@ class Response:
 def test_what_the_hub_refuses_is_a_sentence(hub, monkeypatch, error, said):
     monkeypatch.setattr(HfApi, "create_repo", failing(error))
     with pytest.raises(MespError, match=said):
-        upload(DEMO, Bundle(DEMO).manifest, "a/b")
+        upload(DEMO_BUNDLE, Bundle(DEMO_BUNDLE).manifest, "a/b")
 
 
 def test_the_command_uploads_what_it_has_written(hub: dict, tmp_path: Path):
     out = tmp_path / "demo.mesp"
-    words = ["--from", DEMO, "--out", out, "--upload", "someone/demo-mesp"]
+    words = ["--from", DEMO_BUNDLE, "--out", out, "--upload", "someone/demo-mesp"]
     done = CliRunner().invoke(main, list(map(str, words)))
     assert done.exit_code == 0, done.output
     assert "https://huggingface.co/someone/demo-mesp" in done.output

@@ -16,11 +16,11 @@ from pathlib import Path
 import pytest
 
 import mesp
-from conftest import run
+from helpers.commands import run
+from helpers.paths import ROOT
 from mesp.engine.settings import TrainSettings, settings_of
 from mesp.federate.local_training import SETTINGS
 
-ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "exporter" / "mesp"
 CORE = ROOT / "ios" / "MeSPTrainer" / "Core"
 

@@ -22,13 +22,15 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file
 
-from conftest import TEXT, TINY, command, run, write_model
+from helpers.commands import command, run
+from helpers.models import TEXT, TINY, write_model
+from helpers.paths import ROOT
 from mesp.bundle.reader import Bundle
 from mesp.engine.build import find_engine
 from mesp.runs.log import Run
 
 pytestmark = pytest.mark.slow
-COLLECT = Path(__file__).parents[1] / "tools" / "collect.py"
+COLLECT = ROOT / "tools" / "collect.py"
 SMALL = {**TINY, "hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 128}
 STEPS = 12
 EVAL_EVERY = 4

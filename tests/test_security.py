@@ -17,11 +17,12 @@ import mlx.core as mx
 import mlx_lm
 import numpy as np
 import pytest
+from test_fuse import write_adapters
 
-from conftest import TEXT, TINY, command, run, write_model
+from helpers.commands import command, run
+from helpers.models import TEXT, TINY, write_model
 from mesp.bundle.reader import Bundle
 from mesp.files import read_json
-from test_fuse import write_adapters
 
 HARM = "import pathlib; pathlib.Path({!r}).touch()\nfrom transformers import {} as Base\n"
 

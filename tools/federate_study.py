@@ -19,7 +19,7 @@ from statistics import mean
 from typing import NamedTuple
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
-import openblas  # noqa: F401, before MLX
+from helpers import openblas  # noqa: F401, before MLX
 
 # isort: split
 import click

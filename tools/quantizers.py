@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
-import openblas  # noqa: F401, before MLX
+from helpers import openblas  # noqa: F401, before MLX
 
 # isort: split
 import click

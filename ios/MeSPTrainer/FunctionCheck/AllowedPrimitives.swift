@@ -1,7 +1,7 @@
 import Foundation
 
 /// The primitives that a function in a bundle may have: exporter/mesp/block_function/allowed_primitives.json, whose text says what its
-/// fields are. `tests/test_check_functions.py` holds the copy here equal to it.
+/// fields are. `tests/block_function/test_check_functions.py` holds the copy here equal to it.
 package struct AllowedPrimitives: Decodable {
     /// MLX's code of each type, and the bytes of an element.
     let types: [ElementType: [Int]]

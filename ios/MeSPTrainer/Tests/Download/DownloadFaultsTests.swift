@@ -7,7 +7,7 @@
     @testable import MeSPCore
     @testable import MeSPDownload
 
-    /// Where the system fails a download in the app, before any of the calls that change a file: see tests/faults.c.
+    /// Where the system fails a download in the app, before any of the calls that change a file: see tests/helpers/faults.c.
     ///
     /// This program is started again with that library, to download in a process that may be killed.
     @Suite(.serialized) @MainActor final class DownloadFaultsTests {

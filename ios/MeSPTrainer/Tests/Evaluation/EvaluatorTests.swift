@@ -4,7 +4,7 @@ import Testing
 
 @testable import MeSPCore
 
-/// The evaluator against `mesp.reference`. tests/test_evaluate.py compares it with mlx-lm.
+/// The evaluator against `mesp.reference`. tests/evaluation/test_evaluate.py compares it with mlx-lm.
 @Suite(.serialized) struct EvaluatorTests {
     static let cases = Fixture.cases
 

@@ -4,7 +4,7 @@ import Testing
 
 @testable import MeSPCore
 
-/// The generator against `mesp.reference` and the formulas of mlx-lm's sampler. tests/test_generate.py compares whole texts with mlx-lm.
+/// The generator against `mesp.reference` and the formulas of mlx-lm's sampler. tests/engine/test_generate.py compares whole texts with mlx-lm.
 @Suite(.serialized) struct GeneratorTests {
     static let cases = Fixture.cases
 

@@ -4,7 +4,7 @@ import Testing
 
 @testable import MeSPCore
 
-/// The trainer against `mesp.reference`. `tests/make_fixtures.py` makes a bundle and what the reference computes on it; `make test`
+/// The trainer against `mesp.reference`. `tests/fixtures/make_fixtures.py` makes a bundle and what the reference computes on it; `make test`
 /// names their folder in `MESP_FIXTURES`.
 @Suite(.serialized) struct TrainerTests {
     @Test func fixturesAreThere() {

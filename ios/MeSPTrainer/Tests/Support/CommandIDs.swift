@@ -3,7 +3,7 @@ import Testing
 
 @testable import MeSPFiles
 
-/// The token ids that the commands make of texts with a tokenizer of a token a byte: `text_ids` in `tests/make_cases.py`.
+/// The token ids that the commands make of texts with a tokenizer of a token a byte: `text_ids` in `tests/fixtures/make_cases.py`.
 struct CommandIDs: Decodable, Sendable {
     let words: String
     /// A text file, with line ends of all kinds.

@@ -9,7 +9,7 @@ func relativeError(_ a: MLXArray, _ b: MLXArray) -> Float {
     ((a - b).square().sum().sqrt() / b.square().sum().sqrt()).item(Float.self)
 }
 
-/// The fixtures of `tests/make_fixtures.py`, in the folder that MESP_FIXTURES names: bundles, and the reference's results on them.
+/// The fixtures of `tests/fixtures/make_fixtures.py`, in the folder that MESP_FIXTURES names: bundles, and the reference's results on them.
 struct Fixture {
     /// Every case is a folder with `bundle.mesp`, `gradients.safetensors` and `losses.safetensors`.
     static let cases = folders.filter { !$0.lastPathComponent.hasSuffix("bfloat16") }
@@ -33,7 +33,7 @@ struct Fixture {
     /// A plain model of three blocks, for tests of what doesn't depend on the family.
     static let tied = cases.first { $0.lastPathComponent == "tied-32" }
 
-    /// Where `tests/make_cases.py` says so in the folder's name, its products go the GPU's way, as its functions do.
+    /// Where `tests/fixtures/make_cases.py` says so in the folder's name, its products go the GPU's way, as its functions do.
     let bundle: ModelBundle
     private let arrays: [String: MLXArray]
     private let metadata: [String: String]

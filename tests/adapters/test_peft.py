@@ -1,0 +1,370 @@
+"""The adapters in the real PEFT library, and private steps in Opacus, on PyTorch: `make test-slow`.
+
+The demo model is dequantized into an ordinary Qwen2ForCausalLM; with the adapters that the engine
+wrote, PEFT must find the engine's held-out loss, and the engine that of adapters that PEFT wrote.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+pytestmark = pytest.mark.peft
+pytest.importorskip("peft", reason="`make test-slow` installs peft")
+
+import torch
+from mlx.utils import tree_flatten
+from mlx_lm.utils import dequantize_model
+from opacus import GradSampleModule
+from opacus.optimizers import DPOptimizer
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM, Gemma3Config, Gemma3ForConditionalGeneration
+
+from bench import main as bench
+from helpers.commands import invoke, run
+from helpers.models import FAMILIES, TEXT, published, write_model
+from in_peft.inputs import first_adapters
+from in_peft.inputs import write_model as write_dequantized
+from in_peft.train import in_nf4, write_base
+from mesp import reference
+from mesp.bundle.reader import Bundle
+from mesp.engine.build import find_engine
+from mesp.runs.log import Run
+from mesp.source_model.find import DEMO
+from studies.scores import model_with
+
+SEQ_LEN = 64
+VAL_BATCHES = 8
+# float32 on both sides: the sums' order differs, by 1e-6 of a loss near 5.
+TOLERANCE = 1e-4
+
+
+def call(*arguments: object) -> None:
+    done = run(*arguments)
+    assert done.returncode == 0, done.stderr
+
+
+def train(bundle: Path, output: Path, *options: object) -> Run:
+    fixed = ("--steps", 20, "--optimizer", "adamw", "--learning-rate", 5e-3)
+    fixed += ("--val-batches", VAL_BATCHES)
+    call("train", bundle, *fixed, "--out", output, *options)
+    return Run.load(output)
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    find_engine()
+    path = tmp_path_factory.mktemp("demo") / "demo.mesp"
+    call("export", "--model", "demo", "--out", path, "--seq-len", SEQ_LEN)
+    return path
+
+
+@pytest.fixture(scope="module")
+def folder(bundle: Path) -> Path:
+    """The bundle's weights, dequantized, as a Hugging Face model in float32."""
+    path = bundle.parent / "dequantized"
+    write_dequantized(Bundle(bundle), path)
+    return path
+
+
+@pytest.fixture
+def model(folder: Path) -> torch.nn.Module:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def held_out_loss(model: torch.nn.Module, bundle: Path) -> float:
+    """Mean of the first windows, in nats a token."""
+    tokens = Bundle(bundle).tokens("valid")[: VAL_BATCHES * SEQ_LEN + 1].astype(np.int64)
+    inputs = torch.from_numpy(tokens[:-1].reshape(VAL_BATCHES, SEQ_LEN))
+    targets = torch.from_numpy(tokens[1:])
+    with torch.no_grad():
+        logits = model(input_ids=inputs).logits
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets).item()
+
+
+def lora_parameters(adapted: PeftModel) -> dict[str, np.ndarray]:
+    """By their names in a file."""
+    return {
+        name.replace(".default", ""): value.detach().numpy()
+        for name, value in adapted.named_parameters()
+        if "lora_" in name
+    }
+
+
+@pytest.mark.parametrize(
+    "options",
+    [(), ("--projections", "q,v,down", "--num-layers", 2), ("--rslora", "--alpha", 8)],
+    ids=["all", "some projections and blocks", "rank-stabilized"],
+)
+def test_peft_finds_the_loss_of_the_engine(
+    bundle: Path, model: torch.nn.Module, tmp_path: Path, options: tuple
+):
+    run = train(bundle, tmp_path / "run", *options)
+    before, after = run.held_out
+    assert abs(after - before) > 0.05, "the adapters count"
+    assert held_out_loss(model, bundle) == pytest.approx(before, abs=TOLERANCE)
+    adapted = PeftModel.from_pretrained(model, tmp_path / "run" / "adapters" / "peft").eval()
+    assert held_out_loss(adapted, bundle) == pytest.approx(after, abs=TOLERANCE)
+    merged = adapted.merge_and_unload()
+    assert held_out_loss(merged, bundle) == pytest.approx(after, abs=TOLERANCE)
+
+
+def test_peft_has_a_matrix_for_every_tensor(bundle: Path, model: torch.nn.Module, tmp_path: Path):
+    """PEFT only warns of tensors that fit nothing: the loss alone might not tell."""
+    train(bundle, tmp_path / "run", "--num-layers", 2, "--projections", "o,gate")
+    folder = tmp_path / "run" / "adapters" / "peft"
+    adapted = PeftModel.from_pretrained(model, folder)
+    saved = mx.load(str(folder / "adapter_model.safetensors"))
+    parameters = lora_parameters(adapted)
+    assert saved.keys() == parameters.keys() and len(saved) == 2 * 2 * 2
+    for name, array in saved.items():
+        assert np.array_equal(np.array(array), parameters[name]), name
+
+
+def test_peft_has_the_adapters_of_a_text_among_several_modalities(tmp_path: Path):
+    """By name and value: vision, whose modules have the same last names, gets none."""
+    write_model(tmp_path / "model", FAMILIES["gemma3"])
+    (tmp_path / "text.txt").write_text(TEXT)
+    call(
+        "export", "--model", tmp_path / "model", "--data", tmp_path / "text.txt",
+        "--out", tmp_path / "bundle", "--seq-len", 24,
+    )  # fmt: skip
+    options = ("--steps", 2, "--num-layers", 1, "--projections", "q,v,down")
+    call("train", tmp_path / "bundle", "--out", tmp_path / "run", *options)
+
+    config = json.loads((tmp_path / "bundle" / "config.json").read_text())["text_config"]
+    sizes = ("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size", "head_dim")
+    sizes += ("num_attention_heads", "num_key_value_heads")
+    vision = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    vision |= {"num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+    model = Gemma3ForConditionalGeneration(
+        Gemma3Config(text_config={size: config[size] for size in sizes}, vision_config=vision)
+    )
+    folder = tmp_path / "run" / "adapters" / "peft"
+    saved = mx.load(str(folder / "adapter_model.safetensors"))
+    parameters = lora_parameters(PeftModel.from_pretrained(model, folder))
+    assert saved.keys() == parameters.keys() and len(saved) == 2 * 3
+    for name, array in saved.items():
+        assert np.array_equal(np.array(array), parameters[name]), name
+
+
+def test_peft_joins_what_mlx_lm_has_as_several_linear_layers(tmp_path: Path):
+    """Granite 4's gate and up: both ways, with the loss of transformers."""
+    folder, text, bundle = (tmp_path / name for name in ("model", "text.txt", "b.mesp"))
+    config = {k: v for k, v in FAMILIES["granitemoehybrid"].items() if k != "head_dim"}
+    write_model(folder, config)
+    text.write_text(TEXT * 5)
+    call(
+        "export", "--model", folder, "--data", text, "--out", bundle, "--seq-len", SEQ_LEN,
+        "--bits", 8, "--head-bits", 8, "--quantize", "nearest",
+    )  # fmt: skip
+    tensors = dict(tree_flatten(dequantize_model(Bundle(bundle).to_mlx_lm()).parameters()))
+    _, tensors = published(config, {name: a.astype(mx.float32) for name, a in tensors.items()})
+    mx.save_safetensors(str(folder / "model.safetensors"), tensors, {"format": "pt"})
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+    run = train(bundle, tmp_path / "run")
+    before, after = run.held_out
+    assert abs(after - before) > 0.05, "the adapters count"
+    assert held_out_loss(model, bundle) == pytest.approx(before, abs=TOLERANCE)
+    written = tmp_path / "run" / "adapters" / "peft"
+    adapted = PeftModel.from_pretrained(model, written)
+    saved = mx.load(str(written / "adapter_model.safetensors"))
+    assert saved.keys() == lora_parameters(adapted).keys() and len(saved) == 2 * 2 * 6
+    assert held_out_loss(adapted.eval(), bundle) == pytest.approx(after, abs=TOLERANCE)
+    model = adapted.unload()
+
+    lora = LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj", "input_linear"])
+    adapted = get_peft_model(model, lora)
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.3)
+    adapted.save_pretrained(tmp_path / "peft")
+    expected = held_out_loss(adapted.eval(), bundle)
+    run = train(
+        bundle, tmp_path / "second", "--adapters", tmp_path / "peft", "--projections", "q,gate,up"
+    )
+    assert abs(expected - before) > 0.05
+    assert run.held_out[0] == pytest.approx(expected, abs=TOLERANCE)
+
+
+@pytest.mark.parametrize("rslora", [False, True])
+def test_the_engine_starts_from_what_peft_saved(
+    bundle: Path, model: torch.nn.Module, tmp_path: Path, rslora: bool
+):
+    torch.manual_seed(0)
+    config = LoraConfig(
+        r=8,
+        lora_alpha=16,
+        use_rslora=rslora,
+        target_modules=["q_proj", "up_proj"],
+        task_type="CAUSAL_LM",
+    )
+    adapted = get_peft_model(model, config)
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.3)
+    adapted.save_pretrained(tmp_path / "peft")
+    expected = held_out_loss(adapted.eval(), bundle)
+    options = ["--projections", "q,up", *(["--rslora"] if rslora else [])]
+    run = train(bundle, tmp_path / "run", "--adapters", tmp_path / "peft", *options)
+    assert abs(expected - held_out_loss(adapted.unload(), bundle)) > 0.05
+    assert run.held_out[0] == pytest.approx(expected, abs=TOLERANCE)
+
+
+@pytest.mark.parametrize("method", ["torch-peft", "torch-peft-checkpoint"])
+def test_the_benchmark_trains_with_peft_as_the_engine_does(
+    bundle: Path, method: str, tmp_path: Path
+):
+    files = ("--work", tmp_path, "--json", tmp_path / "rows.json")
+    size = ("--model", bundle, "--seq-len", SEQ_LEN)
+    methods = ("--methods", f"mesp,{method}", "--peft", sys.executable)
+    done = invoke(bench, "bench.py", *size, *methods, *files)
+    assert done.returncode == 0, done.stderr
+    engine, peft = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    # The same adapters, windows and update: float32's rounding alone is between the losses.
+    assert peft["losses"] == pytest.approx(engine["losses"], rel=1e-5)
+    assert 0 < peft["baseline_bytes"] < peft["footprint_peak_bytes"]
+    assert peft["seconds"] > 0 and peft["threads"] == engine["threads"]
+
+
+def test_qlora_is_judged_by_the_weights_that_it_trains_on(bundle: Path, tmp_path: Path):
+    """What bitsandbytes multiplies with, in another library."""
+    pytest.importorskip("bitsandbytes", reason="PEFT has NF4 of it alone")
+    model = in_nf4(DEMO, torch.float32).train()
+    write_base(model, DEMO, tmp_path / "base")
+    ids = Bundle(bundle).tokens("valid")[:SEQ_LEN].astype(np.int64)[None]
+    there = model(input_ids=torch.from_numpy(ids)).logits.detach().numpy()
+    with mx.stream(mx.cpu):
+        ours = np.array(model_with(Bundle(bundle), None, tmp_path / "base")(mx.array(ids)))
+        others = np.array(model_with(Bundle(bundle), None)(mx.array(ids)))
+    # float32 on both sides; between the two ways to have 4 bits there is much more.
+    assert np.linalg.norm(ours - there) < TOLERANCE * np.linalg.norm(there)
+    assert np.linalg.norm(others - there) > 100 * TOLERANCE * np.linalg.norm(there)
+
+
+# Differential privacy, against Opacus: the same model in PyTorch, wrapped by its GradSampleModule.
+
+KEY = bytes(range(32))
+# The noise is about as long as the clipped sum; beside a long step rounding is small.
+CLIP, MULTIPLIER, EXPECTED, RATE, RANK = 0.5, 0.003, 4, 10.0, 8
+
+
+def test_a_private_step_is_that_of_opacus(tmp_path: Path):
+    """Gradients by the example, their clipped sum, and the update, with the same noise: to 1e-5."""
+    data = tmp_path / "records.jsonl"
+    words = TEXT.split()
+    texts = [" ".join(words[n % 5 : n % 5 + 3 + n % 7]) for n in range(12)]
+    data.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    path = tmp_path / "demo.mesp"
+    size = ("--seq-len", SEQ_LEN, "--rank", RANK)
+    call("export", "--model", "demo", "--data", data, "--no-pack", "--out", path, *size)
+    # Two runs of one step: from B that is zero, and from adapters that another run has made.
+    first = tmp_path / "first"
+    few = ("--steps", 5, "--learning-rate", 1e-3)
+    train(path, first, "--rank", RANK, "--seq-len", SEQ_LEN, "--val-batches", 0, *few)
+    for start in (None, first / "adapters"):
+        output = tmp_path / ("zero" if start is None else "trained")
+        output.mkdir()
+        (output / "metrics.jsonl").touch()
+        (output / "secret.key").write_bytes(KEY)
+        settings = {"seq_len": SEQ_LEN, "rank": RANK, "steps": 1, "learning_rate": RATE}
+        settings |= {"val_batches": 0, "resume": True, "batch_size": EXPECTED}
+        settings |= {"bundle": str(path), "output": str(output)}
+        settings |= {"dp_clip": CLIP, "dp_noise": MULTIPLIER}
+        settings |= {"adapters": str(start)} if start else {}
+        (output / "settings.json").write_text(json.dumps(settings))
+        subprocess.run([find_engine(), output / "settings.json"], check=True, capture_output=True)
+        before, after, norms, clipped = step_of_opacus(path, start)
+        assert clipped > 0, "clipping counts"
+        step = Run.load(output).steps[0]
+        assert step["grad_norm"] == pytest.approx(np.mean(norms), rel=1e-5)
+        ours = mx.load(str(output / "adapters" / "adapters.safetensors"))
+        assert ours.keys() == after.keys()
+        way = sum(np.square(after[name] - before[name]).sum() for name in after) ** 0.5
+        off = sum(np.square(after[name] - np.array(ours[name])).sum() for name in after) ** 0.5
+        assert way > 0 and off < 1e-5 * way
+
+
+def step_of_opacus(
+    path: Path, start: Path | None
+) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray], list[float], int]:
+    """The matrices before and after a step, by mlx-lm's names; the norms of the examples'
+    gradients, and how many of these were clipped."""
+    bundle = Bundle(path)
+    folder = path.parent / f"dequantized-{start is None}"
+    write_dequantized(bundle, folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    config = LoraConfig(r=RANK, lora_alpha=16, target_modules=targets, task_type="CAUSAL_LM")
+    adapted = get_peft_model(model, config)
+    first = first_adapters(bundle, RANK, 0)
+    if start is not None:
+        first = mx.load(str(start / "adapters.safetensors"))
+    parameters = {}
+    for name, parameter in adapted.named_parameters():
+        if parameter.requires_grad:
+            here = name.removeprefix("base_model.model.").removesuffix(".default.weight")
+            here = here.replace("lora_A", "lora_a").replace("lora_B", "lora_b")
+            parameter.data.copy_(torch.from_numpy(np.array(first[here]).T))
+            parameters[here] = parameter
+    before = {name: p.detach().numpy().T.copy() for name, p in parameters.items()}
+    private = GradSampleModule(adapted)
+    order = list(parameters)
+    optimizer = DPOptimizer(
+        torch.optim.SGD([parameters[name] for name in order], lr=RATE),
+        noise_multiplier=MULTIPLIER, max_grad_norm=CLIP, expected_batch_size=EXPECTED,
+    )  # fmt: skip
+
+    tokens, bounds = bundle.tokens("train").astype(np.int64), examples(bundle)
+    drawn = reference.poisson_sample(KEY, 0, EXPECTED, len(bounds))
+    assert len(drawn) > 1
+    longest = max(bounds[index][1] for index in drawn)
+    ids = np.zeros((len(drawn), longest), np.int64)
+    labels = np.full_like(ids, -100)
+    for row, index in enumerate(drawn):
+        at, length = bounds[index]
+        ids[row, :length] = labels[row, :length] = tokens[at : at + length]
+    logits = private(input_ids=torch.from_numpy(ids)).logits[:, :-1]
+    each = torch.nn.functional.cross_entropy(
+        logits.transpose(1, 2), torch.from_numpy(labels[:, 1:]), reduction="none"
+    )
+    counted = torch.from_numpy(labels[:, 1:] >= 0).sum(1)
+    # Opacus takes a batch's loss to be a mean, and multiplies by its size.
+    (each.sum(1) / counted).mean().backward()
+    squares = sum(p.grad_sample.square().flatten(1).sum(1) for p in parameters.values())
+    norms = squares.sqrt().tolist()
+    optimizer.clip_and_accumulate()
+    noise = noise_by_name(bundle)
+    for name in order:
+        p = parameters[name]
+        p.grad = p.summed_grad + MULTIPLIER * CLIP * torch.from_numpy(
+            noise[name].T.astype(np.float64)
+        )
+    optimizer.scale_grad()
+    optimizer.original_optimizer.step()
+    after = {name: p.detach().numpy().T for name, p in parameters.items()}
+    return before, after, norms, sum(norm > CLIP for norm in norms)
+
+
+def examples(bundle: Bundle) -> list[tuple[int, int]]:
+    """Where each training example begins, and its length."""
+    return bundle.examples("train").tolist()
+
+
+def noise_by_name(bundle: Bundle) -> dict[str, np.ndarray]:
+    """The noise of the engine's first step, by mlx-lm's names."""
+    blocks = bundle.architecture.blocks
+    vectors = reference.private_noise(KEY, 0, [block.lora_size(RANK) for block in blocks])
+    return {
+        f"model.layers.{layer}.{module}.{part}": np.array(matrix)
+        for layer, vector in enumerate(vectors)
+        for module, pair in reference.unpack_lora(vector, blocks[layer]).items()
+        for part, matrix in zip(("lora_a", "lora_b"), pair, strict=True)
+    }

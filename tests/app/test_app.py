@@ -1,0 +1,806 @@
+"""What can be checked of the iPhone app without a Mac: its project, its property lists, its views.
+
+There is no SwiftUI here: the core, the app's model, the views and the widget are compiled as for
+iOS, and all but the widget, with the engine, as for macOS, against stand-ins of what they use of
+Apple's modules (stand_ins/). As for Linux, SwiftPM compiles them. What the views show and do is
+in the target MeSPAppModel, whose Swift tests run everywhere.
+"""
+
+import json
+import plistlib
+import re
+import shutil
+import struct
+import subprocess
+import sys
+from array import array
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from tokenizers import Tokenizer
+
+from helpers.paths import ROOT
+from mesp.engine.build import find_engine
+from mesp.runs.log import Run
+
+HOME = ROOT / "ios" / "MeSPTrainer"
+APP = HOME / "App"
+PROJECT = HOME / "MeSPTrainer.xcodeproj"
+HERE = Path(__file__).parent
+# The modules of a system, each after those that it imports.
+BOTH = ("Tokenizers", "UniformTypeIdentifiers", "CoreTransferable", "SwiftUI", "Charts")
+STAND_INS = {
+    "macOS": ("Darwin", "CryptoKit", "Metal", "AppKit", *BOTH, "UserNotifications"),
+    "iOS": (
+        *("Darwin", "CryptoKit", "Metal", "Security", "UIKit", "os", *BOTH),
+        *("UserNotifications", "BackgroundTasks", "ActivityKit", "WidgetKit"),
+    ),
+}
+STAND_INS["simulator"] = STAND_INS["iOS"]
+WIDGET = HOME / "Widget"
+SHARED = WIDGET / "RunAttributes.swift"
+UI_TESTS = HOME / "UITests"
+APP_SOURCES = [*sorted(APP.rglob("*.swift")), SHARED]
+VIEWS = sorted({*APP_SOURCES, *WIDGET.glob("*.swift")})
+
+
+def parse(text: str) -> dict:
+    """A property list in the old style that Xcode's projects have: {}, (), "…" and words."""
+    text = re.sub(r"/\*.*?\*/", "", text, flags=re.S)
+    text = re.sub(r"^//.*$", "", text, flags=re.M)
+    tokens = re.findall(r'"(?:[^"\\]|\\.)*"|[{}()=;,]|[^\s{}()=;,"]+', text)
+    tokens.reverse()
+
+    def expect(token: str) -> None:
+        found = tokens.pop()
+        assert found == token, f"{found} in place of {token}"
+
+    def value() -> object:
+        token = tokens.pop()
+        if token == "{":
+            result = {}
+            while tokens[-1] != "}":
+                key = tokens.pop().strip('"')
+                assert key not in result, f"{key} is there twice"
+                expect("=")
+                result[key] = value()
+                expect(";")
+            tokens.pop()
+            return result
+        if token == "(":
+            items = []
+            while tokens[-1] != ")":
+                items.append(value())
+                if tokens[-1] == ",":
+                    tokens.pop()
+            tokens.pop()
+            return items
+        assert token not in "})=;,", f"{token} where a value is due"
+        return json.loads(token) if token.startswith('"') else token
+
+    result = value()
+    assert not tokens, f"{tokens[-1]} after the end"
+    return result
+
+
+@pytest.fixture(scope="module")
+def project() -> dict:
+    return parse((PROJECT / "project.pbxproj").read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module")
+def objects(project: dict) -> dict[str, dict]:
+    return project["objects"]
+
+
+def of(objects: dict[str, dict], isa: str) -> list[dict]:
+    return [each for each in objects.values() if each["isa"] == isa]
+
+
+def test_every_identifier_in_the_project_is_of_an_object(project: dict, objects: dict[str, dict]):
+    identifier = re.compile(r"[0-9A-F]{24}")
+
+    def walk(value: object) -> None:
+        if isinstance(value, dict):
+            for each in value.values():
+                walk(each)
+        elif isinstance(value, list):
+            for each in value:
+                walk(each)
+        elif identifier.fullmatch(value):
+            assert value in objects, f"there is no object {value}"
+            used.add(value)
+
+    used = {project["rootObject"]}
+    walk(objects)
+    assert used == set(objects), "an object that nothing refers to"
+    assert objects[project["rootObject"]]["isa"] == "PBXProject"
+    assert project["objectVersion"] == "77", "synchronized groups came with Xcode 16"
+
+
+def test_every_path_in_the_project_exists(objects: dict[str, dict]):
+    for group in of(objects, "PBXFileSystemSynchronizedRootGroup"):
+        assert (HOME / group["path"]).is_dir()
+        for exceptions in group.get("exceptions", []):
+            for path in objects[exceptions]["membershipExceptions"]:
+                assert (HOME / group["path"] / path).is_file(), path
+    files = [f for f in of(objects, "PBXFileReference") if f["sourceTree"] == "<group>"]
+    assert [f["path"] for f in files] == ["Demo.mesp", "Demo-GPU.mesp", "Recorded"]
+    assert all((HOME / f["path"]).exists() for f in files)
+    for configuration in of(objects, "XCBuildConfiguration"):
+        for key, path in configuration["buildSettings"].items():
+            if key.startswith(("INFOPLIST_FILE", "CODE_SIGN_ENTITLEMENTS")):
+                assert (HOME / path).is_file(), path
+
+
+def settings_of(objects: dict[str, dict], target: dict) -> dict[str, dict]:
+    """The build settings of a target over the project's, by configuration."""
+    (project,) = of(objects, "PBXProject")
+    found = {}
+    for holder in (project, target):
+        for identifier in objects[holder["buildConfigurationList"]]["buildConfigurations"]:
+            each = objects[identifier]
+            found.setdefault(each["name"], {}).update(each["buildSettings"])
+    assert set(found) == {"Debug", "Release"}
+    return found
+
+
+def targets(objects: dict[str, dict]) -> list[dict]:
+    """The app's target, the widget's, and the UI test's."""
+    found = of(objects, "PBXNativeTarget")
+    assert [each["name"] for each in found] == ["MeSPTrainer", "MeSPWidget", "MeSPTrainerUITests"]
+    return found
+
+
+def test_the_app_is_for_iphones_and_macs_with_swift_6(objects: dict[str, dict]):
+    target, *_ = targets(objects)
+    assert target["productType"] == "com.apple.product-type.application"
+    for settings in settings_of(objects, target).values():
+        assert settings["IPHONEOS_DEPLOYMENT_TARGET"] == "17.0"
+        assert settings["MACOSX_DEPLOYMENT_TARGET"] == "14.0"
+        assert settings["SDKROOT"] == "auto"
+        assert settings["SUPPORTED_PLATFORMS"] == "iphoneos iphonesimulator macosx"
+        # The Mac runs its own build of it.
+        assert settings["SUPPORTS_MACCATALYST"] == "NO"
+        assert settings["SUPPORTS_MAC_DESIGNED_FOR_IPHONE_IPAD"] == "NO"
+        assert settings["SWIFT_VERSION"] == "6.0"
+        # One setting of the project, for both targets.
+        assert settings["APP_IDENTIFIER"] == "org.mesp.MeSPTrainer"
+        assert settings["PRODUCT_BUNDLE_IDENTIFIER"] == "$(APP_IDENTIFIER)"
+        assert "DEVELOPMENT_TEAM" not in settings, "a team is each person's own"
+
+
+def test_the_widget_comes_in_the_app_on_phones_alone(objects: dict[str, dict]):
+    app, widget, _ = targets(objects)
+    assert widget["productType"] == "com.apple.product-type.app-extension"
+    assert widget["packageProductDependencies"] == [], "a widget has some 30 MB"
+    for settings in settings_of(objects, widget).values():
+        assert settings["SUPPORTED_PLATFORMS"] == "iphoneos iphonesimulator"
+        # What is embedded has the app's identifier as the beginning of its own, and its version.
+        assert settings["PRODUCT_BUNDLE_IDENTIFIER"] == "$(APP_IDENTIFIER).Widget"
+        assert settings["SKIP_INSTALL"] == "YES" and settings["CODE_SIGN_STYLE"] == "Automatic"
+        assert "CODE_SIGN_ENTITLEMENTS" not in settings, "a free team can sign it"
+        assert "DEVELOPMENT_TEAM" not in settings
+    versions = {
+        (settings["MARKETING_VERSION"], settings["CURRENT_PROJECT_VERSION"])
+        for target in (app, widget)
+        for settings in settings_of(objects, target).values()
+    }
+    assert len(versions) == 1
+
+    (embed,) = of(objects, "PBXCopyFilesBuildPhase")
+    assert embed["dstSubfolderSpec"] == "13", "PlugIns"
+    (file,) = (objects[each] for each in embed["files"])
+    assert objects[file["fileRef"]] == objects[widget["productReference"]]
+    (dependency,) = (objects[each] for each in app["dependencies"])
+    assert objects[dependency["target"]] == widget
+    proxy = objects[dependency["targetProxy"]]
+    assert objects[proxy["remoteGlobalIDString"]] == widget
+    assert file["platformFilter"] == dependency["platformFilter"] == "ios"
+    assert embed in [objects[each] for each in app["buildPhases"]]
+
+    info = plistlib.loads((WIDGET / "Info.plist").read_bytes())
+    assert info == {"NSExtension": {"NSExtensionPointIdentifier": "com.apple.widgetkit-extension"}}
+    assert plistlib.loads((APP / "Info.plist").read_bytes())["NSSupportsLiveActivities"] is True
+
+
+def test_the_app_and_the_widget_compile_the_same_attributes(objects: dict[str, dict]):
+    """iOS takes what the app gives to the widget by the name of the type."""
+    _, widget, _ = targets(objects)
+    (folder,) = (objects[each] for each in widget["fileSystemSynchronizedGroups"])
+    assert HOME / folder["path"] == WIDGET
+    exceptions = {
+        objects[objects[each]["target"]]["name"]: objects[each]["membershipExceptions"]
+        for each in folder["exceptions"]
+    }
+    # Of a folder that is not the target's, the exceptions are what it takes.
+    assert exceptions == {"MeSPWidget": ["Info.plist"], "MeSPTrainer": [SHARED.name]}
+
+
+def test_the_ui_test_starts_the_app_and_nothing_else_builds_it(objects: dict[str, dict]):
+    """A first build asks for no team for it, and is not held up by it."""
+    app, _, test = targets(objects)
+    assert test["productType"] == "com.apple.product-type.bundle.ui-testing"
+    assert objects[test["productReference"]]["path"] == "MeSPTrainerUITests.xctest"
+    assert test["packageProductDependencies"] == []
+    (folder,) = (objects[each] for each in test["fileSystemSynchronizedGroups"])
+    assert HOME / folder["path"] == UI_TESTS and "exceptions" not in folder
+    (dependency,) = (objects[each] for each in test["dependencies"])
+    assert objects[dependency["target"]] == app
+    assert objects[objects[dependency["targetProxy"]]["remoteGlobalIDString"]] == app
+    (project,) = of(objects, "PBXProject")
+    assert list(map(objects.get, project["targets"])) == targets(objects)
+    attributes = {
+        objects[key]["name"]: value
+        for key, value in project["attributes"]["TargetAttributes"].items()
+    }
+    assert objects[attributes[test["name"]]["TestTargetID"]] == app
+    apps = settings_of(objects, app)
+    for name, settings in settings_of(objects, test).items():
+        assert settings["TEST_TARGET_NAME"] == app["name"]
+        assert settings["PRODUCT_BUNDLE_IDENTIFIER"] == "$(APP_IDENTIFIER).UITests"
+        assert settings["GENERATE_INFOPLIST_FILE"] == "YES" and "INFOPLIST_FILE" not in settings
+        assert "DEVELOPMENT_TEAM" not in settings and "CODE_SIGN_ENTITLEMENTS" not in settings
+        # The scheme has the app's destinations, whatever Xcode makes of a test that has others.
+        assert settings["SUPPORTED_PLATFORMS"] == apps[name]["SUPPORTED_PLATFORMS"]
+    others = {each for other in targets(objects) if other != test for each in other["dependencies"]}
+    assert test not in [objects[objects[each]["target"]] for each in others]
+
+
+def test_the_packages_and_their_products_exist(objects: dict[str, dict]):
+    (local,) = of(objects, "XCLocalSwiftPackageReference")
+    manifest = (HOME / local["relativePath"] / "Package.swift").resolve()
+    assert manifest == ROOT / "Package.swift"
+    (remote,) = of(objects, "XCRemoteSwiftPackageReference")
+    assert remote["repositoryURL"] == "https://github.com/huggingface/swift-transformers"
+    products = {
+        each["productName"]: objects[each["package"]]["isa"]
+        for each in of(objects, "XCSwiftPackageProductDependency")
+    }
+    assert products == {
+        "MeSPAppModel": "XCLocalSwiftPackageReference",
+        "MeSPCore": "XCLocalSwiftPackageReference",
+        "MeSPDownload": "XCLocalSwiftPackageReference",
+        "MeSPSelfCheck": "XCLocalSwiftPackageReference",
+        "Tokenizers": "XCRemoteSwiftPackageReference",
+    }
+    text = manifest.read_text(encoding="utf-8")
+    for name in ("MeSPAppModel", "MeSPCore", "MeSPDownload", "MeSPSelfCheck"):
+        assert f'.library(name: "{name}", targets: ["{name}"])' in text
+    assert ".iOS(.v17), .macOS(.v14)" in text
+
+
+def test_what_the_views_import_is_linked(objects: dict[str, dict]):
+    linked = {each["productName"] for each in of(objects, "XCSwiftPackageProductDependency")}
+    elsewhere = {"Darwin", "CryptoKit", "Metal", "Security", "UIKit", "os"}
+    elsewhere |= {"Tokenizers", "WidgetKit"}
+    system = {"Foundation", *STAND_INS["iOS"]} - elsewhere
+
+    def imports(sources: list[Path]) -> set[str]:
+        text = "\n".join(source.read_text(encoding="utf-8") for source in sources)
+        return set(re.findall(r"^ *(?:@\w+ )?import (\w+)", text, flags=re.M))
+
+    assert imports(APP_SOURCES) == linked | system
+    assert imports(sorted(WIDGET.glob("*.swift"))) == {"ActivityKit", "SwiftUI", "WidgetKit"}
+
+
+def test_the_scheme_runs_the_app_and_tests_its_screens(objects: dict[str, dict]):
+    scheme = ElementTree.parse(PROJECT / "xcshareddata/xcschemes/MeSPTrainer.xcscheme")
+    references = list(scheme.iter("BuildableReference"))
+    tests = list(scheme.find("TestAction").iter("BuildableReference"))
+    assert len(tests) == 1 and len(references) > 1
+    for reference in references:
+        target = objects[reference.get("BlueprintIdentifier")]
+        name = "MeSPTrainerUITests" if reference in tests else "MeSPTrainer"
+        assert target["name"] == reference.get("BlueprintName") == name
+        product = objects[target["productReference"]]
+        assert product["path"] == reference.get("BuildableName")
+        assert reference.get("ReferencedContainer") == f"container:{PROJECT.name}"
+    for action in ("LaunchAction", "TestAction"):
+        assert scheme.find(action).get("buildConfiguration") == "Release", "training is slow"
+
+
+def test_info_plist_shares_documents_and_declares_bundles_and_texts():
+    info = plistlib.loads((APP / "Info.plist").read_bytes())
+    assert info["UIFileSharingEnabled"] is True
+    assert info["LSSupportsOpeningDocumentsInPlace"] is True
+    document, text = info["CFBundleDocumentTypes"]
+    (exported,) = info["UTExportedTypeDeclarations"]
+    assert document["LSItemContentTypes"] == [exported["UTTypeIdentifier"]]
+    assert document["LSHandlerRank"] == "Owner"
+    assert exported["UTTypeTagSpecification"] == {"public.filename-extension": ["mesp"]}
+    assert exported["UTTypeConformsTo"] == ["com.apple.package"], "Files shows it as one thing"
+    # Another app stays the one that opens texts.
+    assert text["LSHandlerRank"] == "Alternate"
+    (imported,) = info["UTImportedTypeDeclarations"]
+    assert text["LSItemContentTypes"] == ["public.plain-text", imported["UTTypeIdentifier"]]
+    assert imported["UTTypeTagSpecification"] == {"public.filename-extension": ["jsonl"]}
+    assert imported["UTTypeConformsTo"] == ["public.text"]
+    support = (APP / "Views" / "Support.swift").read_text(encoding="utf-8")
+    assert f'UTType(exportedAs: "{exported["UTTypeIdentifier"]}")' in support
+
+
+def test_info_plist_permits_the_work_in_the_background_that_the_app_asks_for():
+    info = plistlib.loads((APP / "Info.plist").read_bytes())
+    assert info["UIBackgroundModes"] == ["processing"]
+    name = "$(PRODUCT_BUNDLE_IDENTIFIER)"
+    assert info["BGTaskSchedulerPermittedIdentifiers"] == [f"{name}.overnight", f"{name}.run.*"]
+    source = (APP / "SystemBackground.swift").read_text(encoding="utf-8")
+    assert 'prefix + ".overnight"' in source and r'"\(prefix).run.' in source
+
+
+def test_on_a_phone_the_app_has_no_entitlement_that_a_free_team_may_lack(objects: dict[str, dict]):
+    for target in targets(objects):
+        for settings in settings_of(objects, target).values():
+            assert "CODE_SIGN_ENTITLEMENTS" not in settings
+
+
+def test_the_app_finds_frameworks_that_are_embedded(objects: dict[str, dict]):
+    app, *_ = targets(objects)
+    for settings in settings_of(objects, app).values():
+        paths = ["$(inherited)", "@executable_path/Frameworks"]
+        assert settings["LD_RUNPATH_SEARCH_PATHS"] == paths
+        paths = ["$(inherited)", "@executable_path/../Frameworks"]
+        assert settings["LD_RUNPATH_SEARCH_PATHS[sdk=macosx*]"] == paths
+
+
+def test_the_app_is_built_for_the_chips_that_mlx_runs_on(objects: dict[str, dict]):
+    """A build for release is otherwise for Intel Macs and the simulator on them too."""
+    app, *_ = targets(objects)
+    for settings in settings_of(objects, app).values():
+        assert settings["ARCHS"] == "arm64"
+
+
+def test_info_plist_lets_the_app_reach_a_server_in_the_local_network():
+    info = plistlib.loads((APP / "Info.plist").read_bytes())
+    # A SuperLink at http://localhost; of http to other hosts `SuperNode` says that it needs TLS.
+    assert info["NSAppTransportSecurity"] == {"NSAllowsLocalNetworking": True}
+    assert "local network" in info["NSLocalNetworkUsageDescription"]
+    # It asks the network, and so the person, and the app needs no name of the device.
+    for source in HOME.rglob("*.swift"):
+        assert "processInfo.hostName" not in source.read_text(encoding="utf-8"), source.name
+
+
+def test_every_stand_in_says_what_it_was_read_from():
+    """A group of declarations, up to the next empty line, begins with a document or a header."""
+    for stand_in in (HERE / "stand_ins").glob("*.swift"):
+        text = stand_in.read_text(encoding="utf-8")
+        for group in text.split("\n\n"):
+            first = group.lstrip("\n").splitlines()[0]
+            if re.search(r"^(public|open|extension|@MainActor|@propertyWrapper)", group, re.M):
+                source = r"developer\.apple\.com/documentation/|\.h\b|github\.com/"
+                assert re.search(rf"^ *//.*({source})", first), f"{stand_in.name}: {first}"
+
+
+def test_a_view_has_its_file_importer_once():
+    """SwiftUI gives a section's modifiers to each of its rows, and the file is taken once a row."""
+    for view in (APP / "Views").glob("*.swift"):
+        lines = view.read_text(encoding="utf-8").splitlines()
+        for number, line in enumerate(lines):
+            if not line.strip().startswith(".fileImporter("):
+                continue
+            indent = len(line) - len(line.lstrip())
+            # The modified view begins on the nearest line above that is as deep, or less.
+            above = (
+                each
+                for each in reversed(lines[:number])
+                if each.strip()
+                and len(each) - len(each.lstrip()) <= indent
+                and not each.strip().startswith((".", "}", "//"))
+            )
+            assert not next(above).strip().startswith("Section"), f"{view.name}, line {number + 1}"
+
+
+def test_on_a_mac_the_app_is_in_a_sandbox_with_what_the_person_chooses():
+    entitlements = plistlib.loads((APP / "MeSPTrainer-macOS.entitlements").read_bytes())
+    assert entitlements == {
+        "com.apple.security.app-sandbox": True,
+        "com.apple.security.files.user-selected.read-write": True,
+        "com.apple.security.network.client": True,
+    }
+
+
+def test_the_recorded_run_is_of_the_demo_and_names_no_machine():
+    run = Run.load(HOME / "Recorded")
+    assert run.model == "demo" or run.model == "Demo", run.model
+    assert run.end["reason"] == "finished" and run.last_step >= 50
+    assert run.settings["bundle"] == "Demo.mesp" and run.start["host"] == "recorded"
+    text = (HOME / "Recorded" / "metrics.jsonl").read_text(encoding="utf-8")
+    assert "/" not in re.sub(r"https?://\S+", "", text)
+
+
+def test_the_privacy_manifest_gives_reasons_for_what_is_used():
+    privacy = plistlib.loads((APP / "PrivacyInfo.xcprivacy").read_bytes())
+    assert privacy["NSPrivacyTracking"] is False and privacy["NSPrivacyCollectedDataTypes"] == []
+    used = {
+        each["NSPrivacyAccessedAPIType"]: each["NSPrivacyAccessedAPITypeReasons"]
+        for each in privacy["NSPrivacyAccessedAPITypes"]
+    }
+    # DocumentsFolder sorts the app's own runs by their dates, and looks whether a bundle has room.
+    assert used == {
+        "NSPrivacyAccessedAPICategoryFileTimestamp": ["C617.1"],
+        "NSPrivacyAccessedAPICategoryDiskSpace": ["E174.1"],
+    }
+
+
+def test_the_icon_is_as_the_app_store_takes_it():
+    catalog = APP / "Assets.xcassets"
+    for contents in catalog.rglob("Contents.json"):
+        json.loads(contents.read_text(encoding="utf-8"))
+    icons = json.loads((catalog / "AppIcon.appiconset" / "Contents.json").read_text())
+    sizes = {}
+    for icon in icons["images"]:
+        header = (catalog / "AppIcon.appiconset" / icon["filename"]).read_bytes()[:26]
+        width, height, depth, color = struct.unpack(">IIBB", header[16:])
+        assert header[:8] == b"\x89PNG\r\n\x1a\n"
+        assert (depth, color) == (8, 2), "RGB without transparency"
+        points, scale = icon["size"].split("x")[0], icon.get("scale", "1x")
+        assert width == height == int(points) * int(scale[0]), icon["filename"]
+        sizes.setdefault((icon["idiom"], icon.get("platform")), set()).add((points, scale))
+    assert sizes.pop(("universal", "ios")) == {("1024", "1x")}
+    # Without them the asset compiler has no icon for a Mac, and fails.
+    mac = {(str(size), scale) for size in (16, 32, 128, 256, 512) for scale in ("1x", "2x")}
+    assert sizes == {("mac", None): mac}
+
+
+@pytest.mark.parametrize(("name", "device"), [("Demo", "cpu"), ("Demo-GPU", "gpu")])
+def test_the_demo_bundles_that_come_with_the_app_are_whole(name, device):
+    from mesp.bundle.reader import Bundle
+
+    bundle = Bundle(HOME / f"{name}.mesp", to_run=device == "cpu")
+    bundle.verify()
+    assert bundle.manifest.device == device
+    assert {"train", "valid"} <= set(bundle.manifest.data)
+    # As the Train screen says (`TrainingForm.lesson`).
+    tokens = array("I", (bundle.path / "data" / "train.bin").read_bytes())
+    text = Tokenizer.from_file(str(bundle.path / "tokenizer.json")).decode(list(tokens))
+    assert text.count("Python") > 20 and "An assignment statement evaluates" in text
+
+
+def tool(name: str) -> str:
+    """A program of the Swift toolchain; on a Mac it is not in the path."""
+    found = shutil.which(name)
+    if not found and shutil.which("xcrun"):
+        found = subprocess.check_output(["xcrun", "--find", name], text=True).strip()
+    assert found, "install Swift 6"
+    return found
+
+
+def target() -> str:
+    """The compiler's target triple."""
+    info = json.loads(subprocess.check_output([tool("swiftc"), "-print-target-info"], text=True))
+    return info["target"]["unversionedTriple"]
+
+
+class Compiler:
+    """Compiles as for `system`, against the stand-ins in `modules`.
+
+    With `-c`: type-checking alone finds neither data races nor missing returns. What is compiled is
+    a copy, in which `os(iOS)` and the like are replaced by what holds for `system`; that
+    `canImport(Darwin)` and `canImport(CryptoKit)` hold, the stand-ins bring about.
+    """
+
+    def __init__(self, system: str, folder: Path) -> None:
+        self.system, self.folder = system, folder
+        self.modules = folder / "modules"
+        self.modules.mkdir()
+        build = find_engine().parent  # where the module MLX was built
+        self.options = ["-I", self.modules, "-I", build / "Modules"]
+        self.options += ["-Xcc", f"-fmodule-map-file={build / 'CHostMLX.build/module.modulemap'}"]
+        self.options += ["-package-name", "mesp"]
+
+    def compile(
+        self, name: str, *sources: Path, version: int = 6, emit: str = "-c"
+    ) -> subprocess.CompletedProcess:
+        """Compiles a module into one file, NAME.o, and so that others can import it."""
+        copies = self.folder / name
+        shutil.rmtree(copies, ignore_errors=True)
+        for source in sources:
+            text = source.read_text(encoding="utf-8")
+            copy = copies / source.relative_to(source.anchor)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            text = re.sub(r"\b(?:os|targetEnvironment)\((\w+)\)", self.condition, text)
+            copy.write_text(text, encoding="utf-8")
+        command = [tool("swiftc"), emit, "-whole-module-optimization", "-module-name", name]
+        if "main.swift" not in {source.name for source in sources}:
+            command += ["-parse-as-library", "-emit-module", "-emit-module-path"]
+            command.append(self.modules / f"{name}.swiftmodule")
+        command += ["-swift-version", str(version), *self.options, *copies.rglob("*.swift")]
+        command += ["-o", self.folder / f"{name}.o"]
+        return subprocess.run(list(map(str, command)), capture_output=True, text=True)
+
+    def condition(self, match: re.Match) -> str:
+        holds = {"iOS", "simulator"} if self.system == "simulator" else {self.system}
+        return "true" if match[1] in holds else "false"
+
+    def compile_stand_ins(self) -> None:
+        for name in STAND_INS[self.system]:
+            stand_in = HERE / "stand_ins" / f"{name}.swift"
+            done = self.compile(name, stand_in, version=5)
+            assert done.returncode == 0, done.stderr
+
+    def app_modules(self) -> dict[str, list[Path]]:
+        """The sources of the app's modules, each after what it imports."""
+        # As SwiftPM makes it of a target with resources.
+        resources = self.folder / "Resources.swift"
+        resources.write_text(
+            "import Foundation\nextension Bundle { static let module = Bundle.main }\n",
+            encoding="utf-8",
+        )
+        return {
+            "MeSPSentences": [*(HOME / "Sentences").glob("*.swift")],
+            "MeSPFiles": [*(HOME / "Files").glob("*.swift")],
+            "MeSPFederation": [*(HOME / "Federation").glob("*.swift")],
+            "MeSPFunctionCheck": [*(HOME / "FunctionCheck").glob("*.swift")],
+            "MeSPCore": [*(HOME / "Core").rglob("*.swift")],
+            "MeSPDownload": [*(HOME / "Download").glob("*.swift")],
+            "MeSPSelfCheck": [*(HOME / "SelfCheck").glob("*.swift")],
+            "MeSPAppModel": [*(HOME / "AppModel").glob("*.swift"), resources],
+            "MeSPTrainer": APP_SOURCES,
+        }
+
+
+# What must not compile, and what the compiler says of it.
+FAULTS = {
+    "risks causing data races": (
+        "final class Count { var value = 0 }\n"
+        "func f() { let count = Count(); Task.detached { count.value = 1 }; count.value = 2 }"
+    ),
+    "missing return": "func f(_ x: Int) -> Int { if x > 0 { return 1 } }",
+    "not concurrency-safe": "func f() -> UInt32 { mach_task_self_ }",
+    "cannot find 'nowhere'": "#if os(Linux)\n#else\nfunc f() { nowhere() }\n#endif",
+}
+
+
+# One test a system: each compiles the core.
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform == "darwin", reason="Xcode compiles the app itself")
+@pytest.mark.parametrize("system", ["macOS", "iOS"])
+def test_all_of_it_compiles_as_for_a_system_of_apples(system: str, tmp_path: Path):
+    compiler = Compiler(system, tmp_path)
+
+    def compile(name: str, *sources: Path) -> None:
+        done = compiler.compile(name, *sources)
+        assert done.returncode == 0 and "warning:" not in done.stderr, done.stderr
+
+    compiler.compile_stand_ins()
+    for name, sources in compiler.app_modules().items():
+        compile(name, *sources)
+    if system == "iOS":
+        compile("MeSPWidget", *WIDGET.glob("*.swift"))
+    compile("Example", library_examples(tmp_path / "Example.swift"))
+    if system == "macOS":
+        engine = sorted((HOME / "Engine").glob("*.swift"))
+        compile("engine", *engine)
+        # A closure in main.swift is isolated to the main actor unless it says otherwise. Where the
+        # system calls one on its own threads, the check that Swift adds ends the process.
+        done = compiler.compile("engine", *engine, emit="-emit-silgen")
+        assert done.returncode == 0, done.stderr
+        assert "setEventHandler" in (sil := (tmp_path / "engine.o").read_text(encoding="utf-8"))
+        assert "_checkExpectedExecutor" not in sil
+
+    fault = tmp_path / "Fault.swift"
+    for said, text in FAULTS.items():
+        fault.write_text(f"import Darwin\nimport MeSPCore\n{text}\n", encoding="utf-8")
+        done = compiler.compile("Fault", fault)
+        assert done.returncode != 0 and said in done.stderr, said
+
+
+@pytest.mark.skipif(sys.platform == "darwin", reason="Xcode compiles the UI test itself")
+def test_the_ui_test_compiles(tmp_path: Path):
+    compiler = Compiler("iOS", tmp_path)
+    done = compiler.compile("XCTest", HERE / "stand_ins" / "XCTest.swift", version=5)
+    assert done.returncode == 0, done.stderr
+    done = compiler.compile("MeSPTrainerUITests", *UI_TESTS.glob("*.swift"))
+    assert done.returncode == 0 and "warning:" not in done.stderr, done.stderr
+
+
+def test_the_ui_test_looks_for_what_the_app_shows():
+    """Only Xcode runs it; what it looks for must not go away unseen meanwhile."""
+    (source,) = UI_TESTS.glob("*.swift")
+    text = source.read_text(encoding="utf-8")
+    views = "\n".join(view.read_text(encoding="utf-8") for view in APP_SOURCES)
+    sources = [*sorted((HOME / "AppModel").glob("*.swift")), HOME / "Core/Bundle/MLXSupport.swift"]
+    model = "\n".join(source.read_text(encoding="utf-8") for source in sources)
+    bundles = {path.stem for path in HOME.glob("*.mesp")}
+    shown = {*literals(views), *literals(model), *bundles}
+    given = set(re.findall(r'\.accessibilityIdentifier\("([^"]+)"\)', views))
+
+    identifiers = set(re.findall(r'\.identified\("([^"]+)"\)', text))
+    labels = set(re.findall(r'(?:s|launched|show)(?:\[|\((?:at: )?)"([^"]+)"', text))
+    assert {"loss-chart", "prompt"} <= identifiers and {"Start", "Runs", "Models"} <= labels
+    assert identifiers == given, "identifiers that nothing looks for, or that no view has"
+    assert labels - shown == set(), "no view says them"
+    for words in re.findall(r'\.saying\("([^"]+)"\)', text):
+        assert any(each.startswith(words) for each in shown), words
+    # A screenshot of each tab.
+    tabs = set(re.findall(r'\.tabItem \{ Label\("(\w+)"', views))
+    assert len(tabs) == 5 and tabs <= set(re.findall(r'as: "(\w+)"\)', text))
+
+
+def library_examples(source: Path) -> Path:
+    """The examples of the library's documentation, as one source."""
+    text = (HOME / "Core" / "MeSPCore.docc" / "FineTuning.md").read_text(encoding="utf-8")
+    examples = re.findall(r"```swift\n(.*?)```", text, flags=re.S)
+    assert len(examples) == 3
+    source.write_text("import Foundation\n" + "".join(examples), encoding="utf-8")
+    return source
+
+
+def test_the_librarys_documentation_builds(tmp_path: Path):
+    """Every link leads somewhere, and every parameter of what is public is documented."""
+    build = find_engine().parent
+    module_map = build / "CHostMLX.build" / "module.modulemap"
+    module = ["-module-name", "MeSPCore", "-I", build / "Modules"]
+    module += ["-Xcc", f"-fmodule-map-file={module_map}"]
+    graphs = ["-minimum-access-level", "public", "-output-dir", tmp_path, "-target", target()]
+    if shutil.which("xcrun"):
+        sdk = subprocess.check_output(["xcrun", "--show-sdk-path"], text=True).strip()
+        graphs += ["-sdk", sdk]
+    subprocess.run([tool("swift-symbolgraph-extract"), *module, *graphs], check=True)
+    options = ["--additional-symbol-graph-dir", tmp_path, "--output-path", tmp_path / "archive"]
+    options += ["--fallback-display-name", "MeSPCore", "--fallback-bundle-identifier", "org.mesp"]
+    catalogue = HOME / "Core" / "MeSPCore.docc"
+    convert = [tool("docc"), "convert", catalogue, *options, "--warnings-as-errors"]
+    done = subprocess.run(convert, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def literals(text: str) -> list[str]:
+    """The string literals of a Swift source, each interpolation as %@; also those within one."""
+    found, place = [], 0
+
+    def read(place: int) -> int:
+        """Reads the literal whose text begins at `place`; returns where it ends."""
+        parts = []
+        while text[place] != '"':
+            if text.startswith("\\(", place):
+                place, depth = place + 2, 1
+                while depth:
+                    if text[place] == '"':
+                        place = read(place + 1)
+                    depth += {"(": 1, ")": -1}.get(text[place], 0)
+                    place += 1
+                parts.append("%@")
+            else:
+                parts.append(text[place])
+                place += 1
+        found.append("".join(parts))
+        return place + 1
+
+    text = re.sub(r"//.*", "", text)
+    while (place := text.find('"', place)) >= 0:
+        place = read(place + 1)
+    return found
+
+
+def catalog(name: str) -> dict[str, dict]:
+    """What the String Catalog lists, by key."""
+    catalog = json.loads((APP / f"{name}.xcstrings").read_text(encoding="utf-8"))
+    assert catalog["sourceLanguage"] == "en" and catalog["version"] == "1.0"
+    return catalog["strings"]
+
+
+def test_the_string_catalog_has_every_sentence_of_the_views():
+    """A text begins with a capital, or has a space; names of symbols and files do neither."""
+    said = {
+        text
+        for view in [APP / "MeSPTrainerApp.swift", *(APP / "Views").glob("*.swift")]
+        for text in literals(view.read_text(encoding="utf-8"))
+        if re.search(r"[A-Za-z]", text.replace("%@", "")) and (text[0].isupper() or " " in text)
+    }
+    # Xcode tells numbers from words; both are one text.
+    listed = {re.sub(r"%(\d\$)?(lld|@)", "%@", key) for key in catalog("Localizable")}
+    assert said - listed == set(), "add them to Localizable.xcstrings"
+    assert listed - said == set(), "no view says them"
+
+
+def test_numbers_of_things_have_plural_forms():
+    catalogue = catalog("Localizable")
+    counted = [key for key in catalogue if re.match(r"%lld \w+s\b", key)]
+    assert {"%lld steps", "%lld tokens"} <= set(counted)
+    for key in counted:
+        forms = catalogue[key]["localizations"]["en"]["variations"]["plural"]
+        values = {form: each["stringUnit"]["value"] for form, each in forms.items()}
+        assert values["other"] == key and values["one"] == re.sub(r"^(%lld \w+)s\b", r"\1", key)
+
+
+def test_every_row_can_be_reached_and_read():
+    """What is tapped is a button, what is deleted has a menu, and color is a symbol's alone."""
+    views = {view.name: view.read_text(encoding="utf-8") for view in VIEWS}
+    for name, text in views.items():
+        assert "onTapGesture" not in text, name
+        if ".onDelete" in text:
+            assert re.search(r"RowMenu\(|\.contextMenu", text), name
+        # A signal color on more than the symbol would be hard to read.
+        for line in text.splitlines():
+            if re.search(r"foregroundStyle\(\.(orange|green|red)\)", line):
+                assert "Image(systemName:" in line, f"{name}: {line.strip()}"
+    assert ".keyboard" in views["Support.swift"], "a number pad has no Return"
+    for name in ("TrainView.swift", "TryView.swift"):
+        assert ".doneKey" in views[name]
+
+
+def test_the_documentation_names_what_the_screens_have():
+    text = (ROOT / "docs" / "app.md").read_text(encoding="utf-8")
+    table = text.split("### From the first tap to the last")[1].split("\n## ")[0]
+    now = [row.split("|")[3] for row in table.splitlines() if row.startswith("| ")][1:]
+    views = "\n".join(view.read_text(encoding="utf-8") for view in VIEWS)
+    named = {name for cell in now for name in re.findall(r"\*([^*]+)\*", cell)}
+    assert len(named) > 8 and named <= set(literals(views)), named - set(literals(views))
+
+
+def test_start_is_in_view_wherever_a_run_is_set_up():
+    text = (APP / "Views" / "TrainView.swift").read_text(encoding="utf-8")
+    assert "safeAreaInset(edge: .bottom) { StartBar() }" in text
+    setup, more = re.split(r"(?=private struct MoreView)", text.split("struct SetupView")[1])
+    assert ".startBar()" in setup and ".startBar()" in more
+    controls = r"\b(Picker|TextField|Toggle|Stepper|number)\("
+    assert not re.search(controls, setup) and re.search(controls, more)
+
+
+def sentence_keys(sil: str) -> set[str]:
+    """The keys of a module's `Sentence` literals, as the calls in its SIL make them."""
+    found: set[str] = set()
+    literal, keys = "", []  # keys: of the literals that are begun, as one may hold another
+    calls = r"init\(literalCapacity|append\w+|init\(stringInterpolation|init\(stringLiteral"
+    steps = (
+        rf'= string_literal utf8 (".*") +//|// function_ref Sentence\.(?:Interpolation\.)?({calls})'
+        # Its line and the next, which has the type that an argument is known by.
+        r".*\n.*"
+    )
+    for step in re.finditer(steps, sil):
+        if step[1]:
+            literal = step[1]
+        elif step[2] == "init(literalCapacity":
+            keys.append("")
+        elif step[2] == "appendLiteral":
+            keys[-1] += json.loads(literal).replace("%", "%%")
+        elif step[2] == "appendInterpolation":
+            keys[-1] += "%lld" if "BinaryInteger" in step[0] else "%@"
+        elif step[2] == "init(stringInterpolation":
+            found.add(keys.pop())
+        elif step[2] == "init(stringLiteral":
+            found.add(json.loads(literal))
+    return found
+
+
+@pytest.mark.skipif(sys.platform == "darwin", reason="the stand-ins are for other systems")
+def test_the_string_catalog_has_every_sentence_beside_the_views(tmp_path: Path):
+    """A `Sentence` is looked up by its exact key, numbers told from words."""
+    compiler = Compiler("simulator", tmp_path)
+    compiler.compile_stand_ins()
+    said: set[str] = set()
+    for name, sources in compiler.app_modules().items():
+        done = compiler.compile(name, *sources, emit="-emit-silgen")
+        assert done.returncode == 0, done.stderr
+        said |= sentence_keys((tmp_path / f"{name}.o").read_text(encoding="utf-8"))
+    said = {key for key in said if re.search(r"[A-Za-z]", re.sub(r"%(lld|@)", "", key))}
+    listed = catalog("Sentences")
+    assert said - set(listed) == set(), "add them to Sentences.xcstrings"
+    assert set(listed) - said == set(), "nothing says them"
+    # Xcode finds none of them, and takes away what it has not been told to keep.
+    assert {entry["extractionState"] for entry in listed.values()} == {"manual"}
+
+
+def test_views_keep_to_the_systems_type_sizes_and_colors():
+    """Text then grows with Dynamic Type, and is legible in light and dark."""
+    for view in VIEWS:
+        text = view.read_text(encoding="utf-8")
+        assert not re.search(r"\.system\(size|Font\.custom|\.frame\(height[^\n]*Text", text), (
+            view.name
+        )
+        assert not re.search(r"Color\((red|white|hue)|\.white\b|colorScheme\(", text), view.name
+        # Black is the night's screen, with gray on it.
+        assert view.name == "RunView.swift" or ".black" not in text, view.name
+
+
+def test_views_say_what_their_symbols_mean():
+    """VoiceOver has no words for a symbol alone: an Image has a label, or is hidden from it."""
+    for view in VIEWS:
+        for line in view.read_text(encoding="utf-8").splitlines():
+            if "Image(systemName:" in line:
+                assert re.search("accessibility(Label|Hidden)", line), (
+                    f"{view.name}: {line.strip()}"
+                )

@@ -1,0 +1,565 @@
+"""The exported block function against mlx-lm's own block on the same quantized weights."""
+
+import io
+import re
+import struct
+from collections import Counter
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx_lm.tuner.lora import LoRALinear
+
+from helpers.models import (
+    FAMILIES,
+    HEADS_64,
+    TINY,
+    arrays_of,
+    mlx_lm_model,
+    residual_factor,
+    run_layer,
+)
+from mesp import reference
+from mesp.block_function import attention, dequantize, fused, mlxfn, tiles
+from mesp.block_function.forward_pass import BlockFunction, block_function
+from mesp.block_function.gated_delta_net import delta_rule
+from mesp.block_function.trace import export_block
+from mesp.errors import MespError
+from mesp.models.architecture import Architecture, Block
+from mesp.models.layout import Layout, block_layout
+from mesp.models.mixers import AttentionMixer, GatedDeltaNet, ShortConvolution
+from mesp.models.names import name_there
+from mesp.models.quantization import Quantization
+
+OUTPUTS = ("y", *reference.INTERMEDIATES, *reference.POST_NORMED)
+TOLERANCE = 1e-5
+SCALE = 2.0
+
+
+def geometry(hidden: int, intermediate: int, heads: int, kv_heads: int) -> dict:
+    sizes = {"hidden_size": hidden, "intermediate_size": intermediate}
+    heads = {"num_attention_heads": heads, "num_key_value_heads": kv_heads}
+    return {**TINY, **sizes, **heads, "num_hidden_layers": 1}
+
+
+def mixed(path: str) -> Quantization:
+    """As mlx-lm's recipes, with what they don't mix as well."""
+    many = "v_proj" in path or "down_proj" in path
+    return Quantization(6, 64) if many else Quantization(8 if "q_proj" in path else 3, 32)
+
+
+GROUPS = geometry(128, 320, 4, 2)
+MODELS = {name: (config, lambda _: Quantization(4, 32)) for name, config in FAMILIES.items()}
+MODELS |= {
+    "groups": (GROUPS, lambda _: Quantization(4, 64)),
+    "three in a group": (geometry(192, 512, 6, 2), lambda _: Quantization(4, 32)),
+    "no groups": (geometry(128, 192, 2, 2), lambda _: Quantization(8, 64)),
+    "one head": (geometry(64, 192, 1, 1), lambda _: Quantization(2, 32)),
+    "3 bits": (GROUPS, lambda _: Quantization(3, 32)),
+    "5 bits": (GROUPS, lambda _: Quantization(5, 32)),
+    "mixed": (GROUPS, mixed),
+    "mxfp4": (GROUPS, lambda _: Quantization(4, 32, "mxfp4")),
+    "mxfp8": (GROUPS, lambda _: Quantization(8, 32, "mxfp8")),
+    "nvfp4": (FAMILIES["phi3"], lambda _: Quantization(4, 16, "nvfp4")),
+}
+# Each model's blocks, one of each kind of attention.
+BLOCKS = [
+    pytest.param(name, layer, id=f"{name} {layer}" if layer else name)
+    for name, (config, _) in MODELS.items()
+    for layer in range(len(Architecture.from_config(config).mixers))
+]
+
+
+class Spy(nn.Module):
+    """A module that remembers what it was given, and gave."""
+
+    def __init__(self, module: nn.Module):
+        super().__init__()
+        self.module = module
+
+    def __call__(self, x: mx.array, *more: mx.array) -> mx.array:
+        self.seen = {"in": x, "out": self.module(x, *more)}
+        return self.seen["out"]
+
+
+class Case:
+    """A block of mlx-lm's with LoRA layers, and the same weights as the block function's arrays."""
+
+    def __init__(self, name: str, layer: int = 0, rank: int = 4, lora: bool = True):
+        config, quantization = MODELS[name]
+        self.arch = Architecture.from_config(config)
+        self.described = self.arch.blocks[layer]
+        self.mixer = self.described.mixer
+        self.block = mlx_lm_model(config, quantization, seed=1).layers[layer]
+        arrays = arrays_of(self.block, self.described)
+        quantizations = {name: quantization(name) for name in self.described.modules}
+        self.layout = block_layout(self.described, quantizations, "float32")
+        self.weights = pack(self.layout, arrays)
+
+        flat = []
+        for name in self.described.modules:
+            adapted = LoRALinear.from_base(self.module(name), r=rank, scale=SCALE)
+            if lora:
+                adapted.lora_b = mx.random.normal(adapted.lora_b.shape) * 0.1
+            self.replace(name, adapted)
+            flat += [adapted.lora_a.flatten(), adapted.lora_b.flatten()]
+        self.lora = mx.concatenate(flat)
+
+    def module(self, name: str) -> nn.Module:
+        return dict(self.block.named_modules())[self.there(name)]
+
+    def there(self, name: str) -> str:
+        """What mlx-lm calls a module."""
+        return name_there(f"{name}.weight", self.arch.model_type).removesuffix(".weight")
+
+    def replace(self, name: str, module: nn.Module) -> None:
+        *parents, last = self.there(name).split(".")
+        parent = self.module(parents[0]) if parents else self.block
+        setattr(parent, last, module)
+
+    def run(self, x: mx.array) -> mx.array:
+        """mlx-lm's block, with the window that Hugging Face gives it."""
+        return run_layer(self.block, x, self.described)
+
+    def expected(self, x: mx.array) -> list[mx.array]:
+        """What mlx-lm computes: y, and what goes into and comes out of its modules."""
+        names = ["input_layernorm", self.arch.mlp_norm, *self.described.modules]
+        of_mixer = {GatedDeltaNet: "linear_attn.norm", ShortConvolution: "conv.conv"}
+        names += [name for kind, name in of_mixer.items() if isinstance(self.mixer, kind)]
+        spies = {name: Spy(self.module(name)) for name in names}
+        for name, spy in spies.items():
+            self.replace(name, spy)
+        found = {"y": self.run(x)}
+        for name, (module, rows, _) in self.described.projections().items():
+            found[name] = spies[module].seen["out"][..., rows]
+        found["mixer_in"] = spies["input_layernorm"].seen["out"]
+        found["x_mid"] = spies[self.arch.mlp_norm].seen["in"] / residual_factor(self.block)
+        found["mixer_out"], found["mlp_out"] = found[self.mixer.out], found["down"]
+        if isinstance(self.mixer, GatedDeltaNet):
+            found |= {"m1": found["qkv"], "m2": found["z"]}
+            found["m3"] = mx.concatenate([found["b"], found["a"]], axis=-1)
+            found["mixed"] = spies["linear_attn.norm"].seen["in"].flatten(2)
+        elif isinstance(self.mixer, ShortConvolution):
+            found |= dict(zip(("m1", "m2", "m3"), mx.split(found["in"], 3, axis=-1), strict=True))
+            found["mixed"] = spies["conv.conv"].seen["out"]
+        else:
+            counts = [self.mixer.num_attention_heads] + 2 * [self.mixer.num_key_value_heads]
+            for m, name, heads in zip(("m1", "m2", "m3"), "qkv", counts, strict=True):
+                found[m] = found[name].reshape(1, x.shape[1], heads, -1).swapaxes(1, 2)
+            *_, out = self.mixer.modules
+            found["mixed"] = spies[out[0]].seen["in"]
+            if self.mixer.output_gate:
+                gates = found["m1"][..., self.mixer.head_dim :].swapaxes(1, 2).flatten(2)
+                found["mixed"] = found["mixed"] / mx.sigmoid(gates)
+        return [found[name] for name in OUTPUTS[: None if self.arch.post_norms else -2]]
+
+    def export(self, folder, seq_len: int):
+        """The block function, exported and imported again."""
+        path, rank = str(folder / "block.mlxfn"), self.lora.size // self.described.lora_size(1)
+        export_block(
+            path, self.function(), self.described, self.layout, mx.float32, "cpu", [seq_len], [rank]
+        )
+        return imported(path)
+
+    def function(self, plain: bool = False, device: str = "cpu") -> BlockFunction:
+        return block_function(self.described, self.layout, device, plain=plain)
+
+
+def imported(path: str | Path) -> Callable[..., list[mx.array]]:
+    """The function of a file, which this MLX reads once it has its layout."""
+    file = Path(path)
+    file.write_bytes(mlxfn.in_layout(file.read_bytes(), mlxfn.layout_of(mx.__version__)))
+    return mx.import_function(str(file))
+
+
+def pack(layout: Layout, arrays: dict[str, mx.array]) -> mx.array:
+    """Lays arrays of 32 and 8 bits out as a block's file."""
+    words = mx.zeros(layout.words, mx.uint32)
+    for spec in layout.arrays:
+        words[spec.offset : spec.offset + spec.words] = arrays[spec.name].flatten().view(mx.uint32)
+    return words
+
+
+def relative_error(a: mx.array, b: mx.array) -> float:
+    assert a.shape == b.shape and a.dtype == b.dtype
+    return (mx.linalg.norm(a - b) / mx.linalg.norm(b)).item()
+
+
+def assert_same(case: Case, outputs: list[mx.array], x: mx.array) -> None:
+    names = OUTPUTS[: len(outputs)]
+    for name, a, b in zip(names, outputs, case.expected(x), strict=True):
+        assert relative_error(a, b) <= TOLERANCE, name
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    mx.random.seed(0)
+
+
+# The families' windows are 5 tokens.
+@pytest.mark.parametrize("seq_len", [1, 5, 7, 32])
+@pytest.mark.parametrize(("name", "layer"), BLOCKS)
+def test_equals_mlx_lm(tmp_path, name, layer, seq_len):
+    case = Case(name, layer)
+    function = case.export(tmp_path, seq_len)
+    x = mx.random.normal((1, seq_len, case.arch.hidden_size))
+    assert_same(case, function(x, case.lora, mx.array(SCALE), case.weights), x)
+
+
+@pytest.mark.parametrize("length", [63, 64, 65, 200])
+@pytest.mark.parametrize(("heads", "sizes"), [((2, 2), (8, 16)), ((1, 3), (16, 8))])
+def test_the_delta_rule_equals_the_reference(heads, sizes, length):
+    """Over the borders of its chunks, where some decays are near 0 and some near 1."""
+    (Hk, Hv), (dk, dv) = heads, sizes
+    q, k = (mx.random.normal((Hk, length, dk)) * dk**-0.5 for _ in range(2))
+    log_g = -mx.exp(3 * mx.random.normal((Hv, length)) - 2)
+    inputs = [q, k, mx.random.normal((Hv, length, dv)), log_g, mx.random.uniform(shape=log_g.shape)]
+    error = relative_error(delta_rule(*inputs), reference.gated_delta_rule(*inputs))
+    assert error <= TOLERANCE
+
+
+@pytest.mark.parametrize(("name", "layer"), BLOCKS)
+def test_the_reference_computes_the_same(name, layer):
+    case = Case(name, layer)
+    x, arrays = mx.random.normal((1, 12, case.arch.hidden_size)), case.layout.unpack(case.weights)
+    outputs = reference.block_forward(x, case.lora, SCALE, arrays, case.described)
+    assert_same(case, outputs, x)
+
+
+def test_without_lora_it_is_the_base_model(tmp_path):
+    case = Case("groups", rank=2, lora=False)
+    function = case.export(tmp_path, 9)
+    x = mx.random.normal((1, 9, case.arch.hidden_size))
+    assert_same(case, function(x, case.lora, mx.array(SCALE), case.weights), x)
+
+
+@pytest.mark.parametrize("seq_len", [1, 7, 32])
+@pytest.mark.parametrize(("name", "layer"), BLOCKS)
+def test_it_differentiates(tmp_path, name, layer, seq_len):
+    case = Case(name, layer)
+    function = case.export(tmp_path, seq_len)
+    x = mx.random.normal((1, seq_len, case.arch.hidden_size))
+    dy = mx.random.normal(x.shape)
+
+    def mlx_lm(x: mx.array, lora: mx.array) -> mx.array:
+        start = 0
+        for name in case.described.modules:
+            layer = case.module(name)
+            for matrix in ("lora_a", "lora_b"):
+                size = layer[matrix].size
+                layer[matrix] = lora[start : start + size].reshape(layer[matrix].shape)
+                start += size
+        return case.run(x)
+
+    def imported(x: mx.array, lora: mx.array) -> mx.array:
+        return function(x, lora, mx.array(SCALE), case.weights)[0]
+
+    _, expected = mx.vjp(mlx_lm, [x, case.lora], [dy])
+    _, actual = mx.vjp(imported, [x, case.lora], [dy])
+    for name, a, b in zip(("dx", "d lora"), actual, expected, strict=True):
+        assert relative_error(a, b) <= TOLERANCE, name
+
+
+@pytest.mark.parametrize("length", [5, 7, 32])
+@pytest.mark.parametrize("window", [None, 1, 4, 5])
+def test_fused_attention_sees_the_same_keys(monkeypatch, window, length):
+    """Its mask is that of the tiles."""
+    monkeypatch.setattr(tiles, "ATTENTION_ROWS", 4)
+    q, k, v = (mx.random.normal((1, heads, length, 16)) for heads in (4, 2, 2))
+    scoring = attention.Scoring(0.3, None, window)
+    functions = (partial(attention.fused_attention, mx.fast), attention.attention)
+    a, b = (function(q, k, v, lambda x, _: x, scoring) for function in functions)
+    assert relative_error(a, b) <= TOLERANCE
+
+
+# Fused attention; sizes of tiles that cut these small shapes into many; the default sizes.
+@pytest.mark.parametrize("how", ["fused", "tiled", "one tile", "plain"])
+@pytest.mark.parametrize(("name", "layer"), BLOCKS)
+def test_the_gpu_function_computes_the_same(monkeypatch, name, layer, how):
+    """Its operations are there on the CPU too, so that a mistake in them shows without a GPU."""
+    case, calls = Case(name, layer), []
+    attend = mx.fast.scaled_dot_product_attention
+    monkeypatch.setattr(
+        mx.fast,
+        "scaled_dot_product_attention",
+        lambda *args, **options: calls.append(args) or attend(*args, **options),
+    )
+    has_scores = isinstance(case.mixer, AttentionMixer)
+    if has_scores:
+        fused_heads = (case.mixer.head_dim,) if how == "fused" else ()
+        monkeypatch.setattr(attention, "FUSED_HEADS", fused_heads)
+    if how == "tiled":
+        monkeypatch.setattr(tiles, "NUMBERS_A_TOKEN", 1)
+        monkeypatch.setattr(tiles, "ATTENTION_ROWS", 4)
+        monkeypatch.setattr(tiles, "FEWEST_HEADS", 1)
+        monkeypatch.setattr(tiles, "HEADS_BY_TOKENS", 1)
+    x = mx.random.normal((1, 20, case.arch.hidden_size))
+    function = case.function(how == "plain", device="gpu")
+    outputs = function(x, case.lora, mx.array(SCALE), case.weights)
+    takes_fused = has_scores and case.mixer.attn_logit_softcapping is None
+    assert bool(calls) == (how == "fused" and takes_fused)
+    assert_same(case, outputs, x)
+
+
+def primitives(*outputs: mx.array) -> Counter:
+    """How many of each primitive the graph of `outputs` has."""
+    dot = io.StringIO()
+    mx.export_to_dot(dot, *outputs)
+    return Counter(re.findall(r'label ="(\w+)", shape=rectangle', dot.getvalue()))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["qwen2", "qwen3", "gemma2", "gemma3_text", "phi3"])
+def test_the_gpu_function_differs_on_the_cpu_in_fused_primitives_only(monkeypatch, name, dtype):
+    """On the CPU `mx.fast` is traced as plain operations, and nothing else depends on the device.
+
+    With a primitive in place of each call, as on a GPU, the graph is that of the CPU without what
+    the calls come to there. (MLX makes the real ones only where there is a GPU.)
+    """
+    case, plain = Case(name), Counter()
+    monkeypatch.setattr(attention, "FUSED_HEADS", (case.described.mixer.head_dim,))
+    quantizations = {module: MODELS[name][1](module) for module in case.described.modules}
+    layout = block_layout(case.described, quantizations, dtype)
+    # Inputs with a value, which have no graph.
+    inputs = [mx.zeros((1, 12, case.arch.hidden_size), getattr(mx, dtype)), case.lora]
+    inputs += [mx.array(SCALE), mx.zeros(layout.words, mx.uint32)]
+    mx.eval(inputs)
+
+    def graph() -> Counter:
+        return primitives(*block_function(case.described, layout, "gpu")(*inputs))
+
+    on_cpu = graph()
+    for call in ("rms_norm", "rope", "scaled_dot_product_attention"):
+
+        def stand_in(call, x, *others, **options):
+            arrays = [a for a in (*others, *options.values()) if isinstance(a, mx.array)]
+            blank = {id(a): mx.zeros(a.shape, a.dtype) for a in (x, *arrays)}
+            mx.eval(list(blank.values()))
+            values = [blank.get(id(a), a) for a in (x, *others)]
+            named = {k: blank.get(id(a), a) for k, a in options.items()}
+            plain.update(primitives(call(*values, **named)))
+            return mx.erfinv(mx.depends([x], arrays)[0] if arrays else x)
+
+        monkeypatch.setattr(mx.fast, call, partial(stand_in, getattr(mx.fast, call)))
+    on_gpu = graph()
+    calls = on_gpu.pop("ErfInv")
+    on_gpu["Depends"] -= calls
+    assert calls > 0
+    assert on_cpu == on_gpu + plain
+
+
+# Of heads of 64, which Metal's fused attention takes, with and without a window, and of others.
+GPU_BLOCKS = {name: {**FAMILIES[name], **HEADS_64} for name in ("qwen2", "qwen3", "mistral")}
+GPU_BLOCKS |= {name: FAMILIES[name] for name in ("gemma2", "gemma3_text", "phi3", "lfm2")}
+GPU_BLOCKS |= {"qwen3_5": FAMILIES["qwen3_5"]}
+GPU_BLOCKS |= {"output gate": {**FAMILIES["qwen3_5"], "full_attention_interval": 1}}
+
+
+def gpu_block(name: str, dtype: str, plain: bool, fast: ModuleType) -> tuple:
+    """The GPU's function with these fused primitives, and the widths of what it takes."""
+    arch = Architecture.from_config(GPU_BLOCKS[name])
+    block = arch.blocks[0]
+    layout = block_layout(block, dict.fromkeys(block.modules, Quantization(4, 32)), dtype)
+    return block_function(block, layout, "gpu", plain, fast), block, layout
+
+
+def gpu_inputs(block: Block, layout: Layout, dtype: str, length: int) -> list[mx.array]:
+    x = mx.zeros((1, length, block.arch.hidden_size), getattr(mx, dtype))
+    return [x, mx.zeros(block.lora_size(4)), mx.array(1.0), mx.zeros(layout.words, mx.uint32)]
+
+
+def trace(function: BlockFunction, *inputs: mx.array) -> list:
+    """What MLX calls back with of a trace: constants, and primitives with their arguments."""
+    found = []
+
+    def callback(part: dict) -> None:
+        if part["type"] == "constants":
+            part = [(name, a.shape, a.dtype, a.tolist()) for name, a in part["constants"]]
+        found.append(part)
+
+    mx.export_function(callback, function, *inputs)
+    return found
+
+
+def flat(arguments: Iterable) -> list:
+    """A primitive's arguments as numbers."""
+    numbers = []
+    for value in arguments:
+        if isinstance(value, mx.Dtype):
+            numbers += [mlxfn.DTYPES.index(value), value.size]
+        else:
+            numbers += value if isinstance(value, (tuple, list)) else [value]
+    return numbers
+
+
+@pytest.mark.parametrize("length", [5, 12])
+@pytest.mark.parametrize("plain", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", GPU_BLOCKS)
+def test_a_file_for_the_gpu_is_the_cpus_but_for_streams(tmp_path, name, dtype, plain, length):
+    """The CPU's form, the GPU's and back: equal bytes, with the primitives that MLX traces."""
+    function, block, layout = gpu_block(name, dtype, plain, fused)
+    lengths = [length, length + 1]
+    path = tmp_path / "block.mlxfn"
+    export_block(str(path), function, block, layout, getattr(mx, dtype), "gpu", lengths, [4])
+    gpu = path.read_bytes()
+    cpu = mlxfn.on_device(gpu, "cpu")
+    assert mlxfn.on_device(cpu, "gpu") == gpu
+
+    expected = []
+    for each in lengths:
+        for part in trace(function, *gpu_inputs(block, layout, dtype, each)):
+            if isinstance(part, dict) and part["type"] == "primitive":
+                name, arguments = part["name"], flat(part["arguments"])
+                if name == mlxfn.ATTENTION:
+                    del arguments[4:]  # `force_fused`, which the phone's MLX does not have
+                expected.append((name, arguments))
+    assert [(p.name, flat(p.state)) for p in mlxfn.primitives(gpu)] == expected
+    # The CPU is device 0, the GPU is device 1; no other byte differs.
+    assert [(a, b) for a, b in zip(cpu, gpu, strict=True) if a != b] == [(0, 1)] * len(expected)
+
+    used = {name for name, _ in expected} & {"RMSNorm", "RoPE", "ScaledDotProductAttention"}
+    fused_ones = {"RMSNorm"}
+    if isinstance(block.mixer, AttentionMixer):
+        fused_ones |= {"RoPE"}
+        fused_ones |= {"ScaledDotProductAttention"} if block.mixer.head_dim == 64 else set()
+    assert used == (set() if plain else fused_ones)
+    path.write_bytes(cpu)
+    assert len(imported(path)(*gpu_inputs(block, layout, dtype, length))) >= 9
+
+
+@pytest.mark.skipif(not mx.metal.is_available(), reason="there is no GPU")
+@pytest.mark.parametrize("length", [5, 12])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", GPU_BLOCKS)
+def test_fused_primitives_are_those_of_a_trace_on_the_gpu(name, dtype, length):
+    traces = []
+    for device, fast in ((mx.gpu, mx.fast), (mx.cpu, fused)):
+        function, block, layout = gpu_block(name, dtype, False, fast)
+        with mx.stream(device):
+            traces.append(trace(function, *gpu_inputs(block, layout, dtype, length)))
+    assert traces[0] == traces[1]
+
+
+def test_a_damaged_file_of_functions_is_refused(tmp_path):
+    path = tmp_path / "sum.mlxfn"
+    mx.export_function(str(path), lambda x: x + mx.array([1.0, 2.0]), mx.zeros(2))
+    file = path.read_bytes()
+    assert len(mlxfn.on_device(file, "gpu")) == len(file)
+    for damaged in (*(file[:length] for length in range(len(file))), file + b"\0"):
+        with pytest.raises(ValueError, match="file of functions"):
+            mlxfn.on_device(damaged, "gpu")
+
+
+@pytest.mark.parametrize("name", GPU_BLOCKS)
+def test_a_file_in_the_other_layout_and_back_is_the_same(tmp_path, name):
+    function, block, layout = gpu_block(name, "bfloat16", False, fused)
+    path = tmp_path / "block.mlxfn"
+    export_block(str(path), function, block, layout, mx.bfloat16, "gpu", [5, 64], [4])
+    file, (old, new) = path.read_bytes(), mlxfn.LAYOUTS
+    later = mlxfn.in_layout(file, new)
+    assert mlxfn.in_layout(later, new) == later
+    assert mlxfn.in_layout(later, old) == file
+    attentions = sum(p.name == mlxfn.ATTENTION for p in mlxfn.primitives(file))
+    assert len(later) - len(file) == 8 + attentions  # empty metadata, and `force_fused`
+    described = [(p.name, p.state, p.inputs, p.outputs) for p in mlxfn.primitives(file)]
+    assert [(p.name, p.state, p.inputs, p.outputs) for p in mlxfn.primitives(later)] == described
+
+
+def test_this_mlx_reads_its_own_layout(tmp_path):
+    path = tmp_path / "sum.mlxfn"
+    mx.export_function(str(path), lambda x: x + mx.array([1.0, 2.0]), mx.zeros(2))
+    other, own = sorted(mlxfn.LAYOUTS, key=lambda each: each == mlxfn.layout_of(mx.__version__))
+    path.write_bytes(mlxfn.in_layout(mlxfn.in_layout(path.read_bytes(), other), own))
+    assert mx.import_function(str(path))(mx.ones(2))[0].tolist() == [2.0, 3.0]
+
+
+@pytest.mark.parametrize("version", ["0.30.9", "0.32.1", "0.33.0", "1.0", ""])
+def test_a_file_of_an_unknown_layout_is_refused(tmp_path, version):
+    path = tmp_path / "sum.mlxfn"
+    mx.export_function(str(path), lambda x: x + 1, mx.zeros(2))
+    file = path.read_bytes()
+    written = struct.pack("<Q", len(mx.__version__)) + mx.__version__.encode()
+    assert file.startswith(written)
+    file = struct.pack("<Q", len(version)) + version.encode() + file.removeprefix(written)
+    with pytest.raises(MespError, match="is not known; install an mlx"):
+        mlxfn.in_layout(file, mlxfn.LAYOUTS[0])
+
+
+def test_what_the_older_layout_cannot_say_is_refused():
+    state = (1.0, True, False, False)
+    q = mx.zeros((1, 1, 5, 64))
+    file = mlxfn.one_primitive(mlxfn.ATTENTION, state, [q, q, q], q.shape, q.dtype)
+    later = bytearray(mlxfn.in_layout(file, "0.32.2"))
+    later[mlxfn.primitives(bytes(later))[0].state_end] = 1  # force_fused
+    with pytest.raises(ValueError, match="an attention must be fused"):
+        mlxfn.in_layout(bytes(later), "0.31.1")
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
+def test_every_code_is_unpacked(bits):
+    codes = mx.random.randint(0, 2**bits, (3, 320)).astype(mx.uint32)
+    planes = (codes[..., None] >> mx.arange(bits, dtype=mx.uint32)) & 1  # lowest bits first
+    words = planes.reshape(3, -1, 32) << mx.arange(32, dtype=mx.uint32)
+    unpacked = dequantize.unpack(words.sum(axis=-1), bits)
+    assert mx.array_equal(unpacked.reshape(3, 320), codes)
+
+
+def test_every_small_float_is_exact():
+    """E4M3 as MLX converts it, but for NaN, and E2M1's 16 values."""
+    codes = mx.arange(256, dtype=mx.uint8)
+    values = mx.from_fp8(codes, dtype=mx.float32)
+    is_nan = codes % 128 == 127
+    assert mx.array_equal(mx.isnan(values), is_nan)
+    assert mx.array_equal(mx.where(is_nan, 0, dequantize.E4M3), mx.where(is_nan, 0, values))
+    positive = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
+    e2m1 = dequantize.e2m1(mx.arange(16, dtype=mx.uint32))
+    assert e2m1.tolist() == positive + [-value for value in positive]
+
+
+def test_one_file_serves_several_lengths_and_ranks(tmp_path):
+    case = Case("groups")
+    path = str(tmp_path / "block.mlxfn")
+    function = case.function()
+    export_block(path, function, case.described, case.layout, mx.float32, "cpu", [3, 70], [2, 4])
+    from_file = imported(path)
+    for seq_len in (3, 70):
+        for rank in (2, 4):
+            x = mx.random.normal((1, seq_len, case.arch.hidden_size))
+            lora = mx.random.normal((case.described.lora_size(rank),)) * 0.1
+            arguments = (x, lora, mx.array(SCALE), case.weights)
+            assert relative_error(from_file(*arguments)[0], function(*arguments)[0]) <= 1e-6
+    with pytest.raises(ValueError, match="No imported function"):
+        from_file(x[:, :5], lora, mx.array(SCALE), case.weights)
+
+
+@pytest.mark.parametrize("name", ["groups", "gemma2", "nvfp4", "qwen3_5", "lfm2"])
+def test_bfloat16(tmp_path, name):
+    """bfloat16 arrays and scales; the arithmetic between them is float32."""
+    case = Case(name)
+    wide = case.layout.unpack(case.weights)
+    quantizations = {module: MODELS[name][1](module) for module in case.described.modules}
+    layout = block_layout(case.described, quantizations, "bfloat16")
+    words = mx.zeros(layout.words, mx.uint32)
+    rounded = {}
+    for spec in layout.arrays:
+        array = wide[spec.name]
+        if spec.dtype == "bfloat16":
+            array = array.astype(mx.bfloat16)
+            rounded[spec.name] = array.astype(mx.float32)
+        words[spec.offset : spec.offset + spec.words] = array.flatten().view(mx.uint32)
+    path = str(tmp_path / "block.mlxfn")
+    function = block_function(case.described, layout, "cpu")
+    export_block(path, function, case.described, layout, mx.bfloat16, "cpu", [20], [4])
+    x = mx.random.normal((1, 20, case.arch.hidden_size)).astype(mx.bfloat16)
+    outputs = imported(path)(x, case.lora, mx.array(SCALE), words)
+
+    weights = pack(case.layout, {**wide, **rounded})
+    expected = case.function()(x.astype(mx.float32), case.lora, mx.array(SCALE), weights)
+    for name, a, b in zip(OUTPUTS, outputs, expected, strict=False):
+        assert a.dtype == mx.bfloat16
+        assert relative_error(a.astype(mx.float32), b) <= 1e-2, name

@@ -1,0 +1,219 @@
+"""`check_functions`: files of functions that MLX would read or write outside of its arrays for."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import struct
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+
+from helpers.commands import run
+from helpers.paths import ROOT
+from mesp.block_function import mlxfn
+from mesp.block_function.check import check_functions
+from mesp.block_function.forward_pass import block_function
+from mesp.bundle.manifest import functions_folder, read_manifest
+from mesp.bundle.reader import Bundle
+from mesp.engine.build import find_engine
+from mesp.errors import MespError
+
+SWIFT = ROOT / "ios/MeSPTrainer/FunctionCheck/AllowedPrimitives.swift"
+FLOAT32 = struct.pack("<iB", 10, 4)
+
+
+def exported(folder: Path, function: Callable, *inputs: mx.array) -> bytes:
+    path = folder / "function.mlxfn"
+    with mx.stream(mx.cpu):
+        mx.export_function(str(path), function, *(inputs or [mx.zeros(16)]))
+    return path.read_bytes()
+
+
+def overwrite(x: mx.array) -> mx.array:
+    x[2:4] = 1.0
+    return x
+
+
+def shape(*sizes: int) -> bytes:
+    return struct.pack(f"<Q{len(sizes)}i", len(sizes), *sizes)
+
+
+def replaced(file: bytes, old: bytes, new: bytes) -> bytes:
+    assert file.count(old) == 1
+    return file.replace(old, new)
+
+
+@pytest.mark.parametrize(
+    ("primitive", "function"),
+    [
+        ("AsStrided", lambda x: mx.as_strided(x, (64,), (1,), 1 << 20)),
+        ("SliceUpdate", overwrite),
+        ("DynamicSliceUpdate", lambda x: mx.slice_update(x, x[:4], mx.array([9]), axes=(0,))),
+        ("Scatter", lambda x: x.at[mx.array([3])].add(1.0)),
+        ("GatherAxis", lambda x: mx.take_along_axis(x, mx.array([3]), axis=0)),
+        ("Sort", lambda x: mx.sort(x)),
+    ],
+)
+def test_other_primitives_are_refused(tmp_path, primitive, function):
+    with pytest.raises(ValueError, match=f"the primitive '{primitive}' is not supported"):
+        check_functions(exported(tmp_path, function), "cpu")
+
+
+def test_source_for_a_gpu_is_refused():
+    """Which a `CustomKernel` holds; its state is never read."""
+    file = mlxfn.one_primitive("Softmax", (False,), [mx.zeros(4)], (4,), mx.float32)
+    file = replaced(file, *(struct.pack("<Q", len(n)) + n for n in (b"Softmax", b"CustomKernel")))
+    with pytest.raises(ValueError, match="the primitive 'CustomKernel' is not supported"):
+        check_functions(file, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("function", "old", "new", "said"),
+    [
+        # MLX 0.31.1 crashes on the first, and gives what lies behind the array for the others.
+        (lambda x: x[mx.array(5)], struct.pack("<iBi", 7, 4, 5), struct.pack("<iBi", 7, 4, 10**6),
+         "Gather: its indices may be out of bounds"),
+        (lambda x: x[mx.array(5)], struct.pack("<iBi", 7, 4, 5), struct.pack("<iBi", 7, 4, -1),
+         "Gather: its indices may be out of bounds"),
+        (lambda x: x[2:6], shape(2) + shape(6), shape(100) + shape(104),
+         "Slice: it reads outside of its input"),
+        (lambda x: x[2:6], shape(4) + FLOAT32, shape(400) + FLOAT32,
+         "Slice: its outputs have other shapes"),
+        (lambda x: mx.exp(x), struct.pack("<Q", 0) + shape(16), struct.pack("<Q", 0) + shape(160),
+         "Exp: its outputs have other shapes"),
+        (lambda x: mx.exp(x), struct.pack("<Q", 0) + shape(16) + FLOAT32,
+         struct.pack("<Q", 0) + shape(16) + struct.pack("<iB", 10, 1), "an unsupported type"),
+        (lambda x: x.reshape(4, 4), shape(4, 4) + struct.pack("<Q", 0),
+         shape(-1, -1) + struct.pack("<Q", 0), "Reshape: unsupported parameters"),
+        (lambda x: x[None], shape(1, 16) + FLOAT32, shape(-1, -16) + FLOAT32,
+         "a dimension is below 0"),
+    ],
+)  # fmt: skip
+def test_a_file_that_lies_is_refused(tmp_path, function, old, new, said):
+    file = exported(tmp_path, function)
+    check_functions(file, "cpu")
+    with pytest.raises(ValueError, match=said):
+        check_functions(replaced(file, old, new), "cpu")
+
+
+def test_indices_that_are_computed_are_refused_unless_masked(tmp_path):
+    def function(x: mx.array, i: mx.array) -> mx.array:
+        return x[i]
+
+    def masked(x: mx.array, i: mx.array) -> mx.array:
+        return x[i & 15]
+
+    inputs = mx.zeros(16), mx.array([1], mx.uint32)
+    with pytest.raises(ValueError, match="Gather: its indices may be out of bounds"):
+        check_functions(exported(tmp_path, function, *inputs), "cpu")
+    check_functions(exported(tmp_path, masked, *inputs), "cpu")
+    with pytest.raises(ValueError, match="Gather: its indices may be out of bounds"):
+        check_functions(exported(tmp_path, masked, mx.zeros(15), inputs[1]), "cpu")
+
+
+def test_a_function_of_a_bundle_is_checked_before_mlx_reads_it(tiny, tmp_path):
+    done = run(
+        "export", "--model", tiny, "--seq-len", 8, "--device", "cpu", "--out", tmp_path / "b"
+    )
+    assert done.returncode == 0, done.stderr
+    bundle = Bundle(tmp_path / "b")
+    path = functions_folder(bundle.path, bundle.manifest) / bundle.manifest.blocks[0].functions["8"]
+    path.write_bytes(exported(tmp_path, lambda x: mx.as_strided(x, (64,), (1,), 1 << 20)))
+    with pytest.raises(MespError, match="AsStrided"):
+        bundle.function(8)
+
+
+def exchanged(outputs: list[mx.array]) -> list[mx.array]:
+    """The outputs with gate in the place of mixed, which has another shape."""
+    return [*outputs[:5], outputs[7], *outputs[6:]]
+
+
+def rounded(outputs: list[mx.array]) -> list[mx.array]:
+    return [outputs[0].astype(mx.bfloat16), *outputs[1:]]
+
+
+@pytest.mark.parametrize("change", [exchanged, rounded, lambda outputs: outputs[:-1]])
+def test_a_function_has_the_outputs_of_a_block(tiny, tmp_path, change):
+    """Of the shapes and types that the architecture implies, in Python and in the engine."""
+    out, record = tmp_path / "b", tmp_path / "text.jsonl"
+    record.write_text('{"text": "a dog and a cat and a dog"}\n' * 8)
+    options = ("--seq-len", 8, "--device", "cpu", "--dtype", "float32", "--data", record)
+    done = run("export", "--model", tiny, *options, "--out", out)
+    assert done.returncode == 0, done.stderr
+    bundle, name = Bundle(out), function_file(out)
+    block = bundle.architecture.blocks[0]
+    original = block_function(block, bundle.group(0).layout, "cpu", plain=True)
+    x, lora = mx.zeros((1, 8, bundle.architecture.hidden_size)), mx.zeros(block.lora_size(8))
+    inputs = x, lora, mx.array(1.0), bundle.block_words(0)
+    file = exported(tmp_path, lambda *arrays: change(original(*arrays)), *inputs)
+    check_functions(file, "cpu")
+    replace_file(out, name, file)
+    with pytest.raises(MespError, match="it does not have the inputs and outputs of a block"):
+        Bundle(out).function(8, plain=True)
+    done = run("train", out, "--method", "mebp", "--steps", 1, "--out", tmp_path / "run")
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith(
+        f"Error: {name} in {out} is not a function that mesp-export writes (it does not have the "
+        "inputs and outputs of a block); export the bundle again."
+    )
+
+
+def function_file(bundle: Path) -> str:
+    """The path in a bundle of the function for 8 tokens that this MLX reads."""
+    folder = functions_folder(bundle, read_manifest(bundle))
+    return (folder / "block.8.mlxfn").relative_to(bundle).as_posix()
+
+
+def replace_file(bundle: Path, name: str, data: bytes) -> None:
+    """Replaces a file of a bundle, and its sum in the manifest."""
+    (bundle / name).write_bytes(data)
+    manifest = json.loads((bundle / "manifest.json").read_text())
+    (entry,) = [each for each in manifest["files"] if each["path"] == name]
+    entry |= {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    (bundle / "manifest.json").write_text(json.dumps(manifest))
+
+
+def test_the_file_is_for_one_device(tmp_path):
+    file = exported(tmp_path, mx.exp)
+    with pytest.raises(ValueError, match="for another device"):
+        check_functions(file, "gpu")
+    check_functions(mlxfn.on_device(file, "gpu"), "gpu")
+
+
+def test_the_list_in_swift_is_this_one():
+    literal = re.search(r'#"""\n(.*)\n +"""#', SWIFT.read_text(), re.DOTALL)
+    assert literal is not None
+    listed = Path(mlxfn.__file__).with_name("allowed_primitives.json")
+    assert textwrap.dedent(literal[1]) == listed.read_text().rstrip("\n")
+
+
+def test_the_layouts_in_swift_are_these():
+    layouts = SWIFT.with_name("FunctionLayout.swift").read_text()
+    assert tuple(re.findall(r'case \w+ = "(.+)"', layouts)) == mlxfn.LAYOUTS
+
+
+def test_the_engine_checks_a_function_before_mlx_reads_it(tiny, tmp_path):
+    """Also where the manifest has its sum. On a CPU it is MeBP that runs a bundle's functions."""
+    find_engine()
+    bundle, record = tmp_path / "b", tmp_path / "text.jsonl"
+    record.write_text('{"text": "a dog and a cat and a dog"}\n' * 8)
+    done = run(
+        *("export", "--model", tiny, "--seq-len", 8, "--device", "cpu", "--data", record),
+        *("--out", bundle),
+    )
+    assert done.returncode == 0, done.stderr
+    name = function_file(bundle)
+    file = exported(tmp_path, lambda x: mx.as_strided(x, (64,), (1,), 1 << 20))
+    replace_file(bundle, name, file)
+    done = run("train", bundle, "--method", "mebp", "--steps", 1, "--out", tmp_path / "run")
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith(
+        f"Error: {name} in {bundle} is not a function that mesp-export writes (the primitive "
+        "AsStrided is not supported); export the bundle again."
+    )
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,313 @@
+import json
+import shutil
+
+import mlx.core as mx
+import pytest
+from click.testing import CliRunner
+from mlx.utils import tree_flatten
+from mlx_lm.tuner.trainer import default_loss
+from mlx_lm.tuner.utils import load_adapters
+
+from helpers.models import FAMILIES, TINY, mlx_lm_model, random_tensors, write_model
+from mesp import reference
+from mesp.block_function import mlxfn
+from mesp.bundle.manifest import read_manifest
+from mesp.bundle.reader import Bundle
+from mesp.commands.export import main
+from mesp.errors import MespError
+from mesp.models.layout import PAGE
+from mesp.models.quantization import Quantization
+
+
+@pytest.fixture(scope="session")
+def exported(tiny, tmp_path_factory):
+    """The tiny model as a bundle, not to be changed."""
+    out = tmp_path_factory.mktemp("bundles") / "tiny.mesp"
+    arguments = ["--model", tiny, "--data", "python-docs", "--seq-len", "16,32", "--out", out]
+    arguments += ["--quantize", "nearest", "--head-bits", 4]  # as `mx.quantize` makes it
+    result = CliRunner().invoke(main, list(map(str, arguments)), catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return out
+
+
+@pytest.fixture
+def copy(exported, tmp_path):
+    """The same to be changed, and a function that changes its manifest."""
+    folder = tmp_path / "copy.mesp"
+    shutil.copytree(exported, folder)
+
+    def edit(**changes) -> None:
+        path = folder / "manifest.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+    return folder, edit
+
+
+def test_arrays_are_the_models(exported):
+    bundle = Bundle(exported)
+    tensors = random_tensors(TINY)
+    for i in range(3):
+        block = bundle.block(i)
+        norm = tensors[f"model.layers.{i}.input_layernorm.weight"]
+        bias = tensors[f"model.layers.{i}.self_attn.k_proj.bias"]
+        down = mx.quantize(tensors[f"model.layers.{i}.mlp.down_proj.weight"], 64, 4)
+        assert mx.array_equal(block["input_layernorm.weight"], norm)
+        assert mx.array_equal(block["self_attn.k_proj.bias"], bias)
+        for part, array in zip(("weight", "scales", "biases"), down, strict=True):
+            assert mx.array_equal(block[f"mlp.down_proj.{part}"], array)
+    embedding = mx.quantize(tensors["model.embed_tokens.weight"], 64, 4)
+    for part, array in zip(("weight", "scales", "biases"), embedding, strict=True):
+        assert mx.array_equal(bundle.embedding()[part], array)
+        assert mx.array_equal(bundle.head()[part], array)
+    assert mx.array_equal(bundle.head()["norm"], tensors["model.norm.weight"])
+
+
+def test_files_can_be_mapped(exported):
+    """Whole pages, arrays on 64-byte boundaries that do not overlap, and every file listed."""
+    manifest = read_manifest(exported)
+    files = {entry.path: entry.size for entry in manifest.files}
+    on_disk = {p.relative_to(exported).as_posix() for p in exported.rglob("*") if p.is_file()}
+    assert on_disk == {*files, "manifest.json"}
+    packed = {"blocks/02.bin": manifest.blocks[0], "embedding.bin": manifest.embedding}
+    for name, entry in packed.items():
+        assert files[name] == entry.layout.words * 4
+        assert files[name] % PAGE == 0
+        end = 0
+        for array in entry.layout.arrays:
+            assert array.offset % 16 == 0 and array.offset >= end
+            end = array.offset + mx.zeros(array.shape, getattr(mx, array.dtype)).nbytes // 4
+        assert end <= entry.layout.words
+    keys = "format name model mlx_version layouts device dtype architecture quantization seq_lens "
+    keys += "ranks blocks embedding head data files"
+    assert list(json.loads((exported / "manifest.json").read_text())) == keys.split()
+
+
+FAMILY = {"num_hidden_layers": 4, "layer_types": None, "no_rope_layers": None}
+
+
+@pytest.fixture(scope="session", params=FAMILIES)
+def family(request, tmp_path_factory):
+    """A model of a family with four blocks, its folder and its bundle."""
+    folder = tmp_path_factory.mktemp(request.param)
+    config = {**FAMILIES[request.param], **FAMILY}
+    if request.param == "llama-window":
+        config["layer_types"] = ["sliding_attention", "sliding_attention", "full_attention"]
+        config["layer_types"] += ["sliding_attention"]
+    if request.param == "granitemoehybrid":
+        config["layer_types"] = ["attention"] * 4
+    model = write_model(folder / "model", config)
+    arguments = ["--model", model, "--seq-len", "4,9", "--rank", 2, "--out", folder / "out.mesp"]
+    arguments += ["--group-size", 32, "--data", "python-docs", "--quantize", "nearest"]
+    result = CliRunner().invoke(main, list(map(str, arguments)), catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return config, model, Bundle(folder / "out.mesp")
+
+
+def test_to_mlx_lm_is_the_quantized_model(family):
+    config, _, bundle = family
+    head = ("embed_tokens", "lm_head") if bundle.architecture.tie_word_embeddings else "lm_head"
+    expected = mlx_lm_model(config, lambda path: Quantization(6 if path.endswith(head) else 4, 32))
+    expected, found = (dict(tree_flatten(m.parameters())) for m in (expected, bundle.to_mlx_lm()))
+    assert found.keys() == expected.keys()
+    for name, array in found.items():
+        # 1 + w - 1, where Gemma's norms lack 1, loses w's last bits.
+        close = mx.abs(array - expected[name]).max() <= (1e-7 if "norm" in name else 0)
+        assert array.dtype == expected[name].dtype and close, name
+
+
+def test_functions_give_the_logits_of_mlx_lm(family):
+    """Embedding, every block's function and the head, below the window and above it."""
+    config, _, bundle = family
+    arch, model = bundle.architecture, bundle.to_mlx_lm()
+    ignores_window = config["model_type"] in ("mistral", "phi3", "gemma2")
+    for length in (4,) if ignores_window else (4, 9):
+        tokens = mx.array(bundle.tokens("train")[:length])
+        rows = {name: a[tokens] for name, a in bundle.embedding().items() if name != "norm"}
+        x = arch.embedding_scale * reference.dequantize(rows, "", arch.hidden_size)[None]
+        for i, block in enumerate(arch.blocks):
+            lora = mx.zeros(block.lora_size(2))
+            function = bundle.function(length, i)
+            x = function(x, lora, mx.array(1.0), bundle.block_words(i))[0]
+        head = bundle.head()
+        x = reference.rms_norm(x, head["norm"], arch.rms_norm_eps)
+        logits = x @ reference.dequantize(head, "", arch.hidden_size).T
+        logits = reference.soft_cap(logits, arch.final_logit_softcapping)
+        expected = model(tokens[None])
+        assert mx.linalg.norm(logits - expected) <= 1e-5 * mx.linalg.norm(expected)
+
+
+def test_adapters_load_into_mlx_lm(family, tmp_path):
+    """By the names of the modules, fused ones too: its loss is then the reference's."""
+    _, _, bundle = family
+    arch, rank = bundle.architecture, 2
+    lora = reference.init_lora(arch, rank, seed=1)
+    lora = [w + 0.05 * mx.random.normal(w.shape, key=mx.random.key(i)) for i, w in enumerate(lora)]
+    matrices = {}
+    for i, flat in enumerate(lora):
+        for name, (a, b) in reference.unpack_lora(flat, arch.blocks[i]).items():
+            path = f"{arch.mlx_prefix}.layers.{i}.{name}"
+            matrices |= {f"{path}.lora_a": a, f"{path}.lora_b": b}
+    mx.save_safetensors(str(tmp_path / "adapters.safetensors"), matrices)
+    parameters = {"rank": rank, "scale": 3.0, "dropout": 0.0, "keys": arch.modules}
+    config = {"num_layers": arch.num_hidden_layers, "lora_parameters": parameters}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+
+    model = load_adapters(bundle.to_mlx_lm(), str(tmp_path))
+    window = mx.array(bundle.tokens("train")[:5])
+    ours = reference.loss(reference.Model.of(bundle), lora, window, 3.0)
+    theirs, _ = default_loss(model, window[None], mx.array([[1, 4]]))
+    assert abs(ours - theirs) <= 1e-5 * theirs
+    with_none = reference.loss(reference.Model.of(bundle), [0 * w for w in lora], window, 3.0)
+    assert abs(ours - with_none) > 1e-3
+
+
+def test_blocks_are_grouped_by_layout_and_mixer(family):
+    """A window of 5 makes no difference to sequences of 4: both kinds have the same function."""
+    config, _, bundle = family
+    kinds = {
+        "llama": [(0, 1, 3), (2,)] if config["layer_types"] else [(0, 1, 2, 3)],
+        "smollm3": [(0, 1, 2), (3,)],
+        "gemma2": [(0, 2), (1, 3)],
+        "gemma3_text": [(0, 2), (1, 3)],
+        "gemma3": [(0, 2), (1, 3)],
+        "qwen3_5": [(0, 2), (1, 3)],
+        "lfm2": [(0, 2, 3), (1,)],
+    }
+    expected = kinds.get(config["model_type"], [(0, 1, 2, 3)])
+    assert [group.layers for group in bundle.manifest.blocks] == expected
+    if len(expected) == 2:
+        first, second = bundle.manifest.blocks
+        assert first.functions["9"] != second.functions["9"]
+        # Gemma 3's windowed layers turn by frequencies of their own, and NoPE's don't turn.
+        same = config["model_type"] in ("llama", "gemma2")
+        for functions in ("functions", "plain_functions"):
+            files = [getattr(group, functions)["4"] for group in bundle.manifest.blocks]
+            assert (files[0] == files[1]) == same
+    listed = {file.path for file in bundle.manifest.files if ".mlxfn" in file.path}
+    named = [f for g in bundle.manifest.blocks for f in (g.functions, g.plain_functions)]
+    names = {file for files in named for file in files.values()}
+    assert listed == names | {f"mlx-0.32.2/{name}" for name in names}
+
+
+def test_each_function_is_there_for_a_phones_mlx_and_for_todays(exported):
+    manifest = read_manifest(exported)
+    assert (manifest.mlx_version, manifest.layouts) == ("0.31.1", {"0.32.2": "mlx-0.32.2"})
+    names = {*manifest.blocks[0].functions.values()}
+    for name in names:
+        file = (exported / name).read_bytes()
+        assert mlxfn.in_layout(file, "0.31.1") == file
+        later = (exported / "mlx-0.32.2" / name).read_bytes()
+        assert later == mlxfn.in_layout(file, "0.32.2") != file
+
+
+def test_a_function_in_another_layout_than_its_folders_is_not_imported(copy):
+    folder, _ = copy
+    bundle = Bundle(folder)
+    length, name = next(iter(bundle.manifest.blocks[0].functions.items()))
+    own, other = folder / name, folder / "mlx-0.32.2" / name
+    if mlxfn.layout_of(mx.__version__) == "0.32.2":
+        own, other = other, own
+    bundle.function(int(length))
+    own.write_bytes(other.read_bytes())
+    with pytest.raises(MespError, match="it is not in the layout of MLX"):
+        bundle.function(int(length))
+
+
+def test_tokens(exported):
+    bundle = Bundle(exported)
+    for split, entry in bundle.manifest.data.items():
+        tokens = bundle.tokens(split)
+        assert len(tokens) == entry.tokens and tokens.max() < 512
+    with pytest.raises(MespError, match="holds no test data"):
+        bundle.tokens("test")
+
+
+def test_verify_names_the_damaged_file(copy):
+    folder, _ = copy
+    Bundle(folder).verify()
+    file = folder / "blocks" / "01.bin"
+    content = bytearray(file.read_bytes())
+    content[5000] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(MespError, match=r"01\.bin is damaged"):
+        Bundle(folder).verify()
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"format": 1}, "format 1"),
+        (
+            {"mlx_version": "0.40.0", "layouts": {"0.40.1": "mlx-0.40.1"}},
+            rf"no functions for MLX {mx.__version__}; add them with mesp-export --from .* --overw",
+        ),
+        ({"layouts": {"0.32.2": 1}}, "damaged"),
+        ({"layouts": {"0.32.2": "mlx-0.32.2", "0.40.0": "x"}}, "damaged"),  # files not listed
+        pytest.param(
+            {"device": "gpu"},
+            "for a GPU",
+            marks=pytest.mark.skipif(mx.metal.is_available(), reason="there is a GPU"),
+        ),
+    ],
+)
+def test_bundle_that_cannot_run_here(copy, changes, named):
+    folder, edit = copy
+    edit(**changes)
+    with pytest.raises(MespError, match=named):
+        Bundle(folder)
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [[0, 1], [0, 1, 1, 2], [0, 1, 2, 3], [0, 1, 1]],
+    ids=["one in no group", "one twice", "one too many", "one for another"],
+)
+def test_every_block_is_in_one_group(copy, layers):
+    folder, edit = copy
+    group = json.loads((folder / "manifest.json").read_text())["blocks"][0]
+    edit(blocks=[{**group, "layers": layers}])
+    with pytest.raises(MespError, match="is damaged"):
+        Bundle(folder)
+
+
+@pytest.mark.parametrize("name", ["shape", "dtype", "name", "lacking", "functions"])
+def test_layouts_hold_the_arrays_of_the_architecture(copy, name):
+    folder, edit = copy
+    group = json.loads((folder / "manifest.json").read_text())["blocks"][0]
+    array = next(a for a in group["arrays"] if a["name"] == "self_attn.o_proj.scales")
+    if name == "functions":
+        group["functions"].pop("16")
+    elif name == "lacking":
+        group["arrays"].remove(array)
+    else:
+        array[name] = {"shape": [128, 4], "dtype": "uint8", "name": "other"}[name]
+    edit(blocks=[group])
+    with pytest.raises(MespError, match="is damaged"):
+        Bundle(folder)
+
+
+def test_missing_file_is_named(copy):
+    folder, _ = copy
+    (folder / "embedding.bin").unlink()
+    with pytest.raises(MespError, match=r"embedding\.bin is missing"):
+        Bundle(folder)
+
+
+def test_truncated_file_is_named(copy):
+    folder, _ = copy
+    file = folder / "blocks" / "00.bin"
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(MespError, match=r"00\.bin is .* bytes long, not"):
+        Bundle(folder)
+
+
+def test_folder_that_is_no_bundle(tmp_path):
+    with pytest.raises(MespError, match="not a bundle"):
+        Bundle(tmp_path)
+
+
+@pytest.mark.parametrize("manifest", ["", "{", "[]", "{}", '{"format": 4}'])
+def test_damaged_manifest(tmp_path, manifest):
+    (tmp_path / "manifest.json").write_text(manifest)
+    with pytest.raises(MespError, match=r"manifest\.json (cannot be read|is damaged); write"):
+        Bundle(tmp_path)

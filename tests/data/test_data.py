@@ -1,0 +1,658 @@
+"""Data of every kind to token ids and examples, compared with mlx-lm's datasets, and mesp data."""
+
+import json
+import os
+import shutil
+import sys
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+from make_cases import byte_tokenizer
+from mlx_lm.tuner.datasets import CacheDataset, create_dataset
+from mlx_lm.tuner.trainer import default_loss, iterate_batches
+from mlx_lm.utils import load_model
+
+from helpers.models import TEXT, TINY
+from helpers.paths import DEMO_MODEL
+from mesp import reference
+from mesp.adapters.measure import sequences
+from mesp.bundle.data_files import replace_data
+from mesp.bundle.reader import Bundle
+from mesp.commands import data, export
+from mesp.data.examples import Split
+from mesp.data.load import DataOptions, random_data
+from mesp.data.load import load as load_data
+from mesp.data.python_docs import python_docs
+from mesp.data.tokens import cut_text
+from mesp.errors import MespError
+from mesp.text import load_tokenizer
+
+VOCABULARY = TINY["vocab_size"]
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tiny):
+    return load_tokenizer(tiny)
+
+
+def load(path: Path, tokenizer, seq_len: int = 32, **options) -> dict[str, Split]:
+    return load_data(
+        str(path), tokenizer, seq_len, len(tokenizer.get_vocab()), DataOptions(**options)
+    )
+
+
+def tokens(splits: dict[str, Split]) -> np.ndarray:
+    """All tokens of data that was cut into a train and a valid part."""
+    return np.concatenate([splits["train"].tokens, splits["valid"].tokens])
+
+
+def test_text_file_without_a_valid_split_is_cut(tokenizer, text):
+    splits = load(text, tokenizer)
+    whole = [*tokenizer.encode(TEXT), tokenizer.eos_token_id]
+    assert tokens(splits).tolist() == whole
+    assert len(splits["valid"].tokens) == len(whole) // 10
+    assert splits["train"].tokens.dtype == np.uint32
+
+
+def test_held_out_part_is_a_sequence_at_least(tokenizer, text):
+    assert len(load(text, tokenizer, 500)["valid"].tokens) == 501
+
+
+def test_folder_with_splits(tokenizer, tmp_path):
+    for split, name in (("train", "train.txt"), ("valid", "valid.jsonl"), ("test", "test.txt")):
+        content = f"{split} " * 50
+        if name.endswith("jsonl"):
+            content = json.dumps({"text": content})
+        (tmp_path / name).write_text(content)
+    splits = load(tmp_path, tokenizer, 8)
+    assert list(splits) == ["train", "valid", "test"]
+    for split, each in splits.items():
+        assert tokenizer.decode(each.tokens[:-1]) == f"{split} " * 50
+
+
+def test_the_mark_that_windows_begins_a_file_with_is_no_text(tokenizer, tmp_path):
+    for suffix, content in ((".txt", "Some words. " * 40), (".jsonl", '{"text": "Words."}\n' * 40)):
+        marked, plain = (tmp_path / f"{name}{suffix}" for name in ("marked", "plain"))
+        marked.write_text(content, encoding="utf-8-sig")
+        plain.write_text(content, encoding="utf-8")
+        found, expected = (tokens(load(each, tokenizer, 16)) for each in (marked, plain))
+        np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("adds_begin", [True, False])
+def test_windows_of_a_packed_text_begin_as_the_tokenizer_begins_texts(tmp_path, adds_begin):
+    folder = tmp_path / "tokenizer"
+    folder.mkdir()
+    tokenizer = byte_tokenizer(folder, has_begin=True, adds_begin=adds_begin)
+    begin = [tokenizer.bos_token_id] if adds_begin else []
+    (tmp_path / "text.txt").write_text("abcdefgh" * 8)
+    stream = [*begin, *b"abcdefgh" * 8, tokenizer.eos_token_id]
+    splits = load(tmp_path / "text.txt", tokenizer, 8)
+    assert tokens(splits).tolist() == stream
+    expected = tokenizer.bos_token_id if adds_begin else None
+    assert all(split.begin == expected for split in splits.values())
+
+
+def test_jsonl_records_end_with_the_end_of_text(tokenizer, tmp_path):
+    texts = ["One\u2028line.\n\nTwo.", "Ünïcode ✓ text", "x"] * 30
+    path = tmp_path / "data.jsonl"
+    path.write_text("\n".join(json.dumps({"text": t}, ensure_ascii=False) for t in texts) + "\n\n")
+    decoded = tokenizer.decode(tokens(load(path, tokenizer, 16)))
+    assert decoded == "".join(t + tokenizer.eos_token for t in texts)
+
+
+def test_long_text_is_cut_without_loss(tokenizer, tmp_path, monkeypatch):
+    path = tmp_path / "long.txt"
+    text = "Some words,\n\n  indented \n\t and\n\n\nmore 1234 words!\n = Title = \n" * 40
+    path.write_text(text)
+    whole = load(path, tokenizer, 16)
+    monkeypatch.setattr(cut_text, "__defaults__", (50,))
+    pieces = load(path, tokenizer, 16)
+    assert tokenizer.decode(tokens(pieces)) == text + tokenizer.eos_token
+    assert abs(len(tokens(pieces)) - len(tokens(whole))) < 40
+
+
+def test_python_docs_are_split_without_overlap(tokenizer):
+    documents = {
+        split: [each.content["text"] for each in split_documents]
+        for split, split_documents in python_docs().items()
+    }
+    sizes = {split: sum(map(len, texts)) for split, texts in documents.items()}
+    assert sizes["train"] > 150_000 and 0.05 < sizes["valid"] / sizes["train"] < 0.2
+    paragraphs = {s: {p for t in texts for p in t.split("\n\n")} for s, texts in documents.items()}
+    assert not paragraphs["train"] & paragraphs["valid"]
+    assert python_docs() == python_docs()
+
+
+def test_random_data():
+    splits = random_data(vocab_size=512, seq_len=16, seed=1)
+    for split in splits.values():
+        assert (len(split.tokens) - 1) // 16 == 64 and split.tokens.max() < 512
+    assert (splits["train"].tokens == random_data(512, 16, 1)["train"].tokens).all()
+    assert (splits["train"].tokens != splits["valid"].tokens).any()
+
+
+@pytest.mark.parametrize(
+    ("files", "named"),
+    [
+        ({}, "neither train.txt nor train.jsonl"),
+        ({"valid.txt": TEXT}, "neither train.txt nor train.jsonl"),
+        ({"train.txt": TEXT, "train.jsonl": "{}"}, "both train.jsonl and train.txt"),
+        ({"train.txt": ""}, r"train\.txt has no text"),
+        ({"train.txt": " \n\n"}, r"train\.txt has no text"),
+        ({"train.txt": b"\xff\xfe"}, "not UTF-8"),
+        ({"train.txt": "Too short."}, "too few to train on"),
+        ({"train.txt": TEXT, "valid.txt": "Too short."}, "valid data .* less than one sequence"),
+        ({"train.txt": "Too short.", "valid.txt": TEXT}, "train data .* less than one sequence"),
+        ({"train.jsonl": '{"text": "a"}\nnot json'}, "Line 2 of .*not JSON"),
+        ({"train.jsonl": '["text"]'}, "Line 1 .* is no object"),
+        ({"train.jsonl": '{"text": 3}'}, 'Line 1 .* has a "text" that is not a string'),
+        ({"train.jsonl": '{"prompt": "a"}'}, "Line 1 .* has prompt; records have"),
+        ({"train.jsonl": "{}"}, "Line 1 .* has nothing; records have"),
+        ({"train.jsonl": '{"prompt": "a", "completion": ["b"]}'}, '"completion" that is not a'),
+        ({"train.jsonl": '{"messages": []}'}, "Line 1 .* has messages that are not a list of"),
+        ({"train.jsonl": '{"messages": ["hello"]}'}, "Line 1 .* has messages that are not"),
+        ({"train.jsonl": '{"messages": [{"content": "a"}]}'}, "Line 1 .* has messages that are"),
+        ({"train.jsonl": '{"messages": [{"role": "user"}]}'}, "no chat template"),
+        (
+            {"train.jsonl": '{"text": "a"}\n\n{"prompt": "a", "completion": "b"}'},
+            "Line 3 .* has prompt and completion, and the data began with text",
+        ),
+        (
+            {"train.txt": TEXT, "valid.jsonl": '{"messages": [{"role": "user"}]}'},
+            r"Line 1 of .*valid\.jsonl has messages, and the data began with text",
+        ),
+        ({"train.jsonl": '{"text": "\\ud800"}'}, "Line 1 .* has half a character"),
+        ({"train.jsonl": "[" * 100_000}, "Line 1 .* is not JSON"),
+        ({"train.jsonl": ""}, r"train\.jsonl has no text"),
+        ({"train.txt": TEXT, "test.txt": "Too short."}, "test data .* less than one sequence"),
+    ],
+)
+def test_bad_data_is_named(tokenizer, tmp_path, files, named):
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(MespError, match=named):
+        load(tmp_path, tokenizer)
+
+
+def test_unknown_data_is_named(tokenizer):
+    with pytest.raises(MespError, match=r"no data nothing\.txt; .*python-docs"):
+        load(Path("nothing.txt"), tokenizer)
+
+
+def test_pieces_add_up():
+    text = "line\n\n  indented\nline\n" * 20
+    pieces = list(cut_text(text, 30))
+    assert "".join(pieces) == text
+    assert all(a.endswith("\n") and not b[:2].isspace() for a, b in pairwise(pieces))
+
+
+# Records, against mlx-lm's datasets
+
+# A template in the manner of Qwen2.5's: tools, tool calls, and a prompt that asks for an answer.
+TEMPLATE = """{% if tools %}Tools:{% for tool in tools %} {{ tool | tojson }}{% endfor %}
+{% endif %}{% for m in messages %}{% if m.role == "owner" %}{{ raise_exception("No owners.") }}\
+{% endif %}{{ m.role }}: {{ m.content }}{% for call in m.tool_calls or [] %} call \
+{{ call.function | tojson }}{% endfor %}{{ eos_token }}
+{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"""
+TOOLS = [{"type": "function", "function": {"name": "capital", "parameters": {"type": "object"}}}]
+CALL = [{"type": "function", "function": {"name": "capital", "arguments": {"of": "France"}}}]
+
+
+def message(role: str, content: str, **others) -> dict:
+    return {"role": role, "content": content, **others}
+
+
+RECORDS = {
+    "text": [{"text": f"A record of text, number {i}.\nIt has two lines."} for i in range(12)]
+    + [{"text": "x"}, {"text": "It ends so already.<|endoftext|>"}],
+    "completions": [{"prompt": f"What is {i} + {i}?", "completion": f"{2 * i}"} for i in range(12)]
+    + [
+        {"prompt": "", "completion": "No prompt."},
+        {"prompt": "Capital of France?", "completion": "Paris", "tools": TOOLS},
+    ],
+    "chat": [
+        {"messages": [message("user", f"Hello {i}"), message("assistant", "Ünïcode ✓ " * i)]}
+        for i in range(12)
+    ]
+    + [
+        {
+            "messages": [
+                message("system", "Be brief."),
+                message("user", "Capital of France?"),
+                message("assistant", "", tool_calls=CALL),
+                message("tool", "Paris"),
+                message("assistant", "Paris."),
+            ],
+            "tools": TOOLS,
+        },
+        {"messages": [message("assistant", "Yes?"), message("user", "It ends with the user.")]},
+    ],
+}
+
+
+@pytest.fixture(scope="session")
+def chat_tokenizer():
+    """The demo model's, with a chat template."""
+    tokenizer = load_tokenizer(DEMO_MODEL)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.has_chat_template = True
+    return tokenizer
+
+
+def mlx_lm_dataset(records: list[dict], tokenizer, mask_prompt: bool):
+    return create_dataset(records, tokenizer, SimpleNamespace(mask_prompt=mask_prompt))
+
+
+def write_records(path: Path, records: list[dict]) -> Path:
+    path.write_text("".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))
+    return path
+
+
+def examples(split: Split) -> list[tuple[list[int], int]]:
+    """Each example's ids and how many of them are masked, as mlx-lm's datasets give them."""
+    found = []
+    for start, length in split.examples.tolist():
+        mask = np.ones(length) if split.mask is None else split.mask[start : start + length]
+        prompt = length - np.count_nonzero(mask)
+        assert mask[prompt:].all(), "only what is in front is masked"
+        found.append((split.tokens[start : start + length].tolist(), prompt))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "loss_on"),
+    [
+        ("text", "all"),
+        ("completions", "all"),
+        ("completions", "last"),
+        ("chat", "all"),
+        ("chat", "last"),
+    ],
+)
+def test_examples_are_what_mlx_lm_makes_of_the_records(
+    chat_tokenizer, tmp_path, capsys, kind, loss_on
+):
+    mask_prompt = loss_on == "last"
+    for split in ("train", "valid", "test"):
+        write_records(tmp_path / f"{split}.jsonl", RECORDS[kind])
+    pack = False if kind == "text" else None
+    splits = load(tmp_path, chat_tokenizer, 512, pack=pack, loss_on=loss_on)
+    dataset = mlx_lm_dataset(RECORDS[kind], chat_tokenizer, mask_prompt)
+    expected = [dataset.process(record) for record in RECORDS[kind]]
+    assert any(prompt for _, prompt in expected) == mask_prompt
+    for split in splits.values():
+        assert examples(split) == expected
+        assert split.tokens.dtype == split.examples.dtype == np.uint32
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("kind", ["text", "completions", "chat"])
+def test_packed_records_follow_each_other(chat_tokenizer, tmp_path, kind):
+    path = write_records(tmp_path / "data.jsonl", RECORDS[kind])
+    splits = load(path, chat_tokenizer, 16, pack=True)
+    dataset = mlx_lm_dataset(RECORDS[kind], chat_tokenizer, mask_prompt=False)
+    whole = [token for record in RECORDS[kind] for token in dataset.process(record)[0]]
+    assert tokens(splits).tolist() == whole
+    assert splits["train"].examples is None
+    # The same answers count as of the examples.
+    if kind != "text":
+        for split in ("train", "valid"):
+            write_records(tmp_path / f"{split}.jsonl", RECORDS[kind])
+        apart = load(tmp_path, chat_tokenizer, 512)["train"]
+        assert sum(splits[split].mask.sum() for split in splits) == apart.mask.sum()
+    else:
+        assert splits["train"].mask is None
+
+
+def test_text_is_packed_by_default_and_other_records_are_not(chat_tokenizer, tmp_path):
+    for kind, packed, seq_len in (
+        ("text", True, 16),
+        ("completions", False, 128),
+        ("chat", False, 64),
+    ):
+        path = write_records(tmp_path / f"{kind}.jsonl", RECORDS[kind])
+        assert (load(path, chat_tokenizer, seq_len)["train"].examples is None) == packed
+
+
+def test_the_last_tenth_of_the_records_is_held_out(chat_tokenizer, tmp_path):
+    records = RECORDS["completions"] * 3
+    path = write_records(tmp_path / "data.jsonl", records)
+    splits = load(path, chat_tokenizer, 512, loss_on="all")
+    dataset = mlx_lm_dataset(records, chat_tokenizer, mask_prompt=False)
+    assert examples(splits["valid"]) == [dataset.process(record) for record in records[-4:]]
+    assert len(splits["train"].examples) == len(records) - 4
+    with pytest.raises(MespError, match="has one record, too few"):
+        load(write_records(path, records[:1]), chat_tokenizer)
+
+
+@pytest.mark.parametrize("mask_prompt", [False, True])
+@pytest.mark.parametrize("long", ["cut", "split"])
+def test_long_records(chat_tokenizer, tmp_path, caplog, mask_prompt, long):
+    """Cut, what is left is mlx-lm's; split, each target that counts counts once, in its place."""
+    seq_len = 24
+    records = [
+        {"prompt": "word " * prompt, "completion": "next " * completion}
+        for prompt, completion in ((1, 1), (3, 90), (40, 40), (90, 3), (0, 24), (2, 20))
+    ]
+    for split in ("train", "valid"):
+        write_records(tmp_path / f"{split}.jsonl", records)
+    loss_on = "last" if mask_prompt else "all"
+    split = load(tmp_path, chat_tokenizer, seq_len, loss_on=loss_on, long=long)["train"]
+    dataset = mlx_lm_dataset(records, chat_tokenizer, mask_prompt)
+    whole = [dataset.process(record) for record in records]
+    longer = [(ids, prompt) for ids, prompt in whole if len(ids) > seq_len + 1]
+
+    def targets(ids: list[int], prompt: int) -> list[tuple[int, int]]:
+        """Pairs of a token that counts and the one before it."""
+        return [(ids[i - 1], ids[i]) for i in range(max(prompt, 1), len(ids))]
+
+    if long == "cut":
+        whole = [(ids[: seq_len + 1], prompt) for ids, prompt in whole]
+        assert examples(split) == [each for each in whole if targets(*each)]
+    counted = [target for each in examples(split) for target in targets(*each)]
+    assert counted == [target for each in whole for target in targets(*each)]
+    for ids, prompt in examples(split):
+        assert 2 <= len(ids) <= seq_len + 1 and prompt < len(ids)
+    lost = sum(not targets(*each) for each in whole)
+    assert lost == (2 if mask_prompt and long == "cut" else 0)
+    assert (split.too_long, split.left_out) == (len(longer) - lost, lost)
+    (line,) = caplog.messages
+    count = len(longer) - lost
+    said = f"Records longer than 25 tokens were {long}: {count} in train, {count} in valid."
+    if lost:
+        said += f" Records with nothing to predict were left out: {lost} in train, {lost} in valid."
+    assert line == said
+
+
+@pytest.mark.parametrize("pack", [False, True])
+def test_empty_records_are_left_out_and_counted(chat_tokenizer, tmp_path, caplog, pack):
+    records = [{"text": ""}, *RECORDS["text"] * 2, {"text": ""}]
+    splits = load(write_records(tmp_path / "a.jsonl", records), chat_tokenizer, 40, pack=pack)
+    full = load(write_records(tmp_path / "b.jsonl", records[1:-1]), chat_tokenizer, 40, pack=pack)
+    assert tokens(splits).tolist() == tokens(full).tolist()
+    (line,) = caplog.messages
+    counts = "2 in train" if pack else "1 in train, 1 in valid"
+    assert line == f"Records with nothing to predict were left out: {counts}."
+
+
+LONG = [message("user", "long " * 90), message("assistant", "a")]
+
+
+@pytest.mark.parametrize(
+    ("records", "options", "named"),
+    [
+        ("text", {"loss_on": "last"}, "has text, .* leave out --loss-on last"),
+        ("text", {"loss_on": "answers", "pack": False}, "has text, .* leave out --loss-on answers"),
+        ([message("user", "Alone.")], {"loss_on": "last"}, "Line 1 .* has one message"),
+        ([message("user", "Alone.")] * 90, {"pack": True}, "train .* has nothing to predict"),
+        ([message("user", "Alone.")], {}, "no example with something to predict in its first"),
+        ([message("owner", "a")], {}, "Line 1 .* cannot be tokenized: No owners"),
+        (LONG, {}, "no example with something to predict in its first"),
+    ],
+)
+def test_records_that_cannot_be_taken(chat_tokenizer, tmp_path, records, options, named):
+    records = RECORDS[records] if isinstance(records, str) else [{"messages": records}] * 2
+    write_records(tmp_path / "data.jsonl", records)
+    with pytest.raises(MespError, match=named):
+        load(tmp_path / "data.jsonl", chat_tokenizer, **options)
+
+
+def test_a_text_file_has_no_examples(tokenizer, text):
+    with pytest.raises(MespError, match="leave out --no-pack"):
+        load(text, tokenizer, pack=False)
+
+
+def test_the_loss_is_mlx_lms(chat_tokenizer, tmp_path):
+    """The mean over the counted targets of a batch, each example alone and without padding."""
+    seq_len = 40
+    path = write_records(tmp_path / "data.jsonl", RECORDS["chat"])
+    shutil.copy(path, tmp_path / "train.jsonl")
+    shutil.copy(path, tmp_path / "valid.jsonl")
+    split = load(tmp_path, chat_tokenizer, seq_len, loss_on="last")["train"]
+    model, _ = load_model(DEMO_MODEL)
+    model.set_dtype(mx.float32)
+
+    total, count = 0.0, 0
+    for ids, prompt in examples(split):
+        logits = np.array(model(mx.array(ids)[None, :-1])[0], np.float64)
+        peak = logits.max(-1)
+        log_sum = peak + np.log(np.exp(logits - peak[:, None]).sum(-1))
+        for target in range(max(prompt, 1), len(ids)):
+            total += log_sum[target - 1] - logits[target - 1, ids[target]]
+            count += 1
+
+    # The same records in mlx-lm's batch: those with a target left, cut to as many tokens.
+    dataset = mlx_lm_dataset(RECORDS["chat"], chat_tokenizer, mask_prompt=True)
+    usable = [
+        record
+        for record in RECORDS["chat"]
+        if dataset.process(record)[1] < min(len(dataset.process(record)[0]), seq_len + 1)
+    ]
+    dataset = CacheDataset(mlx_lm_dataset(usable, chat_tokenizer, mask_prompt=True))
+    ((batch, ranges),) = iterate_batches(dataset, len(usable), seq_len + 1)
+    # default_loss of mlx-lm 0.31.1 counts the targets `offset` to `length`, both included: of an
+    # example that is padded, also the first token of the padding. Ours ends at length - 1.
+    loss, counted = default_loss(model, batch, ranges - mx.array([0, 1]))
+    assert counted.item() == count
+    # float32 logits and sums on one side.
+    assert loss.item() == pytest.approx(total / count, rel=1e-4)
+
+
+def test_step_example_takes_each_that_has_a_target_once_an_epoch():
+    prompts = {(0, 9): 0, (9, 40): 12, (49, 40): 17, (89, 2): 1, (91, 17): 16, (108, 30): 16}
+    mask = np.ones(138, np.uint8)
+    for (start, _), prompt in prompts.items():
+        mask[start : start + prompt] = 0
+    taken = [reference.step_example(step, 3, list(prompts), mask, 16) for step in range(5)]
+    # Cut to 17 tokens, the third has only its prompt left.
+    assert sorted(taken) == [(0, 9), (9, 17), (89, 2), (91, 17), (108, 17)]
+    order = [reference.step_window(step, 3, 5) for step in range(5)]
+    assert taken == [sorted(taken)[window] for window in order]
+
+
+# mesp data
+
+
+@pytest.fixture(scope="module")
+def exported(tiny, tmp_path_factory) -> Path:
+    """A bundle of the tiny model with a chat template, not to be changed."""
+    folder = tmp_path_factory.mktemp("data")
+    shutil.copytree(tiny, folder / "model")
+    (folder / "model" / "chat_template.jinja").write_text(TEMPLATE)
+    (folder / "text.txt").write_text(TEXT)
+    arguments = ["--model", folder / "model", "--data", folder / "text.txt", "--seq-len", "24,16"]
+    arguments += ["--out", folder / "tiny.mesp"]
+    result = CliRunner().invoke(export.main, list(map(str, arguments)), catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return folder / "tiny.mesp"
+
+
+@pytest.fixture
+def bundle(exported, tmp_path) -> Path:
+    return shutil.copytree(exported, tmp_path / "copy.mesp")
+
+
+def mesp_data(*arguments: object) -> Result:
+    result = CliRunner().invoke(data.main, list(map(str, arguments)))
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def assert_whole(path: Path) -> dict[str, Split]:
+    """The data of a bundle in which every file is as the manifest says."""
+    bundle = Bundle(path)
+    bundle.verify()
+    splits = {
+        split: Split(bundle.tokens(split), bundle.examples(split), bundle.mask(split))
+        for split in bundle.manifest.data
+    }
+    for split, entry in bundle.manifest.data.items():
+        assert entry.tokens == len(splits[split].tokens)
+        if entry.examples is not None:
+            assert entry.count == len(splits[split].examples)
+    return splits
+
+
+def assert_same(actual: dict[str, Split], expected: dict[str, Split]) -> None:
+    assert actual.keys() == expected.keys()
+    for split, each in expected.items():
+        assert np.array_equal(actual[split].tokens, each.tokens)
+        for name in ("examples", "mask"):
+            array, wanted = getattr(actual[split], name), getattr(each, name)
+            assert (array is None) == (wanted is None)
+            assert wanted is None or np.array_equal(array, wanted)
+
+
+def test_a_bundle_says_what_windows_begin_with(bundle):
+    stream = np.arange(40, dtype=np.uint32)
+    plain = {"train": Split(stream), "valid": Split(stream)}
+    replace_data(bundle, plain)
+    windows = [ids for ids, _ in sequences(Bundle(bundle), "valid", 16)]
+    replace_data(bundle, plain | {"valid": Split(stream, begin=63)})
+    begun = [ids for ids, _ in sequences(Bundle(bundle), "valid", 16)]
+    assert len(begun) == len(windows) == 2
+    for before, after in zip(windows, begun, strict=True):
+        assert after.tolist() == [63, *before[1:]]
+    assert Bundle(bundle).begin("train") is None
+
+
+def test_data_is_replaced_with_the_bundles_tokenizer(bundle, tmp_path):
+    chat = write_records(tmp_path / "chat.jsonl", RECORDS["chat"])
+    text = tmp_path / "text.txt"
+    text.write_text(TEXT[: len(TEXT) // 2])
+    before = files(bundle)
+    tokenizer = load_tokenizer(bundle)
+    for path, options, arguments in (
+        (chat, {"loss_on": "last", "long": "split"}, ["--mask-prompt", "--long", "split"]),
+        (chat, {"loss_on": "last"}, ["--loss-on", "last"]),
+        (chat, {"pack": True}, ["--pack"]),
+        (chat, {}, []),
+        (text, {}, []),
+    ):
+        result = mesp_data(bundle, "--data", path, *arguments)
+        assert result.exit_code == 0, result.output
+        expected = load(path, tokenizer, 24, **options)
+        assert_same(assert_whole(bundle), expected)
+        manifest = json.loads((bundle / "manifest.json").read_text())
+        assert {*files(bundle)} == {file["path"] for file in manifest["files"]} | {"manifest.json"}
+        counts = (
+            f"{len(expected['train'].examples)} train examples of"
+            if expected["train"].examples is not None
+            else f"{len(expected['train'].tokens):,} train tokens"
+        )
+        assert str(bundle) in result.stdout and counts in result.stdout
+    unchanged = [name for name in before if not name.startswith(("data", "manifest"))]
+    assert {name: files(bundle)[name] for name in unchanged} == {n: before[n] for n in unchanged}
+
+
+def test_export_takes_the_same_options(exported, tmp_path):
+    chat = write_records(tmp_path / "chat.jsonl", RECORDS["chat"])
+    model, out = exported.parent / "model", tmp_path / "b.mesp"
+    arguments = ["--model", model, "--seq-len", 24, "--out", out]
+    arguments += ["--data", chat, "--mask-prompt", "--long", "split"]
+    result = CliRunner().invoke(export.main, list(map(str, arguments)), catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    tokenizer = load_tokenizer(exported)
+    expected = load(chat, tokenizer, 24, loss_on="last", long="split")
+    assert_same(assert_whole(out), expected)
+    assert f"{len(expected['train'].examples)} train examples" in result.stdout
+    assert "were split" in result.stderr
+    without = CliRunner().invoke(export.main, ["--model", str(model), "--mask-prompt"])
+    assert without.exit_code == 2 and "name it too" in without.stderr
+
+
+def test_data_of_a_bundle_for_another_machine(bundle, text):
+    """Tokenizing needs neither the GPU nor the MLX version that the bundle's functions do."""
+    path = bundle / "manifest.json"
+    other = {"device": "gpu", "mlx_version": "0.0.1"}
+    path.write_text(json.dumps({**json.loads(path.read_text()), **other}))
+    assert mesp_data(bundle, "--data", text).exit_code == 0
+    manifest = json.loads(path.read_text())
+    assert {key: manifest[key] for key in other} == other
+
+
+def test_data_that_is_refused_changes_nothing(bundle, tmp_path):
+    before = files(bundle)
+    (tmp_path / "bad.jsonl").write_text("not json")
+    result = mesp_data(bundle, "--data", tmp_path / "bad.jsonl")
+    assert result.exit_code == 2 and result.stderr.startswith("Error: Line 1 of ")
+    assert len(result.stderr.splitlines()) == 1
+    (tmp_path / "ids.txt").write_text(TEXT)
+    manifest = json.loads((bundle / "manifest.json").read_text())
+    manifest["architecture"]["vocab_size"] = 100
+    (bundle / "manifest.json").write_text(json.dumps(manifest))
+    assert "do not belong together" in mesp_data(bundle, "--data", tmp_path / "ids.txt").stderr
+    (bundle / "manifest.json").write_bytes(before["manifest.json"])
+    (bundle / "tokenizer_config.json").rename(tmp_path / "moved.json")
+    assert "manifest" not in mesp_data(tmp_path / "no.mesp", "--data", "x").stdout
+    assert "is missing" in mesp_data(bundle, "--data", tmp_path / "ids.txt").stderr
+    (tmp_path / "moved.json").rename(bundle / "tokenizer_config.json")
+    assert files(bundle) == before
+
+
+def test_a_full_disk_keeps_the_old_data(bundle, monkeypatch):
+    before = files(bundle)
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("mesp.bundle.data_files.create", full)
+    with pytest.raises(MespError, match="the disk is full"):
+        replace_data(bundle, random_data(VOCABULARY, 24, 0))
+    assert files(bundle) == before
+
+
+@pytest.mark.slow
+def test_killed_at_any_line_it_leaves_a_whole_bundle(bundle):
+    """Ended at once, without any clean-up, at each line that `replace_data` runs in turn."""
+    old = assert_whole(bundle)
+    new = random_data(VOCABULARY, 24, 0)
+    original = files(bundle)
+    modules = ("bundle.data_files", "folders", "bundle.manifest")
+    sources = [sys.modules[f"mesp.{name}"].__file__ for name in modules]
+
+    def killed_at(line: int) -> bool:
+        """Whether there was such a line to be ended at, in a process of its own."""
+        child = os.fork()
+        if child == 0:
+            left = line
+
+            def trace(frame, event, _):
+                nonlocal left
+                if frame.f_code.co_filename not in sources:
+                    return None
+                if event == "line":
+                    left -= 1
+                    if left < 0:
+                        os._exit(9)
+                return trace
+
+            sys.settrace(trace)
+            replace_data(bundle, new)
+            os._exit(0)
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+
+    line, seen = 0, set()
+    while killed_at(line):
+        splits = assert_whole(bundle)
+        seen.add(replaced := len(splits["train"].tokens) == len(new["train"].tokens))
+        assert_same(splits, new if replaced else old)
+        if replaced:  # back to the old data, with what was left over still there
+            for name in ("manifest.json", *(n for n in original if n.startswith("data/"))):
+                (bundle / name).parent.mkdir(exist_ok=True)
+                (bundle / name).write_bytes(original[name])
+        line += 1
+    assert line > 50 and seen == {False, True}
+    assert_same(assert_whole(bundle), new)
+    manifest = json.loads((bundle / "manifest.json").read_text())
+    assert {*files(bundle)} == {file["path"] for file in manifest["files"]} | {"manifest.json"}

@@ -1,0 +1,362 @@
+"""Answers that people have judged: to token ids as TRL takes them, and trained on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx.optimizers as optim
+import numpy as np
+import pytest
+from test_reference import TRL, load_lora
+
+from helpers.commands import run
+from helpers.paths import DEMO_MODEL
+from mesp import reference
+from mesp.bundle.reader import Bundle
+from mesp.data.load import DataOptions
+from mesp.data.load import load as load_data
+from mesp.data.preferences import BAD, CHOSEN, GOOD, REJECTED
+from mesp.engine.build import find_engine
+from mesp.errors import MespError
+from mesp.runs.log import Run
+from mesp.text import encode, load_tokenizer
+
+PAIR = {"prompt": "The dog", "chosen": " is lazy.", "rejected": " jumps over the fox."}
+LABELLED = [
+    {"prompt": "The dog", "completion": " is lazy.", "label": True},
+    {"prompt": "The fox", "completion": " minds.", "label": False},
+]
+ASK = [{"role": "user", "content": "Who jumps?"}]
+FOX, DOG = ([{"role": "assistant", "content": f"The {name}."}] for name in ("fox", "dog"))
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_tokenizer(DEMO_MODEL)
+
+
+def load(path: Path, records: list[dict], tokenizer, seq_len: int = 64, **options):
+    path = path / "data.jsonl"
+    path.write_text("\n".join(map(json.dumps, records)))
+    vocabulary = len(tokenizer.get_vocab())
+    return load_data(str(path), tokenizer, seq_len, vocabulary, DataOptions(**options))
+
+
+def rows(split) -> list[tuple[list[int], list[int], int]]:
+    """The ids of each answer with its prompt, those of the answer alone, and its label."""
+    found = []
+    for (start, length), label in zip(split.examples.tolist(), split.labels.tolist(), strict=True):
+        ids, mask = split.tokens[start : start + length], split.mask[start : start + length]
+        found.append((ids.tolist(), ids[mask == 1].tolist(), label))
+    return found
+
+
+# Records to tokens.
+
+
+def test_a_pair_is_two_answers_with_the_end_of_text(tokenizer, tmp_path):
+    train = rows(load(tmp_path, [PAIR] * 3, tokenizer, chat=False)["train"])
+    assert len(train) == 4, "two pairs; the third is held out"
+    prompt = tokenizer.encode(PAIR["prompt"])
+    for (ids, answer, label), key in zip(train, ["chosen", "rejected"] * 2, strict=True):
+        assert ids == [*tokenizer.encode(PAIR["prompt"] + PAIR[key]), tokenizer.eos_token_id]
+        assert ids == prompt + answer
+        assert label == (CHOSEN if key == "chosen" else REJECTED)
+
+
+def test_labels(tokenizer, tmp_path):
+    train = rows(load(tmp_path, LABELLED * 2, tokenizer, chat=False)["train"])
+    assert [label for *_, label in train] == [GOOD, BAD, GOOD]
+    assert tokenizer.decode(train[1][1]) == " minds." + tokenizer.eos_token
+
+
+@pytest.mark.parametrize("chat", [None, True, False])
+def test_one_model_is_taught_one_form(tokenizer, tmp_path, chat):
+    """Supervised, paired and judged records give a model the same tokens."""
+    asked, answer = "Who jumps?", "The fox."
+    pair = {"prompt": asked, "chosen": answer, "rejected": "The dog."}
+    label = {"prompt": asked, "completion": answer, "label": True}
+    supervised = load(tmp_path, [{"prompt": asked, "completion": answer}] * 2, tokenizer, chat=chat)
+    ids, mask = supervised["train"].tokens.tolist(), supervised["train"].mask
+    counted = [token for token, counts in zip(ids, mask, strict=True) if counts]
+    for records in ([pair] * 2, [label, label | {"label": False}] * 2):
+        first = rows(load(tmp_path, records, tokenizer, chat=chat)["train"])[0]
+        assert first[0][: len(ids)] == ids
+        assert first[1][: len(counted)] == counted
+    # The prompt of generation and evaluation.
+    prompt = encode(tokenizer, asked, chat)
+    assert ids[: len(prompt)] == prompt and not mask[: len(prompt)].any()
+    assert ("assistant:" in tokenizer.decode(ids)) == (chat is not False)
+
+
+def test_without_a_template_strings_are_joined(tokenizer, tmp_path):
+    plain = load_tokenizer(DEMO_MODEL)
+    plain.has_chat_template, plain.chat_template = False, None
+    for records in ([PAIR] * 2, LABELLED * 2, [{"prompt": "a", "completion": " b"}] * 2):
+        one, other = (
+            load(tmp_path, records, *each)["train"] for each in ((plain,), (tokenizer, 64))
+        )
+        joined = load(tmp_path, records, tokenizer, chat=False)["train"]
+        assert one.tokens.tolist() == joined.tokens.tolist() != other.tokens.tolist()
+
+
+MISUSES = {
+    "template": ([PAIR], {"chat": True}, False, "has no chat template: leave out --chat"),
+    "messages": (
+        [{"prompt": ASK, "chosen": FOX, "rejected": DOG}],
+        {"chat": False},
+        True,
+        "has messages, which go through the chat template: leave out --no-chat",
+    ),
+    "messages without": (
+        [{"prompt": ASK, "chosen": FOX, "rejected": DOG}],
+        {},
+        False,
+        "no chat template, which the messages of .* need",
+    ),
+    "no prompt": (
+        [{"chosen": "The dog is", "rejected": "The dog minds"}],
+        {"chat": True},
+        True,
+        "Line 1 of .* has no prompt, which the chat template needs",
+    ),
+    "text": ([{"text": "The dog"}], {"chat": True}, True, "has text, which has no prompts"),
+}
+
+
+@pytest.mark.parametrize("case", MISUSES)
+def test_a_template_that_cannot_be_used_is_said_in_a_sentence(tmp_path, case):
+    records, options, has_template, reason = MISUSES[case]
+    own = load_tokenizer(DEMO_MODEL)
+    if not has_template:
+        own.has_chat_template, own.chat_template = False, None
+    with pytest.raises(MespError, match=reason):
+        load(tmp_path, records * 2, own, **options)
+
+
+def test_messages_go_through_the_template(tokenizer, tmp_path):
+    records = [
+        {"prompt": ASK, "chosen": FOX, "rejected": DOG},
+        {"chosen": ASK + FOX, "rejected": ASK + DOG},
+    ]
+    explicit, implicit = (
+        rows(load(tmp_path, [record] * 2, tokenizer)["train"]) for record in records
+    )
+    assert explicit == implicit
+    prompt = tokenizer.apply_chat_template(ASK, add_generation_prompt=True, return_dict=False)
+    for (ids, answer, _), messages in zip(explicit, (ASK + FOX, ASK + DOG), strict=True):
+        assert ids == tokenizer.apply_chat_template(messages, return_dict=False)
+        assert ids == prompt + answer
+
+
+def test_a_pair_of_texts_without_a_prompt_begins_alike(tokenizer, tmp_path):
+    """Where two texts happen to differ no message ends, so they are joined."""
+    whole = {"chosen": "The dog is lazy.", "rejected": "The dog jumps over the fox."}
+    assert rows(load(tmp_path, [whole] * 2, tokenizer)["train"]) == rows(
+        load(tmp_path, [PAIR] * 2, tokenizer, chat=False)["train"]
+    )
+
+
+def test_a_long_answer_is_cut(tokenizer, tmp_path, caplog):
+    long = PAIR | {"rejected": " jumps" * 100}
+    train = load(tmp_path, [long] * 2, tokenizer, 16, chat=False)["train"]
+    assert [len(ids) for ids, *_ in rows(train)][1] == 17
+    assert "longer than 17 tokens were cut: 1 in train" in caplog.text
+
+
+CONVERSATION = {"prompt": ASK, "chosen": FOX, "rejected": DOG}
+BAD_RECORDS = {
+    "equal": (PAIR | {"rejected": PAIR["chosen"]}, "chosen and a rejected answer that are equal"),
+    "empty": (PAIR | {"chosen": " "}, "an empty answer"),
+    "empty list": (CONVERSATION | {"chosen": []}, "an empty answer"),
+    "empty message": (
+        CONVERSATION | {"rejected": [{"role": "assistant", "content": ""}]},
+        "an empty answer",
+    ),
+    "no prompt": (PAIR | {"prompt": ""}, "has no prompt"),
+    "nothing alike": ({"chosen": "a", "rejected": "b"}, "has no prompt"),
+    "long prompt": (PAIR | {"prompt": "The dog" * 99}, "leaves no room for an answer in 65"),
+    "no string": (PAIR | {"chosen": 3}, "not all strings, nor all lists of messages"),
+    "both": (PAIR | {"chosen": FOX}, "not all strings, nor all lists of messages"),
+    "column": ({"prompt": "a", "chosen": "b"}, "has prompt, chosen; records have"),
+    "label": (LABELLED[0] | {"label": "yes"}, 'a "label" that is neither true nor false'),
+    "no prompt of a label": ({"completion": "b", "label": True}, "has completion, label; records"),
+    "alike": (LABELLED[0], "labels of .* are alike"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_RECORDS)
+def test_what_cannot_be_used_is_said_in_a_sentence(tokenizer, tmp_path, case):
+    record, reason = BAD_RECORDS[case]
+    with pytest.raises(MespError, match=reason) as error:
+        load(tmp_path, [record] * 3, tokenizer)
+    assert "\n" not in error.value.message
+
+
+@pytest.mark.parametrize("options", [{"pack": True}, {"loss_on": "all"}], ids=["pack", "loss_on"])
+def test_answers_are_one_a_sequence_and_alone_in_the_loss(tokenizer, tmp_path, options):
+    with pytest.raises(MespError, match="leave out --"):
+        load(tmp_path, [PAIR] * 2, tokenizer, **options)
+
+
+# Training.
+
+SEQ_LEN, RANK, STEPS = 24, 4, 100
+# IPO weights an answer some 40 times as much as DPO.
+RATES = {"dpo": 0.05, "ipo": 1e-3, "simpo": 0.05, "orpo": 0.05, "kto": 0.05}
+
+
+@pytest.fixture(scope="module")
+def bundle(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model with pairs of random answers."""
+    find_engine()
+    folder = tmp_path_factory.mktemp("pairs")
+    generator = np.random.default_rng(0)
+    words = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "and", "minds"]
+
+    def text(low: int, high: int) -> str:
+        return "".join(
+            f" {word}" for word in generator.choice(words, generator.integers(low, high))
+        )
+
+    records = [
+        {"prompt": text(2, 6)[1:], "chosen": text(2, 8), "rejected": text(2, 8)} for _ in range(30)
+    ]
+    (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, records)))
+    size = ("--seq-len", SEQ_LEN, "--rank", RANK)
+    done = run(
+        "export",
+        "--model",
+        tiny,
+        "--data",
+        folder / "pairs.jsonl",
+        *size,
+        "--out",
+        folder / "tiny.mesp",
+    )
+    assert done.returncode == 0, done.stderr
+    return folder / "tiny.mesp"
+
+
+def independent(bundle: Path, objective: str, steps: int) -> list[float]:
+    """The losses of TRL's formulas on mlx-lm's model with LoRA, by mx.grad and SGD.
+
+    Batches are of two pairs, or for kto of two answers.
+    """
+    opened = Bundle(bundle)
+    arch, model = opened.architecture, opened.to_mlx_lm()
+    model.freeze()
+    start = reference.init_lora(arch, RANK, 0)
+    for layer, flat, block in zip(model.layers, start, arch.blocks, strict=True):
+        load_lora(layer, flat, block)
+    tokens, mask, labels = (getattr(opened, name)("train") for name in ("tokens", "mask", "labels"))
+    sequences = []
+    for start, length in opened.examples("train").tolist():
+        ids = mx.array(tokens[start : start + length].astype(np.int32))
+        prompt = int(np.argmax(mask[start : start + length]))
+        sequences.append((ids, prompt))
+
+    def logps(window: mx.array, prompt: int) -> tuple[mx.array, mx.array]:
+        every = mx.take_along_axis(
+            nn.log_softmax(model(window[None, :-1])[0], axis=-1), window[1:, None], axis=-1
+        )[:, 0]
+        return every[prompt - 1 :].sum(), -every.sum()
+
+    def mismatched(one, other) -> tuple[mx.array, int]:
+        (ids, prompt), (others, start) = one, other
+        return mx.concatenate([ids[:prompt], others[start:]])[: SEQ_LEN + 1], prompt
+
+    def of_batch(batch) -> dict[str, mx.array]:
+        found = [logps(*each)[0] for each in batch]
+        return mx.stack(found)
+
+    def batch_at(step: int) -> list[int]:
+        units = len(sequences) if objective == "kto" else len(sequences) // 2
+        order = [reference.step_window(2 * step + i, 0, units) for i in range(2)]
+        return order if objective == "kto" else [2 * each + i for each in order for i in (0, 1)]
+
+    batches = [batch_at(step) for step in range(steps)]
+    others = [
+        [mismatched(sequences[i], sequences[j]) for i, j in zip(b, b[-1:] + b[:-1], strict=True)]
+        for b in batches
+    ]
+    # π₀ is the model before any step.
+    first = [of_batch([sequences[i] for i in batch]) for batch in batches]
+    first_others = [of_batch(each) for each in others] if objective == "kto" else []
+    mx.eval(first, first_others)
+    trl = TRL(0.1, desirable_weight=1.0)
+    losses, optimizer = [], optim.SGD(RATES[objective])
+    for step, batch in enumerate(batches):
+
+        def loss(model, step=step, batch=batch):
+            chosen = [sequences[i] for i in batch]
+            if objective == "kto":
+                return trl.kto(
+                    of_batch(chosen), first[step], of_batch(others[step]), first_others[step],
+                    mx.array(labels[batch] % 2 == 1),
+                )  # fmt: skip
+            both = [logps(*each) for each in chosen]
+            sums = mx.stack([each for each, _ in both])
+            counts = mx.array([float(ids.size - prompt) for ids, prompt in chosen])
+            return getattr(trl, {"dpo": "sigmoid"}.get(objective, objective))(
+                chosen_logps=sums[::2], rejected_logps=sums[1::2],
+                ref_chosen_logps=first[step][::2], ref_rejected_logps=first[step][1::2],
+                chosen_count=counts[::2], rejected_count=counts[1::2],
+                chosen_nll_loss=sum(nll for _, nll in both[::2])
+                / sum(ids.size - 1 for ids, _ in chosen[::2]),
+            )  # fmt: skip
+
+        value, gradients = nn.value_and_grad(model, loss)(model)
+        optimizer.update(model, gradients)
+        mx.eval(value, model.parameters())
+        losses.append(value.item())
+    return losses
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("objective", ["dpo", "ipo", "simpo", "orpo", "kto"])
+def test_a_hundred_steps_are_those_of_an_independent_trainer(bundle, tmp_path, objective):
+    options = ("--objective", objective, "--steps", STEPS, "--batch-size", 2, "--alpha", 2 * RANK)
+    options += ("--optimizer", "sgd", "--learning-rate", RATES[objective], "--val-batches", 2)
+    done = run("train", bundle, *options, "--out", tmp_path / "run")
+    assert done.returncode == 0, done.stderr
+    assert "accuracy" in done.stdout and "perplexity" not in done.stdout
+    trained = Run.load(tmp_path / "run")
+    assert trained.losses == pytest.approx(independent(bundle, objective, STEPS), rel=1e-3)
+    for step in trained.steps:
+        assert step["margin"] is None or step["margin"] == pytest.approx(
+            step["reward_chosen"] - step["reward_rejected"], abs=1e-5
+        )
+        assert 0 <= step["accuracy"] <= 1
+        assert step["input_tokens"] > step["tokens"] > 0
+        assert ("kl" in step) == (objective in ("dpo", "ipo", "kto"))
+
+
+@pytest.mark.slow
+def test_a_run_takes_up_its_references_again(bundle, tmp_path):
+    options = ("--objective", "dpo", "--learning-rate", 1e-3, "--val-batches", 2)
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    for output, steps in ((whole, 6), (parts, 3)):
+        done = run("train", bundle, *options, "--steps", steps, "--out", output)
+        assert done.returncode == 0, done.stderr
+    assert len(mx.load(str(parts / "state.safetensors"))["reference.answers"]) == 2 * (3 + 2)
+    done = run("train", "--resume", "--out", parts, "--steps", 6)
+    assert done.returncode == 0, done.stderr
+    assert Run.load(parts).losses == Run.load(whole).losses
+    # From adapters, π₀ is the model with them: again the loss begins at log 2.
+    again = run(
+        "train",
+        bundle,
+        *options,
+        "--adapters",
+        whole / "adapters",
+        "--steps",
+        1,
+        "--out",
+        tmp_path / "again",
+    )
+    assert again.returncode == 0, again.stderr
+    assert Run.load(tmp_path / "again").losses == pytest.approx([np.log(2)], rel=1e-5)

@@ -1,0 +1,65 @@
+"""docs/method.md: its examples print what it says, and its links name what is there."""
+
+import doctest
+import re
+
+import pytest
+
+from helpers.paths import ROOT
+from mesp import reference
+
+DOCUMENT = ROOT / "docs" / "method.md"
+TEXT = DOCUMENT.read_text(encoding="utf-8")
+SECTIONS = re.split(r"^(?=## )", TEXT, flags=re.MULTILINE)[1:]
+# [name]: path, [text][name] and [text](path#heading)
+FILES = dict(re.findall(r"^\[(.+)\]: (.+)$", TEXT, re.MULTILINE))
+NAMED = sorted(set(re.findall(r"\[`(\w+)`\]\[(.+?)\]", TEXT)))
+INLINE = sorted(set(re.findall(r"\[[^]]+\]\((?!https:)([^)]+)\)", TEXT)))
+
+
+def examples(text: str) -> list[doctest.Example]:
+    """What the Python in `text` shows, each with its line."""
+    found, parser = [], doctest.DocTestParser()
+    for fence in re.finditer(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+        for example in parser.get_examples(fence[1]):
+            example.lineno += text.count("\n", 0, fence.start(1))
+            found.append(example)
+    return found
+
+
+def test_examples():
+    test = doctest.DocTest(examples(TEXT), {}, "method", str(DOCUMENT), 0, TEXT)
+    report: list[str] = []
+    result = doctest.DocTestRunner(verbose=False).run(test, out=report.append)
+    assert result.attempted and not result.failed, "".join(report)
+
+
+def test_every_section_has_an_example():
+    lacking = [section.splitlines()[0] for section in SECTIONS if not examples(section)]
+    assert lacking == ["## The algorithm"]
+
+
+def test_every_derivative_has_its_section():
+    derivatives = {name for name in vars(reference) if name.endswith(("_backward", "_derivative"))}
+    assert derivatives and derivatives <= {
+        name for name, file in NAMED if "mesp/reference/" in FILES[file]
+    }
+
+
+@pytest.mark.parametrize("path", FILES.values())
+def test_file_exists(path):
+    assert (DOCUMENT.parent / path).exists()
+
+
+@pytest.mark.parametrize(("name", "file"), NAMED)
+def test_name_is_declared(name, file):
+    code = (DOCUMENT.parent / FILES[file]).read_text(encoding="utf-8")
+    assert re.search(rf"^ *(.* )?(def|class|func|struct|enum) {name}\b", code, re.MULTILINE)
+
+
+@pytest.mark.parametrize("target", INLINE)
+def test_heading_exists(target):
+    path, heading = target.split("#")
+    text = (DOCUMENT.parent / path).read_text(encoding="utf-8") if path else TEXT
+    titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    assert heading in [re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles]

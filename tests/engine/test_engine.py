@@ -1,0 +1,256 @@
+"""Finding the engine, and building it with a stand-in compiler: in a checkout, and for a package
+that was installed without one."""
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+import mesp
+from helpers.paths import FAKE_ENGINE, ROOT
+from mesp.block_function import mlxfn
+from mesp.engine.build import expected_version
+
+SWIFT = """#!/bin/sh
+echo "$MESP_HOST_MLX $*" >> "$FAKES/calls"
+echo "[1/2] Compiling MeSPCore"
+while [ -e "$FAKES/slow" ]; do sleep 0.02; done
+[ -e "$FAKES/broken" ] && { echo "error: no such module"; exit 1; }
+while [ $# -gt 0 ]; do
+  case $1 in --package-path) out=$2/.build ;; --scratch-path) out=$2 ;; esac
+  shift
+done
+mkdir -p "$out/release" && cp "$FAKES/engine" "$out/release/mesp-engine"
+"""
+
+
+@pytest.fixture
+def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of what stands in: a compiler, the engine that it makes, and its calls."""
+    folder = tmp_path / "fakes"
+    folder.mkdir()
+    shutil.copy(FAKE_ENGINE, folder / "engine")
+    (folder / "swift").write_text(SWIFT)
+    (folder / "swift").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    monkeypatch.setenv("FAKES", str(folder))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("MESP_ENGINE", raising=False)
+    monkeypatch.delenv("MESP_HOST_MLX", raising=False)
+    return folder
+
+
+@pytest.fixture
+def checkout(fakes: Path, tmp_path: Path) -> Path:
+    folder = tmp_path / "checkout"
+    (folder / "ios").mkdir(parents=True)
+    (folder / "ios" / "Core.swift").touch()
+    (folder / "Package.swift").touch()
+    return folder
+
+
+@pytest.fixture
+def installed(fakes: Path, tmp_path: Path) -> Path:
+    """What a wheel brings beside the Python package."""
+    folder = tmp_path / "sources"
+    folder.mkdir()
+    (folder / "Package.swift").write_text("// a package")
+    return folder
+
+
+def start(folder: Path) -> subprocess.Popen:
+    """Finds the engine of a checkout or of installed sources."""
+    program = "import sys, pathlib, mesp.engine.build, mesp.errors\n"
+    program += "checkout, sources = map(pathlib.Path, sys.argv[1:])\n"
+    program += "try: print(mesp.engine.build.find_engine(checkout, sources))\n"
+    program += "except mesp.errors.MespError as error: sys.exit(error.message)\n"
+    where = (folder, "/nowhere") if folder.name == "checkout" else ("/nowhere", folder)
+    return subprocess.Popen(
+        [sys.executable, "-c", program, *where],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def find(folder: Path) -> subprocess.CompletedProcess:
+    process = start(folder)
+    return subprocess.CompletedProcess(
+        process.args, process.wait(), process.stdout.read(), process.stderr.read()
+    )
+
+
+def calls(fakes: Path) -> list[str]:
+    log = fakes / "calls"
+    return log.read_text().splitlines() if log.exists() else []
+
+
+def find_named(engine: object) -> str:
+    """What is said of an engine that MESP_ENGINE names."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MESP_ENGINE", str(engine))
+        return find(Path("/nowhere/checkout")).stderr.strip()
+
+
+def test_an_engine_that_does_not_fit_is_named(tmp_path: Path):
+    engine = tmp_path / "mesp-engine"
+    for says, said in {
+        "echo mesp-engine 9.9.9 with MLX 0.32.4": "mesp-engine 9.9.9 with MLX 0.32.4",
+        "echo cannot load libmlx.so >&2; exit 127": "cannot load libmlx.so",
+        "exit 1": "nothing",
+    }.items():
+        engine.write_text(f"#!/bin/sh\n{says}\n")
+        engine.chmod(0o755)
+        wanted = f"which is not {expected_version()}: it says {said}. Build it anew, or unset"
+        assert wanted in find_named(engine)
+    nowhere = "MESP_ENGINE names /nowhere/mesp-engine, which is not a program."
+    assert find_named("/nowhere/mesp-engine") == nowhere
+
+
+def test_the_version_is_that_of_the_sources():
+    wheel = metadata.version("mlx")
+    assert expected_version() == f"mesp-engine {mesp.__version__} with MLX {wheel}"
+    core = ROOT / "ios" / "MeSPTrainer" / "Core"
+    assert f'version = "{mesp.__version__}"' in (core / "Run" / "Run.swift").read_text()
+    of_mlx_swift = (core / "Bundle" / "MLXSupport.swift").read_text()
+    assert f'version = "{mlxfn.LAYOUTS[0]}"' in of_mlx_swift
+    said = subprocess.run([FAKE_ENGINE, "--version"], capture_output=True, text=True).stdout
+    assert said.strip() == expected_version()
+
+
+def test_a_missing_engine_is_built_against_the_installed_mlx(checkout: Path, fakes: Path):
+    found = find(checkout)
+    engine = checkout / ".build" / "release" / "mesp-engine"
+    assert found.stdout.strip() == str(engine), found.stderr
+    assert engine.exists()
+    ((mlx, *arguments),) = map(str.split, calls(fakes))
+    assert (Path(mlx) / "include").is_dir()
+    assert arguments == [
+        "build",
+        "-c",
+        "release",
+        "--product",
+        "mesp-engine",
+        "--package-path",
+        str(checkout),
+    ]
+
+
+def test_an_engine_is_built_again_only_when_a_source_is_newer(checkout: Path, fakes: Path):
+    find(checkout)
+    find(checkout)
+    assert len(calls(fakes)) == 1
+    later = time.time() + 60
+    os.utime(checkout / "ios" / "Core.swift", (later, later))
+    find(checkout)
+    assert len(calls(fakes)) == 2
+
+
+@pytest.mark.parametrize("place", ["checkout", "installed"])
+def test_a_failed_build_shows_what_the_compiler_said(place: str, fakes: Path, request):
+    (fakes / "broken").touch()
+    found = find(request.getfixturevalue(place))
+    assert found.returncode == 1
+    assert "error: no such module" in found.stderr
+    assert found.stderr.splitlines()[-1].startswith("mesp-engine could not be built")
+
+
+@pytest.mark.parametrize("place", ["checkout", "installed"])
+def test_a_missing_compiler_is_named(place: str, request, monkeypatch: pytest.MonkeyPatch):
+    folder = request.getfixturevalue(place)
+    monkeypatch.setenv("PATH", "/nowhere")
+    (said,) = find(folder).stderr.splitlines()
+    assert "install Swift 6 from https://swift.org/install" in said
+
+
+def test_without_sources_the_way_out_is_named(fakes: Path, tmp_path: Path):
+    assert "or set MESP_ENGINE" in find(tmp_path).stderr
+
+
+# Installed without a checkout: the engine is built once, in the user's cache.
+
+
+def test_an_installed_packages_engine_is_built_once(installed: Path, fakes: Path, tmp_path: Path):
+    found = find(installed)
+    engine = Path(found.stdout.strip())
+    assert tmp_path / "cache" / "mesp" in engine.parents and os.access(engine, os.X_OK)
+    assert (
+        mesp.__version__ in engine.parent.name
+        and f"mlx-{metadata.version('mlx')}" in engine.parent.name
+    )
+    assert found.stderr == f"Building mesp-engine in {engine.parent}, once; some minutes.\n"
+    assert {path.name for path in engine.parent.iterdir()} == {"mesp-engine", "lock", "mlx"}
+    again = find(installed)
+    assert (again.stdout, again.stderr) == (found.stdout, "")
+    assert len(calls(fakes)) == 1
+    assert f"--package-path {installed} " in calls(fakes)[0]
+    assert [path.name for path in installed.iterdir()] == ["Package.swift"]
+
+
+def test_engines_of_environments_that_are_gone_are_removed(
+    installed: Path, fakes: Path, tmp_path: Path
+):
+    gone, another = (tmp_path / "cache" / "mesp" / f"engine-{name}" for name in "ab")
+    for folder, mlx in ((gone, tmp_path / "no-mlx"), (another, tmp_path)):
+        folder.mkdir(parents=True)
+        (folder / "mlx").write_text(str(mlx))
+    find(installed)
+    assert another.exists() and not gone.exists()
+
+
+def test_other_sources_have_an_engine_of_their_own(installed: Path, fakes: Path):
+    first = find(installed).stdout
+    (installed / "Package.swift").write_text("// a newer package")
+    assert find(installed).stdout not in ("", first)
+    assert len(calls(fakes)) == 2
+
+
+@pytest.mark.parametrize("body", ["exit 127", "echo mesp-engine 0.0.1 with MLX 0.1"])
+def test_an_engine_that_does_not_start_any_more_is_built_anew(
+    body: str, installed: Path, fakes: Path
+):
+    engine = Path(find(installed).stdout.strip())
+    engine.write_text(f"#!/bin/sh\n{body}\n")
+    assert find(installed).stdout.strip() == str(engine)
+    assert len(calls(fakes)) == 2
+    assert engine.read_bytes() == FAKE_ENGINE.read_bytes()
+
+
+def test_two_processes_at_once_build_one_engine(installed: Path, fakes: Path):
+    (fakes / "slow").touch()
+    first = start(installed)
+    while not calls(fakes):
+        time.sleep(0.02)
+    second = start(installed)
+    time.sleep(0.5)  # most of the time enough for it to come to the lock
+    (fakes / "slow").unlink()
+    said = [process.communicate()[0] for process in (first, second)]
+    assert said[0] == said[1] != ""
+    assert len(calls(fakes)) == 1
+
+
+def test_a_build_that_is_killed_leaves_no_engine(installed: Path, fakes: Path, tmp_path: Path):
+    (fakes / "slow").touch()
+    process = start(installed)
+    while not calls(fakes):
+        time.sleep(0.02)
+    process.kill()
+    process.communicate()
+    assert list((tmp_path / "cache").rglob("mesp-engine")) == []
+    (fakes / "slow").unlink()
+    assert Path(find(installed).stdout.strip()).exists()
+
+
+def test_a_cache_that_cannot_be_written_is_named(
+    installed: Path, fakes: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
+    found = find(installed)
+    assert "Cannot keep the engine in /dev/null/mesp/engine-" in found.stderr
+    assert "XDG_CACHE_HOME" in found.stderr and calls(fakes) == []

@@ -1,0 +1,465 @@
+"""Generation by the real engine, from the demo model and tiny ones, against mlx-lm."""
+
+import json
+import shutil
+import signal
+import subprocess
+from pathlib import Path
+
+import mlx.core as mx
+import mlx_lm
+import pytest
+from mlx.utils import tree_flatten
+from mlx_lm.generate import generate_step
+from mlx_lm.sample_utils import make_sampler
+from mlx_lm.tuner.utils import linear_to_lora_layers, load_adapters
+
+from helpers.commands import command, run
+from helpers.models import FAMILIES, TINY, write_model
+from mesp.bundle.reader import Bundle
+from mesp.engine.build import find_engine
+from mesp.engine.process import generate
+from mesp.errors import MespError
+from mesp.text import bundle_tokenizer, encode
+
+pytestmark = pytest.mark.slow
+SEQ_LEN = 64
+PROMPT = "A class definition"
+
+
+def export(model: object, out: Path, *options: object) -> Path:
+    done = run("export", "--model", model, "--out", out, "--seq-len", SEQ_LEN, *options)
+    assert done.returncode == 0, done.stderr
+    return out
+
+
+def engine(folder: Path, *words: str, **settings: object) -> subprocess.CompletedProcess:
+    path = folder / "settings.json"
+    path.write_text(json.dumps(settings))
+    return subprocess.run(
+        [find_engine(), *words, path], capture_output=True, text=True, timeout=300
+    )
+
+
+def train(bundle: Path, output: Path, **settings: object) -> subprocess.CompletedProcess:
+    numbers = {"seq_len": SEQ_LEN, "steps": 20, "learning_rate": 0.1, "val_batches": 4}
+    settings = {"bundle": str(bundle), "output": str(output), **numbers, **settings}
+    return engine(output.parent, **settings)
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return export("demo", tmp_path_factory.mktemp("demo") / "demo.mesp")
+
+
+@pytest.fixture(scope="module")
+def adapters(bundle: Path) -> Path:
+    done = train(bundle, bundle.parent / "run")
+    assert done.returncode == 0, done.stderr
+    return bundle.parent / "run" / "adapters"
+
+
+@pytest.fixture
+def copy(adapters: Path, tmp_path: Path) -> Path:
+    """A copy of the adapters, for a test to damage."""
+    return shutil.copytree(adapters, tmp_path / "adapters")
+
+
+def ours(bundle: Path, prompt: list[int], count: int, **options: object) -> list[int]:
+    *tokens, end = generate(bundle, prompt, max_tokens=count, **options)
+    assert end["tokens"] == len(tokens)
+    return [record["token"] for record in tokens]
+
+
+def theirs(bundle: Path, prompt: list[int], count: int, adapters: Path | None = None) -> list[int]:
+    model = Bundle(bundle).to_mlx_lm()
+    if adapters is not None:
+        load_adapters(model, str(adapters))
+    model.eval()
+    steps = generate_step(mx.array(prompt), model, max_tokens=count)
+    return [int(token) for token, _ in steps]
+
+
+@pytest.mark.parametrize("text", [PROMPT, "The people of", "\n\n"])
+def test_greedy_text_is_mlx_lms(bundle: Path, adapters: Path, text: str):
+    prompt = bundle_tokenizer(bundle).encode(text)
+    untrained = ours(bundle, prompt, 200)
+    assert untrained == theirs(bundle, prompt, 200)
+    trained = ours(bundle, prompt, 200, adapters=adapters)
+    assert trained == theirs(bundle, prompt, 200, adapters)
+    assert trained == ours(bundle, prompt, 200, adapters=adapters / "peft")
+    assert len(untrained) == len(trained) == 200
+    assert trained != untrained
+
+
+def test_a_long_prompt_goes_through_in_pieces(bundle: Path):
+    """Pieces of 256 tokens; the last of them are few, and take another way through the CPU."""
+    prompt = Bundle(bundle).tokens("valid")[: 3 * 256 + 3].tolist()
+    *tokens, end = generate(bundle, prompt, max_tokens=20)
+    assert [record["token"] for record in tokens] == theirs(bundle, prompt, 20)
+    # Weights, mapped, are not in it. 11 MB on Linux when this was written.
+    assert end["footprint_peak_bytes"] < 30e6
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_tiny_models_give_mlx_lms_text(tmp_path: Path, text: Path, tied: bool):
+    model = write_model(tmp_path / "model", {**TINY, "tie_word_embeddings": tied})
+    bundle = export(model, tmp_path / "tiny.mesp", "--data", text)
+    assert ours(bundle, [5, 6, 7], 40) == theirs(bundle, [5, 6, 7], 40)
+
+
+def test_adapters_of_some_projections_and_blocks(bundle: Path, tmp_path: Path):
+    """As mlx-lm trains them: another rank and scale, and not every block and projection."""
+    keys = ["self_attn.q_proj", "self_attn.v_proj", "mlp.down_proj"]
+    parameters = {"rank": 5, "scale": 20.0, "dropout": 0.0, "keys": keys}
+    model = Bundle(bundle).to_mlx_lm()
+    model.freeze()
+    linear_to_lora_layers(model, 2, parameters)
+    weights = {
+        name: 0.05 * mx.random.normal(array.shape, key=mx.random.key(i))
+        for i, (name, array) in enumerate(tree_flatten(model.trainable_parameters()))
+    }
+    assert len(weights) == 2 * 2 * len(keys)
+    mx.save_safetensors(str(tmp_path / "adapters.safetensors"), weights)
+    config = {"fine_tune_type": "lora", "num_layers": 2, "lora_parameters": parameters}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    tokens = ours(bundle, [5, 6, 7], 100, adapters=tmp_path)
+    assert tokens == theirs(bundle, [5, 6, 7], 100, tmp_path)
+    assert tokens != ours(bundle, [5, 6, 7], 100)
+
+
+def test_bfloat16_follows_float32(bundle: Path, tmp_path: Path):
+    """It rounds to 8 bits between operations: a text begins alike, and may part later."""
+    # By default codes are fitted to the stored scales, so that the two would be of other codes.
+    options = ("--quantize", "nearest", "--head-bits", 4)
+    whole = export("demo", tmp_path / "whole.mesp", *options)
+    half = export("demo", tmp_path / "half.mesp", "--dtype", "bfloat16", *options)
+    prompt = bundle_tokenizer(bundle).encode(PROMPT)
+    assert ours(half, prompt, 8) == ours(whole, prompt, 8)
+
+
+def test_a_seed_gives_the_same_text_again(bundle: Path):
+    def text(seed: int) -> list[int]:
+        return ours(bundle, [5, 6, 7], 30, temperature=1.0, top_p=0.95, seed=seed)
+
+    assert text(1) == text(1)
+    assert text(1) != text(2)
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.9, 0.3])
+@pytest.mark.parametrize("temperature", [0.7, 1.5])
+def test_a_seed_draws_mlx_lms_tokens(bundle: Path, temperature: float, top_p: float):
+    model = Bundle(bundle).to_mlx_lm()
+    mx.random.seed(11)
+    sampler = make_sampler(temperature, top_p)
+    # MLX 0.32 draws from logits [1, vocabulary] in another way than from [vocabulary]; the latter
+    # is that of phones.
+    steps = generate_step(
+        mx.array([5, 6, 7]), model, max_tokens=100, sampler=lambda logits: sampler(logits[0])[None]
+    )
+    expected = [int(token) for token, _ in steps]
+    options = {"temperature": temperature, "top_p": top_p, "seed": 11}
+    assert ours(bundle, [5, 6, 7], 100, **options) == expected
+
+
+@pytest.mark.parametrize(
+    "options", [{"temperature": 2.0, "top_p": 1e-6}, {"temperature": 1e-6, "seed": 3}]
+)
+def test_little_room_to_choose_is_greedy(bundle: Path, options: dict):
+    assert ours(bundle, [5, 6, 7], 50, **options) == ours(bundle, [5, 6, 7], 50)
+
+
+def test_a_stop_token_ends_the_text(bundle: Path):
+    tokens = ours(bundle, [5, 6, 7], 20)
+    stop = tokens[10]
+    *records, end = generate(bundle, [5, 6, 7], max_tokens=20, stop=[stop])
+    assert [record["token"] for record in records] == tokens[: tokens.index(stop)]
+    assert end["reason"] == "stop"
+    *_, end = generate(bundle, [5, 6, 7], max_tokens=20)
+    assert end["reason"] == "length"
+
+
+# mesp generate
+
+
+def test_the_command_prints_mlx_lms_text(bundle: Path, adapters: Path):
+    tokenizer = bundle_tokenizer(bundle)
+    model = Bundle(bundle).to_mlx_lm()
+    load_adapters(model, str(adapters))
+    expected = mlx_lm.generate(model.eval() or model, tokenizer, PROMPT, max_tokens=40)
+    options = ("--no-chat", "--adapters", adapters, "--max-tokens", 40)
+    line = command("generate", bundle, "--prompt", PROMPT, *options)
+    done = subprocess.run(line, capture_output=True, text=True)  # what libraries say counts too
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == expected + "\n"
+    assert run("generate", bundle, "--prompt", "-", *options, input=PROMPT).stdout == done.stdout
+
+
+def test_a_prompt_that_is_no_text_is_one_sentence(bundle: Path):
+    for prompt in ("-", "\udce9"):  # the shell's é of Latin-1
+        done = run("generate", bundle, "--prompt", prompt, input=b"\xe9")
+        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+        assert "is not UTF-8 text; convert it first." in done.stderr
+
+
+def test_ctrl_c_ends_the_text(bundle: Path):
+    process = subprocess.Popen(
+        command("generate", bundle, "--prompt", PROMPT, "--max-tokens", 1000000),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    beginning = process.stdout.read(20)
+    process.send_signal(signal.SIGINT)
+    rest, errors = process.communicate(timeout=120)
+    assert (process.returncode, errors) == (130, "")
+    assert beginning and rest.endswith("\n")
+
+
+def test_sigint_ends_the_engine_with_its_record(bundle: Path):
+    records = generate(bundle, [5, 6, 7], max_tokens=1000000)
+    assert next(records)["type"] == "token"
+    signal.raise_signal(signal.SIGINT)
+    *_, end = records
+    assert end["reason"] == "stopped"
+
+
+def test_the_chat_template_is_used_where_there_is_one(bundle: Path, tmp_path: Path):
+    chat = bundle_tokenizer(bundle)
+    assert chat.decode(encode(chat, "Hello", None)) == "user: Hello\nassistant:"
+    assert encode(chat, "Hello", False) == chat.encode("Hello")
+    with_system = encode(chat, "Hello", None, "Be brief.")
+    assert chat.decode(with_system).endswith("Be brief.\nuser: Hello\nassistant:")
+
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(bundle / name, tmp_path)
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    del config["chat_template"]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    plain = bundle_tokenizer(tmp_path)
+    assert encode(plain, "Hello", None) == plain.encode("Hello")
+    with pytest.raises(MespError, match="no chat template"):
+        encode(plain, "Hello", True)
+    with pytest.raises(MespError, match="part of a chat template"):
+        encode(plain, "Hello", None, "Be brief.")
+
+
+# Training from adapters
+
+
+@pytest.mark.parametrize("form", ["", "peft"])
+def test_training_goes_on_from_adapters(bundle: Path, adapters: Path, tmp_path: Path, form: str):
+    done = train(bundle, tmp_path / "run", adapters=str(adapters / form), steps=1)
+    assert done.returncode == 0, done.stderr
+
+    def losses(output: Path) -> list[float]:
+        lines = (output / "metrics.jsonl").read_text().splitlines()
+        return [r["loss"] for r in map(json.loads, lines) if r["type"] == "eval"]
+
+    assert losses(tmp_path / "run")[0] == losses(adapters.parent)[-1]
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"alpha": 32.0}, "set alpha to 16"),
+        ({"projections": ["q", "v"]}, "does not train"),
+        ({"num_layers": 2}, "does not train"),
+    ],
+)
+def test_adapters_that_do_not_fit_the_run(
+    bundle: Path, adapters: Path, tmp_path: Path, settings: dict, said: str
+):
+    done = train(bundle, tmp_path / "run", adapters=str(adapters), **settings)
+    assert done.returncode == 2
+    assert said in done.stderr and done.stderr.count("\n") == 1
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()  # the folder can be used again
+
+
+# What cannot be done
+
+
+def change_config(folder: Path, **values: object) -> None:
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def change_weights(folder: Path, change) -> None:
+    (path,) = folder.glob("*.safetensors")
+    weights = mx.load(str(path))
+    mx.eval(weights)
+    change(weights)
+    mx.save_safetensors(str(path), weights)
+
+
+def truncate(folder: Path, size: int) -> None:
+    (path,) = folder.glob("*.safetensors")
+    path.write_bytes(path.read_bytes()[:size])
+
+
+NAME = "model.layers.0.self_attn.q_proj.lora_a"
+DAMAGE = {
+    "no config": (lambda f: (f / "adapter_config.json").unlink(), "no adapter_config.json"),
+    "no JSON": (lambda f: (f / "adapter_config.json").write_text("{"), "not valid"),
+    "no weights": (lambda f: (f / "adapters.safetensors").unlink(), "no adapters.safetensors"),
+    "no parameters": (lambda f: change_config(f, lora_parameters=None), "lacks lora_parameters"),
+    "dora": (lambda f: change_config(f, fine_tune_type="dora"), "DoRA"),
+    "full": (lambda f: change_config(f, fine_tune_type="full"), "fine_tune_type full"),
+    "short": (lambda f: truncate(f, 10000), "adapters.safetensors is damaged"),
+    "shorter": (lambda f: truncate(f, 100), "adapters.safetensors is damaged"),
+    "empty": (lambda f: truncate(f, 0), "adapters.safetensors is damaged"),
+    "rank": (
+        lambda f: change_config(f, lora_parameters={"rank": 4, "scale": 2.0}),
+        f"{NAME} has the shape [192, 8], where the model needs [192, 4]",
+    ),
+    "rank 0": (
+        lambda f: change_config(f, lora_parameters={"rank": 0, "scale": 2.0}),
+        "rank or scale",
+    ),
+    "half a pair": (lambda f: change_weights(f, lambda w: w.pop(NAME)), f"{NAME} is missing"),
+    "another model": (
+        lambda f: change_weights(f, lambda w: w.update({"model.layers.77.x": mx.zeros(3)})),
+        "model.layers.77.x",
+    ),
+}
+PEFT_DAMAGE = {
+    "no weights": (lambda f: (f / "adapter_model.safetensors").unlink(), "adapter_model"),
+    "dora": (lambda f: change_config(f, use_dora=True), "DoRA"),
+    "method": (lambda f: change_config(f, peft_type="LOHA"), "LOHA"),
+    "bias": (lambda f: change_config(f, bias="all"), "biases"),
+    "embeddings": (lambda f: change_config(f, modules_to_save=["lm_head"]), "modules_to_save"),
+    "ranks": (lambda f: change_config(f, rank_pattern={"q_proj": 4}), "ranks"),
+    "no rank": (lambda f: change_config(f, r=None), "lacks r"),
+    "shape": (lambda f: change_config(f, r=4), "has the shape [8, 192]"),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_damaged_adapters_are_named(bundle: Path, copy: Path, kind: str):
+    damage, said = DAMAGE[kind]
+    damage(copy)
+    check_refused(bundle, copy, said)
+
+
+@pytest.mark.parametrize("kind", PEFT_DAMAGE)
+def test_damaged_peft_adapters_are_named(bundle: Path, copy: Path, kind: str):
+    damage, said = PEFT_DAMAGE[kind]
+    damage(copy / "peft")
+    check_refused(bundle, copy / "peft", said)
+
+
+def check_refused(bundle: Path, adapters: Path, said: str) -> None:
+    done = run("generate", bundle, "--prompt", PROMPT, "--adapters", adapters)
+    assert done.returncode == 2
+    assert (done.stdout, done.stderr.count("\n")) == ("", 1)
+    assert done.stderr.startswith(f"Error: Cannot load the adapters in {adapters}: ")
+    assert said in done.stderr
+
+
+@pytest.fixture(scope="module")
+def granite(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A bundle whose gate and up are one linear layer in PEFT, and adapters."""
+    folder = tmp_path_factory.mktemp("granite")
+    model = write_model(folder / "model", FAMILIES["granitemoehybrid"])
+    bundle = export(model, folder / "b.mesp", "--data", "python-docs")
+    done = train(bundle, folder / "run")
+    assert done.returncode == 0, done.stderr
+    return bundle, folder / "run" / "adapters"
+
+
+def test_adapters_of_joined_layers_are_the_same_in_both_forms(granite, tmp_path: Path):
+    bundle, adapters = granite
+
+    def loss(name: str, **settings: str) -> float:
+        done = train(bundle, tmp_path / name, steps=1, **settings)
+        assert done.returncode == 0, done.stderr
+        lines = map(json.loads, (tmp_path / name / "metrics.jsonl").read_text().splitlines())
+        return next(line["loss"] for line in lines if line["type"] == "eval")
+
+    expected = loss("mlx", adapters=str(adapters))
+    assert abs(expected - loss("none")) > 0.01
+    assert loss("peft", adapters=str(adapters / "peft")) == pytest.approx(expected, rel=1e-6)
+
+    # As PEFT trains it, with one A of the common rank: for mlx-lm that is A twice, and B in parts.
+    one, two = (shutil.copytree(adapters, tmp_path / name) for name in ("one", "two"))
+    change_config(one / "peft", rank_pattern={}, alpha_pattern={})
+    weights = mx.load(str(one / "adapters.safetensors"))
+    joined = {}
+    for i in range(2):
+        gate, up = (f"model.layers.{i}.mlp.{name}_proj" for name in ("gate", "up"))
+        weights[f"{up}.lora_a"] = weights[f"{gate}.lora_a"]
+        b = [weights[f"{name}.lora_b"] for name in (gate, up)]
+        path = f"base_model.model.model.layers.{i}.shared_mlp.input_linear"
+        joined[f"{path}.lora_A.weight"] = weights[f"{gate}.lora_a"].T
+        joined[f"{path}.lora_B.weight"] = mx.concatenate(b, axis=1).T
+    change_weights(one / "peft", lambda w: w.update(joined))
+    change_weights(two, lambda w: w.update(weights))
+    shared = loss("shared", adapters=str(two))
+    assert abs(shared - expected) > 1e-4
+    found = loss("shared-peft", adapters=str(one / "peft"))
+    assert found == pytest.approx(shared, rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["off the diagonal", "another rank", "no alpha"])
+def test_joined_layers_of_ranks_of_their_own_are_refused(granite, tmp_path: Path, kind: str):
+    bundle, adapters = granite
+    copy = shutil.copytree(adapters / "peft", tmp_path / "peft")
+    layer = "shared_mlp.input_linear"
+
+    def fill(weights: dict[str, mx.array]) -> None:
+        name = f"base_model.model.model.layers.1.{layer}.lora_B.weight"
+        weights[name] = weights[name] + 1e-3
+
+    if kind == "off the diagonal":
+        change_weights(copy, fill)
+    elif kind == "another rank":
+        change_config(copy, rank_pattern={layer: 24})
+    else:
+        change_config(copy, alpha_pattern={})
+    check_refused(bundle, copy, "ranks or alphas of their own")
+
+
+@pytest.mark.parametrize(
+    "parts", [["mlp.gate_proj", "mlp.gate_proj"], ["mlp.gate_proj", "self_attn.x_proj"], []]
+)
+def test_the_engine_refuses_damaged_joined_layers(granite, tmp_path: Path, parts: list[str]):
+    bundle = shutil.copytree(granite[0], tmp_path / "b.mesp")
+    manifest = json.loads((bundle / "manifest.json").read_text())
+    manifest["architecture"]["hf_modules"][0][1] = parts
+    (bundle / "manifest.json").write_text(json.dumps(manifest))
+    done = train(bundle, tmp_path / "run")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "manifest" in done.stderr
+
+
+def test_rslora_adapters_of_peft_count_alpha_by_the_root(bundle: Path, copy: Path):
+    tokens = ours(bundle, [5, 6, 7], 50, adapters=copy / "peft")
+    change_config(copy / "peft", use_rslora=True, lora_alpha=16 / 8**0.5)
+    assert ours(bundle, [5, 6, 7], 50, adapters=copy / "peft") == tokens
+
+
+@pytest.mark.parametrize(
+    ("request_", "said"),
+    [
+        ({"prompt": []}, "The prompt must be at least one token long."),
+        ({"prompt": [1, 2048]}, "holds the token 2048"),
+        ({"prompt": [-1]}, "holds the token -1"),
+        ({"max_tokens": 0}, "max_tokens must be at least 1."),
+        ({"temperature": -1}, "temperature must be"),
+        ({"top_p": 0}, "top_p must be above 0"),
+        ({"seed": None}, "seed"),
+        ({"bundle": "/nowhere"}, "/nowhere is not a bundle"),
+    ],
+)
+def test_bad_requests_are_one_sentence(bundle: Path, tmp_path: Path, request_: dict, said: str):
+    settings = {"bundle": str(bundle), "adapters": None, "prompt": [1], "max_tokens": 5}
+    settings |= {"temperature": 0, "top_p": 1, "seed": 0, "stop": []}
+    done = engine(tmp_path, "generate", **(settings | request_))
+    assert done.returncode == 2
+    assert (done.stdout, done.stderr.count("\n")) == ("", 1)
+    assert said in done.stderr
+
+
+def test_a_prompt_without_words_is_refused(bundle: Path):
+    done = run("generate", bundle, "--no-chat", "--prompt", "")
+    assert done.returncode == 2 and "prompt is empty" in done.stderr

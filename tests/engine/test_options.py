@@ -1,0 +1,609 @@
+"""Each training option of the real engine, against the same in Python.
+
+The Python side is an ordinary training loop: the block of `mesp.reference`, gradients of all blocks
+at once from automatic differentiation, and the optimizers, schedules and clipping of
+`mlx.optimizers`. The engine never holds all gradients; its losses and adapters must be the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import resource
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.optimizers as optim
+import numpy as np
+import pytest
+
+from helpers.commands import run
+from helpers.models import dequantize_once
+from mesp import reference
+from mesp.bundle.reader import Bundle
+from mesp.engine.build import find_engine
+from mesp.runs.log import Run
+
+pytestmark = pytest.mark.slow
+SEQ_LEN = 32
+RANK = 8
+STEPS = 5
+ALPHA = 16.0
+LEARNING_RATE = 0.1
+VAL_BATCHES = 4
+
+Parameters = dict[str, mx.array]  # by the names in adapters.safetensors
+
+
+def train(bundle: Path, output: Path, *options: object, steps: int = STEPS) -> Run:
+    """What the engine reports of a run with these options."""
+    settings = {"steps": steps, "optimizer": "sgd", "learning-rate": LEARNING_RATE}
+    settings |= {"val-batches": VAL_BATCHES}
+    typed = [text for name, value in settings.items() for text in (f"--{name}", value)]
+    done = run("train", bundle, *typed, "--out", output, *options)
+    assert done.returncode == 0, done.stderr
+    return Run.load(output)
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo model, with test data that is the held-out data's second half."""
+    find_engine()
+    path = tmp_path_factory.mktemp("demo") / "demo.mesp"
+    done = run("export", "--model", "demo", "--out", path, "--seq-len", SEQ_LEN, "--rank", RANK)
+    assert done.returncode == 0, done.stderr
+    tokens = Bundle(path).tokens("valid")
+    add_data(path, "test", tokens[len(tokens) // 2 :])
+    return path
+
+
+@pytest.fixture(scope="module")
+def bundle_of_examples(bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with one example a sequence: some short, some cut, each with answers of its own."""
+    path = shutil.copytree(bundle, tmp_path_factory.mktemp("examples") / "demo.mesp")
+    generator = np.random.default_rng(0)
+    tokens = Bundle(path).tokens("train")
+    examples, mask, start = [], np.ones(len(tokens)), 0
+    for _ in range(30):
+        length = int(generator.integers(8, 2 * SEQ_LEN))
+        examples.append((start, length))
+        # A prompt, and another before its last token but one.
+        mask[start : start + int(generator.integers(0, min(length, SEQ_LEN) - 2))] = 0
+        mask[start + 4 : start + length - 2] = 0
+        start += length
+    add_data(path, "train", tokens, examples, mask)
+    return path
+
+
+def add_data(
+    path: Path,
+    split: str,
+    tokens: np.ndarray,
+    examples: list | None = None,
+    mask: np.ndarray | None = None,
+) -> None:
+    """Writes a split of the bundle's data and lists it in the manifest."""
+    manifest = json.loads((path / "manifest.json").read_text())
+    entry = {"file": f"data/{split}.bin", "tokens": len(tokens)}
+    arrays = {entry["file"]: np.asarray(tokens, "<u4")}
+    if examples:
+        entry["examples"] = {"file": f"data/{split}.examples.bin", "count": len(examples)}
+        arrays[entry["examples"]["file"]] = np.asarray(examples, "<u4")
+    if mask is not None:
+        entry["mask"] = f"data/{split}.mask.bin"
+        arrays[entry["mask"]] = mask.astype(np.uint8)
+    manifest["data"][split] = entry
+    for name, array in arrays.items():
+        (path / name).write_bytes(array.tobytes())
+        sha256 = hashlib.sha256(array.tobytes()).hexdigest()
+        listed = {"path": name, "size": array.nbytes, "sha256": sha256}
+        manifest["files"] = [each for each in manifest["files"] if each["path"] != name] + [listed]
+    (path / "manifest.json").write_text(json.dumps(manifest))
+
+
+# The same training in Python.
+
+
+@dataclass
+class Recipe:
+    """What an oracle run is made of; the defaults are mesp-train's."""
+
+    optimizer: optim.Optimizer
+    batch_size: int = 1
+    accumulation: int = 1
+    max_grad_norm: float | None = None
+    projections: tuple[str, ...] = ("q", "k", "v", "o", "gate", "up", "down")
+    num_layers: int | None = None
+    freeze_a: bool = False
+    scale: float = ALPHA / RANK
+    start: Parameters | None = None
+    seed: int = 0
+
+
+@dataclass
+class Trained:
+    start: Parameters
+    end: Parameters
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    rates: list[float] = field(default_factory=list)
+
+
+@dataclass
+class Oracle:
+    """The bundle's model and training data."""
+
+    model: reference.Model
+    # T + 1 tokens at most, and the positions of those that count.
+    sequences: list[tuple[mx.array, mx.array]]
+
+    @classmethod
+    def of(cls, path: Path) -> Oracle:
+        bundle = Bundle(path)
+        tokens = bundle.tokens("train").astype(np.int64)
+        windows = range(0, len(tokens) - SEQ_LEN, SEQ_LEN)
+        bounds = [(start, SEQ_LEN + 1) for start in windows]
+        if (examples := bundle.examples("train")) is not None:
+            bounds = examples.tolist()
+        mask = np.ones(len(tokens)) if bundle.mask("train") is None else bundle.mask("train")
+        sequences = []
+        for start, length in bounds:
+            stop = start + min(length, SEQ_LEN + 1)
+            counted = 1 + np.flatnonzero(mask[start + 1 : stop])
+            if counted.size:
+                sequences.append((mx.array(tokens[start:stop]), mx.array(counted)))
+        return cls(reference.Model.of(bundle), sequences)
+
+    def initial(self, recipe: Recipe) -> Parameters:
+        """The trained matrices of every trained block, by name."""
+        arch = self.model.arch
+        flat = reference.init_lora(arch, RANK, recipe.seed)
+        first = arch.num_hidden_layers - (recipe.num_layers or arch.num_hidden_layers)
+        parameters = {}
+        for index in range(first, arch.num_hidden_layers):
+            for name, (a, b) in reference.unpack_lora(flat[index], arch.blocks[index]).items():
+                if name.split(".")[1].removesuffix("_proj") in recipe.projections:
+                    parameters[f"model.layers.{index}.{name}.lora_a"] = a
+                    parameters[f"model.layers.{index}.{name}.lora_b"] = b
+        return parameters | (recipe.start or {})
+
+    def loss(self, parameters: Parameters, batch: list, scale: float) -> mx.array:
+        """Mean over all targets of the batch that count."""
+        arch, losses = self.model.arch, []
+        lora = []
+        for index, block in enumerate(arch.blocks):
+            prefix = f"model.layers.{index}."
+            matrices = {
+                name: (
+                    parameters.get(f"{prefix}{name}.lora_a", mx.zeros((inp, RANK))),
+                    parameters.get(f"{prefix}{name}.lora_b", mx.zeros((RANK, out))),
+                )
+                for name, (out, inp) in block.sizes().items()
+            }
+            lora.append(reference.pack_lora(matrices, block))
+        for tokens, positions in batch:
+            y = reference.forward(self.model, lora, tokens[:-1], scale)[-1]
+            counted = y[:, positions - 1]
+            mean = reference.cross_entropy(counted, tokens[positions], self.model.head, arch)
+            losses.append((mean * counted.shape[1], counted.shape[1]))
+        return sum(total for total, _ in losses) / sum(count for _, count in losses)
+
+    def train(self, recipe: Recipe, steps: int = STEPS) -> Trained:
+        parameters = self.initial(recipe)
+        trained = Trained(parameters, parameters)
+        gradient = mx.value_and_grad(self.loss)
+        taken = 0
+        for _ in range(steps):
+            losses, sums = [], {name: mx.zeros_like(array) for name, array in parameters.items()}
+            for _ in range(recipe.accumulation):
+                batch = []
+                for _ in range(recipe.batch_size):
+                    index = reference.step_window(taken, recipe.seed, len(self.sequences))
+                    batch.append(self.sequences[index])
+                    taken += 1
+                loss, gradients = gradient(parameters, batch, recipe.scale)
+                losses.append(loss)
+                sums = {name: sums[name] + gradients[name] for name in sums}
+            gradients = {name: array / recipe.accumulation for name, array in sums.items()}
+            if recipe.freeze_a:
+                gradients = {n: each * n.endswith("lora_b") for n, each in gradients.items()}
+            if recipe.max_grad_norm:
+                gradients, norm = optim.clip_grad_norm(gradients, recipe.max_grad_norm)
+                trained.norms.append(norm.item())
+            # The optimizer sets the rate of a step while it takes it.
+            parameters = recipe.optimizer.apply_gradients(gradients, parameters)
+            mx.eval(parameters, recipe.optimizer.state)
+            trained.rates.append(recipe.optimizer.learning_rate.item())
+            trained.losses.append(sum(losses).item() / recipe.accumulation)
+        trained.end = parameters
+        return trained
+
+
+@pytest.fixture(scope="module", autouse=True)
+def fast_oracle() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        dequantize_once(patch)
+        yield
+
+
+@pytest.fixture(scope="module")
+def oracle(bundle: Path) -> Oracle:
+    return Oracle.of(bundle)
+
+
+def saved(output: Path) -> Parameters:
+    return mx.load(str(output / "adapters" / "adapters.safetensors"))
+
+
+def distance(a: Parameters, b: Parameters) -> float:
+    assert a.keys() == b.keys()
+    return math.sqrt(sum(mx.sum(mx.square(a[name] - b[name])).item() for name in a))
+
+
+def agree(run: Run, output: Path, expected: Trained, tolerance: float = 1e-4) -> None:
+    """Every loss, and how far the adapters went.
+
+    Both sides compute in float32 and sum in different orders: 1e-6 to 1e-5 of a loss, and of the
+    way that the parameters went, which grows from step to step.
+    """
+    assert run.losses == pytest.approx(expected.losses, rel=max(2e-5, tolerance / 10))
+    way = distance(expected.start, expected.end)
+    assert way > 0
+    assert distance(saved(output), expected.end) < tolerance * way
+
+
+class AdamW8bit(optim.Optimizer):
+    """The reference's, whose blocks of a flat vector are those of each matrix here."""
+
+    def __init__(self, learning_rate: float, **constants: object) -> None:
+        super().__init__()
+        self._maybe_schedule("learning_rate", learning_rate)
+        self.constants = constants
+
+    def init_single(self, parameter: mx.array, state: dict) -> None:
+        assert parameter.size % reference.MOMENT_BLOCK == 0
+        for name, signed in (("m", True), ("v", False)):
+            state[name] = reference.quantize(mx.zeros(parameter.size), signed)
+
+    def apply_single(self, gradient: mx.array, parameter: mx.array, state: dict) -> mx.array:
+        new, state["m"], state["v"] = reference.adamw8bit(
+            parameter.reshape(-1), gradient.reshape(-1), reference.Quantized(*state["m"]),
+            reference.Quantized(*state["v"]), self.learning_rate.item(), **self.constants,
+        )  # fmt: skip
+        return new.reshape(parameter.shape)
+
+
+SGD, ADAMW = optim.SGD, optim.AdamW
+RATE = LEARNING_RATE
+
+
+def warm_up_and(decay: Callable, rate: float = RATE) -> Callable:
+    # As mlx-lm's build_schedule: the step after the warm-up has the full rate before any decay.
+    return optim.join_schedules([optim.linear_schedule(0, rate, 2), decay], [3])
+
+
+COSINE = warm_up_and(optim.cosine_decay(RATE, STEPS - 3))
+LINEAR = warm_up_and(optim.linear_schedule(RATE, 0, STEPS - 3))
+SLOW_COSINE = warm_up_and(optim.cosine_decay(1e-3, STEPS - 3), 1e-3)
+SLOW = ("--learning-rate", 1e-3)  # AdamW moves each parameter by about its rate
+
+CASES = {
+    "sgd": ((), Recipe(SGD(RATE))),
+    "seed": (("--seed", 3), Recipe(SGD(RATE), seed=3)),
+    "momentum": (("--momentum", 0.9), Recipe(SGD(RATE, momentum=0.9))),
+    "weight decay": (("--weight-decay", 0.1), Recipe(SGD(RATE, weight_decay=0.1))),
+    "momentum and weight decay": (
+        ("--momentum", 0.9, "--weight-decay", 0.1),
+        Recipe(SGD(RATE, momentum=0.9, weight_decay=0.1)),
+    ),
+    "adamw": (
+        ("--optimizer", "adamw", "--weight-decay", 0.01, *SLOW),
+        Recipe(ADAMW(1e-3, weight_decay=0.01)),
+    ),
+    "adamw with its constants": (
+        ("--optimizer", "adamw", "--beta1", 0.8, "--beta2", 0.9, "--epsilon", 1e-4, *SLOW),
+        Recipe(ADAMW(1e-3, betas=[0.8, 0.9], eps=1e-4, weight_decay=0)),
+    ),
+    "adamw in 8 bits": (
+        ("--optimizer", "adamw8bit", "--weight-decay", 0.01, "--beta2", 0.9, *SLOW),
+        Recipe(AdamW8bit(1e-3, betas=(0.9, 0.9), weight_decay=0.01)),
+    ),
+    "adamw in 8 bits on disk": (
+        ("--optimizer", "adamw8bit", "--max-grad-norm", 0.5, "--offload", "all", *SLOW),
+        Recipe(AdamW8bit(1e-3), max_grad_norm=0.5),
+    ),
+    "cosine": (("--schedule", "cosine"), Recipe(SGD(optim.cosine_decay(RATE, STEPS)))),
+    "linear": (("--schedule", "linear"), Recipe(SGD(optim.linear_schedule(RATE, 0, STEPS)))),
+    "warm-up": (
+        ("--warmup", 2),
+        Recipe(SGD(warm_up_and(lambda _: RATE))),
+    ),
+    "warm-up and cosine": (("--warmup", 2, "--schedule", "cosine"), Recipe(SGD(COSINE))),
+    "warm-up and linear": (("--warmup", 2, "--schedule", "linear"), Recipe(SGD(LINEAR))),
+    "batch": (("--batch-size", 2), Recipe(SGD(RATE), batch_size=2)),
+    "accumulation": (("--grad-accumulation-steps", 2), Recipe(SGD(RATE), accumulation=2)),
+    "clipping": (("--max-grad-norm", 0.5), Recipe(SGD(RATE), max_grad_norm=0.5)),
+    "clipping that need not": (("--max-grad-norm", 1e4), Recipe(SGD(RATE), max_grad_norm=1e4)),
+    "projections": (("--projections", "q,v"), Recipe(SGD(RATE), projections=("q", "v"))),
+    "layers": (("--num-layers", 2), Recipe(SGD(RATE), num_layers=2)),
+    "B alone": (
+        ("--freeze-a", "--max-grad-norm", 0.5),
+        Recipe(SGD(RATE), freeze_a=True, max_grad_norm=0.5),
+    ),
+    "rank-stabilized": (("--rslora",), Recipe(SGD(RATE), scale=ALPHA / math.sqrt(RANK))),
+    "MeBP with nearly all": (
+        ("--method", "mebp", "--projections", "k,down", "--num-layers", 3, "--max-grad-norm", 0.2,
+         "--momentum", 0.5, "--batch-size", 2),
+        Recipe(SGD(RATE, momentum=0.5), projections=("k", "down"), num_layers=3, max_grad_norm=0.2,
+               batch_size=2),
+    ),
+    "all at once, on disk": (
+        ("--optimizer", "adamw", "--schedule", "cosine", "--warmup", 2, "--batch-size", 2,
+         "--grad-accumulation-steps", 2, "--max-grad-norm", 0.5, "--projections", "q,k,v,o",
+         "--num-layers", 2, "--rslora", "--offload", "all", *SLOW),
+        Recipe(ADAMW(SLOW_COSINE, weight_decay=0), batch_size=2, accumulation=2, max_grad_norm=0.5,
+               projections=("q", "k", "v", "o"), num_layers=2, scale=ALPHA / math.sqrt(RANK)),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_an_option_trains_as_in_python(bundle: Path, oracle: Oracle, tmp_path: Path, case: str):
+    options, recipe = CASES[case]
+    run = train(bundle, tmp_path / "run", *options)
+    expected = oracle.train(recipe)
+    # AdamW divides by the gradient's own size, and so makes differences of small ones large.
+    agree(run, tmp_path / "run", expected, 1e-4 if isinstance(recipe.optimizer, SGD) else 1e-3)
+    assert [each["learning_rate"] for each in run.steps] == pytest.approx(expected.rates, rel=1e-5)
+    norms = [each["grad_norm"] for each in run.steps if each.get("grad_norm") is not None]
+    assert norms == pytest.approx(expected.norms, rel=1e-4)
+    assert all(each["forward_seconds"] > 0 for each in run.steps)
+    parts = [
+        sum(each[f"{phase}_seconds"] for phase in ("forward", "loss", "backward"))
+        for each in run.steps
+    ]
+    assert all(part <= each["seconds"] for part, each in zip(parts, run.steps, strict=True))
+
+
+@pytest.fixture(scope="module")
+def bundle_of_lengths(bundle_of_examples: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same examples, with shorter lengths too."""
+    path = tmp_path_factory.mktemp("lengths") / "demo.mesp"
+    lengths = (SEQ_LEN // 4, SEQ_LEN // 2, SEQ_LEN)
+    done = run(
+        "export",
+        "--from",
+        bundle_of_examples,
+        "--seq-len",
+        ",".join(map(str, lengths)),
+        "--out",
+        path,
+    )
+    assert done.returncode == 0, done.stderr
+    return path
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--val-batches", 5, "--batch-size", 2),
+        ("--offload", "all"),
+        ("--batch-size", 2, "--offload", "inputs"),  # by blocks
+        ("--memory-limit", 1000),
+        ("--method", "mebp"),
+        ("--method", "mezo", "--learning-rate", 1e-4),
+    ],
+    ids=lambda options: "-".join(map(str, options)),
+)
+def test_short_examples_run_at_short_lengths(
+    bundle_of_examples: Path, bundle_of_lengths: Path, tmp_path: Path, options: tuple
+):
+    padded = train(bundle_of_examples, tmp_path / "padded", *options, steps=12)
+    short = train(bundle_of_lengths, tmp_path / "short", *options, steps=12)
+    assert [step["tokens"] for step in short.steps] == [step["tokens"] for step in padded.steps]
+    pairs = list(zip(short.losses, padded.losses, strict=True))
+    pairs += list(zip(short.held_out or (), padded.held_out or (), strict=True))
+    # The difference of two losses, by which MeZO goes, is small.
+    tolerance = 1e-5 if "mezo" in options else 1e-6
+    assert all(a == pytest.approx(b, rel=tolerance, abs=tolerance) for a, b in pairs)
+    peaks = [[step["mlx_peak_bytes"] for step in each.steps] for each in (short, padded)]
+    if options[0] in ("--offload", "--method"):
+        # MeZO's parameters and z outweigh a short sequence's activations.
+        assert min(peaks[0]) < (0.97 if "mezo" in options else 0.95) * min(peaks[1])
+    assert max(peaks[0]) <= 1.01 * max(peaks[1])
+
+
+def test_a_run_goes_on_when_its_bundle_got_shorter_lengths(
+    bundle_of_examples: Path, tmp_path: Path
+):
+    path = shutil.copytree(bundle_of_examples, tmp_path / "demo.mesp")
+    straight = train(path, tmp_path / "straight", steps=6)
+    train(path, tmp_path / "run", steps=3)
+    done = run("export", "--from", path, "--seq-len", f"8,{SEQ_LEN}", "--overwrite")
+    assert done.returncode == 0, done.stderr
+    resumed = train(path, tmp_path / "run", "--resume", steps=6)
+    assert resumed.losses == pytest.approx(straight.losses, rel=1e-6, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("batch", "accumulation", "order"),
+    [(1, 1, None), (4, 1, "sequences"), (1, 4, "blocks"), (2, 2, "blocks")],
+    ids=lambda value: str(value),
+)
+def test_what_counts_of_an_example_is_in_the_loss(
+    bundle_of_examples: Path, tmp_path: Path, batch: int, accumulation: int, order: str | None
+):
+    """A batch is a mean over its targets, accumulation a mean over its batches: not the same."""
+    options = ["--batch-size", batch, "--grad-accumulation-steps", accumulation]
+    if order == "sequences":  # the sum of all gradients is kept in any order
+        options += ["--max-grad-norm", 1e9]
+    run = train(bundle_of_examples, tmp_path / "run", *options)
+    assert run.plan.get("order") == order
+    recipe = Recipe(SGD(RATE), batch_size=batch, accumulation=accumulation)
+    oracle = Oracle.of(bundle_of_examples)
+    agree(run, tmp_path / "run", oracle.train(recipe))
+    counts = [counted.size for _, counted in oracle.sequences]
+    order = [reference.step_window(taken, 0, len(counts)) for taken in range(STEPS * 4)]
+    each = batch * accumulation
+    # Nothing depends on what follows the last target that counts.
+    inputs = [counted.max().item() for _, counted in oracle.sequences]
+    for name, numbers in (("tokens", counts), ("input_tokens", inputs)):
+        assert [step[name] for step in run.steps] == [
+            sum(numbers[index] for index in order[step * each : (step + 1) * each])
+            for step in range(STEPS)
+        ]
+
+
+def test_mezo_takes_the_options_too(bundle: Path, oracle: Oracle, tmp_path: Path):
+    options = ("--method", "mezo", "--momentum", 0.5, "--batch-size", 2, "--num-layers", 3)
+    run = train(bundle, tmp_path / "run", *options, "--learning-rate", 1e-3)
+    arch = oracle.model.arch
+    recipe = Recipe(SGD(1e-3, momentum=0.5), batch_size=2, num_layers=3)
+    parameters = start = oracle.initial(recipe)
+    losses = []
+    for step in range(STEPS):
+        order = [reference.step_window(2 * step + i, 0, len(oracle.sequences)) for i in (0, 1)]
+        batch = [oracle.sequences[index] for index in order]
+        noise = reference.mezo_noise(
+            [mx.zeros(block.lora_size(RANK)) for block in arch.blocks], 0, step
+        )
+        z = {
+            f"model.layers.{index}.{name}.{part}": matrix
+            for index, flat in enumerate(noise)
+            for name, pair in reference.unpack_lora(flat, arch.blocks[index]).items()
+            for part, matrix in zip(("lora_a", "lora_b"), pair, strict=True)
+        }
+        plus, minus = (
+            oracle.loss(
+                {n: w + e * z[n] for n, w in parameters.items()}, batch, recipe.scale
+            ).item()
+            for e in (1e-3, -1e-3)
+        )
+        slope = (plus - minus) / 2e-3
+        parameters = recipe.optimizer.apply_gradients(
+            {n: slope * z[n] for n in parameters}, parameters
+        )
+        losses.append((plus + minus) / 2)
+    # The difference of two losses near 6 has an error of 1e-6, and is divided by 2e-3.
+    agree(run, tmp_path / "run", Trained(start, parameters, losses), 1e-2)
+
+
+def test_a_start_from_adapters_of_either_form(bundle: Path, oracle: Oracle, tmp_path: Path):
+    train(bundle, tmp_path / "first", steps=3)
+    adapters = tmp_path / "first" / "adapters"
+    run = train(bundle, tmp_path / "run", "--adapters", adapters)
+    expected = oracle.train(Recipe(SGD(RATE), start=saved(tmp_path / "first")))
+    agree(run, tmp_path / "run", expected)
+    peft = train(bundle, tmp_path / "peft", "--adapters", adapters / "peft")
+    assert peft.losses == run.losses
+
+
+def test_bfloat16_adapters_follow_float32(bundle: Path, oracle: Oracle, tmp_path: Path):
+    """Rounding at random has no bias: far from what float32 does, the training would not be."""
+    run = train(bundle, tmp_path / "run", "--lora-dtype", "bfloat16", "--batch-size", 4)
+    expected = oracle.train(Recipe(SGD(RATE), batch_size=4))
+    adapters = saved(tmp_path / "run")
+    for name, array in adapters.items():
+        assert mx.array_equal(array, array.astype(mx.bfloat16).astype(mx.float32)), name
+    # Each of 5 steps may round a number by up to 1/128 of it; a loss averages over many.
+    assert run.losses == pytest.approx(expected.losses, rel=1e-2)
+    difference = distance(adapters, expected.end)
+    assert 0 < difference < 0.02 * distance(expected.end, {n: 0 * w for n, w in adapters.items()})
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--momentum", 0.9),
+        ("--optimizer", "adamw", *SLOW),
+        ("--optimizer", "adamw8bit", *SLOW),
+        ("--lora-dtype", "bfloat16"),
+    ],
+    ids=["momentum", "adamw", "adamw8bit", "bfloat16"],
+)
+def test_a_run_that_goes_on_is_as_if_it_had_not_stopped(
+    bundle: Path, tmp_path: Path, options: tuple
+):
+    options = (*options, "--batch-size", 2)
+    whole = train(bundle, tmp_path / "whole", *options, steps=6)
+    train(bundle, tmp_path / "run", *options, steps=4)
+    done = run("train", "--resume", "--out", tmp_path / "run", "--steps", 6)
+    assert done.returncode == 0, done.stderr
+    assert Run.load(tmp_path / "run").losses == whole.losses
+    assert distance(saved(tmp_path / "run"), saved(tmp_path / "whole")) == 0
+
+
+def test_the_number_of_threads_changes_no_bit(
+    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    adapters = set()
+    for threads in (1, 2, 5):
+        monkeypatch.setenv("OPENBLAS_NUM_THREADS", str(threads))
+        output = tmp_path / f"{threads}"
+        train(bundle, output, steps=2)
+        adapters.add((output / "adapters" / "adapters.safetensors").read_bytes())
+    assert len(adapters) == 1
+
+
+def test_threads_that_wait_take_no_processor(
+    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """With every core busy, as is usual where other programs run, a thread that spun until the
+    others were done would take as much again as the work itself, and more with each thread."""
+    seconds = {}
+    loops = [
+        subprocess.Popen([sys.executable, "-c", "while True: pass"])
+        for _ in range(os.cpu_count() or 1)
+    ]
+    try:
+        for threads in (1, 5):
+            monkeypatch.setenv("OPENBLAS_NUM_THREADS", str(threads))
+            before = resource.getrusage(resource.RUSAGE_CHILDREN)
+            train(bundle, tmp_path / f"{threads}", steps=20)
+            after = resource.getrusage(resource.RUSAGE_CHILDREN)
+            seconds[threads] = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    finally:
+        for loop in loops:
+            loop.kill()
+            loop.wait()
+    # Waking threads takes some; the processor's time differs with what shares its caches.
+    assert seconds[5] < 2 * seconds[1]
+
+
+def test_the_best_is_kept_and_a_run_that_gets_worse_ends(bundle: Path, tmp_path: Path):
+    options = ("--learning-rate", 2.0, "--eval-every", 1, "--early-stopping", 3)
+    run = train(bundle, tmp_path / "run", *options, steps=60)
+    losses = {each["step"]: each["loss"] for each in run.evals_of("valid")}
+    best = min(losses, key=losses.get)
+    assert run.end["reason"] == "finished"
+    assert run.last_step == best + 3 < 60, "three evaluations without a better one"
+    if best > 0:
+        steps = train(bundle, tmp_path / "again", "--learning-rate", 2.0, steps=best)
+        assert steps.held_out[1] == losses[best]
+        assert (
+            distance(
+                saved(tmp_path / "again"),
+                mx.load(str(tmp_path / "run" / "best" / "adapters.safetensors")),
+            )
+            == 0
+        )
+
+
+def test_the_test_data_is_evaluated_at_the_end(bundle: Path, oracle: Oracle, tmp_path: Path):
+    run = train(bundle, tmp_path / "run", "--test", steps=2)
+    (record,) = run.evals_of("test")
+    assert record["step"] == 2
+    tokens = mx.array(Bundle(bundle).tokens("test").astype(np.int64))
+    count = record["tokens"] // SEQ_LEN
+    every = mx.arange(1, SEQ_LEN + 1)
+    batch = [(tokens[i * SEQ_LEN : (i + 1) * SEQ_LEN + 1], every) for i in range(count)]
+    assert count >= VAL_BATCHES
+    expected = oracle.loss(saved(tmp_path / "run"), batch, ALPHA / RANK).item()
+    assert record["loss"] == pytest.approx(expected, rel=1e-5)

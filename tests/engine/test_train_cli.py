@@ -1,0 +1,700 @@
+"""mesp-train as a user runs it, against a stand-in engine."""
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from helpers.commands import command, run
+from helpers.models import FAMILIES, TINY
+from helpers.paths import FAKE_ENGINE
+from mesp.block_function import mlxfn
+from mesp.commands.progress_bars import TrainingProgress
+from mesp.models.architecture import Architecture
+from mesp.runs.log import Speed
+
+MANIFEST = {"format": 4, "name": "demo", "mlx_version": mlxfn.LAYOUTS[0], "device": "cpu"}
+MANIFEST |= {"layouts": {layout: f"mlx-{layout}" for layout in mlxfn.LAYOUTS[1:]}}
+MANIFEST |= {"seq_lens": [128, 256, 512], "ranks": [8, 16], "files": []}
+MANIFEST |= {"model": {"id": "demo", "revision": None, "license": None}}
+ARCHITECTURE = Architecture.from_config({**TINY, "num_hidden_layers": 4})
+MANIFEST |= {"architecture": ARCHITECTURE.to_manifest()}
+MANIFEST |= {"dtype": "float32", "quantization": {"bits": 4, "group_size": 64, "mode": "affine"}}
+NO_TABLE = {"file": "embedding.bin", "words": 0, "arrays": []}
+MANIFEST |= {"blocks": [], "embedding": NO_TABLE, "head": NO_TABLE}
+SPLIT = {"file": "data/train.bin", "tokens": 5000}
+MANIFEST |= {"data": {split: SPLIT for split in ("train", "valid", "test")}}
+DEFAULTS = {
+    "method": "mesp",
+    "seq_len": 256,
+    "batch_size": 1,
+    "grad_accumulation_steps": 1,
+    "seed": 0,
+    "rank": 8,
+    "alpha": 16.0,
+    "rslora": False,
+    "freeze_a": False,
+    "projections": None,
+    "num_layers": None,
+    "lora_dtype": "float32",
+    "adapters": None,
+    "objective": None,
+    "beta": None,
+    "gamma": None,
+    "desirable_weight": None,
+    "undesirable_weight": None,
+    "optimizer": "adamw8bit",
+    "learning_rate": 0.007 / ARCHITECTURE.hidden_size**0.5,
+    "momentum": 0.0,
+    "beta1": 0.9,
+    "beta2": 0.999,
+    "epsilon": 1e-8,
+    "weight_decay": 0.0,
+    "schedule": "constant",
+    "warmup": 0,
+    "max_grad_norm": None,
+    "dp_clip": None,
+    "dp_noise": None,
+    "dp_delta": 1e-5,
+    "skip_bad_steps": False,
+    "mezo_epsilon": 1e-3,
+    "val_batches": 25,
+    "eval_every": 0,
+    "early_stopping": 0,
+    "test": False,
+    "save_every": 100,
+    "resume": False,
+    "memory_limit_mb": None,
+    "offload": None,
+    "dry_run": False,
+}
+
+
+@pytest.fixture
+def bundle(tmp_path: Path) -> Path:
+    folder = tmp_path / "demo.mesp"
+    folder.mkdir()
+    (folder / "manifest.json").write_text(json.dumps(MANIFEST))
+    return folder
+
+
+def environment(how: str = "", **more: str) -> dict[str, str]:
+    """What stands in for the engine, and how it goes."""
+    return {"MESP_ENGINE": str(FAKE_ENGINE), "FAKE_ENGINE": how, **more}
+
+
+def train(
+    *arguments: object, how: str = "", cwd: Path | None = None
+) -> subprocess.CompletedProcess:
+    return run("train", *arguments, env=environment(how), cwd=cwd)
+
+
+def records(run: Path) -> list[dict]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def settings(run: Path) -> dict:
+    return json.loads((run / "settings.json").read_text())
+
+
+def test_writes_every_setting_and_reports_the_run(bundle: Path, tmp_path: Path):
+    run = tmp_path / "run"
+    done = train(bundle, "--steps", 20, "--out", run)
+    assert done.returncode == 0, done.stderr
+    where = {"bundle": str(bundle), "output": str(run), "steps": 20}
+    assert settings(run) == DEFAULTS | where
+    assert records(run)[0]["settings"] == settings(run)
+    assert done.stdout.splitlines() == [
+        "Finished after 20 steps in 10 s: 512 tokens/s (128 in the loss), peak footprint 45.6 MB.",
+        "Held-out loss 4.500 before, 3.800 after (nats a token).",
+        f"Adapters: {run / 'adapters'}",
+        f"Log:      {run / 'metrics.jsonl'}",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "optimizer", "rate"),
+    [
+        (["--optimizer", "sgd"], "sgd", 0.1),
+        (["--method", "mezo"], "sgd", 1e-4),
+        (["--paper"], "sgd", 1e-4),
+        (["--paper", "--optimizer", "sgd", "--seed", 3], "sgd", 1e-4),
+        (["--learning-rate", 1e-5], "adamw8bit", 1e-5),
+        (["--optimizer", "adamw", "--learning-rate", 1e-5], "adamw", 1e-5),
+    ],
+)
+def test_the_update_goes_by_the_method_unless_it_is_given(
+    bundle: Path, tmp_path: Path, arguments: list, optimizer: str, rate: float
+):
+    run = tmp_path / "run"
+    assert train(bundle, "--steps", 1, *arguments, "--out", run).returncode == 0
+    taken = settings(run)
+    assert (taken["optimizer"], taken["learning_rate"]) == (optimizer, rate)
+
+
+# Every option, away from its default, as it is typed and as the engine gets it.
+SGD = {"steps": 3, "seq-len": 128, "rank": 16, "alpha": 32.0, "seed": 7, "learning-rate": 0.5}
+SGD |= {
+    "optimizer": "sgd",
+    "momentum": 0.5,
+    "weight-decay": 0.25,
+    "schedule": "linear",
+    "warmup": 2,
+}
+SGD |= {"batch-size": 2, "grad-accumulation-steps": 3, "max-grad-norm": 1.5, "num-layers": 2}
+SGD |= {"val-batches": 2, "eval-every": 1, "early-stopping": 4, "save-every": 2}
+SGD |= {"lora-dtype": "bfloat16", "offload": "all", "memory-limit": 60.0}
+ADAMW = {"steps": 3, "method": "mezo", "mezo-epsilon": 0.01, "optimizer": "adamw", "beta1": 0.5}
+ADAMW |= {"learning-rate": 0.25, "beta2": 0.75, "epsilon": 1e-3, "schedule": "cosine"}
+
+
+def typed(options: dict) -> list:
+    return [text for name, value in options.items() for text in (f"--{name}", value)]
+
+
+def passed_on(options: dict) -> dict:
+    named = {name.replace("-", "_"): value for name, value in options.items()}
+    if "memory_limit" in named:
+        named["memory_limit_mb"] = named.pop("memory_limit")
+    return named
+
+
+@pytest.mark.parametrize("options", [SGD, ADAMW], ids=["sgd", "adamw"])
+def test_options_reach_the_engine(bundle: Path, tmp_path: Path, options: dict):
+    run = tmp_path / "run"
+    flags = ["--rslora", "--test", "--projections", "v,q", "--adapters", tmp_path]
+    done = train(bundle, *typed(options), *flags, "--out", run)
+    assert done.returncode == 0, done.stderr
+    others = {"rslora": True, "test": True, "projections": ["q", "v"], "adapters": str(tmp_path)}
+    where = {"bundle": str(bundle), "output": str(run)}
+    assert settings(run) == DEFAULTS | where | others | passed_on(options)
+
+
+def test_fused_modules_are_trained_as_one(bundle: Path, tmp_path: Path):
+    phi3 = Architecture.from_config(FAMILIES["phi3"]).to_manifest()
+    (bundle / "manifest.json").write_text(json.dumps(MANIFEST | {"architecture": phi3}))
+    run = tmp_path / "run"
+    done = train(bundle, "--steps", 1, "--projections", "gate_up,qkv", "--out", run)
+    assert done.returncode == 0, done.stderr
+    assert settings(run)["projections"] == ["qkv", "gate_up"]
+    done = train(bundle, "--steps", 1, "--projections", "q", "--out", tmp_path / "other")
+    assert done.stderr == (
+        "Error: --projections q is not in the model's blocks; they have qkv, o, gate_up, down.\n"
+    )
+
+
+@pytest.mark.parametrize("options", [SGD, ADAMW], ids=["sgd", "adamw"])
+def test_a_config_file_says_the_same_as_the_command_line(
+    bundle: Path, tmp_path: Path, options: dict
+):
+    lines = [f"{name.replace('-', '_')}: {value}" for name, value in options.items()]
+    lines += ["rslora: true", "test: yes", "projections: [q, v]", "num_layers: null"]
+    config = tmp_path / "run.yaml"
+    config.write_text("\n".join([f"bundle: {bundle}", "# a comment", *lines[:-1]]))
+    assert train("--config", config, "--out", tmp_path / "a").returncode == 0
+    flags = ["--rslora", "--test", "--projections", "q,v"]
+    assert train(bundle, *typed(options), *flags, "--out", tmp_path / "b").returncode == 0
+    expected = settings(tmp_path / "b") | {"output": str(tmp_path / "a")}
+    assert settings(tmp_path / "a") == expected
+
+
+def test_the_command_line_counts_more_than_the_config(bundle: Path, tmp_path: Path):
+    config = tmp_path / "run.yaml"
+    config.write_text("steps: 5\nrank: 16\nlearning-rate: 1e-3\nmomentum: null\n")
+    run = tmp_path / "run"
+    done = train(bundle, "--rank", 8, "--config", config, "--out", run)
+    assert done.returncode == 0, done.stderr
+    taken = settings(run)
+    assert (taken["steps"], taken["rank"], taken["learning_rate"]) == (5, 8, 1e-3)
+
+
+def test_the_settings_of_a_run_are_a_config(bundle: Path, tmp_path: Path):
+    """JSON is YAML, and a run is done again with `--config RUN/settings.json --out OTHER`."""
+    again = tmp_path / "again"
+    assert train(bundle, *typed(SGD), "--out", tmp_path / "run").returncode == 0
+    done = train("--config", tmp_path / "run" / "settings.json", "--out", again)
+    assert done.returncode == 0, done.stderr
+    assert settings(again) == settings(tmp_path / "run") | {"output": str(again)}
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("stepz: 5", "sets stepz, which is no option; `mesp-train --help` lists what there is."),
+        ("config: other.yaml", "sets config, which is no option; `mesp-train --help` lists what"),
+        ("steps: 2.5", "sets steps to 2.5: '2.5' is not a valid integer range."),
+        ("steps: true", "sets steps to True: 'True' is not a valid integer range."),
+        ("steps: -1", "sets steps to -1: -1 is not in the range x>=1."),
+        ("rank: [8, 16]", "sets rank to [8, 16]: '8,16' is not a valid integer range."),
+        ("rslora: perhaps", "sets rslora to perhaps: 'perhaps' is not a valid boolean."),
+        ("schedule: {name: linear}", "sets schedule to {'name': 'linear'}, which must be a plain"),
+        ("projections: [q, z]", "sets projections to ['q', 'z']: 'z' is not one of q, k, v, qkv"),
+        ("learning_rate: .nan", "sets learning_rate to nan: nan is not a finite number."),
+        ("steps: [", ", line 1 is not valid YAML: "),
+        ("steps: 5\n rank: 8", ", line 2 is not valid YAML: "),
+        ("- steps", "must be a list of options, one `name: value` a line."),
+        ("\0", "is not valid YAML: it is not a text file."),
+    ],
+)
+def test_a_bad_config_is_one_sentence(bundle: Path, tmp_path: Path, text: str, sentence: str):
+    config = tmp_path / "run.yaml"
+    config.write_text(text)
+    done = train(bundle, "--config", config, "--steps", 5, cwd=tmp_path)
+    assert done.returncode == 2 and done.stdout == ""
+    said = done.stderr.removeprefix(f"Error: {config}").removeprefix(" ")
+    assert said.startswith(sentence) and len(done.stderr.splitlines()) == 1, done.stderr
+    assert sorted(tmp_path.iterdir()) == [bundle, config]
+
+
+def test_a_config_that_is_not_there_is_named(bundle: Path, tmp_path: Path):
+    done = train(bundle, "--config", tmp_path / "no.yaml", cwd=tmp_path)
+    assert done.stderr == f"Error: Cannot read {tmp_path / 'no.yaml'}: No such file or directory.\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [
+        (["--dropout", 0.1], "LoRA dropout"),
+        (["--lora-dropout", 0.1], "LoRA dropout"),
+        (["--dora"], "DoRA"),
+        (["--use-dora"], "DoRA"),
+        (["--fine-tune-type", "dora"], "--fine-tune-type dora"),
+        (["--config", "run.yaml"], "DoRA"),
+    ],
+)
+def test_what_a_block_has_no_place_for_is_refused_by_name(
+    bundle: Path, tmp_path: Path, arguments: list, name: str
+):
+    (tmp_path / "run.yaml").write_text("dropout: 0.0\nuse_dora: true\n")
+    done = train(bundle, "--steps", 5, *arguments, cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"Error: {name} ") and done.stderr.count("\n") == 1
+    assert "block function" in done.stderr
+    assert sorted(tmp_path.iterdir()) == [bundle, tmp_path / "run.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (
+            ["--momentum", 0.9],
+            "--momentum has no use without --optimizer sgd: leave it out.",
+        ),
+        (
+            ["--optimizer", "sgd", "--beta2", 0.9],
+            "--beta2 has no use without --optimizer adamw8bit or adamw: leave it out.",
+        ),
+        (
+            ["--paper", "--epsilon", 1e-3],
+            "--epsilon has no use without --optimizer adamw8bit or adamw: leave it out.",
+        ),
+        (
+            ["--paper", "--learning-rate", 1e-3],
+            "--paper has --learning-rate 0.0001, not 0.001: leave out one of them.",
+        ),
+        (["--mezo-epsilon", 1], "--mezo-epsilon has no use without --method mezo: leave it out."),
+        (["--warmup", 5], "--warmup 5 does not end within --steps 5."),
+        (["--num-layers", 5], "--num-layers 5 is more than the 4 blocks."),
+        (
+            ["--projections", "v,qkv"],
+            "--projections qkv is not in the model's blocks; they have q, k, v, o, gate, up, down.",
+        ),
+        (
+            ["--early-stopping", 2],
+            "--early-stopping needs evaluations on the way: --eval-every and --val-batches above "
+            "0, and a bundle with held-out data.",
+        ),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(
+    bundle: Path, tmp_path: Path, arguments: list, sentence: str
+):
+    done = train(bundle, "--steps", 5, *arguments, cwd=tmp_path)
+    assert (done.returncode, done.stderr, done.stdout) == (2, f"Error: {sentence}\n", "")
+    assert list(tmp_path.iterdir()) == [bundle]
+
+
+def test_a_test_without_test_data_is_refused(bundle: Path, tmp_path: Path):
+    manifest = MANIFEST | {"data": {"train": SPLIT}}
+    (bundle / "manifest.json").write_text(json.dumps(manifest))
+    done = train(bundle, "--steps", 5, "--test", cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr == (
+        "Error: --test needs test data, and the bundle has none: export it with some.\n"
+    )
+
+
+def test_the_best_and_the_test_are_reported(bundle: Path, tmp_path: Path):
+    run = tmp_path / "run"
+    done = train(bundle, "--steps", 2, "--eval-every", 1, "--test", "--out", run)
+    assert done.returncode == 0, done.stderr
+    assert "step 2: test loss 3.900, perplexity 49.40" in done.stderr.splitlines()
+    assert done.stdout.splitlines()[1:-1] == [
+        "Held-out loss 4.500 before, 3.800 after (nats a token).",
+        "Test loss 3.900, perplexity 49.40.",
+        f"Adapters: {run / 'adapters'}",
+        f"Best:     {run / 'best'} (step 2, held-out loss 3.800)",
+    ]
+
+
+# Going on with a run.
+
+
+def test_a_run_goes_on_with_its_settings(bundle: Path, tmp_path: Path):
+    run = tmp_path / "run"
+    options = {"steps": 4, "rank": 16, "optimizer": "adamw", "beta1": 0.5}
+    assert train(bundle, *typed(options), "--out", run).returncode == 0
+    before = settings(run)
+    changes = ("--steps", 6, "--memory-limit", 50)
+    done = train("--resume", *changes, "--out", run)
+    assert done.returncode == 0, done.stderr
+    assert settings(run) == before | {"resume": True, "steps": 6, "memory_limit_mb": 50.0}
+    assert [each["step"] for each in records(run) if each["type"] == "step"] == [1, 2, 3, 4, 5, 6]
+    assert done.stdout.startswith("Finished after 6 steps")
+    assert "Held-out loss 4.500 before, 3.800 after" in done.stdout
+
+
+def test_a_run_begun_with_other_defaults_goes_on_with_them(bundle: Path, tmp_path: Path):
+    run = tmp_path / "run"
+    assert train(bundle, "--steps", 4, "--paper", "--out", run).returncode == 0
+    before = settings(run)
+    assert train("--resume", "--steps", 6, "--out", run).returncode == 0
+    assert settings(run) == before | {"resume": True, "steps": 6}
+    done = train(bundle, "--steps", 4, "--out", tmp_path / "other")
+    assert done.returncode == 0, done.stderr
+    done = train("--resume", "--paper", "--steps", 6, "--out", tmp_path / "other")
+    assert (
+        done.stderr == "Error: --paper has --optimizer sgd, not adamw8bit: leave out one of them.\n"
+    )
+
+
+def test_a_run_goes_on_from_what_was_saved_last(bundle: Path, tmp_path: Path):
+    """A crash after step 3 leaves the state of step 2."""
+    run = tmp_path / "run"
+    options = {"steps": 5, "save-every": 2}
+    assert train(bundle, *typed(options), "--out", run, how="crash").returncode == 1
+    done = train(bundle, *typed(options), "--resume", "--out", run)
+    assert done.returncode == 0, done.stderr
+    assert [each["step"] for each in records(run) if each["type"] == "step"] == [1, 2, 3, 4, 5]
+    assert done.stderr.splitlines()[0] == "resumed: after step 2"
+    assert done.stdout.startswith("Finished after 5 steps")
+
+
+def test_a_run_goes_on_without_the_adapters_that_it_began_with(bundle: Path, tmp_path: Path):
+    run, adapters = tmp_path / "run", tmp_path / "adapters"
+    adapters.mkdir()
+    assert train(bundle, "--steps", 2, "--adapters", adapters, "--out", run).returncode == 0
+    before = settings(run)
+    adapters.rmdir()
+    done = train("--resume", "--steps", 4, "--out", run)
+    assert done.returncode == 0, done.stderr
+    assert settings(run) == before | {"resume": True, "steps": 4}
+    (run / "settings.json").write_text(json.dumps(before | {"adapters": 5}))
+    assert "is not the settings of a run" in train("--resume", "--out", run).stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (
+            ["--rank", 16],
+            "A run that goes on keeps its settings: --rank is 8 and cannot become 16.",
+        ),
+        (
+            ["--projections", "q"],
+            "A run that goes on keeps its settings: --projections is not set and cannot become "
+            "['q'].",
+        ),
+    ],
+)
+def test_a_run_that_goes_on_keeps_its_settings(
+    bundle: Path, tmp_path: Path, arguments: list, sentence: str
+):
+    run = tmp_path / "run"
+    assert train(bundle, "--steps", 2, "--out", run).returncode == 0
+    before = (run / "settings.json").read_bytes()
+    done = train("--resume", "--out", run, *arguments)
+    assert (done.returncode, done.stderr) == (2, f"Error: {sentence}\n")
+    assert (run / "settings.json").read_bytes() == before
+
+
+def test_resuming_where_there_is_no_run_is_refused(bundle: Path, tmp_path: Path):
+    run = tmp_path / "run"
+    done = train("--resume", "--out", run)
+    assert done.returncode == 2
+    assert done.stderr == (
+        f"Error: {run} holds no run to go on with; start one without --resume.\n"
+    )
+    assert train("--resume").stderr == (
+        "Error: Say which run to go on with: --resume --out FOLDER.\n"
+    )
+    assert train(bundle, "--steps", 2, "--out", run).returncode == 0
+    settings = json.loads((run / "settings.json").read_text())
+    for bad in ({}, settings | {"projections": 5}, settings | {"projections": "q,v"}):
+        (run / "settings.json").write_text(json.dumps(bad))
+        done = train("--resume", "--out", run)
+        assert done.stderr == (
+            f"Error: {run / 'settings.json'} is not the settings of a run; start a new one.\n"
+        )
+
+
+@pytest.mark.parametrize("missing", ["BUNDLE", "--steps"])
+def test_what_is_missing_is_named(bundle: Path, tmp_path: Path, missing: str):
+    arguments = ["--steps", 5] if missing == "BUNDLE" else [bundle]
+    done = train(*arguments, cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith("Error: Missing ")
+    assert missing in done.stderr.splitlines()[-1]
+
+
+def test_without_a_terminal_the_first_step_and_the_last_are_lines(bundle: Path, tmp_path: Path):
+    lines = train(bundle, "--steps", 40, "--out", tmp_path / "run").stderr.splitlines()
+    assert lines == [
+        "started, with a predicted peak of 45.2 MB",
+        "step 0: held-out loss 4.500, perplexity 90.02",
+        "step 1/40  loss 3.990  512 tok/s (128 in the loss)  30.0 MB  20 s left",
+        "step 40/40  loss 3.645  512 tok/s (128 in the loss)  30.0 MB  0 s left",
+        "step 40: held-out loss 3.800, perplexity 44.70",
+    ]
+
+
+@pytest.mark.parametrize(("seconds", "steps"), [(0.5, 2000), (2.3, 400), (90, 20)])
+def test_without_a_terminal_lines_come_by_time(
+    capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch, seconds: float, steps: int
+):
+    """Of a run of a quarter of an hour none is far from the one before, and they are not many."""
+    now = 100.0
+    monkeypatch.setattr("mesp.commands.progress_bars.time.monotonic", lambda: now)
+    record = {"type": "step", "loss": 2.0, "seconds": seconds, "footprint_bytes": 1}
+    record |= {"tokens": 10, "input_tokens": 40}
+    with TrainingProgress("mesp", steps) as progress:
+        for step in range(1, steps + 1):
+            now += seconds
+            progress.show(record | {"step": step})
+    lines = capsys.readouterr().err.splitlines()
+    shown = [int(line.split()[1].partition("/")[0]) for line in lines]
+    assert shown[0] == 1 and shown[-1] == steps
+    gaps = np.diff(shown) * seconds
+    assert gaps.max() <= max(30 + seconds, seconds)
+    assert gaps[0] <= max(10 + seconds, seconds)
+    assert len(shown) <= 60
+
+
+def test_the_tokens_in_the_loss_are_said_where_they_are_fewer():
+    step = {"seconds": 2.0, "tokens": 30}
+    assert Speed.of([step | {"input_tokens": 200}] * 3).words("tok/s") == (
+        "100 tok/s (15 in the loss)"
+    )
+    assert Speed.of([step | {"input_tokens": 30}]).words("tok/s") == "15 tok/s"
+    assert Speed.of([step]).words("tok/s") == "15 tok/s", "a log of an older version"
+    assert Speed.of([]).words("tok/s") == "- tok/s"
+
+
+def test_on_a_terminal_a_bar_shows_where_the_run_is(bundle: Path, tmp_path: Path):
+    master, slave = pty.openpty()
+    arguments = command("train", bundle, "--steps", 50, "--out", tmp_path / "run")
+    shown = os.environ | environment("slow", TERM="xterm", COLUMNS="100")
+    with subprocess.Popen(arguments, env=shown, stdout=subprocess.PIPE, stderr=slave) as process:
+        os.close(slave)
+        output = b""
+        while True:
+            try:
+                output += os.read(master, 4096)
+            except OSError:  # the other end is closed
+                break
+    os.close(master)
+    assert process.returncode == 0
+    text = output.decode()
+    assert "50/50  loss 3.545  512 tok/s (128 in the loss)  30.0 MB" in text
+    assert "━" in text
+    assert text.count("/50  loss") > 3, "the bar moves while the run goes on"
+
+
+def test_default_output_names_bundle_method_and_time(bundle: Path, tmp_path: Path):
+    assert train(bundle, "--steps", 1, "--method", "mebp", cwd=tmp_path).returncode == 0
+    (run,) = (tmp_path / "runs").iterdir()
+    assert run.match("demo-mebp-20??????T??????Z")
+    assert (run / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--steps", 0], "Invalid value for '--steps': 0 is not in the range x>=1."),
+        (["--rank", 0], "Invalid value for '--rank': 0 is not in the range x>=1."),
+        (["--rank", 4], "The bundle has no rank 4; it was exported for 8, 16."),
+        (
+            ["--seq-len", 200],
+            "The bundle has no sequence length 200; it was exported for 128, 256, 512.",
+        ),
+        (
+            ["--learning-rate", -1e-4],
+            "Invalid value for '--learning-rate': -0.0001 is not in the range x>0.",
+        ),
+        (
+            ["--learning-rate", "nan"],
+            "Invalid value for '--learning-rate': nan is not a finite number.",
+        ),
+        (["--alpha", "inf"], "Invalid value for '--alpha': inf is not a finite number."),
+        (
+            ["--method", "sft"],
+            "Invalid value for '--method': 'sft' is not one of 'mesp', 'mebp', 'mezo'.",
+        ),
+        (
+            ["--out", "/proc/run"],
+            "Cannot write the run to /proc/run: No such file or directory.",
+        ),
+    ],
+)
+def test_a_bad_option_is_one_sentence(bundle: Path, tmp_path: Path, arguments: list, sentence: str):
+    done = train(bundle, "--steps", 5, *arguments, cwd=tmp_path)
+    assert (done.returncode, done.stderr.splitlines()[-1], done.stdout) == (
+        2,
+        f"Error: {sentence}",
+        "",
+    )
+    assert list(tmp_path.iterdir()) == [bundle]
+
+
+def test_a_missing_bundle_is_one_sentence(tmp_path: Path):
+    done = train(tmp_path / "none.mesp", "--steps", 5, cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.startswith("Error: ") and len(done.stderr.splitlines()) == 1
+    assert "none.mesp" in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_output_that_holds_a_run_is_refused(bundle: Path, tmp_path: Path):
+    run = tmp_path / "run"
+    assert train(bundle, "--steps", 2, "--out", run).returncode == 0
+    before = (run / "metrics.jsonl").read_bytes()
+    again = train(bundle, "--steps", 2, "--out", run)
+    assert again.returncode == 2
+    assert again.stderr == (
+        f"Error: {run} already holds a run: name another folder with --out, "
+        "or go on with it with --resume.\n"
+    )
+    assert (run / "metrics.jsonl").read_bytes() == before
+
+
+def test_what_the_engine_refuses_is_said_and_nothing_is_left(bundle: Path, tmp_path: Path):
+    done = train(bundle, "--steps", 5, "--out", tmp_path / "deep" / "run", how="refuse")
+    assert done.returncode == 2
+    assert done.stderr == "Error: blocks/00.bin is damaged; write the bundle again.\n"
+    assert list(tmp_path.iterdir()) == [bundle]
+
+
+def test_a_failure_on_the_way_says_what_is_left(bundle: Path, tmp_path: Path):
+    run = tmp_path / "run"
+    done = train(bundle, "--steps", 5, "--out", run, how="fail")
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1] == (
+        "Error: There is no space left on the disk. "
+        f"The log is in {run / 'metrics.jsonl'}; no adapters had been saved."
+    )
+
+
+def test_a_crash_says_what_was_saved(bundle: Path, tmp_path: Path):
+    run = tmp_path / "run"
+    done = train(bundle, "--steps", 5, "--save-every", 2, "--out", run, how="crash")
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == (
+        "Error: mesp-engine was ended by SIGSEGV after step 3. "
+        f"The log is in {run / 'metrics.jsonl'}; the adapters last saved are in {run / 'adapters'}."
+    )
+
+
+def test_what_else_the_engine_prints_is_passed_on(bundle: Path, tmp_path: Path):
+    done = train(bundle, "--steps", 5, "--out", tmp_path / "run", how="noisy")
+    assert done.returncode == 0
+    assert "a library says hello" in done.stderr
+    assert done.stderr.endswith("The bundle was exported for the CPU.\n")
+
+
+DEADLINE = 120  # seconds; an end to what hangs, not a bound on what is slow
+
+
+def start_and_wait_for_steps(bundle: Path, run: Path, how: str) -> subprocess.Popen:
+    arguments = command("train", bundle, "--steps", 5000, "--out", run)
+    process = subprocess.Popen(
+        arguments,
+        env=os.environ | environment(how),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    deadline = time.monotonic() + DEADLINE
+    log = run / "metrics.jsonl"
+    while not log.exists() or len(log.read_text().splitlines()) < 5:
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.02)
+    return process
+
+
+@pytest.mark.parametrize(
+    "whole_group", [True, False], ids=["typed on the terminal", "sent to mesp-train alone"]
+)
+def test_ctrl_c_stops_cleanly_and_reaches_the_engine_once(
+    bundle: Path, tmp_path: Path, whole_group: bool
+):
+    run = tmp_path / "run"
+    process = start_and_wait_for_steps(bundle, run, "slow")
+    if whole_group:
+        os.killpg(process.pid, signal.SIGINT)
+    else:
+        process.send_signal(signal.SIGINT)
+    output, errors = process.communicate(timeout=DEADLINE)
+    assert process.returncode == 128 + signal.SIGINT, errors
+    assert (run / "signals").read_text() == "SIGINT\n"
+    assert records(run)[-1]["reason"] == "stopped"
+    assert output.startswith(f"Stopped after {records(run)[-1]['step']} steps")
+    assert "Traceback" not in errors
+    assert (run / "adapters" / "adapters.safetensors").exists()
+
+
+def test_a_signal_that_is_ignored_stays_so(bundle: Path, tmp_path: Path):
+    """As under nohup, or for a job that a script starts in the background."""
+    run = tmp_path / "run"
+    previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        process = start_and_wait_for_steps(bundle, run, "slow")
+    finally:
+        signal.signal(signal.SIGINT, previous)
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.2)
+    process.terminate()
+    process.communicate(timeout=DEADLINE)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert (run / "signals").read_text() == "SIGTERM\n"
+
+
+def test_a_second_ctrl_c_ends_the_engine_at_once(bundle: Path, tmp_path: Path):
+    run = tmp_path / "run"
+    process = start_and_wait_for_steps(bundle, run, "deaf")
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.2)
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=DEADLINE)
+    assert process.returncode == 130
+    assert errors.splitlines()[-1].startswith("Error: The run was ended at once. The log is in ")
+    assert records(run)[-1]["type"] == "step", "the engine was not left running to its end"
+
+
+def test_an_engine_that_is_no_program_is_named(bundle: Path, tmp_path: Path):
+    done = subprocess.run(
+        command("train", bundle, "--steps", 1),
+        env=os.environ | environment(MESP_ENGINE="/nowhere/mesp-engine"),
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2
+    assert done.stderr == "Error: MESP_ENGINE names /nowhere/mesp-engine, which is not a program.\n"

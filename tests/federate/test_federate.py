@@ -1,0 +1,815 @@
+"""Federated rounds without Flower: what is shared out, trained, sent and kept."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler
+from itertools import pairwise
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from helpers.commands import run
+from helpers.federations import (
+    RANK,
+    RECORDS,
+    SGD,
+    B,
+    equal,
+    federation,
+    trained_here,
+    write_records,
+)
+from helpers.models import FAMILIES
+from helpers.superlink import SuperLink, an_object, field, message
+from mesp.bundle.manifest import read_manifest
+from mesp.commands.command import Failed
+from mesp.commands.federate import write_index
+from mesp.engine.build import find_engine
+from mesp.errors import MespError
+from mesp.federate import federation as federations
+from mesp.federate.exchange import (
+    Arrays,
+    averaging_error,
+    check_arrays,
+    drift,
+    from_bfloat16,
+    read_arrays,
+    to_bfloat16,
+    travelling,
+    write_arrays,
+)
+from mesp.federate.federation import STATE_NAME, Federation, Rounds, write_app
+from mesp.federate.local_training import train
+from mesp.federate.people import Split, read_topics, share_out
+from mesp.models.architecture import Architecture
+from mesp.runs.log import Run
+
+
+def a_round(federation: Federation, number: int, start: Arrays, client: int = 0):
+    return train(federation.client(client), start, {**federation.config, "server-round": number})
+
+
+# A client's part.
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("frozen", ["--no-freeze-a", "--freeze-a"])
+@pytest.mark.parametrize("update", [SGD, ()], ids=["sgd", "adamw8bit"])
+def test_a_client_with_all_data_does_what_mesp_train_does(
+    bundle: Path, data: Path, tmp_path: Path, update: tuple, frozen: str
+):
+    options = ("--steps", 5, "--batch-size", 2, *update, frozen)
+    whole = federation(bundle, data, tmp_path / "f", "--clients", 1, "--rounds", 1, *options)
+    whole.rounds.save(0, None, {})
+    trained = a_round(whole, 1, whole.rounds.arrays(0))
+    expected = travelling(trained_here(bundle, tmp_path / "run", *options), frozen == "--freeze-a")
+    assert equal(trained.arrays, expected)
+    log = Run.load(tmp_path / "run")
+    assert trained.targets == sum(step["tokens"] for step in log.steps)
+    assert trained.loss == pytest.approx(sum(log.losses) / 5)
+
+
+@pytest.mark.slow
+def test_rounds_of_sgd_are_one_run(bundle: Path, data: Path, tmp_path: Path):
+    """The order of the data goes on, and SGD has no state to lose."""
+    whole = federation(
+        bundle,
+        data,
+        tmp_path / "f",
+        "--clients",
+        1,
+        "--rounds",
+        3,
+        "--steps",
+        2,
+        *SGD,
+        "--no-freeze-a",
+    )
+    whole.rounds.save(0, None, {})
+    arrays = whole.rounds.arrays(0)
+    for number in (1, 2, 3):
+        arrays = a_round(whole, number, arrays).arrays
+        whole.rounds.save(number, arrays, {})
+        arrays = whole.rounds.arrays(number)
+    assert equal(arrays, trained_here(bundle, tmp_path / "run", "--steps", 6, *SGD))
+
+
+@pytest.mark.slow
+def test_the_moments_of_adamw_begin_anew_each_round(bundle: Path, data: Path, tmp_path: Path):
+    options = ("--optimizer", "adamw", "--clients", 1, "--rounds", 2, "--no-freeze-a")
+    whole = federation(bundle, data, tmp_path / "f", *options, "--steps", 1)
+    whole.rounds.save(0, None, {})
+    first = a_round(whole, 1, whole.rounds.arrays(0)).arrays
+    second = a_round(whole, 2, first).arrays
+    one = trained_here(bundle, tmp_path / "run", "--steps", 2, "--optimizer", "adamw")
+    # From zero moments the first step of AdamW without bias correction goes 0.1 / sqrt(0.001)
+    # times the rate in each coordinate, whatever the gradient's size.
+    rate = whole.options["learning_rate"] * 0.1 / 0.001**0.5
+    moved = np.abs(second[B] - first[B])
+    assert np.median(moved) == pytest.approx(rate, rel=1e-2)
+    assert not equal(second, one)
+
+
+@pytest.mark.slow
+def test_a_step_of_clients_with_a_frozen_is_a_step_on_their_union(
+    bundle: Path, data: Path, tmp_path: Path
+):
+    """Σ pᵢ (B - η gᵢ) = B - η Σ pᵢ gᵢ: the gradient of the mean over all targets."""
+    clients = 4
+    write_records(tmp_path / "d" / "train.jsonl", RECORDS[:clients])
+    shutil.copy(data / "valid.jsonl", tmp_path / "d")
+    options = ("--rounds", 2, "--steps", 1, "--freeze-a", *SGD)
+    many = federation(bundle, tmp_path / "d", tmp_path / "f", "--clients", clients, *options)
+    many.rounds.save(0, None, {})
+    own = shutil.copytree(bundle, tmp_path / "own.mesp")
+    assert run("data", own, "--data", tmp_path / "d").returncode == 0
+    arrays = many.rounds.arrays(0)
+    for number in (1, 2):
+        trained = [a_round(many, number, arrays, client) for client in range(clients)]
+        targets = sum(each.targets for each in trained)
+        arrays = {
+            name: sum(each.targets / targets * each.arrays[name] for each in trained)
+            for name in arrays
+        }
+    union = ("--steps", 2, "--batch-size", clients, "--freeze-a", *SGD)
+    expected = travelling(trained_here(own, tmp_path / "run", *union), True)
+    # Sums of float32 in another order.
+    for name, array in arrays.items():
+        assert np.linalg.norm(array - expected[name]) <= 1e-6 * np.linalg.norm(expected[name])
+
+
+@pytest.mark.slow
+def test_fedprox_adds_its_term_to_the_gradient(bundle: Path, data: Path, tmp_path: Path):
+    """w₂ = w₁ - η (g(w₁) + μ (w₁ - w₀)); in the first step w is w₀."""
+    whole = federation(bundle, data, tmp_path / "f", "--clients", 1, "--rounds", 1, *SGD)
+    whole.rounds.save(0, None, {})
+    start = whole.rounds.arrays(0)
+    one = whole.client(0)
+
+    def trained(steps: int, mu: float) -> np.ndarray:
+        config = {**whole.config, "server-round": 1, "steps": steps, "proximal-mu": mu}
+        return train(one, start, config).arrays[B].astype(np.float64)
+
+    pulled = trained(2, 0.25) - trained(2, 0.0)
+    expected = -0.5 * 0.25 * (trained(1, 0.25) - start[B])
+    assert np.linalg.norm(pulled - expected) <= 1e-5 * np.linalg.norm(expected)
+
+
+def test_a_client_refuses_in_a_sentence(bundle: Path, data: Path, tmp_path: Path):
+    whole = federation(bundle, data, tmp_path / "f", "--clients", 1, "--rounds", 1)
+    whole.rounds.save(0, None, {})
+    start = whole.rounds.arrays(0)
+    one, config = whole.client(0), {**whole.config, "server-round": 1}
+    with pytest.raises(MespError, match="is of demo, and the round is of other"):
+        train(one, start, config | {"model": "other"})
+    with pytest.raises(MespError, match=r"took more than 0\.001 s"):
+        train(one, start, config | {"timeout": 0.001})
+    with pytest.raises(MespError, match="lora_b has the shape"):
+        train(one, start | {B: np.zeros((6, RANK, 3), np.float32)}, config)
+
+
+# What travels.
+
+
+def test_bfloat16_is_rounded_as_mlx_rounds():
+    generator = np.random.default_rng(0)
+    numbers = generator.normal(size=4096).astype(np.float32)
+    numbers = np.append(numbers, np.array([0, -0.0, 1.00390625, 1.01171875, 3e38], np.float32))
+    expected = np.array(mx.array(numbers).astype(mx.bfloat16).astype(mx.float32))
+    assert np.array_equal(from_bfloat16(to_bfloat16(numbers)), expected)
+
+
+def test_folders_of_the_last_blocks_are_read_as_they_were_written(tmp_path: Path):
+    """Of a model with two kinds of blocks by turns, attention in the last."""
+    arch = Architecture.from_config(FAMILIES["qwen3_5"] | {"num_hidden_layers": 8})
+    arrays = {
+        "self_attn.o_proj.lora_b": np.ones((2, 2, 5), np.float32),
+        "linear_attn.out_proj.lora_b": np.arange(4 * 2 * 5, dtype=np.float32).reshape(4, 2, 5),
+        "mlp.up_proj.lora_b": np.zeros((6, 2, 7), np.float32),
+    }
+    write_arrays(tmp_path / "a", arrays, 2, 8.0, arch)
+    assert equal(read_arrays(tmp_path / "a"), arrays)
+    names = load_file(tmp_path / "a" / "adapters.safetensors").keys()
+    prefix = arch.mlx_prefix + ".layers"
+    assert {n for n in names if "mlp" not in n} == {
+        *(f"{prefix}.{block}.self_attn.o_proj.lora_b" for block in (5, 7)),
+        *(f"{prefix}.{block}.linear_attn.out_proj.lora_b" for block in (0, 2, 4, 6)),
+    }
+    with pytest.raises(MespError, match="no 5 blocks with a self_attn"):
+        five = {"self_attn.o_proj.lora_b": np.ones((5, 2, 5), np.float32)}
+        write_arrays(tmp_path / "b", five, 2, 8.0, arch)
+
+
+def random_adapters(generator: np.random.Generator, start: Arrays | None = None) -> Arrays:
+    shapes = {"m.lora_a": (6, 2), "m.lora_b": (2, 5), "n.lora_a": (4, 2), "n.lora_b": (2, 3)}
+    return {
+        name: (start[name] if start else 0) + generator.normal(size=(3, *shape)).astype(np.float32)
+        for name, shape in shapes.items()
+    }
+
+
+def test_drift_and_the_error_of_averaging_are_as_their_formulas():
+    generator = np.random.default_rng(0)
+    start = random_adapters(generator)
+    clients, weights = [random_adapters(generator, start) for _ in range(3)], [1, 2, 5]
+    p = [weight / 8 for weight in weights]
+
+    def flat(arrays: Arrays) -> np.ndarray:
+        return np.concatenate([arrays[name].ravel() for name in sorted(arrays)])
+
+    def products(arrays: Arrays) -> np.ndarray:
+        made = [arrays[f"{module}.lora_a"] @ arrays[f"{module}.lora_b"] for module in "mn"]
+        return np.concatenate([each.ravel() for each in made])
+
+    mean = {name: sum(q * c[name] for q, c in zip(p, clients, strict=True)) for name in start}
+    apart = sum(q * np.square(flat(c) - flat(mean)).sum() for q, c in zip(p, clients, strict=True))
+    expected = np.sqrt(apart) / np.linalg.norm(flat(mean) - flat(start))
+    assert drift(clients, weights, start) == pytest.approx(expected, rel=1e-5)
+
+    exact = sum(q * products(c) for q, c in zip(p, clients, strict=True))
+    wrong = np.linalg.norm(exact - products(mean)) / np.linalg.norm(exact - products(start))
+    assert averaging_error(clients, weights, start) == pytest.approx(wrong, rel=1e-5)
+    only_b = [travelling(each, True) for each in clients]
+    assert averaging_error(only_b, weights, travelling(start, True)) == 0
+    assert drift([start], [1], start) == 0
+
+
+def test_matrices_that_do_not_fit_are_named():
+    start = random_adapters(np.random.default_rng(0))
+    check_arrays(dict(start), start)
+    wrong = {
+        "lacks n.lora_b": {name: start[name] for name in [*start][:3]},
+        "has other": start | {"other": start["m.lora_a"]},
+        "m.lora_a is float32": start | {"m.lora_a": start["n.lora_a"]},
+        "float64": start | {"m.lora_a": start["m.lora_a"].astype(np.float64)},
+        "not finite": start | {"n.lora_b": np.full((3, 2, 3), np.nan, np.float32)},
+    }
+    for said, arrays in wrong.items():
+        with pytest.raises(MespError, match=said):
+            check_arrays(arrays, start)
+
+
+# Who gets what.
+
+
+def contents(documents: list) -> list[str]:
+    return [json.dumps(each.content) for each in documents]
+
+
+def test_shares_are_a_partition_in_the_datas_order(data: Path):
+    topics, held_out = read_topics(str(data))
+    everything = contents([unit.document for unit in topics["train"]])
+    assert everything == [json.dumps(record) for record in RECORDS[:32]]
+    assert len(held_out) == 8
+    for split in ("iid", "dirichlet:0.5"):
+        shares = share_out(str(data), topics, 3, Split.parse(split), seed=1)
+        orders = [[everything.index(each) for each in contents(share)] for share in shares]
+        assert sorted(index for order in orders for index in order) == list(range(32))
+        assert all(a < b for order in orders for a, b in pairwise(order))
+    sizes = [len(share) for share in share_out(str(data), topics, 3, Split("iid"), seed=1)]
+    assert max(sizes) - min(sizes) <= 1
+
+
+def test_a_file_is_a_topic(tmp_path: Path):
+    for name, start in (("a", 0), ("b", 10), ("c", 20), ("valid", 30)):
+        write_records(tmp_path / f"{name}.jsonl", RECORDS[start : start + 10])
+    topics, held_out = read_topics(str(tmp_path))
+    assert [*topics] == ["a.jsonl", "b.jsonl", "c.jsonl"]
+    assert len(held_out) == 10
+    shares = share_out("", topics, 2, Split("by-file"), seed=0)
+    assert [len(share) for share in shares] == [20, 10]
+    with pytest.raises(MespError, match="client 3 of 4 would get nothing"):
+        share_out("", topics, 4, Split("by-file"), seed=0)
+    # The smaller alpha, the more of a topic one client has.
+    most = []
+    for alpha in (0.05, 100):
+        shares = share_out("", topics, 2, Split("dirichlet", alpha), seed=3)
+        most.append(max(len(share) for share in shares))
+    assert most[0] > most[1]
+
+
+def test_data_are_taken_as_the_export_takes_them(bundle: Path, tmp_path: Path):
+    """Columns by other names, and each record a sequence of its own with the loss of it all."""
+    write_records(
+        tmp_path / "asked.jsonl",
+        [{"question": f"What is {i}?", "reply": f"It is {i}."} for i in range(40)],
+    )
+    columns = ("--columns", "prompt=question,completion=reply")
+    options = ("--clients", 2, "--rounds", 1, *columns)
+
+    def held_out(name: str, *others: object) -> dict[str, object]:
+        made = federation(bundle, tmp_path / "asked.jsonl", tmp_path / name, *options, *others)
+        return json.loads((made.held_out / "data.json").read_text())["valid"]
+
+    assert held_out("all", "--loss-on", "all") != held_out("answers")
+    with pytest.raises(MespError, match="leave out --columns"):
+        federation(bundle, tmp_path / "asked.jsonl", tmp_path / "all", "--resume", *columns)
+
+
+def test_held_out_data_alone_trains_nobody(tmp_path: Path):
+    """A server on real machines needs no more."""
+    (tmp_path / "valid.txt").write_text("What is held out.\n", encoding="utf-8")
+    topics, held_out = read_topics(str(tmp_path))
+    assert not topics
+    assert [each.content for each in held_out] == ["What is held out.\n"]
+    with pytest.raises(MespError, match="has nothing to train on"):
+        share_out(str(tmp_path), topics, 2, Split("iid"), 0)
+
+
+def test_texts_are_shared_out_by_paragraphs(tmp_path: Path):
+    text = "\n\n".join(f"Paragraph {number}." for number in range(20))
+    (tmp_path / "train.txt").write_text(text)
+    (tmp_path / "valid.txt").write_text("Held out.")
+    topics, _ = read_topics(str(tmp_path))
+    (whole,) = share_out("", topics, 1, Split("iid"), seed=0)
+    assert [each.content for each in whole] == [text]
+    shares = share_out("", topics, 2, Split("iid"), seed=0)
+    parts = [each.content.split("\n\n") for share in shares for each in share]
+    assert sorted(each for part in parts for each in part) == sorted(text.split("\n\n"))
+
+
+def test_a_topics_last_tenth_is_held_out(tmp_path: Path):
+    write_records(tmp_path / "a.jsonl", RECORDS[:20])
+    write_records(tmp_path / "b.jsonl", RECORDS[20:30])
+    topics, held_out = read_topics(str(tmp_path))
+    assert [len(units) for units in topics.values()] == [18, 9]
+    wanted = [*RECORDS[18:20], RECORDS[29]]
+    assert [each.content for each in held_out] == wanted
+
+
+# The server's folder.
+
+
+@pytest.mark.slow
+def test_round_0_is_the_adapters_that_mesp_train_starts_from(
+    bundle: Path, data: Path, tmp_path: Path
+):
+    whole = federation(bundle, data, tmp_path / "f", "--clients", 2, "--rounds", 1)
+    record = whole.rounds.save(0, None, {})
+    run(
+        *("train", bundle, "--out", tmp_path / "run", "--steps", 1, "--val-batches", 25),
+        *("--learning-rate", 1e-30),
+    )
+    assert record["held_out_loss"] == Run.load(tmp_path / "run").held_out[0]
+    arrays = read_arrays(whole.rounds.path(0) / "adapters")
+    assert not any(arrays[name].any() for name in arrays if name.endswith("lora_b"))
+    assert (whole.rounds.path(0) / "adapters" / "peft" / "adapter_model.safetensors").exists()
+    assert whole.rounds.last == 0
+    assert not (whole.rounds.folder / "partial").exists()
+
+
+def test_a_round_that_was_not_finished_is_none(bundle: Path, data: Path, tmp_path: Path):
+    whole = federation(bundle, data, tmp_path / "f", "--clients", 1, "--rounds", 1)
+    assert whole.rounds.last is None
+    (whole.rounds.folder / "partial" / "run").mkdir(parents=True)
+    assert whole.rounds.last is None
+    whole.rounds.save(0, None, {})
+    assert whole.rounds.last == 0
+
+
+SAVE_IN_FORKS = """
+import json, os, sys
+from pathlib import Path
+from mesp.errors import MespError
+from mesp.federate.exchange import read_arrays
+from mesp.federate.federation import Federation
+
+for folder, kind, number in json.loads(sys.argv[1]):
+    process = os.fork()  # which has imported all that a process of its own would have to
+    if process == 0:
+        os.environ |= {"FAULTS_UNDER": folder, "FAULTS_KIND": kind, "FAULTS_AT": str(number)}
+        rounds = Federation.read(Path(folder)).rounds
+        said = ""
+        try:
+            rounds.save(1, read_arrays(rounds.path(0) / "adapters"), {"drift": 0}, b"moments")
+        except MespError as error:
+            said = str(error)
+        except BaseException as error:
+            said = repr(error)
+        os.write(1, f"{json.dumps([folder, said])}\\n".encode())
+        os._exit(0)
+    os.waitpid(process, 0)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["full", "crash", "power"])
+def test_a_round_is_whole_or_not_there_whichever_call_failed(
+    bundle: Path, data: Path, tmp_path: Path, faults: Path, kind: str
+):
+    """Of the server's own calls to the system, and of its engine's."""
+    options = ("--clients", 1, "--rounds", 1, "--val-batches", 1)
+    whole = federation(bundle, data, tmp_path / "whole", *options)
+    whole.write()
+    whole.rounds.save(0, None, {})
+    expected = whole.rounds.arrays(0)
+    folders = {
+        tmp_path / f"{kind}-{number}": number
+        for number in random.Random(kind).sample(range(1, 40), 6)
+    }
+    for folder in folders:
+        shutil.copytree(whole.output, folder)
+    cases = json.dumps([(str(folder), kind, number) for folder, number in folders.items()])
+    done = subprocess.run(
+        [sys.executable, "-c", SAVE_IN_FORKS, cases],
+        env=os.environ | {"LD_PRELOAD": str(faults)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    said = dict(map(json.loads, done.stdout.splitlines()))
+    assert list(said.values()).count("") < 3, "most of them failed"
+    for folder, number in folders.items():
+        problem = said.get(str(folder))
+        if kind == "full" and problem:
+            assert re.search("space|disk is full", problem), (number, problem)
+            assert problem.startswith("Cannot"), (number, problem)
+        kept = Federation.read(folder).rounds
+        assert kept.last == (1 if problem == "" else kept.last), number
+        if kept.last == 0:
+            kept.save(1, expected, {"drift": 0}, b"moments")
+        assert kept.last == 1 and kept.record(1)["drift"] == 0, number
+        assert equal(kept.arrays(1), expected), number
+        assert (kept.path(1) / STATE_NAME).read_bytes() == b"moments"
+        assert not (kept.folder / "partial").exists() or problem is None, number
+
+
+class PowerLoss(BaseException):
+    """What no code catches."""
+
+
+def test_a_loss_of_power_at_any_call_leaves_whole_rounds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A round has its name when all of it is on the disk, and the name is then too."""
+
+    def engine(settings: dict) -> Run:
+        output = Path(settings["output"])
+        (output / "adapters" / "peft").mkdir(parents=True)
+        for name in ("state.safetensors", "adapters/a", "adapters/peft/b"):
+            (output / name).write_text(name)
+        return Run(evals=({"type": "eval", "step": 0, "loss": 1.5, "split": "valid"},))
+
+    monkeypatch.setattr(federations, "run_engine", engine)
+    done: list[tuple[str, object]] = []
+    calls, stop_at = 0, 0
+
+    def counted(kind: str, call: Callable) -> Callable:
+        def counting(*arguments: object) -> object:
+            nonlocal calls
+            calls += 1
+            if calls == stop_at:
+                raise PowerLoss
+            result = call(*arguments)
+            at = os.fstat(arguments[0]).st_ino if kind == "fsync" else arguments[1]
+            done.append((kind, at))
+            return result
+
+        return counting
+
+    for name in ("fsync", "replace"):
+        monkeypatch.setattr(os, name, counted(name, getattr(os, name)))
+    ended = False
+    while not ended:
+        stop_at += 1
+        calls = 0
+        done.clear()
+        kept = Rounds(tmp_path / str(stop_at), {}, {})
+        try:
+            kept.save(0, None, {}, b"state")
+            ended = True
+        except PowerLoss:
+            assert kept.last in (None, 0)
+        names = {path for kind, path in done if kind == "replace"}
+        assert (kept.last == 0) == (kept.path(0) in names)
+        if kept.last == 0:
+            assert kept.record(0)["held_out_loss"] == 1.5
+            before = done[: done.index(("replace", kept.path(0)))]
+            synced = {inode for kind, inode in before if kind == "fsync"}
+            whole = {kept.path(0), *kept.path(0).rglob("*")}
+            assert {path.stat().st_ino for path in whole} <= synced
+        else:
+            kept.save(0, None, {}, b"state")
+            assert kept.last == 0
+    assert done[-1] == ("fsync", kept.folder.stat().st_ino)
+    assert stop_at > 8
+
+
+# The command.
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--split", "by-mood"), "--split is iid, by-file or dirichlet:ALPHA"),
+        (("--split", "dirichlet:0"), "--split is iid, by-file or dirichlet:ALPHA"),
+        (("--noise", 1), "--noise needs --clip"),
+        (("--clip", 1, "--noise", 1e-160), "--noise is 0 or at least 0.001"),
+        (("--min-clients", 3), "--min-clients 3 is more than --clients 2"),
+        (("--clients", 33), "would get nothing"),
+        (("--strategy-options", "eta"), "takes NAME=NUMBER"),
+        (("--seq-len", 7), "no sequence length 7"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(
+    bundle: Path, data: Path, tmp_path: Path, options: tuple, said: str
+):
+    with pytest.raises((MespError, Failed)) as caught:
+        federation(bundle, data, tmp_path / "f", "--clients", 2, "--rounds", 1, *options)
+    assert said in caught.value.message
+    assert not (tmp_path / "f" / "settings.json").exists()
+
+
+def test_without_flower_a_sentence_says_what_to_install(
+    bundle: Path, data: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    done = run("federate", bundle, "--data", data, "--clients", 2, "--rounds", 1)
+    assert done.returncode == 2
+    assert done.stderr.startswith("Error: mesp federate needs Flower: ")
+
+
+def test_a_federation_goes_on_with_its_settings(bundle: Path, data: Path, tmp_path: Path):
+    first = federation(
+        *(bundle, data, tmp_path / "f", "--clients", 2, "--rounds", 1, "--steps", 3),
+        *("--split", "dirichlet:5", "--freeze-a"),
+    )
+    on = federation(bundle, data, tmp_path / "f", "--resume", "--rounds", 4)
+    assert on.options == first.options | {"rounds": 4, "resume": True}
+    with pytest.raises(MespError, match="--steps is 3 and cannot become 4"):
+        federation(bundle, data, tmp_path / "f", "--resume", "--steps", 4)
+    with pytest.raises(MespError, match="already holds a federation"):
+        federation(bundle, data, tmp_path / "f", "--clients", 2, "--rounds", 1)
+
+
+@pytest.mark.parametrize(
+    ("given", "options"), [((), {}), (("--strategy-options", "eta=0.01"), {"eta": 0.01})]
+)
+def test_strategy_options_are_kept(
+    bundle: Path, data: Path, tmp_path: Path, given: tuple, options: dict
+):
+    first = federation(bundle, data, tmp_path / "f", "--clients", 2, "--rounds", 1, *given)
+    path = tmp_path / "f" / "settings.json"
+
+    def goes_on() -> dict:
+        return federation(bundle, data, tmp_path / "f", "--resume", "--rounds", 4).options
+
+    kept = goes_on()
+    assert (kept["strategy_options"], kept["rounds"]) == (options, 4)
+    for bad in ({"eta": "0.01"}, {"eta": None}, ["eta"], None):
+        path.write_text(json.dumps(first.options | {"strategy_options": bad}))
+        with pytest.raises(MespError, match="is not the settings of a run"):
+            goes_on()
+
+
+@pytest.mark.parametrize("name", ["settings.json", "app/pyproject.toml", "data.json"])
+def test_a_federation_is_written_through_no_link(tmp_path: Path, name: str):
+    kept, output = tmp_path / "kept", tmp_path / "f"
+    (output / "app").mkdir(parents=True)
+    kept.write_text("kept")
+    (output / name).symlink_to(kept)
+    whole = Federation(output, {})
+    whole.write()
+    write_app(whole)
+    write_index(output, {})
+    assert kept.read_text() == "kept"
+    assert (output / name).is_file() and not (output / name).is_symlink()
+
+
+def test_a_round_is_written_through_no_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def engine(settings: dict) -> Run:
+        output = Path(settings["output"])
+        output.mkdir(parents=True)
+        (output / "state.safetensors").write_text("state")
+        for name in ("round.json", "strategy.npz"):
+            (output / name).symlink_to(kept / "file")
+        return Run(evals=({"type": "eval", "step": 0, "loss": 1.5, "split": "valid"},))
+
+    monkeypatch.setattr(federations, "run_engine", engine)
+    kept, folder = tmp_path / "kept", tmp_path / "rounds"
+    for each in (kept, folder):
+        each.mkdir()
+    (kept / "file").write_text("kept")
+    (folder / "partial").symlink_to(kept)
+    whole = Rounds(folder, {}, {})
+    whole.save(0, None, {}, b"state")
+    assert [each.name for each in kept.iterdir()] == ["file"]
+    assert (kept / "file").read_text() == "kept"
+    assert whole.record(0)["held_out_loss"] == 1.5
+
+
+@pytest.mark.parametrize("name", ["settings.json", "rounds/000/round.json"])
+@pytest.mark.parametrize("content", ["[]", "[" * 100_000, None], ids=["list", "deep", "pipe"])
+def test_damaged_files_of_a_federation_are_named(tmp_path: Path, name: str, content: str | None):
+    path = tmp_path / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if content is None:
+        os.mkfifo(path)
+    else:
+        path.write_text(content)
+    with pytest.raises(MespError, match=f"{path.name} is missing or damaged"):
+        if name == "settings.json":
+            Federation.read(tmp_path)
+        else:
+            Rounds(tmp_path / "rounds", {}, {}).record(0)
+
+
+def test_a_client_is_told_no_paths(bundle: Path, data: Path, tmp_path: Path):
+    whole = federation(bundle, data, tmp_path / "f", "--clients", 1, "--rounds", 1)
+    assert whole.config["model"] == str(read_manifest(bundle).model) == "demo"
+    assert not {"bundle", "data", "output", "adapters"} & whole.config.keys()
+    assert str(tmp_path) not in json.dumps(whole.config)
+
+
+# A node as a phone has it, and a server that means it harm.
+
+
+class Node:
+    """`mesp-engine federate`, as a process."""
+
+    def __init__(self, link: str, bundle: Path, folder: Path, **more: object) -> None:
+        settings = folder.with_suffix(".json")
+        given = {"superlink": link, "folder": str(folder), "bundle": str(bundle), **more}
+        settings.write_text(json.dumps(given))
+        self.process = subprocess.Popen(
+            [find_engine(), "federate", settings],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def __enter__(self) -> Node:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+    def ended(self) -> tuple[int, str, str]:
+        """The exit status and what was printed."""
+        out, error = self.process.communicate(timeout=120)
+        return self.process.returncode, out, error
+
+    def stop(self) -> tuple[int, str, str]:
+        self.process.send_signal(signal.SIGTERM)
+        return self.ended()
+
+    def peak_bytes(self) -> int:
+        text = Path(f"/proc/{self.process.pid}/status").read_text()
+        return 1024 * int(re.search(r"VmHWM:\s+(\d+)", text)[1])
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def forever(handler: BaseHTTPRequestHandler) -> None:
+    """Answers a byte a second."""
+    handler.send_response(200)
+    handler.send_header("content-length", str(1 << 20))
+    handler.end_headers()
+    while True:
+        handler.wfile.write(b"\x08")
+        handler.wfile.flush()
+        time.sleep(1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("call", ["register_node", "pull_messages", "deactivate_node"])
+def test_a_node_ends_at_once_whatever_its_server_does(bundle: Path, tmp_path: Path, call: str):
+    with SuperLink(**{call: forever}) as link, Node(link.url, bundle, tmp_path / "n") as node:
+        name = "pull-messages" if call == "deactivate_node" else call.replace("_", "-")
+        wait_for(lambda: name in link.names())
+        began = time.monotonic()
+        code, _, error = node.stop()
+        assert (code, error) == (0, "") and time.monotonic() - began < 20
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("says", [True, False], ids=["said", "unsaid"])
+def test_an_answer_of_any_length_takes_little_memory(bundle: Path, tmp_path: Path, says: bool):
+    sent = []
+
+    def long(handler: BaseHTTPRequestHandler) -> None:
+        handler.send_response(200)
+        if says:
+            handler.send_header("content-length", str(600_000_000))
+        handler.end_headers()
+        # Foundation for Linux reads on until it is told: at 100 MB/s, not as fast as it can.
+        for _ in range(600):
+            handler.wfile.write(bytes(1_000_000))
+            sent.append(1_000_000)
+            time.sleep(0.01)
+
+    root, leaf = an_object("Message", [], b"1")[0], an_object("ArrayChunk", [], b"2")[0]
+    messages = iter([message([root, leaf])])
+    with (
+        SuperLink(pull_messages=lambda _: next(messages, b""), pull_object=long) as link,
+        Node(link.url, bundle, tmp_path / "n") as node,
+    ):
+        wait_for(lambda: "push-messages" in link.names())
+        most = 100_000_000 if says else 400_000_000
+        assert node.peak_bytes() < most and sum(sent) < most
+        code, out, error = node.stop()
+    assert (code, error) == (0, "") and "more bytes than any answer" in out
+
+
+@pytest.mark.slow
+def test_a_message_takes_no_more_disk_than_the_adapters(bundle: Path, tmp_path: Path):
+    """150 objects of 5 MB for a model of which all matrices take less than one."""
+    asked: list[int] = []
+
+    def chunk(number: int) -> tuple[str, bytes]:
+        return an_object("ArrayChunk", [], number.to_bytes(4, "big") + bytes(5_000_000))
+
+    def pull(handler: BaseHTTPRequestHandler) -> bytes:
+        asked.append(len(asked))
+        return field(1, 1) + field(2, 1) + field(3, chunk(asked[-1])[1])
+
+    root = an_object("Message", [], b"1")[0]
+    messages = iter([message([root, *(chunk(number)[0] for number in range(150))])])
+    folder = tmp_path / "n"
+    with (
+        SuperLink(pull_messages=lambda _: next(messages, b""), pull_object=pull) as link,
+        Node(link.url, bundle, folder) as node,
+    ):
+        wait_for(lambda: "push-messages" in link.names())
+        code, out, _ = node.stop()
+    assert code == 0 and "more than this model's adapters take" in out
+    assert len(asked) == 1
+    assert sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) < 100_000
+
+
+@pytest.mark.slow
+def test_a_redirect_is_not_followed(bundle: Path, tmp_path: Path):
+    with SuperLink() as other:
+
+        def redirect(handler: BaseHTTPRequestHandler) -> None:
+            handler.send_response(307)
+            handler.send_header("location", f"{other.url}/v1/fleet/register-node")
+            handler.send_header("content-length", "0")
+            handler.end_headers()
+
+        with (
+            SuperLink(register_node=redirect) as link,
+            Node(link.url, bundle, tmp_path / "n") as node,
+        ):
+            code, _, error = node.ended()
+        assert code == 2 and "answers 307 to register-node" in error
+        assert other.calls == []
+
+
+@pytest.mark.slow
+def test_an_address_without_tls_is_of_this_machine(bundle: Path, tmp_path: Path):
+    with Node("http://192.168.0.1:8000", bundle, tmp_path / "n") as node:
+        code, _, error = node.ended()
+    assert code == 2 and "an address without TLS" in error
+    assert not (tmp_path / "n").exists()
+
+
+@pytest.mark.slow
+def test_two_nodes_do_not_share_a_folder(bundle: Path, tmp_path: Path):
+    with SuperLink() as link, Node(link.url, bundle, tmp_path / "n") as first:
+        wait_for(lambda: "pull-messages" in link.names())
+        with Node(link.url, bundle, tmp_path / "n") as second:
+            code, _, error = second.ended()
+        assert code == 2 and f"is writing to {tmp_path / 'n'}; wait for it" in error
+        assert first.stop()[0] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="sees a file for a moment")
+def test_a_key_is_its_owners_from_the_moment_it_is_there(bundle: Path, tmp_path: Path):
+    """Whatever a umask allows."""
+    before = os.umask(0)
+    try:
+        with SuperLink() as link, Node(link.url, bundle, tmp_path / "n") as node:
+            seen = set()
+            while "pull-messages" not in link.names():
+                with contextlib.suppress(OSError):
+                    for file in os.scandir(tmp_path / "n"):
+                        if "node.key" in file.name:
+                            seen.add(file.stat().st_mode & 0o777)
+            node.stop()
+    finally:
+        os.umask(before)
+    assert seen == {0o600}

@@ -1,0 +1,47 @@
+"""Commands of the package and the tools, run in this process or in one of their own."""
+
+import os
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import click
+from click.testing import CliRunner
+
+
+def command(module: str, *arguments: object) -> list[str]:
+    """The line that runs a command of the package, such as `export`, in a process of its own."""
+    program = f"from mesp.commands.{module} import main; main(prog_name='mesp-{module}')"
+    return [sys.executable, "-c", program, *map(str, arguments)]
+
+
+def run(module: str, *arguments: object, **options: object) -> subprocess.CompletedProcess:
+    """Runs a command of the package in this process: starting Python takes longer than most do."""
+    return invoke(
+        import_module(f"mesp.commands.{module}").main, f"mesp-{module}", *arguments, **options
+    )
+
+
+def invoke(
+    main: click.Command, name: str, *arguments: object, cwd: Path | None = None, **options: object
+) -> subprocess.CompletedProcess:
+    """What a command prints and its exit status; `options` are CliRunner's, such as `env`."""
+    before = Path.cwd()
+    os.chdir(cwd or before)
+    try:
+        result = CliRunner().invoke(main, list(map(str, arguments)), prog_name=name, **options)
+    finally:
+        os.chdir(before)
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return subprocess.CompletedProcess(
+        [name, *arguments], result.exit_code, result.stdout, result.stderr
+    )
+
+
+def refused(done: subprocess.CompletedProcess) -> str:
+    """The one sentence of a command that failed as it should."""
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.startswith("Error: ") and len(done.stderr.splitlines()) == 1, done.stderr
+    return done.stderr.removeprefix("Error: ").rstrip()

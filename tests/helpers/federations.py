@@ -1,0 +1,44 @@
+"""Federations as the commands make them, without Flower."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+
+from helpers.commands import run
+from mesp.commands.federate import main, prepare
+from mesp.federate.exchange import Arrays, read_arrays
+from mesp.federate.federation import Federation
+
+SEQ_LEN, RANK = 32, 4
+RECORDS = [
+    {"prompt": f"{number} and {number + 1} are ", "completion": str(2 * number + 1)}
+    for number in range(40)
+]
+SGD = ("--optimizer", "sgd", "--learning-rate", 0.5)
+B = "self_attn.q_proj.lora_b"
+
+
+def write_records(path: Path, records: list[dict]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def federation(bundle: Path, data: Path, output: Path, *options: object) -> Federation:
+    """What mesp federate makes of its options before Flower comes in."""
+    arguments = (bundle, "--data", data, "--out", output, *options)
+    with main.make_context("mesp federate", [*map(str, arguments)]) as context:
+        return prepare(context)
+
+
+def trained_here(bundle: Path, output: Path, *options: object) -> Arrays:
+    """The adapters of mesp-train on all of the data."""
+    done = run("train", bundle, "--out", output, "--val-batches", 0, *options)
+    assert done.returncode == 0, done.stderr
+    return read_arrays(output / "adapters")
+
+
+def equal(a: Arrays, b: Arrays) -> bool:
+    return a.keys() == b.keys() and all(np.array_equal(a[name], b[name]) for name in a)

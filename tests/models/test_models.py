@@ -1,0 +1,344 @@
+import json
+import math
+from dataclasses import replace
+
+import mlx.core as mx
+import pytest
+from mlx_lm.models.rope_utils import initialize_rope
+
+from helpers.models import FAMILIES, TINY, arrays_of, mlx_lm_model
+from mesp.block_function.rope import fast_rope
+from mesp.block_function.rope import rope as rope_of
+from mesp.errors import MespError
+from mesp.models.architecture import Architecture
+from mesp.models.families import FUSED_ATTENTION, FUSED_MLP
+
+
+def test_geometry_of_a_config():
+    arch = Architecture.from_config(TINY)
+    (mixer,), block = arch.mixers, arch.blocks[0]
+    assert (arch.hidden_size, mixer.head_dim, arch.num_hidden_layers) == (128, 32, 3)
+    assert [*block.projections()] == ["q", "k", "v", "o", "gate", "up", "down"]
+    assert block.sizes()["self_attn.k_proj"] == (64, 128)
+    assert block.sizes()["mlp.down_proj"] == (128, 320)
+    assert block.lora_size(8) == 8 * (2 * 256 + 2 * 192 + 3 * 448)
+    assert mixer.frequencies == tuple(1e4 ** (-i / 32) for i in range(0, 32, 2))
+    assert (mixer.rope_scale, mixer.sliding_window) == (1, None)
+    assert arch.layers == (0, 0, 0)
+    assert mixer.attention_scale == pytest.approx(32**-0.5)
+
+
+def test_fused_modules_hold_their_projections_one_below_the_other():
+    arch = Architecture.from_config(FAMILIES["phi3"])  # 4 heads of 16, 2 of keys
+    block = arch.blocks[0]
+    assert tuple(block.modules.items()) == FUSED_ATTENTION + FUSED_MLP
+    assert block.sizes() == {
+        "self_attn.qkv_proj": (128, 64),
+        "self_attn.o_proj": (64, 64),
+        "mlp.gate_up_proj": (256, 64),
+        "mlp.down_proj": (64, 128),
+    }
+    places = block.projections()
+    assert places["k"] == ("self_attn.qkv_proj", slice(64, 96), (32, 64))
+    assert places["up"] == ("mlp.gate_up_proj", slice(128, 256), (128, 64))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_arrays_are_those_of_mlx_lm(name):
+    """Modules, biases and norms of every family, by name and size."""
+    blocks, layers = Architecture.from_config(FAMILIES[name]).blocks, mlx_lm_model(FAMILIES[name])
+    for block, layer in zip(blocks, layers.layers, strict=True):
+        arrays = {f"{module}.weight": size for module, size in block.sizes().items()}
+        arrays |= {f"{module}.bias": (size,) for module, size in block.biases().items()}
+        arrays |= {norm: (size,) for norm, size in block.norms().items()}
+        arrays |= block.vectors()
+        theirs = arrays_of(layer, block)
+        assert {name: array.shape for name, array in theirs.items()} == arrays
+        assert block.num_parameters == sum(array.size for array in theirs.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "windows", "layers"),
+    [
+        ("qwen2", [None], (0, 0)),
+        ("llama-window", [5, None], (0, 1)),
+        ("smollm3", [None, None], (0, 1)),
+        ("mistral", [5], (0, 0)),
+        ("gemma2", [5, None], (0, 1)),
+        ("gemma3_text", [5, None], (0, 1)),
+        ("phi3", [5], (0, 0)),
+    ],
+)
+def test_kinds_of_attention(name, windows, layers):
+    arch = Architecture.from_config(FAMILIES[name])
+    assert [mixer.sliding_window for mixer in arch.mixers] == windows
+    assert arch.layers == layers
+    assert [block.mixer for block in arch.blocks] == [arch.mixers[kind] for kind in layers]
+
+
+def test_defaults_of_the_patterns():
+    """What a config.json leaves out, as Hugging Face fills it in."""
+    gemma3 = {k: v for k, v in FAMILIES["gemma3_text"].items() if k != "sliding_window_pattern"}
+    arch = Architecture.from_config({**gemma3, "num_hidden_layers": 14})
+    assert arch.layers == (0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 1, 0, 0)
+    smollm3 = {k: v for k, v in FAMILIES["smollm3"].items() if k != "no_rope_layers"}
+    arch = Architecture.from_config({**smollm3, "num_hidden_layers": 6})
+    assert arch.layers == (0, 0, 0, 1, 0, 0)
+    assert arch.mixers[1] == replace(arch.mixers[0], frequencies=())
+    assert arch.first(3).mixers == arch.mixers[:1]
+    mistral = Architecture.from_config({**FAMILIES["mistral"], "sliding_window": None})
+    assert mistral.mixers[0].sliding_window is None
+
+
+def test_a_window_of_the_whole_sequence_is_none():
+    block = Architecture.from_config(FAMILIES["mistral"]).blocks[0]
+    assert block.within(5).mixer == replace(block.mixer, sliding_window=None)
+    assert block.within(6) == block
+
+
+def test_numbers_of_gemma():
+    gemma2, gemma3 = (Architecture.from_config(FAMILIES[n]) for n in ("gemma2", "gemma3_text"))
+    assert {mixer.attention_scale for mixer in gemma2.mixers + gemma3.mixers} == {24**-0.5}
+    assert gemma2.embedding_scale == gemma3.embedding_scale == 8
+    # √1152 is 33.94; Gemma 3 rounds it to bfloat16.
+    scales = [
+        Architecture.from_config({**FAMILIES[name], "hidden_size": 1152}).embedding_scale
+        for name in ("gemma2", "gemma3_text")
+    ]
+    assert scales == [math.sqrt(1152), 34.0]
+    caps = [
+        (a.mixers[0].attn_logit_softcapping, a.final_logit_softcapping) for a in (gemma2, gemma3)
+    ]
+    assert caps == [(3.0, 2.0), (None, None)]
+
+
+LLAMA3 = {"factor": 32.0, "original_max_position_embeddings": 8192, "rope_type": "llama3"}
+YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+LONG = {
+    "type": "longrope",
+    "short_factor": [1.0] * 32,
+    "long_factor": [1 + i / 8 for i in range(32)],
+}
+LONG |= {"original_max_position_embeddings": 4096}
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        None,
+        {"type": "default"},
+        {"rope_type": "linear", "factor": 8.0},
+        LLAMA3 | {"low_freq_factor": 1.0, "high_freq_factor": 4.0},
+        YARN,
+        YARN | {"beta_fast": 16, "beta_slow": 2, "mscale": 2.0, "mscale_all_dim": 1.0},
+        LONG,
+    ],
+)
+def test_rope_turns_as_in_mlx_lm(scaling):
+    config = {**FAMILIES["llama"], "rope_theta": 5e5, "head_dim": 64, "rope_scaling": scaling}
+    config["max_position_embeddings"] = 131072
+    mixer = Architecture.from_config(config).mixers[0]
+    rope = initialize_rope(64, 5e5, False, scaling, 131072)
+    x = mx.random.normal((1, 2, 40, 64), key=mx.random.key(0))
+    expected = rope(mx.array(x))  # some of mlx-lm's change what they are given
+    rows = slice(0, 40)
+    for turn in (fast_rope(mixer, mx.fast), rope_of(mixer, rows)):
+        error = mx.linalg.norm(turn(x, rows) - expected)
+        assert error <= 1e-5 * mx.linalg.norm(expected)
+        tile = turn(x[:, :, 30:], slice(30, 40))
+        assert mx.linalg.norm(tile - expected[:, :, 30:]) <= 1e-5 * mx.linalg.norm(expected)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_manifest_keeps_everything(name):
+    arch = Architecture.from_config(FAMILIES[name])
+    entry = json.loads(json.dumps(arch.to_manifest()))
+    assert Architecture.from_manifest(entry) == arch
+    assert list(entry) == [
+        "model_type", "hidden_size", "intermediate_size", "vocab_size", "rms_norm_eps",
+        "tie_word_embeddings", "hidden_act", "post_norms", "final_logit_softcapping",
+        "embedding_scale", "logits_scaling", "mlx_prefix", "hf_prefix", "mlp", "biases", "mixers",
+        "layers", "hf_modules",
+    ]  # fmt: skip
+    assert entry["mlp"][-1][1] == ["down"]
+    for mixer in entry["mixers"]:
+        assert list(mixer)[:2] == ["type", "modules"] and mixer["modules"][-1][1] in (
+            ["o"],
+            ["out"],
+        )
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"hidden_size": 0},
+        {"layers": [0, 2]},
+        {"layers": []},
+        {"hidden_act": "relu"},
+        {"mlp": [["mlp.gate_proj", ["gate"]]]},
+        {"biases": ["lm_head"]},
+        {"embedding_scale": "1"},
+        {"mixers": []},
+        {"hf_modules": [["mlp.gate_up_proj", ["mlp.gate_proj", "mlp.gate_proj"]]]},
+        {"hf_modules": [["mlp.gate_up_proj", ["gate", "up"]]]},
+        {"more": 1},
+    ],
+)
+def test_damaged_manifest_is_refused(damage):
+    entry = Architecture.from_config(FAMILIES["gemma2"]).to_manifest()
+    with pytest.raises((ValueError, TypeError, KeyError)):
+        Architecture.from_manifest(entry | damage)
+
+
+@pytest.mark.parametrize(
+    ("family", "damage"),
+    [
+        ("qwen3_5", {"num_value_heads": 3}),
+        ("qwen3_5", {"key_head_dim": 0}),
+        ("qwen3_5", {"modules": [["linear_attn.out_proj", ["out"]]]}),
+        ("lfm2", {"kernel_size": 0}),
+        ("lfm2", {"kernel_size": True}),
+        ("lfm2", {"modules": [["conv.in_proj", ["in", "out", "out"]]]}),
+    ],
+)
+def test_damaged_mixer_of_a_hybrid_is_refused(family, damage):
+    entry = Architecture.from_config(FAMILIES[family]).to_manifest()
+    entry["mixers"][0] |= damage
+    with pytest.raises((ValueError, TypeError, KeyError)):
+        Architecture.from_manifest(entry)
+
+
+def test_layers_of_a_hybrid():
+    """What a config.json leaves out, as Hugging Face fills it in; and LFM2's two ways to say it."""
+    qwen = {k: v for k, v in FAMILIES["qwen3_5"].items() if k != "full_attention_interval"}
+    arch = Architecture.from_config({**qwen, "num_hidden_layers": 9})
+    assert arch.layers == (0, 0, 0, 1, 0, 0, 0, 1, 0)
+    types = ["full_attention", "linear_attention"]
+    assert Architecture.from_config({**qwen, "layer_types": types}).layers == (0, 1)
+    lfm2 = FAMILIES["lfm2"]
+    named = {**lfm2, "layer_types": ["conv", "full_attention"], "full_attn_idxs": None}
+    assert Architecture.from_config(named) == Architecture.from_config(lfm2)
+    narrow = Architecture.from_config({**lfm2, "block_auto_adjust_ff_dim": False})
+    assert (Architecture.from_config(lfm2).intermediate_size, narrow.intermediate_size) == (
+        128,
+        192,
+    )
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"type": "mamba"},
+        {"head_dim": 8},  # fewer dimensions than are rotated
+        {"num_key_value_heads": 3},
+        {"qk_norm": 1},
+        {"modules": [["self_attn.q_proj", ["q"]]]},
+        {"frequencies": [0.0]},
+        {"attn_logit_softcapping": -1},
+        {"more": 1},
+    ],
+)
+def test_damaged_mixer_is_refused(damage):
+    entry = Architecture.from_config(FAMILIES["gemma2"]).to_manifest()
+    entry["mixers"][1] |= damage
+    with pytest.raises((ValueError, TypeError, KeyError)):
+        Architecture.from_manifest(entry)
+
+
+def test_rope_as_transformers_5_writes_it():
+    """It keeps theta, the scaling and the rotated part together."""
+    for name in ("qwen2", "llama", "phi3", "gemma3_text"):
+        config = dict(FAMILIES[name])
+        moved = {"rope_theta": config.pop("rope_theta"), "rope_type": "default"}
+        if scaling := config.pop("rope_scaling", None):
+            moved |= scaling | {"rope_type": scaling.get("rope_type") or scaling["type"]}
+            moved.pop("type", None)
+        if "partial_rotary_factor" in config:
+            moved["partial_rotary_factor"] = config.pop("partial_rotary_factor")
+        if local := config.pop("rope_local_base_freq", None):
+            sliding = {"rope_theta": local, "rope_type": "default"}
+            moved = {"full_attention": moved, "sliding_attention": sliding}
+        expected = Architecture.from_config(FAMILIES[name])
+        assert Architecture.from_config({**config, "rope_parameters": moved}) == expected
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "named"),
+    [
+        ("qwen2", {"model_type": "falcon"}, "'falcon' is not supported; supported are qwen2, "),
+        ("qwen2", {"model_type": None}, "None"),
+        ("qwen3", {"model_type": "qwen3_moe", "num_experts": 8}, "mixes experts"),
+        ("qwen2", {"model_type": "idefics3", "text_config": {}}, "several modalities"),
+        ("qwen2", {"model_type": "mixtral", "num_local_experts": 8}, "mixes experts"),
+        (
+            "mistral3",
+            {"text_config": {"model_type": "mistral4"}},
+            "text_config's model_type to 'mistral4'",
+        ),
+        (
+            "gemma2",
+            {"model_type": "gemma3n", "text_config": {}},
+            "embeddings for each layer.* share keys and values",
+        ),
+        ("granitemoehybrid", {"layer_types": ["mamba", "attention"]}, "layer_types to 'mamba'"),
+        ("granitemoehybrid", {"layer_types": ["linear_attention"] * 2}, "layer_types to 'mamba'"),
+        ("granitemoehybrid", {"layer_types": None}, "lacks 'layer_types'"),
+        ("granitemoehybrid", {"num_local_experts": 8}, "num_local_experts to 8"),
+        ("gemma2", {"model_type": "gemma4", "text_config": {}}, "embeddings for each layer"),
+        ("lfm2", {"model_type": "lfm3"}, "a gate for each head"),
+        ("granite", {"layer_types": ["mamba"] * 2}, "layer_types to 'mamba'"),
+        ("granite", {"num_local_experts": 8}, "num_local_experts to 8"),
+        ("qwen3", {"residual_multiplier": 0.5}, "residual_multiplier to 0.5"),
+        ("minicpm", {"sparse_config": {"topk": 64}}, "sparse_config"),
+        ("qwen2", {"model_type": "olmo2"}, "norm what comes out of attention and MLP alone"),
+        ("qwen2", {"model_type": "exaone4"}, "norm what comes out of attention and MLP alone"),
+        ("qwen2", {"model_type": "glm4"}, "RoPE turns neighbours"),
+        ("qwen2", {"model_type": "nemotron_h"}, "Mamba mixers"),
+        ("qwen3", {"head_dim": 33}, "not in order .*frequencies"),
+        ("lfm2", {"conv_L_cache": 0}, "not in order .*kernel_size"),
+        ("qwen3_5", {"linear_key_head_dim": 0}, "not in order .*sizes"),
+        ("qwen3_5", {"model_type": "qwen3_5_moe", "text_config": {"num_experts": 8}}, "experts"),
+        ("qwen3_5", {"attn_output_gate": False}, "attn_output_gate"),
+        ("qwen3_5", {"layer_types": ["mamba", "full_attention"]}, "layer_types to 'mamba'"),
+        ("qwen3_5", {"layer_types": ["conv", "full_attention"]}, "layer_types to 'conv'"),
+        ("qwen3_5", {"linear_num_value_heads": 3}, "num_value_heads cannot be used"),
+        ("lfm2", {"conv_bias": True}, "conv_bias"),
+        ("qwen2", {"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "rope_scaling.*dynamic"),
+        ("qwen2", {"rope_parameters": {"rope_type": "ntk", "rope_theta": 1e6}}, "ntk"),
+        ("qwen2", {"use_sliding_window": True}, "use_sliding_window"),
+        ("qwen2", {"hidden_act": "gelu"}, "hidden_act to 'gelu'"),
+        ("gemma2", {"hidden_activation": "relu"}, "hidden_act to 'relu'"),
+        ("qwen3", {"attention_bias": True}, "attention_bias"),
+        ("phi3", {"mlp_bias": True}, "mlp_bias"),
+        ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ("llama", {"rope_traditional": True}, "rope_traditional"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ("llama", {"layer_types": ["chunked_attention"] * 2}, "chunked_attention"),
+        ("phi3", {"rope_scaling": {"type": "longrope", "long_factor": [1.0]}}, "not in order"),
+        ("llama", {"layer_types": ["full_attention"]}, "layer_types has 1 entries"),
+        ("smollm3", {"no_rope_layers": [1] * 9}, "no_rope_layers has 9 .*; take an unchanged"),
+        ("llama", {"hidden_size": "64"}, "not in order"),
+    ],
+)
+def test_what_is_not_supported_is_named(family, change, named):
+    with pytest.raises(MespError, match=named):
+        Architecture.from_config({**FAMILIES[family], **change})
+
+
+def test_granite_4_turns_as_transformers_has_it():
+    """RoPE for "rope" alone; transformers 5 names the layers otherwise."""
+    config = FAMILIES["granitemoehybrid"]
+    arch = Architecture.from_config(config)
+    assert len(arch.mixers[0].frequencies) == 8
+    renamed = {**config, "layer_types": ["full_attention"] * 2}
+    assert Architecture.from_config(renamed) == arch
+    for kind in (None, "nope"):
+        still = Architecture.from_config({**config, "position_embedding_type": kind})
+        assert still.mixers[0].frequencies == ()
+    wide = {**config, "intermediate_size": 7, "shared_intermediate_size": 96}
+    assert Architecture.from_config(wide).intermediate_size == 96
+
+
+def test_missing_size_is_named():
+    with pytest.raises(MespError, match="intermediate_size"):
+        Architecture.from_config({k: v for k, v in TINY.items() if k != "intermediate_size"})

@@ -1,0 +1,110 @@
+"""The commands as a wheel installs them, away from the checkout: `make test-slow`.
+
+A wheel is built from what a Docker image is built from, and installed into an environment of its
+own, with everything that it needs from PyPI. Swift builds the engine once, in a cache of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from helpers.paths import ROOT
+
+pytestmark = pytest.mark.wheel
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("installed")
+
+
+@pytest.fixture(scope="module")
+def programs(work: Path) -> Path:
+    """The folder of the installed commands."""
+    context, environment = work / "context", work / "environment"
+    context.mkdir()
+    for line in (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines():
+        if line.startswith("!"):
+            source, target = ROOT / line[1:], context / line[1:]
+            target.parent.mkdir(exist_ok=True)
+            if source.is_dir():
+                shutil.copytree(source, target, ignore=shutil.ignore_patterns(".build"))
+            else:
+                shutil.copy(source, target)
+    call([sys.executable, "-m", "build", "--outdir", work / "dist", context], work)
+    (wheel,) = (work / "dist").glob("*.whl")
+    call([sys.executable, "-m", "venv", environment], work)
+    call([environment / "bin" / "pip", "install", "--quiet", wheel], work)
+    return environment / "bin"
+
+
+def call(command: list[object], work: Path, **environment: str) -> subprocess.CompletedProcess:
+    """Runs a command in a place that knows nothing of the checkout."""
+    known = {name: value for name, value in os.environ.items() if not name.startswith("MESP_")}
+    known.pop("PYTHONPATH", None)
+    done = subprocess.run(
+        [*map(str, command)],
+        cwd=work,
+        env=known | {"XDG_CACHE_HOME": str(work / "cache")} | environment,
+        capture_output=True,
+        text=True,
+    )
+    assert environment or done.returncode == 0, done.stderr + done.stdout
+    return done
+
+
+def test_the_commands_work_away_from_a_checkout(programs: Path, work: Path):
+    call([programs / "mesp", "export", "--model", "demo", "--seq-len", 64], work)
+    steps = ("--steps", 5, "--val-batches", 2)
+    # Without a compiler there is a sentence, and nothing is left behind.
+    refused = [programs / "mesp-train", "demo.mesp", *steps, "--out", "none"]
+    done = call(refused, work, PATH="/nowhere")
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith("Error: mesp-engine has not been built, and")
+    assert not (work / "none").exists()
+
+    first = call([programs / "mesp-train", "demo.mesp", *steps, "--out", "run"], work)
+    assert "Building mesp-engine in" in first.stderr
+    assert "Finished after 5 steps" in first.stdout
+    again = call([programs / "mesp", "train", "demo.mesp", *steps, "--out", "again"], work)
+    assert "Building" not in again.stderr
+    (place,) = (work / "cache" / "mesp").iterdir()
+    assert {path.name for path in place.iterdir()} == {"mesp-engine", "lock", "mlx"}
+
+    adapters = ("--adapters", "run/adapters")
+    prompt = ("--prompt", "My fellow citizens", "--max-tokens", 8)
+    assert call([programs / "mesp", "generate", "demo.mesp", *adapters, *prompt], work).stdout
+    (work / "text.jsonl").write_text('{"text": "We the people of the United States"}\n')
+    measured = call([programs / "mesp", "evaluate", "demo.mesp", "text.jsonl", *adapters], work)
+    assert "perplexity" in measured.stdout
+    call([programs / "mesp", "fuse", "demo.mesp", *adapters, "--out", "fused"], work)
+    assert (work / "fused" / "model.safetensors").exists()
+    listed = call([programs / "mesp", "models"], work)
+    assert listed.stderr == "" and "Qwen2.5-0.5B" in listed.stdout
+
+
+FIVE_LINES = """
+from helpers.paths import ROOT
+import mesp
+bundle = mesp.export("demo", "five.mesp", seq_len=64)
+run = mesp.train(bundle, steps=5, memory_limit=60)
+print(run.losses, run.peak_bytes, run.adapters)
+print(mesp.generate(bundle, "My fellow citizens", adapters=run.adapters, max_tokens=8))
+print(mesp.evaluate(bundle, "five.jsonl", adapters=run.adapters))
+"""
+
+
+def test_five_lines_of_python_work_away_from_a_checkout(programs: Path, work: Path):
+    (work / "five.jsonl").write_text('{"text": "We the people"}\n{"text": "of the world"}\n')
+    done = call([programs / "python", "-c", FIVE_LINES], work)
+    assert "perplexity" in done.stdout and "five.mesp" not in done.stderr
+    notebook = json.loads((ROOT / "docs" / "notebook.ipynb").read_text(encoding="utf-8"))
+    cells = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    call([programs / "python", "-c", "\n".join(cells)], work)

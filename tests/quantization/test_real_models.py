@@ -1,0 +1,67 @@
+"""The loss of two real models in 4 bits, against bars: `make test-slow`.
+
+The models come from PyPI, dequantized. Texts are Python's language reference, which is scored, and
+this repository's guide, which `--calibrate` gets.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import pytest
+
+import quantizers
+from helpers.paths import ROOT
+from mesp.source_model.measure import Loss, finals, measure
+from quantizers import Study, mesp
+from real_models import GEMMA, SMOLLM2, hugging_face_folder
+
+pytestmark = pytest.mark.quantizer
+
+SEQUENCES, LENGTH = 8, 256
+
+
+class Bars(NamedTuple):
+    """At most, of an export with blocks of 4 bits in groups of 64."""
+
+    kl: float  # to the source, without a text
+    calibrated: float  # likewise, with another text than the one that is scored
+    perplexity: float  # times that of 8 bits
+    size: float  # times the bytes of 4 bits everywhere
+
+
+BARS = {
+    SMOLLM2: Bars(kl=0.08, calibrated=0.07, perplexity=1.08, size=1.12),
+    GEMMA: Bars(kl=0.15, calibrated=0.11, perplexity=1.15, size=1.35),
+}
+
+
+@pytest.mark.parametrize("name", BARS)
+def test_an_export_keeps_the_model(name, request, tmp_path):
+    bars = BARS[name]
+    request.getfixturevalue("smollm2_gguf" if name == SMOLLM2 else "gemma_gguf")
+    model = hugging_face_folder(name)
+    study = Study(model, tmp_path, ROOT / "docs" / "guide.md", "float32")
+    text = tmp_path / "text.txt"
+    text.write_text(quantizers.python_docs_text())
+    source, _ = study.open(model)
+    sequences = study.sequences(text, SEQUENCES, LENGTH)
+    of_source = finals(source, sequences)
+
+    def export(*options: object) -> tuple[Loss, int]:
+        quantized, size = mesp(*options)(study)
+        return measure(source, quantized, sequences, of_source), size
+
+    default, size = export()
+    calibrated, _ = export("--calibrate")
+    eight, _ = export("--bits", 8)
+    _, nearest = mesp("--quantize", "nearest", "--head-bits", 4)(study)
+    ratio = default.perplexities[1] / eight.perplexities[1]
+    print(
+        f"{name}: KL {default.kl.mean():.4f}, calibrated {calibrated.kl.mean():.4f}, perplexity "
+        f"{ratio:.3f} times that of 8 bits, {size / nearest:.3f} times the bytes"
+    )
+    assert default.kl.mean() <= bars.kl
+    assert calibrated.kl.mean() <= bars.calibrated
+    assert ratio <= bars.perplexity
+    assert size <= bars.size * nearest

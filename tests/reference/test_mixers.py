@@ -1,0 +1,114 @@
+"""The reference's gated delta net and short convolution, against mlx-lm's by `mx.grad`."""
+
+import mlx.core as mx
+import pytest
+from mlx_lm.models.gated_delta import compute_g, gated_delta_ops
+from mlx_lm.models.qwen3_next import Qwen3NextRMSNormGated
+from test_reference import check, normal
+
+from mesp import reference
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    mx.random.seed(0)
+
+
+def with_batch(function):
+    """mlx-lm's rule takes [1, T, heads, size]; ours [heads, T, size]."""
+
+    def rule(q, k, v, log_g, beta):
+        by_token = [each.swapaxes(0, 1)[None] for each in (q, k, v, mx.exp(log_g), beta)]
+        return function(*by_token)[0][0].swapaxes(0, 1)
+
+    return rule
+
+
+def rule_inputs(T: int, heads: tuple[int, int], sizes: tuple[int, int], decay: str) -> dict:
+    """q and k as the net gives them: normed.
+
+    Near keys differ by a tenth, and β is near 1: the system that a chunk solves is at its worst.
+    """
+    (Hk, Hv), (dk, dv) = heads, sizes
+    q, k = normal(Hk, T, dk), normal(Hk, T, dk)
+    if decay == "near keys":
+        k = 0.1 * k + normal(Hk, 1, dk)
+    q, k = reference.rms_norm(q, 1 / dk, 1e-6), reference.rms_norm(k, dk**-0.5, 1e-6)
+    log_g = {
+        "strong": -20 * mx.random.uniform(shape=(Hv, T)),
+        "weak": -1e-4 * mx.random.uniform(shape=(Hv, T)),
+        "near keys": -1e-4 * mx.random.uniform(shape=(Hv, T)),
+        "mixed": -mx.exp(3 * normal(Hv, T) - 2),
+    }[decay]
+    beta = mx.sigmoid(normal(Hv, T))
+    if decay == "near keys":
+        beta = mx.sigmoid(normal(Hv, T) + 3)
+    return {"q": q, "k": k, "v": normal(Hv, T, dv), "log_g": log_g, "beta": beta}
+
+
+SMALL = [(1, (1, 1), (8, 8)), (7, (2, 2), (8, 16)), (65, (1, 3), (16, 8)), (256, (2, 4), (16, 16))]
+CASES = [(*small, decay) for small in SMALL for decay in ("strong", "weak", "mixed", "near keys")]
+
+
+@pytest.mark.parametrize(
+    ("T", "heads", "sizes", "decay"), [*CASES, (1024, (1, 2), (8, 8), "mixed")]
+)
+def test_gated_delta_rule(T, heads, sizes, decay):
+    """By chunks as token by token, for decays near 0 and near 1."""
+    inputs = rule_inputs(T, heads, sizes, decay)
+    check(
+        reference.gated_delta_rule,
+        lambda out, dy: reference.gated_delta_rule_backward(*inputs.values(), dy),
+        with_batch(gated_delta_ops),
+        inputs,
+        zeros=("log_g",) if T == 1 else (),
+    )
+
+
+@pytest.mark.parametrize("T", [1, 2, 9])
+@pytest.mark.parametrize("K", [1, 3, 4])
+def test_convolution(T, K):
+    w = normal(6, K)
+
+    def oracle(x):
+        padded = mx.pad(x, ((0, 0), (K - 1, 0), (0, 0)))
+        return mx.conv1d(padded, w[..., None], groups=6)
+
+    check(
+        lambda x: reference.convolution(x, w),
+        lambda y, dy: [reference.convolution_backward(dy, w)],
+        oracle,
+        {"x": normal(1, T, 6)},
+    )
+
+
+def test_log_decay():
+    """Its exponential is mlx-lm's, and where that underflows it is a number still."""
+    vectors = mx.log(16 * mx.random.uniform(shape=(4,))), normal(4)
+    check(
+        lambda a: reference.log_decay(a, *vectors),
+        lambda y, dy: [reference.log_decay_backward(inputs["a"], dy, *vectors)],
+        lambda a: mx.log(compute_g(vectors[0], a, vectors[1])),
+        inputs := {"a": normal(1, 9, 4)},
+    )
+    assert reference.log_decay(mx.array(100.0), mx.log(mx.array(16.0)), 0.0).item() == -1600
+
+
+@pytest.mark.parametrize("T", [1, 9])
+def test_gated_norm(T):
+    module = Qwen3NextRMSNormGated(8, eps=1e-5)
+    module.weight = 1 + 0.2 * normal(8)
+    inputs = {"x": normal(2, T, 8), "z": normal(2, T, 8)}
+    check(
+        lambda x, z: reference.gated_norm(x, z, module.weight, 1e-5),
+        lambda y, dy: reference.gated_norm_backward(*inputs.values(), dy, module.weight, 1e-5),
+        module,
+        inputs,
+    )
+
+
+@pytest.mark.parametrize("n", [1, 2, 64])
+def test_unit_inverse(n):
+    lower = 0.3 * normal(3, n, n) * mx.tri(n, k=-1)
+    product = reference.unit_inverse(lower) @ (mx.eye(n) + lower)
+    assert mx.abs(product - mx.eye(n)).max() < 1e-5

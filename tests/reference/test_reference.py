@@ -1,0 +1,897 @@
+"""`mesp.reference` against automatic differentiation of its own forward, of MLX's and mlx-lm's."""
+
+import itertools
+from dataclasses import replace
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+from mlx_lm.models.base import create_causal_mask
+from mlx_lm.tuner.lora import LoRALinear
+from mlx_lm.tuner.trainer import default_loss
+
+from helpers.models import FAMILIES, TINY, arrays_of, mlx_lm_model, run_layer, text_of
+from mesp import reference
+from mesp.models.architecture import Architecture, Block
+from mesp.models.mixers import AttentionMixer
+from mesp.models.quantization import Quantization
+
+TOLERANCE = 1e-5
+SCALE = 2.0
+EPS = 1e-6
+
+
+def relative_error(actual: mx.array, expected: mx.array) -> float:
+    """‖a - b‖₂ / ‖b‖₂"""
+    assert actual.shape == expected.shape
+    return (mx.linalg.norm(actual - expected) / mx.linalg.norm(expected)).item()
+
+
+def assert_close(name: str, actual: mx.array, expected: mx.array) -> None:
+    error = relative_error(actual, expected)
+    assert error <= TOLERANCE, f"{name}: relative error {error:.2e}"
+
+
+def normal(*arch: int) -> mx.array:
+    return mx.random.normal(arch)
+
+
+def check(forward, backward, oracle, inputs: dict[str, mx.array], zeros=()) -> None:
+    """`forward` equals `oracle`, and `backward(y, dy)` the gradients of both by each input.
+
+    Gradients named in `zeros` are zero but for rounding.
+    """
+    names, arrays = list(inputs), list(inputs.values())
+    y = forward(*arrays)
+    dy = normal(*y.shape)
+    assert_close("y", y, oracle(*arrays))
+    actual = backward(y, dy)
+    for function in (forward, oracle):
+        _, expected = mx.vjp(function, arrays, [dy])
+        for name, a, b in zip(names, actual, expected, strict=True):
+            if name in zeros:
+                limit = TOLERANCE * mx.linalg.norm(dy)
+                assert mx.linalg.norm(a) <= limit and mx.linalg.norm(b) <= limit, name
+            else:
+                assert_close(f"d {name}", a, b)
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    mx.random.seed(0)
+
+
+# The pieces.
+
+
+QUANTIZATIONS = [Quantization(bits, 32) for bits in (2, 3, 4, 5, 6, 8)]
+QUANTIZATIONS += [Quantization(4, 64), Quantization(4, 128), Quantization(4, 32, "mxfp4")]
+QUANTIZATIONS += [Quantization(4, 16, "nvfp4"), Quantization(8, 32, "mxfp8")]
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("quantization", QUANTIZATIONS, ids=lambda q: f"{q.mode}-{q.bits}")
+@pytest.mark.parametrize(("T", "out_size", "rank"), [(1, 8, 1), (33, 40, 8)])
+def test_linear(T, out_size, rank, quantization, bias):
+    in_size = 128
+    layer = nn.Linear(in_size, out_size, bias)
+    layer = layer.to_quantized(quantization.group_size, quantization.bits, quantization.mode)
+    weights = {f"p.{name}": array for name, array in layer.parameters().items()}
+    W = reference.dequantize(weights, "p.", in_size)
+    b = weights.get("p.bias")
+
+    def forward(x, A, B):
+        return reference.linear(x, reference.Projection(W, b, A, B), SCALE)
+
+    def oracle(x, A, B):
+        adapted = LoRALinear.from_base(layer, rank, scale=SCALE)
+        adapted.lora_a, adapted.lora_b = A, B
+        return adapted(x)
+
+    x, A, B = normal(1, T, in_size), normal(in_size, rank), normal(rank, out_size)
+    check(
+        forward,
+        lambda y, dy: reference.linear_backward(x, dy, reference.Projection(W, b, A, B), SCALE),
+        oracle,
+        {"x": x, "A": A, "B": B},
+    )
+
+
+@pytest.mark.parametrize(("T", "n", "size"), [(1, 64, 1.0), (7, 33, 100.0), (32, 192, 1e-2)])
+def test_rms_norm(T, n, size):
+    x, weight = size * normal(1, T, n), normal(n)
+    check(
+        lambda x: reference.rms_norm(x, weight, EPS),
+        lambda y, dy: [reference.rms_norm_backward(x, dy, weight, EPS)],
+        lambda x: mx.fast.rms_norm(x, weight, EPS),
+        {"x": x},
+    )
+
+
+def frequencies(rotated: int, theta: float = 1e4) -> tuple[float, ...]:
+    return tuple(theta ** (-i / rotated) for i in range(0, rotated, 2))
+
+
+@pytest.mark.parametrize(
+    ("heads", "T", "D", "rotated", "theta", "scale"),
+    [
+        (1, 1, 2, 2, 1e4, 1.0),
+        (3, 7, 8, 8, 1e4, 1.0),
+        (2, 65, 64, 64, 1e6, 1.0),
+        (2, 33, 16, 12, 1e4, 1.25),
+        (2, 9, 16, 0, 1e4, 1.0),
+    ],
+)
+def test_rope(heads, T, D, rotated, theta, scale):
+    mixer = attention_mixer(frequencies=frequencies(rotated, theta), rope_scale=scale)
+
+    def oracle(x):
+        if not rotated:
+            return x
+        x = mx.concatenate([scale * x[..., :rotated], x[..., rotated:]], axis=-1)
+        return mx.fast.rope(x, rotated, traditional=False, base=theta, scale=1.0, offset=0)
+
+    check(
+        lambda x: reference.rope(x, mixer),
+        lambda y, dy: [reference.rope_backward(dy, mixer)],
+        oracle,
+        {"x": normal(1, heads, T, D)},
+    )
+
+
+@pytest.mark.parametrize("window", [None, 1, 5, 40])
+@pytest.mark.parametrize(
+    ("T", "heads", "kv_heads", "D"),
+    [(1, 2, 1, 8), (7, 1, 1, 16), (9, 4, 4, 8), (32, 4, 2, 16), (33, 14, 2, 64)],
+)
+def test_attention(T, heads, kv_heads, D, window):
+    scale = 0.7 * D**-0.5
+    mixer = attention_mixer(sliding_window=window, attention_scale=scale)
+    q, k, v = normal(1, heads, T, D), normal(1, kv_heads, T, D), normal(1, kv_heads, T, D)
+    alone = min(T, window or T) == 1  # each token sees itself only
+    check(
+        lambda q, k, v: reference.attention(q, k, v, mixer),
+        lambda attn_out, dy: reference.attention_backward(q, k, v, attn_out, dy, mixer),
+        lambda q, k, v: reference.merge_heads(
+            mx.fast.scaled_dot_product_attention(
+                q, k, v, scale=scale, mask=create_causal_mask(T, window_size=window)
+            )
+        ),
+        {"q": q, "k": k, "v": v},
+        zeros=("q", "k") if alone else (),
+    )
+
+
+@pytest.mark.parametrize("cap", [0.5, 3.0])
+def test_attention_with_a_soft_cap(cap):
+    """mlx-lm's Gemma 2 has one; here it is with heads repeated instead of grouped."""
+    T, D = 9, 16
+    mixer = attention_mixer(sliding_window=4, attn_logit_softcapping=cap)
+    q, k, v = normal(1, 4, T, D), normal(1, 2, T, D), normal(1, 2, T, D)
+
+    def oracle(q, k, v):
+        k, v = (mx.repeat(heads, 2, axis=1) for heads in (k, v))
+        scores = mx.tanh(mixer.attention_scale * q @ k.swapaxes(-1, -2) / cap) * cap
+        scores = mx.where(create_causal_mask(T, window_size=4), scores, mx.finfo(mx.float32).min)
+        return reference.merge_heads(mx.softmax(scores, axis=-1) @ v)
+
+    check(
+        lambda q, k, v: reference.attention(q, k, v, mixer),
+        lambda attn_out, dy: reference.attention_backward(q, k, v, attn_out, dy, mixer),
+        oracle,
+        {"q": q, "k": k, "v": v},
+    )
+
+
+@pytest.mark.parametrize(("act", "oracle"), [("silu", nn.silu), ("gelu", nn.gelu_approx)])
+@pytest.mark.parametrize(("T", "n", "size"), [(1, 8, 1.0), (7, 33, 10.0), (32, 96, 0.1)])
+def test_gated(T, n, size, act, oracle):
+    gate, up = size * normal(1, T, n), normal(1, T, n)
+    check(
+        lambda gate, up: reference.gated(gate, up, act),
+        lambda y, dy: reference.gated_backward(gate, up, dy, act),
+        lambda gate, up: oracle(gate) * up,
+        {"gate": gate, "up": up},
+    )
+
+
+@pytest.mark.parametrize("cap", [None, 2.0, 30.0])
+@pytest.mark.parametrize(
+    ("T", "hidden", "vocab_size", "bits", "group_size"),
+    [(1, 64, 50, 4, 64), (7, 128, 300, 4, 32), (32, 128, 1000, 8, 128)],
+)
+def test_cross_entropy(T, hidden, vocab_size, bits, group_size, cap):
+    weight, scales, biases = mx.quantize(normal(vocab_size, hidden), group_size, bits)
+    norm = 0.2 * normal(hidden)
+    head = {"weight": weight, "scales": scales, "biases": biases, "norm": norm}
+    arch = replace(architecture(), final_logit_softcapping=cap)
+    targets = mx.random.randint(0, vocab_size, (T,))
+
+    def oracle(x):
+        normed = mx.fast.rms_norm(x, norm, EPS)
+        logits = mx.quantized_matmul(
+            normed, weight, scales, biases, group_size=group_size, bits=bits
+        )
+        logits = mx.tanh(logits / cap) * cap if cap else logits
+        return nn.losses.cross_entropy(logits[0], targets, reduction="mean")
+
+    x = normal(1, T, hidden)
+    check(
+        lambda x: reference.cross_entropy(x, targets, head, arch),
+        lambda y, dy: [dy * reference.cross_entropy_backward(x, targets, head, arch)],
+        oracle,
+        {"x": x},
+    )
+
+
+# LoRA parameters.
+
+
+SMALL = {
+    **TINY,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "intermediate_size": 128,
+    "vocab_size": 160,
+}
+
+
+def architecture(**changes) -> Architecture:
+    """A small model: two layers of 4 heads in 2 groups."""
+    return Architecture.from_config(SMALL | changes)
+
+
+def attention_mixer(**changes) -> AttentionMixer:
+    """Attention without RoPE, as much as its formulas read of it."""
+    return replace(architecture().mixers[0], **{"frequencies": (), **changes})
+
+
+def random_lora(arch: Architecture, rank: int) -> list[mx.array]:
+    """As after some training: A and B nonzero."""
+    lora = reference.init_lora(arch, rank, seed=3)
+    return [w + 0.05 * normal(*w.shape) for w in lora]
+
+
+def test_lora_layout():
+    arch, rank = architecture(hidden_size=96, num_attention_heads=3, num_key_value_heads=1), 4
+    flat = random_lora(arch, rank)[0]
+    matrices = reference.unpack_lora(flat, arch.blocks[0])
+    assert [(name, (A.shape, B.shape)) for name, (A, B) in matrices.items()] == [
+        ("self_attn.q_proj", ((96, 4), (4, 96))),
+        ("self_attn.k_proj", ((96, 4), (4, 32))),
+        ("self_attn.v_proj", ((96, 4), (4, 32))),
+        ("self_attn.o_proj", ((96, 4), (4, 96))),
+        ("mlp.gate_proj", ((96, 4), (4, 128))),
+        ("mlp.up_proj", ((96, 4), (4, 128))),
+        ("mlp.down_proj", ((128, 4), (4, 96))),
+    ]
+    A, B = matrices["self_attn.q_proj"]
+    assert A[1, 2] == flat[1 * 4 + 2]
+    assert B[1, 2] == flat[96 * 4 + 1 * 96 + 2]
+    assert mx.array_equal(reference.pack_lora(matrices, arch.blocks[0]), flat)
+
+
+def test_lora_of_fused_modules():
+    arch = Architecture.from_config(FAMILIES["phi3"])
+    matrices = reference.unpack_lora(random_lora(arch, 4)[1], arch.blocks[1])
+    assert [(name, (A.shape, B.shape)) for name, (A, B) in matrices.items()] == [
+        ("self_attn.qkv_proj", ((64, 4), (4, 128))),
+        ("self_attn.o_proj", ((64, 4), (4, 64))),
+        ("mlp.gate_up_proj", ((64, 4), (4, 256))),
+        ("mlp.down_proj", ((128, 4), (4, 64))),
+    ]
+
+
+def test_init_lora():
+    arch, rank = architecture(), 8
+    lora = reference.init_lora(arch, rank, seed=5)
+    assert len(lora) == arch.num_hidden_layers
+    assert not mx.array_equal(lora[0], lora[1])
+    assert not mx.array_equal(lora[0], reference.init_lora(arch, rank, seed=6)[0])
+    for A, B in reference.unpack_lora(lora[1], arch.blocks[1]).values():
+        bound = A.shape[0] ** -0.5
+        assert 0.9 * bound < mx.abs(A).max() <= bound
+        assert mx.abs(mx.mean(A)) < 0.1 * bound
+        assert mx.all(B == 0)
+    key = mx.random.split(mx.random.split(mx.random.key(5), 2)[1], 7)[6]
+    A, _ = reference.unpack_lora(lora[1], arch.blocks[1])["mlp.down_proj"]
+    assert mx.array_equal(A, mx.random.uniform(-(128**-0.5), 128**-0.5, (128, rank), key=key))
+
+
+# The block and the model, against mlx-lm.
+
+
+def quantized(config: dict, group_size: int = 32) -> nn.Module:
+    """mlx-lm's language model with random weights in 4 bits."""
+    return text_of(mlx_lm_model(config, lambda path: Quantization(4, group_size)))
+
+
+def reference_model(model: nn.Module, arch: Architecture) -> reference.Model:
+    """The same weights for the reference, taken before LoRA layers wrap them."""
+    embedding = dict(model.model.embed_tokens.parameters())
+    head = embedding if arch.tie_word_embeddings else dict(model.lm_head.parameters())
+    blocks = list(map(arrays_of, model.layers, arch.blocks))
+    offset = 0 if arch.model_type == "qwen3_5" else arch.norm_offset  # in mlx-lm's memory
+    norm = model.model["embedding_norm" if arch.model_type == "lfm2" else "norm"].weight + offset
+    norm = norm / arch.logits_scaling
+    return reference.Model(arch, blocks, embedding, head | {"norm": norm})
+
+
+def load_lora(layer: nn.Module, flat: mx.array, block: Block) -> None:
+    """Wraps an mlx-lm block's modules in LoRALinear; only `flat`'s parameters are trainable."""
+    modules = dict(layer.named_modules())
+    wrapped = []
+    for name, (A, B) in reference.unpack_lora(flat, block).items():
+        lora = LoRALinear.from_base(modules[name], r=A.shape[1], scale=SCALE)
+        lora.lora_a, lora.lora_b = A, B
+        wrapped.append((name, lora))
+    layer.freeze()
+    for name, lora in wrapped:
+        parent, child = name.split(".")
+        setattr(layer[parent], child, lora)
+
+
+def flat_gradient(grads: dict, block: Block) -> mx.array:
+    """mlx-lm's gradients of a block's LoRALinear modules as the flat vector."""
+    arrays = dict(tree_flatten(grads))
+    return reference.pack_lora(
+        {name: (arrays[f"{name}.lora_a"], arrays[f"{name}.lora_b"]) for name in block.modules},
+        block,
+    )
+
+
+def without_gradient(block: Block) -> tuple[str, ...]:
+    """The modules that one token alone gives no gradient, but for rounding: it attends to itself
+    whatever q and k are, and there is no state that could decay."""
+    if getattr(block.mixer, "output_gate", False):
+        return ("self_attn.k_proj",)
+    return ("self_attn.q_proj", "self_attn.k_proj", "linear_attn.in_proj_a")
+
+
+def assert_same_gradient(actual, expected, block: Block, T: int) -> None:
+    """Flat LoRA gradients, matrix by matrix."""
+    actual, expected = (reference.unpack_lora(g, block) for g in (actual, expected))
+    for name in block.modules:
+        for matrix, a, b in zip("AB", actual[name], expected[name], strict=True):
+            if T == 1 and name in without_gradient(block):
+                *_, down = expected
+                limit = TOLERANCE * mx.linalg.norm(expected[down][0])
+                assert mx.linalg.norm(a) <= limit and mx.linalg.norm(b) <= limit
+            else:
+                assert_close(f"{name} {matrix}", a, b)
+
+
+SHAPES = [
+    (1, 8, 32, {}),
+    (7, 1, 32, {"num_attention_heads": 1, "num_key_value_heads": 1}),
+    (33, 4, 64, {"num_attention_heads": 8}),
+    (32, 16, 128, {"hidden_size": 128, "intermediate_size": 256, "rope_theta": 1e6}),
+]
+CASES = [pytest.param(T, r, g, SMALL | changes, id=f"qwen2-{T}") for T, r, g, changes in SHAPES]
+# The families' windows are 5 tokens.
+CASES += [pytest.param(T, 4, 32, FAMILIES[f], id=f"{f}-{T}") for f in FAMILIES for T in (1, 5, 12)]
+
+
+@pytest.mark.parametrize(("T", "rank", "group_size", "config"), CASES)
+def test_block(T, rank, group_size, config):
+    arch = Architecture.from_config(config)
+    model = quantized(config, group_size)
+    ours = reference_model(model, arch)
+    for i in range(len(arch.mixers)):  # the first blocks are one of each kind
+        described, weights, lora = arch.blocks[i], ours.blocks[i], random_lora(arch, rank)[i]
+        x, dy = normal(1, T, arch.hidden_size), normal(1, T, arch.hidden_size)
+        block = (lora, SCALE, weights, described)
+
+        y, *intermediates = reference.block_forward(x, *block)
+        dx, d_lora = reference.block_backward(x, intermediates, dy, *block)
+        dx_vjp, d_lora_vjp = reference.mebp_block_gradient(x, dy, *block)
+        assert_close("dx (vjp)", dx, dx_vjp)
+        assert_same_gradient(d_lora, d_lora_vjp, described, T)
+
+        layer = model.layers[i]
+        load_lora(layer, lora, described)
+
+        def mlx_lm_block(x, parameters, layer=layer, described=described, dy=dy):
+            layer.update(parameters)
+            return (run_layer(layer, x, described) * dy).sum()
+
+        assert_close("y", y, run_layer(layer, x, described))
+        trainable = layer.trainable_parameters()
+        dx_lm, grads = mx.grad(mlx_lm_block, argnums=(0, 1))(x, trainable)
+        assert_close("dx (mlx-lm)", dx, dx_lm)
+        assert_same_gradient(d_lora, flat_gradient(grads, described), described, T)
+
+
+class Windowed(nn.Module):
+    """An mlx-lm model with the windows that Hugging Face gives it and mlx-lm does not."""
+
+    def __init__(self, model: nn.Module, arch: Architecture):
+        super().__init__()
+        self.model, self.arch = model.model, arch
+
+    def __call__(self, tokens: mx.array) -> mx.array:
+        h = self.arch.embedding_scale * self.model.embed_tokens(tokens)
+        for i, layer in enumerate(self.model.layers):
+            h = run_layer(layer, h, self.arch.blocks[i])
+        logits = self.model.embed_tokens.as_linear(self.model.norm(h))
+        cap = self.arch.final_logit_softcapping
+        return cap * mx.tanh(logits / cap) if cap else logits
+
+
+@pytest.mark.parametrize(("T", "rank", "group_size", "config"), CASES)
+def test_model(T, rank, group_size, config):
+    arch = Architecture.from_config(config)
+    model = quantized(config, group_size)
+    ours = reference_model(model, arch)
+    lora = random_lora(arch, rank)
+    window = mx.random.randint(0, arch.vocab_size, (T + 1,))
+    ours_gradients = reference.gradients(ours, lora, window, SCALE)
+
+    model.freeze()
+    for layer, flat, block in zip(model.layers, lora, arch.blocks, strict=True):
+        load_lora(layer, flat, block)
+    lengths = mx.array([[1, T]])
+    if arch.model_type in ("mistral", "phi3", "gemma2") and T > 5:
+        without, _ = default_loss(model, window[None], lengths)
+        assert relative_error(ours_gradients.loss, without) > 10 * TOLERANCE, "the window counts"
+        model = Windowed(model, arch)
+    (loss, _), grads = nn.value_and_grad(model, default_loss)(model, window[None], lengths)
+
+    assert_close("loss", ours_gradients.loss, loss)
+    assert_close("loss", reference.loss(ours, lora, window, SCALE), loss)
+    layers = zip(ours_gradients.lora, grads["model"]["layers"], arch.blocks, strict=True)
+    for actual, layer_grads, block in layers:
+        assert_same_gradient(actual, flat_gradient(layer_grads, block), block, T)
+
+
+@pytest.mark.parametrize("config", [SMALL, FAMILIES["gemma2"], FAMILIES["phi3"]])
+def test_gradients_by_activations(config):
+    """`x` and `dx` of `gradients`: the loss as a function of any block's input, differentiated."""
+    arch = Architecture.from_config(config | {"num_hidden_layers": 3})
+    model = reference_model(quantized(config | {"num_hidden_layers": 3}), arch)
+    lora = random_lora(arch, 4)
+    window = mx.random.randint(0, arch.vocab_size, (10,))
+    g = reference.gradients(model, lora, window, SCALE)
+    assert len(g.x) == len(g.dx) == 4
+
+    def loss_from(first, x):
+        for i in range(first, 3):
+            block = (lora[i], SCALE, model.blocks[i], arch.blocks[i])
+            x = reference.block_forward(x, *block)[0]
+        return reference.cross_entropy(x, window[1:], model.head, arch)
+
+    for i in range(4):
+        value, dx = mx.value_and_grad(lambda x, i=i: loss_from(i, x))(g.x[i])
+        assert_close("loss", g.loss, value)
+        assert_close(f"dx.{i}", g.dx[i], dx)
+
+
+def test_bfloat16_bundle():
+    """Scales, biases and norms may be bfloat16; the reference computes in float32 all the same."""
+    arch = architecture()
+    model = reference_model(quantized(SMALL), arch)
+
+    def cast(weights, dtype):
+        return {k: w if w.dtype == mx.uint32 else w.astype(dtype) for k, w in weights.items()}
+
+    def cast_model(model, dtype):
+        parts = [cast(weights, dtype) for weights in (model.embedding, model.head)]
+        return reference.Model(arch, [cast(weights, dtype) for weights in model.blocks], *parts)
+
+    small = cast_model(model, mx.bfloat16)
+    same = cast_model(small, mx.float32)
+    lora, window = random_lora(arch, 4), mx.arange(9)
+    a, b = (reference.gradients(m, lora, window, SCALE) for m in (small, same))
+    assert a.loss.dtype == mx.float32
+    assert a.loss == b.loss
+    assert all(mx.array_equal(*pair) for pair in zip(a.lora, b.lora, strict=True))
+
+
+# The methods.
+
+
+@pytest.fixture
+def training():
+    """A small model, a stream of tokens with something to learn, and the settings of `train`."""
+    arch = architecture(vocab_size=64)
+    model = reference_model(quantized(SMALL | {"vocab_size": 64}), arch)
+    tokens = (mx.arange(400) * 7 + mx.random.randint(0, 3, (400,))) % 64
+    return model, tokens, dict(seq_len=15, scale=SCALE, learning_rate=0.05)
+
+
+def test_mebp_equals_mesp(training):
+    model, tokens, settings = training
+    runs = []
+    for method in ("mesp", "mebp"):
+        lora = reference.init_lora(model.arch, 4, seed=0)
+        losses = reference.train(model, lora, tokens, method, 20, **settings)
+        runs.append((losses, lora))
+    (mesp_losses, mesp_lora), (mebp_losses, mebp_lora) = runs
+    for step, (a, b) in enumerate(zip(mesp_losses, mebp_losses, strict=True)):
+        assert_close(f"loss of step {step}", mx.array(a), mx.array(b))
+    initial = reference.init_lora(model.arch, 4, seed=0)
+    for a, b, start in zip(mesp_lora, mebp_lora, initial, strict=True):
+        assert_close("LoRA", a, b)
+        assert relative_error(a, start) > 1e-3
+
+
+def test_training_lowers_the_loss(training):
+    model, tokens, settings = training
+    lora = reference.init_lora(model.arch, 4, seed=0)
+    evaluation = dict(seq_len=settings["seq_len"], scale=SCALE, val_batches=5)
+    before = reference.evaluate(model, lora, tokens, **evaluation)
+    reference.train(model, lora, tokens, "mesp", 60, **settings)
+    assert reference.evaluate(model, lora, tokens, **evaluation) < before - 0.1
+
+
+def test_step_is_gradient_descent(training):
+    model, tokens, _ = training
+    start = random_lora(model.arch, 4)
+    lora = list(start)
+    g = reference.gradients(model, lora, tokens[:16], SCALE)
+    loss = reference.mesp_step(model, lora, tokens[:16], SCALE, 0.5)
+    assert loss == g.loss.item()
+    for after, before, d_lora in zip(lora, start, g.lora, strict=True):
+        assert mx.array_equal(after, before - 0.5 * d_lora)
+
+
+def mezo(model, lora, tokens, seed, step, learning_rate=1.0, epsilon=1e-2):
+    """The updated parameters and the loss."""
+    lora = list(lora)
+    loss = reference.mezo_step(
+        model, lora, tokens, SCALE, learning_rate, seed=seed, step=step, epsilon=epsilon
+    )
+    return lora, loss
+
+
+def test_mezo_is_the_finite_difference(training):
+    model, tokens, _ = training
+    start = random_lora(model.arch, 4)
+    window, learning_rate, epsilon = tokens[:16], 0.1, 1e-2
+    after, loss = mezo(model, start, window, 5, 7, learning_rate, epsilon)
+    keys = mx.random.split(mx.random.key(reference.scattered(5) + 7), len(start))
+    z = [mx.random.normal(w.shape, key=key) for w, key in zip(start, keys, strict=True)]
+    plus, minus = (
+        reference.loss(
+            model, [w + s * n for w, n in zip(start, z, strict=True)], window, SCALE
+        ).item()
+        for s in (epsilon, -epsilon)
+    )
+    g = (plus - minus) / (2 * epsilon)
+    for a, before, noise in zip(after, start, z, strict=True):
+        assert_close("LoRA", a, before - learning_rate * g * noise)
+        assert_close("update", a - before, (before - learning_rate * g * noise) - before)
+    assert loss == (plus + minus) / 2
+
+
+def test_neighbouring_seeds_share_no_steps():
+    assert reference.scattered(1234567) == 6457827717110365317  # as published with SplitMix64
+    starts = sorted(map(reference.scattered, range(100)))
+    assert all(end - start > 2**21 for start, end in itertools.pairwise(starts))
+
+
+def test_mezo_is_reproducible_by_seed(training):
+    model, tokens, settings = training
+
+    def run(seed):
+        lora = reference.init_lora(model.arch, 4, seed=0)
+        settings_mezo = settings | dict(learning_rate=1e-3, seed=seed)
+        return reference.train(model, lora, tokens, "mezo", 3, **settings_mezo), lora
+
+    (losses, lora), (losses_again, lora_again) = run(1), run(1)
+    assert losses == losses_again
+    assert all(mx.array_equal(*pair) for pair in zip(lora, lora_again, strict=True))
+    assert not mx.array_equal(run(2)[1][0], lora[0])
+
+
+@pytest.mark.slow
+def test_mezo_follows_the_gradient():
+    """Each step's coefficient is z · ∇L, so the mean update over many steps points along -∇L."""
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "vocab_size": 32}
+    sizes |= {"num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1}
+    arch = architecture(**sizes)
+    model = reference_model(quantized(SMALL | sizes), arch)
+    lora, window = random_lora(arch, 1), mx.arange(9)
+    gradient = reference.gradients(model, lora, window, SCALE).lora[0]
+    total, slopes, coefficients = mx.zeros(gradient.shape), [], []
+    for step in range(300):
+        update = mezo(model, lora, window, 0, step, epsilon=1e-3)[0][0] - lora[0]
+        z = reference.mezo_noise(lora, 0, step)[0]
+        slopes.append((z * gradient).sum())
+        coefficients.append(-(update * z).sum() / (z * z).sum())
+        total = total - update
+        mx.eval(total, slopes, coefficients)
+    slopes, coefficients = mx.stack(slopes), mx.stack(coefficients)
+    assert relative_error(coefficients, slopes) < 0.02
+    cosine = (total * gradient).sum() / (mx.linalg.norm(total) * mx.linalg.norm(gradient))
+    expected = (300 / (300 + gradient.size)) ** 0.5
+    assert abs(cosine.item() - expected) < 0.15
+
+
+def test_unknown_method(training):
+    model, tokens, settings = training
+    with pytest.raises(ValueError, match="unknown method: adam"):
+        reference.train(model, [], tokens, "adam", 1, **settings)
+
+
+# Preferences, against TRL's formulas.
+
+
+class TRL:
+    """The losses of TRL 1.9.0, in MLX: names and order of the formulas are its own.
+
+    DPOTrainer (`loss_type` sigmoid and ipo), CPOTrainer of `experimental/cpo` (simpo with
+    `cpo_alpha=0`), ORPOTrainer of `experimental/orpo`, and KTOTrainer (`loss_type` kto), with
+    the constants as given. Arrays have an element a pair, or a record.
+    """
+
+    def __init__(self, beta: float, desirable_weight: float = 1.5) -> None:
+        self.beta, self.desirable_weight = beta, desirable_weight
+
+    def sigmoid(self, chosen_logps, rejected_logps, ref_chosen_logps, ref_rejected_logps, **_):
+        chosen_logratios = chosen_logps - ref_chosen_logps
+        rejected_logratios = rejected_logps - ref_rejected_logps
+        delta_score = chosen_logratios - rejected_logratios
+        return -nn.log_sigmoid(self.beta * delta_score).mean()
+
+    def ipo(
+        self, chosen_logps, rejected_logps, ref_chosen_logps, ref_rejected_logps,
+        chosen_count, rejected_count, **_,
+    ):  # fmt: skip
+        chosen_avg_score = (chosen_logps - ref_chosen_logps) / chosen_count
+        rejected_avg_score = (rejected_logps - ref_rejected_logps) / rejected_count
+        ipo_delta = chosen_avg_score - rejected_avg_score
+        return ((ipo_delta - 1 / (2 * self.beta)) ** 2).mean()
+
+    def simpo(self, chosen_logps, rejected_logps, chosen_count, rejected_count, **_):
+        logits = chosen_logps / chosen_count - rejected_logps / rejected_count
+        gamma_logratios = 0.5 / self.beta
+        logits = logits - gamma_logratios
+        return -nn.log_sigmoid(self.beta * logits).mean()
+
+    def orpo(
+        self, chosen_logps, rejected_logps, chosen_count, rejected_count, chosen_nll_loss, **_
+    ):
+        policy_chosen_logps = chosen_logps / chosen_count
+        policy_rejected_logps = rejected_logps / rejected_count
+        log_odds = (policy_chosen_logps - policy_rejected_logps) - (
+            mx.log1p(-mx.exp(policy_chosen_logps)) - mx.log1p(-mx.exp(policy_rejected_logps))
+        )
+        losses = self.beta * nn.log_sigmoid(log_odds)
+        return chosen_nll_loss - losses.mean()
+
+    def kto(self, logps, ref_logps, KL_logps, ref_KL_logps, labels):
+        kl = mx.stop_gradient(mx.maximum((KL_logps - ref_KL_logps).mean(), 0))
+        chosen_losses = 1 - mx.sigmoid(self.beta * (logps - ref_logps - kl))
+        rejected_losses = 1 - mx.sigmoid(self.beta * (kl - (logps - ref_logps)))
+        return mx.where(labels, self.desirable_weight * chosen_losses, rejected_losses).mean()
+
+
+PAIR_LENGTHS = [(9, 4), (13, 5)]  # tokens, and how many of them are prompt
+
+
+@pytest.fixture
+def preferring():
+    """mlx-lm's model with LoRA, the reference's, and two answers to prompts of their own."""
+    arch = architecture()
+    model = quantized(SMALL)
+    ours, lora = reference_model(model, arch), random_lora(arch, 4)
+    start = reference.init_lora(arch, 4, seed=0)
+    windows = [mx.random.randint(0, arch.vocab_size, (n,)) for n, _ in PAIR_LENGTHS]
+    model.freeze()
+    for layer, flat, block in zip(model.layers, lora, arch.blocks, strict=True):
+        load_lora(layer, flat, block)
+    return arch, model, ours, lora, start, windows
+
+
+def answer_mask(window: mx.array, prompt: int) -> mx.array:
+    """1 for the targets that are the answer's, [T]."""
+    return (mx.arange(1, window.size) >= prompt).astype(mx.float32)
+
+
+def scored(ours, lora, start, window, prompt) -> reference.Answer:
+    mask = answer_mask(window, prompt)
+    logp, of_start = (
+        -reference.loss(ours, parameters, window, SCALE, mask).item()
+        for parameters in (lora, start)
+    )
+    return reference.Answer(logp, of_start, int(mask.sum().item()))
+
+
+def logps(model, window, prompt) -> tuple[mx.array, mx.array]:
+    """Of mlx-lm's model: the answer's summed log-probability, and the mean loss of all targets."""
+    every = mx.take_along_axis(
+        nn.log_softmax(model(window[None, :-1])[0], axis=-1), window[1:, None], axis=-1
+    )[:, 0]
+    return (every * answer_mask(window, prompt)).sum(), -every.mean()
+
+
+def assert_same_training(model, expected_loss, arch, ours, lora, windows, loss, weights):
+    """`loss`, and Σ of each window's weighted gradient, against mx.grad of mlx-lm's model."""
+    value, grads = nn.value_and_grad(model, expected_loss)(model)
+    assert loss == pytest.approx(value.item(), rel=TOLERANCE)
+    gradients = [
+        reference.gradients(ours, lora, window, SCALE, weights=weight).lora
+        for window, weight in zip(windows, weights, strict=True)
+    ]
+    for block, layer in enumerate(grads["model"]["layers"]):
+        total = sum(each[block] for each in gradients)
+        assert_close(f"gradient of block {block}", total, flat_gradient(layer, arch.blocks[block]))
+
+
+@pytest.mark.parametrize("beta", [0.1, 2.0])
+@pytest.mark.parametrize("objective", ["dpo", "ipo", "simpo", "orpo"])
+def test_a_pair_trains_as_in_trl(preferring, objective, beta):
+    arch, model, ours, lora, start, windows = preferring
+    prompts = [prompt for _, prompt in PAIR_LENGTHS]
+    answers = [scored(ours, lora, start, *each) for each in zip(windows, prompts, strict=True)]
+    gamma = (0.5,) if objective == "simpo" else ()
+    pair = getattr(reference, objective)(*answers, beta, *gamma)
+    masks = [answer_mask(*each) for each in zip(windows, prompts, strict=True)]
+    weights, loss = [pair.chosen * masks[0], pair.rejected * masks[1]], pair.loss
+    if objective == "orpo":
+        loss += reference.loss(ours, lora, windows[0], SCALE).item()
+        weights[0] = weights[0] + 1 / masks[0].size
+
+    def expected(model):
+        (chosen, nll), (rejected, _) = (
+            logps(model, *each) for each in zip(windows, prompts, strict=True)
+        )
+        return getattr(TRL(beta), {"dpo": "sigmoid"}.get(objective, objective))(
+            chosen_logps=chosen, rejected_logps=rejected, chosen_nll_loss=nll,
+            ref_chosen_logps=answers[0].reference, ref_rejected_logps=answers[1].reference,
+            chosen_count=answers[0].tokens, rejected_count=answers[1].tokens,
+        )  # fmt: skip
+
+    assert_same_training(model, expected, arch, ours, lora, windows, loss, weights)
+
+
+@pytest.mark.parametrize("beta", [0.1, 2.0])
+def test_a_batch_of_labels_trains_as_in_trl(preferring, beta):
+    arch, model, ours, lora, start, windows = preferring
+    prompts = [prompt for _, prompt in PAIR_LENGTHS]
+    (first, second), (m, n) = windows, prompts
+    mismatched = [mx.concatenate([first[:m], second[n:]]), mx.concatenate([second[:n], first[m:]])]
+    answers, others = (
+        [scored(ours, lora, start, *each) for each in zip(these, prompts, strict=True)]
+        for these in (windows, mismatched)
+    )
+    loss, factors = reference.kto(answers, [True, False], others, beta, desirable=1.5)
+    weights = [f * answer_mask(w, p) for f, w, p in zip(factors, windows, prompts, strict=True)]
+
+    def expected(model):
+        of = [logps(model, *each)[0] for each in zip(windows, prompts, strict=True)]
+        return TRL(beta).kto(
+            mx.stack(of),
+            mx.array([each.reference for each in answers]),
+            mx.array([each.logp for each in others]),
+            mx.array([each.reference for each in others]),
+            mx.array([True, False]),
+        )
+
+    assert_same_training(model, expected, arch, ours, lora, windows, loss, weights)
+
+
+# AdamW in 8 bits.
+
+
+class Bitsandbytes:
+    """AdamW in 8 bits as bitsandbytes 0.50 has it in Python, in numpy.
+
+    `create_dynamic_map` of `functional.py`, `optimizer_update_8bit_blockwise_pytorch` with what it
+    calls of `backends/triton/kernels_optim.py`, and the search of `quantize_blockwise` of
+    `backends/default/ops.py`.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.maps = {signed: self.create_dynamic_map(signed) for signed in (True, False)}
+        self.codes = {signed: np.zeros(size, np.uint8) for signed in (True, False)}
+        self.absmax = {signed: np.zeros(-(-size // 256), np.float32) for signed in (True, False)}
+
+    @staticmethod
+    def create_dynamic_map(signed: bool, exponent_bits: int = 7) -> np.ndarray:
+        data = []
+        for i in range(exponent_bits):
+            items = 2 ** (i if signed else i + 1) + 1
+            boundaries = np.linspace(0.1, 1, items, dtype=np.float32)
+            means = (boundaries[:-1] + boundaries[1:]) / np.float32(2)
+            data += (np.float32(10.0 ** (i - exponent_bits + 1)) * means).tolist()
+            if signed:
+                data += (-np.float32(10.0 ** (i - exponent_bits + 1)) * means).tolist()
+        return np.sort(np.array([*data, 0, 1], np.float32))
+
+    def dequantized(self, signed: bool) -> np.ndarray:
+        scales = np.repeat(self.absmax[signed], 256)[: self.codes[signed].size]
+        return self.maps[signed][self.codes[signed]] * scales
+
+    def quantize(self, signed: bool, x: np.ndarray) -> None:
+        blocks = np.pad(x, (0, -x.size % 256)).reshape(-1, 256)
+        absmax = np.abs(blocks).max(axis=1)
+        absmax[absmax == 0] = 1
+        code = self.maps[signed]
+        indices = np.searchsorted((code[:-1] + code[1:]) / 2, blocks / absmax[:, None])
+        self.codes[signed] = indices.reshape(-1)[: x.size].astype(np.uint8)
+        self.absmax[signed] = absmax
+
+    def step(self, p, g, number, lr, betas, eps, decay) -> np.ndarray:
+        m = self.dequantized(True) * np.float32(betas[0]) + np.float32(1 - betas[0]) * g
+        v = self.dequantized(False) * np.float32(betas[1]) + np.float32(1 - betas[1]) * g * g
+        corrections = [1 - beta**number for beta in betas]
+        denominator = np.sqrt(v) / np.float32(corrections[1] ** 0.5) + np.float32(eps)
+        p = p * np.float32(1 - lr * decay) - np.float32(lr / corrections[0]) * m / denominator
+        self.quantize(True, m)
+        self.quantize(False, v)
+        return p
+
+
+def test_adamw8bit_is_that_of_bitsandbytes():
+    """Step by step; without bias correction, which is 1 late in a run: for it, its step is 10⁹."""
+    size, rate, betas, eps, decay = 1000, 1e-3, (0.9, 0.99), 1e-8, 0.1
+    w, theirs = normal(size), Bitsandbytes(size)
+    p, m, v = np.array(w), *(reference.quantize(mx.zeros(size), signed) for signed in (True, False))
+    scale = mx.exp(3 * normal(size))
+    for _ in range(30):
+        g = scale * normal(size)
+        w, m, v = reference.adamw8bit(w, g, m, v, rate, betas, eps, decay)
+        p = theirs.step(p, np.array(g), 10**9, rate, betas, eps, decay)
+        assert_close("w", w, mx.array(p))
+        for moment, signed in ((m, True), (v, False)):
+            assert_close("scales", moment.scales, mx.array(theirs.absmax[signed]))
+            # Their map is rounded elsewhere, to the last bit: now and then a number is nearest to
+            # another there.
+            far = np.array(moment.codes).astype(int) - theirs.codes[signed]
+            assert np.abs(far).max() <= 1 and (far != 0).mean() < 5e-3
+            theirs.codes[signed] = np.array(moment.codes)
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_a_code_is_the_nearest_and_of_two_the_lower(signed):
+    numbers = reference.dynamic_map(signed)
+    assert numbers.size == 256 and (numbers[1:] > numbers[:-1]).all().item()
+    assert_close("map", numbers, mx.array(Bitsandbytes.create_dynamic_map(signed)))
+    own = reference.quantize(numbers, signed)
+    assert own.codes.tolist() == list(range(256))
+    assert mx.array_equal(reference.dequantize_moment(own, signed), numbers)
+    middles = (numbers[:-1] + numbers[1:]) / 2
+    at_middles = reference.quantize(mx.concatenate([middles, mx.array([1.0])]), signed)
+    assert at_middles.codes.tolist() == [*range(255), 255]
+    # Of blocks with scales of their own, the last one short, and one all zeros.
+    x = mx.concatenate([normal(256), mx.zeros(256), 1e-12 * normal(100)])
+    x = x if signed else mx.square(x)
+    back = reference.dequantize_moment(reference.quantize(x, signed), signed)
+    for start, end in ((0, 256), (256, 512), (512, 612)):
+        largest = mx.abs(x[start:end]).max()
+        assert (mx.abs(back - x)[start:end] <= 0.0071 * largest).all().item()
+
+
+# Windows.
+
+
+@pytest.mark.parametrize("windows", [1, 2, 3, 4, 26, 100, 1000, 1001])
+def test_step_window_visits_all_windows(windows):
+    order = [reference.step_window(step, 3, windows) for step in range(windows)]
+    assert sorted(order) == list(range(windows))
+    assert order[0] == 3 % windows
+
+
+def test_step_window_stride():
+    # 0.618 · 100 = 61.8: 62 and 64 are even, 63 is coprime to 100.
+    assert [reference.step_window(step, 0, 100) for step in range(4)] == [0, 63, 26, 89]
+
+
+def test_evaluate_takes_the_first_windows(training):
+    model, tokens, _ = training
+    lora = random_lora(model.arch, 4)
+    settings = dict(seq_len=15, scale=SCALE)
+    losses = [
+        reference.loss(model, lora, tokens[i * 15 : i * 15 + 16], SCALE).item() for i in range(26)
+    ]
+    two = reference.evaluate(model, lora, tokens, val_batches=2, **settings)
+    assert two == pytest.approx(sum(losses[:2]) / 2)
+    # A window needs one token more than its length: 391 tokens hold 26 windows, 390 hold 25.
+    most = reference.evaluate(model, lora, tokens[:391], val_batches=99, **settings)
+    assert most == pytest.approx(sum(losses) / 26)
+    fewer = reference.evaluate(model, lora, tokens[:390], val_batches=99, **settings)
+    assert fewer == pytest.approx(sum(losses[:25]) / 25)

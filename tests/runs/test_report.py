@@ -1,0 +1,156 @@
+"""`mesp report` as a user runs it."""
+
+import json
+import re
+import subprocess
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from test_collect import write_run
+
+from helpers.commands import invoke
+from mesp.commands.report import main
+
+pytest.importorskip("matplotlib")
+
+
+def report(*arguments: object) -> subprocess.CompletedProcess:
+    return invoke(main, "mesp report", *arguments)
+
+
+class Page(HTMLParser):
+    """What a page says: its text, its tables' cells by row, and what it refers to."""
+
+    def __init__(self, path: Path):
+        super().__init__()
+        self.text, self.rows, self.references = "", [], []
+        self.source = path.read_text(encoding="utf-8")
+        self.feed(self.source)
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        if tag == "tr":
+            self.rows.append([])
+        elif tag in ("th", "td"):
+            self.rows[-1].append("")
+        for name, value in attributes:
+            if name in ("src", "href", "data", "action"):
+                self.references.append(value)
+            self.references += re.findall(r"url\((.*?)\)", value or "")
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+        if self.rows and self.rows[-1]:
+            self.rows[-1][-1] += data
+
+    def row(self, name: str) -> list[str]:
+        cells = next(row for row in self.rows if row and row[0] == name)
+        return [cell.strip() for cell in cells[1:]]
+
+
+def made(out: Path, *runs: Path) -> Page:
+    done = report(*runs, "--out", out)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"{out}\n"
+    return Page(out)
+
+
+def add(run: Path, *records: dict) -> Path:
+    with (run / "metrics.jsonl").open("a") as log:
+        log.writelines(json.dumps(record) + "\n" for record in records)
+    return run
+
+
+def rewrite(run: Path, change) -> Path:
+    records = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    (run / "metrics.jsonl").write_text("".join(json.dumps(change(each)) + "\n" for each in records))
+    return run
+
+
+def test_a_page_of_several_runs_stands_alone(tmp_path: Path):
+    write_run(tmp_path / "runs" / "a<b>$x$")
+    write_run(tmp_path / "runs" / "unfinished", steps=1, end=None)
+    begun = write_run(tmp_path / "elsewhere" / "unfinished", steps=0, end=None)
+    page = made(tmp_path / "new" / "report.html", tmp_path / "runs", begun)
+    assert page.row("") == ["a<b>$x$", "unfinished", "unfinished (2)"]
+    assert page.row("model") == ["Qwen2.5-0.5B"] * 3
+    assert page.row("loss") == ["4.00 → 3.70", "4.00 → 4.00", "-"]
+    assert page.row("held-out")[0] == "4.51 → 3.77"
+    assert page.row("peak MB") == ["61.2", "50.0", "-"]
+    assert page.row("seq_len") == ["256"] * 3
+    assert page.source.count("<svg") == 3
+    assert "a<b>$x$, training" in page.text, "the legend has the name as it is"
+    assert all(each.lstrip("'\"").startswith("#") for each in page.references)
+    assert "http" not in page.source and "@import" not in page.source, (
+        "nothing comes from elsewhere"
+    )
+    names = re.findall(r'id="([^"]+)"', page.source)
+    assert len(names) == len(set(names)), "a name in one picture is not one in another"
+
+
+def test_a_run_of_many_steps_is_drawn_in_few_points(tmp_path: Path):
+    page = made(tmp_path / "report.html", write_run(tmp_path / "long", steps=20_000))
+    assert len(page.source) < 1_500_000
+
+
+def test_the_plan_the_phases_and_the_test_are_there(tmp_path: Path):
+    phases = {"forward_seconds": 0.1, "loss_seconds": 0.1, "backward_seconds": 0.25}
+    run = rewrite(
+        write_run(tmp_path / "run"), lambda each: each | (phases if each["type"] == "step" else {})
+    )
+    add(run, {"type": "plan", "predicted_peak_bytes": 66_600_000})
+    add(run, {"type": "eval", "split": "test", "step": 4, "loss": 3.99, "tokens": 256})
+    page = made(tmp_path / "report.html", run)
+    assert page.row("predicted MB") == ["66.6"] and "run, predicted" in page.text
+    assert page.row("test") == ["3.99"] and "run, test" in page.text
+    assert page.row("best held-out") == ["3.77 at step 4"]
+    for phase in ("forward", "loss", "backward"):
+        assert phase in page.text
+    old = made(tmp_path / "old.html", write_run(tmp_path / "before phases were measured"))
+    assert "backward" not in old.text and "predicted MB" not in old.text
+    both = made(tmp_path / "both.html", run, tmp_path / "before phases were measured")
+    assert "backward" in both.text and both.row("predicted MB") == ["66.6", "-"]
+
+
+def test_settings_that_differ_stand_out(tmp_path: Path):
+    page = made(
+        tmp_path / "report.html", write_run(tmp_path / "a"), write_run(tmp_path / "b", seed=1)
+    )
+    assert page.row("seed") == ["0", "1"]
+    assert '<tr class="differs"><th>seed</th>' in page.source
+    assert "<tr><th>rank</th>" in page.source
+
+
+def test_events_and_samples_are_shown_as_text(tmp_path: Path):
+    run = write_run(tmp_path / "run")
+    add(run, {"type": "event", "event": "paused", "message": "<i>hot</i>", "time": "2026-01-01"})
+    samples = [{"prompt": "A <b>class</b>", "before": "old words", "after": "new\nwords"}]
+    (run / "samples.json").write_text(json.dumps(samples))
+    page = made(tmp_path / "report.html", run)
+    for text in ("2026-01-01: paused", "<i>hot</i>", "A <b>class</b>", "old words", "new\nwords"):
+        assert text in page.text
+    assert "<i>" not in page.source and "<b>class" not in page.source
+
+
+@pytest.mark.parametrize("text", ["[", '["before"]', '{"prompt": 1}', '[{"prompt": "a"}]'])
+def test_samples_that_are_none_are_named(tmp_path: Path, text: str):
+    path = write_run(tmp_path / "run") / "samples.json"
+    path.write_text(text)
+    done = report(tmp_path / "run", "--out", tmp_path / "report.html")
+    assert (done.returncode, done.stderr) == (
+        2,
+        f"Error: {path} is no list of samples with prompt, before and after.\n",
+    )
+
+
+@pytest.mark.parametrize(
+    ("out", "sentence"),
+    [
+        ("report.pdf", "--out {tmp}/report.pdf must end in .html."),
+        ("report.html", "There is no run in {tmp}/empty."),
+    ],
+)
+def test_bad_input_is_one_sentence(tmp_path: Path, out: str, sentence: str):
+    (tmp_path / "empty").mkdir()
+    done = report(tmp_path / "empty", "--out", tmp_path / out)
+    assert (done.returncode, done.stderr) == (2, f"Error: {sentence.format(tmp=tmp_path)}\n")

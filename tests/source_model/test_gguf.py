@@ -1,0 +1,307 @@
+"""mesp-export of GGUF files: bundles equal to those of the same models in mlx-lm's form."""
+
+from __future__ import annotations
+
+import sys
+import tracemalloc
+from pathlib import Path
+
+import gguf
+import mlx.core as mx
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType as Type
+
+from helpers.commands import run
+from helpers.gguf_files import MODELS, q8_0, write_gguf
+from helpers.models import TEXT, random_tensors, write_model
+from mesp.bundle.reader import Bundle
+from mesp.errors import MespError
+from mesp.source_model import find
+from mesp.source_model.gguf.header import GGUF, copy
+from mesp.text import bundle_tokenizer
+
+SIZE = ("--seq-len", 8, "--rank", 2, "--device", "cpu")
+
+
+def export(model: Path, out: Path, *options: object) -> Bundle:
+    done = run("export", "--model", model, "--out", out, *SIZE, *options)
+    assert done.returncode == 0, done.stderr
+    return Bundle(out)
+
+
+def in_8_bits(tensors: dict[str, mx.array], is_matrix) -> dict[str, mx.array]:
+    """Matrices in groups of 32, each number d · q of Q8_0 as scale · (q + 128) - 128 · scale."""
+    found = {}
+    for name, tensor in tensors.items():
+        if not is_matrix(name, tensor):
+            found[name] = tensor
+            continue
+        blocks = gguf.quantize(np.array(tensor), Type.Q8_0).reshape(len(tensor), -1, 34)
+        scales = np.ascontiguousarray(blocks[..., :2]).view(np.float16)[..., 0].astype(np.float32)
+        codes = np.ascontiguousarray(blocks[..., 2:] + np.uint8(128)).reshape(len(tensor), -1)
+        module = name.removesuffix(".weight")
+        found[name] = mx.array(codes.view(np.uint32))
+        found[f"{module}.scales"] = mx.array(scales)
+        found[f"{module}.biases"] = mx.array(-128 * scales)
+    return found
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_bundle_is_that_of_the_same_model_in_mlx_lms_form(name: str, tmp_path: Path):
+    _, config = MODELS[name]
+    tensors = random_tensors(config)
+    file = write_gguf(tmp_path / "tiny.gguf", name, tensors)
+    whole = in_8_bits(tensors, lambda name, tensor: tensor.ndim == 2)
+    folder = write_model(
+        tmp_path / "tiny", config | {"quantization": {"group_size": 32, "bits": 8}}, whole
+    )
+    ours, theirs = export(file, tmp_path / "a.mesp"), export(folder, tmp_path / "b.mesp")
+    assert ours.architecture.to_manifest() == theirs.architecture.to_manifest()
+    for path, layout in theirs.weight_files().items():
+        found, expected = layout.unpack(ours.words(path)), layout.unpack(theirs.words(path))
+        for key, array in expected.items():
+            # The file has the exponential of these.
+            equal = mx.allclose if key.endswith("A_log") else mx.array_equal
+            assert equal(found[key], array), f"{path} {key}"
+    assert bundle_tokenizer(ours.path).encode(TEXT) == bundle_tokenizer(theirs.path).encode(TEXT)
+    assert ours.to_mlx_lm() is not None
+
+
+# Where the float16 factors of a type's blocks lie, and what their values are quantized to.
+BLOCKS = {
+    "Q4_0": ([0], 4, 32), "Q4_1": ([0, 2], 4, 32), "Q5_0": ([0], 5, 32), "Q5_1": ([0, 2], 5, 32),
+    "Q8_0": ([0], 8, 32), "Q3_K": ([108], 8, 128), "Q4_K": ([0, 2], 4, 32), "Q5_K": ([0, 2], 5, 32),
+    "MXFP4": ([], 4, 32), "Q6_K": ([208], 8, 32), "Q2_K": ([80, 82], 8, 32),
+}  # fmt: skip
+
+
+class Blocks:
+    """Random blocks of a type; `values` are those of each tensor."""
+
+    def __init__(self, kind: str):
+        self.kind, self.values = Type[kind], {}
+        self.random = np.random.default_rng(0)
+
+    def __call__(self, name: str, matrix: np.ndarray) -> tuple[np.ndarray, Type]:
+        block, size = gguf.GGML_QUANT_SIZES[self.kind]
+        shape = (len(matrix), matrix.shape[1] // block, size)
+        data = self.random.integers(0, 255, shape, dtype=np.uint8)
+        for at in BLOCKS[self.kind.name][0]:
+            factors = self.random.normal(size=(*shape[:2], 1), scale=0.01).astype(np.float16)
+            data[..., at : at + 2] = factors.view(np.uint8)
+        data = data.reshape(len(matrix), -1)
+        self.values[name] = gguf.dequantize(data, self.kind)
+        return data, self.kind
+
+
+def values(
+    arrays: dict[str, mx.array], module: str, bits: int, group: int, mode: str
+) -> np.ndarray:
+    parts = [arrays.get(f"{module}{part}") for part in ("weight", "scales", "biases")]
+    return np.array(mx.dequantize(*parts, group, bits, mode).astype(mx.float32))
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_the_values_of_blocks_are_kept(kind: str, tmp_path: Path):
+    blocks = Blocks(kind)
+    file = write_gguf(tmp_path / "tiny.gguf", "wide", random_tensors(MODELS["wide"][1]), blocks)
+    bundle = export(file, tmp_path / "out.mesp")
+    _, bits, group = BLOCKS[kind]
+    how = (bits, group, "mxfp4" if kind == "MXFP4" else "affine")
+    for theirs, arrays, module in (
+        ("token_embd.weight", bundle.embedding(), ""),
+        ("blk.0.attn_q.weight", bundle.block(0), "self_attn.q_proj."),
+        ("blk.0.ffn_down.weight", bundle.block(0), "mlp.down_proj."),
+    ):
+        found, expected = values(arrays, module, *how), blocks.values[theirs]
+        if kind in ("Q6_K", "Q2_K"):
+            assert np.linalg.norm(found - expected) < 0.006 * np.linalg.norm(expected)
+        else:
+            assert np.array_equal(found, expected)
+
+
+def mixed(name: str, matrix: np.ndarray) -> tuple[np.ndarray, Type]:
+    if "token_embd" in name:
+        return matrix.astype(np.float16), Type.F16
+    return Blocks("Q6_K" if "ffn_down" in name else "Q4_K")(name, matrix)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_summary_says_what_was_carried_over(dtype: str, tmp_path: Path):
+    file = write_gguf(tmp_path / "tiny.gguf", "wide", random_tensors(MODELS["wide"][1]), mixed)
+    done = run("export", "--model", file, "--out", tmp_path / "o.mesp", *SIZE, "--dtype", dtype)
+    assert done.returncode == 0, done.stderr
+    (line,) = (line for line in done.stdout.splitlines() if line.startswith("  GGUF"))
+    exact = "63.6% of the weights (Q4_K) carried over"
+    again = "18.2% of the weights (Q6_K) quantized again to 8 bits"
+    assert exact in line and again in line and "18.2% of the weights (F16) quantized" in line
+    assert ("exactly" in line) == (dtype == "float32")
+    assert ("rounded to bfloat16" in line) == (dtype == "bfloat16")
+
+
+def test_an_unquantized_file_is_quantized_as_any_model(tmp_path: Path):
+    tensors = random_tensors(MODELS["qwen3"][1])
+    halves = {name: tensor.astype(mx.float16) for name, tensor in tensors.items()}
+    file = write_gguf(
+        tmp_path / "tiny.gguf", "qwen3", halves, lambda _, matrix: (matrix.astype("f2"), Type.F16)
+    )
+    config = MODELS["qwen3"][1] | {"bos_token_id": 0}  # as the file says
+    folder = write_model(tmp_path / "tiny", config, halves)
+    ours, theirs = export(file, tmp_path / "a.mesp"), export(folder, tmp_path / "b.mesp")
+    for path in theirs.weight_files():
+        assert mx.array_equal(ours.words(path), theirs.words(path)), path
+
+
+def refused(file: Path, out: Path) -> str:
+    """The sentence of an export that is refused and leaves nothing."""
+    done = run("export", "--model", file, "--out", out, *SIZE)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+    assert not out.exists()
+    return done.stderr
+
+
+def test_types_of_blocks_that_are_not_supported_are_named(tmp_path: Path):
+    def encode(name: str, matrix: np.ndarray) -> tuple[np.ndarray, Type]:
+        data, kind = q8_0(name, matrix)
+        return (
+            (data[:, : data.shape[1] * 18 // 34], Type.IQ4_NL) if "ffn_up" in name else (data, kind)
+        )
+
+    file = write_gguf(tmp_path / "t.gguf", "qwen2", random_tensors(MODELS["qwen2"][1]), encode)
+    assert "blk.0.ffn_up.weight in blocks of type IQ4_NL" in refused(file, tmp_path / "out.mesp")
+
+
+@pytest.mark.parametrize(
+    ("model", "key"),
+    [
+        ("qwen2", "qwen2.embedding_length"),
+        ("qwen3", "qwen3.attention.layer_norm_rms_epsilon"),
+        ("granite", "granite.residual_scale"),
+        ("lfm2", "lfm2.shortconv.l_cache"),
+        ("qwen3_5_text", "qwen35.ssm.inner_size"),
+    ],
+)
+def test_what_metadata_lack_is_named(model: str, key: str, tmp_path: Path):
+    tensors = random_tensors(MODELS[model][1])
+    file = write_gguf(tmp_path / "tiny.gguf", model, tensors, without=[key])
+    assert f"lacks {key}" in refused(file, tmp_path / "out.mesp")
+
+
+SEVERAL = gguf.GGUFValue([1, 2], gguf.GGUFValueType.ARRAY, gguf.GGUFValueType.INT32)
+
+
+def number(value: int) -> gguf.GGUFValue:
+    return gguf.GGUFValue(value, gguf.GGUFValueType.UINT64)
+
+
+@pytest.mark.parametrize(
+    ("model", "key", "value", "said"),
+    [
+        ("qwen2", "general.architecture", SEVERAL, "The architecture '' of"),
+        ("qwen2", "general.type", SEVERAL, "holds no model"),
+        ("qwen2", "tokenizer.ggml.model", SEVERAL, "has a tokenizer of kind ''"),
+        ("minicpm", "minicpm.logit_scale", number(0), "is not above 0"),
+        ("minicpm", "minicpm.nextn_predict_layers", number(7), "is not above 0"),
+        ("granite", "granite.logit_scale", number(1 << 63), "its numbers cannot be used"),
+        ("qwen3_5_text", "qwen35.ssm.inner_size", number(1 << 26), "does not fit its metadata"),
+    ],
+)
+def test_metadata_that_lie_are_a_sentence(model, key, value, said, tmp_path: Path):
+    tensors = random_tensors(MODELS[model][1])
+    file = write_gguf(tmp_path / "tiny.gguf", model, tensors, changed={key: value})
+    tracemalloc.start()
+    assert said in refused(file, tmp_path / "out.mesp")
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 100 << 20
+
+
+def test_several_parts_are_named_and_nothing_else_is_taken_for_some(tmp_path: Path):
+    tensors = random_tensors(MODELS["qwen2"][1])
+    file = write_gguf(tmp_path / "a.gguf", "qwen2", tensors, changed={"split.count": number(2)})
+    assert "is one part of several" in refused(file, tmp_path / "out.mesp")
+    file = write_gguf(tmp_path / "b.gguf", "qwen2", tensors, changed={"split.count": SEVERAL})
+    export(file, tmp_path / "b.mesp")
+
+
+def test_tensors_are_those_of_the_architecture(tmp_path: Path):
+    tensors = random_tensors(MODELS["qwen2"][1])
+    fewer = {name: tensor for name, tensor in tensors.items() if "up_proj" not in name}
+    file = write_gguf(tmp_path / "fewer.gguf", "qwen2", fewer)
+    assert "lacks the tensor blk.0.ffn_up.weight" in refused(file, tmp_path / "out.mesp")
+    more = tensors | {"model.layers.0.self_attn.q_norm.weight": mx.ones(32)}
+    file = write_gguf(tmp_path / "more.gguf", "qwen3", more | {})
+    assert "a tensor 'blk.0.attn_q.bias'" in refused(file, tmp_path / "out.mesp")
+    whole = GGUF.read(write_gguf(tmp_path / "whole.gguf", "qwen2", tensors))
+    whole.tensors[f"blk.{5000 * '9'}.attn_q.bias"] = whole.tensors.pop("blk.0.attn_q.bias")
+    copy(whole, tmp_path / "long.gguf", {}, Type.Q8_0)
+    assert "a tensor 'blk.999" in refused(tmp_path / "long.gguf", tmp_path / "out.mesp")
+
+
+def test_a_file_without_its_pre_tokenizer_is_refused(tmp_path: Path):
+    tensors = random_tensors(MODELS["qwen2"][1])
+    file = write_gguf(tmp_path / "tiny.gguf", "qwen2", tensors, vocabulary="default")
+    assert "its pre-tokenizer 'default' is not supported" in refused(file, tmp_path / "out.mesp")
+
+
+def test_pieces_are_read_as_sentencepiece_has_them(tmp_path: Path):
+    tensors = random_tensors(MODELS["llama-yarn"][1])
+    file = write_gguf(tmp_path / "tiny.gguf", "llama-yarn", tensors, vocabulary="pieces")
+    bundle = export(file, tmp_path / "out.mesp")
+    assert bundle.config()["bos_token_id"] == 1
+    tokenizer = bundle_tokenizer(bundle.path)
+    text = "The quick\n  brown ☃"
+    ids = tokenizer.encode(text)
+    assert ids[0] == tokenizer.bos_token_id == 1 and tokenizer.eos_token_ids == {2}
+    assert tokenizer.decode(ids, skip_special_tokens=True) == text
+    assert ids[-3:] == [3 + byte for byte in "☃".encode()]
+
+
+@pytest.mark.parametrize(
+    ("name", "chosen"),
+    [
+        ("o/m:Q4_K_M", "m-Q4_K_M.gguf"),
+        ("o/m:q8_0", "m.Q8_0.gguf"),
+        ("o/m/sub/m-f16.gguf", "sub/m-f16.gguf"),
+    ],
+)
+def test_files_of_the_hub_are_named_as_llama_cpp_names_them(name, chosen, tmp_path, monkeypatch):
+    files = ["README.md", "mmproj-Q8_0.gguf", "m.Q8_0.gguf", "m-Q4_K_M.gguf", "sub/m-Q4_K_M.gguf"]
+    folder = tmp_path / "snapshots" / "0123"
+    (folder / "sub").mkdir(parents=True)
+    file = write_gguf(tmp_path / "tiny.gguf", "qwen2", random_tensors(MODELS["qwen2"][1]))
+    file.rename(folder / chosen)
+    monkeypatch.setattr(find, "list_files", lambda repo: files)
+    monkeypatch.setattr(find, "download", lambda kind, repo, patterns: folder)
+    source = find.find_source(name, False)
+    assert source.id == f"o/m/{chosen}" and source.revision == "0123"
+    done = run("export", "--model", "o/m:Q6_K", "--out", tmp_path / "out.mesp")
+    assert "has no GGUF file of Q6_K; it has m.Q8_0.gguf, m-Q4_K_M.gguf" in done.stderr
+
+
+def test_a_folder_of_gguf_files_says_which_to_name(tmp_path: Path):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "b.GGUF").touch()
+    (folder / "a.gguf").touch()
+    expected = f"name the one to read: --model {folder}/a.gguf, or {folder}/b.GGUF."
+    assert expected in refused(folder, tmp_path / "out.mesp")
+    (folder / "config.json").write_text("{}")  # as many repositories of GGUF files have one
+    assert expected in refused(folder, tmp_path / "out.mesp")
+
+
+def test_a_repository_of_gguf_files_says_which_to_name(tmp_path: Path, monkeypatch):
+    files = ["README.md", "mmproj-Q8_0.gguf", "m.Q8_0.gguf"]
+    monkeypatch.setattr(find, "list_files", lambda repo: files)
+    monkeypatch.setattr(find, "download", lambda kind, repo, patterns: tmp_path)
+    with pytest.raises(MespError, match=r"name the one to read: --model o/m/m\.Q8_0\.gguf"):
+        find.find_source("o/m", False)
+
+
+def test_reading_needs_the_gguf_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "m.gguf").write_bytes(b"GGUF")
+    for name in [name for name in sys.modules if name.startswith("mesp.source_model.gguf.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    assert "pip install 'mesp[gguf]'" in refused(tmp_path / "m.gguf", tmp_path / "out.mesp")

@@ -1,0 +1,94 @@
+"""The whole way that a model goes, with a real one: `make test-slow`.
+
+It is exported, copied to a phone, trained there by the app, its run collected, and its adapters
+evaluated, fused, and run in mlx-lm. The phone is a stand-in; the app is its model without the
+views, with the settings that it proposes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import mlx_lm
+import pytest
+
+import collect
+import push
+from helpers.commands import invoke, run
+from helpers.paths import ROOT
+from helpers.phones import Phones
+from mesp.engine.build import mlx_folder
+from mesp.runs.log import Run
+from studies.trainers import multiply_dequantized
+from tasks import notes
+
+pytestmark = pytest.mark.mission
+
+STEPS, HELD_OUT = 40, 8
+
+
+def done(process: subprocess.CompletedProcess) -> str:
+    assert process.returncode == 0, process.stderr
+    return process.stdout
+
+
+def test_a_model_goes_to_the_phone_and_what_it_learned_comes_back(
+    smollm2_gguf: Path, phones: Phones, tmp_path: Path
+):
+    data, bundle = tmp_path / "notes", tmp_path / "notes.mesp"
+    data.mkdir()
+    for split, count in (("train", STEPS), ("valid", HELD_OUT)):
+        cases = notes.cases(count, seed=0, held_out=split == "valid")
+        lines = "".join(json.dumps(case._asdict()) + "\n" for case in cases)
+        (data / f"{split}.jsonl").write_text(lines)
+    size = ("--seq-len", 112, "--seq-len", 128)
+    done(run("export", "--model", smollm2_gguf, "--data", data, *size, "--out", bundle))
+
+    documents = phones.add("Phone").parent
+    done(invoke(push.main, "push.py", bundle, env=phones.environment()))
+    bundle.rename(tmp_path / "here.mesp")
+    bundle = tmp_path / "here.mesp"
+    train_in_the_app(documents)
+    collected = tmp_path / "collected"
+    table = done(invoke(collect.main, "collect.py", "--out", collected, env=phones.environment()))
+    assert "finished" in table
+    (folder,) = collected.iterdir()
+
+    log = Run.load(folder)
+    before, after = log.held_out
+    assert log.last_step == STEPS and after < 0.5 * before
+
+    adapters, fused = folder / "adapters", tmp_path / "fused"
+    figures = tmp_path / "figures.json"
+    options = ("--json", "--extract", r"\{[^}]*\}", "--max-tokens", 64, "--out", figures)
+    done(run("evaluate", bundle, data / "valid.jsonl", "--adapters", adapters, *options))
+    base, tuned = (
+        [sample["f1"] for sample in each] for each in json.loads(figures.read_text())["samples"]
+    )
+    assert sum(tuned) > sum(base) + 0.2 * HELD_OUT
+
+    done(run("fuse", bundle, "--adapters", adapters, "--out", fused, "--val-batches", 0))
+    prompt = notes.cases(1, seed=1, held_out=True)[0].prompt
+    ours = done(run("generate", bundle, "--adapters", adapters, "--prompt", prompt))
+    assert json.loads(in_mlx_lm(fused, prompt)).keys() == json.loads(ours).keys()
+
+
+def train_in_the_app(documents: Path) -> None:
+    command = ["swift", "test", "--no-parallel", "--filter", "MissionTests"]
+    environment = {"MESP_HOST_MLX": str(mlx_folder()), "MESP_STEPS": str(STEPS)}
+    environment |= {"MESP_DOCUMENTS": str(documents)}
+    process = subprocess.run(
+        command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True
+    )
+    assert process.returncode == 0, process.stdout + process.stderr
+
+
+def in_mlx_lm(model: Path, prompt: str) -> str:
+    multiply_dequantized()
+    network, tokenizer = mlx_lm.load(str(model))
+    messages = [{"role": "user", "content": prompt}]
+    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    return mlx_lm.generate(network, tokenizer, ids, max_tokens=64)

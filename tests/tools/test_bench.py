@@ -1,0 +1,321 @@
+"""tools/bench.py as a user runs it, on tiny models with the built engine."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bench import main
+from helpers.commands import invoke, run
+from helpers.models import TEXT, TINY, write_model
+from helpers.paths import FAKE_ENGINE
+from mesp.commands.export import main as export
+from mesp.engine.build import CHECKOUT, built_engine
+
+ENGINE = Path(os.environ.get("MESP_ENGINE") or built_engine(CHECKOUT))
+# One thread: several, on a machine that is busy, mostly wait for each other.
+ENVIRONMENT = {
+    "MESP_ENGINE": str(ENGINE if ENGINE.exists() else FAKE_ENGINE),
+    "OPENBLAS_NUM_THREADS": "1",
+}
+# What a step of the demo model takes on a phone's GPU, by length. Less is an improvement: lower it.
+MOST_EVALS = {256: 49, 1024: 49}
+MOST_KERNELS = {256: 2744, 1024: 6678}
+needs_engine = pytest.mark.skipif(not ENGINE.exists(), reason="mesp-engine has not been built")
+
+
+def bench(*arguments: object) -> subprocess.CompletedProcess:
+    return invoke(main, "bench.py", *arguments, env=ENVIRONMENT)
+
+
+def cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("models") / "tiny", TINY)
+
+
+@pytest.mark.slow
+@needs_engine
+def test_every_way_to_train_is_measured(model: Path, tmp_path: Path):
+    methods = "mesp,mebp,mezo,mesp-paper,mlx-lm-checkpoint-fast"
+    size = ("--model", model, "--seq-len", 16, "--steps", 2, "--work", tmp_path / "work")
+    done = bench(*size, "--methods", methods, "--offload", "each", "--json", tmp_path / "rows.json")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+
+    rows = {row["variant"]: row for row in json.loads((tmp_path / "rows.json").read_text())["rows"]}
+    of_mesp = ["mesp in memory", "mesp inputs on disk", "mesp state on disk"]
+    of_mebp = ["mebp in memory", "mebp inputs on disk", "mebp state on disk"]
+    of_mezo = ["mezo in memory", "mezo state on disk"]
+    of_engine = [*of_mesp, *of_mebp, *of_mezo]
+    assert list(rows) == [*of_engine, *methods.split(",")[3:]]
+    for row in rows.values():
+        assert (row["model"], row["blocks"], row["seq_len"], row["rank"]) == ("tiny", 3, 16, 8)
+        assert row["error"] is None and row["os"] and row["cpu"]
+        assert row["seconds"] > 0 and row["steps"] == 2
+        assert row["footprint_peak_bytes"] > row["mlx_peak_bytes"] > 0
+        # They all begin with the same loss, on the same window.
+        assert row["losses"][0] == pytest.approx(rows["mebp in memory"]["losses"][0], rel=1e-4)
+    paper = rows["mesp-paper"]
+    # Also after an update: bench.py and the engine have the same rate, alpha and seed.
+    assert paper["losses"] == pytest.approx(rows["mebp in memory"]["losses"], rel=1e-5)
+    assert 0 < paper["baseline_bytes"] < paper["footprint_peak_bytes"]
+    for names in (of_mesp, of_mebp, of_mezo):
+        for figure, sign in (("written_bytes", 1), ("predicted_peak_bytes", -1)):
+            figures = [sign * rows[name][figure] for name in names]
+            assert figures == sorted(set(figures))  # the more is on disk, the less in memory
+    assert all(rows[name]["written_bytes"] == 0 for name in of_engine if "memory" in name)
+    assert rows["mebp in memory"]["time_to_mebp"] == rows["mesp in memory"]["peak_to_mesp"] == 1
+    assert paper["paper_bytes"] is None
+
+    header, _, *lines = [line for line in done.stdout.splitlines() if line.startswith("|")]
+    assert {"method", "steps", "peak MB", "predicted peak MB", "time of MeBP"} <= set(cells(header))
+    assert "paper MB" not in header  # it has none for this model
+    assert [cells(line)[4] for line in lines[: len(rows)]] == list(rows)
+
+
+@needs_engine
+def test_the_products_alone_are_measured_by_threads(model: Path, tmp_path: Path):
+    size = ("--model", model, "--seq-len", 16, "--steps", 2, "--work", tmp_path / "work")
+    methods = ("--methods", "mesp,products,products-recomputed", "--threads", "1,2")
+    done = bench(*size, *methods, "--json", tmp_path / "rows.json")
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    names = [row["variant"].removesuffix("s") for row in rows]
+    assert names[::2] == [f"{m} 1 thread" for m in ("mesp", "products", "products-recomputed")]
+    assert [row["threads"] for row in rows] == [1, 2] * 3
+    assert all(row["error"] is None and row["seconds"] > 0 for row in rows)
+    assert rows[0]["losses"] == pytest.approx(rows[1]["losses"], rel=1e-5)
+    # 2 T operations a weight, forward and back; none back to what is not trained: q, k and v of
+    # the first of three blocks. Recomputed is all but down.
+    width, inner, vocabulary = TINY["hidden_size"], TINY["intermediate_size"], TINY["vocab_size"]
+    qkv, mlp = 2 * width * width, width * inner  # k and v are half as wide as q
+    block = qkv + width * width + 3 * mlp
+    once = 2 * (3 * block + width * vocabulary) - qkv
+    again = 3 * (block - mlp)
+    assert rows[2]["tflop"] == pytest.approx(2e-12 * 16 * once)
+    assert rows[4]["tflop"] == pytest.approx(2e-12 * 16 * (once + again))
+
+
+@pytest.mark.slow
+@needs_engine
+def test_the_whole_model_is_extrapolated(model: Path, tmp_path: Path):
+    size = ("--model", model, "--seq-len", 16, "--layers", "1,2", "--work", tmp_path / "work")
+    files = ("--json", tmp_path / "rows.json", "--plot", tmp_path / "rows.png")
+    done = bench(*size, *files, "--methods", "mesp", "--steps", 1)
+    assert done.returncode == 0, done.stderr
+    one, two, whole = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    assert [row["blocks"] for row in (one, two, whole)] == [1, 2, 3]
+    assert whole["extrapolated_from"] == [1, 2]
+    peaks = [row["footprint_peak_bytes"] for row in (one, two, whole)]
+    assert peaks[2] == pytest.approx(2 * peaks[1] - peaks[0])
+    assert two["predicted_peak_bytes"] < whole["predicted_peak_bytes"]
+    assert (tmp_path / "rows.png").read_bytes().startswith(b"\x89PNG")
+
+
+@needs_engine
+def test_a_run_that_fails_leaves_the_others(model: Path, tmp_path: Path):
+    size = ("--model", model, "--seq-len", 16, "--steps", 1, "--work", tmp_path / "work")
+    done = bench(*size, "--methods", "mesp", "--memory-limit", "0.1,auto,bar")
+    assert done.returncode == 1
+    assert len(done.stderr.splitlines()) == 2
+    assert "tiny 16 mesp ≤ 0.1 MB failed: A memory limit" in done.stderr
+    assert "tiny 16 mesp bar failed: There is no figure" in done.stderr
+    assert [cells(line)[4] for line in done.stdout.splitlines() if line.startswith("| tiny")] == [
+        "mesp ≤ 0.1 MB",
+        "mesp",
+        "mesp bar",
+    ]
+
+
+@needs_engine
+@pytest.mark.skipif(sys.platform == "darwin", reason="a Mac's engine has no ledger")
+def test_a_step_on_a_phone_takes_no_more_than_it_did(tmp_path: Path):
+    size = ("--model", "demo", "--work", tmp_path, "--json", tmp_path / "rows.json")
+    done = bench("--table", "gpu", *size)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    assert [row["seq_len"] for row in rows] == [256, 1024]
+    for row in rows:
+        assert (row["model"], row["device"], row["dtype"]) == ("demo", "gpu", "bfloat16")
+        assert 0 < row["evals"] <= MOST_EVALS[row["seq_len"]]
+        assert row["evals"] < row["kernels"] <= MOST_KERNELS[row["seq_len"]]
+        assert row["tflop"] > 0 and row["modelled_seconds"] > 200e-6 * row["evals"]
+        # With the trainer's command buffers `eval` sleeps, where with MLX's own it polls.
+        assert row["strict_spinning_seconds"] < 0.01 * row["modelled_seconds"]
+        assert row["spinning_seconds"] > 0.1 * row["modelled_seconds"]
+        assert 0 < row["most_first_kernels"] <= row["first_kernels"] < row["kernels"]
+        assert row["leaked_bytes"] == 0
+        assert row["strict_ledger_peak_bytes"] <= row["strict_predicted_peak_bytes"]
+    short, long = rows
+    assert short["predicted_peak_bytes"] == pytest.approx(short["ledger_peak_bytes"], rel=0.1)
+    assert long["ledger_peak_bytes"] > short["ledger_peak_bytes"]
+    header, _, *lines = [line for line in done.stdout.splitlines() if line.startswith("|")]
+    assert {"evals", "kernels", "TFLOP", "modelled s"} <= set(cells(header)) and len(lines) == 2
+    assert "Counted: evals" in done.stdout and "Modelled: the" in done.stdout
+    assert "Measured" not in done.stdout
+
+
+@needs_engine
+def test_records_at_their_own_length_are_compared_with_padded_ones(model: Path, tmp_path: Path):
+    size = ("--model", model, "--seq-len", "16,64", "--steps", 6, "--work", tmp_path / "work")
+    done = bench("--table", "records", *size, "--json", tmp_path / "rows.json")
+    assert done.returncode == 0, done.stderr
+    padded, short = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    assert (padded["lengths"], short["lengths"]) == ("64", "16, 64")
+    assert padded["to_padded"] == 1
+    ratio = short["records_per_second"] / padded["records_per_second"]
+    assert short["to_padded"] == pytest.approx(ratio)
+    assert short["losses"] == pytest.approx(padded["losses"], rel=1e-6)
+    assert short["predicted_peak_bytes"] == padded["predicted_peak_bytes"]  # the longest's
+
+
+@needs_engine
+def test_a_bundle_for_the_cpu_is_not_counted(model: Path, tmp_path: Path):
+    bundle = tmp_path / "cpu.mesp"
+    size = ("--random-weights", "--seq-len", 8, "--device", "cpu")
+    assert invoke(export, "mesp-export", "--model", model, "--out", bundle, *size).returncode == 0
+    done = bench("--table", "gpu", "--model", bundle, "--seq-len", 8, "--work", tmp_path)
+    assert done.returncode == 2
+    assert done.stderr == f"Error: {bundle} is for the CPU: export it with --device gpu to count.\n"
+    assert done.stdout == ""
+
+
+@pytest.mark.slow
+def test_storing_h(model: Path, tmp_path: Path):
+    size = ("--model", model, "--seq-len", 8, "--rank", "4,8", "--steps", 3)
+    done = bench("--table", "h", *size, "--work", tmp_path, "--json", tmp_path / "h.json")
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((tmp_path / "h.json").read_text())["rows"]
+    assert [row["h_bytes_of_block"] for row in rows] == [7 * 8 * 4 * 4, 7 * 8 * 8 * 4]
+    assert rows[0]["h_bytes"] == 3 * rows[0]["h_bytes_of_block"]
+    assert all(row["h_seconds_of_block"] > 0 < row["gradient_seconds_of_block"] for row in rows)
+
+
+@pytest.mark.slow
+def test_quality_of_mezo(model: Path, tmp_path: Path):
+    size = ("--model", model, "--seq-len", 16, "--steps", 2, "--work", tmp_path / "work")
+    done = bench("--table", "mezo-quality", *size, "--json", tmp_path / "mezo.json")
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((tmp_path / "mezo.json").read_text())["rows"]
+    assert [row["layer"] for row in rows] == [0, 1, 2]
+    for row in rows:
+        assert abs(row["cosine"]) < 0.2 and 0.4 < row["sign_agreement"] < 0.6
+        assert row["relative_error"] > 1
+
+
+@pytest.mark.slow
+@needs_engine
+def test_defaults_are_the_first_of_a_sweep(tmp_path: Path):
+    size = ("--seq-len", 32, "--steps", 2, "--work", tmp_path, "--json", tmp_path / "rows.json")
+    done = bench("--table", "defaults", "--rank", "2,8", *size)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    default, *others = rows
+    assert (default["update"], default["optimizer"]) == ("default", "adamw8bit")
+    assert default["learning_rate"] == pytest.approx(0.007 / 192**0.5)
+    assert len({json.dumps(row) for row in others}) == len(others) >= 8
+    assert {row["rank"] for row in rows} == {2, 8}
+    assert len({row["before"] for row in rows}) == 1
+    drops = [row["before"] - row["after"] for row in rows]
+    assert [row["of_best"] for row in rows] == pytest.approx([d / max(drops) for d in drops])
+    # A bundle brings its data.
+    done = bench(
+        "--table", "defaults", "--model", tmp_path / "demo-data.mesp", *size, "--data", "x.txt"
+    )
+    assert done.returncode == 2 and "--data" in done.stderr
+
+
+@pytest.mark.slow
+@needs_engine
+def test_objectives_beside_supervised_steps(tmp_path: Path):
+    size = ("--model", "demo", "--seq-len", 32, "--steps", 2)
+    files = ("--work", tmp_path, "--json", tmp_path / "rows.json")
+    done = bench("--table", "preferences", *size, *files)
+    assert done.returncode == 0, done.stderr
+    supervised, *others = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    assert supervised["objective"] == "supervised" and supervised["time_of_supervised"] is None
+    variants = ["dpo", "dpo, inputs on disk", "ipo", "simpo", "orpo", "kto"]
+    assert [row["variant"] for row in others] == variants
+    for row in others:
+        assert row["time_of_supervised"] == row["seconds"] / supervised["seconds"]
+        assert 0.5 < row["peak_of_supervised"] < 1.5
+
+
+@pytest.mark.slow
+@needs_engine
+def test_parts_of_the_adapters_take_less(model: Path, tmp_path: Path):
+    size = ("--model", model, "--seq-len", 16, "--work", tmp_path)
+    done = bench("--table", "parts", *size, "--json", tmp_path / "rows.json")
+    assert done.returncode == 0, done.stderr
+    rows = {row["trained"]: row for row in json.loads((tmp_path / "rows.json").read_text())["rows"]}
+    predicted = {name: row["predicted_peak_bytes"] for name, row in rows.items()}
+    assert predicted["B of q,v"] < predicted["q,v"] < predicted["all"] > predicted["B alone"]
+    assert len({row["losses"][0] for row in rows.values()}) == 1, "B is zero at first"
+    assert all(0 < row["backward_seconds"] < row["seconds"] for row in rows.values())
+
+
+@pytest.mark.slow
+@needs_engine
+def test_convergence(tmp_path: Path):
+    size = ("--seq-len", 32, "--steps", 1, "--work", tmp_path, "--json", tmp_path / "losses.json")
+    done = bench("--table", "convergence", *size, "--plot", tmp_path / "losses.svg")
+    assert done.returncode == 0, done.stderr
+    assert "MeSP and MeBP: largest relative difference" in done.stdout
+    mesp, mebp, mezo = json.loads((tmp_path / "losses.json").read_text())["rows"]
+    assert [row["method"] for row in (mesp, mebp, mezo)] == ["mesp", "mebp", "mezo"]
+    assert mesp["losses"] == pytest.approx(mebp["losses"], rel=1e-4)
+    assert [step for step, _ in mesp["held_out"]] == [0, 1]
+    assert "held-out loss" in (tmp_path / "losses.svg").read_text()
+
+
+@pytest.mark.slow
+@needs_engine
+def test_convergence_is_of_the_models_own_weights(model: Path, tmp_path: Path):
+    """Of a model's folder with a text, and of a bundle, which has a text."""
+    text, bundle = tmp_path / "text.txt", tmp_path / "own.mesp"
+    text.write_text(TEXT)
+    size = ("--seq-len", 32, "--rank", 8)
+    assert run("export", "--model", model, "--data", text, *size, "--out", bundle).returncode == 0
+    found = []
+    for options in (("--model", model, "--data", text), ("--model", bundle)):
+        work = ("--steps", 2, "--work", tmp_path, "--json", tmp_path / "losses.json")
+        done = bench("--table", "convergence", *options, *size, *work)
+        assert done.returncode == 0, done.stderr
+        rows = json.loads((tmp_path / "losses.json").read_text())["rows"]
+        found.append([row["losses"] for row in rows])
+    # Each is quantized by moments, which with the engine's BLAS are summed in another order.
+    for first, second in zip(*found, strict=True):
+        assert np.ravel(first) == pytest.approx(np.ravel(second), rel=2e-4)
+    refused = bench("--table", "convergence", "--model", bundle, "--data", text)
+    assert "--data are of its export" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--methods", "mesp,sgd"], "no method 'sgd'"),
+        (["--memory-limit", "much"], "much is neither a number of MB nor"),
+        (["--memory-limit", "mebp", "--methods", "mesp"], "needs mebp among the --methods"),
+        (["--methods", "torch-peft"], "torch-peft needs --peft, a Python with torch"),
+        (["--seq-len", "0"], "0 is not in the range"),
+        (["--table", "h", "--offload", "all"], "--offload has no use in the table h"),
+        (["--table", "gpu", "--steps", "2"], "--steps has no use in the table gpu"),
+        (["--data", "text.txt"], "--data has no use in the table memory"),
+        (["--plot", "peaks.txt"], "must end in .png, .svg or .pdf"),
+        (["--model", "no-such-model"], "There is no model no-such-model"),
+        (["--model", "demo", "--layers", "99"], "fewer than --layers"),
+    ],
+)
+def test_a_bad_option_is_one_sentence(options: list[str], said: str, tmp_path: Path):
+    done = bench(*options, "--work", tmp_path)
+    assert done.returncode == 2
+    assert said in done.stderr.splitlines()[-1]
+    assert done.stdout == "" and "Traceback" not in done.stderr

@@ -1,0 +1,326 @@
+"""tools/collect.py as a user runs it, from a folder and from a stand-in phone."""
+
+import json
+import os
+import shutil
+import subprocess
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+
+from collect import main
+from helpers.commands import invoke, refused
+from helpers.phones import APP, PROGRAMS, Phones
+
+
+def write_run(
+    folder: Path,
+    steps: int = 4,
+    end: str | None = "finished",
+    seed: int = 0,
+    ago: timedelta = timedelta(0),
+) -> Path:
+    """A run of 256-token steps of 0.5 s; the loss falls from 4 by 0.1 a step."""
+    time = f"{datetime.now(UTC) - ago:%Y-%m-%dT%H:%M:%SZ}"
+    settings = {"method": "mesp", "seq_len": 256, "rank": 8, "seed": seed}
+    start = {"type": "start", "model": {"name": "Qwen2.5-0.5B"}, "settings": settings}
+    # When a run began is what tells it from another: the same however often this is called.
+    records = [{**start, "time": "2026-01-01T00:00:00Z"}]
+    records.append({"type": "eval", "time": time, "step": 0, "loss": 4.51, "tokens": 256})
+    memory = {"footprint_bytes": 40_000_000, "footprint_peak_bytes": 50_000_000}
+    for step in range(1, steps + 1):
+        figures = {"step": step, "loss": 4.1 - 0.1 * step, "seconds": 0.5, "tokens": 64}
+        figures["input_tokens"] = 256
+        records.append({"type": "step", "time": time, **figures, **memory})
+    if end:
+        records.append({"type": "eval", "time": time, "step": steps, "loss": 3.77, "tokens": 256})
+        peak = {"footprint_peak_bytes": 61_200_000}
+        records.append(
+            {"type": "end", "time": time, "reason": end, "step": steps, "seconds": 3, **peak}
+        )
+    (folder / "adapters").mkdir(parents=True, exist_ok=True)
+    (folder / "adapters" / "adapters.safetensors").write_text(f"weights after {steps} steps")
+    (folder / "activations.bin").write_text("what the trainer spilled, of no use elsewhere")
+    (folder / "secret.key").write_text("what the noise of a private run can be subtracted with")
+    text = "".join(json.dumps(record) + "\n" for record in records)
+    (folder / "metrics.jsonl").write_text(text)
+    return folder
+
+
+def collect(*arguments: object, **environment: str) -> subprocess.CompletedProcess:
+    return invoke(main, "collect.py", *arguments, env=environment)
+
+
+def rows(done: subprocess.CompletedProcess) -> dict[str, list[str]]:
+    """The table's columns by run, split where the spaces are wide."""
+    assert done.returncode == 0, done.stderr
+    lines = [line.split("  ") for line in done.stdout.splitlines()[1:]]
+    cells = [[cell.strip() for cell in line if cell.strip()] for line in lines]
+    return {run: columns for run, *columns in cells}
+
+
+def test_a_folder_of_runs_is_copied_and_listed(tmp_path: Path):
+    source, out = tmp_path / "runs", tmp_path / "out"
+    write_run(source / "a")
+    write_run(source / "deep" / "b", end="stopped")
+    write_run(source / "c", end="failed")
+    write_run(source / "d", end=None)
+    write_run(source / "e", end=None, ago=timedelta(hours=2))
+    table = rows(collect("--from", source, "--out", out))
+    common = ["Qwen2.5-0.5B", "mesp", "256", "8", "4", "4.00 → 3.70"]
+    assert table == {
+        "a": [*common, "4.51 → 3.77", "512", "128", "61.2", "finished"],
+        "c": [*common, "4.51 → 3.77", "512", "128", "61.2", "failed"],
+        "d": [*common, "4.51 → -", "512", "128", "50.0", "running"],
+        "b": [*common, "4.51 → 3.77", "512", "128", "61.2", "stopped"],
+        "e": [*common, "4.51 → -", "512", "128", "50.0", "killed"],
+    }
+    assert sorted(path.name for path in out.iterdir()) == ["a", "b", "c", "d", "e"]
+    files = {path.relative_to(out / "a") for path in (out / "a").rglob("*") if path.is_file()}
+    assert files == {Path("metrics.jsonl"), Path("adapters/adapters.safetensors")}
+
+
+def test_runs_go_to_collected_where_no_folder_is_named(tmp_path: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_run(Path("runs/a"))
+    assert [*rows(collect("--from", "runs"))] == ["a"]
+    assert Path("collected/a/metrics.jsonl").is_file()
+
+
+@pytest.mark.parametrize("cut", [1, 2, 30])
+def test_a_last_line_that_is_cut_off_is_left_out(tmp_path: Path, cut: int):
+    run = write_run(tmp_path / "runs" / "a", end=None)
+    log = run / "metrics.jsonl"
+    log.write_bytes(log.read_bytes()[:-cut])
+    steps = rows(collect("--from", tmp_path / "runs", "--out", tmp_path / "out"))["a"][4]
+    assert steps == ("4" if cut == 1 else "3"), "one byte less is a whole record without its end"
+
+
+def test_a_damaged_line_in_the_middle_is_named(tmp_path: Path):
+    run = write_run(tmp_path / "runs" / "a")
+    log = run / "metrics.jsonl"
+    lines = log.read_text().splitlines()
+    log.write_text("\n".join([*lines[:3], lines[3][:20], *lines[4:]]) + "\n")
+    sentence = refused(collect("--from", tmp_path / "runs", "--out", tmp_path / "out"))
+    assert sentence == f"Line 4 of {tmp_path / 'out' / 'a' / 'metrics.jsonl'} is not a log record."
+
+
+def test_a_log_with_nothing_in_it_is_listed(tmp_path: Path):
+    (tmp_path / "runs" / "a").mkdir(parents=True)
+    (tmp_path / "runs" / "a" / "metrics.jsonl").touch()
+    row = rows(collect("--from", tmp_path / "runs", "--out", tmp_path / "out"))["a"]
+    assert row == ["?", "?", "?", "?", "0", "-", "- → -", "-", "-", "-", "killed"]
+
+
+def test_a_run_that_went_on_is_refreshed(tmp_path: Path):
+    source, out = tmp_path / "runs", tmp_path / "out"
+    write_run(source / "a", steps=2, end=None)
+    collect("--from", source, "--out", out)
+    write_run(source / "a", steps=9)
+    assert rows(collect("--from", source, "--out", out))["a"][4] == "9"
+    weights = (out / "a" / "adapters" / "adapters.safetensors").read_text()
+    assert weights == "weights after 9 steps"
+    assert [path.name for path in out.iterdir()] == ["a"]
+
+
+def test_a_newer_copy_is_kept(tmp_path: Path):
+    source, out = tmp_path / "runs", tmp_path / "out"
+    write_run(source / "a", steps=9)
+    collect("--from", source, "--out", out)
+    write_run(source / "a", steps=2, end=None)
+    done = collect("--from", source, "--out", out)
+    assert "is further on than" in done.stderr
+    assert rows(done)["a"][4] == "9"
+    weights = (out / "a" / "adapters" / "adapters.safetensors").read_text()
+    assert weights == "weights after 9 steps"
+
+
+def test_another_run_of_the_same_name_gets_a_place_of_its_own(tmp_path: Path):
+    source, out = tmp_path / "runs", tmp_path / "out"
+    write_run(source / "a", steps=3)
+    collect("--from", source, "--out", out)
+    write_run(source / "a", steps=5, seed=1)
+    for _ in range(2):  # and finds it again
+        assert rows(collect("--from", source, "--out", out))["a-2"][4] == "5"
+    assert sorted(path.name for path in out.iterdir()) == ["a", "a-2"]
+    weights = (out / "a" / "adapters" / "adapters.safetensors").read_text()
+    assert weights == "weights after 3 steps"
+
+
+def test_a_folder_that_is_no_run_is_not_replaced(tmp_path: Path):
+    write_run(tmp_path / "runs" / "a")
+    (tmp_path / "out" / "a").mkdir(parents=True)
+    (tmp_path / "out" / "a" / "thesis.txt").write_text("precious")
+    collect("--from", tmp_path / "runs", "--out", tmp_path / "out")
+    assert (tmp_path / "out" / "a" / "thesis.txt").read_text() == "precious"
+    assert (tmp_path / "out" / "a-2" / "metrics.jsonl").exists()
+
+
+def test_out_within_the_source_is_not_collected_again(tmp_path: Path):
+    write_run(tmp_path / "a")
+    for _ in range(2):
+        table = rows(collect("--from", tmp_path, "--out", tmp_path / "out"))
+        assert list(table) == ["a"]
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["a"]
+
+
+def test_out_that_holds_the_source_is_refused(tmp_path: Path):
+    write_run(tmp_path / "runs" / "a")
+    sentence = refused(collect("--from", tmp_path / "runs", "--out", tmp_path))
+    assert sentence == f"--out {tmp_path} holds what is to be collected: choose another folder."
+
+
+def test_a_folder_without_runs(tmp_path: Path):
+    done = collect("--from", tmp_path, "--out", tmp_path / "out")
+    assert (done.returncode, done.stdout) == (0, "There are no runs yet.\n")
+    assert refused(collect("--from", tmp_path / "none", "--out", tmp_path / "out")) == (
+        f"There is no folder {tmp_path / 'none'}."
+    )
+
+
+# From a phone
+
+
+def collect_phone(phones: Phones, *arguments: object) -> subprocess.CompletedProcess:
+    return collect(*arguments, "--out", phones.folder / "out", **phones.environment())
+
+
+@pytest.mark.parametrize("nests", [True, False])
+def test_the_only_phone_is_read(phones: Phones, nests: bool):
+    runs = phones.add("Ada's iPhone")
+    phones.add("A Watch", platform="watchOS")
+    phones.add("Left at home", tunnelState="unavailable")
+    phones.world["nests"] = nests
+    write_run(runs / "a", end=None)
+    write_run(runs / "b")
+    assert list(rows(collect_phone(phones))) == ["a", "b"]
+    assert (phones.folder / "out" / "a" / "adapters" / "adapters.safetensors").exists()
+    write_run(runs / "a", steps=8)
+    assert rows(collect_phone(phones))["a"][4] == "8"
+
+
+@pytest.mark.parametrize("name", ["Grace's iPhone", "ID-1", "0000-1"])
+def test_one_of_several_phones_is_chosen(phones: Phones, name: str):
+    write_run(phones.add("Ada's iPhone") / "a")
+    write_run(phones.add("Grace's iPhone") / "g")
+    assert refused(collect_phone(phones)) == (
+        "Several phones can be reached, choose one with --device: "
+        "Ada's iPhone (ID-0), Grace's iPhone (ID-1)."
+    )
+    assert list(rows(collect_phone(phones, "--device", name))) == ["g"]
+
+
+def test_no_phone(phones: Phones):
+    phones.add("Left at home", tunnelState="unavailable")
+    assert refused(collect_phone(phones)).startswith(
+        "No phone can be reached: connect it with a cable"
+    )
+
+
+def test_an_unknown_phone(phones: Phones):
+    phones.add("Ada's iPhone")
+    assert refused(collect_phone(phones, "--device", "Alan")) == (
+        "There is no phone Alan: `xcrun devicectl list devices` shows which there are."
+    )
+
+
+def test_a_locked_phone(phones: Phones):
+    write_run(phones.add("Ada's iPhone", locked=True) / "a")
+    assert refused(collect_phone(phones)) == "The phone ID-0 is locked: unlock it and try again."
+    assert not (phones.folder / "out").exists()
+
+
+def test_the_app_is_not_installed(phones: Phones):
+    phones.add("Ada's iPhone", apps={"org.example.Other": str(phones.folder)})
+    assert refused(collect_phone(phones)) == (
+        f"The app {APP} is not on the phone ID-0, or was not installed from Xcode: "
+        "build it onto the phone, or name another one with --app."
+    )
+
+
+def test_another_app_is_read(phones: Phones):
+    other = phones.folder / "other"
+    write_run(other / "Documents" / "runs" / "o")
+    phones.add("Ada's iPhone", apps={"org.example.Other": str(other)})
+    assert list(rows(collect_phone(phones, "--app", "org.example.Other"))) == ["o"]
+
+
+def test_a_phone_without_runs(phones: Phones):
+    phones.add("Ada's iPhone")
+    done = collect_phone(phones)
+    assert (done.returncode, done.stdout) == (0, "There are no runs yet.\n")
+
+
+@pytest.mark.parametrize("program", ["xcrun", "pymobiledevice3"])
+def test_reports_of_self_checks_come_too(phones: Phones, program: str):
+    phones.program = program
+    documents = phones.add("Ada's iPhone").parent
+    (documents / "self-check").mkdir()
+    (documents / "self-check" / "demo 2026-01-01.json").write_text("{}")
+    out = phones.folder / "out"
+    done = collect_phone(phones)
+    assert (done.returncode, done.stdout) == (0, "There are no runs yet.\n")
+    report = out / "self-check" / "demo 2026-01-01.json"
+    assert report.read_text() == "{}" and str(report) in done.stderr
+
+
+def test_a_mac_without_xcode(tmp_path: Path):
+    path = f"{PROGRAMS['xcrun']}:{os.environ['PATH']}"
+    environment = {key: value for key, value in os.environ.items() if key != "FAKE_XCRUN"}
+    assert refused(collect("--out", tmp_path / "out", **{**environment, "PATH": path})).startswith(
+        "xcrun finds no devicectl: install Xcode 15 or later"
+    )
+
+
+def test_a_machine_without_xcrun(tmp_path: Path):
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    (programs / "python3").symlink_to(shutil.which("python3"))
+    assert refused(collect("--out", tmp_path / "out", PATH=str(programs))) == (
+        "A phone is read and written with xcrun, which comes with Xcode on a Mac, or elsewhere "
+        "with pymobiledevice3: pip install pymobiledevice3, or collect from a folder with --from."
+    )
+
+
+# The same without Xcode
+
+
+@pytest.fixture
+def others(phones: Phones) -> Phones:
+    phones.program = "pymobiledevice3"
+    return phones
+
+
+def test_without_xcode_the_only_phone_is_read(others: Phones):
+    runs = others.add("Ada's iPhone")
+    others.add("Left at home", tunnelState="unavailable")
+    write_run(runs / "a")
+    assert list(rows(collect_phone(others))) == ["a"]
+    pulls = [["apps", "pull"], ["apps", "pull"]]  # runs, and self-checks
+    assert [call[:2] for call in others.calls()] == [["usbmux", "list"], *pulls]
+
+
+@pytest.mark.parametrize("name", ["Grace's iPhone", "0000-1"])
+def test_without_xcode_one_of_several_phones_is_chosen(others: Phones, name: str):
+    write_run(others.add("Ada's iPhone") / "a")
+    write_run(others.add("Grace's iPhone") / "g")
+    assert refused(collect_phone(others)).startswith("Several phones can be reached")
+    assert list(rows(collect_phone(others, "--device", name))) == ["g"]
+    assert refused(collect_phone(others, "--device", "Alan")) == (
+        "There is no phone Alan: `pymobiledevice3 usbmux list` shows which there are."
+    )
+
+
+def test_without_xcode_what_is_wrong_is_said(others: Phones):
+    assert refused(collect_phone(others)).startswith("No phone can be reached")
+    others.add("Ada's iPhone")
+    done = collect_phone(others)
+    assert (done.returncode, done.stdout) == (0, "There are no runs yet.\n")
+    (phone,) = others.world["devices"]
+    phone["apps"] = {}
+    assert refused(collect_phone(others)).startswith(f"The app {APP} is not on the phone Ada's")
+    phone["locked"] = True
+    assert refused(collect_phone(others)) == (
+        "The phone Ada's iPhone is locked: unlock it and try again."
+    )

@@ -1,0 +1,83 @@
+"""tools/push.py as a user runs it, on stand-in phones."""
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from helpers.commands import invoke, refused, run
+from helpers.phones import APP, Phones
+from push import main
+
+
+@pytest.fixture(params=["xcrun", "pymobiledevice3"], autouse=True)
+def program(phones: Phones, request: pytest.FixtureRequest) -> None:
+    """With either of the two that reach a phone."""
+    phones.program = request.param
+
+
+@pytest.fixture(scope="session")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo bundle."""
+    bundle = tmp_path_factory.mktemp("bundles") / "small.mesp"
+    options = ("--model", "demo", "--seq-len", 32, "--device", "cpu", "--out", bundle)
+    assert run("export", *options).returncode == 0
+    return bundle
+
+
+def push(phones: Phones, *arguments: object) -> subprocess.CompletedProcess:
+    return invoke(main, "push.py", *arguments, env=phones.environment())
+
+
+def test_a_bundle_lands_in_documents(phones: Phones, bundle: Path):
+    documents = phones.add("Ada's iPhone").parent
+    done = push(phones, bundle)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("small.mesp is on ")
+    assert done.stderr == "It runs on the phone's CPU; for the GPU, export it with --device gpu.\n"
+    copied = documents / "small.mesp"
+    manifest = json.loads((copied / "manifest.json").read_text())
+    for file in manifest["files"]:
+        assert (copied / file["path"]).read_bytes() == (bundle / file["path"]).read_bytes()
+    assert [path.name for path in documents.iterdir()] == ["small.mesp"]
+
+
+def test_it_can_be_pushed_again(phones: Phones, bundle: Path):
+    documents = phones.add("Ada's iPhone").parent
+    for _ in range(2):
+        assert push(phones, bundle).returncode == 0
+    assert [path.name for path in documents.iterdir()] == ["small.mesp"]
+
+
+def test_one_of_several_phones_is_chosen(phones: Phones, bundle: Path):
+    first = phones.add("Ada's iPhone").parent
+    second = phones.add("Grace's iPhone").parent
+    assert refused(push(phones, bundle)).startswith("Several phones can be reached")
+    assert push(phones, bundle, "--device", "0000-1").returncode == 0
+    assert not list(first.iterdir()) and list(second.iterdir())
+
+
+def test_what_is_no_whole_bundle_is_refused_before_anything_is_copied(
+    phones: Phones, bundle: Path, tmp_path: Path
+):
+    phones.add("Ada's iPhone")
+    assert "is not a bundle" in refused(push(phones, tmp_path))
+    half = tmp_path / "half.mesp"
+    half.mkdir()
+    (half / "manifest.json").write_text((bundle / "manifest.json").read_text())
+    assert str(half) in refused(push(phones, half))
+    other = tmp_path / "other"
+    shutil.copytree(bundle, other)
+    assert refused(push(phones, other)) == (
+        "The app lists folders that end in .mesp: rename other first."
+    )
+    assert phones.calls() == []
+
+
+def test_the_app_is_not_installed_or_the_phone_is_locked(phones: Phones, bundle: Path):
+    phones.add("Ada's iPhone", apps={})
+    assert refused(push(phones, bundle)).startswith(f"The app {APP} is not on the phone ")
+    phones.world["devices"][0]["locked"] = True
+    assert refused(push(phones, bundle)).endswith(" is locked: unlock it and try again.")
