@@ -82,6 +82,15 @@ def text(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
+def working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder that the test works in."""
+    folder = tmp_path / "work"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    return folder
+
+
+@pytest.fixture
 def phones(tmp_path: Path) -> Phones:
     """The phones that a command finds in `phones.environment()`."""
     return Phones(tmp_path)

@@ -18,9 +18,9 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_export import export
 from test_fuse import write_adapters
 
+from helpers.exports import export
 from helpers.gguf_files import MODELS, write_gguf
 from helpers.models import FAMILIES, TEXT, TINY, random_tensors, write_model
 from mesp.adapters.load import read_adapters

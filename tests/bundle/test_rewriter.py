@@ -1,0 +1,243 @@
+"""A bundle written anew: mesp-export --from."""
+
+import errno
+import hashlib
+import json
+import os
+import re
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+
+from helpers.commands import run
+from helpers.exports import NEAREST, content, export, exported, refused
+from helpers.models import FAMILIES, write_model
+from mesp.block_function import mlxfn
+from mesp.bundle import rewriter
+from mesp.bundle.manifest import read_manifest
+from mesp.bundle.reader import Bundle
+
+pytestmark = pytest.mark.usefixtures("working_folder")
+
+
+def renumbered(file: bytes, monkeypatch) -> bytes:
+    """A file of one trace with its arrays numbered as they come: their ids are addresses."""
+    places: list[int] = []
+
+    class Reader(mlxfn._Reader):
+        def take(self, codes: str) -> tuple:
+            if ids := re.fullmatch(r"(\d+)Q|Q\?", codes):
+                places.extend(self.at + 8 * i for i in range(int(ids[1] or 1)))
+            return super().take(codes)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(mlxfn, "_Reader", Reader)
+        mlxfn.primitives(file)
+    numbers: dict[bytes, bytes] = {}
+    out = bytearray(file)
+    for at in places:
+        out[at : at + 8] = numbers.setdefault(file[at : at + 8], len(numbers).to_bytes(8, "little"))
+    return bytes(out)
+
+
+OLD = ("--seq-len", "3,9", "--rank", 3, "--device", "cpu")
+GEMMA = {"num_hidden_layers": 4, "layer_types": None}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        ("--device", "cpu", "--dtype", "float32"),
+        ("--device", "gpu", "--dtype", "float32"),
+        ("--device", "gpu", "--dtype", "bfloat16"),
+    ],
+)
+@pytest.mark.parametrize("name", ["qwen2", "gemma3_text", "phi3"])
+def test_a_bundle_written_anew_is_that_of_an_export(name, changes, text, monkeypatch):
+    """Manifest, weights and data to the byte, and functions but for the ids of their arrays."""
+    config = {**FAMILIES[name], **(GEMMA if name == "gemma3_text" else {})}
+    options = ("--model", write_model(Path("model"), config), "--data", text, "--group-size", 32)
+    options += NEAREST  # which rounds scales to bfloat16 last, as writing a bundle anew does
+    lengths = ("--seq-len", "9,4", "--rank", 2)
+    for arguments in (
+        (*options, *OLD, "--out", "old.mesp"),
+        (*options, *lengths, *changes, "--out", "model.mesp"),
+        ("--from", "old.mesp", *lengths, *changes, "--out", "anew.mesp"),
+    ):
+        done = export(*arguments)
+        assert done.exit_code == 0, done.output
+    assert "Wrote anew.mesp" in done.stdout
+    fresh, anew = (read_manifest(Path(p), to_run=False) for p in ("model.mesp", "anew.mesp"))
+    Bundle("anew.mesp", to_run=False).verify()
+    functions = 0
+    listed = []
+    for of_fresh, of_anew in zip(fresh.files, anew.files, strict=True):
+        if of_fresh.path.endswith(".mlxfn"):
+            files = [Path(p, of_fresh.path).read_bytes() for p in ("model.mesp", "anew.mesp")]
+            assert renumbered(files[0], monkeypatch) == renumbered(files[1], monkeypatch)
+            of_anew = replace(of_anew, sha256=of_fresh.sha256)
+            functions += 1
+        listed.append(of_anew)
+    assert functions >= (4 if "gpu" in changes else 2)
+    assert replace(anew, files=tuple(listed)) == replace(fresh, name="model")
+
+
+@pytest.fixture
+def old(tiny, text) -> Path:
+    """A bundle, whose lengths are 8 and 16."""
+    done = export("--model", tiny, "--data", text, "--seq-len", "8,16", "--out", "old.mesp")
+    assert done.exit_code == 0, done.output
+    return Path("old.mesp")
+
+
+def test_a_bundle_written_anew_in_place_keeps_its_weights_and_data(old):
+    """They are the same files; only functions are others."""
+    before = {path: (old / path).stat().st_ino for path in content(old)}
+    options = ("--seq-len", 24, "--rank", "2,4", "--overwrite")
+    assert export("--from", old, *options).exit_code == 0
+    bundle = Bundle(old)
+    bundle.verify()
+    assert (bundle.manifest.seq_lens, bundle.manifest.ranks) == ((24,), (2, 4))
+    for rank in (2, 4):
+        lora = mx.zeros(bundle.architecture.blocks[0].lora_size(rank))
+        x = mx.ones((1, 24, 128))
+        y = bundle.function(24)(x, lora, mx.array(1.0), bundle.block_words(0))[0]
+        assert mx.isfinite(y).all()
+    functions = {"block.24.mlxfn", "mlx-0.32.2/block.24.mlxfn"}
+    assert content(old).keys() - before.keys() == functions
+    gone = {"block.8.mlxfn", "block.16.mlxfn"}
+    assert before.keys() - content(old).keys() == gone | {f"mlx-0.32.2/{name}" for name in gone}
+    for path in content(old).keys() - functions - {"manifest.json"}:
+        assert (old / path).stat().st_ino == before[path]
+    assert [p.name for p in Path().iterdir() if "mesp" in p.name] == [old.name]
+
+
+def test_a_bundle_written_anew_where_links_cannot_be_has_copies(old, monkeypatch):
+    def no_links(*_: object) -> None:
+        raise OSError(errno.EXDEV, "Invalid cross-device link")
+
+    monkeypatch.setattr(os, "link", no_links)
+    assert export("--from", old, "--out", "anew.mesp").exit_code == 0
+    Bundle("anew.mesp").verify()
+    weights = Path("blocks", "00.bin")
+    assert (old / weights).stat().st_ino != Path("anew.mesp", weights).stat().st_ino
+
+
+def test_a_bundle_in_bfloat16_written_anew_in_float32_keeps_its_numbers(tiny):
+    """They are those of bfloat16, not of the model."""
+    options = ("--model", tiny, "--seq-len", 8, "--out", "old.mesp", "--dtype", "bfloat16")
+    assert export(*options, "--device", "gpu").exit_code == 0
+    rewritten = ("--from", "old.mesp", "--overwrite", "--dtype", "float32", "--device", "cpu")
+    rounded = Bundle("old.mesp", to_run=False)
+    before = [{n: a.astype(mx.float32) for n, a in rounded.block(i).items()} for i in range(3)]
+    assert export(*rewritten).exit_code == 0
+    bundle = Bundle("old.mesp")
+    for i, arrays in enumerate(before):
+        for name, array in bundle.block(i).items():
+            assert mx.array_equal(array.astype(mx.float32), arrays[name]), name
+    assert bundle.block(0)["input_layernorm.weight"].dtype == mx.float32
+
+
+def edit(bundle: Path, **changes: object) -> None:
+    path = bundle / "manifest.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def test_a_bundle_of_another_mlx_is_written_anew_for_this_one(old):
+    edit(old, mlx_version="0.0.1", layouts={})
+    trained = run("train", old, "--steps", 1, "--out", "run")
+    assert trained.returncode == 2 and "mesp-export --from" in trained.stderr
+    assert export("--from", old, "--overwrite").exit_code == 0
+    bundle = Bundle(old)
+    assert bundle.manifest.seq_lens == (8, 16)
+    bundle.function(16)
+
+
+def test_layouts_that_a_bundle_lacks_are_added_without_a_trace(old, monkeypatch):
+    """To a bundle of a version that knew only the first."""
+    both = content(old)
+    shutil.rmtree(old / "mlx-0.32.2")
+    manifest = json.loads((old / "manifest.json").read_text())
+    del manifest["layouts"]
+    edit(old, layouts={}, files=[f for f in manifest["files"] if "mlx-" not in f["path"]])
+    Bundle(old, to_run=False).verify()
+
+    def no_trace(*_: object) -> None:
+        raise AssertionError("a function is traced")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rewriter, "write_functions", no_trace)
+        assert export("--from", old, "--overwrite").exit_code == 0
+    assert content(old) == both
+    Bundle(old).verify()
+    Bundle(old).function(16)
+
+
+def test_a_file_that_is_no_function_is_not_put_in_a_layout(old):
+    manifest = json.loads((old / "manifest.json").read_text())
+    (old / "block.8.mlxfn").write_bytes(b"nothing")
+    entry = {"path": "block.8.mlxfn", "size": 7, "sha256": hashlib.sha256(b"nothing").hexdigest()}
+    others = [
+        f for f in manifest["files"] if "mlx-" not in f["path"] and f["path"] != entry["path"]
+    ]
+    edit(old, layouts={}, files=[entry, *others])
+    before = content(old)
+    assert "block.8.mlxfn is no function of mesp-export's" in refused("--from", old, "--overwrite")
+    assert content(old) == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ([], "--out"),
+        (["--out", "old.mesp"], "old.mesp exists"),
+        (["--overwrite", "--model", "demo"], "--model"),
+        (["--overwrite", "--data", "text.txt", "--no-pack"], "--data, --pack"),
+        (["--overwrite", "--bits", 4, "--layers", 1], "--bits, --layers"),
+        (["--overwrite", "--seq-len", "8,100000"], "100000"),
+    ],
+)
+def test_what_cannot_be_written_anew_is_refused(old, arguments, named):
+    before = content(old)
+    assert named in refused("--from", old, *arguments)
+    assert content(old) == before
+
+
+def test_only_a_sound_bundle_of_this_format_is_written_anew(old, tiny):
+    assert "is not a bundle" in refused("--from", tiny, "--overwrite")
+    weights = old / "blocks" / "01.bin"
+    sound = weights.read_bytes()
+    weights.write_bytes(sound[:5000] + b"?" + sound[5001:])
+    assert "01.bin is damaged" in refused("--from", old, "--overwrite")
+    weights.write_bytes(sound)
+    edit(old, device="tpu")
+    assert "manifest.json is damaged" in refused("--from", old, "--overwrite")
+    edit(old, device="cpu", format=1)
+    assert "bundle format 1" in refused("--from", old, "--overwrite")
+
+
+def test_a_bundle_whose_rewriting_fails_stays(old, monkeypatch):
+    before = content(old)
+
+    def full_disk(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(rewriter, "write_functions", full_disk)
+    assert "disk is full" in refused("--from", old, "--overwrite")
+    assert "disk is full" in refused("--from", old, "--out", "anew.mesp")
+    assert content(old) == before
+
+
+def test_the_decays_of_a_bundle_keep_their_digits():
+    """Whatever dtype it is in, and was."""
+    folder = write_model(Path("model"), FAMILIES["qwen3_5"])
+    first = exported("--model", folder, "--seq-len", 8, "--dtype", "bfloat16").block(0)
+    assert export("--from", "out.mesp", "--overwrite", "--dtype", "float32").exit_code == 0
+    second = Bundle("out.mesp").block(0)
+    name = "linear_attn.A_log"
+    assert first[name].dtype == mx.float32 and mx.array_equal(first[name], second[name])
+    assert first["linear_attn.dt_bias"].dtype == mx.bfloat16
+    assert second["linear_attn.dt_bias"].dtype == mx.float32

@@ -1,0 +1,44 @@
+"""Options and data that mesp-export refuses."""
+
+from pathlib import Path
+
+import pytest
+
+from helpers.exports import refused
+
+pytestmark = pytest.mark.usefixtures("working_folder")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ([], "--model"),
+        (["--model", "nothing"], "There is no model nothing"),
+        (["--model", "./no/folder"], "There is no model ./no/folder"),
+        (["--model", "Qwen2.5-9B"], "Qwen2.5-0.5B"),
+        (["--model", "TINY", "--rank", "0"], "--rank"),
+        (["--model", "TINY", "--rank", "8,x"], "--rank"),
+        (["--model", "TINY", "--seq-len", "0"], "--seq-len"),
+        (["--model", "TINY", "--seq-len", "8", "-1"], "-1"),
+        (["--model", "TINY", "--layers", "0"], "--layers"),
+        (["--model", "TINY", "--bits", "3"], "--bits"),
+        (["--model", "TINY", "--group-size", "48"], "--group-size"),
+        (["--model", "TINY", "--group-size", "128"], "rows of 320"),
+        (["--model", "TINY", "--dtype", "float16"], "--dtype"),
+        (["--model", "TINY", "--data", "nothing.txt"], "nothing.txt"),
+        (["--model", "TINY", "stray"], "stray"),
+        (["--model", "Qwen2.5-0.5B", "--random-weights", "--data", "python-docs"], "tokenizer"),
+    ],
+)
+def test_bad_arguments(tiny, arguments, named):
+    assert named in refused(*(str(tiny) if a == "TINY" else a for a in arguments))
+
+
+def test_bad_data(tiny):
+    for name, content, named in (
+        ("empty.txt", "", "no text"),
+        ("short.txt", "A few words.", "too few to train on"),
+        ("chat.jsonl", '{"messages": []}', "messages"),
+    ):
+        Path(name).write_text(content)
+        assert named in refused("--model", tiny, "--data", name)
