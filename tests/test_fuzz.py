@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_fuse import write_adapters
 
+from helpers.adapters import write_adapters
 from helpers.exports import export
 from helpers.gguf_files import MODELS, write_gguf
 from helpers.models import FAMILIES, TEXT, TINY, random_tensors, write_model

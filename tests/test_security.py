@@ -17,8 +17,8 @@ import mlx.core as mx
 import mlx_lm
 import numpy as np
 import pytest
-from test_fuse import write_adapters
 
+from helpers.adapters import write_adapters
 from helpers.commands import command, run
 from helpers.models import TEXT, TINY, write_model
 from mesp.bundle.reader import Bundle

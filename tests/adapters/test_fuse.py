@@ -1,6 +1,5 @@
 """mesp fuse: models for mlx-lm, against mlx-lm with adapters beside; GGUF adapters, read back."""
 
-import json
 import shutil
 from pathlib import Path
 
@@ -13,31 +12,12 @@ from mlx.utils import tree_flatten
 from mlx_lm.tuner.lora import LoRALinear
 from mlx_lm.tuner.utils import load_adapters
 
+from helpers.adapters import RANK, SCALE, write_adapters
 from helpers.commands import run
 from helpers.models import FAMILIES, text_of, write_model
 from mesp import reference
 from mesp.adapters.load import read_adapters
 from mesp.bundle.reader import Bundle
-
-RANK, SCALE = 2, 3.0
-
-
-def write_adapters(folder: Path, bundle: Path, size: float = 0.1) -> Path:
-    """Adapters that matter, of all modules, as mlx-lm writes them."""
-    arch = Bundle(bundle, to_run=False).architecture
-    matrices = {}
-    for i, flat in enumerate(reference.init_lora(arch, RANK, seed=1)):
-        flat = flat + size * mx.random.normal(flat.shape, key=mx.random.key(i))
-        for name, pair in reference.unpack_lora(flat, arch.blocks[i]).items():
-            for part, matrix in zip("ab", pair, strict=True):
-                matrices[f"{arch.mlx_prefix}.layers.{i}.{name}.lora_{part}"] = matrix
-    folder.mkdir()
-    mx.save_safetensors(str(folder / "adapters.safetensors"), matrices)
-    lora = {"rank": RANK, "scale": SCALE, "dropout": 0.0, "keys": arch.modules}
-    config = {"num_layers": arch.num_hidden_layers, "lora_parameters": lora}
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-    return folder
-
 
 TO_GGUF = ("qwen3", "llama", "gemma2", "phi3", "smollm3", "lfm2", "granite", "minicpm")
 

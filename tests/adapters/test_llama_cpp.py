@@ -31,9 +31,9 @@ from mlx import nn
 from mlx.utils import tree_flatten
 from mlx_lm.tuner.utils import load_adapters
 from mlx_lm.utils import dequantize_model
-from test_fuse import write_adapters
 from tokenizers import Tokenizer
 
+from helpers.adapters import write_adapters
 from helpers.commands import run
 from helpers.gguf_files import INTERLEAVED, MODELS, q8_0, write_gguf
 from helpers.models import FAMILIES, random_tensors, write_model

@@ -12,12 +12,11 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
-from make_cases import byte_tokenizer
 from mlx_lm.tuner.datasets import CacheDataset, create_dataset
 from mlx_lm.tuner.trainer import default_loss, iterate_batches
 from mlx_lm.utils import load_model
 
-from helpers.models import TEXT, TINY
+from helpers.models import TEXT, TINY, byte_tokenizer
 from helpers.paths import DEMO_MODEL
 from mesp import reference
 from mesp.adapters.measure import sequences

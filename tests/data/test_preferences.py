@@ -10,10 +10,11 @@ import mlx.nn as nn
 import mlx.optimizers as optim
 import numpy as np
 import pytest
-from test_reference import TRL, load_lora
 
 from helpers.commands import run
+from helpers.models import load_lora
 from helpers.paths import DEMO_MODEL
+from helpers.preferences import TRL
 from mesp import reference
 from mesp.bundle.reader import Bundle
 from mesp.data.load import DataOptions
@@ -251,7 +252,7 @@ def independent(bundle: Path, objective: str, steps: int) -> list[float]:
     model.freeze()
     start = reference.init_lora(arch, RANK, 0)
     for layer, flat, block in zip(model.layers, start, arch.blocks, strict=True):
-        load_lora(layer, flat, block)
+        load_lora(layer, flat, block, scale=2.0)
     tokens, mask, labels = (getattr(opened, name)("train") for name in ("tokens", "mask", "labels"))
     sequences = []
     for start, length in opened.examples("train").tolist():

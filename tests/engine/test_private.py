@@ -15,10 +15,10 @@ import mlx.core as mx
 import mlx.optimizers as optim
 import numpy as np
 import pytest
-from test_options import ALPHA, RANK, Oracle, Parameters, Recipe, distance, saved
 
 from helpers.commands import run
 from helpers.models import dequantize_once
+from helpers.oracle import ALPHA, RANK, Oracle, Parameters, Recipe, distance, saved
 from mesp import reference
 from mesp.bundle.reader import Bundle
 from mesp.engine.build import find_engine

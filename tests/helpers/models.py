@@ -11,14 +11,18 @@ import mlx.nn as nn
 import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.models.base import create_causal_mask
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.tuner.lora import LoRALinear
 from mlx_lm.utils import _get_classes
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
+from mesp import reference
 from mesp.models import families
 from mesp.models.architecture import Architecture, Block
 from mesp.models.mixers import AttentionMixer
 from mesp.models.names import CONVOLUTIONS, name_here, name_there
 from mesp.models.quantization import Quantization
+from mesp.text import load_tokenizer
 
 TINY = {
     "model_type": "qwen2",
@@ -379,3 +383,33 @@ def dequantize_once(patch: pytest.MonkeyPatch) -> None:
 
 def quantizable(module: nn.Module) -> bool:
     return hasattr(module, "to_quantized")
+
+
+def load_lora(layer: nn.Module, flat: mx.array, block: Block, scale: float) -> None:
+    """Wraps an mlx-lm block's modules in LoRALinear; only `flat`'s parameters are trainable."""
+    modules = dict(layer.named_modules())
+    wrapped = []
+    for name, (A, B) in reference.unpack_lora(flat, block).items():
+        lora = LoRALinear.from_base(modules[name], r=A.shape[1], scale=scale)
+        lora.lora_a, lora.lora_b = A, B
+        wrapped.append((name, lora))
+    layer.freeze()
+    for name, lora in wrapped:
+        parent, child = name.split(".")
+        setattr(layer[parent], child, lora)
+
+
+def byte_tokenizer(folder: Path, has_begin: bool, adds_begin: bool) -> TokenizerWrapper:
+    """A token a byte: 0 ends a text, and 1 begins it."""
+    end, begin, *others = (f"<0x{byte:02X}>" for byte in range(256))
+    vocabulary = {token: byte for byte, token in enumerate([end, begin, *others])}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [], byte_fallback=True))
+    if adds_begin:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{begin} $A", special_tokens=[(begin, vocabulary[begin])]
+        )
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end}
+    config |= {"bos_token": begin} if has_begin else {}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return load_tokenizer(folder)

@@ -4,8 +4,8 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models.gated_delta import compute_g, gated_delta_ops
 from mlx_lm.models.qwen3_next import Qwen3NextRMSNormGated
-from test_reference import check, normal
 
+from helpers.derivatives import check, normal
 from mesp import reference
 
 

@@ -12,50 +12,24 @@ from mlx_lm.models.base import create_causal_mask
 from mlx_lm.tuner.lora import LoRALinear
 from mlx_lm.tuner.trainer import default_loss
 
-from helpers.models import FAMILIES, TINY, arrays_of, mlx_lm_model, run_layer, text_of
+from helpers.derivatives import TOLERANCE, assert_close, check, normal, relative_error
+from helpers.models import (
+    FAMILIES,
+    TINY,
+    arrays_of,
+    load_lora,
+    mlx_lm_model,
+    run_layer,
+    text_of,
+)
+from helpers.preferences import TRL
 from mesp import reference
 from mesp.models.architecture import Architecture, Block
 from mesp.models.mixers import AttentionMixer
 from mesp.models.quantization import Quantization
 
-TOLERANCE = 1e-5
 SCALE = 2.0
 EPS = 1e-6
-
-
-def relative_error(actual: mx.array, expected: mx.array) -> float:
-    """‖a - b‖₂ / ‖b‖₂"""
-    assert actual.shape == expected.shape
-    return (mx.linalg.norm(actual - expected) / mx.linalg.norm(expected)).item()
-
-
-def assert_close(name: str, actual: mx.array, expected: mx.array) -> None:
-    error = relative_error(actual, expected)
-    assert error <= TOLERANCE, f"{name}: relative error {error:.2e}"
-
-
-def normal(*arch: int) -> mx.array:
-    return mx.random.normal(arch)
-
-
-def check(forward, backward, oracle, inputs: dict[str, mx.array], zeros=()) -> None:
-    """`forward` equals `oracle`, and `backward(y, dy)` the gradients of both by each input.
-
-    Gradients named in `zeros` are zero but for rounding.
-    """
-    names, arrays = list(inputs), list(inputs.values())
-    y = forward(*arrays)
-    dy = normal(*y.shape)
-    assert_close("y", y, oracle(*arrays))
-    actual = backward(y, dy)
-    for function in (forward, oracle):
-        _, expected = mx.vjp(function, arrays, [dy])
-        for name, a, b in zip(names, actual, expected, strict=True):
-            if name in zeros:
-                limit = TOLERANCE * mx.linalg.norm(dy)
-                assert mx.linalg.norm(a) <= limit and mx.linalg.norm(b) <= limit, name
-            else:
-                assert_close(f"d {name}", a, b)
 
 
 @pytest.fixture(autouse=True)
@@ -319,20 +293,6 @@ def reference_model(model: nn.Module, arch: Architecture) -> reference.Model:
     return reference.Model(arch, blocks, embedding, head | {"norm": norm})
 
 
-def load_lora(layer: nn.Module, flat: mx.array, block: Block) -> None:
-    """Wraps an mlx-lm block's modules in LoRALinear; only `flat`'s parameters are trainable."""
-    modules = dict(layer.named_modules())
-    wrapped = []
-    for name, (A, B) in reference.unpack_lora(flat, block).items():
-        lora = LoRALinear.from_base(modules[name], r=A.shape[1], scale=SCALE)
-        lora.lora_a, lora.lora_b = A, B
-        wrapped.append((name, lora))
-    layer.freeze()
-    for name, lora in wrapped:
-        parent, child = name.split(".")
-        setattr(layer[parent], child, lora)
-
-
 def flat_gradient(grads: dict, block: Block) -> mx.array:
     """mlx-lm's gradients of a block's LoRALinear modules as the flat vector."""
     arrays = dict(tree_flatten(grads))
@@ -391,7 +351,7 @@ def test_block(T, rank, group_size, config):
         assert_same_gradient(d_lora, d_lora_vjp, described, T)
 
         layer = model.layers[i]
-        load_lora(layer, lora, described)
+        load_lora(layer, lora, described, SCALE)
 
         def mlx_lm_block(x, parameters, layer=layer, described=described, dy=dy):
             layer.update(parameters)
@@ -431,7 +391,7 @@ def test_model(T, rank, group_size, config):
 
     model.freeze()
     for layer, flat, block in zip(model.layers, lora, arch.blocks, strict=True):
-        load_lora(layer, flat, block)
+        load_lora(layer, flat, block, SCALE)
     lengths = mx.array([[1, T]])
     if arch.model_type in ("mistral", "phi3", "gemma2") and T > 5:
         without, _ = default_loss(model, window[None], lengths)
@@ -619,56 +579,6 @@ def test_unknown_method(training):
 # Preferences, against TRL's formulas.
 
 
-class TRL:
-    """The losses of TRL 1.9.0, in MLX: names and order of the formulas are its own.
-
-    DPOTrainer (`loss_type` sigmoid and ipo), CPOTrainer of `experimental/cpo` (simpo with
-    `cpo_alpha=0`), ORPOTrainer of `experimental/orpo`, and KTOTrainer (`loss_type` kto), with
-    the constants as given. Arrays have an element a pair, or a record.
-    """
-
-    def __init__(self, beta: float, desirable_weight: float = 1.5) -> None:
-        self.beta, self.desirable_weight = beta, desirable_weight
-
-    def sigmoid(self, chosen_logps, rejected_logps, ref_chosen_logps, ref_rejected_logps, **_):
-        chosen_logratios = chosen_logps - ref_chosen_logps
-        rejected_logratios = rejected_logps - ref_rejected_logps
-        delta_score = chosen_logratios - rejected_logratios
-        return -nn.log_sigmoid(self.beta * delta_score).mean()
-
-    def ipo(
-        self, chosen_logps, rejected_logps, ref_chosen_logps, ref_rejected_logps,
-        chosen_count, rejected_count, **_,
-    ):  # fmt: skip
-        chosen_avg_score = (chosen_logps - ref_chosen_logps) / chosen_count
-        rejected_avg_score = (rejected_logps - ref_rejected_logps) / rejected_count
-        ipo_delta = chosen_avg_score - rejected_avg_score
-        return ((ipo_delta - 1 / (2 * self.beta)) ** 2).mean()
-
-    def simpo(self, chosen_logps, rejected_logps, chosen_count, rejected_count, **_):
-        logits = chosen_logps / chosen_count - rejected_logps / rejected_count
-        gamma_logratios = 0.5 / self.beta
-        logits = logits - gamma_logratios
-        return -nn.log_sigmoid(self.beta * logits).mean()
-
-    def orpo(
-        self, chosen_logps, rejected_logps, chosen_count, rejected_count, chosen_nll_loss, **_
-    ):
-        policy_chosen_logps = chosen_logps / chosen_count
-        policy_rejected_logps = rejected_logps / rejected_count
-        log_odds = (policy_chosen_logps - policy_rejected_logps) - (
-            mx.log1p(-mx.exp(policy_chosen_logps)) - mx.log1p(-mx.exp(policy_rejected_logps))
-        )
-        losses = self.beta * nn.log_sigmoid(log_odds)
-        return chosen_nll_loss - losses.mean()
-
-    def kto(self, logps, ref_logps, KL_logps, ref_KL_logps, labels):
-        kl = mx.stop_gradient(mx.maximum((KL_logps - ref_KL_logps).mean(), 0))
-        chosen_losses = 1 - mx.sigmoid(self.beta * (logps - ref_logps - kl))
-        rejected_losses = 1 - mx.sigmoid(self.beta * (kl - (logps - ref_logps)))
-        return mx.where(labels, self.desirable_weight * chosen_losses, rejected_losses).mean()
-
-
 PAIR_LENGTHS = [(9, 4), (13, 5)]  # tokens, and how many of them are prompt
 
 
@@ -682,7 +592,7 @@ def preferring():
     windows = [mx.random.randint(0, arch.vocab_size, (n,)) for n, _ in PAIR_LENGTHS]
     model.freeze()
     for layer, flat, block in zip(model.layers, lora, arch.blocks, strict=True):
-        load_lora(layer, flat, block)
+        load_lora(layer, flat, block, SCALE)
     return arch, model, ours, lora, start, windows
 
 

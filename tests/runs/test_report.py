@@ -3,13 +3,13 @@
 import json
 import re
 import subprocess
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from test_collect import write_run
 
 from helpers.commands import invoke
+from helpers.pages import Page
+from helpers.runs import write_run
 from mesp.commands.report import main
 
 pytest.importorskip("matplotlib")
@@ -17,35 +17,6 @@ pytest.importorskip("matplotlib")
 
 def report(*arguments: object) -> subprocess.CompletedProcess:
     return invoke(main, "mesp report", *arguments)
-
-
-class Page(HTMLParser):
-    """What a page says: its text, its tables' cells by row, and what it refers to."""
-
-    def __init__(self, path: Path):
-        super().__init__()
-        self.text, self.rows, self.references = "", [], []
-        self.source = path.read_text(encoding="utf-8")
-        self.feed(self.source)
-
-    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
-        if tag == "tr":
-            self.rows.append([])
-        elif tag in ("th", "td"):
-            self.rows[-1].append("")
-        for name, value in attributes:
-            if name in ("src", "href", "data", "action"):
-                self.references.append(value)
-            self.references += re.findall(r"url\((.*?)\)", value or "")
-
-    def handle_data(self, data: str) -> None:
-        self.text += data
-        if self.rows and self.rows[-1]:
-            self.rows[-1][-1] += data
-
-    def row(self, name: str) -> list[str]:
-        cells = next(row for row in self.rows if row and row[0] == name)
-        return [cell.strip() for cell in cells[1:]]
 
 
 def made(out: Path, *runs: Path) -> Page:

@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_report import Page
 
+from helpers.pages import Page
 from helpers.paths import DEMO_BUNDLE, ROOT
 from helpers.phones import APP, Phones
 from mesp.engine.build import expected_version, find_engine

@@ -1,0 +1,145 @@
+"""An ordinary training loop, with the gradients of automatic differentiation."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.optimizers as optim
+import numpy as np
+
+from mesp import reference
+from mesp.bundle.reader import Bundle
+
+SEQ_LEN = 32
+RANK = 8
+STEPS = 5
+ALPHA = 16.0
+
+Parameters = dict[str, mx.array]  # by the names in adapters.safetensors
+
+
+@dataclass
+class Recipe:
+    """What an oracle run is made of; the defaults are mesp-train's."""
+
+    optimizer: optim.Optimizer
+    batch_size: int = 1
+    accumulation: int = 1
+    max_grad_norm: float | None = None
+    projections: tuple[str, ...] = ("q", "k", "v", "o", "gate", "up", "down")
+    num_layers: int | None = None
+    freeze_a: bool = False
+    scale: float = ALPHA / RANK
+    start: Parameters | None = None
+    seed: int = 0
+
+
+@dataclass
+class Trained:
+    start: Parameters
+    end: Parameters
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    rates: list[float] = field(default_factory=list)
+
+
+@dataclass
+class Oracle:
+    """The bundle's model and training data."""
+
+    model: reference.Model
+    # T + 1 tokens at most, and the positions of those that count.
+    sequences: list[tuple[mx.array, mx.array]]
+
+    @classmethod
+    def of(cls, path: Path) -> Oracle:
+        bundle = Bundle(path)
+        tokens = bundle.tokens("train").astype(np.int64)
+        windows = range(0, len(tokens) - SEQ_LEN, SEQ_LEN)
+        bounds = [(start, SEQ_LEN + 1) for start in windows]
+        if (examples := bundle.examples("train")) is not None:
+            bounds = examples.tolist()
+        mask = np.ones(len(tokens)) if bundle.mask("train") is None else bundle.mask("train")
+        sequences = []
+        for start, length in bounds:
+            stop = start + min(length, SEQ_LEN + 1)
+            counted = 1 + np.flatnonzero(mask[start + 1 : stop])
+            if counted.size:
+                sequences.append((mx.array(tokens[start:stop]), mx.array(counted)))
+        return cls(reference.Model.of(bundle), sequences)
+
+    def initial(self, recipe: Recipe) -> Parameters:
+        """The trained matrices of every trained block, by name."""
+        arch = self.model.arch
+        flat = reference.init_lora(arch, RANK, recipe.seed)
+        first = arch.num_hidden_layers - (recipe.num_layers or arch.num_hidden_layers)
+        parameters = {}
+        for index in range(first, arch.num_hidden_layers):
+            for name, (a, b) in reference.unpack_lora(flat[index], arch.blocks[index]).items():
+                if name.split(".")[1].removesuffix("_proj") in recipe.projections:
+                    parameters[f"model.layers.{index}.{name}.lora_a"] = a
+                    parameters[f"model.layers.{index}.{name}.lora_b"] = b
+        return parameters | (recipe.start or {})
+
+    def loss(self, parameters: Parameters, batch: list, scale: float) -> mx.array:
+        """Mean over all targets of the batch that count."""
+        arch, losses = self.model.arch, []
+        lora = []
+        for index, block in enumerate(arch.blocks):
+            prefix = f"model.layers.{index}."
+            matrices = {
+                name: (
+                    parameters.get(f"{prefix}{name}.lora_a", mx.zeros((inp, RANK))),
+                    parameters.get(f"{prefix}{name}.lora_b", mx.zeros((RANK, out))),
+                )
+                for name, (out, inp) in block.sizes().items()
+            }
+            lora.append(reference.pack_lora(matrices, block))
+        for tokens, positions in batch:
+            y = reference.forward(self.model, lora, tokens[:-1], scale)[-1]
+            counted = y[:, positions - 1]
+            mean = reference.cross_entropy(counted, tokens[positions], self.model.head, arch)
+            losses.append((mean * counted.shape[1], counted.shape[1]))
+        return sum(total for total, _ in losses) / sum(count for _, count in losses)
+
+    def train(self, recipe: Recipe, steps: int = STEPS) -> Trained:
+        parameters = self.initial(recipe)
+        trained = Trained(parameters, parameters)
+        gradient = mx.value_and_grad(self.loss)
+        taken = 0
+        for _ in range(steps):
+            losses, sums = [], {name: mx.zeros_like(array) for name, array in parameters.items()}
+            for _ in range(recipe.accumulation):
+                batch = []
+                for _ in range(recipe.batch_size):
+                    index = reference.step_window(taken, recipe.seed, len(self.sequences))
+                    batch.append(self.sequences[index])
+                    taken += 1
+                loss, gradients = gradient(parameters, batch, recipe.scale)
+                losses.append(loss)
+                sums = {name: sums[name] + gradients[name] for name in sums}
+            gradients = {name: array / recipe.accumulation for name, array in sums.items()}
+            if recipe.freeze_a:
+                gradients = {n: each * n.endswith("lora_b") for n, each in gradients.items()}
+            if recipe.max_grad_norm:
+                gradients, norm = optim.clip_grad_norm(gradients, recipe.max_grad_norm)
+                trained.norms.append(norm.item())
+            # The optimizer sets the rate of a step while it takes it.
+            parameters = recipe.optimizer.apply_gradients(gradients, parameters)
+            mx.eval(parameters, recipe.optimizer.state)
+            trained.rates.append(recipe.optimizer.learning_rate.item())
+            trained.losses.append(sum(losses).item() / recipe.accumulation)
+        trained.end = parameters
+        return trained
+
+
+def saved(output: Path) -> Parameters:
+    return mx.load(str(output / "adapters" / "adapters.safetensors"))
+
+
+def distance(a: Parameters, b: Parameters) -> float:
+    assert a.keys() == b.keys()
+    return math.sqrt(sum(mx.sum(mx.square(a[name] - b[name])).item() for name in a))
