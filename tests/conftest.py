@@ -12,6 +12,7 @@ from helpers import openblas  # noqa: F401, before MLX
 # isort: split
 import pytest
 
+from helpers.commands import call
 from helpers.models import TEXT, TINY, write_model
 from helpers.phones import Phones
 from mesp.errors import MespError
@@ -50,6 +51,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model with a tokenizer: float32, tied, in one file."""
     return write_model(tmp_path_factory.mktemp("models") / "tiny", TINY)
+
+
+@pytest.fixture(scope="session")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A bundle of the demo model for 64 tokens, by the defaults of an export; not to be changed."""
+    out = tmp_path_factory.mktemp("demo") / "demo.mesp"
+    call("export", "--model", "demo", "--out", out, "--seq-len", 64)
+    return out
 
 
 @pytest.fixture(scope="session")

@@ -18,7 +18,7 @@ from mlx import nn
 from mlx_lm.tuner.trainer import default_loss
 from mlx_lm.tuner.utils import load_adapters
 
-from helpers.commands import command, run
+from helpers.commands import call, command, run
 from helpers.paths import DEMO_MODEL, ROOT
 from mesp.bundle.reader import Bundle
 from mesp.engine.build import find_engine
@@ -44,8 +44,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     find_engine()
     path = tmp_path_factory.mktemp("demo") / "demo.mesp"
     how = ("--quantize", "nearest", "--head-bits", 4)  # as mlx-lm quantizes
-    done = run("export", "--model", "demo", "--out", path, "--seq-len", SEQ_LEN, *how)
-    assert done.returncode == 0, done.stderr
+    call("export", "--model", "demo", "--out", path, "--seq-len", SEQ_LEN, *how)
     return path
 
 
@@ -67,8 +66,7 @@ def test_the_defaults_learn(bundle: Path, tmp_path: Path):
     losses = {}
     for name, options in {"default": (), "paper": ("--paper",)}.items():
         output = tmp_path / name
-        done = run("train", bundle, "--steps", 60, "--out", output, *options)
-        assert done.returncode == 0, done.stderr
+        call("train", bundle, "--steps", 60, "--out", output, *options)
         losses[name] = [record["loss"] for record in records(output, "eval")]
     before, after = losses["default"]
     assert after < before - 0.4
@@ -118,8 +116,7 @@ def test_a_bundle_written_anew_trains_alike(bundle: Path, trained: Path, tmp_pat
     other = tmp_path / "other.mesp"
     for options in (("--seq-len", 32, "--rank", 4), ("--seq-len", f"{SEQ_LEN},32", "--rank", 8)):
         source = other if other.exists() else bundle
-        done = run("export", "--from", source, "--out", other, "--overwrite", *options)
-        assert done.returncode == 0, done.stderr
+        done = call("export", "--from", source, "--out", other, "--overwrite", *options)
     done = train(other, tmp_path / "run", "--seq-len", SEQ_LEN)
     assert done.returncode == 0, done.stderr
     losses = [[r["loss"] for r in records(o, "step")] for o in (trained, tmp_path / "run")]
@@ -136,8 +133,7 @@ def test_losses_of_masked_examples_are_mlx_lms(bundle: Path, tmp_path: Path):
         path = tmp_path / "data" / f"{split}.jsonl"
         path.parent.mkdir(exist_ok=True)
         path.write_text("\n".join(map(json.dumps, lines)))
-    done = run("data", copy, "--data", tmp_path / "data", "--mask-prompt")
-    assert done.returncode == 0, done.stderr
+    call("data", copy, "--data", tmp_path / "data", "--mask-prompt")
     done = train(copy, tmp_path / "run", "--batch-size", 2, "--steps", 1)
     assert done.returncode == 0, done.stderr
 

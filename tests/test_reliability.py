@@ -22,7 +22,7 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file
 
-from helpers.commands import command, run
+from helpers.commands import call, command
 from helpers.models import TEXT, TINY, write_model
 from helpers.paths import ROOT
 from mesp.bundle.reader import Bundle
@@ -82,8 +82,7 @@ def export_process(*arguments: object) -> BaseProcess:
 @pytest.fixture(scope="module")
 def bundle(model: Path) -> Path:
     out = model.parent / "small.mesp"
-    done = run("export", *export_options(model, out))
-    assert done.returncode == 0, done.stderr
+    call("export", *export_options(model, out))
     return out
 
 
@@ -92,8 +91,7 @@ def settings(bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> dict:
     """Settings of a short run with every kind of state, as mesp-train writes them."""
     output = tmp_path_factory.mktemp("settings") / "run"
     options = ("--steps", 1, "--optimizer", "adamw", "--learning-rate", 0.01, "--val-batches", 2)
-    done = run("train", bundle, *options, "--out", output)
-    assert done.returncode == 0, done.stderr
+    call("train", bundle, *options, "--out", output)
     settings = json.loads((output / "settings.json").read_text())
     return settings | {"steps": STEPS, "eval_every": EVAL_EVERY}
 
@@ -474,8 +472,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two blocks of Qwen2.5-0.5B's geometry."""
     out = tmp_path_factory.mktemp("large") / "large.mesp"
     options = ("--random-weights", "--layers", 2, "--seq-len", 64, "--out", out)
-    done = run("export", "--model", "Qwen2.5-0.5B", *options)
-    assert done.returncode == 0, done.stderr
+    call("export", "--model", "Qwen2.5-0.5B", *options)
     return out
 
 

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from helpers.adapters import write_adapters
-from helpers.commands import command, run
+from helpers.commands import call, command, run
 from helpers.models import TEXT, TINY, write_model
 from mesp.bundle.reader import Bundle
 from mesp.files import read_json
@@ -34,8 +34,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_model(folder / "model", TINY)
     (folder / "text.txt").write_text(TEXT)
     size = ("--seq-len", 8, "--rank", 2, "--data", folder / "text.txt")
-    done = run("export", "--model", folder / "model", *size, "--out", folder / "exported.mesp")
-    assert done.returncode == 0, done.stderr
+    call("export", "--model", folder / "model", *size, "--out", folder / "exported.mesp")
     return folder / "exported.mesp"
 
 
@@ -290,8 +289,7 @@ def test_a_fused_model_holds_no_code(bundle: Path, adapters: Path, tmp_path: Pat
         (bundle / name).write_text(f"import pathlib; pathlib.Path({str(harm)!r}).touch()")
     list_again(bundle)
     (bundle / "merges.txt").symlink_to(secret)  # which is not listed
-    done = run(*fuse(bundle, adapters), "--val-batches", 0)
-    assert done.returncode == 0, done.stderr
+    call(*fuse(bundle, adapters), "--val-batches", 0)
     fused = bundle.with_name("fused")
     assert {path.name for path in fused.iterdir()} == {
         "LICENSE", "LICENSE.txt", "config.json", "model.safetensors",
@@ -309,8 +307,7 @@ def test_a_bundle_of_a_model_with_code_has_none(exported: Path, tmp_path: Path):
     (model / "LICENSE.py").write_text("")
     (model / "LICENSE").write_text("")
     out = tmp_path / "out.mesp"
-    done = run("export", "--model", model, "--seq-len", 8, "--rank", 2, "--out", out)
-    assert done.returncode == 0, done.stderr
+    call("export", "--model", model, "--seq-len", 8, "--rank", 2, "--out", out)
     assert not list(out.rglob("*.py")) and (out / "LICENSE").exists()
     for name in ("config.json", "tokenizer_config.json"):
         assert "code" not in (out / name).read_text()
@@ -323,8 +320,7 @@ def test_a_bundle_written_anew_names_no_code(bundle: Path, tmp_path: Path):
     name_code(bundle, tmp_path / "harm")
     list_again(bundle)
     out = tmp_path / "anew.mesp"
-    done = run("export", "--from", bundle, "--out", out)
-    assert done.returncode == 0, done.stderr
+    call("export", "--from", bundle, "--out", out)
     Bundle(out).verify()
     assert not list(out.rglob("*.py"))
     for name in ("config.json", "tokenizer_config.json"):
@@ -580,8 +576,7 @@ def test_new_data_goes_through_no_link(bundle: Path, exported: Path, tmp_path: P
     other = Path(shutil.copytree(exported, tmp_path / "other.mesp"))
     before = {path: path.read_bytes() for path in other.rglob("*") if path.is_file()}
     (bundle / "data.2").symlink_to(other / "data")
-    done = run("data", bundle, "--data", "python-docs")
-    assert done.returncode == 0, done.stderr
+    call("data", bundle, "--data", "python-docs")
     assert {path: path.read_bytes() for path in other.rglob("*") if path.is_file()} == before
     assert not (bundle / "data.2").is_symlink() and (bundle / "data.2" / "train.bin").exists()
 
@@ -598,8 +593,7 @@ def test_an_unfinished_folder_that_is_a_link_is_not_followed(tmp_path: Path):
     kept.mkdir()
     (kept / "file").touch()
     (tmp_path / ".out.mesp.partial").symlink_to(kept)
-    done = run("export", "--model", "demo", "--seq-len", 8, "--out", tmp_path / "out.mesp")
-    assert done.returncode == 0, done.stderr
+    call("export", "--model", "demo", "--seq-len", 8, "--out", tmp_path / "out.mesp")
     assert [path.name for path in kept.iterdir()] == ["file"]
 
 
@@ -610,8 +604,7 @@ def test_figures_are_written_through_no_link(exported: Path, tmp_path: Path, nam
     (tmp_path / name).symlink_to(kept)
     (tmp_path / "questions.jsonl").write_text('{"text": "a dog"}\n')
     figures = tmp_path / "figures.json"
-    done = run("evaluate", exported, tmp_path / "questions.jsonl", "--out", figures)
-    assert done.returncode == 0, done.stderr
+    call("evaluate", exported, tmp_path / "questions.jsonl", "--out", figures)
     assert kept.read_text() == "kept" and json.loads(figures.read_text())["results"]
 
 
@@ -621,8 +614,7 @@ def test_settings_are_written_through_no_link(bundle: Path, tmp_path: Path, name
     output.mkdir()
     kept.write_text("kept")
     (output / name).symlink_to(kept)
-    done = run("train", bundle, "--steps", 1, "--seq-len", 8, "--out", output)
-    assert done.returncode == 0, done.stderr
+    call("train", bundle, "--steps", 1, "--seq-len", 8, "--out", output)
     assert kept.read_text() == "kept"
 
 

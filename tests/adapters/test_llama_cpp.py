@@ -34,7 +34,7 @@ from mlx_lm.utils import dequantize_model
 from tokenizers import Tokenizer
 
 from helpers.adapters import write_adapters
-from helpers.commands import run
+from helpers.commands import call
 from helpers.gguf_files import INTERLEAVED, MODELS, q8_0, write_gguf
 from helpers.models import FAMILIES, random_tensors, write_model
 from mesp.bundle.reader import Bundle
@@ -87,11 +87,6 @@ class Case:
 
     def adapted(self) -> nn.Module:
         return load_adapters(self.model(), str(self.adapters))
-
-
-def call(*arguments: object) -> None:
-    done = run(*arguments)
-    assert done.returncode == 0, done.stderr
 
 
 @pytest.fixture(scope="module", params=["demo", *TINY])

@@ -27,7 +27,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, Gemma3Config, Gemma3ForConditionalGeneration
 
 from bench import main as bench
-from helpers.commands import invoke, run
+from helpers.commands import call, invoke
 from helpers.models import FAMILIES, TEXT, published, write_model
 from in_peft.inputs import first_adapters
 from in_peft.inputs import write_model as write_dequantized
@@ -45,11 +45,6 @@ VAL_BATCHES = 8
 TOLERANCE = 1e-4
 
 
-def call(*arguments: object) -> None:
-    done = run(*arguments)
-    assert done.returncode == 0, done.stderr
-
-
 def train(bundle: Path, output: Path, *options: object) -> Run:
     fixed = ("--steps", 20, "--optimizer", "adamw", "--learning-rate", 5e-3)
     fixed += ("--val-batches", VAL_BATCHES)
@@ -58,17 +53,9 @@ def train(bundle: Path, output: Path, *options: object) -> Run:
 
 
 @pytest.fixture(scope="module")
-def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    find_engine()
-    path = tmp_path_factory.mktemp("demo") / "demo.mesp"
-    call("export", "--model", "demo", "--out", path, "--seq-len", SEQ_LEN)
-    return path
-
-
-@pytest.fixture(scope="module")
-def folder(bundle: Path) -> Path:
+def folder(bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The bundle's weights, dequantized, as a Hugging Face model in float32."""
-    path = bundle.parent / "dequantized"
+    path = tmp_path_factory.mktemp("peft") / "dequantized"
     write_dequantized(Bundle(bundle), path)
     return path
 

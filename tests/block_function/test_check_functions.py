@@ -13,7 +13,7 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from helpers.commands import run
+from helpers.commands import call, run
 from helpers.paths import ROOT
 from mesp.block_function import mlxfn
 from mesp.block_function.check import check_functions
@@ -117,10 +117,7 @@ def test_indices_that_are_computed_are_refused_unless_masked(tmp_path):
 
 
 def test_a_function_of_a_bundle_is_checked_before_mlx_reads_it(tiny, tmp_path):
-    done = run(
-        "export", "--model", tiny, "--seq-len", 8, "--device", "cpu", "--out", tmp_path / "b"
-    )
-    assert done.returncode == 0, done.stderr
+    call("export", "--model", tiny, "--seq-len", 8, "--device", "cpu", "--out", tmp_path / "b")
     bundle = Bundle(tmp_path / "b")
     path = functions_folder(bundle.path, bundle.manifest) / bundle.manifest.blocks[0].functions["8"]
     path.write_bytes(exported(tmp_path, lambda x: mx.as_strided(x, (64,), (1,), 1 << 20)))
@@ -143,8 +140,7 @@ def test_a_function_has_the_outputs_of_a_block(tiny, tmp_path, change):
     out, record = tmp_path / "b", tmp_path / "text.jsonl"
     record.write_text('{"text": "a dog and a cat and a dog"}\n' * 8)
     options = ("--seq-len", 8, "--device", "cpu", "--dtype", "float32", "--data", record)
-    done = run("export", "--model", tiny, *options, "--out", out)
-    assert done.returncode == 0, done.stderr
+    call("export", "--model", tiny, *options, "--out", out)
     bundle, name = Bundle(out), function_file(out)
     block = bundle.architecture.blocks[0]
     original = block_function(block, bundle.group(0).layout, "cpu", plain=True)
@@ -202,11 +198,10 @@ def test_the_engine_checks_a_function_before_mlx_reads_it(tiny, tmp_path):
     find_engine()
     bundle, record = tmp_path / "b", tmp_path / "text.jsonl"
     record.write_text('{"text": "a dog and a cat and a dog"}\n' * 8)
-    done = run(
+    call(
         *("export", "--model", tiny, "--seq-len", 8, "--device", "cpu", "--data", record),
         *("--out", bundle),
     )
-    assert done.returncode == 0, done.stderr
     name = function_file(bundle)
     file = exported(tmp_path, lambda x: mx.as_strided(x, (64,), (1,), 1 << 20))
     replace_file(bundle, name, file)

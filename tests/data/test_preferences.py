@@ -11,7 +11,7 @@ import mlx.optimizers as optim
 import numpy as np
 import pytest
 
-from helpers.commands import run
+from helpers.commands import call
 from helpers.models import load_lora
 from helpers.paths import DEMO_MODEL
 from helpers.preferences import TRL
@@ -228,7 +228,7 @@ def bundle(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     ]
     (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, records)))
     size = ("--seq-len", SEQ_LEN, "--rank", RANK)
-    done = run(
+    call(
         "export",
         "--model",
         tiny,
@@ -238,7 +238,6 @@ def bundle(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         "--out",
         folder / "tiny.mesp",
     )
-    assert done.returncode == 0, done.stderr
     return folder / "tiny.mesp"
 
 
@@ -322,8 +321,7 @@ def independent(bundle: Path, objective: str, steps: int) -> list[float]:
 def test_a_hundred_steps_are_those_of_an_independent_trainer(bundle, tmp_path, objective):
     options = ("--objective", objective, "--steps", STEPS, "--batch-size", 2, "--alpha", 2 * RANK)
     options += ("--optimizer", "sgd", "--learning-rate", RATES[objective], "--val-batches", 2)
-    done = run("train", bundle, *options, "--out", tmp_path / "run")
-    assert done.returncode == 0, done.stderr
+    done = call("train", bundle, *options, "--out", tmp_path / "run")
     assert "accuracy" in done.stdout and "perplexity" not in done.stdout
     trained = Run.load(tmp_path / "run")
     assert trained.losses == pytest.approx(independent(bundle, objective, STEPS), rel=1e-3)
@@ -341,14 +339,12 @@ def test_a_run_takes_up_its_references_again(bundle, tmp_path):
     options = ("--objective", "dpo", "--learning-rate", 1e-3, "--val-batches", 2)
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     for output, steps in ((whole, 6), (parts, 3)):
-        done = run("train", bundle, *options, "--steps", steps, "--out", output)
-        assert done.returncode == 0, done.stderr
+        call("train", bundle, *options, "--steps", steps, "--out", output)
     assert len(mx.load(str(parts / "state.safetensors"))["reference.answers"]) == 2 * (3 + 2)
-    done = run("train", "--resume", "--out", parts, "--steps", 6)
-    assert done.returncode == 0, done.stderr
+    call("train", "--resume", "--out", parts, "--steps", 6)
     assert Run.load(parts).losses == Run.load(whole).losses
     # From adapters, π₀ is the model with them: again the loss begins at log 2.
-    again = run(
+    call(
         "train",
         bundle,
         *options,
@@ -359,5 +355,4 @@ def test_a_run_takes_up_its_references_again(bundle, tmp_path):
         "--out",
         tmp_path / "again",
     )
-    assert again.returncode == 0, again.stderr
     assert Run.load(tmp_path / "again").losses == pytest.approx([np.log(2)], rel=1e-5)

@@ -14,7 +14,7 @@ from mlx_lm.generate import generate_step
 from mlx_lm.sample_utils import make_sampler
 from mlx_lm.tuner.utils import linear_to_lora_layers, load_adapters
 
-from helpers.commands import command, run
+from helpers.commands import call, command, run
 from helpers.models import FAMILIES, TINY, write_model
 from mesp.bundle.reader import Bundle
 from mesp.engine.build import find_engine
@@ -28,8 +28,7 @@ PROMPT = "A class definition"
 
 
 def export(model: object, out: Path, *options: object) -> Path:
-    done = run("export", "--model", model, "--out", out, "--seq-len", SEQ_LEN, *options)
-    assert done.returncode == 0, done.stderr
+    call("export", "--model", model, "--out", out, "--seq-len", SEQ_LEN, *options)
     return out
 
 
@@ -48,15 +47,11 @@ def train(bundle: Path, output: Path, **settings: object) -> subprocess.Complete
 
 
 @pytest.fixture(scope="module")
-def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return export("demo", tmp_path_factory.mktemp("demo") / "demo.mesp")
-
-
-@pytest.fixture(scope="module")
-def adapters(bundle: Path) -> Path:
-    done = train(bundle, bundle.parent / "run")
+def adapters(bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    output = tmp_path_factory.mktemp("generate") / "run"
+    done = train(bundle, output)
     assert done.returncode == 0, done.stderr
-    return bundle.parent / "run" / "adapters"
+    return output / "adapters"
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers.commands import run
+from helpers.commands import call
 from helpers.models import TINY, write_model, write_model_in_5_bits
 from mesp.engine.build import find_engine
 from mesp.engine.process import find_count
@@ -16,8 +16,7 @@ LENGTH = 256
 
 def exported(folder: Path, *options: object) -> Path:
     bundle = folder / "bundle.mesp"
-    done = run("export", "--out", bundle, "--seq-len", LENGTH, *options)
-    assert done.returncode == 0, done.stderr
+    call("export", "--out", bundle, "--seq-len", LENGTH, *options)
     return bundle
 
 
@@ -39,8 +38,7 @@ def test_a_run_takes_what_was_predicted(model: str, tmp_path: Path, monkeypatch)
         for attempt in range(3):
             output = tmp_path / f"{attempt}{''.join(kind)}"
             options = ("--steps", 3, "--val-batches", 0, *kind, "--out", output)
-            done = run("train", bundle, *options)
-            assert done.returncode == 0, done.stderr
+            call("train", bundle, *options)
             lines = (output / "metrics.jsonl").read_text().splitlines()
             records = {record["type"]: record for record in map(json.loads, lines)}
             measured = records["end"]["footprint_peak_bytes"]

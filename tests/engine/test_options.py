@@ -23,7 +23,7 @@ import mlx.optimizers as optim
 import numpy as np
 import pytest
 
-from helpers.commands import run
+from helpers.commands import call
 from helpers.models import dequantize_once
 from helpers.oracle import (
     ALPHA,
@@ -51,8 +51,7 @@ def train(bundle: Path, output: Path, *options: object, steps: int = STEPS) -> R
     settings = {"steps": steps, "optimizer": "sgd", "learning-rate": LEARNING_RATE}
     settings |= {"val-batches": VAL_BATCHES}
     typed = [text for name, value in settings.items() for text in (f"--{name}", value)]
-    done = run("train", bundle, *typed, "--out", output, *options)
-    assert done.returncode == 0, done.stderr
+    call("train", bundle, *typed, "--out", output, *options)
     return Run.load(output)
 
 
@@ -61,8 +60,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The demo model, with test data that is the held-out data's second half."""
     find_engine()
     path = tmp_path_factory.mktemp("demo") / "demo.mesp"
-    done = run("export", "--model", "demo", "--out", path, "--seq-len", SEQ_LEN, "--rank", RANK)
-    assert done.returncode == 0, done.stderr
+    call("export", "--model", "demo", "--out", path, "--seq-len", SEQ_LEN, "--rank", RANK)
     tokens = Bundle(path).tokens("valid")
     add_data(path, "test", tokens[len(tokens) // 2 :])
     return path
@@ -257,7 +255,7 @@ def bundle_of_lengths(bundle_of_examples: Path, tmp_path_factory: pytest.TempPat
     """The same examples, with shorter lengths too."""
     path = tmp_path_factory.mktemp("lengths") / "demo.mesp"
     lengths = (SEQ_LEN // 4, SEQ_LEN // 2, SEQ_LEN)
-    done = run(
+    call(
         "export",
         "--from",
         bundle_of_examples,
@@ -266,7 +264,6 @@ def bundle_of_lengths(bundle_of_examples: Path, tmp_path_factory: pytest.TempPat
         "--out",
         path,
     )
-    assert done.returncode == 0, done.stderr
     return path
 
 
@@ -306,8 +303,7 @@ def test_a_run_goes_on_when_its_bundle_got_shorter_lengths(
     path = shutil.copytree(bundle_of_examples, tmp_path / "demo.mesp")
     straight = train(path, tmp_path / "straight", steps=6)
     train(path, tmp_path / "run", steps=3)
-    done = run("export", "--from", path, "--seq-len", f"8,{SEQ_LEN}", "--overwrite")
-    assert done.returncode == 0, done.stderr
+    call("export", "--from", path, "--seq-len", f"8,{SEQ_LEN}", "--overwrite")
     resumed = train(path, tmp_path / "run", "--resume", steps=6)
     assert resumed.losses == pytest.approx(straight.losses, rel=1e-6, abs=1e-6)
 
@@ -414,8 +410,7 @@ def test_a_run_that_goes_on_is_as_if_it_had_not_stopped(
     options = (*options, "--batch-size", 2)
     whole = train(bundle, tmp_path / "whole", *options, steps=6)
     train(bundle, tmp_path / "run", *options, steps=4)
-    done = run("train", "--resume", "--out", tmp_path / "run", "--steps", 6)
-    assert done.returncode == 0, done.stderr
+    call("train", "--resume", "--out", tmp_path / "run", "--steps", 6)
     assert Run.load(tmp_path / "run").losses == whole.losses
     assert distance(saved(tmp_path / "run"), saved(tmp_path / "whole")) == 0
 

@@ -16,7 +16,7 @@ import mlx.optimizers as optim
 import numpy as np
 import pytest
 
-from helpers.commands import run
+from helpers.commands import call, run
 from helpers.models import dequantize_once
 from helpers.oracle import ALPHA, RANK, Oracle, Parameters, Recipe, distance, saved
 from mesp import reference
@@ -66,8 +66,7 @@ def export(folder: Path, data: Path, *options: object) -> Path:
     find_engine()
     path = folder / "demo.mesp"
     size = ("--seq-len", SEQ_LEN, "--rank", RANK)
-    done = run("export", "--model", "demo", "--data", data, "--out", path, *size, *options)
-    assert done.returncode == 0, done.stderr
+    call("export", "--model", "demo", "--data", data, "--out", path, *size, *options)
     return path
 
 
@@ -338,8 +337,7 @@ def test_text_in_several_sequences_is_refused(tmp_path: Path, options: tuple):
 def test_a_run_goes_on_to_more_steps(bundle: Path, tmp_path: Path):
     """The ε is that of all steps."""
     assert train(bundle, tmp_path / "run", "--dp-noise", 1).returncode == 0
-    done = run("train", "--resume", "--out", tmp_path / "run", "--steps", 5)
-    assert done.returncode == 0, done.stderr
+    done = call("train", "--resume", "--out", tmp_path / "run", "--steps", 5)
     assert f"ε {epsilon([Steps(5, 1, 3 / 27)], 1e-5):.3g} at δ 1e-05 over 5" in done.stdout
     assert "failed to converge" not in done.stderr
     assert Run.load(tmp_path / "run").end["step"] == 5

@@ -16,7 +16,7 @@ from mlx import nn
 from mlx.utils import tree_flatten
 from mlx_lm.tuner.utils import linear_to_lora_layers, load_adapters
 
-from helpers.commands import command, run
+from helpers.commands import call, command, run
 from mesp.bundle.reader import Bundle
 from mesp.engine.build import find_engine
 from mesp.engine.process import evaluator
@@ -46,15 +46,7 @@ TASKS = [
 
 
 @pytest.fixture(scope="module")
-def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("demo") / "demo.mesp"
-    done = run("export", "--model", "demo", "--out", out, "--seq-len", 64)
-    assert done.returncode == 0, done.stderr
-    return out
-
-
-@pytest.fixture(scope="module")
-def adapters(bundle: Path) -> Path:
+def adapters(bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Random ones, as mlx-lm keeps them, that change the model much."""
     keys = ["self_attn.q_proj", "self_attn.v_proj", "mlp.down_proj"]
     parameters = {"rank": 4, "scale": 4.0, "dropout": 0.0, "keys": keys}
@@ -65,8 +57,7 @@ def adapters(bundle: Path) -> Path:
         name: 0.05 * mx.random.normal(array.shape, key=mx.random.key(i))
         for i, (name, array) in enumerate(tree_flatten(model.trainable_parameters()))
     }
-    folder = bundle.parent / "adapters"
-    folder.mkdir()
+    folder = tmp_path_factory.mktemp("adapters")
     mx.save_safetensors(str(folder / "adapters.safetensors"), weights)
     config = {"fine_tune_type": "lora", "num_layers": 6, "lora_parameters": parameters}
     (folder / "adapter_config.json").write_text(json.dumps(config))
@@ -110,8 +101,7 @@ def evaluate(
     """The JSON of a run of the command, and its results by metric and adapters."""
     out = tmp_path / "out.json"
     data = write(tmp_path / "data.jsonl", records)
-    done = run("evaluate", bundle, data, "--out", out, *options)
-    assert done.returncode == 0, done.stderr
+    done = call("evaluate", bundle, data, "--out", out, *options)
     assert done.stdout.endswith(f"Figures: {out}\n")
     found = json.loads(out.read_text())
     return found, {(each["metric"], each["adapters"]): each for each in found["results"]}
@@ -307,8 +297,7 @@ def test_records_come_from_standard_input(bundle: Path):
 def test_a_long_prompt_loses_its_beginning(bundle: Path, tmp_path: Path):
     records = [QUESTIONS[0] | {"prompt": "war " * 40 + QUESTIONS[0]["prompt"]}]
     data = write(tmp_path / "data.jsonl", records)
-    done = run("evaluate", bundle, data, "--max-length", 8)
-    assert done.returncode == 0
+    done = call("evaluate", bundle, data, "--max-length", 8)
     assert done.stderr == "Prompts that --max-length 8 cut to their end: 1.\n"
 
 

@@ -19,7 +19,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.evaluate import MLXLM
 from mlx_lm.tuner.utils import linear_to_lora_layers, load_adapters
 
-from helpers.commands import command, run
+from helpers.commands import call, command, run
 from mesp.bundle.reader import Bundle
 from mesp.text import bundle_tokenizer
 
@@ -45,15 +45,7 @@ MAX_TOKENS = 6
 
 
 @pytest.fixture(scope="module")
-def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("demo") / "demo.mesp"
-    done = run("export", "--model", "demo", "--out", out, "--seq-len", 64)
-    assert done.returncode == 0, done.stderr
-    return out
-
-
-@pytest.fixture(scope="module")
-def adapters(bundle: Path) -> Path:
+def adapters(bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Random ones, as mlx-lm keeps them."""
     parameters = {"rank": 4, "scale": 4.0, "dropout": 0.0, "keys": ["self_attn.v_proj"]}
     model = Bundle(bundle).to_mlx_lm()
@@ -67,8 +59,7 @@ def adapters(bundle: Path) -> Path:
             else None
         )
     )
-    folder = bundle.parent / "adapters"
-    folder.mkdir()
+    folder = tmp_path_factory.mktemp("adapters")
     weights = dict(tree_flatten(model.trainable_parameters()))
     mx.save_safetensors(str(folder / "adapters.safetensors"), weights)
     config = {"fine_tune_type": "lora", "num_layers": 6, "lora_parameters": parameters}
@@ -135,8 +126,7 @@ class MlxModel(MLXLM):
 
 
 def ours(bundle: Path, folder: Path, out: Path, *options: object) -> dict:
-    done = run("evaluate", bundle, "--include-path", folder, "--out", out, *options)
-    assert done.returncode == 0, done.stderr
+    call("evaluate", bundle, "--include-path", folder, "--out", out, *options)
     return json.loads(out.read_text())
 
 

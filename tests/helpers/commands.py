@@ -23,6 +23,13 @@ def run(module: str, *arguments: object, **options: object) -> subprocess.Comple
     )
 
 
+def call(module: str, *arguments: object, **options: object) -> subprocess.CompletedProcess:
+    """`run` of a command that must succeed."""
+    done = run(module, *arguments, **options)
+    assert done.returncode == 0, done.stderr
+    return done
+
+
 def invoke(
     main: click.Command, name: str, *arguments: object, cwd: Path | None = None, **options: object
 ) -> subprocess.CompletedProcess:

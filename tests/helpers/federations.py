@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from helpers.commands import run
+from helpers.commands import call
 from mesp.commands.federate import main, prepare
 from mesp.federate.exchange import Arrays, read_arrays
 from mesp.federate.federation import Federation
@@ -35,8 +35,7 @@ def federation(bundle: Path, data: Path, output: Path, *options: object) -> Fede
 
 def trained_here(bundle: Path, output: Path, *options: object) -> Arrays:
     """The adapters of mesp-train on all of the data."""
-    done = run("train", bundle, "--out", output, "--val-batches", 0, *options)
-    assert done.returncode == 0, done.stderr
+    call("train", bundle, "--out", output, "--val-batches", 0, *options)
     return read_arrays(output / "adapters")
 
 

@@ -10,7 +10,7 @@ from mlx import nn
 from mlx_lm.generate import generate_step
 from mlx_lm.tuner.utils import load_adapters
 
-from helpers.commands import run
+from helpers.commands import call, run
 from helpers.models import FAMILIES, TEXT, write_mixed_model, write_model
 from mesp.bundle.reader import Bundle
 from mesp.engine.process import generate
@@ -47,12 +47,10 @@ def test_what_is_trained_here_is_the_same_in_mlx_lm(family: str, tmp_path: Path)
     options = ["--seq-len", SEQ_LEN, "--rank", 4]
     if family != "mixed":  # which comes quantized; the others as mlx-lm quantizes
         options += ["--quantize", "nearest", "--head-bits", 4]
-    done = run("export", "--model", source, "--data", text, "--out", bundle, *options)
-    assert done.returncode == 0, done.stderr
+    call("export", "--model", source, "--data", text, "--out", bundle, *options)
     options = ("--steps", 10, "--val-batches", VAL_BATCHES, "--optimizer", "sgd")
     options += ("--learning-rate", 0.05)
-    done = run("train", bundle, "--out", output, *options)
-    assert done.returncode == 0, done.stderr
+    call("train", bundle, "--out", output, *options)
     lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     before, after = (line["loss"] for line in lines if line["type"] == "eval")
     assert after < before - 0.1
@@ -85,8 +83,7 @@ def test_a_fused_module_is_trained_alone(tmp_path: Path):
     options = ("--data", text, "--seq-len", SEQ_LEN, "--rank", 4)
     assert run("export", "--model", source, "--out", bundle, *options).returncode == 0
     options = ("--steps", 5, "--optimizer", "sgd", "--learning-rate", 0.05, "--projections", "qkv")
-    done = run("train", bundle, "--out", tmp_path / "first", *options)
-    assert done.returncode == 0, done.stderr
+    call("train", bundle, "--out", tmp_path / "first", *options)
     adapters = tmp_path / "first" / "adapters"
     names = mx.load(str(adapters / "adapters.safetensors"))
     assert {name.split(".", 3)[3] for name in names} == {
@@ -98,8 +95,7 @@ def test_a_fused_module_is_trained_alone(tmp_path: Path):
     tokens = mx.array(Bundle(bundle).tokens("valid")).astype(mx.int32)
     # A run that starts from them begins where the first one ended.
     options += ("--adapters", adapters, "--val-batches", VAL_BATCHES)
-    done = run("train", bundle, "--out", tmp_path / "second", *options)
-    assert done.returncode == 0, done.stderr
+    call("train", bundle, "--out", tmp_path / "second", *options)
     lines = (tmp_path / "second" / "metrics.jsonl").read_text().splitlines()
     start = next(r["loss"] for r in map(json.loads, lines) if r["type"] == "eval")
     assert held_out_loss(model, tokens) == pytest.approx(start, rel=1e-5)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Type
 
-from helpers.commands import run
+from helpers.commands import call, run
 from helpers.gguf_files import MODELS, q8_0, write_gguf
 from helpers.models import TEXT, random_tensors, write_model
 from mesp.bundle.reader import Bundle
@@ -25,8 +25,7 @@ SIZE = ("--seq-len", 8, "--rank", 2, "--device", "cpu")
 
 
 def export(model: Path, out: Path, *options: object) -> Bundle:
-    done = run("export", "--model", model, "--out", out, *SIZE, *options)
-    assert done.returncode == 0, done.stderr
+    call("export", "--model", model, "--out", out, *SIZE, *options)
     return Bundle(out)
 
 
@@ -130,8 +129,7 @@ def mixed(name: str, matrix: np.ndarray) -> tuple[np.ndarray, Type]:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_summary_says_what_was_carried_over(dtype: str, tmp_path: Path):
     file = write_gguf(tmp_path / "tiny.gguf", "wide", random_tensors(MODELS["wide"][1]), mixed)
-    done = run("export", "--model", file, "--out", tmp_path / "o.mesp", *SIZE, "--dtype", dtype)
-    assert done.returncode == 0, done.stderr
+    done = call("export", "--model", file, "--out", tmp_path / "o.mesp", *SIZE, "--dtype", dtype)
     (line,) = (line for line in done.stdout.splitlines() if line.startswith("  GGUF"))
     exact = "63.6% of the weights (Q4_K) carried over"
     again = "18.2% of the weights (Q6_K) quantized again to 8 bits"

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from helpers.commands import invoke, refused, run
+from helpers.commands import invoke, refused
+from helpers.paths import DEMO_BUNDLE
 from helpers.phones import APP, Phones
 from push import main
 
@@ -18,13 +19,10 @@ def program(phones: Phones, request: pytest.FixtureRequest) -> None:
     phones.program = request.param
 
 
-@pytest.fixture(scope="session")
-def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The demo bundle."""
-    bundle = tmp_path_factory.mktemp("bundles") / "small.mesp"
-    options = ("--model", "demo", "--seq-len", 32, "--device", "cpu", "--out", bundle)
-    assert run("export", *options).returncode == 0
-    return bundle
+@pytest.fixture
+def bundle() -> Path:
+    """The app's bundle for a phone's CPU, on every machine."""
+    return DEMO_BUNDLE
 
 
 def push(phones: Phones, *arguments: object) -> subprocess.CompletedProcess:
@@ -35,20 +33,20 @@ def test_a_bundle_lands_in_documents(phones: Phones, bundle: Path):
     documents = phones.add("Ada's iPhone").parent
     done = push(phones, bundle)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("small.mesp is on ")
+    assert done.stdout.startswith("Demo.mesp is on ")
     assert done.stderr == "It runs on the phone's CPU; for the GPU, export it with --device gpu.\n"
-    copied = documents / "small.mesp"
+    copied = documents / "Demo.mesp"
     manifest = json.loads((copied / "manifest.json").read_text())
     for file in manifest["files"]:
         assert (copied / file["path"]).read_bytes() == (bundle / file["path"]).read_bytes()
-    assert [path.name for path in documents.iterdir()] == ["small.mesp"]
+    assert [path.name for path in documents.iterdir()] == ["Demo.mesp"]
 
 
 def test_it_can_be_pushed_again(phones: Phones, bundle: Path):
     documents = phones.add("Ada's iPhone").parent
     for _ in range(2):
         assert push(phones, bundle).returncode == 0
-    assert [path.name for path in documents.iterdir()] == ["small.mesp"]
+    assert [path.name for path in documents.iterdir()] == ["Demo.mesp"]
 
 
 def test_one_of_several_phones_is_chosen(phones: Phones, bundle: Path):
