@@ -156,9 +156,11 @@ def targets(objects: dict[str, dict]) -> list[dict]:
 def test_the_app_is_for_iphones_and_macs_with_swift_6(objects: dict[str, dict]):
     target, *_ = targets(objects)
     assert target["productType"] == "com.apple.product-type.application"
+    manifest = (ROOT / "Package.swift").read_text(encoding="utf-8")
+    oldest = {name: f"{number}.0" for name, number in re.findall(r"\.(\w+)\(\.v(\d+)\)", manifest)}
     for settings in settings_of(objects, target).values():
-        assert settings["IPHONEOS_DEPLOYMENT_TARGET"] == "17.0"
-        assert settings["MACOSX_DEPLOYMENT_TARGET"] == "14.0"
+        assert settings["IPHONEOS_DEPLOYMENT_TARGET"] == oldest["iOS"]
+        assert settings["MACOSX_DEPLOYMENT_TARGET"] == oldest["macOS"]
         assert settings["SDKROOT"] == "auto"
         assert settings["SUPPORTED_PLATFORMS"] == "iphoneos iphonesimulator macosx"
         # The Mac runs its own build of it.
@@ -268,7 +270,6 @@ def test_the_packages_and_their_products_exist(objects: dict[str, dict]):
     text = manifest.read_text(encoding="utf-8")
     for name in ("MeSPAppModel", "MeSPCore", "MeSPDownload", "MeSPSelfCheck"):
         assert f'.library(name: "{name}", targets: ["{name}"])' in text
-    assert ".iOS(.v17), .macOS(.v14)" in text
 
 
 def test_what_the_views_import_is_linked(objects: dict[str, dict]):
@@ -392,13 +393,31 @@ def test_a_view_has_its_file_importer_once():
             assert not next(above).strip().startswith("Section"), f"{view.name}, line {number + 1}"
 
 
-def test_on_a_mac_the_app_is_in_a_sandbox_with_what_the_person_chooses():
+def used(patterns: dict[str, str]) -> set[str]:
+    """Which of the patterns the sources of the app and its modules have, by the patterns' keys."""
+    others = {"Engine", "Tests", "UITests"}
+    paths = [p for p in HOME.rglob("*.swift") if p.relative_to(HOME).parts[0] not in others]
+    text = "\n".join(path.read_text(encoding="utf-8") for path in paths)
+    return {key for key, pattern in patterns.items() if re.search(pattern, text)}
+
+
+# What the sandbox of a Mac permits with an entitlement alone.
+ENTITLED = {
+    "device.audio-input": r"\bAVAudio(?:Session|Engine)\b",
+    "device.camera": r"\bAVCapture\w+",
+    "files.user-selected.read-write": r"\.file(?:Importer|Exporter|Mover)\(",
+    "network.client": r"\b(?:URLSession|NWConnection)\b",
+    "network.server": r"\bNWListener\b",
+    "personal-information.location": r"\bCLLocationManager\b",
+    "print": r"\bNSPrintOperation\b",
+}
+
+
+def test_on_a_mac_the_sandbox_permits_what_the_app_does_and_no_more():
     entitlements = plistlib.loads((APP / "MeSPTrainer-macOS.entitlements").read_bytes())
-    assert entitlements == {
-        "com.apple.security.app-sandbox": True,
-        "com.apple.security.files.user-selected.read-write": True,
-        "com.apple.security.network.client": True,
-    }
+    assert entitlements.pop("com.apple.security.app-sandbox") is True
+    assert set(entitlements.values()) == {True}
+    assert entitlements.keys() == {f"com.apple.security.{name}" for name in used(ENTITLED)}
 
 
 def test_the_recorded_run_is_of_the_demo_and_names_no_machine():
@@ -410,18 +429,37 @@ def test_the_recorded_run_is_of_the_demo_and_names_no_machine():
     assert "/" not in re.sub(r"https?://\S+", "", text)
 
 
-def test_the_privacy_manifest_gives_reasons_for_what_is_used():
+# developer.apple.com/documentation/bundleresources/describing-use-of-required-reason-api: the APIs
+# as Swift has them, and the reasons that there are.
+REASONED = {
+    "ActiveKeyboards": (r"\bactiveInputModes\b", {"3EC4.1", "54BD.1"}),
+    "DiskSpace": (
+        r"\bvolume(?:Available|Total)Capacity|\bsystem(?:Free)?Size\b|\bf?statv?fs\(",
+        {"7D9E.1", "85F4.1", "B728.1", "E174.1"},
+    ),
+    "FileTimestamp": (
+        r"\b(?:creation|modification|contentModification|fileModification)Date|\b[fl]?stat(?:at)?\(",
+        {"0A2A.1", "3B52.1", "C617.1", "DDA9.1"},
+    ),
+    "SystemBootTime": (r"\bsystemUptime\b|\bmach_absolute_time\b", {"35F9.1", "3D61.1", "8FFB.1"}),
+    "UserDefaults": (
+        r"\bUserDefaults\b|@AppStorage\b",
+        {"1C8F.1", "AC6B.1", "C56D.1", "CA92.1"},
+    ),
+}
+
+
+def test_the_privacy_manifest_gives_a_reason_for_each_api_that_needs_one():
     privacy = plistlib.loads((APP / "PrivacyInfo.xcprivacy").read_bytes())
     assert privacy["NSPrivacyTracking"] is False and privacy["NSPrivacyCollectedDataTypes"] == []
-    used = {
-        each["NSPrivacyAccessedAPIType"]: each["NSPrivacyAccessedAPITypeReasons"]
+    accessed = "NSPrivacyAccessedAPI"
+    given = {
+        each[f"{accessed}Type"].removeprefix(f"{accessed}Category"): each[f"{accessed}TypeReasons"]
         for each in privacy["NSPrivacyAccessedAPITypes"]
     }
-    # DocumentsFolder sorts the app's own runs by their dates, and looks whether a bundle has room.
-    assert used == {
-        "NSPrivacyAccessedAPICategoryFileTimestamp": ["C617.1"],
-        "NSPrivacyAccessedAPICategoryDiskSpace": ["E174.1"],
-    }
+    assert given.keys() == used({name: pattern for name, (pattern, _) in REASONED.items()})
+    for name, reasons in given.items():
+        assert reasons and set(reasons) <= REASONED[name][1]
 
 
 def test_the_icon_is_as_the_app_store_takes_it():
