@@ -1,6 +1,7 @@
 """The MLX of phones, in an environment of its own: it computes what this environment's does.
 
-The engine, built against it, trains as it does with today's."""
+The engine, built against it, trains as it does with today's.
+"""
 
 import subprocess
 import sys
