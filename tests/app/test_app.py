@@ -514,9 +514,10 @@ def target() -> str:
 class Compiler:
     """Compiles as for `system`, against the stand-ins in `modules`.
 
-    With `-c`: type-checking alone finds neither data races nor missing returns. What is compiled is
-    a copy, in which `os(iOS)` and the like are replaced by what holds for `system`; that
-    `canImport(Darwin)` and `canImport(CryptoKit)` hold, the stand-ins bring about.
+    To SIL (`-emit-sib`): type-checking alone finds neither data races nor missing returns, and
+    machine code would take as long again. What is compiled is a copy, in which `os(iOS)` and the
+    like are replaced by what holds for `system`; that `canImport(Darwin)` and
+    `canImport(CryptoKit)` hold, the stand-ins bring about.
     """
 
     def __init__(self, system: str, folder: Path) -> None:
@@ -529,9 +530,9 @@ class Compiler:
         self.options += ["-package-name", "mesp"]
 
     def compile(
-        self, name: str, *sources: Path, version: int = 6, emit: str = "-c"
+        self, name: str, *sources: Path, version: int = 6, emit: str = "-emit-sib"
     ) -> subprocess.CompletedProcess:
-        """Compiles a module into one file, NAME.o, and so that others can import it."""
+        """Compiles a module into one file, NAME.sil, and so that others can import it."""
         copies = self.folder / name
         shutil.rmtree(copies, ignore_errors=True)
         for source in sources:
@@ -545,7 +546,7 @@ class Compiler:
             command += ["-parse-as-library", "-emit-module", "-emit-module-path"]
             command.append(self.modules / f"{name}.swiftmodule")
         command += ["-swift-version", str(version), *self.options, *copies.rglob("*.swift")]
-        command += ["-o", self.folder / f"{name}.o"]
+        command += ["-o", self.folder / f"{name}.sil"]
         return subprocess.run(list(map(str, command)), capture_output=True, text=True)
 
     def condition(self, match: re.Match) -> str:
@@ -615,7 +616,7 @@ def test_all_of_it_compiles_as_for_a_system_of_apples(system: str, tmp_path: Pat
         # system calls one on its own threads, the check that Swift adds ends the process.
         done = compiler.compile("engine", *engine, emit="-emit-silgen")
         assert done.returncode == 0, done.stderr
-        assert "setEventHandler" in (sil := (tmp_path / "engine.o").read_text(encoding="utf-8"))
+        assert "setEventHandler" in (sil := (tmp_path / "engine.sil").read_text(encoding="utf-8"))
         assert "_checkExpectedExecutor" not in sil
 
     fault = tmp_path / "Fault.swift"
@@ -813,7 +814,7 @@ def test_the_string_catalog_has_every_sentence_beside_the_views(tmp_path: Path):
     for name, sources in compiler.app_modules().items():
         done = compiler.compile(name, *sources, emit="-emit-silgen")
         assert done.returncode == 0, done.stderr
-        said |= sentence_keys((tmp_path / f"{name}.o").read_text(encoding="utf-8"))
+        said |= sentence_keys((tmp_path / f"{name}.sil").read_text(encoding="utf-8"))
     said = {key for key in said if re.search(r"[A-Za-z]", re.sub(r"%(lld|@)", "", key))}
     listed = catalog("Sentences")
     assert said - set(listed) == set(), "add them to Sentences.xcstrings"
