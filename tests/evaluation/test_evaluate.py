@@ -227,6 +227,16 @@ def test_answers_are_mlx_lms_and_stop_where_asked(bundle: Path, tmp_path: Path):
     assert results["exact_match", None]["value"] == sum(right) / 3 == 1 / 3 or right
 
 
+def test_answers_do_not_depend_on_how_many_are_written_together(
+    bundle: Path, adapters: Path, tmp_path: Path
+):
+    options = ("--adapters", adapters, "--no-chat", "--max-tokens", 12, "--stop", " of")
+    alone, together = (
+        evaluate(bundle, TASKS, tmp_path, *options, "--at-once", n)[0]["samples"] for n in (1, 2)
+    )
+    assert alone == together
+
+
 def test_conversations_go_through_the_template(bundle: Path, tmp_path: Path):
     messages = [
         {"role": "system", "content": "Be brief."},

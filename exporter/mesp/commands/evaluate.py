@@ -12,6 +12,7 @@ from mesp.commands.command import Command, several
 from mesp.commands.progress_bars import evaluation_progress
 from mesp.errors import MespError
 from mesp.evaluation.evaluate import MAX_LENGTH, MAX_TOKENS, check_unused, evaluate
+from mesp.evaluation.model import AT_ONCE
 from mesp.evaluation.report import check_writable, table, write
 
 
@@ -50,6 +51,10 @@ from mesp.evaluation.report import check_writable, table, write
 @click.option(
     "--json", "is_json", is_flag=True,
     help="Answers are JSON: how many are valid, and values are compared.",
+)  # fmt: skip
+@click.option(
+    "--at-once", type=click.IntRange(1, 16), default=AT_ONCE, show_default=True,
+    help="How many answers are written together, as far as memory allows.",
 )  # fmt: skip
 @several(
     "--tasks", metavar="TASK,...",

@@ -48,6 +48,10 @@ class Engine:
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(request) + "\n")
         self.process.stdin.flush()
+        return self.receive()
+
+    def receive(self) -> Record:
+        """The next record."""
         for record in self:
             return record
         raise BrokenPipeError  # `check` says why
@@ -275,18 +279,27 @@ class Evaluator:
 
     def generate(
         self,
-        prompt: Sequence[int],
+        prompts: Sequence[Sequence[int]],
         max_tokens: int,
         stop: Sequence[int],
-        go_on: Callable[[int], bool],
-    ) -> None:
-        """Gives each of the likeliest tokens after the `prompt` to `go_on`, until that is false or
-        a token of `stop` comes, which is not given."""
-        request = {"type": "generate", "prompt": list(prompt), "max_tokens": max_tokens}
-        request |= {"temperature": 0, "top_p": 1, "seed": 0, "stop": list(stop)}
-        record = self._engine.ask(request)
-        while record["type"] == "token":
-            record = self._engine.ask(go_on(record["token"]))
+        at_once: int,
+        go_on: Callable[[int, int], bool],
+    ) -> Iterator[int]:
+        """Gives each of the likeliest tokens after each of the `prompts` to `go_on`, with the
+        prompt's index before it, until that is false or a token of `stop` comes, which is not
+        given. `at_once` prompts, from 1 to 16, go on together. Yields the index of each prompt
+        whose text has ended."""
+        how = {"max_tokens": max_tokens, "temperature": 0, "top_p": 1, "seed": 0}
+        requests = [{"prompt": list(each), **how, "stop": list(stop)} for each in prompts]
+        if not requests:
+            return
+        record = self._engine.ask({"type": "generate", "at_once": at_once, "requests": requests})
+        for left in range(len(requests) - 1, -1, -1):
+            while record["type"] == "token":
+                record = self._engine.ask(go_on(record["index"], record["token"]))
+            yield record["index"]
+            if left:
+                record = self._engine.receive()
 
 
 @contextmanager

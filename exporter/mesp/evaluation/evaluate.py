@@ -15,7 +15,7 @@ from mesp.bundle.reader import Bundle
 from mesp.errors import MespError
 from mesp.evaluation.measure import Options, measure
 from mesp.evaluation.metrics import Metric
-from mesp.evaluation.model import Model, running_model
+from mesp.evaluation.model import AT_ONCE, Model, running_model
 from mesp.evaluation.records import Task, Text, read_records
 from mesp.evaluation.report import Row, rows, table
 from mesp.files import read_object
@@ -65,6 +65,7 @@ def evaluate(
     stop: Sequence[str] = (),
     extract: str | None = None,
     is_json: bool = False,
+    at_once: int = AT_ONCE,
     progress: Report | None = None,
 ) -> Evaluation:
     """Measures how good a bundle's model is, with adapters and without.
@@ -88,6 +89,7 @@ def evaluate(
         stop: Texts that end an answer, and are no part of it.
         extract: A regular expression; an answer is what it finds first, its group where it has one.
         is_json: Answers are JSON: values are compared, and how many are valid is measured.
+        at_once: How many answers are written together, from 1 to 16.
         progress: Is called as the evaluation goes on.
 
     Raises:
@@ -125,7 +127,7 @@ def evaluate(
     measured, cut = [], 0
     for folder in folders:
         shown = ReportedTask(progress, "base" if folder is None else str(folder), total)
-        with running_model(path, folder, tokenizer, max_length) as model:
+        with running_model(path, folder, tokenizer, max_length, at_once) as model:
             measured.append(one(model, shown.advance))
         cut = max(cut, model.cut)
     return Evaluation(

@@ -136,7 +136,7 @@ class HarnessModel(TemplateLM):
         stops = [until] if isinstance(until, str) else until
         max_tokens = options.get("max_gen_toks", DEFAULT_MAX_TOKENS)
         tokens = self.tok_encode(prompt) or [self.prefix_token_id]
-        return self.model.write(tokens, max_tokens, [stop for stop in stops if stop])
+        return self.model.write([tokens], max_tokens, [stop for stop in stops if stop])[0]
 
 
 def run(

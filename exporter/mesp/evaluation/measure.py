@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,20 +34,29 @@ def measure(
     model: Model, advance: Callable[[], None], records: Sequence[Record], options: Options
 ) -> tuple[list[Metric], list[Sample]]:
     """The figures of all records, which are of one kind, and what the model made of each."""
+    if isinstance(records[0], Task):
+        samples = _measure_tasks(model, advance, records, options)
+        return _task_metrics(samples), samples
     kinds: dict[type, Any] = {
         Text: (_measure_text, _text_metrics),
         Question: (_measure_question, _question_metrics),
-        Task: (_measure_task, _task_metrics),
     }
     one, figures = kinds[type(records[0])]
     samples = []
     for record in records:
-        try:
+        with _named(record):
             samples.append(one(model, record, options))
-        except MespError as error:
-            raise MespError(f"{record.where}: {error.message.rstrip('.')}.") from error
         advance()
     return figures(samples), samples
+
+
+@contextmanager
+def _named(record: Record) -> Iterator[None]:
+    """Says in an error which record it is about."""
+    try:
+        yield
+    except MespError as error:
+        raise MespError(f"{record.where}: {error.message.rstrip('.')}.") from error
 
 
 def _column(samples: list[Sample], key: str) -> list[float]:
@@ -100,9 +110,18 @@ def _question_metrics(samples: list[Sample]) -> list[Metric]:
 # Answers
 
 
-def _measure_task(model: Model, record: Task, options: Options) -> Sample:
-    prompt = _prompt(model.tokenizer, record, options.chat)
-    written = model.write(prompt, options.max_tokens, options.stops)
+def _measure_tasks(
+    model: Model, advance: Callable[[], None], records: Sequence[Any], options: Options
+) -> list[Sample]:
+    prompts = []
+    for record in records:
+        with _named(record):
+            prompts.append(_prompt(model.tokenizer, record, options.chat))
+    written = model.write(prompts, options.max_tokens, options.stops, advance)
+    return [_compared(*each, options) for each in zip(records, written, strict=True)]
+
+
+def _compared(record: Task, written: str, options: Options) -> Sample:
     answer = extract(options.pattern, written)
     wanted = extract(options.pattern, record.answer)
     wanted = record.answer.strip() if wanted is None else wanted

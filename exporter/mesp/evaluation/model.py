@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -10,12 +10,18 @@ from typing import Any
 from mesp.engine.process import Evaluator, Score, evaluator
 from mesp.errors import MespError
 
+AT_ONCE = 8  # texts that are written together
+
 
 class Model:
-    """The engine with a tokenizer beside it. What is longer than `max_length` tokens is cut."""
+    """The engine with a tokenizer beside it. What is longer than `max_length` tokens is cut, and
+    `at_once` texts are written together."""
 
-    def __init__(self, engine: Evaluator, tokenizer: Any, max_length: int) -> None:
+    def __init__(
+        self, engine: Evaluator, tokenizer: Any, max_length: int, at_once: int = AT_ONCE
+    ) -> None:
         self.engine, self.tokenizer, self.max_length = engine, tokenizer, max_length
+        self.at_once = at_once
         self.cut = 0  # prompts that lost their beginning
 
     @property
@@ -66,32 +72,45 @@ class Model:
             return 0.0, 0
         return self.engine.text([self.prefix_token, *tokens], self.max_length), len(tokens)
 
-    def write(self, prompt: list[int], max_tokens: int, stops: Sequence[str]) -> str:
-        """The likeliest text after a prompt, until one of `stops`, which is left out.
+    def write(
+        self,
+        prompts: Sequence[list[int]],
+        max_tokens: int,
+        stops: Sequence[str],
+        advance: Callable[[], None] = lambda: None,
+    ) -> list[str]:
+        """The likeliest text after each prompt, until one of `stops`, which is left out.
+
+        `advance` is called after each.
 
         Raises MespError where `max_tokens` leave no room for a prompt.
         """
         if max_tokens >= self.max_length:
             raise MespError(
                 f"{max_tokens:,} tokens to write leave no room for a prompt; lower --max-tokens, "
-                f"or raise --max-length, which is {self.max_length:,}"
+                f"or raise --max-length, which is {self.max_length:,}."
             )
-        tokens: list[int] = []
+        tokens: list[list[int]] = [[] for _ in prompts]
 
-        def go_on(token: int) -> bool:
-            tokens.append(token)
-            text = self.tokenizer.decode(tokens) if stops else ""
+        def go_on(index: int, token: int) -> bool:
+            tokens[index].append(token)
+            text = self.tokenizer.decode(tokens[index]) if stops else ""
             return not any(stop in text for stop in stops)
 
-        self.engine.generate(
-            self._end_of(prompt, self.max_length - max_tokens),
+        for _ in self.engine.generate(
+            [self._end_of(prompt, self.max_length - max_tokens) for prompt in prompts],
             max_tokens,
             sorted(self.tokenizer.eos_token_ids),
+            self.at_once,
             go_on,
-        )
-        text = self.tokenizer.decode(tokens)
+        ):
+            advance()
+        return [self._until(stops, self.tokenizer.decode(each)) for each in tokens]
+
+    @staticmethod
+    def _until(stops: Sequence[str], text: str) -> str:
         ends = [text.find(stop) for stop in stops if stop in text]
-        return str(text[: min(ends, default=len(text))])
+        return text[: min(ends, default=len(text))]
 
     def _end_of(self, prompt: list[int], length: int) -> list[int]:
         self.cut += len(prompt) > length
@@ -100,8 +119,8 @@ class Model:
 
 @contextmanager
 def running_model(
-    bundle: Path, adapters: Path | None, tokenizer: Any, max_length: int
+    bundle: Path, adapters: Path | None, tokenizer: Any, max_length: int, at_once: int = AT_ONCE
 ) -> Iterator[Model]:
     """The model of `bundle`, with adapters or without. Raises MespError where the engine fails."""
     with evaluator(bundle, adapters) as engine:
-        yield Model(engine, tokenizer, max_length)
+        yield Model(engine, tokenizer, max_length, at_once)

@@ -105,6 +105,15 @@ func evaluate(_ file: URL) throws {
         let logLikelihoods: [Double]
         let greedy: [Bool]
     }
+    struct Generated: Encodable {
+        let index: Int
+        let summary: Generator.Summary
+
+        func encode(to encoder: any Encoder) throws {
+            try ["index": index].encode(to: encoder)
+            try summary.encode(to: encoder)
+        }
+    }
     let settings = try EvaluationSettings(contentsOf: file)
     let evaluator = try Evaluator(
         ModelBundle(url: URL(fileURLWithPath: settings.bundle)),
@@ -121,12 +130,16 @@ func evaluate(_ file: URL) throws {
             try print("text", ["log_likelihood": sum])
         case .generate(let request):
             // Only who asks knows the text that the tokens make, and whether it is to go on.
-            let summary = try evaluator.generator.generate(request, atBlock: checkStop) {
-                try print("token", ["token": $0])
-                if readLine() != "true" { throw CancellationError() }
-            }
-            try checkStop()
-            try print("generated", summary)
+            try evaluator.generator.generate(
+                request.requests, atOnce: request.atOnce, atBlock: checkStop,
+                onToken: { index, token in
+                    try print("token", ["index": index, "token": token])
+                    if readLine() != "true" { throw CancellationError() }
+                },
+                onEnd: { index, summary in
+                    try checkStop()
+                    try print("generated", Generated(index: index, summary: summary))
+                })
         }
     }
     try print("end", ["requests": count])

@@ -140,6 +140,112 @@ void unpack(const PackedMatrix &w, ptrdiff_t row, int begin, int count, float *o
     }
 }
 
+// MARK: - Few rows of x
+
+/// The sum of 16 numbers, as INLINE functions neither take nor return vectors, which have other registers on each CPU.
+#define SUM(result, vector)                                             \
+    float result;                                                       \
+    {                                                                   \
+        float parts[16];                                                \
+        std::memcpy(parts, &vector, sizeof parts);                      \
+        for (int width = 8; width > 0; width /= 2) {                    \
+            for (int i = 0; i < width; i++) parts[i] += parts[i + width]; \
+        }                                                               \
+        result = parts[0];                                              \
+    }
+
+/// How many rows of W are multiplied together with so many of x: as many sums as there are registers for.
+constexpr int rows_at_once(int most) { return most > 4 ? 2 : 4; }
+
+/// The rows of W from `row` on, as many as go together and are before `end`, times `count` ≤ `most` rows of x, into `y`, whose rows are
+/// `rows` numbers long. The order of a sum does not depend on `most`: a row of x gives the same numbers whichever others come with it.
+template <int bits, int most>
+INLINE void multiply_block(
+    const PackedMatrix &w, ptrdiff_t row, ptrdiff_t end, int columns, const float *x, int count, float *y,
+    ptrdiff_t rows) {
+    constexpr int block = rows_at_once(most);
+    const uint8_t *codes[block];
+    const float *scales[block], *biases[block];
+    for (int r = 0; r < block; r++) {
+        const ptrdiff_t index = std::min(row + r, end - 1);
+        codes[r] = w.codes + index * w.codes_stride;
+        scales[r] = static_cast<const float *>(w.scales) + index * w.scales_stride;
+        biases[r] = w.biases + index * w.scales_stride;
+    }
+    const float *inputs[most];
+    for (int i = 0; i < most; i++) inputs[i] = x + ptrdiff_t(std::min(i, count - 1)) * columns;
+
+    Floats sums[block][most] = {};
+    for (int group = 0, start = 0; start < columns; group++, start += w.group_size) {
+        const auto add = [&]<bool last>(int column, std::bool_constant<last>) __attribute__((always_inline)) {
+            Floats weights[block];
+#pragma unroll
+            for (int r = 0; r < block; r++) {
+                Words sixteen;
+                read_codes<bits, last>(codes[r] + column / 8 * bits, sixteen);
+                weights[r] = __builtin_convertvector(sixteen, Floats) * scales[r][group] + biases[r][group];
+            }
+#pragma unroll
+            for (int i = 0; i < most; i++) {
+                Floats in;
+                std::memcpy(&in, inputs[i] + column, sizeof in);
+#pragma unroll
+                for (int r = 0; r < block; r++) {
+#pragma clang fp contract(fast)
+                    sums[r][i] = weights[r] * in + sums[r][i];
+                }
+            }
+        };
+        const int last = start + w.group_size - 16;
+        for (int column = start; column < last; column += 16) add(column, std::false_type());
+        add(last, std::true_type());
+    }
+    for (int r = 0; r < std::min<ptrdiff_t>(block, end - row); r++) {
+        for (int i = 0; i < count; i++) {
+            SUM(sum, sums[r][i])
+            y[i * rows + row + r] = sum;
+        }
+    }
+}
+
+template <int bits>
+INLINE void multiply_rows(
+    const PackedMatrix &w, int first, int end, int columns, const float *x, int m, float *y, int rows) {
+    const auto multiply = [&]<int most>(int i, std::integral_constant<int, most>) __attribute__((always_inline)) {
+        for (ptrdiff_t row = first; row < end; row += rows_at_once(most)) {
+            multiply_block<bits, most>(
+                w, row, end, columns, x + ptrdiff_t(i) * columns, std::min(m - i, most), y + ptrdiff_t(i) * rows, rows);
+        }
+    };
+    for (int i = 0; i < m; i += 8) {
+        switch (m - i) {
+            case 1: multiply(i, std::integral_constant<int, 1>()); break;
+            case 2: multiply(i, std::integral_constant<int, 2>()); break;
+            case 3:
+            case 4: multiply(i, std::integral_constant<int, 4>()); break;
+            default: multiply(i, std::integral_constant<int, 8>());
+        }
+    }
+}
+
+/// y = x Wᵀ for the rows `first` ..< `end` of an affine W: x [m, columns], y [m, rows]
+FOR_EACH_CPU
+void multiply_few(const PackedMatrix &w, int first, int end, int columns, const float *x, int m, float *y, int rows) {
+    switch (w.bits) {
+        case 2: return multiply_rows<2>(w, first, end, columns, x, m, y, rows);
+        case 3: return multiply_rows<3>(w, first, end, columns, x, m, y, rows);
+        case 4: return multiply_rows<4>(w, first, end, columns, x, m, y, rows);
+        case 5: return multiply_rows<5>(w, first, end, columns, x, m, y, rows);
+        case 6: return multiply_rows<6>(w, first, end, columns, x, m, y, rows);
+        default: return multiply_rows<8>(w, first, end, columns, x, m, y, rows);
+    }
+}
+
+/// The rows of x up to which this takes less time than unpacking W for OpenBLAS.
+constexpr int few = 16;
+
+// MARK: - By OpenBLAS
+
 constexpr int row_major = 101, plain = 111, transposed = 112;
 /// How many columns, or rows, of a part are unpacked at a time: a tile is to stay in a core's own cache.
 constexpr int tile_length = 1024;
@@ -185,6 +291,13 @@ void by_tiles(int outputs, int unit, int inputs, int m, F multiply) {
 
 /// y = x Wᵀ: x [m, columns], y [m, rows]
 void by_rows(const PackedMatrix &w, int rows, int columns, const float *x, int m, float *y) {
+    if (m <= few && w.mode == Mode::Affine) {
+        constexpr int part = 64;
+        parallel((rows + part - 1) / part, int64_t(rows) * columns * (m + 3) > 1 << 20, [&](int index) {
+            multiply_few(w, index * part, std::min(rows, (index + 1) * part), columns, x, m, y, rows);
+        });
+        return;
+    }
     by_tiles(rows, 16, columns, m, [&](int first, int count, int start, int length, float *tile) {
         for (int row = 0; row < count; row++) unpack(w, first + row, start, length, tile + size_t(row) * length);
         scipy_cblas_sgemm(

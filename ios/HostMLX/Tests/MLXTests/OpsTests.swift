@@ -96,14 +96,14 @@ extension AllTests {
             let w = MLXRandom.normal([410, 1408], key: MLXRandom.key(0))
             let q = quantized(w, groupSize: groupSize, bits: bits, mode: mode)
             let words = max(32, groupSize)  // columns that begin with a group and with a word
-            for (rows, columns) in [(0..<410, 0..<1408), (3..<300, words * 2..<words * 9), (7..<8, 0..<words)] {
+            for (rows, columns) in [(0..<410, 0..<1408), (3..<300, words * 2..<words * 9), (7..<12, 0..<words)] {
                 let groups = columns.lowerBound / groupSize..<columns.upperBound / groupSize
                 let packed = q.wq[rows, columns.lowerBound * bits / 32..<columns.upperBound * bits / 32]
                 let (scales, biases) = (q.scales[rows, groups], q.biases?[rows, groups])
                 let dense = dequantized(
                     packed, scales: scales, biases: biases, groupSize: groupSize, bits: bits, mode: mode,
                     dtype: .float32)
-                for m in [1, 3, 70] {
+                for m in [1, 2, 3, 7, 16, 70] {
                     func product(_ x: MLXArray, transpose: Bool) -> MLXArray {
                         quantizedMM(
                             x, packed, scales: scales, biases: biases, transpose: transpose, groupSize: groupSize,
@@ -124,6 +124,19 @@ extension AllTests {
                         #expect(error.item(Float.self) < 2e-6, "\(mode) \(bits) \(groupSize), \(m) rows")
                     }
                 }
+            }
+        }
+
+        /// A row has its numbers to the last bit, with whichever others it comes.
+        @Test(arguments: [2, 3, 4, 5, 6, 8]) func fewRowsOfAQuantizedProductDoNotDependOnEachOther(bits: Int) {
+            let q = quantized(MLXRandom.normal([301, 640], key: MLXRandom.key(0)), groupSize: 32, bits: bits)
+            func product(_ x: MLXArray) -> MLXArray {
+                quantizedMM(x, q.wq, scales: q.scales, biases: q.biases, groupSize: 32, bits: bits)
+            }
+            let x = MLXRandom.normal([16, 640], key: MLXRandom.key(1))
+            let alone = concatenated((0..<16).map { product(x[$0..<$0 + 1]) })
+            for m in [2, 3, 5, 8, 11, 16] {
+                #expect(product(x[0..<m]).asArray(Float.self) == alone[0..<m].asArray(Float.self), "\(m) rows")
             }
         }
 

@@ -18,6 +18,8 @@ package struct Block {
     /// α / rank
     let scale: Float
     let tile: TileSizes
+    /// The matrices of the adapters, where they are kept from one use of the block to the next.
+    var keptMatrices: [Projection: LoRAMatrices]?
 
     package init(weights: BlockWeights, lora: MLXArray?, layout: LoRALayout, scale: Float, tile: TileSizes) {
         (self.weights, self.lora, self.layout, self.scale, self.tile) = (weights, lora, layout, scale, tile)
@@ -25,7 +27,7 @@ package struct Block {
 
     /// The matrices of a projection's adapter, nil where it has none.
     func matrices(_ projection: Projection) -> LoRAMatrices? {
-        lora.flatMap { layout.matrices(projection, in: $0) }
+        keptMatrices.map { $0[projection] } ?? lora.flatMap { layout.matrices(projection, in: $0) }
     }
 
     func projection(_ projection: Projection) -> LoRALinear {
@@ -38,7 +40,7 @@ package struct Block {
 /// A block's frozen weights, and the formulas that they are part of.
 package struct BlockWeights {
     let shape: BlockShape
-    let packed: PackedWeights
+    var packed: PackedWeights
 
     /// The same weights for the formulas of a CPU.
     package var onCPU: BlockWeights { BlockWeights(shape: shape, packed: packed.onCPU) }

@@ -16,12 +16,18 @@ public enum EvaluationRequest: Decodable, Sendable {
     case choices(Choices)
     /// How likely a text is.
     case text(Text)
-    /// The text after a prompt.
-    case generate(Generator.Request)
+    /// The texts after some prompts.
+    case generate(Texts)
 
     public struct Choices: Decodable, Sendable {
         public let prompt: [Int]
         public let choices: [[Int]]
+    }
+
+    public struct Texts: Decodable, Sendable {
+        /// How many are written together.
+        public let atOnce: Int
+        public let requests: [Generator.Request]
     }
 
     public struct Text: Decodable, Sendable {
@@ -47,7 +53,7 @@ public enum EvaluationRequest: Decodable, Sendable {
         switch try decoder.container(keyedBy: Key.self).decode(Kind.self, forKey: .type) {
         case .choices: self = .choices(try Choices(from: decoder))
         case .text: self = .text(try Text(from: decoder))
-        case .generate: self = .generate(try Generator.Request(from: decoder))
+        case .generate: self = .generate(try Texts(from: decoder))
         }
     }
 }

@@ -8,11 +8,20 @@ package struct CachedModel {
     /// Tokens that go through the blocks together.
     let chunk: Int
     private let adapters: Adapters?
+    private let kept = Kept()
     private let isRecurrent: Bool
     /// Of the manifest, which searches its layouts for it.
     private let featureGroup: Int
     /// The size of temporary arrays, in bytes.
     private static let tileBytes = 1 << 20
+    /// The most texts that go on together.
+    package static let mostTexts = 16
+
+    /// What each token needs of each block: views, which take no memory to speak of.
+    private final class Kept {
+        var views = [Int: PackedWeights.Views]()
+        var matrices = [Int: [Projection: LoRAMatrices]]()
+    }
 
     /// - Parameter folder: adapters as mlx-lm or PEFT writes them; nil for the base model.
     package init(_ bundle: ModelBundle, adapters folder: URL?, chunk: Int = 256) throws {
@@ -53,6 +62,43 @@ package struct CachedModel {
         }
     }
 
+    /// What the last block makes of one token for each of several texts, which is added to the text's cache. The tokens go through the blocks
+    /// together.
+    ///
+    /// - Parameters:
+    ///   - tokens: as many as `caches`, at most `mostTexts`.
+    ///   - caches: not empty.
+    /// - Returns: y `[n, hidden]`, evaluated.
+    func forward(
+        next tokens: [Int], _ caches: inout [PromptCache], _ atBlock: () throws -> Void
+    ) throws -> MLXArray {
+        var x = try embedded(tokens[...])
+        for block in 0..<bundle.architecture.numHiddenLayers {
+            try atBlock()
+            var states = caches.map { $0.blocks[block] }
+            x = try forward(
+                block, x, sequences: tokens.indices.map { $0..<$0 + 1 }, &states, keepsStates: true,
+                untiled: bundle.backend == .gpu || CPUProducts.current.dequantizeInside
+                    ? Self.mostTexts : QuantizedMatrix.fewRows)
+            for (text, state) in states.enumerated() { caches[text].blocks[block] = state }
+        }
+        for (text, token) in tokens.enumerated() { caches[text].add([token]) }
+        Memory.clearCache()
+        return x
+    }
+
+    /// What a cache takes after `tokens`, in bytes.
+    ///
+    /// - Parameter cache: of any text, which says how large recurrent states are.
+    func cacheSize(tokens: Int, like cache: PromptCache?) -> Int {
+        let architecture = bundle.architecture
+        let perToken = architecture.layers.indices.reduce(0) { sum, block in
+            guard case .attention(let mixer) = architecture.block(block).mixer else { return sum }
+            return sum + 2 * mixer.numKeyValueHeads * mixer.headDim * bundle.dtype.size
+        }
+        return perToken * tokens + (cache?.recurrentSize ?? 0)
+    }
+
     /// The last block's output for several sequences, each of which follows the tokens in the cache. They go through the blocks together,
     /// and the cache stays as it is.
     ///
@@ -77,10 +123,12 @@ package struct CachedModel {
     }
 
     /// The sizes of tiles for `rows` tokens of sequences that are `length` tokens long with those before.
-    func tile(rows: Int, length: Int) -> TileSizes {
+    ///
+    /// - Parameter untiled: up to so many rows nothing is cut.
+    func tile(rows: Int, length: Int, untiled: Int = QuantizedMatrix.fewRows) -> TileSizes {
         TileSizes(
             bundle.architecture, group: featureGroup, length: length,
-            bytes: rows <= QuantizedMatrix.fewRows ? Int.max / 2 : Self.tileBytes, backend: bundle.backend)
+            bytes: rows <= untiled ? Int.max / 2 : Self.tileBytes, backend: bundle.backend)
     }
 
     private func embedded(_ tokens: ArraySlice<Int>) throws -> MLXArray {
@@ -91,17 +139,39 @@ package struct CachedModel {
 
     /// - Parameter states: nil before the first token; see `Block.output`.
     private func forward(
-        _ block: Int, _ x: MLXArray, sequences: [Range<Int>], _ states: inout [MixerState?], keepsStates: Bool
+        _ index: Int, _ x: MLXArray, sequences: [Range<Int>], _ states: inout [MixerState?], keepsStates: Bool,
+        untiled: Int = QuantizedMatrix.fewRows
     ) throws -> MLXArray {
-        try bundle.withBlock(block) { weights in
+        try bundle.withBlock(index) { weights in
             var known = states.map { $0 ?? MixerState(weights, dtype: bundle.dtype) }
-            let block = Block(
-                weights: weights, lora: adapters?.lora[block],
+            var block = Block(
+                weights: weights, lora: adapters?.lora[index],
                 layout: LoRALayout(block: weights.shape, rank: adapters?.rank ?? 0), scale: adapters?.scale ?? 0,
-                tile: tile(rows: x.dim(0), length: (known.map(\.count).max() ?? 0) + x.dim(0)))
+                tile: tile(
+                    rows: x.dim(0), length: (known.map(\.count).max() ?? 0) + x.dim(0), untiled: untiled))
+            if bundle.maps.areKept { block = keeping(index, block) }
             let y = block.output(x, sequences: sequences, &known, keepsStates: keepsStates)
             if keepsStates { states = known }
             return y
         }
+    }
+
+    /// The block with the views that its last use left.
+    private func keeping(_ index: Int, _ block: Block) -> Block {
+        let views = kept.views[index] ?? PackedWeights.Views()
+        kept.views[index] = views
+        var weights = block.weights
+        weights.packed.views = views
+        var same = Block(
+            weights: weights, lora: block.lora, layout: block.layout, scale: block.scale, tile: block.tile)
+        guard block.lora != nil else { return same }
+        if kept.matrices[index] == nil {
+            let projections = weights.shape.modules.flatMap(\.projections)
+            kept.matrices[index] = Dictionary(
+                projections.compactMap { projection in block.matrices(projection).map { (projection, $0) } },
+                uniquingKeysWith: { first, _ in first })
+        }
+        same.keptMatrices = kept.matrices[index]
+        return same
     }
 }

@@ -88,7 +88,13 @@ public struct Generator {
         do {
             return try model.bundle.withDevice {
                 defer { cache.end() }
-                return try write(request, &cache, atBlock, onToken)
+                var summary: Summary?
+                try write(
+                    [Text(index: 0, request: request, cache: cache)], atOnce: 1, cacheLimit: .max, atBlock,
+                    onToken: { try onToken($1) },
+                    onEnd: { text, ended in (cache, summary) = (text.cache, ended) })
+                guard let summary else { preconditionFailure("a text that did not end") }
+                return summary
             }
         } catch {
             cache = PromptCache(limit: cache.limit)  // its last arrays may not be whole
@@ -96,35 +102,122 @@ public struct Generator {
         }
     }
 
+    /// Writes several texts, of which some go through the model together: each is the one that it would be alone.
+    ///
+    /// - Parameters:
+    ///   - requests: the prompts, and how the tokens of each are chosen.
+    ///   - atOnce: how many texts go on together, from 1 to 16. Where one ends the next begins.
+    ///   - cacheLimit: what the caches of these may take together, in bytes; fewer texts go on together where they would take more.
+    ///   - atBlock: called before each block; `CancellationError` from it ends all texts as `stopped`.
+    ///   - onToken: gets the index of a request and the next token's id; `CancellationError` from it ends this text as `stopped`.
+    ///   - onEnd: gets the index of a request and how its text went, in the order in which they end.
+    /// - Throws: `MeSPError`, and what the functions throw.
+    public func generate(
+        _ requests: [Request], atOnce: Int, cacheLimit: Int = Generator.cacheLimit, atBlock: () throws -> Void = {},
+        onToken: (_ request: Int, _ token: Int) throws -> Void, onEnd: (_ request: Int, Summary) throws -> Void
+    ) throws {
+        guard (1...CachedModel.mostTexts).contains(atOnce) else {
+            let wanted: Sentence = "at least 1 and at most \(CachedModel.mostTexts)"
+            throw MeSPError("\("at_once") must be \(wanted).")
+        }
+        for request in requests { try request.check(vocabulary: model.bundle.architecture.vocabSize) }
+        try model.bundle.withDevice {
+            let texts = requests.enumerated().map { Text(index: $0, request: $1, cache: PromptCache()) }
+            try write(
+                texts, atOnce: atOnce, cacheLimit: cacheLimit, atBlock, onToken: onToken,
+                onEnd: { try onEnd($0.index, $1) })
+        }
+    }
+
+    /// A quarter of what the process may take, in bytes.
+    public static var cacheLimit: Int {
+        min(systemMemoryLimit() ?? .max, Int(ProcessInfo.processInfo.physicalMemory)) / 4
+    }
+
+    // MARK: - Writing
+
+    private struct Text {
+        let index: Int
+        let request: Request
+        var cache: PromptCache
+        let random: MLXRandom.RandomState
+        var begin = Date.now
+        /// When the first token could be chosen.
+        var first: Date?
+        var count = 0
+        /// The last token, which is not in the cache yet.
+        var last = 0
+
+        init(index: Int, request: Request, cache: PromptCache) {
+            (self.index, self.request, self.cache) = (index, request, cache)
+            random = MLXRandom.RandomState(seed: request.seed)
+        }
+    }
+
     private func write(
-        _ request: Request, _ cache: inout PromptCache, _ atBlock: () throws -> Void, _ onToken: (Int) throws -> Void
-    ) throws -> Summary {
+        _ all: [Text], atOnce: Int, cacheLimit: Int, _ atBlock: () throws -> Void,
+        onToken: (Int, Int) throws -> Void, onEnd: (Text, Summary) throws -> Void
+    ) throws {
         let sampler = FootprintSampler()
         defer { sampler.stop() }
-        let begin = Date.now
-        var (first, count) = (Date?.none, 0)
-        func summary(_ reason: Summary.Reason) -> Summary {
-            let start = first ?? Date.now
-            return Summary(
-                reason: reason, tokens: count, promptSeconds: start.timeIntervalSince(begin),
+        func end(_ text: Text, _ reason: Summary.Reason) throws {
+            let start = text.first ?? Date.now
+            let summary = Summary(
+                reason: reason, tokens: text.count, promptSeconds: start.timeIntervalSince(text.begin),
                 seconds: Date.now.timeIntervalSince(start), footprintPeakBytes: sampler.takePeak())
+            try onEnd(text, summary)
         }
-
-        let random = MLXRandom.RandomState(seed: request.seed)
+        var (waiting, texts) = (all[...], [Text]())
         do {
-            var logits = try logits(cache.begin(request.prompt), &cache, atBlock)
-            first = Date.now
             while true {
-                let token = try choose(logits, request, random)
-                if request.stop.contains(token) { return summary(.stop) }
-                try onToken(token)
-                count += 1
-                if count == request.maxTokens { return summary(.length) }
-                logits = try self.logits([token], &cache, atBlock)
+                while texts.count < atOnce, let next = waiting.first, hasRoom(for: next, beside: texts, cacheLimit) {
+                    waiting.removeFirst()
+                    texts.append(next)
+                    let i = texts.count - 1
+                    texts[i].begin = Date.now
+                    let prompt = texts[i].cache.begin(next.request.prompt)
+                    let logits = try logits(prompt, &texts[i].cache, atBlock)
+                    if let reason = try choose(logits, &texts[i], onToken) { try end(texts.removeLast(), reason) }
+                }
+                guard !texts.isEmpty else { return }
+                let logits = try logits(forward(&texts, atBlock))
+                let reasons = try texts.indices.map { try choose(logits[$0], &texts[$0], onToken) }
+                let ended = zip(texts, reasons)
+                texts = ended.filter { $0.1 == nil }.map(\.0)
+                for (text, reason) in ended { if let reason { try end(text, reason) } }
             }
         } catch is CancellationError {
-            return summary(.stopped)
+            for text in texts + waiting { try end(text, .stopped) }
         }
+    }
+
+    /// What the last block makes of the texts' last tokens.
+    private func forward(_ texts: inout [Text], _ atBlock: () throws -> Void) throws -> MLXArray {
+        var caches = texts.map(\.cache)
+        defer { for i in texts.indices { texts[i].cache = caches[i] } }
+        return try model.forward(next: texts.map(\.last), &caches, atBlock)
+    }
+
+    /// Whether a text's cache at its longest fits beside those that go on. One alone is never refused.
+    private func hasRoom(for next: Text, beside texts: [Text], _ limit: Int) -> Bool {
+        let sizes = (texts + [next]).map {
+            model.cacheSize(tokens: $0.request.prompt.count + $0.request.maxTokens, like: texts.first?.cache)
+        }
+        return texts.isEmpty || sizes.reduce(0, +) <= limit
+    }
+
+    /// Chooses a text's next token.
+    ///
+    /// - Returns: why the text ends with it; nil where it goes on.
+    private func choose(
+        _ logits: MLXArray, _ text: inout Text, _ onToken: (Int, Int) throws -> Void
+    ) throws -> Summary.Reason? {
+        if text.first == nil { text.first = Date.now }
+        text.last = try choose(logits, text.request, text.random)
+        if text.request.stop.contains(text.last) { return .stop }
+        do { try onToken(text.index, text.last) } catch is CancellationError { return .stopped }
+        text.count += 1
+        return text.count == text.request.maxTokens ? .length : nil
     }
 
     // MARK: - Forward
@@ -135,10 +228,15 @@ public struct Generator {
     ) throws -> MLXArray {
         var last = MLXArray.zeros([1, model.bundle.architecture.hiddenSize], dtype: model.bundle.dtype)
         try model.forward(tokens, &cache, atBlock) { _, y in last = y[(y.dim(0) - 1)...] }
-        return try model.bundle.withHead { weights in
+        return try logits(last)[0]
+    }
+
+    /// The logits `[n, vocabulary]` (float32, evaluated) of what the last block made, `[n, hidden]`.
+    private func logits(_ y: MLXArray) throws -> MLXArray {
+        try model.bundle.withHead { weights in
             CrossEntropyHead(
                 weights: weights, architecture: model.bundle.architecture, tile: Self.vocabularyTile
-            ).logits(last)[0]
+            ).logits(y)
         }
     }
 

@@ -34,6 +34,11 @@ public struct PromptCache {
     /// In bytes.
     public var size: Int { (blocks + (mark?.states ?? [])).reduce(0) { $0 + ($1?.size ?? 0) } }
 
+    /// What of that does not grow with the text, in bytes.
+    var recurrentSize: Int {
+        (blocks + (mark?.states ?? [])).reduce(0) { $0 + ($1.flatMap { $0.isRecurrent ? $0.size : nil } ?? 0) }
+    }
+
     /// Readies it to go on with a text: keeps what that begins with, but for its last token, which the next is chosen after.
     ///
     /// - Returns: the tokens to read.

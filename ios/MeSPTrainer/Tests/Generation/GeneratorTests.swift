@@ -36,6 +36,43 @@ import Testing
         #expect(cache.tokens == tokens && cache.blocks.allSatisfy { $0?.count == tokens.count })
     }
 
+    /// Texts of several lengths, greedy and drawn, one stopped by who reads it: with any number at once, and where memory has room for one,
+    /// each is the one that it is alone.
+    @Test(arguments: cases) func textsWrittenTogetherAreTheSame(_ folder: URL) throws {
+        let fixture = try Fixture(folder, "gradients")
+        let adapters = temporaryFolder()
+        defer { try? FileManager.default.removeItem(at: adapters) }
+        try fixture.saveAdapters(to: adapters)
+        let generator = try Generator(fixture.bundle, adapters: adapters)
+        let requests = (0..<5).map { i in
+            var request = Generator.Request(prompt: Array(1...3 + 2 * i))
+            (request.maxTokens, request.temperature, request.seed) = (4 + 3 * (i % 3), i % 2 == 0 ? 0 : 1, UInt64(i))
+            return request
+        }
+        func read(_ token: Int, _ text: inout [Int], of request: Int) throws {
+            text.append(token)
+            if request == 3, text.count == 2 { throw CancellationError() }
+        }
+        let alone = try requests.enumerated().map { i, request in
+            var text = [Int]()
+            let summary = try generator.generate(request) { try read($0, &text, of: i) }
+            return (text, summary.reason, summary.tokens)
+        }
+        for (atOnce, cacheLimit) in [(1, Int.max), (3, .max), (16, .max), (16, 1)] {
+            var texts = [[Int]](repeating: [], count: requests.count)
+            var summaries = [Generator.Summary?](repeating: nil, count: requests.count)
+            try generator.generate(
+                requests, atOnce: atOnce, cacheLimit: cacheLimit,
+                onToken: { try read($1, &texts[$0], of: $0) }, onEnd: { summaries[$0] = $1 })
+            for (i, (text, reason, tokens)) in alone.enumerated() {
+                #expect(texts[i] == text && summaries[i]?.reason == reason && summaries[i]?.tokens == tokens)
+            }
+        }
+        #expect(throws: MeSPError.self) {
+            try generator.generate(requests, atOnce: 17, onToken: { _, _ in }, onEnd: { _, _ in })
+        }
+    }
+
     /// A conversation's turns, of which one changes what was said before, and one was stopped within a block: each goes on as if all of it
     /// were read anew, and reads what is new; where a block is recurrent and the text is cut back, all.
     @Test(arguments: cases) func aTurnReadsOnlyWhatIsNew(_ folder: URL) throws {
