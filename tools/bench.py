@@ -18,7 +18,7 @@ Tables, each with its own defaults for the options that apply to it:
   gpu           what a step on a phone's GPU would take, counted on any machine
   h             what storing h = xA would take, and what recomputing it costs
   mezo-quality  MeZO's estimate of each block's gradient against the exact gradient
-  preferences   a step on judged answers by objective, beside a supervised one
+  preferences   a step on preference data by objective, beside a supervised one
   parts         some projections, or B alone, in place of all adapters
   defaults      what mesp-train learns by default, beside a sweep of rates and optimizers
   records       short records at their own length against padding them to the longest

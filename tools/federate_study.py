@@ -3,9 +3,9 @@
     python tools/federate_study.py --plot federation.png
 
 The demo's six people, each with requests of one kind; what is held out is of all kinds. All train
-from the same matrices with the same update, which begins anew in each round, and whoever has all of
-the data takes as many steps as the six together. All adapters are judged by mlx-lm's model. Needs
-Flower.
+from the same matrices with the same update, which starts again in each round, and the one with all
+of the data takes as many steps as the six together. All adapters are judged by mlx-lm's model.
+Needs Flower.
 """
 
 from __future__ import annotations

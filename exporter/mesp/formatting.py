@@ -28,7 +28,7 @@ def perplexity(loss: float) -> float:
 
 
 def quality(record: dict[str, Any]) -> str:
-    """An evaluation's figures besides its loss: of judged answers the accuracy, the share
+    """An evaluation's figures besides its loss: of preference data the accuracy, the share
     of them that the model has the right way round, else the perplexity."""
     accuracy = record.get("accuracy")
     if not isinstance(accuracy, int | float):

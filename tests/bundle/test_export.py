@@ -201,7 +201,7 @@ def test_a_bundle_for_the_gpu_is_written_on_every_machine(tiny):
         [sentence] = trained.stderr.splitlines()
         assert sentence.endswith(
             "gpu.mesp was exported for a GPU, and this machine has none that MLX can use; "
-            "write it anew with mesp-export --from and --device cpu."
+            "write it again with mesp-export --from and --device cpu."
         )
 
 

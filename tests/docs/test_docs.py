@@ -77,6 +77,31 @@ def test_targets_of_make_exist(page: Path):
     assert named - set(re.findall(r"^([\w-]+):", makefile, flags=re.M)) == set()
 
 
+NOT_TERMS = {
+    "people have judged": "preference data",
+    "judged answers": "preference data",
+    "learning pace": "learning rate",
+    "it anew": "again",
+    "begins anew": "starts again",
+    "that which": "a noun",
+    "of one's own": "your own",
+}
+
+
+def test_the_fields_terms_are_used(sources: dict[str, str]):
+    """CONTRIBUTING.md has the terms; its own table names the other words, and so does this file."""
+    texts = {page.name: page.read_text(encoding="utf-8") for page in PAGES}
+    texts |= {name: text for name, text in sources.items() if name.endswith(".py")}
+    found = [
+        f"{name}: {word} (write: {term})"
+        for name, text in texts.items()
+        if name not in ("CONTRIBUTING.md", Path(__file__).name)
+        for word, term in NOT_TERMS.items()
+        if word in " ".join(text.split()).lower()
+    ]
+    assert found == []
+
+
 @pytest.fixture(scope="module")
 def sources() -> dict[str, str]:
     """The text of every source file by the file's name."""

@@ -107,7 +107,7 @@ def test_an_engine_that_does_not_fit_is_named(tmp_path: Path):
     }.items():
         engine.write_text(f"#!/bin/sh\n{says}\n")
         engine.chmod(0o755)
-        wanted = f"which is not {expected_version()}: it says {said}. Build it anew, or unset"
+        wanted = f"which is not {expected_version()}: it says {said}. Build it again, or unset"
         assert wanted in find_named(engine)
     nowhere = "MESP_ENGINE names /nowhere/mesp-engine, which is not a program."
     assert find_named("/nowhere/mesp-engine") == nowhere

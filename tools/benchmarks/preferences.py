@@ -1,4 +1,4 @@
-"""What a step on judged answers takes, beside a supervised one on the same sequences."""
+"""What a step on preference data takes, beside a supervised one on the same sequences."""
 
 from __future__ import annotations
 

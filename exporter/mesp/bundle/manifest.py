@@ -289,7 +289,7 @@ def read_manifest(path: Path, to_run: bool = True) -> Manifest:
     if to_run and entries.get("device") == "gpu" and not mx.metal.is_available():
         raise MespError(
             f"{path} was exported for a GPU, and this machine has none that MLX can use; "
-            "write it anew with mesp-export --from and --device cpu."
+            "write it again with mesp-export --from and --device cpu."
         )
     try:
         manifest = Manifest.of(entries)

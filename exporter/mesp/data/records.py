@@ -15,7 +15,7 @@ RECORDS = (
 )
 # The keys of a record that are read.
 KEYS = ("text", "prompt", "completion", "messages", "tools", "chosen", "rejected", "label")
-PAIRS, LABELS = "chosen and rejected", "completion and label"  # answers that people have judged
+PAIRS, LABELS = "chosen and rejected", "completion and label"  # preference data
 
 Said = str | list[dict[str, Any]]  # a prompt or an answer: a string, or messages
 

@@ -39,7 +39,7 @@ def find_engine(checkout: Path = CHECKOUT, sources: Path = SOURCES) -> Path:
         if (said := version_of(engine)) != expected_version():
             raise MespError(
                 f"MESP_ENGINE names {named}, which is not {expected_version()}: it says "
-                f"{said or 'nothing'}. Build it anew, or unset MESP_ENGINE."
+                f"{said or 'nothing'}. Build it again, or unset MESP_ENGINE."
             )
         return engine
     if not has_sources(checkout):

@@ -176,7 +176,7 @@ class TrainSettings(Settings):
     )
     objective: str | None = setting(
         str, None,
-        "Learn from answers that people have judged: from pairs with dpo, ipo, simpo or orpo, "
+        "Learn from preference data: from pairs with dpo, ipo, simpo or orpo, "
         "from single ones with kto.",
         choices=OBJECTIVES,
     )  # fmt: skip
@@ -366,13 +366,13 @@ class TrainSettings(Settings):
             raise MespError("--test needs test data, and the bundle has none: export it with some.")
 
     def _check_labels(self, manifest: Manifest) -> None:
-        """Refuses data without judged answers for an objective, and such data without one."""
+        """Refuses other than preference data for an objective, and that without one."""
         train = manifest.data.get("train")
         if train is None or (train.labels is not None) == (self.objective is not None):
             return
         if self.objective is None:
             raise MespError(
-                "The bundle's data has answers that people have judged: choose an --objective for "
+                "The bundle has preference data: choose an --objective for "
                 "them, or give it other data with mesp data."
             )
         kto = self.objective == "kto"

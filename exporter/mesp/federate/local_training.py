@@ -53,7 +53,7 @@ class Trained:
 def train(client: Client, received: Arrays, config: Mapping[str, Any]) -> Trained:
     """Trains from the `received` matrices, float32, as the server's `config` says.
 
-    The optimizer and the learning rate's schedule begin anew in each round; the order of the data
+    The optimizer and the learning rate's schedule start again in each round; the order of the data
     and every random number go on. Raises MespError where the run fails, lasts more than ``timeout``
     seconds, or the bundle is of another model than the server's.
     """
