@@ -1,4 +1,4 @@
-"""What is read from files, damaged in every way: it is read, or refused in a sentence."""
+"""Files, damaged in every way: each is read, or refused in a sentence."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from mesp.hub_upload import card, upload
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> dict:
-    """What the Hub got, by the client's method."""
+    """The requests that the Hub got, by the client's method."""
     got = {}
 
     def method(name: str, answer: object = None):

@@ -133,7 +133,7 @@ class Engine:
         return max([step for kind, step, _ in self.losses() if kind == "step"], default=0)
 
     def saved_step(self) -> int:
-        """What a resumed run goes on from."""
+        """The state that a resumed run goes on from."""
         path = self.output / "state.safetensors"
         if not path.exists():
             return 0

@@ -25,7 +25,7 @@ ROUNDS, STEPS, BATCH_SIZE = 8, 10, 2
 RATE = 2e-3
 CASES, HELD_OUT_CASES = 1200, 50
 OUT = DEMO_OUT.with_name("demo-federate")
-# What is averaged, by what is typed for it.
+# The adapters that are averaged, by option.
 KINDS = {"B alone (FFA-LoRA)": (), "A and B apart": ("--no-freeze-a",)}
 
 

@@ -60,7 +60,7 @@ from studies.trainers import (
 # that is nothing to choose a trainer for.
 LOSS_MARGIN = 0.01
 EXACT_MARGIN = 0.02
-# What a plan may change of a training step's loss, in float32, beside.
+# The most that a plan may change a training step's loss, in float32.
 PLAN_MARGIN = 1e-5
 
 QUICK = dataclasses.replace(EXTRACTION, steps=8, held_out=20)

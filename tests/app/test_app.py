@@ -1,4 +1,4 @@
-"""What can be checked of the iPhone app without a Mac: its project, its property lists, its views.
+"""The iPhone app, as far as it is checked without a Mac: its project, property lists and views.
 
 There is no SwiftUI here: the core, the app's model, the views and the widget are compiled as for
 iOS, and all but the widget, with the engine, as for macOS, against stand-ins of what they use of
@@ -179,7 +179,7 @@ def test_the_widget_comes_in_the_app_on_phones_alone(objects: dict[str, dict]):
     assert widget["packageProductDependencies"] == [], "a widget has some 30 MB"
     for settings in settings_of(objects, widget).values():
         assert settings["SUPPORTED_PLATFORMS"] == "iphoneos iphonesimulator"
-        # What is embedded has the app's identifier as the beginning of its own, and its version.
+        # An embedded target has the app's identifier as the beginning of its own, and its version.
         assert settings["PRODUCT_BUNDLE_IDENTIFIER"] == "$(APP_IDENTIFIER).Widget"
         assert settings["SKIP_INSTALL"] == "YES" and settings["CODE_SIGN_STYLE"] == "Automatic"
         assert "CODE_SIGN_ENTITLEMENTS" not in settings, "a free team can sign it"
@@ -401,7 +401,7 @@ def used(patterns: dict[str, str]) -> set[str]:
     return {key for key, pattern in patterns.items() if re.search(pattern, text)}
 
 
-# What the sandbox of a Mac permits with an entitlement alone.
+# Uses that the sandbox of a Mac permits only with an entitlement.
 ENTITLED = {
     "device.audio-input": r"\bAVAudio(?:Session|Engine)\b",
     "device.camera": r"\bAVCapture\w+",
@@ -580,7 +580,7 @@ class Compiler:
         }
 
 
-# What must not compile, and what the compiler says of it.
+# Faults that must not compile, and the compiler's message for each.
 FAULTS = {
     "risks causing data races": (
         "final class Count { var value = 0 }\n"
@@ -715,7 +715,7 @@ def literals(text: str) -> list[str]:
 
 
 def catalog(name: str) -> dict[str, dict]:
-    """What the String Catalog lists, by key."""
+    """The entries of the String Catalog, by key."""
     catalog = json.loads((APP / f"{name}.xcstrings").read_text(encoding="utf-8"))
     assert catalog["sourceLanguage"] == "en" and catalog["version"] == "1.0"
     return catalog["strings"]

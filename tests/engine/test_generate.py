@@ -271,7 +271,7 @@ def test_adapters_that_do_not_fit_the_run(
     assert not (tmp_path / "run" / "metrics.jsonl").exists()  # the folder can be used again
 
 
-# What cannot be done
+# Refused
 
 
 def change_config(folder: Path, **values: object) -> None:

@@ -85,7 +85,7 @@ def bundle(tmp_path: Path) -> Path:
 
 
 def environment(how: str = "", **more: str) -> dict[str, str]:
-    """What stands in for the engine, and how it goes."""
+    """The stand-in for the engine, and how it ends."""
     return {"MESP_ENGINE": str(FAKE_ENGINE), "FAKE_ENGINE": how, **more}
 
 

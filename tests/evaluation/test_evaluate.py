@@ -73,7 +73,7 @@ def mlx_lms(bundle: Path, adapters: Path | None) -> nn.Module:
 
 
 def theirs(model: nn.Module, tokens: list[int], first: int) -> tuple[float, bool]:
-    """What mlx-lm says of the tokens from `first` on."""
+    """mlx-lm's log-probabilities of the tokens from `first` on."""
     logits = model(mx.array([tokens[:-1]]))[0, first - 1 :].astype(mx.float32)
     targets = mx.array(tokens[first:])
     logs = mx.take_along_axis(nn.log_softmax(logits), targets[:, None], axis=-1)
@@ -340,7 +340,7 @@ def test_ctrl_c_while_it_loads_is_silent(
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
-# What cannot be done
+# Refused
 
 BAD_RECORDS = {
     "no JSON": ("{", "Line 1 of {} is not JSON."),

@@ -182,7 +182,7 @@ def test_a_client_refuses_in_a_sentence(bundle: Path, data: Path, tmp_path: Path
         train(one, start | {B: np.zeros((6, RANK, 3), np.float32)}, config)
 
 
-# What travels.
+# Messages.
 
 
 def test_bfloat16_is_rounded_as_mlx_rounds():
@@ -450,7 +450,7 @@ def test_a_round_is_whole_or_not_there_whichever_call_failed(
 
 
 class PowerLoss(BaseException):
-    """What no code catches."""
+    """An exception that no code catches."""
 
 
 def test_a_loss_of_power_at_any_call_leaves_whole_rounds(

@@ -1,1 +1,1 @@
-"""What tests of several folders share."""
+"""Helpers of tests in several folders."""

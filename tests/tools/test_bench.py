@@ -22,7 +22,7 @@ ENVIRONMENT = {
     "MESP_ENGINE": str(ENGINE if ENGINE.exists() else FAKE_ENGINE),
     "OPENBLAS_NUM_THREADS": "1",
 }
-# What a step of the demo model takes on a phone's GPU, by length. Less is an improvement: lower it.
+# Counts of a step of the demo model on a phone's GPU, by length. Less is an improvement: lower it.
 MOST_EVALS = {256: 49, 1024: 49}
 MOST_KERNELS = {256: 2744, 1024: 6678}
 needs_engine = pytest.mark.skipif(not ENGINE.exists(), reason="mesp-engine has not been built")

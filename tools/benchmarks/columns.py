@@ -7,7 +7,7 @@ from typing import Any
 
 from benchmarks.cells import Row
 
-# What is shown of a row, where it has it: heading, key and form. Bytes are shown in MB.
+# The columns that are shown, where a row has them: heading, key and form. Bytes are shown in MB.
 COLUMNS = {
     "model": ("model", "{}"),
     "blocks": ("blocks", "{}"),

@@ -1,4 +1,4 @@
-"""What a step on preference data takes, beside a supervised one on the same sequences."""
+"""Memory and time of a step on preference data, beside a supervised one on the same sequences."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ from mesp.runs.log import Run
 
 SETTLED_AFTER = 10  # steps before memory is compared with the last step's, to see whether it grows
 
-# What the engine's plan says of a run.
+# Entries of the engine's plan of a run.
 PLANNED = ("offload", "kept_blocks", "tile_bytes", "mapped_bytes", "predicted_peak_bytes",
            "least_peak_bytes")  # fmt: skip
 
@@ -188,7 +188,7 @@ def planned(row: Row, cell: Cell, variant: Variant, before: list[Row]) -> dict[s
 
 
 def engine_settings(cell: Cell, variant: Variant) -> dict[str, Any]:
-    """What differs from the engine's defaults."""
+    """The settings that differ from the engine's defaults."""
     what = {"bundle": str(cell.bundle.resolve()), "seq_len": cell.seq_len, "rank": cell.rank}
     how = {"method": variant.method, "offload": variant.offload}
     return {**what, **how, "val_batches": 0, "save_every": 0}

@@ -52,7 +52,7 @@ _RUNS = {**_SIZE, "methods": ("mesp",), "layers": (), "offload": "auto", "limits
          "threads": (), "peft": None}  # fmt: skip
 _DEMO = {**_SIZE, "models": ("demo",)}
 
-# What a row has of the engine's count.
+# Entries of the engine's count in a row.
 COUNTED = ("evals", "kernels", "tflop", "ledger_peak_bytes", "predicted_peak_bytes",
            "modelled_seconds", "new_buffer_bytes", "command_buffers", "spinning_seconds",
            "first_kernels", "most_first_kernels", "leaked_bytes")  # fmt: skip

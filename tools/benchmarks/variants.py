@@ -15,7 +15,7 @@ OFFLOADS = {
 }
 ENGINE_METHODS = tuple(OFFLOADS)
 
-# What `benchmarks.in_python` is asked for; OpenBLAS is preloaded but where mlx-lm is as shipped.
+# Settings of `benchmarks.in_python`; OpenBLAS is preloaded but where mlx-lm is as shipped.
 MLX_LM = {"kind": "mlx-lm", "checkpoint": False, "fast": False}
 PYTHON_METHODS: dict[str, dict[str, Any]] = {
     "mesp-paper": {"kind": "paper"},
@@ -26,7 +26,7 @@ PYTHON_METHODS: dict[str, dict[str, Any]] = {
     "products": {"kind": "products", "recompute": False},
     "products-recomputed": {"kind": "products", "recompute": True},
 }
-# What `in_peft.train` is asked for, in an environment of its own.
+# Settings of `in_peft.train`, in an environment of its own.
 PEFT_METHODS: dict[str, dict[str, Any]] = {
     "torch-peft": {"checkpoint": False},
     "torch-peft-checkpoint": {"checkpoint": True},

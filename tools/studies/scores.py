@@ -1,4 +1,4 @@
-"""What adapters came to, and whether two of them came to the same."""
+"""The scores of adapters, and whether two of them came to the same."""
 
 from __future__ import annotations
 

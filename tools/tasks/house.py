@@ -24,7 +24,7 @@ class Case(NamedTuple):
 
 
 WHERE = ["kitchen", "bedroom", "garage", "garden", "office", "hall", "library", "cellar"]
-# What is to be done with which thing, by how it is said.
+# Actions on things, by wording.
 DO = {
     "light": {"turn on": "on", "turn off": "off"},
     "heating": {"turn up": "up", "turn down": "down"},
@@ -39,7 +39,7 @@ WHEN = {
     "tomorrow": ["tomorrow"],
     **{day: [f"on {day}", f"next {day}"] for day in calendar.day_name},
 }
-# What a model as small as the demo's tells apart in two minutes of training, wherever it stands.
+# Times that a model of the demo's size tells apart in two minutes of training, wherever they stand.
 SOON = {
     "now": ["now", "right now"],
     "today": ["today"],

@@ -35,7 +35,7 @@ def products(bundle: Bundle, settings: dict[str, Any]) -> None:
     forward = [name for block in arch.blocks for name in block.modules] + ["head"]
     down = arch.mlp[-1][0]
     again = [name for name in forward[:-1] if name != down]
-    # What comes before the first block is not trained: its mixer needs no gradient by x.
+    # Nothing before the first block is trained: its mixer needs no gradient by x.
     unused = [name for name, _ in arch.blocks[0].mixer.modules[:-1]]
     backward = forward[:]
     for name in unused:
