@@ -49,13 +49,15 @@ def test_an_answer_is_right_to_the_letter(monkeypatch: pytest.MonkeyPatch, wrong
     read = []
 
     class Engine:
-        def generate(self, prompt, max_tokens, stop, go_on):
-            assert tokenizer.decode(prompt).endswith("Open the door.\nassistant:")
+        def generate(self, prompts, max_tokens, stop, at_once, go_on):
             assert (max_tokens, stop) == (len(right), [])
-            for at, token in enumerate(right):
-                read.append(at)
-                if not go_on(token if at != wrong else token + 1):
-                    return
+            for index, prompt in enumerate(prompts):
+                assert tokenizer.decode(prompt).endswith("Open the door.\nassistant:")
+                for at, token in enumerate(right):
+                    read.append(at)
+                    if not go_on(index, token if at != wrong else token + 1):
+                        break
+                yield index
 
     def evaluator(bundle, adapters):
         assert (bundle, adapters) == (DEMO_BUNDLE, None)

@@ -10,6 +10,8 @@ from mesp.engine.process import evaluator
 from mesp.text import bundle_tokenizer
 from tasks.house import Case
 
+AT_ONCE = 8  # answers written together
+
 
 class Answer(NamedTuple):
     """The model's answer to a case, as far as it was read, and whether it is right."""
@@ -26,22 +28,26 @@ def answers(
     Those after the first `whole` are read until they are wrong.
     """
     tokenizer = bundle_tokenizer(bundle)
+    prompts, right = [], []
+    for case in cases:
+        said = {"user": case.prompt, "assistant": case.completion}
+        messages = [{"role": role, "content": content} for role, content in said.items()]
+        ids, counted = encode_answers(tokenizer, messages, None)
+        start = int(counted.argmax())
+        prompts.append(ids[:start])
+        right.append(ids[start : ids.index(tokenizer.eos_token_id, start) + 1])
+    written: list[list[int]] = [[] for _ in cases]
+
+    def go_on(number: int, token: int) -> bool:
+        written[number].append(token)
+        so_far = right[number][: len(written[number])]
+        return len(so_far) < len(right[number]) and (number < whole or written[number] == so_far)
+
     with evaluator(bundle, adapters) as engine:
-
-        def answer(number: int, case: Case) -> Answer:
-            said = {"user": case.prompt, "assistant": case.completion}
-            messages = [{"role": role, "content": content} for role, content in said.items()]
-            ids, counted = encode_answers(tokenizer, messages, None)
-            start = int(counted.argmax())
-            right = ids[start : ids.index(tokenizer.eos_token_id, start) + 1]
-            written: list[int] = []
-
-            def go_on(token: int) -> bool:
-                written.append(token)
-                return number < whole or written == right[: len(written)]
-
-            engine.generate(ids[:start], len(right), stop=[], go_on=go_on)
-            text = tokenizer.decode(written).partition(tokenizer.eos_token)[0]
-            return Answer(text.strip(), written == right)
-
-        return [answer(number, case) for number, case in enumerate(cases)]
+        for _ in engine.generate(prompts, max(map(len, right), default=1), [], AT_ONCE, go_on):
+            pass
+    texts = [tokenizer.decode(tokens).partition(tokenizer.eos_token)[0] for tokens in written]
+    return [
+        Answer(text.strip(), tokens == wanted)
+        for text, tokens, wanted in zip(texts, written, right, strict=True)
+    ]
