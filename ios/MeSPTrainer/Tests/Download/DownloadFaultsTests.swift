@@ -96,7 +96,7 @@
         }
 
         private func compile(into library: URL) throws {
-            let source = URL(fileURLWithPath: #filePath + "/../../../../../tests/faults.c").standardizedFileURL
+            let source = URL(fileURLWithPath: #filePath + "/../../../../../tests/helpers/faults.c").standardizedFileURL
             let compiler = Process()
             compiler.executableURL = URL(fileURLWithPath: "/usr/bin/env")
             compiler.arguments = ["clang", "-shared", "-fPIC", "-O1", source.path, "-o", library.path, "-ldl"]
