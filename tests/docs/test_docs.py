@@ -1,10 +1,12 @@
 """What the documents name exists: links, files, tests, make's targets, options of the commands."""
 
 import importlib
+import json
 import re
 import runpy
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
@@ -143,3 +145,23 @@ def test_options_exist(page: Path, commands: dict[str, set[str]]):
 def test_the_guide_has_every_option(commands: dict[str, set[str]]):
     named = set(" ".join(code(ROOT / "docs" / "guide.md")).split())
     assert {name: known - named for name, known in commands.items() if known - named} == {}
+
+
+MEASUREMENTS = json.loads((ROOT / "docs" / "measurements.json").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("measured", MEASUREMENTS, ids=lambda measured: measured["name"])
+def test_documents_state_the_figures_that_were_measured(measured: dict[str, Any]):
+    value = measured["value"]
+    number = value if isinstance(value, str) else f"{value:,}"
+    for page, sentences in measured["stated"].items():
+        text = " ".join((ROOT / page).read_text(encoding="utf-8").split())
+        for sentence in sentences:
+            stated = sentence.replace("{:.0f}", f"{value:.0f}" if "{:.0f}" in sentence else "")
+            stated = stated.replace("{}", number)
+            assert stated in text, f"{page} lacks {stated!r} of docs/measurements.json"
+
+
+def test_each_figure_names_its_command_machine_and_version():
+    names = {"name", "value", "unit", "command", "machine", "version", "stated"}
+    assert [m["name"] for m in MEASUREMENTS if set(m) != names or not m["stated"]] == []
