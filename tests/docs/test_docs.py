@@ -165,3 +165,18 @@ def test_documents_state_the_figures_that_were_measured(measured: dict[str, Any]
 def test_each_figure_names_its_command_machine_and_version():
     names = {"name", "value", "unit", "command", "machine", "version", "stated"}
     assert [m["name"] for m in MEASUREMENTS if set(m) != names or not m["stated"]] == []
+
+
+def test_performance_compares_every_figure_of_the_paper():
+    paper = json.loads((HOME / "AppModel" / "paper.json").read_text(encoding="utf-8"))
+    text = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+    section = text.split("\n## The paper's figures\n")[1].split("\n## ")[0]
+
+    def numbers(value: object) -> Iterator[float]:
+        if isinstance(value, dict):
+            yield from (number for each in value.values() for number in numbers(each))
+        elif isinstance(value, (int, float)):
+            yield value
+
+    stated = set(re.findall(r"\d+(?:\.\d+)?", section))
+    assert [number for number in numbers(paper) if str(number) not in stated] == []
