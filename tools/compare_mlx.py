@@ -163,14 +163,14 @@ def train(bundle: Path, steps: int, scratch: Path) -> Arrays:
 
 
 def write(file: Path, bundles: tuple[Path, ...], steps: int, scratch: Path) -> None:
-    """What this process's MLX computes, as safetensors."""
+    """The results of this process's MLX, as safetensors."""
     results = {name: operation() for name, operation in operations()} | functions(bundles)
     results |= train(bundles[0], steps, scratch) if steps else {}
     mx.save_safetensors(str(file), {name: mx.contiguous(a) for name, a in results.items()})
 
 
 def computed(other: Path | None, arguments: list[str], folder: Path) -> Arrays:
-    """What an MLX computes, in a process of its own."""
+    """The results of an MLX, in a process of its own."""
     folder.mkdir()
     environment = os.environ | ({"PYTHONPATH": str(other)} if other else {})
     command = [sys.executable, __file__, *arguments, "--into", folder / "arrays.safetensors"]

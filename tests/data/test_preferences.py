@@ -1,4 +1,4 @@
-"""Answers that people have judged: to token ids as TRL takes them, and trained on."""
+"""Preference data: to token ids as TRL takes them, and trained on."""
 
 from __future__ import annotations
 

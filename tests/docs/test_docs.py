@@ -1,4 +1,4 @@
-"""What the documents name exists: links, files, tests, make's targets, options of the commands."""
+"""The documents: links, files, tests, targets, options, figures and words in them."""
 
 import importlib
 import json
@@ -38,7 +38,7 @@ def split(page: Path) -> tuple[list[str], list[str]]:
 
 
 def code(page: Path) -> Iterator[str]:
-    """What a page has in fences, a line each without its comment, and between backticks."""
+    """The code of a page: lines in fences without their comments, and spans in backticks."""
     fenced, prose = split(page)
     yield from (line.partition(" #")[0] for line in fenced)
     for span in re.findall(r"(?<!`)`([^`]+)`(?!`)", "\n".join(prose)):
@@ -46,7 +46,7 @@ def code(page: Path) -> Iterator[str]:
 
 
 def anchors(page: Path) -> set[str]:
-    """What GitHub calls the headings of a page."""
+    """The anchors that GitHub gives the headings of a page."""
     headings = [line.lstrip("#").strip() for line in split(page)[1] if line.startswith("#")]
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 

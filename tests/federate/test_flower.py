@@ -950,7 +950,7 @@ def test_real_processes_over_tls_with_authentication(bundle: Path, data: Path, t
 
 
 def tool(name: str, *arguments: object) -> str:
-    """What one of the tools prints."""
+    """The output of one of the tools."""
     path = ROOT / "tools" / f"{name}.py"
     done = subprocess.run(
         [sys.executable, path, *map(str, arguments)],

@@ -347,14 +347,14 @@ def arrays_of(layer: nn.Module, block: Block) -> dict[str, mx.array]:
 
 
 def mask_of(block: Block, length: int) -> mx.array | None:
-    """What mlx-lm's block takes as a mask, with the window that Hugging Face gives it."""
+    """The mask of mlx-lm's block, with the window that Hugging Face gives it."""
     if not isinstance(block.mixer, AttentionMixer):
         return None
     return create_causal_mask(length, window_size=block.mixer.sliding_window)
 
 
 def residual_factor(layer: nn.Module) -> float:
-    """What mlx-lm's block multiplies what it adds to x by."""
+    """The factor of what mlx-lm's block adds to x."""
     if hasattr(layer, "scale_depth"):
         return layer.scale_depth / layer.num_hidden_layers**0.5
     return getattr(layer, "residual_multiplier", 1.0)

@@ -27,7 +27,7 @@ class Phones:
         return container / "Documents" / "runs"
 
     def environment(self) -> dict[str, str]:
-        """What a command needs to find the phones, by `program` and by no other."""
+        """The environment in which a command finds the phones, by `program` and by no other."""
         described = self.folder / "phones.json"
         described.write_text(json.dumps(self.world))
         programs = self.folder / "programs"

@@ -1,4 +1,4 @@
-"""What a wheel and an image are made of; test_wheel.py makes and uses a wheel."""
+"""The contents of a wheel and an image; test_wheel.py makes and uses a wheel."""
 
 import os
 import re

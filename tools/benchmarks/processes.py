@@ -59,7 +59,7 @@ def run_python(
     cell: Cell, settings: dict[str, Any], work: Path, tell: Tell, preload: bool = True,
     threads: int | None = None,
 ) -> Run:  # fmt: skip
-    """What `benchmarks.in_python` reports; `preload`: with OpenBLAS, where there is one."""
+    """The report of `benchmarks.in_python`; `preload`: with OpenBLAS, where there is one."""
     size = {"bundle": str(cell.bundle), "seq_len": cell.seq_len, "rank": cell.rank}
     environment = ENVIRONMENT | with_threads(threads or blas_threads())
     environment["LD_PRELOAD"] = (preload and find_openblas()) or ""
@@ -70,7 +70,7 @@ def run_python(
 
 
 def run_peft(python: Path, settings: dict[str, Any], folder: Path, threads: int, tell: Tell) -> Run:
-    """What `in_peft.train` reports of the inputs in `folder`, run by a Python with torch and peft.
+    """The report of `in_peft.train` on the inputs in `folder`, by a Python with torch and peft.
 
     The allocator is left as PyTorch's users have it.
     """

@@ -188,7 +188,7 @@ def planned(row: Row, cell: Cell, variant: Variant, before: list[Row]) -> dict[s
 
 
 def engine_settings(cell: Cell, variant: Variant) -> dict[str, Any]:
-    """What differs from the engine's defaults."""
+    """The settings that differ from the engine's defaults."""
     what = {"bundle": str(cell.bundle.resolve()), "seq_len": cell.seq_len, "rank": cell.rank}
     how = {"method": variant.method, "offload": variant.offload}
     return {**what, **how, "val_batches": 0, "save_every": 0}

@@ -1,4 +1,4 @@
-"""What a run of PEFT is given: a folder that needs neither MLX nor MeSP to be read."""
+"""The inputs of a run of PEFT: a folder that needs neither MLX nor MeSP to be read."""
 
 from __future__ import annotations
 

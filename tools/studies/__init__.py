@@ -1,1 +1,1 @@
-"""What the studies of a fine-tuning's quality share."""
+"""Code that the studies of a fine-tuning's quality share."""

@@ -12,7 +12,7 @@ from tasks.house import Case
 
 
 class Answer(NamedTuple):
-    """What the model wrote for a case, as far as it was read, and whether it is right."""
+    """An answer of the model, as far as it was read, and whether it is right."""
 
     text: str
     is_right: bool

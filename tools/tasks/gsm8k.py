@@ -8,7 +8,7 @@ NUMBER = re.compile(r"####\s*(-?)\$?\s*(\d[\d,]*(?:\.\d+)?)")
 
 
 def final_number(text: str) -> str | None:
-    """What stands after the first `####`, without the commas between thousands; None where there is
+    """The text after the first `####`, without the commas between thousands; None where there is
     no number. What a model goes on to say does not count."""
     found = NUMBER.search(text)
     return None if found is None else "".join(found.groups()).replace(",", "")

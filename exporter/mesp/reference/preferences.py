@@ -1,4 +1,4 @@
-"""Objectives on answers that people have judged, as TRL 1.9.0 has them."""
+"""Objectives on preference data, as TRL 1.9.0 has them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tools/bench.py measures in Python, beside the engine.
+"""Measurements of tools/bench.py in Python, beside the engine.
 
     python -m benchmarks.in_python SETTINGS.json
 

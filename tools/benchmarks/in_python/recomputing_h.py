@@ -1,4 +1,4 @@
-"""What storing h = xA would take, and what recomputing it costs."""
+"""The memory of storing h = xA and the time of recomputing it."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ class Steps:
 
 
 def report_baseline() -> None:
-    """What Python, MLX and its BLAS take before anything is loaded."""
+    """The memory of Python, MLX and its BLAS before anything is loaded."""
     mx.eval(mx.ones((256, 256)) @ mx.ones((256, 256)))
     report("start", baseline_bytes=footprint())
 

@@ -17,7 +17,7 @@ package struct CachedModel {
     /// The most texts that go on together.
     package static let mostTexts = 16
 
-    /// What each token needs of each block: views, which take no memory to speak of.
+    /// Views of each block's cache for each token; they take almost no memory.
     private final class Kept {
         var views = [Int: PackedWeights.Views]()
         var matrices = [Int: [Projection: LoRAMatrices]]()
@@ -62,7 +62,7 @@ package struct CachedModel {
         }
     }
 
-    /// What the last block makes of one token for each of several texts, which is added to the text's cache. The tokens go through the blocks
+    /// The last block's output for one token of each of several texts, which is added to the text's cache. The tokens go through the blocks
     /// together.
     ///
     /// - Parameters:
@@ -87,7 +87,7 @@ package struct CachedModel {
         return x
     }
 
-    /// What a cache takes after `tokens`, in bytes.
+    /// The size of a cache after `tokens`, in bytes.
     ///
     /// - Parameter cache: of any text, which says how large recurrent states are.
     func cacheSize(tokens: Int, like cache: PromptCache?) -> Int {
