@@ -17,7 +17,7 @@ let mlx: Package.Dependency =
 /// mlx-swift's MLX is known, the wheel's is asked for.
 let swiftSettings: [SwiftSetting] = hostMLX ? [.define("MESP_HOST_MLX")] : []
 
-/// What a step would cost on a phone's GPU is counted where MLX is the wheel's.
+/// Counts the cost of a step on a phone's GPU, where MLX is the wheel's.
 let ledger: [Target.Dependency] = hostMLX ? [.product(name: "HostMLXLedger", package: "HostMLX")] : []
 
 /// Metal's behaviour, for the core's tests.

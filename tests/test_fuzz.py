@@ -1,4 +1,4 @@
-"""Files, damaged in every way: each is read, or refused in a sentence."""
+"""Files that are damaged in every way: they are read, or refused in a sentence."""
 
 from __future__ import annotations
 
@@ -205,7 +205,7 @@ def matrices(scale: float, dtype: type = np.float32) -> Arrays:
 @CASES
 @given(data=st.data())
 def test_matrices_of_a_federation(data: st.DataObject):
-    """What passes can be averaged: no figure of it overflows, and a norm is kept."""
+    """An accepted message can be averaged: no figure overflows, and a norm is kept."""
     start = matrices(1)
     added = matrices(data.draw(st.sampled_from([0, 1e-38, 1e-30, 1, 1e5, 1e38])))
     given = {name: start[name] + added[name] for name in start}
@@ -357,8 +357,8 @@ def test_configurations(tmp_path: Path, data: st.DataObject):
 @CASES
 @given(data=st.data())
 def test_functions(bundle: Path, tmp_path: Path, data: st.DataObject):
-    """What passes computes with MLX, or is refused by it: reading or writing outside of an array
-    would end this process sooner or later."""
+    """An accepted file computes with MLX, or is refused by it: reading or writing outside of an
+    array would end this process sooner or later."""
     own = functions_folder(bundle, read_manifest(bundle))
     original = data.draw(st.sampled_from(sorted(own.glob("*.mlxfn")))).read_bytes()
     file = data.draw(damaged(original) | overwritten(original))

@@ -18,7 +18,7 @@ from mesp.hub_upload import card, upload
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> dict:
-    """The requests that the Hub got, by the client's method."""
+    """The Hub's uploads by the client's method."""
     got = {}
 
     def method(name: str, answer: object = None):
@@ -74,7 +74,7 @@ class Response:
 @pytest.mark.parametrize(
     ("error", "said"),
     [
-        (errors.HFValidationError("bad"), "is no name of a repository: give it as owner/name."),
+        (errors.HFValidationError("bad"), "is not a name of a repository: give it as owner/name."),
         (errors.LocalTokenNotFoundError("none"), "Log in to the Hugging Face Hub first"),
         (errors.HfHubHTTPError("no", response=Response(403)), "does not let you write to a/b"),
         (errors.HfHubHTTPError("no", response=Response(500)), "check the network and run"),

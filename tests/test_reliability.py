@@ -125,7 +125,7 @@ class Engine:
         return [json.loads(line) for line in lines[:-1]]
 
     def losses(self) -> list[tuple]:
-        """What two runs must have in common to the last bit, in the order of the log."""
+        """The records that two runs must share to the last bit, in the order of the log."""
         kinds = ("step", "eval")
         return [(r["type"], r["step"], r["loss"]) for r in self.records() if r["type"] in kinds]
 
@@ -133,7 +133,7 @@ class Engine:
         return max([step for kind, step, _ in self.losses() if kind == "step"], default=0)
 
     def saved_step(self) -> int:
-        """The state that a resumed run goes on from."""
+        """The state that a resumed run starts from."""
         path = self.output / "state.safetensors"
         if not path.exists():
             return 0

@@ -152,7 +152,7 @@ def test_a_token_that_the_tokenizer_lacks_is_a_sentence(bundle: Path):
     file.write_text(json.dumps(value))
     list_again(bundle)
     said = refused("generate", bundle, "--prompt", "a", "--max-tokens", 9, "--temp", 9, "--no-chat")
-    assert "is none of the tokenizer's" in said
+    assert "is not in the tokenizer's vocabulary" in said
 
 
 @pytest.mark.parametrize("name", ["chat_template.jinja", "special_tokens_map.json", "vocab.txt"])
@@ -170,7 +170,7 @@ def test_what_a_tokenizer_reads_lies_in_the_bundle(
         file.symlink_to(secret if what == "a link" else "/dev/zero")
     for arguments in (("generate", bundle, "--prompt", "a"), ("data", bundle, "--data", secret)):
         said = refused(*arguments)
-        assert f"{name} is no regular file in it" in said or "outside of it" in said
+        assert f"{name} is not a regular file in it" in said or "outside of it" in said
 
 
 def test_what_a_model_writes_does_not_control_a_terminal(bundle: Path):
@@ -588,7 +588,7 @@ def test_a_bundle_with_two_folders_of_data_is_refused(bundle: Path):
 
 
 def test_an_unfinished_folder_that_is_a_link_is_not_followed(tmp_path: Path):
-    """What a killed export left is removed: not what a link in its place leads to."""
+    """The rest of a killed export is removed, but not the target of a link in its place."""
     kept = tmp_path / "kept"
     kept.mkdir()
     (kept / "file").touch()

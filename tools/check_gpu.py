@@ -201,7 +201,7 @@ def read_report(path: Path) -> Report:
         [report["start"][key] for key in ("names", "host", "bundle", "device")]
         [check[key] for check in report["checks"] for key in ("name", "verdict", "sentence")]
     except (ValueError, TypeError, KeyError) as error:
-        raise MespError(f"{path} is no report of a self-check.") from error
+        raise MespError(f"{path} is not a report of a self-check.") from error
     return report
 
 

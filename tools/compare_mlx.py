@@ -163,7 +163,7 @@ def train(bundle: Path, steps: int, scratch: Path) -> Arrays:
 
 
 def write(file: Path, bundles: tuple[Path, ...], steps: int, scratch: Path) -> None:
-    """Writes the results of this process's MLX as safetensors."""
+    """The results of this process's MLX, as safetensors."""
     results = {name: operation() for name, operation in operations()} | functions(bundles)
     results |= train(bundles[0], steps, scratch) if steps else {}
     mx.save_safetensors(str(file), {name: mx.contiguous(a) for name, a in results.items()})

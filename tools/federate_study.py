@@ -1,4 +1,4 @@
-"""The results of a federation, between each alone and all of the data in one place.
+"""The result of a federation, between training alone and on all data in one place.
 
     python tools/federate_study.py --plot federation.png
 
@@ -53,7 +53,7 @@ FEDERATIONS = {
 
 
 class Round(NamedTuple):
-    """The held-out loss and accuracy of a round's adapters: nats a token, and the share of requests
+    """The held-out result of a round's adapters: nats a token, and the share of requests
     that are answered to the letter."""
 
     loss: float
@@ -151,7 +151,7 @@ def by_oneself(federation: Federation, client: Client, people: int = 1) -> Round
 
 
 def judged(bundle: Bundle, task: Task, runs: list[Rounds], number: int) -> Round:
-    """The results of a round, in the mean of several runs."""
+    """The result of a round, the mean of several runs."""
     adapters = [run.path(number) / "adapters" for run in runs]
     scores = [score(model_with(bundle, each), bundle, task) for each in adapters]
     return Round(mean(each.loss for each in scores), mean(each.exact.mean() for each in scores))
@@ -162,7 +162,7 @@ def shown(round: Round) -> tuple[str, str]:
 
 
 def cells(name: str, federation: Federation) -> dict[str, str]:
-    """The bytes that travelled, how far clients were apart, and what the noise hides."""
+    """The bytes sent, the distance between clients, and the privacy that the noise gives."""
     records = federation.rounds.records()[1:]
     clients = sum(len(record["clients"]) for record in records)
     ways = (sum(r[f"bytes_{way}"] for r in records) / clients for way in ("down", "up"))

@@ -105,14 +105,14 @@ def inside(folder: Path, name: str) -> Path:
     name leads out of it, or anything on the way is a symbolic link."""
     parts = name.split("/")
     if "\0" in name or len(name) > 255 or {"", ".", ".."}.intersection(parts):
-        raise ValueError(f"{name!r} is no name within a folder")
+        raise ValueError(f"{name!r} is not a name within a folder")
     path = folder
     for part in parts:
         path = path / part
         try:
             is_link = path.is_symlink()
         except OSError as error:  # it is too long
-            raise ValueError(f"{name!r} is no name of a file") from error
+            raise ValueError(f"{name!r} is not a name of a file") from error
         if is_link:
             raise ValueError(f"{name!r} is a symbolic link")
     return path

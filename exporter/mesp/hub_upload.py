@@ -36,7 +36,7 @@ def upload(bundle: Path, manifest: Manifest, repo: str) -> str:
             commit_message=f"Upload {manifest.name}",
         )
     except errors.HFValidationError as error:
-        raise MespError(f"{repo} is no name of a repository: give it as owner/name.") from error
+        raise MespError(f"{repo} is not a name of a repository: give it as owner/name.") from error
     except errors.LocalTokenNotFoundError as error:
         raise MespError("Log in to the Hugging Face Hub first: `hf auth login`.") from error
     except errors.HfHubHTTPError as error:

@@ -36,7 +36,7 @@ def load_tokenizer(
             file.is_file() and file.resolve().is_relative_to(root)
         ):
             raise MespError(
-                f"{failed}: {file.name} is no regular file in it; put the file there, or remove it."
+                f"{failed}: {file.name} is not a regular file; put the file there, or remove it."
             )
     with plain_errors(failed):
         config = read_object(folder / "tokenizer_config.json")

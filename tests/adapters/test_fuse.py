@@ -112,7 +112,7 @@ def test_the_losses_are_said(family, tmp_path):
 
 
 def test_quantizing_that_eats_the_adapters_is_told(tmp_path):
-    """What a short run at a low rate has learned is less than 4 bits can hold."""
+    """A short run at a low rate learns less than 4 bits can hold."""
     bundle = tmp_path / "demo.mesp"
     assert run("export", "--model", "demo", "--seq-len", 32, "--out", bundle).returncode == 0
     call("train", bundle, "--steps", 10, "--learning-rate", 8e-5, "--val-batches", 0,

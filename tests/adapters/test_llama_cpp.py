@@ -162,7 +162,7 @@ def write_base(path: Path, model: nn.Module, folder: Path) -> Path:
 
 
 def write(model: Path, prompt: list[int], adapters: Path | None = None) -> list[dict]:
-    """What llama.cpp writes greedily: of each token its `id`, its `logprob` and those of the two
+    """The greedy tokens of llama.cpp: of each its `id`, its `logprob` and those of the two
     likeliest, `top_logprobs`."""
     request = {"prompt": prompt, "n_predict": COUNT, "temperature": 0, "n_probs": 2}
     answer = serve(model, adapters).handle_completions(request)

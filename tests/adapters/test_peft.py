@@ -222,7 +222,7 @@ def test_the_benchmark_trains_with_peft_as_the_engine_does(
 
 
 def test_qlora_is_judged_by_the_weights_that_it_trains_on(bundle: Path, tmp_path: Path):
-    """The numbers that bitsandbytes multiplies with, in another library."""
+    """The weights that bitsandbytes multiplies with, from another library."""
     pytest.importorskip("bitsandbytes", reason="PEFT has NF4 of it alone")
     model = in_nf4(DEMO, torch.float32).train()
     write_base(model, DEMO, tmp_path / "base")

@@ -1,4 +1,4 @@
-"""The iPhone app, as far as it is checked without a Mac: its project, property lists and views.
+"""Checks of the iPhone app without a Mac: its project, its property lists, its views.
 
 There is no SwiftUI here: the core, the app's model, the views and the widget are compiled as for
 iOS, and all but the widget, with the engine, as for macOS, against stand-ins of what they use of
@@ -715,7 +715,7 @@ def literals(text: str) -> list[str]:
 
 
 def catalog(name: str) -> dict[str, dict]:
-    """The entries of the String Catalog, by key."""
+    """The entries of the String Catalog by key."""
     catalog = json.loads((APP / f"{name}.xcstrings").read_text(encoding="utf-8"))
     assert catalog["sourceLanguage"] == "en" and catalog["version"] == "1.0"
     return catalog["strings"]
@@ -746,7 +746,7 @@ def test_numbers_of_things_have_plural_forms():
 
 
 def test_every_row_can_be_reached_and_read():
-    """What is tapped is a button, what is deleted has a menu, and color is a symbol's alone."""
+    """A thing to tap is a button, a thing to delete has a menu, and color is a symbol's alone."""
     views = {view.name: view.read_text(encoding="utf-8") for view in VIEWS}
     for name, text in views.items():
         assert "onTapGesture" not in text, name

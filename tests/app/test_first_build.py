@@ -45,7 +45,7 @@ def pins() -> dict[str, dict]:
 
 @pytest.fixture(scope="module")
 def releases(pins: dict[str, dict]) -> dict[str, dict]:
-    """The record of the release that each package is pinned to."""
+    """The recorded release that each package is pinned to."""
     found = {}
     for name, pin in pins.items():
         state = pin["state"]

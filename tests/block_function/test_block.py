@@ -126,7 +126,7 @@ class Case:
         return run_layer(self.block, x, self.described)
 
     def expected(self, x: mx.array) -> list[mx.array]:
-        """mlx-lm's y, and the inputs and outputs of its modules."""
+        """mlx-lm's results: y, and the inputs and outputs of its modules."""
         names = ["input_layernorm", self.arch.mlp_norm, *self.described.modules]
         of_mixer = {GatedDeltaNet: "linear_attn.norm", ShortConvolution: "conv.conv"}
         names += [name for kind, name in of_mixer.items() if isinstance(self.mixer, kind)]
@@ -373,7 +373,7 @@ def gpu_inputs(block: Block, layout: Layout, dtype: str, length: int) -> list[mx
 
 
 def trace(function: BlockFunction, *inputs: mx.array) -> list:
-    """Parts of a trace, by MLX's callbacks: constants, and primitives with their arguments."""
+    """MLX's callbacks for a trace: constants, and primitives with their arguments."""
     found = []
 
     def callback(part: dict) -> None:

@@ -149,7 +149,7 @@ def test_random_data():
         ({"train.txt": TEXT, "valid.txt": "Too short."}, "valid data .* less than one sequence"),
         ({"train.txt": "Too short.", "valid.txt": TEXT}, "train data .* less than one sequence"),
         ({"train.jsonl": '{"text": "a"}\nnot json'}, "Line 2 of .*not JSON"),
-        ({"train.jsonl": '["text"]'}, "Line 1 .* is no object"),
+        ({"train.jsonl": '["text"]'}, "Line 1 .* is not an object"),
         ({"train.jsonl": '{"text": 3}'}, 'Line 1 .* has a "text" that is not a string'),
         ({"train.jsonl": '{"prompt": "a"}'}, "Line 1 .* has prompt; records have"),
         ({"train.jsonl": "{}"}, "Line 1 .* has nothing; records have"),

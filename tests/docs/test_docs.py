@@ -1,10 +1,12 @@
-"""Names in the documents exist: links, files, tests, make's targets, options of the commands."""
+"""The documents: links, files, tests, targets, options, figures and words in them."""
 
 import importlib
+import json
 import re
 import runpy
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
@@ -36,7 +38,7 @@ def split(page: Path) -> tuple[list[str], list[str]]:
 
 
 def code(page: Path) -> Iterator[str]:
-    """The code of a page: lines in fences without its comment, and between backticks."""
+    """The code of a page: lines in fences without their comments, and spans in backticks."""
     fenced, prose = split(page)
     yield from (line.partition(" #")[0] for line in fenced)
     for span in re.findall(r"(?<!`)`([^`]+)`(?!`)", "\n".join(prose)):
@@ -44,7 +46,7 @@ def code(page: Path) -> Iterator[str]:
 
 
 def anchors(page: Path) -> set[str]:
-    """GitHub's anchors of the headings of a page."""
+    """The anchors that GitHub gives the headings of a page."""
     headings = [line.lstrip("#").strip() for line in split(page)[1] if line.startswith("#")]
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -168,3 +170,38 @@ def test_options_exist(page: Path, commands: dict[str, set[str]]):
 def test_the_guide_has_every_option(commands: dict[str, set[str]]):
     named = set(" ".join(code(ROOT / "docs" / "guide.md")).split())
     assert {name: known - named for name, known in commands.items() if known - named} == {}
+
+
+MEASUREMENTS = json.loads((ROOT / "docs" / "measurements.json").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("measured", MEASUREMENTS, ids=lambda measured: measured["name"])
+def test_documents_state_the_figures_that_were_measured(measured: dict[str, Any]):
+    value = measured["value"]
+    number = value if isinstance(value, str) else f"{value:,}"
+    for page, sentences in measured["stated"].items():
+        text = " ".join((ROOT / page).read_text(encoding="utf-8").split())
+        for sentence in sentences:
+            stated = sentence.replace("{:.0f}", f"{value:.0f}" if "{:.0f}" in sentence else "")
+            stated = stated.replace("{}", number)
+            assert stated in text, f"{page} lacks {stated!r} of docs/measurements.json"
+
+
+def test_each_figure_names_its_command_machine_and_version():
+    names = {"name", "value", "unit", "command", "machine", "version", "stated"}
+    assert [m["name"] for m in MEASUREMENTS if set(m) != names or not m["stated"]] == []
+
+
+def test_performance_compares_every_figure_of_the_paper():
+    paper = json.loads((HOME / "AppModel" / "paper.json").read_text(encoding="utf-8"))
+    text = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+    section = text.split("\n## The paper's figures\n")[1].split("\n## ")[0]
+
+    def numbers(value: object) -> Iterator[float]:
+        if isinstance(value, dict):
+            yield from (number for each in value.values() for number in numbers(each))
+        elif isinstance(value, (int, float)):
+            yield value
+
+    stated = set(re.findall(r"\d+(?:\.\d+)?", section))
+    assert [number for number in numbers(paper) if str(number) not in stated] == []

@@ -56,7 +56,7 @@ def checkout(fakes: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def installed(fakes: Path, tmp_path: Path) -> Path:
-    """The files that a wheel brings beside the Python package."""
+    """The files of a wheel beside the Python package."""
     folder = tmp_path / "sources"
     folder.mkdir()
     (folder / "Package.swift").write_text("// a package")
@@ -92,7 +92,7 @@ def calls(fakes: Path) -> list[str]:
 
 
 def find_named(engine: object) -> str:
-    """The sentence about an engine that MESP_ENGINE names."""
+    """The message about an engine that MESP_ENGINE names."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MESP_ENGINE", str(engine))
         return find(Path("/nowhere/checkout")).stderr.strip()

@@ -85,7 +85,7 @@ def bundle(tmp_path: Path) -> Path:
 
 
 def environment(how: str = "", **more: str) -> dict[str, str]:
-    """The stand-in for the engine, and how it ends."""
+    """The stand-in for the engine, and how it behaves."""
     return {"MESP_ENGINE": str(FAKE_ENGINE), "FAKE_ENGINE": how, **more}
 
 
@@ -226,8 +226,8 @@ def test_the_settings_of_a_run_are_a_config(bundle: Path, tmp_path: Path):
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("stepz: 5", "sets stepz, which is no option; `mesp-train --help` lists what there is."),
-        ("config: other.yaml", "sets config, which is no option; `mesp-train --help` lists what"),
+        ("stepz: 5", "sets stepz, which is not an option; `mesp-train --help` lists what"),
+        ("config: other.yaml", "sets config, which is not an option; `mesp-train --help` lists"),
         ("steps: 2.5", "sets steps to 2.5: '2.5' is not a valid integer range."),
         ("steps: true", "sets steps to True: 'True' is not a valid integer range."),
         ("steps: -1", "sets steps to -1: -1 is not in the range x>=1."),
@@ -404,12 +404,11 @@ def test_a_run_goes_on_without_the_adapters_that_it_began_with(bundle: Path, tmp
     [
         (
             ["--rank", 16],
-            "A run that goes on keeps its settings: --rank is 8 and cannot become 16.",
+            "A resumed run keeps its settings: --rank is 8 and cannot become 16.",
         ),
         (
             ["--projections", "q"],
-            "A run that goes on keeps its settings: --projections is not set and cannot become "
-            "['q'].",
+            "A resumed run keeps its settings: --projections is not set and cannot become ['q'].",
         ),
     ],
 )
@@ -428,12 +427,8 @@ def test_resuming_where_there_is_no_run_is_refused(bundle: Path, tmp_path: Path)
     run = tmp_path / "run"
     done = train("--resume", "--out", run)
     assert done.returncode == 2
-    assert done.stderr == (
-        f"Error: {run} holds no run to go on with; start one without --resume.\n"
-    )
-    assert train("--resume").stderr == (
-        "Error: Say which run to go on with: --resume --out FOLDER.\n"
-    )
+    assert done.stderr == (f"Error: {run} holds no run to resume; start one without --resume.\n")
+    assert train("--resume").stderr == ("Error: Name the run to resume: --resume --out FOLDER.\n")
     assert train(bundle, "--steps", 2, "--out", run).returncode == 0
     settings = json.loads((run / "settings.json").read_text())
     for bad in ({}, settings | {"projections": 5}, settings | {"projections": "q,v"}):
@@ -578,7 +573,7 @@ def test_an_output_that_holds_a_run_is_refused(bundle: Path, tmp_path: Path):
     assert again.returncode == 2
     assert again.stderr == (
         f"Error: {run} already holds a run: name another folder with --out, "
-        "or go on with it with --resume.\n"
+        "or resume it with --resume.\n"
     )
     assert (run / "metrics.jsonl").read_bytes() == before
 

@@ -273,7 +273,7 @@ def test_several_adapters_at_once(bundle: Path, adapters: Path, tmp_path: Path):
 
 
 def test_json_and_extraction(bundle: Path, tmp_path: Path):
-    """What the model writes is not JSON; what a pattern finds in it is."""
+    """The model's answer is not JSON; the match of a pattern in it is."""
     options = ("--no-chat", "--max-tokens", 8, "--json")
     records = [{"prompt": "My fellow", "completion": '"citizens"'}]
     _, results = evaluate(bundle, records, tmp_path, *options)
@@ -344,7 +344,7 @@ def test_ctrl_c_while_it_loads_is_silent(
 
 BAD_RECORDS = {
     "no JSON": ("{", "Line 1 of {} is not JSON."),
-    "no object": ("[]", "is no object"),
+    "no object": ("[]", "is not an object"),
     "nothing": ("", "has no records"),
     "unknown": ('{"question": "x"}', "has question; records have"),
     "judged": ('{"prompt": "a", "chosen": "b", "rejected": "c"}', "has prompt, chosen, rejected"),
@@ -392,8 +392,8 @@ def test_bad_records_are_named(bundle: Path, tmp_path: Path, kind: str):
         (["TEXTS", "--chat"], "--chat is for records with a prompt"),
         (["TALKS", "--no-chat"], "messages go through the chat template"),
         (["missing.jsonl"], "missing.jsonl cannot be read: No such file or directory."),
-        (["TASKS", "--extract", "("], "--extract ( is no regular expression"),
-        (["TASKS", "--extract", "a{99999999999}"], "is no regular expression"),
+        (["TASKS", "--extract", "("], "--extract ( is not a regular expression"),
+        (["TASKS", "--extract", "a{99999999999}"], "is not a regular expression"),
         (["TASKS", "--max-tokens", 5000], "leave no room for a prompt"),
         (["DATA", "--out", "."], ". cannot be written; name another --out."),
         (["DATA", "--out", "PIPE"], "pipe cannot be written; name another --out."),

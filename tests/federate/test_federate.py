@@ -450,7 +450,7 @@ def test_a_round_is_whole_or_not_there_whichever_call_failed(
 
 
 class PowerLoss(BaseException):
-    """An exception that no code catches."""
+    """An error that no code catches."""
 
 
 def test_a_loss_of_power_at_any_call_leaves_whole_rounds(

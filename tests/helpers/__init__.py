@@ -1,1 +1,1 @@
-"""Helpers of tests in several folders."""
+"""Code that tests of several folders share."""

@@ -33,7 +33,7 @@ def call(module: str, *arguments: object, **options: object) -> subprocess.Compl
 def invoke(
     main: click.Command, name: str, *arguments: object, cwd: Path | None = None, **options: object
 ) -> subprocess.CompletedProcess:
-    """The output of a command and its exit status; `options` are CliRunner's, such as `env`."""
+    """A command's output and exit status; `options` are CliRunner's, such as `env`."""
     before = Path.cwd()
     os.chdir(cwd or before)
     try:

@@ -27,7 +27,7 @@ def write_records(path: Path, records: list[dict]) -> None:
 
 
 def federation(bundle: Path, data: Path, output: Path, *options: object) -> Federation:
-    """The federation that mesp federate makes of its options, before Flower comes in."""
+    """The settings that mesp federate makes of its options for Flower."""
     arguments = (bundle, "--data", data, "--out", output, *options)
     with main.make_context("mesp federate", [*map(str, arguments)]) as context:
         return prepare(context)

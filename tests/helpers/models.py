@@ -347,7 +347,7 @@ def arrays_of(layer: nn.Module, block: Block) -> dict[str, mx.array]:
 
 
 def mask_of(block: Block, length: int) -> mx.array | None:
-    """The mask that mlx-lm's block takes, with the window that Hugging Face gives it."""
+    """The mask of mlx-lm's block, with the window that Hugging Face gives it."""
     if not isinstance(block.mixer, AttentionMixer):
         return None
     return create_causal_mask(length, window_size=block.mixer.sliding_window)

@@ -23,7 +23,7 @@ Parameters = dict[str, mx.array]  # by the names in adapters.safetensors
 
 @dataclass
 class Recipe:
-    """The settings of an oracle's run; the defaults are mesp-train's."""
+    """The settings of an oracle run; the defaults are mesp-train's."""
 
     optimizer: optim.Optimizer
     batch_size: int = 1

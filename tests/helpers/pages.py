@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 class Page(HTMLParser):
-    """The content of a page: its text, its tables' cells by row, and what it refers to."""
+    """A page's content: its text, its tables' cells by row, and what it refers to."""
 
     def __init__(self, path: Path):
         super().__init__()

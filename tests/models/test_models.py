@@ -77,7 +77,7 @@ def test_kinds_of_attention(name, windows, layers):
 
 
 def test_defaults_of_the_patterns():
-    """What a config.json leaves out, as Hugging Face fills it in."""
+    """Defaults of a config.json, as Hugging Face fills them in."""
     gemma3 = {k: v for k, v in FAMILIES["gemma3_text"].items() if k != "sliding_window_pattern"}
     arch = Architecture.from_config({**gemma3, "num_hidden_layers": 14})
     assert arch.layers == (0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 1, 0, 0)
@@ -209,7 +209,7 @@ def test_damaged_mixer_of_a_hybrid_is_refused(family, damage):
 
 
 def test_layers_of_a_hybrid():
-    """What a config.json leaves out, as Hugging Face fills it in; and LFM2's two ways to say it."""
+    """Defaults of a config.json, as Hugging Face fills them in; and LFM2's two ways to say it."""
     qwen = {k: v for k, v in FAMILIES["qwen3_5"].items() if k != "full_attention_interval"}
     arch = Architecture.from_config({**qwen, "num_hidden_layers": 9})
     assert arch.layers == (0, 0, 0, 1, 0, 0, 0, 1, 0)

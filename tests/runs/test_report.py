@@ -110,7 +110,7 @@ def test_samples_that_are_none_are_named(tmp_path: Path, text: str):
     done = report(tmp_path / "run", "--out", tmp_path / "report.html")
     assert (done.returncode, done.stderr) == (
         2,
-        f"Error: {path} is no list of samples with prompt, before and after.\n",
+        f"Error: {path} is not a list of samples with prompt, before and after.\n",
     )
 
 

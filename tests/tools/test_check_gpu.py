@@ -242,7 +242,7 @@ def test_what_cannot_be_checked_is_one_sentence(tmp_path: Path):
 def test_a_file_that_is_no_report_is_named(tmp_path: Path, text: str):
     (tmp_path / "a.json").write_text(text)
     done = check("--report", tmp_path / "a.json", "--out", tmp_path)
-    sentence = f"{tmp_path / 'a.json'} is no report of a self-check."
+    sentence = f"{tmp_path / 'a.json'} is not a report of a self-check."
     assert (done.returncode, done.stderr) == (2, f"Error: {sentence}\n")
 
 

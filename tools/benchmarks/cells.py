@@ -1,4 +1,4 @@
-"""The models of a benchmark, exported as bundles, by length and rank."""
+"""The models of a table, exported as bundles, by length and rank."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Row = dict[str, Any]
 
 
 class Cell(NamedTuple):
-    """A bundle, a length and a rank."""
+    """A model at a length and a rank."""
 
     model: str
     bundle: Path
@@ -32,7 +32,7 @@ class Cell(NamedTuple):
     dtype: str
 
     def row(self) -> Row:
-        """The first columns of every row: its cell and the machine."""
+        """The beginning of every row: its cell and the machine."""
         row = self._asdict() | {"cpu": cpu(), "os": platform.platform()}
         del row["bundle"]
         return row

@@ -1,4 +1,4 @@
-"""The machine that a benchmark is measured on."""
+"""The machine of a benchmark."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def cpu() -> str:
 
 
 def host() -> dict[str, Any]:
-    """The description of the machine that is written beside the rows."""
+    """The machine, as it is written beside the rows."""
     return {
         "cpu": cpu(),
         "cores": os.cpu_count(),

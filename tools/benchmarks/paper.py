@@ -1,4 +1,4 @@
-"""The paper's figures of MeSP; ios/MeSPTrainer/AppModel/paper.json has the figures."""
+"""The paper's figures of MeSP, which ios/MeSPTrainer/AppModel/paper.json holds."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ LOG_FROM = 10  # ratio of largest to smallest above which a plot is logarithmic
 def check_plot(path: Path) -> None:
     """Raises MespError unless a plot can be drawn there."""
     if path.suffix not in (".png", ".svg", ".pdf"):
-        raise MespError(f"--plot {path} must end in .png, .svg or .pdf.")
+        raise MespError(f"{path} must end in .png, .svg or .pdf.")
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""Memory and time of a step on preference data, beside a supervised one on the same sequences."""
+"""A step on preference data beside a supervised one on the same sequences."""
 
 from __future__ import annotations
 

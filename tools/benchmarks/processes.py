@@ -70,7 +70,7 @@ def run_python(
 
 
 def run_peft(python: Path, settings: dict[str, Any], folder: Path, threads: int, tell: Tell) -> Run:
-    """The report of `in_peft.train` on the inputs in `folder`, run by a Python with torch and peft.
+    """The report of `in_peft.train` on the inputs in `folder`, by a Python with torch and peft.
 
     The allocator is left as PyTorch's users have it.
     """

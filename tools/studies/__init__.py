@@ -1,1 +1,1 @@
-"""Parts that the studies of a fine-tuning's quality share."""
+"""Code that the studies of a fine-tuning's quality share."""

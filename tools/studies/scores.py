@@ -1,4 +1,4 @@
-"""The scores of adapters, and whether two of them came to the same."""
+"""Scores of adapters, and whether two of them are equivalent."""
 
 from __future__ import annotations
 

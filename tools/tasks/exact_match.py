@@ -14,7 +14,7 @@ AT_ONCE = 8  # answers written together
 
 
 class Answer(NamedTuple):
-    """The model's answer to a case, as far as it was read, and whether it is right."""
+    """An answer of the model, as far as it was read, and whether it is right."""
 
     text: str
     is_right: bool

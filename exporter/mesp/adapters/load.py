@@ -43,9 +43,9 @@ def read_adapters(folder: Path, arch: Architecture) -> Adapters:
     try:
         scale = read_object(folder / CONFIG)["lora_parameters"]["scale"]
         if not is_positive(scale):
-            raise ValueError("its scale is no number above 0")
+            raise ValueError("its scale is not a number above 0")
         if not stat.S_ISREG(file.stat().st_mode):
-            raise ValueError("it is no regular file")
+            raise ValueError("it is not a regular file")
         with safe_open(file, "numpy") as tensors:
             found = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118
             found = {name: (each.get_shape(), each.get_dtype()) for name, each in found.items()}
@@ -74,7 +74,7 @@ def _rank(
     found: dict[str, tuple[list[int], str]], path: str, folder: Path, arch: Architecture
 ) -> int:
     """The rank of a module's matrices. Raises MespError where they are not the architecture's,
-    ValueError or KeyError where they are no adapters."""
+    ValueError or KeyError where they are not adapters."""
     (a, a_type), (b, b_type) = (found[f"{path}.lora_{part}"] for part in "ab")
     if not {a_type, b_type} <= _FLOATS or len(a) != 2 or len(b) != 2:
         raise ValueError(f"{path} has no matrices A and B of floating-point numbers")

@@ -292,7 +292,7 @@ def functions(file: bytes) -> list[Function]:
     try:
         found = [function() for _ in range(reader.header())]
     except (struct.error, ValueError, OverflowError) as error:
-        raise ValueError(f"this is no file of functions ({error})") from error
+        raise ValueError(f"this is not a file of functions ({error})") from error
     if reader.at != len(file):
         raise ValueError("the file of functions goes on after its end")
     return found

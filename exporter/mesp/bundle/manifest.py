@@ -265,7 +265,7 @@ class Manifest:
 def read_manifest(path: Path, to_run: bool = True) -> Manifest:
     """The manifest of the bundle at `path`, after checking that this machine can run it.
 
-    Raises MespError where the folder is no bundle, is of another format, lacks a file or part of
+    Raises MespError where the folder is not a bundle, is of another format, lacks a file or part of
     one, or, unless it is not `to_run`, has no functions for this MLX or needs a GPU that is not
     there.
     Contents are checked by `Bundle.verify`.

@@ -48,7 +48,7 @@ def read_config(context: click.Context, _: click.Parameter, path: Path | None) -
         parameter = parameters.get(str(key).replace("-", "_"))
         if parameter is None:
             raise MespError(
-                f"{path} sets {key}, which is no option; "
+                f"{path} sets {key}, which is not an option; "
                 f"`{context.command_path} --help` lists what there is."
             )
         if value is None:

@@ -72,7 +72,7 @@ def main(
     """Fine-tune BUNDLE, a folder that mesp-export wrote, with the data of many.
 
     In each round every client trains the adapters on its share, and the next begins with what a
-    strategy makes of theirs. Ctrl-C ends it; --resume goes on after the last whole round.
+    strategy makes of theirs. Ctrl-C ends it; --resume continues after the last whole round.
     """
     if importlib.util.find_spec("flwr") is None:
         raise MespError("mesp federate needs Flower: `pip install 'mesp[federate]'`.")
@@ -87,7 +87,9 @@ def main(
         with Report(federation.options["rounds"]) as report:
             simulate(federation, report.show)
     except KeyboardInterrupt:
-        click.echo(f"Stopped; to go on: mesp federate --resume --out {federation.output}", err=True)
+        click.echo(
+            f"Stopped; to resume: mesp federate --resume --out {federation.output}", err=True
+        )
         # Flower's server thread would wait for its clients first.
         os._exit(128 + signal.SIGINT)
     click.echo(summary(federation))
@@ -95,12 +97,12 @@ def main(
 
 def prepare(context: click.Context, simulated: bool = True) -> Federation:
     """A federation of the command's options, in a folder with its settings and tokens, of all
-    clients where they are simulated; or the one that is there to go on with. Raises MespError."""
+    clients where they are simulated; or the one to resume. Raises MespError."""
     bundle, output, resume = (context.params[name] for name in ("bundle", "output", "resume"))
     own, training = given(context, FederationSettings), given(context, TrainSettings)
     if resume:
         if changed := given_data_options(context):
-            raise MespError(f"A federation that goes on keeps its data: leave out {changed[0]}.")
+            raise MespError(f"A resumed federation keeps its data: leave out {changed[0]}.")
         bundle, settings, trained = resumed(output, bundle, own, training)
     else:
         require(context, "bundle", "data", "clients", "rounds")
@@ -130,8 +132,8 @@ def prepare(context: click.Context, simulated: bool = True) -> Federation:
         output = default_output(manifest, "federated")
     if (output / SETTINGS_NAME).exists() and not resume:
         raise MespError(
-            f"{output} already holds a federation: name another folder with --out, or go on "
-            "with it with --resume."
+            f"{output} already holds a federation: name another folder with --out, or "
+            "resume it with --resume."
         )
     federation = Federation(output.resolve(), options)
     if not resume:
@@ -150,7 +152,7 @@ def resumed(
     """The bundle and the settings of the federation in `output`, with those that are given: of a
     federation and of its training. Raises MespError where another one would change it."""
     if output is None:
-        raise MespError("Say which run to go on with: --resume --out FOLDER.")
+        raise MespError("Name the run to resume: --resume --out FOLDER.")
     entries = recorded(output, SETTINGS_NAME)
     try:
         path = Path(entries["bundle"])
@@ -160,7 +162,7 @@ def resumed(
         raise not_settings(output) from error
     if bundle is not None and bundle.resolve() != path:
         raise MespError(
-            f"A run that goes on keeps its settings: BUNDLE is {path} and cannot become {bundle}."
+            f"A resumed run keeps its settings: BUNDLE is {path} and cannot become {bundle}."
         )
     kept(settings, own, settings_of(FederationSettings))
     # The number of a round's steps is part of what a federation is.

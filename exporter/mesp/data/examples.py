@@ -17,7 +17,7 @@ class Split:
 
     An example is (start, length): the tokens [start, start + length). `mask` uint8 [N] is 1 where
     the prediction of a token is in the loss, 0 elsewhere; None where all are. The first token of an
-    example is no prediction, whatever its mask; each has another that counts. `labels` uint8 [M]
+    example is not a prediction, whatever its mask; each has another that counts. `labels` uint8 [M]
     are what people said of the examples, None where nobody did. `begin` is the token that takes the
     place of the first one of each window, None where it stays. `too_long` of the records were cut
     or split, and `left_out` have nothing that can be predicted.

@@ -127,7 +127,7 @@ def _check_options(
     if kind in JUDGED and (pack or loss_on != "answers"):
         option = "--pack" if pack else f"--loss-on {loss_on}"
         raise MespError(
-            f"{data} has preference data, whose answers are one a sequence and alone in "
+            f"{data} is preference data, whose answers are one a sequence and alone in "
             f"the loss: leave out {option}."
         )
     files = any(isinstance(each.content, str) for split in documents.values() for each in split)

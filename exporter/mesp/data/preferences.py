@@ -1,4 +1,4 @@
-"""Preference data to token ids: as TRL's trainers take them.
+"""Preference data as token ids: as TRL's trainers take them.
 
 A record is a pair, `chosen` and `rejected` answers to a `prompt`, or an answer by itself, a
 `completion` with a `label`, true where it is good. They are strings or lists of messages, and go

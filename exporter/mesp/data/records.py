@@ -61,7 +61,7 @@ def as_messages(role: str, said: Said) -> list[dict[str, Any]]:
 
 def read_utf8(name: str, read: Callable[[], bytes]) -> str:
     """The text that `read` gives of what is called `name`, its lines ended as Python's are. Raises
-    MespError where that fails, or bytes are no text."""
+    MespError where that fails, or bytes are not text."""
     try:
         return io.TextIOWrapper(io.BytesIO(read()), encoding="utf-8-sig").read()
     except UnicodeDecodeError as error:
@@ -71,8 +71,8 @@ def read_utf8(name: str, read: Callable[[], bytes]) -> str:
 
 
 def read_object(where: str, line: str, records: str) -> dict[str, Any]:
-    """A line of a JSONL file. Raises MespError where it is no JSON object, and says what `records`
-    are, or where a tokenizer could not take its strings."""
+    """A line of a JSONL file as a JSON object. Raises MespError, which describes `records`, for
+    anything else and for strings that a tokenizer cannot take."""
     try:
         record = parse_json(line)
     except UnicodeEncodeError as error:
@@ -80,19 +80,19 @@ def read_object(where: str, line: str, records: str) -> dict[str, Any]:
     except ValueError as error:
         raise MespError(f"{where} is not JSON.") from error
     if not isinstance(record, dict):
-        raise MespError(f"{where} is no object; {records}.")
+        raise MespError(f"{where} is not an object; {records}.")
     return record
 
 
 def read_line(where: str, line: str, columns: dict[str, str]) -> Document:
-    """A line of a JSONL file, as `read_record` has it. Raises MespError where it is no record."""
+    """A line of a JSONL file, as `read_record` has it. Raises MespError for anything else."""
     return read_record(where, read_object(where, line, RECORDS), columns)
 
 
 def read_record(where: str, record: dict[str, Any], columns: dict[str, str]) -> Document:
     """A record of one of `RECORDS`, in which a key of `columns` stands for that column's value.
 
-    Raises MespError where it is none of them, or lacks a column.
+    Raises MespError where it is not one of them, or lacks a column.
     """
     for column in columns.values():
         if column not in record:

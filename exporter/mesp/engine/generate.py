@@ -56,7 +56,7 @@ class TextStream:
         detokenizer = self._tokenizer.detokenizer
         for record in self._records:
             if record["type"] == "token":
-                with plain_errors(f"Token {record['token']} is none of the tokenizer's"):
+                with plain_errors(f"Token {record['token']} is not in the tokenizer's vocabulary"):
                     detokenizer.add_token(record["token"])
                 yield detokenizer.last_segment
             else:

@@ -33,7 +33,7 @@ class Engine:
         self.said = ""  # on standard error, once it has ended
 
     def __iter__(self) -> Iterator[Record]:
-        """Yields the records that the engine prints, one a line. Logs lines that are no records."""
+        """Yields the records that the engine prints, one a line. Logs all other lines."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
             try:

@@ -176,7 +176,7 @@ class TrainSettings(Settings):
     )
     objective: str | None = setting(
         str, None,
-        "Learn from preference data: from pairs with dpo, ipo, simpo or orpo, "
+        "Train on preference data: on pairs with dpo, ipo, simpo or orpo, "
         "from single ones with kto.",
         choices=OBJECTIVES,
     )  # fmt: skip
@@ -231,7 +231,7 @@ class TrainSettings(Settings):
     )
     skip_bad_steps: bool = setting(
         bool, False,
-        "Take a step back whose loss or gradient is not finite, and go on; holds the parameters "
+        "Undo a step whose loss or gradient is not finite, and continue; keeps the parameters "
         "twice.",
         federated=True,
     )  # fmt: skip
@@ -366,13 +366,13 @@ class TrainSettings(Settings):
             raise MespError("--test needs test data, and the bundle has none: export it with some.")
 
     def _check_labels(self, manifest: Manifest) -> None:
-        """Refuses other than preference data for an objective, and that without one."""
+        """Refuses data without preferences for an objective, and preference data without one."""
         train = manifest.data.get("train")
         if train is None or (train.labels is not None) == (self.objective is not None):
             return
         if self.objective is None:
             raise MespError(
-                "The bundle has preference data: choose an --objective for "
+                "The bundle's data is preference data: choose an --objective for "
                 "them, or give it other data with mesp data."
             )
         kto = self.objective == "kto"
@@ -419,7 +419,7 @@ def kept(before: object, given: Mapping[str, Any], declared: Mapping[str, Settin
         was = getattr(before, name)
         if not declared[name].may_change and value != was:
             raise MespError(
-                f"A run that goes on keeps its settings: {flag(name)} is "
+                f"A resumed run keeps its settings: {flag(name)} is "
                 f"{'not set' if was is None else was} and cannot become {value}."
             )
 

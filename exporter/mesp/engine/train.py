@@ -145,7 +145,7 @@ def prepare(
     if (output / LOG_NAME).exists() and not resume:
         raise MespError(
             f"{output} already holds a run: name another folder with --out, "
-            "or go on with it with --resume."
+            "or resume it with --resume."
         )
     return Job(path, manifest, settings, output, resume)
 
@@ -163,7 +163,7 @@ def _resumed(
     Raises MespError where there is no run, or where another setting would change it.
     """
     if output is None:
-        raise MespError("Say which run to go on with: --resume --out FOLDER.")
+        raise MespError("Name the run to resume: --resume --out FOLDER.")
     entries = recorded(output, LOG_NAME)
     try:
         path, settings = Path(entries["bundle"]), TrainSettings.from_json(entries)
@@ -178,7 +178,7 @@ def recorded(output: Path, begun: str) -> dict[str, Any]:
     Raises MespError where there are none."""
     path = output / SETTINGS_NAME
     if not (output / begun).exists():
-        raise MespError(f"{output} holds no run to go on with; start one without --resume.")
+        raise MespError(f"{output} holds no run to resume; start one without --resume.")
     try:
         with plain_os_errors(f"Cannot read {path}"):
             return read_object(path)

@@ -86,7 +86,7 @@ def evaluate(
         chat: Whether prompts go into the chat template; None: for answers to write, where the
             tokenizer has one.
         max_tokens: The most tokens of an answer; 256 by default.
-        stop: Texts that end an answer, and are no part of it.
+        stop: Texts that end an answer, and are not part of it.
         extract: A regular expression; an answer is what it finds first, its group where it has one.
         is_json: Answers are JSON: values are compared, and how many are valid is measured.
         at_once: How many answers are written together, from 1 to 16.
@@ -149,7 +149,7 @@ def _pattern(text: str | None) -> re.Pattern[str] | None:
     try:
         return None if text is None else re.compile(text)
     except (re.error, OverflowError, RecursionError) as error:
-        raise MespError(f"--extract {text} is no regular expression: {error}.") from error
+        raise MespError(f"--extract {text} is not a regular expression: {error}.") from error
 
 
 def context_of(bundle: Path) -> int:

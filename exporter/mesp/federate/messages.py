@@ -13,7 +13,7 @@ from mesp.federate.exchange import Arrays, packed, unpacked
 
 def to_numpy(record: ArrayRecord) -> Arrays:
     """The arrays of a record. Raises MespError where one is an archive, which NumPy opens too, and
-    NumPy's errors where one is no file of it."""
+    NumPy's errors where one is not a file of it."""
     arrays = {name: array.numpy() for name, array in record.items()}
     for name, array in arrays.items():
         if not isinstance(array, np.ndarray):

@@ -41,7 +41,7 @@ class Split:
 
     @classmethod
     def parse(cls, text: str) -> Split:
-        """Raises MespError where it is none of them."""
+        """Raises MespError where it is not one of them."""
         if text in ("iid", "by-file"):
             return cls(text)
         match = re.fullmatch(r"dirichlet:(\d+\.?\d*|\.\d+)", text)

@@ -131,7 +131,7 @@ class Run:
         """Reads the log in a run's folder, also while the run goes on.
 
         A last line that is cut off is left out: its writer was killed, or is writing it. Raises
-        MespError where there is no log, or a line of it is no record.
+        MespError where there is no log, or a line of it is not a record.
         """
         path = Path(folder) / LOG_NAME
         with plain_os_errors(f"Cannot read the log {path}"):

@@ -71,7 +71,9 @@ def read_samples(path: Path) -> list[dict[str, str]]:
             for each in json.loads(text)
         ]
     except (ValueError, TypeError, KeyError) as error:
-        raise MespError(f"{path} is no list of samples with prompt, before and after.") from error
+        raise MespError(
+            f"{path} is not a list of samples with prompt, before and after."
+        ) from error
 
 
 # Pictures

@@ -198,11 +198,11 @@ import Observation
             let question: Sentence = "Delete \(bundle.name)? It takes \(bundle.size.megabytes)."
             return switch runs {
             case 0: question
-            case 1: "\(question). A run needs it to go on or to write."
-            default: "\(question). \(runs) runs need it to go on or to write."
+            case 1: "\(question). A run needs it to resume or to generate text."
+            default: "\(question). \(runs) runs need it to resume or to generate text."
             }
-        case .run(let run): return "Delete \(run.name)? Its log and adapters cannot be had back."
-        case .choice: return "Delete this choice? It cannot be had back."
+        case .run(let run): return "Delete \(run.name)? Its log and adapters cannot be recovered."
+        case .choice: return "Delete this choice? It cannot be recovered."
         case .conversation: return "Begin a new conversation? This one is deleted."
         case nil: return ""
         }
@@ -450,7 +450,7 @@ import Observation
         if place + 1 < arguments.count {
             let name = arguments[place + 1]
             guard let bundle = library.usableBundles.first(where: { $0.id == name }) else {
-                problem = "There is no bundle \(name) that can be used."
+                problem = "There is not a bundle \(name) that can be used."
                 return
             }
             form.select(bundle)

@@ -166,7 +166,7 @@ import Observation
             } catch {
                 problem = error.plainSentence
             }
-            // A message that got no answer is no part of the conversation.
+            // A message that got no answer is not part of the conversation.
             if base.text.isEmpty, tuned.text.isEmpty, problem != nil { turns.removeLast() }
             if !isConversation { letGo() }
             keep()

@@ -105,7 +105,7 @@ public struct DocumentsFolder: Sendable {
     /// The settings to go on with a run from its last saved state. The app's folders may have moved since, as they do in an update.
     public func settingsToResume(_ run: StoredRun) throws -> RunSettings {
         guard run.canResume, var settings = run.log?.start?.settings else {
-            throw MeSPError("\(run.name) cannot go on: it has ended, or there is no saved state.")
+            throw MeSPError("\(run.name) cannot be resumed: it has ended, or it has no saved state.")
         }
         let name = URL(fileURLWithPath: settings.bundle).lastPathComponent
         guard let bundle = try bundles().first(where: { $0.url.lastPathComponent == name }) else {
@@ -269,7 +269,7 @@ public struct DocumentsFolder: Sendable {
             return try JSONDecoder().decode(BundleDownload.Offer.self, from: Data(contentsOf: downloadFile))
         } catch {
             forgetDownload()
-            throw MeSPError("The download cannot go on: \(error.plainSentence). Look up the bundle again.")
+            throw MeSPError("The download cannot continue: \(error.plainSentence). Look up the bundle again.")
         }
     }
 

@@ -175,7 +175,7 @@ enum EvaluationRecord: Sendable {
             guard line.contains(where: { $0 > 0x20 }) else { continue }
             guard let fields = try? JSONDecoder().decode(Fields.self, from: line), let record = Self(fields) else {
                 throw MeSPError(
-                    "Line \(index + 1) is no record to measure; records have \"text\", \"prompt\", \"choices\" and \"answer\", \"prompt\" and \"completion\", or \"messages\"."
+                    "Line \(index + 1) is not a record to evaluate; records have \"text\", \"prompt\", \"choices\" and \"answer\", \"prompt\" and \"completion\", or \"messages\"."
                 )
             }
             guard record.kind == records.first?.kind ?? record.kind else {

@@ -88,7 +88,7 @@ import Observation
     func join(with bundle: StoredBundle, data: URL?, folder: URL) async throws {
         guard !isOn else { return }
         guard let server = URL(string: address.trimmingCharacters(in: .whitespaces)) else {
-            throw MeSPError("\(address) is no address; write it as in https://links.example.org:8000.")
+            throw MeSPError("\(address) is not an address; write it as in https://links.example.org:8000.")
         }
         let node = try open(server, folder, FederatedRun.mostBytes(bundle.url), configuration)
         (state, self.bundle, rounds, passedOver) = (.joining, bundle, [], nil)

@@ -48,7 +48,7 @@ import Observation
     public var overnightAdvice: Sentence {
         let advice: Sentence =
             controller.usesGPU
-            ? "Leave the app in front and don't lock the phone: iOS stops training on the GPU in the background, and it goes on only when you come back."
+            ? "Leave the app in front and don't lock the phone: iOS stops training on the GPU in the background, and it continues only when you come back."
             : "In front, with the phone not locked, it trains all night; in the background iOS decides when, on the charger."
         guard let battery = phone.battery, !battery.isCharging else { return advice }
         return "Connect the charger: below 20% the run pauses. \(advice)."

@@ -161,7 +161,7 @@ import Observation
         }
         if let (field, text) = unreadable.min(by: { $0.key.rawValue < $1.key.rawValue }) {
             let typed: Sentence = text.isEmpty ? "nothing" : "\(text)"
-            return .failure(MeSPError("\(field.name): \(typed) is no number that can be used."))
+            return .failure(MeSPError("\(field.name): \(typed) is not a valid number."))
         }
         // The engine takes none too, to evaluate; nobody starts a training for that.
         guard settings.steps > 0 else { return .failure(MeSPError("Steps must be at least 1.")) }

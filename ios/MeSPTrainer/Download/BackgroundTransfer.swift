@@ -144,7 +144,7 @@ public final class BackgroundTransfer: NSObject, Transfer, @unchecked Sendable {
                 // What it goes on with may be no longer there.
                 if let response = task.response as? HTTPURLResponse, reception.goesOn {
                     guard Self.isTaken(response) else {
-                        throw Retryable(sentence: "\(reception.wanted.what) could not go on; try again.")
+                        throw Retryable(sentence: "\(reception.wanted.what) could not continue; try again.")
                     }
                     return response
                 }

@@ -80,7 +80,7 @@ public struct BundleDownload: Sendable {
         }
         let parts = name.split(separator: "/", omittingEmptySubsequences: false)
         guard parts.count == 2, parts.allSatisfy(isWord) else {
-            throw MeSPError("\(repository) is no repository: write it as owner/name.")
+            throw MeSPError("\(repository) is not a repository; write it as owner/name.")
         }
         (self.repository, self.hub, self.patience) = (name, hub, patience)
         transfer = background ?? ForegroundTransfer()

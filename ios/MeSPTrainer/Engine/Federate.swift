@@ -21,7 +21,7 @@ struct FederationSettings: Decodable {
     /// Takes part in a federation until a signal comes. Prints a record for each thing that happens.
     func run() throws {
         guard let server = URL(string: superlink) else {
-            throw MeSPError("\(superlink) is no address; write it as in https://links.example.org:8000.")
+            throw MeSPError("\(superlink) is not an address; write it as in https://links.example.org:8000.")
         }
         let node = try SuperNode(
             server: server, folder: URL(fileURLWithPath: folder),

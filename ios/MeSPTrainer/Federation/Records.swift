@@ -98,7 +98,7 @@ public struct FlowerArray: Sendable, Equatable {
     init(npy file: Data) throws {
         let file = Data(file)
         guard file.count >= 12, file.prefix(6) == Self.magic else {
-            throw MeSPError("The server sent an array that is no .npy file; ask who runs it.")
+            throw MeSPError("The server sent an array that is not a .npy file; ask who runs it.")
         }
         let start = file[6] == 1 ? 10 : 12
         let length = (8..<start).reversed().reduce(0) { $0 << 8 | Int(file[$1]) }
@@ -114,7 +114,7 @@ public struct FlowerArray: Sendable, Equatable {
         var bytes = kind.size
         for size in shape {
             let (product, overflow) = bytes.multipliedReportingOverflow(by: size ?? -1)
-            guard let size, size >= 0, !overflow else { throw MeSPError("The server sent an array of no shape.") }
+            guard let size, size >= 0, !overflow else { throw MeSPError("The server sent an array without a shape.") }
             bytes = product
         }
         guard bytes == data.count else { throw MeSPError("The server sent an array that is not whole.") }

@@ -85,7 +85,7 @@ public struct SuperNode: Sendable {
     ) throws {
         guard ["http", "https"].contains(server.scheme), let host = server.host, !host.isEmpty else {
             throw MeSPError(
-                "\(server.absoluteString) is no SuperLink's address; write it as in https://links.example.org:8000.")
+                "\(server.absoluteString) is not a SuperLink's address; write it as in https://links.example.org:8000.")
         }
         guard server.scheme == "https" || ["127.0.0.1", "::1", "localhost"].contains(host) else {
             throw MeSPError(

@@ -228,8 +228,8 @@ extension Bench {
         return Finding(
             different.isEmpty ? .pass : .fail,
             different.isEmpty
-                ? "A run that goes on from a saved state is the same to the last bit."
-                : "A run that goes on from a saved state differs in \(different.joined(separator: ", ")).",
+                ? "A resumed run is the same to the last bit."
+                : "A resumed run differs in \(different.joined(separator: ", ")).",
             [Measurement("vectors", Double(expected.count)), Measurement("different", Double(different.count))])
     }
 }

@@ -191,8 +191,8 @@ extension Bench {
         return Finding(
             isGood ? .pass : .fail,
             isGood
-                ? "An error of MLX is there to be thrown when eval returns, and MLX goes on computing."
-                : "An error of MLX is not there to be thrown when eval returns, or MLX does not go on computing.",
+                ? "An MLX error can be thrown when eval returns, and MLX continues computing."
+                : "An MLX error cannot be thrown when eval returns, or MLX stops computing.",
             [Measurement("errors seen", found.after ? 1 : 0)])
     }
 

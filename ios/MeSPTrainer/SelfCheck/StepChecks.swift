@@ -133,7 +133,7 @@ extension Bench {
     /// A long run: the speed of its first minute, or tenth, against that of its last.
     func throttling() throws -> Finding {
         guard settings.minutes > 0 else {
-            throw Skipped(reason: "A long run was not asked for: give its minutes.")
+            throw Skipped(reason: "No long run was requested; set minutes.")
         }
         let run = run(longest)
         let (state, whole) = (ThermalState.current, settings.minutes * 60)

@@ -50,11 +50,11 @@ import Testing
 
     /// As logs and reports have it.
     @Test func inAFileItIsEnglish() throws {
-        let bundle = try translated(["Training goes on.": "Es geht weiter.", "after step %lld": "nach Schritt %lld"])
-        let json = try JSONEncoder().encode(["Training goes on.", "after step \(7)"] as [Sentence])
-        #expect(String(decoding: json, as: UTF8.self) == #"["Training goes on.","after step 7"]"#)
+        let bundle = try translated(["Training continues.": "Es geht weiter.", "after step %lld": "nach Schritt %lld"])
+        let json = try JSONEncoder().encode(["Training continues.", "after step \(7)"] as [Sentence])
+        #expect(String(decoding: json, as: UTF8.self) == #"["Training continues.","after step 7"]"#)
         let read = try JSONDecoder().decode([Sentence].self, from: json)
-        #expect(read == ["Training goes on.", "after step 7"])
+        #expect(read == ["Training continues.", "after step 7"])
         #expect(read.map { $0.localized(by: bundle) } == ["Es geht weiter.", "after step 7"])
     }
 }

@@ -1,4 +1,4 @@
-"""The memory that storing h = xA would take, and the time of recomputing it."""
+"""The memory of storing h = xA and the time of recomputing it."""
 
 from __future__ import annotations
 

@@ -172,7 +172,9 @@ def _lfm2(its: _Metadata, config: dict[str, Any]) -> dict[str, Any]:
     key = "lfm2.attention.head_count_kv"
     counts = its.gguf.metadata.get(key)
     if not isinstance(counts, np.ndarray) or len({*counts.tolist()} - {0}) != 1:
-        raise MespError(f"{its.gguf.path} cannot be used: its {key} is no list of 0 and a number.")
+        raise MespError(
+            f"{its.gguf.path} cannot be used: its {key} is not a list of 0 and a number."
+        )
     return {
         "num_key_value_heads": int(counts.max()),
         "layer_types": ["full_attention" if n else "conv" for n in counts.tolist()],

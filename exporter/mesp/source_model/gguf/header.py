@@ -187,7 +187,7 @@ def _tensor(data: np.ndarray, shape: tuple[int, ...], number: int, offset: int) 
         return Tensor(f"number {number}", shape, None)
     columns, rows = shape[-1], math.prod(shape[:-1])
     if columns % block:
-        raise ValueError(f"a tensor's rows of {columns} are no whole blocks of {block}")
+        raise ValueError(f"a tensor's rows of {columns} are not whole blocks of {block}")
     width = columns // block * size
     if offset + rows * width > len(data):
         raise ValueError("it ends within a tensor")

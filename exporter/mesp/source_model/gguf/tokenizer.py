@@ -109,7 +109,7 @@ def _vocabulary(file: GGUF) -> tuple[list[str], np.ndarray]:
     if not isinstance(tokens, list) or not 0 < len(tokens) <= _MOST:
         raise ValueError("it has no list of tokens")
     if not all(isinstance(token, str) and len(token) <= _LONGEST for token in tokens):
-        raise ValueError("a token is no text, or too long")
+        raise ValueError("a token is not text, or too long")
     if len(set(tokens)) != len(tokens):
         raise ValueError("two tokens are the same")
     types = file.metadata.get("tokenizer.ggml.token_type", np.full(len(tokens), _NORMAL))

@@ -28,11 +28,11 @@ public enum PauseReason: String, Sendable, CaseIterable {
     /// The event that ends the pause, as a sentence.
     public var remedy: Sentence {
         switch self {
-        case .user: "Press Resume to go on."
-        case .away: "Open the app to go on."
-        case .memory: "Training goes on when there is more."
-        case .heat: "Training goes on when it has cooled down."
-        case .battery, .charger: "Connect the charger to go on."
+        case .user: "Press Resume to continue."
+        case .away: "Open the app to continue."
+        case .memory: "Training continues when there is more."
+        case .heat: "Training continues when it has cooled down."
+        case .battery, .charger: "Connect the charger to continue."
         }
     }
 

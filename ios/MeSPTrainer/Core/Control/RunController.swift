@@ -253,7 +253,7 @@ import Observation
 extension PauseReason? {
     /// The log's record of a pause for this reason, or of going on.
     fileprivate var event: LogRecord.Event {
-        guard let self else { return .init(event: "resume", message: "Training goes on.") }
+        guard let self else { return .init(event: "resume", message: "Training continues.") }
         return .init(event: "pause", message: self.sentence)
     }
 }

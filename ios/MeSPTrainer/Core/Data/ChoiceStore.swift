@@ -71,7 +71,7 @@ public struct ChoiceStore: Sendable {
                 return try decoder.decode(Choice.self, from: line)
             } catch {
                 guard index == lines.count - 1 else {
-                    throw MeSPError("Line \(index + 1) of \(url.lastPathComponent) is no choice; delete that line.")
+                    throw MeSPError("Line \(index + 1) of \(url.lastPathComponent) is not a choice; delete that line.")
                 }
                 return nil
             }

@@ -92,7 +92,7 @@ public struct TokenStream: Sendable {
             }
     }
 
-    /// Whether people have judged the answers.
+    /// Whether the split is preference data.
     var isJudged: Bool { labels != nil }
     /// Whether the answers are pairs.
     var hasPairs: Bool { (labels?.first).flatMap(Label.init)?.isOfPair ?? false }

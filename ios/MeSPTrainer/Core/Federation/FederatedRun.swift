@@ -26,7 +26,7 @@ public struct FederatedRun {
 
     /// The most bytes that a message about a bundle's model can have: all matrices of the largest rank in float32, and the rest.
     ///
-    /// - Throws: `MeSPError` where there is no bundle.
+    /// - Throws: `MeSPError` where there is not a bundle.
     public static func mostBytes(_ bundle: URL) throws -> Int {
         let manifest = try ModelBundle(url: bundle, checksums: false).manifest
         let layouts = manifest.architecture.layouts(rank: manifest.ranks.max() ?? 0)
@@ -215,7 +215,7 @@ private func numbers(_ array: FlowerArray, isRounded: Bool) throws -> [Float] {
     return numbers
 }
 
-private func noSetting(_ name: String) -> MeSPError { MeSPError("The server's setting \(name) is none.") }
+private func noSetting(_ name: String) -> MeSPError { MeSPError("The server sent the unknown setting \(name).") }
 
 private func number(_ value: FlowerValue?) -> Double? {
     switch value {

@@ -17,7 +17,7 @@ package struct CachedModel {
     /// The most texts that go on together.
     package static let mostTexts = 16
 
-    /// Views of each block, which each token needs and which take no memory to speak of.
+    /// Views of each block's cache for each token; they take almost no memory.
     private final class Kept {
         var views = [Int: PackedWeights.Views]()
         var matrices = [Int: [Projection: LoRAMatrices]]()
@@ -62,8 +62,8 @@ package struct CachedModel {
         }
     }
 
-    /// The last block's output for one token of each of several texts, which go through the blocks together. Each is added to its text's
-    /// cache.
+    /// The last block's output for one token of each of several texts, which is added to the text's cache. The tokens go through the blocks
+    /// together.
     ///
     /// - Parameters:
     ///   - tokens: as many as `caches`, at most `mostTexts`.

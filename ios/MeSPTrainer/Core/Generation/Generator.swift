@@ -191,7 +191,7 @@ public struct Generator {
         }
     }
 
-    /// The last block's outputs for the texts' last tokens.
+    /// The last block's output for the texts' last tokens.
     private func forward(_ texts: inout [Text], _ atBlock: () throws -> Void) throws -> MLXArray {
         var caches = texts.map(\.cache)
         defer { for i in texts.indices { texts[i].cache = caches[i] } }

@@ -34,7 +34,7 @@ public struct PromptCache {
     /// In bytes.
     public var size: Int { (blocks + (mark?.states ?? [])).reduce(0) { $0 + ($1?.size ?? 0) } }
 
-    /// The part of it that does not grow with the text, in bytes.
+    /// The part of that which does not grow with the text, in bytes.
     var recurrentSize: Int {
         (blocks + (mark?.states ?? [])).reduce(0) { $0 + ($1.flatMap { $0.isRecurrent ? $0.size : nil } ?? 0) }
     }

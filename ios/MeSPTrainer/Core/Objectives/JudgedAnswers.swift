@@ -39,7 +39,7 @@ struct JudgedAnswer {
     }
 }
 
-/// The answers of a split that people have judged, as an objective takes them: pairs of a chosen and a rejected one, or one by one.
+/// The preference data of a split, as an objective takes it: pairs of a chosen and a rejected one, or one by one.
 struct JudgedAnswers {
     private let sequences: TokenStream.Sequences
     private let split: Int32

@@ -75,7 +75,7 @@ struct PairLoss {
 ///     L = w (1 − σ(± β (ratio − k)))
 ///
 /// with + and `desirableWeight` for a good one, − and `undesirableWeight` for a bad one. k is what π is away from π₀ anyway: no less
-/// than 0, the mean ratio of the batch's prompts, each with the answer before it. It is no function of the parameters.
+/// than 0, the mean ratio of the batch's prompts, each with the answer before it. It is not a function of the parameters.
 struct AnswerLoss {
     let loss: Double
     /// The derivative of the loss by −log π: the weight of all of the answer's targets in the gradient.

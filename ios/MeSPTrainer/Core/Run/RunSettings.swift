@@ -71,7 +71,7 @@ public struct RunSettings: Codable, Sendable, Equatable {
     public var batchSize: Int = 1
     /// Batches of a step; its gradient is the mean of theirs.
     public var gradAccumulationSteps: Int = 1
-    /// Take a step back in which a loss or a gradient is not finite, and go on, instead of ending the run.
+    /// Whether a step whose loss or gradient is not finite is undone, instead of ending the run.
     public var skipBadSteps = false
     public var seed: UInt64 = 0
     /// ε of MeZO's perturbation.
@@ -192,7 +192,7 @@ public struct RunSettings: Codable, Sendable, Equatable {
     init(json given: [String: Any]?, from source: Sentence) throws {
         do {
             guard let given, given["bundle"] != nil, given["output"] != nil else {
-                throw MeSPError("it is no JSON object with a bundle and an output")
+                throw MeSPError("it is not a JSON object with a bundle and an output")
             }
             let json = try JSONSerialization.data(withJSONObject: Self.completed(given))
             self = try JSONDecoder.snakeCase.decode(RunSettings.self, from: json)

@@ -104,7 +104,7 @@ extension TokenStream {
             guard !isJudged else {
                 let objective: Sentence = hasPairs ? "as dpo" : "kto"
                 throw MeSPError(
-                    "The \(split) data has answers that people have judged; choose an objective for them, \(objective), or other data."
+                    "The \(split) data is preference data; choose an objective for it, \(objective), or other data."
                 )
             }
             return

@@ -60,7 +60,7 @@ final class TrainingLoop {
             try append(.plan(plan, .init(settings, bundle, planner, plan, data)))
         }
         if log.lostLines {
-            let message: Sentence = "lines of the log were lost, as in a power failure; the run goes on from its state"
+            let message: Sentence = "lines of the log were lost, as in a power failure; the run resumes from its state"
             try append(.event(.init(event: "log_cut_off", message: message)))
         }
         if saved != nil { try append(.event(.init(event: "resumed", message: "after step \(state.step)"))) }
@@ -124,7 +124,7 @@ final class TrainingLoop {
                 )
             }
             state.step += 1
-            let message: Sentence = "\(bad.what) is not finite in step \(state.step), which was taken back"
+            let message: Sentence = "\(bad.what) is not finite in step \(state.step), which was undone"
             return try append(.event(.init(event: "skipped_step", message: message)))
         }
         record.footprintPeakBytes = sampler.takePeak()
@@ -194,7 +194,7 @@ final class TrainingLoop {
         trainer = try Trainer(bundle: bundle, settings: settings, plan: plan, folder: output)
         allowPause()
         try trainer.restore { vectors[$0] }
-        let message: Sentence = "\(reason); the run goes on with a plan that takes less"
+        let message: Sentence = "\(reason); the run continues with a plan that takes less memory"
         try append(.event(.init(event: "cheaper_plan", message: message)))
         try append(.plan(plan, .init(settings, bundle, planner, plan, data)))
         try save()

@@ -137,7 +137,7 @@ import Testing
         await model.refresh()
         #expect(model.library.runs.map(\.status) == [.stopped])
         model.askToDelete(.run(try #require(model.library.runs.first)))
-        #expect(model.deletionQuestion.english.hasSuffix("Its log and adapters cannot be had back."))
+        #expect(model.deletionQuestion.english.hasSuffix("Its log and adapters cannot be recovered."))
         await model.confirmDeletion()
         #expect(model.library.runs.isEmpty && !model.asksToDelete)
     }
@@ -159,7 +159,7 @@ import Testing
         model.askToDelete(.bundle(bundle))
         #expect(model.asksToDelete)
         #expect(model.deletionQuestion.english.hasPrefix("Delete bundle? It takes "))
-        #expect(model.deletionQuestion.english.hasSuffix(" MB. A run needs it to go on or to write."))
+        #expect(model.deletionQuestion.english.hasSuffix(" MB. A run needs it to resume or to generate text."))
         model.asksToDelete = false
         await model.confirmDeletion()
         #expect(model.library.bundles.count == 1, "the person has decided against it")

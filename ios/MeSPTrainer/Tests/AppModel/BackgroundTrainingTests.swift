@@ -268,11 +268,11 @@ import Testing
             board.shown
                 == Notice(
                     title: "Training Waits",
-                    text: "The app is not in front, and iOS gives it no time to train. Open the app to go on.",
+                    text: "The app is not in front, and iOS gives it no time to train. Open the app to continue.",
                     delay: Notices.patience))
         _ = scheduler.give(.continued)
         try await reach(.paused(.heat))
-        #expect(board.shown?.text == "The phone is too warm. Training goes on when it has cooled down.")
+        #expect(board.shown?.text == "The phone is too warm. Training continues when it has cooled down.")
         phone.thermalState = .nominal
         try await reach(.training)
         #expect(board.shown == nil, "it waits no more")
@@ -309,7 +309,7 @@ import Testing
         phone.scene = .background
         try await reach(.paused(.away))
         #expect(
-            lock.shown?.note == "The app is not in front, and iOS gives it no time to train. Open the app to go on.")
+            lock.shown?.note == "The app is not in front, and iOS gives it no time to train. Open the app to continue.")
         #expect(lock.shown?.lifetime == nil, "that stays true")
         // What is asked for and given, iOS shows itself.
         _ = scheduler.give(.continued)

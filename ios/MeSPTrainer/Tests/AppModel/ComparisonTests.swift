@@ -100,7 +100,7 @@ import Testing
         #expect(asked.conversations[3] == conversation(first.tuned.text))
         #expect(first.base.text != first.tuned.text)
 
-        // A message that fails is no part of it.
+        // A message that fails is not part of it.
         try await say("refused")
         #expect(comparison.problem == "The template takes no such message." && comparison.turns.count == 2)
 

@@ -74,7 +74,7 @@ import Testing
 
     @Test func aBegunDownloadThatCannotBeReadIsSaidSoOnce() throws {
         try Data("{}".utf8).write(to: documents.appendingPathComponent(".download.json"))
-        #expect(message { _ = try store.begunDownload() }.hasPrefix("The download cannot go on: "))
+        #expect(message { _ = try store.begunDownload() }.hasPrefix("The download cannot continue: "))
         #expect(try store.begunDownload() == nil)
     }
 

@@ -111,10 +111,10 @@ import Testing
     }
 
     @Test(arguments: [
-        ("", "no records"), ("{", "Line 1 is no record"), (#"{"text": ""}"#, "Line 1 is no record"),
-        (#"{"prompt": "a", "choices": ["b", "c"], "answer": 2}"#, "Line 1 is no record"),
-        (#"{"prompt": "a", "choices": ["b", "c"], "answer": "d"}"#, "Line 1 is no record"),
-        (#"{"messages": [{"role": "user", "content": "a"}]}"#, "Line 1 is no record"),
+        ("", "no records"), ("{", "Line 1 is not a record"), (#"{"text": ""}"#, "Line 1 is not a record"),
+        (#"{"prompt": "a", "choices": ["b", "c"], "answer": 2}"#, "Line 1 is not a record"),
+        (#"{"prompt": "a", "choices": ["b", "c"], "answer": "d"}"#, "Line 1 is not a record"),
+        (#"{"messages": [{"role": "user", "content": "a"}]}"#, "Line 1 is not a record"),
         ("{\"text\": \"a\"}\n{\"prompt\": \"a\", \"completion\": \"b\"}", "Line 2 is another kind"),
         (
             #"{"messages": [{"role": "system", "content": "a"}, {"role": "user", "content": "a"}, {"role": "assistant", "content": "a"}]}"#,

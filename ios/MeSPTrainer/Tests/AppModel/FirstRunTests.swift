@@ -22,7 +22,7 @@ import Testing
         try await app.importTied()
         #expect(model.startProblem == nil && model.canStart)
         model.form[text: .steps] = "many"
-        #expect(model.startProblem == "Steps: many is no number that can be used.")
+        #expect(model.startProblem == "Steps: many is not a valid number.")
         model.form[text: .steps] = "1000000"
         let phone = app.phone
         phone.availableMemory = 1

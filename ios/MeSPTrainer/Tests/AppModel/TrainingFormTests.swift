@@ -32,7 +32,7 @@ import Testing
             form[text: .steps] = text
             #expect(form[text: .steps] == text && form.settings.steps == steps && !model.canStart)
             let shown = text.isEmpty ? "nothing" : text
-            #expect(throws: MeSPError("Steps: \(shown) is no number that can be used.")) { _ = try form.fit.get() }
+            #expect(throws: MeSPError("Steps: \(shown) is not a valid number.")) { _ = try form.fit.get() }
         }
         form[text: .steps] = "12"
         #expect(model.canStart && form.settings.steps == 12)

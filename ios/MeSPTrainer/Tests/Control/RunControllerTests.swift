@@ -126,7 +126,7 @@ import Testing
         try await reach(.training)
         try await wait("no step") { controller.log.steps.count > steps }
         try await end()
-        #expect(try events() == ["pause: Paused by hand.", "resume: Training goes on."])
+        #expect(try events() == ["pause: Paused by hand.", "resume: Training continues."])
         #expect(controller.log.events.count == 2)
     }
 
@@ -229,7 +229,7 @@ import Testing
         #expect(
             try events().map { String($0.prefix { $0 != "." }) } == [
                 "pause: Paused by hand", "pause: The phone is too warm",
-                "pause: The app is not in front, and iOS gives it no time to train", "resume: Training goes on",
+                "pause: The app is not in front, and iOS gives it no time to train", "resume: Training continues",
             ])
     }
 

@@ -67,7 +67,7 @@ import Testing
         #expect(try store.all().count == 1)
         bytes.insert(contentsOf: Data("x\n".utf8), at: 0)
         try bytes.write(to: store.url)
-        #expect(message { _ = try store.all() }.contains("Line 1 of choices.jsonl is no choice"))
+        #expect(message { _ = try store.all() }.contains("Line 1 of choices.jsonl is not a choice"))
     }
 
     @Test func aChoiceOfNothingIsRefused() throws {

@@ -274,7 +274,7 @@ enum Way: CaseIterable { case foreground, background }
     @Test(arguments: ["", "name", "a/b/c", "../b", "a/..", "a b/c", "https://example.org/a/b"]) func whatIsNoRepository(
         _ name: String
     ) {
-        #expect(throws: MeSPError("\(name) is no repository: write it as owner/name.")) {
+        #expect(throws: MeSPError("\(name) is not a repository; write it as owner/name.")) {
             _ = try BundleDownload(repository: name)
         }
     }

@@ -119,7 +119,7 @@ import Testing
         #expect(message { try opened.checkSums(of: opened.manifest.files) }.contains("Cannot read"))
     }
 
-    /// `generation_config.json` is no part of a bundle unless its manifest lists it.
+    /// `generation_config.json` is not part of a bundle unless its manifest lists it.
     @Test func endTokensComeFromNoDevice() throws {
         let config = bundle.appendingPathComponent("generation_config.json")
         try? files.removeItem(at: config)

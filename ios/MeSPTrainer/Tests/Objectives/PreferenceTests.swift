@@ -4,7 +4,7 @@ import Testing
 
 @testable import MeSPCore
 
-/// Training on answers that people have judged: losses and gradients against the reference, and whole runs.
+/// Training on preference data: losses and gradients against the reference, and whole runs.
 @Suite(.serialized) struct PreferenceTests {
     /// The fixture's answers, as a pair or each by itself.
     private func answers(_ fixture: Fixture) throws -> [JudgedAnswer] {
