@@ -1,6 +1,6 @@
 import MLX
 
-/// x_mid − x = o(attention(q, k, v)), or o(attention(q, k, v) ∘ σ(g)).
+/// x_mid − x = o(attention(q, k, v)), or o(attention(q, k, v) ∘ σ(g)) with gates g, which lie behind the queries in m₁.
 extension Block {
     func attention(
         _ mixer: AttentionMixer, _ mixerIn: MLXArray, _ sequences: [Range<Int>], _ states: inout [MixerState]
@@ -9,10 +9,13 @@ extension Block {
         func heads(_ p: Projection, _ count: Int) -> MLXArray {
             projected(p, mixerIn).reshaped([mixerIn.dim(0), count, -1]).swappedAxes(0, 1)
         }
-        let (queries, k, v) = (
+        let (ofQ, k, v) = (
             heads(.q, mixer.numAttentionHeads), heads(.k, mixer.numKeyValueHeads), heads(.v, mixer.numKeyValueHeads)
         )
-        let q = mixer.outputGate ? queries[.ellipsis, ..<d] : queries
+        let gates: MLXArray? =
+            mixer.outputGate
+            ? ofQ[.ellipsis, d...] : mixer.headGate ? heads(.g, mixer.numAttentionHeads) : nil
+        let q = mixer.outputGate ? ofQ[.ellipsis, ..<d] : ofQ
         let attnOut = eachSequence(sequences, &states) { rows, state in
             guard case .attention(var cache) = state else { preconditionFailure("another mixer's state") }
             let start = state.count
@@ -24,13 +27,9 @@ extension Block {
                 q: attention.query(q[0..., rows], start: start), k: cache.keys, v: cache.values, tile: tile.attention
             ).asType(dtype)
         }
-        var taken = attnOut
-        if mixer.outputGate {
-            let g = queries[.ellipsis, d...].swappedAxes(0, 1).reshaped(attnOut.shape)
-            taken = OutputGate(g: g)(attnOut)
-        }
-        return Mixed(
-            m1: queries, m2: k, m3: v, mixed: attnOut, out: projection(.o)(taken, tile: tile.projection))
+        let taken = gates.map { OutputGate(g: $0.swappedAxes(0, 1))(attnOut) } ?? attnOut
+        let m1 = mixer.headGate ? concatenated([ofQ] + [gates].compactMap { $0 }, axis: -1) : ofQ
+        return Mixed(m1: m1, m2: k, m3: v, mixed: attnOut, out: projection(.o)(taken, tile: tile.projection))
     }
 
     /// The derivative of o(attention(q, k, v)), or of o(attention(q, k, v) ∘ σ(g)), from that of its output `[T, hidden]`.
@@ -40,23 +39,24 @@ extension Block {
     ) -> Projected {
         let (length, heads, d) = (dOut.dim(0), mixer.numAttentionHeads, mixer.headDim)
         func byHead(_ x: MLXArray) -> MLXArray { x.reshaped([length, heads, d]).swappedAxes(0, 1) }
-        func byToken(_ x: MLXArray) -> MLXArray { x.swappedAxes(0, 1).reshaped([length, heads * d]) }
         let attnOut = forward.mixed.asType(.float32)
         let attention = weights.attention(mixer)
 
-        guard mixer.outputGate else {
+        guard mixer.gateDim > 0 else {
             let dAttnOut = lastProjection(.o, attnOut, dy: dOut, &gradients)
             let (dq, dk, dv) = attention.backward(
                 q: forward.m1, k: forward.m2, v: forward.m3, dOut: byHead(dAttnOut), tile: tile)
             return [.q: dq, .k: dk, .v: dv]
         }
-        let gate = OutputGate(g: byToken(forward.m1[.ellipsis, d...]))
+        let gate = OutputGate(g: forward.m1[.ellipsis, d...].swappedAxes(0, 1))
         let (dAttnOut, dg) = gate.backward(attnOut, dy: lastProjection(.o, gate(attnOut), dy: dOut, &gradients))
         tile.pace.finish([dAttnOut, dg])
         let (dq, dk, dv) = attention.backward(
             q: forward.m1[.ellipsis, ..<d], k: forward.m2, v: forward.m3, dOut: byHead(dAttnOut), tile: tile)
-        let dqg = concatenated([dq, dg].map { $0.reshaped([length, heads, d]) }, axis: -1)
-            .reshaped([length, 2 * heads * d])
+        guard mixer.outputGate else {
+            return [.q: dq, .k: dk, .v: dv, .g: dg.squeezed(axis: -1)]
+        }
+        let dqg = concatenated([dq.reshaped(dg.shape), dg], axis: -1).reshaped([length, 2 * heads * d])
         tile.pace.finish([dqg])
         return [.q: dqg, .k: dk, .v: dv]
     }
