@@ -242,6 +242,11 @@ def test_layers_and_rope_of_lfm3():
     config = {**config, "rope_parameters": {**rope, "full_attention": named}}
     assert Architecture.from_config(config) == arch
     assert Architecture.from_config(complete(config)) == arch  # as a bundle has it
+    del named["partial_rotary_factor"]
+    whole = Architecture.from_config(
+        {**config, "rope_parameters": {**rope, "full_attention": named}}
+    )
+    assert whole.mixers[2].frequencies == tuple(1e4 ** (-2 * i / 16) for i in range(8))
 
     keys = ("model_type", "hidden_size", "intermediate_size", "vocab_size", "norm_eps")
     keys += ("num_attention_heads", "num_key_value_heads")

@@ -122,7 +122,7 @@ def _read_lfm3(config: dict[str, Any]) -> dict[str, Any]:
         ]
     rope = config.get("rope_parameters")
     if rope:
-        full = rope["full_attention"]
+        full = {"partial_rotary_factor": 1.0, **rope["full_attention"]}
         if full.get("rope_type", "default") == "default":
             full = {**full, "rope_type": "proportional"}
         found["rope_parameters"] = {**rope, "full_attention": full}
