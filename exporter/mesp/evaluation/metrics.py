@@ -8,7 +8,7 @@ import re
 import string
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,22 @@ def mean(value: float) -> float:
 def exponential(value: float) -> float:
     """exp, infinite where it is too large for a float."""
     return math.exp(value) if value < 700 else math.inf
+
+
+def bootstrap(sums: np.ndarray, weights: np.ndarray, resamples: int, seed: int = 0) -> np.ndarray:
+    """Σ sums / Σ weights over n rows drawn with replacement, `resamples` times: float [resamples].
+
+    The draws depend on n and `seed` alone: figures of the same rows are paired.
+    """
+    n, random = len(sums), np.random.default_rng(seed)
+    draws = (random.integers(n, size=n) for _ in range(resamples))
+    return np.array([sums[rows].sum() / weights[rows].sum() for rows in draws])
+
+
+def interval(drawn: np.ndarray) -> tuple[float, float]:
+    """The bounds of 95% of a bootstrap's draws."""
+    low, high = np.percentile(drawn, [2.5, 97.5]).tolist()
+    return low, high
 
 
 @dataclass(frozen=True)
@@ -44,11 +60,12 @@ class Metric:
         """With the value that its records give; the weights are 1 where there are none."""
         given = np.asarray(sums, float), np.asarray([1] * len(sums) if weights is None else weights)
         metric = cls(name, math.nan, *given, **others)
-        return cls(name, metric.of_rows(np.arange(len(sums))), *given, **others)
+        return replace(metric, value=metric.final(float(given[0].sum() / given[1].sum())))
 
-    def of_rows(self, rows: np.ndarray) -> float:
+    def resampled(self) -> np.ndarray:
+        """The values of the bootstrap's draws, float [RESAMPLES]."""
         assert self.sums is not None and self.weights is not None
-        return self.final(float(self.sums[rows].sum() / self.weights[rows].sum()))
+        return np.array([*map(self.final, bootstrap(self.sums, self.weights, RESAMPLES).tolist())])
 
 
 @dataclass(frozen=True)
@@ -64,8 +81,7 @@ def compare(metrics: Sequence[Metric]) -> list[tuple[Estimate, Estimate | None]]
     """Of one metric of several models on the same records: each with its interval, and from the
     second on its difference from the first's.
 
-    The bootstrap is paired: all models are measured on the same draws of records. Percentiles of
-    1,000 draws with replacement; the same records give the same intervals again.
+    The bootstrap is paired: all models are measured on the same draws of records.
     """
     first = metrics[0]
     n = 0 if first.sums is None else len(first.sums)
@@ -73,13 +89,8 @@ def compare(metrics: Sequence[Metric]) -> list[tuple[Estimate, Estimate | None]]
     if n < 2 or any(metric.sums is None for metric in metrics):
         pass
     else:
-        random = np.random.default_rng(0)
-        drawn = []
-        for _ in range(RESAMPLES):
-            rows = random.integers(n, size=n)
-            values = [metric.of_rows(rows) for metric in metrics]
-            drawn.append(values + [value - values[0] for value in values])
-        bounds = np.percentile(drawn, [2.5, 97.5], axis=0).T.tolist()
+        drawn = [metric.resampled() for metric in metrics]
+        bounds = [interval(each) for each in drawn + [each - drawn[0] for each in drawn]]
     return [
         (
             Estimate(metric.value, *bounds[i]),
