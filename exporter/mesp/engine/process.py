@@ -45,10 +45,14 @@ class Engine:
 
     def ask(self, request: Any) -> Record:
         """Its answer to a request, a line of JSON each."""
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(request) + "\n")
-        self.process.stdin.flush()
+        self.send(request)
         return self.receive()
+
+    def send(self, answer: Any) -> None:
+        """Writes a line of JSON to it."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(answer) + "\n")
+        self.process.stdin.flush()
 
     def receive(self) -> Record:
         """The next record."""

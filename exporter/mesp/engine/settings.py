@@ -16,6 +16,7 @@ from typing import Any, Self
 from mesp.bundle.manifest import Manifest
 from mesp.errors import MespError
 from mesp.models.families import TRAINABLE
+from mesp.rewards import find_reward
 
 # The paper's update, and the engine's where a settings file names none.
 PAPER: dict[str, Any] = {"optimizer": "sgd", "learning_rate": 1e-4}
@@ -25,6 +26,7 @@ OPTIMIZERS = ("sgd", "adamw8bit", "adamw")
 ADAMW = ("adamw8bit", "adamw")  # with its moments in 8 bits, and in float32
 OBJECTIVES = ("dpo", "ipo", "simpo", "orpo", "kto")
 PREFERRED_SEQ_LEN = 256
+GROUP_SIZE = 8  # of sampled answers
 
 
 @dataclass(frozen=True)
@@ -196,6 +198,20 @@ class TrainSettings(Settings):
         float, None, "Of kto's bad answers.", above=0,
         only_with=("objective", ("kto",)), default_text="1",
     )  # fmt: skip
+    reward: str | None = setting(
+        str, None,
+        "Sample answers and learn from their rewards (GRPO): exact, json, json-equal, "
+        "regex:PATTERN, length:N, or a function of yours, module:function.",
+    )  # fmt: skip
+    group_size: int | None = setting(
+        int, None, "Answers that are sampled to each prompt.", least=2, most=1024,
+        default_text="8 with --reward",
+    )  # fmt: skip
+    max_tokens: int = setting(int, 128, "Of a sampled answer.", least=1)
+    dr_grpo: bool = setting(
+        bool, False,
+        "Leave out GRPO's divisions by the rewards' deviation and an answer's length (Dr. GRPO).",
+    )  # fmt: skip
     optimizer: str | None = setting(
         str, None,
         "AdamW keeps 8 bytes a parameter of the adapters, with its moments in 8 bits 2, SGD none.",
@@ -313,6 +329,7 @@ class TrainSettings(Settings):
             rank=_choose(ranks, self.rank, "rank", ranks[0]),
             optimizer=optimizer,
             learning_rate=rate,
+            group_size=self.group_size or (GROUP_SIZE if self.reward else None),
         )
 
     def check(self, manifest: Manifest) -> None:
@@ -321,6 +338,7 @@ class TrainSettings(Settings):
         self.check_use(manifest)
         self._check_goal(manifest)
         self._check_privacy()
+        self._check_reward(manifest)
 
     def check_use(self, manifest: Manifest) -> None:
         """Raises MespError where a setting of the update or the adapters has no use, or the model
@@ -381,6 +399,32 @@ class TrainSettings(Settings):
             f'--objective {self.objective} needs records of a "prompt", {answers}, and the bundle '
             "has others: give it some with mesp data."
         )
+
+    def _check_reward(self, manifest: Manifest) -> None:
+        """Refuses what does not go together with rewards, and their settings without them."""
+        if self.reward is None:
+            for name in ("group_size", "max_tokens", "dr_grpo"):
+                (default,) = [each.default for each in fields(self) if each.name == name]
+                if getattr(self, name) != default:
+                    raise MespError(f"{flag(name)} has no use without --reward: leave it out.")
+            return
+        find_reward(self.reward)
+        refused = {
+            "--method mezo": self.method == "mezo",
+            f"--objective {self.objective}": self.objective is not None,
+            "--dp-clip": self.dp_clip is not None,
+        }
+        for typed, is_given in refused.items():
+            if is_given:
+                raise MespError(
+                    f"{typed} does not go together with --reward: leave out one of them."
+                )
+        train = manifest.data.get("train")
+        if train is not None and train.mask is None:
+            raise MespError(
+                "--reward needs records of a prompt and an answer, and the bundle has text: give "
+                "it some with mesp data."
+            )
 
     def _check_privacy(self) -> None:
         """Refuses what does not go together with DP-SGD."""

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+import subprocess
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -16,11 +17,13 @@ from typing import Any
 
 from mesp.bundle.manifest import Manifest, read_manifest
 from mesp.bundle.reader import Bundle
-from mesp.engine.process import Record, failure, log, running
+from mesp.engine.process import Engine, Record, failure, log, running
 from mesp.engine.settings import TrainSettings, kept, settings_of
 from mesp.errors import Interrupted, MespError, plain_os_errors
 from mesp.files import read_object, write_whole
+from mesp.rewards import Reward, find_reward, rewards_of
 from mesp.runs.log import LOG_NAME, Run
+from mesp.text import bundle_tokenizer
 
 SETTINGS_NAME = "settings.json"
 
@@ -40,13 +43,23 @@ class Job:
     def to_json(self) -> dict[str, Any]:
         """The settings that mesp-engine reads."""
         paths = {"bundle": str(self.bundle), "output": str(self.output.resolve())}
-        return {**paths, **self.settings.to_json(), "resume": self.resume, "dry_run": False}
+        settings = {**paths, **self.settings.to_json(), "resume": self.resume, "dry_run": False}
+        if self.settings.reward is not None:
+            settings["stop"] = sorted(bundle_tokenizer(self.bundle).eos_token_ids)
+        return settings
 
     def run(self, progress: Callable[[Record], None] | None = None) -> Run:
         """Trains; see `train`."""
+        reward = None
+        if self.settings.reward is not None:
+            reward = _Rewards(find_reward(self.settings.reward), bundle_tokenizer(self.bundle))
         with _settings_file(self.output, self.to_json()) as path:
-            with running([], path, interruptible=True) as engine:
+            stdin = subprocess.DEVNULL if reward is None else subprocess.PIPE
+            with running([], path, stdin=stdin, interruptible=True) as engine:
                 for record in engine:
+                    if reward is not None and record["type"] == "samples":
+                        reward.answer(engine, record["groups"])
+                        continue
                     if progress is not None:
                         progress(record)
                         if engine.signals:
@@ -58,6 +71,9 @@ class Job:
             if engine.process.returncode == 0 and run.end:
                 if engine.said:
                     log.warning("%s", engine.said)
+                if reward is not None and reward.error is not None:
+                    left = f"{self._left()} Mend it and resume the run."
+                    raise MespError(reward.error.message + left) from reward.error
                 is_stopped = run.end.get("reason") == "stopped" and engine.signals
                 return replace(run, stopped_by=engine.signals[0] if is_stopped else None)
             if len(engine.signals) > 1:
@@ -75,6 +91,33 @@ class Job:
             f"the adapters last saved are in {adapters}" if saved else "no adapters had been saved"
         )
         return f" The log is in {self.output / LOG_NAME}; {left}."
+
+
+class _Rewards:
+    """Rewards the answers of a running engine. Where that fails, it keeps the error, and the
+    engine ends the run in order."""
+
+    def __init__(self, reward: Reward, tokenizer: Any) -> None:
+        self._reward, self._tokenizer = reward, tokenizer
+        self.error: MespError | None = None
+
+    def answer(self, engine: Engine, groups: Sequence[dict[str, Any]]) -> None:
+        decode = self._tokenizer.decode
+        prompts, completions, references = [], [], []
+        for group in groups:
+            prompt, reference = decode(group["prompt"]), decode(group["reference"])
+            for answer in group["answers"]:
+                prompts.append(prompt)
+                completions.append(decode(answer))
+                references.append(reference)
+        try:
+            rewards = iter(rewards_of(self._reward, prompts, completions, references))
+        except MespError as error:
+            self.error = error
+            assert engine.process.stdin is not None
+            engine.process.stdin.close()
+            return
+        engine.send([[next(rewards) for _ in group["answers"]] for group in groups])
 
 
 def train(

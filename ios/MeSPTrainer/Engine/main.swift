@@ -78,7 +78,18 @@ func run(_ settings: RunSettings) throws {
         memoryIsShort: {
             defer { memoryIsShort = 0 }
             return memoryIsShort != 0
-        })
+        },
+        reward: reward)
+}
+
+/// The rewards of the answers, from who has started this.
+func reward(_ groups: [AnswerGroup]) throws -> [[Float]] {
+    try print("samples", ["groups": groups])
+    guard let line = readLine() else { throw CancellationError() }  // nobody rewards any more
+    guard let rewards = try? JSONDecoder().decode([[Float]].self, from: Data(line.utf8)) else {
+        throw MeSPError("The rewards of the answers are not lists of numbers.")
+    }
+    return rewards
 }
 
 func count(_ file: URL) throws {

@@ -25,15 +25,20 @@ package struct CachedModel {
 
     /// - Parameter folder: adapters as mlx-lm or PEFT writes them; nil for the base model.
     package init(_ bundle: ModelBundle, adapters folder: URL?, chunk: Int = 256) throws {
-        (self.bundle, self.chunk, featureGroup) = (bundle, chunk, bundle.manifest.featureGroup)
+        let adapters = try folder.map { folder in
+            try bundle.withDevice { try loadAdapters(from: folder, architecture: bundle.architecture) }
+        }
+        self.init(bundle, adapters: adapters, chunk: chunk)
+    }
+
+    init(_ bundle: ModelBundle, adapters: Adapters?, chunk: Int = 256) {
+        (self.bundle, self.adapters, self.chunk) = (bundle, adapters, chunk)
+        featureGroup = bundle.manifest.featureGroup
         isRecurrent = bundle.architecture.isRecurrent
         // On a CPU mapped weights do not count. A GPU's driver may count them, so there they may take at most half of the process's limit.
         let memory = Int(ProcessInfo.processInfo.physicalMemory)
         let room = bundle.manifest.device == .gpu ? min(memory, systemMemoryLimit() ?? .max) / 2 : memory
         bundle.maps.areKept = bundle.manifest.mappedBytes <= room
-        adapters = try folder.map { folder in
-            try bundle.withDevice { try loadAdapters(from: folder, architecture: bundle.architecture) }
-        }
     }
 
     /// Calls `body` with what the last block makes of `tokens`, which follow those in the cache and are added to it.

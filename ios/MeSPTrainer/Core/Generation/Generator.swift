@@ -36,6 +36,8 @@ public struct Generator {
         /// From then on.
         public let seconds: Double
         public let footprintPeakBytes: Int
+        /// The token of `stop` that ended the text.
+        public let stopToken: Int?
 
         /// A token of `stop`, `maxTokens` reached, or `CancellationError`.
         public enum Reason: String, Codable, Sendable { case stop, length, stopped }
@@ -164,7 +166,8 @@ public struct Generator {
             let start = text.first ?? Date.now
             let summary = Summary(
                 reason: reason, tokens: text.count, promptSeconds: start.timeIntervalSince(text.begin),
-                seconds: Date.now.timeIntervalSince(start), footprintPeakBytes: sampler.takePeak())
+                seconds: Date.now.timeIntervalSince(start), footprintPeakBytes: sampler.takePeak(),
+                stopToken: reason == .stop ? text.last : nil)
             try onEnd(text, summary)
         }
         var (waiting, texts) = (all[...], [Text]())

@@ -63,6 +63,10 @@ public enum LogRecord: Sendable {
         public var rewardChosen: Float?
         public var rewardRejected: Float?
         public var kl: Float?
+        // Of a step on answers that were sampled.
+        public var reward: Float?
+        public var sampledTokens: Int?
+        public var samplingSeconds: Double?
     }
     public struct Eval: Codable, Sendable {
         public var step: Int

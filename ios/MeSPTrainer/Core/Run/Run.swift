@@ -17,12 +17,15 @@ public enum Run {
     ///     saved, and the run ends as `stopped`.
     ///   - besideBytes: the process's footprint without the run, as an app's own; the memory limit is for what comes on top.
     ///   - memoryIsShort: asked before each step whether the system has warned since; the run then goes on with a cheaper plan.
+    ///   - reward: with `groupSize`, gets the answers that were sampled to a step's prompts, and returns a number for each, higher for a
+    ///     better one.
     ///   - battery: asked at the run's beginning and end, for the log.
     /// - Throws: `MeSPError`. What was saved before stands.
     public static func run(
         _ settings: RunSettings, report: @escaping (LogRecord, Data) throws -> Void = { _, _ in },
         atBlock: @escaping (_ log: (LogRecord.Event) throws -> Void) throws -> Void = { _ in },
         besideBytes: Int = 0, memoryIsShort: @escaping () -> Bool = { false },
+        reward: (([AnswerGroup]) throws -> [[Float]])? = nil,
         battery: @escaping () -> Battery? = { nil }
     ) throws {
         try settings.check()
@@ -31,7 +34,7 @@ public enum Run {
             checksums: !settings.dryRun)
         let hooks = RunHooks(
             report: report, atBlock: atBlock, besideBytes: besideBytes, memoryIsShort: memoryIsShort,
-            battery: battery)
+            reward: reward, battery: battery)
         try bundle.withDevice { try run(settings, bundle, hooks) }
     }
 
@@ -67,6 +70,7 @@ struct RunHooks {
     var atBlock: (_ log: (LogRecord.Event) throws -> Void) throws -> Void = { _ in }
     var besideBytes = 0
     var memoryIsShort: () -> Bool = { false }
+    var reward: (([AnswerGroup]) throws -> [[Float]])?
     var battery: () -> Battery? = { nil }
     /// The clock that times saves: one that nobody sets, unlike the time of day.
     var now: () -> ContinuousClock.Instant = { .now }

@@ -46,6 +46,15 @@ public struct RunSettings: Codable, Sendable, Equatable {
     public var desirableWeight: Float?
     public var undesirableWeight: Float?
 
+    /// How many answers are sampled to each prompt, to be rewarded (GRPO, arXiv:2402.03300); nil to train on the data's answers.
+    public var groupSize: Int?
+    /// The most tokens of a sampled answer.
+    public var maxTokens: Int = 128
+    /// The tokens that end a sampled answer, and count in its loss.
+    public var stop: [Int] = []
+    /// Leaves out GRPO's divisions by the deviation of a group's rewards and by an answer's length (Dr. GRPO, arXiv:2503.20783).
+    public var drGrpo = false
+
     public var optimizer: OptimizerKind = .sgd
     public var learningRate: Float = 1e-4
     public var schedule: Schedule = .constant
@@ -101,6 +110,8 @@ public struct RunSettings: Codable, Sendable, Equatable {
     static let mostSteps = 1_000_000
     /// Of a step.
     static let maxSequences = 1 << 16
+    /// Of the answers to a prompt.
+    static let mostGroup = 1 << 10
 
     public enum OptimizerKind: String, Codable, Sendable, CaseIterable {
         case sgd, adamw
@@ -149,7 +160,7 @@ public struct RunSettings: Codable, Sendable, Equatable {
     }
 
     /// Sequences of a step, or pairs or answers of an objective.
-    var sequences: Int { batchSize * gradAccumulationSteps }
+    var sequences: Int { batchSize * gradAccumulationSteps * (groupSize ?? 1) }
 
     /// Whether the adapters that a run starts from stay: answers are compared with the model that has them, or the run is held near them.
     var keepsStart: Bool { adapters != nil && (objective?.hasReference == true || proximalMu != nil) }
@@ -247,6 +258,7 @@ public struct RunSettings: Codable, Sendable, Equatable {
         try require(gamma.map { $0.isFinite && $0 >= 0 } ?? true, "gamma", "0 or more")
         // KTO's estimate of the divergence takes each prompt with the answer of another record.
         try require(objective != .kto || batchSize >= 2, "batch_size", "at least 2 with kto")
+        try checkRewards(require)
         try require(learningRate.isFinite && learningRate > 0, "learning_rate", "a positive number")
         try require((0..<max(1, steps)).contains(warmup), "warmup", "0 or more and less than steps")
         try require((0..<1).contains(momentum), "momentum", "0 or more and less than 1")
@@ -266,6 +278,16 @@ public struct RunSettings: Codable, Sendable, Equatable {
         try require(earlyStopping == 0 || evalEvery > 0, "eval_every", "above 0 with early_stopping")
         try require(saveEvery >= 0, "save_every", "0 or more")
         try require(memoryLimitMb ?? 1 > 0 && memoryLimitMb ?? 1 < 1e9, "memory_limit_mb", "a positive number")
+    }
+
+    private func checkRewards(_ require: (_ condition: Bool, _ name: String, _ wanted: Sentence) throws -> Void) throws
+    {
+        guard let groupSize else { return }
+        try require((2...Self.mostGroup).contains(groupSize), "group_size", "at least 2 and at most \(Self.mostGroup)")
+        try require((1...Self.mostSteps).contains(maxTokens), "max_tokens", "at least 1 and at most \(Self.mostSteps)")
+        try require(objective == nil, "objective", "left out with group_size")
+        try require(method.hasBackwardPass, "method", "mesp or mebp with group_size")
+        try require(dpClip == nil, "dp_clip", "left out with group_size")
     }
 
     private func checkPrivacy(_ require: (_ condition: Bool, _ name: String, _ wanted: Sentence) throws -> Void) throws

@@ -67,6 +67,12 @@ package final class BlockwiseModel {
         layouts[block].count > 0 ? try lora.read(block).asType(.float32) : MLXArray.zeros([0])
     }
 
+    /// The parameters as they are now, as adapters of a model that generates.
+    func adapters(rank: Int) throws -> Adapters {
+        let lora = try blocks.map { layouts[$0].whole(try parameters($0)) }
+        return Adapters(rank: rank, scale: scale, lora: lora)
+    }
+
     /// The embeddings `[1, T, hidden]` of a sequence's inputs.
     package func embed(_ example: Example) throws -> MLXArray {
         try bundle.withEmbedding { weights in
