@@ -28,10 +28,10 @@ package struct CachedModel {
         let adapters = try folder.map { folder in
             try bundle.withDevice { try loadAdapters(from: folder, architecture: bundle.architecture) }
         }
-        self.init(bundle, adapters: adapters, chunk: chunk)
+        self.init(bundle, with: adapters, chunk: chunk)
     }
 
-    init(_ bundle: ModelBundle, adapters: Adapters?, chunk: Int = 256) {
+    init(_ bundle: ModelBundle, with adapters: Adapters?, chunk: Int = 256) {
         (self.bundle, self.adapters, self.chunk) = (bundle, adapters, chunk)
         featureGroup = bundle.manifest.featureGroup
         isRecurrent = bundle.architecture.isRecurrent

@@ -171,6 +171,8 @@ public struct Generator {
             try onEnd(text, summary)
         }
         var (waiting, texts) = (all[...], [Text]())
+        // A prompt that the next text has too: what it left, and the logits after it.
+        var read: (prompt: [Int], cache: PromptCache, logits: MLXArray)?
         do {
             while true {
                 while texts.count < atOnce, let next = waiting.first, hasRoom(for: next, beside: texts, cacheLimit) {
@@ -178,8 +180,16 @@ public struct Generator {
                     texts.append(next)
                     let i = texts.count - 1
                     texts[i].begin = Date.now
-                    let prompt = texts[i].cache.begin(next.request.prompt)
-                    let logits = try logits(prompt, &texts[i].cache, atBlock)
+                    let logits: MLXArray
+                    if let read, read.prompt == next.request.prompt, next.cache.size == 0 {
+                        (texts[i].cache, logits) = (read.cache, read.logits)
+                    } else {
+                        let prompt = texts[i].cache.begin(next.request.prompt)
+                        logits = try self.logits(prompt, &texts[i].cache, atBlock)
+                    }
+                    read =
+                        waiting.first?.request.prompt == next.request.prompt
+                        ? (next.request.prompt, texts[i].cache, logits) : nil
                     if let reason = try choose(logits, &texts[i], onToken) { try end(texts.removeLast(), reason) }
                 }
                 guard !texts.isEmpty else { return }

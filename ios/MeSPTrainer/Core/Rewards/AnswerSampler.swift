@@ -55,7 +55,7 @@ struct AnswerSampler {
             bundle.maps.areKept = keptMaps
             Memory.clearCache()
         }
-        let generator = Generator(try CachedModel(bundle, adapters: trainer.model.adapters(rank: settings.rank)))
+        let generator = Generator(CachedModel(bundle, with: try trainer.model.adapters(rank: settings.rank)))
         try generator.generate(
             requests, atOnce: min(requests.count, CachedModel.mostTexts), cacheLimit: cacheLimit, atBlock: atBlock,
             onToken: { answers[$0].append($1) },
@@ -66,9 +66,8 @@ struct AnswerSampler {
         var sampled = Sampled(groups: [], examples: [])
         for (index, prompt) in known.enumerated() {
             let own = index * groupSize..<(index + 1) * groupSize
-            var reference = prompts[index].targets.map { Int($0) }
-            if let last = reference.last, stop.contains(last) { reference.removeLast() }
-            sampled.groups.append(AnswerGroup(prompt: prompt, reference: reference, answers: Array(answers[own])))
+            let reference = prompts[index].targets.map { Int($0) }.prefix { !stop.contains($0) }
+            sampled.groups.append(AnswerGroup(prompt: prompt, reference: Array(reference), answers: Array(answers[own])))
             sampled.examples.append(
                 own.map { text in
                     Example(prompt: prompt, answer: answers[text] + (ends[text].map { [$0] } ?? []), lengths: lengths)
