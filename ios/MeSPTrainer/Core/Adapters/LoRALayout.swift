@@ -134,6 +134,11 @@ struct LoRAGradients {
     var b = [Projection: MLXArray]()
 
     var arrays: [MLXArray] { Array(a.values) + Array(b.values) }
+
+    mutating func add(_ others: LoRAGradients) {
+        a.merge(others.a) { $0 + $1 }
+        b.merge(others.b) { $0 + $1 }
+    }
 }
 
 extension Architecture {

@@ -403,15 +403,20 @@ public struct Planner: Sendable {
         if let baseline { return baseline.derivative }
         let a = architecture
         let features = min(tile.mlp, a.intermediateSize)
+        // Of the tokens that go through the MLP's derivative at a time; x, x_mid, dy, and d_x_mid of the tokens before.
+        let some = hidden / length * tile.mlpTokens
+        let before = 4 * hidden - some
         return max(
             // d waits while the block function runs again.
             hidden + forward,
-            // The mixer's intermediates; x_mid, dy and, with post-norms, the gradient by mlp_out; mlp_in and its gradient before a tile,
-            // with the tile's gate and after it; of the tile, three weights, one of them while it is dequantized, and its arrays.
-            largest(\.intermediates) + (a.postNorms ? 7 : 6) * hidden + 5 * weight(features)
-                + tileArrays * activation(features) + gradientBytes,
+            // The mixer's intermediates; of some tokens, with post-norms the gradient by mlp_out, mlp_in and its gradient before a tile, with
+            // the tile's gate and after it; of the tile, three weights, one of them while it is dequantized, and its arrays.
+            largest(\.intermediates) + before + (a.postNorms ? 4 : 3) * some + 5 * weight(features)
+                + tileArrays * (activation(features) / length * tile.mlpTokens) + gradientBytes,
             // The same without the tile, but with the temporaries of the norm's derivative.
-            largest(\.intermediates) + 15 * hidden / 2 + gradientBytes,
+            largest(\.intermediates) + before + 9 * some / 2 + gradientBytes,
+            // d_x_mid of all tokens, and its parts.
+            largest(\.intermediates) + 5 * hidden + gradientBytes,
             // With post-norms also the gradient by mixer_out, and the product that it is made of.
             largest { $0.backward(tile) } + (a.postNorms ? 2 * hidden : 0) + 2 * gradientBytes) + postNormed
     }

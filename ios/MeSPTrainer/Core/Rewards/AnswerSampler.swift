@@ -66,8 +66,8 @@ struct AnswerSampler {
         var sampled = Sampled(groups: [], examples: [])
         for (index, prompt) in known.enumerated() {
             let own = index * groupSize..<(index + 1) * groupSize
-            let reference = prompts[index].targets.map { Int($0) }.prefix { !stop.contains($0) }
-            sampled.groups.append(AnswerGroup(prompt: prompt, reference: Array(reference), answers: Array(answers[own])))
+            let reference = Array(prompts[index].targets.map { Int($0) }.prefix { !stop.contains($0) })
+            sampled.groups.append(AnswerGroup(prompt: prompt, reference: reference, answers: Array(answers[own])))
             sampled.examples.append(
                 own.map { text in
                     Example(prompt: prompt, answer: answers[text] + (ends[text].map { [$0] } ?? []), lengths: lengths)
