@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from copy import deepcopy
 from pathlib import Path
 
 import mlx.core as mx
@@ -35,6 +36,7 @@ from in_peft.train import in_nf4, write_base
 from mesp import reference
 from mesp.bundle.reader import Bundle
 from mesp.engine.build import find_engine
+from mesp.models.names import CONVOLUTIONS
 from mesp.runs.log import Run
 from mesp.source_model.find import DEMO
 from studies.scores import model_with
@@ -73,6 +75,12 @@ def held_out_loss(model: torch.nn.Module, bundle: Path) -> float:
     with torch.no_grad():
         logits = model(input_ids=inputs).logits
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets).item()
+
+
+def here(name: str) -> str:
+    """mlx-lm's name of a parameter of PEFT's."""
+    name = name.removeprefix("base_model.model.").removesuffix(".default.weight")
+    return name.replace("lora_A", "lora_a").replace("lora_B", "lora_b")
 
 
 def lora_parameters(adapted: PeftModel) -> dict[str, np.ndarray]:
@@ -179,6 +187,70 @@ def test_peft_joins_what_mlx_lm_has_as_several_linear_layers(tmp_path: Path):
     )
     assert abs(expected - before) > 0.05
     assert run.held_out[0] == pytest.approx(expected, abs=TOLERANCE)
+
+
+def test_lfm3_is_that_of_transformers(tmp_path: Path):
+    """Which mlx-lm lacks: five steps of SGD, and the adapters in PEFT. A window is 5 of 64 tokens.
+
+    Its RoPE is "proportional": "default" rotates all pairs in transformers.
+    """
+    folder, text, bundle = (tmp_path / name for name in ("model", "text.txt", "b.mesp"))
+    config = {k: v for k, v in FAMILIES["lfm3"].items() if k not in ("rms_norm_eps", "rope_theta")}
+    config |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    config["rope_parameters"] = deepcopy(config["rope_parameters"])
+    config["rope_parameters"]["full_attention"]["rope_type"] = "proportional"
+    write_model(folder, config)
+    text.write_text(TEXT * 5)
+    call(
+        "export", "--model", folder, "--data", text, "--out", bundle, "--seq-len", SEQ_LEN,
+        "--bits", 8, "--head-bits", 8, "--quantize", "nearest",
+    )  # fmt: skip
+    opened = Bundle(bundle)
+    tensors = dict(tree_flatten(dequantize_model(opened.to_mlx_lm()).parameters()))
+    tensors = {
+        name: array.swapaxes(1, 2) if name.endswith(CONVOLUTIONS) else array
+        for name, array in tensors.items()
+    }
+    mx.save_safetensors(str(folder / "model.safetensors"), tensors, {"format": "pt"})
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+    run = train(bundle, tmp_path / "run")
+    before, after = run.held_out
+    assert abs(after - before) > 0.05, "the adapters count"
+    assert held_out_loss(model, bundle) == pytest.approx(before, abs=TOLERANCE)
+    written = tmp_path / "run" / "adapters" / "peft"
+    adapted = PeftModel.from_pretrained(model, written)
+    saved = mx.load(str(written / "adapter_model.safetensors"))
+    assert saved.keys() == lora_parameters(adapted).keys() and len(saved) == 2 * (5 + 8 + 8)
+    assert held_out_loss(adapted.eval(), bundle) == pytest.approx(after, abs=TOLERANCE)
+    model = adapted.unload()
+
+    rate, steps = 0.5, 5
+    options = ("--steps", steps, "--optimizer", "sgd", "--learning-rate", rate)
+    train(bundle, tmp_path / "sgd", *options, "--val-batches", 0)
+    modules = sorted({name.rpartition(".")[2] for name in opened.architecture.modules})
+    lora = LoraConfig(r=RANK, lora_alpha=16, target_modules=modules)
+    adapted = get_peft_model(model, lora).train()
+    parameters = [p for p in adapted.parameters() if p.requires_grad]
+    first = first_adapters(opened, RANK, 0)
+    for name, parameter in adapted.named_parameters():
+        if parameter.requires_grad:
+            parameter.data.copy_(torch.from_numpy(np.array(first[here(name)]).T))
+    optimizer = torch.optim.SGD(parameters, lr=rate)
+    tokens = opened.tokens("train").astype(np.int64)
+    windows, expected = range(0, len(tokens) - SEQ_LEN, SEQ_LEN), []
+    for step in range(steps):
+        start = windows[reference.step_window(step, 0, len(windows))]
+        ids = torch.from_numpy(tokens[start : start + SEQ_LEN + 1])
+        logits = adapted(input_ids=ids[None, :-1]).logits[0]
+        loss = torch.nn.functional.cross_entropy(logits, ids[1:])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        expected.append(loss.item())
+    found = [record["loss"] for record in Run.load(tmp_path / "sgd").steps]
+    assert abs(expected[-1] - expected[0]) > 0.05
+    assert found == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize("rslora", [False, True])
@@ -297,10 +369,8 @@ def step_of_opacus(
     parameters = {}
     for name, parameter in adapted.named_parameters():
         if parameter.requires_grad:
-            here = name.removeprefix("base_model.model.").removesuffix(".default.weight")
-            here = here.replace("lora_A", "lora_a").replace("lora_B", "lora_b")
-            parameter.data.copy_(torch.from_numpy(np.array(first[here]).T))
-            parameters[here] = parameter
+            parameter.data.copy_(torch.from_numpy(np.array(first[here(name)]).T))
+            parameters[here(name)] = parameter
     before = {name: p.detach().numpy().T.copy() for name, p in parameters.items()}
     private = GradSampleModule(adapted)
     order = list(parameters)

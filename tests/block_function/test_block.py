@@ -114,7 +114,8 @@ class Case:
 
     def there(self, name: str) -> str:
         """mlx-lm's name of a module."""
-        return name_there(f"{name}.weight", self.arch.model_type).removesuffix(".weight")
+        own = name in self.described.modules
+        return name if own else name_there(name, self.arch.model_type)
 
     def replace(self, name: str, module: nn.Module) -> None:
         *parents, last = self.there(name).split(".")
@@ -152,9 +153,13 @@ class Case:
                 found[m] = found[name].reshape(1, x.shape[1], heads, -1).swapaxes(1, 2)
             *_, out = self.mixer.modules
             found["mixed"] = spies[out[0]].seen["in"]
-            if self.mixer.output_gate:
-                gates = found["m1"][..., self.mixer.head_dim :].swapaxes(1, 2).flatten(2)
-                found["mixed"] = found["mixed"] / mx.sigmoid(gates)
+            if self.mixer.head_gate:
+                gate = found["g"].swapaxes(1, 2)[..., None]
+                found["m1"] = mx.concatenate([found["m1"], gate], axis=-1)
+            if self.mixer.gate_dim:
+                gates = mx.sigmoid(found["m1"][..., self.mixer.head_dim :].swapaxes(1, 2))
+                by_head = found["mixed"].reshape(*gates.shape[:3], -1) / gates
+                found["mixed"] = by_head.flatten(2)
         return [found[name] for name in OUTPUTS[: None if self.arch.post_norms else -2]]
 
     def export(self, folder, seq_len: int):

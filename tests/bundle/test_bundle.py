@@ -1,5 +1,6 @@
 import json
 import shutil
+import sys
 
 import mlx.core as mx
 import pytest
@@ -95,6 +96,8 @@ def family(request, tmp_path_factory):
         config["layer_types"] += ["sliding_attention"]
     if request.param == "granitemoehybrid":
         config["layer_types"] = ["attention"] * 4
+    if request.param == "lfm3":
+        config["layer_types"] = ["conv", "sliding_attention", "full_attention", "conv"]
     model = write_model(folder / "model", config)
     arguments = ["--model", model, "--seq-len", "4,9", "--rank", 2, "--out", folder / "out.mesp"]
     arguments += ["--group-size", 32, "--data", "python-docs", "--quantize", "nearest"]
@@ -113,6 +116,16 @@ def test_to_mlx_lm_is_the_quantized_model(family):
         # 1 + w - 1, where Gemma's norms lack 1, loses w's last bits.
         close = mx.abs(array - expected[name]).max() <= (1e-7 if "norm" in name else 0)
         assert array.dtype == expected[name].dtype and close, name
+
+
+def test_a_family_that_mlx_lm_lacks_is_named(tmp_path, monkeypatch):
+    model = write_model(tmp_path / "model", FAMILIES["lfm3"])
+    arguments = ["--model", model, "--seq-len", 4, "--out", tmp_path / "out.mesp"]
+    result = CliRunner().invoke(main, list(map(str, arguments)), catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    monkeypatch.delitem(sys.modules, "mlx_lm.models.lfm3")  # the tests' own
+    with pytest.raises(MespError, match=r"mlx-lm cannot run lfm3 models.* adapters/peft"):
+        Bundle(tmp_path / "out.mesp").to_mlx_lm()
 
 
 def test_functions_give_the_logits_of_mlx_lm(family):
@@ -172,6 +185,7 @@ def test_blocks_are_grouped_by_layout_and_mixer(family):
         "gemma3": [(0, 2), (1, 3)],
         "qwen3_5": [(0, 2), (1, 3)],
         "lfm2": [(0, 2, 3), (1,)],
+        "lfm3": [(0, 3), (1,), (2,)],
     }
     expected = kinds.get(config["model_type"], [(0, 1, 2, 3)])
     assert [group.layers for group in bundle.manifest.blocks] == expected

@@ -1,6 +1,7 @@
 """Tiny random models, as the Hugging Face folders that users have and as mlx-lm's."""
 
 import json
+import sys
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import asdict
@@ -16,6 +17,7 @@ from mlx_lm.tuner.lora import LoRALinear
 from mlx_lm.utils import _get_classes
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
+from helpers import lfm3
 from mesp import reference
 from mesp.models import families
 from mesp.models.architecture import Architecture, Block
@@ -23,6 +25,8 @@ from mesp.models.mixers import AttentionMixer
 from mesp.models.names import CONVOLUTIONS, name_here, name_there
 from mesp.models.quantization import Quantization
 from mesp.text import load_tokenizer
+
+sys.modules.setdefault("mlx_lm.models.lfm3", lfm3)  # which mlx-lm has not
 
 TINY = {
     "model_type": "qwen2",
@@ -167,6 +171,24 @@ FAMILIES = {
         "block_auto_adjust_ff_dim": True,
         "full_attn_idxs": [1],
     },
+    "lfm3": {
+        **_COMMON,
+        "model_type": "lfm3",
+        "num_hidden_layers": 3,
+        "layer_types": ["conv", "sliding_attention", "full_attention"],
+        "norm_eps": 1e-5,
+        "conv_bias": False,
+        "conv_L_cache": 7,
+        "sliding_window": 5,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            "full_attention": {
+                "rope_type": "default",
+                "rope_theta": 1e4,
+                "partial_rotary_factor": 0.5,
+            },
+        },
+    },
     "phi3": {
         **_COMMON,
         "model_type": "phi3",
@@ -202,7 +224,7 @@ def random_tensors(config: dict, seed: int = 0) -> dict[str, mx.array]:
     for i, block in enumerate(arch.blocks):
         prefix = f"model.layers.{i}."
         for name, (out, inp) in block.sizes().items():
-            tensors[f"{prefix}{name}.weight"] = normal(out, inp)
+            tensors[name_there(f"{prefix}{name}.weight", arch.model_type)] = normal(out, inp)
             if name in arch.biases:
                 tensors[f"{prefix}{name}.bias"] = normal(out) * 3
         for name, size in block.norms().items():

@@ -11,6 +11,7 @@ from mesp.block_function.rope import fast_rope
 from mesp.block_function.rope import rope as rope_of
 from mesp.errors import MespError
 from mesp.models.architecture import Architecture
+from mesp.models.config_json import complete
 from mesp.models.families import FUSED_ATTENTION, FUSED_MLP
 
 
@@ -132,11 +133,14 @@ LONG |= {"original_max_position_embeddings": 4096}
         YARN,
         YARN | {"beta_fast": 16, "beta_slow": 2, "mscale": 2.0, "mscale_all_dim": 1.0},
         LONG,
+        {"rope_type": "proportional"},
+        {"rope_type": "proportional", "partial_rotary_factor": 0.5, "factor": 2.0},
     ],
 )
 def test_rope_turns_as_in_mlx_lm(scaling):
-    config = {**FAMILIES["llama"], "rope_theta": 5e5, "head_dim": 64, "rope_scaling": scaling}
+    config = {**FAMILIES["phi3"], "rope_theta": 5e5, "head_dim": 64, "rope_scaling": scaling}
     config["max_position_embeddings"] = 131072
+    config["partial_rotary_factor"] = (scaling or {}).get("partial_rotary_factor", 1.0)
     mixer = Architecture.from_config(config).mixers[0]
     rope = initialize_rope(64, 5e5, False, scaling, 131072)
     x = mx.random.normal((1, 2, 40, 64), key=mx.random.key(0))
@@ -225,6 +229,30 @@ def test_layers_of_a_hybrid():
     )
 
 
+def test_layers_and_rope_of_lfm3():
+    """Half of the pairs rotate in full attention, whichever name a config.json has for that."""
+    config = FAMILIES["lfm3"]
+    arch = Architecture.from_config(config)
+    conv, sliding, full = arch.mixers
+    assert (conv.kernel_size, sliding.sliding_window, full.sliding_window) == (7, 5, None)
+    assert full.frequencies == (*(1e4 ** (-2 * i / 16) for i in range(4)), 0, 0, 0, 0)
+    assert sliding.frequencies == tuple(100.0 ** (-2 * i / 16) for i in range(8))
+    rope = config["rope_parameters"]
+    named = {**rope["full_attention"], "rope_type": "proportional"}
+    config = {**config, "rope_parameters": {**rope, "full_attention": named}}
+    assert Architecture.from_config(config) == arch
+    assert Architecture.from_config(complete(config)) == arch  # as a bundle has it
+
+    keys = ("model_type", "hidden_size", "intermediate_size", "vocab_size", "norm_eps")
+    keys += ("num_attention_heads", "num_key_value_heads")
+    arch = Architecture.from_config({key: config[key] for key in keys} | {"num_hidden_layers": 8})
+    conv, full, sliding = arch.mixers
+    assert arch.layers == (0, 0, 1, 0, 2, 0, 1, 0)
+    assert (conv.kernel_size, sliding.sliding_window, full.head_dim) == (7, 256, 128)
+    assert full.frequencies == (*(1e6 ** (-2 * i / 128) for i in range(32)), *32 * [0])
+    assert sliding.frequencies == tuple(1e4 ** (-2 * i / 128) for i in range(64))
+
+
 @pytest.mark.parametrize(
     "damage",
     [
@@ -233,7 +261,9 @@ def test_layers_of_a_hybrid():
         {"num_key_value_heads": 3},
         {"qk_norm": 1},
         {"modules": [["self_attn.q_proj", ["q"]]]},
-        {"frequencies": [0.0]},
+        {"frequencies": [-1.0]},
+        {"frequencies": [False]},
+        {"output_gate": True, "modules": [[each, [each]] for each in "qkvgo"]},
         {"attn_logit_softcapping": -1},
         {"more": 1},
     ],
@@ -285,7 +315,6 @@ def test_rope_as_transformers_5_writes_it():
         ("granitemoehybrid", {"layer_types": None}, "lacks 'layer_types'"),
         ("granitemoehybrid", {"num_local_experts": 8}, "num_local_experts to 8"),
         ("gemma2", {"model_type": "gemma4", "text_config": {}}, "embeddings for each layer"),
-        ("lfm2", {"model_type": "lfm3"}, "a gate for each head"),
         ("granite", {"layer_types": ["mamba"] * 2}, "layer_types to 'mamba'"),
         ("granite", {"num_local_experts": 8}, "num_local_experts to 8"),
         ("qwen3", {"residual_multiplier": 0.5}, "residual_multiplier to 0.5"),
@@ -303,6 +332,8 @@ def test_rope_as_transformers_5_writes_it():
         ("qwen3_5", {"layer_types": ["conv", "full_attention"]}, "layer_types to 'conv'"),
         ("qwen3_5", {"linear_num_value_heads": 3}, "num_value_heads cannot be used"),
         ("lfm2", {"conv_bias": True}, "conv_bias"),
+        ("lfm3", {"use_attention_gate": False}, "use_attention_gate"),
+        ("lfm3", {"use_sandwich_norm": False}, "use_sandwich_norm"),
         ("qwen2", {"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "rope_scaling.*dynamic"),
         ("qwen2", {"rope_parameters": {"rope_type": "ntk", "rope_theta": 1e6}}, "ntk"),
         ("qwen2", {"use_sliding_window": True}, "use_sliding_window"),

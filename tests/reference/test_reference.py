@@ -26,6 +26,7 @@ from helpers.preferences import TRL
 from mesp import reference
 from mesp.models.architecture import Architecture, Block
 from mesp.models.mixers import AttentionMixer
+from mesp.models.names import name_there
 from mesp.models.quantization import Quantization
 
 SCALE = 2.0
@@ -288,7 +289,7 @@ def reference_model(model: nn.Module, arch: Architecture) -> reference.Model:
     head = embedding if arch.tie_word_embeddings else dict(model.lm_head.parameters())
     blocks = list(map(arrays_of, model.layers, arch.blocks))
     offset = 0 if arch.model_type == "qwen3_5" else arch.norm_offset  # in mlx-lm's memory
-    norm = model.model["embedding_norm" if arch.model_type == "lfm2" else "norm"].weight + offset
+    norm = model.model[name_there("model.norm", arch.model_type)[6:]].weight + offset
     norm = norm / arch.logits_scaling
     return reference.Model(arch, blocks, embedding, head | {"norm": norm})
 

@@ -30,8 +30,8 @@ class Scoring:
 def mix_by_attention(
     mixer: AttentionMixer, parts: Parts, x: mx.array
 ) -> tuple[list[mx.array], mx.array]:
-    """[q, k, v, attn_out] of x [1, T, hidden], and what o takes: attn_out, gated where q has gates
-    behind its queries.
+    """[q, k, v, attn_out] of x [1, T, hidden], and what o takes: attn_out, gated where there are
+    gates. They lie behind the queries in q.
     """
     dtype, everywhere = parts.dtype, slice(0, x.shape[1])
     window = mixer.within(x.shape[1]).sliding_window
@@ -49,6 +49,9 @@ def mix_by_attention(
     q = heads(parts.project("q", x), mixer.num_attention_heads)
     k = heads(parts.project("k", x, q), mixer.num_key_value_heads)
     v = heads(parts.project("v", x, k), mixer.num_key_value_heads)
+    if mixer.head_gate:
+        gate = heads(parts.project("g", x, v), mixer.num_attention_heads)
+        q = mx.concatenate([q, gate], axis=-1)
     queries, gates = q[..., : mixer.head_dim], q[..., mixer.head_dim :]
     if parts.plain:
         attend = plain_attention
@@ -57,10 +60,11 @@ def mix_by_attention(
     else:
         attend = attention
     attn_out = attend(queries, place("k", k), v, partial(place, "q"), scoring).astype(dtype)
-    if not mixer.output_gate:
+    if not mixer.gate_dim:
         return [q, k, v, attn_out], attn_out
-    gates = gates.swapaxes(1, 2).flatten(2).astype(mx.float32)
-    return [q, k, v, attn_out], attn_out * mx.sigmoid(gates)
+    gates = mx.sigmoid(gates.swapaxes(1, 2).astype(mx.float32))
+    by_head = attn_out.reshape(*gates.shape[:3], mixer.head_dim)
+    return [q, k, v, attn_out], (by_head * gates).flatten(2)
 
 
 def soft_cap(scores: mx.array, cap: float | None) -> mx.array:

@@ -97,7 +97,7 @@ def _signature(
     if isinstance(mixer, AttentionMixer):
         heads, dim = mixer.num_attention_heads, mixer.head_dim
         sizes |= {"heads": heads, "kv_heads": mixer.num_key_value_heads, "head_dim": dim}
-        sizes |= {"query": 2 * dim if mixer.output_gate else dim, "mixed": heads * dim}
+        sizes |= {"query": dim + mixer.gate_dim, "mixed": heads * dim}
     elif isinstance(mixer, GatedDeltaNet):
         sizes |= {"channels": mixer.conv_dim, "mixed": mixer.values}
         sizes |= {"ba": 2 * mixer.num_value_heads}

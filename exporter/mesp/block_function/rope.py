@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from types import ModuleType
 
@@ -12,11 +13,16 @@ from mesp.models.mixers import AttentionMixer
 Turn = Callable[[mx.array, slice], mx.array]  # of rows of [1, heads, T, head_dim] by their angles
 
 
+def _periods(mixer: AttentionMixer) -> mx.array:
+    """Positions a radian, as MLX takes frequencies; infinite for a pair that stays."""
+    return mx.array([1 / f if f else math.inf for f in mixer.frequencies])
+
+
 def fast_rope(mixer: AttentionMixer, fast: ModuleType) -> Turn:
     """RoPE of the first dimensions in float32, by the fused primitive of `fast`; the rest stays."""
     if not mixer.frequencies:
         return lambda x, rows: x
-    size, periods = 2 * len(mixer.frequencies), mx.array([1 / f for f in mixer.frequencies])
+    size, periods = 2 * len(mixer.frequencies), _periods(mixer)
     options = {"traditional": False, "base": None, "scale": 1.0, "freqs": periods}
 
     def turn(x: mx.array, rows: slice) -> mx.array:
@@ -32,7 +38,7 @@ def rope(mixer: AttentionMixer, everywhere: slice) -> Turn:
     half = len(mixer.frequencies)
     if not half:
         return lambda x, rows: x
-    frequencies = mx.reciprocal(mx.array([1 / f for f in mixer.frequencies]))
+    frequencies = mx.reciprocal(_periods(mixer))
     angle = mx.arange(everywhere.stop, dtype=mx.float32)[:, None] * frequencies
     cos, sin = mixer.rope_scale * mx.cos(angle), mixer.rope_scale * mx.sin(angle)
 

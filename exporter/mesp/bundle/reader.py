@@ -172,13 +172,22 @@ class Bundle:
         return self._table(self.manifest.head)
 
     def to_mlx_lm(self) -> nn.Module:
-        """The weights, quantized as they are, as mlx-lm's model."""
+        """The weights, quantized as they are, as mlx-lm's model.
+
+        Raises MespError where mlx-lm has no models of the family.
+        """
         from mlx_lm.utils import _get_classes  # here, as it takes tens of MB
 
         arch = self.architecture
         config = self.config()
         try:
             model_class, arguments = _get_classes(config)
+        except ValueError as error:
+            raise MespError(
+                f"The installed mlx-lm cannot run {arch.model_type} models; use the adapters in "
+                "adapters/peft with PEFT."
+            ) from error
+        try:
             model = model_class(arguments.from_dict(config))
         except Exception as error:  # what a config.json that is not in order raises differs
             raise self._other_model() from error

@@ -32,7 +32,13 @@ GATED_DELTA_NET: Modules = (
     ("linear_attn.in_proj_a", ("a",)),
     ("linear_attn.out_proj", ("out",)),
 )
+HEAD_GATE: Modules = (("self_attn.g_proj", ("g",)),)
 SHORT_CONVOLUTION: Modules = (("conv.in_proj", ("in",)), ("conv.out_proj", ("out",)))
+_LFM_MLP: Modules = (
+    ("feed_forward.w1", ("gate",)),
+    ("feed_forward.w3", ("up",)),
+    ("feed_forward.w2", ("down",)),
+)
 FUSED_MLP: Modules = (("mlp.gate_up_proj", ("gate", "up")), ("mlp.down_proj", ("down",)))
 # Granite 4's MLP in Hugging Face's checkpoints, and the layers that mlx-lm makes of each.
 _SHARED_MLP: Modules = (
@@ -48,8 +54,8 @@ def short(module: str) -> str:
 
 # The short names of all modules that some model has, in the order of the projections.
 TRAINABLE = (
-    "q", "k", "v", "qkv", "o", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "in", "out",
-    "gate", "up", "gate_up", "down", "w1", "w3", "w2",
+    "q", "k", "v", "qkv", "g", "o", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "in",
+    "out", "gate", "up", "gate_up", "down", "w1", "w3", "w2",
 )  # fmt: skip
 
 
@@ -64,7 +70,8 @@ class Family:
     output_gate: bool = False
     post_norms: bool = False
     norm_offset: int = 0  # a norm multiplies by this plus the weight in the checkpoint
-    norms: dict[str, str] = field(default_factory=dict)  # by the usual name, those named otherwise
+    # Norms and linear layers that checkpoints name otherwise, by their names here.
+    names: dict[str, str] = field(default_factory=dict)
     # The `model_type`s of the text, where it is published in a model of several modalities.
     texts: tuple[str, ...] = ()
     mlx_type: str | None = None  # mlx-lm's `model_type`, where it has another
@@ -99,6 +106,29 @@ def _read_lfm2(config: dict[str, Any]) -> dict[str, Any]:
         width = int(config["block_ffn_dim_multiplier"] * int(2 * width / 3))
         width = math.ceil(width / config["block_multiple_of"]) * config["block_multiple_of"]
     return found | {"intermediate_size": width}
+
+
+def _read_lfm3(config: dict[str, Any]) -> dict[str, Any]:
+    """Its own names of the norms' ε and of layers, and its RoPE.
+
+    The published config.json calls the RoPE of full attention "default", with a share of 0.5;
+    Liquid AI's own code rotates half of the pairs, with the frequencies of the whole head.
+    """
+    found = {"rms_norm_eps": config["norm_eps"]}
+    if not config.get("layer_types"):
+        found["layer_types"] = [
+            "conv" if i % 2 or not i else "sliding_attention" if i % 4 == 0 else "full_attention"
+            for i in range(config["num_hidden_layers"])
+        ]
+    rope = config.get("rope_parameters")
+    if rope:
+        full = rope["full_attention"]
+        if full.get("rope_type", "default") == "default":
+            full = {**full, "rope_type": "proportional"}
+        found["rope_parameters"] = {**rope, "full_attention": full}
+    elif not config.get("rope_scaling"):
+        found["rope_scaling"] = {"rope_type": "proportional"}
+    return found
 
 
 def _read_granite4(config: dict[str, Any]) -> dict[str, Any]:
@@ -241,14 +271,10 @@ FAMILIES = {
     "qwen3_5_text": _QWEN3_5,
     "lfm2": Family(
         attention=(*SEPARATE_ATTENTION[:3], ("self_attn.out_proj", ("o",))),
-        mlp=(
-            ("feed_forward.w1", ("gate",)),
-            ("feed_forward.w3", ("up",)),
-            ("feed_forward.w2", ("down",)),
-        ),
+        mlp=_LFM_MLP,
         qk_norm=True,
         other_layers="conv",
-        norms={
+        names={
             "input_layernorm": "operator_norm",
             "post_attention_layernorm": "ffn_norm",
             "self_attn.q_norm": "self_attn.q_layernorm",
@@ -265,6 +291,32 @@ FAMILIES = {
             "block_auto_adjust_ff_dim": True,
         },
         read=_read_lfm2,
+    ),
+    "lfm3": Family(
+        attention=(*SEPARATE_ATTENTION[:3], *HEAD_GATE, *SEPARATE_ATTENTION[3:]),
+        mlp=_LFM_MLP,
+        qk_norm=True,
+        post_norms=True,
+        other_layers="conv",
+        names={
+            "input_layernorm": "operator_norm",
+            "post_attention_layernorm": "post_operator_norm",
+            "pre_feedforward_layernorm": "ffn_norm",
+            "post_feedforward_layernorm": "post_ffn_norm",
+            "self_attn.g_proj": "self_attn.gate_proj",  # "g_proj" in transformers, and so in PEFT
+            "model.norm": "model.embedding_norm",
+        },
+        takes=("partial_rotary_factor",),
+        defaults={
+            "norm_eps": 1e-5,
+            "head_dim": 128,
+            "conv_L_cache": 7,
+            "sliding_window": 256,
+            "rope_theta": 1e6,
+            "rope_local_base_freq": 1e4,
+            "partial_rotary_factor": 0.5,
+        },
+        read=_read_lfm3,
     ),
     "phi3": Family(
         attention=FUSED_ATTENTION,
@@ -285,6 +337,8 @@ VARIANTS = {
     "use_bidirectional_attention": False,
     "attn_output_gate": True,
     "conv_bias": False,
+    "use_attention_gate": True,
+    "use_sandwich_norm": True,
     "embedding_multiplier": 1.0,
     "attention_multiplier": None,
     "residual_multiplier": 1.0,
@@ -311,7 +365,6 @@ LACKING = {
         ("gemma3n", "gemma3n_text", "gemma4", "gemma4_text"),
         "it has embeddings for each layer, and layers that share keys and values",
     ),
-    "lfm3": "its attention has a gate for each head, and its RoPE turns a part of each",
     **dict.fromkeys(("mamba", "mamba2", "falcon_h1", "nemotron_h", "jamba"), "it has Mamba mixers"),
     **dict.fromkeys(
         ("olmo", "cohere", "cohere2", "phi", "stablelm", "starcoder2", "gpt2", "gpt_neox"),

@@ -25,9 +25,20 @@ class AttentionMixer:
     output_gate: bool  # q_proj gives of each head the query, then the gate of its output
     attention_scale: float
     attn_logit_softcapping: float | None
-    frequencies: tuple[float, ...]  # radians a position of each rotated pair; empty: no RoPE
+    # Radians a position of each pair that RoPE rotates; a pair with 0 stays. Empty: no RoPE.
+    frequencies: tuple[float, ...]
     rope_scale: float = 1.0  # multiplies the rotated part of q and k
     sliding_window: int | None = None  # a query at t sees the keys t - window + 1 … t
+
+    @property
+    def head_gate(self) -> bool:
+        """Whether the projection g gives of each head one number, the gate of its output."""
+        return "g" in projections_of(self.modules)
+
+    @property
+    def gate_dim(self) -> int:
+        """The numbers of a head's gate, which lie behind its query in `m1`."""
+        return self.head_dim if self.output_gate else int(self.head_gate)
 
     def within(self, length: int) -> AttentionMixer:
         """The same for sequences of `length` tokens: a window of that many or more is none."""
@@ -44,7 +55,7 @@ class AttentionMixer:
             "k": (keys, hidden),
             "v": (keys, hidden),
             "o": (hidden, heads),
-        }
+        } | ({"g": (self.num_attention_heads, hidden)} if self.head_gate else {})
 
     def norms(self) -> dict[str, int]:
         """The lengths of its norms, by the names of their weights."""
@@ -59,16 +70,19 @@ class AttentionMixer:
         sizes = [self.num_attention_heads, self.num_key_value_heads, self.head_dim]
         sizes += [] if self.sliding_window is None else [self.sliding_window]
         cap = self.attn_logit_softcapping
-        numbers = [self.attention_scale, self.rope_scale, *self.frequencies]
+        numbers = [self.attention_scale, self.rope_scale]
         numbers += [] if cap is None else [cap]
         refuse_unsound(
             {
                 "sizes": all(map(is_size, sizes)),
                 "numbers": all(map(is_positive, numbers)),
-                "flags": type(self.qk_norm) is bool and type(self.output_gate) is bool,
+                "flags": type(self.qk_norm) is type(self.output_gate) is bool,
+                "gates": not (self.output_gate and self.head_gate),
                 "num_key_value_heads": self.num_attention_heads % self.num_key_value_heads == 0,
-                "frequencies": 2 * len(self.frequencies) <= self.head_dim,
-                "modules": sorted(projections_of(self.modules)) == sorted("qkvo"),
+                "frequencies": 2 * len(self.frequencies) <= self.head_dim
+                and all(is_positive(f) or (type(f) is float and f == 0) for f in self.frequencies),
+                "modules": sorted(projections_of(self.modules))
+                == sorted("qkvog" if self.head_gate else "qkvo"),
             }
         )
 

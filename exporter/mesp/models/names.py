@@ -26,8 +26,8 @@ def name_here(name: str, model_type: str) -> str | None:
             if name.startswith(prefix):
                 name = ours + name.removeprefix(prefix)
                 break
-    for ours, theirs in family.norms.items():
-        name = name.replace(f"{theirs}.weight", f"{ours}.weight")
+    for ours, theirs in family.names.items():
+        name = _renamed(name, theirs, ours)
     return name
 
 
@@ -46,7 +46,11 @@ def names_here(name: str, model_type: str) -> list[str]:
 
 def name_there(name: str, model_type: str) -> str:
     """The name of a tensor in a checkpoint of the text alone: the inverse of `name_here`."""
-    for ours, theirs in FAMILIES[model_type].norms.items():
-        if name.endswith(f"{ours}.weight"):
-            return name.removesuffix(f"{ours}.weight") + f"{theirs}.weight"
+    for ours, theirs in FAMILIES[model_type].names.items():
+        name = _renamed(name, ours, theirs)
     return name
+
+
+def _renamed(name: str, old: str, new: str) -> str:
+    """With `new` in place of the parts `old`, as in ``model.layers.0.old.weight``."""
+    return f".{name}.".replace(f".{old}.", f".{new}.").strip(".")

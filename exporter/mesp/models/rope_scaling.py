@@ -13,12 +13,13 @@ def rope_frequencies(
     """The frequencies of the rotated pairs, in radians a position, and what scales the pairs.
 
     θ^(-2i/D) for i < D/2, D = head_dim · partial_rotary_factor, and scaled by `rope_scaling`; where
-    sliding windows have a base of their own (`local`), that base without scaling.
+    sliding windows have a base of their own (`local`), that base with D = head_dim and no scaling.
     """
     theta, scaling = config["rope_theta"], config["rope_scaling"] or {"type": "default"}
+    share = config.get("partial_rotary_factor") or 1.0
     if local and "rope_local_base_freq" in config:
-        theta, scaling = config["rope_local_base_freq"], {"type": "default"}
-    rotated = int(head_dim * (config.get("partial_rotary_factor") or 1.0))
+        theta, scaling, share = config["rope_local_base_freq"], {"type": "default"}, 1.0
+    rotated = head_dim if scaling["type"] == "proportional" else int(head_dim * share)
     if rotated > 4096:
         raise ValueError(f"RoPE turns {rotated:,} numbers of a head")
     base = [theta ** (-i / rotated) for i in range(0, rotated, 2)]
@@ -28,6 +29,13 @@ def rope_frequencies(
 
 def _linear(base: list[float], scaling: dict, config: dict) -> tuple[list[float], float]:
     return [f / scaling["factor"] for f in base], 1.0
+
+
+def _proportional(base: list[float], scaling: dict, config: dict) -> tuple[list[float], float]:
+    """As mlx-lm: the first pairs turn, a share `partial_rotary_factor` of them; the others stay."""
+    turning = int((config.get("partial_rotary_factor") or 1.0) * len(base))
+    turned = [f / scaling.get("factor", 1.0) for f in base[:turning]]
+    return turned + [0.0] * (len(base) - turning), 1.0
 
 
 def _llama3(base: list[float], scaling: dict, config: dict) -> tuple[list[float], float]:
@@ -77,6 +85,7 @@ SCALINGS: dict[str, Callable[[list[float], dict, dict], tuple[list[float], float
     "default": lambda base, scaling, config: (base, 1.0),
     "mrope": lambda base, scaling, config: (base, 1.0),  # three positions, which text has alike
     "linear": _linear,
+    "proportional": _proportional,
     "llama3": _llama3,
     "longrope": _longrope,
     "su": _longrope,

@@ -112,6 +112,20 @@ def _lfm2(hidden: int, block_ff_dim: int, heads: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
+_LFM3 = {
+    "model_type": "lfm3", "hidden_size": 2048, "num_hidden_layers": 24, "intermediate_size": 7680,
+    "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 128, "conv_L_cache": 7,
+    "layer_types": ["conv", "conv", "full_attention", "conv"]
+    + ["sliding_attention", "conv", "full_attention", "conv"] * 5,
+    "conv_bias": False, "sliding_window": 256, "vocab_size": 128000, "norm_eps": 1e-5,
+    "max_position_embeddings": 128000, "tie_word_embeddings": True,
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        "full_attention": {
+            "rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.5,
+        },
+    },
+}  # fmt: skip
 _PHI4_LONG_FACTOR = [
     1, 1.118320672, 1.250641126, 1.398617824, 1.564103225, 1.74916897, 1.956131817, 2.187582649,
     2.446418898, 2.735880826, 3.059592084, 3.421605075, 3.826451687, 4.279200023, 4.785517845,
@@ -162,6 +176,7 @@ _MODELS = (
     (("LiquidAI/LFM2-700M",), "lfm1.0", _lfm2(1536, 10240, 24)),
     (("LiquidAI/LFM2-1.2B", "LiquidAI/LFM2.5-1.2B-Base", "LiquidAI/LFM2.5-1.2B-Instruct"), "lfm1.0",
      _lfm2(2048, 12288, 32)),
+    (("LiquidAI/LFM3-1.7B-Base", "LiquidAI/LFM3-1.7B"), "lfm1.0", _LFM3),
     (_tuned("meta-llama/Llama-3.2-1B"), "llama3.2", _llama32(2048, 16, 8192, 32, 8, head_dim=64)),
     (_tuned("meta-llama/Llama-3.2-3B"), "llama3.2", _llama32(3072, 28, 8192, 24, 8, head_dim=128)),
     (_tuned("meta-llama/Llama-3.1-8B"), "llama3.1", _llama31(4096, 32, 14336, 32, 8)),

@@ -125,12 +125,15 @@ def mix_by_attention(
 ) -> list[mx.array]:
     """[q, k, v, attn_out] of x [1, T, hidden]
 
-    attn_out = attention(place(q(x)), place(k(x)), v(x)). With an output gate the rows of q have 2 D
-    numbers, the query and then the gate.
+    attn_out = attention(place(q(x)), place(k(x)), v(x)). Behind each head's query, q has the gate
+    of its output: D numbers of q(x) with an output gate, or one of g(x) with a head gate.
     """
     p, vector, eps = parts
     heads, kv_heads = mixer.num_attention_heads, mixer.num_key_value_heads
-    q = stored(split_heads(linear(x, p["q"], scale), heads))
+    q = split_heads(linear(x, p["q"], scale), heads)
+    if mixer.head_gate:
+        q = mx.concatenate([q, split_heads(linear(x, p["g"], scale), heads)], axis=-1)
+    q = stored(q)
     k = stored(split_heads(linear(x, p["k"], scale), kv_heads))
     v = stored(split_heads(linear(x, p["v"], scale), kv_heads))
     query = q[..., : mixer.head_dim]
@@ -140,11 +143,15 @@ def mix_by_attention(
 
 
 def output_of_attention(mixed: list[mx.array], parts: Parts, mixer: AttentionMixer) -> mx.array:
-    """attn_out ∘ sigmoid(gate), or attn_out: what o takes.   [1, T, heads·D]"""
+    """attn_out ∘ sigmoid(gate), or attn_out: what o takes.   [1, T, heads·D]
+
+    A gate [1, heads, T, 1 or D] multiplies attn_out by head.
+    """
     q, _, _, attn_out = mixed
-    if not mixer.output_gate:
+    if not mixer.gate_dim:
         return attn_out
-    return attn_out * mx.sigmoid(merge_heads(q[..., mixer.head_dim :]))
+    by_head = split_heads(attn_out, mixer.num_attention_heads)
+    return merge_heads(by_head * mx.sigmoid(q[..., mixer.head_dim :]))
 
 
 def mix_by_attention_backward(
@@ -155,20 +162,22 @@ def mix_by_attention_backward(
     parts: Parts,
     mixer: AttentionMixer,
 ) -> tuple[mx.array, Matrices]:
-    """dx, and dA and dB of q, k and v.   mixed is what `mix_by_attention` gives
+    """dx, and dA and dB of q, k, v and g.   mixed is what `mix_by_attention` gives
 
-    dy is by what o takes, y. With an output gate, and s = sigmoid(gate),
+    dy is by what o takes, y. With a gate, and s = sigmoid(gate),
 
     d_attn_out = dy ∘ s        d_gate = dy ∘ attn_out ∘ s ∘ (1 - s)
+
+    A gate of one number a head sums d_gate over the D numbers that it multiplies.
     """
     p, vector, eps = parts
     q, k, v, attn_out = mixed
     q, gate = q[..., : mixer.head_dim], q[..., mixer.head_dim :]
     d_attn_out = dy
-    if mixer.output_gate:
-        s = mx.sigmoid(gate)
-        d_attn_out = dy * merge_heads(s)
-        d_gate = split_heads(dy * attn_out, mixer.num_attention_heads) * s * (1 - s)
+    if mixer.gate_dim:
+        s, heads = mx.sigmoid(gate), mixer.num_attention_heads
+        d_attn_out = merge_heads(split_heads(dy, heads) * s)
+        d_gate = split_heads(dy * attn_out, heads) * s * (1 - s)
     q_norm, k_norm = (vector.get(f"self_attn.{name}_norm.weight") for name in "qk")
     placed_q, placed_k = place(q, q_norm, eps, mixer), place(k, k_norm, eps, mixer)
     dq, dk, dv = attention_backward(placed_q, placed_k, v, attn_out, d_attn_out, mixer)
@@ -176,8 +185,11 @@ def mix_by_attention_backward(
     dk = place_backward(k, dk, k_norm, eps, mixer)
     if mixer.output_gate:
         dq = mx.concatenate([dq, d_gate], axis=-1)
+    of_outputs = {"q": dq, "k": dk, "v": dv}
+    if mixer.head_gate:
+        of_outputs["g"] = d_gate.sum(axis=-1, keepdims=True)
     dx, grad = mx.zeros_like(x), {}
-    for name, dy in {"q": dq, "k": dk, "v": dv}.items():
+    for name, dy in of_outputs.items():
         d_in, *grad[name] = linear_backward(x, merge_heads(dy), p[name], scale)
         dx = dx + d_in
     return dx, grad

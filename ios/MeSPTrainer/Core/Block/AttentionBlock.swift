@@ -1,6 +1,6 @@
 import MLX
 
-/// x_mid − x = o(attention(q, k, v)), or o(attention(q, k, v) ∘ σ(g)).
+/// x_mid − x = o(attention(q, k, v)), or o(attention(q, k, v) ∘ σ(g)) with gates g, which lie behind the queries in m₁.
 extension Block {
     func attention(
         _ mixer: AttentionMixer, _ mixerIn: MLXArray, _ sequences: [Range<Int>], _ states: inout [MixerState]
@@ -9,10 +9,13 @@ extension Block {
         func heads(_ p: Projection, _ count: Int) -> MLXArray {
             projected(p, mixerIn).reshaped([mixerIn.dim(0), count, -1]).swappedAxes(0, 1)
         }
-        let (queries, k, v) = (
+        let (ofQ, k, v) = (
             heads(.q, mixer.numAttentionHeads), heads(.k, mixer.numKeyValueHeads), heads(.v, mixer.numKeyValueHeads)
         )
-        let q = mixer.outputGate ? queries[.ellipsis, ..<d] : queries
+        let gates: MLXArray? =
+            mixer.outputGate
+            ? ofQ[.ellipsis, d...] : mixer.headGate ? heads(.g, mixer.numAttentionHeads) : nil
+        let q = mixer.outputGate ? ofQ[.ellipsis, ..<d] : ofQ
         let attnOut = eachSequence(sequences, &states) { rows, state in
             guard case .attention(var cache) = state else { preconditionFailure("another mixer's state") }
             let start = state.count
@@ -24,13 +27,9 @@ extension Block {
                 q: attention.query(q[0..., rows], start: start), k: cache.keys, v: cache.values, tile: tile.attention
             ).asType(dtype)
         }
-        var taken = attnOut
-        if mixer.outputGate {
-            let g = queries[.ellipsis, d...].swappedAxes(0, 1).reshaped(attnOut.shape)
-            taken = OutputGate(g: g)(attnOut)
-        }
-        return Mixed(
-            m1: queries, m2: k, m3: v, mixed: attnOut, out: projection(.o)(taken, tile: tile.projection))
+        let taken = gates.map { OutputGate(g: $0.swappedAxes(0, 1))(attnOut) } ?? attnOut
+        let m1 = mixer.headGate ? concatenated([ofQ] + [gates].compactMap { $0 }, axis: -1) : ofQ
+        return Mixed(m1: m1, m2: k, m3: v, mixed: attnOut, out: projection(.o)(taken, tile: tile.projection))
     }
 
     /// The derivative of o(attention(q, k, v)), or of o(attention(q, k, v) ∘ σ(g)), from that of its output `[T, hidden]`.
@@ -39,29 +38,28 @@ extension Block {
         _ gradients: inout LoRAGradients
     ) -> Projected {
         let (length, heads, d) = (dOut.dim(0), mixer.numAttentionHeads, mixer.headDim)
-        let (queries, k, v) = (forward.m1, forward.m2, forward.m3)
+        let (ofQ, k, v) = (forward.m1, forward.m2, forward.m3)
         // attn_out goes here: attention's derivative does not read it.
         let (dAttnOut, dg) = attentionOutput(mixer, consume forward, dOut: dOut, &gradients)
         let (dq, dk, dv) = weights.attention(mixer).backward(
-            q: mixer.outputGate ? queries[.ellipsis, ..<d] : queries, k: k, v: v,
+            q: mixer.gateDim > 0 ? ofQ[.ellipsis, ..<d] : ofQ, k: k, v: v,
             dOut: dAttnOut.reshaped([length, heads, d]).swappedAxes(0, 1), tile: tile)
         guard let dg else { return [.q: dq, .k: dk, .v: dv] }
-        let dqg = concatenated([dq, dg].map { $0.reshaped([length, heads, d]) }, axis: -1)
-            .reshaped([length, 2 * heads * d])
+        guard mixer.outputGate else { return [.q: dq, .k: dk, .v: dv, .g: dg.squeezed(axis: -1)] }
+        let dqg = concatenated([dq.reshaped(dg.shape), dg], axis: -1).reshaped([length, 2 * heads * d])
         tile.pace.finish([dqg])
         return [.q: dqg, .k: dk, .v: dv]
     }
 
     /// The derivative of o(attn_out), or of o(attn_out ∘ σ(g)).
     ///
-    /// - Returns: the gradients of attn_out and of g `[T, heads·d]`; of the latter nil where there is no gate.
+    /// - Returns: the gradients of attn_out `[T, heads·d]` and of g, as it is; of the latter nil where there is no gate.
     private func attentionOutput(
         _ mixer: AttentionMixer, _ forward: consuming Intermediates, dOut: MLXArray, _ gradients: inout LoRAGradients
     ) -> (MLXArray, MLXArray?) {
         let attnOut = forward.mixed.asType(.float32)
-        guard mixer.outputGate else { return (lastProjection(.o, attnOut, dy: dOut, &gradients), nil) }
-        let g = forward.m1[.ellipsis, mixer.headDim...].swappedAxes(0, 1).reshaped(attnOut.shape)
-        let gate = OutputGate(g: g)
+        guard mixer.gateDim > 0 else { return (lastProjection(.o, attnOut, dy: dOut, &gradients), nil) }
+        let gate = OutputGate(g: forward.m1[.ellipsis, mixer.headDim...].swappedAxes(0, 1))
         let (dAttnOut, dg) = gate.backward(attnOut, dy: lastProjection(.o, gate(attnOut), dy: dOut, &gradients))
         tile.pace.finish([dAttnOut, dg])
         return (dAttnOut, dg)

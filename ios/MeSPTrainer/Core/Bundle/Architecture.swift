@@ -38,8 +38,8 @@ public struct Architecture: Decodable, Sendable, Equatable {
 
 /// One of the matrices of a block's mathematics.
 package enum Projection: String, Decodable, CaseIterable, Sendable {
-    /// Of attention.
-    case q, k, v, o
+    /// Of attention; g gives a gate a head.
+    case q, k, v, g, o
     /// Into a gated delta net; qkv before its convolution.
     case qkv, z, b, a
     /// Into a short convolution: its three parts behind each other.

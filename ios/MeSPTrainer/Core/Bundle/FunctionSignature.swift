@@ -20,7 +20,7 @@ extension FunctionSignature {
             sizes["heads"] = mixer.numAttentionHeads
             sizes["kv_heads"] = mixer.numKeyValueHeads
             sizes["head_dim"] = mixer.headDim
-            sizes["query"] = mixer.headDim * (mixer.outputGate ? 2 : 1)
+            sizes["query"] = mixer.headDim + mixer.gateDim
             ofMixer = listed.attention
         case .gatedDeltaNet(let mixer):
             sizes["channels"] = mixer.convolutionWidth

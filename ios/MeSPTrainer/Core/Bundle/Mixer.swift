@@ -10,19 +10,19 @@ package enum Mixer: Sendable, Equatable {
 ///
 ///     q̂, k̂ = RoPE(norm(q)), RoPE(norm(k))              norm where there is `qkNorm`
 ///     mixed = softmax(mask(cap(q̂ k̂ᵀ · scale))) v       cap(s) = c tanh(s / c) where there is `attnLogitSoftcapping`
-///     x_mid = x + o(mixed)                             o(mixed ∘ σ(g)) where there is `outputGate`
+///     x_mid = x + o(mixed)                             o(mixed ∘ σ(g)) where heads have gates
 package struct AttentionMixer: Decodable, Sendable, Equatable {
     let modules: [Module]
     let numAttentionHeads: Int
     let numKeyValueHeads: Int
     let headDim: Int
     let qkNorm: Bool
-    /// Whether q has a gate g behind each head.
+    /// Whether q gives of each head the query, then the gate g of its output, alike.
     let outputGate: Bool
     /// The factor of `q̂ k̂ᵀ`.
     let attentionScale: Float
     let attnLogitSoftcapping: Float?
-    /// Radians a position of each pair of dimensions that RoPE turns; empty where there is no RoPE.
+    /// Radians a position of each pair of dimensions that RoPE turns, 0 for one that stays; empty where there is no RoPE.
     let frequencies: [Float]
     /// The factor of the rotated dimensions.
     let ropeScale: Float
@@ -31,6 +31,10 @@ package struct AttentionMixer: Decodable, Sendable, Equatable {
 
     var queryWidth: Int { numAttentionHeads * headDim }
     var keyValueWidth: Int { numKeyValueHeads * headDim }
+    /// Whether the projection g gives of each head one number, the gate of its output.
+    var headGate: Bool { modules.contains { $0.projections.contains(.g) } }
+    /// The numbers of a head's gate, which lie behind its query in m₁.
+    var gateDim: Int { outputGate ? headDim : headGate ? 1 : 0 }
 }
 
 /// The gated delta rule over a short convolution's output ([Yang et al.](https://arxiv.org/abs/2412.06464)):
@@ -77,6 +81,7 @@ extension Mixer {
         switch (self, projection) {
         case (.attention(let mixer), .q): (hidden, mixer.queryWidth * (mixer.outputGate ? 2 : 1))
         case (.attention(let mixer), .k), (.attention(let mixer), .v): (hidden, mixer.keyValueWidth)
+        case (.attention(let mixer), .g) where mixer.headGate: (hidden, mixer.numAttentionHeads)
         case (.attention(let mixer), .o): (mixer.queryWidth, hidden)
         case (.gatedDeltaNet(let mixer), .qkv): (hidden, mixer.convolutionWidth)
         case (.gatedDeltaNet(let mixer), .z): (hidden, mixer.valueWidth)
@@ -133,6 +138,7 @@ extension Mixer {
             let factors = [mixer.attentionScale, mixer.attnLogitSoftcapping].compactMap { $0 }
             return areCounts([mixer.numAttentionHeads, mixer.numKeyValueHeads, mixer.headDim])
                 && areWidths([mixer.queryWidth * (mixer.outputGate ? 2 : 1), mixer.keyValueWidth])
+                && !(mixer.outputGate && mixer.headGate)
                 && mixer.numAttentionHeads % mixer.numKeyValueHeads == 0
                 && factors.allSatisfy { $0.isFinite && $0 > 0 }
                 && mixer.frequencies.count * 2 <= mixer.headDim && (1...(1 << 30)).contains(mixer.slidingWindow ?? 1)

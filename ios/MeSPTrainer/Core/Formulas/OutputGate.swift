@@ -2,16 +2,19 @@ import MLX
 
 /// The output of attention whose heads have gates:  y = x ∘ σ(g)
 struct OutputGate {
-    /// `[T, heads·d]`
+    /// `[T, heads, d]`, or `[T, heads, 1]` where a head has one gate
     let g: MLXArray
 
     /// x `[T, heads·d]` to y, in float32.
-    func callAsFunction(_ x: MLXArray) -> MLXArray { Self.y([x, g]) }
+    func callAsFunction(_ x: MLXArray) -> MLXArray { Self.y([byHead(x), g]).reshaped(x.shape) }
 
-    /// dx = dy σ(g),  dg = dy x σ(g) (1 − σ(g)), in float32.
+    /// dx `[T, heads·d]` = dy σ(g) and dg, as g, = dy x σ(g) (1 − σ(g)), in float32. What one gate multiplies adds up in its gradient.
     func backward(_ x: MLXArray, dy: MLXArray) -> (dx: MLXArray, dg: MLXArray) {
-        (Self.y([dy, g]), Self.dg([x, dy, g]))
+        let dg = Self.dg([byHead(x), byHead(dy), g])
+        return (self(dy), g.dim(-1) == 1 ? dg.sum(axis: -1, keepDims: true) : dg)
     }
+
+    private func byHead(_ x: MLXArray) -> MLXArray { x.reshaped([g.dim(0), g.dim(1), -1]) }
 
     private static let y = Fused { $0[0].asType(.float32) * sigmoid($0[1].asType(.float32)) }
     private static let dg = Fused {

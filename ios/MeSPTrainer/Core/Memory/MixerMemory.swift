@@ -20,7 +20,7 @@ struct MixerMemory {
     var intermediates: Int {
         switch mixer {
         case .attention(let a):
-            activation((a.outputGate ? 3 : 2) * a.queryWidth + 2 * a.keyValueWidth)
+            activation(2 * a.queryWidth + a.numAttentionHeads * a.gateDim + 2 * a.keyValueWidth)
         case .gatedDeltaNet(let net):
             activation(net.convolutionWidth + 2 * net.valueWidth + 2 * net.numValueHeads)
         case .shortConvolution: 4 * hidden
