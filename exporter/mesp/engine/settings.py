@@ -189,36 +189,48 @@ class TrainSettings(Settings):
         only_with=("objective", ("simpo",)), default_text="0.5",
     )  # fmt: skip
     desirable_weight: float | None = setting(
-        float, None, "Of kto's good answers.", above=0,
+        float, None, "Weight of kto's good answers.", above=0,
         only_with=("objective", ("kto",)), default_text="1",
     )  # fmt: skip
     undesirable_weight: float | None = setting(
-        float, None, "Of kto's bad answers.", above=0,
+        float, None, "Weight of kto's bad answers.", above=0,
         only_with=("objective", ("kto",)), default_text="1",
     )  # fmt: skip
     optimizer: str | None = setting(
         str, None,
-        "AdamW keeps 8 bytes a parameter of the adapters, with its moments in 8 bits 2, SGD none.",
+        "adamw keeps 8 bytes a parameter of the adapters, adamw8bit 2, sgd none.",
         choices=OPTIMIZERS, federated=True, default_text="adamw8bit; of mezo sgd",
     )  # fmt: skip
     learning_rate: float | None = setting(
-        float, None, above=0, federated=True,
+        float, None, "Learning rate, before the schedule.", above=0, federated=True,
         default_text="of AdamW 0.007 / √hidden size, of SGD 0.1, a tenth of these with an "
         "objective; of mezo 1e-4",
     )  # fmt: skip
     momentum: float = setting(
-        float, 0.0, "Of SGD.", least=0, below=1, federated=True, only_with=("optimizer", ("sgd",))
+        float,
+        0.0,
+        "Momentum of SGD.",
+        least=0,
+        below=1,
+        federated=True,
+        only_with=("optimizer", ("sgd",)),
     )
     beta1: float = setting(
-        float, 0.9, "Of AdamW.", least=0, below=1, federated=True, only_with=("optimizer", ADAMW)
+        float, 0.9, "AdamW's β₁.", least=0, below=1, federated=True, only_with=("optimizer", ADAMW)
     )
     beta2: float = setting(
-        float, 0.999, "Of AdamW.", least=0, below=1, federated=True, only_with=("optimizer", ADAMW)
+        float,
+        0.999,
+        "AdamW's β₂.",
+        least=0,
+        below=1,
+        federated=True,
+        only_with=("optimizer", ADAMW),
     )
     epsilon: float = setting(
-        float, 1e-8, "Of AdamW.", above=0, federated=True, only_with=("optimizer", ADAMW)
+        float, 1e-8, "AdamW's ε.", above=0, federated=True, only_with=("optimizer", ADAMW)
     )
-    weight_decay: float = setting(float, 0.0, least=0, federated=True)
+    weight_decay: float = setting(float, 0.0, "Weight decay.", least=0, federated=True)
     schedule: str = setting(
         str, "constant", "How the learning rate falls to zero after the warm-up.",
         choices=("constant", "linear", "cosine"), federated=True,
