@@ -1,7 +1,7 @@
 """The settings of a training run, each declared once.
 
 The options of the commands, `--config`, what a federation's server may set, and what may change
-when a run goes on derive from the declarations here. `Core/Run/RunSettings.swift` has the same
+when a run is resumed derive from the declarations here. `Core/Run/RunSettings.swift` has the same
 settings for the app, and checks them again; a test holds both together.
 """
 
@@ -42,7 +42,7 @@ class Setting:
     key: str = ""  # in settings.json, where that is not the name
     metavar: str | None = None
     federated: bool = False  # whether the server of a federation may set it
-    may_change: bool = False  # when a run goes on: nothing that is computed depends on it
+    may_change: bool = False  # when a run is resumed: no result depends on it
     can_be_refused: bool = False  # whether there is an option with --no- too
     only_with: tuple[str, tuple[str, ...]] | None = None  # a setting, and values, that it needs
 
@@ -105,7 +105,7 @@ class Settings:
     @classmethod
     def from_json(cls, entries: Mapping[str, Any]) -> Self:
         """The settings in the object of a `settings.json`; those that it lacks, as a file of an
-        older version does, have their defaults. Raises TypeError or MespError where it is none."""
+        older version does, have their defaults. Raises TypeError or MespError if invalid."""
         keys = {declared.key or name: name for name, declared in settings_of(cls).items()}
         return cls(**{name: entries[key] for key, name in keys.items() if key in entries})
 
@@ -121,7 +121,7 @@ class Settings:
 class TrainSettings(Settings):
     """The settings of a run, which depends on nothing else besides its bundle.
 
-    What is None where that is no value goes by the bundle: `completed` fills it in.
+    What is None where that is not a value goes by the bundle: `completed` fills it in.
     """
 
     steps: int = setting(
@@ -339,7 +339,7 @@ class TrainSettings(Settings):
         cannot serve it."""
         for each in fields(self):
             needs = each.metadata["setting"].only_with
-            # A default is no request, even where a settings.json that is a --config has it.
+            # A default is not a request, even where a settings.json that is a --config has it.
             if needs and getattr(self, each.name) != each.default:
                 other, values = needs
                 if getattr(self, other) not in values:
@@ -426,7 +426,7 @@ def flag(name: str) -> str:
 
 
 def kept(before: object, given: Mapping[str, Any], declared: Mapping[str, Setting]) -> None:
-    """Raises MespError where what is `given` would change a run that goes on."""
+    """Raises MespError where what is `given` would change a resumed run."""
     for name, value in given.items():
         was = getattr(before, name)
         if not declared[name].may_change and value != was:

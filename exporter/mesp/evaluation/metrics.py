@@ -41,7 +41,7 @@ class Metric:
     def of(
         cls, name: str, sums: Sequence[float], weights: Sequence[float] | None = None, **others: Any
     ) -> Metric:
-        """With the value that its records give; the weights are 1 where there are none."""
+        """With the value that its records give; the weights are 1 if there are none."""
         given = np.asarray(sums, float), np.asarray([1] * len(sums) if weights is None else weights)
         metric = cls(name, math.nan, *given, **others)
         return cls(name, metric.of_rows(np.arange(len(sums))), *given, **others)
@@ -126,7 +126,7 @@ def _words(text: str) -> list[str]:
 
 
 def canonical_json(text: str) -> str | None:
-    """JSON with its keys in order, so that equal values are equal texts; None where it is none."""
+    """JSON with its keys in order, so that equal values are equal texts; None for invalid JSON."""
 
     def refuse(constant: str) -> None:
         raise ValueError(constant)
