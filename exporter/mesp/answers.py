@@ -42,7 +42,7 @@ def _words(text: str) -> list[str]:
 
 
 def canonical_json(text: str) -> str | None:
-    """JSON with its keys in order, so that equal values are equal texts; None where it is none."""
+    """JSON with its keys in order, so that equal values are equal texts; None for invalid JSON."""
 
     def refuse(constant: str) -> None:
         raise ValueError(constant)

@@ -1,4 +1,4 @@
-"""The options of how data is taken."""
+"""The options for data."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def given_data_options(context: click.Context) -> list[str]:
 
 
 def data_options(function: Callable[..., None]) -> Callable[..., None]:
-    """Adds the options of how data is taken to a command, which gets them as `data_options`."""
+    """Adds the options for data to a command, which gets them as `data_options`."""
 
     @click.option(
         "--pack/--no-pack", default=None, show_default="--pack for text, --no-pack otherwise",

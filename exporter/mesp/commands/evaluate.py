@@ -21,7 +21,7 @@ from mesp.evaluation.report import check_writable, table, write
 @click.argument("data", required=False)
 @click.option(
     "--adapters", multiple=True, type=click.Path(path_type=Path), metavar="FOLDER",
-    help="Adapters of mesp-train, mlx-lm or PEFT to compare with the base model; again for others.",
+    help="Adapters of mesp-train, mlx-lm or PEFT to compare with the base model; repeatable.",
 )  # fmt: skip
 @click.option("--base/--no-base", default=True, help="Whether the base model is measured too.")
 @click.option(
@@ -42,7 +42,7 @@ from mesp.evaluation.report import check_writable, table, write
 )
 @click.option(
     "--stop", multiple=True, metavar="TEXT",
-    help="What ends an answer, and is no part; again for others.",
+    help="Text that ends an answer and is not part of it; repeatable.",
 )  # fmt: skip
 @click.option(
     "--extract", metavar="REGEX",
@@ -84,7 +84,7 @@ def main(
         from mesp.evaluation import harness
 
         if include_path is not None:
-            click.echo(f"Note: tasks in {include_path} may run Python code of theirs.", err=True)
+            click.echo(f"Note: tasks in {include_path} may run their own Python code.", err=True)
         chosen = harness.Tasks(
             tasks, include_path, num_fewshot, options["limit"], bool(options["chat"])
         )

@@ -57,7 +57,7 @@ OPTIONS_OF_FROM = [
 )  # fmt: skip
 @click.option(
     "--from", "old", type=click.Path(path_type=Path), metavar="BUNDLE",
-    help="In place of --model: a bundle whose functions to write anew, with its weights and data.",
+    help="Instead of --model: a bundle to export again, with its weights and data.",
 )  # fmt: skip
 @click.option(
     "--out", type=click.Path(path_type=Path), metavar="DIR",
@@ -141,7 +141,7 @@ def main(
         tell(bundle.path, bundle.manifest, upload)
         return
     if model is None:
-        raise MespError("Name what to export with --model, or a bundle to write anew with --from.")
+        raise MespError("Name a model with --model, or a bundle to export again with --from.")
     job = prepare(
         model, out, data=data, data_options=data_options, overwrite=overwrite,
         seq_len=seq_lens or 256, rank=ranks or 8, bits=int(bits) if bits else None,

@@ -1,7 +1,7 @@
 """The settings of a training run, each declared once.
 
 The options of the commands, `--config`, what a federation's server may set, and what may change
-when a run goes on derive from the declarations here. `Core/Run/RunSettings.swift` has the same
+when a run is resumed derive from the declarations here. `Core/Run/RunSettings.swift` has the same
 settings for the app, and checks them again; a test holds both together.
 """
 
@@ -44,7 +44,7 @@ class Setting:
     key: str = ""  # in settings.json, where that is not the name
     metavar: str | None = None
     federated: bool = False  # whether the server of a federation may set it
-    may_change: bool = False  # when a run goes on: nothing that is computed depends on it
+    may_change: bool = False  # when a run is resumed: no result depends on it
     can_be_refused: bool = False  # whether there is an option with --no- too
     only_with: tuple[str, tuple[str, ...]] | None = None  # a setting, and values, that it needs
 
@@ -107,7 +107,7 @@ class Settings:
     @classmethod
     def from_json(cls, entries: Mapping[str, Any]) -> Self:
         """The settings in the object of a `settings.json`; those that it lacks, as a file of an
-        older version does, have their defaults. Raises TypeError or MespError where it is none."""
+        older version does, have their defaults. Raises TypeError or MespError if invalid."""
         keys = {declared.key or name: name for name, declared in settings_of(cls).items()}
         return cls(**{name: entries[key] for key, name in keys.items() if key in entries})
 
@@ -123,7 +123,7 @@ class Settings:
 class TrainSettings(Settings):
     """The settings of a run, which depends on nothing else besides its bundle.
 
-    What is None where that is no value goes by the bundle: `completed` fills it in.
+    What is None where that is not a value goes by the bundle: `completed` fills it in.
     """
 
     steps: int = setting(
@@ -191,11 +191,11 @@ class TrainSettings(Settings):
         only_with=("objective", ("simpo",)), default_text="0.5",
     )  # fmt: skip
     desirable_weight: float | None = setting(
-        float, None, "Of kto's good answers.", above=0,
+        float, None, "Weight of kto's good answers.", above=0,
         only_with=("objective", ("kto",)), default_text="1",
     )  # fmt: skip
     undesirable_weight: float | None = setting(
-        float, None, "Of kto's bad answers.", above=0,
+        float, None, "Weight of kto's bad answers.", above=0,
         only_with=("objective", ("kto",)), default_text="1",
     )  # fmt: skip
     reward: str | None = setting(
@@ -214,27 +214,39 @@ class TrainSettings(Settings):
     )  # fmt: skip
     optimizer: str | None = setting(
         str, None,
-        "AdamW keeps 8 bytes a parameter of the adapters, with its moments in 8 bits 2, SGD none.",
+        "adamw keeps 8 bytes a parameter of the adapters, adamw8bit 2, sgd none.",
         choices=OPTIMIZERS, federated=True, default_text="adamw8bit; of mezo sgd",
     )  # fmt: skip
     learning_rate: float | None = setting(
-        float, None, above=0, federated=True,
+        float, None, "Learning rate, before the schedule.", above=0, federated=True,
         default_text="of AdamW 0.007 / √hidden size, of SGD 0.1, a tenth of these with an "
         "objective; of mezo 1e-4",
     )  # fmt: skip
     momentum: float = setting(
-        float, 0.0, "Of SGD.", least=0, below=1, federated=True, only_with=("optimizer", ("sgd",))
+        float,
+        0.0,
+        "Momentum of SGD.",
+        least=0,
+        below=1,
+        federated=True,
+        only_with=("optimizer", ("sgd",)),
     )
     beta1: float = setting(
-        float, 0.9, "Of AdamW.", least=0, below=1, federated=True, only_with=("optimizer", ADAMW)
+        float, 0.9, "AdamW's β₁.", least=0, below=1, federated=True, only_with=("optimizer", ADAMW)
     )
     beta2: float = setting(
-        float, 0.999, "Of AdamW.", least=0, below=1, federated=True, only_with=("optimizer", ADAMW)
+        float,
+        0.999,
+        "AdamW's β₂.",
+        least=0,
+        below=1,
+        federated=True,
+        only_with=("optimizer", ADAMW),
     )
     epsilon: float = setting(
-        float, 1e-8, "Of AdamW.", above=0, federated=True, only_with=("optimizer", ADAMW)
+        float, 1e-8, "AdamW's ε.", above=0, federated=True, only_with=("optimizer", ADAMW)
     )
-    weight_decay: float = setting(float, 0.0, least=0, federated=True)
+    weight_decay: float = setting(float, 0.0, "Weight decay.", least=0, federated=True)
     schedule: str = setting(
         str, "constant", "How the learning rate falls to zero after the warm-up.",
         choices=("constant", "linear", "cosine"), federated=True,
@@ -345,7 +357,7 @@ class TrainSettings(Settings):
         cannot serve it."""
         for each in fields(self):
             needs = each.metadata["setting"].only_with
-            # A default is no request, even where a settings.json that is a --config has it.
+            # A default is not a request, even where a settings.json that is a --config has it.
             if needs and getattr(self, each.name) != each.default:
                 other, values = needs
                 if getattr(self, other) not in values:
@@ -458,7 +470,7 @@ def flag(name: str) -> str:
 
 
 def kept(before: object, given: Mapping[str, Any], declared: Mapping[str, Setting]) -> None:
-    """Raises MespError where what is `given` would change a run that goes on."""
+    """Raises MespError where what is `given` would change a resumed run."""
     for name, value in given.items():
         was = getattr(before, name)
         if not declared[name].may_change and value != was:

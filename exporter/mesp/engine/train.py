@@ -32,7 +32,7 @@ StrPath = str | os.PathLike[str]
 
 @dataclass(frozen=True)
 class Job:
-    """A run to begin, or to go on with: settings that are complete, checked and for this bundle."""
+    """A run to begin, or to continue: settings that are complete, checked and for this bundle."""
 
     bundle: Path
     manifest: Manifest
@@ -64,7 +64,7 @@ class Job:
                         progress(record)
                         if engine.signals:
                             progress({"type": "stopping"})
-            # The log, not what was printed: that of a run that goes on begins with what it had
+            # The log, not what was printed: that of a resumed run begins with what it had
             # done before.
             has_log = (self.output / LOG_NAME).exists()
             run = Run.load(self.output) if has_log else Run()
@@ -132,10 +132,10 @@ def train(
     """Fine-tunes a bundle's model with LoRA, and returns the run.
 
     Ctrl-C ends it after the step at hand, with its adapters saved: the run that is returned says so
-    by its `state`, and `resume` goes on with it.
+    by its `state`, and `resume` continues with it.
 
     Args:
-        bundle: A bundle or its folder; a run that goes on has it.
+        bundle: A bundle or its folder; a resumed run has it.
         out: The run's folder; by default ``runs/BUNDLE-METHOD-TIME``.
         resume: Go on with the run in `out`. Of its settings those may change on which nothing
             that is computed depends, such as `steps` and `memory_limit`.
@@ -161,7 +161,7 @@ def prepare(
     given: Mapping[str, Any],
     to_run: bool = True,
 ) -> Job:
-    """The run that `train` begins, or goes on with; it must be the bundle's machine where it is
+    """The run that `train` begins, or continues with; it must be the bundle's machine where it is
     `to_run`. Raises MespError where something cannot be used. Nothing is written."""
     given = {
         name: list(value) if isinstance(value, tuple) else value
@@ -203,7 +203,7 @@ def _resumed(
 ) -> tuple[Path, TrainSettings]:
     """The bundle and the settings of the run in `output`, with those that are `given`.
 
-    Raises MespError where there is no run, or where another setting would change it.
+    Raises MespError if there is no run, or where another setting would change it.
     """
     if output is None:
         raise MespError("Name the run to resume: --resume --out FOLDER.")
@@ -218,7 +218,7 @@ def _resumed(
 
 def recorded(output: Path, begun: str) -> dict[str, Any]:
     """The settings of the run in `output`, which has `begun` where there is a file of that name.
-    Raises MespError where there are none."""
+    Raises MespError if there are none."""
     path = output / SETTINGS_NAME
     if not (output / begun).exists():
         raise MespError(f"{output} holds no run to resume; start one without --resume.")

@@ -53,7 +53,7 @@ class Metric:
     def of(
         cls, name: str, sums: Sequence[float], weights: Sequence[float] | None = None, **others: Any
     ) -> Metric:
-        """With the value that its records give; the weights are 1 where there are none."""
+        """With the value that its records give; the weights are 1 if there are none."""
         given = np.asarray(sums, float), np.asarray([1] * len(sums) if weights is None else weights)
         metric = cls(name, math.nan, *given, **others)
         return replace(metric, value=metric.final(float(given[0].sum() / given[1].sum())))

@@ -138,7 +138,7 @@ class Rounds:
     ) -> dict[str, Any]:
         """Evaluates the matrices that were averaged and keeps them; returns the round's record.
 
-        Without `arrays` they are the initial ones. `state` is what the strategy goes on from. The
+        Without `arrays` they are the initial ones. `state` is what the strategy continues from. The
         adapters are written by an engine's run of no steps, for mlx-lm and PEFT as any run's.
         """
         partial = self.folder / "partial"
@@ -179,7 +179,7 @@ class Federation:
 
     @classmethod
     def read(cls, output: Path) -> Federation:
-        """The one whose settings are in `output`. Raises MespError where there are none."""
+        """The one whose settings are in `output`. Raises MespError if there are none."""
         path = output / SETTINGS_NAME
         try:
             options = read_object(path)

@@ -147,7 +147,7 @@ import Observation
         }
     }
 
-    /// Chooses a bundle where there is none, or the one that was is no longer there: one for the GPU, which is faster.
+    /// Chooses a bundle if there is none, or the one that was is no longer there: one for the GPU, which is faster.
     func refresh() {
         let usable = library.usableBundles
         let known = usable.first { $0.id == bundle?.id }
@@ -157,7 +157,7 @@ import Observation
     /// The predicted peak and whether it fits now, or why there can be no such run.
     public var fit: Result<DeviceFit, MeSPError> {
         guard let manifest = bundle?.manifest else {
-            return .failure(MeSPError("Bring in a bundle first, by AirDrop, the Files app or tools/push.py."))
+            return .failure(MeSPError("Import a bundle first, by AirDrop, the Files app or tools/push.py."))
         }
         if let (field, text) = unreadable.min(by: { $0.key.rawValue < $1.key.rawValue }) {
             let typed: Sentence = text.isEmpty ? "nothing" : "\(text)"

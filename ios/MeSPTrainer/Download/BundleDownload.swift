@@ -13,10 +13,10 @@ import MeSPSentences
 ///     let offer = try await download.offer()
 ///     try await download.fetch(offer, to: folder) { bytes in … }
 ///
-/// The manifest comes first. Each other file has the size and the SHA-256 that it says, or is refused. What is there of a download that
-/// ended early, `fetch` goes on from.
+/// The manifest comes first. Each other file has the size and the SHA-256 that it says, or is refused. `fetch` resumes a download that
+/// ended early.
 public struct BundleDownload: Sendable {
-    /// A bundle at the Hub, before it is downloaded. It can be stored, for a process that goes on with the download.
+    /// A bundle at the Hub, before it is downloaded. It can be stored, for a process that continues with the download.
     public struct Offer: Sendable, Codable {
         /// As `owner/name`.
         public let repository: String
@@ -107,7 +107,7 @@ public struct BundleDownload: Sendable {
         }
     }
 
-    /// Downloads what `folder` lacks of the bundle. Cancelling the task ends it; the next call goes on from there.
+    /// Downloads what `folder` lacks of the bundle. Cancelling the task ends it; the next call continues from there.
     ///
     /// - Parameters:
     ///   - offer: what `offer()` gave.

@@ -22,13 +22,13 @@ import MeSPSelfCheck
 nonisolated(unsafe) var stopRequested: sig_atomic_t = 0
 // Set by a warning of the system; read before each step.
 nonisolated(unsafe) var memoryIsShort: sig_atomic_t = 0
-// What a handler can print: it may not take memory.
+// A message that a signal handler can print: it may not allocate memory.
 nonisolated(unsafe) let lostFile = strdup(
     "A file of the bundle became shorter or unreadable while it was in use; copy or export the bundle again. What was saved last is still there.\n"
 )
 
 for number in [SIGINT, SIGTERM, SIGHUP] {
-    // What nohup, or a shell that starts this in the background, has set to be ignored stays so.
+    // Signals that nohup, or a shell's background job, ignores stay ignored.
     let previous = signal(number) { _ in stopRequested = 1 }
     if unsafeBitCast(previous, to: Int.self) == unsafeBitCast(SIG_IGN, to: Int.self) { signal(number, SIG_IGN) }
 }
@@ -140,7 +140,7 @@ func evaluate(_ file: URL) throws {
             let sum = try evaluator.logLikelihood(of: request.tokens, window: request.window, atBlock: checkStop)
             try print("text", ["log_likelihood": sum])
         case .generate(let request):
-            // Only who asks knows the text that the tokens make, and whether it is to go on.
+            // Only who asks knows the text that the tokens make, and whether it is to continue.
             try evaluator.generator.generate(
                 request.requests, atOnce: request.atOnce, atBlock: checkStop,
                 onToken: { index, token in

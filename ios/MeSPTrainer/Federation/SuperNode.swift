@@ -12,9 +12,9 @@ import MeSPSentences
 ///     let node = try SuperNode(server: address, folder: folder, mostBytes: FederatedRun.mostBytes(bundle))
 ///     try await node.run(report: show) { question in try await train(question) }
 ///
-/// The messages it has received and has to send lie in files: a node that was ended goes on where it was, with what the server takes to
-/// be delivered, and sends no byte twice. What nobody waits for any more it lets go, and a message that cannot be read is answered as one
-/// that failed.
+/// The messages it has received and has to send lie in files: a node that was ended continues where it was, with what the server takes to
+/// be delivered, and sends no byte twice. It drops messages that nobody waits for, and answers one that cannot be read as
+/// failed.
 public struct SuperNode: Sendable {
     /// An event, for people.
     public enum Event: Sendable, Equatable {
@@ -47,7 +47,7 @@ public struct SuperNode: Sendable {
         /// When the server's app made it, by the server's clock.
         public let created: Date
         public internal(set) var records = Records()
-        /// A folder for this message alone, which lasts until its answer was sent: to go on in, where the process ended.
+        /// A folder for this message alone, which lasts until its answer was sent: to continue in, where the process ended.
         public let folder: URL
     }
 
@@ -71,7 +71,7 @@ public struct SuperNode: Sendable {
     ///   - folder: what the node has received, and, but on iOS, its key; made where it is missing
     ///   - mostBytes: the most that a message may have, on disk and in memory
     ///   - configuration: what networks may be used
-    /// - Throws: `MeSPError` where the address is none, or the key cannot be read or written.
+    /// - Throws: `MeSPError` where the address is not valid, or the key cannot be read or written.
     public init(
         server: URL, folder: URL, mostBytes: Int, configuration: URLSessionConfiguration = .ephemeral
     ) throws {
@@ -133,7 +133,7 @@ public struct SuperNode: Sendable {
 
     // MARK: - Being there
 
-    /// A node that ended without a word goes on as the one it was: only its key can be activated, and not before the server has given it
+    /// A node that ended without a word continues as the one it was: only its key can be activated, and not before the server has given it
     /// up.
     ///
     /// - Returns: the node's id.
@@ -144,7 +144,7 @@ public struct SuperNode: Sendable {
             return id
         }
         let id = try await activate(report)
-        // Ids are random: a server that has lost what it knew gives another, and what was here is none of its.
+        // Ids are random: a server that has lost what it knew gives another, and what was here is not its own.
         if last != [String(id), server] { try PendingMessage(folder: folder, mostBytes: mostBytes).empty() }
         try writeDurably(Data("\(id)\n\(server)\n".utf8), to: file)
         return id

@@ -141,7 +141,7 @@ struct TryView: View {
     }
 }
 
-/// An answer that the person writes anew.
+/// An answer that the person rewrites.
 private struct Correction: Identifiable {
     let side: Comparison.Side
     let turn: Comparison.Turn.ID

@@ -92,8 +92,8 @@ package struct BlockWeights {
     }
 }
 
-/// The forward pass of one block over a whole sequence x `[1, T, hidden]`, with the outputs that are asked for. What another implementation
-/// than `Block` returns is not evaluated.
+/// The forward pass of one block over a whole sequence x `[1, T, hidden]`, with the requested outputs. Implementations other
+/// than `Block` return them unevaluated.
 package protocol BlockForward {
     /// y `[1, T, hidden]`.
     func output(_ x: MLXArray) throws -> MLXArray

@@ -138,7 +138,7 @@ extension Block {
         return dMlpIn
     }
 
-    /// The gradient of what a norm of an output took, evaluated; dy where there is no such norm.
+    /// The gradient of what a norm of an output took, evaluated; dy if there is no such norm.
     private func through(_ norm: RMSNorm?, _ output: MLXArray?, dy: MLXArray) -> MLXArray {
         guard let norm, let output else { return dy }
         let d = norm.backward(output, dy: dy)

@@ -167,7 +167,7 @@ extension Architecture {
     /// The linear layers of all blocks, each once.
     package var modules: [Module] { unique(mixers.flatMap(\.modules)) + mlp }
 
-    /// The most query heads of attention, 1 where there is none.
+    /// The most query heads of attention, 1 if there is none.
     var attentionHeads: Int {
         mixers.map { if case .attention(let mixer) = $0 { mixer.numAttentionHeads } else { 1 } }.max() ?? 1
     }

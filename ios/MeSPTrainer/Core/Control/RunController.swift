@@ -6,8 +6,8 @@ import Observation
 ///     idle → preparing → training ⇄ paused(reason) → finished or failed → preparing …
 ///
 /// The run has a thread of its own. It waits at the next block boundary, with the half-done step in memory, while the app may not train
-/// where it is, the phone is short of memory, too warm, or low on battery, or while the person wants it to; then it goes on. The log gets
-/// an event for each pause and each time it goes on.
+/// where it is, the phone is short of memory, too warm, or low on battery, or while the person wants it to; then it resumes. The log gets
+/// an event for each pause and each resumption.
 @MainActor @Observable public final class RunController {
     public enum State: Sendable, Equatable {
         case idle
@@ -79,7 +79,7 @@ import Observation
 
     // MARK: - What a person does
 
-    /// Begins a run, or goes on with one (`settings.resume`). Does nothing while another is in progress.
+    /// Begins a run, or continues with one (`settings.resume`). Does nothing while another is in progress.
     public func start(_ settings: RunSettings) {
         if !isRunning { _ = start(settings, mailbox: nil) }
     }
@@ -215,7 +215,7 @@ import Observation
         /// The run's log before it was resumed.
         case past(LogSummary)
         case record(LogRecord)
-        /// nil: it goes on.
+        /// nil: it continues.
         case waits(PauseReason?)
     }
 

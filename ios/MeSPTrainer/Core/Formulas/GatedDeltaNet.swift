@@ -136,8 +136,8 @@ package struct GatedDeltaNet {
         private static let siluBackward = Fused { $0[0] * Activation.silu.values($0[1]).slope }
     }
 
-    /// The derivative of o, of a whole sequence. What was made on the way to o is made again, some key heads at a time; qkv and dO are
-    /// given away, as their gradient is put together when they have been used.
+    /// The derivative of o, of a whole sequence. The intermediates of o are computed again, some key heads at a time. qkv and dO are
+    /// consumed, as their gradient is assembled after their last use.
     ///
     ///     db = β (1 − β) dβ        da = −exp(A_log) σ(a + dt_bias) dl
     ///

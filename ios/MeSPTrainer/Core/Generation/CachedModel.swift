@@ -14,7 +14,7 @@ package struct CachedModel {
     private let featureGroup: Int
     /// The size of temporary arrays, in bytes.
     private static let tileBytes = 1 << 20
-    /// The most texts that go on together.
+    /// The most texts that run together.
     package static let mostTexts = 16
 
     /// Views of each block's cache for each token; they take almost no memory.
@@ -107,7 +107,7 @@ package struct CachedModel {
     /// The last block's output for several sequences, each of which follows the tokens in the cache. They go through the blocks together,
     /// and the cache stays as it is.
     ///
-    /// - Parameter sequences: of some tokens each. They share the keys and values in the cache, and each goes on from a recurrent state.
+    /// - Parameter sequences: of some tokens each. They share the keys and values in the cache, and each continues from a recurrent state.
     /// - Returns: y `[n, hidden]`, one sequence below the other, evaluated.
     func forward(branches sequences: [[Int]], after cache: PromptCache, _ atBlock: () throws -> Void) throws
         -> MLXArray

@@ -108,8 +108,8 @@ public struct Generator {
     ///
     /// - Parameters:
     ///   - requests: the prompts, and how the tokens of each are chosen.
-    ///   - atOnce: how many texts go on together, from 1 to 16. Where one ends the next begins.
-    ///   - cacheLimit: what the caches of these may take together, in bytes; fewer texts go on together where they would take more.
+    ///   - atOnce: how many texts run together, from 1 to 16. Where one ends the next begins.
+    ///   - cacheLimit: what the caches of these may take together, in bytes; fewer texts run together where they would take more.
     ///   - atBlock: called before each block; `CancellationError` from it ends all texts as `stopped`.
     ///   - onToken: gets the index of a request and the next token's id; `CancellationError` from it ends this text as `stopped`.
     ///   - onEnd: gets the index of a request and how its text went, in the order in which they end.
@@ -211,7 +211,7 @@ public struct Generator {
         return try model.forward(next: texts.map(\.last), &caches, atBlock)
     }
 
-    /// Whether a text's cache at its longest fits beside those that go on. One alone is never refused.
+    /// Whether a text's cache at its longest fits beside those that continue. One alone is never refused.
     private func hasRoom(for next: Text, beside texts: [Text], _ limit: Int) -> Bool {
         let sizes = (texts + [next]).map {
             model.cacheSize(tokens: $0.request.prompt.count + $0.request.maxTokens, like: texts.first?.cache)
@@ -221,7 +221,7 @@ public struct Generator {
 
     /// Chooses a text's next token.
     ///
-    /// - Returns: why the text ends with it; nil where it goes on.
+    /// - Returns: why the text ends with it; nil where it continues.
     private func choose(
         _ logits: MLXArray, _ text: inout Text, _ onToken: (Int, Int) throws -> Void
     ) throws -> Summary.Reason? {

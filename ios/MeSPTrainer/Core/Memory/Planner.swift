@@ -290,7 +290,7 @@ public struct Planner: Sendable {
     private func lasting(_ plan: Plan) -> Int {
         let (sequences, gathers) = (plan.sequences(of: settings), plan.gathersGradients(of: settings))
         let inputs = !method.hasBackwardPass || plan.offload != .none ? 0 : sequences * trainedBlocks * hidden
-        // What the last block has made of the other sequences, then their d.
+        // The last block's outputs of the other sequences, then their d.
         let waiting = (sequences - 1) * hidden
         let together = plan.order == .blocks
         // Of a block, until the last sequence's gradient is there.
@@ -331,7 +331,7 @@ public struct Planner: Sendable {
         let forward = plan.keptBlocks > 0 ? forward + 2 * intermediate : forward
         return process + lasting(plan)
             + max(forward, loss(tile), backward(tile))
-            // What is freed doesn't go back to the system at once: small blocks, and gaps between activations.
+            // Freed memory doesn't return to the system at once: small blocks, and gaps between activations.
             + (plan.tileBytes < tileSizes[0] ? 4_000_000 : 0) + gaps(plan)
     }
 
@@ -350,7 +350,7 @@ public struct Planner: Sendable {
 
     // MARK: - What is alive at once. Counts of arrays follow the code; the few constants were fitted to measurements on Linux.
 
-    /// Where the method is none of the structured backward pass.
+    /// Where the method is not the structured backward pass.
     private var baseline: BaselineMemory? {
         switch method {
         case .mesp: nil

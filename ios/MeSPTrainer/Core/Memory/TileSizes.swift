@@ -52,7 +52,7 @@ package struct TileSizes {
         switch backend {
         case .cpu:
             attention = rows
-            // What a row of W takes while it is worked on: its products, and itself where it is dequantized for all of them.
+            // The memory of a row of W in use: its products, and itself where it is dequantized for all of them.
             let dequantizeInside = CPUProducts.current.dequantizeInside
             let row = dequantizeInside ? 2 * length : max(a.hiddenSize, length)
             projection = dequantizeInside ? .max : max(64, floats / max(row, a.mixedSize))

@@ -16,11 +16,11 @@ public enum Run {
     ///     step with it. After `CancellationError` the step is dropped, or finished where its updates have begun, the adapters are
     ///     saved, and the run ends as `stopped`.
     ///   - besideBytes: the process's footprint without the run, as an app's own; the memory limit is for what comes on top.
-    ///   - memoryIsShort: asked before each step whether the system has warned since; the run then goes on with a cheaper plan.
+    ///   - memoryIsShort: asked before each step whether the system has warned since; the run then continues with a cheaper plan.
     ///   - reward: with `groupSize`, gets the answers that were sampled to a step's prompts, and returns a number for each, higher for a
     ///     better one.
     ///   - battery: asked at the run's beginning and end, for the log.
-    /// - Throws: `MeSPError`. What was saved before stands.
+    /// - Throws: `MeSPError`. Earlier saves stay valid.
     public static func run(
         _ settings: RunSettings, report: @escaping (LogRecord, Data) throws -> Void = { _, _ in },
         atBlock: @escaping (_ log: (LogRecord.Event) throws -> Void) throws -> Void = { _ in },

@@ -15,7 +15,7 @@ public struct RunSettings: Codable, Sendable, Equatable {
     public var method: GradientMethod = .mesp
     /// Updates of the adapters; 0 for a run that evaluates and saves the adapters it would start from.
     public var steps: Int = 100
-    /// Steps that others have taken before this run, as the rounds of a federation: the order of the data and every random number go on
+    /// Steps that others have taken before this run, as the rounds of a federation: the order of the data and every random number continue
     /// from there.
     public var firstStep: Int = 0
     /// Tokens in a sequence.
@@ -298,7 +298,7 @@ public struct RunSettings: Codable, Sendable, Equatable {
         try require(dpNoise.isFinite && dpNoise >= 0, "dp_noise", "0 or more")
         // MeZO has no gradient of an example, and KTO's depends on the batch's other records.
         try require(method != .mezo, "method", "mesp or mebp with dp_clip")
-        try require(objective != .kto, "objective", "another one than kto with dp_clip")
+        try require(objective != .kto, "objective", "other than kto with dp_clip")
         try require(
             gradAccumulationSteps == 1, "grad_accumulation_steps", "1 with dp_clip, which takes batch_size alone")
         try require(order != .blocks, "order", "sequences with dp_clip")

@@ -30,7 +30,7 @@ final class TrainingLoop {
 
     /// - Parameters:
     ///   - plan: the plan to train with, of `planner`'s.
-    ///   - saved: what to go on from; nil for the beginning.
+    ///   - saved: what to continue from; nil for the beginning.
     init(
         _ settings: RunSettings, _ bundle: ModelBundle, _ data: Splits, _ planner: Planner, _ plan: Plan,
         from saved: SavedState.Loaded?, hooks: RunHooks

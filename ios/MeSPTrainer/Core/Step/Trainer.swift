@@ -141,7 +141,7 @@ package final class Trainer {
         let inputTokens: Int
         /// ‖∂loss/∂lora‖₂ over all blocks, before clipping; of DP-SGD the mean of the examples'. nil where it isn't clipped.
         var gradientNorm: Float?
-        /// Of a step on judged answers.
+        /// Of a step on preference data.
         var preference: PreferenceFigures?
         /// Of a step on answers that were sampled.
         var sampled: SamplingFigures?

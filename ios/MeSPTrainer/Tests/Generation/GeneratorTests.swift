@@ -73,8 +73,8 @@ import Testing
         }
     }
 
-    /// A conversation's turns, of which one changes what was said before, and one was stopped within a block: each goes on as if all of it
-    /// were read anew, and reads what is new; where a block is recurrent and the text is cut back, all.
+    /// A conversation's turns, of which one changes an earlier text, and one was stopped within a block: each continues as if all of it
+    /// were read again, and reads only new text; where a block is recurrent and the text is cut back, all.
     @Test(arguments: cases) func aTurnReadsOnlyWhatIsNew(_ folder: URL) throws {
         let fixture = try Fixture(folder, "gradients")
         // So a block is called for each token.
