@@ -361,6 +361,7 @@ def test_the_gpu_function_differs_on_the_cpu_in_fused_primitives_only(monkeypatc
 GPU_BLOCKS = {name: {**FAMILIES[name], **HEADS_64} for name in ("qwen2", "qwen3", "mistral")}
 GPU_BLOCKS |= {name: FAMILIES[name] for name in ("gemma2", "gemma3_text", "phi3", "lfm2")}
 GPU_BLOCKS |= {"qwen3_5": FAMILIES["qwen3_5"]}
+GPU_BLOCKS |= {"gate of a head": {**FAMILIES["lfm3"], "layer_types": ["full_attention"] * 3}}
 GPU_BLOCKS |= {"output gate": {**FAMILIES["qwen3_5"], "full_attention_interval": 1}}
 
 

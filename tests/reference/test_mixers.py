@@ -1,8 +1,11 @@
-"""The reference's gated delta net and short convolution, against mlx-lm's by `mx.grad`."""
+"""The reference's recurrent mixers, against mlx-lm's by `mx.grad`."""
+
+from types import SimpleNamespace
 
 import mlx.core as mx
 import pytest
 from mlx_lm.models.gated_delta import compute_g, gated_delta_ops
+from mlx_lm.models.granitemoehybrid import GraniteMoeHybridMamba2Mixer
 from mlx_lm.models.qwen3_next import Qwen3NextRMSNormGated
 
 from helpers.derivatives import check, normal
@@ -62,6 +65,68 @@ def test_gated_delta_rule(T, heads, sizes, decay):
         with_batch(gated_delta_ops),
         inputs,
         zeros=("log_g",) if T == 1 else (),
+    )
+
+
+# Decays near 1, near 0, and of all kinds.
+@pytest.mark.parametrize("rate", [1e-3, 1.0, 30.0])
+@pytest.mark.parametrize(
+    ("T", "heads", "groups", "P", "N"),
+    [(1, 1, 1, 4, 4), (7, 2, 1, 8, 4), (65, 4, 2, 4, 8), (200, 3, 1, 8, 16)],
+)
+def test_state_space(T, heads, groups, P, N, rate):
+    """By chunks as token by token, and as mlx-lm's."""
+    A_log, D = mx.log(rate * (0.5 + mx.random.uniform(shape=(heads,)))), normal(heads)
+    inputs = {"x": normal(heads, T, P), "dt": 0.01 + mx.random.uniform(shape=(heads, T))}
+    inputs |= {"B": normal(groups, T, N), "C": normal(groups, T, N)}
+
+    def by_token(x, dt, B, C):
+        decay = mx.exp(-mx.exp(A_log)[:, None] * dt)
+        B, C = (mx.repeat(each, heads // groups, axis=0) for each in (B, C))
+        S, rows = mx.zeros((heads, P, N)), []
+        for t in range(T):
+            written = (dt[:, t, None] * x[:, t])[..., None] * B[:, t, None]
+            S = decay[:, t, None, None] * S + written
+            rows.append((S * C[:, t, None]).sum(axis=-1) + D[:, None] * x[:, t])
+        return mx.stack(rows, axis=1)
+
+    check(
+        lambda *arrays: reference.state_space(*arrays, -mx.exp(A_log), D),
+        lambda y, dy: reference.state_space_backward(*inputs.values(), -mx.exp(A_log), D, dy),
+        by_token,
+        inputs,
+    )
+
+
+@pytest.mark.parametrize("T", [1, 9, 70])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_mamba2(T, groups):
+    """All between the projections of mlx-lm's mixer, where its limits of the step don't count."""
+    config = {"model_type": "granitemoehybrid", "mamba_n_heads": 4, "mamba_d_head": 8}
+    config |= {"mamba_n_groups": groups, "mamba_d_state": 16, "mamba_d_conv": 4}
+    config |= {"mamba_conv_bias": True, "mamba_proj_bias": False, "rms_norm_eps": 1e-5}
+    config |= {"hidden_size": 32, "time_step_limit": (0.0, float("inf"))}
+    mixer = GraniteMoeHybridMamba2Mixer(SimpleNamespace(**config))
+    mixer.in_proj = mixer.out_proj = lambda x: x
+    mixer.A_log, mixer.D, mixer.dt_bias = normal(4), normal(4), normal(4)
+    mixer.norm.weight = 1 + 0.2 * normal(32)
+    channels = 32 + 2 * groups * 16
+    mixer.conv1d.weight, mixer.conv1d.bias = normal(channels, 4, 1), normal(channels)
+    weights = reference.Mamba2(
+        mixer.conv1d.weight[..., 0], mixer.conv1d.bias, mixer.dt_bias, mixer.A_log, mixer.D,
+        mixer.norm.weight, groups, 1e-5,
+    )  # fmt: skip
+    inputs = {"projected": normal(1, T, 32 + channels + 4)}
+
+    def backward(y, dy):
+        o, _ = reference.mamba2(inputs["projected"], weights)
+        return [reference.mamba2_backward(inputs["projected"], o, dy, weights)]
+
+    check(
+        lambda projected: reference.mamba2(projected, weights)[1],
+        backward,
+        lambda projected: mixer(projected, None),
+        inputs,
     )
 
 

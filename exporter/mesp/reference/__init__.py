@@ -5,6 +5,7 @@ loss by `y`. Read
 
 - `pieces`: what is shared, such as a linear layer with LoRA;
 - `attention`, `gated_delta_net`, `short_convolution`: the mixers of a block;
+- `mamba2`: a mixer that the trainer lacks;
 - `block`, and `head` with the loss;
 - `methods`: MeSP, by hand from a block's input and its intermediates; MeBP, the same loop over
   blocks, each differentiated by `mx.vjp`; MeZO, two forward passes with a seeded perturbation;
@@ -20,6 +21,7 @@ from mesp.reference.attention import *
 from mesp.reference.block import *
 from mesp.reference.gated_delta_net import *
 from mesp.reference.head import *
+from mesp.reference.mamba2 import *
 from mesp.reference.methods import *
 from mesp.reference.model import *
 from mesp.reference.pieces import *

@@ -61,7 +61,7 @@ def unit_inverse(L: mx.array) -> mx.array:
     return mx.concatenate([above, mx.concatenate([below, second], axis=-1)], axis=-2)
 
 
-def _decays(log_g: mx.array) -> tuple[mx.array, mx.array, mx.array]:
+def decays(log_g: mx.array) -> tuple[mx.array, mx.array, mx.array]:
     """Γ [Hv, C, C], 0 above the diagonal; γ, since the start, and δ, until the end: [Hv, C, 1].
 
     Each sum is added up by itself: differences of one running sum would lose digits.
@@ -86,7 +86,7 @@ def chunk_forward(c: Chunk, S: mx.array) -> tuple[mx.array, mx.array]:
 
     D = M β (V - γ K S)        O = γ Q S + P D        S₊ = γ_C S + (δ K)ᵀ D
     """
-    Gamma, gamma, delta = _decays(c.log_g)
+    Gamma, gamma, delta = decays(c.log_g)
     _, P, M = _products(c, Gamma)
     D = M @ (c.beta * (c.v - gamma * (c.k @ S)))
     out = gamma * (c.q @ S) + P @ D
@@ -111,7 +111,7 @@ def chunk_backward(
 
     dl_m = Σ_{j<m≤i} X_ij + Σ_{i≥m} u_i + Σ_{j<m} w_j + γ_C ⟨S, dS₊⟩
     """
-    Gamma, gamma, delta = _decays(c.log_g)
+    Gamma, gamma, delta = decays(c.log_g)
     A, P, M = _products(c, Gamma)
     KS, QS = gamma * (c.k @ S), gamma * (c.q @ S)
     D = M @ (c.beta * (c.v - KS))

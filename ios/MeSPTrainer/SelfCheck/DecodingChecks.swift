@@ -14,10 +14,12 @@ extension Bench {
                 "rotary": attention,
                 "no rotary": attention.merging(["frequencies": [Double]()]) { $1 },
                 "partial rotary": attention.merging(["frequencies": frequencies(8)]) { $1 },
+                "pairs that stay": attention.merging(["frequencies": frequencies(8) + [0, 0, 0, 0, 0, 0, 0, 0]]) { $1 },
                 "scaled rotary": attention.merging(["rope_scale": 1.25]) { $1 },
                 "grouped heads": attention.merging(["num_key_value_heads": 2]) { $1 },
                 "QK-norm": attention.merging(["qk_norm": true]) { $1 },
                 "output gate": attention.merging(["output_gate": true]) { $1 },
+                "gate of a head": attention.merging(["modules": modules(ofAttention + headGate)]) { $1 },
                 "sliding window": attention.merging(["sliding_window": 7]) { $1 },
                 "capped": attention.merging(["attn_logit_softcapping": 3]) { $1 },
             ]
@@ -34,7 +36,7 @@ extension Bench {
             [
                 "three tokens": [
                     "type": "short_convolution", "kernel_size": 3,
-                    "modules": modules(["conv.in_proj": "in", "conv.out_proj": "out"]),
+                    "modules": modules([("conv.in_proj", "in"), ("conv.out_proj", "out")]),
                 ]
             ]
         ),
@@ -44,22 +46,25 @@ extension Bench {
     private static let attention: Fields = [
         "type": "attention", "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 32, "qk_norm": false,
         "output_gate": false, "attention_scale": 2 / 32.0.squareRoot(), "frequencies": frequencies(16),
-        "rope_scale": 1,
-        "modules": modules([
-            "self_attn.q_proj": "q", "self_attn.k_proj": "k", "self_attn.v_proj": "v", "self_attn.o_proj": "o",
-        ]),
+        "rope_scale": 1, "modules": modules(ofAttention),
     ]
+
+    private static let ofAttention = [
+        ("self_attn.q_proj", "q"), ("self_attn.k_proj", "k"), ("self_attn.v_proj", "v"), ("self_attn.o_proj", "o"),
+    ]
+
+    private static let headGate = [("self_attn.g_proj", "g")]
 
     private static let gatedDeltaNet: Fields = [
         "type": "gated_delta_net", "num_key_heads": 4, "num_value_heads": 4, "key_head_dim": 16,
         "value_head_dim": 32, "kernel_size": 4,
         "modules": modules([
-            "linear_attn.in_proj_qkv": "qkv", "linear_attn.in_proj_z": "z", "linear_attn.in_proj_b": "b",
-            "linear_attn.in_proj_a": "a", "linear_attn.out_proj": "out",
+            ("linear_attn.in_proj_qkv", "qkv"), ("linear_attn.in_proj_z", "z"), ("linear_attn.in_proj_b", "b"),
+            ("linear_attn.in_proj_a", "a"), ("linear_attn.out_proj", "out"),
         ]),
     ]
 
-    private static func modules(_ names: KeyValuePairs<String, String>) -> [[any Sendable]] {
+    private static func modules(_ names: [(String, String)]) -> [[any Sendable]] {
         names.map { [$0, [$1]] }
     }
 

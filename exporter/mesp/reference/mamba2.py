@@ -1,0 +1,209 @@
+"""Mamba-2 (Dao & Gu, arXiv:2405.21060), a mixer with a state for each head, as Granite 4.0-H has it.
+
+A head has a state S [P, N], and B, C of its group (heads / groups heads share them). A token decays
+it by exp(l), l = -exp(A_log) Δ with the time step Δ, and writes Δ x into it along B:
+
+    S ← exp(l) S + (Δ x) Bᵀ        y = S C + D x
+
+Tokens are computed a chunk at once, as those of the gated delta rule are: with Γ, γ and δ of
+`decays`, the state S before the chunk and U = Δ ∘ X, of one head,
+
+    Y = γ ∘ (C Sᵀ) + (Γ ∘ C Bᵀ) U + D X        S₊ = γ_last S + (δ ∘ U)ᵀ B
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import mlx.core as mx
+
+from mesp.reference.gated_delta_net import CHUNK, decays
+from mesp.reference.pieces import rms_norm, rms_norm_backward, silu, silu_derivative
+from mesp.reference.short_convolution import convolution, convolution_backward
+
+
+class StateSpaceChunk(NamedTuple):
+    """Tokens of all heads: u = Δ ∘ x [H, n, P], l [H, n, 1], and B and C [H, n, N] of the group."""
+
+    u: mx.array
+    log_decay: mx.array
+    B: mx.array
+    C: mx.array
+
+
+def state_space_chunk(c: StateSpaceChunk, S: mx.array) -> tuple[mx.array, mx.array]:
+    """Y - D X [H, n, P] and the state after the chunk, from that before it, S [H, P, N]."""
+    Gamma, gamma, delta = decays(c.log_decay)
+    written = (Gamma * (c.C @ c.B.swapaxes(-1, -2))) @ c.u
+    out = gamma * (c.C @ S.swapaxes(-1, -2)) + written
+    return out, gamma[:, -1:] * S + (delta * c.u).swapaxes(-1, -2) @ c.B
+
+
+def state_space_chunk_backward(
+    c: StateSpaceChunk, S: mx.array, dY: mx.array, dS_after: mx.array
+) -> tuple[StateSpaceChunk, mx.array]:
+    """The gradients by the chunk's arrays, of B and C a head's, and by S. With P = Γ ∘ C Bᵀ,
+
+    dP = dY Uᵀ        dU = Pᵀ dY + δ ∘ (B dS₊ᵀ)        dS = γ_last dS₊ + (γ ∘ dY)ᵀ C
+
+    dC = γ ∘ (dY S) + (Γ ∘ dP) B        dB = (Γ ∘ dP)ᵀ C + δ ∘ (U dS₊)
+
+    l_m is in Γ_ij for j < m ≤ i, in γ_i for m ≤ i, in δ_j for j < m, and in γ_last:
+
+    dl_m = Σ_{j<m≤i} (P ∘ dP)_ij + Σ_{i≥m} u_i + Σ_{j<m} w_j + γ_last ⟨S, dS₊⟩
+
+    where u = rowsum(dY ∘ γ C Sᵀ) and w = rowsum(U ∘ δ B dS₊ᵀ).
+    """
+    Gamma, gamma, delta = decays(c.log_decay)
+    P = Gamma * (c.C @ c.B.swapaxes(-1, -2))
+    from_state = delta * (c.B @ dS_after.swapaxes(-1, -2))
+
+    dP = dY @ c.u.swapaxes(-1, -2)
+    dU = P.swapaxes(-1, -2) @ dY + from_state
+    dC = gamma * (dY @ S) + (Gamma * dP) @ c.B
+    dB = (Gamma * dP).swapaxes(-1, -2) @ c.C + delta * (c.u @ dS_after)
+    dS = gamma[:, -1:] * dS_after + (gamma * dY).swapaxes(-1, -2) @ c.C
+
+    u = (dY * gamma * (c.C @ S.swapaxes(-1, -2))).sum(axis=-1, keepdims=True)
+    w = (c.u * from_state).sum(axis=-1, keepdims=True)
+    below = mx.tri(Gamma.shape[-1], k=-1)
+    within = (below * mx.cumsum(P * dP, axis=-2, reverse=True)).sum(axis=-1, keepdims=True)
+    dl = within + mx.cumsum(u, axis=-2, reverse=True) + mx.cumsum(w, axis=-2, inclusive=False)
+    dl = dl + gamma[:, -1:] * (S * dS_after).sum(axis=(-2, -1), keepdims=True)
+    return StateSpaceChunk(dU, dl, dB, dC), dS
+
+
+def _chunks(
+    x: mx.array, dt: mx.array, B: mx.array, C: mx.array, A: mx.array
+) -> list[StateSpaceChunk]:
+    """Cuts T tokens, padded with ones that neither decay nor write: Δ = 0."""
+    heads, T = dt.shape
+    step = dt[..., None]
+    B, C = (mx.repeat(each, heads // each.shape[0], axis=0) for each in (B, C))
+    whole = StateSpaceChunk(step * x, A[:, None, None] * step, B, C)
+    padded = [mx.pad(each, ((0, 0), (0, -T % CHUNK), (0, 0))) for each in whole]
+    return [
+        StateSpaceChunk(*(each[:, start : start + CHUNK] for each in padded))
+        for start in range(0, T, CHUNK)
+    ]
+
+
+def _states(chunks: list[StateSpaceChunk]) -> tuple[list[mx.array], list[mx.array]]:
+    """The state before each chunk, and what each gives."""
+    heads, _, size = chunks[0].u.shape
+    S, states, outputs = mx.zeros((heads, size, chunks[0].B.shape[-1])), [], []
+    for chunk in chunks:
+        states.append(S)
+        out, S = state_space_chunk(chunk, S)
+        outputs.append(out)
+    return states, outputs
+
+
+def state_space(
+    x: mx.array, dt: mx.array, B: mx.array, C: mx.array, A: mx.array, D: mx.array
+) -> mx.array:
+    """y [H, T, P] from a state of zeros.
+
+    x [H, T, P], Δ [H, T], B and C [groups, T, N], A = -exp(A_log) and D [H]
+    """
+    _, outputs = _states(_chunks(x, dt, B, C, A))
+    return mx.concatenate(outputs, axis=1)[:, : x.shape[1]] + D[:, None, None] * x
+
+
+def state_space_backward(
+    x: mx.array, dt: mx.array, B: mx.array, C: mx.array, A: mx.array, D: mx.array, dy: mx.array
+) -> tuple[mx.array, mx.array, mx.array, mx.array]:
+    """dx, dΔ, dB, dC, over the chunks in reverse; A and D are frozen. Shapes as in `state_space`.
+
+    dx = Δ ∘ dU + D dy        dΔ = rowsum(dU ∘ x) + A dl
+
+    dB and dC sum over a group's heads.
+    """
+    T = x.shape[1]
+    chunks = _chunks(x, dt, B, C, A)
+    states, _ = _states(chunks)
+    dY = mx.pad(dy, ((0, 0), (0, -T % CHUNK), (0, 0)))
+    dS, found = mx.zeros_like(states[0]), []
+    for i in reversed(range(len(chunks))):
+        rows = slice(i * CHUNK, (i + 1) * CHUNK)
+        gradients, dS = state_space_chunk_backward(chunks[i], states[i], dY[:, rows], dS)
+        found.insert(0, gradients)
+    dU, dl, dB, dC = (mx.concatenate(each, axis=1)[:, :T] for each in zip(*found, strict=True))
+    dx = dt[..., None] * dU + D[:, None, None] * dy
+    d_dt = (dU * x).sum(axis=-1) + A[:, None] * dl[..., 0]
+    dB, dC = (each.reshape(B.shape[0], -1, *each.shape[1:]).sum(axis=1) for each in (dB, dC))
+    return dx, d_dt, dB, dC
+
+
+class Mamba2(NamedTuple):
+    """The weights between the projections, all frozen. heads·P are the numbers of all heads."""
+
+    conv_weight: mx.array  # [heads·P + 2 groups·N, K]
+    conv_bias: mx.array  # [heads·P + 2 groups·N]
+    dt_bias: mx.array  # [heads]
+    A_log: mx.array  # [heads]
+    D: mx.array  # [heads]
+    norm: mx.array  # [heads·P]
+    groups: int
+    eps: float
+
+    def split(self, projected: mx.array) -> tuple[mx.array, mx.array, mx.array]:
+        """z, xBC and dt, which lie side by side in a projection of x."""
+        values, channels = self.norm.size, self.conv_bias.size
+        z, xBC, dt = mx.split(projected, [values, values + channels], axis=-1)
+        return z, xBC, dt
+
+    def inputs(self, conv: mx.array, dt: mx.array) -> tuple[mx.array, ...]:
+        """Of the convolution's output and dt: x, Δ = softplus(dt + dt_bias), B and C, by heads."""
+        values = self.norm.size
+        size = (self.conv_bias.size - values) // 2
+        x, B, C = mx.split(silu(conv), [values, values + size], axis=-1)
+        step = mx.logaddexp(dt + self.dt_bias, 0)[0].T
+        counts = (self.D.size, self.groups, self.groups)
+        x, B, C = (_heads(each, n) for each, n in zip((x, B, C), counts, strict=True))
+        return x, step, B, C
+
+
+def _heads(x: mx.array, count: int) -> mx.array:
+    """[1, T, count·size] -> [count, T, size]"""
+    return x.reshape(x.shape[1], count, -1).swapaxes(0, 1)
+
+
+def _merged(x: mx.array) -> mx.array:
+    """[count, T, size] -> [1, T, count·size], the inverse of `_heads`"""
+    return x.swapaxes(0, 1).reshape(1, x.shape[1], -1)
+
+
+def mamba2(projected: mx.array, weights: Mamba2) -> tuple[mx.array, mx.array]:
+    """o, the heads' outputs side by side, and what the output projection takes of them and z:
+
+    o = state_space(silu(conv(xBC) + bias), Δ)        y = RMSNorm(o ∘ silu(z))
+
+    projected [1, T, 2 heads·P + 2 groups·N + heads] -> o, y [1, T, heads·P]; the norm is over all.
+    """
+    z, xBC, dt = weights.split(projected)
+    conv = convolution(xBC, weights.conv_weight) + weights.conv_bias
+    o = _merged(state_space(*weights.inputs(conv, dt), -mx.exp(weights.A_log), weights.D))
+    return o, rms_norm(o * silu(z), weights.norm, weights.eps)
+
+
+def mamba2_backward(projected: mx.array, o: mx.array, dy: mx.array, weights: Mamba2) -> mx.array:
+    """d_projected. o is stored, and the rule's inputs are computed again. With M = o ∘ silu(z),
+
+    dM by RMSNorm        do = dM ∘ silu(z)        dz = dM ∘ o ∘ silu'(z)
+
+    d_dt = dΔ ∘ sigmoid(dt + dt_bias)
+    """
+    z, xBC, dt = weights.split(projected)
+    d_gated = rms_norm_backward(o * silu(z), dy, weights.norm, weights.eps)
+    dz = d_gated * o * silu_derivative(z)
+
+    conv = convolution(xBC, weights.conv_weight) + weights.conv_bias
+    do = _heads(d_gated * silu(z), weights.D.size)
+    dx, d_step, dB, dC = state_space_backward(
+        *weights.inputs(conv, dt), -mx.exp(weights.A_log), weights.D, do
+    )
+    d_conv = mx.concatenate([_merged(each) for each in (dx, dB, dC)], axis=-1)
+    d_xBC = convolution_backward(d_conv * silu_derivative(conv), weights.conv_weight)
+    d_dt = d_step.T[None] * mx.sigmoid(dt + weights.dt_bias)
+    return mx.concatenate([dz, d_xBC, d_dt], axis=-1)
