@@ -99,7 +99,7 @@ public struct RunSettings: Codable, Sendable, Equatable {
     public var dryRun = false
 
     static let mostSteps = 1_000_000
-    /// Of a step.
+    /// The most sequences of a step.
     static let maxSequences = 1 << 16
 
     public enum OptimizerKind: String, Codable, Sendable, CaseIterable {
