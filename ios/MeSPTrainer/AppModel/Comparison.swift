@@ -69,7 +69,7 @@ import Observation
     /// The part of the conversation that each side has read.
     @ObservationIgnored private var read = Read()
 
-    /// Of one thread at a time: that of a text that is written.
+    /// Used by one thread at a time, the one that writes a text.
     private final class Read: @unchecked Sendable {
         /// For one side, in bytes: with float32 keys and values, some 2,600 tokens of Qwen2.5-0.5B.
         static let limit = 1 << 26

@@ -102,10 +102,10 @@ import Observation
     /// The text file that was chosen. With one, the text comes from it.
     public var file: URL? { didSet { if file != nil { textKind = .file } } }
     public var pasted = ""
-    /// Of records with prompts, whether only the answers count in the loss.
+    /// Whether only the answers of records with prompts are in the loss.
     public var answersOnly = true
 
-    /// Of the bundle that was chosen last.
+    /// The architecture of the bundle that was chosen last.
     @ObservationIgnored private var architecture: Architecture?
     @ObservationIgnored private let library: Library
     @ObservationIgnored private let phone: any Phone

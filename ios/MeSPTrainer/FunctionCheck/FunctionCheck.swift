@@ -55,7 +55,7 @@ private struct FunctionReader {
     let allowed: AllowedPrimitives
     let layout: FunctionLayout
     private var position = 0
-    /// Of all functions: MLX writes each once.
+    /// The constants of all functions: MLX writes each once.
     private var constants = [UInt64: Constant]()
 
     init(file: Data, allowed: AllowedPrimitives, layout: FunctionLayout) {

@@ -8,9 +8,9 @@ private struct Steps {
         [("forward", \.forward), ("head", \.loss), ("backward", \.backward)]
     }
 
-    /// Of each step, each phase's seconds.
+    /// The seconds of each phase, by step.
     var seconds = [[Double]]()
-    /// Of each phase, the highest footprint above that before the run, and the highest active memory of MLX, in bytes.
+    /// By phase, the highest footprint above that before the run, and MLX's highest active memory, in bytes.
     var footprint = [0, 0, 0]
     var mlx = [0, 0, 0]
 

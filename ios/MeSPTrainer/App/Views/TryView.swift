@@ -179,7 +179,7 @@ private struct CorrectionView: View {
 /// The text that one model has written so far.
 private struct WrittenText: View {
     let title: LocalizedStringKey
-    /// Of the bundle, or of the run.
+    /// The bundle's, or the run's.
     let name: String
     let text: Comparison.Text
     let isWriting: Bool

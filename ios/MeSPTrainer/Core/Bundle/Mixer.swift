@@ -53,7 +53,7 @@ package struct GatedDeltaNetMixer: Decodable, Sendable, Equatable {
 
     var keyWidth: Int { numKeyHeads * keyHeadDim }
     var valueWidth: Int { numValueHeads * valueHeadDim }
-    /// Of q, k and v beside each other.
+    /// The width of q, k and v together.
     var convolutionWidth: Int { 2 * keyWidth + valueWidth }
 }
 

@@ -92,7 +92,7 @@ public struct Evaluator {
 
     // MARK: - Scores
 
-    /// Of the tokens from position `first` on, which is not 0.
+    /// The score of the tokens from position `first` on, which is not 0.
     private func score(_ tokens: [Int], from first: Int, _ atBlock: () throws -> Void) throws -> Score {
         try model.bundle.withDevice {
             var score = Score()
@@ -108,7 +108,7 @@ public struct Evaluator {
         }
     }
 
-    /// Of continuations of together no more than a chunk.
+    /// The scores of continuations that together are at most a chunk.
     ///
     /// - Parameters:
     ///   - last: y `[1, hidden]` of the prompt's last token, which predicts the first of each.

@@ -10,7 +10,7 @@ package struct CachedModel {
     private let adapters: Adapters?
     private let kept = Kept()
     private let isRecurrent: Bool
-    /// Of the manifest, which searches its layouts for it.
+    /// The manifest's, cached: it searches its layouts for it.
     private let featureGroup: Int
     /// The size of temporary arrays, in bytes.
     private static let tileBytes = 1 << 20

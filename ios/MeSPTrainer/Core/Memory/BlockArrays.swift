@@ -13,7 +13,7 @@ import MeSPFiles
 /// The file has no name, and goes with the process. Not for use from several threads at once.
 final class ArrayFile {
     private let file: Int32
-    /// Of the arrays that were written.
+    /// The shapes of the arrays that were written.
     private var shapes = [Int: [Int]]()
     private let dtype: DType
     /// From one array to the next, in bytes: whole pages, as `mapArray` wants them.

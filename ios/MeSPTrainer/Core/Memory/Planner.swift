@@ -371,7 +371,7 @@ public struct Planner: Sendable {
     private var hidden: Int { activation(architecture.hiddenSize) }
     private var intermediate: Int { activation(architecture.intermediateSize) }
 
-    /// Of the mixer that takes most.
+    /// The bytes of the mixer that takes most.
     private func largest(_ bytes: (MixerMemory) -> Int) -> Int { mixers.map(bytes).max() ?? 0 }
 
     /// `rows` of a weight `[rows, hidden]`, dequantized before it is multiplied.

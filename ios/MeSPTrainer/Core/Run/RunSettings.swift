@@ -108,7 +108,7 @@ public struct RunSettings: Codable, Sendable, Equatable {
     public var dryRun = false
 
     static let mostSteps = 1_000_000
-    /// Of a step.
+    /// The most sequences of a step.
     static let maxSequences = 1 << 16
     /// Of the answers to a prompt.
     static let mostGroup = 1 << 10

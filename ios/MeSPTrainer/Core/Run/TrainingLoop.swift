@@ -12,7 +12,7 @@ final class TrainingLoop {
     private var trainer: Trainer
     private var state = SavedState()
     private let log: LogWriter
-    /// Of DP-SGD.
+    /// The key of DP-SGD.
     private let secret: SecretKey?
     private let hooks: RunHooks
 

@@ -4,7 +4,7 @@ import MLX
 /// that is alive. Sequences may have any of the lengths that the bundle has functions for.
 package final class BlockwiseModel {
     let bundle: ModelBundle
-    /// Of each block's parameters.
+    /// The layout of each block's parameters.
     package let layouts: [LoRALayout]
     /// The factor of the adapters' output: α / rank, or α / √rank.
     package let scale: Float

@@ -141,7 +141,7 @@ package final class Trainer {
         let inputTokens: Int
         /// ‖∂loss/∂lora‖₂ over all blocks, before clipping; of DP-SGD the mean of the examples'. nil where it isn't clipped.
         var gradientNorm: Float?
-        /// Of a step on preference data.
+        /// The figures of a step on preference data.
         var preference: PreferenceFigures?
         /// Of a step on answers that were sampled.
         var sampled: SamplingFigures?
@@ -238,7 +238,7 @@ package final class Trainer {
     private var kept = [Int: Intermediates]()
     /// Sums of gradients, where an update needs more than one backward pass gives at a time.
     var sums: GradientSums?
-    /// Of DP-SGD the sums of clipped gradients; `sums` are then those of one example.
+    /// With DP-SGD the sums of clipped gradients; `sums` are then those of one example.
     var clippedSums: GradientSums?
     var optimizer: Optimizer
     /// The parameters that the run began with, where answers are compared with that model or an update is held near it.
@@ -258,7 +258,7 @@ package final class Trainer {
         trained = layouts.indices.filter { layouts[$0].count > 0 }
 
         let keepsMaps = bundle.backend == .cpu || plan.keepsMaps
-        /// Of the shape that this many parameters of a block give.
+        /// Arrays of the shape that a block's number of parameters gives.
         func arrays(_ shape: (_ parameters: Int) -> [Int], _ dtype: DType) throws -> BlockArrays {
             let largest = shape(layouts.map(\.count).max() ?? 0)
             let file =
