@@ -38,7 +38,10 @@ from mesp.evaluation.report import check_writable, table, write
     help="Put prompts into the chat template.",
 )  # fmt: skip
 @click.option(
-    "--max-tokens", type=click.IntRange(min=1), show_default=str(MAX_TOKENS), help="Of an answer."
+    "--max-tokens",
+    type=click.IntRange(min=1),
+    show_default=str(MAX_TOKENS),
+    help="Tokens of an answer at most.",
 )
 @click.option(
     "--stop", multiple=True, metavar="TEXT",
@@ -65,7 +68,9 @@ from mesp.evaluation.report import check_writable, table, write
     help="A folder with tasks of your own, in YAML, whose `!function` runs Python of that folder: "
     "name none that you do not trust.",
 )  # fmt: skip
-@click.option("--num-fewshot", type=click.IntRange(min=0), help="Examples before each of a task.")
+@click.option(
+    "--num-fewshot", type=click.IntRange(min=0), help="Examples before each question of a task."
+)
 @click.option("--out", type=click.Path(path_type=Path), help="Write all figures there, as JSON.")
 def main(
     bundle: Path, data: str | None, tasks: tuple[str, ...], include_path: Path | None,

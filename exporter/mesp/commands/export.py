@@ -90,12 +90,12 @@ OPTIONS_OF_FROM = [
 )  # fmt: skip
 @click.option(
     "--quantize", type=click.Choice(QUANTIZERS), default="least-squares",
-    help="How weights become codes: so that what the matrices give changes least, or each the "
-    "nearest, as MLX does. Modes other than affine are always nearest.",
+    help="How weights become codes: with the least change of the matrices' outputs, or each the "
+    "nearest, as in MLX. Modes other than affine are always nearest.",
 )  # fmt: skip
 @click.option(
     "--calibrate", metavar="FILE|DIR|NAME", show_default="random tokens",
-    help="Text on which what the matrices give is to change least.",
+    help="Text on which the matrices' outputs should change least.",
 )  # fmt: skip
 @click.option(
     "--measure", is_flag=False, flag_value="python-docs", metavar="[FILE|DIR|NAME]",
@@ -117,7 +117,7 @@ OPTIONS_OF_FROM = [
 )  # fmt: skip
 @click.option("--random-weights", is_flag=True, help="The model's geometry with random weights.")
 @click.option("--layers", type=click.IntRange(min=1), help="Keep only the first N blocks.")
-@click.option("--seed", type=click.IntRange(min=0), default=0, help="Of --random-weights.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, help="Seed of --random-weights.")
 @click.option("--overwrite", is_flag=True, help="Replace --out where it is a bundle.")
 @click.option(
     "--upload", metavar="OWNER/NAME",

@@ -130,32 +130,32 @@ class TrainSettings(Settings):
         int, MISSING, "Updates of the adapters.", least=1, federated=True, may_change=True
     )
     method: str = setting(
-        str, "mesp", "How gradients are found.", choices=METHODS, federated=True
+        str, "mesp", "The method that computes gradients.", choices=METHODS, federated=True
     )  # fmt: skip
     seq_len: int | None = setting(
         int, None, "Tokens a sequence.", least=1, federated=True,
         default_text="256 or the bundle's longest",
     )  # fmt: skip
     batch_size: int = setting(
-        int, 1, "Sequences a gradient is made of.", least=1, federated=True
+        int, 1, "Sequences of a gradient.", least=1, federated=True
     )  # fmt: skip
     grad_accumulation_steps: int = setting(
-        int, 1, "Batches whose mean gradient makes an update.", least=1, federated=True
+        int, 1, "Batches whose mean gradient is an update.", least=1, federated=True
     )
     seed: int = setting(
-        int, 0, "Of the adapters' start and the data's order.", least=0, most=2**31 - 1,
+        int, 0, "Seed of the initial adapters and the order of the data.", least=0, most=2**31 - 1,
         federated=True,
     )  # fmt: skip
     rank: int | None = setting(
         int, None, "LoRA rank.", least=1, federated=True, default_text="the bundle's first"
     )
     alpha: float = setting(
-        float, 16.0, "The adapters count alpha / rank.", above=0, federated=True
+        float, 16.0, "Scale the adapters by alpha / rank.", above=0, federated=True
     )  # fmt: skip
-    rslora: bool = setting(bool, False, "The adapters count alpha / √rank.", federated=True)
+    rslora: bool = setting(bool, False, "Scale the adapters by alpha / √rank.", federated=True)
     projections: list[str] | None = setting(  # noqa: RUF009, as the others, a field
         list, None,
-        "Which have adapters that are trained, as in q,v or, where q, k and v are one, qkv.",
+        "Linear layers to train, as in q,v or, where q, k and v are one, qkv.",
         choices=TRAINABLE, federated=True, default_text="all",
     )  # fmt: skip
     num_layers: int | None = setting(
@@ -163,31 +163,30 @@ class TrainSettings(Settings):
     )
     lora_dtype: str = setting(
         str, "float32",
-        "Of the adapters in training; bfloat16 takes half the memory and rounds at random.",
+        "Type of the adapters; bfloat16 takes half the memory and rounds stochastically.",
         choices=("float32", "bfloat16"), federated=True,
     )  # fmt: skip
     freeze_a: bool = setting(
         bool,
         False,
-        "Train each B only, and leave A as it is (FFA-LoRA).",
+        "Train each B only, and freeze A (FFA-LoRA).",
         federated=True,
         can_be_refused=True,
     )
     adapters: str | None = setting(
-        Path, None, "Start from the adapters in this folder, of mlx-lm's or PEFT's form."
+        Path, None, "Start from the adapters in this folder, in mlx-lm's or PEFT's format."
     )
     objective: str | None = setting(
         str, None,
-        "Train on preference data: on pairs with dpo, ipo, simpo or orpo, "
-        "from single ones with kto.",
+        "Objective on preference data: dpo, ipo, simpo or orpo on pairs, kto on single answers.",
         choices=OBJECTIVES,
     )  # fmt: skip
     beta: float | None = setting(
-        float, None, "What an objective scales rewards by; of ipo τ.", above=0,
+        float, None, "β, the scale of an objective's rewards, or ipo's τ.", above=0,
         only_with=("objective", OBJECTIVES), default_text="0.1",
     )  # fmt: skip
     gamma: float | None = setting(
-        float, None, "The margin that simpo wants.", least=0,
+        float, None, "γ, simpo's margin.", least=0,
         only_with=("objective", ("simpo",)), default_text="0.5",
     )  # fmt: skip
     desirable_weight: float | None = setting(
@@ -248,7 +247,7 @@ class TrainSettings(Settings):
     )
     weight_decay: float = setting(float, 0.0, "Weight decay.", least=0, federated=True)
     schedule: str = setting(
-        str, "constant", "How the learning rate falls to zero after the warm-up.",
+        str, "constant", "Decay of the learning rate to zero after the warm-up.",
         choices=("constant", "linear", "cosine"), federated=True,
     )  # fmt: skip
     warmup: int = setting(
@@ -281,13 +280,13 @@ class TrainSettings(Settings):
         float, 1e-5, "δ at which ε is reported; well below 1 / examples.", above=0, below=1,
         may_change=True,
     )  # fmt: skip
-    val_batches: int = setting(int, 25, "Held-out sequences an evaluation takes.", least=0)
+    val_batches: int = setting(int, 25, "Held-out sequences of an evaluation.", least=0)
     eval_every: int = setting(
         int, 0, "Steps between evaluations, of which the best is kept; 0: before and after.",
         least=0,
     )  # fmt: skip
     early_stopping: int = setting(
-        int, 0, "End after so many evaluations without a better one; 0: never.", least=0
+        int, 0, "End after this many evaluations without a better one; 0: never.", least=0
     )
     test: bool = setting(bool, False, "Evaluate on the test data at the end.")
     save_every: int = setting(

@@ -24,7 +24,7 @@ package final class PauseGate: @unchecked Sendable {
         }
     }
 
-    /// As it was told last, for the thread to know.
+    /// The last known value, for the thread.
     package var battery: Battery? {
         get { condition.withLock { lastBattery } }
         set { condition.withLock { lastBattery = newValue } }
@@ -74,7 +74,7 @@ package final class PauseGate: @unchecked Sendable {
         }
     }
 
-    /// Whoever stops a run wants no pause, but a step whose updates have begun continues to its end, which it can't in the background.
+    /// A stopped run does not pause, but a step whose updates have begun has to finish, which is impossible in the background.
     private var reason: PauseReason? {
         let counted = stopped ? reasons.intersection([.away]) : reasons
         return PauseReason.allCases.first { counted.contains($0) }

@@ -7,13 +7,13 @@ public enum Run {
     /// The version of the trainer, that of the Python package.
     public static let version = "0.1.0"
 
-    /// Trains as `settings` say: evaluates, steps, saves, and appends each record to the log.
+    /// Trains with `settings`: evaluates, steps, saves, and appends each record to the log.
     ///
     /// - Parameters:
     ///   - settings: the bundle, the output folder, and everything the run depends on.
     ///   - report: gets each record and its line in the log.
-    ///   - atBlock: called at every block boundary with a function that appends an event to the log. It may wait, and the half-done
-    ///     step with it. After `CancellationError` the step is dropped, or finished where its updates have begun, the adapters are
+    ///   - atBlock: called at every block boundary with a function that appends an event to the log. It may wait, in the
+    ///     middle of a step. After `CancellationError` the step is dropped, or finished if its updates have begun, the adapters are
     ///     saved, and the run ends as `stopped`.
     ///   - besideBytes: the process's footprint without the run, as an app's own; the memory limit is for what comes on top.
     ///   - memoryIsShort: asked before each step whether the system has warned since; the run then continues with a cheaper plan.
@@ -72,6 +72,6 @@ struct RunHooks {
     var memoryIsShort: () -> Bool = { false }
     var reward: (([AnswerGroup]) throws -> [[Float]])?
     var battery: () -> Battery? = { nil }
-    /// The clock that times saves: one that nobody sets, unlike the time of day.
+    /// The clock that times saves; unlike the time of day it is never set.
     var now: () -> ContinuousClock.Instant = { .now }
 }

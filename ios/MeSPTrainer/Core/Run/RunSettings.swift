@@ -4,7 +4,7 @@ import MeSPFiles
 
 /// Everything that a run depends on: the app's form and `mesp-engine`'s settings file.
 ///
-/// Settings that are not given are the paper's, with which a model learns slowly: ``useDefaultUpdate(for:)`` takes what `mesp-train` does.
+/// The defaults are the paper's, with which a model learns slowly; ``useDefaultUpdate(for:)`` sets those of `mesp-train`.
 public struct RunSettings: Codable, Sendable, Equatable {
     /// The bundle's folder.
     public var bundle: String
@@ -24,12 +24,12 @@ public struct RunSettings: Codable, Sendable, Equatable {
     public var alpha: Float = 16
     /// Scales the adapters' output by α / √rank instead of α / rank (rank-stabilized LoRA).
     public var rslora = false
-    /// How the parameters are kept; bfloat16 with stochastic rounding of the updates.
+    /// The type of the parameters; bfloat16 has stochastic rounding of the updates.
     public var loraDtype: LoRADtype = .float32
-    /// The linear layers that are trained, by short names: `q`, `k`, `v`, `o`, `gate`, `up`, `down`, or where the model computes several
+    /// The trained linear layers, by short names: `q`, `k`, `v`, `o`, `gate`, `up`, `down`, or where the model computes several
     /// in one, `qkv`, `gate_up`; nil for all.
     public var projections: [String]?
-    /// Only the last so many blocks are trained; nil for all.
+    /// The number of blocks that are trained, the model's last; nil for all.
     public var numLayers: Int?
     /// Trains B alone, and leaves each A as it is (FFA-LoRA, arXiv:2403.12313).
     public var freezeA = false
@@ -38,9 +38,9 @@ public struct RunSettings: Codable, Sendable, Equatable {
 
     /// The objective on preference data; nil for the mean loss of the counted targets.
     public var objective: Objective?
-    /// β of an objective, what its rewards are scaled by, or IPO's τ; nil for 0.1.
+    /// β, the scale of an objective's rewards, or IPO's τ; nil for 0.1.
     public var beta: Float?
-    /// γ of SimPO, the margin that it wants; nil for 0.5.
+    /// γ, SimPO's margin; nil for 0.5.
     public var gamma: Float?
     /// The weights of good and bad answers in KTO; nil for 1.
     public var desirableWeight: Float?
@@ -58,25 +58,25 @@ public struct RunSettings: Codable, Sendable, Equatable {
     public var optimizer: OptimizerKind = .sgd
     public var learningRate: Float = 1e-4
     public var schedule: Schedule = .constant
-    /// Steps over which the rate rises from 0.
+    /// The steps over which the learning rate rises from 0.
     public var warmup: Int = 0
-    /// μ of SGD.
+    /// μ, the momentum of SGD.
     public var momentum: Float = 0
     /// β₁, β₂ and ε of AdamW.
     public var beta1: Float = 0.9
     public var beta2: Float = 0.999
     public var epsilon: Float = 1e-8
-    /// λ
+    /// λ, the weight decay.
     public var weightDecay: Float = 0
-    /// μ of FedProx (arXiv:1812.06127): μ (w − w₀) is added to the gradient, w₀ the adapters that the run starts from; nil for none.
+    /// μ of FedProx (arXiv:1812.06127): μ (w − w₀) is added to the gradient, where w₀ are the run's initial adapters; nil for none.
     public var proximalMu: Float?
-    /// The largest norm of the whole gradient; a larger one is scaled down. nil for no limit.
+    /// The norm that the whole gradient is clipped to; nil for no limit.
     public var maxGradNorm: Float?
     /// DP-SGD (arXiv:1607.00133): the norm that each example's gradient is clipped to; nil for no differential privacy.
     public var dpClip: Float?
     /// The standard deviation of the noise on the sum of clipped gradients, as a multiple of `dpClip`.
     public var dpNoise: Float?
-    /// Sequences of a batch; its loss is the mean over all their tokens. With `dpClip` how many examples a step has in the mean.
+    /// Sequences of a batch; its loss is the mean over all their tokens. With `dpClip` the mean number of examples of a step.
     public var batchSize: Int = 1
     /// Batches of a step; its gradient is the mean of theirs.
     public var gradAccumulationSteps: Int = 1
@@ -91,12 +91,12 @@ public struct RunSettings: Codable, Sendable, Equatable {
     public var evalEvery: Int = 0
     /// Evaluations without a lower held-out loss after which the run ends; 0 for never.
     public var earlyStopping: Int = 0
-    /// Evaluate the test split at the end.
+    /// Whether to evaluate the test split at the end.
     public var test = false
     /// Steps between saves of the adapters and of the state to resume from, which are also saved a minute after the start and then every
     /// three; 0 for one at the end only.
     public var saveEvery: Int = 100
-    /// Go on from the state that the output folder holds.
+    /// Whether to resume from the state in the output folder.
     public var resume = false
     /// The peak footprint to stay below, in megabytes (10⁶ bytes); nil for the default plan.
     public var memoryLimitMb: Double?
@@ -104,7 +104,7 @@ public struct RunSettings: Codable, Sendable, Equatable {
     public var offload: Offload?
     /// How the sequences of a step go through the model; nil leaves it to the planner.
     public var order: Order?
-    /// Report the plan and end.
+    /// Whether to report the plan and end.
     public var dryRun = false
 
     static let mostSteps = 1_000_000
@@ -145,7 +145,7 @@ public struct RunSettings: Codable, Sendable, Equatable {
     /// The factor of the adapters' output.
     var scale: Float { alpha / (rslora ? Float(rank).squareRoot() : Float(rank)) }
 
-    /// Throws where a projection is not in the model, or in no block that is trained.
+    /// Throws if a projection is in no trained block.
     func checkProjections(of architecture: Architecture) throws {
         let names = architecture.modules.map(\.shortName)
         if let name = projections?.first(where: { !names.contains($0) }) {
@@ -162,7 +162,7 @@ public struct RunSettings: Codable, Sendable, Equatable {
     /// Sequences of a step, or pairs or answers of an objective.
     var sequences: Int { batchSize * gradAccumulationSteps * (groupSize ?? 1) }
 
-    /// Whether the adapters that a run starts from stay: answers are compared with the model that has them, or the run is held near them.
+    /// Whether the initial adapters are kept: as the reference model's, or for FedProx.
     var keepsStart: Bool { adapters != nil && (objective?.hasReference == true || proximalMu != nil) }
 
     public init(bundle: String, output: String) {
@@ -172,13 +172,13 @@ public struct RunSettings: Codable, Sendable, Equatable {
 
     // MARK: - Defaults that learn: `mesp/engine/settings.py` has the same, `docs/decisions.md` says why.
 
-    /// Takes the optimizer and the learning rate that suit the method and the model: in some hundred steps they learn.
+    /// Sets the default optimizer and learning rate for the method and the model, which learn in some hundred steps.
     public mutating func useDefaultUpdate(for architecture: Architecture) {
         optimizer = method == .mezo ? .sgd : .adamw8bit
         learningRate = defaultLearningRate(for: architecture)
     }
 
-    /// The learning rate that suits the method, the optimizer, the model and the objective.
+    /// The default learning rate for the method, the optimizer, the model and the objective.
     public func defaultLearningRate(for architecture: Architecture) -> Float {
         let rate: Float
         switch (method, optimizer) {
@@ -219,7 +219,7 @@ public struct RunSettings: Codable, Sendable, Equatable {
         return keys.merging(given) { $1 }
     }
 
-    /// A JSON object with the defaults of what its `settings` lack, so that what was written before a setting was there can be read.
+    /// A JSON object whose `settings` are completed with defaults, so that files of earlier versions can be read.
     static func completed(in json: Data) throws -> Data {
         guard var keys = try JSONSerialization.jsonObject(with: json) as? [String: Any],
             let settings = keys["settings"] as? [String: Any]
@@ -308,9 +308,9 @@ public struct RunSettings: Codable, Sendable, Equatable {
     }
 }
 
-/// How gradients are made.
+/// The method that computes gradients.
 public enum GradientMethod: String, Codable, Sendable, CaseIterable {
-    /// The structured backward pass, written out by hand.
+    /// The structured backward pass, written by hand.
     case mesp
     /// The same loop over blocks, with gradients from automatic differentiation.
     case mebp
