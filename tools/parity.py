@@ -107,7 +107,9 @@ TRAINERS = QUICK_TRAINERS | {
     type=click.Choice([task.name for task in (*TASKS, GSM8K)]),
     help="Only this task; may be repeated.  [default: all but gsm8k]",
 )
-@click.option("--gsm8k", default=GSM8K_DATA, help="Where that task's data are: there, or a folder.")
+@click.option(
+    "--gsm8k", default=GSM8K_DATA, help="Data of that task: a dataset on the Hub, or a folder."
+)
 @click.option(
     "--trainer",
     "only",

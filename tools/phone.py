@@ -34,7 +34,7 @@ class Phone(Protocol):
 
     def pull(self, source: str, destination: Path) -> None:
         """Copies the folder `source` of the app's container, whole, into the folder `destination`;
-        nothing where there is none."""
+        nothing if there is none."""
 
     def push(self, source: Path, folder: str) -> None:
         """Copies the folder `source` into `folder` of the app's container."""

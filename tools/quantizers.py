@@ -37,6 +37,7 @@ from mesp.commands.command import Command
 from mesp.commands.export import main as export
 from mesp.data.python_docs import python_docs
 from mesp.data.tokens import cut_text
+from mesp.evaluation.metrics import bootstrap, interval
 from mesp.models.architecture import Architecture
 from mesp.models.quantization import Quantization
 from mesp.models.weights import Weights
@@ -234,13 +235,11 @@ WAYS: dict[str, Way] = {
 }
 
 
-def interval(values: Iterable[np.ndarray]) -> tuple[float, float]:
+def mean_and_error(values: Iterable[np.ndarray]) -> tuple[float, float]:
     """The mean over all positions, and half of its 95% interval over sequences."""
     sums = np.array([each.sum() for each in values])
     counts = np.array([len(each) for each in values])
-    drawn = np.random.default_rng(0).integers(len(sums), size=(RESAMPLES, len(sums)))
-    means = sums[drawn].sum(axis=1) / counts[drawn].sum(axis=1)
-    low, high = np.quantile(means, [0.025, 0.975])
+    low, high = interval(bootstrap(sums, counts, RESAMPLES))
     return sums.sum() / counts.sum(), (high - low) / 2
 
 
@@ -286,8 +285,8 @@ def main(
         for name, way in chosen.items():
             quantized, size = way(study)
             loss = measure(source, quantized, scored, of_source)
-            kl, error = interval(np.split(loss.kl, len(scored)))
-            ratio, spread = interval(np.split(loss.model - loss.source, len(scored)))
+            kl, error = mean_and_error(np.split(loss.kl, len(scored)))
+            ratio, spread = mean_and_error(np.split(loss.model - loss.source, len(scored)))
             print(
                 f"| {name} | {size / 1e6:,.1f} | {8 * size / count:.2f} | {kl:.4f} ± {error:.4f} | "
                 f"{math.exp(ratio):.3f} ± {math.exp(ratio) * spread:.3f} |",

@@ -5,7 +5,7 @@
     print(mesp.generate(bundle, "Turn on the light", adapters=run.adapters))
     print(mesp.evaluate(bundle, "test.jsonl", adapters=run.adapters))
 
-Nothing is printed: what goes on is told to a `progress` function, and notes go to the logger
+Nothing is printed: progress is reported to a `progress` function, notes go to the logger
 ``mesp``. What cannot be done raises `MespError`, whose text is a sentence for a person.
 `mesp.reference` is a small copy of the method for teaching and for tests.
 """

@@ -45,7 +45,7 @@ def read_object(path: Path, size: int = SIZE) -> dict[str, Any]:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """The value of a JSON text. Raises ValueError where it is none, is nested more than `DEPTH`
+    """The value of a JSON text. Raises ValueError if it is not valid, is nested more than `DEPTH`
     deep, or has a string that no UTF-8 text can hold."""
     try:
         text = text.decode("utf-8-sig") if isinstance(text, bytes) else text
@@ -69,8 +69,8 @@ class _Loader(yaml.SafeLoader):
 
 
 def parse_yaml(text: bytes) -> Any:
-    """The value of a YAML text. Raises yaml.YAMLError or ValueError where it is none, refers to
-    its own parts, is nested more than `DEPTH` deep, or has a string that is no text."""
+    """The value of a YAML text. Raises yaml.YAMLError or ValueError if it is not valid, refers to
+    its own parts, is nested more than `DEPTH` deep, or has a string that is not text."""
     try:
         value = yaml.load(text, _Loader)
     except RecursionError as error:

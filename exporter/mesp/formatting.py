@@ -13,7 +13,7 @@ def printable(text: str) -> str:
 
 
 def decimal(value: float | None, digits: int = 2) -> str:
-    """A number for a table, a dash where there is none."""
+    """A number for a table, a dash if there is none."""
     return "-" if value is None else f"{value:,.{digits}f}"
 
 

@@ -19,7 +19,7 @@ Report = Callable[[Progress], None]
 
 
 class Task:
-    """A part of the work, reported as it goes on."""
+    """A part of the work, whose progress is reported."""
 
     def __init__(self, report: Report | None, name: str, total: int | None = None) -> None:
         self._report, self._name, self._total, self._done = report, name, total, 0

@@ -21,7 +21,7 @@ def load_tokenizer(
     text where they are not the tokenizer's own.
 
     Code in the folder is never run: a tokenizer is one of those that transformers has. Raises
-    MespError where there is none, and says what `without` it, or where it cannot be loaded.
+    MespError if there is none, and says what `without` it, or where it cannot be loaded.
     """
     if not (folder / "tokenizer_config.json").is_file():
         raise MespError(f"{folder} has no tokenizer, {without}.")

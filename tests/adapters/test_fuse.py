@@ -129,7 +129,7 @@ def test_gguf_adapters_are_as_llama_cpp_names_them(family, tmp_path):
     done = fuse(bundle, adapters, tmp_path / "fused", "--gguf", "--val-batches", 0)
     if (family_name := Bundle(bundle).architecture.model_type) not in TO_GGUF:
         assert done.returncode == 2
-        assert f"Adapters of {family_name} are not written for llama.cpp" in done.stderr
+        assert f"Adapters of {family_name} cannot be written for llama.cpp" in done.stderr
         return
     assert done.returncode == 0, done.stderr
     reader = gguf.GGUFReader(tmp_path / "fused" / "adapters.gguf")

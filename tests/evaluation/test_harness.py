@@ -205,7 +205,7 @@ def test_nothing_but_the_table_is_printed(bundle: Path, tasks: Path):
     repository."""
     line = command("evaluate", bundle, "--tasks", "local_generate_until", "--include-path", tasks)
     done = subprocess.run(line, capture_output=True, text=True, cwd=tasks)
-    note = f"Note: tasks in {tasks} may run Python code of theirs.\n"
+    note = f"Note: tasks in {tasks} may run their own Python code.\n"
     assert (done.returncode, done.stderr) == (0, note)
     assert [row.split()[:3] for row in done.stdout.splitlines()] == [
         ["task", "metric", "model"],

@@ -6,7 +6,8 @@ import re
 import numpy as np
 import pytest
 
-from mesp.evaluation.metrics import Metric, canonical_json, compare, exponential, extract, f1
+from mesp.answers import canonical_json, extract, f1
+from mesp.evaluation.metrics import Metric, compare, exponential
 
 
 def test_a_metric_is_weighted():

@@ -55,17 +55,17 @@ class Oracle:
     sequences: list[tuple[mx.array, mx.array]]
 
     @classmethod
-    def of(cls, path: Path) -> Oracle:
+    def of(cls, path: Path, seq_len: int = SEQ_LEN) -> Oracle:
         bundle = Bundle(path)
         tokens = bundle.tokens("train").astype(np.int64)
-        windows = range(0, len(tokens) - SEQ_LEN, SEQ_LEN)
-        bounds = [(start, SEQ_LEN + 1) for start in windows]
+        windows = range(0, len(tokens) - seq_len, seq_len)
+        bounds = [(start, seq_len + 1) for start in windows]
         if (examples := bundle.examples("train")) is not None:
             bounds = examples.tolist()
         mask = np.ones(len(tokens)) if bundle.mask("train") is None else bundle.mask("train")
         sequences = []
         for start, length in bounds:
-            stop = start + min(length, SEQ_LEN + 1)
+            stop = start + min(length, seq_len + 1)
             counted = 1 + np.flatnonzero(mask[start + 1 : stop])
             if counted.size:
                 sequences.append((mx.array(tokens[start:stop]), mx.array(counted)))
@@ -137,7 +137,9 @@ class Oracle:
 
 
 def saved(output: Path) -> Parameters:
-    return mx.load(str(output / "adapters" / "adapters.safetensors"))
+    adapters = mx.load(str(output / "adapters" / "adapters.safetensors"))
+    # mlx-lm names the text model of some families by where it is in a larger one.
+    return {name.removeprefix("language_model."): each for name, each in adapters.items()}
 
 
 def distance(a: Parameters, b: Parameters) -> float:

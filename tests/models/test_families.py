@@ -6,12 +6,12 @@ from pathlib import Path
 import mlx.core as mx
 import mlx_lm
 import pytest
-from mlx import nn
 from mlx_lm.generate import generate_step
 from mlx_lm.tuner.utils import load_adapters
 
 from helpers.commands import call, run
 from helpers.models import FAMILIES, TEXT, write_mixed_model, write_model
+from mesp.adapters.measure import held_out_loss
 from mesp.bundle.reader import Bundle
 from mesp.engine.process import generate
 
@@ -26,16 +26,6 @@ def write(family: str, folder: Path) -> Path:
         return write_mixed_model(folder, {**FAMILIES["qwen2"], "num_hidden_layers": 3})
     window = {"sliding_window": 64} if family in IGNORED_WINDOWS else {}
     return write_model(folder, FAMILIES[family] | window)
-
-
-def held_out_loss(model: nn.Module, tokens: mx.array) -> float:
-    """The mean over the windows that an evaluation takes."""
-    windows = [tokens[i * SEQ_LEN : (i + 1) * SEQ_LEN + 1] for i in range(VAL_BATCHES)]
-    losses = [
-        nn.losses.cross_entropy(model(window[None, :-1])[0], window[1:]).mean()
-        for window in windows
-    ]
-    return mx.mean(mx.stack(losses)).item()
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, "mixed"])
@@ -62,14 +52,14 @@ def test_what_is_trained_here_is_the_same_in_mlx_lm(family: str, tmp_path: Path)
         options = {"quant_predicate": lambda path, module: True, "dtype": "float32"}
         mlx_lm.convert(str(source), str(quantized), quantize=True, **options)
     model, _ = mlx_lm.load(str(quantized))
-    tokens = mx.array(Bundle(bundle).tokens("valid")).astype(mx.int32)
+    held_out = (Bundle(bundle), SEQ_LEN, VAL_BATCHES)
     # In float32 the two differ in the order of sums alone.
-    assert held_out_loss(model, tokens) == pytest.approx(before, rel=1e-5)
+    assert held_out_loss(model, *held_out) == pytest.approx(before, rel=1e-5)
     load_adapters(model, str(output / "adapters"))
     model.eval()
-    assert held_out_loss(model, tokens) == pytest.approx(after, rel=1e-5)
+    assert held_out_loss(model, *held_out) == pytest.approx(after, rel=1e-5)
 
-    prompt = tokens[:SEQ_LEN].tolist()
+    prompt = Bundle(bundle).tokens("valid")[:SEQ_LEN].tolist()
     count = 200 if family in ("qwen3_5", "lfm2") else 20  # what a recurrent state loses adds up
     theirs = [int(token) for token, _ in generate_step(mx.array(prompt), model, max_tokens=count)]
     *ours, _ = generate(bundle, prompt, max_tokens=count, adapters=output / "adapters")
@@ -92,13 +82,13 @@ def test_a_fused_module_is_trained_alone(tmp_path: Path):
     model = Bundle(bundle).to_mlx_lm()
     load_adapters(model, str(adapters))
     model.eval()
-    tokens = mx.array(Bundle(bundle).tokens("valid")).astype(mx.int32)
+    held_out = (model, Bundle(bundle), SEQ_LEN, VAL_BATCHES)
     # A run that starts from them begins where the first one ended.
     options += ("--adapters", adapters, "--val-batches", VAL_BATCHES)
     call("train", bundle, "--out", tmp_path / "second", *options)
     lines = (tmp_path / "second" / "metrics.jsonl").read_text().splitlines()
     start = next(r["loss"] for r in map(json.loads, lines) if r["type"] == "eval")
-    assert held_out_loss(model, tokens) == pytest.approx(start, rel=1e-5)
+    assert held_out_loss(*held_out) == pytest.approx(start, rel=1e-5)
 
     done = run("train", bundle, "--out", tmp_path / "third", "--steps", 1, "--projections", "q")
     assert done.returncode == 2

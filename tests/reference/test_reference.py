@@ -407,6 +407,39 @@ def test_model(T, rank, group_size, config):
         assert_same_gradient(actual, flat_gradient(layer_grads, block), block, T)
 
 
+@pytest.mark.parametrize(
+    "block_gradient", [reference.mesp_block_gradient, reference.mebp_block_gradient]
+)
+@pytest.mark.parametrize("config", [SMALL, *FAMILIES.values()], ids=["small", *FAMILIES])
+def test_packed_records_train_as_a_batch(config, block_gradient):
+    """Records that share a sequence have the loss and the gradients of one sequence each."""
+    arch = Architecture.from_config(config)
+    model, lora = reference_model(quantized(config), arch), random_lora(arch, 4)
+    lengths = [9, 2, 70, 12]  # in tokens; longer than a window and than a chunk
+    starts = [0, *itertools.accumulate(lengths[:-1])]
+    window = mx.random.randint(0, arch.vocab_size, (sum(lengths),))
+    ends = [start + length for start, length in zip(starts, lengths, strict=True)]
+    records = [window[start:end] for start, end in zip(starts, ends, strict=True)]
+    targets = sum(lengths) - len(lengths)
+
+    weights = mx.array([float(i not in starts) / targets for i in range(1, window.size)])
+    packed = reference.gradients(model, lora, window, SCALE, block_gradient, weights, starts)
+    batch = [
+        reference.gradients(
+            model, lora, each, SCALE, block_gradient, mx.full(each.size - 1, 1 / targets)
+        )
+        for each in records
+    ]
+    assert relative_error(packed.loss, sum(each.loss for each in batch)) <= 1e-6
+    assert packed.loss == reference.loss(model, lora, window, SCALE, weights, starts)
+    for i, block in enumerate(arch.blocks):
+        actual = reference.unpack_lora(packed.lora[i], block)
+        expected = reference.unpack_lora(sum(each.lora[i] for each in batch), block)
+        for name in block.modules:
+            for a, b in zip(actual[name], expected[name], strict=True):
+                assert relative_error(a, b) <= 1e-6, name
+
+
 @pytest.mark.parametrize("config", [SMALL, FAMILIES["gemma2"], FAMILIES["phi3"]])
 def test_gradients_by_activations(config):
     """`x` and `dx` of `gradients`: the loss as a function of any block's input, differentiated."""
@@ -778,6 +811,16 @@ def test_a_code_is_the_nearest_and_of_two_the_lower(signed):
 
 
 # Windows.
+
+
+def test_pack():
+    assert reference.pack([3, 4, 2, 6, 3, 9, 1], 8) == [[0, 1, 2], [3, 4], [5], [6]]
+    lengths = np.random.default_rng(0).integers(40, 121, 1000).tolist()
+    packed = reference.pack(lengths, 512)
+    assert sorted(itertools.chain(*packed)) == list(range(1000))
+    filled = [sum(lengths[record] for record in each) for each in packed]
+    assert max(filled) <= 513
+    assert sum(filled) / len(filled) > 0.95 * 512
 
 
 @pytest.mark.parametrize("windows", [1, 2, 3, 4, 26, 100, 1000, 1001])

@@ -73,6 +73,7 @@ def test_every_way_to_train_is_measured(model: Path, tmp_path: Path):
             assert figures == sorted(set(figures))  # the more is on disk, the less in memory
     assert all(rows[name]["written_bytes"] == 0 for name in of_engine if "memory" in name)
     assert rows["mebp in memory"]["time_to_mebp"] == rows["mesp in memory"]["peak_to_mesp"] == 1
+    assert rows["mebp in memory"]["peak_to_mebp"] == 1
     assert paper["paper_bytes"] is None
 
     header, _, *lines = [line for line in done.stdout.splitlines() if line.startswith("|")]

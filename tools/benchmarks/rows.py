@@ -47,12 +47,13 @@ PLANNED = ("offload", "kept_blocks", "tile_bytes", "mapped_bytes", "predicted_pe
 RATIOS = {
     "peak_to_paper": ("footprint_peak_bytes", "paper"),
     "peak_to_mesp": ("footprint_peak_bytes", "mesp"),
+    "peak_to_mebp": ("footprint_peak_bytes", "mebp"),
     "time_to_mebp": ("seconds", "mebp"),
 }
 
 
 def new_row(cell: Cell, variant: Variant) -> Row:
-    """A row without a measurement; None where there is no such figure."""
+    """A row without a measurement; None if there is no such figure."""
     peak, goal = paper.peak_and_goal(cell)
     return {
         **cell.row(),

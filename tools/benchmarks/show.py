@@ -14,7 +14,7 @@ from benchmarks.cells import Row
 from benchmarks.columns import AVERAGED, COLUMNS, SIZE, averages, grouped, texts
 from benchmarks.tables import Kind
 
-TABLE_WIDTH = 250  # columns, where there is no terminal
+TABLE_WIDTH = 250  # columns, if there is no terminal
 
 
 def present(rows: list[Row], kind: Kind) -> None:

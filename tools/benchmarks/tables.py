@@ -324,7 +324,7 @@ KINDS = {
         gpu_rows,
         None,
         ("ledger peak MB", "modelled s"),
-        """Nothing was run: a step of MeSP with SGD, the second, as it would go on a phone's GPU.
+        """Nothing was run: a step of MeSP with SGD, the second, as it would run on a phone's GPU.
 Counted: evals (round trips), kernels, TFLOP (of matrix products and attention), the ledger's peak,
 of MLX's arrays and its cache, without the process and the mapped weights, and the new buffers,
 which the system makes and fills with zeros. The predicted peak is the planner's of the same.

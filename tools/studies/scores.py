@@ -17,6 +17,7 @@ from mesp.adapters.load import apply_adapters, read_adapters
 from mesp.adapters.measure import sequences
 from mesp.bundle.reader import Bundle
 from mesp.data.python_docs import python_docs
+from mesp.evaluation.metrics import bootstrap, interval
 from mesp.text import bundle_tokenizer
 from studies.tasks import TEXT, Task
 from tasks.gsm8k import final_number
@@ -126,6 +127,5 @@ def paired(
     else:
         above = sum(a.exact - b.exact for a, b in zip(ours, theirs, strict=True))
         below = np.full(len(ours[0].exact), float(len(ours)))
-    draws = np.random.default_rng(seed).integers(len(above), size=(RESAMPLES, len(above)))
-    low, high = np.percentile(above[draws].sum(1) / below[draws].sum(1), [2.5, 97.5])
-    return Difference(above.sum() / below.sum(), low, high)
+    drawn = bootstrap(above, below, RESAMPLES, seed)
+    return Difference(above.sum() / below.sum(), *interval(drawn))

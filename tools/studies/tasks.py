@@ -25,7 +25,7 @@ SCALE = ALPHA / RANK
 class Task:
     """A task: trained on sequences of `seq_len` tokens, `batch_size` a step, for `steps`, at
     AdamW's `rate`; of `held_out` sequences the loss is taken, and how many answers are right: to
-    the `letter`, by their final `number`, or, where there are none, neither."""
+    the `letter`, by their final `number`, or, if there are none, neither."""
 
     name: str
     seq_len: int

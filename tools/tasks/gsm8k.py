@@ -9,6 +9,6 @@ NUMBER = re.compile(r"####\s*(-?)\$?\s*(\d[\d,]*(?:\.\d+)?)")
 
 def final_number(text: str) -> str | None:
     """The text after the first `####`, without the commas between thousands; None where there is
-    no number. What a model goes on to say does not count."""
+    no number. Further text of the model does not count."""
     found = NUMBER.search(text)
     return None if found is None else "".join(found.groups()).replace(",", "")

@@ -27,7 +27,7 @@ def write_gguf(path: Path, adapters: Adapters, arch: Architecture) -> None:
     `….lora_b` [out, rank]; alpha.
 
     Names, order of rows and keys are those of llama.cpp's convert_lora_to_gguf.py. Raises MespError
-    where the gguf package is missing, or the architecture is none of llama.cpp's.
+    where the gguf package is missing, or the architecture is not one of llama.cpp's.
     """
     gguf = _package()
     rank = next(iter(adapters.matrices.values()))[0].shape[1]
@@ -113,7 +113,7 @@ def _names(arch: Architecture):
 
     if arch.model_type not in ARCHITECTURES:
         raise MespError(
-            f"Adapters of {arch.model_type} are not written for llama.cpp; leave out --gguf."
+            f"Adapters of {arch.model_type} cannot be written for llama.cpp; leave out --gguf."
         )
     return Names(arch)
 

@@ -35,7 +35,7 @@ class Adapters:
 def read_adapters(folder: Path, arch: Architecture) -> Adapters:
     """Reads `adapters.safetensors` and `adapter_config.json` of `folder`.
 
-    Raises MespError where they are none, or not of the architecture: matrices of its modules, of
+    Raises MespError if they are not valid, or not of the architecture: matrices of its modules, of
     one rank that is at most its width, and finite. Nothing is read of a file before its header was
     found to describe it.
     """

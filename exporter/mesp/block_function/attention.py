@@ -68,7 +68,7 @@ def mix_by_attention(
 
 
 def soft_cap(scores: mx.array, cap: float | None) -> mx.array:
-    """cap · tanh(scores / cap); the scores where there is no cap."""
+    """cap · tanh(scores / cap); the scores if there is no cap."""
     return scores if cap is None else cap * mx.tanh(scores / cap)
 
 

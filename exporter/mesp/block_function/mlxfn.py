@@ -243,7 +243,7 @@ class _Reader:
 def functions(file: bytes) -> list[Function]:
     """The functions in a file, whose primitives may be any with a state in `STATES`.
 
-    Raises MespError where the file's layout is not known, ValueError where it is none,
+    Raises MespError where the file's layout is not known, ValueError if it is not valid,
     KeyError where it has a primitive that `STATES` lacks.
     """
     reader = _Reader(file)

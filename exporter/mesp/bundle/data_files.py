@@ -88,7 +88,7 @@ def _remove_unused(bundle: Path) -> str:
 
 
 def describe_data(data: Mapping[str, DataSplit]) -> str:
-    """The manifest's ``data`` in words; empty where there is none."""
+    """The manifest's ``data`` in words; empty if there is none."""
 
     def describe(name: str, split: DataSplit) -> str:
         if split.count is None:

@@ -71,7 +71,7 @@ class Job:
         return self.weights.describe(self.options.dtype)
 
     def sequences_to_measure(self, data: str) -> list[list[int]]:
-        """Some sequences of a text. Raises MespError where there is no tokenizer, or no text."""
+        """Some sequences of a text. Raises MespError if there is no tokenizer, or no text."""
         if isinstance(self.weights, RandomWeights):
             raise MespError("Random weights predict nothing; leave out --measure.")
         assert self.source.folder is not None
@@ -151,7 +151,7 @@ def prepare(
         if arch.model_type in ("gemma3", "gemma3_text") and weights.is_quantized("lm_head"):
             arch = replace(arch, tie_word_embeddings=False)  # a copy that older mlx-lm made
     if data is None and data_options not in (None, DataOptions()):
-        raise MespError("The options of how data is taken need --data; name it too.")
+        raise MespError("The options for data need --data; name it too.")
     if data is None and model == "demo" and not random_weights:
         data = "python-docs"
     options = ExportOptions(
@@ -218,7 +218,7 @@ def export(
         layers: Only so many of the first blocks.
         seed: Of random weights.
         overwrite: Replace a bundle that is there.
-        progress: Is called as the export goes on.
+        progress: Called with the progress of the export.
 
     Raises:
         MespError: The model, the data, an argument or the disk does not allow it. Nothing is left
@@ -245,7 +245,7 @@ def rewrite(
     overwrite: bool = False,
     progress: Report | None = None,
 ) -> Bundle:
-    """Writes a bundle anew with other functions and the same weights and data, and returns it.
+    """Writes a bundle again with other functions and the same weights and data, and returns it.
 
     What is not given is the bundle's; `out` may be the bundle itself, with `overwrite`. Raises
     MespError where the bundle, its data or the disk do not allow it; `bundle` is whole then.
@@ -292,4 +292,4 @@ def _check_calibrate(quantizations: Quantizations, quantize: str, random_weights
     }
     for option, given in reasons.items():
         if given:
-            raise MespError(f"{option} makes no use of --calibrate; leave out one of them.")
+            raise MespError(f"{option} does not use --calibrate; leave out one of them.")

@@ -58,7 +58,7 @@ def write_functions(
 def write_layouts(bundle: Path, functions: Iterable[str], folder: Path) -> None:
     """Writes a bundle's functions, which are in the first layout, in the others too, to `folder`.
 
-    Raises MespError where a file is none of functions.
+    Raises MespError where a file is not a file of functions.
     """
     for name in functions:
         file = read_bytes(bundle / name, FUNCTIONS)

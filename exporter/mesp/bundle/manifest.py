@@ -194,7 +194,7 @@ class Manifest:
     @classmethod
     def of(cls, entries: dict[str, Any]) -> Manifest:
         """The manifest of a JSON object. Raises ValueError, TypeError, KeyError or ArithmeticError
-        where it is none."""
+        if it is not valid."""
         data, layouts = entries.get("data") or {}, entries.get("layouts", {})
         model = entries.get("model")
         if not (

@@ -337,7 +337,7 @@ class Bundle:
 def load(path: str | os.PathLike[str], to_run: bool = True) -> Bundle:
     """Opens the bundle in a folder; its contents are checked by `Bundle.verify`.
 
-    Raises MespError where it is none, or damaged, or, unless it is not `to_run`, where it was
+    Raises MespError if it is not valid, or damaged, or, unless it is not `to_run`, where it was
     no functions for this MLX are in it, or they are for a GPU that is not there.
     """
     return Bundle(path, to_run)

@@ -1,4 +1,4 @@
-"""Writes a bundle anew from one that there is, with the same weights and data."""
+"""Writes a bundle again from one that there is, with the same weights and data."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def rewrite_bundle(
 ) -> Manifest:
     """Writes the bundle `options.out`, which may be `source`, and returns its manifest.
 
-    Functions are traced anew, unless nothing is asked for but the layouts that the bundle lacks.
-    Weights are written anew where the dtype changes, and
+    Functions are traced again, unless nothing is asked for but the layouts that the bundle lacks.
+    Weights are written again where the dtype changes, and
     configurations without the code that they name; other files are links to the same content, or
     copies where there can be none. Raises MespError where
     the bundle, its data or the disk do not allow it; nothing is left then, and `source` is whole.

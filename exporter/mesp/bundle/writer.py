@@ -109,7 +109,7 @@ def check_disk(out: Path, folder: Path, size: int) -> None:
 def tokenize(
     source: Source, weights: Weights, arch: Architecture, options: ExportOptions
 ) -> dict[str, Split]:
-    """The tokenized data by split; empty where there is none."""
+    """The tokenized data by split; empty if there is none."""
     longest = max(options.seq_lens)
     if options.data is None:
         if isinstance(weights, RandomWeights):

@@ -13,7 +13,7 @@ from mesp.engine.process import records
 from mesp.errors import EngineError
 from mesp.formatting import printable
 
-# The engine's checks of exactness. What it measures of a machine is tools/check_gpu.py's.
+# The engine's checks of exactness. tools/check_gpu.py measures the machine.
 CHECKS = ("block.outputs", "gradients.cpu", "gradients.mebp", "repeats", "resume")
 
 

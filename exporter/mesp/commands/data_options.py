@@ -1,4 +1,4 @@
-"""The options of how data is taken."""
+"""The options for data."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def given_data_options(context: click.Context) -> list[str]:
 
 
 def data_options(function: Callable[..., None]) -> Callable[..., None]:
-    """Adds the options of how data is taken to a command, which gets them as `data_options`."""
+    """Adds the options for data to a command, which gets them as `data_options`."""
 
     @click.option(
         "--pack/--no-pack", default=None, show_default="--pack for text, --no-pack otherwise",
@@ -37,7 +37,7 @@ def data_options(function: Callable[..., None]) -> Callable[..., None]:
     )  # fmt: skip
     @click.option(
         "--loss-on", type=click.Choice(LOSS_ON), show_default="answers; of text all",
-        help="What of a conversation is in the loss: each answer, the last message, or all.",
+        help="The part of a conversation in the loss: each answer, the last message, or all.",
     )  # fmt: skip
     @click.option("--mask-prompt", is_flag=True, help="mlx-lm's name for --loss-on last.")
     @click.option(
@@ -46,16 +46,16 @@ def data_options(function: Callable[..., None]) -> Callable[..., None]:
     )  # fmt: skip
     @click.option(
         "--long", type=click.Choice(["cut", "split"]), default="cut",
-        help="What becomes of a record longer than the longest sequence, where none are packed.",
+        help="Cut or split records longer than the longest sequence, unless they are packed.",
     )  # fmt: skip
     @several(
         "--columns", metavar="KEY=COLUMN,...", then=pairs(KEYS),
         comma=rf",(?=\s*(?:{'|'.join(KEYS)})=)",
-        help="The columns of the data that are a record's prompt, completion, …",
+        help="The columns with a record's prompt, completion, …",
     )  # fmt: skip
     @several(
         "--splits", metavar="SPLIT=NAME,...", then=pairs(SPLITS),
-        help="The parts of a dataset that are train, valid and test, as in train=train[:1000].",
+        help="The parts of a dataset for train, valid and test, as in train=train[:1000].",
     )  # fmt: skip
     @click.option("--subset", metavar="NAME", help="A dataset's configuration.")
     @functools.wraps(function)

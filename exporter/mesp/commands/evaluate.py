@@ -21,7 +21,7 @@ from mesp.evaluation.report import check_writable, table, write
 @click.argument("data", required=False)
 @click.option(
     "--adapters", multiple=True, type=click.Path(path_type=Path), metavar="FOLDER",
-    help="Adapters of mesp-train, mlx-lm or PEFT to compare with the base model; again for others.",
+    help="Adapters of mesp-train, mlx-lm or PEFT to compare with the base model; repeatable.",
 )  # fmt: skip
 @click.option("--base/--no-base", default=True, help="Whether the base model is measured too.")
 @click.option(
@@ -38,11 +38,14 @@ from mesp.evaluation.report import check_writable, table, write
     help="Put prompts into the chat template.",
 )  # fmt: skip
 @click.option(
-    "--max-tokens", type=click.IntRange(min=1), show_default=str(MAX_TOKENS), help="Of an answer."
+    "--max-tokens",
+    type=click.IntRange(min=1),
+    show_default=str(MAX_TOKENS),
+    help="Tokens of an answer at most.",
 )
 @click.option(
     "--stop", multiple=True, metavar="TEXT",
-    help="What ends an answer, and is no part; again for others.",
+    help="Text that ends an answer and is not part of it; repeatable.",
 )  # fmt: skip
 @click.option(
     "--extract", metavar="REGEX",
@@ -65,7 +68,9 @@ from mesp.evaluation.report import check_writable, table, write
     help="A folder with tasks of your own, in YAML, whose `!function` runs Python of that folder: "
     "name none that you do not trust.",
 )  # fmt: skip
-@click.option("--num-fewshot", type=click.IntRange(min=0), help="Examples before each of a task.")
+@click.option(
+    "--num-fewshot", type=click.IntRange(min=0), help="Examples before each question of a task."
+)
 @click.option("--out", type=click.Path(path_type=Path), help="Write all figures there, as JSON.")
 def main(
     bundle: Path, data: str | None, tasks: tuple[str, ...], include_path: Path | None,
@@ -84,7 +89,7 @@ def main(
         from mesp.evaluation import harness
 
         if include_path is not None:
-            click.echo(f"Note: tasks in {include_path} may run Python code of theirs.", err=True)
+            click.echo(f"Note: tasks in {include_path} may run their own Python code.", err=True)
         chosen = harness.Tasks(
             tasks, include_path, num_fewshot, options["limit"], bool(options["chat"])
         )

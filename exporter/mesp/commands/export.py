@@ -57,7 +57,7 @@ OPTIONS_OF_FROM = [
 )  # fmt: skip
 @click.option(
     "--from", "old", type=click.Path(path_type=Path), metavar="BUNDLE",
-    help="In place of --model: a bundle whose functions to write anew, with its weights and data.",
+    help="Instead of --model: a bundle to export again, with its weights and data.",
 )  # fmt: skip
 @click.option(
     "--out", type=click.Path(path_type=Path), metavar="DIR",
@@ -90,12 +90,12 @@ OPTIONS_OF_FROM = [
 )  # fmt: skip
 @click.option(
     "--quantize", type=click.Choice(QUANTIZERS), default="least-squares",
-    help="How weights become codes: so that what the matrices give changes least, or each the "
-    "nearest, as MLX does. Modes other than affine are always nearest.",
+    help="How weights become codes: with the least change of the matrices' outputs, or each the "
+    "nearest, as in MLX. Modes other than affine are always nearest.",
 )  # fmt: skip
 @click.option(
     "--calibrate", metavar="FILE|DIR|NAME", show_default="random tokens",
-    help="Text on which what the matrices give is to change least.",
+    help="Text on which the matrices' outputs should change least.",
 )  # fmt: skip
 @click.option(
     "--measure", is_flag=False, flag_value="python-docs", metavar="[FILE|DIR|NAME]",
@@ -117,7 +117,7 @@ OPTIONS_OF_FROM = [
 )  # fmt: skip
 @click.option("--random-weights", is_flag=True, help="The model's geometry with random weights.")
 @click.option("--layers", type=click.IntRange(min=1), help="Keep only the first N blocks.")
-@click.option("--seed", type=click.IntRange(min=0), default=0, help="Of --random-weights.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, help="Seed of --random-weights.")
 @click.option("--overwrite", is_flag=True, help="Replace --out where it is a bundle.")
 @click.option(
     "--upload", metavar="OWNER/NAME",
@@ -141,7 +141,7 @@ def main(
         tell(bundle.path, bundle.manifest, upload)
         return
     if model is None:
-        raise MespError("Name what to export with --model, or a bundle to write anew with --from.")
+        raise MespError("Name a model with --model, or a bundle to export again with --from.")
     job = prepare(
         model, out, data=data, data_options=data_options, overwrite=overwrite,
         seq_len=seq_lens or 256, rank=ranks or 8, bits=int(bits) if bits else None,

@@ -57,7 +57,7 @@ TRAINED = {
     show_default="runs/BUNDLE-federated-TIME", help="Folder of all rounds.",
 )  # fmt: skip
 @data_options
-@click.option("--resume", is_flag=True, help="Go on in --out after its last round.")
+@click.option("--resume", is_flag=True, help="Resume in --out after its last round.")
 @click.option(
     "--app", is_flag=True, help="Simulate nobody: write the Flower app for real machines."
 )

@@ -46,7 +46,7 @@ WIDTHS = {"4": 4, "6": 6, "8": 8, "bfloat16": BFLOAT16}
 )  # fmt: skip
 @click.option(
     "--val-batches", type=click.IntRange(min=0), default=8,
-    help="Held-out sequences to measure the loss on, before and after; 0 measures none.",
+    help="Held-out sequences to measure the loss on, before and after; 0 for none.",
 )  # fmt: skip
 def main(
     bundle: Path, adapters: Path, out: Path, bits: str, gguf: bool, gguf_base: Path | None,

@@ -19,10 +19,12 @@ from mesp.formatting import decimal, megabytes, printable
 @click.argument("bundle", type=click.Path(path_type=Path))
 @click.option(
     "--adapters", type=click.Path(path_type=Path), show_default="the base model",
-    help="Folder of adapters, of mesp-train, mlx-lm or PEFT.",
+    help="Folder of adapters, from mesp-train, mlx-lm or PEFT.",
 )  # fmt: skip
-@click.option("--prompt", required=True, help="What to write on from; - reads standard input.")
-@click.option("--max-tokens", type=click.IntRange(min=1), default=256, help="Of the text.")
+@click.option("--prompt", required=True, help="The text to continue; - reads standard input.")
+@click.option(
+    "--max-tokens", type=click.IntRange(min=1), default=256, help="Tokens of the text at most."
+)
 @click.option(
     "--temp", "--temperature", "temperature", type=click.FloatRange(min=0, max=100), default=0.0,
     help="0 takes the likeliest token each time.",
@@ -31,8 +33,8 @@ from mesp.formatting import decimal, megabytes, printable
     "--top-p", type=click.FloatRange(min=0, max=1, min_open=True), default=1.0,
     help="Draw from the fewest tokens that are together as likely as this.",
 )  # fmt: skip
-@click.option("--seed", type=click.IntRange(0, 2**31 - 1), default=0, help="Of the draws.")
-@click.option("--system-prompt", help="What the chat template says before the prompt.")
+@click.option("--seed", type=click.IntRange(0, 2**31 - 1), default=0, help="Seed of sampling.")
+@click.option("--system-prompt", help="System prompt of the chat template.")
 @click.option(
     "--chat/--no-chat", default=None, show_default="where the tokenizer has one",
     help="Put the prompt into the chat template.",

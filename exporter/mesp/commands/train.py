@@ -43,8 +43,8 @@ from mesp.runs.log import LOG_NAME, Run
 @paper_option
 @click.option(
     "--resume", is_flag=True,
-    help="Go on with the run in --out, with its settings; what may change is --steps, "
-    "--save-every and where memory goes.",
+    help="Resume the run in --out with its settings; --steps, --save-every and the memory options "
+    "may change.",
 )  # fmt: skip
 @click.option(
     "--dry-run", is_flag=True,

@@ -157,7 +157,7 @@ config_option = click.option(
     expose_value=False,
     callback=read_config,
     help="YAML file with any of these options by name, as in `seq_len: 128`, and `bundle`; "
-    "what is typed counts more.",
+    "options on the command line override it.",
 )
 paper_option = click.option("--paper", is_flag=True, help="Update as the paper does: SGD at 1e-4.")
 

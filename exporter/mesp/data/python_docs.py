@@ -43,7 +43,7 @@ PROMPT_WORDS, ANSWER_WORDS = 8, 12
 
 def python_docs_pairs() -> dict[str, list[Document]]:
     """Pairs of answers made of `python_docs`: a prompt is how a paragraph begins, the chosen answer
-    how it goes on, and the rejected one the same words from the last to the first."""
+    how it continues, and the rejected one the same words from the last to the first."""
     return {split: _pairs(documents) for split, documents in python_docs().items()}
 
 

@@ -31,7 +31,7 @@ class Selection:
 
 
 def read_documents(data: str, selection: Selection) -> dict[str, list[Document]]:
-    """The documents of `data`, one of `SOURCES`, by split. Raises MespError where it is none."""
+    """The documents of `data`, one of `SOURCES`, by split. Raises MespError if it is not valid."""
     path = Path(data)
     is_named = re.fullmatch(r"[\w.-]+/[\w.-]+", data) and path.suffix not in (".txt", ".jsonl")
     as_dataset = selection.subset is not None or bool(selection.splits)

@@ -171,7 +171,7 @@ def mlx_folder() -> Path:
     """The installed `mlx` package, whose headers and library the engine is built with."""
     spec = importlib.util.find_spec("mlx.core")
     if spec is None or spec.origin is None:
-        raise MespError("The Python package mlx is missing: install MeSP anew, with what it needs.")
+        raise MespError("The Python package mlx is missing: install MeSP with its dependencies.")
     return Path(spec.origin).parent
 
 

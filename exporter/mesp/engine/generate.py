@@ -86,7 +86,7 @@ def generate(
         max_tokens: The most tokens of the text.
         temperature: From 0, which takes the likeliest token each time, to 100.
         top_p: Draw from the fewest tokens that are together as likely as this, above 0 up to 1.
-        seed: Of the draws.
+        seed: Seed of sampling.
         system_prompt: The system message of the chat template.
         chat: Whether the prompt goes into the chat template; None: where the tokenizer has one.
 

@@ -45,10 +45,14 @@ class Engine:
 
     def ask(self, request: Any) -> Record:
         """Its answer to a request, a line of JSON each."""
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(request) + "\n")
-        self.process.stdin.flush()
+        self.send(request)
         return self.receive()
+
+    def send(self, answer: Any) -> None:
+        """Writes a line of JSON to it."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(answer) + "\n")
+        self.process.stdin.flush()
 
     def receive(self) -> Record:
         """The next record."""
@@ -159,8 +163,8 @@ def _forwarded_signals(engine: Engine) -> Iterator[None]:
         signal.SIGHUP: end,
         signal.SIGTSTP: suspend,
     }
-    # Python takes signals in its main thread only. What nohup, or a shell that starts this in the
-    # background, has set to be ignored stays so.
+    # Python takes signals in its main thread only. Signals that nohup, or a shell's background
+    # job, ignores stay ignored.
     is_main = threading.current_thread() is threading.main_thread()
     previous = {
         number: signal.signal(number, handler)
@@ -218,7 +222,7 @@ def records(
 ) -> Iterator[Record]:
     """The records that `mesp-engine COMMAND` prints with these settings; an ``end`` record last.
 
-    SIGINT goes on to the engine. Raises MespError where the engine fails.
+    SIGINT reaches the engine. Raises MespError where the engine fails.
     """
     with running([command], settings, environment=environment, interruptible=True) as started:
         yield from started
@@ -287,7 +291,7 @@ class Evaluator:
     ) -> Iterator[int]:
         """Gives each of the likeliest tokens after each of the `prompts` to `go_on`, with the
         prompt's index before it, until that is false or a token of `stop` comes, which is not
-        given. `at_once` prompts, from 1 to 16, go on together. Yields the index of each prompt
+        given. `at_once` prompts, from 1 to 16, run together. Yields the index of each prompt
         whose text has ended."""
         how = {"max_tokens": max_tokens, "temperature": 0, "top_p": 1, "seed": 0}
         requests = [{"prompt": list(each), **how, "stop": list(stop)} for each in prompts]

@@ -1,7 +1,7 @@
 """The settings of a training run, each declared once.
 
 The options of the commands, `--config`, what a federation's server may set, and what may change
-when a run goes on derive from the declarations here. `Core/Run/RunSettings.swift` has the same
+when a run is resumed derive from the declarations here. `Core/Run/RunSettings.swift` has the same
 settings for the app, and checks them again; a test holds both together.
 """
 
@@ -16,6 +16,7 @@ from typing import Any, Self
 from mesp.bundle.manifest import Manifest
 from mesp.errors import MespError
 from mesp.models.families import TRAINABLE
+from mesp.rewards import find_reward
 
 # The paper's update, and the engine's where a settings file names none.
 PAPER: dict[str, Any] = {"optimizer": "sgd", "learning_rate": 1e-4}
@@ -25,6 +26,7 @@ OPTIMIZERS = ("sgd", "adamw8bit", "adamw")
 ADAMW = ("adamw8bit", "adamw")  # with its moments in 8 bits, and in float32
 OBJECTIVES = ("dpo", "ipo", "simpo", "orpo", "kto")
 PREFERRED_SEQ_LEN = 256
+GROUP_SIZE = 8  # of sampled answers
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ class Setting:
     key: str = ""  # in settings.json, where that is not the name
     metavar: str | None = None
     federated: bool = False  # whether the server of a federation may set it
-    may_change: bool = False  # when a run goes on: nothing that is computed depends on it
+    may_change: bool = False  # when a run is resumed: no result depends on it
     can_be_refused: bool = False  # whether there is an option with --no- too
     only_with: tuple[str, tuple[str, ...]] | None = None  # a setting, and values, that it needs
 
@@ -105,7 +107,7 @@ class Settings:
     @classmethod
     def from_json(cls, entries: Mapping[str, Any]) -> Self:
         """The settings in the object of a `settings.json`; those that it lacks, as a file of an
-        older version does, have their defaults. Raises TypeError or MespError where it is none."""
+        older version does, have their defaults. Raises TypeError or MespError if invalid."""
         keys = {declared.key or name: name for name, declared in settings_of(cls).items()}
         return cls(**{name: entries[key] for key, name in keys.items() if key in entries})
 
@@ -121,39 +123,39 @@ class Settings:
 class TrainSettings(Settings):
     """The settings of a run, which depends on nothing else besides its bundle.
 
-    What is None where that is no value goes by the bundle: `completed` fills it in.
+    What is None where that is not a value goes by the bundle: `completed` fills it in.
     """
 
     steps: int = setting(
         int, MISSING, "Updates of the adapters.", least=1, federated=True, may_change=True
     )
     method: str = setting(
-        str, "mesp", "How gradients are found.", choices=METHODS, federated=True
+        str, "mesp", "The method that computes gradients.", choices=METHODS, federated=True
     )  # fmt: skip
     seq_len: int | None = setting(
         int, None, "Tokens a sequence.", least=1, federated=True,
         default_text="256 or the bundle's longest",
     )  # fmt: skip
     batch_size: int = setting(
-        int, 1, "Sequences a gradient is made of.", least=1, federated=True
+        int, 1, "Sequences of a gradient.", least=1, federated=True
     )  # fmt: skip
     grad_accumulation_steps: int = setting(
-        int, 1, "Batches whose mean gradient makes an update.", least=1, federated=True
+        int, 1, "Batches whose mean gradient is an update.", least=1, federated=True
     )
     seed: int = setting(
-        int, 0, "Of the adapters' start and the data's order.", least=0, most=2**31 - 1,
+        int, 0, "Seed of the initial adapters and the order of the data.", least=0, most=2**31 - 1,
         federated=True,
     )  # fmt: skip
     rank: int | None = setting(
         int, None, "LoRA rank.", least=1, federated=True, default_text="the bundle's first"
     )
     alpha: float = setting(
-        float, 16.0, "The adapters count alpha / rank.", above=0, federated=True
+        float, 16.0, "Scale the adapters by alpha / rank.", above=0, federated=True
     )  # fmt: skip
-    rslora: bool = setting(bool, False, "The adapters count alpha / √rank.", federated=True)
+    rslora: bool = setting(bool, False, "Scale the adapters by alpha / √rank.", federated=True)
     projections: list[str] | None = setting(  # noqa: RUF009, as the others, a field
         list, None,
-        "Which have adapters that are trained, as in q,v or, where q, k and v are one, qkv.",
+        "Linear layers to train, as in q,v or, where q, k and v are one, qkv.",
         choices=TRAINABLE, federated=True, default_text="all",
     )  # fmt: skip
     num_layers: int | None = setting(
@@ -161,66 +163,91 @@ class TrainSettings(Settings):
     )
     lora_dtype: str = setting(
         str, "float32",
-        "Of the adapters in training; bfloat16 takes half the memory and rounds at random.",
+        "Type of the adapters; bfloat16 takes half the memory and rounds stochastically.",
         choices=("float32", "bfloat16"), federated=True,
     )  # fmt: skip
     freeze_a: bool = setting(
         bool,
         False,
-        "Train each B only, and leave A as it is (FFA-LoRA).",
+        "Train each B only, and freeze A (FFA-LoRA).",
         federated=True,
         can_be_refused=True,
     )
     adapters: str | None = setting(
-        Path, None, "Start from the adapters in this folder, of mlx-lm's or PEFT's form."
+        Path, None, "Start from the adapters in this folder, in mlx-lm's or PEFT's format."
     )
     objective: str | None = setting(
         str, None,
-        "Train on preference data: on pairs with dpo, ipo, simpo or orpo, "
-        "from single ones with kto.",
+        "Objective on preference data: dpo, ipo, simpo or orpo on pairs, kto on single answers.",
         choices=OBJECTIVES,
     )  # fmt: skip
     beta: float | None = setting(
-        float, None, "What an objective scales rewards by; of ipo τ.", above=0,
+        float, None, "β, the scale of an objective's rewards, or ipo's τ.", above=0,
         only_with=("objective", OBJECTIVES), default_text="0.1",
     )  # fmt: skip
     gamma: float | None = setting(
-        float, None, "The margin that simpo wants.", least=0,
+        float, None, "γ, simpo's margin.", least=0,
         only_with=("objective", ("simpo",)), default_text="0.5",
     )  # fmt: skip
     desirable_weight: float | None = setting(
-        float, None, "Of kto's good answers.", above=0,
+        float, None, "Weight of kto's good answers.", above=0,
         only_with=("objective", ("kto",)), default_text="1",
     )  # fmt: skip
     undesirable_weight: float | None = setting(
-        float, None, "Of kto's bad answers.", above=0,
+        float, None, "Weight of kto's bad answers.", above=0,
         only_with=("objective", ("kto",)), default_text="1",
+    )  # fmt: skip
+    reward: str | None = setting(
+        str, None,
+        "Sample answers and learn from their rewards (GRPO): exact, json, json-equal, "
+        "regex:PATTERN, length:N, or a function of yours, module:function.",
+    )  # fmt: skip
+    group_size: int | None = setting(
+        int, None, "Answers that are sampled to each prompt.", least=2, most=1024,
+        default_text="8 with --reward",
+    )  # fmt: skip
+    max_tokens: int = setting(int, 128, "Of a sampled answer.", least=1)
+    dr_grpo: bool = setting(
+        bool, False,
+        "Leave out GRPO's divisions by the rewards' deviation and an answer's length (Dr. GRPO).",
     )  # fmt: skip
     optimizer: str | None = setting(
         str, None,
-        "AdamW keeps 8 bytes a parameter of the adapters, with its moments in 8 bits 2, SGD none.",
+        "adamw keeps 8 bytes a parameter of the adapters, adamw8bit 2, sgd none.",
         choices=OPTIMIZERS, federated=True, default_text="adamw8bit; of mezo sgd",
     )  # fmt: skip
     learning_rate: float | None = setting(
-        float, None, above=0, federated=True,
+        float, None, "Learning rate, before the schedule.", above=0, federated=True,
         default_text="of AdamW 0.007 / √hidden size, of SGD 0.1, a tenth of these with an "
         "objective; of mezo 1e-4",
     )  # fmt: skip
     momentum: float = setting(
-        float, 0.0, "Of SGD.", least=0, below=1, federated=True, only_with=("optimizer", ("sgd",))
+        float,
+        0.0,
+        "Momentum of SGD.",
+        least=0,
+        below=1,
+        federated=True,
+        only_with=("optimizer", ("sgd",)),
     )
     beta1: float = setting(
-        float, 0.9, "Of AdamW.", least=0, below=1, federated=True, only_with=("optimizer", ADAMW)
+        float, 0.9, "AdamW's β₁.", least=0, below=1, federated=True, only_with=("optimizer", ADAMW)
     )
     beta2: float = setting(
-        float, 0.999, "Of AdamW.", least=0, below=1, federated=True, only_with=("optimizer", ADAMW)
+        float,
+        0.999,
+        "AdamW's β₂.",
+        least=0,
+        below=1,
+        federated=True,
+        only_with=("optimizer", ADAMW),
     )
     epsilon: float = setting(
-        float, 1e-8, "Of AdamW.", above=0, federated=True, only_with=("optimizer", ADAMW)
+        float, 1e-8, "AdamW's ε.", above=0, federated=True, only_with=("optimizer", ADAMW)
     )
-    weight_decay: float = setting(float, 0.0, least=0, federated=True)
+    weight_decay: float = setting(float, 0.0, "Weight decay.", least=0, federated=True)
     schedule: str = setting(
-        str, "constant", "How the learning rate falls to zero after the warm-up.",
+        str, "constant", "Decay of the learning rate to zero after the warm-up.",
         choices=("constant", "linear", "cosine"), federated=True,
     )  # fmt: skip
     warmup: int = setting(
@@ -253,13 +280,13 @@ class TrainSettings(Settings):
         float, 1e-5, "δ at which ε is reported; well below 1 / examples.", above=0, below=1,
         may_change=True,
     )  # fmt: skip
-    val_batches: int = setting(int, 25, "Held-out sequences an evaluation takes.", least=0)
+    val_batches: int = setting(int, 25, "Held-out sequences of an evaluation.", least=0)
     eval_every: int = setting(
         int, 0, "Steps between evaluations, of which the best is kept; 0: before and after.",
         least=0,
     )  # fmt: skip
     early_stopping: int = setting(
-        int, 0, "End after so many evaluations without a better one; 0: never.", least=0
+        int, 0, "End after this many evaluations without a better one; 0: never.", least=0
     )
     test: bool = setting(bool, False, "Evaluate on the test data at the end.")
     save_every: int = setting(
@@ -313,6 +340,7 @@ class TrainSettings(Settings):
             rank=_choose(ranks, self.rank, "rank", ranks[0]),
             optimizer=optimizer,
             learning_rate=rate,
+            group_size=self.group_size or (GROUP_SIZE if self.reward else None),
         )
 
     def check(self, manifest: Manifest) -> None:
@@ -321,13 +349,14 @@ class TrainSettings(Settings):
         self.check_use(manifest)
         self._check_goal(manifest)
         self._check_privacy()
+        self._check_reward(manifest)
 
     def check_use(self, manifest: Manifest) -> None:
         """Raises MespError where a setting of the update or the adapters has no use, or the model
         cannot serve it."""
         for each in fields(self):
             needs = each.metadata["setting"].only_with
-            # A default is no request, even where a settings.json that is a --config has it.
+            # A default is not a request, even where a settings.json that is a --config has it.
             if needs and getattr(self, each.name) != each.default:
                 other, values = needs
                 if getattr(self, other) not in values:
@@ -382,6 +411,32 @@ class TrainSettings(Settings):
             "has others: give it some with mesp data."
         )
 
+    def _check_reward(self, manifest: Manifest) -> None:
+        """Refuses what does not go together with rewards, and their settings without them."""
+        if self.reward is None:
+            for name in ("group_size", "max_tokens", "dr_grpo"):
+                (default,) = [each.default for each in fields(self) if each.name == name]
+                if getattr(self, name) != default:
+                    raise MespError(f"{flag(name)} has no use without --reward: leave it out.")
+            return
+        find_reward(self.reward)
+        refused = {
+            "--method mezo": self.method == "mezo",
+            f"--objective {self.objective}": self.objective is not None,
+            "--dp-clip": self.dp_clip is not None,
+        }
+        for typed, is_given in refused.items():
+            if is_given:
+                raise MespError(
+                    f"{typed} does not go together with --reward: leave out one of them."
+                )
+        train = manifest.data.get("train")
+        if train is not None and train.mask is None:
+            raise MespError(
+                "--reward needs records of a prompt and an answer, and the bundle has text: give "
+                "it some with mesp data."
+            )
+
     def _check_privacy(self) -> None:
         """Refuses what does not go together with DP-SGD."""
         if self.dp_clip is None and self.dp_noise is None:
@@ -414,7 +469,7 @@ def flag(name: str) -> str:
 
 
 def kept(before: object, given: Mapping[str, Any], declared: Mapping[str, Setting]) -> None:
-    """Raises MespError where what is `given` would change a run that goes on."""
+    """Raises MespError where what is `given` would change a resumed run."""
     for name, value in given.items():
         was = getattr(before, name)
         if not declared[name].may_change and value != was:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+import subprocess
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -16,11 +17,13 @@ from typing import Any
 
 from mesp.bundle.manifest import Manifest, read_manifest
 from mesp.bundle.reader import Bundle
-from mesp.engine.process import Record, failure, log, running
+from mesp.engine.process import Engine, Record, failure, log, running
 from mesp.engine.settings import TrainSettings, kept, settings_of
 from mesp.errors import Interrupted, MespError, plain_os_errors
 from mesp.files import read_object, write_whole
+from mesp.rewards import Reward, find_reward, rewards_of
 from mesp.runs.log import LOG_NAME, Run
+from mesp.text import bundle_tokenizer
 
 SETTINGS_NAME = "settings.json"
 
@@ -29,7 +32,7 @@ StrPath = str | os.PathLike[str]
 
 @dataclass(frozen=True)
 class Job:
-    """A run to begin, or to go on with: settings that are complete, checked and for this bundle."""
+    """A run to begin, or to continue: settings that are complete, checked and for this bundle."""
 
     bundle: Path
     manifest: Manifest
@@ -40,24 +43,37 @@ class Job:
     def to_json(self) -> dict[str, Any]:
         """The settings that mesp-engine reads."""
         paths = {"bundle": str(self.bundle), "output": str(self.output.resolve())}
-        return {**paths, **self.settings.to_json(), "resume": self.resume, "dry_run": False}
+        settings = {**paths, **self.settings.to_json(), "resume": self.resume, "dry_run": False}
+        if self.settings.reward is not None:
+            settings["stop"] = sorted(bundle_tokenizer(self.bundle).eos_token_ids)
+        return settings
 
     def run(self, progress: Callable[[Record], None] | None = None) -> Run:
         """Trains; see `train`."""
+        reward = None
+        if self.settings.reward is not None:
+            reward = _Rewards(find_reward(self.settings.reward), bundle_tokenizer(self.bundle))
         with _settings_file(self.output, self.to_json()) as path:
-            with running([], path, interruptible=True) as engine:
+            stdin = subprocess.DEVNULL if reward is None else subprocess.PIPE
+            with running([], path, stdin=stdin, interruptible=True) as engine:
                 for record in engine:
+                    if reward is not None and record["type"] == "samples":
+                        reward.answer(engine, record["groups"])
+                        continue
                     if progress is not None:
                         progress(record)
                         if engine.signals:
                             progress({"type": "stopping"})
-            # The log, not what was printed: that of a run that goes on begins with what it had
+            # The log, not what was printed: that of a resumed run begins with what it had
             # done before.
             has_log = (self.output / LOG_NAME).exists()
             run = Run.load(self.output) if has_log else Run()
             if engine.process.returncode == 0 and run.end:
                 if engine.said:
                     log.warning("%s", engine.said)
+                if reward is not None and reward.error is not None:
+                    left = f"{self._left()} Mend it and resume the run."
+                    raise MespError(reward.error.message + left) from reward.error
                 is_stopped = run.end.get("reason") == "stopped" and engine.signals
                 return replace(run, stopped_by=engine.signals[0] if is_stopped else None)
             if len(engine.signals) > 1:
@@ -77,6 +93,33 @@ class Job:
         return f" The log is in {self.output / LOG_NAME}; {left}."
 
 
+class _Rewards:
+    """Rewards the answers of a running engine. Where that fails, it keeps the error, and the
+    engine ends the run in order."""
+
+    def __init__(self, reward: Reward, tokenizer: Any) -> None:
+        self._reward, self._tokenizer = reward, tokenizer
+        self.error: MespError | None = None
+
+    def answer(self, engine: Engine, groups: Sequence[dict[str, Any]]) -> None:
+        decode = self._tokenizer.decode
+        prompts, completions, references = [], [], []
+        for group in groups:
+            prompt, reference = decode(group["prompt"]), decode(group["reference"])
+            for answer in group["answers"]:
+                prompts.append(prompt)
+                completions.append(decode(answer))
+                references.append(reference)
+        try:
+            rewards = iter(rewards_of(self._reward, prompts, completions, references))
+        except MespError as error:
+            self.error = error
+            assert engine.process.stdin is not None
+            engine.process.stdin.close()
+            return
+        engine.send([[next(rewards) for _ in group["answers"]] for group in groups])
+
+
 def train(
     bundle: Bundle | StrPath | None = None,
     *,
@@ -89,10 +132,10 @@ def train(
     """Fine-tunes a bundle's model with LoRA, and returns the run.
 
     Ctrl-C ends it after the step at hand, with its adapters saved: the run that is returned says so
-    by its `state`, and `resume` goes on with it.
+    by its `state`, and `resume` continues with it.
 
     Args:
-        bundle: A bundle or its folder; a run that goes on has it.
+        bundle: A bundle or its folder; a resumed run has it.
         out: The run's folder; by default ``runs/BUNDLE-METHOD-TIME``.
         resume: Go on with the run in `out`. Of its settings those may change on which nothing
             that is computed depends, such as `steps` and `memory_limit`.
@@ -118,7 +161,7 @@ def prepare(
     given: Mapping[str, Any],
     to_run: bool = True,
 ) -> Job:
-    """The run that `train` begins, or goes on with; it must be the bundle's machine where it is
+    """The run that `train` begins, or continues with; it must be the bundle's machine where it is
     `to_run`. Raises MespError where something cannot be used. Nothing is written."""
     given = {
         name: list(value) if isinstance(value, tuple) else value
@@ -160,7 +203,7 @@ def _resumed(
 ) -> tuple[Path, TrainSettings]:
     """The bundle and the settings of the run in `output`, with those that are `given`.
 
-    Raises MespError where there is no run, or where another setting would change it.
+    Raises MespError if there is no run, or where another setting would change it.
     """
     if output is None:
         raise MespError("Name the run to resume: --resume --out FOLDER.")
@@ -175,7 +218,7 @@ def _resumed(
 
 def recorded(output: Path, begun: str) -> dict[str, Any]:
     """The settings of the run in `output`, which has `begun` where there is a file of that name.
-    Raises MespError where there are none."""
+    Raises MespError if there are none."""
     path = output / SETTINGS_NAME
     if not (output / begun).exists():
         raise MespError(f"{output} holds no run to resume; start one without --resume.")

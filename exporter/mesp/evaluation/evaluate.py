@@ -90,7 +90,7 @@ def evaluate(
         extract: A regular expression; an answer is what it finds first, its group where it has one.
         is_json: Answers are JSON: values are compared, and how many are valid is measured.
         at_once: How many answers are written together, from 1 to 16.
-        progress: Is called as the evaluation goes on.
+        progress: Called with the progress of the evaluation.
 
     Raises:
         MespError: The bundle, the data, the adapters or an argument cannot be used.

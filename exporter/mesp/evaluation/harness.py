@@ -31,7 +31,7 @@ except ImportError as error:
 refuse_scripts(datasets)
 logging.getLogger("lm_eval").setLevel(logging.ERROR)
 datasets.disable_progress_bars()
-# It asks git, which says on standard error where there is no repository.
+# It asks git, which says on standard error if there is no repository.
 lm_eval.evaluator.get_git_commit_hash = lambda: None
 
 DEFAULT_MAX_TOKENS = 256  # lm-evaluation-harness's, where a task names none

@@ -9,8 +9,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from mesp.answers import canonical_json, exact_match, extract, f1
 from mesp.errors import MespError
-from mesp.evaluation.metrics import Metric, canonical_json, exact_match, exponential, extract, f1
+from mesp.evaluation.metrics import Metric, exponential
 from mesp.evaluation.model import Model
 from mesp.evaluation.records import Question, Record, Task, Text
 from mesp.text import encode, in_template

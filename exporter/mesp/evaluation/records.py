@@ -49,7 +49,7 @@ Record = Text | Question | Task
 
 def read_records(data: str, limit: int | None) -> list[Record]:
     """The records of a JSONL file, or of standard input for ``-``; all of one kind, the first
-    `limit` of them. Raises MespError where there are none, or one is wrong."""
+    `limit` of them. Raises MespError if there are none, or one is wrong."""
     if data == "-":
         name, read = "standard input", sys.stdin.buffer.read
     else:

@@ -35,27 +35,27 @@ class FederationSettings(Settings):
     """The settings of a federation besides its bundle and its clients' training."""
 
     data: str = setting(
-        str, MISSING, "What is shared out: a folder with a file a topic, or what mesp data takes.",
+        str, MISSING, "Data to share out: a folder with a file a topic, or any data of mesp data.",
         metavar="FILE|DIR|NAME",
     )  # fmt: skip
     clients: int = setting(int, MISSING, "People who take part.", least=1)
     rounds: int = setting(int, MISSING, "Rounds in all.", least=1, may_change=True)
     split: str = setting(
         str, "iid",
-        "Who gets what of the data: any of it, whole files, or of each file a share that differs "
-        "the more the smaller ALPHA is.",
+        "The clients' shares of the data: any records, whole files, or of each file a share that "
+        "varies the more the smaller ALPHA is.",
         metavar="iid|by-file|dirichlet:ALPHA",
     )  # fmt: skip
-    exchange: str = setting(str, "bfloat16", "What adapters travel in.", choices=EXCHANGES)
+    exchange: str = setting(str, "bfloat16", "Type of the exchanged adapters.", choices=EXCHANGES)
     strategy: str = setting(
-        str, "fedavg", "Flower's, which makes one of the clients' adapters.",
+        str, "fedavg", "Flower's strategy for combining the clients' adapters.",
         choices=tuple(STRATEGIES),
     )  # fmt: skip
     strategy_options: dict[str, float] = field(
         default_factory=dict,
         metadata={
             "setting": Setting(
-                dict, "What Flower's strategy takes, as in eta=0.01 of fedadam.",
+                dict, "Options of Flower's strategy, as in eta=0.01 of fedadam.",
                 metavar="NAME=NUMBER,...",
             )
         },
@@ -138,7 +138,7 @@ class Rounds:
     ) -> dict[str, Any]:
         """Evaluates the matrices that were averaged and keeps them; returns the round's record.
 
-        Without `arrays` they are the initial ones. `state` is what the strategy goes on from. The
+        Without `arrays` they are the initial ones. `state` is what the strategy continues from. The
         adapters are written by an engine's run of no steps, for mlx-lm and PEFT as any run's.
         """
         partial = self.folder / "partial"
@@ -179,7 +179,7 @@ class Federation:
 
     @classmethod
     def read(cls, output: Path) -> Federation:
-        """The one whose settings are in `output`. Raises MespError where there are none."""
+        """The one whose settings are in `output`. Raises MespError if there are none."""
         path = output / SETTINGS_NAME
         try:
             options = read_object(path)

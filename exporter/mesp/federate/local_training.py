@@ -54,8 +54,8 @@ def train(client: Client, received: Arrays, config: Mapping[str, Any]) -> Traine
     """Trains from the `received` matrices, float32, as the server's `config` says.
 
     The optimizer and the learning rate's schedule start again in each round; the order of the data
-    and every random number go on. Raises MespError where the run fails, lasts more than ``timeout``
-    seconds, or the bundle is of another model than the server's.
+    and every random number continue. Raises MespError where the run fails, lasts more than
+    ``timeout`` seconds, or the bundle is of another model than the server's.
     """
     manifest = read_manifest(client.bundle)
     model, arch = str(manifest.model), manifest.architecture

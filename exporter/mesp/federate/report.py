@@ -62,7 +62,7 @@ def line(record: dict[str, Any], rounds: int, before: dict[str, Any] | None) -> 
 
 
 def privacy(record: dict[str, Any]) -> str:
-    """The differential privacy of all rounds up to this one; empty where there is none."""
+    """The differential privacy of all rounds up to this one; empty if there is none."""
     if "epsilon" not in record:
         return ""
     return f", ε {decimal(record['epsilon'])} at δ {record['delta']:g} so far"

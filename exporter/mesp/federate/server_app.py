@@ -26,7 +26,7 @@ Show = Callable[[dict[str, Any]], None]
 
 def serve(federation: Federation, grid: Grid, show: Show, timeout: float | None) -> None:
     """All rounds that are not there yet, each kept as it ends and given to `show`. After `timeout`
-    seconds a round goes on without those that have not answered."""
+    seconds a round continues without those that have not answered."""
     with locked(federation.output, f"server is at work in {federation.output}"):
         options, rounds = federation.options, federation.rounds
         if rounds.last is None:

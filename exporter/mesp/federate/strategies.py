@@ -33,7 +33,7 @@ KEPT = ("m_t", "v_t")
 ONE = "client"
 MOST_CHARACTERS = 500  # of a name or a reason
 HEADER = 256  # more bytes than NumPy puts before an array's numbers
-# Keeps a round's adapters and its report, and returns the adapters to go on with.
+# Keeps a round's adapters and its report, and returns the adapters to continue with.
 Keep = Callable[[int, Arrays, dict[str, Any]], Arrays]
 
 
@@ -101,7 +101,7 @@ def state_of(inner: Strategy) -> bytes | None:
 
 
 def restore(inner: Strategy, path: Path) -> None:
-    """Gives a strategy what `state_of` kept in a file, or, where there is none, nothing."""
+    """Gives a strategy what `state_of` kept in a file, or, if there is none, nothing."""
     kept = dict(np.load(path)) if path.exists() else {}
     for field in KEPT:
         if hasattr(_innermost(inner), field):
@@ -202,7 +202,7 @@ class Screened(Strategy):
 
     def _screened(self, reply: Message) -> Message:
         """An answer with what a strategy takes of it, matrices in float32 and metrics. Raises
-        MespError, or anything, where it is no answer."""
+        MespError, or anything, where it is not an answer."""
         metrics = reply.content["metrics"]
         targets, loss = metrics["num-examples"], metrics["loss"]
         footprint = metrics["footprint-bytes"]

@@ -9,7 +9,7 @@ loss by `y`. Read
 - `block`, and `head` with the loss;
 - `methods`: MeSP, by hand from a block's input and its intermediates; MeBP, the same loop over
   blocks, each differentiated by `mx.vjp`; MeZO, two forward passes with a seeded perturbation;
-- `preferences`, `adamw8bit` and `private` (DP-SGD) beside them; `model` has the weights.
+- `preferences`, `rewards`, `adamw8bit` and `private` (DP-SGD) beside them; `model` has the weights.
 
 Everything is float32, whatever the bundle's dtype; nothing is tiled and nothing is tuned. What a
 family of models lacks (QK-norm, a soft cap, …) its formula leaves out. Sizes: T tokens, heads (of
@@ -27,4 +27,5 @@ from mesp.reference.model import *
 from mesp.reference.pieces import *
 from mesp.reference.preferences import *
 from mesp.reference.private import *
+from mesp.reference.rewards import *
 from mesp.reference.short_convolution import *

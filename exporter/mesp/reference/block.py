@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import pairwise
+
 import mlx.core as mx
 
 from mesp.models.architecture import Block
@@ -50,6 +53,11 @@ MIXERS = {
 }
 
 
+def records(starts: Sequence[int], T: int) -> list[slice]:
+    """The records of a sequence of T tokens that begin at the positions `starts`, ascending."""
+    return [slice(*ends) for ends in pairwise([*starts, T])]
+
+
 def block_forward(
     x: mx.array,
     lora: mx.array,
@@ -57,6 +65,7 @@ def block_forward(
     weights: Weights,
     block: Block,
     stored: Stored = lambda x: x,
+    starts: Sequence[int] = (0,),
 ) -> list[mx.array]:
     """[y, mixer_in, m1, m2, m3, mixed, x_mid, gate, up], shapes as in docs/architecture.md.
 
@@ -64,13 +73,20 @@ def block_forward(
 
     With post norms (out and down are normed before they are added) also mixer_out and mlp_out,
     which those take. Gate and up, which are made again where they are needed, are not `stored`.
+
+    The records of a packed sequence begin at the positions `starts`. The mixer, alone in a block,
+    relates tokens to each other, so it takes each record by itself.
     """
     parts, arch, mixer = Parts.of(weights, lora, block), block.arch, block.mixer
     p, vector, eps = parts
 
     mixer_in = stored(rms_norm(x, vector["input_layernorm.weight"], eps))
     mix, output, _ = MIXERS[type(mixer)]
-    mixed = mix(mixer_in, scale, parts, mixer, stored)
+    of_records = [
+        mix(mixer_in[:, record], scale, parts, mixer, stored)
+        for record in records(starts, x.shape[1])
+    ]
+    mixed = [mx.concatenate(arrays, axis=-2) for arrays in zip(*of_records, strict=True)]
     mixer_out = linear(output(mixed, parts, mixer), p[mixer.out], scale)
     if arch.post_norms:
         mixer_out = stored(mixer_out)
@@ -97,10 +113,11 @@ def block_backward(
     scale: float,
     weights: Weights,
     block: Block,
+    starts: Sequence[int] = (0,),
 ) -> tuple[mx.array, mx.array]:
     """dx [1, T, hidden] and the gradient [P] by the flat LoRA vector.
 
-    From x and the intermediates of `block_forward`, last formula first.
+    From x and the intermediates of `block_forward`, last formula first. `starts` are its.
     """
     parts, arch, mixer = Parts.of(weights, lora, block), block.arch, block.mixer
     p, vector, eps = parts
@@ -130,7 +147,16 @@ def block_backward(
     _, output, mix_backward = MIXERS[type(mixer)]
     taken = output(mixed, parts, mixer)
     d_taken, *grad[mixer.out] = linear_backward(taken, d_mixer_out, p[mixer.out], scale)
-    d_mixer_in, of_mixer = mix_backward(mixer_in, mixed, d_taken, scale, parts, mixer)
-    grad |= of_mixer
+    d_mixer_in = []
+    for record in records(starts, x.shape[1]):
+        of_record = [array[..., record, :] for array in (mixer_in, *mixed, d_taken)]
+        d_in, matrices = mix_backward(
+            of_record[0], of_record[1:-1], of_record[-1], scale, parts, mixer
+        )
+        d_mixer_in.append(d_in)
+        for name, d_matrices in matrices.items():
+            sums = grad.get(name, [0, 0])
+            grad[name] = [a + b for a, b in zip(sums, d_matrices, strict=True)]
+    d_mixer_in = mx.concatenate(d_mixer_in, axis=1)
     dx = d_x_mid + rms_norm_backward(x, d_mixer_in, vector["input_layernorm.weight"], eps)
     return dx, pack_lora(fuse(grad, block), block)

@@ -1,4 +1,4 @@
-"""Mamba-2 (Dao & Gu, arXiv:2405.21060), a mixer with a state for each head, in Granite 4.0-H.
+"""Mamba-2 (Dao & Gu, arXiv:2405.21060): a mixer with a state for each head, in Granite 4.0-H.
 
 A head has a state S [P, N], and B, C of its group (heads / groups heads share them). A token decays
 it by exp(l), l = -exp(A_log) Δ with the time step Δ, and writes Δ x into it along B:

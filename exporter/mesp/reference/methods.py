@@ -20,11 +20,21 @@ def embed(model: Model, tokens: mx.array) -> mx.array:
     return model.arch.embedding_scale * dequantize(rows, "", model.arch.hidden_size)[None]
 
 
-def forward(model: Model, lora: list[mx.array], tokens: mx.array, scale: float) -> list[mx.array]:
-    """The input of each block and the output of the last, [1, T, hidden] each.   tokens [T] int"""
+def forward(
+    model: Model,
+    lora: list[mx.array],
+    tokens: mx.array,
+    scale: float,
+    starts: Sequence[int] = (0,),
+) -> list[mx.array]:
+    """The input of each block and the output of the last, [1, T, hidden] each.   tokens [T] int
+
+    The records of a packed sequence begin at the positions `starts`.
+    """
     hidden = [embed(model, tokens)]
     for block_lora, weights, block in zip(lora, model.blocks, model.arch.blocks, strict=True):
-        hidden.append(block_forward(hidden[-1], block_lora, scale, weights, block)[0])
+        outputs = block_forward(hidden[-1], block_lora, scale, weights, block, starts=starts)
+        hidden.append(outputs[0])
     return hidden
 
 
@@ -34,17 +44,18 @@ def loss(
     window: mx.array,
     scale: float,
     weights: mx.array | None = None,
+    starts: Sequence[int] = (0,),
 ) -> mx.array:
     """Cross-entropy [] of a window of T + 1 tokens: T inputs and, shifted by one, T targets.
 
-    The targets' weights are as `cross_entropy` has them.
+    The targets' weights are as `cross_entropy` has them, `starts` as `forward` has them.
     """
-    y = forward(model, lora, window[:-1], scale)[-1]
+    y = forward(model, lora, window[:-1], scale, starts)[-1]
     return cross_entropy(y, window[1:], model.head, model.arch, weights)
 
 
 BlockGradient = Callable[
-    [mx.array, mx.array, mx.array, float, Weights, Block], tuple[mx.array, mx.array]
+    [mx.array, mx.array, mx.array, float, Weights, Block, Sequence[int]], tuple[mx.array, mx.array]
 ]
 
 
@@ -55,10 +66,11 @@ def mesp_block_gradient(
     scale: float,
     weights: Weights,
     block: Block,
+    starts: Sequence[int] = (0,),
 ) -> tuple[mx.array, mx.array]:
     """MeSP: dx and the flat LoRA gradient of a block by hand. Recomputes the intermediates."""
-    _, *intermediates = block_forward(x, lora, scale, weights, block)
-    return block_backward(x, intermediates, dy, lora, scale, weights, block)
+    _, *intermediates = block_forward(x, lora, scale, weights, block, starts=starts)
+    return block_backward(x, intermediates, dy, lora, scale, weights, block, starts)
 
 
 def mebp_block_gradient(
@@ -68,11 +80,12 @@ def mebp_block_gradient(
     scale: float,
     weights: Weights,
     block: Block,
+    starts: Sequence[int] = (0,),
 ) -> tuple[mx.array, mx.array]:
     """MeBP: the same by automatic differentiation."""
 
     def output(x: mx.array, lora: mx.array) -> mx.array:
-        return block_forward(x, lora, scale, weights, block)[0]
+        return block_forward(x, lora, scale, weights, block, starts=starts)[0]
 
     _, (dx, d_lora) = mx.vjp(output, [x, lora], [dy])
     return dx, d_lora
@@ -94,19 +107,20 @@ def gradients(
     scale: float,
     block_gradient: BlockGradient = mesp_block_gradient,
     weights: mx.array | None = None,
+    starts: Sequence[int] = (0,),
 ) -> Gradients:
     """Forward keeping only block inputs, then backward from the last block.   window [T + 1] int
 
-    The targets' weights are as `cross_entropy` has them.
+    The targets' weights are as `cross_entropy` has them, `starts` as `forward` has them.
     """
     arch, targets = model.arch, window[1:]
-    x = forward(model, lora, window[:-1], scale)
+    x = forward(model, lora, window[:-1], scale, starts)
     window_loss = cross_entropy(x[-1], targets, model.head, arch, weights)
     dx = [cross_entropy_backward(x[-1], targets, model.head, arch, weights)]
     d_lora = []
     for i in reversed(range(len(lora))):
         block = (lora[i], scale, model.blocks[i], arch.blocks[i])
-        d_input, d_block = block_gradient(x[i], dx[0], *block)
+        d_input, d_block = block_gradient(x[i], dx[0], *block, starts)
         dx.insert(0, d_input)
         d_lora.insert(0, d_block)
     return Gradients(window_loss, x, dx, d_lora)
@@ -211,6 +225,29 @@ def step_example(
     cut = [(start, min(length, seq_len + 1)) for start, length in examples]
     usable = [(start, length) for start, length in cut if any(mask[start + 1 : start + length])]
     return usable[step_window(step, seed, len(usable))]
+
+
+OPEN = 16  # sequences that may take another record
+
+
+def pack(lengths: Sequence[int], seq_len: int) -> list[list[int]]:
+    """Which records share a sequence of at most `seq_len` inputs, by their lengths in tokens.
+
+    Each goes into the first of the last `OPEN` sequences that has room for all of its tokens, or
+    else begins another. The last token of a sequence is a target alone, no input.
+    """
+    sequences: list[list[int]] = []
+    room: list[int] = []
+    for record, length in enumerate(lengths):
+        first = max(0, len(sequences) - OPEN)
+        into = next((i for i in range(first, len(room)) if length <= room[i]), None)
+        if into is None:
+            into = len(sequences)
+            sequences.append([])
+            room.append(seq_len + 1)
+        sequences[into].append(record)
+        room[into] -= length
+    return sequences
 
 
 def _window(tokens: mx.array, index: int, seq_len: int) -> mx.array:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 LOG_NAME = "metrics.jsonl"
 SIZE = 1 << 30  # bytes: a step has some 500
 
-# A log without an end record is of a run that goes on, unless nothing was added for this long.
+# A log without an end record is of a run in progress, unless nothing was added for this long.
 SILENCE = timedelta(minutes=10)
 
 # The fields that are read without asking whether they are there, by the kind of record.
@@ -128,10 +128,10 @@ class Run:
 
     @classmethod
     def load(cls, folder: str | os.PathLike[str]) -> Run:
-        """Reads the log in a run's folder, also while the run goes on.
+        """Reads the log in a run's folder, also during the run.
 
         A last line that is cut off is left out: its writer was killed, or is writing it. Raises
-        MespError where there is no log, or a line of it is not a record.
+        MespError if there is no log, or a line of it is not a record.
         """
         path = Path(folder) / LOG_NAME
         with plain_os_errors(f"Cannot read the log {path}"):

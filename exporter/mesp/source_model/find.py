@@ -45,7 +45,7 @@ def find_source(model: str, random_weights: bool) -> Source:
     it, ``owner/name:Q4_K_M``.
 
     With `random_weights` only its geometry and tokenizer are needed, and for a short name nothing
-    is downloaded. Raises MespError where there is no such model.
+    is downloaded. Raises MespError if there is no such model.
     """
     if model == "demo":
         return replace(_local_source(DEMO), name="demo", id="demo")

@@ -18,7 +18,7 @@
 
         func begin(title: Sentence, _ glance: Glance) {
             guard ActivityAuthorizationInfo().areActivitiesEnabled else { return }
-            let stale: Sentence = "There is no news of this run. Open the app to see how it is."
+            let stale: Sentence = "This status is out of date. Open the app to see the run."
             let attributes = RunAttributes(title: title.localized, staleNote: stale.localized)
             id = try? Activity.request(attributes: attributes, content: glance.content).id
         }

@@ -10,7 +10,7 @@
 
         private let prefix = Bundle.main.bundleIdentifier ?? "org.mesp.MeSPTrainer"
         private var overnight: String { prefix + ".overnight" }
-        /// Of the last request for what the person started; each has an identifier of its own.
+        /// The identifier of the last request for a run that the person started; each has its own.
         private var continued: String?
         /// Whether there is a handler: to ask for a time without one ends the app.
         private var hasOvernight = false

@@ -42,7 +42,7 @@ import Observation
     public private(set) var tokenized: Double?
     /// Whether the form for a new run is shown, and not the run in progress or the last one.
     public var showsSetup = true
-    /// The run that the app was ended in, to go on with, until the person has decided.
+    /// The run that the app was ended in, to continue, until the person has decided.
     public var interrupted: StoredRun? {
         guard !controller.isRunning, let run = library.runs.first(where: { !$0.isBenchmark }),
             run.status == .interrupted, run.canResume,
@@ -50,7 +50,7 @@ import Observation
         else { return nil }
         return run
     }
-    /// The run that the person does not want to go on with now.
+    /// The run that the person does not want to continue now.
     private var leftAlone: StoredRun.ID?
 
     @ObservationIgnored private let phone: any Phone
@@ -297,7 +297,7 @@ import Observation
 
     /// The run that the person wants to write with; nil for the latest.
     public var chosenRun: StoredRun.ID?
-    /// The run whose adapters write; nil where there is none yet.
+    /// The run whose adapters write; nil if there is none yet.
     public var writingRun: StoredRun? { library.trained.first { $0.id == chosenRun } ?? library.trained.first }
     /// The bundle that writes.
     public var writingBundle: StoredBundle? { writingRun.flatMap(library.bundle(of:)) ?? form.bundle }
@@ -415,7 +415,7 @@ import Observation
         if goOn { await resume(run) } else { leftAlone = run.id }
     }
 
-    /// - Returns: whether there is a run for the CPU to go on with.
+    /// - Returns: whether there is a run for the CPU to continue.
     private func resumeInBackground() async -> Bool {
         await refresh()
         guard let run = interrupted, run.log?.start?.device == .cpu else { return false }
@@ -450,7 +450,7 @@ import Observation
         if place + 1 < arguments.count {
             let name = arguments[place + 1]
             guard let bundle = library.usableBundles.first(where: { $0.id == name }) else {
-                problem = "There is not a bundle \(name) that can be used."
+                problem = "There is no usable bundle \(name)."
                 return
             }
             form.select(bundle)

@@ -64,7 +64,7 @@ public struct RunProgress: Sendable, Equatable {
 
 /// Asks for time in the background for runs that may train there (`Conditions`), and gives it to them.
 ///
-/// A run that the person has started may go on when the app is left; and in the night, on the charger, a run that has not ended does, also
+/// A run that the person has started may continue when the app is left. At night, on the charger, an unfinished run continues, also
 /// one that the system has ended in the meantime.
 @MainActor final class BackgroundTraining {
     private let controller: RunController
@@ -82,7 +82,7 @@ public struct RunProgress: Sendable, Equatable {
 
     /// - Parameters:
     ///   - isStartedByPerson: whether the run in progress was.
-    ///   - resume: goes on with a run for the CPU that was cut off, and returns whether there was one.
+    ///   - resume: continues with a run for the CPU that was cut off, and returns whether there was one.
     init(
         controller: RunController, phone: any Phone, scheduler: any BackgroundScheduler,
         isStartedByPerson: @escaping () -> Bool, resume: @escaping () async -> Bool

@@ -69,7 +69,7 @@ import Observation
     /// The part of the conversation that each side has read.
     @ObservationIgnored private var read = Read()
 
-    /// Of one thread at a time: that of a text that is written.
+    /// Used by one thread at a time, the one that writes a text.
     private final class Read: @unchecked Sendable {
         /// For one side, in bytes: with float32 keys and values, some 2,600 tokens of Qwen2.5-0.5B.
         static let limit = 1 << 26
@@ -107,7 +107,7 @@ import Observation
     /// Lets go of what the models have read. The next message goes through them with all that was said before.
     func letGo() { read = Read() }
 
-    /// Writes both texts, the base model's first. Does nothing while another is being written. A message goes on with the conversation,
+    /// Writes both texts, the base model's first. Does nothing while another is being written. A message continues the conversation,
     /// where that is with the same models.
     ///
     /// - Parameter adapters: of the fine-tuned model; without them only the base model writes.
@@ -177,7 +177,7 @@ import Observation
     /// That a person likes one side's answer of a turn better than the other's, or what they wrote in its place better than it. The prompt
     /// is the conversation as that side has it.
     ///
-    /// - Throws: `MeSPError` where there is no such answer, or nothing to choose.
+    /// - Throws: `MeSPError` if there is no such answer, or nothing to choose.
     func choice(_ side: Side, of id: Turn.ID, corrected: String?) throws -> Choice {
         guard writing == nil, !partners.isEmpty, let index = turns.firstIndex(where: { $0.id == id }) else {
             throw MeSPError("Choose between answers to a message, once both are written.")

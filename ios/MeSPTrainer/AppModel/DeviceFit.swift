@@ -2,9 +2,9 @@ import MeSPCore
 
 /// Whether a run's predicted peak fits what the device would give the process now.
 public struct DeviceFit: Sendable, Equatable {
-    /// Of a step, in bytes.
+    /// The predicted peak of a step, in bytes.
     public let predictedPeak: Int
-    /// The memory that the process may still allocate, in bytes; nil where there is no limit.
+    /// The memory that the process may still allocate, in bytes; nil if there is no limit.
     public let available: Int?
 
     public var fits: Bool { available.map { predictedPeak <= $0 } ?? true }

@@ -102,14 +102,14 @@ public struct DocumentsFolder: Sendable {
         return url
     }
 
-    /// The settings to go on with a run from its last saved state. The app's folders may have moved since, as they do in an update.
+    /// The settings to resume a run from its last saved state. The app's folders may have moved since, as they do in an update.
     public func settingsToResume(_ run: StoredRun) throws -> RunSettings {
         guard run.canResume, var settings = run.log?.start?.settings else {
             throw MeSPError("\(run.name) cannot be resumed: it has ended, or it has no saved state.")
         }
         let name = URL(fileURLWithPath: settings.bundle).lastPathComponent
         guard let bundle = try bundles().first(where: { $0.url.lastPathComponent == name }) else {
-            throw MeSPError("The bundle \(name) of \(run.name) is no longer there; bring it in again.")
+            throw MeSPError("The bundle \(name) of \(run.name) is no longer there; import it again.")
         }
         settings.bundle = bundle.url.path
         settings.output = run.url.path
@@ -124,7 +124,7 @@ public struct DocumentsFolder: Sendable {
 
     private var chatFile: URL { documents.appendingPathComponent("chat.json") }
 
-    /// The conversation that was kept last; nil where there is none.
+    /// The conversation that was kept last; nil if there is none.
     ///
     /// - Throws: where it can't be read; `MeSPError` while the phone is locked.
     func chat() throws -> Chat? {
@@ -182,8 +182,8 @@ public struct DocumentsFolder: Sendable {
             .sorted { $0.url.lastPathComponent < $1.url.lastPathComponent }
     }
 
-    /// Copies the files that a bundle's manifest lists into Documents, and checks them. What else lies in its folder is left there, and
-    /// nothing stays of a bundle that is refused.
+    /// Copies the files that a bundle's manifest lists into Documents, and checks them. Other files of its folder are left out, and
+    /// a refused bundle leaves nothing behind.
     public func importBundle(at source: URL) throws -> StoredBundle {
         let name = source.lastPathComponent
         let target = documents.appendingPathComponent(name)
@@ -224,7 +224,7 @@ public struct DocumentsFolder: Sendable {
         return StoredBundle(url: target, isIncluded: false, gpuRefusal: gpuRefusal)
     }
 
-    /// Downloads a bundle into Documents, or goes on with one that was begun. Its files are checked as they come.
+    /// Downloads a bundle into Documents, or continues with one that was begun. Its files are checked as they come.
     func download(
         _ offer: BundleDownload.Offer, by download: BundleDownload, progress: @escaping @Sendable (Int) -> Void
     ) async throws -> StoredBundle {

@@ -52,8 +52,8 @@ import Observation
         }
     }
 
-    /// Downloads what was looked up, or goes on with it. Until it has ended, or was stopped, it is a download that a later start of the
-    /// app goes on with.
+    /// Downloads what was looked up, or continues with it. Until it has ended, or was stopped, it is a download that a later start of the
+    /// app continues with.
     ///
     /// - Returns: the bundle; nil where it was stopped.
     func download() async throws -> StoredBundle? {
@@ -93,6 +93,6 @@ import Observation
         return try await download()
     }
 
-    /// Ends the download. What has come stays, for the next time.
+    /// Ends the download. Received files stay, for the next time.
     public func stop() { work?.cancel() }
 }

@@ -168,7 +168,7 @@ enum EvaluationRecord: Sendable {
     }
 
     /// - Parameter data: JSON, a record a line.
-    /// - Throws: `MeSPError` with the line that is wrong, or where there is none.
+    /// - Throws: `MeSPError` with the line that is wrong, or if there is none.
     static func read(_ data: Data) throws -> [EvaluationRecord] {
         var records = [EvaluationRecord]()
         for (index, line) in data.split(separator: UInt8(ascii: "\n"), omittingEmptySubsequences: false).enumerated() {

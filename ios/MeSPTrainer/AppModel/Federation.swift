@@ -29,7 +29,7 @@ import Observation
     }
     public private(set) var state = State.off
     public var isOn: Bool { state != .off }
-    /// Why the server cannot be reached now, whatever else goes on; nil where it can.
+    /// Why the server cannot be reached now, whatever else happens; nil where it can.
     public private(set) var unreachable: Sentence?
     /// Why the last message could not even be answered; nil where it could.
     public private(set) var passedOver: Sentence?
@@ -142,7 +142,7 @@ import Observation
 
     private var lacksCharger: Bool { needsCharger && phone.battery?.isCharging == false }
 
-    /// Off the charger, a run waits; on it, it goes on.
+    /// Off the charger, a run waits; on it, it continues.
     private func followCharger() {
         guard case .training = state else { return }
         if lacksCharger { controller.pause() } else { controller.resume() }

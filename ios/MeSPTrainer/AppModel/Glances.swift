@@ -21,8 +21,8 @@ public struct Glance: Sendable, Equatable {
 
 /// Has the run in progress shown on the lock screen.
 ///
-/// It begins in front, where iOS allows it, and changes while the app is not. What iOS itself shows of a time that it gives
-/// (`BGContinuedProcessingTask`) it leaves to iOS.
+/// It begins in front, where iOS allows it, and changes while the app is not. During a `BGContinuedProcessingTask`
+/// iOS shows the run itself.
 @MainActor final class Glances {
     private let controller: RunController
     private let phone: any Phone

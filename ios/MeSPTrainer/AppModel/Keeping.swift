@@ -5,8 +5,8 @@ import MeSPCore
 public struct Keeping: Sendable, Equatable {
     /// Whether a backup of the phone has it.
     public var isInBackup: Bool
-    /// Whether it can be read only while the phone is not locked. What is not, can be from the first time that the phone is unlocked after
-    /// it was turned on: a run in the night reads and writes while it is locked.
+    /// Whether it can be read only while the phone is not locked. All else can be read from the first unlock after the phone was turned
+    /// on: a run at night reads and writes while it is locked.
     public var isLockedAway: Bool
 
     /// Gigabytes that can be had again; read by a run in the night.

@@ -156,7 +156,7 @@ private struct HeldOutPrompts: Sendable {
     /// - Throws: `MeSPError` where no data is held out.
     func choose(_ count: Int, from bundle: ModelBundle, length: Int) throws -> [Prompt] {
         guard let sequences = try bundle.tokens("valid")?.sequences(lengths: [length]), sequences.count > 0 else {
-            throw MeSPError("No text was held out from this run, so there is none for examples.")
+            throw MeSPError("This run held out no text for examples.")
         }
         let frame = messageFrame()
         var prompts = [Prompt]()

@@ -71,8 +71,8 @@ import Observation
     /// Where the text is that was copied last.
     @ObservationIgnored private var textFolder: URL?
 
-    /// Copies a text that the person chose, in place of the last, to where the system may clear it. What AirDrop put into the inbox moves
-    /// from there.
+    /// Copies a text that the person chose, in place of the last, to where the system may clear it. Files in AirDrop's inbox are moved
+    /// instead.
     ///
     /// - Returns: the copy.
     func copyText(at url: URL) async throws -> URL {

@@ -3,7 +3,7 @@ import Observation
 
 /// The phone's screen, as far as it is dimmed.
 @MainActor public protocol Display: AnyObject {
-    /// 0 to 1; nil where there is no screen now.
+    /// 0 to 1; nil if there is no screen now.
     var brightness: Double? { get set }
 }
 

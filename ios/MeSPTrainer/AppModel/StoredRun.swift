@@ -44,10 +44,10 @@ public struct StoredRun: Identifiable, Sendable {
     /// Whether it is of a benchmark, which trains a few steps for the time and the memory that they take.
     public var isBenchmark: Bool { url.pathExtension == DocumentsFolder.benchmark }
 
-    /// The adapters saved last; nil where there are none yet.
+    /// The adapters saved last; nil if there are none yet.
     public var adapters: URL? { existing("adapters") }
 
-    /// Whether it can go on: from a saved state, or, where the app was ended before there was one, from the beginning.
+    /// Whether it can continue: from a saved state, or, where the app was ended before there was one, from the beginning.
     public var canResume: Bool {
         switch status {
         case .running, .finished, .unreadable: false
@@ -56,7 +56,7 @@ public struct StoredRun: Identifiable, Sendable {
         }
     }
 
-    /// Copies the log and the adapters into `folder`, which is replaced. What the run was trained on stays behind.
+    /// Copies the log and the adapters into `folder`, which is replaced. The training data is not copied.
     public func export(to folder: URL) throws {
         do {
             try? FileManager.default.removeItem(at: folder)

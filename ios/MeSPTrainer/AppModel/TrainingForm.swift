@@ -102,10 +102,10 @@ import Observation
     /// The text file that was chosen. With one, the text comes from it.
     public var file: URL? { didSet { if file != nil { textKind = .file } } }
     public var pasted = ""
-    /// Of records with prompts, whether only the answers count in the loss.
+    /// Whether only the answers of records with prompts are in the loss.
     public var answersOnly = true
 
-    /// Of the bundle that was chosen last.
+    /// The architecture of the bundle that was chosen last.
     @ObservationIgnored private var architecture: Architecture?
     @ObservationIgnored private let library: Library
     @ObservationIgnored private let phone: any Phone
@@ -147,7 +147,7 @@ import Observation
         }
     }
 
-    /// Chooses a bundle where there is none, or the one that was is no longer there: one for the GPU, which is faster.
+    /// Chooses a bundle if there is none, or the one that was is no longer there: one for the GPU, which is faster.
     func refresh() {
         let usable = library.usableBundles
         let known = usable.first { $0.id == bundle?.id }
@@ -157,7 +157,7 @@ import Observation
     /// The predicted peak and whether it fits now, or why there can be no such run.
     public var fit: Result<DeviceFit, MeSPError> {
         guard let manifest = bundle?.manifest else {
-            return .failure(MeSPError("Bring in a bundle first, by AirDrop, the Files app or tools/push.py."))
+            return .failure(MeSPError("Import a bundle first, by AirDrop, the Files app or tools/push.py."))
         }
         if let (field, text) = unreadable.min(by: { $0.key.rawValue < $1.key.rawValue }) {
             let typed: Sentence = text.isEmpty ? "nothing" : "\(text)"

@@ -28,7 +28,7 @@ public enum NumberField: String, Sendable, CaseIterable {
 
 /// Numbers as people write them: with the locale's decimal separator or a point, perhaps with an exponent.
 struct TypedNumber {
-    /// - Returns: nil where `text` is no number.
+    /// - Returns: nil where `text` is not a number.
     static func value(_ text: String, isWhole: Bool, locale: Locale = .current) -> Double? {
         var text = text.trimmingCharacters(in: .whitespaces)
         if let separator = locale.decimalSeparator { text = text.replacingOccurrences(of: separator, with: ".") }

@@ -11,9 +11,9 @@ enum MLXErrors {
 
     /// Calls `body`, in which `check()` sees MLX's errors.
     ///
-    /// - Throws: `MeSPError` with the first error of MLX; where there is none, the error of `body`.
+    /// - Throws: `MeSPError` with the first error of MLX; if there is none, the error of `body`.
     static func collect<R>(_ body: () throws -> R) throws -> R {
-        // What `withError` itself would throw at its end, `check()` has thrown before.
+        // `check()` has already thrown what `withError` would throw at its end.
         try withError { errors in
             try $box.withValue(errors) {
                 let result = Result { try body() }

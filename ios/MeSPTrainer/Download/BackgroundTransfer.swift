@@ -6,11 +6,11 @@ import MeSPSentences
     import FoundationNetworking
 #endif
 
-/// Has the system receive files, which goes on while the app is suspended and after it was ended. All that is wanted is asked for at
+/// Has the system receive files, which continues while the app is suspended and after it was ended. All that is wanted is asked for at
 /// once: for an app that is away, the system begins what is new when it suits it.
 ///
-/// A file comes as a whole. What has come of one that broke off the system keeps, and says in a few bytes how to go on with it; they are
-/// put beside the file, under a name that ends in `.resume`.
+/// A file arrives as a whole. Of an interrupted one the system keeps the part that has arrived, and gives a few bytes to resume it, which
+/// are put beside the file under a name that ends in `.resume`.
 public final class BackgroundTransfer: NSObject, Transfer, @unchecked Sendable {
     let filesAtOnce = Int.max
 
@@ -28,7 +28,7 @@ public final class BackgroundTransfer: NSObject, Transfer, @unchecked Sendable {
     private struct Reception {
         let wanted: Wanted
         let task: URLSessionDownloadTask
-        /// Whether the task goes on with what there was.
+        /// Whether the task continues with what there was.
         let goesOn: Bool
         let progress: @Sendable (Int) -> Void
         let continuation: CheckedContinuation<HTTPURLResponse, any Error>
@@ -73,7 +73,7 @@ public final class BackgroundTransfer: NSObject, Transfer, @unchecked Sendable {
         }
     }
 
-    /// - Returns: the task that the system has for a file, or a new one, and whether it goes on with what has come.
+    /// - Returns: the task that the system has for a file, or a new one, and whether it continues with what has come.
     private func task(for wanted: Wanted, _ name: String) async -> (URLSessionDownloadTask, Bool) {
         for task in await findTasksOfBefore()
         where task.taskDescription == name && (task.state == .running || task.state == .suspended) {
@@ -141,7 +141,7 @@ public final class BackgroundTransfer: NSObject, Transfer, @unchecked Sendable {
         reception.continuation.resume(
             with: Result {
                 do { try result.get() } catch let error as URLError { throw reception.wanted.brokenOff(error) }
-                // What it goes on with may be no longer there.
+                // The partial file may be gone.
                 if let response = task.response as? HTTPURLResponse, reception.goesOn {
                     guard Self.isTaken(response) else {
                         throw Retryable(sentence: "\(reception.wanted.what) could not continue; try again.")

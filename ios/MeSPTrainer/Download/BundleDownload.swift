@@ -7,26 +7,26 @@ import MeSPSentences
     import FoundationNetworking
 #endif
 
-/// A bundle in a repository of the Hugging Face Hub, brought to a folder.
+/// A download of a bundle from a repository of the Hugging Face Hub.
 ///
 ///     let download = try BundleDownload(repository: "someone/Qwen2.5-0.5B-mesp")
 ///     let offer = try await download.offer()
 ///     try await download.fetch(offer, to: folder) { bytes in … }
 ///
-/// The manifest comes first. Each other file has the size and the SHA-256 that it says, or is refused. What is there of a download that
-/// ended early, `fetch` goes on from.
+/// The manifest comes first. Each other file has the size and the SHA-256 that it says, or is refused. `fetch` resumes a download that
+/// ended early.
 public struct BundleDownload: Sendable {
-    /// A bundle at the Hub, before it is downloaded. It can be stored, for a process that goes on with the download.
+    /// A bundle at the Hub, before it is downloaded. It can be stored, so that another process can resume the download.
     public struct Offer: Sendable, Codable {
         /// As `owner/name`.
         public let repository: String
         public let manifest: Manifest
-        /// As it came.
+        /// The manifest's bytes, unchanged.
         let json: Data
-        /// The commit that the files are taken of; nil where the server names none.
+        /// The commit of the files; nil if the server names none.
         let commit: String?
 
-        /// In bytes, of all files.
+        /// The size of all files, in bytes.
         public var size: Int { manifest.files.reduce(json.count) { $0 + $1.size } }
 
         /// Checks that this build can use such a bundle.
@@ -56,18 +56,18 @@ public struct BundleDownload: Sendable {
     /// As `owner/name`.
     public let repository: String
     private let hub: URL
-    /// How long a connection may be silent, in seconds.
+    /// The timeout of a silent connection, in seconds.
     private let patience: Double
     /// The transfer of the bundle's files.
     private let transfer: any Transfer
-    /// How often a file is asked for again without a byte more.
+    /// The number of retries without progress.
     private let attempts = 3
 
     /// - Parameters:
     ///   - repository: as `owner/name`, or its address at the Hub.
     ///   - hub: the Hub's address.
-    ///   - patience: how long a connection may be silent, in seconds.
-    ///   - background: what brings the files while the app is suspended; without it they come as long as the process runs.
+    ///   - patience: the timeout of a silent connection, in seconds.
+    ///   - background: receives files while the app is suspended; without it only while the process runs.
     public init(
         repository: String, hub: URL = URL(string: "https://huggingface.co") ?? URL(fileURLWithPath: "/"),
         patience: Double = 30, background: BackgroundTransfer? = nil
@@ -107,12 +107,12 @@ public struct BundleDownload: Sendable {
         }
     }
 
-    /// Downloads what `folder` lacks of the bundle. Cancelling the task ends it; the next call goes on from there.
+    /// Downloads the files that `folder` lacks. Cancelling the task ends it; the next call resumes.
     ///
     /// - Parameters:
-    ///   - offer: what `offer()` gave.
+    ///   - offer: the result of `offer()`.
     ///   - folder: gets the bundle; it need not be there yet.
-    ///   - progress: gets the bytes that are there, from time to time.
+    ///   - progress: called with the number of received bytes.
     public func fetch(
         _ offer: Offer, to folder: URL, progress: @escaping @Sendable (_ bytes: Int) -> Void = { _ in }
     ) async throws {
@@ -232,7 +232,7 @@ public struct BundleDownload: Sendable {
     }
 }
 
-/// How many bytes have come, over all files.
+/// The number of received bytes, over all files.
 private final class ByteCount: Sendable {
     private let lock = NSLock()
     private nonisolated(unsafe) var bytes = [String: Int]()  // under the lock

@@ -22,13 +22,13 @@ import MeSPSelfCheck
 nonisolated(unsafe) var stopRequested: sig_atomic_t = 0
 // Set by a warning of the system; read before each step.
 nonisolated(unsafe) var memoryIsShort: sig_atomic_t = 0
-// What a handler can print: it may not take memory.
+// A message that a signal handler can print: it may not allocate memory.
 nonisolated(unsafe) let lostFile = strdup(
     "A file of the bundle became shorter or unreadable while it was in use; copy or export the bundle again. What was saved last is still there.\n"
 )
 
 for number in [SIGINT, SIGTERM, SIGHUP] {
-    // What nohup, or a shell that starts this in the background, has set to be ignored stays so.
+    // Signals that nohup, or a shell's background job, ignores stay ignored.
     let previous = signal(number) { _ in stopRequested = 1 }
     if unsafeBitCast(previous, to: Int.self) == unsafeBitCast(SIG_IGN, to: Int.self) { signal(number, SIG_IGN) }
 }
@@ -78,7 +78,18 @@ func run(_ settings: RunSettings) throws {
         memoryIsShort: {
             defer { memoryIsShort = 0 }
             return memoryIsShort != 0
-        })
+        },
+        reward: reward)
+}
+
+/// The rewards of the answers, from who has started this.
+func reward(_ groups: [AnswerGroup]) throws -> [[Float]] {
+    try print("samples", ["groups": groups])
+    guard let line = readLine() else { throw CancellationError() }  // nobody rewards any more
+    guard let rewards = try? JSONDecoder().decode([[Float]].self, from: Data(line.utf8)) else {
+        throw MeSPError("The rewards of the answers are not lists of numbers.")
+    }
+    return rewards
 }
 
 func count(_ file: URL) throws {
@@ -129,7 +140,7 @@ func evaluate(_ file: URL) throws {
             let sum = try evaluator.logLikelihood(of: request.tokens, window: request.window, atBlock: checkStop)
             try print("text", ["log_likelihood": sum])
         case .generate(let request):
-            // Only who asks knows the text that the tokens make, and whether it is to go on.
+            // Only who asks knows the text that the tokens make, and whether it is to continue.
             try evaluator.generator.generate(
                 request.requests, atOnce: request.atOnce, atBlock: checkStop,
                 onToken: { index, token in

@@ -105,7 +105,7 @@ struct Metadata {
     var sourceTask: UInt64?
     var destinationTask: UInt64?
 
-    /// - Throws: `MeSPError` where a time is no number, or a text is longer than any of Flower's.
+    /// - Throws: `MeSPError` where a time is not a number, or a text is longer than any of Flower's.
     init(_ message: ProtobufMessage) throws {
         (run, self.message) = (message.number(1), message.text(2))
         (source, destination) = (message.number(3), message.number(4))

@@ -13,7 +13,7 @@ import MeSPSentences
 
         init(file: URL) {}
 
-        /// The key's bytes; nil where there is none yet.
+        /// The key's bytes; nil if there is none yet.
         func read() throws -> Data? {
             var found: CFTypeRef?
             let status = SecItemCopyMatching(
@@ -42,7 +42,7 @@ import MeSPSentences
     struct KeyStore {
         let file: URL
 
-        /// The key's bytes; nil where there is none yet.
+        /// The key's bytes; nil if there is none yet.
         func read() throws -> Data? {
             FileManager.default.fileExists(atPath: file.path) ? try Data(contentsOf: file) : nil
         }

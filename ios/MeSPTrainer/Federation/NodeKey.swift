@@ -9,9 +9,9 @@ import MeSPSentences
 public struct NodeKey: Sendable {
     private let key: P256Key
 
-    /// The node's key, which is made where there is none: in the Keychain on iOS, elsewhere in a file that its owner alone can read.
+    /// The node's key, which is made if there is none: in the Keychain on iOS, elsewhere in a file that its owner alone can read.
     ///
-    /// - Throws: `MeSPError` where it cannot be read or kept, or is no key.
+    /// - Throws: `MeSPError` where it cannot be read or kept, or is not a key.
     public init(file: URL) throws {
         do {
             let store = KeyStore(file: file)

@@ -156,7 +156,7 @@ extension ObjectStore {
 
     /// The records of a `RecordDict`.
     ///
-    /// - Parameter most: the most bytes that they may take. What came once may be named any number of times.
+    /// - Parameter most: the most bytes that they may take. An object may be named any number of times.
     func records(_ id: String, most: Int) throws -> Records {
         var room = most
         func take(_ bytes: Int) throws {

@@ -34,7 +34,7 @@ struct PendingMessage {
     var message: (Metadata, ObjectTree)? { get throws { try read("message") } }
     var reply: (Metadata, ObjectTree)? { get throws { try read("reply") } }
 
-    /// A file that is damaged is removed: nothing can be done with it, and the node goes on without.
+    /// A file that is damaged is removed: nothing can be done with it, and the node continues without.
     private func read(_ name: String) throws -> (Metadata, ObjectTree)? {
         let file = folder.appendingPathComponent(name)
         guard FileManager.default.fileExists(atPath: file.path) else { return nil }

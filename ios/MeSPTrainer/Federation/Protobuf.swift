@@ -1,8 +1,8 @@
 import Foundation
 import MeSPSentences
 
-/// A message in protobuf's wire format (https://protobuf.dev/programming-guides/encoding), as it is written. What is 0 or empty is left
-/// out, as proto3 has it, but for bytes and messages, and for what is marked as present.
+/// A message in protobuf's wire format (https://protobuf.dev/programming-guides/encoding), as it is written. As in proto3, values that are 0
+/// or empty are left out, except bytes, messages, and those marked as present.
 struct ProtobufWriter {
     private(set) var data = Data()
 

@@ -6,15 +6,15 @@ import MeSPSentences
     import FoundationNetworking
 #endif
 
-/// A node of a Flower federation, without Python: it joins a SuperLink, waits for messages of the server's app, has them answered, and
-/// sends the answers.
+/// A node of a Flower federation, without Python: it joins a SuperLink, waits for messages of the server's app, and sends the
+/// answers.
 ///
 ///     let node = try SuperNode(server: address, folder: folder, mostBytes: FederatedRun.mostBytes(bundle))
 ///     try await node.run(report: show) { question in try await train(question) }
 ///
-/// The messages it has received and has to send lie in files: a node that was ended goes on where it was, with what the server takes to
-/// be delivered, and sends no byte twice. What nobody waits for any more it lets go, and a message that cannot be read is answered as one
-/// that failed.
+/// Received and unsent messages are kept in files: a restarted node continues, with messages that the server considers delivered, and
+/// sends no byte twice. It drops messages that nobody waits for, and answers one that cannot be read as
+/// failed.
 public struct SuperNode: Sendable {
     /// An event, for people.
     public enum Event: Sendable, Equatable {
@@ -23,7 +23,7 @@ public struct SuperNode: Sendable {
         case received(Question, bytes: Int)
         /// Its answer has been sent, of so many bytes, but for what the server had.
         case sent(Question, bytes: Int)
-        /// The message was of no use any more, or its answer.
+        /// The message, or its answer, had expired.
         case dropped(Question, Sentence)
         /// A message could not be read or answered here; the server learns that, not why.
         case failed(Question, String)
@@ -47,7 +47,7 @@ public struct SuperNode: Sendable {
         /// When the server's app made it, by the server's clock.
         public let created: Date
         public internal(set) var records = Records()
-        /// A folder for this message alone, which lasts until its answer was sent: to go on in, where the process ended.
+        /// A folder for this message alone, which lasts until its answer was sent: to continue in, where the process ended.
         public let folder: URL
     }
 
@@ -68,10 +68,10 @@ public struct SuperNode: Sendable {
 
     /// - Parameters:
     ///   - server: a SuperLink's address, as in `https://links.example.org:8000`; without TLS only one on this machine
-    ///   - folder: what the node has received, and, but on iOS, its key; made where it is missing
+    ///   - folder: received messages and, except on iOS, the key; created if missing
     ///   - mostBytes: the most that a message may have, on disk and in memory
-    ///   - configuration: what networks may be used
-    /// - Throws: `MeSPError` where the address is none, or the key cannot be read or written.
+    ///   - configuration: the allowed networks
+    /// - Throws: `MeSPError` where the address is not valid, or the key cannot be read or written.
     public init(
         server: URL, folder: URL, mostBytes: Int, configuration: URLSessionConfiguration = .ephemeral
     ) throws {
@@ -106,7 +106,7 @@ public struct SuperNode: Sendable {
     /// Takes part until the task is cancelled.
     ///
     /// - Parameters:
-    ///   - report: is told what happens
+    ///   - report: called with each event
     ///   - answer: makes the answer to a message; one at a time
     /// - Throws: `MeSPError` where the server does not let it in or speaks another protocol, or another node is at work in the
     ///   folder; `CancellationError`.
@@ -133,8 +133,7 @@ public struct SuperNode: Sendable {
 
     // MARK: - Being there
 
-    /// A node that ended without a word goes on as the one it was: only its key can be activated, and not before the server has given it
-    /// up.
+    /// A node that ended without deactivating keeps its identity: its key can be activated again once the server has given the node up.
     ///
     /// - Returns: the node's id.
     private func join(_ report: (Event) -> Void) async throws -> UInt64 {
@@ -144,7 +143,7 @@ public struct SuperNode: Sendable {
             return id
         }
         let id = try await activate(report)
-        // Ids are random: a server that has lost what it knew gives another, and what was here is none of its.
+        // Ids are random: a server that has lost what it knew gives another, and what was here is not its own.
         if last != [String(id), server] { try PendingMessage(folder: folder, mostBytes: mostBytes).empty() }
         try writeDurably(Data("\(id)\n\(server)\n".utf8), to: file)
         return id
@@ -216,7 +215,7 @@ public struct SuperNode: Sendable {
 
     // MARK: - One message after another
 
-    /// Does the next of what there is to do with a message.
+    /// Does the next step for a message.
     private func work(
         _ node: UInt64, _ report: (Event) -> Void, _ answer: (Question) async throws -> Records
     ) async throws {
@@ -263,7 +262,7 @@ public struct SuperNode: Sendable {
         report(event)
     }
 
-    /// A message is of no use any more, or its answer.
+    /// A message, or its answer, has expired.
     private struct Useless: Error {
         let why: Sentence
     }
@@ -291,7 +290,7 @@ public struct SuperNode: Sendable {
         }
     }
 
-    /// Fetches what of the message is not here, and reads it.
+    /// Fetches the missing objects of a message, and reads it.
     private func receive(
         _ question: inout Question, _ metadata: Metadata, _ tree: ObjectTree, _ pending: PendingMessage,
         _ node: UInt64, _ report: (Event) -> Void

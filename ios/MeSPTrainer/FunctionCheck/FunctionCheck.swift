@@ -2,8 +2,8 @@ import Foundation
 import MeSPSentences
 
 /// Throws unless the functions in a file keep to `AllowedPrimitives`, so that MLX reads and writes within their arrays: it takes the shapes
-/// of a primitive's outputs from the file, and checks neither these nor the indices of a `Gather`. What passes is what
-/// exporter/mesp/block_function/check.py lets pass. docs/security.md has the file's layout.
+/// of a primitive's outputs from the file, and checks neither these nor the indices of a `Gather`. The rules are those of
+/// exporter/mesp/block_function/check.py. docs/security.md has the file's layout.
 ///
 /// - Parameters:
 ///   - onGPU: whether all primitives must be on the GPU; otherwise on the CPU.
@@ -55,7 +55,7 @@ private struct FunctionReader {
     let allowed: AllowedPrimitives
     let layout: FunctionLayout
     private var position = 0
-    /// Of all functions: MLX writes each once.
+    /// The constants of all functions: MLX writes each once.
     private var constants = [UInt64: Constant]()
 
     init(file: Data, allowed: AllowedPrimitives, layout: FunctionLayout) {

@@ -13,7 +13,7 @@ struct FirstStep {
 extension Bench {
     private func firstStep() throws -> FirstStep {
         guard isFirstUse else {
-            throw Skipped(reason: "MLX was in use before: start the process anew, and check before anything else.")
+            throw Skipped(reason: "MLX was in use before: restart the process, and check before anything else.")
         }
         if let firstStepTaken { return firstStepTaken }
         /// The growth of the footprint without MLX's arrays.
@@ -57,7 +57,7 @@ extension Bench {
         constants.metalBytes = Double(bytes)
         return Finding(
             .note,
-            "Beside its arrays MLX adds \(shown(megabytes: bytes)) to the footprint by the end of the first step, \(shown(megabytes: step.afterUse)) of it with the first use.",
+            "Besides its arrays MLX adds \(shown(megabytes: bytes)) to the footprint by the end of the first step, \(shown(megabytes: step.afterUse)) of it with the first use.",
             [
                 Measurement("before the first use", Double(firstUseOfMLX.footprint), "bytes"),
                 Measurement("after the first use", Double(step.afterUse), "bytes"),

@@ -21,7 +21,7 @@ struct SystemGPU {
     /// The largest buffer, in bytes.
     let largestBuffer: Int
 
-    /// nil where there is no Metal.
+    /// nil if there is no Metal.
     static let current: SystemGPU? = {
         #if canImport(Metal)
             guard let device = MTLCreateSystemDefaultDevice() else { return nil }
@@ -53,7 +53,7 @@ extension Bench {
     }
 
     func gpu() throws -> Finding {
-        // `Device.gpu` would be an error of MLX where there is none.
+        // `Device.gpu` would be an error of MLX if there is none.
         guard bundle.manifest.device == .gpu else {
             throw Skipped(reason: "The bundle \(bundle.manifest.name) runs on the CPU: export one with --device gpu.")
         }
@@ -69,7 +69,7 @@ extension Bench {
             ])
     }
 
-    /// Where Metal refuses an address or a length, MLX copies without a word. What is then written to the file does not show in the
+    /// Where Metal refuses an address or a length, MLX copies without a word. Then a change of the file does not show in the
     /// array.
     func mapWithoutCopy() throws -> Finding {
         let size = min(largestFile.words * 4, 16 << 20)
@@ -123,7 +123,7 @@ extension Bench {
             ])
     }
 
-    /// A copy would add all of the size. What a kernel leaves behind counts beside a small file, which tells nothing.
+    /// A copy would add all of the size. A kernel's own memory matters beside a small file, which is inconclusive.
     static func verdict(footprintOfMap grown: Int, size: Int) -> SelfCheckReport.Verdict {
         let slack = 1_000_000
         guard size > 4 * slack else { return .note }
@@ -171,7 +171,7 @@ extension Bench {
     private static let leakAllowed = 1_000_000
 
     /// `withError` throws after its body only, but its box has an error as soon as MLX reports it: a run that asks the box stops before it
-    /// goes on with wrong numbers.
+    /// continues with wrong numbers.
     ///
     /// - Parameter provoke: makes MLX throw.
     func errors(provoke: () -> Void = Bench.evaluateInsideTrace) throws -> Finding {

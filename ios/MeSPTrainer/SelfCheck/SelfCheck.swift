@@ -3,17 +3,17 @@ import MLX
 import MeSPCore
 import MeSPFiles
 
-/// Asks the machine what training depends on: whether weights are mapped without a copy, what an `eval`, a kernel and a buffer take,
-/// whether its gradients are those of the CPU, and whether a step's peak is the predicted one.
+/// Measures what training depends on: whether weights are mapped without a copy, the cost of an `eval`, a kernel and a buffer,
+/// whether gradients are those of the CPU, and whether a step's peak is the predicted one.
 ///
 /// On a bundle for the CPU every check runs too, with the CPU's own formulas to compare with.
 public struct SelfCheck {
     public struct Settings: Codable, Sendable, Equatable {
         /// The bundle's folder.
         public var bundle: String
-        /// How often a gradient is computed again, to be the same to the last bit.
+        /// The number of repeats of a gradient, which must be equal to the last bit.
         public var repeats = 50
-        /// How long one measurement is repeated, in seconds.
+        /// The duration of one measurement, in seconds.
         public var seconds = 1.0
         /// Minutes of training without a pause, to see whether the machine slows down; 0 for none.
         public var minutes = 0.0
@@ -89,7 +89,7 @@ public struct SelfCheck {
         return whole
     }
 
-    /// How a check comes out, whatever it throws but `CancellationError`.
+    /// The result of a check, whatever it throws except `CancellationError`.
     static func result(_ check: Bench.Check, _ bundle: ModelBundle) throws -> SelfCheckReport.Check {
         let begin = Date.now
         var finding: Finding
@@ -124,7 +124,7 @@ struct Finding {
     }
 }
 
-/// Why a check has nothing to look at here.
+/// The reason why a check is impossible here.
 struct Skipped: Error {
     let reason: Sentence
 }
@@ -144,7 +144,7 @@ final class Bench {
     let isFirstUse: Bool
     var firstStepTaken: FirstStep?
     let atBlock: () throws -> Void
-    /// Stands between what a check looks at and the check itself: tests put an error here.
+    /// A hook between a result and its check, where tests put an error.
     let tamper: (_ check: String, MLXArray) -> MLXArray
     var constants = SelfCheckReport.Constants()
 

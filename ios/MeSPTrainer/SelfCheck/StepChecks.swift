@@ -8,9 +8,9 @@ private struct Steps {
         [("forward", \.forward), ("head", \.loss), ("backward", \.backward)]
     }
 
-    /// Of each step, each phase's seconds.
+    /// The seconds of each phase, by step.
     var seconds = [[Double]]()
-    /// Of each phase, the highest footprint above that before the run, and the highest active memory of MLX, in bytes.
+    /// By phase, the highest footprint above that before the run, and MLX's highest active memory, in bytes.
     var footprint = [0, 0, 0]
     var mlx = [0, 0, 0]
 
@@ -40,8 +40,8 @@ extension Bench {
         var last = clock.time
         var (footprint, mlx) = (0, 0)
 
-        /// At a boundary. What was used since the last one belongs to the phase whose time has grown since; where none has, the phase
-        /// goes on.
+        /// At a boundary. Memory since the last one belongs to the phase whose time has grown since; if none has, to the same
+        /// phase as before.
         func observe() {
             (footprint, mlx) = (max(footprint, sampler.takePeak() - before), max(mlx, Memory.peakMemory))
             Memory.peakMemory = 0

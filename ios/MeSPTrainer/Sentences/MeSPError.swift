@@ -18,7 +18,7 @@ extension Error {
             case .keyNotFound(let key, _): return "\(key.stringValue) is missing"
             case .typeMismatch(_, let context), .valueNotFound(_, let context), .dataCorrupted(let context):
                 let path = context.codingPath.map(\.stringValue).joined(separator: ".")
-                return path.isEmpty ? "it is not JSON" : "\(path) is not what it should be"
+                return path.isEmpty ? "it is not JSON" : "\(path) has the wrong type"
             @unknown default: break
             }
         }

@@ -30,7 +30,7 @@ class _Metadata:
         self.gguf, self.prefix = gguf, prefix
 
     def get(self, key: str, kind: type | tuple[type, ...] = int) -> Any:
-        """The value of ``{architecture}.{key}``; None where there is none. Floating-point numbers
+        """The value of ``{architecture}.{key}``; None if there is none. Floating-point numbers
         are as their shortest decimals in float32 say."""
         key = f"{self.prefix}.{key}"
         value = self.gguf.metadata.get(key)

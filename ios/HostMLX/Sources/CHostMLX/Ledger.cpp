@@ -44,7 +44,7 @@ struct Adopted {
     bool is_wired = false;
 };
 
-// What outlives a recording.
+// State that outlives a recording.
 std::unordered_map<const void *, Adopted> adopted_buffers;
 size_t adopted_bytes = 0;
 size_t memory_limit = SIZE_MAX;

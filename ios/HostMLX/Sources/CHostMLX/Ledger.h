@@ -17,7 +17,7 @@ bool recording();
 void evaluate(std::vector<mlx::core::array> outputs, bool async);
 void wait(mlx::core::array &a);
 
-// MARK: What the ledger must know of
+// MARK: Events that the ledger records
 
 /// An array was made from data in memory.
 void created(mlx::core::array &a);

@@ -1,4 +1,4 @@
-// What a rule of the ledger can do, and the recorder behind it.
+// The interface for a rule of the ledger, and the recorder behind it.
 
 #ifndef LEDGER_RULES_H
 #define LEDGER_RULES_H

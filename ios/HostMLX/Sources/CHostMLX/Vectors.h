@@ -1,4 +1,4 @@
-// What functions with vectors of numbers have in common.
+// Common parts of functions with vectors of numbers.
 
 #ifndef VECTORS_H
 #define VECTORS_H

@@ -213,7 +213,7 @@ extension Ledger {
         #endif
     }
 
-    /// Begins the counts of the recording anew: what came before is not in them, but for the arrays that it left and the kernels that it
+    /// Begins the counts of the recording again: what came before is not in them, but for the arrays that it left and the kernels that it
     /// used first.
     public static func restart() { host_ledger_restart() }
 

@@ -16,7 +16,7 @@ public final class Device: @unchecked Sendable, Equatable {
     /// The device's ordinary stream.
     let defaultStream: Stream
 
-    /// The device; an error where there is no such device.
+    /// The device; an error if there is no such device.
     public init(_ deviceType: DeviceType, index: Int32 = 0) {
         type = deviceType
         defaultStream = deviceType == .gpu ? .gpu : .cpu

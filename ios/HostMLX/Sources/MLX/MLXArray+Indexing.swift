@@ -179,7 +179,7 @@ extension MLXArray {
     /// The operations of mlx-swift 0.31.6 in its order, so that a graph has the same primitives: a gather for everything up to
     /// the last array of indices, then one slice, then one reshape that drops the axes of integers and adds new ones.
     ///
-    /// Unlike NumPy, new axes are ignored where there is no integer to drop and not more indices than axes. And, as in
+    /// Unlike NumPy, new axes are ignored if there is no integer to drop and not more indices than axes. And, as in
     /// mlx-swift, the gather and the reshape go to the default stream.
     private func part(_ operations: [MLXArrayIndexOperation], _ stream: StreamOrDevice) -> MLXArray {
         let operations = Self.expandingEllipsis(operations, shape: shape)
@@ -193,7 +193,7 @@ extension MLXArray {
             let dimensions: Int
             (array, dimensions) = gather(before.filter { !$0.isNewAxis }, first: gathersFirst)
 
-            // What the gather did is a full range now.
+            // The gathered axis is a full range now.
             let gathered = Array(repeating: MLXArrayIndexOperation.slice(MLXSlice()), count: dimensions)
             let others =
                 (gathersFirst ? before.filter { !$0.isArrayOrIndex } : Array(before.prefix { !$0.isArrayOrIndex }))

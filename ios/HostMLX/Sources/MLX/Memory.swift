@@ -19,7 +19,7 @@ public enum Memory {
     /// Memory that was freed and is kept; always 0 on the CPU.
     public static var cacheMemory: Int { host_cache_memory() }
 
-    /// The most that was active; set to anything to begin anew.
+    /// The most that was active; set to anything to begin again.
     public static var peakMemory: Int {
         get { host_peak_memory() }
         set { host_reset_peak_memory() }

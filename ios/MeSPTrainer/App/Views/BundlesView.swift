@@ -89,7 +89,7 @@ private struct DownloadSection: View {
             Text("From the Hugging Face Hub")
         } footer: {
             Text(
-                "Each file is checked. A download goes on while you use other apps. What has come of one stays, and the next goes on from there."
+                "Each file is checked. A download continues while you use other apps. If it stops, the next one starts from the files that have arrived."
             )
         }
     }

@@ -2,7 +2,7 @@ import MeSPAppModel
 import MeSPCore
 import SwiftUI
 
-/// All runs, to look at, go on with, share and delete.
+/// All runs, to look at, continue, share and delete.
 struct RunsView: View {
     @Environment(AppModel.self) private var model
     /// The run that is opened.
@@ -73,7 +73,7 @@ struct RunDetailView: View {
                 LabeledContent("State") { Text(run.status.name) }
                 if case .unreadable(let reason) = run.status { ProblemLabel(reason.localized) }
                 if run.canResume {
-                    Button("Go On from the Last Saved State", systemImage: "play.fill") {
+                    Button("Resume from the Last Saved State", systemImage: "play.fill") {
                         Task { await model.resume(run) }
                     }
                     .disabled(!model.isFree)

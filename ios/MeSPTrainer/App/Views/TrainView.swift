@@ -18,7 +18,7 @@ struct TrainView: View {
     }
 }
 
-/// Offers to go on with the run that the app was ended in.
+/// Offers to resume the run that the app was ended in.
 private struct InterruptedSection: View {
     @Environment(AppModel.self) private var model
     let run: StoredRun
@@ -26,7 +26,7 @@ private struct InterruptedSection: View {
     var body: some View {
         Section("The app was ended during this run") {
             LabeledContent("\(run.name)", value: String(localized: "step \(run.log?.lastStep ?? 0)"))
-            Button("Go On from the Last Saved State", systemImage: "play.fill") {
+            Button("Resume from the Last Saved State", systemImage: "play.fill") {
                 Task { await model.decide(run, goOn: true) }
             }
             .disabled(!model.isFree)
@@ -140,7 +140,7 @@ private struct MoreView: View {
                 Toggle("Keep the screen on", isOn: $screen.keepsAwake)
             } footer: {
                 Text(
-                    "A run on the GPU waits while the app is not in front or the phone is locked, and goes on when you come back. One on the CPU goes on where iOS gives it time: for a while after you leave (iOS 26), and in the night on the charger."
+                    "A run on the GPU waits while the app is not in front or the phone is locked, and continues when you come back. A run on the CPU continues while iOS gives it time: for a while after you leave (iOS 26), and at night on the charger."
                 )
             }
             Section { NavigationLink("Train with Others") { FederationView() } }
@@ -214,8 +214,8 @@ private struct MoreView: View {
         Section("Settings") {
             Picker("Learning rate over time", selection: $form.settings.schedule) {
                 Text("Constant").tag(RunSettings.Schedule.constant)
-                Text("Falls in a line").tag(RunSettings.Schedule.linear)
-                Text("Falls like a cosine").tag(RunSettings.Schedule.cosine)
+                Text("Linear decay").tag(RunSettings.Schedule.linear)
+                Text("Cosine decay").tag(RunSettings.Schedule.cosine)
             }
             number("Steps of warm-up", .warmup)
             number("Sequences in a batch", .batchSize)

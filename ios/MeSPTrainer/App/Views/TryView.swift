@@ -141,7 +141,7 @@ struct TryView: View {
     }
 }
 
-/// An answer that the person writes anew.
+/// An answer that the person rewrites.
 private struct Correction: Identifiable {
     let side: Comparison.Side
     let turn: Comparison.Turn.ID
@@ -179,7 +179,7 @@ private struct CorrectionView: View {
 /// The text that one model has written so far.
 private struct WrittenText: View {
     let title: LocalizedStringKey
-    /// Of the bundle, or of the run.
+    /// The bundle's, or the run's.
     let name: String
     let text: Comparison.Text
     let isWriting: Bool

@@ -134,17 +134,22 @@ struct LoRAGradients {
     var b = [Projection: MLXArray]()
 
     var arrays: [MLXArray] { Array(a.values) + Array(b.values) }
+
+    mutating func add(_ others: LoRAGradients) {
+        a.merge(others.a) { $0 + $1 }
+        b.merge(others.b) { $0 + $1 }
+    }
 }
 
 extension Architecture {
-    /// Of each block.
+    /// The layout of each block.
     func layouts(rank: Int) -> [LoRALayout] {
         layers.indices.map { LoRALayout(block: block($0), rank: rank) }
     }
 }
 
 extension RunSettings {
-    /// Of each block, with the modules that the run trains; a block before the trained ones has none.
+    /// The layout of each block, with the modules that the run trains; a block before the trained ones has none.
     func layouts(of architecture: Architecture) -> [LoRALayout] {
         let modules = architecture.modules.filter { projections?.contains($0.shortName) ?? true }
         let first = architecture.numHiddenLayers - (numLayers ?? architecture.numHiddenLayers)

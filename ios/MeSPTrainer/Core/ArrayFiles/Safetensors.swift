@@ -36,7 +36,7 @@ package struct Safetensors {
             let container = try decoder.container(keyedBy: Key.self)
             for key in container.allKeys {
                 if key.stringValue == "__metadata__" {
-                    // MLX writes null where there is none.
+                    // MLX writes null if there is none.
                     metadata = try container.decodeIfPresent([String: String].self, forKey: key) ?? [:]
                 } else {
                     tensors[key.stringValue] = try container.decode(Tensor.self, forKey: key)
@@ -88,7 +88,7 @@ package struct Safetensors {
 
     func shape(_ name: String) -> [Int]? { tensors[name]?.shape }
 
-    /// The tensor called `name`, copied; nil where there is none.
+    /// The tensor called `name`, copied; nil if there is none.
     package subscript(name: String) -> MLXArray? {
         guard let tensor = tensors[name], let dtype = Self.dtypes[tensor.dtype] else { return nil }
         let (start, end) = (tensor.dataOffsets[0], tensor.dataOffsets[1])

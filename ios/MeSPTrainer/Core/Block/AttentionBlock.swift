@@ -38,26 +38,30 @@ extension Block {
         _ gradients: inout LoRAGradients
     ) -> Projected {
         let (length, heads, d) = (dOut.dim(0), mixer.numAttentionHeads, mixer.headDim)
-        func byHead(_ x: MLXArray) -> MLXArray { x.reshaped([length, heads, d]).swappedAxes(0, 1) }
-        let attnOut = forward.mixed.asType(.float32)
-        let attention = weights.attention(mixer)
-
-        guard mixer.gateDim > 0 else {
-            let dAttnOut = lastProjection(.o, attnOut, dy: dOut, &gradients)
-            let (dq, dk, dv) = attention.backward(
-                q: forward.m1, k: forward.m2, v: forward.m3, dOut: byHead(dAttnOut), tile: tile)
-            return [.q: dq, .k: dk, .v: dv]
-        }
-        let gate = OutputGate(g: forward.m1[.ellipsis, d...].swappedAxes(0, 1))
-        let (dAttnOut, dg) = gate.backward(attnOut, dy: lastProjection(.o, gate(attnOut), dy: dOut, &gradients))
-        tile.pace.finish([dAttnOut, dg])
-        let (dq, dk, dv) = attention.backward(
-            q: forward.m1[.ellipsis, ..<d], k: forward.m2, v: forward.m3, dOut: byHead(dAttnOut), tile: tile)
-        guard mixer.outputGate else {
-            return [.q: dq, .k: dk, .v: dv, .g: dg.squeezed(axis: -1)]
-        }
+        let (ofQ, k, v) = (forward.m1, forward.m2, forward.m3)
+        // attn_out goes here: attention's derivative does not read it.
+        let (dAttnOut, dg) = attentionOutput(mixer, consume forward, dOut: dOut, &gradients)
+        let (dq, dk, dv) = weights.attention(mixer).backward(
+            q: mixer.gateDim > 0 ? ofQ[.ellipsis, ..<d] : ofQ, k: k, v: v,
+            dOut: dAttnOut.reshaped([length, heads, d]).swappedAxes(0, 1), tile: tile)
+        guard let dg else { return [.q: dq, .k: dk, .v: dv] }
+        guard mixer.outputGate else { return [.q: dq, .k: dk, .v: dv, .g: dg.squeezed(axis: -1)] }
         let dqg = concatenated([dq.reshaped(dg.shape), dg], axis: -1).reshaped([length, 2 * heads * d])
         tile.pace.finish([dqg])
         return [.q: dqg, .k: dk, .v: dv]
+    }
+
+    /// The derivative of o(attn_out), or of o(attn_out ∘ σ(g)).
+    ///
+    /// - Returns: the gradients of attn_out `[T, heads·d]` and of g, as it is; of the latter nil where there is no gate.
+    private func attentionOutput(
+        _ mixer: AttentionMixer, _ forward: consuming Intermediates, dOut: MLXArray, _ gradients: inout LoRAGradients
+    ) -> (MLXArray, MLXArray?) {
+        let attnOut = forward.mixed.asType(.float32)
+        guard mixer.gateDim > 0 else { return (lastProjection(.o, attnOut, dy: dOut, &gradients), nil) }
+        let gate = OutputGate(g: forward.m1[.ellipsis, mixer.headDim...].swappedAxes(0, 1))
+        let (dAttnOut, dg) = gate.backward(attnOut, dy: lastProjection(.o, gate(attnOut), dy: dOut, &gradients))
+        tile.pace.finish([dAttnOut, dg])
+        return (dAttnOut, dg)
     }
 }

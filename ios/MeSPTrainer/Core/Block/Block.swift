@@ -60,11 +60,11 @@ package struct BlockWeights {
         return architecture.biases.contains(module.name) ? packed[module.name + ".bias"][outputs] : nil
     }
 
-    /// Of the block's input.
+    /// The norm of the block's input.
     var mixerNorm: RMSNorm { norm("input_layernorm") }
-    /// Of x_mid. Llama names it after its place, behind attention, which in a block with norms of the outputs is one of these's.
+    /// The norm of x_mid. Llama names it after its place, behind attention, which in a block with post-norms is one of these's.
     var mlpNorm: RMSNorm { norm(architecture.postNorms ? "pre_feedforward_layernorm" : "post_attention_layernorm") }
-    /// Of the mixer's and of the MLP's output.
+    /// The norms of the mixer's and the MLP's outputs.
     var mixerPostNorm: RMSNorm? { architecture.postNorms ? norm("post_attention_layernorm") : nil }
     var mlpPostNorm: RMSNorm? { architecture.postNorms ? norm("post_feedforward_layernorm") : nil }
 
@@ -92,8 +92,8 @@ package struct BlockWeights {
     }
 }
 
-/// The forward pass of one block over a whole sequence x `[1, T, hidden]`, with the outputs that are asked for. What another implementation
-/// than `Block` returns is not evaluated.
+/// The forward pass of one block over a whole sequence x `[1, T, hidden]`, with the requested outputs. Implementations other
+/// than `Block` return them unevaluated.
 package protocol BlockForward {
     /// y `[1, T, hidden]`.
     func output(_ x: MLXArray) throws -> MLXArray
@@ -124,7 +124,7 @@ package struct BlockOutputs {
 
 /// The arrays between a block's input and its output that the backward pass reads, without the axis of the batch.
 package struct Intermediates {
-    /// Of the mixer's projections `[T, features]`, or `[heads, T, d]` of attention's:
+    /// The outputs of the mixer's projections `[T, features]`, or `[heads, T, d]` of attention's:
     ///
     ///     attention            q, behind each head its gate if it has one;  k;  v
     ///     gated delta net      qkv, before its convolution;  z;  b and a behind it

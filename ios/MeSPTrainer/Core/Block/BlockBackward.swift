@@ -25,16 +25,28 @@ extension Block {
 
     // MARK: - y = x_mid + norm(mlp_out),  mlp_out = down(act(gate(mlp_in)) ∘ up(mlp_in)),  mlp_in = RMSNorm(x_mid)
 
+    /// Each token's derivative depends on no other token, so that a long sequence goes through some tokens at a time.
+    ///
     /// - Returns: d_x_mid `[T, hidden]`, evaluated.
     private func mlpBackward(
-        _ forward: borrowing Intermediates, dy dResidual: MLXArray, _ gradients: inout LoRAGradients
+        _ forward: borrowing Intermediates, dy: MLXArray, _ gradients: inout LoRAGradients
     ) -> MLXArray {
-        let xMid = forward.xMid
-        let dMlpIn = gatedMLP(
-            weights.mlpNorm(xMid), gate: forward.gate, up: forward.up,
-            dy: through(weights.mlpPostNorm, forward.mlpOut, dy: dResidual), &gradients)
-        let dMid = weights.mlpNorm.backward(xMid, dy: dMlpIn, addedTo: dResidual)
-        eval([dMid] + gradients.arrays)
+        let (xMid, gate, up, mlpOut) = (forward.xMid, forward.gate, forward.up, forward.mlpOut)
+        var parts = [MLXArray]()
+        for rows in tiles(of: dy.dim(0), size: tile.mlpTokens) {
+            var own = LoRAGradients()
+            let (xMid, dResidual) = (xMid[rows], dy[rows])
+            let dMlpIn = gatedMLP(
+                weights.mlpNorm(xMid), gate: gate?[rows], up: up?[rows],
+                dy: through(weights.mlpPostNorm, mlpOut?[rows], dy: dResidual), &own)
+            let dMid = weights.mlpNorm.backward(xMid, dy: dMlpIn, addedTo: dResidual)
+            gradients.add(own)
+            eval([dMid] + gradients.arrays)
+            parts.append(dMid)
+        }
+        guard parts.count > 1 else { return parts[0] }
+        let dMid = concatenated(parts)
+        eval(dMid)
         return dMid
     }
 
@@ -126,7 +138,7 @@ extension Block {
         return dMlpIn
     }
 
-    /// The gradient of what a norm of an output took, evaluated; dy where there is no such norm.
+    /// The gradient of what a norm of an output took, evaluated; dy if there is no such norm.
     private func through(_ norm: RMSNorm?, _ output: MLXArray?, dy: MLXArray) -> MLXArray {
         guard let norm, let output else { return dy }
         let d = norm.backward(output, dy: dy)

@@ -40,7 +40,7 @@ extension Block {
         return [.qkv: d.dQKV, .z: dZ, .b: d.dB, .a: d.dA]
     }
 
-    /// - Returns: the gradients of o and z, some tokens' after the other. What they are made of goes with the function.
+    /// - Returns: the gradients of o and z, some tokens' after the other. Their inputs are released when the function returns.
     private func gatedOutput(
         _ net: GatedDeltaNet, _ forward: consuming Intermediates, dOut: MLXArray,
         _ gradients: inout LoRAGradients

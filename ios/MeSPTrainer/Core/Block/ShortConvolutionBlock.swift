@@ -32,7 +32,7 @@ extension Block {
         return [.in: d]
     }
 
-    /// - Returns: the gradients of b, c and u, some features' after the other. What they are made of goes with the function.
+    /// - Returns: the gradients of b, c and u, some features' after the other. Their inputs are released when the function returns.
     private func parts(
         _ convolution: ShortConvolution, _ forward: consuming Intermediates, dOut: MLXArray,
         _ gradients: inout LoRAGradients

@@ -38,7 +38,7 @@ public struct Architecture: Decodable, Sendable, Equatable {
 
 /// One of the matrices of a block's mathematics.
 package enum Projection: String, Decodable, CaseIterable, Sendable {
-    /// Of attention; g gives a gate a head.
+    /// The projections of attention; g gives each head a gate.
     case q, k, v, g, o
     /// Into a gated delta net; qkv before its convolution.
     case qkv, z, b, a
@@ -46,7 +46,7 @@ package enum Projection: String, Decodable, CaseIterable, Sendable {
     case `in`
     /// Out of either.
     case out
-    /// Of the MLP.
+    /// The projections of the MLP.
     case gate, up, down
 }
 
@@ -151,7 +151,7 @@ package struct BlockShape: Sendable, Equatable {
             && joined.joined().count == Set(joined.joined().map(\.name)).count
     }
 
-    /// Of each of Hugging Face's linear layers those of the block that it has; none where they are of other blocks.
+    /// The block's modules that each of Hugging Face's linear layers holds; empty for layers of other blocks.
     private var joined: [[Module]] {
         (architecture.hfModules ?? []).map { layer in modules.filter { layer.parts.contains($0.name) } }
     }
@@ -167,7 +167,7 @@ extension Architecture {
     /// The linear layers of all blocks, each once.
     package var modules: [Module] { unique(mixers.flatMap(\.modules)) + mlp }
 
-    /// The most query heads of attention, 1 where there is none.
+    /// The most query heads of attention, 1 if there is none.
     var attentionHeads: Int {
         mixers.map { if case .attention(let mixer) = $0 { mixer.numAttentionHeads } else { 1 } }.max() ?? 1
     }

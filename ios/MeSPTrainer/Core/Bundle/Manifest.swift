@@ -12,7 +12,7 @@ public struct Manifest: Decodable, Sendable {
         public let revision: String?
         public let license: String?
     }
-    /// Of most matrices. What each one has, its arrays tell.
+    /// The quantization of most matrices; each one's arrays say its own.
     public struct Quantization: Decodable, Sendable, Equatable {
         public let bits: Int
         public let groupSize: Int
@@ -71,7 +71,7 @@ public struct Manifest: Decodable, Sendable {
     /// The folders of the same functions in other layouts.
     public let layouts: [String: String]?
     public let device: Backend
-    /// Of activations, scales, biases and norms.
+    /// The type of activations, scales, biases and norms.
     public let dtype: ElementType
     public let architecture: Architecture
     public let quantization: Quantization
@@ -129,7 +129,7 @@ extension Manifest {
         return manifest
     }
 
-    /// The beginning of the paths of the functions that the MLX here reads; nil where there are none. An MLX can crash on a file in
+    /// The beginning of the paths of the functions that the MLX here reads; nil if there are none. An MLX can crash on a file in
     /// another layout than its own.
     var functionsFolder: String? {
         MLXSupport.layout.flatMap { $0.rawValue == mlxVersion ? "" : layouts?[$0.rawValue].map { $0 + "/" } }

@@ -22,7 +22,7 @@ package struct AttentionMixer: Decodable, Sendable, Equatable {
     /// The factor of `q̂ k̂ᵀ`.
     let attentionScale: Float
     let attnLogitSoftcapping: Float?
-    /// Radians a position of each pair of dimensions that RoPE turns, 0 for one that stays; empty where there is no RoPE.
+    /// Radians a position of each pair of dimensions that RoPE turns, 0 for one that stays; empty if there is no RoPE.
     let frequencies: [Float]
     /// The factor of the rotated dimensions.
     let ropeScale: Float
@@ -53,7 +53,7 @@ package struct GatedDeltaNetMixer: Decodable, Sendable, Equatable {
 
     var keyWidth: Int { numKeyHeads * keyHeadDim }
     var valueWidth: Int { numValueHeads * valueHeadDim }
-    /// Of q, k and v beside each other.
+    /// The width of q, k and v together.
     var convolutionWidth: Int { 2 * keyWidth + valueWidth }
 }
 

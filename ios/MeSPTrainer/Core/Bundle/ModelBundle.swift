@@ -94,7 +94,7 @@ public struct ModelBundle {
         return try MLXErrors.collect { try Device.withDefaultDevice(device, body) }
     }
 
-    /// Calls `body` with the weights of block `index`, whose file is mapped at least as long as `body` runs. What `body` returns must be
+    /// Calls `body` with the weights of block `index`, whose file is mapped at least as long as `body` runs. Arrays that `body` returns must be
     /// evaluated.
     package func withBlock<R>(_ index: Int, _ body: (BlockWeights) throws -> R) throws -> R {
         let kind = manifest.blocks[kinds[index]]

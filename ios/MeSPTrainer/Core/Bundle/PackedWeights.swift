@@ -14,7 +14,7 @@ package struct PackedWeights {
     /// The same weights for the formulas of a CPU.
     package var onCPU: PackedWeights { PackedWeights(words: words, arrays: arrays, backend: .cpu) }
 
-    /// The array called `name`, in its shape and dtype, or nil where there is none.
+    /// The array called `name`, in its shape and dtype, or nil if there is none.
     func array(_ name: String) -> MLXArray? {
         if let known = views?.arrays[name] { return known }
         guard let array = arrays.first(where: { $0.name == name }) else { return nil }

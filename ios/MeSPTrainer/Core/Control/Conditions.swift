@@ -1,6 +1,6 @@
 /// A time in the background that the system has given.
 public enum BackgroundGrant: String, Sendable, CaseIterable {
-    /// To go on with what the person started (`BGContinuedProcessingTask`).
+    /// To continue what the person started (`BGContinuedProcessingTask`).
     case continued
     /// In the night, on the charger (`BGProcessingTask`).
     case overnight
@@ -13,7 +13,7 @@ struct Conditions: Sendable, Equatable {
     var usesGPU = true
     var grant: BackgroundGrant?
     var thermalState = ThermalState.nominal
-    /// nil where there is none, or nobody knows.
+    /// nil if there is none, or nobody knows.
     var battery: Battery?
 
     /// Why the run has to wait; none where it may train. This is the one place that says which run may train when:

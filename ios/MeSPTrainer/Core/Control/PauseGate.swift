@@ -24,7 +24,7 @@ package final class PauseGate: @unchecked Sendable {
         }
     }
 
-    /// As it was told last, for the thread to know.
+    /// The last known value, for the thread.
     package var battery: Battery? {
         get { condition.withLock { lastBattery } }
         set { condition.withLock { lastBattery = newValue } }
@@ -51,7 +51,7 @@ package final class PauseGate: @unchecked Sendable {
     package func pass(tell: (PauseReason?) throws -> Void) throws {
         var told: PauseReason?
         while let reason = next(after: told) {
-            // What holds memory while it does nothing is the first to be ended.
+            // iOS first ends apps that hold memory while they do nothing.
             if told == nil { Memory.clearCache() }
             try tell(reason)
             told = reason
@@ -74,7 +74,7 @@ package final class PauseGate: @unchecked Sendable {
         }
     }
 
-    /// Whoever stops a run wants no pause, but a step whose updates have begun goes on to its end, which it can't in the background.
+    /// A stopped run does not pause, but a step whose updates have begun has to finish, which is impossible in the background.
     private var reason: PauseReason? {
         let counted = stopped ? reasons.intersection([.away]) : reasons
         return PauseReason.allCases.first { counted.contains($0) }
@@ -111,7 +111,7 @@ package final class PauseGate: @unchecked Sendable {
         }
     }
 
-    /// For work that is done in front only: it goes on there, and waits elsewhere.
+    /// For work that is done in front only: it continues there, and waits elsewhere.
     @MainActor package func follow(_ phone: any Phone) {
         set(phone.scene == .active ? [] : [.away])
         // iOS may take the GPU away after this call.

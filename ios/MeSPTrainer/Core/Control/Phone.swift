@@ -37,9 +37,9 @@ public struct Battery: Codable, Sendable, Equatable {
 @MainActor public protocol Phone: AnyObject {
     var scene: AppScene { get }
     var thermalState: ThermalState { get }
-    /// nil where there is no battery, or nobody knows.
+    /// nil if there is no battery, or nobody knows.
     var battery: Battery? { get }
-    /// Bytes that the process may still take; nil where there is no limit.
+    /// Bytes that the process may still take; nil if there is no limit.
     var availableMemory: Int? { get }
     /// To be called at each event, at once and in order.
     var observers: [(PhoneEvent) -> Void] { get set }

@@ -5,9 +5,9 @@ import Observation
 ///
 ///     idle → preparing → training ⇄ paused(reason) → finished or failed → preparing …
 ///
-/// The run has a thread of its own. It waits at the next block boundary, with the half-done step in memory, while the app may not train
-/// where it is, the phone is short of memory, too warm, or low on battery, or while the person wants it to; then it goes on. The log gets
-/// an event for each pause and each time it goes on.
+/// The run has its own thread. It pauses at the next block boundary, with the step's state in memory, while the app may not train in the
+/// background, the phone is short of memory, too warm, or low on battery, or while the person wants it to. The log gets an event for
+/// each pause and each resumption.
 @MainActor @Observable public final class RunController {
     public enum State: Sendable, Equatable {
         case idle
@@ -33,13 +33,13 @@ import Observation
 
     /// The time in the background that the system has given; nil without one.
     public var grant: BackgroundGrant? { didSet { update() } }
-    /// Called when the state or the log is another.
+    /// Called when the state or the log has changed.
     @ObservationIgnored public var observers = [() -> Void]()
 
-    /// Whether the present or last run's bundle is for the GPU; until the run says so, it is taken for one.
+    /// Whether the present or last run's bundle is for the GPU; true until the run has opened it.
     public var usesGPU: Bool { log.start?.device != .cpu }
 
-    /// How many blocks of the step in progress have begun.
+    /// The number of blocks of the step in progress that have begun.
     public var blocksOfStep: Int { gate.boundaries - blocksBefore }
 
     public var isRunning: Bool {
@@ -49,7 +49,7 @@ import Observation
         }
     }
 
-    /// How long a memory warning counts at least.
+    /// The least duration of a pause after a memory warning.
     static let memoryPause = Duration.seconds(15)
     /// How long leaving the app waits for the block in progress; iOS allows some five seconds.
     package nonisolated static let leaving = 3.0
@@ -65,8 +65,8 @@ import Observation
     @ObservationIgnored private var memoryCheck: Task<Void, Never>?
 
     /// - Parameters:
-    ///   - phone: what tells of the scene, the temperature, the battery and the memory; `SystemPhone` in an app.
-    ///   - clock: what the pause after a memory warning is timed by.
+    ///   - phone: the source of scene, temperature, battery and memory; `SystemPhone` in an app.
+    ///   - clock: times the pause after a memory warning.
     public init(phone: any Phone, clock: any Clock<Duration> = ContinuousClock()) {
         (self.phone, self.clock) = (phone, clock)
         phone.observers.append { [weak self] event in
@@ -79,13 +79,13 @@ import Observation
 
     // MARK: - What a person does
 
-    /// Begins a run, or goes on with one (`settings.resume`). Does nothing while another is in progress.
+    /// Begins or resumes a run (`settings.resume`). Does nothing while another is in progress.
     public func start(_ settings: RunSettings) {
         if !isRunning { _ = start(settings, mailbox: nil) }
     }
 
     /// - Parameter mailbox: gets the records too.
-    /// - Returns: what stops this run, and no later one.
+    /// - Returns: a handle that stops this run, and no later one.
     func start(_ settings: RunSettings, mailbox: Mailbox?) -> @Sendable () -> Void {
         self.settings = settings
         (pauseWanted, stopWanted, state) = (false, false, .preparing)
@@ -123,8 +123,8 @@ import Observation
         return { gate.stop() }
     }
 
-    /// Shows a run that was recorded as if it were in progress, for where nothing can be trained: a record each `interval`. It pauses and
-    /// stops as a run does. Does nothing while another is in progress.
+    /// Plays a recorded run as if it were in progress, where training is impossible: a record each `interval`. It pauses and
+    /// stops like a run. Does nothing while another is in progress.
     ///
     /// - Parameters:
     ///   - folder: the recorded run's.
@@ -168,7 +168,7 @@ import Observation
         update()
     }
 
-    /// Ends the run with what it has learned: at the next block, or after the step where that has begun to change the adapters.
+    /// Ends the run and saves its adapters: at the next block, or after the step if that has begun to change the adapters.
     public func stop() {
         stopWanted = true
         gate.stop()
@@ -190,7 +190,7 @@ import Observation
         }
     }
 
-    /// Whether the phone would give what a step needs beyond what the run has now.
+    /// Whether the phone has the memory that a step needs beyond the run's present one.
     private var hasMemory: Bool {
         guard let available = phone.availableMemory, let prediction = log.prediction else { return true }
         return available >= prediction.predictedPeakBytes - (memoryFootprint() - besideBytes)
@@ -215,7 +215,7 @@ import Observation
         /// The run's log before it was resumed.
         case past(LogSummary)
         case record(LogRecord)
-        /// nil: it goes on.
+        /// nil: it continues.
         case waits(PauseReason?)
     }
 
@@ -251,7 +251,7 @@ import Observation
 }
 
 extension PauseReason? {
-    /// The log's record of a pause for this reason, or of going on.
+    /// The log's record of a pause for this reason, or of resuming.
     fileprivate var event: LogRecord.Event {
         guard let self else { return .init(event: "resume", message: "Training continues.") }
         return .init(event: "pause", message: self.sentence)

@@ -47,7 +47,7 @@
             for observer in observers { observer(event) }
         }
 
-        /// Without a queue `body` runs before the post returns: leaving the app has to take effect before iOS goes on.
+        /// Without a queue `body` runs before the post returns: leaving the app has to take effect before iOS continues.
         private func observe(_ name: Notification.Name, _ body: @escaping @MainActor @Sendable (SystemPhone) -> Void) {
             _ = NotificationCenter.default.addObserver(forName: name, object: nil, queue: nil) { [weak self] _ in
                 MainActor.assumeIsolated {

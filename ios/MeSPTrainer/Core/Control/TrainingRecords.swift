@@ -1,6 +1,6 @@
 /// The records of a run as it writes them: what `RunController.train(_:)` gives.
 ///
-/// Cancelling the task that waits for a record, or dropping the iterator, stops the run as `stop()` does. A cancelled loop goes on
+/// Cancelling the task that waits for a record, or dropping the iterator, stops the run as `stop()` does. A cancelled loop continues
 /// until the adapters are saved; its last record is then `end` with the reason `stopped`.
 public struct TrainingRecords: AsyncSequence, Sendable {
     public typealias Element = LogRecord

@@ -13,7 +13,7 @@ public struct Choice: Codable, Sendable, Equatable, Identifiable {
     public init(prompt: [ChatMessage], chosen: String, rejected: String, date: Date = .now) throws {
         func isBlank(_ text: String) -> Bool { !text.contains { !$0.isWhitespace } }
         guard let last = prompt.last, last.role != "assistant" else {
-            throw MeSPError("A choice needs a message that the two answers are to.")
+            throw MeSPError("A choice needs the message that both answers reply to.")
         }
         guard !isBlank(chosen), !isBlank(rejected) else { throw MeSPError("One of the two answers is empty.") }
         guard chosen != rejected else { throw MeSPError("The two answers are equal, so there is nothing to choose.") }

@@ -1,7 +1,7 @@
 import Foundation
 import MeSPFiles
 
-/// Text of one's own to train on in place of the bundle's: tokenized once, and kept in a folder that `RunSettings.data` names.
+/// Text of your own to train on in place of the bundle's: tokenized once, and kept in a folder that `RunSettings.data` names.
 ///
 /// A text becomes one packed stream, and so do JSONL records with `text`. Records with `prompt` and `completion`, or with
 /// `messages`, go through the chat template and are one example a sequence, cut to the sequence's length; their answers alone are in the
@@ -178,7 +178,7 @@ public struct TextData: Sendable {
         return rest.isEmpty ? pieces : pieces + [rest]
     }
 
-    /// After the first line feed before what is no white space but for one space; nil where there is none.
+    /// After the first line feed before what is not white space but for one space; nil if there is none.
     private static func startOfLine(in text: Substring.UnicodeScalarView) -> String.Index? {
         var rest = text
         while let lineFeed = rest.firstIndex(of: "\n") {
@@ -266,7 +266,7 @@ public struct TextData: Sendable {
             let last = index + 1 == messages.count
             guard let start, let next = last ? ids.count : find(end, in: ids, since: start) else {
                 throw MeSPError(
-                    "The chat template rewrites conversations, so where the answers of \(name) are cannot be told; train on all of it."
+                    "The chat template rewrites conversations, so the answers of \(name) cannot be located; train on all of it."
                 )
             }
             counted.replaceSubrange(start..<next, with: repeatElement(true, count: next - start))
@@ -288,7 +288,7 @@ public struct TextData: Sendable {
         return zip(try tail([]), try tail([.init(role: "user", content: "x")])).prefix { $0 == $1 }.map(\.0)
     }
 
-    /// The end of the first place of `part` in `ids` from an index on; nil where there is none, or no part.
+    /// The end of the first place of `part` in `ids` from an index on; nil if there is none, or no part.
     private func find(_ part: [Int], in ids: [Int], since start: Int) -> Int? {
         guard !part.isEmpty, start + part.count <= ids.count else { return nil }
         return (start...(ids.count - part.count)).first { ids[$0..<($0 + part.count)].elementsEqual(part) }
@@ -303,7 +303,7 @@ public struct TextData: Sendable {
         var examples: [UInt32]?
         /// 1 for each token whose prediction is in the loss, 0 for others; nil where all are.
         var mask: [UInt8]?
-        /// The judgement of each example; nil where there is none.
+        /// The judgement of each example; nil if there is none.
         var labels: [UInt8]?
 
         /// The token that each window of a packed stream begins with; nil where it is the stream's.

@@ -22,7 +22,7 @@ public struct Example: Sendable, Equatable {
 ///
 /// A packed stream has windows: window `w` of length T is tokens `wT ... wT + T`, the first of them replaced by `begin` where there is
 /// one: a model that was trained on texts which all begin with the same token predicts badly without it. Otherwise each example is one
-/// sequence, cut to its first T + 1 tokens. Its first token is no target, whatever the mask says. What follows a sequence's last target
+/// sequence, cut to its first T + 1 tokens. Its first token is not a target, whatever the mask says. What follows a sequence's last target
 /// that counts changes nothing, so it is as short as a length allows that holds that target, and padded to it.
 public struct TokenStream: Sendable {
     /// Little-endian `uint32`, mapped.
@@ -31,7 +31,7 @@ public struct TokenStream: Sendable {
     private let examples: Data?
     /// A byte a token, mapped: 1 where its prediction is in the loss, 0 elsewhere; nil where all are.
     private let mask: Data?
-    /// A `Label` an example, mapped; nil where there are none.
+    /// A `Label` an example, mapped; nil if there are none.
     private let labels: Data?
     /// The token that each window of a packed stream begins with; nil where it is the stream's.
     fileprivate let begin: Int?

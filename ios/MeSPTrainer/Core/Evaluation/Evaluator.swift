@@ -1,22 +1,22 @@
 import Foundation
 import MLX
 
-/// How likely texts are to a bundle's model, with or without adapters. Weights are mapped block by block, as for a `Generator`.
+/// Log-likelihoods of texts by a bundle's model, with or without adapters. Weights are mapped block by block, as for a `Generator`.
 ///
 ///     let evaluator = try Evaluator(bundle, adapters: folder)
 ///     let scores = try evaluator.scores(of: [yes, no], after: question)
 ///
 /// Not for use from several threads at once.
 public struct Evaluator {
-    /// How likely a continuation is.
+    /// The likelihood of a continuation.
     public struct Score: Sendable, Equatable {
         /// log p(continuation | prompt), in nats, the sum over its tokens.
         public var logLikelihood = 0.0
-        /// Whether each of its tokens is the likeliest after those before it: what greedy choice would write.
+        /// Whether each of its tokens is the likeliest after those before it, as greedy decoding would choose.
         public var isGreedy = true
     }
 
-    /// Writes on from a prompt with the same model.
+    /// Generates text from a prompt with the same model.
     public let generator: Generator
     private let model: CachedModel
 
@@ -29,7 +29,7 @@ public struct Evaluator {
 
     init(_ model: CachedModel) { (self.model, generator) = (model, Generator(model)) }
 
-    /// How likely each of several continuations is after the same prompt, which goes through the model once.
+    /// The scores of several continuations of a prompt, which goes through the model once.
     ///
     /// - Parameters:
     ///   - continuations: token ids, at least one each.
@@ -92,7 +92,7 @@ public struct Evaluator {
 
     // MARK: - Scores
 
-    /// Of the tokens from position `first` on, which is not 0.
+    /// The score of the tokens from position `first` on, which is not 0.
     private func score(_ tokens: [Int], from first: Int, _ atBlock: () throws -> Void) throws -> Score {
         try model.bundle.withDevice {
             var score = Score()
@@ -108,7 +108,7 @@ public struct Evaluator {
         }
     }
 
-    /// Of continuations of together no more than a chunk.
+    /// The scores of continuations that together are at most a chunk.
     ///
     /// - Parameters:
     ///   - last: y `[1, hidden]` of the prompt's last token, which predicts the first of each.

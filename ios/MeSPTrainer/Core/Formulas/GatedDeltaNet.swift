@@ -11,11 +11,11 @@ package struct GatedDeltaNet {
     let keyHeads, valueHeads: Int
     /// dk and dv
     let keyDim, valueDim: Int
-    /// Of all q, k and v: D = 2 · key_heads · dk + value_heads · dv features.
+    /// Over all q, k and v: D = 2 · key_heads · dk + value_heads · dv features.
     let convolution: CausalConvolution
     /// `[value_heads]`
     let aLog, dtBias: MLXArray
-    /// Of o, by head: its weight is `[dv]`.
+    /// The norm of o, by head: its weight is `[dv]`.
     let norm: RMSNorm
 
     /// The state that tokens leave to those after them.
@@ -111,7 +111,7 @@ package struct GatedDeltaNet {
 
     /// q, k or v of some heads:  norm(silu(conv(x))), where there is a norm.
     private struct Input {
-        /// Of qkv.
+        /// The range of qkv's features.
         let features: Range<Int>
         let dim: Int
         let convolution: CausalConvolution
@@ -136,8 +136,8 @@ package struct GatedDeltaNet {
         private static let siluBackward = Fused { $0[0] * Activation.silu.values($0[1]).slope }
     }
 
-    /// The derivative of o, of a whole sequence. What was made on the way to o is made again, some key heads at a time; qkv and dO are
-    /// given away, as their gradient is put together when they have been used.
+    /// The derivative of o, of a whole sequence. The intermediates of o are computed again, some key heads at a time. qkv and dO are
+    /// consumed, as their gradient is assembled after their last use.
     ///
     ///     db = β (1 − β) dβ        da = −exp(A_log) σ(a + dt_bias) dl
     ///

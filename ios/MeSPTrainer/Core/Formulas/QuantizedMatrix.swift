@@ -122,7 +122,7 @@ package struct QuantizedMatrix {
     /// Rows of x up to which `quantizedMM` in float32 is the faster on the CPU too, as dequantizing W takes longer than they do.
     static let fewRows = 4
 
-    /// sum + dy W, `[T, in]`, in sum's dtype; dy W, in dy's, where there is no sum.
+    /// sum + dy W, `[T, in]`, in sum's dtype; dy W, in dy's, if there is no sum.
     func applyTransposed(_ dy: MLXArray, addedTo sum: MLXArray?) -> MLXArray {
         guard let sum else {
             // Not by the core's own products: on a GPU this one never has TF32 (metal/quantized.cpp:694).

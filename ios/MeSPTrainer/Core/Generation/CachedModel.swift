@@ -10,11 +10,11 @@ package struct CachedModel {
     private let adapters: Adapters?
     private let kept = Kept()
     private let isRecurrent: Bool
-    /// Of the manifest, which searches its layouts for it.
+    /// The manifest's, cached: it searches its layouts for it.
     private let featureGroup: Int
     /// The size of temporary arrays, in bytes.
     private static let tileBytes = 1 << 20
-    /// The most texts that go on together.
+    /// The most texts that run together.
     package static let mostTexts = 16
 
     /// Views of each block's cache for each token; they take almost no memory.
@@ -25,15 +25,20 @@ package struct CachedModel {
 
     /// - Parameter folder: adapters as mlx-lm or PEFT writes them; nil for the base model.
     package init(_ bundle: ModelBundle, adapters folder: URL?, chunk: Int = 256) throws {
-        (self.bundle, self.chunk, featureGroup) = (bundle, chunk, bundle.manifest.featureGroup)
+        let adapters = try folder.map { folder in
+            try bundle.withDevice { try loadAdapters(from: folder, architecture: bundle.architecture) }
+        }
+        self.init(bundle, with: adapters, chunk: chunk)
+    }
+
+    init(_ bundle: ModelBundle, with adapters: Adapters?, chunk: Int = 256) {
+        (self.bundle, self.adapters, self.chunk) = (bundle, adapters, chunk)
+        featureGroup = bundle.manifest.featureGroup
         isRecurrent = bundle.architecture.isRecurrent
         // On a CPU mapped weights do not count. A GPU's driver may count them, so there they may take at most half of the process's limit.
         let memory = Int(ProcessInfo.processInfo.physicalMemory)
         let room = bundle.manifest.device == .gpu ? min(memory, systemMemoryLimit() ?? .max) / 2 : memory
         bundle.maps.areKept = bundle.manifest.mappedBytes <= room
-        adapters = try folder.map { folder in
-            try bundle.withDevice { try loadAdapters(from: folder, architecture: bundle.architecture) }
-        }
     }
 
     /// Calls `body` with what the last block makes of `tokens`, which follow those in the cache and are added to it.
@@ -102,7 +107,7 @@ package struct CachedModel {
     /// The last block's output for several sequences, each of which follows the tokens in the cache. They go through the blocks together,
     /// and the cache stays as it is.
     ///
-    /// - Parameter sequences: of some tokens each. They share the keys and values in the cache, and each goes on from a recurrent state.
+    /// - Parameter sequences: of some tokens each. They share the keys and values in the cache, and each continues from a recurrent state.
     /// - Returns: y `[n, hidden]`, one sequence below the other, evaluated.
     func forward(branches sequences: [[Int]], after cache: PromptCache, _ atBlock: () throws -> Void) throws
         -> MLXArray

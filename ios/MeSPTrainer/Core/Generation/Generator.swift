@@ -36,6 +36,8 @@ public struct Generator {
         /// From then on.
         public let seconds: Double
         public let footprintPeakBytes: Int
+        /// The token of `stop` that ended the text.
+        public let stopToken: Int?
 
         /// A token of `stop`, `maxTokens` reached, or `CancellationError`.
         public enum Reason: String, Codable, Sendable { case stop, length, stopped }
@@ -106,8 +108,8 @@ public struct Generator {
     ///
     /// - Parameters:
     ///   - requests: the prompts, and how the tokens of each are chosen.
-    ///   - atOnce: how many texts go on together, from 1 to 16. Where one ends the next begins.
-    ///   - cacheLimit: what the caches of these may take together, in bytes; fewer texts go on together where they would take more.
+    ///   - atOnce: how many texts run together, from 1 to 16. Where one ends the next begins.
+    ///   - cacheLimit: what the caches of these may take together, in bytes; fewer texts run together where they would take more.
     ///   - atBlock: called before each block; `CancellationError` from it ends all texts as `stopped`.
     ///   - onToken: gets the index of a request and the next token's id; `CancellationError` from it ends this text as `stopped`.
     ///   - onEnd: gets the index of a request and how its text went, in the order in which they end.
@@ -164,10 +166,13 @@ public struct Generator {
             let start = text.first ?? Date.now
             let summary = Summary(
                 reason: reason, tokens: text.count, promptSeconds: start.timeIntervalSince(text.begin),
-                seconds: Date.now.timeIntervalSince(start), footprintPeakBytes: sampler.takePeak())
+                seconds: Date.now.timeIntervalSince(start), footprintPeakBytes: sampler.takePeak(),
+                stopToken: reason == .stop ? text.last : nil)
             try onEnd(text, summary)
         }
         var (waiting, texts) = (all[...], [Text]())
+        // A prompt that the next text has too: what it left, and the logits after it.
+        var read: (prompt: [Int], cache: PromptCache, logits: MLXArray)?
         do {
             while true {
                 while texts.count < atOnce, let next = waiting.first, hasRoom(for: next, beside: texts, cacheLimit) {
@@ -175,8 +180,16 @@ public struct Generator {
                     texts.append(next)
                     let i = texts.count - 1
                     texts[i].begin = Date.now
-                    let prompt = texts[i].cache.begin(next.request.prompt)
-                    let logits = try logits(prompt, &texts[i].cache, atBlock)
+                    let logits: MLXArray
+                    if let read, read.prompt == next.request.prompt, next.cache.size == 0 {
+                        (texts[i].cache, logits) = (read.cache, read.logits)
+                    } else {
+                        let prompt = texts[i].cache.begin(next.request.prompt)
+                        logits = try self.logits(prompt, &texts[i].cache, atBlock)
+                    }
+                    read =
+                        waiting.first?.request.prompt == next.request.prompt
+                        ? (next.request.prompt, texts[i].cache, logits) : nil
                     if let reason = try choose(logits, &texts[i], onToken) { try end(texts.removeLast(), reason) }
                 }
                 guard !texts.isEmpty else { return }
@@ -198,7 +211,7 @@ public struct Generator {
         return try model.forward(next: texts.map(\.last), &caches, atBlock)
     }
 
-    /// Whether a text's cache at its longest fits beside those that go on. One alone is never refused.
+    /// Whether a text's cache at its longest fits beside those that continue. One alone is never refused.
     private func hasRoom(for next: Text, beside texts: [Text], _ limit: Int) -> Bool {
         let sizes = (texts + [next]).map {
             model.cacheSize(tokens: $0.request.prompt.count + $0.request.maxTokens, like: texts.first?.cache)
@@ -208,7 +221,7 @@ public struct Generator {
 
     /// Chooses a text's next token.
     ///
-    /// - Returns: why the text ends with it; nil where it goes on.
+    /// - Returns: why the text ends with it; nil where it continues.
     private func choose(
         _ logits: MLXArray, _ text: inout Text, _ onToken: (Int, Int) throws -> Void
     ) throws -> Summary.Reason? {

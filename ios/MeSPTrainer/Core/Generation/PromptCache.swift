@@ -8,8 +8,8 @@ import MLX
 ///
 /// It is good for one model with one set of adapters. Attention leaves keys and values of each token, those before a block's window too,
 /// so the text can be cut back to any beginning. A recurrent block leaves one state. Where there is such a block, two beginnings are
-/// kept: all of the text, and a mark shortly before the end of the last prompt, where a conversation goes on if its template shows an
-/// answer otherwise than it opened it. What differs earlier is read from the start.
+/// kept: all of the text, and a mark shortly before the end of the last prompt, where a conversation continues if its template shows an
+/// answer otherwise than it opened it. A text that differs earlier is read from the start.
 public struct PromptCache {
     private(set) var tokens = [Int]()
     /// nil before the first token.
@@ -39,7 +39,7 @@ public struct PromptCache {
         (blocks + (mark?.states ?? [])).reduce(0) { $0 + ($1.flatMap { $0.isRecurrent ? $0.size : nil } ?? 0) }
     }
 
-    /// Readies it to go on with a text: keeps what that begins with, but for its last token, which the next is chosen after.
+    /// Readies it to continue a text: keeps what that begins with, but for its last token, which the next is chosen after.
     ///
     /// - Returns: the tokens to read.
     mutating func begin(_ text: [Int]) -> ArraySlice<Int> {

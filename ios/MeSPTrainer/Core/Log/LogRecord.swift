@@ -17,7 +17,7 @@ public enum LogRecord: Sendable {
         public var host: String
         public var model: Model
         public var settings: RunSettings
-        /// nil where there is none, or nobody knows.
+        /// nil if there is none, or nobody knows.
         public var battery: Battery?
         public var thermalState: String?
 
@@ -57,19 +57,23 @@ public enum LogRecord: Sendable {
         public var mlxCacheBytes: Int
         public var writtenBytes: Int
         public var thermalState: String
-        // Of a step on judged answers.
+        // Of a step on preference data.
         public var margin: Float?
         public var accuracy: Float?
         public var rewardChosen: Float?
         public var rewardRejected: Float?
         public var kl: Float?
+        // Of a step on answers that were sampled.
+        public var reward: Float?
+        public var sampledTokens: Int?
+        public var samplingSeconds: Double?
     }
     public struct Eval: Codable, Sendable {
         public var step: Int
         public var split: String
         public var loss: Float
         public var tokens: Int
-        // Of judged answers.
+        // On preference data.
         public var margin: Float?
         public var accuracy: Float?
     }

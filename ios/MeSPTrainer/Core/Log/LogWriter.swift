@@ -10,10 +10,10 @@ struct LogWriter {
 
     /// Whether some of the lines before `resumeAt` were lost or damaged, as by a power failure: they were removed.
     let lostLines: Bool
-    /// Whether the log had no record to go on after.
+    /// Whether the log had no record to continue after.
     let isEmpty: Bool
 
-    /// Starts the log in `folder`, which must not hold a run already; or goes on with the one that is there, after its first `resumeAt`
+    /// Starts the log in `folder`, which must not hold a run already; or continues with the one that is there, after its first `resumeAt`
     /// bytes.
     init(folder: URL, resumeAt: UInt64? = nil) throws {
         url = Self.url(in: folder)

@@ -13,7 +13,7 @@ import MeSPFiles
 /// The file has no name, and goes with the process. Not for use from several threads at once.
 final class ArrayFile {
     private let file: Int32
-    /// Of the arrays that were written.
+    /// The shapes of the arrays that were written.
     private var shapes = [Int: [Int]]()
     private let dtype: DType
     /// From one array to the next, in bytes: whole pages, as `mapArray` wants them.
@@ -67,7 +67,7 @@ final class ArrayFile {
         written += done
     }
 
-    /// The array at `index`, mapped. What is computed from it is evaluated before the next array is read.
+    /// The array at `index`, mapped. Results that depend on it must be evaluated before the next array is read.
     func read(_ index: Int) throws -> MLXArray {
         guard let shape = shapes[index] else { preconditionFailure("array \(index) was never written") }
         guard let pages = maps[index] ?? mapArray(file, offset: index * stride, [stride / dtype.size], dtype) else {

@@ -5,7 +5,7 @@ struct MixerMemory {
     /// The model's width.
     let hiddenSize: Int
     let length: Int
-    /// Of a number as it is stored.
+    /// The size of a stored number, in bytes.
     let itemSize: Int
 
     /// One array `[T, features]`.

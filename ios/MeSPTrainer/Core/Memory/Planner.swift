@@ -290,7 +290,7 @@ public struct Planner: Sendable {
     private func lasting(_ plan: Plan) -> Int {
         let (sequences, gathers) = (plan.sequences(of: settings), plan.gathersGradients(of: settings))
         let inputs = !method.hasBackwardPass || plan.offload != .none ? 0 : sequences * trainedBlocks * hidden
-        // What the last block has made of the other sequences, then their d.
+        // The last block's outputs of the other sequences, then their d.
         let waiting = (sequences - 1) * hidden
         let together = plan.order == .blocks
         // Of a block, until the last sequence's gradient is there.
@@ -331,7 +331,7 @@ public struct Planner: Sendable {
         let forward = plan.keptBlocks > 0 ? forward + 2 * intermediate : forward
         return process + lasting(plan)
             + max(forward, loss(tile), backward(tile))
-            // What is freed doesn't go back to the system at once: small blocks, and gaps between activations.
+            // Freed memory doesn't return to the system at once: small blocks, and gaps between activations.
             + (plan.tileBytes < tileSizes[0] ? 4_000_000 : 0) + gaps(plan)
     }
 
@@ -350,7 +350,7 @@ public struct Planner: Sendable {
 
     // MARK: - What is alive at once. Counts of arrays follow the code; the few constants were fitted to measurements on Linux.
 
-    /// Where the method is none of the structured backward pass.
+    /// Where the method is not the structured backward pass.
     private var baseline: BaselineMemory? {
         switch method {
         case .mesp: nil
@@ -371,7 +371,7 @@ public struct Planner: Sendable {
     private var hidden: Int { activation(architecture.hiddenSize) }
     private var intermediate: Int { activation(architecture.intermediateSize) }
 
-    /// Of the mixer that takes most.
+    /// The bytes of the mixer that takes most.
     private func largest(_ bytes: (MixerMemory) -> Int) -> Int { mixers.map(bytes).max() ?? 0 }
 
     /// `rows` of a weight `[rows, hidden]`, dequantized before it is multiplied.
@@ -403,15 +403,20 @@ public struct Planner: Sendable {
         if let baseline { return baseline.derivative }
         let a = architecture
         let features = min(tile.mlp, a.intermediateSize)
+        // Of the tokens that go through the MLP's derivative at a time; x, x_mid, dy, and d_x_mid of the tokens before.
+        let some = hidden / length * tile.mlpTokens
+        let before = 4 * hidden - some
         return max(
             // d waits while the block function runs again.
             hidden + forward,
-            // The mixer's intermediates; x_mid, dy and, with post-norms, the gradient by mlp_out; mlp_in and its gradient before a tile,
-            // with the tile's gate and after it; of the tile, three weights, one of them while it is dequantized, and its arrays.
-            largest(\.intermediates) + (a.postNorms ? 7 : 6) * hidden + 5 * weight(features)
-                + tileArrays * activation(features) + gradientBytes,
+            // The mixer's intermediates; of some tokens, with post-norms the gradient by mlp_out, mlp_in and its gradient before a tile, with
+            // the tile's gate and after it; of the tile, three weights, one of them while it is dequantized, and its arrays.
+            largest(\.intermediates) + before + (a.postNorms ? 4 : 3) * some + 5 * weight(features)
+                + tileArrays * (activation(features) / length * tile.mlpTokens) + gradientBytes,
             // The same without the tile, but with the temporaries of the norm's derivative.
-            largest(\.intermediates) + 15 * hidden / 2 + gradientBytes,
+            largest(\.intermediates) + before + 9 * some / 2 + gradientBytes,
+            // d_x_mid of all tokens, and its parts.
+            largest(\.intermediates) + 5 * hidden + gradientBytes,
             // With post-norms also the gradient by mixer_out, and the product that it is made of.
             largest { $0.backward(tile) } + (a.postNorms ? 2 * hidden : 0) + 2 * gradientBytes) + postNormed
     }

@@ -12,7 +12,7 @@ import Foundation
 /// used or not, so what is reserved and not used is taken off.
 public func systemMemoryLimit() -> Int? {
     #if os(iOS)
-        // What an app holds already is not the run's.
+        // Memory that the app already holds is not the run's.
         let available = Int(os_proc_available_memory())
         return available > 0 ? available : nil
     #elseif canImport(Darwin)

@@ -9,7 +9,8 @@ package struct TileSizes {
     let projection: Int
     /// Intermediate features of the MLP, a multiple of the quantization group.
     let mlp: Int
-    /// Tokens in the MLP.
+    /// Tokens in the MLP's derivative, and of these in a tile.
+    let mlpTokens: Int
     let tokens: Int
     /// Query rows of attention.
     let attention: Int
@@ -51,17 +52,19 @@ package struct TileSizes {
         switch backend {
         case .cpu:
             attention = rows
-            // What a row of W takes while it is worked on: its products, and itself where it is dequantized for all of them.
+            // The memory of a row of W in use: its products, and itself where it is dequantized for all of them.
             let dequantizeInside = CPUProducts.current.dequantizeInside
             let row = dequantizeInside ? 2 * length : max(a.hiddenSize, length)
             projection = dequantizeInside ? .max : max(64, floats / max(row, a.mixedSize))
-            mlp = max(1, floats / row / group) * group
+            // Where a product unpacks W for its tokens anyway, so many at a time that this costs little.
+            mlpTokens = dequantizeInside ? evenly(length, 2048) : length
+            mlp = max(1, floats / (dequantizeInside ? 2 * mlpTokens : row) / group) * group
             (tokens, lossTokens) = (length, length)
             vocabulary = max(64, floats / row)
             (pace, evaluatesPhases, cutsRows) = (.evaluated, true, true)
         case .gpu:
             attention = evenly(length, rows)
-            (projection, mlp) = (.max, .max)
+            (projection, mlp, mlpTokens) = (.max, .max, length)
             tokens = evenly(length, max(8, floats / a.intermediateSize))
             lossTokens = min(256, length)
             vocabulary = max(64, 2 * floats / lossTokens)

@@ -2,7 +2,7 @@
 struct JudgedAnswer {
     let example: Example
     let isGood: Bool
-    /// Of which example of which split the prompt and the answer are.
+    /// The split and the examples of the prompt and the answer.
     let source: Source
     /// How long sequences may be, in tokens, ascending.
     let lengths: [Int]

@@ -1,6 +1,6 @@
 /// The loss of a run on preference data, in place of the mean loss of the counted targets.
 public enum Objective: String, Codable, Sendable, CaseIterable {
-    /// Of two answers to a prompt, the loss that the chosen one is no more likely than the rejected one: direct preference optimization,
+    /// Losses of a chosen and a rejected answer to a prompt: direct preference optimization,
     /// identity preference optimization, simple preference optimization, and odds ratio preference optimization.
     case dpo, ipo, simpo, orpo
     /// The loss of answers that are good or bad, by themselves: Kahneman-Tversky optimization.

@@ -7,22 +7,25 @@ public enum Run {
     /// The version of the trainer, that of the Python package.
     public static let version = "0.1.0"
 
-    /// Trains as `settings` say: evaluates, steps, saves, and appends each record to the log.
+    /// Trains with `settings`: evaluates, steps, saves, and appends each record to the log.
     ///
     /// - Parameters:
     ///   - settings: the bundle, the output folder, and everything the run depends on.
     ///   - report: gets each record and its line in the log.
-    ///   - atBlock: called at every block boundary with a function that appends an event to the log. It may wait, and the half-done
-    ///     step with it. After `CancellationError` the step is dropped, or finished where its updates have begun, the adapters are
+    ///   - atBlock: called at every block boundary with a function that appends an event to the log. It may wait, in the
+    ///     middle of a step. After `CancellationError` the step is dropped, or finished if its updates have begun, the adapters are
     ///     saved, and the run ends as `stopped`.
     ///   - besideBytes: the process's footprint without the run, as an app's own; the memory limit is for what comes on top.
-    ///   - memoryIsShort: asked before each step whether the system has warned since; the run then goes on with a cheaper plan.
+    ///   - memoryIsShort: asked before each step whether the system has warned since; the run then continues with a cheaper plan.
+    ///   - reward: with `groupSize`, gets the answers that were sampled to a step's prompts, and returns a number for each, higher for a
+    ///     better one.
     ///   - battery: asked at the run's beginning and end, for the log.
-    /// - Throws: `MeSPError`. What was saved before stands.
+    /// - Throws: `MeSPError`. Earlier saves stay valid.
     public static func run(
         _ settings: RunSettings, report: @escaping (LogRecord, Data) throws -> Void = { _, _ in },
         atBlock: @escaping (_ log: (LogRecord.Event) throws -> Void) throws -> Void = { _ in },
         besideBytes: Int = 0, memoryIsShort: @escaping () -> Bool = { false },
+        reward: (([AnswerGroup]) throws -> [[Float]])? = nil,
         battery: @escaping () -> Battery? = { nil }
     ) throws {
         try settings.check()
@@ -31,7 +34,7 @@ public enum Run {
             checksums: !settings.dryRun)
         let hooks = RunHooks(
             report: report, atBlock: atBlock, besideBytes: besideBytes, memoryIsShort: memoryIsShort,
-            battery: battery)
+            reward: reward, battery: battery)
         try bundle.withDevice { try run(settings, bundle, hooks) }
     }
 
@@ -67,7 +70,8 @@ struct RunHooks {
     var atBlock: (_ log: (LogRecord.Event) throws -> Void) throws -> Void = { _ in }
     var besideBytes = 0
     var memoryIsShort: () -> Bool = { false }
+    var reward: (([AnswerGroup]) throws -> [[Float]])?
     var battery: () -> Battery? = { nil }
-    /// The clock that times saves: one that nobody sets, unlike the time of day.
+    /// The clock that times saves; unlike the time of day it is never set.
     var now: () -> ContinuousClock.Instant = { .now }
 }

@@ -4,7 +4,7 @@ import MeSPFiles
 
 /// Everything that a run depends on: the app's form and `mesp-engine`'s settings file.
 ///
-/// Settings that are not given are the paper's, with which a model learns slowly: ``useDefaultUpdate(for:)`` takes what `mesp-train` does.
+/// The defaults are the paper's, with which a model learns slowly; ``useDefaultUpdate(for:)`` sets those of `mesp-train`.
 public struct RunSettings: Codable, Sendable, Equatable {
     /// The bundle's folder.
     public var bundle: String
@@ -15,7 +15,7 @@ public struct RunSettings: Codable, Sendable, Equatable {
     public var method: GradientMethod = .mesp
     /// Updates of the adapters; 0 for a run that evaluates and saves the adapters it would start from.
     public var steps: Int = 100
-    /// Steps that others have taken before this run, as the rounds of a federation: the order of the data and every random number go on
+    /// Steps that others have taken before this run, as the rounds of a federation: the order of the data and every random number continue
     /// from there.
     public var firstStep: Int = 0
     /// Tokens in a sequence.
@@ -24,12 +24,12 @@ public struct RunSettings: Codable, Sendable, Equatable {
     public var alpha: Float = 16
     /// Scales the adapters' output by α / √rank instead of α / rank (rank-stabilized LoRA).
     public var rslora = false
-    /// How the parameters are kept; bfloat16 with stochastic rounding of the updates.
+    /// The type of the parameters; bfloat16 has stochastic rounding of the updates.
     public var loraDtype: LoRADtype = .float32
-    /// The linear layers that are trained, by short names: `q`, `k`, `v`, `o`, `gate`, `up`, `down`, or where the model computes several
+    /// The trained linear layers, by short names: `q`, `k`, `v`, `o`, `gate`, `up`, `down`, or where the model computes several
     /// in one, `qkv`, `gate_up`; nil for all.
     public var projections: [String]?
-    /// Only the last so many blocks are trained; nil for all.
+    /// The number of blocks that are trained, the model's last; nil for all.
     public var numLayers: Int?
     /// Trains B alone, and leaves each A as it is (FFA-LoRA, arXiv:2403.12313).
     public var freezeA = false
@@ -38,36 +38,45 @@ public struct RunSettings: Codable, Sendable, Equatable {
 
     /// The objective on preference data; nil for the mean loss of the counted targets.
     public var objective: Objective?
-    /// β of an objective, what its rewards are scaled by, or IPO's τ; nil for 0.1.
+    /// β, the scale of an objective's rewards, or IPO's τ; nil for 0.1.
     public var beta: Float?
-    /// γ of SimPO, the margin that it wants; nil for 0.5.
+    /// γ, SimPO's margin; nil for 0.5.
     public var gamma: Float?
     /// The weights of good and bad answers in KTO; nil for 1.
     public var desirableWeight: Float?
     public var undesirableWeight: Float?
 
+    /// How many answers are sampled to each prompt, to be rewarded (GRPO, arXiv:2402.03300); nil to train on the data's answers.
+    public var groupSize: Int?
+    /// The most tokens of a sampled answer.
+    public var maxTokens: Int = 128
+    /// The tokens that end a sampled answer, and count in its loss.
+    public var stop: [Int] = []
+    /// Leaves out GRPO's divisions by the deviation of a group's rewards and by an answer's length (Dr. GRPO, arXiv:2503.20783).
+    public var drGrpo = false
+
     public var optimizer: OptimizerKind = .sgd
     public var learningRate: Float = 1e-4
     public var schedule: Schedule = .constant
-    /// Steps over which the rate rises from 0.
+    /// The steps over which the learning rate rises from 0.
     public var warmup: Int = 0
-    /// μ of SGD.
+    /// μ, the momentum of SGD.
     public var momentum: Float = 0
     /// β₁, β₂ and ε of AdamW.
     public var beta1: Float = 0.9
     public var beta2: Float = 0.999
     public var epsilon: Float = 1e-8
-    /// λ
+    /// λ, the weight decay.
     public var weightDecay: Float = 0
-    /// μ of FedProx (arXiv:1812.06127): μ (w − w₀) is added to the gradient, w₀ the adapters that the run starts from; nil for none.
+    /// μ of FedProx (arXiv:1812.06127): μ (w − w₀) is added to the gradient, where w₀ are the run's initial adapters; nil for none.
     public var proximalMu: Float?
-    /// The largest norm of the whole gradient; a larger one is scaled down. nil for no limit.
+    /// The norm that the whole gradient is clipped to; nil for no limit.
     public var maxGradNorm: Float?
     /// DP-SGD (arXiv:1607.00133): the norm that each example's gradient is clipped to; nil for no differential privacy.
     public var dpClip: Float?
     /// The standard deviation of the noise on the sum of clipped gradients, as a multiple of `dpClip`.
     public var dpNoise: Float?
-    /// Sequences of a batch; its loss is the mean over all their tokens. With `dpClip` how many examples a step has in the mean.
+    /// Sequences of a batch; its loss is the mean over all their tokens. With `dpClip` the mean number of examples of a step.
     public var batchSize: Int = 1
     /// Batches of a step; its gradient is the mean of theirs.
     public var gradAccumulationSteps: Int = 1
@@ -82,12 +91,12 @@ public struct RunSettings: Codable, Sendable, Equatable {
     public var evalEvery: Int = 0
     /// Evaluations without a lower held-out loss after which the run ends; 0 for never.
     public var earlyStopping: Int = 0
-    /// Evaluate the test split at the end.
+    /// Whether to evaluate the test split at the end.
     public var test = false
     /// Steps between saves of the adapters and of the state to resume from, which are also saved a minute after the start and then every
     /// three; 0 for one at the end only.
     public var saveEvery: Int = 100
-    /// Go on from the state that the output folder holds.
+    /// Whether to resume from the state in the output folder.
     public var resume = false
     /// The peak footprint to stay below, in megabytes (10⁶ bytes); nil for the default plan.
     public var memoryLimitMb: Double?
@@ -95,12 +104,14 @@ public struct RunSettings: Codable, Sendable, Equatable {
     public var offload: Offload?
     /// How the sequences of a step go through the model; nil leaves it to the planner.
     public var order: Order?
-    /// Report the plan and end.
+    /// Whether to report the plan and end.
     public var dryRun = false
 
     static let mostSteps = 1_000_000
-    /// Of a step.
+    /// The most sequences of a step.
     static let maxSequences = 1 << 16
+    /// Of the answers to a prompt.
+    static let mostGroup = 1 << 10
 
     public enum OptimizerKind: String, Codable, Sendable, CaseIterable {
         case sgd, adamw
@@ -134,7 +145,7 @@ public struct RunSettings: Codable, Sendable, Equatable {
     /// The factor of the adapters' output.
     var scale: Float { alpha / (rslora ? Float(rank).squareRoot() : Float(rank)) }
 
-    /// Throws where a projection is not in the model, or in no block that is trained.
+    /// Throws if a projection is in no trained block.
     func checkProjections(of architecture: Architecture) throws {
         let names = architecture.modules.map(\.shortName)
         if let name = projections?.first(where: { !names.contains($0) }) {
@@ -149,9 +160,9 @@ public struct RunSettings: Codable, Sendable, Equatable {
     }
 
     /// Sequences of a step, or pairs or answers of an objective.
-    var sequences: Int { batchSize * gradAccumulationSteps }
+    var sequences: Int { batchSize * gradAccumulationSteps * (groupSize ?? 1) }
 
-    /// Whether the adapters that a run starts from stay: answers are compared with the model that has them, or the run is held near them.
+    /// Whether the initial adapters are kept: as the reference model's, or for FedProx.
     var keepsStart: Bool { adapters != nil && (objective?.hasReference == true || proximalMu != nil) }
 
     public init(bundle: String, output: String) {
@@ -161,13 +172,13 @@ public struct RunSettings: Codable, Sendable, Equatable {
 
     // MARK: - Defaults that learn: `mesp/engine/settings.py` has the same, `docs/decisions.md` says why.
 
-    /// Takes the optimizer and the learning rate that suit the method and the model: in some hundred steps they learn.
+    /// Sets the default optimizer and learning rate for the method and the model, which learn in some hundred steps.
     public mutating func useDefaultUpdate(for architecture: Architecture) {
         optimizer = method == .mezo ? .sgd : .adamw8bit
         learningRate = defaultLearningRate(for: architecture)
     }
 
-    /// The learning rate that suits the method, the optimizer, the model and the objective.
+    /// The default learning rate for the method, the optimizer, the model and the objective.
     public func defaultLearningRate(for architecture: Architecture) -> Float {
         let rate: Float
         switch (method, optimizer) {
@@ -208,7 +219,7 @@ public struct RunSettings: Codable, Sendable, Equatable {
         return keys.merging(given) { $1 }
     }
 
-    /// A JSON object with the defaults of what its `settings` lack, so that what was written before a setting was there can be read.
+    /// A JSON object whose `settings` are completed with defaults, so that files of earlier versions can be read.
     static func completed(in json: Data) throws -> Data {
         guard var keys = try JSONSerialization.jsonObject(with: json) as? [String: Any],
             let settings = keys["settings"] as? [String: Any]
@@ -247,6 +258,7 @@ public struct RunSettings: Codable, Sendable, Equatable {
         try require(gamma.map { $0.isFinite && $0 >= 0 } ?? true, "gamma", "0 or more")
         // KTO's estimate of the divergence takes each prompt with the answer of another record.
         try require(objective != .kto || batchSize >= 2, "batch_size", "at least 2 with kto")
+        try checkRewards(require)
         try require(learningRate.isFinite && learningRate > 0, "learning_rate", "a positive number")
         try require((0..<max(1, steps)).contains(warmup), "warmup", "0 or more and less than steps")
         try require((0..<1).contains(momentum), "momentum", "0 or more and less than 1")
@@ -268,6 +280,16 @@ public struct RunSettings: Codable, Sendable, Equatable {
         try require(memoryLimitMb ?? 1 > 0 && memoryLimitMb ?? 1 < 1e9, "memory_limit_mb", "a positive number")
     }
 
+    private func checkRewards(_ require: (_ condition: Bool, _ name: String, _ wanted: Sentence) throws -> Void) throws
+    {
+        guard let groupSize else { return }
+        try require((2...Self.mostGroup).contains(groupSize), "group_size", "at least 2 and at most \(Self.mostGroup)")
+        try require((1...Self.mostSteps).contains(maxTokens), "max_tokens", "at least 1 and at most \(Self.mostSteps)")
+        try require(objective == nil, "objective", "left out with group_size")
+        try require(method.hasBackwardPass, "method", "mesp or mebp with group_size")
+        try require(dpClip == nil, "dp_clip", "left out with group_size")
+    }
+
     private func checkPrivacy(_ require: (_ condition: Bool, _ name: String, _ wanted: Sentence) throws -> Void) throws
     {
         try require((dpClip == nil) == (dpNoise == nil), "dp_noise", "set with dp_clip, and only with it")
@@ -276,7 +298,7 @@ public struct RunSettings: Codable, Sendable, Equatable {
         try require(dpNoise.isFinite && dpNoise >= 0, "dp_noise", "0 or more")
         // MeZO has no gradient of an example, and KTO's depends on the batch's other records.
         try require(method != .mezo, "method", "mesp or mebp with dp_clip")
-        try require(objective != .kto, "objective", "another one than kto with dp_clip")
+        try require(objective != .kto, "objective", "other than kto with dp_clip")
         try require(
             gradAccumulationSteps == 1, "grad_accumulation_steps", "1 with dp_clip, which takes batch_size alone")
         try require(order != .blocks, "order", "sequences with dp_clip")
@@ -286,9 +308,9 @@ public struct RunSettings: Codable, Sendable, Equatable {
     }
 }
 
-/// How gradients are made.
+/// The method that computes gradients.
 public enum GradientMethod: String, Codable, Sendable, CaseIterable {
-    /// The structured backward pass, written out by hand.
+    /// The structured backward pass, written by hand.
     case mesp
     /// The same loop over blocks, with gradients from automatic differentiation.
     case mebp

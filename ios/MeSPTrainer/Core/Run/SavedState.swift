@@ -2,7 +2,7 @@ import Foundation
 import MLX
 import MeSPFiles
 
-/// The state with which a run goes on as if it had never ended: `state.safetensors` in its output folder. The order of the data and every
+/// The state with which a run continues as if it had never ended: `state.safetensors` in its output folder. The order of the data and every
 /// random number follow from the number of the step.
 package struct SavedState {
     /// Steps done.
@@ -66,7 +66,7 @@ package struct SavedState {
     /// Reads the state that a run with these settings left in `folder`.
     ///
     /// - Returns: it, the plan that the run had, where the memory settings are the same still, and the trainer's vectors by name; nil
-    ///   where there is none.
+    ///   if there is none.
     package static func load(from folder: URL, _ settings: RunSettings) throws -> Loaded? {
         let url = url(in: folder)
         guard FileManager.default.fileExists(atPath: url.path) else { return nil }
@@ -76,7 +76,7 @@ package struct SavedState {
         else { throw damaged(in: folder) }
 
         var same = saved.settings
-        // What may change from one part of a run to the next.
+        // These may change from one part of a run to the next.
         (same.bundle, same.data, same.output, same.steps, same.resume) = (
             settings.bundle, settings.data, settings.output, settings.steps, settings.resume
         )

@@ -21,7 +21,7 @@ struct SecretKey {
 
     /// The key of the run in a folder.
     ///
-    /// - Parameter resumes: whether a key that is there is the run's; otherwise, and where there is none, a new one is made.
+    /// - Parameter resumes: whether a key that is there is the run's; otherwise, and if there is none, a new one is made.
     init(in folder: URL, resumes: Bool) throws {
         let url = Self.url(in: folder)
         if resumes, FileManager.default.fileExists(atPath: url.path) {

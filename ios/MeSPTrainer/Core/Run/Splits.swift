@@ -41,7 +41,7 @@ struct Splits {
             }
             guard settings.batchSize <= train.count / (stream.hasPairs ? 2 : 1) else {
                 throw MeSPError(
-                    "The training data has fewer examples than a step is to have in the mean; lower batch_size.")
+                    "The training data has fewer examples than a step draws on average; lower batch_size.")
             }
         }
         valid = settings.valBatches > 0 ? try sequences("valid") : nil
@@ -67,7 +67,7 @@ struct Splits {
         }
     }
 
-    /// The judged answers of step `step` (from 0), in batches.
+    /// The answers of step `step` on preference data (from 0), in batches.
     func judgedBatches(step: Int, _ objective: Objective) -> [[JudgedAnswer]] {
         let (size, count) = (settings.batchSize, settings.gradAccumulationSteps)
         let step = settings.firstStep + step
@@ -84,7 +84,7 @@ struct Splits {
         JudgedAnswers(train, split: 0, objective)[index]
     }
 
-    /// The first judged answers of a split, as many pairs or answers as `valBatches`, in batches.
+    /// The first answers of a split of preference data, as many pairs or answers as `valBatches`, in batches.
     func judgedBatches(of sequences: TokenStream.Sequences, split: Int32, _ objective: Objective) -> [[JudgedAnswer]] {
         let answers = JudgedAnswers(sequences, split: split, objective)
         let size = objective.takesPairs ? 1 : settings.batchSize

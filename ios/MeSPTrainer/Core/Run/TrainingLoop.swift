@@ -12,7 +12,7 @@ final class TrainingLoop {
     private var trainer: Trainer
     private var state = SavedState()
     private let log: LogWriter
-    /// Of DP-SGD.
+    /// The key of DP-SGD.
     private let secret: SecretKey?
     private let hooks: RunHooks
 
@@ -30,7 +30,7 @@ final class TrainingLoop {
 
     /// - Parameters:
     ///   - plan: the plan to train with, of `planner`'s.
-    ///   - saved: what to go on from; nil for the beginning.
+    ///   - saved: what to continue from; nil for the beginning.
     init(
         _ settings: RunSettings, _ bundle: ModelBundle, _ data: Splits, _ planner: Planner, _ plan: Plan,
         from saved: SavedState.Loaded?, hooks: RunHooks
@@ -147,7 +147,7 @@ final class TrainingLoop {
         let (start, before, written) = (ContinuousClock.now, trainer.clock.time, trainer.writtenBytes)
         Memory.peakMemory = 0
         let result = try takeStep(number: state.step)
-        let preference = result.preference
+        let (preference, sampled) = (result.preference, result.sampled)
         let (memory, time) = (Memory.snapshot(), trainer.clock.time)
         state.step += 1
         return .init(
@@ -161,11 +161,13 @@ final class TrainingLoop {
             mlxPeakBytes: memory.peakMemory, mlxCacheBytes: memory.cacheMemory,
             writtenBytes: trainer.writtenBytes - written, thermalState: ThermalState.current.rawValue,
             margin: preference?.margin, accuracy: preference?.accuracy, rewardChosen: preference?.rewardChosen,
-            rewardRejected: preference?.rewardRejected, kl: preference?.kl)
+            rewardRejected: preference?.rewardRejected, kl: preference?.kl, reward: sampled?.reward,
+            sampledTokens: sampled?.tokens, samplingSeconds: sampled?.seconds)
     }
 
     private func takeStep(number: Int) throws -> Trainer.StepResult {
         let (data, objective) = (data, settings.objective)
+        if let groupSize = settings.groupSize { return try rewardedStep(number, groupSize) }
         guard let secret else {
             return if let objective {
                 try trainer.step(data.judgedBatches(step: number, objective), number: number, objective)
@@ -179,6 +181,31 @@ final class TrainingLoop {
         } else {
             try trainer.step(drawn: drawn.map { data.train[$0] }, number: number, secret)
         }
+    }
+
+    /// A step on answers that are sampled to the step's prompts, and rewarded.
+    private func rewardedStep(_ number: Int, _ groupSize: Int) throws -> Trainer.StepResult {
+        let start = ContinuousClock.now
+        let prompts = data.batches(step: number, settings).flatMap { $0 }
+        let sampler = AnswerSampler(
+            trainer: trainer, bundle: bundle, settings: settings, groupSize: groupSize, stop: settings.stop)
+        // Of the memory that the step's passes will take.
+        let room = planner.peak(plan) - memoryFootprint()
+        let sampled = try sampler.sample(
+            prompts, lengths: data.train.lengths, number: number, cacheLimit: room / 2,
+            atBlock: { try hooks.atBlock { try append(.event($0)) } })
+        let seconds = (.now - start) / .seconds(1)
+        guard let reward = hooks.reward else {
+            throw MeSPError("A run with group_size needs a function that rewards answers.")
+        }
+        let rewards = try reward(sampled.groups)
+        guard rewards.count == sampled.groups.count,
+            rewards.allSatisfy({ $0.count == groupSize && $0.allSatisfy(\.isFinite) })
+        else {
+            throw MeSPError("The rewards must be a finite number for each of the \(groupSize) answers to each prompt.")
+        }
+        return try trainer.step(
+            sampled.examples, rewards: rewards, number: number, seconds: seconds)
     }
 
     /// Goes on with the next cheaper plan. It is saved at once: what is resumed must repeat it.

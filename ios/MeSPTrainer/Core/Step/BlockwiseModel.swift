@@ -4,7 +4,7 @@ import MLX
 /// that is alive. Sequences may have any of the lengths that the bundle has functions for.
 package final class BlockwiseModel {
     let bundle: ModelBundle
-    /// Of each block's parameters.
+    /// The layout of each block's parameters.
     package let layouts: [LoRALayout]
     /// The factor of the adapters' output: α / rank, or α / √rank.
     package let scale: Float
@@ -65,6 +65,12 @@ package final class BlockwiseModel {
     /// A block's parameters `[P]` in float32.
     package func parameters(_ block: Int) throws -> MLXArray {
         layouts[block].count > 0 ? try lora.read(block).asType(.float32) : MLXArray.zeros([0])
+    }
+
+    /// The parameters as they are now, as adapters of a model that generates.
+    func adapters(rank: Int) throws -> Adapters {
+        let lora = try blocks.map { layouts[$0].whole(try parameters($0)) }
+        return Adapters(rank: rank, scale: scale, lora: lora)
     }
 
     /// The embeddings `[1, T, hidden]` of a sequence's inputs.

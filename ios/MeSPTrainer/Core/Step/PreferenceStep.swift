@@ -1,6 +1,6 @@
 import MLX
 
-/// The figures of a step or an evaluation on judged answers besides its loss: means over its pairs or answers.
+/// The figures of a step or an evaluation on preference data besides its loss: means over its pairs or answers.
 struct PreferenceFigures {
     /// How much higher the reward of chosen or good answers is.
     var margin: Float?
@@ -13,7 +13,7 @@ struct PreferenceFigures {
 }
 
 extension Trainer {
-    /// One update from some batches of judged answers, as `step` makes one from sequences: a batch's loss is the mean over its pairs or
+    /// One update from some batches of preference data, as `step` makes one from sequences: a batch's loss is the mean over its pairs or
     /// answers. A gradient is the sum of each sequence's own, which the objective weights, so that one sequence's activations are there
     /// at a time. The weights of a pair depend on both answers: the rejected one runs forward before all else, and again for its gradient
     /// where the plan has no room for its block inputs.

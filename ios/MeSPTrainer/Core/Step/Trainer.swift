@@ -134,15 +134,17 @@ package final class Trainer {
 
     package struct StepResult {
         /// Nats a token.
-        let loss: Float
+        var loss: Float
         /// The targets that counted.
         let tokens: Int
         /// The inputs up to each sequence's last target that counted.
         let inputTokens: Int
         /// ‖∂loss/∂lora‖₂ over all blocks, before clipping; of DP-SGD the mean of the examples'. nil where it isn't clipped.
         var gradientNorm: Float?
-        /// Of a step on judged answers.
+        /// The figures of a step on preference data.
         var preference: PreferenceFigures?
+        /// Of a step on answers that were sampled.
+        var sampled: SamplingFigures?
     }
 
     /// One update from some batches of sequences.
@@ -153,10 +155,15 @@ package final class Trainer {
     /// - Parameter number: of the step, from 0.
     /// - Throws: `NotFinite`. With `skipBadSteps` nothing has changed then; otherwise some blocks may have been updated.
     package func step(_ batches: [[Example]], number: Int) throws -> StepResult {
-        let parts = batches.flatMap { batch in
-            let counted = batch.reduce(0) { $0 + $1.counted.count }
-            return batch.map { Part(example: $0, weight: 1 / Float(counted * batches.count)) }
-        }
+        try step(
+            batches.flatMap { batch in
+                let counted = batch.reduce(0) { $0 + $1.counted.count }
+                return batch.map { Part(example: $0, weight: 1 / Float(counted * batches.count)) }
+            }, number: number)
+    }
+
+    /// One update from sequences whose weights are given.
+    func step(_ parts: [Part], number: Int) throws -> StepResult {
         let (loss, norm) = try takingBack {
             settings.method.hasBackwardPass ? try firstOrderStep(parts, number) : try zerothOrderStep(parts, number)
         }
@@ -208,7 +215,7 @@ package final class Trainer {
 
     /// The first output of SplitMix64 with this state. Neighbouring seeds lie so far apart afterwards that counting steps from one does not
     /// lead to the other.
-    private static func scattered(_ seed: UInt64) -> UInt64 {
+    static func scattered(_ seed: UInt64) -> UInt64 {
         var z = seed &+ 0x9e37_79b9_7f4a_7c15
         z = (z ^ (z >> 30)) &* 0xbf58_476d_1ce4_e5b9
         z = (z ^ (z >> 27)) &* 0x94d0_49bb_1331_11eb
@@ -231,7 +238,7 @@ package final class Trainer {
     private var kept = [Int: Intermediates]()
     /// Sums of gradients, where an update needs more than one backward pass gives at a time.
     var sums: GradientSums?
-    /// Of DP-SGD the sums of clipped gradients; `sums` are then those of one example.
+    /// With DP-SGD the sums of clipped gradients; `sums` are then those of one example.
     var clippedSums: GradientSums?
     var optimizer: Optimizer
     /// The parameters that the run began with, where answers are compared with that model or an update is held near it.
@@ -251,7 +258,7 @@ package final class Trainer {
         trained = layouts.indices.filter { layouts[$0].count > 0 }
 
         let keepsMaps = bundle.backend == .cpu || plan.keepsMaps
-        /// Of the shape that this many parameters of a block give.
+        /// Arrays of the shape that a block's number of parameters gives.
         func arrays(_ shape: (_ parameters: Int) -> [Int], _ dtype: DType) throws -> BlockArrays {
             let largest = shape(layouts.map(\.count).max() ?? 0)
             let file =

@@ -31,7 +31,7 @@ import Testing
 
     @Test func withoutABundleItSaysWhatToDo() async {
         #expect(model.form.bundle == nil)
-        #expect(throws: MeSPError("Bring in a bundle first, by AirDrop, the Files app or tools/push.py.")) {
+        #expect(throws: MeSPError("Import a bundle first, by AirDrop, the Files app or tools/push.py.")) {
             _ = try model.form.fit.get()
         }
         await model.start()

@@ -192,7 +192,7 @@ import Testing
         #expect(board.shown == nil)
     }
 
-    /// A copy of a run's folder, taken while it goes on, is what a crash or an empty battery leaves behind.
+    /// A copy of a run's folder, taken while it runs, is what a crash or an empty battery leaves behind.
     private func cutOff(from uninterrupted: RunSettings) throws {
         let (files, original) = (FileManager.default, documents.appendingPathComponent("original"))
         let killed = model.library.folder.runsFolder.appendingPathComponent("killed")

@@ -104,14 +104,14 @@ import Testing
         try await say("refused")
         #expect(comparison.problem == "The template takes no such message." && comparison.turns.count == 2)
 
-        // It is there again when the app is, and goes on.
+        // It is there again when the app is, and continues.
         comparison = Comparison(phone: phone, folder: documents)
         #expect(comparison.turns.map(\.base.text).first == first.base.text)
         #expect(comparison.bundleName == "bundle" && comparison.runName == "run", "who answers is said")
         try await say("Three")
         #expect(comparison.turns.count == 3 && asked.conversations.last?.count == 6)
 
-        // With other models it begins anew.
+        // With other models it begins again.
         comparison.start(message("Four"), bundle: try bundle(), adapters: nil, tokenizer: asked)
         try await written()
         #expect(comparison.turns.map(\.prompt) == ["Four"])
@@ -145,7 +145,7 @@ import Testing
         locked.value = false
         #expect(try documents.chat() == kept)
 
-        // It is there as soon as the phone is unlocked, and goes on.
+        // It is there as soon as the phone is unlocked, and continues.
         phone.tell(.change)
         #expect(comparison.turns.map(\.prompt) == ["One"])
         try await say("Two")

@@ -110,7 +110,7 @@ import Testing
         }
     }
 
-    /// A copy of the folder, taken while the run goes on, is what a kill leaves behind.
+    /// A copy of the folder, taken during the run, is what a kill leaves behind.
     @Test func aKilledRunGoesOnFromItsLastSavedStateAndGivesTheSameLosses() async throws {
         var uninterrupted = try settings("uninterrupted", steps: 9)
         uninterrupted.optimizer = .adamw
@@ -152,7 +152,7 @@ import Testing
         try Run.run(settings, atBlock: { _ in throw CancellationError() })
         let run = try #require(try store.runs().first)
         #expect(run.status == .stopped && run.canResume)
-        #expect(throws: MeSPError("The bundle bundle.mesp of run is no longer there; bring it in again.")) {
+        #expect(throws: MeSPError("The bundle bundle.mesp of run is no longer there; import it again.")) {
             settings = try store.settingsToResume(run)
         }
     }

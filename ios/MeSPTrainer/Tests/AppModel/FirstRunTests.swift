@@ -15,7 +15,7 @@ import Testing
         #expect(!model.library.hasLooked && model.startProblem == nil && !model.canStart)
         await model.refresh()
         #expect(model.library.hasLooked)
-        #expect(model.startProblem == "Bring in a bundle first, by AirDrop, the Files app or tools/push.py.")
+        #expect(model.startProblem == "Import a bundle first, by AirDrop, the Files app or tools/push.py.")
     }
 
     @Test func whyItCannotStartIsSaid() async throws {

@@ -166,6 +166,6 @@ import Testing
         await model.refresh()
         let run = try await train()
         while model.examples.problem(of: run) == nil { try await Task.sleep(for: .milliseconds(2)) }
-        #expect(model.examples.problem(of: run)?.english.hasPrefix("No text was held out") == true)
+        #expect(model.examples.problem(of: run)?.english.hasPrefix("This run held out no text") == true)
     }
 }

@@ -49,7 +49,7 @@ import Testing
         model.begin(arguments: ["MeSPTrainer"])
         #expect(!model.selfChecker.isRunning)
         model.begin(arguments: ["MeSPTrainer", "--self-check", "other.mesp"])
-        #expect(model.problem == "There is not a bundle other.mesp that can be used." && !model.selfChecker.isRunning)
+        #expect(model.problem == "There is no usable bundle other.mesp." && !model.selfChecker.isRunning)
         model.begin(arguments: ["MeSPTrainer", "--self-check", "bundle.mesp"])
         #expect(model.selfChecker.isRunning)
         while (model.selfChecker.report?.checks.count ?? 0) < 2 { try await Task.sleep(for: .milliseconds(5)) }

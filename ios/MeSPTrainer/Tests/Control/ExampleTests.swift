@@ -1,5 +1,5 @@
 import Foundation
-// Not @testable: the example is what an app of one's own can write.
+// Not @testable: the example is what an app of your own can write.
 import MeSPCore
 import Testing
 

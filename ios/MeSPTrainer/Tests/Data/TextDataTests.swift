@@ -78,7 +78,7 @@ import Testing
         #expect(found.hasPrefix("chat.jsonl has 0 usable records"), "nothing of an answer is left after the cut")
     }
 
-    /// The counted tokens of a conversation, with a line feed after each message; in one whose thoughts go when it goes on, too.
+    /// The counted tokens of a conversation, with a line feed after each message; in one whose thoughts go when it continues, too.
     @Test(arguments: [
         (
             ByteTokenizer(), #"[{"role":"user","content":"Why?"},{"role":"assistant","content":"So."}]"#,

@@ -183,7 +183,7 @@ enum Way: CaseIterable { case foreground, background }
         #expect(problem == sentence)
         #expect(!FileManager.default.fileExists(atPath: folder.appendingPathComponent("manifest.json").path))
         #expect(!FileManager.default.fileExists(atPath: folder.appendingPathComponent("blocks/00.bin").path))
-        // The next attempt goes on, and ends well.
+        // The next attempt continues, and ends well.
         #expect(try await fetch([:], by: way).1 == nil)
         #expect(try isWhole())
     }
@@ -365,7 +365,7 @@ enum Way: CaseIterable { case foreground, background }
         await ended.lookUp()
         let offer = try #require(ended.downloads.offer)
         let documents = DocumentsFolder(documents: folder)
-        try documents.keep(offer)  // as it is while the download goes on
+        try documents.keep(offer)  // as it is while the download continues
 
         let model = try model(hub)
         await model.finishDownload()

@@ -173,7 +173,7 @@ final class SuperNodeTests {
             // Which says that it knows the node, whatever it is asked.
             try await answersTheNext(at: UUID().uuidString.lowercased() + ".test")
         } else {
-            // It was started anew, with nothing of what it knew.
+            // It was started again, with nothing of what it knew.
             SuperLink.with(host) { $0.node = 5 }
             try await answersTheNext()
         }
@@ -281,7 +281,7 @@ final class SuperNodeTests {
         try await answersTheNext()
     }
 
-    /// A message that does not say what it is, and files that a crash has damaged: the node goes on without them.
+    /// A message that does not say what it is, and files that a crash has damaged: the node continues without them.
     @Test func goesOnAfterAMessageThatIsNone() async throws {
         SuperLink.with(host) {
             $0.faults["pull-messages"] = [

@@ -112,7 +112,7 @@ import Testing
         expectEqual(net, inputs, tile: 1)
     }
 
-    /// Keys that are almost one key, which each token corrects anew: the inverse's worst case.
+    /// Keys that are almost one key, which each token corrects again: the inverse's worst case.
     @Test func keysNearEachOther() {
         let net = net(keyHeads: 2, valueHeads: 2)
         var inputs = Inputs(net, length: 130)

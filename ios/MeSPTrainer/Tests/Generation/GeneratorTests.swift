@@ -36,7 +36,7 @@ import Testing
         #expect(cache.tokens == tokens && cache.blocks.allSatisfy { $0?.count == tokens.count })
     }
 
-    /// Texts of several lengths, greedy and drawn, one stopped by who reads it: with any number at once, and where memory has room for one,
+    /// Texts of several lengths, some after the same prompt, greedy and drawn, one stopped by who reads it: with any number at once, and where memory has room for one,
     /// each is the one that it is alone.
     @Test(arguments: cases) func textsWrittenTogetherAreTheSame(_ folder: URL) throws {
         let fixture = try Fixture(folder, "gradients")
@@ -44,8 +44,8 @@ import Testing
         defer { try? FileManager.default.removeItem(at: adapters) }
         try fixture.saveAdapters(to: adapters)
         let generator = try Generator(fixture.bundle, adapters: adapters)
-        let requests = (0..<5).map { i in
-            var request = Generator.Request(prompt: Array(1...3 + 2 * i))
+        let requests = (0..<7).map { i in
+            var request = Generator.Request(prompt: Array(1...3 + 2 * min(i, 4)))
             (request.maxTokens, request.temperature, request.seed) = (4 + 3 * (i % 3), i % 2 == 0 ? 0 : 1, UInt64(i))
             return request
         }
@@ -73,8 +73,8 @@ import Testing
         }
     }
 
-    /// A conversation's turns, of which one changes what was said before, and one was stopped within a block: each goes on as if all of it
-    /// were read anew, and reads what is new; where a block is recurrent and the text is cut back, all.
+    /// A conversation's turns, of which one changes an earlier text, and one was stopped within a block: each continues as if all of it
+    /// were read again, and reads only new text; where a block is recurrent and the text is cut back, all.
     @Test(arguments: cases) func aTurnReadsOnlyWhatIsNew(_ folder: URL) throws {
         let fixture = try Fixture(folder, "gradients")
         // So a block is called for each token.

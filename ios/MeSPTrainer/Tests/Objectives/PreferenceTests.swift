@@ -192,7 +192,7 @@ import Testing
             .map { try #require(try JSONSerialization.jsonObject(with: Data($0.utf8)) as? [String: Any]) }
     }
 
-    /// A run learns what it is told, and one that was stopped goes on as if it had not been.
+    /// A run learns what it is told, and one that was stopped continues as if it had not been.
     @Test(arguments: Objective.allCases)
     func runsAndResumes(_ objective: Objective) throws {
         let (data, whole, parts) = (try data(inPairs: objective.takesPairs), temporaryFolder(), temporaryFolder())

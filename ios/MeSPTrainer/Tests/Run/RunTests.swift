@@ -339,7 +339,7 @@ import Testing
         }
     }
 
-    /// So a run that was begun before there were other defaults goes on as it was.
+    /// So a run that was begun before there were other defaults continues as it was.
     @Test func whatASettingsFileLeavesOutIsThePapers() throws {
         let file = temporaryFolder()
         defer { try? FileManager.default.removeItem(at: file) }

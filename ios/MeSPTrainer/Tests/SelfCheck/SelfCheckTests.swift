@@ -234,7 +234,7 @@ import Testing
     }
 
     @Test func stoppingEndsIt() throws {
-        // How many boundaries there are before depends on the machine's speed, and a step that has changed parameters goes on.
+        // How many boundaries there are before depends on the machine's speed, and a step that has changed parameters continues.
         var (boundaries, checks) = (0, 0)
         #expect(throws: CancellationError.self) {
             try SelfCheck(settings()).run(

@@ -84,7 +84,7 @@ struct Fixture {
     }
 }
 
-/// An error's message; empty where there is none.
+/// An error's message; empty if there is none.
 func message(_ body: () throws -> Void) -> String {
     do {
         try body()

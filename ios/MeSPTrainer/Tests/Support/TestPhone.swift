@@ -15,7 +15,7 @@ import Foundation
     }
 }
 
-/// A clock that stands still until it is told to go on.
+/// A clock that stands still until it is told to continue.
 final class TestClock: Clock, @unchecked Sendable {
     typealias Duration = Swift.Duration
 

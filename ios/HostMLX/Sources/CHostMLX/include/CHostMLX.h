@@ -263,7 +263,7 @@ char *host_ledger_begin(HostLedgerRules rules);
 /// Ends it; returns null or why an evaluation failed, to be released with free().
 char *host_ledger_end(
     HostLedgerCounts *counts, void *context, void (*kind)(void *context, const char *name, HostLedgerKind kind));
-/// Begins the counts anew, but for those of kernels that are used for the first time.
+/// Begins the counts again, but for those of kernels that are used for the first time.
 void host_ledger_restart(void);
 /// Marks a point at which the work may pause, for `most_first_kernels`.
 void host_ledger_boundary(void);

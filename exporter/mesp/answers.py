@@ -1,0 +1,60 @@
+"""Compares an answer with the right one."""
+
+from __future__ import annotations
+
+import json
+import re
+import string
+from collections import Counter
+
+
+def extract(pattern: re.Pattern[str] | None, text: str) -> str | None:
+    """The first match of `pattern`, its group where it has one; the text without a pattern."""
+    if pattern is None:
+        return text.strip()
+    found = pattern.search(text)
+    return None if found is None else (found[1 if pattern.groups else 0] or "").strip()
+
+
+def exact_match(answer: str | None, reference: str, is_json: bool = False) -> bool:
+    """Whether an answer is the reference to the letter; of JSON, whether it is the same value.
+
+    `answer` is None where the text has none.
+    """
+    if not is_json:
+        return answer == reference
+    value = canonical_json(answer or "")
+    return value is not None and value == canonical_json(reference)
+
+
+def f1(answer: str, reference: str) -> float:
+    """SQuAD's F1 of words, without case, punctuation and articles."""
+    ours, theirs = (_words(text) for text in (answer, reference))
+    if not ours or not theirs:
+        return float(ours == theirs)
+    common = sum((Counter(ours) & Counter(theirs)).values())
+    return 2 * common / (len(ours) + len(theirs))
+
+
+def _words(text: str) -> list[str]:
+    text = "".join(each for each in text.lower() if each not in string.punctuation)
+    return re.sub(r"\b(a|an|the)\b", " ", text).split()
+
+
+def canonical_json(text: str) -> str | None:
+    """JSON with its keys in order, so that equal values are equal texts; None for invalid JSON."""
+
+    def refuse(constant: str) -> None:
+        raise ValueError(constant)
+
+    try:
+        value = json.loads(text, parse_constant=refuse, parse_float=_number)
+        return json.dumps(value, sort_keys=True)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _number(text: str) -> int | float:
+    """JSON has one kind of number: 1.0 is 1."""
+    value = float(text)
+    return int(value) if value.is_integer() else value

@@ -1,0 +1,87 @@
+"""Rewards of sampled answers: a number for each, higher for a better one."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from mesp.answers import canonical_json, exact_match
+from mesp.errors import MespError
+
+# Takes, by name, lists of as many `prompts`, `completions` and `references`, which are the answers
+# in the data; TRL's reward functions take the first two so. Returns a number for each.
+Reward = Callable[..., Sequence[float]]
+
+BUILT_IN = ("exact", "json", "json-equal", "regex:PATTERN", "length:N")
+
+
+def find_reward(name: str) -> Reward:
+    """The reward of this name: one of `BUILT_IN`, or ``module:function``, a function of a module
+    in the working folder or an installed one. Raises MespError where there is none."""
+    kind, _, rest = name.partition(":")
+    if name == "exact":
+        return _each(lambda answer, right: exact_match(answer.strip(), right.strip()))
+    if name == "json":
+        return _each(lambda answer, _: canonical_json(answer) is not None)
+    if name == "json-equal":
+        return _each(lambda answer, right: exact_match(answer, right, is_json=True))
+    if kind == "regex":
+        try:
+            pattern = re.compile(rest)
+        except re.error as error:
+            raise MespError(f"The pattern of the reward {name} is not valid: {error}.") from error
+        return _each(lambda answer, _: pattern.search(answer) is not None)
+    if kind == "length" and rest.isdigit() and int(rest) > 0:
+        most = int(rest)
+        return _each(lambda answer, _: min(1.0, most / max(1, len(answer))))
+    return _imported(name, kind, rest)
+
+
+def _each(score: Callable[[str, str], float]) -> Reward:
+    """A reward that looks at one answer and its reference at a time."""
+
+    def reward(
+        *, prompts: Sequence[str], completions: Sequence[str], references: Sequence[str]
+    ) -> list[float]:
+        return [float(score(*each)) for each in zip(completions, references, strict=True)]
+
+    return reward
+
+
+def _imported(name: str, module: str, function: str) -> Reward:
+    if not module or not function:
+        raise MespError(
+            f"There is no reward {name}; there are {', '.join(BUILT_IN)}, and module:function."
+        )
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        found = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError) as error:
+        raise MespError(f"The reward {name} cannot be imported: {error}.") from error
+    if not callable(found):
+        raise MespError(f"The reward {name} is not a function.")
+    return found  # type: ignore[no-any-return]
+
+
+def rewards_of(
+    reward: Reward, prompts: Sequence[str], completions: Sequence[str], references: Sequence[str]
+) -> list[float]:
+    """The numbers that `reward` gives. Raises MespError where it fails, or gives others."""
+    try:
+        given = reward(
+            prompts=list(prompts), completions=list(completions), references=list(references)
+        )
+        numbers = [float(each) for each in given]
+    except Exception as error:
+        raise MespError(f"The reward function failed: {type(error).__name__}: {error}.") from error
+    if len(numbers) != len(completions) or not all(map(math.isfinite, numbers)):
+        raise MespError(
+            f"The reward function must return a finite number for each of {len(completions)} "
+            "answers."
+        )
+    return numbers

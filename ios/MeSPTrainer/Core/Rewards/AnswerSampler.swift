@@ -1,0 +1,89 @@
+import MLX
+
+/// A prompt with answers that were sampled for it, for a function that rewards them.
+public struct AnswerGroup: Encodable, Sendable {
+    /// Token ids.
+    public let prompt: [Int]
+    /// The answer in the data, without the token that ends it.
+    public let reference: [Int]
+    /// The sampled ones, without the token that ends them.
+    public fileprivate(set) var answers: [[Int]]
+}
+
+/// Samples answers from the model that a trainer has, as it is, and makes training sequences of them.
+struct AnswerSampler {
+    let trainer: Trainer
+    let bundle: ModelBundle
+    let settings: RunSettings
+    /// How many answers a prompt gets.
+    let groupSize: Int
+    /// The tokens that end an answer.
+    let stop: [Int]
+
+    /// The groups of some prompts, and each answer as a sequence of which the answer's tokens count, the one that ends it too.
+    struct Sampled {
+        var groups: [AnswerGroup]
+        var examples: [[Example]]
+    }
+
+    /// - Parameters:
+    ///   - prompts: sequences of the data, of which the tokens up to the first that counts are the prompt.
+    ///   - lengths: how long sequences may be, in tokens, ascending.
+    ///   - number: of the step, from 0. The same settings and number draw the same answers.
+    ///   - cacheLimit: of the answers that are written together, in bytes.
+    /// - Throws: `CancellationError` from `atBlock`.
+    func sample(
+        _ prompts: [Example], lengths: [Int], number: Int, cacheLimit: Int, atBlock: () throws -> Void
+    ) throws -> Sampled {
+        let longest = (lengths.last ?? 0) + 1
+        let known = prompts.map { $0.tokens.prefix(($0.counted.first ?? 0) + 1).map { Int($0) } }
+        let seed = Trainer.scattered(Trainer.scattered(settings.seed) &+ UInt64(settings.firstStep + number))
+        var requests = [Generator.Request]()
+        for prompt in known {
+            for _ in 0..<groupSize {
+                var request = Generator.Request(prompt: prompt)
+                request.maxTokens = min(settings.maxTokens, longest - prompt.count)
+                (request.temperature, request.stop) = (1, stop)
+                request.seed = seed &+ UInt64(requests.count)
+                requests.append(request)
+            }
+        }
+        var answers = [[Int]](repeating: [], count: requests.count)
+        var ends = [Int?](repeating: nil, count: requests.count)
+        let keptMaps = bundle.maps.areKept
+        defer {
+            bundle.maps.areKept = keptMaps
+            Memory.clearCache()
+        }
+        let generator = Generator(CachedModel(bundle, with: try trainer.model.adapters(rank: settings.rank)))
+        try generator.generate(
+            requests, atOnce: min(requests.count, CachedModel.mostTexts), cacheLimit: cacheLimit, atBlock: atBlock,
+            onToken: { answers[$0].append($1) },
+            onEnd: { index, summary in
+                if summary.reason == .stopped { throw CancellationError() }
+                ends[index] = summary.stopToken
+            })
+        var sampled = Sampled(groups: [], examples: [])
+        for (index, prompt) in known.enumerated() {
+            let own = index * groupSize..<(index + 1) * groupSize
+            let reference = Array(prompts[index].targets.map { Int($0) }.prefix { !stop.contains($0) })
+            sampled.groups.append(AnswerGroup(prompt: prompt, reference: reference, answers: Array(answers[own])))
+            sampled.examples.append(
+                own.map { text in
+                    Example(prompt: prompt, answer: answers[text] + (ends[text].map { [$0] } ?? []), lengths: lengths)
+                })
+        }
+        return sampled
+    }
+}
+
+extension Example {
+    /// A sequence of a prompt and an answer, whose tokens count, padded to the next of `lengths`.
+    fileprivate init(prompt: [Int], answer: [Int], lengths: [Int]) {
+        let tokens = (prompt + answer).prefix((lengths.last ?? 0) + 1).map { Int32($0) }
+        let length = (lengths.first { tokens.count <= $0 + 1 } ?? tokens.count - 1) + 1
+        self.init(
+            tokens: tokens + [Int32](repeating: 0, count: length - tokens.count),
+            counted: Array(prompt.count - 1..<tokens.count - 1))
+    }
+}

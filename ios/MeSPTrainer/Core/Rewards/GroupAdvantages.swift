@@ -1,0 +1,41 @@
+/// The weights of a group's answers in the gradient: group relative policy optimization (GRPO, arXiv:2402.03300) and its form without
+/// the two divisions that favour short and easy answers (Dr. GRPO, arXiv:2503.20783).
+///
+///     GRPO        Aᵢ = (rᵢ − mean r) / (std r + 10⁻⁴)     L = −1/G Σᵢ Aᵢ / |yᵢ| Σₜ πₜ / sg(πₜ)
+///     Dr. GRPO    Aᵢ = rᵢ − mean r                        L = −1/G Σᵢ Aᵢ / |y|max Σₜ πₜ / sg(πₜ)
+///
+/// for the rewards r of G answers y to one prompt, the probability π of each token, and sg, which stops the gradient. The answers are
+/// sampled from the model that is updated, so that π / sg(π) is 1 and its derivative that of log π.
+struct GroupAdvantages {
+    /// Of each answer: Aᵢ.
+    let advantages: [Float]
+    private let divisors: [Float]
+
+    /// - Parameters:
+    ///   - rewards: of a group's answers, at least two.
+    ///   - tokens: how many tokens each has.
+    ///   - longest: |y|max of Dr. GRPO; nil for GRPO.
+    init(rewards: [Float], tokens: [Int], longest: Int?) {
+        let count = Float(rewards.count)
+        let mean = rewards.reduce(0, +) / count
+        let centred = rewards.map { $0 - mean }
+        if let longest {
+            advantages = centred
+            divisors = tokens.map { _ in Float(longest) * count }
+        } else {
+            // Of a sample, as in TRL.
+            let deviation = (centred.reduce(0) { $0 + $1 * $1 } / (count - 1)).squareRoot()
+            advantages = centred.map { $0 / (deviation + 1e-4) }
+            divisors = tokens.map { Float($0) * count }
+        }
+        self.tokens = tokens
+    }
+
+    private let tokens: [Int]
+
+    /// ∂L / ∂(−log π) of each token of an answer.
+    var weights: [Float] { zip(advantages, divisors).map { $0 / $1 } }
+
+    /// L
+    var loss: Float { zip(weights, tokens).reduce(0) { $0 - $1.0 * Float($1.1) } }
+}
