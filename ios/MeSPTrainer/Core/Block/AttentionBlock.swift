@@ -44,17 +44,25 @@ extension Block {
         let attnOut = forward.mixed.asType(.float32)
         let attention = weights.attention(mixer)
 
+        func attentionBackward(q: MLXArray, dAttnOut: MLXArray) -> (dq: MLXArray, dk: MLXArray, dv: MLXArray) {
+            let (k, v, dAttnOut) = (forward.m2, forward.m3, byHead(dAttnOut))
+            let d = eachRecord(records(length)) { rows in
+                let d = attention.backward(
+                    q: q[0..., rows], k: k[0..., rows], v: v[0..., rows], dOut: dAttnOut[0..., rows], tile: tile)
+                return [d.dq, d.dk, d.dv]
+            }
+            return (d[0], d[1], d[2])
+        }
+
         guard mixer.outputGate else {
             let dAttnOut = lastProjection(.o, attnOut, dy: dOut, &gradients)
-            let (dq, dk, dv) = attention.backward(
-                q: forward.m1, k: forward.m2, v: forward.m3, dOut: byHead(dAttnOut), tile: tile)
+            let (dq, dk, dv) = attentionBackward(q: forward.m1, dAttnOut: dAttnOut)
             return [.q: dq, .k: dk, .v: dv]
         }
         let gate = OutputGate(g: byToken(forward.m1[.ellipsis, d...]))
         let (dAttnOut, dg) = gate.backward(attnOut, dy: lastProjection(.o, gate(attnOut), dy: dOut, &gradients))
         tile.pace.finish([dAttnOut, dg])
-        let (dq, dk, dv) = attention.backward(
-            q: forward.m1[.ellipsis, ..<d], k: forward.m2, v: forward.m3, dOut: byHead(dAttnOut), tile: tile)
+        let (dq, dk, dv) = attentionBackward(q: forward.m1[.ellipsis, ..<d], dAttnOut: dAttnOut)
         let dqg = concatenated([dq, dg].map { $0.reshaped([length, heads, d]) }, axis: -1)
             .reshaped([length, 2 * heads * d])
         tile.pace.finish([dqg])
