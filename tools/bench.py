@@ -22,6 +22,7 @@ Tables, each with its own defaults for the options that apply to it:
   parts         some projections, or B alone, in place of all adapters
   defaults      what mesp-train learns by default, beside a sweep of rates and optimizers
   records       short records at their own length against padding them to the longest
+  packing       short records packed into one sequence against one a step
   convergence   losses of the three methods on the demo model
 
 \b

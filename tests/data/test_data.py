@@ -291,22 +291,28 @@ def test_examples_are_what_mlx_lm_makes_of_the_records(
     assert capsys.readouterr().err == ""
 
 
-@pytest.mark.parametrize("kind", ["text", "completions", "chat"])
-def test_packed_records_follow_each_other(chat_tokenizer, tmp_path, kind):
+@pytest.mark.parametrize("kind", ["completions", "chat"])
+def test_packed_examples_are_the_same_examples(chat_tokenizer, tmp_path, kind):
     path = write_records(tmp_path / "data.jsonl", RECORDS[kind])
+    packed, alone = (load(path, chat_tokenizer, 512, pack=pack) for pack in (True, False))
+    assert packed.keys() == alone.keys()
+    for split, each in packed.items():
+        assert each.pack
+        assert not alone[split].pack
+        assert each.tokens.tolist() == alone[split].tokens.tolist()
+        assert each.examples.tolist() == alone[split].examples.tolist()
+        assert each.mask.tolist() == alone[split].mask.tolist()
+
+
+def test_packed_texts_follow_each_other(chat_tokenizer, tmp_path):
+    path = write_records(tmp_path / "data.jsonl", RECORDS["text"])
     splits = load(path, chat_tokenizer, 16, pack=True)
-    dataset = mlx_lm_dataset(RECORDS[kind], chat_tokenizer, mask_prompt=False)
-    whole = [token for record in RECORDS[kind] for token in dataset.process(record)[0]]
+    dataset = mlx_lm_dataset(RECORDS["text"], chat_tokenizer, mask_prompt=False)
+    whole = [token for record in RECORDS["text"] for token in dataset.process(record)[0]]
     assert tokens(splits).tolist() == whole
     assert splits["train"].examples is None
-    # The same answers count as of the examples.
-    if kind != "text":
-        for split in ("train", "valid"):
-            write_records(tmp_path / f"{split}.jsonl", RECORDS[kind])
-        apart = load(tmp_path, chat_tokenizer, 512)["train"]
-        assert sum(splits[split].mask.sum() for split in splits) == apart.mask.sum()
-    else:
-        assert splits["train"].mask is None
+    assert splits["train"].mask is None
+    assert not splits["train"].pack
 
 
 def test_text_is_packed_by_default_and_other_records_are_not(chat_tokenizer, tmp_path):
@@ -389,7 +395,7 @@ LONG = [message("user", "long " * 90), message("assistant", "a")]
         ("text", {"loss_on": "last"}, "has text, .* leave out --loss-on last"),
         ("text", {"loss_on": "answers", "pack": False}, "has text, .* leave out --loss-on answers"),
         ([message("user", "Alone.")], {"loss_on": "last"}, "Line 1 .* has one message"),
-        ([message("user", "Alone.")] * 90, {"pack": True}, "train .* has nothing to predict"),
+        ([message("user", "Alone.")] * 90, {"pack": True}, "no example with something to predict"),
         ([message("user", "Alone.")], {}, "no example with something to predict in its first"),
         ([message("owner", "a")], {}, "Line 1 .* cannot be tokenized: No owners"),
         (LONG, {}, "no example with something to predict in its first"),
@@ -568,6 +574,16 @@ def test_export_takes_the_same_options(exported, tmp_path):
     assert "were split" in result.stderr
     without = CliRunner().invoke(export.main, ["--model", str(model), "--mask-prompt"])
     assert without.exit_code == 2 and "name it too" in without.stderr
+
+
+def test_several_records_a_sequence_are_not_for_a_gpu(bundle, tmp_path):
+    path = bundle / "manifest.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "device": "gpu"}))
+    chat = write_records(tmp_path / "chat.jsonl", RECORDS["chat"])
+    before = files(bundle)
+    result = mesp_data(bundle, "--data", chat, "--pack")
+    assert result.exit_code == 2 and "leave out --pack" in result.stderr
+    assert files(bundle) == before
 
 
 def test_data_of_a_bundle_for_another_machine(bundle, text):

@@ -90,6 +90,7 @@ def add_data(
     tokens: np.ndarray,
     examples: list | None = None,
     mask: np.ndarray | None = None,
+    pack: bool = False,
 ) -> None:
     """Writes a split of the bundle's data and lists it in the manifest."""
     manifest = json.loads((path / "manifest.json").read_text())
@@ -101,6 +102,8 @@ def add_data(
     if mask is not None:
         entry["mask"] = f"data/{split}.mask.bin"
         arrays[entry["mask"]] = mask.astype(np.uint8)
+    if pack:
+        entry["pack"] = True
     manifest["data"][split] = entry
     for name, array in arrays.items():
         (path / name).write_bytes(array.tobytes())
@@ -325,16 +328,69 @@ def test_what_counts_of_an_example_is_in_the_loss(
     recipe = Recipe(SGD(RATE), batch_size=batch, accumulation=accumulation)
     oracle = Oracle.of(bundle_of_examples)
     agree(run, tmp_path / "run", oracle.train(recipe))
-    counts = [counted.size for _, counted in oracle.sequences]
+    counts = [counted.size for ((_, counted),) in oracle.sequences]
     order = [reference.step_window(taken, 0, len(counts)) for taken in range(STEPS * 4)]
     each = batch * accumulation
     # Nothing depends on what follows the last target that counts.
-    inputs = [counted.max().item() for _, counted in oracle.sequences]
+    inputs = [counted.max().item() for ((_, counted),) in oracle.sequences]
     for name, numbers in (("tokens", counts), ("input_tokens", inputs)):
         assert [step[name] for step in run.steps] == [
             sum(numbers[index] for index in order[step * each : (step + 1) * each])
             for step in range(STEPS)
         ]
+
+
+@pytest.fixture(scope="module")
+def bundle_of_packed_examples(
+    bundle_of_examples: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """The same examples, cut to a third of the longest sequence, and packed."""
+    path = shutil.copytree(bundle_of_examples, tmp_path_factory.mktemp("packed") / "demo.mesp")
+    bundle = Bundle(path)
+    examples = [
+        (start, min(length, SEQ_LEN // 3)) for start, length in bundle.examples("train").tolist()
+    ]
+    add_data(path, "train", bundle.tokens("train"), examples, np.array(bundle.mask("train")), True)
+    return path
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        (),
+        ("--batch-size", 2, "--grad-accumulation-steps", 2, "--offload", "all"),
+        ("--batch-size", 2, "--offload", "inputs"),  # by blocks
+        ("--memory-limit", 1000),
+    ],
+    ids=lambda options: "-".join(map(str, options)),
+)
+def test_packed_records_train_as_a_batch(
+    bundle_of_packed_examples: Path, tmp_path: Path, options: tuple
+):
+    oracle = Oracle.of(bundle_of_packed_examples)
+    assert max(map(len, oracle.sequences)) >= 3
+    run = train(bundle_of_packed_examples, tmp_path / "run", *options)
+    named = dict(zip(options[::2], options[1::2], strict=True))
+    recipe = Recipe(
+        SGD(RATE),
+        batch_size=named.get("--batch-size", 1),
+        accumulation=named.get("--grad-accumulation-steps", 1),
+    )
+    agree(run, tmp_path / "run", oracle.train(recipe))
+
+
+def test_a_run_on_packed_records_goes_on(bundle_of_packed_examples: Path, tmp_path: Path):
+    straight = train(bundle_of_packed_examples, tmp_path / "straight", steps=6)
+    train(bundle_of_packed_examples, tmp_path / "run", steps=3)
+    resumed = train(bundle_of_packed_examples, tmp_path / "run", "--resume", steps=6)
+    assert resumed.losses == straight.losses
+
+
+def test_automatic_differentiation_refuses_packed_records(
+    bundle_of_packed_examples: Path, tmp_path: Path
+):
+    with pytest.raises(AssertionError, match="mesp data --no-pack"):
+        train(bundle_of_packed_examples, tmp_path / "run", "--method", "mebp")
 
 
 def test_mezo_takes_the_options_too(bundle: Path, oracle: Oracle, tmp_path: Path):
@@ -346,7 +402,7 @@ def test_mezo_takes_the_options_too(bundle: Path, oracle: Oracle, tmp_path: Path
     losses = []
     for step in range(STEPS):
         order = [reference.step_window(2 * step + i, 0, len(oracle.sequences)) for i in (0, 1)]
-        batch = [oracle.sequences[index] for index in order]
+        batch = [record for index in order for record in oracle.sequences[index]]
         noise = reference.mezo_noise(
             [mx.zeros(block.lora_size(RANK)) for block in arch.blocks], 0, step
         )

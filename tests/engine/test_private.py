@@ -133,7 +133,7 @@ class Private:
         return loss.item(), gradient
 
     def train(self, clip: float, multiplier: float, expected: int) -> Parameters:
-        parameters, examples = self.start, self.oracle.sequences
+        parameters, examples = self.start, [each[0] for each in self.oracle.sequences]
         for step in range(STEPS):
             drawn = reference.poisson_sample(KEY, step, expected, len(examples))
             found = [self.gradient(parameters, examples[index]) for index in drawn]

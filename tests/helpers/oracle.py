@@ -51,8 +51,8 @@ class Oracle:
     """The bundle's model and training data."""
 
     model: reference.Model
-    # T + 1 tokens at most, and the positions of those that count.
-    sequences: list[tuple[mx.array, mx.array]]
+    # The records of each: T + 1 tokens at most, and the positions of those that count.
+    sequences: list[list[tuple[mx.array, mx.array]]]
 
     @classmethod
     def of(cls, path: Path, seq_len: int = SEQ_LEN) -> Oracle:
@@ -63,12 +63,17 @@ class Oracle:
         if (examples := bundle.examples("train")) is not None:
             bounds = examples.tolist()
         mask = np.ones(len(tokens)) if bundle.mask("train") is None else bundle.mask("train")
-        sequences = []
+        records = []
         for start, length in bounds:
             stop = start + min(length, seq_len + 1)
             counted = 1 + np.flatnonzero(mask[start + 1 : stop])
             if counted.size:
-                sequences.append((mx.array(tokens[start:stop]), mx.array(counted)))
+                records.append((mx.array(tokens[start:stop]), mx.array(counted)))
+        sequences = [[record] for record in records]
+        if bundle.pack("train"):
+            lengths = [record.size for record, _ in records]
+            packed = reference.pack(lengths, SEQ_LEN)
+            sequences = [[records[index] for index in each] for each in packed]
         return cls(reference.Model.of(bundle), sequences)
 
     def initial(self, recipe: Recipe) -> Parameters:
@@ -116,7 +121,7 @@ class Oracle:
                 batch = []
                 for _ in range(recipe.batch_size):
                     index = reference.step_window(taken, recipe.seed, len(self.sequences))
-                    batch.append(self.sequences[index])
+                    batch += self.sequences[index]
                     taken += 1
                 loss, gradients = gradient(parameters, batch, recipe.scale)
                 losses.append(loss)

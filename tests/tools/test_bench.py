@@ -179,6 +179,18 @@ def test_records_at_their_own_length_are_compared_with_padded_ones(model: Path, 
 
 
 @needs_engine
+def test_packed_records_are_compared_with_one_a_step(model: Path, tmp_path: Path):
+    size = ("--model", model, "--seq-len", "64,128,512", "--steps", 12, "--work", tmp_path / "work")
+    done = bench("--table", "packing", *size, "--json", tmp_path / "rows.json")
+    assert done.returncode == 0, done.stderr
+    alone, packed = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    assert (alone["lengths"], packed["lengths"]) == ("64, 128", "packed into 512")
+    assert (alone["steps"], packed["steps"]) == (12, 1)
+    assert alone["to_alone"] == 1
+    assert packed["to_alone"] == packed["records_per_second"] / alone["records_per_second"]
+
+
+@needs_engine
 def test_a_bundle_for_the_cpu_is_not_counted(model: Path, tmp_path: Path):
     bundle = tmp_path / "cpu.mesp"
     size = ("--random-weights", "--seq-len", 8, "--device", "cpu")

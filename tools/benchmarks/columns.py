@@ -20,6 +20,7 @@ COLUMNS = {
     "steps": ("steps", "{}"),
     "records/s": ("records_per_second", "{:,.2f}"),
     "of padded": ("to_padded", "{:.2f}"),
+    "of one a step": ("to_alone", "{:.2f}"),
     "BLAS": ("blas", "{}"),
     "threads": ("threads", "{}"),
     "offload": ("offload", "{}"),

@@ -53,6 +53,8 @@ _RUNS = {**_SIZE, "methods": ("mesp",), "layers": (), "offload": "auto", "limits
          "threads": (), "peft": None}  # fmt: skip
 _DEMO = {**_SIZE, "models": ("demo",)}
 
+RECORDS = 512  # of which short ones are measured
+
 # Entries of the engine's count in a row.
 COUNTED = ("evals", "kernels", "tflop", "ledger_peak_bytes", "predicted_peak_bytes",
            "modelled_seconds", "new_buffer_bytes", "command_buffers", "spinning_seconds",
@@ -72,6 +74,7 @@ TABLES: dict[str, dict[str, Any]] = {
     "parts": {**_SIZE, "layers": (), "steps": 2},
     "defaults": {**_DEMO, "seq_lens": (128,), "steps": 200, "data": None},
     "records": {**_DEMO, "seq_lens": (128, 256, 512), "layers": (), "steps": 60},
+    "packing": {**_SIZE, "seq_lens": (64, 128, 256, 512), "steps": 24},
     "convergence": {**_DEMO, "steps": 1000, "data": None, "learning_rate": None},
 }
 
@@ -213,7 +216,7 @@ def records_rows(bench: Bench) -> Iterator[Row]:
             continue
         padded = None
         for these in (lengths[-1:], lengths):
-            bundle = with_records(cell, these, bench.work)
+            bundle = with_records(cell, these, like_gsm8k(cell.seq_len), bench.work)
             settings = engine_settings(cell._replace(bundle=bundle), Variant("mesp"))
             settings |= {"steps": bench.steps}
             what = f"records at {' or '.join(map(str, these))}"
@@ -234,17 +237,52 @@ def records_rows(bench: Bench) -> Iterator[Row]:
             }
 
 
-def with_records(cell: Cell, lengths: list[int], work: Path) -> Path:
-    """The cell's bundle with these lengths alone, and with questions and answers of random tokens.
+def packing_rows(bench: Bench) -> Iterator[Row]:
+    """A row for records of 40 to 120 tokens, one a step at the shortest of the shorter lengths that
+    holds it, and one for as many packed into the longest."""
+    lengths = sorted(set(bench.options["seq_lens"]))
+    sizes = np.random.default_rng(0).integers(40, 121, RECORDS)
+    for cell in bench.cells():
+        if cell.seq_len != lengths[-1]:
+            continue
+        alone = None
+        for these, pack in ((lengths[:-1], False), (lengths[-1:], True)):
+            bundle = with_records(cell, these, sizes, bench.work, pack)
+            settings = engine_settings(cell._replace(bundle=bundle), Variant("mesp"))
+            steps = max(1, bench.steps * sizes.mean() // lengths[-1]) if pack else bench.steps
+            settings |= {"steps": int(steps), "seq_len": these[-1]}
+            what = "packed records" if pack else "records one a step"
+            run = run_program([engine_program()], settings, bench.work, bench.doing(cell, what))
+            counted = sum(step["tokens"] for step in run.steps)
+            seconds = sum(step["seconds"] for step in run.steps)
+            records = counted / (sizes - 2 * sizes // 5).mean()
+            alone = alone or records / seconds
+            yield cell.row() | {
+                "lengths": "packed into " * pack + ", ".join(map(str, these)),
+                "steps": len(run.steps),
+                "records_per_second": records / seconds,
+                "to_alone": records / seconds / alone,
+                "footprint_peak_bytes": max(step["footprint_peak_bytes"] for step in run.steps),
+                "predicted_peak_bytes": run.plan["predicted_peak_bytes"],
+            }
 
-    They are as long as GSM8K's in a chat template of Qwen's: log-normal around 185 tokens, of which
-    two in five are the question's.
-    """
-    out = work / f"{cell.bundle.stem}-records-{len(lengths)}.mesp"
+
+def like_gsm8k(seq_len: int) -> np.ndarray:
+    """Lengths in tokens of GSM8K's questions and answers in a chat template of Qwen's: log-normal
+    around 185."""
+    lengths = np.random.default_rng(0).lognormal(np.log(185), 0.4, RECORDS)
+    return np.clip(lengths.astype(int), 16, seq_len + 1)
+
+
+def with_records(
+    cell: Cell, lengths: list[int], sizes: np.ndarray, work: Path, pack: bool = False
+) -> Path:
+    """The cell's bundle with these lengths alone, and with questions and answers of random tokens,
+    of which two in five are the question's."""
+    out = work / f"{cell.bundle.stem}-records-{len(lengths)}{'-packed' * pack}.mesp"
     options = BundleOptions(out, lengths, [cell.rank], cell.dtype, cell.device, overwrite=True)
     manifest = rewrite_bundle(cell.bundle, options)
     random = np.random.default_rng(0)
-    sizes = np.clip(random.lognormal(np.log(185), 0.4, 512).astype(int), 16, cell.seq_len + 1)
     starts = np.cumsum(sizes) - sizes
     mask = np.ones(sizes.sum(), np.uint8)
     for start, size in zip(starts, sizes, strict=True):
@@ -252,7 +290,7 @@ def with_records(cell: Cell, lengths: list[int], work: Path) -> Path:
     vocab_size = manifest.architecture.vocab_size
     tokens = random.integers(vocab_size, size=len(mask), dtype=np.uint32)
     examples = np.stack([starts, sizes], axis=1).astype(np.uint32)
-    replace_data(out, {"train": Split(tokens, examples, mask)})
+    replace_data(out, {"train": Split(tokens, examples, mask, pack=pack)})
     return out
 
 
@@ -374,6 +412,13 @@ Where there is no loss, one was not finite.""",
         ("records/s",),
         """Records of chat as long as GSM8K's, one a step, by MeSP with SGD: padded to the longest
 length, and each at the shortest that holds it. The losses are the same.""",
+    ),
+    "packing": Kind(
+        packing_rows,
+        None,
+        ("records/s",),
+        """Records of chat of 40 to 120 tokens, by MeSP with SGD: one a step, each at the shortest
+length that holds it, and packed into one sequence a step.""",
     ),
     "convergence": Kind(
         convergence_rows,

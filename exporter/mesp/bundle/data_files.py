@@ -12,12 +12,21 @@ import numpy as np
 
 from mesp.bundle.manifest import DataSplit, Manifest, damaged, describe_files, read_manifest
 from mesp.data.examples import Split
-from mesp.errors import plain_os_errors
+from mesp.errors import MespError, plain_os_errors
 from mesp.files import create, read_object, remove_link, sync
 from mesp.folders import locked
 
 # A bundle's data lies in one of these folders; new data is written to the other.
 FOLDERS = ("data", "data.2")
+
+
+def check_packing(splits: Mapping[str, Split], device: str) -> None:
+    """Raises MespError where examples share sequences, which functions for a GPU cannot take."""
+    if device == "gpu" and any(split.pack for split in splits.values()):
+        raise MespError(
+            "The block functions of a bundle for a GPU take one record a sequence: leave out "
+            "--pack, or export with --device cpu."
+        )
 
 
 def write_data(bundle: Path, folder: str, splits: dict[str, Split]) -> dict[str, DataSplit]:
@@ -43,6 +52,7 @@ def write_data(bundle: Path, folder: str, splits: dict[str, Split]) -> dict[str,
             write(f"{name}.mask.bin", split.mask),
             write(f"{name}.labels.bin", split.labels),
             split.begin,
+            split.pack,
         )
 
     return {name: write_split(name, split) for name, split in splits.items()}
@@ -59,6 +69,7 @@ def replace_data(bundle: Path, splits: dict[str, Split]) -> Manifest:
         locked(bundle, f"mesp data is writing to {bundle}"),
     ):
         manifest = read_manifest(bundle, to_run=False)
+        check_packing(splits, manifest.device)
         new = _remove_unused(bundle)
         try:
             data = write_data(bundle, new, splits)

@@ -66,6 +66,7 @@ def _is_split(entry: Any) -> bool:
         and ("examples" not in entry or fits(entry["examples"], {"file": str, "count": int}))
         and all(key not in entry or fits(entry[key], str) for key in ("mask", "labels"))
         and ("begin" not in entry or fits(entry["begin"], int))
+        and ("pack" not in entry or fits(entry["pack"], bool))
     )
 
 
@@ -121,7 +122,7 @@ class DataSplit:
     """The files of a split of the data: `tokens` ids, of a packed stream or of `count` examples.
 
     `begin` is the token that takes the place of the first one of each window of a packed stream;
-    None where it stays.
+    None where it stays. With `pack` short examples share a sequence when they are trained on.
     """
 
     file: str
@@ -131,18 +132,20 @@ class DataSplit:
     mask: str | None = None
     labels: str | None = None
     begin: int | None = None
+    pack: bool = False
 
     @classmethod
     def of(cls, entry: dict[str, Any]) -> DataSplit:
         examples = entry.get("examples") or {}
         return cls(
             entry["file"], entry["tokens"], examples.get("file"), examples.get("count"),
-            entry.get("mask"), entry.get("labels"), entry.get("begin"),
+            entry.get("mask"), entry.get("labels"), entry.get("begin"), entry.get("pack", False),
         )  # fmt: skip
 
     def to_json(self) -> dict[str, Any]:
         examples = {"examples": {"file": self.examples, "count": self.count}}
         others = {"mask": self.mask, "labels": self.labels, "begin": self.begin}
+        others |= {"pack": True} if self.pack else {}
         return {
             "file": self.file,
             "tokens": self.tokens,

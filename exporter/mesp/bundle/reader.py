@@ -295,6 +295,10 @@ class Bundle:
         file = self._data(split).examples
         return None if file is None else self._map(file).reshape(-1, 2)
 
+    def pack(self, split: str) -> bool:
+        """Whether short examples share a sequence when they are trained on."""
+        return self._data(split).pack
+
     def begin(self, split: str) -> int | None:
         """The token that takes the place of the first one of each window of a packed stream; None
         where it stays."""

@@ -33,7 +33,8 @@ def data_options(function: Callable[..., None]) -> Callable[..., None]:
 
     @click.option(
         "--pack/--no-pack", default=None, show_default="--pack for text, --no-pack otherwise",
-        help="Pack records into full sequences, or take one a sequence.",
+        help="Several records a sequence, or one: text is joined into one stream, and prompts with "
+        "answers and conversations are kept apart, each with its own positions and attention.",
     )  # fmt: skip
     @click.option(
         "--loss-on", type=click.Choice(LOSS_ON), show_default="answers; of text all",
@@ -46,7 +47,7 @@ def data_options(function: Callable[..., None]) -> Callable[..., None]:
     )  # fmt: skip
     @click.option(
         "--long", type=click.Choice(["cut", "split"]), default="cut",
-        help="Cut or split records longer than the longest sequence, unless they are packed.",
+        help="Cut or split records longer than the longest sequence; text in one stream has none.",
     )  # fmt: skip
     @several(
         "--columns", metavar="KEY=COLUMN,...", then=pairs(KEYS),

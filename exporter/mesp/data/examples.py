@@ -13,14 +13,16 @@ from mesp.errors import MespError
 
 @dataclass(frozen=True)
 class Split:
-    """A split, tokenized: `tokens` uint32 [N], and unless it is packed `examples` uint32 [M, 2].
+    """A split, tokenized: `tokens` uint32 [N], and unless it is a stream `examples` uint32 [M, 2].
 
     An example is (start, length): the tokens [start, start + length). `mask` uint8 [N] is 1 where
     the prediction of a token is in the loss, 0 elsewhere; None where all are. The first token of an
     example is not a prediction, whatever its mask; each has another that counts. `labels` uint8 [M]
     are what people said of the examples, None where nobody did. `begin` is the token that takes the
-    place of the first one of each window, None where it stays. `too_long` of the records were cut
-    or split, and `left_out` have nothing that can be predicted.
+    place of the first one of each window, None where it stays. With `pack` short examples share a
+    sequence when they are trained on, and see each other's tokens no more than in sequences of
+    their own. `too_long` of the records were cut or split, and `left_out` have nothing that can be
+    predicted.
     """
 
     tokens: np.ndarray
@@ -28,22 +30,23 @@ class Split:
     mask: np.ndarray | None = None
     labels: np.ndarray | None = None
     begin: int | None = None
+    pack: bool = False
     too_long: int = 0
     left_out: int = 0
 
 
 def as_stream(encoded: Iterable[Encoded], begin: int | None) -> Split:
-    """One stream, of one document after another; `begin` is that of `Split`."""
+    """One stream, of one text after another; `begin` is that of `Split`."""
     parts = list(encoded)
-    tokens, mask = _joined(parts)
+    tokens, _ = _joined(parts)
     left_out = sum(not len(ids) for ids, _ in parts)
-    return Split(tokens, mask=mask, begin=begin, left_out=left_out)
+    return Split(tokens, begin=begin, left_out=left_out)
 
 
 def as_examples(
-    data: str, split: str, encoded: Iterable[Encoded], seq_len: int, long: str
+    data: str, split: str, encoded: Iterable[Encoded], seq_len: int, long: str, pack: bool = False
 ) -> Split:
-    """One example a sequence, none longer than `seq_len` tokens and the token after.
+    """Examples, none longer than `seq_len` tokens and the token after; `pack` is that of `Split`.
 
     A longer one is cut to that, or split into examples that follow each other as windows do: each
     begins with the last token of the one before, and those in which nothing counts are left out,
@@ -73,7 +76,7 @@ def as_examples(
         )
     tokens, mask = _joined(parts)
     bounds = np.array(examples, np.uint32)
-    return Split(tokens, bounds, mask, too_long=too_long, left_out=left_out)
+    return Split(tokens, bounds, mask, pack=pack, too_long=too_long, left_out=left_out)
 
 
 def _joined(parts: list[Encoded]) -> tuple[np.ndarray, np.ndarray | None]:

@@ -26,10 +26,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class DataOptions:
-    """How data is taken: packed (None: only text is), what is in the loss, one of `LOSS_ON` (None:
-    the answers, of text all), what becomes of examples longer than the longest sequence, ``cut`` or
-    ``split``, what of a dataset is the `selection`, and whether prompts and answers that are
-    strings go through the chat template (None: where the tokenizer has one)."""
+    """How data is taken: with `pack` text as one stream and of other records several a sequence
+    (None: only text), what is in the loss, one of `LOSS_ON` (None: the answers, of text all), what
+    becomes of examples longer than the longest sequence, ``cut`` or ``split``, what of a dataset is
+    the `selection`, and whether prompts and answers that are strings go through the chat template
+    (None: where the tokenizer has one)."""
 
     pack: bool | None = None
     loss_on: str | None = None
@@ -79,7 +80,7 @@ def tokenize(
             split: as_judged(data, split, each, tokenizer, seq_len, chat)
             for split, each in documents.items()
         }
-    elif pack:
+    elif pack and kind == "text":
         begin = begin_of_text(tokenizer)
         splits = {split: as_stream(map(encode, each), begin) for split, each in documents.items()}
         hold_out_tokens(data, splits, seq_len)
@@ -87,7 +88,7 @@ def tokenize(
     else:
         hold_out_records(data, documents)
         splits = {
-            split: as_examples(data, split, map(encode, each), seq_len, options.long)
+            split: as_examples(data, split, map(encode, each), seq_len, options.long, pack)
             for split, each in documents.items()
         }
     largest = max(int(split.tokens.max()) for split in splits.values())
@@ -172,11 +173,6 @@ def _check_lengths(data: str, splits: dict[str, Split], seq_len: int) -> None:
                 f"The {split} data of {data} has {len(each.tokens):,} tokens, less than one "
                 f"sequence of {seq_len} and the token after; give it more text or export with a "
                 "smaller --seq-len."
-            )
-        if each.mask is not None and not each.mask[1:].any():
-            raise MespError(
-                f"The {split} data of {data} has nothing to predict; give it records with answers, "
-                "or take --loss-on all."
             )
 
 

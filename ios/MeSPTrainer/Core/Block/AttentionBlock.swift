@@ -41,9 +41,15 @@ extension Block {
         let (ofQ, k, v) = (forward.m1, forward.m2, forward.m3)
         // attn_out goes here: attention's derivative does not read it.
         let (dAttnOut, dg) = attentionOutput(mixer, consume forward, dOut: dOut, &gradients)
-        let (dq, dk, dv) = weights.attention(mixer).backward(
-            q: mixer.gateDim > 0 ? ofQ[.ellipsis, ..<d] : ofQ, k: k, v: v,
-            dOut: dAttnOut.reshaped([length, heads, d]).swappedAxes(0, 1), tile: tile)
+        let (q, dO) = (
+            mixer.gateDim > 0 ? ofQ[.ellipsis, ..<d] : ofQ, dAttnOut.reshaped([length, heads, d]).swappedAxes(0, 1)
+        )
+        let parts = eachRecord(records(length)) { rows in
+            let d = weights.attention(mixer).backward(
+                q: q[0..., rows], k: k[0..., rows], v: v[0..., rows], dOut: dO[0..., rows], tile: tile)
+            return [d.dq, d.dk, d.dv]
+        }
+        let (dq, dk, dv) = (parts[0], parts[1], parts[2])
         guard let dg else { return [.q: dq, .k: dk, .v: dv] }
         guard mixer.outputGate else { return [.q: dq, .k: dk, .v: dv, .g: dg.squeezed(axis: -1)] }
         let dqg = concatenated([dq.reshaped(dg.shape), dg], axis: -1).reshaped([length, 2 * heads * d])

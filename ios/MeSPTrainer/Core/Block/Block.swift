@@ -20,10 +20,20 @@ package struct Block {
     let tile: TileSizes
     /// The matrices of the adapters, where they are kept from one use of the block to the next.
     var keptMatrices: [Projection: LoRAMatrices]?
+    /// See `Example.records`.
+    private let records: [Range<Int>]?
 
-    package init(weights: BlockWeights, lora: MLXArray?, layout: LoRALayout, scale: Float, tile: TileSizes) {
+    package init(
+        weights: BlockWeights, lora: MLXArray?, layout: LoRALayout, scale: Float, tile: TileSizes,
+        records: [Range<Int>]? = nil
+    ) {
         (self.weights, self.lora, self.layout, self.scale, self.tile) = (weights, lora, layout, scale, tile)
+        self.records = records
     }
+
+    /// The rows of each record in a sequence of T tokens. The mixer, alone in a block, relates tokens to each other, so it takes each
+    /// record by itself.
+    func records(_ length: Int) -> [Range<Int>] { records ?? [0..<length] }
 
     /// The matrices of a projection's adapter, nil where it has none.
     func matrices(_ projection: Projection) -> LoRAMatrices? {

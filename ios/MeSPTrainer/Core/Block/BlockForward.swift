@@ -69,10 +69,11 @@ extension Block: BlockForward {
         return intermediates
     }
 
-    /// The mixer over a whole sequence x `[T, hidden]`.
+    /// The mixer over a whole sequence x `[T, hidden]`, each record of it from its own start.
     private func mixed(_ x: MLXArray) -> Mixed {
-        var states = [MixerState(weights, dtype: x.dtype)]
-        return mixer(weights.mixerNorm(x), [0..<x.dim(0)], &states)
+        let records = records(x.dim(0))
+        var states = records.map { _ in MixerState(weights, dtype: x.dtype) }
+        return mixer(weights.mixerNorm(x), records, &states)
     }
 
     private func stored(_ array: MLXArray, as dtype: DType) -> MLXArray {

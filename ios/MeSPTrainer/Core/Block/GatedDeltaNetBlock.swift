@@ -36,7 +36,8 @@ extension Block {
         tile.pace.finish([dO, dZ])
         let d = net.backward(
             qkv: consume qkv, b: ba[0..., ..<mixer.numValueHeads], a: ba[0..., mixer.numValueHeads...],
-            dO: consume dO, tile: net.tile(length: dOut.dim(0), bytes: tile.bytes), pace: tile.pace)
+            dO: consume dO, records: records(dOut.dim(0)),
+            tile: net.tile(length: dOut.dim(0), bytes: tile.bytes), pace: tile.pace)
         return [.qkv: d.dQKV, .z: dZ, .b: d.dB, .a: d.dA]
     }
 

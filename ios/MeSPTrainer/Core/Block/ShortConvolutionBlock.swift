@@ -41,8 +41,12 @@ extension Block {
         let dy = lastProjection(.out, convolution.output(mixed: mixed, c: c), dy: dOut, &gradients)
         let columns = tile.rows(of: dy.T)
         return tiles(of: dy.dim(1), size: columns).map { f in
-            convolution.features(f).backward(
-                b: b[0..., f], c: c[0..., f], u: u[0..., f], mixed: mixed[0..., f], dy: dy[0..., f])
+            let d = eachRecord(records(dy.dim(0))) { rows in
+                let d = convolution.features(f).backward(
+                    b: b[rows, f], c: c[rows, f], u: u[rows, f], mixed: mixed[rows, f], dy: dy[rows, f])
+                return [d.db, d.dc, d.du]
+            }
+            return (d[0], d[1], d[2])
         }
     }
 }

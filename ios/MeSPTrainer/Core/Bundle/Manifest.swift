@@ -50,6 +50,8 @@ public struct Manifest: Decodable, Sendable {
         public let labels: String?
         /// The token that takes the place of the first one of each window of a packed stream; nil where it stays.
         public let begin: Int?
+        /// Whether short examples are to share a sequence, as records that do not see each other.
+        public let pack: Bool?
 
         public struct Examples: Codable, Sendable {
             public let file: String

@@ -152,7 +152,7 @@ public struct ModelBundle {
             examples: try entry.examples.map { try data($0.file, $0.count, width: 8) },
             mask: try entry.mask.map { try data($0, entry.tokens, width: 1) },
             labels: try entry.labels.map { try data($0, entry.examples?.count ?? 0, width: 1) },
-            begin: entry.begin)
+            begin: entry.begin, packsExamples: entry.pack ?? false)
         do {
             try stream.check(vocabulary: architecture.vocabSize)
         } catch {

@@ -370,7 +370,7 @@ public struct TextData: Sendable {
                     file: file, tokens: split.tokens.count,
                     examples: split.examples.map { .init(file: examples, count: $0.count / 2) },
                     mask: split.mask.map { _ in mask }, labels: split.labels.map { _ in labels },
-                    begin: split.begin.map(Int.init))
+                    begin: split.begin.map(Int.init), pack: nil)
             }
             try JSONEncoder().encode(entries).write(to: partial.appendingPathComponent("data.json"))
             try? FileManager.default.removeItem(at: folder)

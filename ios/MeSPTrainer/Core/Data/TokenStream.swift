@@ -6,8 +6,13 @@ public struct Example: Sendable, Equatable {
     public let tokens: [Int32]
     /// The positions in `0 ..< T` whose targets count in the loss, ascending; not empty.
     public let counted: [Int]
+    /// The inputs of each record of a packed sequence, together `0 ..< T`; nil where the sequence is one. A record's tokens see no others,
+    /// and its positions begin at 0.
+    let records: [Range<Int>]?
 
-    package init(tokens: [Int32], counted: [Int]) { (self.tokens, self.counted) = (tokens, counted) }
+    package init(tokens: [Int32], counted: [Int], records: [Range<Int>]? = nil) {
+        (self.tokens, self.counted, self.records) = (tokens, counted, records)
+    }
 
     /// T
     var length: Int { tokens.count - 1 }
@@ -22,8 +27,9 @@ public struct Example: Sendable, Equatable {
 ///
 /// A packed stream has windows: window `w` of length T is tokens `wT ... wT + T`, the first of them replaced by `begin` where there is
 /// one: a model that was trained on texts which all begin with the same token predicts badly without it. Otherwise each example is one
-/// sequence, cut to its first T + 1 tokens. Its first token is not a target, whatever the mask says. What follows a sequence's last target
-/// that counts changes nothing, so it is as short as a length allows that holds that target, and padded to it.
+/// sequence, cut to its first T + 1 tokens; of data to be packed, examples share a sequence as records that do not see each other. An
+/// example's first token is not a target, whatever the mask says. What follows a sequence's last target that counts changes nothing, so it
+/// is as short as a length allows that holds that target, and padded to it.
 public struct TokenStream: Sendable {
     /// Little-endian `uint32`, mapped.
     private let tokens: Data
@@ -35,15 +41,19 @@ public struct TokenStream: Sendable {
     private let labels: Data?
     /// The token that each window of a packed stream begins with; nil where it is the stream's.
     fileprivate let begin: Int?
+    /// Whether short examples are to share a sequence.
+    let packsExamples: Bool
 
     /// The judgement of an answer, by itself or beside another to the same prompt, which comes right after the chosen one.
     enum Label: UInt8 { case bad, good, rejected, chosen }
 
     public init(
-        tokens: Data, examples: Data? = nil, mask: Data? = nil, labels: Data? = nil, begin: Int? = nil
+        tokens: Data, examples: Data? = nil, mask: Data? = nil, labels: Data? = nil, begin: Int? = nil,
+        packsExamples: Bool = false
     ) {
         (self.tokens, self.examples, self.mask, self.labels) = (tokens, examples, mask, labels)
         self.begin = examples == nil ? begin : nil
+        self.packsExamples = packsExamples
     }
 
     public init(tokens: [Int32], begin: Int? = nil) {
@@ -85,7 +95,7 @@ public struct TokenStream: Sendable {
     /// Whether each example has a text of its own: a packed stream has none, and of records that were split into several examples these
     /// overlap, or leave out what lies between.
     var hasWholeRecords: Bool {
-        examples != nil
+        examples != nil && !packsExamples
             && (1..<max(exampleCount, 1)).allSatisfy { index in
                 let before = bounds(index - 1)
                 return bounds(index).start == before.start + before.length
@@ -103,7 +113,9 @@ public struct TokenStream: Sendable {
 
     /// The sequences of at most the last of `lengths` inputs, each of one of these lengths, which are ascending. Those without a target
     /// that counts, also after they were cut, are not among them, nor the other answer of such a pair.
-    public func sequences(lengths: [Int]) -> Sequences {
+    ///
+    /// - Parameter packed: whether several examples go into a sequence of the last of `lengths`
+    public func sequences(lengths: [Int], packed: Bool = false) -> Sequences {
         guard let length = lengths.last else { preconditionFailure("sequences of no length") }
         let all = examples == nil ? max(0, tokenCount - 1) / length : exampleCount
         if examples == nil, mask == nil { return Sequences(stream: self, lengths: lengths, count: all, usable: nil) }
@@ -112,8 +124,30 @@ public struct TokenStream: Sendable {
             let whole = Set(usable)
             usable = usable.filter { whole.contains($0 ^ 1) }
         }
-        return Sequences(stream: self, lengths: lengths, count: usable.count, usable: usable)
+        let examples = packed ? pack(usable, length) : usable.map { [$0] }
+        return Sequences(stream: self, lengths: lengths, count: examples.count, usable: examples)
     }
+
+    /// The examples that share a sequence of at most `length` inputs. Each goes into the first of the last sequences that has room for all
+    /// of its tokens, or else begins another. The last token of a sequence is a target alone, no input.
+    private func pack(_ examples: [Int], _ length: Int) -> [[Int]] {
+        var (sequences, room) = ([[Int]](), [Int]())
+        for example in examples {
+            let tokens = bounds(example, length).length
+            let open = sequences.indices.suffix(Self.openSequences)
+            if let sequence = open.first(where: { tokens <= room[$0] }) {
+                sequences[sequence].append(example)
+                room[sequence] -= tokens
+            } else {
+                sequences.append([example])
+                room.append(length + 1 - tokens)
+            }
+        }
+        return sequences
+    }
+
+    /// How many sequences may take another example at a time.
+    private static let openSequences = 16
 
     private var exampleCount: Int { (examples?.count ?? 0) / 8 }
 
@@ -149,20 +183,25 @@ public struct TokenStream: Sendable {
         /// The possible values of T, ascending.
         let lengths: [Int]
         public let count: Int
-        /// Which of all examples or windows they are, in order; nil for every window.
-        fileprivate let usable: [Int]?
+        /// Of each the examples in it, or its window; nil for every window.
+        fileprivate let usable: [[Int]]?
 
         public subscript(index: Int) -> Example {
             let longest = lengths[lengths.count - 1]
-            let bounds = stream.bounds(usable?[index] ?? index, longest)
-            let counted = stream.counted(bounds)
-            let length = lengths.first { counted[counted.count - 1] < $0 } ?? longest
-            var tokens = (0..<min(bounds.length, length + 1)).map {
-                Int32(truncatingIfNeeded: stream.token(bounds.start + $0))
+            var (tokens, counted, starts) = ([Int32](), [Int](), [Int]())
+            for number in usable?[index] ?? [index] {
+                let bounds = stream.bounds(number, longest)
+                counted += stream.counted(bounds).map { tokens.count + $0 }
+                starts.append(tokens.count)
+                tokens += (0..<bounds.length).map { Int32(truncatingIfNeeded: stream.token(bounds.start + $0)) }
             }
+            let length = lengths.first { counted[counted.count - 1] < $0 } ?? longest
             if let begin = stream.begin { tokens[0] = Int32(truncatingIfNeeded: begin) }
+            tokens = Array(tokens.prefix(length + 1))
             let padding = [Int32](repeating: 0, count: length + 1 - tokens.count)
-            return Example(tokens: tokens + padding, counted: counted)
+            let records = zip(starts, starts.dropFirst() + [length]).map { $0..<$1 }
+            return Example(
+                tokens: tokens + padding, counted: counted, records: records.count > 1 ? records : nil)
         }
 
         /// The `position`th sequence of training (from 0): `(position · stride + seed) mod count`, with a stride near the golden
@@ -182,7 +221,7 @@ public struct TokenStream: Sendable {
 
         /// The judgement of a sequence, and its number in the stream.
         func label(_ index: Int) -> (label: Label?, number: Int) {
-            let number = usable?[index] ?? index
+            let number = usable?[index][0] ?? index
             return (stream.label(number), number)
         }
     }

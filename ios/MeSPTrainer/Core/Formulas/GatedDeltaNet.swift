@@ -145,17 +145,23 @@ package struct GatedDeltaNet {
     ///   - qkv: `[T, D]`
     ///   - b, a: `[T, value_heads]`
     ///   - dO: `[T, value_heads · dv]`, in float32
+    ///   - records: the rows of each record of the sequence, which has a state of its own; nil for one
     ///   - tile: key heads at a time
     /// - Returns: the gradients of qkv, b and a, in float32, evaluated.
     func backward(
-        qkv: consuming MLXArray, b: MLXArray, a: MLXArray, dO: consuming MLXArray, tile: Int, pace: Pace
+        qkv: consuming MLXArray, b: MLXArray, a: MLXArray, dO: consuming MLXArray, records: [Range<Int>]? = nil,
+        tile: Int, pace: Pace
     )
         -> (dQKV: MLXArray, dB: MLXArray, dA: MLXArray)
     {
         var arrays = [consume qkv, b, a, consume dO]
+        let records = records ?? [0..<b.dim(0)]
         var gradients = [[MLXArray]]()
         for heads in tiles(of: keyHeads, size: tile) {
-            let d = backward(heads, qkv: arrays[0], b: arrays[1], a: arrays[2], dO: arrays[3], pace: pace)
+            let d = eachRecord(records) {
+                backward(
+                    heads, qkv: arrays[0][$0], b: arrays[1][$0], a: arrays[2][$0], dO: arrays[3][$0], pace: pace)
+            }
             arrays = pace.next(arrays, after: d)
             gradients.append(d)
         }

@@ -11,12 +11,18 @@ struct Splits {
         func tokens(_ split: String) throws -> TokenStream? {
             let stream = try bundle.tokens(split)
             try stream?.check(settings.objective, split)
+            guard stream?.packsExamples != true || (bundle.backend == .cpu && settings.method != .mebp) else {
+                throw MeSPError(
+                    "The \(split) data has several records a sequence, which block functions cannot take yet; write it with mesp data --no-pack."
+                )
+            }
             return stream
         }
         func sequences(_ split: String) throws -> TokenStream.Sequences? {
-            guard let sequences = try tokens(split)?.sequences(lengths: lengths), sequences.count > 0 else {
-                return nil
-            }
+            guard let stream = try tokens(split),
+                case let sequences = stream.sequences(lengths: lengths, packed: stream.packsExamples),
+                sequences.count > 0
+            else { return nil }
             guard settings.objective != .kto || sequences.count > 1 else {
                 throw MeSPError(
                     "The \(split) data has a single answer for sequences of \(settings.seqLen) tokens, and kto compares answers; add some with mesp data."
@@ -27,7 +33,7 @@ struct Splits {
         guard let stream = try tokens("train") else {
             throw MeSPError("\(bundle.url.path) holds no training data; add it with mesp data.")
         }
-        train = stream.sequences(lengths: lengths)
+        train = stream.sequences(lengths: lengths, packed: stream.packsExamples)
         guard train.count > 0 else {
             throw MeSPError(
                 "The training data has \(stream.tokenCount) tokens, and not one sequence of \(settings.seqLen + 1); use more data or a shorter sequence."

@@ -86,8 +86,11 @@ package final class BlockwiseModel {
     ///   - x: `[1, T, hidden]`
     ///   - lora: `[P]`
     ///   - weights: the block's, mapped.
-    package func output(_ block: Int, _ x: MLXArray, _ lora: MLXArray, _ weights: BlockWeights) throws -> MLXArray {
-        try forward(block, x, lora, weights) { pass in
+    ///   - records: see `Example`; nil for one
+    package func output(
+        _ block: Int, _ x: MLXArray, _ lora: MLXArray, _ weights: BlockWeights, records: [Range<Int>]? = nil
+    ) throws -> MLXArray {
+        try forward(block, x, lora, weights, records) { pass in
             let y = try pass.output(x)
             eval(y)
             return y
@@ -95,8 +98,10 @@ package final class BlockwiseModel {
     }
 
     /// The block's output and its intermediates, evaluated.
-    func outputs(_ block: Int, _ x: MLXArray, _ lora: MLXArray, _ weights: BlockWeights) throws -> BlockOutputs {
-        try forward(block, x, lora, weights) { pass in
+    func outputs(
+        _ block: Int, _ x: MLXArray, _ lora: MLXArray, _ weights: BlockWeights, records: [Range<Int>]?
+    ) throws -> BlockOutputs {
+        try forward(block, x, lora, weights, records) { pass in
             let outputs = try pass.outputs(x)
             eval([outputs.y] + outputs.intermediates.arrays)
             return outputs
@@ -104,36 +109,43 @@ package final class BlockwiseModel {
     }
 
     private func forward<R>(
-        _ block: Int, _ x: MLXArray, _ lora: MLXArray, _ weights: BlockWeights, _ body: (any BlockForward) throws -> R
+        _ block: Int, _ x: MLXArray, _ lora: MLXArray, _ weights: BlockWeights, _ records: [Range<Int>]?,
+        _ body: (any BlockForward) throws -> R
     ) throws -> R {
         try clock.boundary()
         return try clock.timed(\.forward) {
             defer { freeCache() }
-            return try withWorkspace { try body(forwardPass(block, x, lora, weights)) }
+            return try withWorkspace { try body(forwardPass(block, x, lora, weights, records)) }
         }
     }
 
     /// The block's intermediates again, from its input; evaluated.
-    func recompute(_ block: Int, _ x: MLXArray, _ lora: MLXArray, _ weights: BlockWeights) throws -> Intermediates {
-        let intermediates = try forwardPass(block, x, lora, weights).intermediates(x)
+    func recompute(
+        _ block: Int, _ x: MLXArray, _ lora: MLXArray, _ weights: BlockWeights, records: [Range<Int>]?
+    ) throws -> Intermediates {
+        let intermediates = try forwardPass(block, x, lora, weights, records).intermediates(x)
         eval(intermediates.arrays)
         return intermediates
     }
 
     /// By the bundle's function on a GPU, whose kernels it lays out. A function runs on one stream: on a CPU the same formulas are called
     /// one by one, so that each product has all cores.
-    private func forwardPass(_ block: Int, _ x: MLXArray, _ lora: MLXArray, _ weights: BlockWeights) throws
-        -> any BlockForward
-    {
-        guard bundle.backend == .gpu else { return self.block(block, x, lora, weights) }
+    private func forwardPass(
+        _ block: Int, _ x: MLXArray, _ lora: MLXArray, _ weights: BlockWeights, _ records: [Range<Int>]?
+    ) throws -> any BlockForward {
+        guard bundle.backend == .gpu else { return self.block(block, x, lora, weights, records: records) }
+        precondition(records == nil, "a block function takes one record a sequence")
         return try function(block, x)(
             lora: layouts[block].whole(lora), scale: scale, weights: weights,
             pause: isWarm ? nil : { [clock] in clock.pause() })
     }
 
     /// The block's formulas for x `[1, T, hidden]`.
-    func block(_ block: Int, _ x: MLXArray, _ lora: MLXArray, _ weights: BlockWeights) -> Block {
-        Block(weights: weights, lora: lora, layout: layouts[block], scale: scale, tile: tile(x))
+    func block(
+        _ block: Int, _ x: MLXArray, _ lora: MLXArray, _ weights: BlockWeights, records: [Range<Int>]? = nil
+    ) -> Block {
+        Block(
+            weights: weights, lora: lora, layout: layouts[block], scale: scale, tile: tile(x), records: records)
     }
 
     /// Calls `body` with a workspace for a block or the head, whose weights are mapped.
@@ -188,7 +200,9 @@ package final class BlockwiseModel {
         for block in blocks {
             x = try bundle.withBlock(block) { weights in
                 let lora = try parameters(block)
-                return try output(block, x, layouts[block].count > 0 ? moved(block, lora) : lora, weights)
+                return try output(
+                    block, x, layouts[block].count > 0 ? moved(block, lora) : lora, weights,
+                    records: example.records)
             }
         }
         return try loss(x, example)

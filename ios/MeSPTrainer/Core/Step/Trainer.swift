@@ -54,6 +54,7 @@ package final class Trainer {
     /// - Returns: the last block's outputs.
     func forward(_ examples: [Example], first: Int = 0) throws -> [MLXArray] {
         kept = [:]
+        for (sequence, example) in examples.enumerated() { records[first + sequence] = example.records }
         var states = try examples.map(model.embed)
         for block in model.blocks {
             try model.bundle.withBlock(block) { weights in
@@ -62,10 +63,12 @@ package final class Trainer {
                     let (index, x) = (inputIndex(block, first + sequence), states[sequence])
                     if block >= trained[0] { try inputs.write(x, index) }
                     if first == 0, keepsIntermediates(block) {
-                        let outputs = try model.outputs(block, x, lora, weights)
+                        let outputs = try model.outputs(
+                            block, x, lora, weights, records: examples[sequence].records)
                         (states[sequence], kept[index]) = (outputs.y, outputs.intermediates)
                     } else {
-                        states[sequence] = try model.output(block, x, lora, weights)
+                        states[sequence] = try model.output(
+                            block, x, lora, weights, records: examples[sequence].records)
                     }
                 }
             }
@@ -96,8 +99,7 @@ package final class Trainer {
                 for sequence in d.indices {
                     try clock.boundary(changed: sums == nil && block < model.blocks.upperBound - 1)
                     try clock.timed(\.backward) {
-                        var gradient = try gradient(
-                            block, inputIndex(block, first + sequence), weights, d: &d[sequence])
+                        var gradient = try gradient(block, first + sequence, weights, d: &d[sequence])
                         if let sum {
                             gradient = sum + gradient
                             eval(gradient)
@@ -115,14 +117,19 @@ package final class Trainer {
         model.isWarm = true
     }
 
-    /// The gradient of a block's trained parameters, from its input with the index `input`; d goes from dy to dx. Both are evaluated.
-    private func gradient(_ block: Int, _ input: Int, _ weights: BlockWeights, d: inout MLXArray) throws -> MLXArray {
+    /// The gradient of a block's trained parameters, from its input of a sequence; d goes from dy to dx. Both are evaluated.
+    private func gradient(
+        _ block: Int, _ sequence: Int, _ weights: BlockWeights, d: inout MLXArray
+    ) throws -> MLXArray {
+        let (input, records) = (inputIndex(block, sequence), records[sequence])
         let x = try inputs.take(input)
         let lora = try model.parameters(block)
         if let automatic { return try automatic(block, x, lora, weights, d: &d) }
         return try model.withWorkspace {
-            let intermediates = try kept.removeValue(forKey: input) ?? model.recompute(block, x, lora, weights)
-            return model.block(block, x, lora, weights)
+            let intermediates =
+                try kept.removeValue(forKey: input)
+                ?? model.recompute(block, x, lora, weights, records: records)
+            return model.block(block, x, lora, weights, records: records)
                 .gradient(x: x, consume intermediates, d: &d, wantsInput: block > trained[0])
         }
     }
@@ -234,6 +241,8 @@ package final class Trainer {
     package let trained: [Int]
     /// The block inputs, from the forward to the backward pass: all of a sequence, then of the next.
     private var inputs: BlockArrays
+    /// Of the packed sequences among those whose inputs stay: see `Example`.
+    private var records = [Int: [Range<Int>]]()
     /// The last blocks' intermediates that stay from the forward to the backward pass, by the index of the block's input.
     private var kept = [Int: Intermediates]()
     /// Sums of gradients, where an update needs more than one backward pass gives at a time.

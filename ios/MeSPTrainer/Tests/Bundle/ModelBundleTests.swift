@@ -212,6 +212,22 @@ import Testing
         #expect(throws: Never.self) { try TokenStream(tokens: [1, 2], begin: 8).check(vocabulary: 9) }
     }
 
+    /// Two examples in the first sequence; the third has no room there, and the fourth has.
+    @Test func shortExamplesShareASequence() {
+        let stream = TokenStream(
+            tokens: data([1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12]), examples: data([0, 3, 3, 2, 5, 5, 10, 2]),
+            mask: Data([0, 1, 1, 0, 1, 0, 0, 1, 1, 1, 0, 1]), packsExamples: true)
+        let sequences = stream.sequences(lengths: [2, 6], packed: true)
+        #expect(sequences.count == 2)
+        #expect(
+            sequences[0]
+                == Example(tokens: [1, 2, 3, 4, 5, 11, 12], counted: [0, 1, 3, 5], records: [0..<3, 3..<5, 5..<6]))
+        #expect(sequences[0].targets == [2, 3, 5, 12])
+        #expect(sequences[1] == Example(tokens: [6, 7, 8, 9, 10, 0, 0], counted: [1, 2, 3]))
+        #expect(stream.sequences(lengths: [2, 6]).count == 4)
+        #expect(!stream.hasWholeRecords)
+    }
+
     @Test func aWindowInWhichNothingCountsIsNoSequence() {
         let stream = TokenStream(
             tokens: data([0, 1, 2, 3, 4, 5, 6, 7, 8]), mask: Data([1, 0, 1, 0, 0, 0, 0, 1, 1]))

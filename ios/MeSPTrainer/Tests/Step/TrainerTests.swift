@@ -178,6 +178,54 @@ import Testing
         #expect(abs(try gradients([padded]).loss - gradients([half]).loss) < 1e-5 * expected.loss)
     }
 
+    // MARK: - Packed records
+
+    private static let packing = [
+        Plan(tileBytes: 1 << 10), Plan(tileBytes: 1 << 20, keptBlocks: 1), Plan(tileBytes: 1 << 16, offload: .all),
+        Plan(tileBytes: 1 << 16, order: .blocks),
+    ]
+
+    /// Records that share a sequence have the loss and the gradients of one sequence each.
+    @Test(
+        arguments: Fixture.cases.filter { !$0.lastPathComponent.contains("gpu") } + Fixture.roundedCases,
+        packing)
+    func packedRecordsTrainAsABatch(_ folder: URL, _ plan: Plan) throws {
+        let fixture = try Fixture(folder, "gradients")
+        guard fixture.bundle.backend == .cpu else { return }
+        let whole = try fixture.example()
+        let middle = max(4, fixture.length / 2)
+        let records = [0..<2, 2..<middle, middle..<fixture.length]
+        let counted = records.dropLast().flatMap { $0.dropLast() } + records[2]
+        let packed = Example(tokens: whole.tokens, counted: counted, records: records)
+        let batch = records.enumerated().map { index, rows in
+            Example(
+                tokens: Array(whole.tokens[rows.lowerBound...rows.upperBound]),
+                counted: Array(0..<rows.count - (index < 2 ? 1 : 0)))
+        }
+        func gradients(_ groups: [[Example]]) throws -> (loss: Float, blocks: [Int: MLXArray]) {
+            let trainer = try fixture.trainer(.mesp, plan: plan) { $0.batchSize = 3 }
+            try fixture.restore(trainer)
+            var (loss, blocks) = (Float(0), [Int: MLXArray]())
+            for group in groups {
+                let parts = group.map { Trainer.Part(example: $0, weight: 1 / Float(counted.count)) }
+                loss += try trainer.backpropagate(parts) { block, gradient in
+                    blocks[block] = blocks[block].map { $0 + gradient } ?? gradient
+                    eval(blocks[block] ?? gradient)
+                }
+            }
+            return (loss, blocks)
+        }
+        let expected = try gradients(plan.order == .blocks ? [batch] : batch.map { [$0] })
+        let found = try gradients([[packed]])
+        // What is stored in bfloat16 is rounded by up to 2⁻⁹; a product of another shape sums in another order.
+        let bar: Float = fixture.bundle.dtype == .float32 ? 1e-5 : 3e-2
+        #expect(abs(found.loss - expected.loss) <= (bar / 10) * expected.loss)
+        for block in 0..<fixture.layers {
+            let error = relativeError(try #require(found.blocks[block]), try #require(expected.blocks[block]))
+            #expect(error < bar, "block \(block), \(plan): \(error)")
+        }
+    }
+
     // MARK: - The order of a step's sequences
 
     struct Ordered: Sendable, CustomTestStringConvertible {

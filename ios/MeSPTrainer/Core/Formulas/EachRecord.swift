@@ -1,0 +1,13 @@
+import MLX
+
+/// The gradients `[T, features]` that `backward` gives of each record's rows, one record below the other. Those of several records are
+/// evaluated.
+func eachRecord(_ records: [Range<Int>], backward: (_ rows: Range<Int>) -> [MLXArray]) -> [MLXArray] {
+    let parts = records.map(backward)
+    guard parts.count > 1 else { return parts[0] }
+    return parts[0].indices.map { index in
+        let whole = concatenated(parts.map { $0[index] })
+        eval(whole)
+        return whole
+    }
+}
