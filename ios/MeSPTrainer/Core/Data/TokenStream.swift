@@ -114,7 +114,9 @@ public struct TokenStream: Sendable {
     /// The sequences of at most the last of `lengths` inputs, each of one of these lengths, which are ascending. Those without a target
     /// that counts, also after they were cut, are not among them, nor the other answer of such a pair.
     ///
-    /// - Parameter packed: whether several examples go into a sequence of the last of `lengths`
+    /// - Parameters:
+    ///   - lengths: in tokens, not empty.
+    ///   - packed: whether several examples go into a sequence of the last of `lengths`.
     public func sequences(lengths: [Int], packed: Bool = false) -> Sequences {
         guard let length = lengths.last else { preconditionFailure("sequences of no length") }
         let all = examples == nil ? max(0, tokenCount - 1) / length : exampleCount

@@ -314,7 +314,7 @@ public struct Planner: Sendable {
     /// mixer's or the MLP's; fitted to what docs/ledger.md counts.
     private func phase(_ plan: Plan) -> Int {
         let postNormed = architecture.postNorms ? hidden : 0
-        let mixer = 54 * plan.tileBytes + largest(\.tenGPUPhases) + 17 * postNormed
+        let mixer = 51 * plan.tileBytes + largest(\.tenGPUPhases) + 17 * postNormed
         let mlp = 34 * plan.tileBytes + 180 * hidden + 38 * gradientBytes + 46 * postNormed
         return max(mixer, mlp) / 10
     }
