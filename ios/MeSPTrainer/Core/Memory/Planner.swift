@@ -408,17 +408,17 @@ public struct Planner: Sendable {
         let before = 4 * hidden - some
         return max(
             // d waits while the block function runs again.
-            hidden + forward,
+            hidden + forward + postNormed,
             // The mixer's intermediates; of some tokens, with post-norms the gradient by mlp_out, mlp_in and its gradient before a tile, with
             // the tile's gate and after it; of the tile, three weights, one of them while it is dequantized, and its arrays.
             largest(\.intermediates) + before + (a.postNorms ? 4 : 3) * some + 5 * weight(features)
-                + tileArrays * (activation(features) / length * tile.mlpTokens) + gradientBytes,
+                + tileArrays * (activation(features) / length * tile.mlpTokens) + gradientBytes + postNormed,
             // The same without the tile, but with the temporaries of the norm's derivative.
-            largest(\.intermediates) + before + 9 * some / 2 + gradientBytes,
+            largest(\.intermediates) + before + 9 * some / 2 + gradientBytes + postNormed,
             // d_x_mid of all tokens, and its parts.
-            largest(\.intermediates) + 5 * hidden + gradientBytes,
-            // With post-norms also the gradient by mixer_out, and the product that it is made of.
-            largest { $0.backward(tile) } + (a.postNorms ? 2 * hidden : 0) + 2 * gradientBytes) + postNormed
+            largest(\.intermediates) + 5 * hidden + gradientBytes + postNormed,
+            // With post-norms also the gradient by mixer_out.
+            largest { $0.backward(tile) } + (a.postNorms ? hidden : 0) + 2 * gradientBytes)
     }
 
     /// How many arrays of a tile's size the MLP's derivative has at once. Fused: gate, up, d_act and d_gate, with the second product that

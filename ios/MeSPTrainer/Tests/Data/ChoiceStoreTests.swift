@@ -73,7 +73,7 @@ import Testing
     @Test func aChoiceOfNothingIsRefused() throws {
         #expect(message { _ = try choice("Hello", "Hello") }.contains("are equal"))
         #expect(message { _ = try choice("Hello", " \n") }.contains("is empty"))
-        #expect(message { _ = try Choice(prompt: [], chosen: "a", rejected: "b") }.contains("needs a message"))
+        #expect(message { _ = try Choice(prompt: [], chosen: "a", rejected: "b") }.contains("needs the message"))
     }
 
     @Test func theExampleLearnsWhatPeopleTake() async throws {

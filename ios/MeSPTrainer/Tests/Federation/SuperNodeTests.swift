@@ -232,7 +232,7 @@ final class SuperNodeTests {
         case tooLarge = "more bytes than any answer"
         case tooMuch = "more than this model's adapters"
         case tooMany = "adapters take"
-        case noAnswer = "no protobuf message"
+        case noAnswer = "other than a protobuf message"
     }
 
     /// The server learns that, and the next message is answered.
