@@ -628,26 +628,32 @@ def test_a_full_disk_keeps_the_old_data(bundle, monkeypatch):
 
 
 @pytest.mark.slow
-def test_killed_at_any_line_it_leaves_a_whole_bundle(bundle):
-    """Ended at once, without any clean-up, at each line that `replace_data` runs in turn."""
+def test_killed_between_any_two_changes_it_leaves_a_whole_bundle(bundle):
+    """Ended at once, without any clean-up, at the first line of `replace_data`, then at the first
+    after each change of a file or folder.
+    """
     old = assert_whole(bundle)
     new = random_data(VOCABULARY, 24, 0)
     original = files(bundle)
     modules = ("bundle.data_files", "folders", "bundle.manifest")
     sources = [sys.modules[f"mesp.{name}"].__file__ for name in modules]
 
-    def killed_at(line: int) -> bool:
-        """Whether there was such a line to be ended at, in a process of its own."""
+    def state() -> list[tuple]:
+        there = {path: path.lstat() for path in bundle.parent.rglob("*")}
+        return [(path, s.st_ino, s.st_size, s.st_mtime_ns) for path, s in sorted(there.items())]
+
+    def killed_after(changes: int) -> bool:
+        """Whether there were so many to be ended after, in a process of its own."""
         child = os.fork()
         if child == 0:
-            left = line
+            left, found = changes, None
 
             def trace(frame, event, _):
-                nonlocal left
+                nonlocal left, found
                 if frame.f_code.co_filename not in sources:
                     return None
-                if event == "line":
-                    left -= 1
+                if event == "line" and (now := state()) != found:
+                    found, left = now, left - 1
                     if left < 0:
                         os._exit(9)
                 return trace
@@ -657,8 +663,8 @@ def test_killed_at_any_line_it_leaves_a_whole_bundle(bundle):
             os._exit(0)
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
 
-    line, seen = 0, set()
-    while killed_at(line):
+    changes, seen = 0, set()
+    while killed_after(changes):
         splits = assert_whole(bundle)
         seen.add(replaced := len(splits["train"].tokens) == len(new["train"].tokens))
         assert_same(splits, new if replaced else old)
@@ -666,8 +672,8 @@ def test_killed_at_any_line_it_leaves_a_whole_bundle(bundle):
             for name in ("manifest.json", *(n for n in original if n.startswith("data/"))):
                 (bundle / name).parent.mkdir(exist_ok=True)
                 (bundle / name).write_bytes(original[name])
-        line += 1
-    assert line > 50 and seen == {False, True}
+        changes += 1
+    assert changes > 8 and seen == {False, True}
     assert_same(assert_whole(bundle), new)
     manifest = json.loads((bundle / "manifest.json").read_text())
     assert {*files(bundle)} == {file["path"] for file in manifest["files"]} | {"manifest.json"}
