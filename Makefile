@@ -32,6 +32,10 @@ PYTEST := OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -q --numprocesses auto 
 # the tests use the MLX library in the wheel instead (ios/HostMLX), on every system.
 HOST_MLX = MESP_HOST_MLX="$$($(BIN)/python -m mesp.engine --mlx)"
 
+# Optimized, in a folder of its own: not optimized, the core's tests take more than twice as long.
+SWIFT_TEST = $(HOST_MLX) MESP_FIXTURES=$(FIXTURES) swift test --configuration release -Xswiftc -enable-testing \
+	--scratch-path .build/tests --no-parallel
+
 .PHONY: setup lock engine dist demo demo-real demo-federate app-bundle check check-gpu test test-slow test-format test-python test-swift clean
 
 setup: $(READY)
@@ -121,7 +125,7 @@ $(PHONE_MLX)/ready: $(READY)
 test-swift: $(FIXTURES).ready
 	@echo "== Tests of the trainer core, against mesp.reference"
 	# One after the other: two cores, and a controller whose main thread must answer.
-	$(HOST_MLX) MESP_FIXTURES=$(FIXTURES) swift test --no-parallel $(if $(quick),$(SLOW_IN_SWIFT:%=--skip %))
+	$(SWIFT_TEST) $(if $(quick),$(SLOW_IN_SWIFT:%=--skip %))
 	@echo "== Tests of HostMLX"
 	# Nor at once: a ledger takes the place of the one allocator.
 	$(HOST_MLX) swift test --no-parallel --package-path ios/HostMLX
@@ -157,7 +161,7 @@ test-slow: engine $(FIXTURES).ready $(PHONE_MLX)/ready
 	$(VENV)/federate/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,federate,report]'
 	MESP_FUZZ_CASES=10000 $(VENV)/federate/bin/python -m pytest -q -m federate tests/federate
 	@echo "== 10,000 damaged messages of a federation's server"
-	$(HOST_MLX) MESP_FIXTURES=$(FIXTURES) MESP_FUZZ_CASES=10000 swift test --no-parallel --filter FederationFuzzTests
+	MESP_FUZZ_CASES=10000 $(SWIFT_TEST) --filter FederationFuzzTests
 	@echo "== MeSP, mlx-lm and PEFT, from the same adapters on the same batches"
 	$(BIN)/python tools/parity.py --quick --peft $(VENV)/peft/bin/python
 
