@@ -23,6 +23,7 @@ Tables, each with its own defaults for the options that apply to it:
   defaults      what mesp-train learns by default, beside a sweep of rates and optimizers
   records       short records at their own length against padding them to the longest
   packing       short records packed into one sequence against one a step
+  packing-gpu   the same on a phone's GPU, by what a step is modelled to take
   convergence   losses of the three methods on the demo model
 
 \b

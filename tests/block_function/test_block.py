@@ -6,6 +6,7 @@ import struct
 from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 
@@ -24,7 +25,7 @@ from helpers.models import (
     run_layer,
 )
 from mesp import reference
-from mesp.block_function import attention, dequantize, fused, mlxfn, tiles
+from mesp.block_function import attention, dequantize, fused, gated_delta_net, mlxfn, tiles
 from mesp.block_function.forward_pass import BlockFunction, block_function
 from mesp.block_function.gated_delta_net import delta_rule
 from mesp.block_function.trace import export_block
@@ -310,6 +311,28 @@ def test_the_gpu_function_computes_the_same(monkeypatch, name, layer, how):
     assert_same(case, outputs, x)
 
 
+@pytest.mark.parametrize("how", ["fused", "tiled", "plain"])
+@pytest.mark.parametrize(("name", "layer"), BLOCKS)
+def test_packed_records_do_not_see_each_other(monkeypatch, name, layer, how):
+    """Each has the outputs of a sequence of its own, also where a tile or a chunk has several."""
+    case = Case(name, layer)
+    if isinstance(case.mixer, AttentionMixer):
+        heads = (case.mixer.head_dim,) if how == "fused" else ()
+        monkeypatch.setattr(attention, "FUSED_HEADS", heads)
+    if how == "tiled":
+        monkeypatch.setattr(tiles, "ATTENTION_ROWS", 4)
+    monkeypatch.setattr(gated_delta_net, "CHUNK", 8)
+    function = case.function(how == "plain", "gpu")
+    x, ends = mx.random.normal((1, 30, case.arch.hidden_size)), [1, 3, 15, 16, 30]
+    records = list(pairwise([0, *ends]))
+    starts = mx.array([start for start, end in records for _ in range(start, end)])
+    inputs = (case.lora, mx.array(SCALE), case.weights)
+    found = function(x, *inputs, starts)
+    alone = [function(x[:, start:end], *inputs) for start, end in records]
+    for name, packed, parts in zip(OUTPUTS, found, zip(*alone, strict=True), strict=False):
+        assert relative_error(packed, mx.concatenate(parts, axis=-2)) <= TOLERANCE, name
+
+
 def primitives(*outputs: mx.array) -> Counter:
     """How many of each primitive the graph of `outputs` has."""
     dot = io.StringIO()
@@ -373,9 +396,12 @@ def gpu_block(name: str, dtype: str, plain: bool, fast: ModuleType) -> tuple:
     return block_function(block, layout, "gpu", plain, fast), block, layout
 
 
-def gpu_inputs(block: Block, layout: Layout, dtype: str, length: int) -> list[mx.array]:
+def gpu_inputs(
+    block: Block, layout: Layout, dtype: str, length: int, packed: bool = False
+) -> list[mx.array]:
     x = mx.zeros((1, length, block.arch.hidden_size), getattr(mx, dtype))
-    return [x, mx.zeros(block.lora_size(4)), mx.array(1.0), mx.zeros(layout.words, mx.uint32)]
+    inputs = [x, mx.zeros(block.lora_size(4)), mx.array(1.0), mx.zeros(layout.words, mx.uint32)]
+    return inputs + [mx.zeros(length, mx.int32)] * packed
 
 
 def trace(function: BlockFunction, *inputs: mx.array) -> list:
@@ -403,22 +429,24 @@ def flat(arguments: Iterable) -> list:
 
 
 @pytest.mark.parametrize("length", [5, 12])
-@pytest.mark.parametrize("plain", [False, True])
+@pytest.mark.parametrize("kind", ["", "plain", "packed"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", GPU_BLOCKS)
-def test_a_file_for_the_gpu_is_the_cpus_but_for_streams(tmp_path, name, dtype, plain, length):
+def test_a_file_for_the_gpu_is_the_cpus_but_for_streams(tmp_path, name, dtype, kind, length):
     """The CPU's form, the GPU's and back: equal bytes, with the primitives that MLX traces."""
+    plain, packed = kind == "plain", kind == "packed"
     function, block, layout = gpu_block(name, dtype, plain, fused)
     lengths = [length, length + 1]
     path = tmp_path / "block.mlxfn"
-    export_block(str(path), function, block, layout, getattr(mx, dtype), "gpu", lengths, [4])
+    sizes = (lengths, [4], packed)
+    export_block(str(path), function, block, layout, getattr(mx, dtype), "gpu", *sizes)
     gpu = path.read_bytes()
     cpu = mlxfn.on_device(gpu, "cpu")
     assert mlxfn.on_device(cpu, "gpu") == gpu
 
     expected = []
     for each in lengths:
-        for part in trace(function, *gpu_inputs(block, layout, dtype, each)):
+        for part in trace(function, *gpu_inputs(block, layout, dtype, each, packed)):
             if isinstance(part, dict) and part["type"] == "primitive":
                 name, arguments = part["name"], flat(part["arguments"])
                 if name == mlxfn.ATTENTION:
@@ -435,7 +463,7 @@ def test_a_file_for_the_gpu_is_the_cpus_but_for_streams(tmp_path, name, dtype, p
         fused_ones |= {"ScaledDotProductAttention"} if block.mixer.head_dim == 64 else set()
     assert used == (set() if plain else fused_ones)
     path.write_bytes(cpu)
-    assert len(imported(path)(*gpu_inputs(block, layout, dtype, length))) >= 9
+    assert len(imported(path)(*gpu_inputs(block, layout, dtype, length, packed))) >= 9
 
 
 @pytest.mark.skipif(not mx.metal.is_available(), reason="there is no GPU")

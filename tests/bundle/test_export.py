@@ -205,6 +205,36 @@ def test_a_bundle_for_the_gpu_is_written_on_every_machine(tiny):
         )
 
 
+def test_functions_for_packed_records_come_with_such_data(tiny):
+    """Where the GPU's functions lack them, such data is refused."""
+    records = [{"prompt": "one two", "completion": " three"} for _ in range(20)]
+    Path("pairs.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records))
+    files = ("--model", tiny, "--data", "pairs.jsonl", "--seq-len", 16)
+
+    def functions(*options: str) -> dict[str, str]:
+        assert export(*files, "--out", "out.mesp", "--overwrite", *options).exit_code == 0
+        (blocks,) = read_manifest(Path("out.mesp"), to_run=False).blocks
+        return blocks.packed_functions
+
+    assert functions("--device", "cpu", "--pack") == {}
+    assert functions("--device", "gpu", "--pack") == {"16": "block.packed.16.mlxfn"}
+    bundle = Bundle(Path("out.mesp"), to_run=False)
+    assert bundle.function_names() == {f"block.{k}16.mlxfn" for k in ("", "plain.", "packed.")}
+    rewritten = ("--from", "out.mesp", "--out", "longer.mesp", "--seq-len", 24)
+    assert run("export", *rewritten).returncode == 0
+    (blocks,) = read_manifest(Path("longer.mesp"), to_run=False).blocks
+    assert blocks.packed_functions == {"24": "block.packed.24.mlxfn"}
+
+    assert functions("--device", "gpu") == {}
+    done = run("data", "out.mesp", "--data", "pairs.jsonl", "--pack")
+    assert done.returncode == 2
+    assert done.stderr == (
+        "Error: The block functions of out.mesp take one record a sequence: leave out --pack, or "
+        "export the bundle again with --data and --pack.\n"
+    )
+    assert run("data", "out.mesp", "--data", "pairs.jsonl").returncode == 0
+
+
 def test_functions_for_the_gpu_are_of_the_mlx_whose_files_are_known(tiny, monkeypatch):
     monkeypatch.setattr(mx, "__version__", "0.33.0")
     said = refused("--model", tiny, "--device", "gpu")

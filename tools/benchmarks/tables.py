@@ -19,6 +19,7 @@ from benchmarks.preferences import measure_objectives
 from benchmarks.processes import Tell, engine_program, run_program, run_python
 from benchmarks.rows import compare, engine_settings, extrapolate, measure
 from benchmarks.variants import ENGINE_METHODS, PEFT_METHODS, Variant, find_variants
+from mesp import reference
 from mesp.bundle.data_files import replace_data
 from mesp.bundle.export_options import BundleOptions
 from mesp.bundle.manifest import read_manifest
@@ -75,6 +76,12 @@ TABLES: dict[str, dict[str, Any]] = {
     "defaults": {**_DEMO, "seq_lens": (128,), "steps": 200, "data": None},
     "records": {**_DEMO, "seq_lens": (128, 256, 512), "layers": (), "steps": 60},
     "packing": {**_SIZE, "seq_lens": (64, 128, 256, 512), "steps": 24},
+    "packing-gpu": {
+        "models": SIZES[:1],
+        "seq_lens": (64, 128, 256, 512),
+        "ranks": (paper.RANK,),
+        "device": "gpu",
+    },
     "convergence": {**_DEMO, "steps": 1000, "data": None, "learning_rate": None},
 }
 
@@ -240,8 +247,7 @@ def records_rows(bench: Bench) -> Iterator[Row]:
 def packing_rows(bench: Bench) -> Iterator[Row]:
     """A row for records of 40 to 120 tokens, one a step at the shortest of the shorter lengths that
     holds it, and one for as many packed into the longest."""
-    lengths = sorted(set(bench.options["seq_lens"]))
-    sizes = np.random.default_rng(0).integers(40, 121, RECORDS)
+    lengths, sizes = sorted(set(bench.options["seq_lens"])), like_chat()
     for cell in bench.cells():
         if cell.seq_len != lengths[-1]:
             continue
@@ -267,6 +273,48 @@ def packing_rows(bench: Bench) -> Iterator[Row]:
             }
 
 
+def packing_gpu_rows(bench: Bench) -> Iterator[Row]:
+    """The rows of `packing_rows`, by a phone's GPU in the ledger's model of the time."""
+    *shorter, longest = sorted(set(bench.options["seq_lens"]))
+    sizes = like_chat()
+    # Of those alone, how many run at each length; a record's last token is a target alone.
+    shares = {n: ((sizes <= n + 1) & (sizes > before + 1)).mean()
+              for before, n in zip([0, *shorter], shorter, strict=False)}  # fmt: skip
+    together = len(sizes) / len(reference.pack(sizes.tolist(), longest))
+
+    def counts(cell: Cell, pack: bool, seq_len: int) -> Row:
+        bench.doing(cell, "counting")
+        bundle = with_records(cell, [longest] if pack else shorter, sizes, bench.work, pack)
+        settings = engine_settings(cell._replace(bundle=bundle), Variant("mesp"))
+        count = find_count(engine_program(), settings | {"seq_len": seq_len})
+        return {name: count[name] for name in COUNTED}
+
+    for cell in bench.cells():
+        if cell.seq_len != longest:
+            continue
+        each = {n: counts(cell, False, n) for n, share in shares.items() if share}
+        mean = {name: sum(shares[n] * row[name] for n, row in each.items()) for name in COUNTED}
+        alone = 1 / mean["modelled_seconds"]
+        for name in ("ledger_peak_bytes", "predicted_peak_bytes"):
+            mean[name] = max(row[name] for row in each.values())
+        packed = counts(cell, True, longest)
+        for text, row, records in (("", mean, 1.0), ("packed into ", packed, together)):
+            these = [longest] if text else shorter
+            per_second = records / row["modelled_seconds"]
+            row = cell.row() | row | {
+                "lengths": text + ", ".join(map(str, these)),
+                "records_per_second": per_second,
+                "to_alone": per_second / alone,
+            }  # fmt: skip
+            del row["cpu"], row["os"]  # no matter where it is counted
+            yield row
+
+
+def like_chat() -> np.ndarray:
+    """Lengths of short chats, 40 to 120 tokens."""
+    return np.random.default_rng(0).integers(40, 121, RECORDS)
+
+
 def like_gsm8k(seq_len: int) -> np.ndarray:
     """Lengths in tokens of GSM8K's questions and answers in a chat template of Qwen's: log-normal
     around 185."""
@@ -280,8 +328,8 @@ def with_records(
     """The cell's bundle with these lengths alone, and with questions and answers of random tokens,
     of which two in five are the question's."""
     out = work / f"{cell.bundle.stem}-records-{len(lengths)}{'-packed' * pack}.mesp"
-    options = BundleOptions(out, lengths, [cell.rank], cell.dtype, cell.device, overwrite=True)
-    manifest = rewrite_bundle(cell.bundle, options)
+    size = (lengths, [cell.rank], cell.dtype, cell.device)
+    manifest = rewrite_bundle(cell.bundle, BundleOptions(out, *size, overwrite=True, pack=pack))
     random = np.random.default_rng(0)
     starts = np.cumsum(sizes) - sizes
     mask = np.ones(sizes.sum(), np.uint8)
@@ -419,6 +467,13 @@ length, and each at the shortest that holds it. The losses are the same.""",
         ("records/s",),
         """Records of chat of 40 to 120 tokens, by MeSP with SGD: one a step, each at the shortest
 length that holds it, and packed into one sequence a step.""",
+    ),
+    "packing-gpu": Kind(
+        packing_gpu_rows,
+        None,
+        ("kernels", "evals", "modelled s", "records/s"),
+        """The same on a phone's GPU, by the ledger's model of the time (docs/ledger.md). Counts of
+records alone are means of a step's, and the peak is the largest.""",
     ),
     "convergence": Kind(
         convergence_rows,

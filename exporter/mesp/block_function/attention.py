@@ -25,6 +25,7 @@ class Scoring:
     scale: float
     cap: float | None
     window: int | None  # a query sees so many keys at most, its own among them; None: all before
+    starts: mx.array | None = None  # as `Parts` has them
 
 
 def mix_by_attention(
@@ -35,7 +36,7 @@ def mix_by_attention(
     """
     dtype, everywhere = parts.dtype, slice(0, x.shape[1])
     window = mixer.within(x.shape[1]).sliding_window
-    scoring = Scoring(mixer.attention_scale, mixer.attn_logit_softcapping, window)
+    scoring = Scoring(mixer.attention_scale, mixer.attn_logit_softcapping, window, parts.starts)
     turn = rope(mixer, everywhere) if parts.plain else fast_rope(mixer, parts.fast)
 
     def heads(x: mx.array, count: int) -> mx.array:  # [1, T, n·size] -> [1, n, T, size]
@@ -72,12 +73,15 @@ def soft_cap(scores: mx.array, cap: float | None) -> mx.array:
     return scores if cap is None else cap * mx.tanh(scores / cap)
 
 
-def visible(rows: slice, keys: slice, window: int | None) -> mx.array:
+def visible(rows: slice, keys: slice, scoring: Scoring) -> mx.array:
     """Which of the keys each query row sees: bool [rows, keys]"""
     row, key = mx.arange(rows.start, rows.stop)[:, None], mx.arange(keys.start, keys.stop)
-    seen = row >= key
-    reaches_back = window is not None and keys.stop - keys.start > window
-    return seen & (row < key + window) if reaches_back else seen
+    seen, window = row >= key, scoring.window
+    if window is not None and keys.stop - keys.start > window:
+        seen = seen & (row < key + window)
+    if scoring.starts is not None:
+        seen = seen & (key >= scoring.starts[rows, None])
+    return seen
 
 
 def attention(q: mx.array, k: mx.array, v: mx.array, place: Turn, scoring: Scoring) -> mx.array:
@@ -100,7 +104,7 @@ def attention(q: mx.array, k: mx.array, v: mx.array, place: Turn, scoring: Scori
         tile = place(tile, rows).reshape(kv_heads, -1, head_dim) * scoring.scale
         scores = soft_cap(tile @ k[:, keys].swapaxes(1, 2), scoring.cap)
         scores = scores.reshape(heads, rows.stop - rows.start, -1)
-        seen = visible(rows, keys, scoring.window)
+        seen = visible(rows, keys, scoring)
         weights = mx.softmax(mx.where(seen, scores, -mx.inf), axis=-1)
         out = weights.reshape(kv_heads, -1, weights.shape[-1]) @ v[:, keys]
         parts.append(out.reshape(heads, -1, head_dim).swapaxes(0, 1).flatten(1)[None])
@@ -116,7 +120,8 @@ def fused_attention(
     would have others here.
     """
     everything = slice(0, q.shape[2])
-    mask = "causal" if scoring.window is None else visible(everything, everything, scoring.window)
+    causal = scoring.window is None and scoring.starts is None
+    mask = "causal" if causal else visible(everything, everything, scoring)
     q, k, v = (x.astype(mx.float32) for x in (place(q, everything), k, v))
     out = fast.scaled_dot_product_attention(q, k, v, scale=scoring.scale, mask=mask)
     return out.swapaxes(1, 2).flatten(2)
@@ -131,6 +136,6 @@ def plain_attention(
     q, k, v = place(q, everything), k.astype(mx.float32), v.astype(mx.float32)
     q = q.reshape(1, k.shape[1], -1, length, head_dim) * scoring.scale
     scores = soft_cap(q @ k[:, :, None].swapaxes(-1, -2), scoring.cap)
-    scores = mx.where(visible(everything, everything, scoring.window), scores, -mx.inf)
+    scores = mx.where(visible(everything, everything, scoring), scores, -mx.inf)
     out = mx.softmax(scores, axis=-1) @ v[:, :, None]
     return out.reshape(1, heads, length, head_dim).swapaxes(1, 2).flatten(2)

@@ -61,14 +61,18 @@ def check_block_functions(
     words: int,
     lengths: list[int],
     ranks: list[int],
+    packed: bool = False,
 ) -> None:
     """Raises what `check_functions` does, and ValueError unless a file has one function of `block`
     for each rank and sequence length, in this order, with the inputs and outputs that its
-    architecture implies. `words` is the length of the block's weight file.
+    architecture implies, for packed records or not. `words` is the length of the block's weight
+    file.
     """
     found = [(list(each.inputs.values()), _outputs(each)) for each in check_functions(file, device)]
     expected = [
-        _signature(block, dtype, words, length, rank) for rank in ranks for length in lengths
+        _signature(block, dtype, words, length, rank, packed)
+        for rank in ranks
+        for length in lengths
     ]
     _require(found == expected, "it does not have the inputs and outputs of a block")
 
@@ -82,7 +86,7 @@ def _outputs(function: Function) -> list[Array]:
 
 
 def _signature(
-    block: Block, dtype: mx.Dtype, words: int, length: int, rank: int
+    block: Block, dtype: mx.Dtype, words: int, length: int, rank: int, packed: bool
 ) -> tuple[list[Array], list[Array]]:
     """The inputs and outputs of a block's function."""
     arch, mixer, listed = block.arch, block.mixer, ALLOWED["signature"]
@@ -109,7 +113,8 @@ def _signature(
 
     outputs = listed["first"] + listed[mixer.type] + listed["then"]
     outputs += listed["post_norms"] if arch.post_norms else []
-    return [*map(array, listed["inputs"])], [*map(array, outputs)]
+    inputs = listed["inputs"] + (listed["packed"] if packed else [])
+    return [*map(array, inputs)], [*map(array, outputs)]
 
 
 def _check_function(function: Function, device: int) -> None:

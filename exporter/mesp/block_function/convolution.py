@@ -8,14 +8,26 @@ from mesp.block_function.parts import Parts
 from mesp.models.mixers import ShortConvolution
 
 
-def convolution(x: mx.array, w: mx.array) -> mx.array:
-    """y_t = Σ_j w_j ∘ x_{t-K+1+j}, float32: x [1, T, channels], w [channels, K] float32."""
+def convolution(x: mx.array, w: mx.array, starts: mx.array | None) -> mx.array:
+    """y_t = Σ_j w_j ∘ x_{t-K+1+j}, float32: x [1, T, channels], w [channels, K] float32.
+
+    What lies before the record of t, which begins at starts_t, counts as 0.
+    """
     length, kernel = x.shape[1], w.shape[1]
     before = mx.zeros((1, kernel - 1, x.shape[2]))
     padded = mx.concatenate([before, x.astype(mx.float32)], axis=1)
-    y = padded[:, :length] * w[:, 0]
+
+    def term(j: int) -> mx.array:
+        seen = padded[:, j : j + length]
+        back = kernel - 1 - j
+        if back and starts is not None:
+            of_record = mx.arange(-back, length - back) >= starts
+            seen = mx.where(of_record[:, None], seen, mx.array(0.0))
+        return seen * w[:, j]
+
+    y = term(0)
     for j in range(1, kernel):
-        y = y + padded[:, j : j + length] * w[:, j]
+        y = y + term(j)
     return y
 
 
@@ -27,5 +39,5 @@ def mix_by_short_convolution(
     """
     b, c, u = mx.split(parts.project("in", x).astype(parts.dtype), 3, axis=-1)
     gated = b.astype(mx.float32) * u
-    mixed = convolution(gated, parts.vector("conv.conv.weight")).astype(parts.dtype)
+    mixed = convolution(gated, parts.vector("conv.conv.weight"), parts.starts).astype(parts.dtype)
     return [b, c, u, mixed], c.astype(mx.float32) * mixed

@@ -5,6 +5,11 @@
 and with post norms two more, ``mixer_out`` and ``mlp_out``, which those take. m1, m2, m3 and mixed
 depend on the mixer: of attention they are q, k, v and its output.
 
+The function for packed records takes one array more, ``starts``: of each token the position at
+which its record begins. Attention sees no key before it, a convolution takes zeros there, and a
+gated delta rule forgets its state. Positions go on from record to record, as RoPE makes scores that
+depend on the difference of two positions alone.
+
 It is made of plain, differentiable operations: MeBP differentiates it, and on a CPU the self-check
 compares the trainer's own forward pass with it. There weights are dequantized and multiplied, as
 `quantized_matmul` is some 50 times slower.
@@ -35,7 +40,7 @@ from mesp.models.architecture import Block
 from mesp.models.layout import Layout
 from mesp.models.mixers import AttentionMixer, GatedDeltaNet, ShortConvolution
 
-BlockFunction = Callable[[mx.array, mx.array, mx.array, mx.array], list[mx.array]]
+BlockFunction = Callable[..., list[mx.array]]
 
 # By the mixer: [m1, m2, m3, mixed] in the dtype, and what the output projection takes.
 MIX = {
@@ -50,17 +55,18 @@ def block_function(
 ) -> BlockFunction:
     """The block function for `device` ("cpu" or "gpu"); for a GPU, the plain one or the other.
 
-    It takes x [1, T, hidden], lora [P] float32, scale [] float32 and weights [layout.words] uint32;
+    It takes x [1, T, hidden], lora [P] float32, scale [] float32, weights [layout.words] uint32
+    and, of packed records, starts [T] int32;
     T, the LoRA rank and the dtype (x's) are read off the arguments. docs/architecture.md has the
     outputs' shapes. The fused primitives are those of `fast`: `mx.fast`, which has plain operations
     in their place on a CPU, or `mesp.block_function.fused`, which can only be traced there.
     """
     plain = plain or device == "cpu"
 
-    def function(x, lora, scale, weights):
+    def function(x, lora, scale, weights, starts=None):
         arrays = layout.unpack(weights)
         p = projections(block, layout, arrays, lora, scale, device, x.dtype)
-        parts = Parts(p, arrays, block.arch.rms_norm_eps, x.dtype, plain, fast)
+        parts = Parts(p, arrays, block.arch.rms_norm_eps, x.dtype, plain, fast, starts)
         return forward(block, parts, x)
 
     return function

@@ -11,6 +11,7 @@ from mesp.block_function.parts import Parts
 from mesp.models.mixers import GatedDeltaNet
 
 CHUNK = 64  # tokens, a power of two
+FORGET = -1e4  # the logarithm of a decay that leaves nothing; an infinite one is no Metal constant
 UNIT_EPS = 1e-6  # added to the sum of squares by the norms of q and k, which have no weights
 
 
@@ -56,7 +57,7 @@ def _recurrence(
     def mixed(of: slice, first: int, size: int) -> mx.array:
         """silu(conv) of some heads of which the first channel is `first`: [heads, T, size]"""
         channels = slice(first + of.start * size, first + of.stop * size)
-        y = silu(convolution(qkv[..., channels], w[channels]))
+        y = silu(convolution(qkv[..., channels], w[channels], parts.starts))
         return y.reshape(y.shape[1], -1, size).swapaxes(0, 1)
 
     q = _unit(mixed(heads, 0, dk)) / dk
@@ -71,6 +72,9 @@ def _recurrence(
     )
     # As a logarithm: the decay itself may be 0 in float32, and its logarithm then infinite.
     log_g = -mx.exp(A_log) * mx.logaddexp(a + dt_bias, mx.array(0.0))
+    if parts.starts is not None:  # the first token of a record finds no state
+        follows = mx.arange(parts.starts.size) > parts.starts
+        log_g = mx.where(follows, log_g, mx.array(FORGET))
     o = delta_rule(q, k, v, log_g, mx.sigmoid(b))
     return o.swapaxes(0, 1).reshape(1, o.shape[1], -1)
 

@@ -20,6 +20,8 @@ class Parts:
     dtype: mx.Dtype
     plain: bool
     fast: ModuleType
+    # Of each token of packed records the position at which its record begins: int32 [T].
+    starts: mx.array | None = None
 
     def norm(self, name: str, x: mx.array) -> mx.array:
         """RMSNorm by the norm `name`; x's dtype."""

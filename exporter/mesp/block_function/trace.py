@@ -22,8 +22,10 @@ def export_block(
     device: str,
     seq_lens: list[int],
     ranks: list[int],
+    packed: bool = False,
 ) -> None:
-    """Writes `function` to `path` (``….mlxfn``) with a trace for each sequence length and rank.
+    """Writes `function` to `path` (``….mlxfn``) with a trace for each sequence length and rank,
+    of a function that takes packed records or not.
 
     The file has the layout of a phone's MLX. For either device the trace is the CPU's, which every
     machine has; in a file for the GPU the primitives are then said to be there, nothing else.
@@ -40,9 +42,10 @@ def export_block(
                     lora,
                     mx.array(1.0),
                     weights,
+                    *([mx.zeros(seq_len, mx.int32)] if packed else []),
                 )
     file = mlxfn.in_layout(Path(path).read_bytes(), mlxfn.LAYOUTS[0])
     if device != "cpu":
         file = mlxfn.on_device(file, device)
     Path(path).write_bytes(file)
-    check_block_functions(file, device, dtype, block, layout.words, seq_lens, ranks)
+    check_block_functions(file, device, dtype, block, layout.words, seq_lens, ranks, packed)

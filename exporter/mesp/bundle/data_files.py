@@ -20,12 +20,13 @@ from mesp.folders import locked
 FOLDERS = ("data", "data.2")
 
 
-def check_packing(splits: Mapping[str, Split], device: str) -> None:
-    """Raises MespError where examples share sequences, which functions for a GPU cannot take."""
-    if device == "gpu" and any(split.pack for split in splits.values()):
+def check_packing(splits: Mapping[str, Split], bundle: Path, manifest: Manifest) -> None:
+    """Raises MespError where examples share sequences, and the bundle's functions for a GPU take
+    one a sequence."""
+    if any(split.pack for split in splits.values()) and not manifest.takes_packed:
         raise MespError(
-            "The block functions of a bundle for a GPU take one record a sequence: leave out "
-            "--pack, or export with --device cpu."
+            f"The block functions of {bundle} take one record a sequence: leave out --pack, or "
+            "export the bundle again with --data and --pack."
         )
 
 
@@ -69,7 +70,7 @@ def replace_data(bundle: Path, splits: dict[str, Split]) -> Manifest:
         locked(bundle, f"mesp data is writing to {bundle}"),
     ):
         manifest = read_manifest(bundle, to_run=False)
-        check_packing(splits, manifest.device)
+        check_packing(splits, bundle, manifest)
         new = _remove_unused(bundle)
         try:
             data = write_data(bundle, new, splits)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import mlx.core as mx
@@ -15,7 +15,8 @@ DEVICE = "gpu" if mx.metal.is_available() else "cpu"  # where none is asked for
 
 @dataclass(frozen=True)
 class BundleOptions:
-    """The bundle to write, and what its functions are for."""
+    """The bundle to write, and what its functions are for; those for a GPU take packed records too
+    with `pack`."""
 
     out: Path
     seq_lens: list[int]
@@ -23,6 +24,7 @@ class BundleOptions:
     dtype: str
     device: str
     overwrite: bool
+    pack: bool = field(default=False, kw_only=True)
 
 
 @dataclass(frozen=True)

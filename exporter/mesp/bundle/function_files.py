@@ -24,8 +24,8 @@ FUNCTIONS = 64 << 20  # bytes: no file of functions has a hundredth of it
 def write_functions(
     folder: Path, arch: Architecture, layouts: list[Layout], options: BundleOptions
 ) -> list[BlockGroup]:
-    """Writes the block functions, a file for each sequence length; for a GPU plain ones too. Each
-    is there in every layout.
+    """Writes the block functions, a file for each sequence length; for a GPU plain ones too and,
+    with `options.pack`, those for packed records. Each is there in every layout.
 
     Blocks of one layout and one mixer are a group, with functions of its own for the lengths at
     which no group before has the same: a window counts only for longer sequences.
@@ -39,16 +39,19 @@ def write_functions(
     for number, ((layout, block), layers) in enumerate(members.items()):
         prefix = f"block.{number}." if number else "block."
         group = BlockGroup(tuple(layers), {}, {}, layout)
-        for plain, files in ((not on_gpu, group.functions), (True, group.plain_functions)):
+        kinds = {"": group.functions, "plain.": group.plain_functions}
+        kinds |= {"packed.": group.packed_functions} if options.pack and on_gpu else {}
+        for kind, files in kinds.items():
+            # On a CPU both kinds are the plain one.
+            kind = kind if on_gpu else ""
+            plain = kind == "plain." or not on_gpu
             function = block_function(block, layout, options.device, plain, fast)
             for seq_len in options.seq_lens:
-                same = (layout, block.within(seq_len), plain, seq_len)
+                same = (layout, block.within(seq_len), kind, seq_len)
                 if same not in written:
-                    name = f"{prefix}plain." if plain and on_gpu else prefix
-                    written[same] = f"{name}{seq_len}.mlxfn"
-                    write_function(
-                        folder / written[same], function, block, layout, seq_len, options
-                    )
+                    written[same] = f"{prefix}{kind}{seq_len}.mlxfn"
+                    path, packs = folder / written[same], kind == "packed."
+                    write_function(path, function, block, layout, seq_len, options, packs)
                 files[str(seq_len)] = written[same]
         groups.append(group)
     write_layouts(folder, written.values(), folder)
@@ -83,10 +86,11 @@ def write_function(
     layout: Layout,
     seq_len: int,
     options: BundleOptions,
+    packed: bool,
 ) -> None:
     """Writes one block function, traced for a sequence length and every rank."""
     dtype, device, ranks = DTYPES[options.dtype], options.device, options.ranks
     try:
-        export_block(str(path), function, block, layout, dtype, device, [seq_len], ranks)
+        export_block(str(path), function, block, layout, dtype, device, [seq_len], ranks, packed)
     except RuntimeError as error:
         raise MespError(f"Cannot write {options.out}: is the disk full? ({error})") from error

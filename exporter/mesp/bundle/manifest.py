@@ -85,20 +85,34 @@ class ModelName:
 
 @dataclass(frozen=True)
 class BlockGroup:
-    """Blocks of one layout and one mixer, and their functions' files by length."""
+    """Blocks of one layout and one mixer, and their functions' files by length.
+
+    `packed_functions` are those that a GPU trains packed records with; there may be none.
+    """
 
     layers: tuple[int, ...]
     functions: dict[str, str]
     plain_functions: dict[str, str]
     layout: Layout
+    packed_functions: dict[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, entry: dict[str, Any]) -> BlockGroup:
         layers, layout = tuple(entry["layers"]), Layout.of_json(entry)
-        return cls(layers, entry["functions"], entry["plain_functions"], layout)
+        packed = entry.get("packed_functions", {})
+        if not isinstance(packed, dict):
+            raise ValueError("the functions of packed records are not by length")
+        return cls(layers, entry["functions"], entry["plain_functions"], layout, packed)
+
+    @property
+    def files(self) -> list[dict[str, str]]:
+        """The functions of each kind that there is."""
+        packed = [self.packed_functions] if self.packed_functions else []
+        return [self.functions, self.plain_functions, *packed]
 
     def to_json(self) -> dict[str, Any]:
         functions = {"functions": self.functions, "plain_functions": self.plain_functions}
+        functions |= {"packed_functions": self.packed_functions} if self.packed_functions else {}
         return {"layers": self.layers, **functions, **self.layout.to_json()}
 
 
@@ -193,6 +207,11 @@ class Manifest:
     files: tuple[File, ...] = ()
     mlx_version: str = LAYOUTS[0]
     layouts: Mapping[str, str] = field(default_factory=LAYOUT_FOLDERS.copy)
+
+    @property
+    def takes_packed(self) -> bool:
+        """Whether several records may share a sequence: a CPU needs no functions for it."""
+        return self.device == "cpu" or all(group.packed_functions for group in self.blocks)
 
     @classmethod
     def of(cls, entries: dict[str, Any]) -> Manifest:

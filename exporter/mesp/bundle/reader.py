@@ -92,7 +92,7 @@ class Bundle:
             file: size for split in manifest.data.values() for file, size in split.sizes.items()
         }
         for group in manifest.blocks:
-            for functions in (group.functions, group.plain_functions):
+            for functions in group.files:
                 if not functions.keys() >= set(map(str, manifest.seq_lens)):
                     raise ValueError("it lacks a function")
         if not sizes.keys() >= {*data, *self.function_files()}:
@@ -139,7 +139,7 @@ class Bundle:
 
     def function_names(self) -> set[str]:
         """The paths of the functions' files in a layout's folder."""
-        named = [each for g in self.manifest.blocks for each in (g.functions, g.plain_functions)]
+        named = [each for group in self.manifest.blocks for each in group.files]
         return {file for functions in named for file in functions.values()}
 
     def function_files(self) -> set[str]:
@@ -257,13 +257,17 @@ class Bundle:
             "again with mesp-export."
         )
 
-    def function(self, seq_len: int, index: int = 0, plain: bool = False) -> Any:
-        """Block `index`'s function, or its plain one: (x, lora, scale, weights) to its arrays.
+    def function(
+        self, seq_len: int, index: int = 0, plain: bool = False, packed: bool = False
+    ) -> Any:
+        """Block `index`'s function, or its plain one: (x, lora, scale, weights) to its arrays. The
+        one for packed records takes starts too.
 
         Raises MespError where `check_block_functions` refuses it.
         """
         group = self.group(index)
         files = group.plain_functions if plain else group.functions
+        files = group.packed_functions if packed else files
         path = functions_folder(self.path, self.manifest) / files[str(seq_len)]
         layout = layout_of(MLX)
         file = read_bytes(path, FUNCTIONS)
@@ -276,6 +280,7 @@ class Bundle:
                 group.layout.words,
                 [seq_len],
                 list(self.manifest.ranks),
+                packed,
             )
             if layout_of_file(file) != layout:
                 raise ValueError(f"it is not in the layout of MLX {layout}")

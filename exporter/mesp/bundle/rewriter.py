@@ -57,6 +57,8 @@ def rewrite_bundle(
             write_layouts(source, functions, folder)
         else:
             blocks = [layouts[block_file(i)] for i in range(bundle.architecture.num_hidden_layers)]
+            packs = options.pack or any(split.pack for split in manifest.data.values())
+            options = replace(options, pack=packs)
             groups = tuple(write_functions(folder, bundle.architecture, blocks, options))
             functions = set()
         for file in changed:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from mesp.bundle.data_files import check_packing, write_data
+from mesp.bundle.data_files import write_data
 from mesp.bundle.export_options import ExportOptions
 from mesp.bundle.function_files import write_functions
 from mesp.bundle.manifest import Manifest, ModelName, Table, describe_files
@@ -58,10 +58,10 @@ def write_bundle(
         check_disk(options.out, folder, total)
         Task(progress, "Tokenizing")
         splits = tokenize(source, weights, arch, options)
-        check_packing(splits, options.device)
         moments = find_moments(source, weights, arch, options)
         files = weight_files(weights, arch, options, moments)
         writing = Task(progress, f"Writing {options.out.name}", total)
+        options = replace(options, pack=any(split.pack for split in splits.values()))
         manifest = write_model(folder, source, arch, files, options, writing.advance)
         data = write_data(folder, "data", splits)
         write_texts(source, folder, arch, options.quantizations)

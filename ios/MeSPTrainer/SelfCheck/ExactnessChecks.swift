@@ -87,22 +87,27 @@ extension Bench {
         let x = try model.embed(example(shortest))
         /// The first block of a kind stands for all.
         let blocks = architecture.mixers.indices.compactMap { architecture.layers.firstIndex(of: $0) }
-        let errors = try blocks.flatMap { block in
+        func errors(_ block: Int, _ records: [Range<Int>]?) throws -> [Measurement] {
             let lora = try model.parameters(block)
             let outputs = try bundle.withBlock(block) { weights in
-                let function = try model.function(block, x)(lora: lora, scale: model.scale, weights: weights)
+                let function = try model.function(block, x, packed: records != nil)(
+                    lora: lora, scale: model.scale, weights: weights, records: records)
                 let outputs = try function.outputs(x).list
                 eval(outputs)
                 return outputs
             }
-            let expected = try cpu(trainer).outputs(block, x, lora).list
+            let expected = try cpu(trainer).outputs(block, x, lora, records: records).list
             let names = BlockOutputs.names(of: architecture.block(block).mixer)
             return zip(names, zip(outputs, expected)).map { name, pair in
-                Measurement("\(block).\(name)", error(tamper("block.outputs", pair.0), pair.1))
+                let name = "\(block).\(name)" + (records == nil ? "" : ".packed")
+                return Measurement(name, error(tamper("block.outputs", pair.0), pair.1))
             }
         }
+        let packed = [0..<shortest / 3, shortest / 3..<shortest].filter { !$0.isEmpty }
+        let hasPacked = bundle.manifest.blocks.allSatisfy { $0.packedFunctions != nil }
+        let found = try blocks.flatMap { try errors($0, nil) + (hasPacked ? errors($0, packed) : []) }
         return compared(
-            "The outputs of the block function", with: "those of the formulas on the CPU", errors)
+            "The outputs of the block function", with: "those of the formulas on the CPU", found)
     }
 
     func gradientsAgainstCPU() throws -> Finding {

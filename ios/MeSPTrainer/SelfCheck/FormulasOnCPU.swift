@@ -15,8 +15,9 @@ struct FormulasOnCPU {
     /// - Parameters:
     ///   - x: `[1, T, hidden]`
     ///   - lora: `[P]`
-    func outputs(_ block: Int, _ x: MLXArray, _ lora: MLXArray) throws -> BlockOutputs {
-        try withBlock(block, lora) { block in
+    ///   - records: see `Example`; nil for one
+    func outputs(_ block: Int, _ x: MLXArray, _ lora: MLXArray, records: [Range<Int>]? = nil) throws -> BlockOutputs {
+        try withBlock(block, lora, records: records) { block in
             let outputs = block.outputs(x.asType(.float32))
             eval(outputs.mixerIn)
             return outputs
@@ -61,11 +62,15 @@ struct FormulasOnCPU {
         }
     }
 
-    private func withBlock<R>(_ block: Int, _ lora: MLXArray, _ body: (Block) throws -> R) throws -> R {
+    private func withBlock<R>(
+        _ block: Int, _ lora: MLXArray, records: [Range<Int>]? = nil, _ body: (Block) throws -> R
+    ) throws -> R {
         try Device.withDefaultDevice(.cpu) {
             try bundle.withBlock(block) { weights in
                 try body(
-                    Block(weights: weights.onCPU, lora: lora, layout: layouts[block], scale: scale, tile: tile))
+                    Block(
+                        weights: weights.onCPU, lora: lora, layout: layouts[block], scale: scale, tile: tile,
+                        records: records))
             }
         }
     }

@@ -1,7 +1,7 @@
 import MLX
 
 /// The function of a bundle's file, `f(x, lora, scale, weights)`, which returns y, mixer_in, m₁, m₂, m₃, mixed, x_mid, gate, up and, with
-/// post-norms, mixer_out and mlp_out.
+/// post-norms, mixer_out and mlp_out. That of packed records takes of each token the position at which its record begins too.
 package final class BlockFunction {
     /// Which of these a caller evaluates.
     fileprivate enum Selection {
@@ -31,11 +31,19 @@ package final class BlockFunction {
 
     /// The block with these parameters and weights.
     ///
-    /// - Parameter pause: for a GPU that has not compiled the kernels: called after each output, which is evaluated first.
+    /// - Parameters:
+    ///   - records: see `Example`; nil but for the function of packed records
+    ///   - pause: for a GPU that has not compiled the kernels: called after each output, which is evaluated first.
     package func callAsFunction(
-        lora: MLXArray, scale: Float, weights: BlockWeights, pause: (() -> Void)? = nil
+        lora: MLXArray, scale: Float, weights: BlockWeights, records: [Range<Int>]? = nil,
+        pause: (() -> Void)? = nil
     ) -> some BlockForward {
-        Call(function: self, parameters: [lora, MLXArray(scale), weights.packed.words], pause: pause)
+        let starts = records.map { records in
+            MLXArray(records.flatMap { Array(repeating: Int32($0.lowerBound), count: $0.count) })
+        }
+        return Call(
+            function: self, parameters: [lora, MLXArray(scale), weights.packed.words] + [starts].compactMap { $0 },
+            pause: pause)
     }
 
     /// The selected outputs, not evaluated. Others are not held: each array goes as soon as these no longer need it.
@@ -66,7 +74,9 @@ package final class BlockFunction {
     }
 
     private func call(_ a: [MLXArray]) throws -> [MLXArray] {
-        try function.dynamicallyCall(withKeywordArguments: ["": a[0], "": a[1], "": a[2], "": a[3]])
+        a.count == 4
+            ? try function.dynamicallyCall(withKeywordArguments: ["": a[0], "": a[1], "": a[2], "": a[3]])
+            : try function.dynamicallyCall(withKeywordArguments: ["": a[0], "": a[1], "": a[2], "": a[3], "": a[4]])
     }
 
     private func kernels(_ selection: Selection) -> @Sendable ([MLXArray]) -> [MLXArray] {
@@ -87,7 +97,7 @@ package final class BlockFunction {
 /// A block function with parameters and weights.
 private struct Call: BlockForward {
     let function: BlockFunction
-    /// lora `[P]`, scale, and the words of the block's weights.
+    /// lora `[P]`, scale, the words of the block's weights and, of packed records, where each token's begins `[T]`.
     let parameters: [MLXArray]
     let pause: (() -> Void)?
 

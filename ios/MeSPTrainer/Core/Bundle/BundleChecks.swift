@@ -39,12 +39,16 @@ extension Manifest {
         }
         for length in seqLens {
             for blocks in blocks
-            where blocks.functions["\(length)"] == nil || blocks.plainFunctions["\(length)"] == nil {
+            where [blocks.functions, blocks.plainFunctions, blocks.packedFunctions ?? blocks.functions]
+                .contains(where: { $0["\(length)"] == nil })
+            {
                 throw MeSPError(
                     "\(bundle): the manifest has no function for \(length) tokens; export the bundle again.")
             }
         }
-        let functions = blocks.flatMap { Array($0.functions.values) + Array($0.plainFunctions.values) }
+        let functions = blocks.flatMap {
+            [$0.functions, $0.plainFunctions, $0.packed].flatMap(\.values)
+        }
         let folders = [""] + (layouts ?? [:]).values.map { $0 + "/" }
         let named =
             folders.flatMap { folder in functions.map { folder + $0 } } + weightFiles.map(\.file)
@@ -166,14 +170,15 @@ extension ModelBundle {
     /// - Parameters:
     ///   - kind: an index of the manifest's `blocks`.
     ///   - length: the number of tokens.
-    func checkFunctions(_ file: String, kind: Int, length: Int) throws {
+    ///   - packed: whether they take several records a sequence.
+    func checkFunctions(_ file: String, kind: Int, length: Int, packed: Bool = false) throws {
         let blocks = manifest.blocks[kind]
         do {
             guard let data = regularFile(url.appendingPathComponent(file)) else { throw MeSPError("it cannot be read") }
             let signatures = try manifest.ranks.map {
                 try FunctionSignature(
                     of: architecture.block(blocks.layers[0]), dtype: manifest.dtype, words: blocks.words,
-                    length: length, rank: $0)
+                    length: length, rank: $0, packed: packed)
             }
             guard let layout = MLXSupport.layout,
                 try MeSPFunctionCheck.checkFunctions(data, onGPU: manifest.device == .gpu, layout: layout)

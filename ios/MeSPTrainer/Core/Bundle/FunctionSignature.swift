@@ -7,7 +7,8 @@ extension FunctionSignature {
     ///   - dtype: the manifest's.
     ///   - words: the length of the block's file.
     ///   - length: the number of tokens.
-    init(of block: BlockShape, dtype: ElementType, words: Int, length: Int, rank: Int) throws {
+    ///   - packed: whether it takes several records a sequence.
+    init(of block: BlockShape, dtype: ElementType, words: Int, length: Int, rank: Int, packed: Bool) throws {
         let (architecture, listed) = (block.architecture, try AllowedPrimitives.list.get().signature)
         var sizes = [
             "1": 1, "length": length, "hidden": architecture.hiddenSize, "intermediate": architecture.intermediateSize,
@@ -37,6 +38,7 @@ extension FunctionSignature {
             return ArrayType(shape: shape, element: element)
         }
         let outputs = listed.first + ofMixer + listed.then + (architecture.postNorms ? listed.postNorms : [])
-        self.init(inputs: try listed.inputs.map(array), outputs: try outputs.map(array))
+        let inputs = listed.inputs + (packed ? listed.packed : [])
+        self.init(inputs: try inputs.map(array), outputs: try outputs.map(array))
     }
 }

@@ -31,6 +31,9 @@ public struct Manifest: Decodable, Sendable {
         /// Files by sequence length: the function that a GPU trains with, and the one in plain operations. On a CPU they are one.
         public let functions: [String: String]
         public let plainFunctions: [String: String]
+        /// Those that a GPU trains packed records with; nil where the bundle was not exported for such data.
+        public let packedFunctions: [String: String]?
+        var packed: [String: String] { packedFunctions ?? [:] }
         public let words: Int
         public let arrays: [PackedArray]
     }
@@ -136,6 +139,9 @@ extension Manifest {
     var functionsFolder: String? {
         MLXSupport.layout.flatMap { $0.rawValue == mlxVersion ? "" : layouts?[$0.rawValue].map { $0 + "/" } }
     }
+
+    /// Whether several records may share a sequence: a CPU needs no functions for it.
+    var takesPacked: Bool { device == .cpu || blocks.allSatisfy { $0.packedFunctions != nil } }
 
     /// For each block the index of its kind in `blocks`.
     var kindOfBlock: [Int] {

@@ -66,7 +66,7 @@ public struct ModelBundle {
             let file = folder + name
             // MLX believes what is in it. The bundle may have been opened without its sums.
             try checkSums(of: manifest.files.filter { $0.path == file })
-            try checkFunctions(file, kind: kind, length: length)
+            try checkFunctions(file, kind: kind, length: length, packed: files == \.packed)
             let function = try imported[file] ?? importFunction(from: url.appendingPathComponent(file))
             imported[file] = function
             return function

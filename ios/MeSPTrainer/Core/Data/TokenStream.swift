@@ -120,14 +120,17 @@ public struct TokenStream: Sendable {
     public func sequences(lengths: [Int], packed: Bool = false) -> Sequences {
         guard let length = lengths.last else { preconditionFailure("sequences of no length") }
         let all = examples == nil ? max(0, tokenCount - 1) / length : exampleCount
-        if examples == nil, mask == nil { return Sequences(stream: self, lengths: lengths, count: all, usable: nil) }
+        if examples == nil, mask == nil {
+            return Sequences(stream: self, lengths: lengths, count: all, usable: nil, areRecords: false)
+        }
         var usable = (0..<all).filter { !counted(bounds($0, length)).isEmpty }
         if hasPairs {
             let whole = Set(usable)
             usable = usable.filter { whole.contains($0 ^ 1) }
         }
         let examples = packed ? pack(usable, length) : usable.map { [$0] }
-        return Sequences(stream: self, lengths: lengths, count: examples.count, usable: examples)
+        return Sequences(
+            stream: self, lengths: lengths, count: examples.count, usable: examples, areRecords: packed)
     }
 
     /// The examples that share a sequence of at most `length` inputs. Each goes into the first of the last sequences that has room for all
@@ -187,6 +190,8 @@ public struct TokenStream: Sendable {
         public let count: Int
         /// Of each the examples in it, or its window; nil for every window.
         fileprivate let usable: [[Int]]?
+        /// Whether the examples of a sequence are records that do not see each other.
+        fileprivate let areRecords: Bool
 
         public subscript(index: Int) -> Example {
             let longest = lengths[lengths.count - 1]
@@ -202,8 +207,7 @@ public struct TokenStream: Sendable {
             tokens = Array(tokens.prefix(length + 1))
             let padding = [Int32](repeating: 0, count: length + 1 - tokens.count)
             let records = zip(starts, starts.dropFirst() + [length]).map { $0..<$1 }
-            return Example(
-                tokens: tokens + padding, counted: counted, records: records.count > 1 ? records : nil)
+            return Example(tokens: tokens + padding, counted: counted, records: areRecords ? records : nil)
         }
 
         /// The `position`th sequence of training (from 0): `(position · stride + seed) mod count`, with a stride near the golden

@@ -5,9 +5,7 @@ import MLX
 func eachRecord(_ records: [Range<Int>], backward: (_ rows: Range<Int>) -> [MLXArray]) -> [MLXArray] {
     let parts = records.map(backward)
     guard parts.count > 1 else { return parts[0] }
-    return parts[0].indices.map { index in
-        let whole = concatenated(parts.map { $0[index] })
-        eval(whole)
-        return whole
-    }
+    let wholes = parts[0].indices.map { index in concatenated(parts.map { $0[index] }) }
+    eval(wholes)
+    return wholes
 }

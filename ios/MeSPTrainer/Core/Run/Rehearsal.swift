@@ -1,7 +1,8 @@
 import Foundation
 import MLX
 
-/// Training steps on tokens that mean nothing, to count or measure what one takes. They leave nothing behind.
+/// Training steps on tokens that mean nothing or, of packed records, on the first of the data's sequences, to count or measure what one
+/// takes. They leave nothing behind.
 public final class Rehearsal {
     public let planner: Planner
     public let plan: Plan
@@ -24,8 +25,14 @@ public final class Rehearsal {
         trainer = try bundle.withDevice {
             try Trainer(bundle: bundle, settings: settings, plan: plan, folder: folder)
         }
-        let tokens = (0...settings.seqLen).map { Int32($0 % bundle.architecture.vocabSize) }
-        example = Example(tokens: tokens, counted: Array(0..<settings.seqLen))
+        let stream = settings.method == .mebp || !bundle.manifest.takesPacked ? nil : try bundle.tokens("train")
+        if let stream, stream.packsExamples {
+            // What a step takes depends on the records.
+            example = stream.sequences(lengths: [settings.seqLen], packed: true)[0]
+        } else {
+            let tokens = (0...settings.seqLen).map { Int32($0 % bundle.architecture.vocabSize) }
+            example = Example(tokens: tokens, counted: Array(0..<settings.seqLen))
+        }
     }
 
     /// Whether the bundle's functions are for a GPU.

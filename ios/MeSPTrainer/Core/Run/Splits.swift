@@ -11,7 +11,7 @@ struct Splits {
         func tokens(_ split: String) throws -> TokenStream? {
             let stream = try bundle.tokens(split)
             try stream?.check(settings.objective, split)
-            guard stream?.packsExamples != true || (bundle.backend == .cpu && settings.method != .mebp) else {
+            guard stream?.packsExamples != true || (bundle.manifest.takesPacked && settings.method != .mebp) else {
                 throw MeSPError(
                     "The \(split) data has several records a sequence, which block functions cannot take yet; write it with mesp data --no-pack."
                 )

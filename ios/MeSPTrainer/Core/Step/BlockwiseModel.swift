@@ -21,6 +21,8 @@ package final class BlockwiseModel {
     var isWarm: Bool
     /// For each block the function of its kind, by the number of tokens, imported when a sequence of so many comes.
     private var functions = [Int: [BlockFunction]]()
+    /// Those of packed records.
+    private var packedFunctions = [Int: [BlockFunction]]()
 
     /// - Parameter settings: `Manifest.check` must have found their length and rank in the bundle.
     init(_ bundle: ModelBundle, _ settings: RunSettings, plan: Plan, lora: BlockArrays, clock: StepClock) throws {
@@ -37,19 +39,19 @@ package final class BlockwiseModel {
             bundle.backend == .gpu ? CrossEntropyHead.gpuWork : CrossEntropyHead.defaultWork
     }
 
-    /// The block function for x `[1, T, hidden]`.
-    package func function(_ block: Int, _ x: MLXArray) throws -> BlockFunction {
+    /// The block function for x `[1, T, hidden]`, or that for packed records, which the bundle must have.
+    package func function(_ block: Int, _ x: MLXArray, packed: Bool = false) throws -> BlockFunction {
         let length = x.dim(1)
-        if let known = functions[length] { return known[block] }
+        if let known = packed ? packedFunctions[length] : functions[length] { return known[block] }
         var made = [ObjectIdentifier: BlockFunction]()
-        let imported = try bundle.functions(\.functions, length: length).map { imported in
+        let imported = try bundle.functions(packed ? \.packed : \.functions, length: length).map { imported in
             let function =
                 made[ObjectIdentifier(imported)]
                 ?? BlockFunction(imported, isFused: bundle.manifest.device == .gpu)
             made[ObjectIdentifier(imported)] = function
             return function
         }
-        functions[length] = imported
+        if packed { packedFunctions[length] = imported } else { functions[length] = imported }
         return imported[block]
     }
 
@@ -134,9 +136,8 @@ package final class BlockwiseModel {
         _ block: Int, _ x: MLXArray, _ lora: MLXArray, _ weights: BlockWeights, _ records: [Range<Int>]?
     ) throws -> any BlockForward {
         guard bundle.backend == .gpu else { return self.block(block, x, lora, weights, records: records) }
-        precondition(records == nil, "a block function takes one record a sequence")
-        return try function(block, x)(
-            lora: layouts[block].whole(lora), scale: scale, weights: weights,
+        return try function(block, x, packed: records != nil)(
+            lora: layouts[block].whole(lora), scale: scale, weights: weights, records: records,
             pause: isWarm ? nil : { [clock] in clock.pause() })
     }
 

@@ -18,11 +18,19 @@ import Testing
     @Test(arguments: demos + fixtures) func whatWasExportedPasses(_ url: URL) throws {
         let bundle = try ModelBundle(url: url, checksums: false)
         for (kind, blocks) in bundle.manifest.blocks.enumerated() {
-            for (length, name) in Array(blocks.functions) + Array(blocks.plainFunctions) {
-                let (length, file) = (try #require(Int(length)), try #require(bundle.manifest.functionsFolder) + name)
-                try bundle.checkFunctions(file, kind: kind, length: length)
-                let said = message { try bundle.checkFunctions(file, kind: kind, length: length + 1) }
-                #expect(said.contains("does not have the inputs and outputs of a block"))
+            let kinds = [(blocks.functions, false), (blocks.plainFunctions, false), (blocks.packed, true)]
+            for (files, packed) in kinds {
+                for (length, name) in files {
+                    let file = try #require(bundle.manifest.functionsFolder) + name
+                    let length = try #require(Int(length))
+                    try bundle.checkFunctions(file, kind: kind, length: length, packed: packed)
+                    for (other, packs) in [(length + 1, packed), (length, !packed)] {
+                        let said = message {
+                            try bundle.checkFunctions(file, kind: kind, length: other, packed: packs)
+                        }
+                        #expect(said.contains("does not have the inputs and outputs of a block"))
+                    }
+                }
             }
         }
     }

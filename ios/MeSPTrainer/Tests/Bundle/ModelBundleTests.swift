@@ -223,7 +223,7 @@ import Testing
             sequences[0]
                 == Example(tokens: [1, 2, 3, 4, 5, 11, 12], counted: [0, 1, 3, 5], records: [0..<3, 3..<5, 5..<6]))
         #expect(sequences[0].targets == [2, 3, 5, 12])
-        #expect(sequences[1] == Example(tokens: [6, 7, 8, 9, 10, 0, 0], counted: [1, 2, 3]))
+        #expect(sequences[1] == Example(tokens: [6, 7, 8, 9, 10, 0, 0], counted: [1, 2, 3], records: [0..<6]))
         #expect(stream.sequences(lengths: [2, 6]).count == 4)
         #expect(!stream.hasWholeRecords)
     }
