@@ -11,7 +11,7 @@ the process's anonymous memory (phys_footprint on a Mac), the highest during any
 \b
 Tables, each with its own defaults for the options that apply to it:
   memory        peak and time by method and size
-  length        MeSP by sequence length, the paper's sizes and other families
+  length        the three methods by sequence length, the paper's sizes and other families
   families      MeSP of the models with recurrent blocks, in memory and all on disk
   rank          MeSP by LoRA rank, all three sizes
   time          MeSP's time against MeBP's, by memory limit
@@ -30,6 +30,7 @@ Tables, each with its own defaults for the options that apply to it:
 Methods:
   mesp, mebp, mezo        the trainer's
   mesp-paper              the paper's way: attention weights, logits, dequantized weights whole
+  mesp-store-h            the same, but h = xA is stored in the forward pass, not computed again
   mlx-lm                  mlx-lm's LoRA trainer as shipped
   mlx-lm-checkpoint       the same with gradient checkpointing
   mlx-lm-fast, mlx-lm-checkpoint-fast

@@ -44,7 +44,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 @needs_engine
 def test_every_way_to_train_is_measured(model: Path, tmp_path: Path):
-    methods = "mesp,mebp,mezo,mesp-paper,mlx-lm-checkpoint-fast"
+    methods = "mesp,mebp,mezo,mesp-paper,mesp-store-h,mlx-lm-checkpoint-fast"
     size = ("--model", model, "--seq-len", 16, "--steps", 2, "--work", tmp_path / "work")
     done = bench(*size, "--methods", methods, "--offload", "each", "--json", tmp_path / "rows.json")
     assert done.returncode == 0, done.stderr
@@ -64,6 +64,7 @@ def test_every_way_to_train_is_measured(model: Path, tmp_path: Path):
         # They all begin with the same loss, on the same window.
         assert row["losses"][0] == pytest.approx(rows["mebp in memory"]["losses"][0], rel=1e-4)
     paper = rows["mesp-paper"]
+    assert rows["mesp-store-h"]["losses"] == paper["losses"]
     # Also after an update: bench.py and the engine have the same rate, alpha and seed.
     assert paper["losses"] == pytest.approx(rows["mebp in memory"]["losses"], rel=1e-5)
     assert 0 < paper["baseline_bytes"] < paper["footprint_peak_bytes"]

@@ -47,6 +47,7 @@ COLUMNS = {
     "written MB": ("written_bytes", "{:,.1f}"),
     "paper MB": ("paper_bytes", "{:,.1f}"),
     "of paper": ("peak_to_paper", "{:.2f}"),
+    "of first rank": ("peak_to_first_rank", "{:.2f}"),
     "of MeSP": ("peak_to_mesp", "{:.2f}"),
     "peak of MeBP": ("peak_to_mebp", "{:.2f}"),
     "time of MeBP": ("time_to_mebp", "{:.2f}"),

@@ -12,6 +12,7 @@ _FILE = Path(__file__).resolve().parents[2] / "ios" / "MeSPTrainer" / "AppModel"
 _TABLE = json.loads(_FILE.read_text(encoding="utf-8"))
 RANK: int = _TABLE["rank"]
 TIME_OF_MEBP: float = _TABLE["time_of_mebp"]
+RANK_32_OF_RANK_4: float = _TABLE["rank_32_of_rank_4"]  # MeSP's peak
 # Peak memory of MeSP: MB by length.
 PEAK_MB: dict[str, dict[int, float]] = {
     model: {int(length): mb for length, mb in peaks.items()}

@@ -77,6 +77,7 @@ def new_row(cell: Cell, variant: Variant) -> Row:
         "net_bytes": None,  # the peak without the baseline
         "prediction_error": None,  # relative
         **dict.fromkeys(RATIOS),
+        "peak_to_first_rank": None,
         "extrapolated_from": None,  # block counts that were measured
         "error": None,
     }
@@ -213,3 +214,7 @@ def compare(rows: list[Row]) -> None:
         for name, (figure, whose) in RATIOS.items():
             other = row["paper_bytes"] if whose == "paper" else first(row, rows, whose).get(figure)
             row[name] = row[figure] / other if row[figure] is not None and other else None
+        same = ("model", "blocks", "seq_len", "variant", "threads")
+        ranks = [r for r in rows if all(r[name] == row[name] for name in same)]
+        if ranks[0] is not row and peak and ranks[0]["footprint_peak_bytes"]:
+            row["peak_to_first_rank"] = peak / ranks[0]["footprint_peak_bytes"]

@@ -18,7 +18,8 @@ ENGINE_METHODS = tuple(OFFLOADS)
 # Settings of `benchmarks.in_python`; OpenBLAS is preloaded but where mlx-lm is as shipped.
 MLX_LM = {"kind": "mlx-lm", "checkpoint": False, "fast": False}
 PYTHON_METHODS: dict[str, dict[str, Any]] = {
-    "mesp-paper": {"kind": "paper"},
+    "mesp-paper": {"kind": "paper", "store_h": False},
+    "mesp-store-h": {"kind": "paper", "store_h": True},
     "mlx-lm": MLX_LM,
     "mlx-lm-checkpoint": {**MLX_LM, "checkpoint": True},
     "mlx-lm-fast": {**MLX_LM, "fast": True},

@@ -123,6 +123,7 @@ class Parts(NamedTuple):
                 None if bias is None else bias.astype(mx.float32)[rows],
                 A,
                 B[:, rows],
+                weights.get(f"{name}.h"),
             )
         vectors = {
             name: weights[name].astype(mx.float32) for name in (*block.norms(), *block.vectors())

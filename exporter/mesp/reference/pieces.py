@@ -9,12 +9,17 @@ import mlx.core as mx
 
 
 class Projection(NamedTuple):
-    """Frozen W [out, in] and bias [out] or None; trained A [in, rank] and B [rank, out]."""
+    """Frozen W [out, in] and bias [out] or None; trained A [in, rank] and B [rank, out].
+
+    h = x A [..., rank] where it was stored, which nothing in the package does: it is there for
+    comparison.
+    """
 
     W: mx.array
     bias: mx.array | None
     A: mx.array
     B: mx.array
+    h: mx.array | None = None
 
 
 def linear(x: mx.array, p: Projection, scale: float) -> mx.array:
@@ -26,11 +31,11 @@ def linear(x: mx.array, p: Projection, scale: float) -> mx.array:
 def linear_backward(
     x: mx.array, dy: mx.array, p: Projection, scale: float
 ) -> tuple[mx.array, mx.array, mx.array]:
-    """dx, dA and dB. W and bias are frozen. h = x A was not stored: it is computed again.
+    """dx, dA and dB. W and bias are frozen. h = x A is computed again where it was not stored.
 
     dh = s dy Bᵀ        dB = s hᵀ dy        dA = xᵀ dh        dx = dy W + dh Aᵀ
     """
-    h = x @ p.A
+    h = x @ p.A if p.h is None else p.h
     dh = scale * (dy @ p.B.T)
     dB = scale * (_rows(h).T @ _rows(dy))
     dA = _rows(x).T @ _rows(dh)

@@ -12,6 +12,10 @@ import numpy as np
 from benchmarks.in_python.steps import Steps, report_baseline, windows
 from mesp import reference
 from mesp.bundle.reader import Bundle
+from mesp.models.architecture import Block
+from mesp.reference.block import INTERMEDIATES, MIXERS
+from mesp.reference.model import Parts, Weights
+from mesp.reference.pieces import gated
 
 HEAD_ROWS = 8192  # of the vocabulary, dequantized at a time
 
@@ -25,7 +29,8 @@ def paper(bundle: Bundle, settings: dict[str, Any]) -> None:
     A block's weights are read into memory and dequantized whole, attention has its [heads, T, T]
     weights and the loss its [T, V] logits whole, and all eight intermediates are there before the
     backward pass begins. The output matrix is read and dequantized by rows, and the gradient by
-    the logits takes their place: whole, these would take several times as much.
+    the logits takes their place: whole, these would take several times as much. Where `store_h` is
+    set, the forward pass keeps h = x A of all modules for the backward pass.
     """
     report_baseline()
     lora = reference.init_lora(bundle.architecture, settings["rank"], settings["seed"])
@@ -33,24 +38,33 @@ def paper(bundle: Bundle, settings: dict[str, Any]) -> None:
     steps = Steps()
     for window in windows(bundle, settings["seq_len"], settings["seed"], settings["steps"]):
         began = time.perf_counter()
-        loss = paper_step(bundle, lora, window, settings["scale"], settings["learning_rate"])
+        rates = (settings["scale"], settings["learning_rate"])
+        loss = paper_step(bundle, lora, window, *rates, settings["store_h"])
         steps.report(loss, time.perf_counter() - began)
 
 
 def paper_step(
-    bundle: Bundle, lora: list[mx.array], window: mx.array, scale: float, learning_rate: float
+    bundle: Bundle,
+    lora: list[mx.array],
+    window: mx.array,
+    scale: float,
+    learning_rate: float,
+    store_h: bool,
 ) -> float:
     """One step; updates `lora` and returns the loss before."""
     arch = bundle.architecture
     inputs = [arch.embedding_scale * Table(bundle, "embedding")[np.array(window[:-1])][None]]
+    kept: list[dict[str, mx.array]] = []
     for index, block_lora in enumerate(lora):
         x, weights, block = inputs[-1], bundle.block(index), arch.blocks[index]
-        inputs.append(reference.block_forward(x, block_lora, scale, weights, block)[0])
-        mx.eval(inputs[-1])
-        del x, weights
+        y, *intermediates = reference.block_forward(x, block_lora, scale, weights, block)
+        kept.append(h_of(intermediates, block_lora, weights, block) if store_h else {})
+        mx.eval(y, kept[-1])
+        inputs.append(y)
+        del x, y, weights, intermediates
     loss, dy = whole_loss(bundle, inputs.pop(), window[1:])
     for index in reversed(range(len(lora))):
-        x, weights = inputs.pop(), bundle.block(index)
+        x, weights = inputs.pop(), bundle.block(index) | kept.pop()
         block = (lora[index], scale, weights, arch.blocks[index])
         intermediates = reference.block_forward(x, *block)[1:]
         mx.eval(intermediates)
@@ -60,6 +74,23 @@ def paper_step(
         del x, weights, block, intermediates, gradient
         mx.clear_cache()
     return loss
+
+
+def h_of(
+    intermediates: list[mx.array], lora: mx.array, weights: Weights, block: Block
+) -> dict[str, mx.array]:
+    """h = x A [1, T, rank] of each projection, from a block's intermediates."""
+    parts, (_, output, _) = Parts.of(weights, lora, block), MIXERS[type(block.mixer)]
+    mixer_in, *mixed, x_mid, gate, up = intermediates[: len(INTERMEDIATES)]
+    norm = parts.vector[f"{block.arch.mlp_norm}.weight"]
+    mlp_in = reference.rms_norm(x_mid, norm, parts.eps)
+    inputs = {
+        block.mixer.out: output(mixed, parts, block.mixer),
+        "gate": mlp_in,
+        "up": mlp_in,
+        "down": gated(gate, up, block.arch.hidden_act),
+    }
+    return {f"{name}.h": inputs.get(name, mixer_in) @ p.A for name, p in parts.p.items()}
 
 
 class Table:
