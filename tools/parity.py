@@ -3,6 +3,7 @@
     python tools/parity.py            the study
     python tools/parity.py --quick    MeSP against mlx-lm's trainer, in half a minute
     python tools/parity.py --plans    MeSP's plans against each other
+    python tools/parity.py --packed   records packed into sequences against one a step
 
 All train the same 4-bit weights from the same adapters on the same sequences in the same order,
 with the same update; QLoRA has weights of its own. Two results are called equivalent where the 95%
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import math
 import shutil
 import sys
 from collections.abc import Callable, Iterable
@@ -30,6 +32,7 @@ import click
 import mlx.core as mx
 import numpy as np
 
+from mesp import reference
 from mesp.adapters.load import WEIGHTS
 from mesp.bundle.reader import Bundle
 from mesp.commands.command import Command
@@ -46,7 +49,7 @@ from studies.scores import (
     paired,
     score,
 )
-from studies.tasks import EXTRACTION, GSM8K, GSM8K_DATA, TASKS, Task, export
+from studies.tasks import EXTRACTION, GSM8K, GSM8K_DATA, TASKS, TEXT, Task, command, export
 from studies.trainers import (
     Trained,
     has_bitsandbytes,
@@ -62,6 +65,8 @@ LOSS_MARGIN = 0.01
 EXACT_MARGIN = 0.02
 # The most that a plan may change a training step's loss, in float32.
 PLAN_MARGIN = 1e-5
+
+PACKED = 4  # times a task's length: that of its sequences of packed records
 
 QUICK = dataclasses.replace(EXTRACTION, steps=8, held_out=20)
 OPTIMIZERS = ("adamw", "sgd")
@@ -98,6 +103,12 @@ TRAINERS = QUICK_TRAINERS | {
 @click.option("--quick", is_flag=True, help="One task, one seed, few steps, mlx-lm only.")
 @click.option(
     "--plans", "of_plans", is_flag=True, help="Compare MeSP's plans, in float32 and bfloat16."
+)
+@click.option(
+    "--packed",
+    is_flag=True,
+    help=f"Compare MeSP on the same records: one a step, packed into sequences of {PACKED} times "
+    "the task's length, and as many a step as then share one.",
 )
 @click.option("--model", default="demo", help="As mesp-export takes it.")
 @click.option(
@@ -151,6 +162,7 @@ TRAINERS = QUICK_TRAINERS | {
 def main(
     quick: bool,
     of_plans: bool,
+    packed: bool,
     model: str,
     names: tuple[str, ...],
     gsm8k: str,
@@ -184,9 +196,12 @@ def main(
         for dtype in ("float32", "bfloat16") if of_plans else ("float32",):
             place = out / dtype
             place.mkdir(exist_ok=True)
-            bundle = export(task, model, place, dtype=dtype, gsm8k=gsm8k)
+            longer = [PACKED * task.seq_len] if packed else []
+            bundle = export(task, model, place, dtype=dtype, gsm8k=gsm8k, more_lengths=longer)
             if of_plans:
                 trainers = by_plan(bundle, task, dtype)
+            if packed:
+                trainers = by_packing(bundle, task)
             for optimizer in optimizers:
                 chosen = choose(trainers, optimizer, only)
                 if len(chosen) > 1:
@@ -263,6 +278,41 @@ def by_plan(bundle: Path, task: Task, dtype: str) -> dict[str, Trainer]:
     return found | {"mlx-lm": Trainer(with_mlx_lm, is_exact=is_exact, every_seed=True)}
 
 
+def by_packing(bundle: Path, task: Task) -> dict[str, Trainer]:
+    """MeSP on the same records, each once: one a step; packed, also at the learning rate that
+    AdamW's noise allows larger batches, √n times as high for n records a step; and n a step as a
+    batch. Raises MespError of a task that is text."""
+    if task.name == TEXT.name:
+        raise MespError("Text is always packed: name another --task.")
+    packed, longest = bundle.with_name(f"{task.name}-packed.mesp"), PACKED * task.seq_len
+    shutil.copytree(bundle, packed)
+    command("mesp.commands.data", packed, "--data", bundle.parent / task.name, "--pack")
+    sizes = Bundle(bundle).examples("train")[:, 1]
+    steps = len(reference.pack(sizes.tolist(), longest))
+    together = round(len(sizes) / steps)
+
+    def trainer(
+        of: Path, steps: int, batch_size: int, seq_len: int, rate: float = task.rate
+    ) -> Trainer:
+        its = dataclasses.replace(task, steps=steps, batch_size=batch_size, rate=rate)
+
+        def train(_: Path, __: Task, optimizer: str, seed: int, folder: Path) -> Trained:
+            return with_mesp(of, its, optimizer, seed, folder, ("--seq-len", seq_len))
+
+        optimizers = OPTIMIZERS if rate == task.rate else OPTIMIZERS[:1]
+        return Trainer(train, optimizers, is_exact=False, every_seed=True)
+
+    higher = math.sqrt(together)
+    return {
+        "MeSP, one record a step": trainer(bundle, len(sizes), 1, task.seq_len),
+        "MeSP, packed": trainer(packed, steps, 1, longest),
+        f"MeSP, packed, {higher:.2f} times the rate": trainer(
+            packed, steps, 1, longest, higher * task.rate
+        ),
+        f"MeSP, {together} records a step": trainer(bundle, steps, together, task.seq_len),
+    }
+
+
 class Judged(NamedTuple):
     """The scores of one run, and its loss on the other text, nats a token."""
 
@@ -322,13 +372,19 @@ def report(
             baseline = scores[first][: len(runs)]
             loss = paired(scores[name], baseline, what="loss")
             exact = paired(scores[name], baseline, what="exact")
-            curves = zip(runs, found[first], strict=False)
-            apart = max(np.abs(np.subtract(a.losses, b.losses)).max() for a, b in curves)
+            curves = [(a.losses, b.losses) for a, b in zip(runs, found[first], strict=False)]
+            step_by_step = all(len(a) == len(b) for a, b in curves)
+            differences = [np.abs(np.subtract(*each)).max() for each in curves if step_by_step]
+            apart = max(differences, default=float("nan"))
             same = loss.is_within(LOSS_MARGIN)
             same &= not asks or exact.is_within(EXACT_MARGIN)
             same &= not trainers[name].is_exact or bool(apart <= trainers[name].apart)
             verdicts[name] = same
-            row += [f"{apart:.0e}", interval(loss, 4), *[interval(exact, 3)] * asks]
+            row += [
+                f"{apart:.0e}" if step_by_step else "",
+                interval(loss, 4),
+                *[interval(exact, 3)] * asks,
+            ]
             row.append("yes" if same else "no")
         rows.append(row)
     steps = f"{task.steps} steps of {task.batch_size} sequences"

@@ -192,6 +192,18 @@ def test_packed_records_are_compared_with_one_a_step(model: Path, tmp_path: Path
 
 
 @needs_engine
+@pytest.mark.skipif(sys.platform == "darwin", reason="a ledger is recorded on Linux only")
+def test_packed_records_are_counted_against_one_a_step(model: Path, tmp_path: Path):
+    size = ("--model", model, "--seq-len", "64,128,512", "--work", tmp_path / "work")
+    done = bench("--table", "packing-gpu", *size, "--json", tmp_path / "rows.json")
+    assert done.returncode == 0, done.stderr
+    alone, packed = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    assert (alone["lengths"], packed["lengths"]) == ("64, 128", "packed into 512")
+    assert alone["records_per_second"] == pytest.approx(1 / alone["modelled_seconds"])
+    assert packed["to_alone"] > 1 == alone["to_alone"]
+
+
+@needs_engine
 def test_a_bundle_for_the_cpu_is_not_counted(model: Path, tmp_path: Path):
     bundle = tmp_path / "cpu.mesp"
     size = ("--random-weights", "--seq-len", 8, "--device", "cpu")

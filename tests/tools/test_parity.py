@@ -140,6 +140,19 @@ def test_qlora_is_left_out_where_there_is_no_bitsandbytes(
 
 
 @pytest.mark.slow
+def test_packed_records_train_as_many_a_step(tmp_path: Path):
+    """As a batch of as many records does, and with fewer updates than one a step."""
+    small = ("--task", "classification", "--steps", 4, "--held-out", 4, "--seeds", 1)
+    packed = [sys.executable, TOOL, "--packed", *small, "--optimizer", "sgd"]
+    done = subprocess.run(
+        [*map(str, packed), "--out", tmp_path / "parity"], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    rows = [line.split(" | ") for line in done.stdout.splitlines() if "MeSP" in line]
+    assert [row[0] for row in rows[:2]] == ["| MeSP, one record a step", "| MeSP, packed"]
+
+
+@pytest.mark.slow
 def test_every_plan_trains_the_same(tmp_path: Path):
     find_engine()
     task = dataclasses.replace(CLASSIFICATION, steps=3)

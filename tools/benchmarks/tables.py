@@ -286,14 +286,15 @@ def packing_gpu_rows(bench: Bench) -> Iterator[Row]:
     """The rows of `packing_rows`, by a phone's GPU in the ledger's model of the time."""
     *shorter, longest = sorted(set(bench.options["seq_lens"]))
     sizes = like_chat()
-    # Of those alone, how many run at each length; a record's last token is a target alone.
-    shares = {n: ((sizes <= n + 1) & (sizes > before + 1)).mean()
-              for before, n in zip([0, *shorter], shorter, strict=False)}  # fmt: skip
+    # Those alone, by the length that they run at; a record's last token is a target alone.
+    alone = {n: sizes[(sizes <= n + 1) & (sizes > before + 1)]
+             for before, n in zip([0, *shorter], shorter, strict=False)}  # fmt: skip
+    alone = {n: these for n, these in alone.items() if len(these)}
     together = len(sizes) / len(reference.pack(sizes.tolist(), longest))
 
-    def counts(cell: Cell, pack: bool, seq_len: int) -> Row:
+    def counts(cell: Cell, sizes: np.ndarray, seq_len: int, pack: bool = False) -> Row:
         bench.doing(cell, "counting")
-        bundle = with_records(cell, [longest] if pack else shorter, sizes, bench.work, pack)
+        bundle = with_records(cell, [seq_len], sizes, bench.work, pack)
         settings = engine_settings(cell._replace(bundle=bundle), Variant("mesp"))
         count = find_count(engine_program(), settings | {"seq_len": seq_len})
         return {name: count[name] for name in COUNTED}
@@ -301,19 +302,22 @@ def packing_gpu_rows(bench: Bench) -> Iterator[Row]:
     for cell in bench.cells():
         if cell.seq_len != longest:
             continue
-        each = {n: counts(cell, False, n) for n, share in shares.items() if share}
-        mean = {name: sum(shares[n] * row[name] for n, row in each.items()) for name in COUNTED}
-        alone = 1 / mean["modelled_seconds"]
+        # The first of the records stands for those of its length.
+        each = {n: counts(cell, np.full(RECORDS, these.mean().round(), int), n)
+                for n, these in alone.items()}  # fmt: skip
+        share = {n: len(these) / len(sizes) for n, these in alone.items()}
+        mean = {name: sum(share[n] * row[name] for n, row in each.items()) for name in COUNTED}
         for name in ("ledger_peak_bytes", "predicted_peak_bytes"):
             mean[name] = max(row[name] for row in each.values())
-        packed = counts(cell, True, longest)
+        packed = counts(cell, sizes, longest, pack=True)
         for text, row, records in (("", mean, 1.0), ("packed into ", packed, together)):
             these = [longest] if text else shorter
             per_second = records / row["modelled_seconds"]
+            alone_per_second = 1 / mean["modelled_seconds"]
             row = cell.row() | row | {
                 "lengths": text + ", ".join(map(str, these)),
                 "records_per_second": per_second,
-                "to_alone": per_second / alone,
+                "to_alone": per_second / alone_per_second,
             }  # fmt: skip
             del row["cpu"], row["os"]  # no matter where it is counted
             yield row
@@ -336,7 +340,8 @@ def with_records(
 ) -> Path:
     """The cell's bundle with these lengths alone, and with questions and answers of random tokens,
     of which two in five are the question's."""
-    out = work / f"{cell.bundle.stem}-records-{len(lengths)}{'-packed' * pack}.mesp"
+    these = "-".join(map(str, lengths))
+    out = work / f"{cell.bundle.stem}-records-{these}{'-packed' * pack}.mesp"
     size = (lengths, [cell.rank], cell.dtype, cell.device)
     manifest = rewrite_bundle(cell.bundle, BundleOptions(out, *size, overwrite=True, pack=pack))
     random = np.random.default_rng(0)

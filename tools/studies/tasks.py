@@ -52,9 +52,11 @@ def export(
     more_ranks: Iterable[int] = (),
     dtype: str = "float32",
     gsm8k: str = GSM8K_DATA,
+    more_lengths: Iterable[int] = (),
 ) -> Path:
     """The task's bundle of a model: its data is written, and the model exported with it, to be
-    trained at `RANK` or `more_ranks`; `gsm8k` is where that task's data are."""
+    trained at `RANK` or `more_ranks` and its length or `more_lengths`; `gsm8k` is where that task's
+    data are."""
     bundle = folder / f"{task.name}.mesp"
     if task.name == GSM8K.name:
         columns = ("--columns", "prompt=question,completion=answer")
@@ -65,7 +67,12 @@ def export(
     command(
         "mesp.commands.export",
         *("--model", model, "--out", bundle, "--overwrite", "--device", "cpu", "--dtype", dtype),
-        *("--seq-len", task.seq_len, "--rank", ",".join(map(str, (RANK, *more_ranks)))),
+        *(
+            "--seq-len",
+            ",".join(map(str, (task.seq_len, *more_lengths))),
+            "--rank",
+            ",".join(map(str, (RANK, *more_ranks))),
+        ),
         *("--data", *data),
     )
     return bundle

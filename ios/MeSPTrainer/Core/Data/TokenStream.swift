@@ -102,6 +102,7 @@ public struct TokenStream: Sendable {
             }
     }
 
+    var hasExamples: Bool { examples != nil }
     /// Whether the split is preference data.
     var isJudged: Bool { labels != nil }
     /// Whether the answers are pairs.

@@ -1,8 +1,8 @@
 import Foundation
 import MLX
 
-/// Training steps on tokens that mean nothing or, of packed records, on the first of the data's sequences, to count or measure what one
-/// takes. They leave nothing behind.
+/// Training steps on the first of the data's examples, or of its sequences of them, to count or measure what one takes; of text and
+/// preference data on tokens that mean nothing. They leave nothing behind.
 public final class Rehearsal {
     public let planner: Planner
     public let plan: Plan
@@ -25,14 +25,17 @@ public final class Rehearsal {
         trainer = try bundle.withDevice {
             try Trainer(bundle: bundle, settings: settings, plan: plan, folder: folder)
         }
-        let stream = settings.method == .mebp || !bundle.manifest.takesPacked ? nil : try bundle.tokens("train")
-        if let stream, stream.packsExamples {
-            // What a step takes depends on the records.
-            example = stream.sequences(lengths: [settings.seqLen], packed: true)[0]
-        } else {
-            let tokens = (0...settings.seqLen).map { Int32($0 % bundle.architecture.vocabSize) }
-            example = Example(tokens: tokens, counted: Array(0..<settings.seqLen))
-        }
+        let tokens = (0...settings.seqLen).map { Int32($0 % bundle.architecture.vocabSize) }
+        example =
+            try Self.example(bundle, settings) ?? Example(tokens: tokens, counted: Array(0..<settings.seqLen))
+    }
+
+    /// The first sequence of the training data's examples; nil where it has none, and of preference data.
+    private static func example(_ bundle: ModelBundle, _ settings: RunSettings) throws -> Example? {
+        guard let stream = try bundle.tokens("train"), stream.hasExamples, !stream.isJudged else { return nil }
+        let packs = stream.packsExamples && bundle.manifest.takesPacked && settings.method != .mebp
+        let sequences = stream.sequences(lengths: [settings.seqLen], packed: packs)
+        return sequences.count > 0 ? sequences[0] : nil
     }
 
     /// Whether the bundle's functions are for a GPU.
