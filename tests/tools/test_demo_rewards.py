@@ -45,5 +45,5 @@ def test_the_demo_counts_what_is_right(
     # The demo model never answers in JSON.
     for seed in (3, 4):
         assert re.search(rf"^│ {seed} +│ 0 of 6 +│ 0 of 6 +│", printed, re.M)
-    assert "A supervised run on the same bundle peaks at" in printed
+    assert "A supervised run with as many sequences a step peaks at" in printed
     assert len([*(tmp_path / "runs").glob("*/seed[34]")]) == 2

@@ -219,7 +219,7 @@ class TrainSettings(Settings):
     learning_rate: float | None = setting(
         float, None, "Learning rate, before the schedule.", above=0, federated=True,
         default_text="of AdamW 0.007 / √hidden size, of SGD 0.1, a tenth of these with an "
-        "objective; of mezo 1e-4",
+        "objective, a third with a reward; of mezo 1e-4",
     )  # fmt: skip
     momentum: float = setting(
         float,
@@ -331,7 +331,11 @@ class TrainSettings(Settings):
                 )
         optimizer = update.get("optimizer", self.optimizer) or default_optimizer(self.method)
         rate = update.get("learning_rate", self.learning_rate) or default_learning_rate(
-            self.method, optimizer, manifest.architecture.hidden_size, self.objective
+            self.method,
+            optimizer,
+            manifest.architecture.hidden_size,
+            self.objective,
+            self.reward is not None,
         )
         lengths, ranks = manifest.seq_lens, manifest.ranks
         return replace(
@@ -495,11 +499,15 @@ def default_optimizer(method: str) -> str:
 
 
 def default_learning_rate(
-    method: str, optimizer: str, hidden_size: int, objective: str | None = None
+    method: str,
+    optimizer: str,
+    hidden_size: int,
+    objective: str | None = None,
+    is_rewarded: bool = False,
 ) -> float:
     """0.007 / √hidden_size for AdamW: 5.1e-4 for the demo model, 2.3e-4 for Qwen2.5-0.5B; a tenth
-    of it with an objective."""
+    of it with an objective, a third with a reward."""
     if method == "mezo":
         return float(PAPER["learning_rate"])
     rate = 0.007 / math.sqrt(hidden_size) if optimizer in ADAMW else 0.1
-    return rate / 10 if objective else rate
+    return rate / 10 if objective else rate / 3 if is_rewarded else rate
