@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Mapping
@@ -57,6 +58,12 @@ def write_data(bundle: Path, folder: str, splits: dict[str, Split]) -> dict[str,
         )
 
     return {name: write_split(name, split) for name, split in splits.items()}
+
+
+def write_index(folder: Path, data: Mapping[str, DataSplit]) -> None:
+    """Writes the list of a folder's tokens that mesp-engine reads."""
+    with create(folder / "data.json") as file:
+        file.write(json.dumps({name: split.to_json() for name, split in data.items()}).encode())
 
 
 def replace_data(bundle: Path, splits: dict[str, Split]) -> Manifest:

@@ -6,7 +6,6 @@ Simulates them on this machine with Flower, or writes the app that Flower runs o
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import signal
 from collections.abc import Mapping
@@ -17,8 +16,8 @@ from typing import Any
 import click
 from rich.console import Console
 
-from mesp.bundle.data_files import write_data
-from mesp.bundle.manifest import DataSplit, Manifest, read_manifest
+from mesp.bundle.data_files import write_data, write_index
+from mesp.bundle.manifest import Manifest, read_manifest
 from mesp.commands.command import Command
 from mesp.commands.data_options import data_options, data_options_of, given_data_options
 from mesp.commands.training_options import (
@@ -37,7 +36,6 @@ from mesp.federate.federation import TRAINING, Federation, FederationSettings, w
 from mesp.federate.local_training import SETTINGS
 from mesp.federate.people import Split, read_topics, share_out
 from mesp.federate.report import Report, summary
-from mesp.files import create
 from mesp.text import load_tokenizer
 
 # The settings of training that a federation has.
@@ -200,9 +198,3 @@ def write_tokens(
         data = write_data(federation.held_out, "data", {"valid": tokens["valid"]})
         # An engine's run has data to train on, even where it takes no step.
         write_index(federation.held_out, {"train": data["valid"], **data})
-
-
-def write_index(folder: Path, data: Mapping[str, DataSplit]) -> None:
-    """Writes what mesp-engine reads of a folder of tokens."""
-    with create(folder / "data.json") as file:
-        file.write(json.dumps({name: split.to_json() for name, split in data.items()}).encode())

@@ -105,6 +105,8 @@ def summary(run: Run, output: Path) -> str:
         lines.append(
             f"Held-out loss {decimal(before, 3)} before, {decimal(after, 3)} after ({unit})."
         )
+    if kept := run.describe_strength():
+        lines.append(kept)
     if run.test is not None:
         lines.append(f"Test loss {decimal(run.test, 3)}, {quality(run.evals_of('test')[-1])}.")
     lines += [f"Adapters: {output / 'adapters'}"]

@@ -289,6 +289,17 @@ class TrainSettings(Settings):
         int, 0, "End after this many evaluations without a better one; 0: never.", least=0
     )
     test: bool = setting(bool, False, "Evaluate on the test data at the end.")
+    max_forgetting: float | None = setting(
+        float, None,
+        "Most that perplexity on general text may rise, in percent: at the end the adapters are "
+        "weakened to that, or none are kept.",
+        least=0, metavar="PERCENT",
+    )  # fmt: skip
+    general: str | None = setting(
+        Path, None,
+        "UTF-8 text for --max-forgetting, in the model's language and not about the task.",
+        key="general_text", default_text="a page of English that comes with MeSP",
+    )  # fmt: skip
     save_every: int = setting(
         int, 100,
         "Steps between saves, beside one after a minute and then every three; 0: at the end only.",
@@ -354,6 +365,7 @@ class TrainSettings(Settings):
         self._check_goal(manifest)
         self._check_privacy()
         self._check_reward(manifest)
+        self._check_forgetting(manifest)
 
     def check_use(self, manifest: Manifest) -> None:
         """Raises MespError where a setting of the update or the adapters has no use, or the model
@@ -439,6 +451,23 @@ class TrainSettings(Settings):
             raise MespError(
                 "--reward needs records of a prompt and an answer, and the bundle has text: give "
                 "it some with mesp data."
+            )
+
+    def _check_forgetting(self, manifest: Manifest) -> None:
+        """Refuses a choice of the adapters' strength where nothing is held out to choose by."""
+        if self.max_forgetting is None:
+            if self.general is not None:
+                raise MespError("--general has no use without --max-forgetting: leave it out.")
+            return
+        if self.objective is not None:
+            raise MespError(
+                f"--max-forgetting does not go together with --objective {self.objective}: leave "
+                "out one of them."
+            )
+        if not self.val_batches or "valid" not in manifest.data:
+            raise MespError(
+                "--max-forgetting needs evaluations: --val-batches above 0, and a bundle with "
+                "held-out data."
             )
 
     def _check_privacy(self) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -15,17 +16,20 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from mesp.bundle.data_files import write_data, write_index
 from mesp.bundle.manifest import Manifest, read_manifest
 from mesp.bundle.reader import Bundle
+from mesp.data.general import general_text
 from mesp.engine.process import Engine, Record, failure, log, running
 from mesp.engine.settings import TrainSettings, kept, settings_of
 from mesp.errors import Interrupted, MespError, plain_os_errors
 from mesp.files import read_object, write_whole
 from mesp.rewards import Reward, find_reward, rewards_of
 from mesp.runs.log import LOG_NAME, Run
-from mesp.text import bundle_tokenizer
+from mesp.text import bundle_tokenizer, load_tokenizer
 
 SETTINGS_NAME = "settings.json"
+GENERAL = "general"  # the folder of a run's general text, tokenized
 
 StrPath = str | os.PathLike[str]
 
@@ -46,6 +50,8 @@ class Job:
         settings = {**paths, **self.settings.to_json(), "resume": self.resume, "dry_run": False}
         if self.settings.reward is not None:
             settings["stop"] = sorted(bundle_tokenizer(self.bundle).eos_token_ids)
+        if self.settings.max_forgetting is not None:
+            settings["general"] = str(self.output.resolve() / GENERAL)
         return settings
 
     def run(self, progress: Callable[[Record], None] | None = None) -> Run:
@@ -54,6 +60,8 @@ class Job:
         if self.settings.reward is not None:
             reward = _Rewards(find_reward(self.settings.reward), bundle_tokenizer(self.bundle))
         with _settings_file(self.output, self.to_json()) as path:
+            if self.settings.max_forgetting is not None:
+                self._write_general()
             stdin = subprocess.DEVNULL if reward is None else subprocess.PIPE
             with running([], path, stdin=stdin, interruptible=True) as engine:
                 for record in engine:
@@ -80,6 +88,18 @@ class Job:
                 raise Interrupted(f"The run was ended at once.{self._left()}")
             error = failure(engine.process.returncode, engine.said, f" after step {run.last_step}")
             raise type(error)(error.message + self._left())
+
+    def _write_general(self) -> None:
+        if (self.output / GENERAL / "data.json").exists():  # of the run that is resumed
+            return
+        file = None if self.settings.general is None else Path(self.settings.general)
+        without = "which --max-forgetting needs; leave it out"
+        tokenizer = load_tokenizer(self.bundle, without)
+        split = general_text(file, tokenizer, self.manifest.architecture.vocab_size)
+        with plain_os_errors(f"Cannot write the run to {self.output}"):
+            folder = self.output / GENERAL
+            folder.mkdir(exist_ok=True)
+            write_index(folder, write_data(folder, "data", {"train": split}))
 
     def _left(self) -> str:
         """The files that a failed run has left, as sentences."""
@@ -168,8 +188,9 @@ def prepare(
         for name, value in given.items()
         if value is not None
     }
-    if "adapters" in given:
-        given["adapters"] = str(Path(given["adapters"]).resolve())
+    for name in ("adapters", "general"):
+        if name in given:
+            given[name] = str(Path(given[name]).resolve())
     path = None
     if bundle is not None:
         path = bundle.path if isinstance(bundle, Bundle) else Path(bundle)
@@ -248,6 +269,7 @@ def _settings_file(output: Path, settings: Mapping[str, Any]) -> Iterator[Path]:
             for file in (path, output / ".lock"):  # the engine's, which has ended
                 with suppress(OSError):
                     file.unlink()
+            shutil.rmtree(output / GENERAL, ignore_errors=True)
             for folder in missing:
                 try:
                     folder.rmdir()

@@ -6,6 +6,7 @@ Sizes are bytes, times seconds, losses nats a token.
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -27,7 +28,7 @@ SIZE = 1 << 30  # bytes: a step has some 500
 SILENCE = timedelta(minutes=10)
 
 # The fields that are read without asking whether they are there, by the kind of record.
-FIELDS = {
+FIELDS: dict[str, dict[str, type]] = {
     "start": {},
     "step": {
         "step": int,
@@ -38,6 +39,13 @@ FIELDS = {
         "footprint_peak_bytes": int,
     },
     "eval": {"step": int, "loss": float},
+    "strength": {
+        "strength": float,
+        "loss_before": float,
+        "loss_after": float,
+        "general_before": float,
+        "general_after": float,
+    },
     "end": {"reason": str, "step": int, "seconds": float, "footprint_peak_bytes": int},
 }
 
@@ -105,6 +113,7 @@ class Run:
     steps: tuple[Record, ...] = ()
     evals: tuple[Record, ...] = ()
     events: tuple[Record, ...] = ()
+    strength: Record = field(default_factory=dict)
     end: Record = field(default_factory=dict)
     last_time: str | None = None
     folder: Path | None = None
@@ -118,7 +127,7 @@ class Run:
         last_time = None
         for record in records:
             kind = record.get("type", "")
-            if kind in ("start", "plan", "end"):
+            if kind in ("start", "plan", "strength", "end"):
                 found[kind] = record
             elif kind in several:
                 several[kind].append(record)
@@ -215,6 +224,23 @@ class Run:
     def test(self) -> float | None:
         """The loss on the test data at the end, nats a token."""
         return self.evals_of("test")[-1]["loss"] if self.evals_of("test") else None
+
+    def describe_strength(self) -> str | None:
+        """The strength that the adapters were given at the end, as a sentence; None where they are
+        as they were trained."""
+        if not self.strength:
+            return None
+        record = self.strength
+        if not record["strength"]:
+            return (
+                "Kept none of the adapters: none lower held-out loss and stay within "
+                "--max-forgetting."
+            )
+        change = math.exp(record["general_after"] - record["general_before"]) - 1
+        return (
+            f"Kept the adapters at {record['strength']:.2f} of their strength: held-out loss "
+            f"{decimal(record['loss_after'], 3)}, perplexity on general text {change:+.1%}."
+        )
 
     @property
     def held_out(self) -> tuple[float | None, float | None]:

@@ -18,10 +18,11 @@ struct Adapters {
 ///   - blocks: those that were trained, up to the last of the model
 ///   - modules: those of them that were trained; only these are written
 ///   - model: the Hugging Face id of the base model
+///   - strength: the factor that each B is written with
 ///   - lora: a block's parameters of these modules `[P]`
 func saveAdapterFolder(
     _ architecture: Architecture, rank: Int, blocks: Range<Int>, modules: [Module], scale: Float, model: String,
-    to folder: URL, lora: @escaping (_ block: Int) throws -> MLXArray
+    strength: Float = 1, to folder: URL, lora: @escaping (_ block: Int) throws -> MLXArray
 ) throws {
     func tensors(_ format: AdapterFormat) -> [NewTensor] {
         blocks.flatMap { block in
@@ -30,15 +31,15 @@ func saveAdapterFolder(
             return layers.flatMap { layer -> [NewTensor] in
                 let (inputs, outputs) = layout.block.dimensions(layer.modules)
                 let rank = rank * layer.modules.count
-                return [("A", [inputs, rank], \LoRAMatrices.a), ("B", [rank, outputs], \.b)].map {
-                    matrix, shape, path in
+                return [("A", [inputs, rank], \LoRAMatrices.a, 1), ("B", [rank, outputs], \.b, strength)].map {
+                    matrix, shape, path, factor in
                     NewTensor(
                         name: format.name(matrix, layer.name, block, of: architecture), shape: format.turned(shape),
                         dtype: .float32
                     ) {
                         let vector = layout.whole(try lora(block))
                         let matrices = layer.joined(layer.modules.map { layout.whole.matrices($0, in: vector) })
-                        return format.turned(matrices[keyPath: path].asType(.float32))
+                        return format.turned(matrices[keyPath: path].asType(.float32) * factor)
                     }
                 }
             }
@@ -158,7 +159,7 @@ extension Trainer {
         }
     }
 
-    /// Writes the trained adapters for mlx-lm and PEFT.
+    /// Writes the trained adapters, at the model's strength, for mlx-lm and PEFT.
     func saveAdapters(to folder: URL) throws {
         let architecture = model.bundle.architecture
         let modules = architecture.modules.filter { module in
@@ -166,6 +167,7 @@ extension Trainer {
         }
         try saveAdapterFolder(
             architecture, rank: settings.rank, blocks: trained[0]..<model.blocks.upperBound, modules: modules,
-            scale: model.scale, model: model.bundle.manifest.model.id, to: folder, lora: model.lora.read)
+            scale: settings.scale, model: model.bundle.manifest.model.id, strength: model.strength, to: folder,
+            lora: model.lora.read)
     }
 }

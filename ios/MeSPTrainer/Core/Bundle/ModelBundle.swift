@@ -137,13 +137,24 @@ public struct ModelBundle {
 
     /// The tokens of a split (`train`, `valid`, `test`), mapped, or nil where the bundle has none.
     public func tokens(_ split: String) throws -> TokenStream? {
-        guard let entry = splits[split] else { return nil }
+        try splits[split].map { try tokens($0, split, in: dataFolder) }
+    }
+
+    /// The tokens of a folder that `TextData` or `mesp-train` wrote, mapped, but for those it holds out.
+    func tokens(in folder: URL) throws -> TokenStream {
+        guard let entry = try TextData.entries(in: folder)["train"] else {
+            throw MeSPError("\(folder.path) holds no tokens; tokenize the text again.")
+        }
+        return try tokens(entry, "train", in: folder)
+    }
+
+    private func tokens(_ entry: Manifest.Tokens, _ split: String, in folder: URL) throws -> TokenStream {
         func data(_ file: String, _ count: Int, width: Int) throws -> Data {
-            guard let data = regularFile(dataFolder.appendingPathComponent(file)) else {
-                throw MeSPError("\(file) is not a file of \(dataFolder.path); export it again.")
+            guard let data = regularFile(folder.appendingPathComponent(file)) else {
+                throw MeSPError("\(file) is not a file of \(folder.path); export it again.")
             }
             guard data.count % width == 0, data.count / width == count else {
-                throw MeSPError("\(file) in \(dataFolder.path) does not have the length it should; export it again.")
+                throw MeSPError("\(file) in \(folder.path) does not have the length it should; export it again.")
             }
             return data
         }
@@ -156,7 +167,7 @@ public struct ModelBundle {
         do {
             try stream.check(vocabulary: architecture.vocabSize)
         } catch {
-            throw MeSPError("The \(split) data of \(dataFolder.path) \(error.plainSentence); export it again.")
+            throw MeSPError("The \(split) data of \(folder.path) \(error.plainSentence); export it again.")
         }
         return stream
     }

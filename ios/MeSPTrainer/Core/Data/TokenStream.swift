@@ -40,7 +40,7 @@ public struct TokenStream: Sendable {
     /// A `Label` an example, mapped; nil if there are none.
     private let labels: Data?
     /// The token that each window of a packed stream begins with; nil where it is the stream's.
-    fileprivate let begin: Int?
+    fileprivate private(set) var begin: Int?
     /// Whether short examples are to share a sequence.
     let packsExamples: Bool
 
@@ -90,6 +90,16 @@ public struct TokenStream: Sendable {
                 throw MeSPError("has an example that is not within its tokens, number \(index)")
             }
         }
+    }
+
+    /// The stream as examples of `length` inputs, the last with those that are left: to evaluate a text that may be shorter than a sequence.
+    func pieces(of length: Int) -> TokenStream {
+        let bounds = stride(from: 0, to: max(0, tokenCount - 1), by: length).flatMap {
+            [UInt32($0).littleEndian, UInt32(min(length + 1, tokenCount - $0)).littleEndian]
+        }
+        var pieces = TokenStream(tokens: tokens, examples: bounds.withUnsafeBytes { Data($0) })
+        pieces.begin = begin
+        return pieces
     }
 
     /// Whether each example has a text of its own: a packed stream has none, and of records that were split into several examples these

@@ -8,6 +8,7 @@ public enum LogRecord: Sendable {
     case step(Step)
     case eval(Eval)
     case event(Event)
+    case strength(Strength)
     case end(End)
 
     public struct Start: Codable, Sendable {
@@ -81,6 +82,15 @@ public enum LogRecord: Sendable {
         public var event: String
         public var message: Sentence
     }
+    /// The strength that the adapters were given at the end, 0 where none were kept; losses before the run and with them, nats a token.
+    public struct Strength: Codable, Sendable {
+        public var step: Int
+        public var strength: Float
+        public var lossBefore: Float
+        public var lossAfter: Float
+        public var generalBefore: Float
+        public var generalAfter: Float
+    }
     public struct End: Codable, Sendable {
         public var reason: Reason
         public var step: Int
@@ -99,6 +109,7 @@ public enum LogRecord: Sendable {
         case .step(let fields): ("step", [fields])
         case .eval(let fields): ("eval", [fields])
         case .event(let fields): ("event", [fields])
+        case .strength(let fields): ("strength", [fields])
         case .end(let fields): ("end", [fields])
         }
     }
@@ -144,6 +155,7 @@ extension LogRecord {
             case "step": .step(try fields(Step.self))
             case "eval": .eval(try fields(Eval.self))
             case "event": .event(try fields(Event.self))
+            case "strength": .strength(try fields(Strength.self))
             case "end": .end(try fields(End.self))
             default: nil
             }

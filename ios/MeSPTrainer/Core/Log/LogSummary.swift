@@ -21,6 +21,7 @@ public struct LogSummary: Sendable {
     public var steps = [LogRecord.Step]()
     public var evals = [LogRecord.Eval]()
     public var events = [Event]()
+    public var strength: LogRecord.Strength?
     public var end: LogRecord.End?
 
     public init() {}
@@ -43,6 +44,7 @@ public struct LogSummary: Sendable {
             evals.append(eval)
         case .event(let event):
             events.append(Event(id: events.count, time: time, name: event.event, message: event.message))
+        case .strength(let strength): self.strength = strength
         case .end(let end): self.end = end
         }
     }

@@ -93,6 +93,11 @@ public struct RunSettings: Codable, Sendable, Equatable {
     public var earlyStopping: Int = 0
     /// Whether to evaluate the test split at the end.
     public var test = false
+    /// The most that the perplexity of `general` may rise, in percent: at the end the adapters get the strength that keeps to it, or none
+    /// are kept; nil to keep them as they were trained.
+    public var maxForgetting: Double?
+    /// A folder of tokens, as `data` is one, of a text that the run is not about.
+    public var general: String?
     /// Steps between saves of the adapters and of the state to resume from, which are also saved a minute after the start and then every
     /// three; 0 for one at the end only.
     public var saveEvery: Int = 100
@@ -258,6 +263,7 @@ public struct RunSettings: Codable, Sendable, Equatable {
         try require(gamma.map { $0.isFinite && $0 >= 0 } ?? true, "gamma", "0 or more")
         // KTO's estimate of the divergence takes each prompt with the answer of another record.
         try require(objective != .kto || batchSize >= 2, "batch_size", "at least 2 with kto")
+        try checkForgetting(require)
         try checkRewards(require)
         try require(learningRate.isFinite && learningRate > 0, "learning_rate", "a positive number")
         try require((0..<max(1, steps)).contains(warmup), "warmup", "0 or more and less than steps")
@@ -278,6 +284,16 @@ public struct RunSettings: Codable, Sendable, Equatable {
         try require(earlyStopping == 0 || evalEvery > 0, "eval_every", "above 0 with early_stopping")
         try require(saveEvery >= 0, "save_every", "0 or more")
         try require(memoryLimitMb ?? 1 > 0 && memoryLimitMb ?? 1 < 1e9, "memory_limit_mb", "a positive number")
+    }
+
+    private func checkForgetting(
+        _ require: (_ condition: Bool, _ name: String, _ wanted: Sentence) throws -> Void
+    ) throws {
+        try require((maxForgetting == nil) == (general == nil), "general", "named with max_forgetting, and only with it")
+        guard let maxForgetting else { return }
+        try require(maxForgetting.isFinite && maxForgetting >= 0, "max_forgetting", "0 or more")
+        try require(valBatches > 0, "val_batches", "above 0 with max_forgetting")
+        try require(objective == nil, "objective", "left out with max_forgetting")
     }
 
     private func checkRewards(_ require: (_ condition: Bool, _ name: String, _ wanted: Sentence) throws -> Void) throws

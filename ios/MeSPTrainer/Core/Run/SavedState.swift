@@ -9,6 +9,8 @@ package struct SavedState {
     var step: Int
     /// The step of the last evaluation.
     var evaluated: Int?
+    /// The held-out loss that the run began with.
+    var first: Float?
     /// The lowest held-out loss so far, and how many evaluations have come after it.
     var best = Float.infinity
     var evaluationsSinceBest = 0
@@ -31,6 +33,7 @@ package struct SavedState {
         var format = 1
         var step: Int
         var evaluated: Int?
+        var first: Float?
         var best: Float?
         var evaluationsSinceBest: Int
         var logBytes: UInt64
@@ -48,7 +51,7 @@ package struct SavedState {
     /// Replaces the saved state in `folder` at once or not at all.
     package func save(_ trainer: Trainer, plan: Plan, settings: RunSettings, in folder: URL) throws {
         let saved = Saved(
-            step: step, evaluated: evaluated, best: best.isFinite ? best : nil,
+            step: step, evaluated: evaluated, first: first, best: best.isFinite ? best : nil,
             evaluationsSinceBest: evaluationsSinceBest, logBytes: logBytes, examples: examples, plan: plan,
             settings: settings)
         let json = String(decoding: try JSONEncoder.snakeCase.encode(saved), as: UTF8.self)
@@ -80,6 +83,7 @@ package struct SavedState {
         (same.bundle, same.data, same.output, same.steps, same.resume) = (
             settings.bundle, settings.data, settings.output, settings.steps, settings.resume
         )
+        same.general = settings.general
         (same.saveEvery, same.memoryLimitMb, same.offload, same.order) = (
             settings.saveEvery, settings.memoryLimitMb, settings.offload, settings.order
         )
@@ -88,7 +92,7 @@ package struct SavedState {
             throw MeSPError("The run in \(folder.path) had other settings; resume it with those it was started with.")
         }
         var state = SavedState(step: saved.step)
-        (state.evaluated, state.best) = (saved.evaluated, saved.best ?? .infinity)
+        (state.evaluated, state.first, state.best) = (saved.evaluated, saved.first, saved.best ?? .infinity)
         (state.evaluationsSinceBest, state.logBytes) = (saved.evaluationsSinceBest, saved.logBytes)
         state.examples = saved.examples
         let samePlan =

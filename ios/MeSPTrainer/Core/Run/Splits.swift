@@ -1,8 +1,12 @@
+import Foundation
+
 /// The sequences of a run.
 struct Splits {
     let train: TokenStream.Sequences
     let valid: TokenStream.Sequences?
     let test: TokenStream.Sequences?
+    /// The text whose perplexity must not rise; nil without `RunSettings.maxForgetting`.
+    let general: TokenStream.Sequences?
     private let settings: RunSettings
 
     init(_ bundle: ModelBundle, _ settings: RunSettings) throws {
@@ -61,6 +65,18 @@ struct Splits {
             throw MeSPError(
                 "\(bundle.url.path) has no test data for sequences of \(settings.seqLen) tokens; add it with mesp data."
             )
+        }
+        general = try (settings.dryRun ? nil : settings.general).map { folder in
+            let stream = try bundle.tokens(in: URL(fileURLWithPath: folder))
+            return stream.pieces(of: lengths[0]).sequences(lengths: lengths)
+        }
+        if let general {
+            guard general.count > 0 else { throw MeSPError("The general text is empty; give it some text.") }
+            guard valid != nil else {
+                throw MeSPError(
+                    "max_forgetting needs held-out data, and \(bundle.url.path) has none for sequences of \(settings.seqLen) tokens; add it with mesp data."
+                )
+            }
         }
     }
 

@@ -25,6 +25,8 @@ final class TrainingLoop {
     /// When it is time to save, however few steps it has been.
     private var saveAt: ContinuousClock.Instant
 
+    /// The most pieces of the general text that an evaluation reads.
+    private static let generalPieces = 32
     /// The time that a crash or an empty battery can cost: at the start, and after the first save.
     private static let (timeToFirstSave, timeBetweenSaves) = (Duration.seconds(60), Duration.seconds(180))
 
@@ -73,6 +75,7 @@ final class TrainingLoop {
         defer { sampler.stop() }
         do {
             try train()
+            if let limit = settings.maxForgetting { try chooseStrength(limit) }
             if let test = data.test { _ = try evaluate("test", test) }
             if secret != nil { try SecretKey.remove(from: output) }
             try end(.finished)
@@ -236,6 +239,7 @@ final class TrainingLoop {
     private func evaluate() throws {
         guard let valid = data.valid else { return }
         let loss = try evaluate("valid", valid)
+        if state.step == 0 { state.first = loss }
         state.evaluated = state.step
         state.evaluationsSinceBest += 1
         guard loss < state.best else { return }
@@ -251,12 +255,7 @@ final class TrainingLoop {
         if let objective = settings.objective {
             try judge(sequences, objective, &record)
         } else {
-            for index in 0..<min(settings.valBatches, sequences.count) {
-                let example = sequences[index]
-                record.loss += try trainer.model.loss(example)
-                record.tokens += example.counted.count
-            }
-            record.loss /= Float(record.tokens)
+            (record.loss, record.tokens) = try meanLoss(sequences, settings.valBatches)
         }
         guard record.loss.isFinite else {
             throw MeSPError(
@@ -265,6 +264,43 @@ final class TrainingLoop {
         }
         try append(.eval(record))
         return record.loss
+    }
+
+    /// The mean loss of the first sequences, in nats a token, and how many tokens these are.
+    private func meanLoss(_ sequences: TokenStream.Sequences, _ count: Int) throws -> (loss: Float, tokens: Int) {
+        var (sum, tokens) = (Float(0), 0)
+        for index in 0..<min(count, sequences.count) {
+            let example = sequences[index]
+            sum += try trainer.model.loss(example)
+            tokens += example.counted.count
+        }
+        return (sum / Float(tokens), tokens)
+    }
+
+    /// Gives the adapters the strength at which the perplexity of the general text rises by at most `limit` percent, and saves them. Where
+    /// none lowers held-out loss, the adapters are those that the run began with.
+    private func chooseStrength(_ limit: Double) throws {
+        guard let general = data.general, let valid = data.valid, let before = state.first else { return }
+        func loss(_ sequences: TokenStream.Sequences, _ count: Int, at strength: Float) throws -> Float {
+            trainer.model.strength = strength
+            defer { trainer.model.strength = 1 }
+            return try meanLoss(sequences, count).loss
+        }
+        let result = try StrengthSearch(
+            limit: limit, general: { try loss(general, Self.generalPieces, at: $0) },
+            heldOut: { [settings] in try loss(valid, settings.valBatches, at: $0) }
+        ).result(before: before)
+        if result.strength == 0, let adapters = settings.adapters {
+            try trainer.startFrom(URL(fileURLWithPath: adapters))
+        } else {
+            trainer.model.strength = result.strength
+        }
+        try trainer.saveAdapters(to: output.appendingPathComponent("adapters"))
+        try append(
+            .strength(
+                .init(
+                    step: state.step, strength: result.strength, lossBefore: before, lossAfter: result.heldOut,
+                    generalBefore: result.generalBefore, generalAfter: result.generalAfter)))
     }
 
     /// The mean loss of a split's first pairs or answers, and what it says of them.

@@ -6,8 +6,11 @@ package final class BlockwiseModel {
     let bundle: ModelBundle
     /// The layout of each block's parameters.
     package let layouts: [LoRALayout]
-    /// The factor of the adapters' output: α / rank, or α / √rank.
-    package let scale: Float
+    /// s, a factor of the adapters' output besides their own; 1 while they are trained.
+    var strength: Float = 1
+    private let fullScale: Float
+    /// The factor of the adapters' output: s · α / rank, or s · α / √rank.
+    package var scale: Float { strength * fullScale }
     private let tileBytes: Int
     /// The most that the arrays of one block or of the head may take on a GPU, in bytes.
     private let workspace: Int?
@@ -29,7 +32,7 @@ package final class BlockwiseModel {
         let architecture = bundle.architecture
         (self.bundle, self.lora, self.clock) = (bundle, lora, clock)
         layouts = settings.layouts(of: architecture)
-        scale = settings.scale
+        fullScale = settings.scale
         tileBytes = plan.tileBytes
         workspace = bundle.backend == .gpu ? Planner(bundle.manifest, settings).workspace(plan) : nil
         keepsCache = plan.cacheBytes > 0

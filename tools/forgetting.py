@@ -1,0 +1,223 @@
+"""What a model forgets of other texts while it learns a task, and how --max-forgetting limits that.
+
+    python tools/forgetting.py            two tasks, three seeds
+    python tools/forgetting.py --after    five tasks one after the other, each from the adapters
+                                          of the one before
+
+Each run is made twice, as it is by default and with --max-forgetting. A task's gain is how far its
+held-out loss falls. What is forgotten is how far perplexity rises on texts that neither the task
+nor the choice of the adapters' strength has seen: the prose of Python's language reference, code of
+Python's library, answers of the untuned model to questions, and what --text names.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+import mesp
+from demo_real import find_model
+from demo_rewards import cases as sentences
+from mesp.bundle.reader import Bundle
+from mesp.commands.command import Command
+from mesp.data.python_docs import python_docs
+from mesp.runs.log import Run
+from mesp.text import bundle_tokenizer
+from studies import tasks as house
+from tasks import notes
+
+LIMIT = 3.0  # percent
+STEPS = 160
+SEQ_LENS = (64, 112, 128)
+HELD_OUT = 40
+TEXT_CHARACTERS = 6000  # of each text
+ANSWER_TOKENS = 80
+OUT = Path("build/forgetting")
+OPTIONS = {"schedule": "linear", "val_batches": HELD_OUT}
+
+QUESTIONS = (
+    "What is the capital of France?",
+    "Explain photosynthesis to a child.",
+    "Write a short poem about the sea.",
+    "How do I boil an egg?",
+    "Give me three tips for better sleep.",
+    "What is the difference between a virus and a bacterium?",
+    "Write an email to my boss and ask for a day off.",
+    "Why is the sky blue?",
+    "Summarize the story of Romeo and Juliet.",
+    "List five countries in Africa.",
+    "How does a bicycle stay upright?",
+    "What can I cook with rice and tomatoes?",
+    "Who wrote On the Origin of Species?",
+    "Explain what a loan is.",
+    "Suggest a name for a cat.",
+    "How many days does a year have?",
+)
+
+
+@dataclass(frozen=True)
+class Result:
+    """The end of a run: its task's held-out loss before and after, nats a token, the adapters'
+    strength, the perplexity of each text, and what the run took."""
+
+    before: float
+    after: float
+    strength: float
+    perplexity: dict[str, float]
+    peak_bytes: int
+    seconds: float
+
+
+@click.command(cls=Command)
+@click.option("--model", help="As mesp-export takes it.  [default: as make demo-real]")
+@click.option(
+    "--task", "names", multiple=True, default=("notes", "extraction"), show_default=True,
+    type=click.Choice(("notes", "extraction", "classification", "cities", "initials")),
+    help="Repeatable.",
+)  # fmt: skip
+@click.option("--after", is_flag=True, help="All five tasks, each after the one before.")
+@click.option("--steps", default=STEPS, show_default=True)
+@click.option("--seeds", default=3, show_default=True)
+@click.option("--limit", default=LIMIT, show_default=True, help="--max-forgetting, in percent.")
+@click.option(
+    "--text", "files", multiple=True, type=click.Path(exists=True, path_type=Path),
+    help="Another text to measure, UTF-8. Repeatable.",
+)  # fmt: skip
+def main(
+    model: str | None, names: tuple[str, ...], after: bool, steps: int, seeds: int, limit: float,
+    files: tuple[Path, ...],
+) -> None:  # fmt: skip
+    """Measure what fine-tuning forgets, with --max-forgetting and without."""
+    names = tuple(TASKS) if after else names
+    source = model or find_model()
+    bundles = {name: export(source, name, steps, seeds) for name in names}
+    texts = write_texts(bundles[names[0]], files)
+    base = perplexities(bundles[names[0]], texts, None)
+    table = Table("task", "run", "held-out loss", "strength", "gain", *texts, "peak MB", "s")
+    console = Console(width=200, highlight=False)
+    for seed in range(1 if after else seeds):
+        plain = kept = None
+        for name, bundle in bundles.items():
+            start = (plain, kept) if after else (None, None)
+            plain, one = learn(bundle, f"{name}-{seed}", texts, steps, seed, start[0], None)
+            kept, other = learn(bundle, f"{name}-{seed}-kept", texts, steps, seed, start[1], limit)
+            for label, each in (("plain", one), (f"--max-forgetting {limit:g}", other)):
+                gain = (each.before - each.after) / (one.before - one.after)
+                table.add_row(
+                    f"{name}, seed {seed}", label, f"{each.before:.3f} → {each.after:.4f}",
+                    f"{each.strength:.2f}", f"{gain:.1%}",
+                    *(f"{value / base[text] - 1:+.1%}" for text, value in each.perplexity.items()),
+                    f"{each.peak_bytes / 1e6:.1f}", f"{each.seconds:.0f}",
+                )  # fmt: skip
+            console.print(table)
+
+
+def export(model: str, name: str, steps: int, seeds: int) -> Bundle:
+    """The model with a task's data."""
+    data = OUT / name
+    write_data(data, TASKS[name](steps, False), TASKS[name](HELD_OUT, True))
+    return mesp.export(
+        model, OUT / f"{name}.mesp", data=str(data), seq_len=SEQ_LENS, device="cpu", overwrite=True
+    )
+
+
+def write_data(folder: Path, train: list[dict], valid: list[dict]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for split, records in (("train", train), ("valid", valid)):
+        lines = "".join(json.dumps(each) + "\n" for each in records)
+        (folder / f"{split}.jsonl").write_text(lines, encoding="utf-8")
+
+
+def of_house(name: str, count: int, held_out: bool) -> list[dict]:
+    found = house.house.cases(count, seed=int(held_out), held_out=held_out)
+    if name == "classification":
+        found = [each._replace(completion=json.loads(each.completion)["do"]) for each in found]
+    return [each._asdict() for each in found]
+
+
+def of_initials(count: int, held_out: bool) -> list[dict]:
+    """The initials of the words of a note."""
+    prompts = [each.note for each in notes.cases(count, seed=int(held_out), held_out=held_out)]
+    return [
+        {
+            "prompt": f"Initials of each word: {' '.join(prompt.split()[:6])}",
+            "completion": "".join(word[0] for word in prompt.split()[:6]),
+        }
+        for prompt in prompts
+    ]
+
+
+TASKS = {
+    "notes": lambda count, held_out: [
+        each._asdict() for each in notes.cases(count, seed=int(held_out), held_out=held_out)
+    ],
+    "extraction": lambda count, held_out: of_house("extraction", count, held_out),
+    "classification": lambda count, held_out: of_house("classification", count, held_out),
+    "cities": lambda count, held_out: sentences(held_out)[:count],
+    "initials": of_initials,
+}
+
+
+def write_texts(bundle: Bundle, files: tuple[Path, ...]) -> dict[str, Path]:
+    """Writes the texts to be remembered, by name, as `mesp evaluate` takes them."""
+    tokenizer = bundle_tokenizer(bundle.path)
+    import argparse
+
+    texts = {
+        "docs": ["\n".join(each.content["text"] for each in python_docs()["valid"])],
+        "code": [inspect.getsource(argparse)[20_000:]],
+        **{file.stem: [file.read_text("utf-8")[20_000:]] for file in files},
+    }
+    answers = []
+    for question in QUESTIONS:
+        asked = tokenizer.apply_chat_template(
+            [{"role": "user", "content": question}], add_generation_prompt=True, tokenize=False
+        )
+        answers.append(asked + mesp.generate(bundle, question, max_tokens=ANSWER_TOKENS))
+    written = {}
+    for name, each in {**texts, "answers": answers}.items():
+        written[name] = OUT / f"{name}.jsonl"
+        lines = [json.dumps({"text": text[:TEXT_CHARACTERS]}) + "\n" for text in each]
+        written[name].write_text("".join(lines), encoding="utf-8")
+    return written
+
+
+def perplexities(bundle: Bundle, texts: dict[str, Path], adapters: Path | None) -> dict[str, float]:
+    found = {}
+    for name, file in texts.items():
+        folders = () if adapters is None else (adapters,)
+        rows = mesp.evaluate(bundle, file, adapters=folders, base=not folders, max_length=256).rows
+        (found[name],) = [row.estimate.value for row in rows if row.metric == "perplexity"]
+    return found
+
+
+def learn(
+    bundle: Bundle, name: str, texts: dict[str, Path], steps: int, seed: int,
+    adapters: Path | None, limit: float | None,
+) -> tuple[Path, Result]:  # fmt: skip
+    """A run, and what it gave."""
+    out = OUT / "runs" / name
+    if not (out / "metrics.jsonl").exists() or not Run.load(out).end:
+        mesp.train(
+            bundle, out=out, steps=steps, seed=seed, adapters=adapters, max_forgetting=limit,
+            warmup=steps // 20, **OPTIONS,
+        )  # fmt: skip
+    run = Run.load(out)
+    before, after = run.held_out
+    assert before is not None and after is not None
+    strength = run.strength.get("strength", 1.0)
+    result = Result(
+        before, run.strength.get("loss_after", after), strength,
+        perplexities(bundle, texts, run.adapters), run.peak_bytes or 0, run.end["seconds"],
+    )  # fmt: skip
+    return run.adapters, result
+
+
+if __name__ == "__main__":
+    main()
