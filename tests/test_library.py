@@ -115,11 +115,11 @@ def test_the_core_has_the_same_settings_with_the_same_defaults():
         else:
             assert float(default) == here, name
     others = {"bundle", "data", "output", "firstStep", "proximalMu", "resume", "order", "dryRun"}
-    others |= {"stop"}  # of the bundle
+    others |= {"stop", "general", "replay"}  # of the bundle
     here = {swift_name(each.key or name) for name, each in settings_of(TrainSettings).items()}
     assert there.keys() - here == others
-    # Of what is said of a run, and of what rewards its answers.
-    assert here - there.keys() == {"dpDelta", "reward"}
+    # Of what is said of a run, of what rewards its answers, and of what is tokenized for it.
+    assert here - there.keys() == {"dpDelta", "reward", "generalText", "replayText"}
 
 
 def test_a_phones_client_takes_the_same_settings_of_a_server():

@@ -84,7 +84,9 @@ class TrainingProgress:
     def show_step(self, record: dict[str, Any]) -> None:
         self.recent.append(record)
         step = record["step"]
-        loss = sum(each["loss"] for each in self.recent) / len(self.recent)
+        # The loss on replayed texts does not fall.
+        learning = [each["loss"] for each in self.recent if not each.get("replayed")]
+        loss = sum(learning) / len(learning) if learning else record["loss"]
         speed = Speed.of(self.recent).words("tok/s")
         footprint = megabytes(record["footprint_bytes"])
         figures = f"loss {decimal(loss, 3)}  {speed}  {footprint} MB"

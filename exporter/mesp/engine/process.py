@@ -288,13 +288,18 @@ class Evaluator:
         stop: Sequence[int],
         at_once: int,
         go_on: Callable[[int, int], bool],
+        temperature: float = 0.0,
+        seed: int = 0,
     ) -> Iterator[int]:
-        """Gives each of the likeliest tokens after each of the `prompts` to `go_on`, with the
-        prompt's index before it, until that is false or a token of `stop` comes, which is not
-        given. `at_once` prompts, from 1 to 16, run together. Yields the index of each prompt
-        whose text has ended."""
-        how = {"max_tokens": max_tokens, "temperature": 0, "top_p": 1, "seed": 0}
-        requests = [{"prompt": list(each), **how, "stop": list(stop)} for each in prompts]
+        """Gives each token after each of the `prompts` to `go_on`, with the prompt's index before
+        it, until that is false or a token of `stop` comes, which is not given. They are the
+        likeliest, or with a `temperature` drawn by `seed` and the index. `at_once` prompts, from 1
+        to 16, run together. Yields the index of each prompt whose text has ended."""
+        how = {"max_tokens": max_tokens, "temperature": temperature, "top_p": 1}
+        requests = [
+            {"prompt": list(each), **how, "seed": seed + index, "stop": list(stop)}
+            for index, each in enumerate(prompts)
+        ]
         if not requests:
             return
         record = self._engine.ask({"type": "generate", "at_once": at_once, "requests": requests})

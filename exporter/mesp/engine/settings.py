@@ -289,6 +289,16 @@ class TrainSettings(Settings):
         int, 0, "End after this many evaluations without a better one; 0: never.", least=0
     )
     test: bool = setting(bool, False, "Evaluate on the test data at the end.")
+    replay: float | None = setting(
+        float, None,
+        "Share of the sequences that are replayed, so that less is forgotten: texts that the model "
+        "writes before the run, or --replay-data.",
+        above=0, below=1, key="replay_share", metavar="SHARE",
+    )  # fmt: skip
+    replay_data: str | None = setting(
+        str, None, "Older records to replay, as mesp-export takes --data.",
+        key="replay_text", metavar="FILE|DIR|NAME", default_text="the model's own texts",
+    )  # fmt: skip
     max_forgetting: float | None = setting(
         float, None,
         "Most that perplexity on general text may rise, in percent: at the end the adapters are "
@@ -296,9 +306,9 @@ class TrainSettings(Settings):
         least=0, metavar="PERCENT",
     )  # fmt: skip
     general: str | None = setting(
-        Path, None,
+        str, None,
         "UTF-8 text for --max-forgetting, in the model's language and not about the task.",
-        key="general_text", default_text="a page of English that comes with MeSP",
+        key="general_text", metavar="FILE", default_text="a page of English that comes with MeSP",
     )  # fmt: skip
     save_every: int = setting(
         int, 100,
@@ -454,7 +464,20 @@ class TrainSettings(Settings):
             )
 
     def _check_forgetting(self, manifest: Manifest) -> None:
-        """Refuses a choice of the adapters' strength where nothing is held out to choose by."""
+        """Refuses replay where sequences are not what is trained on, and a choice of the adapters'
+        strength where nothing is held out to choose by."""
+        if self.replay is None and self.replay_data is not None:
+            raise MespError("--replay-data has no use without --replay: say which share.")
+        refused = {
+            f"--objective {self.objective}": self.objective is not None,
+            "--reward": self.reward is not None,
+            "--dp-clip": self.dp_clip is not None,
+        }
+        for typed, is_given in refused.items():
+            if self.replay is not None and is_given:
+                raise MespError(
+                    f"{typed} does not go together with --replay: leave out one of them."
+                )
         if self.max_forgetting is None:
             if self.general is not None:
                 raise MespError("--general has no use without --max-forgetting: leave it out.")

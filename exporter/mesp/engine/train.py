@@ -6,6 +6,7 @@ The engine reads one settings file and prints a record a line (docs/architecture
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -19,7 +20,10 @@ from typing import Any
 from mesp.bundle.data_files import write_data, write_index
 from mesp.bundle.manifest import Manifest, read_manifest
 from mesp.bundle.reader import Bundle
+from mesp.data.examples import Split
 from mesp.data.general import general_text
+from mesp.data.load import load
+from mesp.engine.own_texts import own_texts
 from mesp.engine.process import Engine, Record, failure, log, running
 from mesp.engine.settings import TrainSettings, kept, settings_of
 from mesp.errors import Interrupted, MespError, plain_os_errors
@@ -29,7 +33,8 @@ from mesp.runs.log import LOG_NAME, Run
 from mesp.text import bundle_tokenizer, load_tokenizer
 
 SETTINGS_NAME = "settings.json"
-GENERAL = "general"  # the folder of a run's general text, tokenized
+# Folders of a run with tokens: of its general text, and of what is replayed.
+GENERAL, REPLAY = "general", "replay"
 
 StrPath = str | os.PathLike[str]
 
@@ -52,6 +57,8 @@ class Job:
             settings["stop"] = sorted(bundle_tokenizer(self.bundle).eos_token_ids)
         if self.settings.max_forgetting is not None:
             settings["general"] = str(self.output.resolve() / GENERAL)
+        if self.settings.replay is not None:
+            settings["replay"] = str(self.output.resolve() / REPLAY)
         return settings
 
     def run(self, progress: Callable[[Record], None] | None = None) -> Run:
@@ -61,7 +68,9 @@ class Job:
             reward = _Rewards(find_reward(self.settings.reward), bundle_tokenizer(self.bundle))
         with _settings_file(self.output, self.to_json()) as path:
             if self.settings.max_forgetting is not None:
-                self._write_general()
+                self._write_tokens(GENERAL, self._general)
+            if self.settings.replay is not None:
+                self._write_tokens(REPLAY, self._replayed)
             stdin = subprocess.DEVNULL if reward is None else subprocess.PIPE
             with running([], path, stdin=stdin, interruptible=True) as engine:
                 for record in engine:
@@ -89,17 +98,43 @@ class Job:
             error = failure(engine.process.returncode, engine.said, f" after step {run.last_step}")
             raise type(error)(error.message + self._left())
 
-    def _write_general(self) -> None:
-        if (self.output / GENERAL / "data.json").exists():  # of the run that is resumed
+    def _write_tokens(self, name: str, tokens: Callable[[Any], Split]) -> None:
+        """Writes a folder of tokens that the engine reads, unless a resumed run has it."""
+        folder = self.output / name
+        if (folder / "data.json").exists():
             return
-        file = None if self.settings.general is None else Path(self.settings.general)
-        without = "which --max-forgetting needs; leave it out"
-        tokenizer = load_tokenizer(self.bundle, without)
-        split = general_text(file, tokenizer, self.manifest.architecture.vocab_size)
+        option = {GENERAL: "--max-forgetting", REPLAY: "--replay"}[name]
+        split = tokens(load_tokenizer(self.bundle, f"which {option} needs; leave it out"))
         with plain_os_errors(f"Cannot write the run to {self.output}"):
-            folder = self.output / GENERAL
             folder.mkdir(exist_ok=True)
             write_index(folder, write_data(folder, "data", {"train": split}))
+
+    def _general(self, tokenizer: Any) -> Split:
+        file = None if self.settings.general is None else Path(self.settings.general)
+        return general_text(file, tokenizer, self.manifest.architecture.vocab_size)
+
+    def _replayed(self, tokenizer: Any) -> Split:
+        settings = self.settings
+        assert settings.seq_len is not None and settings.replay is not None
+        if settings.replay_data is not None:
+            vocab_size = self.manifest.architecture.vocab_size
+            split = load(settings.replay_data, tokenizer, settings.seq_len, vocab_size)["train"]
+            if split.labels is not None:
+                raise MespError(
+                    f"{settings.replay_data} is preference data, which cannot be replayed: give "
+                    "--replay-data other records."
+                )
+            return split
+        sequences = settings.steps * settings.batch_size * settings.grad_accumulation_steps
+        log.info("Sampling texts of the model to replay")
+        return own_texts(
+            self.bundle,
+            None if settings.adapters is None else Path(settings.adapters),
+            tokenizer,
+            math.ceil(sequences * settings.replay),
+            settings.seq_len,
+            settings.seed,
+        )
 
     def _left(self) -> str:
         """The files that a failed run has left, as sentences."""
@@ -269,7 +304,8 @@ def _settings_file(output: Path, settings: Mapping[str, Any]) -> Iterator[Path]:
             for file in (path, output / ".lock"):  # the engine's, which has ended
                 with suppress(OSError):
                     file.unlink()
-            shutil.rmtree(output / GENERAL, ignore_errors=True)
+            for name in (GENERAL, REPLAY):
+                shutil.rmtree(output / name, ignore_errors=True)
             for folder in missing:
                 try:
                     folder.rmdir()

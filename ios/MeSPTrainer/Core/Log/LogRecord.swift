@@ -58,6 +58,8 @@ public enum LogRecord: Sendable {
         public var mlxCacheBytes: Int
         public var writtenBytes: Int
         public var thermalState: String
+        /// The number of sequences that were replayed; nil where none ever are.
+        public var replayed: Int?
         // Of a step on preference data.
         public var margin: Float?
         public var accuracy: Float?

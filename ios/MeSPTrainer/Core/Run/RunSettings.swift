@@ -93,6 +93,10 @@ public struct RunSettings: Codable, Sendable, Equatable {
     public var earlyStopping: Int = 0
     /// Whether to evaluate the test split at the end.
     public var test = false
+    /// The share of a run's sequences that are of `replay` instead of the training data, so that less is forgotten; nil for none.
+    public var replayShare: Double?
+    /// A folder of tokens, as `data` is one: older records, or what the model itself writes.
+    public var replay: String?
     /// The most that the perplexity of `general` may rise, in percent: at the end the adapters get the strength that keeps to it, or none
     /// are kept; nil to keep them as they were trained.
     public var maxForgetting: Double?
@@ -289,7 +293,12 @@ public struct RunSettings: Codable, Sendable, Equatable {
     private func checkForgetting(
         _ require: (_ condition: Bool, _ name: String, _ wanted: Sentence) throws -> Void
     ) throws {
-        try require((maxForgetting == nil) == (general == nil), "general", "named with max_forgetting, and only with it")
+        try require((replayShare == nil) == (replay == nil), "replay", "named with replay_share, and only with it")
+        try require(replayShare.map { $0 > 0 && $0 < 1 } ?? true, "replay_share", "above 0 and below 1")
+        let isPlain = objective == nil && groupSize == nil && dpClip == nil
+        try require(replayShare == nil || isPlain, "replay_share", "left out with objective, group_size or dp_clip")
+        try require(
+            (maxForgetting == nil) == (general == nil), "general", "named with max_forgetting, and only with it")
         guard let maxForgetting else { return }
         try require(maxForgetting.isFinite && maxForgetting >= 0, "max_forgetting", "0 or more")
         try require(valBatches > 0, "val_batches", "above 0 with max_forgetting")

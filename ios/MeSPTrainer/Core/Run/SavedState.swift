@@ -83,7 +83,7 @@ package struct SavedState {
         (same.bundle, same.data, same.output, same.steps, same.resume) = (
             settings.bundle, settings.data, settings.output, settings.steps, settings.resume
         )
-        same.general = settings.general
+        (same.general, same.replay) = (settings.general, settings.replay)
         (same.saveEvery, same.memoryLimitMb, same.offload, same.order) = (
             settings.saveEvery, settings.memoryLimitMb, settings.offload, settings.order
         )

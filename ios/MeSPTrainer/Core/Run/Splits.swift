@@ -7,6 +7,8 @@ struct Splits {
     let test: TokenStream.Sequences?
     /// The text whose perplexity must not rise; nil without `RunSettings.maxForgetting`.
     let general: TokenStream.Sequences?
+    /// The text that is replayed among the training data; nil without `RunSettings.replayShare`.
+    private let replay: TokenStream.Sequences?
     private let settings: RunSettings
 
     init(_ bundle: ModelBundle, _ settings: RunSettings) throws {
@@ -70,6 +72,13 @@ struct Splits {
             let stream = try bundle.tokens(in: URL(fileURLWithPath: folder))
             return stream.pieces(of: lengths[0]).sequences(lengths: lengths)
         }
+        replay = try (settings.dryRun ? nil : settings.replay).map { folder in
+            let stream = try bundle.tokens(in: URL(fileURLWithPath: folder))
+            return stream.sequences(lengths: lengths)
+        }
+        guard replay?.count != 0 else {
+            throw MeSPError("The text to replay has no sequence of \(settings.seqLen) tokens; give it more text.")
+        }
         if let general {
             guard general.count > 0 else { throw MeSPError("The general text is empty; give it some text.") }
             guard valid != nil else {
@@ -85,8 +94,25 @@ struct Splits {
         let (size, count) = (settings.batchSize, settings.gradAccumulationSteps)
         let step = settings.firstStep + step
         return (0..<count).map { batch in
-            (0..<size).map { train.training((step * count + batch) * size + $0, seed: settings.seed) }
+            (0..<size).map { training((step * count + batch) * size + $0) }
         }
+    }
+
+    /// The sequence at a position of training, from 0: of those before position p, ⌊p · `replayShare`⌋ are replayed.
+    private func training(_ position: Int) -> Example {
+        guard let replay else { return train.training(position, seed: settings.seed) }
+        let before = replayed(before: position)
+        return replayed(before: position + 1) > before
+            ? replay.training(before, seed: settings.seed) : train.training(position - before, seed: settings.seed)
+    }
+
+    private func replayed(before position: Int) -> Int { Int(Double(position) * (settings.replayShare ?? 0)) }
+
+    /// The number of sequences of a step (from 0) that are replayed; nil where none ever are.
+    func replayed(step: Int) -> Int? {
+        guard replay != nil else { return nil }
+        let (size, step) = (settings.batchSize * settings.gradAccumulationSteps, settings.firstStep + step)
+        return replayed(before: (step + 1) * size) - replayed(before: step * size)
     }
 
     /// The answers of step `step` on preference data (from 0), in batches.

@@ -163,7 +163,8 @@ final class TrainingLoop {
             footprintBytes: memoryFootprint(), footprintPeakBytes: 0, mlxActiveBytes: memory.activeMemory,
             mlxPeakBytes: memory.peakMemory, mlxCacheBytes: memory.cacheMemory,
             writtenBytes: trainer.writtenBytes - written, thermalState: ThermalState.current.rawValue,
-            margin: preference?.margin, accuracy: preference?.accuracy, rewardChosen: preference?.rewardChosen,
+            replayed: data.replayed(step: state.step - 1), margin: preference?.margin, accuracy: preference?.accuracy,
+            rewardChosen: preference?.rewardChosen,
             rewardRejected: preference?.rewardRejected, kl: preference?.kl, reward: sampled?.reward,
             sampledTokens: sampled?.tokens, samplingSeconds: sampled?.seconds)
     }

@@ -1,0 +1,64 @@
+"""Texts that a model writes itself, to be replayed while it is trained.
+
+Drawn from the model they are its distribution, so that the gradient of their loss is, in the mean,
+that of the Kullback-Leibler divergence from it (docs/method.md, "Forgetting").
+"""
+
+from __future__ import annotations
+
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mesp.data.examples import Split
+from mesp.engine.process import evaluator
+from mesp.errors import MespError
+
+MOST_TEXTS = 64  # after which they are replayed again
+LENGTH = 128  # tokens of a text, where sequences have as many
+AT_ONCE = 8
+
+
+def own_texts(
+    bundle: Path, adapters: Path | None, tokenizer: Any, count: int, seq_len: int, seed: int
+) -> Split:
+    """Texts drawn from the bundle's model with `adapters` at temperature 1, an example each:
+    `count`, at most `MOST_TEXTS`, of `LENGTH` tokens and the one after, or `seq_len`.
+
+    They begin as the chat template begins a conversation, or where there is none as a text does.
+    """
+    start, length = opening(tokenizer), min(seq_len, LENGTH) + 1
+    prompts = [start] * min(count, MOST_TEXTS)
+    texts = [[*start] for _ in prompts]
+
+    def take(index: int, token: int) -> bool:
+        texts[index].append(token)
+        return True
+
+    with evaluator(bundle, adapters) as engine:
+        written = engine.generate(prompts, length - len(start), (), AT_ONCE, take, 1.0, seed << 16)
+        for _ in written:
+            pass
+    starts = np.arange(len(texts)) * length
+    examples = np.stack([starts, np.full(len(texts), length)], axis=1)
+    return Split(np.array(texts, np.uint32).ravel(), examples.astype(np.uint32))
+
+
+def opening(tokenizer: Any) -> list[int]:
+    """The tokens before a person's first words in a conversation, or before a text."""
+    if tokenizer.has_chat_template:
+        first, second = (
+            tokenizer.apply_chat_template([{"role": "user", "content": text}], return_dict=False)
+            for text in ("x", "y")
+        )
+        same = takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False))
+        if found := [token for token, _ in same]:
+            return found
+    for token in (tokenizer.bos_token_id, tokenizer.eos_token_id):
+        if token is not None:
+            return [int(token)]
+    raise MespError(
+        "The bundle's tokenizer has no token that begins a text: give --replay-data to replay."
+    )

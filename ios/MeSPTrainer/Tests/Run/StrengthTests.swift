@@ -1,0 +1,144 @@
+import Foundation
+import MLX
+import Testing
+
+@testable import MeSPCore
+
+/// The choice of the adapters' strength at the end of a run.
+@Suite(.serialized) struct StrengthTests {
+    /// Losses of adapters that forget `forgets` s² of the general text, and whose held-out loss is `curve` (s − `best`)² above its lowest.
+    private func result(limit: Double, forgets: Float, best: Float, curve: Float = 1, before: Float = 2) throws
+        -> (StrengthSearch.Result, evaluations: Int)
+    {
+        var evaluations = 0
+        let search = StrengthSearch(
+            limit: limit,
+            general: {
+                evaluations += 1
+                return 3 + forgets * $0 * $0
+            },
+            heldOut: {
+                evaluations += 1
+                return 0.5 + curve * ($0 - best) * ($0 - best)
+            })
+        return (try search.result(before: before), evaluations)
+    }
+
+    @Test func staysWithinTheLimitAndCloseToIt() throws {
+        let (found, evaluations) = try result(limit: 3, forgets: 0.1, best: 1)
+        let rise = { (strength: Float) in expm1(Double(0.1 * strength * strength)) }
+        #expect(rise(found.strength) <= 0.03 && rise(found.strength + 0.0625) > 0.03)
+        #expect(found.generalBefore == 3 && found.generalAfter == 3 + 0.1 * found.strength * found.strength)
+        #expect(evaluations <= 9)
+    }
+
+    @Test func keepsAdaptersThatForgetLittleAsTheyAre() throws {
+        let (found, _) = try result(limit: 3, forgets: 0.01, best: 1)
+        #expect(found.strength == 1 && found.heldOut == 0.5)
+    }
+
+    /// Adapters that were trained too far.
+    @Test func takesLessWhereHeldOutLossIsLower() throws {
+        let (found, _) = try result(limit: 3, forgets: 0, best: 0.5)
+        #expect((0.4...0.6).contains(found.strength))
+    }
+
+    @Test func keepsNoneThatDoNotLowerHeldOutLoss() throws {
+        let (found, _) = try result(limit: 3, forgets: 0, best: 0, curve: 2, before: 0.5)
+        #expect(found == .init(strength: 0, heldOut: 0.5, generalBefore: 3, generalAfter: 3))
+    }
+
+    @Test func keepsNoneThatForgetTooMuchAtAnyStrength() throws {
+        #expect(try result(limit: 0, forgets: 1, best: 1).0.strength == 0)
+    }
+
+    // MARK: - A run
+
+    private func settings(_ output: URL) throws -> RunSettings {
+        var settings = try RunSettings.ofATest(output)
+        settings.valBatches = 2
+        let general = output.appendingPathComponent("general")
+        try FileManager.default.createDirectory(at: general, withIntermediateDirectories: true)
+        let tokens = (0..<50).map { UInt32($0 * 7 % 60).littleEndian }
+        try tokens.withUnsafeBytes { Data($0) }.write(to: general.appendingPathComponent("train.bin"))
+        try Data(#"{"train": {"file": "train.bin", "tokens": 50}}"#.utf8)
+            .write(to: general.appendingPathComponent("data.json"))
+        settings.general = general.path
+        return settings
+    }
+
+    private func adapters(_ folder: URL, in name: String = "adapters") throws -> [String: MLXArray] {
+        try loadArrays(url: folder.appendingPathComponent("\(name)/adapters.safetensors"))
+    }
+
+    private func strength(_ folder: URL) throws -> LogRecord.Strength {
+        try #require(try LogSummary(folder: folder).strength)
+    }
+
+    /// The adapters are the plain run's, with each B times the strength; a run that goes on from its state does not know of it.
+    @Test func writesTheAdaptersAtTheirStrength() throws {
+        let (plain, kept) = (temporaryFolder(), temporaryFolder())
+        defer { for folder in [plain, kept] { try? FileManager.default.removeItem(at: folder) } }
+        var settings = try RunSettings.ofATest(plain)
+        settings.valBatches = 2
+        try Run.run(settings)
+        let learned = try #require(try LogSummary(folder: plain).evals.last)
+        settings = try self.settings(kept)
+        settings.maxForgetting = 0.2
+        try Run.run(settings)
+        let record = try strength(kept)
+        #expect(0 < record.strength && record.strength < 1)
+        #expect(record.generalAfter - record.generalBefore <= Float(log1p(0.002)))
+        #expect(learned.loss <= record.lossAfter && record.lossAfter < record.lossBefore)
+        let (whole, scaled) = (try adapters(plain), try adapters(kept))
+        for (name, array) in whole {
+            let factor = name.hasSuffix("lora_b") ? record.strength : 1
+            #expect(try #require(scaled[name]).arrayEqual(array * factor).item(Bool.self), "\(name)")
+        }
+
+        (settings.resume, settings.steps) = (true, 8)
+        try Run.run(settings)
+        let summary = try LogSummary(folder: kept)
+        (settings.output, settings.resume) = (plain.path, true)
+        (settings.maxForgetting, settings.general) = (nil, nil)
+        try Run.run(settings)
+        #expect(summary.steps.map(\.loss) == (try LogSummary(folder: plain).steps.map(\.loss)))
+    }
+
+    /// What is saved is what was measured: a run of no steps from these adapters has their losses.
+    @Test func theLossesAreThoseOfTheSavedAdapters() throws {
+        let (kept, again) = (temporaryFolder(), temporaryFolder())
+        defer { for folder in [kept, again] { try? FileManager.default.removeItem(at: folder) } }
+        var settings = try settings(kept)
+        settings.maxForgetting = 0.2
+        try Run.run(settings)
+        let record = try strength(kept)
+        settings = try self.settings(again)
+        (settings.steps, settings.adapters) = (0, kept.appendingPathComponent("adapters").path)
+        settings.maxForgetting = 100
+        try Run.run(settings)
+        let repeated = try strength(again)
+        // B is rounded when it is multiplied by the strength.
+        #expect(abs(repeated.lossBefore - record.lossAfter) <= 1e-6 * record.lossAfter)
+        // A run of no steps lowers no loss, and keeps what it began with.
+        #expect(repeated.strength == 0)
+        #expect(abs(repeated.generalBefore - record.generalBefore) <= 1e-6 * record.generalBefore)
+        for (name, array) in try adapters(kept) {
+            #expect(try #require(try adapters(again)[name]).arrayEqual(array).item(Bool.self), "\(name)")
+        }
+    }
+
+    @Test func refusesASettingWithoutWhatItNeeds() throws {
+        let output = temporaryFolder()
+        var settings = try settings(output)
+        defer { try? FileManager.default.removeItem(at: output) }
+        #expect(message { try settings.check() }.contains("max_forgetting"))
+        settings.maxForgetting = -1
+        #expect(message { try settings.check() }.contains("max_forgetting must be 0 or more"))
+        (settings.maxForgetting, settings.valBatches) = (3, 0)
+        #expect(message { try settings.check() }.contains("val_batches"))
+        settings.valBatches = 2
+        settings.general = output.path
+        #expect(message { try Run.run(settings) }.contains("holds no tokens"))
+    }
+}

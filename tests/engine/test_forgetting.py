@@ -1,0 +1,244 @@
+"""Replayed texts, and the strength of adapters that is chosen at the end of a run, against mlx-lm's
+model."""
+
+import json
+import math
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx import nn
+from mlx_lm.utils import dequantize_model
+
+import mesp
+from helpers.commands import call, run
+from mesp import reference
+from mesp.adapters.load import apply_adapters, read_adapters
+from mesp.adapters.measure import held_out_loss
+from mesp.data.general import general_text
+from mesp.engine.own_texts import opening, own_texts
+from mesp.runs.log import Run
+from mesp.text import bundle_tokenizer
+
+pytestmark = pytest.mark.slow
+SEQ_LEN = 32
+VAL_BATCHES = 4
+GENERAL_SEQUENCES = 32  # of the general text, that an evaluation reads
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("forgetting") / "demo.mesp"
+    call("export", "--model", "demo", "--out", out, "--seq-len", SEQ_LEN, "--device", "cpu")
+    return out
+
+
+def train(bundle: Path, out: Path, *options: object, steps: int = 12) -> Run:
+    typed = ("--steps", steps, "--val-batches", VAL_BATCHES, "--learning-rate", 2e-3)
+    call("train", bundle, *typed, "--out", out, *options)
+    return Run.load(out)
+
+
+def model_with(bundle: Path, adapters: Path | None) -> nn.Module:
+    opened = mesp.load(bundle)
+    model = opened.to_mlx_lm()
+    model.set_dtype(mx.float32)
+    model = dequantize_model(model)
+    if adapters is not None:
+        apply_adapters(model, read_adapters(adapters, opened.architecture), adapters)
+    return model
+
+
+def general_loss(model: nn.Module, bundle: Path, file: Path | None = None) -> float:
+    """Nats a token of the text, in sequences of SEQ_LEN tokens, the last with those left."""
+    vocab_size = mesp.load(bundle).manifest.architecture.vocab_size
+    tokens = general_text(file, bundle_tokenizer(bundle), vocab_size).tokens.astype(np.int32)
+    total = count = 0
+    for start in range(0, min(len(tokens) - 1, GENERAL_SEQUENCES * SEQ_LEN), SEQ_LEN):
+        ids = mx.array(tokens[start : start + SEQ_LEN + 1])
+        losses = nn.losses.cross_entropy(model(ids[None, :-1])[0], ids[1:])
+        total, count = total + losses.sum().item(), count + losses.size
+    return total / count
+
+
+def test_the_losses_of_the_log_are_those_of_mlx_lm(bundle: Path, tmp_path: Path):
+    """And the perplexity keeps to the limit, which the run without one exceeds."""
+    plain = train(bundle, tmp_path / "plain")
+    kept = train(bundle, tmp_path / "kept", "--max-forgetting", 0.5)
+    untuned = model_with(bundle, None)
+    before = general_loss(untuned, bundle)
+    rise = math.exp(general_loss(model_with(bundle, plain.adapters), bundle) - before) - 1
+    assert rise > 0.005
+    record, tuned = kept.strength, model_with(bundle, kept.adapters)
+    opened = mesp.load(bundle)
+    # In float32 two orders of sums, as in the other comparisons with mlx-lm.
+    for found, expected in (
+        (record["general_before"], before),
+        (record["general_after"], general_loss(tuned, bundle)),
+        (record["loss_before"], held_out_loss(untuned, opened, SEQ_LEN, VAL_BATCHES)),
+        (record["loss_after"], held_out_loss(tuned, opened, SEQ_LEN, VAL_BATCHES)),
+    ):
+        assert found == pytest.approx(expected, rel=1e-5)
+    assert math.exp(record["general_after"] - record["general_before"]) - 1 <= 0.005
+    assert 0 < record["strength"] < 1
+    assert record["loss_after"] < record["loss_before"]
+    assert kept.losses == plain.losses
+
+
+def test_a_text_of_ones_own_decides(bundle: Path, tmp_path: Path):
+    """The text of the task itself is not forgotten: the adapters stay as they are."""
+    text = tmp_path / "own.txt"
+    text.write_text(bundle_tokenizer(bundle).decode(mesp.load(bundle).tokens("train")[:600]))
+    given = ("--max-forgetting", 0, "--general", text)
+    done = call("train", bundle, "--steps", 12, "--out", tmp_path / "run", *given)
+    record = Run.load(tmp_path / "run").strength
+    assert record["strength"] == 1
+    expected = general_loss(model_with(bundle, None), bundle, text)
+    assert record["general_before"] == pytest.approx(expected, rel=1e-5)
+    assert "Kept the adapters at 1.00 of their strength" in done.stdout
+
+
+def test_none_are_kept_where_held_out_loss_rises(bundle: Path, tmp_path: Path):
+    """Of a run that diverges, and of one that goes on from adapters, these are kept."""
+    first = train(bundle, tmp_path / "first")
+    wild = ("--optimizer", "sgd", "--max-forgetting", 1, "--adapters", first.adapters)
+    done = call(
+        "train", bundle, "--steps", 4, "--learning-rate", 30, *wild, "--out", tmp_path / "wild"
+    )
+    assert "Kept none of the adapters" in done.stdout
+    kept = Run.load(tmp_path / "wild")
+    assert kept.strength["strength"] == 0
+    assert kept.strength["loss_after"] == kept.strength["loss_before"]
+    same = (mx.load(str(each.adapters / "adapters.safetensors")) for each in (first, kept))
+    before, after = same
+    assert before.keys() == after.keys()
+    assert all(mx.array_equal(before[name], after[name]) for name in before)
+
+
+def test_a_finished_run_goes_on_from_adapters_at_full_strength(bundle: Path, tmp_path: Path):
+    train(bundle, tmp_path / "run", "--max-forgetting", 0.5)
+    call("train", "--resume", "--out", tmp_path / "run", "--steps", 16)
+    resumed = Run.load(tmp_path / "run")
+    whole = train(bundle, tmp_path / "whole", "--max-forgetting", 0.5, steps=16)
+    assert resumed.losses == whole.losses
+    assert resumed.strength["strength"] == whole.strength["strength"]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--general", "FILE"), "--general has no use without --max-forgetting"),
+        (("--max-forgetting", "-1"), "x>=0"),
+        (("--max-forgetting", 3, "--val-batches", 0), "--max-forgetting needs evaluations"),
+        (("--max-forgetting", 3, "--general", "MISSING"), "Cannot read"),
+        (("--max-forgetting", 3, "--general", "EMPTY"), "no tokens"),
+        (("--max-forgetting", 3, "--general", "BINARY"), "not a UTF-8 text"),
+    ],
+)
+def test_what_cannot_be_used_is_refused(bundle: Path, tmp_path: Path, options: tuple, said: str):
+    files = {name: tmp_path / name for name in ("FILE", "MISSING", "EMPTY", "BINARY")}
+    files["FILE"].write_text("A text.")
+    files["EMPTY"].write_text("")
+    files["BINARY"].write_bytes(b"\xff\xfe\xfd")
+    typed = [files.get(each, each) for each in options]
+    out = tmp_path / "run"
+    done = run("train", bundle, "--steps", 2, "--out", out, *typed)
+    assert done.returncode == 2, done.stderr
+    assert said in " ".join(done.stderr.split())
+    assert not out.exists()
+
+
+def test_a_log_without_a_choice_has_none(bundle: Path, tmp_path: Path):
+    plain = train(bundle, tmp_path / "plain", steps=1)
+    assert plain.strength == {} and plain.describe_strength() is None
+    assert "general" not in json.loads((tmp_path / "plain" / "settings.json").read_text())
+
+
+def losses_of(model: nn.Module, tokens: np.ndarray, examples: np.ndarray) -> list[float]:
+    found = []
+    for start, length in examples.tolist():
+        ids = mx.array(tokens[start : start + length].astype(np.int32))
+        found.append(nn.losses.cross_entropy(model(ids[None, :-1])[0], ids[1:]).mean().item())
+    return found
+
+
+def tokens_of(run: Path) -> tuple[np.ndarray, np.ndarray]:
+    """Those that a run replays, and where each example lies."""
+    entry = json.loads((run / "replay" / "data.json").read_text())["train"]
+    words = {
+        name: np.fromfile(run / "replay" / file, "<u4")
+        for name, file in (("tokens", entry["file"]), ("examples", entry["examples"]["file"]))
+    }
+    return words["tokens"], words["examples"].reshape(-1, 2)
+
+
+def test_a_share_of_the_sequences_is_replayed(bundle: Path, tmp_path: Path):
+    """At a rate that changes nothing, each step has the loss of the sequence whose turn it is."""
+    still = ("--learning-rate", 1e-12)
+    plain = train(bundle, tmp_path / "plain", *still, steps=10)
+    mixed = train(bundle, tmp_path / "mixed", *still, "--replay", 0.3, steps=10)
+    replayed = [(step + 1) * 3 // 10 - step * 3 // 10 for step in range(10)]
+    assert [step["replayed"] for step in mixed.steps] == replayed
+    trained = [loss for loss, own in zip(mixed.losses, replayed, strict=True) if not own]
+    # The rate is not 0.
+    assert trained == pytest.approx(plain.losses[: len(trained)], rel=1e-5)
+    tokens, examples = tokens_of(tmp_path / "mixed")
+    known = losses_of(model_with(bundle, None), tokens, examples)
+    order = [reference.step_window(i, 0, len(examples)) for i in range(sum(replayed))]
+    found = [loss for loss, own in zip(mixed.losses, replayed, strict=True) if own]
+    assert found == pytest.approx([known[i] for i in order], rel=1e-5)
+
+
+def test_own_texts_are_drawn_from_the_model(bundle: Path):
+    """The mean of -log p is the entropy: both by mlx-lm's model, within four deviations."""
+    tokenizer = bundle_tokenizer(bundle)
+    texts = own_texts(bundle, None, tokenizer, 24, SEQ_LEN, seed=3)
+    assert texts.tokens.shape == (24 * (SEQ_LEN + 1),)
+    start = opening(tokenizer)
+    model, differences, variance = model_with(bundle, None), 0.0, 0.0
+    for row in texts.tokens.reshape(24, -1).astype(np.int32):
+        assert row[: len(start)].tolist() == start
+        logits = model(mx.array(row[None, :-1]))[0, len(start) - 1 :].astype(mx.float32)
+        logs = np.array(logits - mx.logsumexp(logits, axis=-1, keepdims=True), np.float64)
+        shares = np.exp(logs)
+        entropies = -(shares * logs).sum(1)
+        differences += (-logs[np.arange(len(logs)), row[len(start) :]] - entropies).sum()
+        variance += ((shares * logs**2).sum(1) - entropies**2).sum()
+    assert abs(differences) < 4 * variance**0.5
+    again = own_texts(bundle, None, tokenizer, 24, SEQ_LEN, seed=3)
+    other = own_texts(bundle, None, tokenizer, 24, SEQ_LEN, seed=4)
+    assert np.array_equal(texts.tokens, again.tokens)
+    assert not np.array_equal(texts.tokens, other.tokens)
+
+
+def test_a_resumed_run_replays_as_a_whole_one(bundle: Path, tmp_path: Path):
+    """From older records, which are text."""
+    records = tmp_path / "older.jsonl"
+    records.write_text(
+        "".join(json.dumps({"text": "It rained. " * n}) + "\n" for n in range(9, 40))
+    )
+    options = ("--replay", 0.4, "--replay-data", records, "--batch-size", 2)
+    whole = train(bundle, tmp_path / "whole", *options, steps=8)
+    train(bundle, tmp_path / "parts", *options, steps=5)
+    call("train", "--resume", "--out", tmp_path / "parts", "--steps", 8)
+    parts = Run.load(tmp_path / "parts")
+    assert parts.losses == whole.losses
+    assert sum(step["replayed"] for step in parts.steps) == 6  # of 16 sequences
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--replay", 1), "0<x<1"),
+        (("--replay-data", "older.txt"), "--replay-data has no use without --replay"),
+        (("--replay", 0.2, "--dp-clip", 1, "--dp-noise", 1), "--dp-clip does not go together"),
+        (("--replay", 0.2, "--replay-data", "older.txt"), "older.txt"),
+    ],
+)
+def test_replay_that_cannot_be_is_refused(bundle: Path, tmp_path: Path, options: tuple, said: str):
+    out = tmp_path / "run"
+    done = run("train", bundle, "--steps", 2, "--out", out, *options)
+    assert done.returncode == 2, done.stderr
+    assert said in " ".join(done.stderr.split())
+    assert not out.exists()
