@@ -1,21 +1,24 @@
-"""What a model forgets of other texts while it learns a task, and how --max-forgetting limits that.
+"""What a model forgets of other texts while it learns a task, and how to keep it.
 
     python tools/forgetting.py            two tasks, three seeds
     python tools/forgetting.py --after    five tasks one after the other, each from the adapters
                                           of the one before
 
-Each run is made twice, as it is by default and with --max-forgetting. A task's gain is how far its
-held-out loss falls. What is forgotten is how far perplexity rises on texts that neither the task
-nor the choice of the adapters' strength has seen: the prose of Python's language reference, code of
-Python's library, answers of the untuned model to questions, and what --text names.
+Each run is made as it is by default, with --max-forgetting, and with --replay too, in so many more
+steps that as many sequences are of the task. A task's gain is how far its held-out loss falls. What
+is forgotten is how far perplexity rises on texts that neither the task nor the choice of the
+adapters' strength has seen: the prose of Python's language reference, code of Python's library,
+answers of the untuned model to questions, and what --text names.
 """
 
 from __future__ import annotations
 
 import inspect
 import json
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import click
 from rich.console import Console
@@ -33,13 +36,19 @@ from studies import tasks as house
 from tasks import notes
 
 LIMIT = 3.0  # percent
-STEPS = 160
+STEPS = 120
+SHARE = 0.15  # that is replayed
 SEQ_LENS = (64, 112, 128)
 HELD_OUT = 40
 TEXT_CHARACTERS = 6000  # of each text
 ANSWER_TOKENS = 80
 OUT = Path("build/forgetting")
-OPTIONS = {"schedule": "linear", "val_batches": HELD_OUT}
+OPTIONS: dict[str, Any] = {"schedule": "linear", "val_batches": HELD_OUT}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    f"--max-forgetting {LIMIT:g}": {"max_forgetting": LIMIT},
+    f"--replay {SHARE:g} --max-forgetting {LIMIT:g}": {"replay": SHARE, "max_forgetting": LIMIT},
+}
 
 QUESTIONS = (
     "What is the capital of France?",
@@ -84,41 +93,44 @@ class Result:
 @click.option("--after", is_flag=True, help="All five tasks, each after the one before.")
 @click.option("--steps", default=STEPS, show_default=True)
 @click.option("--seeds", default=3, show_default=True)
-@click.option("--limit", default=LIMIT, show_default=True, help="--max-forgetting, in percent.")
 @click.option(
     "--text", "files", multiple=True, type=click.Path(exists=True, path_type=Path),
     help="Another text to measure, UTF-8. Repeatable.",
 )  # fmt: skip
 def main(
-    model: str | None, names: tuple[str, ...], after: bool, steps: int, seeds: int, limit: float,
+    model: str | None, names: tuple[str, ...], after: bool, steps: int, seeds: int,
     files: tuple[Path, ...],
 ) -> None:  # fmt: skip
-    """Measure what fine-tuning forgets, with --max-forgetting and without."""
+    """Measure what fine-tuning forgets, and what it costs to keep it."""
     names = tuple(TASKS) if after else names
     source = model or find_model()
-    bundles = {name: export(source, name, steps, seeds) for name in names}
+    bundles = {name: export(source, name, steps) for name in names}
     texts = write_texts(bundles[names[0]], files)
     base = perplexities(bundles[names[0]], texts, None)
     table = Table("task", "run", "held-out loss", "strength", "gain", *texts, "peak MB", "s")
     console = Console(width=200, highlight=False)
     for seed in range(1 if after else seeds):
-        plain = kept = None
+        adapters: dict[str, Path | None] = dict.fromkeys(VARIANTS)
         for name, bundle in bundles.items():
-            start = (plain, kept) if after else (None, None)
-            plain, one = learn(bundle, f"{name}-{seed}", texts, steps, seed, start[0], None)
-            kept, other = learn(bundle, f"{name}-{seed}-kept", texts, steps, seed, start[1], limit)
-            for label, each in (("plain", one), (f"--max-forgetting {limit:g}", other)):
-                gain = (each.before - each.after) / (one.before - one.after)
+            gain = None
+            for label, options in VARIANTS.items():
+                study = "after" if after else "alone"
+                out = OUT / "runs" / "-".join((study, name, str(seed), *label.split()))
+                start = adapters[label] if after else None
+                run = learn(bundle, out, steps, {**options, "seed": seed, "adapters": start})
+                adapters[label] = run.adapters
+                each = result(bundle, run, texts)
+                gain = gain or each.before - each.after
                 table.add_row(
                     f"{name}, seed {seed}", label, f"{each.before:.3f} → {each.after:.4f}",
-                    f"{each.strength:.2f}", f"{gain:.1%}",
+                    f"{each.strength:.2f}", f"{(each.before - each.after) / gain:.1%}",
                     *(f"{value / base[text] - 1:+.1%}" for text, value in each.perplexity.items()),
                     f"{each.peak_bytes / 1e6:.1f}", f"{each.seconds:.0f}",
                 )  # fmt: skip
             console.print(table)
 
 
-def export(model: str, name: str, steps: int, seeds: int) -> Bundle:
+def export(model: str, name: str, steps: int) -> Bundle:
     """The model with a task's data."""
     data = OUT / name
     write_data(data, TASKS[name](steps, False), TASKS[name](HELD_OUT, True))
@@ -197,26 +209,28 @@ def perplexities(bundle: Bundle, texts: dict[str, Path], adapters: Path | None) 
     return found
 
 
-def learn(
-    bundle: Bundle, name: str, texts: dict[str, Path], steps: int, seed: int,
-    adapters: Path | None, limit: float | None,
-) -> tuple[Path, Result]:  # fmt: skip
-    """A run, and what it gave."""
-    out = OUT / "runs" / name
+def learn(bundle: Bundle, out: Path, steps: int, options: dict[str, Any]) -> Run:
+    """A run, with `steps` sequences of the task; one that is there is not made again."""
     if not (out / "metrics.jsonl").exists() or not Run.load(out).end:
-        mesp.train(
-            bundle, out=out, steps=steps, seed=seed, adapters=adapters, max_forgetting=limit,
-            warmup=steps // 20, **OPTIONS,
-        )  # fmt: skip
-    run = Run.load(out)
+        shutil.rmtree(out, ignore_errors=True)
+        steps = round(steps / (1 - options.get("replay", 0)))
+        warmup = steps // 20
+        mesp.train(bundle, out=out, steps=steps, warmup=warmup, **OPTIONS, **options)
+    return Run.load(out)
+
+
+def result(bundle: Bundle, run: Run, texts: dict[str, Path]) -> Result:
     before, after = run.held_out
     assert before is not None and after is not None
-    strength = run.strength.get("strength", 1.0)
-    result = Result(
-        before, run.strength.get("loss_after", after), strength,
-        perplexities(bundle, texts, run.adapters), run.peak_bytes or 0, run.end["seconds"],
+    kept = {"strength": 1.0, "loss_after": after} | run.strength
+    # Before texts are sampled, and after the strength is chosen.
+    began, ended = (
+        (run.adapters.parent / name).stat().st_mtime for name in ("settings.json", "metrics.jsonl")
+    )
+    return Result(
+        before, kept["loss_after"], kept["strength"], perplexities(bundle, texts, run.adapters),
+        run.peak_bytes or 0, ended - began,
     )  # fmt: skip
-    return run.adapters, result
 
 
 if __name__ == "__main__":
