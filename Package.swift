@@ -69,7 +69,7 @@ let package = Package(
             name: "MeSPAppModel",
             dependencies: ["MeSPCore", "MeSPDownload", "MeSPFederation", "MeSPFiles", "MeSPSelfCheck"],
             path: "ios/MeSPTrainer/AppModel",
-            resources: [.process("paper.json")]),
+            resources: [.process("general.txt"), .process("paper.json")]),
         .testTarget(
             name: "MeSPTests",
             dependencies: ["MeSPCore", "MeSPAppModel", "MeSPFederation", "MeSPSelfCheck", "MeSPSentences"] + ledger

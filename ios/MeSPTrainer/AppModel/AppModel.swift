@@ -336,6 +336,7 @@ import Observation
         let folder = library.folder.newRun(bundle: bundle.name, method: form.settings.method)
         var settings = form.settingsToStart
         settings.output = folder.path
+        var hasBegun = false
         await prepare(bundle) {
             let source = try form.source()
             // While the system asks, the app is not in front, and a run would wait.
@@ -343,10 +344,17 @@ import Observation
             if let source {
                 settings.data = try await tokenize(source, for: bundle, into: folder).path
             }
+            if let general = form.generalText {
+                settings.general = try await tokenize(
+                    general, for: bundle, into: folder, named: TextData.generalName, length: 64
+                ).path
+                settings.maxForgetting = TrainingForm.mostForgetting
+            }
             controller.start(settings)
+            hasBegun = true
             showsSetup = false
         }
-        if settings.data == nil, form.textKind != .bundle { try? FileManager.default.removeItem(at: folder) }
+        if !hasBegun { try? FileManager.default.removeItem(at: folder) }
         await refresh()
     }
 
@@ -363,12 +371,16 @@ import Observation
     }
 
     /// - Returns: the folder with the tokens.
-    private func tokenize(_ source: TextData.Source, for bundle: StoredBundle, into run: URL) async throws -> URL {
+    private func tokenize(
+        _ source: TextData.Source, for bundle: StoredBundle, into run: URL, named name: String = TextData.folderName,
+        length: Int? = nil
+    ) async throws -> URL {
         tokenized = 0
         defer { tokenized = nil }
         let data = TextData(
-            tokenizer: try await loadTokenizer(bundle.url), length: form.settings.seqLen, answersOnly: form.answersOnly)
-        let folder = run.appendingPathComponent(TextData.folderName)
+            tokenizer: try await loadTokenizer(bundle.url), length: length ?? form.settings.seqLen,
+            answersOnly: form.answersOnly)
+        let folder = run.appendingPathComponent(name)
         let (progress, sender) = AsyncStream.makeStream(of: Double.self, bufferingPolicy: .bufferingNewest(1))
         let work = Task.detached {
             defer { sender.finish() }

@@ -114,6 +114,7 @@ public struct DocumentsFolder: Sendable {
         settings.bundle = bundle.url.path
         settings.output = run.url.path
         if settings.data != nil { settings.data = run.url.appendingPathComponent(TextData.folderName).path }
+        if settings.general != nil { settings.general = run.url.appendingPathComponent(TextData.generalName).path }
         settings.resume = true
         return settings
     }

@@ -104,6 +104,10 @@ import Observation
     public var pasted = ""
     /// Whether only the answers of records with prompts are in the loss.
     public var answersOnly = true
+    /// Whether the adapters are weakened, or not kept, where the model would forget other things.
+    public var keepsKnowledge = true
+    /// The most that perplexity on a general text may rise, in percent.
+    static let mostForgetting = 3.0
 
     /// The architecture of the bundle that was chosen last.
     @ObservationIgnored private var architecture: Architecture?
@@ -179,6 +183,16 @@ import Observation
         settings.adapters = startingRuns.first { $0.id == startingRun }?.adapters?.path
         settings.resume = false
         return settings
+    }
+
+    /// The text that a run must not forget, `general.txt`; nil where nobody asks, or no answers or held-out text could tell.
+    var generalText: TextData.Source? {
+        guard keepsKnowledge, settings.objective == nil, settings.valBatches > 0, let bundle,
+            textKind != .bundle || bundle.manifest?.data?["valid"] != nil,
+            FileManager.default.fileExists(atPath: bundle.url.appendingPathComponent("tokenizer.json").path),
+            let page = Bundle.module.url(forResource: "general", withExtension: "txt")
+        else { return nil }
+        return .file(page)
     }
 
     /// One sentence on the lesson for the model; nil without a bundle.

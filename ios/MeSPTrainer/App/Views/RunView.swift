@@ -65,6 +65,9 @@ struct LogSections: View {
     private var training: String { String(localized: "Training") }
 
     var body: some View {
+        if let strength = log.strength {
+            Section { Text(strength.sentence.localized) }
+        }
         Section("Loss, nats a token") {
             Chart {
                 ForEach(log.curve { Double($0.loss) }) {

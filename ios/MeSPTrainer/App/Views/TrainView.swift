@@ -225,6 +225,7 @@ private struct MoreView: View {
             ForEach(model.form.projections, id: \.self) { name in
                 Toggle("Train \(name)", isOn: $form[trains: name])
             }
+            Toggle("Keep what the model knows", isOn: $form.keepsKnowledge)
             Picker("Start from the adapters of", selection: $form.startingRun) {
                 Text("No run").tag(StoredRun.ID?.none)
                 ForEach(model.form.startingRuns) { Text($0.name).tag(Optional($0.id)) }

@@ -18,6 +18,8 @@ public struct TextData: Sendable {
 
     /// The folder's name inside a run.
     package static let folderName = "data"
+    /// That of the run's general text.
+    package static let generalName = "general"
     /// One part in this many is held out.
     private static let heldOut = 10
 

@@ -54,21 +54,34 @@ import Testing
 
     // MARK: - A run
 
-    private func settings(_ output: URL) throws -> RunSettings {
+    /// - Parameter tokens: of the general text.
+    private func settings(_ output: URL, _ tokens: [Int] = (0..<50).map { $0 * 7 % 60 }) throws -> RunSettings {
         var settings = try RunSettings.ofATest(output)
         settings.valBatches = 2
         let general = output.appendingPathComponent("general")
         try FileManager.default.createDirectory(at: general, withIntermediateDirectories: true)
-        let tokens = (0..<50).map { UInt32($0 * 7 % 60).littleEndian }
-        try tokens.withUnsafeBytes { Data($0) }.write(to: general.appendingPathComponent("train.bin"))
-        try Data(#"{"train": {"file": "train.bin", "tokens": 50}}"#.utf8)
-            .write(to: general.appendingPathComponent("data.json"))
+        let words = tokens.map { UInt32($0).littleEndian }
+        try words.withUnsafeBytes { Data($0) }.write(to: general.appendingPathComponent("train.bin"))
+        let index = #"{"train": {"file": "train.bin", "tokens": \#(tokens.count)}}"#
+        try Data(index.utf8).write(to: general.appendingPathComponent("data.json"))
         settings.general = general.path
         return settings
     }
 
-    private func adapters(_ folder: URL, in name: String = "adapters") throws -> [String: MLXArray] {
-        try loadArrays(url: folder.appendingPathComponent("\(name)/adapters.safetensors"))
+    /// A text that is less likely after a run than before it.
+    private func forgotten(of run: URL) throws -> [Int] {
+        let bundle = try ModelBundle(url: URL(fileURLWithPath: try RunSettings.ofATest(run).bundle))
+        let evaluators = try [nil, run.appendingPathComponent("adapters")].map { try Evaluator(bundle, adapters: $0) }
+        let texts = (1..<60).map { step in (0..<50).map { $0 * step % 60 } }
+        return try #require(
+            try texts.first { text in
+                let found = try evaluators.map { try -$0.logLikelihood(of: text, window: 20) }
+                return found[1] > 1.01 * found[0]
+            })
+    }
+
+    private func adapters(_ folder: URL) throws -> [String: MLXArray] {
+        try loadArrays(url: folder.appendingPathComponent("adapters/adapters.safetensors"))
     }
 
     private func strength(_ folder: URL) throws -> LogRecord.Strength {
@@ -83,7 +96,7 @@ import Testing
         settings.valBatches = 2
         try Run.run(settings)
         let learned = try #require(try LogSummary(folder: plain).evals.last)
-        settings = try self.settings(kept)
+        settings = try self.settings(kept, forgotten(of: plain))
         settings.maxForgetting = 0.2
         try Run.run(settings)
         let record = try strength(kept)
