@@ -10,6 +10,7 @@ import io
 import json
 import re
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -130,6 +131,9 @@ def picture(title: str, runs: dict[str, Run], paint: Paint, **axes_properties: A
 
 def loss_picture(runs: dict[str, Run]) -> str:
     def paint(axes: Axes, name: str, run: Run, color: str) -> None:
+        # The loss on replayed texts does not fall.
+        own = [step for step in run.steps if not step.get("replayed")]
+        run = replace(run, steps=tuple(own or run.steps))
         if len(runs) == 1 and len(run.steps) > POINTS:
             every = max(1, len(run.steps) // 1000)
             some = run.steps[::every]
@@ -281,6 +285,7 @@ def summary(runs: dict[str, Run]) -> list[Row]:
         "best held-out",
         lambda run: f"{decimal(run.best['loss'])} at step {run.best['step']}" if run.best else "-",
     )
+    row("kept at the end", lambda run: run.describe_strength() or "-")
     row("predicted MB", lambda run: megabytes(run.plan.get("predicted_peak_bytes")))
     row("began", lambda run: run.start.get("time", "-").replace("T", " ").rstrip("Z"))
     row("machine", lambda run: run.start.get("host", "-"))

@@ -11,20 +11,13 @@ import Testing
 
     init() throws { app = try TestApp() }
 
-    /// With a tokenizer, and held-out text, the strength of the adapters is chosen, and what was kept is said.
+    /// With held-out text the strength of the adapters is chosen, and what was kept is said.
     @Test(arguments: [true, false]) func keepsWhatTheModelKnows(_ isAsked: Bool) async throws {
         try await app.importTied()
         (form.settings.valBatches, form.settings.steps, form.keepsKnowledge) = (2, 2, isAsked)
         await model.start()
         try await app.ended()
-        #expect(model.library.runs.first?.log?.start?.settings.general == nil, "there is no tokenizer")
-        let bundle = try #require(form.bundle).url
-        try Data("{}".utf8).write(to: bundle.appendingPathComponent("tokenizer.json"))
-        await model.start()
-        try await app.ended()
-        let run = try #require(
-            model.library.runs.first { $0.log?.start?.settings.general != nil } ?? model.library.runs.first)
-        let log = try LogSummary(folder: run.url)
+        let log = try LogSummary(folder: #require(model.library.runs.first).url)
         #expect((log.strength != nil) == isAsked)
         #expect(log.start?.settings.maxForgetting == (isAsked ? 3 : nil))
         if let sentence = log.strength?.sentence.english { #expect(sentence.hasPrefix("The model ")) }
