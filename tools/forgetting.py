@@ -13,8 +13,10 @@ answers of the untuned model to questions, and what --text names.
 
 from __future__ import annotations
 
+import argparse
 import inspect
 import json
+import math
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,19 +32,21 @@ from demo_rewards import cases as sentences
 from mesp.bundle.reader import Bundle
 from mesp.commands.command import Command
 from mesp.data.python_docs import python_docs
+from mesp.evaluation.model import running_model
 from mesp.runs.log import Run
-from mesp.text import bundle_tokenizer
+from mesp.text import bundle_tokenizer, encode
 from studies import tasks as house
 from tasks import notes
 
 LIMIT = 3.0  # percent
 STEPS = 120
-SHARE = 0.15  # that is replayed
+SHARE = 0.1  # that is replayed
 SEQ_LENS = (64, 112, 128)
-HELD_OUT = 40
+HELD_OUT = 24
 TEXT_CHARACTERS = 6000  # of each text
 ANSWER_TOKENS = 80
 OUT = Path("build/forgetting")
+Answers = list[tuple[list[int], list[int]]]
 OPTIONS: dict[str, Any] = {"schedule": "linear", "val_batches": HELD_OUT}
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -105,9 +109,10 @@ def main(
     names = tuple(TASKS) if after else names
     source = model or find_model()
     bundles = {name: export(source, name, steps) for name in names}
-    texts = write_texts(bundles[names[0]], files)
-    base = perplexities(bundles[names[0]], texts, None)
-    table = Table("task", "run", "held-out loss", "strength", "gain", *texts, "peak MB", "s")
+    texts = write_texts(files)
+    answers = ask(bundles[names[0]])
+    base = perplexities(bundles[names[0]], texts, answers, None)
+    table = Table("task", "run", "held-out loss", "strength", "gain", *base, "peak MB", "s")
     console = Console(width=200, highlight=False)
     for seed in range(1 if after else seeds):
         adapters: dict[str, Path | None] = dict.fromkeys(VARIANTS)
@@ -119,7 +124,7 @@ def main(
                 start = adapters[label] if after else None
                 run = learn(bundle, out, steps, {**options, "seed": seed, "adapters": start})
                 adapters[label] = run.adapters
-                each = result(bundle, run, texts)
+                each = result(run, perplexities(bundle, texts, answers, run.adapters))
                 gain = gain or each.before - each.after
                 table.add_row(
                     f"{name}, seed {seed}", label, f"{each.before:.3f} → {each.after:.4f}",
@@ -176,37 +181,45 @@ TASKS = {
 }
 
 
-def write_texts(bundle: Bundle, files: tuple[Path, ...]) -> dict[str, Path]:
+def write_texts(files: tuple[Path, ...]) -> dict[str, Path]:
     """Writes the texts to be remembered, by name, as `mesp evaluate` takes them."""
-    tokenizer = bundle_tokenizer(bundle.path)
-    import argparse
-
     texts = {
-        "docs": ["\n".join(each.content["text"] for each in python_docs()["valid"])],
-        "code": [inspect.getsource(argparse)[20_000:]],
-        **{file.stem: [file.read_text("utf-8")[20_000:]] for file in files},
+        "docs": "\n".join(each.content["text"] for each in python_docs()["valid"]),
+        "code": inspect.getsource(argparse)[20_000:],
+        **{file.stem: file.read_text("utf-8")[20_000:] for file in files},
     }
-    answers = []
-    for question in QUESTIONS:
-        asked = tokenizer.apply_chat_template(
-            [{"role": "user", "content": question}], add_generation_prompt=True, tokenize=False
-        )
-        answers.append(asked + mesp.generate(bundle, question, max_tokens=ANSWER_TOKENS))
     written = {}
-    for name, each in {**texts, "answers": answers}.items():
+    for name, each in texts.items():
         written[name] = OUT / f"{name}.jsonl"
-        lines = [json.dumps({"text": text[:TEXT_CHARACTERS]}) + "\n" for text in each]
-        written[name].write_text("".join(lines), encoding="utf-8")
+        line = json.dumps({"text": each[:TEXT_CHARACTERS]}) + "\n"
+        written[name].write_text(line, encoding="utf-8")
     return written
 
 
-def perplexities(bundle: Bundle, texts: dict[str, Path], adapters: Path | None) -> dict[str, float]:
+def ask(bundle: Bundle) -> Answers:
+    """The untuned model's answers to questions: the tokens of each prompt, and of its answer."""
+    tokenizer = bundle_tokenizer(bundle.path)
+    found = []
+    for question in QUESTIONS:
+        asked = encode(tokenizer, question, True, None)
+        answer = mesp.generate(bundle, question, max_tokens=ANSWER_TOKENS)
+        found.append((asked, tokenizer.encode(answer, add_special_tokens=False)))
+    return found
+
+
+def perplexities(
+    bundle: Bundle, texts: dict[str, Path], answers: Answers, adapters: Path | None
+) -> dict[str, float]:
+    """Of each text, and of the answers after their prompts."""
     found = {}
     for name, file in texts.items():
         folders = () if adapters is None else (adapters,)
         rows = mesp.evaluate(bundle, file, adapters=folders, base=not folders, max_length=256).rows
         (found[name],) = [row.estimate.value for row in rows if row.metric == "perplexity"]
-    return found
+    with running_model(bundle.path, adapters, bundle_tokenizer(bundle.path), 1024) as model:
+        scores = [model.scores(asked, [answer])[0].log_likelihood for asked, answer in answers]
+    tokens = sum(len(answer) for _, answer in answers)
+    return {**found, "answers": math.exp(-sum(scores) / tokens)}
 
 
 def learn(bundle: Bundle, out: Path, steps: int, options: dict[str, Any]) -> Run:
@@ -219,7 +232,7 @@ def learn(bundle: Bundle, out: Path, steps: int, options: dict[str, Any]) -> Run
     return Run.load(out)
 
 
-def result(bundle: Bundle, run: Run, texts: dict[str, Path]) -> Result:
+def result(run: Run, perplexity: dict[str, float]) -> Result:
     before, after = run.held_out
     assert before is not None and after is not None
     kept = {"strength": 1.0, "loss_after": after} | run.strength
@@ -228,7 +241,7 @@ def result(bundle: Bundle, run: Run, texts: dict[str, Path]) -> Result:
         (run.adapters.parent / name).stat().st_mtime for name in ("settings.json", "metrics.jsonl")
     )
     return Result(
-        before, kept["loss_after"], kept["strength"], perplexities(bundle, texts, run.adapters),
+        before, kept["loss_after"], kept["strength"], perplexity,
         run.peak_bytes or 0, ended - began,
     )  # fmt: skip
 

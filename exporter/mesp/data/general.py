@@ -13,7 +13,7 @@ from mesp.data.tokens import begin_of_text, cut_text
 from mesp.errors import MespError, plain_os_errors
 from mesp.files import read_bytes
 
-SIZE = 1 << 22  # bytes of a text; an evaluation reads the first 32 sequences
+SIZE = 1 << 22  # bytes of a text; an evaluation reads the first 16 sequences
 
 
 def general_text(file: Path | None, tokenizer: Any, vocab_size: int) -> Split:

@@ -6,6 +6,7 @@ that of the Kullback-Leibler divergence from it (docs/method.md, "Forgetting").
 
 from __future__ import annotations
 
+import math
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ from mesp.data.examples import Split
 from mesp.engine.process import evaluator
 from mesp.errors import MespError
 
-MOST_TEXTS = 64  # after which they are replayed again
+MOST_TEXTS = 64
+TIMES = 2  # that a text is replayed, unless they are too few: to write one takes longer than a step
 LENGTH = 128  # tokens of a text, where sequences have as many
 AT_ONCE = 8
 
@@ -24,13 +26,14 @@ AT_ONCE = 8
 def own_texts(
     bundle: Path, adapters: Path | None, tokenizer: Any, count: int, seq_len: int, seed: int
 ) -> Split:
-    """Texts drawn from the bundle's model with `adapters` at temperature 1, an example each:
-    `count`, at most `MOST_TEXTS`, of `LENGTH` tokens and the one after, or `seq_len`.
+    """Texts drawn from the bundle's model with `adapters` at temperature 1, an example each, for
+    `count` sequences: of `LENGTH` tokens and the one after, or `seq_len`.
 
-    They begin as the chat template begins a conversation, or where there is none as a text does.
+    They begin as the chat template begins a conversation, or where there is none as a text does;
+    that is not in the loss.
     """
     start, length = opening(tokenizer), min(seq_len, LENGTH) + 1
-    prompts = [start] * min(count, MOST_TEXTS)
+    prompts = [start] * min(math.ceil(count / TIMES), MOST_TEXTS)
     texts = [[*start] for _ in prompts]
 
     def take(index: int, token: int) -> bool:
@@ -43,7 +46,8 @@ def own_texts(
             pass
     starts = np.arange(len(texts)) * length
     examples = np.stack([starts, np.full(len(texts), length)], axis=1)
-    return Split(np.array(texts, np.uint32).ravel(), examples.astype(np.uint32))
+    mask = np.tile(np.arange(length) >= len(start), len(texts)).astype(np.uint8)
+    return Split(np.array(texts, np.uint32).ravel(), examples.astype(np.uint32), mask)
 
 
 def opening(tokenizer: Any) -> list[int]:

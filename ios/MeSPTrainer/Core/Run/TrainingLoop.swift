@@ -26,7 +26,7 @@ final class TrainingLoop {
     private var saveAt: ContinuousClock.Instant
 
     /// The most pieces of the general text that an evaluation reads.
-    private static let generalPieces = 32
+    private static let generalPieces = 16
     /// The time that a crash or an empty battery can cost: at the start, and after the first save.
     private static let (timeToFirstSave, timeBetweenSaves) = (Duration.seconds(60), Duration.seconds(180))
 
