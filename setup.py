@@ -20,7 +20,7 @@ FOLDERS = (
     "ios/MeSPTrainer/Sentences",
     "ios/MeSPTrainer/Tests",
 )
-SUFFIXES = (".swift", ".cpp", ".h", ".json")
+SUFFIXES = (".swift", ".cpp", ".h", ".json", ".txt")
 SOURCES = ["Package.swift", "ios/HostMLX/Package.swift"]
 SOURCES += sorted(
     path.as_posix()
