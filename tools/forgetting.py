@@ -95,6 +95,10 @@ class Result:
     help="Repeatable.",
 )  # fmt: skip
 @click.option("--after", is_flag=True, help="All five tasks, each after the one before.")
+@click.option(
+    "--run", "labels", multiple=True, type=click.Choice(tuple(VARIANTS)), default=tuple(VARIANTS),
+    help="Only these, and the first. Repeatable.",
+)  # fmt: skip
 @click.option("--steps", default=STEPS, show_default=True)
 @click.option("--seeds", default=3, show_default=True)
 @click.option(
@@ -102,8 +106,8 @@ class Result:
     help="Another text to measure, UTF-8. Repeatable.",
 )  # fmt: skip
 def main(
-    model: str | None, names: tuple[str, ...], after: bool, steps: int, seeds: int,
-    files: tuple[Path, ...],
+    model: str | None, names: tuple[str, ...], after: bool, labels: tuple[str, ...], steps: int,
+    seeds: int, files: tuple[Path, ...],
 ) -> None:  # fmt: skip
     """Measure what fine-tuning forgets, and what it costs to keep it."""
     names = tuple(TASKS) if after else names
@@ -119,6 +123,8 @@ def main(
         for name, bundle in bundles.items():
             gain = None
             for label, options in VARIANTS.items():
+                if gain and label not in labels:
+                    continue
                 study = "after" if after else "alone"
                 out = OUT / "runs" / "-".join((study, name, str(seed), *label.split()))
                 start = adapters[label] if after else None
