@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import math
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -15,6 +14,8 @@ from mesp.errors import MespError
 # Takes, by name, lists of as many `prompts`, `completions` and `references`, which are the answers
 # in the data; TRL's reward functions take the first two so. Returns a number for each.
 Reward = Callable[..., Sequence[float]]
+
+MOST = 1e30  # in size: the engine has float32
 
 BUILT_IN = ("exact", "json", "json-equal", "regex:PATTERN", "length:N")
 
@@ -32,10 +33,10 @@ def find_reward(name: str) -> Reward:
     if kind == "regex":
         try:
             pattern = re.compile(rest)
-        except re.error as error:
+        except (re.error, OverflowError, RecursionError) as error:
             raise MespError(f"The pattern of the reward {name} is not valid: {error}.") from error
         return _each(lambda answer, _: pattern.search(answer) is not None)
-    if kind == "length" and rest.isdigit() and int(rest) > 0:
+    if kind == "length" and rest.isdecimal() and int(rest) > 0:
         most = int(rest)
         return _each(lambda answer, _: min(1.0, most / max(1, len(answer))))
     return _imported(name, kind, rest)
@@ -61,8 +62,9 @@ def _imported(name: str, module: str, function: str) -> Reward:
         sys.path.insert(0, str(Path.cwd()))
     try:
         found = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError) as error:
-        raise MespError(f"The reward {name} cannot be imported: {error}.") from error
+    except (Exception, SystemExit) as error:  # whatever the module does
+        reason = f"{type(error).__name__}: {error}"
+        raise MespError(f"The reward {name} cannot be imported: {reason}.") from error
     if not callable(found):
         raise MespError(f"The reward {name} is not a function.")
     return found  # type: ignore[no-any-return]
@@ -77,11 +79,11 @@ def rewards_of(
             prompts=list(prompts), completions=list(completions), references=list(references)
         )
         numbers = [float(each) for each in given]
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise MespError(f"The reward function failed: {type(error).__name__}: {error}.") from error
-    if len(numbers) != len(completions) or not all(map(math.isfinite, numbers)):
+    if len(numbers) != len(completions) or not all(abs(each) <= MOST for each in numbers):
         raise MespError(
             f"The reward function must return a finite number for each of {len(completions)} "
-            "answers."
+            f"answers, at most {MOST:g} in size."
         )
     return numbers

@@ -3,6 +3,7 @@ model."""
 
 import json
 import math
+import shutil
 from pathlib import Path
 
 import mlx.core as mx
@@ -18,6 +19,7 @@ from mesp.adapters.load import apply_adapters, read_adapters
 from mesp.adapters.measure import held_out_loss
 from mesp.data.general import general_text
 from mesp.engine.own_texts import opening, own_texts
+from mesp.errors import MespError
 from mesp.runs.log import Run
 from mesp.text import bundle_tokenizer
 
@@ -110,6 +112,8 @@ def test_none_are_kept_where_held_out_loss_rises(bundle: Path, tmp_path: Path):
     kept = Run.load(tmp_path / "wild")
     assert kept.strength["strength"] == 0
     assert kept.strength["loss_after"] == kept.strength["loss_before"]
+    expected = general_loss(model_with(bundle, kept.adapters), bundle)
+    assert kept.strength["general_after"] == pytest.approx(expected, rel=1e-5)
     same = (mx.load(str(each.adapters / "adapters.safetensors")) for each in (first, kept))
     before, after = same
     assert before.keys() == after.keys()
@@ -131,6 +135,7 @@ def test_a_finished_run_goes_on_from_adapters_at_full_strength(bundle: Path, tmp
         (("--general", "FILE"), "--general has no use without --max-forgetting"),
         (("--max-forgetting", "-1"), "x>=0"),
         (("--max-forgetting", 3, "--val-batches", 0), "--max-forgetting needs evaluations"),
+        (("--max-forgetting", 3, "--reward", "json"), "does not go together with --reward"),
         (("--max-forgetting", 3, "--general", "MISSING"), "Cannot read"),
         (("--max-forgetting", 3, "--general", "EMPTY"), "no tokens"),
         (("--max-forgetting", 3, "--general", "BINARY"), "not a UTF-8 text"),
@@ -230,6 +235,51 @@ def test_a_resumed_run_replays_as_a_whole_one(bundle: Path, tmp_path: Path):
     parts = Run.load(tmp_path / "parts")
     assert parts.losses == whole.losses
     assert sum(step["replayed"] for step in parts.steps) == 6  # of 16 sequences
+
+
+def test_folders_of_the_user_are_left_alone(bundle: Path, tmp_path: Path):
+    """By a run in a folder with folders of the names that a run has, which fails."""
+    notes = [tmp_path / name / "notes.txt" for name in ("general", "replay")]
+    for each in notes:
+        each.parent.mkdir()
+        each.write_text("mine")
+    done = run("train", bundle, "--steps", 2, "--out", tmp_path, "--memory-limit", 1)
+    assert done.returncode == 2, done.stderr
+    assert [each.read_text() for each in notes] == ["mine", "mine"]
+
+
+def test_texts_of_a_run_that_never_began_are_not_taken(bundle: Path, tmp_path: Path):
+    """As after a kill while the texts were sampled."""
+    options = ("--max-forgetting", 100, "--general")
+    out, general = tmp_path / "run", tmp_path / "general.txt"
+    general.write_text("It rained, and nobody went out. " * 20)
+    killed = tmp_path / "killed"
+    train(bundle, killed, "--max-forgetting", 100, steps=1)
+    out.mkdir()
+    (killed / "general").rename(out / "general")
+    record = train(bundle, out, *options, general, steps=1).strength
+    expected = general_loss(model_with(bundle, None), bundle, general)
+    assert record["general_before"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_resumed_run_needs_the_texts_that_it_replays(bundle: Path, tmp_path: Path):
+    out = tmp_path / "run"
+    train(bundle, out, "--replay", 0.5, steps=2)
+    shutil.rmtree(out / "replay")
+    done = run("train", "--resume", "--out", out, "--steps", 4)
+    assert done.returncode == 2
+    assert "is missing" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_an_opening_that_fills_a_sequence_is_refused(bundle: Path):
+    class Tokenizer:
+        has_chat_template = True
+
+        def apply_chat_template(self, messages: list[dict], return_dict: bool) -> list[int]:
+            return [1] * SEQ_LEN + [2, ord(messages[0]["content"])]
+
+    with pytest.raises(MespError, match="--replay-data"):
+        own_texts(bundle, None, Tokenizer(), 4, SEQ_LEN, seed=0)
 
 
 @pytest.mark.parametrize(

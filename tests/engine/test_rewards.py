@@ -1,7 +1,11 @@
 """Rewards: answers that are sampled, and a step on them, against automatic differentiation."""
 
 import json
+import signal
 import subprocess
+import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import mlx.core as mx
@@ -142,20 +146,79 @@ def test_a_reward_that_fails_ends_the_run_in_order(
     assert mesp.Run.load(out).last_step == 3
 
 
+@pytest.mark.parametrize("dr", [False, True], ids=["GRPO", "Dr. GRPO"])
+def test_equal_rewards_teach_nothing(
+    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dr: bool
+):
+    """Also where their mean is not exact in float32."""
+    (tmp_path / f"same_{dr}.py").write_text(
+        "def reward(*, completions, **_):\n    return [0.1] * len(completions)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    out = tmp_path / "run"
+    mesp.train(
+        bundle, out=out, steps=2, reward=f"same_{dr}:reward", max_tokens=4, val_batches=0,
+        dr_grpo=dr, group_size=7,
+    )  # fmt: skip
+    assert all(not mx.any(each) for name, each in saved(out).items() if name.endswith("b"))
+
+
+def test_packed_records_are_refused(tmp_path: Path):
+    data, packed = tmp_path / "data.jsonl", tmp_path / "packed.mesp"
+    data.write_text("\n".join(map(json.dumps, RECORDS)))
+    options = ("--data", data, "--no-chat", "--seq-len", 64, "--pack")
+    call("export", "--model", "demo", "--out", packed, *options)
+    with pytest.raises(MespError, match="--no-pack"):
+        mesp.train(packed, out=tmp_path / "run", steps=1, reward="exact")
+
+
+def test_a_second_signal_ends_a_reward_that_hangs(bundle: Path, tmp_path: Path):
+    begun = tmp_path / "begun"
+    (tmp_path / "hangs.py").write_text(
+        "import time\ndef reward(**_):\n    open('begun', 'w').close()\n    time.sleep(600)\n"
+    )
+    command = [sys.executable, "-m", "mesp", "train", bundle, "--steps", "1", "--out", "run"]
+    options = ["--reward", "hangs:reward", "--max-tokens", "4", "--val-batches", "0"]
+    process = subprocess.Popen(
+        [*command, *options], cwd=tmp_path, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL
+    )
+    wait_until(begun.exists)
+    process.send_signal(signal.SIGTERM)
+    time.sleep(0.5)
+    process.send_signal(signal.SIGTERM)
+    _, said = process.communicate(timeout=120)
+    assert process.returncode == 130, said
+    assert b"ended at once" in said and b"Traceback" not in said
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
 @pytest.mark.parametrize(
     "options, said",
     [
         (("--group-size", 4), "--group-size has no use without --reward"),
         (("--reward", "nothing"), "There is no reward nothing"),
         (("--reward", "regex:("), "is not valid"),
+        (("--reward", "regex:a{99999999999}"), "is not valid"),
+        (("--reward", "length:²"), "cannot be imported"),
         (("--reward", "no_such_module:f"), "cannot be imported"),
+        (("--reward", ".a:b"), "cannot be imported"),
+        (("--reward", "exits:f"), "cannot be imported: SystemExit"),
+        (("--reward", "exact", "--max-tokens", 10**7), "1000000"),
+        (("--reward", "exact", "--batch-size", 65, "--group-size", 1024), "at most 65,536"),
         (("--reward", "exact", "--method", "mezo"), "--method mezo does not go together"),
         (("--reward", "exact", "--dp-clip", 1, "--dp-noise", 1), "--dp-clip does not go together"),
     ],
     ids=str,
 )
 def test_refuses(bundle: Path, tmp_path: Path, options: tuple, said: str):
-    done = run("train", bundle, "--steps", 1, "--out", tmp_path / "run", *options)
+    (tmp_path / "exits.py").write_text("import sys\nsys.exit(0)\n")
+    done = run("train", bundle, "--steps", 1, "--out", tmp_path / "run", *options, cwd=tmp_path)
     assert done.returncode == 2
     assert said in done.stderr and "Traceback" not in done.stderr
 
@@ -176,6 +239,6 @@ def test_built_in_rewards(name: str, answer: str, right: str, expected: float):
 
 
 def test_a_reward_function_returns_a_number_for_each():
-    for given in ([1.0], [1.0, float("nan")], ["a", "b"]):
+    for given in ([1.0], [1.0, float("nan")], [1.0, 1e39], ["a", "b"]):
         with pytest.raises(MespError, match="reward function"):
             rewards.rewards_of(lambda given=given, **_: given, ["p", "p"], ["a", "b"], ["r", "r"])

@@ -19,7 +19,7 @@ from mesp.errors import MespError
 
 MOST_TEXTS = 64
 TIMES = 2  # that a text is replayed, unless they are too few: to write one takes longer than a step
-LENGTH = 128  # tokens of a text, where sequences have as many
+LENGTH = 128  # tokens of a text after its opening, where sequences have as many
 AT_ONCE = 8
 
 
@@ -27,12 +27,18 @@ def own_texts(
     bundle: Path, adapters: Path | None, tokenizer: Any, count: int, seq_len: int, seed: int
 ) -> Split:
     """Texts drawn from the bundle's model with `adapters` at temperature 1, an example each, for
-    `count` sequences: of `LENGTH` tokens and the one after, or `seq_len`.
+    `count` sequences: of `LENGTH` tokens after their opening, or as many as a sequence holds.
 
     They begin as the chat template begins a conversation, or where there is none as a text does;
-    that is not in the loss.
+    that is not in the loss. Raises MespError where that alone fills a sequence.
     """
-    start, length = opening(tokenizer), min(seq_len, LENGTH) + 1
+    start = opening(tokenizer)
+    length = min(seq_len + 1, len(start) + LENGTH)
+    if length <= len(start):
+        raise MespError(
+            f"The chat template begins with {len(start)} tokens, which fill a sequence of "
+            f"{seq_len}: give --replay-data to replay, or a longer --seq-len."
+        )
     prompts = [start] * min(math.ceil(count / TIMES), MOST_TEXTS)
     texts = [[*start] for _ in prompts]
 

@@ -31,6 +31,7 @@ class Engine:
         self.last: Record = {}
         self.signals: list[int] = []  # those that asked for its end
         self.said = ""  # on standard error, once it has ended
+        self.is_waiting = False
 
     def __iter__(self) -> Iterator[Record]:
         """Yields the records that the engine prints, one a line. Logs all other lines."""
@@ -53,6 +54,16 @@ class Engine:
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(answer) + "\n")
         self.process.stdin.flush()
+
+    @contextmanager
+    def interrupting(self) -> Iterator[None]:
+        """While the engine waits for what is computed here: the signal that kills it raises
+        KeyboardInterrupt."""
+        self.is_waiting = True
+        try:
+            yield
+        finally:
+            self.is_waiting = False
 
     def receive(self) -> Record:
         """The next record."""
@@ -149,6 +160,8 @@ def _forwarded_signals(engine: Engine) -> Iterator[None]:
         engine.signals.append(number)
         if len(engine.signals) > 1:
             process.kill()
+            if engine.is_waiting:
+                raise KeyboardInterrupt
         else:
             process.send_signal(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
 

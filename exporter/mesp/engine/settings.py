@@ -27,6 +27,7 @@ ADAMW = ("adamw8bit", "adamw")  # with its moments in 8 bits, and in float32
 OBJECTIVES = ("dpo", "ipo", "simpo", "orpo", "kto")
 PREFERRED_SEQ_LEN = 256
 GROUP_SIZE = 8  # of sampled answers
+MAX_SEQUENCES = 1 << 16  # of a step
 
 
 @dataclass(frozen=True)
@@ -206,7 +207,7 @@ class TrainSettings(Settings):
         int, None, "Answers that are sampled to each prompt.", least=2, most=1024,
         default_text="8 with --reward",
     )  # fmt: skip
-    max_tokens: int = setting(int, 128, "Of a sampled answer.", least=1)
+    max_tokens: int = setting(int, 128, "Of a sampled answer.", least=1, most=10**6)
     dr_grpo: bool = setting(
         bool, False,
         "Leave out GRPO's divisions by the rewards' deviation and an answer's length (Dr. GRPO).",
@@ -390,6 +391,11 @@ class TrainSettings(Settings):
                         f"{flag(each.name)} has no use without {flag(other)} "
                         f"{' or '.join(values)}: leave it out."
                     )
+        size = self.batch_size * self.grad_accumulation_steps * (self.group_size or 1)
+        if size > MAX_SEQUENCES:
+            raise MespError(
+                f"A step of {size:,} sequences is too large: at most {MAX_SEQUENCES:,}."
+            )
         if self.warmup >= self.steps:
             raise MespError(f"--warmup {self.warmup} does not end within --steps {self.steps}.")
         arch = manifest.architecture
@@ -457,10 +463,17 @@ class TrainSettings(Settings):
                     f"{typed} does not go together with --reward: leave out one of them."
                 )
         train = manifest.data.get("train")
-        if train is not None and train.mask is None:
+        if train is None:
+            return
+        if train.mask is None:
             raise MespError(
-                "--reward needs records of a prompt and an answer, and the bundle has text: give "
-                "it some with mesp data."
+                "--reward needs records of a prompt and an answer, and all tokens of the bundle's "
+                "are in the loss: give it some with mesp data."
+            )
+        if train.pack:
+            raise MespError(
+                "--reward needs a record a sequence, and the bundle's data has several: write it "
+                "with mesp data --no-pack."
             )
 
     def _check_forgetting(self, manifest: Manifest) -> None:
@@ -482,11 +495,12 @@ class TrainSettings(Settings):
             if self.general is not None:
                 raise MespError("--general has no use without --max-forgetting: leave it out.")
             return
-        if self.objective is not None:
-            raise MespError(
-                f"--max-forgetting does not go together with --objective {self.objective}: leave "
-                "out one of them."
-            )
+        # Their loss on the data's answers says little about what they learn.
+        for typed, is_given in refused.items():
+            if is_given and typed != "--dp-clip":
+                raise MespError(
+                    f"--max-forgetting does not go together with {typed}: leave out one of them."
+                )
         if not self.val_batches or "valid" not in manifest.data:
             raise MespError(
                 "--max-forgetting needs evaluations: --val-batches above 0, and a bundle with "

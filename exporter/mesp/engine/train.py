@@ -66,16 +66,19 @@ class Job:
         reward = None
         if self.settings.reward is not None:
             reward = _Rewards(find_reward(self.settings.reward), bundle_tokenizer(self.bundle))
-        with _settings_file(self.output, self.to_json()) as path:
+        with _settings_file(self.output, self.to_json()) as (path, made):
             if self.settings.max_forgetting is not None:
-                self._write_tokens(GENERAL, self._general)
+                self._write_tokens(GENERAL, self._general, made)
             if self.settings.replay is not None:
-                self._write_tokens(REPLAY, self._replayed)
+                self._write_tokens(REPLAY, self._replayed, made)
             stdin = subprocess.DEVNULL if reward is None else subprocess.PIPE
             with running([], path, stdin=stdin, interruptible=True) as engine:
                 for record in engine:
                     if reward is not None and record["type"] == "samples":
-                        reward.answer(engine, record["groups"])
+                        try:
+                            reward.answer(engine, record["groups"])
+                        except KeyboardInterrupt:
+                            break
                         continue
                     if progress is not None:
                         progress(record)
@@ -98,15 +101,18 @@ class Job:
             error = failure(engine.process.returncode, engine.said, f" after step {run.last_step}")
             raise type(error)(error.message + self._left())
 
-    def _write_tokens(self, name: str, tokens: Callable[[Any], Split]) -> None:
-        """Writes a folder of tokens that the engine reads, unless a resumed run has it."""
+    def _write_tokens(self, name: str, tokens: Callable[[Any], Split], made: list[Path]) -> None:
+        """Writes a folder of tokens that the engine reads. A resumed run keeps its own, as other
+        texts would change it. Adds the folder to those `made`, where it was not there."""
         folder = self.output / name
-        if (folder / "data.json").exists():
+        if self.resume and (folder / "data.json").exists():
             return
         option = {GENERAL: "--max-forgetting", REPLAY: "--replay"}[name]
         split = tokens(load_tokenizer(self.bundle, f"which {option} needs; leave it out"))
         with plain_os_errors(f"Cannot write the run to {self.output}"):
-            folder.mkdir(exist_ok=True)
+            if not folder.exists():
+                folder.mkdir()
+                made.append(folder)
             write_index(folder, write_data(folder, "data", {"train": split}))
 
     def _general(self, tokenizer: Any) -> Split:
@@ -116,6 +122,11 @@ class Job:
     def _replayed(self, tokenizer: Any) -> Split:
         settings = self.settings
         assert settings.seq_len is not None and settings.replay is not None
+        if self.resume:
+            raise MespError(
+                f"{self.output / REPLAY} with the texts that the run replays is missing; start a "
+                "new run."
+            )
         if settings.replay_data is not None:
             vocab_size = self.manifest.architecture.vocab_size
             split = load(settings.replay_data, tokenizer, settings.seq_len, vocab_size)["train"]
@@ -166,12 +177,14 @@ class _Rewards:
                 completions.append(decode(answer))
                 references.append(reference)
         try:
-            rewards = iter(rewards_of(self._reward, prompts, completions, references))
+            with engine.interrupting():
+                given = rewards_of(self._reward, prompts, completions, references)
         except MespError as error:
             self.error = error
             assert engine.process.stdin is not None
             engine.process.stdin.close()
             return
+        rewards = iter(given)
         engine.send([[next(rewards) for _ in group["answers"]] for group in groups])
 
 
@@ -290,22 +303,23 @@ def not_settings(output: Path) -> MespError:
 
 
 @contextmanager
-def _settings_file(output: Path, settings: Mapping[str, Any]) -> Iterator[Path]:
-    """Writes OUTPUT/settings.json. A run that fails before it has a log leaves nothing behind."""
-    path = output / SETTINGS_NAME
+def _settings_file(output: Path, settings: Mapping[str, Any]) -> Iterator[tuple[Path, list[Path]]]:
+    """Writes OUTPUT/settings.json, and takes a list of folders that are made beside it. A run that
+    fails before it has a log leaves none of them behind."""
+    path, made = output / SETTINGS_NAME, list[Path]()
     missing = [folder for folder in (output, *output.parents) if not folder.exists()]
     try:
         with plain_os_errors(f"Cannot write the run to {output}"):
             output.mkdir(parents=True, exist_ok=True)
             write_whole(path, (json.dumps(settings, indent=2) + "\n").encode())
-        yield path
+        yield path, made
     except BaseException:
         if not (output / LOG_NAME).exists():
             for file in (path, output / ".lock"):  # the engine's, which has ended
                 with suppress(OSError):
                     file.unlink()
-            for name in (GENERAL, REPLAY):
-                shutil.rmtree(output / name, ignore_errors=True)
+            for folder in made:
+                shutil.rmtree(folder, ignore_errors=True)
             for folder in missing:
                 try:
                     folder.rmdir()

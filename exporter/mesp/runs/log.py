@@ -236,7 +236,7 @@ class Run:
                 "Kept none of the adapters: none lower held-out loss and stay within "
                 "--max-forgetting."
             )
-        change = math.exp(record["general_after"] - record["general_before"]) - 1
+        change = math.expm1(min(record["general_after"] - record["general_before"], 700))
         return (
             f"Kept the adapters at {record['strength']:.2f} of their strength: held-out loss "
             f"{decimal(record['loss_after'], 3)}, perplexity on general text {change:+.1%}."

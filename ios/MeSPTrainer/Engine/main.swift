@@ -84,8 +84,9 @@ func run(_ settings: RunSettings) throws {
 
 /// The rewards of the answers, from who has started this.
 func reward(_ groups: [AnswerGroup]) throws -> [[Float]] {
-    try print("samples", ["groups": groups])
-    guard let line = readLine() else { throw CancellationError() }  // nobody rewards any more
+    // Where nobody rewards any more the run ends in order.
+    do { try print("samples", ["groups": groups]) } catch { throw CancellationError() }
+    guard let line = readLine() else { throw CancellationError() }
     guard let rewards = try? JSONDecoder().decode([[Float]].self, from: Data(line.utf8)) else {
         throw MeSPError("The rewards of the answers are not lists of numbers.")
     }

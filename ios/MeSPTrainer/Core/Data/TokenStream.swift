@@ -132,16 +132,20 @@ public struct TokenStream: Sendable {
         guard let length = lengths.last else { preconditionFailure("sequences of no length") }
         let all = examples == nil ? max(0, tokenCount - 1) / length : exampleCount
         if examples == nil, mask == nil {
-            return Sequences(stream: self, lengths: lengths, count: all, usable: nil, areRecords: false)
+            return Sequences(stream: self, lengths: lengths, count: all, usable: nil, starts: nil)
         }
         var usable = (0..<all).filter { !counted(bounds($0, length)).isEmpty }
         if hasPairs {
             let whole = Set(usable)
             usable = usable.filter { whole.contains($0 ^ 1) }
         }
-        let examples = packed ? pack(usable, length) : usable.map { [$0] }
+        guard packed else {
+            return Sequences(stream: self, lengths: lengths, count: usable.count, usable: usable, starts: nil)
+        }
+        let sequences = pack(usable, length)
+        let starts = sequences.reduce(into: [0]) { $0.append($0[$0.count - 1] + $1.count) }
         return Sequences(
-            stream: self, lengths: lengths, count: examples.count, usable: examples, areRecords: packed)
+            stream: self, lengths: lengths, count: sequences.count, usable: sequences.flatMap { $0 }, starts: starts)
     }
 
     /// The examples that share a sequence of at most `length` inputs. Each goes into the first of the last sequences that has room for all
@@ -199,26 +203,32 @@ public struct TokenStream: Sendable {
         /// The possible values of T, ascending.
         let lengths: [Int]
         public let count: Int
-        /// Of each the examples in it, or its window; nil for every window.
-        fileprivate let usable: [[Int]]?
-        /// Whether the examples of a sequence are records that do not see each other.
-        fileprivate let areRecords: Bool
+        /// The sequences' examples or windows; nil for every window.
+        fileprivate let usable: [Int]?
+        /// Where those of each begin in `usable`, and their end, if they are records that share a sequence; nil for one each.
+        fileprivate let starts: [Int]?
+
+        private func examples(_ index: Int) -> ArraySlice<Int> {
+            guard let usable else { return [index] }
+            guard let starts else { return usable[index...index] }
+            return usable[starts[index]..<starts[index + 1]]
+        }
 
         public subscript(index: Int) -> Example {
             let longest = lengths[lengths.count - 1]
-            var (tokens, counted, starts) = ([Int32](), [Int](), [Int]())
-            for number in usable?[index] ?? [index] {
+            var (tokens, counted, begins) = ([Int32](), [Int](), [Int]())
+            for number in examples(index) {
                 let bounds = stream.bounds(number, longest)
                 counted += stream.counted(bounds).map { tokens.count + $0 }
-                starts.append(tokens.count)
+                begins.append(tokens.count)
                 tokens += (0..<bounds.length).map { Int32(truncatingIfNeeded: stream.token(bounds.start + $0)) }
             }
             let length = lengths.first { counted[counted.count - 1] < $0 } ?? longest
             if let begin = stream.begin { tokens[0] = Int32(truncatingIfNeeded: begin) }
             tokens = Array(tokens.prefix(length + 1))
             let padding = [Int32](repeating: 0, count: length + 1 - tokens.count)
-            let records = zip(starts, starts.dropFirst() + [length]).map { $0..<$1 }
-            return Example(tokens: tokens + padding, counted: counted, records: areRecords ? records : nil)
+            let records = zip(begins, begins.dropFirst() + [length]).map { $0..<$1 }
+            return Example(tokens: tokens + padding, counted: counted, records: starts == nil ? nil : records)
         }
 
         /// The `position`th sequence of training (from 0): `(position · stride + seed) mod count`, with a stride near the golden
@@ -238,7 +248,7 @@ public struct TokenStream: Sendable {
 
         /// The judgement of a sequence, and its number in the stream.
         func label(_ index: Int) -> (label: Label?, number: Int) {
-            let number = usable?[index][0] ?? index
+            let number = usable?[index] ?? index
             return (stream.label(number), number)
         }
     }

@@ -96,12 +96,7 @@ package struct CachedModel {
     ///
     /// - Parameter cache: of any text, which says how large recurrent states are.
     func cacheSize(tokens: Int, like cache: PromptCache?) -> Int {
-        let architecture = bundle.architecture
-        let perToken = architecture.layers.indices.reduce(0) { sum, block in
-            guard case .attention(let mixer) = architecture.block(block).mixer else { return sum }
-            return sum + 2 * mixer.numKeyValueHeads * mixer.headDim * bundle.dtype.size
-        }
-        return perToken * tokens + (cache?.recurrentSize ?? 0)
+        bundle.architecture.cacheSize(tokens: tokens, itemSize: bundle.dtype.size) + (cache?.recurrentSize ?? 0)
     }
 
     /// The last block's output for several sequences, each of which follows the tokens in the cache. They go through the blocks together,
@@ -178,5 +173,15 @@ package struct CachedModel {
         }
         same.keptMatrices = kept.matrices[index]
         return same
+    }
+}
+
+extension Architecture {
+    /// The keys and values of all blocks for `tokens`, in bytes.
+    func cacheSize(tokens: Int, itemSize: Int) -> Int {
+        layers.indices.reduce(0) { sum, index in
+            guard case .attention(let mixer) = block(index).mixer else { return sum }
+            return sum + 2 * mixer.numKeyValueHeads * mixer.headDim * itemSize * tokens
+        }
     }
 }

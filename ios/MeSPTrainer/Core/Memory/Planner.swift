@@ -44,6 +44,8 @@ public struct Planner: Sendable {
     /// The parameters and the optimizer's state, and the gradient of what is trained, in bytes; of DP-SGD the gradient of an example and
     /// their sum.
     private let vectors, gradients: Int
+    /// The parameters as `CachedModel` takes them, in bytes: float32 matrices of every module.
+    private let wholeBytes: Int
     /// The blocks from the first that is trained.
     private let trainedBlocks: Int
     /// The parameters of the block that has most, and the gradient of the one that has the largest, in bytes.
@@ -79,6 +81,7 @@ public struct Planner: Sendable {
             manifest.lengths(settings).flatMap { length in manifest.blocks.compactMap { $0.functions["\(length)"] } })
         functionBytes = manifest.files.filter { functions.contains($0.path) }.reduce(0) { $0 + $1.size }
         (vectors, gradients) = Self.vectors(layouts, settings)
+        wholeBytes = layouts.reduce(0) { $0 + 4 * $1.whole.count }
         let mixers = architecture.mixers.map { [architecture, itemSize] in
             MixerMemory(
                 mixer: $0, hiddenSize: architecture.hiddenSize, length: settings.seqLen, itemSize: itemSize)
@@ -265,8 +268,34 @@ public struct Planner: Sendable {
     private func withMargin(_ bytes: Int) -> Int { bytes + bytes / 100 * 8 }
 
     /// The predicted peak footprint of a step, in bytes.
-    public func peak(_ plan: Plan) -> Int {
+    public func peak(_ plan: Plan) -> Int { max(peakOfPasses(plan), sampling(plan) + answerCaches(plan)) }
+
+    /// Where the step's answers are there already, or are the data's.
+    private func peakOfPasses(_ plan: Plan) -> Int {
         backend == .gpu ? process + Self.metalBytes + arrays(plan) : peakOnCPU(plan)
+    }
+
+    // MARK: - Answers that are sampled (`Core/Rewards`)
+
+    /// The memory for the caches of the answers that are written together, in bytes: half of what the step's passes take beyond what there
+    /// is while answers are written, or the cache of one. It depends on nothing but plan and settings, as a run that goes on samples the
+    /// same answers.
+    func answerCaches(_ plan: Plan) -> Int {
+        guard settings.groupSize != nil else { return 0 }
+        let one = architecture.cacheSize(tokens: length, itemSize: itemSize)
+        return max((peakOfPasses(plan) - sampling(plan)) / 2, one)
+    }
+
+    /// The peak while answers are written, without their caches, in bytes; 0 where none are. The parameters are copied where they are not
+    /// such vectors in memory. A prompt goes through a block as in a step; of the texts there are the logits, of one also those that a token
+    /// is drawn from, with its noise.
+    private func sampling(_ plan: Plan) -> Int {
+        guard settings.groupSize != nil else { return 0 }
+        let isWhole = plan.offload != .all && settings.loraDtype == .float32 && settings.projections == nil
+        let texts = min(settings.sequences, CachedModel.mostTexts)
+        let logits = 4 * architecture.vocabSize * (texts + 4)
+        return process + (metalBytes ?? 0) + (plan.offload == .all ? 0 : vectors) + (isWhole ? 0 : wholeBytes)
+            + max(forward, logits)
     }
 
     /// The memory of Metal itself in the process: the device, the command queue and its buffers, libraries and pipelines of some 100

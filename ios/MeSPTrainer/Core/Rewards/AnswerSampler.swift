@@ -17,8 +17,6 @@ struct AnswerSampler {
     let settings: RunSettings
     /// How many answers a prompt gets.
     let groupSize: Int
-    /// The tokens that end an answer.
-    let stop: [Int]
 
     /// The groups of some prompts, and each answer as a sequence of which the answer's tokens count, the one that ends it too.
     struct Sampled {
@@ -43,7 +41,7 @@ struct AnswerSampler {
             for _ in 0..<groupSize {
                 var request = Generator.Request(prompt: prompt)
                 request.maxTokens = min(settings.maxTokens, longest - prompt.count)
-                (request.temperature, request.stop) = (1, stop)
+                (request.temperature, request.stop) = (1, settings.stop)
                 request.seed = seed &+ UInt64(requests.count)
                 requests.append(request)
             }
@@ -66,7 +64,7 @@ struct AnswerSampler {
         var sampled = Sampled(groups: [], examples: [])
         for (index, prompt) in known.enumerated() {
             let own = index * groupSize..<(index + 1) * groupSize
-            let reference = Array(prompts[index].targets.map { Int($0) }.prefix { !stop.contains($0) })
+            let reference = Array(prompts[index].targets.map { Int($0) }.prefix { !settings.stop.contains($0) })
             sampled.groups.append(AnswerGroup(prompt: prompt, reference: reference, answers: Array(answers[own])))
             sampled.examples.append(
                 own.map { text in

@@ -16,17 +16,18 @@ struct GroupAdvantages {
     ///   - tokens: how many tokens each has.
     ///   - longest: |y|max of Dr. GRPO; nil for GRPO.
     init(rewards: [Float], tokens: [Int], longest: Int?) {
-        let count = Float(rewards.count)
-        let mean = rewards.reduce(0, +) / count
-        let centred = rewards.map { $0 - mean }
+        // In float64 the mean of equal rewards is exact, and their advantages are 0.
+        let count = Double(rewards.count)
+        let mean = rewards.reduce(0) { $0 + Double($1) } / count
+        let centred = rewards.map { Double($0) - mean }
         if let longest {
-            advantages = centred
-            divisors = tokens.map { _ in Float(longest) * count }
+            advantages = centred.map { Float($0) }
+            divisors = tokens.map { _ in Float(longest) * Float(count) }
         } else {
             // Of a sample, as in TRL.
             let deviation = (centred.reduce(0) { $0 + $1 * $1 } / (count - 1)).squareRoot()
-            advantages = centred.map { $0 / (deviation + 1e-4) }
-            divisors = tokens.map { Float($0) * count }
+            advantages = centred.map { Float($0 / (deviation + 1e-4)) }
+            divisors = tokens.map { Float($0) * Float(count) }
         }
         self.tokens = tokens
     }

@@ -187,7 +187,7 @@ public struct RunSettings: Codable, Sendable, Equatable {
         learningRate = defaultLearningRate(for: architecture)
     }
 
-    /// The default learning rate for the method, the optimizer, the model and the objective.
+    /// The default learning rate for the method, the optimizer, the model and the objective, or sampled answers.
     public func defaultLearningRate(for architecture: Architecture) -> Float {
         let rate: Float
         switch (method, optimizer) {
@@ -195,7 +195,7 @@ public struct RunSettings: Codable, Sendable, Equatable {
         case (_, .adamw), (_, .adamw8bit): rate = 0.007 / Float(architecture.hiddenSize).squareRoot()
         case (_, .sgd): rate = 0.1
         }
-        return objective == nil ? rate : rate / 10
+        return objective != nil ? rate / 10 : groupSize != nil ? rate / 3 : rate
     }
 
     /// Reads a settings file: snake-case JSON with `bundle` and `output`; a key that is absent has its default.
@@ -252,8 +252,9 @@ public struct RunSettings: Codable, Sendable, Equatable {
             try require((1...Self.mostSteps).contains(count), name, "at least 1 and at most \(Self.mostSteps)")
         }
         try require(
-            sequences <= Self.maxSequences, "batch_size · grad_accumulation_steps", "at most \(Self.maxSequences)"
-        )
+            (2...Self.mostGroup).contains(groupSize ?? 2), "group_size", "at least 2 and at most \(Self.mostGroup)")
+        let product = "batch_size · grad_accumulation_steps" + (groupSize == nil ? "" : " · group_size")
+        try require(sequences <= Self.maxSequences, product, "at most \(Self.maxSequences)")
         try require(seqLen >= 1, "seq_len", "at least 1")
         try require(rank >= 1, "rank", "at least 1")
         try require(alpha.isFinite && alpha > 0, "alpha", "a positive number")
@@ -303,12 +304,12 @@ public struct RunSettings: Codable, Sendable, Equatable {
         try require(maxForgetting.isFinite && maxForgetting >= 0, "max_forgetting", "0 or more")
         try require(valBatches > 0, "val_batches", "above 0 with max_forgetting")
         try require(objective == nil, "objective", "left out with max_forgetting")
+        try require(groupSize == nil, "group_size", "left out with max_forgetting")
     }
 
     private func checkRewards(_ require: (_ condition: Bool, _ name: String, _ wanted: Sentence) throws -> Void) throws
     {
-        guard let groupSize else { return }
-        try require((2...Self.mostGroup).contains(groupSize), "group_size", "at least 2 and at most \(Self.mostGroup)")
+        guard groupSize != nil else { return }
         try require((1...Self.mostSteps).contains(maxTokens), "max_tokens", "at least 1 and at most \(Self.mostSteps)")
         try require(objective == nil, "objective", "left out with group_size")
         try require(method.hasBackwardPass, "method", "mesp or mebp with group_size")

@@ -17,9 +17,11 @@ struct Splits {
         func tokens(_ split: String) throws -> TokenStream? {
             let stream = try bundle.tokens(split)
             try stream?.check(settings.objective, split)
-            guard stream?.packsExamples != true || (bundle.manifest.takesPacked && settings.method != .mebp) else {
+            // A prompt is asked by itself.
+            let takesPacked = bundle.manifest.takesPacked && settings.method != .mebp && settings.groupSize == nil
+            guard stream?.packsExamples != true || takesPacked else {
                 throw MeSPError(
-                    "The \(split) data has several records a sequence, which block functions cannot take yet; write it with mesp data --no-pack."
+                    "The \(split) data has several records a sequence, which this run cannot take; write it with mesp data --no-pack."
                 )
             }
             return stream

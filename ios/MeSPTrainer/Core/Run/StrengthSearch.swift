@@ -27,8 +27,8 @@ struct StrengthSearch {
     /// The factor between strengths that are tried below the highest that keeps to the limit.
     private static let step: Float = 0.75
 
-    /// The highest strength that keeps to the limit. Where that is 1, adapters may have been trained too far: then a lower one, for as long
-    /// as held-out loss falls.
+    /// The highest strength that keeps to the limit, or as adapters may have been trained too far a lower one, for as long as held-out loss
+    /// falls.
     ///
     /// - Parameter before: the held-out loss that the run began with. Where no strength has a lower one, none is kept.
     func result(before: Float) throws -> Result {
@@ -36,12 +36,10 @@ struct StrengthSearch {
         let none = Result(strength: 0, heldOut: before, generalBefore: base, generalAfter: base)
         var best: Result?
         var next = try highest(below: base + Float(log1p(limit / 100)))
-        let isLimited = next?.strength != 1
         while let (strength, loss) = next {
             let heldOut = try heldOut(strength)
             guard heldOut < best?.heldOut ?? .infinity else { break }
             best = Result(strength: strength, heldOut: heldOut, generalBefore: base, generalAfter: loss)
-            if isLimited { break }
             next = (strength * Self.step, try general(strength * Self.step))
         }
         return best.map { $0.heldOut < before ? $0 : none } ?? none

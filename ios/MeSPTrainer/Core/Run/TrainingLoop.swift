@@ -73,14 +73,17 @@ final class TrainingLoop {
         begin = .now
         _ = sampler.takePeak()
         defer { sampler.stop() }
+        var hasTrained = false
         do {
             try train()
+            hasTrained = true
             if let limit = settings.maxForgetting { try chooseStrength(limit) }
             if let test = data.test { _ = try evaluate("test", test) }
             if secret != nil { try SecretKey.remove(from: output) }
             try end(.finished)
         } catch is CancellationError {
-            try save()
+            // What follows the last step is done again by a run that goes on, from the state that was saved then.
+            if !hasTrained { try save() }
             try end(.stopped)
         } catch {
             // The log's disk may be the one that is full: the first error is the one to tell.
@@ -191,12 +194,9 @@ final class TrainingLoop {
     private func rewardedStep(_ number: Int, _ groupSize: Int) throws -> Trainer.StepResult {
         let start = ContinuousClock.now
         let prompts = data.batches(step: number, settings).flatMap { $0 }
-        let sampler = AnswerSampler(
-            trainer: trainer, bundle: bundle, settings: settings, groupSize: groupSize, stop: settings.stop)
-        // Of the memory that the step's passes will take.
-        let room = planner.peak(plan) - memoryFootprint()
+        let sampler = AnswerSampler(trainer: trainer, bundle: bundle, settings: settings, groupSize: groupSize)
         let sampled = try sampler.sample(
-            prompts, lengths: data.train.lengths, number: number, cacheLimit: room / 2,
+            prompts, lengths: data.train.lengths, number: number, cacheLimit: planner.answerCaches(plan),
             atBlock: { try hooks.atBlock { try append(.event($0)) } })
         let seconds = (.now - start) / .seconds(1)
         guard let reward = hooks.reward else {
@@ -287,12 +287,13 @@ final class TrainingLoop {
             defer { trainer.model.strength = 1 }
             return try meanLoss(sequences, count).loss
         }
-        let result = try StrengthSearch(
+        var result = try StrengthSearch(
             limit: limit, general: { try loss(general, Self.generalPieces, at: $0) },
             heldOut: { [settings] in try loss(valid, settings.valBatches, at: $0) }
         ).result(before: before)
         if result.strength == 0, let adapters = settings.adapters {
             try trainer.startFrom(URL(fileURLWithPath: adapters))
+            result.generalAfter = try loss(general, Self.generalPieces, at: 1)
         } else {
             trainer.model.strength = result.strength
         }

@@ -43,6 +43,13 @@ import Testing
         #expect((0.4...0.6).contains(found.strength))
     }
 
+    /// Adapters that were trained too far, and forget more than the limit: the highest strength allowed is not the best.
+    @Test func takesLessThanTheLimitWhereHeldOutLossIsLower() throws {
+        let (found, _) = try result(limit: 3, forgets: 0.05, best: 0.3, before: 0.6)
+        #expect((0.2...0.4).contains(found.strength))
+        #expect(found.heldOut < 0.6 && found.generalAfter < 3 + Float(log1p(0.03)))
+    }
+
     @Test func keepsNoneThatDoNotLowerHeldOutLoss() throws {
         let (found, _) = try result(limit: 3, forgets: 0, best: 0, curve: 2, before: 0.5)
         #expect(found == .init(strength: 0, heldOut: 0.5, generalBefore: 3, generalAfter: 3))
