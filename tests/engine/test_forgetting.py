@@ -135,7 +135,6 @@ def test_a_finished_run_goes_on_from_adapters_at_full_strength(bundle: Path, tmp
         (("--general", "FILE"), "--general has no use without --max-forgetting"),
         (("--max-forgetting", "-1"), "x>=0"),
         (("--max-forgetting", 3, "--val-batches", 0), "--max-forgetting needs evaluations"),
-        (("--max-forgetting", 3, "--reward", "json"), "does not go together with --reward"),
         (("--max-forgetting", 3, "--general", "MISSING"), "Cannot read"),
         (("--max-forgetting", 3, "--general", "EMPTY"), "no tokens"),
         (("--max-forgetting", 3, "--general", "BINARY"), "not a UTF-8 text"),

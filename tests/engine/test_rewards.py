@@ -209,6 +209,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
         (("--reward", "no_such_module:f"), "cannot be imported"),
         (("--reward", ".a:b"), "cannot be imported"),
         (("--reward", "exits:f"), "cannot be imported: SystemExit"),
+        (("--reward", "exact", "--max-forgetting", 3), "does not go together with --reward"),
         (("--reward", "exact", "--max-tokens", 10**7), "1000000"),
         (("--reward", "exact", "--batch-size", 65, "--group-size", 1024), "at most 65,536"),
         (("--reward", "exact", "--method", "mezo"), "--method mezo does not go together"),
