@@ -64,6 +64,21 @@ def test_a_run_of_many_steps_is_drawn_in_few_points(tmp_path: Path):
     assert len(page.source) < 1_500_000
 
 
+def test_rewards_are_drawn_beside_the_loss(tmp_path: Path):
+    def rewarded(each: dict) -> dict:
+        figures = {"reward": each.get("step", 0) / 4, "sampled_tokens": 600}
+        return each | figures | {"sampling_seconds": 2.5} if each["type"] == "step" else each
+
+    plain = write_run(tmp_path / "plain")
+    page = made(tmp_path / "report.html", rewrite(write_run(tmp_path / "run"), rewarded), plain)
+    assert page.row("reward") == ["0.25 → 1.00", "-"]
+    assert page.row("sampled") == ["2,400 tokens in 10 s", "-"]
+    assert page.source.count("<svg") == 4 and "Reward" in page.text
+    add(plain, {"type": "step", "reward": "high"})
+    done = report(plain, "--out", tmp_path / "no.html")
+    assert done.returncode == 2 and "is not a log record" in done.stderr
+
+
 def test_the_plan_the_phases_and_the_test_are_there(tmp_path: Path):
     phases = {"forward_seconds": 0.1, "loss_seconds": 0.1, "backward_seconds": 0.25}
     run = rewrite(

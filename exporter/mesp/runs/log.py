@@ -61,7 +61,11 @@ def is_record(value: object) -> bool:
         isinstance(value.get(name, {}), dict) for name in ("settings", "model")
     ):
         return False
-    if value["type"] == "step" and not is_a(int, value.get("input_tokens", 0)):
+    if value["type"] == "step" and not (
+        is_a(int, value.get("input_tokens", 0))
+        and is_a(int, value.get("sampled_tokens", 0))
+        and all(is_a(float, value.get(name, 0)) for name in ("reward", "sampling_seconds"))
+    ):
         return False
     return all(is_a(kind, value.get(name)) for name, kind in FIELDS.get(value["type"], {}).items())
 

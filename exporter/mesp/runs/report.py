@@ -149,6 +149,23 @@ def loss_picture(runs: dict[str, Run]) -> str:
     return picture("Loss", runs, paint, xlabel="step", ylabel="nats a token")
 
 
+def reward_picture(runs: dict[str, Run]) -> str:
+    """The mean reward of each step's answers; nothing where no run has one."""
+    rewarded = {name: run for name, run in runs.items() if rewarded_steps(run)}
+    if not rewarded:
+        return ""
+
+    def paint(axes: Axes, name: str, run: Run, color: str) -> None:
+        run = replace(run, steps=rewarded_steps(run))
+        axes.plot(*smooth(run, itemgetter("reward")), color=color, label=name)
+
+    return picture("Reward", rewarded, paint, xlabel="step", ylabel="mean of the answers")
+
+
+def rewarded_steps(run: Run) -> tuple[dict[str, Any], ...]:
+    return tuple(step for step in run.steps if "reward" in step)
+
+
 def memory_picture(runs: dict[str, Run]) -> str:
     def paint(axes: Axes, name: str, run: Run, color: str) -> None:
         steps = [step["step"] for step in run.steps]
@@ -207,7 +224,9 @@ def has_phases(run: Run) -> bool:
 
 def page(runs: dict[str, Run], samples: dict[str, list[dict[str, str]]]) -> str:
     """The page, which loads nothing: style and pictures are in it."""
-    pictures = [loss_picture(runs), memory_picture(runs), time_picture(runs)]
+    pictures = [
+        loss_picture(runs), reward_picture(runs), memory_picture(runs), time_picture(runs),
+    ]  # fmt: skip
     title = " · ".join(dict.fromkeys(run.model for run in runs.values()))
     return document(
         title,
@@ -285,11 +304,28 @@ def summary(runs: dict[str, Run]) -> list[Row]:
         "best held-out",
         lambda run: f"{decimal(run.best['loss'])} at step {run.best['step']}" if run.best else "-",
     )
+    row("reward", reward)
+    row("sampled", sampled)
     row("kept at the end", lambda run: run.describe_strength() or "-")
     row("predicted MB", lambda run: megabytes(run.plan.get("predicted_peak_bytes")))
     row("began", lambda run: run.start.get("time", "-").replace("T", " ").rstrip("Z"))
     row("machine", lambda run: run.start.get("host", "-"))
     return rows
+
+
+def reward(run: Run) -> str:
+    """The mean reward of the first tenth of the steps and of the last."""
+    steps = rewarded_steps(run)
+    some = max(1, len(steps) // 10)
+    means = (sum(step["reward"] for step in part) / some for part in (steps[:some], steps[-some:]))
+    return " → ".join(decimal(mean) for mean in means) if steps else "-"
+
+
+def sampled(run: Run) -> str:
+    steps = [step for step in rewarded_steps(run) if "sampled_tokens" in step]
+    tokens = sum(step["sampled_tokens"] for step in steps)
+    seconds = sum(step.get("sampling_seconds", 0) for step in steps)
+    return f"{tokens:,} tokens in {decimal(seconds, 0)} s" if steps else "-"
 
 
 def settings(runs: dict[str, Run]) -> list[Row]:
