@@ -12,9 +12,7 @@ from mesp.block_function.parts import Parts
 from mesp.models.mixers import Mamba2Mixer
 
 
-def mix_by_mamba2(
-    mixer: Mamba2Mixer, parts: Parts, x: mx.array
-) -> tuple[list[mx.array], mx.array]:
+def mix_by_mamba2(mixer: Mamba2Mixer, parts: Parts, x: mx.array) -> tuple[list[mx.array], mx.array]:
     """[z, xBC, dt, o] of x [1, T, hidden], where in(x) is z, xBC and dt side by side; and what out
     takes, RMSNorm(o ∘ silu(z)).
 
