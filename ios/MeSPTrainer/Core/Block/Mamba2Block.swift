@@ -6,8 +6,9 @@ extension Block {
         _ mixer: Mamba2Mixer, _ mixerIn: MLXArray, _ sequences: [Range<Int>], _ states: inout [MixerState]
     ) -> Mixed {
         let mamba = weights.mamba2(mixer)
-        let parts = projected(.in, mixerIn).split(
-            indices: [mixer.width, mixer.width + mixer.convolutionWidth], axis: -1)
+        // Copies: as a view, any of them would keep all three.
+        let parts = projected(.in, mixerIn)
+            .split(indices: [mixer.width, mixer.width + mixer.convolutionWidth], axis: -1).map { contiguous($0) }
         let (z, xBC, dt) = (parts[0], parts[1], parts[2])
         let o = eachSequence(sequences, &states) { rows, state in
             guard case .mamba2(var memory, let count) = state else { preconditionFailure("another mixer's state") }

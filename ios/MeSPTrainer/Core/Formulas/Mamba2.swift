@@ -34,11 +34,20 @@ package struct Mamba2 {
         State(tail: convolution.start(dtype: dtype), memory: MLXArray.zeros([heads, headDim, stateSize]))
     }
 
-    /// How many heads of a group at a time keep the derivative's temporaries in proportion to `bytes`: of what has a row a token it holds
-    /// some 12 arrays, where attention's holds some 6 of `bytes` each.
     func tile(length: Int, bytes: Int) -> Int {
-        let features = max(headDim, ChunkDecays.chunk, headDim * stateSize / ChunkDecays.chunk)
-        return min(heads / groups, max(1, bytes / (2 * 4 * length * features)))
+        Self.tile(
+            headsOfGroup: heads / groups, headDim: headDim, stateSize: stateSize, length: length, bytes: bytes
+        ).heads
+    }
+
+    /// How many heads of a group at a time keep the derivative's temporaries in proportion to `bytes`: of what has a row a token, or a
+    /// state a chunk, it holds some 13 arrays, where attention's holds some 6 of `bytes` each. And the bytes of such an array.
+    static func tile(headsOfGroup: Int, headDim: Int, stateSize: Int, length: Int, bytes: Int)
+        -> (heads: Int, array: Int)
+    {
+        let ofHead = 4 * length * max(headDim, ChunkDecays.chunk, headDim * stateSize / ChunkDecays.chunk)
+        let heads = min(headsOfGroup, max(1, bytes / (2 * ofHead)))
+        return (heads, heads * ofHead)
     }
 
     // MARK: - o

@@ -45,7 +45,7 @@ package struct StateSpace {
 
     /// S before each chunk `[chunks, heads, P, N]`; s becomes that behind the last.
     private func states(_ s: inout MLXArray) -> MLXArray {
-        let written = each(matmul(transposed(wide(swapped(decays.end) * u)), b)), whole = each(decays.whole)
+        let (written, whole) = (each(matmul(transposed(wide(swapped(decays.end) * u)), b)), each(decays.whole))
         var states = [MLXArray]()
         for n in written.indices {
             states.append(s.expandedDimensions(axis: 0))

@@ -50,7 +50,12 @@ struct MixerMemory {
             return 2 * hidden + 5 * mixed + 9 * activation(a.keyValueWidth) + (isFused ? 3 : 4) * scores
         case .gatedDeltaNet: return 2 * intermediates + 3 * hidden
         case .shortConvolution: return (isFused ? 11 : 13) * hidden
-        case .mamba2: return 2 * intermediates + 3 * hidden
+        case .mamba2(let mamba):
+            let (_, array) = Mamba2.tile(
+                headsOfGroup: mamba.numHeads / mamba.numGroups, headDim: mamba.headDim, stateSize: mamba.stateSize,
+                length: length, bytes: tile.bytes)
+            // x and d_x_mid; do, dz, xBC and the parts of its gradient; a tile's arrays.
+            return 2 * hidden + activation(2 * (mamba.width + mamba.convolutionWidth)) + 13 * array
         }
     }
 

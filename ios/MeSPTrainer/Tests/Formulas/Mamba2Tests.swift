@@ -174,7 +174,7 @@ import Testing
         }
     }
 
-    /// Beside the gradient, the derivative takes memory in proportion to a tile's bytes: some 12 arrays of half of them.
+    /// Beside the gradient and its parts, the derivative takes memory in proportion to a tile's bytes: some 13 arrays of half of them.
     @Test(arguments: [1 << 18, 1 << 19, 1 << 20]) func tilesBoundMemory(_ bytes: Int) {
         let mamba = mamba(heads: 32, groups: 1, headDim: 32, stateSize: 128)
         let inputs = Inputs(mamba, length: 128)
@@ -184,8 +184,6 @@ import Testing
         let d = mamba.backward(
             xBC: inputs.xBC, dt: inputs.dt, dO: inputs.dy, tile: mamba.tile(length: 128, bytes: bytes),
             pace: .evaluated)
-        let peak = Memory.peakMemory - before
-        print("tile \(bytes): peak \(peak), gradient \(d.dXBC.nbytes), \(Double(peak - d.dXBC.nbytes) / Double(bytes))")
-        #expect(peak < d.dXBC.nbytes + 7 * bytes)
+        #expect(Memory.peakMemory - before < 2 * d.dXBC.nbytes + 7 * bytes)
     }
 }
