@@ -25,14 +25,15 @@ from helpers.models import (
     run_layer,
 )
 from mesp import reference
-from mesp.block_function import attention, dequantize, fused, gated_delta_net, mlxfn, tiles
+from mesp.block_function import attention, chunks, dequantize, fused, mlxfn, tiles
 from mesp.block_function.forward_pass import BlockFunction, block_function
 from mesp.block_function.gated_delta_net import delta_rule
+from mesp.block_function.mamba2 import state_space
 from mesp.block_function.trace import export_block
 from mesp.errors import MespError
 from mesp.models.architecture import Architecture, Block
 from mesp.models.layout import Layout, block_layout
-from mesp.models.mixers import AttentionMixer, GatedDeltaNet, ShortConvolution
+from mesp.models.mixers import AttentionMixer, GatedDeltaNet, Mamba2Mixer, ShortConvolution
 from mesp.models.names import name_there
 from mesp.models.quantization import Quantization
 
@@ -130,7 +131,11 @@ class Case:
     def expected(self, x: mx.array) -> list[mx.array]:
         """mlx-lm's results: y, and the inputs and outputs of its modules."""
         names = ["input_layernorm", self.arch.mlp_norm, *self.described.modules]
-        of_mixer = {GatedDeltaNet: "linear_attn.norm", ShortConvolution: "conv.conv"}
+        of_mixer = {
+            GatedDeltaNet: "linear_attn.norm",
+            ShortConvolution: "conv.conv",
+            Mamba2Mixer: "mamba.norm",
+        }
         names += [name for kind, name in of_mixer.items() if isinstance(self.mixer, kind)]
         spies = {name: Spy(self.module(name)) for name in names}
         for name, spy in spies.items():
@@ -148,6 +153,11 @@ class Case:
         elif isinstance(self.mixer, ShortConvolution):
             found |= dict(zip(("m1", "m2", "m3"), mx.split(found["in"], 3, axis=-1), strict=True))
             found["mixed"] = spies["conv.conv"].seen["out"]
+        elif isinstance(self.mixer, Mamba2Mixer):
+            ends = [self.mixer.values, self.mixer.values + self.mixer.conv_dim]
+            parts = mx.split(found["in"], ends, axis=-1)
+            found |= dict(zip(("m1", "m2", "m3"), parts, strict=True))
+            found["mixed"] = spies["mamba.norm"].seen["in"]
         else:
             counts = [self.mixer.num_attention_heads] + 2 * [self.mixer.num_key_value_heads]
             for m, name, heads in zip(("m1", "m2", "m3"), "qkv", counts, strict=True):
@@ -226,6 +236,18 @@ def test_the_delta_rule_equals_the_reference(heads, sizes, length):
     inputs = [q, k, mx.random.normal((Hv, length, dv)), log_g, mx.random.uniform(shape=log_g.shape)]
     error = relative_error(delta_rule(*inputs), reference.gated_delta_rule(*inputs))
     assert error <= TOLERANCE
+
+
+@pytest.mark.parametrize("length", [1, 63, 64, 65, 200])
+@pytest.mark.parametrize(("heads", "groups"), [(4, 2), (3, 1)])
+def test_the_state_space_equals_the_reference(heads, groups, length):
+    """Over the borders of its chunks, where some decays are near 0 and some near 1."""
+    x, D = mx.random.normal((heads, length, 8)), mx.random.normal((heads,))
+    A = -mx.exp(3 * mx.random.normal((heads,)) - 2)
+    dt = mx.random.uniform(shape=(heads, length))
+    B, C = (mx.random.normal((groups, length, 16)) for _ in range(2))
+    y = state_space(dt[..., None] * x, A[:, None] * dt, B, C) + D[:, None, None] * x
+    assert relative_error(y, reference.state_space(x, dt, B, C, A, D)) <= TOLERANCE
 
 
 @pytest.mark.parametrize(("name", "layer"), BLOCKS)
@@ -321,7 +343,7 @@ def test_packed_records_do_not_see_each_other(monkeypatch, name, layer, how):
         monkeypatch.setattr(attention, "FUSED_HEADS", heads)
     if how == "tiled":
         monkeypatch.setattr(tiles, "ATTENTION_ROWS", 4)
-    monkeypatch.setattr(gated_delta_net, "CHUNK", 8)
+    monkeypatch.setattr(chunks, "CHUNK", 8)
     function = case.function(how == "plain", "gpu")
     x, ends = mx.random.normal((1, 30, case.arch.hidden_size)), [1, 3, 15, 16, 30]
     records = list(pairwise([0, *ends]))

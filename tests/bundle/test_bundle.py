@@ -96,6 +96,8 @@ def family(request, tmp_path_factory):
         config["layer_types"] += ["sliding_attention"]
     if request.param == "granitemoehybrid":
         config["layer_types"] = ["attention"] * 4
+    if request.param == "granite-mamba":
+        config["layer_types"] = ["mamba", "attention", "mamba", "mamba"]
     if request.param == "lfm3":
         config["layer_types"] = ["conv", "sliding_attention", "full_attention", "conv"]
     model = write_model(folder / "model", config)
@@ -188,6 +190,8 @@ def test_blocks_are_grouped_by_layout_and_mixer(family):
         "lfm3": [(0, 3), (1,), (2,)],
     }
     expected = kinds.get(config["model_type"], [(0, 1, 2, 3)])
+    if "mamba" in (config["layer_types"] or ()):
+        expected = [(0, 2, 3), (1,)]
     assert [group.layers for group in bundle.manifest.blocks] == expected
     if len(expected) == 2:
         first, second = bundle.manifest.blocks

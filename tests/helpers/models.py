@@ -118,6 +118,28 @@ FAMILIES = {
         "logits_scaling": 1.5,
         "attention_bias": False,
     },
+    "granite-mamba": {
+        **_COMMON,
+        "model_type": "granitemoehybrid",
+        "head_dim": None,
+        "rms_norm_eps": 1e-3,  # large enough for the residual factor's division to show
+        "layer_types": ["mamba", "attention"],
+        "num_local_experts": 0,
+        "shared_intermediate_size": 128,
+        "position_embedding_type": "nope",
+        "embedding_multiplier": 2.0,
+        "attention_multiplier": 0.1,
+        "residual_multiplier": 0.5,
+        "logits_scaling": 1.5,
+        "attention_bias": False,
+        "mamba_n_heads": 8,
+        "mamba_d_head": 16,
+        "mamba_n_groups": 2,
+        "mamba_d_state": 24,
+        "mamba_d_conv": 4,
+        "mamba_conv_bias": True,
+        "mamba_proj_bias": False,
+    },
     "minicpm": {
         **_COMMON,
         "model_type": "minicpm",
@@ -218,6 +240,8 @@ def random_tensors(config: dict, seed: int = 0) -> dict[str, mx.array]:
     def vector(name: str, shape: tuple[int, ...]) -> mx.array:
         if "norm" in name:
             return norm(*shape, offset=0)
+        if name == "mamba.dt_bias":  # mlx-lm takes no time step below 0.001
+            return mx.abs(normal(*shape))
         return normal(*shape)[:, None] if name.endswith(CONVOLUTIONS) else normal(*shape) * 3
 
     tensors = {"model.embed_tokens.weight": normal(arch.vocab_size, arch.hidden_size)}

@@ -315,8 +315,12 @@ def test_rope_as_transformers_5_writes_it():
             {"model_type": "gemma3n", "text_config": {}},
             "embeddings for each layer.* share keys and values",
         ),
-        ("granitemoehybrid", {"layer_types": ["mamba", "attention"]}, "layer_types to 'mamba'"),
-        ("granitemoehybrid", {"layer_types": ["linear_attention"] * 2}, "layer_types to 'mamba'"),
+        ("granitemoehybrid", {"layer_types": ["conv", "attention"]}, "layer_types to 'conv'"),
+        ("granite-mamba", {"mamba_proj_bias": True}, "mamba_proj_bias to True"),
+        ("granite-mamba", {"mamba_conv_bias": False}, "mamba_conv_bias to False"),
+        ("granite-mamba", {"time_step_limit": [0.001, 100.0]}, "time_step_limit"),
+        ("granite-mamba", {"mamba_n_groups": 3}, "not in order .*num_groups"),
+        ("granite-mamba", {"mamba_d_state": 0}, "not in order .*sizes"),
         ("granitemoehybrid", {"layer_types": None}, "lacks 'layer_types'"),
         ("granitemoehybrid", {"num_local_experts": 8}, "num_local_experts to 8"),
         ("gemma2", {"model_type": "gemma4", "text_config": {}}, "embeddings for each layer"),
@@ -371,6 +375,9 @@ def test_granite_4_turns_as_transformers_has_it():
     for kind in (None, "nope"):
         still = Architecture.from_config({**config, "position_embedding_type": kind})
         assert still.mixers[0].frequencies == ()
+    mamba = FAMILIES["granite-mamba"]
+    renamed = {**mamba, "layer_types": ["linear_attention", "full_attention"]}
+    assert Architecture.from_config(renamed) == Architecture.from_config(mamba)
     wide = {**config, "intermediate_size": 7, "shared_intermediate_size": 96}
     assert Architecture.from_config(wide).intermediate_size == 96
 

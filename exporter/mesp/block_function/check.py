@@ -24,7 +24,7 @@ from mesp.block_function.mlxfn import (
     functions,
 )
 from mesp.models.architecture import Block
-from mesp.models.mixers import AttentionMixer, GatedDeltaNet
+from mesp.models.mixers import AttentionMixer, GatedDeltaNet, Mamba2Mixer
 
 Shape = tuple[int, ...]
 _TYPES = {tuple(code): name for name, code in ALLOWED["types"].items()}
@@ -105,6 +105,8 @@ def _signature(
     elif isinstance(mixer, GatedDeltaNet):
         sizes |= {"channels": mixer.conv_dim, "mixed": mixer.values}
         sizes |= {"ba": 2 * mixer.num_value_heads}
+    elif isinstance(mixer, Mamba2Mixer):
+        sizes |= {"channels": mixer.conv_dim, "mixed": mixer.values, "heads": mixer.num_heads}
     codes = _CODES | {"dtype": (DTYPES.index(dtype), dtype.size)}
 
     def array(text: str) -> Array:

@@ -7,7 +7,7 @@ depend on the mixer: of attention they are q, k, v and its output.
 
 The function for packed records takes one array more, ``starts``: of each token the position at
 which its record begins. Attention sees no key before it, a convolution takes zeros there, and a
-gated delta rule forgets its state. Positions go on from record to record, as RoPE makes scores that
+recurrent mixer forgets its state. Positions go on from record to record, as RoPE makes scores that
 depend on the difference of two positions alone.
 
 It is made of plain, differentiable operations: MeBP differentiates it, and on a CPU the self-check
@@ -33,12 +33,13 @@ import mlx.core as mx
 from mesp.block_function.attention import mix_by_attention
 from mesp.block_function.convolution import mix_by_short_convolution
 from mesp.block_function.gated_delta_net import mix_by_gated_delta_net
+from mesp.block_function.mamba2 import mix_by_mamba2
 from mesp.block_function.mlp import ACTIVATIONS, mlp_by_tokens, plain_mlp
 from mesp.block_function.parts import Parts
 from mesp.block_function.projection import projections
 from mesp.models.architecture import Block
 from mesp.models.layout import Layout
-from mesp.models.mixers import AttentionMixer, GatedDeltaNet, ShortConvolution
+from mesp.models.mixers import AttentionMixer, GatedDeltaNet, Mamba2Mixer, ShortConvolution
 
 BlockFunction = Callable[..., list[mx.array]]
 
@@ -47,6 +48,7 @@ MIX = {
     AttentionMixer: mix_by_attention,
     GatedDeltaNet: mix_by_gated_delta_net,
     ShortConvolution: mix_by_short_convolution,
+    Mamba2Mixer: mix_by_mamba2,
 }
 
 

@@ -23,10 +23,10 @@ class Parts:
     # Of each token of packed records the position at which its record begins: int32 [T].
     starts: mx.array | None = None
 
-    def norm(self, name: str, x: mx.array) -> mx.array:
-        """RMSNorm by the norm `name`; x's dtype."""
+    def norm(self, name: str, x: mx.array, eps: float | None = None) -> mx.array:
+        """RMSNorm by the norm `name`, with the blocks' ε or its own; x's dtype."""
         function = rms_norm if self.plain else self.fast.rms_norm
-        return function(x, self.arrays[f"{name}.weight"], self.eps)
+        return function(x, self.arrays[f"{name}.weight"], eps or self.eps)
 
     def vector(self, name: str) -> mx.array:
         """A weight that no linear layer has, float32."""

@@ -34,6 +34,7 @@ GATED_DELTA_NET: Modules = (
 )
 HEAD_GATE: Modules = (("self_attn.g_proj", ("g",)),)
 SHORT_CONVOLUTION: Modules = (("conv.in_proj", ("in",)), ("conv.out_proj", ("out",)))
+MAMBA2: Modules = (("mamba.in_proj", ("in",)), ("mamba.out_proj", ("out",)))
 _LFM_MLP: Modules = (
     ("feed_forward.w1", ("gate",)),
     ("feed_forward.w3", ("up",)),
@@ -237,10 +238,17 @@ FAMILIES = {
     "granite": replace(_LLAMA, takes=(*_LLAMA.takes, *_GRANITE_FACTORS)),
     "granitemoehybrid": Family(
         hf_modules=_SHARED_MLP,
+        other_layers="mamba",
         takes=("attention_bias", *_GRANITE_FACTORS),
         defaults={
             **dict.fromkeys(_GRANITE_FACTORS, 1.0),
             "attention_bias": False,
+            "mamba_d_conv": 4,
+            "mamba_d_head": "auto",
+            "mamba_d_state": 256,
+            "mamba_expand": 2,
+            "mamba_n_groups": 1,
+            "mamba_n_heads": 128,
             "position_embedding_type": None,
             "shared_intermediate_size": 1024,
             "tie_word_embeddings": False,
@@ -337,6 +345,9 @@ VARIANTS = {
     "use_bidirectional_attention": False,
     "attn_output_gate": True,
     "conv_bias": False,
+    "mamba_conv_bias": True,
+    "mamba_proj_bias": False,
+    "time_step_limit": [0.0, math.inf],
     "use_attention_gate": True,
     "use_sandwich_norm": True,
     "embedding_multiplier": 1.0,

@@ -22,7 +22,8 @@ DTYPES = {
 }
 DTYPE_OF = {"cpu": "float32", "gpu": "bfloat16"}  # of a bundle, by device, where none is asked for
 
-KEPT_WIDE = ("linear_attn.A_log",)  # float32 whatever the bundle's dtype: its exponential counts
+# float32 whatever the bundle's dtype: the exponential of A_log counts, and Δ and D are by head.
+KEPT_WIDE = ("linear_attn.A_log", "mamba.A_log", "mamba.dt_bias", "mamba.D")
 
 
 @dataclass(frozen=True)

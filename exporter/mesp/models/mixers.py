@@ -191,8 +191,79 @@ class ShortConvolution:
         )
 
 
-Mixer = AttentionMixer | GatedDeltaNet | ShortConvolution
-_TYPES = {each.type: each for each in (AttentionMixer, GatedDeltaNet, ShortConvolution)}
+@dataclass(frozen=True)
+class Mamba2Mixer:
+    """A state for each head, which decays and is written to (Dao & Gu, arXiv:2405.21060).
+
+    The projection gives z, xBC and dt side by side, of which xBC goes through a causal convolution
+    of each channel and silu.
+    """
+
+    type: ClassVar[str] = "mamba2"
+    out: ClassVar[str] = "out"
+
+    modules: Modules
+    num_heads: int
+    head_dim: int
+    num_groups: int  # of heads that share B and C
+    state_size: int  # the numbers of B, and of C
+    kernel_size: int  # tokens that the convolution sees
+    norm_eps: float  # of the norm of its output, whatever the factor of what a block adds
+
+    def within(self, length: int) -> Mamba2Mixer:
+        """Itself: it is the same for any length."""
+        return self
+
+    @property
+    def values(self) -> int:
+        """The numbers that all heads give together."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def conv_dim(self) -> int:
+        """The channels of the convolution: x, B and C."""
+        return self.values + 2 * self.num_groups * self.state_size
+
+    def shapes(self, hidden: int) -> dict[str, Shape]:
+        """Its projections."""
+        outputs = self.values + self.conv_dim + self.num_heads
+        return {"in": (outputs, hidden), "out": (hidden, self.values)}
+
+    def norms(self) -> dict[str, int]:
+        """None that a family may store minus 1; `vectors` has its norm."""
+        return {}
+
+    def vectors(self, hidden: int) -> dict[str, tuple[int, ...]]:
+        """The shapes of the weights that no linear layer has; a row of conv1d is a channel."""
+        shapes = {
+            "conv1d.weight": (self.conv_dim, self.kernel_size),
+            "conv1d.bias": (self.conv_dim,),
+            "norm.weight": (self.values,),
+            "dt_bias": (self.num_heads,),
+            "A_log": (self.num_heads,),
+            "D": (self.num_heads,),
+        }
+        return {f"mamba.{name}": shape for name, shape in shapes.items()}
+
+    def check(self) -> None:
+        """Raises ValueError where a field can't be what it says."""
+        sizes = (
+            self.num_heads, self.head_dim, self.num_groups, self.state_size, self.kernel_size,
+        )  # fmt: skip
+        refuse_unsound(
+            {
+                "sizes": all(map(is_size, sizes)),
+                "num_groups": self.num_heads % self.num_groups == 0,
+                "norm_eps": is_positive(self.norm_eps),
+                "modules": sorted(projections_of(self.modules)) == ["in", "out"],
+            }
+        )
+
+
+Mixer = AttentionMixer | GatedDeltaNet | ShortConvolution | Mamba2Mixer
+_TYPES = {
+    each.type: each for each in (AttentionMixer, GatedDeltaNet, ShortConvolution, Mamba2Mixer)
+}
 
 
 def mixer_from_manifest(entry: dict[str, Any]) -> Mixer:

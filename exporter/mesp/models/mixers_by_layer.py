@@ -6,8 +6,14 @@ from typing import Any
 
 from mesp.errors import MespError
 from mesp.models.config_json import unsupported
-from mesp.models.families import FAMILIES, GATED_DELTA_NET, SHORT_CONVOLUTION
-from mesp.models.mixers import AttentionMixer, GatedDeltaNet, Mixer, ShortConvolution
+from mesp.models.families import FAMILIES, GATED_DELTA_NET, MAMBA2, SHORT_CONVOLUTION
+from mesp.models.mixers import (
+    AttentionMixer,
+    GatedDeltaNet,
+    Mamba2Mixer,
+    Mixer,
+    ShortConvolution,
+)
 from mesp.models.rope_scaling import rope_frequencies
 
 
@@ -40,6 +46,8 @@ def mixers_by_layer(config: dict[str, Any]) -> list[Mixer]:
             mixers.append(_gated_delta_net(config))
         elif layer_type == "conv" and family.other_layers == layer_type:
             mixers.append(ShortConvolution(SHORT_CONVOLUTION, config["conv_L_cache"]))
+        elif layer_type == "mamba" and family.other_layers == layer_type:
+            mixers.append(_mamba2(config))
         else:
             raise unsupported("layer_types", layer_type)
     return mixers
@@ -53,6 +61,21 @@ def _gated_delta_net(config: dict[str, Any]) -> GatedDeltaNet:
         key_head_dim=config["linear_key_head_dim"],
         value_head_dim=config["linear_value_head_dim"],
         kernel_size=config["linear_conv_kernel_dim"],
+    )
+
+
+def _mamba2(config: dict[str, Any]) -> Mamba2Mixer:
+    heads, head_dim = config["mamba_n_heads"], config["mamba_d_head"]
+    if head_dim == "auto":
+        head_dim = config["mamba_expand"] * config["hidden_size"] // heads
+    return Mamba2Mixer(
+        modules=MAMBA2,
+        num_heads=heads,
+        head_dim=head_dim,
+        num_groups=config["mamba_n_groups"],
+        state_size=config["mamba_d_state"],
+        kernel_size=config["mamba_d_conv"],
+        norm_eps=config["rms_norm_eps"],
     )
 
 

@@ -71,6 +71,24 @@ _granite = partial(
     rope_theta=1e7, rope_scaling=None, embedding_multiplier=12.0, residual_multiplier=0.22,
     attention_bias=False, mlp_bias=False, tie_word_embeddings=True, hidden_act="silu",
 )  # fmt: skip
+
+
+def _granite4h(
+    hidden: int, layers: int, intermediate: int, attention: tuple[int, ...], **factors: float
+) -> dict[str, Any]:
+    """Mamba-2 but for the layers in `attention`."""
+    types = ["attention" if i in attention else "mamba" for i in range(layers)]
+    return _config(
+        "granitemoehybrid", hidden, layers, intermediate, 12, 4, layer_types=types,
+        shared_intermediate_size=intermediate, num_local_experts=0, num_experts_per_tok=0,
+        position_embedding_type="nope", rope_theta=1e4, vocab_size=100352, rms_norm_eps=1e-5,
+        max_position_embeddings=32768, embedding_multiplier=12.0, attention_bias=False,
+        mamba_n_heads=48, mamba_d_head=hidden // 24, mamba_d_state=128, mamba_n_groups=1,
+        mamba_d_conv=4, mamba_expand=2, mamba_conv_bias=True, mamba_proj_bias=False,
+        tie_word_embeddings=True, hidden_act="silu", **factors,
+    )  # fmt: skip
+
+
 _mistral = partial(
     _config, "mistral", vocab_size=32768, max_position_embeddings=32768, rms_norm_eps=1e-5,
     rope_theta=1e6, sliding_window=None, tie_word_embeddings=False, hidden_act="silu",
@@ -229,6 +247,22 @@ _MODELS = (
         _granite(4096, 40, 12800, 32, 8, attention_multiplier=0.0078125, logits_scaling=16.0),
     ),
     (
+        ("ibm-granite/granite-4.0-h-350m-base", "ibm-granite/granite-4.0-h-350m"),
+        "apache-2.0",
+        _granite4h(
+            768, 32, 2048, (10, 13, 17, 27), attention_multiplier=0.015625,
+            residual_multiplier=0.246, logits_scaling=3.0,
+        ),
+    ),
+    (
+        ("ibm-granite/granite-4.0-h-1b-base", "ibm-granite/granite-4.0-h-1b"),
+        "apache-2.0",
+        _granite4h(
+            1536, 40, 4096, (5, 15, 25, 35), attention_multiplier=0.0078125,
+            residual_multiplier=0.22, logits_scaling=6.0,
+        ),
+    ),
+    (
         ("microsoft/Phi-3-mini-4k-instruct",),
         "mit",
         _phi3(
@@ -292,6 +326,10 @@ _SHORT_NAMES = {
     "ibm-granite/granite-3.3-2b-instruct": "Granite-3.3-2B-Instruct",
     "ibm-granite/granite-3.3-8b-base": "Granite-3.3-8B",
     "ibm-granite/granite-3.3-8b-instruct": "Granite-3.3-8B-Instruct",
+    "ibm-granite/granite-4.0-h-350m-base": "Granite-4.0-H-350M-Base",
+    "ibm-granite/granite-4.0-h-350m": "Granite-4.0-H-350M",
+    "ibm-granite/granite-4.0-h-1b-base": "Granite-4.0-H-1B-Base",
+    "ibm-granite/granite-4.0-h-1b": "Granite-4.0-H-1B",
     "microsoft/phi-4": "Phi-4",
     "mistralai/Ministral-3-3B-Base-2512": "Ministral-3-3B",
     "mistralai/Ministral-3-3B-Instruct-2512-BF16": "Ministral-3-3B-Instruct",

@@ -4,8 +4,7 @@ Right below each formula is its derivative, the backward pass, in which `dy` is 
 loss by `y`. Read
 
 - `pieces`: what is shared, such as a linear layer with LoRA;
-- `attention`, `gated_delta_net`, `short_convolution`: the mixers of a block;
-- `mamba2`: a mixer that the trainer lacks;
+- `attention`, `gated_delta_net`, `short_convolution`, `mamba2`: the mixers of a block;
 - `block`, and `head` with the loss;
 - `methods`: MeSP, by hand from a block's input and its intermediates; MeBP, the same loop over
   blocks, each differentiated by `mx.vjp`; MeZO, two forward passes with a seeded perturbation;

@@ -8,7 +8,7 @@ from itertools import pairwise
 import mlx.core as mx
 
 from mesp.models.architecture import Block
-from mesp.models.mixers import AttentionMixer, GatedDeltaNet, ShortConvolution
+from mesp.models.mixers import AttentionMixer, GatedDeltaNet, Mamba2Mixer, ShortConvolution
 from mesp.reference.attention import (
     mix_by_attention,
     mix_by_attention_backward,
@@ -19,6 +19,7 @@ from mesp.reference.gated_delta_net import (
     mix_by_gated_delta_net_backward,
     output_of_gated_delta_net,
 )
+from mesp.reference.mamba2 import mix_by_mamba2, mix_by_mamba2_backward, output_of_mamba2
 from mesp.reference.model import Parts, Stored, Weights, fuse, pack_lora
 from mesp.reference.pieces import (
     gated,
@@ -50,6 +51,7 @@ MIXERS = {
         output_of_short_convolution,
         mix_by_short_convolution_backward,
     ),
+    Mamba2Mixer: (mix_by_mamba2, output_of_mamba2, mix_by_mamba2_backward),
 }
 
 

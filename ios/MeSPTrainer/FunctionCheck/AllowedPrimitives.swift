@@ -25,11 +25,11 @@ package struct AllowedPrimitives: Decodable {
 
     package struct Signature: Decodable {
         package let inputs, packed, first, then: [String]
-        package let attention, gatedDeltaNet, shortConvolution: [String]
+        package let attention, gatedDeltaNet, shortConvolution, mamba2: [String]
         package let postNorms: [String]
 
         enum CodingKeys: String, CodingKey {
-            case inputs, packed, first, then, attention
+            case inputs, packed, first, then, attention, mamba2
             case gatedDeltaNet = "gated_delta_net"
             case shortConvolution = "short_convolution"
             case postNorms = "post_norms"
@@ -72,6 +72,7 @@ package struct AllowedPrimitives: Decodable {
             "attention": ["dtype 1 heads length query", "dtype 1 kv_heads length head_dim", "dtype 1 kv_heads length head_dim", "dtype 1 length mixed"],
             "gated_delta_net": ["dtype 1 length channels", "dtype 1 length mixed", "dtype 1 length ba", "dtype 1 length mixed"],
             "short_convolution": ["dtype 1 length hidden", "dtype 1 length hidden", "dtype 1 length hidden", "dtype 1 length hidden"],
+            "mamba2": ["dtype 1 length mixed", "dtype 1 length channels", "dtype 1 length heads", "dtype 1 length mixed"],
             "then": ["dtype 1 length hidden", "dtype 1 length intermediate", "dtype 1 length intermediate"],
             "post_norms": ["dtype 1 length hidden", "dtype 1 length hidden"]
           },

@@ -293,8 +293,12 @@ import Testing
         let convolution: [String: Any] = [
             "type": "short_convolution", "modules": modules(["in", "out"]), "kernel_size": 1 << 12,
         ]
-        architecture["mixers"] = [attention, net, convolution]
-        architecture["layers"] = (0..<1 << 12).map { $0 % 3 }
+        let mamba: [String: Any] = [
+            "type": "mamba2", "modules": modules(["in", "out"]), "num_heads": 1 << 10, "head_dim": 1 << 8,
+            "num_groups": 1 << 5, "state_size": 1 << 12, "kernel_size": 1 << 12, "norm_eps": 1e-5,
+        ]
+        architecture["mixers"] = [attention, net, convolution, mamba]
+        architecture["layers"] = (0..<1 << 12).map { $0 % 4 }
         (manifest["architecture"], manifest["seq_lens"]) = (architecture, [1 << 20])
         let largest = try JSONDecoder.snakeCase.decode(
             Manifest.self, from: try JSONSerialization.data(withJSONObject: manifest))

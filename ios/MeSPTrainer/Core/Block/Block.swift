@@ -8,8 +8,8 @@ import MLX
 /// Each projection is a LoRA linear. In a block with post-norms the outputs of the mixer and of the MLP go through an RMSNorm before they
 /// are added to x and x_mid. x, y and the arrays of `Intermediates` have the bundle's dtype; everything between them is float32.
 ///
-/// BlockForward.swift and BlockBackward.swift have the two passes, AttentionBlock.swift, GatedDeltaNetBlock.swift and
-/// ShortConvolutionBlock.swift both passes of a mixer.
+/// BlockForward.swift and BlockBackward.swift have the two passes, AttentionBlock.swift, GatedDeltaNetBlock.swift,
+/// ShortConvolutionBlock.swift and Mamba2Block.swift both passes of a mixer.
 package struct Block {
     let weights: BlockWeights
     /// The LoRA parameters `[P]`, or nil for the base model.
@@ -97,6 +97,14 @@ package struct BlockWeights {
         ShortConvolution(convolution: CausalConvolution(weight: packed["conv.conv.weight"]))
     }
 
+    func mamba2(_ mixer: Mamba2Mixer) -> Mamba2 {
+        Mamba2(
+            heads: mixer.numHeads, groups: mixer.numGroups, headDim: mixer.headDim, stateSize: mixer.stateSize,
+            convolution: CausalConvolution(weight: packed["mamba.conv1d.weight"]), bias: packed["mamba.conv1d.bias"],
+            dtBias: packed["mamba.dt_bias"], aLog: packed["mamba.A_log"], d: packed["mamba.D"],
+            norm: RMSNorm(weight: packed["mamba.norm.weight"], eps: mixer.normEps))
+    }
+
     private func norm(_ name: String) -> RMSNorm {
         RMSNorm(weight: packed[name + ".weight"], eps: architecture.rmsNormEps)
     }
@@ -139,6 +147,7 @@ package struct Intermediates {
     ///     attention            q, behind each head its gate if it has one;  k;  v
     ///     gated delta net      qkv, before its convolution;  z;  b and a behind it
     ///     short convolution    b;  c;  u
+    ///     Mamba-2              z;  xBC, before its convolution;  dt
     let m1, m2, m3: MLXArray
     /// The result of the mixer's formula, before its output's gate or norm `[T, features]`.
     let mixed: MLXArray

@@ -178,6 +178,7 @@ extension Block {
         case .attention(let mixer): return attentionBackward(mixer, consume forward, dOut: dOut, &gradients)
         case .gatedDeltaNet(let mixer): return gatedDeltaNetBackward(mixer, consume forward, dOut: dOut, &gradients)
         case .shortConvolution: return shortConvolutionBackward(consume forward, dOut: dOut, &gradients)
+        case .mamba2(let mixer): return mamba2Backward(mixer, consume forward, dOut: dOut, &gradients)
         }
     }
 

@@ -102,6 +102,7 @@ extension Block: BlockForward {
         case .attention(let mixer): attention(mixer, mixerIn, sequences, &states)
         case .gatedDeltaNet(let mixer): gatedDeltaNet(mixer, mixerIn, sequences, &states)
         case .shortConvolution: shortConvolution(mixerIn, sequences, &states)
+        case .mamba2(let mixer): mamba2(mixer, mixerIn, sequences, &states)
         }
     }
 

@@ -6,6 +6,7 @@ package enum MixerState {
     case gatedDeltaNet(GatedDeltaNet.State, count: Int)
     /// b ∘ u of the last tokens.
     case shortConvolution(tail: MLXArray, count: Int)
+    case mamba2(Mamba2.State, count: Int)
 
     /// Keys after RoPE, and values: `[kv_heads, n, head_dim]` each.
     package struct KeyValues {
@@ -25,6 +26,7 @@ package enum MixerState {
         case .gatedDeltaNet(let mixer):
             self = .gatedDeltaNet(weights.gatedDeltaNet(mixer).start(dtype: dtype), count: 0)
         case .shortConvolution: self = .shortConvolution(tail: weights.shortConvolution.start(), count: 0)
+        case .mamba2(let mixer): self = .mamba2(weights.mamba2(mixer).start(dtype: dtype), count: 0)
         }
     }
 
@@ -32,7 +34,7 @@ package enum MixerState {
     var count: Int {
         switch self {
         case .attention(let cache): cache.keys.dim(1)
-        case .gatedDeltaNet(_, let count), .shortConvolution(_, let count): count
+        case .gatedDeltaNet(_, let count), .shortConvolution(_, let count), .mamba2(_, let count): count
         }
     }
 
@@ -46,6 +48,7 @@ package enum MixerState {
         case .attention(let cache): [cache.keys, cache.values]
         case .gatedDeltaNet(let state, _): [state.tail, state.memory]
         case .shortConvolution(let tail, _): [tail]
+        case .mamba2(let state, _): [state.tail, state.memory]
         }
     }
 

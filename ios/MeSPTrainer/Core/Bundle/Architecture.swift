@@ -42,9 +42,9 @@ package enum Projection: String, Decodable, CaseIterable, Sendable {
     case q, k, v, g, o
     /// Into a gated delta net; qkv before its convolution.
     case qkv, z, b, a
-    /// Into a short convolution: its three parts behind each other.
+    /// Into a short convolution or Mamba-2: their three parts behind each other.
     case `in`
-    /// Out of either.
+    /// Out of a mixer that is not attention.
     case out
     /// The projections of the MLP.
     case gate, up, down

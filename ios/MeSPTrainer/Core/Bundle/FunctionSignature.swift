@@ -29,6 +29,10 @@ extension FunctionSignature {
             ofMixer = listed.gatedDeltaNet
         case .shortConvolution:
             ofMixer = listed.shortConvolution
+        case .mamba2(let mixer):
+            sizes["channels"] = mixer.convolutionWidth
+            sizes["heads"] = mixer.numHeads
+            ofMixer = listed.mamba2
         }
         func array(_ text: String) throws -> ArrayType {
             let words = text.split(separator: " ").map(String.init)

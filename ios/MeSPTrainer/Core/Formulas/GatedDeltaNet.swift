@@ -35,7 +35,7 @@ package struct GatedDeltaNet {
     /// How many key heads at a time keep the derivative's temporaries in proportion to `bytes`: of what has a row a token it holds some
     /// 25 arrays, where attention's holds some 6 of `bytes` each.
     func tile(length: Int, bytes: Int) -> Int {
-        let features = max(keyDim, valueHeads / keyHeads * max(keyDim, valueDim, GatedDeltaRule.chunk))
+        let features = max(keyDim, valueHeads / keyHeads * max(keyDim, valueDim, ChunkDecays.chunk))
         return min(keyHeads, max(1, bytes / (3 * 4 * length * features)))
     }
 

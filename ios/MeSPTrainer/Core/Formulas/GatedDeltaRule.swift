@@ -23,9 +23,6 @@ package struct GatedDeltaRule {
     private let length: Int
     private let pace: Pace
 
-    /// C, but for fewer tokens: the next power of two.
-    package static let chunk = 64
-
     /// All in float32.
     /// - Parameters:
     ///   - q, k: `[n, key_heads, dk]`
@@ -93,10 +90,10 @@ package struct GatedDeltaRule {
     ///     dQ = γ dO Sᵀ + (Γ ∘ dP) K
     ///     dK = δ D dS₊ᵀ − γ dV Sᵀ + (Γ ∘ dA + (Γ ∘ dA)ᵀ) K + (Γ ∘ dP)ᵀ Q
     ///
-    /// with dQ and dK summed over a key head's value heads. l_m is in Γ_ij for j < m ≤ i, in γ_i for m ≤ i, in δ_j for j < m:
+    /// with dQ and dK summed over a key head's value heads, and dl by `ChunkDecays` from
     ///
-    ///     X = Γ ∘ (dP ∘ Q Kᵀ + dA ∘ K Kᵀ)        x = rowsum(Q ∘ γ dO Sᵀ − K ∘ γ dV Sᵀ)        y = rowsum(K ∘ δ D dS₊ᵀ)
-    ///     dl_m = Σ_{j < m ≤ i} X_ij + Σ_{i ≥ m} x_i + Σ_{j < m} y_j + γ_C ⟨S, dS₊⟩
+    ///     Γ ∘ dΓ = Γ ∘ (dP ∘ Q Kᵀ + dA ∘ K Kᵀ)        γ dγ = rowsum(Q ∘ γ dO Sᵀ − K ∘ γ dV Sᵀ)
+    ///     δ dδ = rowsum(K ∘ δ D dS₊ᵀ)        dγ_C = ⟨S, dS₊⟩
     ///
     /// - Parameter dO: `[T, value_heads, dv]`
     /// - Returns: dq and dk `[T, key_heads, dk]`, dv `[T, value_heads, dv]`, dl and β dβ `[T, value_heads]`, in float32.
@@ -111,7 +108,6 @@ package struct GatedDeltaRule {
             Self.product([matmul(dv, transposed(d)), c.gamma, -c.below])
         )
         pace.finish([inAll, dP, dA])
-        let inGamma = cumsum(Self.sumOfProducts([dP, c.qk, dA, c.kk]), axis: -2, reverse: true) * c.below
 
         let dQStart = c.start * matmul(dO, transposed(states))
         let inQStart = rowsum(q, dQStart)
@@ -124,9 +120,9 @@ package struct GatedDeltaRule {
         let inEnd = rowsum(k, dKEnd)
         let dk = overValueHeads(
             addMM(addMM(dKEnd - dKStart, dA + transposed(dA), k), transposed(dP), q))
-        let dLogDecay =
-            inGamma.sum(axis: -1, keepDims: true) + cumsum(inQStart - inKStart, axis: -2, reverse: true)
-            + cumsum(inEnd, axis: -2, inclusive: false) + inAll
+        let dLogDecay = c.decays.backward(
+            inGamma: Self.sumOfProducts([dP, c.qk, dA, c.kk]), inStart: inQStart - inKStart, inEnd: inEnd,
+            inWhole: inAll)
         let results = [dq, dk, dv, dLogDecay, betaDBeta].map(byToken)
         pace.finish(results)
         return (
@@ -181,44 +177,32 @@ package struct GatedDeltaRule {
 
     /// The products among a chunk's tokens, which need no state.
     private struct Chunks {
-        /// Γ `[…, C, C]`
-        let gamma: MLXArray
+        let decays: ChunkDecays
         /// Q Kᵀ and K Kᵀ
         let qk, kk: MLXArray
         let m: MLXArray
-        /// γ and δ `[…, C, 1]`, and γ_C `[…, 1, 1]`
-        let start, end, whole: MLXArray
-        /// 1 below the diagonal, else 0: `[C, C]`.
-        let below: MLXArray
+        var gamma: MLXArray { decays.gamma }
+        var start: MLXArray { decays.start }
+        var end: MLXArray { decays.end }
+        var whole: MLXArray { decays.whole }
+        var below: MLXArray { decays.below }
 
         init(_ rule: GatedDeltaRule) {
-            let (l, last) = (rule.logDecay, rule.k.dim(3) - 1)
-            below = mask(last + 1) { i, j in i > j }
-            // Added up term by term: differences of one running sum would lose what strong decays leave of weak ones.
-            gamma = Self.expMasked([cumsum(l * below, axis: -2), mask(last + 1) { i, j in i >= j }])
-            start = exp(cumsum(l, axis: -2))
-            end = transposed(gamma[.ellipsis, last..., 0...])
-            whole = start[.ellipsis, last..., 0...]
+            decays = ChunkDecays(rule.logDecay)
             qk = matmul(rule.q, transposed(rule.k))
             kk = matmul(rule.k, transposed(rule.k))
-            m = inverse(GatedDeltaRule.product([kk, gamma, rule.beta, below]))
-            rule.pace.finish([gamma, start, qk, kk, m])
+            m = inverse(GatedDeltaRule.product([kk, decays.gamma, rule.beta, decays.below]))
+            rule.pace.finish([decays.gamma, decays.start, qk, kk, m])
         }
-
-        private static let expMasked = Fused { exp($0[0]) * $0[1] }
 
         /// W `[…, C, dk]`
         func w(_ rule: GatedDeltaRule) -> MLXArray { matmul(m, rule.beta * start * rule.k) }
     }
 
-    /// `[n, heads, d]` to `[chunks, key_heads, value heads of each, C, d]`, with zeros behind the last token: these change no state.
+    /// `[n, heads, d]` to `[chunks, key_heads, value heads of each, C, d]`.
     private static func chunked(_ x: MLXArray, keyHeads: Int) -> MLXArray {
-        let (length, heads, d) = (x.dim(0), x.dim(1), x.dim(2))
-        var rows = 1
-        while rows < min(length, chunk) { rows *= 2 }
-        let chunks = (length + rows - 1) / rows
-        let missing = chunks * rows - length
-        let whole = missing > 0 ? concatenated([x, MLXArray.zeros([missing, heads, d])]) : x
+        let whole = ChunkDecays.chunked(x)
+        let (chunks, rows, heads, d) = (whole.dim(0), whole.dim(1), whole.dim(2), whole.dim(3))
         return whole.reshaped([chunks, rows, keyHeads, heads / keyHeads, d]).transposed(axes: [0, 2, 3, 1, 4])
     }
 
@@ -233,11 +217,6 @@ package struct GatedDeltaRule {
 
 /// The transpose of the last two axes.
 private func transposed(_ x: MLXArray) -> MLXArray { x.swappedAxes(-1, -2) }
-
-/// 1 where `contains` says of a row and a column, else 0: `[C, C]`.
-private func mask(_ c: Int, _ contains: (_ row: Int, _ column: Int) -> Bool) -> MLXArray {
-    MLXArray((0..<c * c).map { contains($0 / c, $0 % c) ? 1 : 0 as Float }, [c, c])
-}
 
 /// (I + L)⁻¹ of L `[…, C, C]`, zero but below the diagonal, C a power of two.
 ///

@@ -24,6 +24,7 @@ struct MixerMemory {
         case .gatedDeltaNet(let net):
             activation(net.convolutionWidth + 2 * net.valueWidth + 2 * net.numValueHeads)
         case .shortConvolution: 4 * hidden
+        case .mamba2(let mamba): activation(2 * mamba.width + mamba.convolutionWidth + mamba.numHeads)
         }
     }
 
@@ -34,6 +35,7 @@ struct MixerMemory {
             intermediates + (a.qkNorm ? 4 * mixed : 0)
         case .gatedDeltaNet: intermediates
         case .shortConvolution: intermediates
+        case .mamba2: intermediates
         }
     }
 
@@ -48,6 +50,12 @@ struct MixerMemory {
             return 2 * hidden + 5 * mixed + 9 * activation(a.keyValueWidth) + (isFused ? 3 : 4) * scores
         case .gatedDeltaNet: return 2 * intermediates + 3 * hidden
         case .shortConvolution: return (isFused ? 11 : 13) * hidden
+        case .mamba2(let mamba):
+            let (_, array) = Mamba2.tile(
+                headsOfGroup: mamba.numHeads / mamba.numGroups, headDim: mamba.headDim, stateSize: mamba.stateSize,
+                length: length, bytes: tile.bytes)
+            // x and d_x_mid; do, dz, xBC and the parts of its gradient; a tile's arrays.
+            return 2 * hidden + activation(2 * (mamba.width + mamba.convolutionWidth)) + 13 * array
         }
     }
 
@@ -57,6 +65,7 @@ struct MixerMemory {
         case .attention(let a): 142 * activation(a.queryWidth) + 157 * activation(a.keyValueWidth)
         case .gatedDeltaNet: 40 * intermediates
         case .shortConvolution: 40 * intermediates
+        case .mamba2: 40 * intermediates
         }
     }
 }

@@ -368,12 +368,13 @@ public struct Planner: Sendable {
     /// step, a few percent of these. Large ones leave gaps of their own size: of the mixer's where that is wider than the model, and three
     /// of these where it is recurrent.
     private func gaps(_ plan: Plan) -> Int {
-        let isWide = largest(\.mixed) > hidden
+        let widest = max(hidden, largest(\.mixed))
+        let isWide = widest > hidden
         let isRecurrent = isWide && architecture.isRecurrent
-        let large = (isRecurrent ? 1_000_000 : isWide ? 600_000 : 1_600_000)..<8 << 20
+        let isLarge = isRecurrent ? widest >= 1_500_000 : hidden >= (isWide ? 600_000 : 1_600_000)
         let ofHidden =
-            large.contains(hidden)
-            ? (isRecurrent ? 3 : 1) * max(hidden, largest(\.mixed)) : min(1_000_000, lasting(plan) / 32)
+            isLarge && hidden < 8 << 20
+            ? (isRecurrent ? 3 : 1) * widest : min(1_000_000, lasting(plan) / 32)
         return ofHidden + (baseline?.gaps ?? 0)
     }
 

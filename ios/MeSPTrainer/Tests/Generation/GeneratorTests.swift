@@ -119,7 +119,7 @@ import Testing
     }
 
     /// A text that departs from the one read after the mark is read from there, whatever was written then.
-    @Test(arguments: cases.filter { ["qwen3_5", "lfm2"].contains($0.lastPathComponent) }, [1, 256])
+    @Test(arguments: cases.filter { ["qwen3_5", "lfm2", "granite-mamba"].contains($0.lastPathComponent) }, [1, 256])
     func aRecurrentModelGoesBackToItsMark(_ folder: URL, _ chunk: Int) throws {
         let fixture = try Fixture(folder, "gradients")
         let generator = Generator(try CachedModel(fixture.bundle, adapters: nil, chunk: chunk))
