@@ -6,6 +6,9 @@ extension Block {
         _ mixer: AttentionMixer, _ mixerIn: MLXArray, _ sequences: [Range<Int>], _ states: inout [MixerState]
     ) -> Mixed {
         let (attention, d, dtype) = (weights.attention(mixer), mixer.headDim, mixerIn.dtype)
+        if attention.servesOne, sequences.allSatisfy({ $0.count == 1 }) {
+            return attentionOfOne(mixer, attention, mixerIn, &states)
+        }
         func heads(_ p: Projection, _ count: Int) -> MLXArray {
             projected(p, mixerIn).reshaped([mixerIn.dim(0), count, -1]).swappedAxes(0, 1)
         }
@@ -19,17 +22,43 @@ extension Block {
         let attnOut = eachSequence(sequences, &states) { rows, state in
             guard case .attention(var cache) = state else { preconditionFailure("another mixer's state") }
             let start = state.count
-            let kHat = attention.key(k[0..., rows], start: start).asType(dtype)
-            cache.keys = concatenated([cache.keys, kHat], axis: 1)
-            cache.values = concatenated([cache.values, v[0..., rows]], axis: 1)
+            cache.append(attention.key(k[0..., rows], start: start).asType(dtype), v[0..., rows])
             state = .attention(cache)
             return attention(
-                q: attention.query(q[0..., rows], start: start), k: cache.keys, v: cache.values, tile: tile.attention
+                q: attention.query(q[0..., rows], start: start), k: cache.keys[0..., 0..<cache.count],
+                v: cache.values[0..., 0..<cache.count], tile: tile.attention
             ).asType(dtype)
         }
         let taken = gates.map { OutputGate(g: $0.swappedAxes(0, 1))(attnOut) } ?? attnOut
         let m1 = mixer.headGate ? concatenated([ofQ] + [gates].compactMap { $0 }, axis: -1) : ofQ
         return Mixed(m1: m1, m2: k, m3: v, mixed: attnOut, out: projection(.o)(taken, tile: tile.projection))
+    }
+
+    /// The same for one token of each sequence, in fewer operations, which are most of the time of so few tokens.
+    private func attentionOfOne(
+        _ mixer: AttentionMixer, _ attention: Attention, _ mixerIn: MLXArray, _ states: inout [MixerState]
+    ) -> Mixed {
+        let (n, d, dtype) = (mixerIn.dim(0), mixer.headDim, mixerIn.dtype)
+        func heads(_ p: Projection, _ count: Int) -> MLXArray { projected(p, mixerIn).reshaped([n, count, 1, -1]) }
+        let (ofQ, k, v) = (
+            heads(.q, mixer.numAttentionHeads), heads(.k, mixer.numKeyValueHeads), heads(.v, mixer.numKeyValueHeads)
+        )
+        let positions = MLXArray(states.map { Int32($0.count) })
+        let q = attention.query(mixer.outputGate ? ofQ[.ellipsis, ..<d] : ofQ, positions: positions)
+        let kHat = attention.key(k, positions: positions).asType(dtype)
+        let parts = states.indices.map { i in
+            guard case .attention(var cache) = states[i] else { preconditionFailure("another mixer's state") }
+            cache.append(kHat[i..<i + 1].squeezed(axis: 0), v[i..<i + 1].squeezed(axis: 0))
+            states[i] = .attention(cache)
+            return attention.ofOne(q: q[i..<i + 1], cache)
+        }
+        let attnOut = concatenated(parts).reshaped([n, -1]).asType(dtype)
+        let gates: MLXArray? =
+            mixer.outputGate
+            ? ofQ[.ellipsis, d...].squeezed(axis: 2)
+            : mixer.headGate ? heads(.g, mixer.numAttentionHeads).squeezed(axis: 2) : nil
+        let taken = gates.map { OutputGate(g: $0)(attnOut) } ?? attnOut
+        return Mixed(m1: ofQ, m2: k, m3: v, mixed: attnOut, out: projection(.o)(taken, tile: tile.projection))
     }
 
     /// The derivative of o(attention(q, k, v)), or of o(attention(q, k, v) ∘ σ(g)), from that of its output `[T, hidden]`.

@@ -9,12 +9,16 @@ extension Block: BlockForward {
     ///   - sequences: the rows of each
     ///   - states: for each the state after the tokens before, replaced by that after these
     ///   - keepsStates: whether that is asked for; otherwise it is not evaluated
-    /// - Returns: y `[n, hidden]`, evaluated.
-    func output(_ x: MLXArray, sequences: [Range<Int>], _ states: inout [MixerState], keepsStates: Bool) -> MLXArray {
+    ///   - waits: false where y and the states may be evaluated later, while the next block is called
+    /// - Returns: y `[n, hidden]`, evaluated if it waits.
+    func output(
+        _ x: MLXArray, sequences: [Range<Int>], _ states: inout [MixerState], keepsStates: Bool, waits: Bool = true
+    ) -> MLXArray {
         let mixerOut = mixer(weights.mixerNorm(x), sequences, &states).out
         let xMid = sum(x, weights.mixerPostNorm, mixerOut)
         let y = sum(xMid, weights.mlpPostNorm, mlp(weights.mlpNorm(xMid)))
-        eval([y] + (keepsStates ? states.flatMap(\.arrays) : []))
+        let results = [y] + (keepsStates ? states.flatMap(\.arrays) : [])
+        if waits { eval(results) } else { asyncEval(results) }
         return y
     }
 

@@ -24,6 +24,30 @@ struct Attention {
         return rope(norm.map { $0(x) } ?? x, start: start)
     }
 
+    // MARK: - One token of each of several sequences
+
+    /// Whether `ofOne` serves. On a GPU it has not been tried.
+    var servesOne: Bool { CPUProducts.current.fuses && Device.isCPU && softcap == nil }
+
+    /// q̂ or k̂ `[n, heads, 1, d]` of n sequences, each at a position of its own, in float32.
+    func query(_ q: MLXArray, positions: MLXArray) -> MLXArray { positioned(q, qNorm, positions) }
+    func key(_ k: MLXArray, positions: MLXArray) -> MLXArray { positioned(k, kNorm, positions) }
+
+    private func positioned(_ x: MLXArray, _ norm: RMSNorm?, _ positions: MLXArray) -> MLXArray {
+        let x = x.asType(.float32)
+        return rope(norm.map { $0(x) } ?? x, positions: positions)
+    }
+
+    /// attn_out `[1, heads, 1, d]` in float32 of q̂, alike, the last of N positions, over k̂ and v `[kv_heads, N, d]`.
+    func ofOne(q: MLXArray, _ cache: MixerState.KeyValues) -> MLXArray {
+        let keys = seen(by: cache.count - 1..<cache.count)
+        return MLXFast.scaledDotProductAttention(
+            queries: q, keys: cache.keys[0..., keys].expandedDimensions(axis: 0).asType(.float32),
+            values: cache.values[0..., keys].expandedDimensions(axis: 0).asType(.float32), scale: scale, mask: nil)
+    }
+
+    // MARK: - Backward
+
     /// dq or dk from the gradient of q̂ or k̂, in float32.
     private func positionedBackward(_ x: MLXArray, _ norm: RMSNorm?, dy: MLXArray) -> MLXArray {
         let d = rope.backward(dy: dy, start: 0)
