@@ -4,6 +4,9 @@ package enum Mixer: Sendable, Equatable {
     case attention(AttentionMixer)
     case gatedDeltaNet(GatedDeltaNetMixer)
     case shortConvolution(ShortConvolutionMixer)
+
+    /// Whether a long sequence goes through it by segments. A short convolution's arrays are few.
+    var goesBySegments: Bool { if case .shortConvolution = self { false } else { true } }
 }
 
 /// Softmax attention over the tokens before:

@@ -81,7 +81,8 @@ public struct Planner: Sendable {
         (vectors, gradients) = Self.vectors(layouts, settings)
         let mixers = architecture.mixers.map { [architecture, itemSize] in
             MixerMemory(
-                mixer: $0, hiddenSize: architecture.hiddenSize, length: settings.seqLen, itemSize: itemSize)
+                mixer: $0, hiddenSize: architecture.hiddenSize, length: settings.seqLen,
+                segment: TileSizes.mixerTokens(settings.seqLen, manifest.device), itemSize: itemSize)
         }
         mixerIntermediates = architecture.layers.reversed().reduce(into: [0]) {
             $0.append($0[$0.count - 1] + mixers[$1].intermediates)
