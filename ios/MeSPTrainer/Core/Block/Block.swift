@@ -35,6 +35,12 @@ package struct Block {
     /// record by itself.
     func records(_ length: Int) -> [Range<Int>] { records ?? [0..<length] }
 
+    /// The segments that the mixer goes by, some thousand tokens each; none of a shorter sequence, nor of packed records.
+    func segments(_ length: Int) -> [Range<Int>] {
+        guard records == nil, length > tile.mixerTokens, weights.shape.mixer.goesBySegments else { return [] }
+        return tiles(of: length, size: tile.mixerTokens)
+    }
+
     /// The matrices of a projection's adapter, nil where it has none.
     func matrices(_ projection: Projection) -> LoRAMatrices? {
         keptMatrices.map { $0[projection] } ?? lora.flatMap { layout.matrices(projection, in: $0) }
@@ -156,6 +162,30 @@ package struct Intermediates {
     var gate, up: MLXArray?
     /// The outputs of the mixer and of the MLP before their norms, in a block with post-norms.
     var mixerOut, mlpOut: MLXArray?
+    /// Of a long sequence, whose mixer goes by segments: m₁, m₂, m₃ and mixed are empty, and made again of each.
+    var segments = [Segment]()
+    /// Where these are of one of them.
+    var segment: Segment?
 
-    var arrays: [MLXArray] { [m1, m2, m3, mixed, xMid] + [gate, up, mixerOut, mlpOut].compactMap { $0 } }
+    /// Some tokens of a sequence.
+    struct Segment {
+        let rows: Range<Int>
+        /// The state before them; of attention, whose tokens see none behind them, that of the whole sequence.
+        var state: MixerState
+        /// mixed, of attention, where making it again would take longest.
+        let mixed: MLXArray?
+    }
+
+    var arrays: [MLXArray] {
+        [m1, m2, m3, mixed, xMid] + [gate, up, mixerOut, mlpOut].compactMap { $0 }
+            + segments.flatMap { $0.state.arrays + [$0.mixed].compactMap { $0 } }
+    }
+}
+
+/// What a sequence's later segments give to the gradient of those before.
+struct Behind {
+    /// The gradients of attention's k̂ and v, `[kv_heads, n, d]` of the last n positions before; nil where there is none.
+    var keyValues: (dk: MLXArray, dv: MLXArray)?
+    /// nil where a gated delta net does not go by segments.
+    var net: GatedDeltaNet.Behind?
 }

@@ -148,12 +148,43 @@ extension Block {
 
     // MARK: - x_mid = x + norm(mixer_out),  mixer_out = mixer(mixer_in),  mixer_in = RMSNorm(x)
 
+    /// Of a long sequence by segments, the last first: what a segment's tokens give to those before goes from one to the next.
+    ///
     /// - Returns: dx `[T, hidden]`, evaluated, or nil where it is not wanted.
     private func mixerBackward(
         x: MLXArray, _ forward: consuming Intermediates, dMid: MLXArray, wantsInput: Bool,
         _ gradients: inout LoRAGradients
     ) -> MLXArray? {
-        let projected = projected(consume forward, dMid: dMid, &gradients)
+        var behind = Behind()
+        guard !forward.segments.isEmpty else {
+            return mixerBackward(
+                x: x, consume forward, dMid: dMid, wantsInput: wantsInput, &behind, &gradients)
+        }
+        let mixerOut = forward.mixerOut
+        var segments = forward.segments
+        _ = consume forward
+        var parts = [MLXArray]()
+        while let segment = segments.popLast() {
+            var own = LoRAGradients()
+            let x = x[segment.rows]
+            let dx = mixerBackward(
+                x: x, again(segment, x, mixerOut: mixerOut?[segment.rows]), dMid: dMid[segment.rows],
+                wantsInput: wantsInput, &behind, &own)
+            gradients.add(own)
+            eval(gradients.arrays)
+            if let dx { parts.append(dx) }
+        }
+        guard !parts.isEmpty else { return nil }
+        let dx = concatenated(parts.reversed())
+        eval(dx)
+        return dx
+    }
+
+    private func mixerBackward(
+        x: MLXArray, _ forward: consuming Intermediates, dMid: MLXArray, wantsInput: Bool, _ behind: inout Behind,
+        _ gradients: inout LoRAGradients
+    ) -> MLXArray? {
+        let projected = projected(consume forward, dMid: dMid, &behind, &gradients)
         let norm = weights.mixerNorm
         let mixerIn = norm(x).asType(.float32)
         var dMixerIn: MLXArray?
@@ -171,12 +202,14 @@ extension Block {
     typealias Projected = KeyValuePairs<Projection, MLXArray>
 
     private func projected(
-        _ forward: consuming Intermediates, dMid: MLXArray, _ gradients: inout LoRAGradients
+        _ forward: consuming Intermediates, dMid: MLXArray, _ behind: inout Behind, _ gradients: inout LoRAGradients
     ) -> Projected {
         let dOut = through(weights.mixerPostNorm, forward.mixerOut, dy: dMid)
         switch weights.shape.mixer {
-        case .attention(let mixer): return attentionBackward(mixer, consume forward, dOut: dOut, &gradients)
-        case .gatedDeltaNet(let mixer): return gatedDeltaNetBackward(mixer, consume forward, dOut: dOut, &gradients)
+        case .attention(let mixer):
+            return attentionBackward(mixer, consume forward, dOut: dOut, &behind, &gradients)
+        case .gatedDeltaNet(let mixer):
+            return gatedDeltaNetBackward(mixer, consume forward, dOut: dOut, &behind, &gradients)
         case .shortConvolution: return shortConvolutionBackward(consume forward, dOut: dOut, &gradients)
         case .mamba2(let mixer): return mamba2Backward(mixer, consume forward, dOut: dOut, &gradients)
         }

@@ -5,6 +5,14 @@ package enum Mixer: Sendable, Equatable {
     case gatedDeltaNet(GatedDeltaNetMixer)
     case shortConvolution(ShortConvolutionMixer)
     case mamba2(Mamba2Mixer)
+
+    /// Whether a long sequence goes through it by segments. A short convolution's arrays are few.
+    var goesBySegments: Bool {
+        switch self {
+        case .attention, .gatedDeltaNet: true
+        case .shortConvolution, .mamba2: false
+        }
+    }
 }
 
 /// Softmax attention over the tokens before:

@@ -44,10 +44,9 @@ package struct GatedDeltaRule {
     /// - Parameter state: S before the tokens, `[value_heads, dk, dv]` in float32; becomes that behind them
     /// - Returns: o `[n, value_heads, dv]`, in float32.
     func callAsFunction(state: inout MLXArray) -> MLXArray {
-        let shape = state.shape
-        var s = state.reshaped([1, k.dim(1), -1, shape[1], shape[2]])
+        var s = byKeyHead(state)
         let o = length == 1 ? step(&s) : byChunks(&s)
-        state = s.reshaped(shape)
+        state = s.reshaped(state.shape)
         return byToken(o)
     }
 
@@ -95,13 +94,17 @@ package struct GatedDeltaRule {
     ///     Γ ∘ dΓ = Γ ∘ (dP ∘ Q Kᵀ + dA ∘ K Kᵀ)        γ dγ = rowsum(Q ∘ γ dO Sᵀ − K ∘ γ dV Sᵀ)
     ///     δ dδ = rowsum(K ∘ δ D dS₊ᵀ)        dγ_C = ⟨S, dS₊⟩
     ///
-    /// - Parameter dO: `[T, value_heads, dv]`
+    /// - Parameters:
+    ///   - dO: `[T, value_heads, dv]`
+    ///   - state: S before the tokens, `[value_heads, dk, dv]`
+    ///   - dState: the gradient of S behind them, alike; becomes that of S before them
     /// - Returns: dq and dk `[T, key_heads, dk]`, dv `[T, value_heads, dv]`, dl and β dβ `[T, value_heads]`, in float32.
-    func backward(dO: MLXArray) -> (dq: MLXArray, dk: MLXArray, dv: MLXArray, dLogDecay: MLXArray, betaDBeta: MLXArray)
+    func backward(dO: MLXArray, state: MLXArray, dState: inout MLXArray)
+        -> (dq: MLXArray, dk: MLXArray, dv: MLXArray, dLogDecay: MLXArray, betaDBeta: MLXArray)
     {
         let c = Chunks(self)
         let dO = Self.chunked(dO, keyHeads: k.dim(1))
-        let (d, states, dv, betaDBeta, dStates) = recurrenceBackward(c, dO)
+        let (d, states, dv, betaDBeta, dStates) = recurrenceBackward(c, dO, state, &dState)
         let inAll = c.whole * dot(states, dStates)
         let (dP, dA) = (
             Self.product([matmul(dO, transposed(d)), c.gamma]),
@@ -141,15 +144,15 @@ package struct GatedDeltaRule {
     }
 
     /// D, S before each chunk, dV, β dβ, and dS₊ behind each chunk.
-    private func recurrenceBackward(_ c: Chunks, _ dO: MLXArray)
+    private func recurrenceBackward(_ c: Chunks, _ dO: MLXArray, _ state: MLXArray, _ dState: inout MLXArray)
         -> (d: MLXArray, states: MLXArray, dv: MLXArray, betaDBeta: MLXArray, dStates: MLXArray)
     {
         let w = c.w(self)
-        var s = MLXArray.zeros([1, k.dim(1), v.dim(2), k.dim(4), v.dim(4)])
+        var s = byKeyHead(state)
         let (d, states) = corrections(c, w: w, &s)
         pace.finish([w, d, states])
-        let (dD, dStates) = statesBackward(c, w: w, dO)
-        pace.finish([dD, dStates])
+        let (dD, dStates) = statesBackward(c, w: w, dO, &dState)
+        pace.finish([dD, dStates, dState])
         let z = matmul(transposed(c.m), dD)
         let (dv, betaDBeta) = (beta * z, rowsum(z, d))
         pace.finish([dv, betaDBeta])
@@ -157,16 +160,19 @@ package struct GatedDeltaRule {
     }
 
     /// dD, and dS₊ behind each chunk.
-    private func statesBackward(_ c: Chunks, w: MLXArray, _ dO: MLXArray) -> (dD: MLXArray, dStates: MLXArray) {
+    private func statesBackward(_ c: Chunks, w: MLXArray, _ dO: MLXArray, _ dState: inout MLXArray)
+        -> (dD: MLXArray, dStates: MLXArray)
+    {
         let (pDO, kEnd) = (each(matmul(transposed(c.gamma * c.qk), dO)), each(c.end * k))
         let (qStart, w, dO, whole) = (each(transposed(c.start * q)), each(transposed(w)), each(dO), each(c.whole))
         var (dD, dStates) = ([MLXArray](), [MLXArray]())
-        var dS = MLXArray.zeros([1, k.dim(1), v.dim(2), k.dim(4), v.dim(4)])
+        var dS = byKeyHead(dState)
         for n in pDO.indices.reversed() {
             dStates.insert(dS, at: 0)
             dD.insert(addMM(pDO[n], kEnd[n], dS), at: 0)
             dS = addMM(addMM(whole[n] * dS, qStart[n], dO[n]), w[n], dD[0], alpha: -1)
         }
+        dState = dS.reshaped(dState.shape)
         return (concatenated(dD), concatenated(dStates))
     }
 
@@ -204,6 +210,11 @@ package struct GatedDeltaRule {
         let whole = ChunkDecays.chunked(x)
         let (chunks, rows, heads, d) = (whole.dim(0), whole.dim(1), whole.dim(2), whole.dim(3))
         return whole.reshaped([chunks, rows, keyHeads, heads / keyHeads, d]).transposed(axes: [0, 2, 3, 1, 4])
+    }
+
+    /// `[value_heads, dk, dv]` to `[1, key_heads, value heads of each, dk, dv]`.
+    private func byKeyHead(_ state: MLXArray) -> MLXArray {
+        state.reshaped([1, k.dim(1), -1, state.dim(1), state.dim(2)])
     }
 
     /// The chunks, `[1, …]` each.

@@ -80,13 +80,20 @@ package struct CachedModel {
         var x = try embedded(tokens[...])
         for block in 0..<bundle.architecture.numHiddenLayers {
             try atBlock()
-            var states = caches.map { $0.blocks[block] }
+            var states = [MixerState?]()
+            for text in caches.indices {
+                states.append(caches[text].blocks[block])
+                caches[text].blocks[block] = nil  // keys and values that nobody else has are written in place
+            }
+            defer { for text in caches.indices { caches[text].blocks[block] = states[text] } }
+            // While one block is computed, the graph of the next is made.
             x = try forward(
                 block, x, sequences: tokens.indices.map { $0..<$0 + 1 }, &states, keepsStates: true,
+                waits: bundle.backend == .gpu || !bundle.maps.areKept,
                 untiled: bundle.backend == .gpu || CPUProducts.current.dequantizeInside
                     ? Self.mostTexts : QuantizedMatrix.fewRows)
-            for (text, state) in states.enumerated() { caches[text].blocks[block] = state }
         }
+        try x.compute()
         for (text, token) in tokens.enumerated() { caches[text].add([token]) }
         Memory.clearCache()
         return x
@@ -140,19 +147,19 @@ package struct CachedModel {
     /// - Parameter states: nil before the first token; see `Block.output`.
     private func forward(
         _ index: Int, _ x: MLXArray, sequences: [Range<Int>], _ states: inout [MixerState?], keepsStates: Bool,
-        untiled: Int = QuantizedMatrix.fewRows
+        waits: Bool = true, untiled: Int = QuantizedMatrix.fewRows
     ) throws -> MLXArray {
         try bundle.withBlock(index) { weights in
             var known = states.map { $0 ?? MixerState(weights, dtype: bundle.dtype) }
+            states = states.map { _ in nil }
+            defer { if keepsStates { states = known } }
             var block = Block(
                 weights: weights, lora: adapters?.lora[index],
                 layout: LoRALayout(block: weights.shape, rank: adapters?.rank ?? 0), scale: adapters?.scale ?? 0,
                 tile: tile(
                     rows: x.dim(0), length: (known.map(\.count).max() ?? 0) + x.dim(0), untiled: untiled))
             if bundle.maps.areKept { block = keeping(index, block) }
-            let y = block.output(x, sequences: sequences, &known, keepsStates: keepsStates)
-            if keepsStates { states = known }
-            return y
+            return block.output(x, sequences: sequences, &known, keepsStates: keepsStates, waits: waits)
         }
     }
 

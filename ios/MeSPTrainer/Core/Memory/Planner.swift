@@ -84,7 +84,8 @@ public struct Planner: Sendable {
         wholeBytes = layouts.reduce(0) { $0 + 4 * $1.whole.count }
         let mixers = architecture.mixers.map { [architecture, itemSize] in
             MixerMemory(
-                mixer: $0, hiddenSize: architecture.hiddenSize, length: settings.seqLen, itemSize: itemSize)
+                mixer: $0, hiddenSize: architecture.hiddenSize, length: settings.seqLen,
+                segment: TileSizes.mixerTokens(settings.seqLen, manifest.device), itemSize: itemSize)
         }
         mixerIntermediates = architecture.layers.reversed().reduce(into: [0]) {
             $0.append($0[$0.count - 1] + mixers[$1].intermediates)

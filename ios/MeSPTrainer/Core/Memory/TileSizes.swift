@@ -11,6 +11,8 @@ package struct TileSizes {
     let mlp: Int
     /// Tokens in the MLP's derivative, and of these in a tile.
     let mlpTokens: Int
+    /// Tokens of a segment, of a mixer that goes by segments where the sequence is longer.
+    let mixerTokens: Int
     let tokens: Int
     /// Query rows of attention.
     let attention: Int
@@ -34,6 +36,23 @@ package struct TileSizes {
         return [largest, largest / 2, largest / 4]
     }
 
+    /// Some tokens of a segment; tests cut short sequences.
+    @TaskLocal static var segmentTokens = 1024
+
+    /// The tokens of a segment of a mixer, of a sequence of more than twice as many where a product unpacks W for its tokens anyway;
+    /// otherwise all.
+    static func mixerTokens(_ length: Int, _ backend: Backend) -> Int {
+        guard backend == .cpu, CPUProducts.current.dequantizeInside, length > 2 * segmentTokens else { return length }
+        let (tokens, chunk) = (evenly(length, segmentTokens), GatedDeltaRule.chunk)
+        return tokens < chunk ? tokens : (tokens + chunk - 1) / chunk * chunk
+    }
+
+    /// Parts of one size, of which none is longer than `size`.
+    private static func evenly(_ count: Int, _ size: Int) -> Int {
+        let parts = (count + size - 1) / size
+        return (count + parts - 1) / parts
+    }
+
     /// Sizes that keep each temporary near `bytes`, for sequences of `length` tokens.
     ///
     /// - Parameter pause: see `Pace`.
@@ -44,11 +63,8 @@ package struct TileSizes {
         self.bytes = bytes
         let floats = bytes / 4
         let rows = max(8, floats / (a.attentionHeads * length))
-        /// Parts of one size, of which none is longer than `size`.
-        func evenly(_ count: Int, _ size: Int) -> Int {
-            let parts = (count + size - 1) / size
-            return (count + parts - 1) / parts
-        }
+        let evenly = Self.evenly
+        mixerTokens = Self.mixerTokens(length, backend)
         switch backend {
         case .cpu:
             attention = rows

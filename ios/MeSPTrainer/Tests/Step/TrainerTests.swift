@@ -135,6 +135,22 @@ import Testing
         }
     }
 
+    /// A mixer that goes by segments of few tokens, as it does by a thousand of a long sequence.
+    @Test(arguments: Fixture.cases, [3, 5]) func segmentsGiveTheSameGradients(_ folder: URL, _ tokens: Int) throws {
+        let fixture = try Fixture(folder, "gradients")
+        try TileSizes.$segmentTokens.withValue(tokens) {
+            #expect(TileSizes.mixerTokens(fixture.length, .cpu) <= tokens)
+            for plan in [Plan(tileBytes: 1 << 10), Plan(tileBytes: 1 << 20, keptBlocks: fixture.layers)] {
+                let trainer = try fixture.trainer(.mesp, plan: plan)
+                let loss = try fixture.backpropagate(trainer) { block, gradient in
+                    let error = relativeError(gradient, try fixture.array("grad.\(block)"))
+                    #expect(error < tolerance, "block \(block), \(plan)")
+                }
+                #expect(relativeError(MLXArray([loss]), try fixture.array("loss")) < 1e-5, "\(plan)")
+            }
+        }
+    }
+
     @Test(arguments: Fixture.cases) func lossesOfTrainingEqualTheReference(_ folder: URL) throws {
         let fixture = try Fixture(folder, "losses")
         let stream = try #require(try fixture.bundle.tokens("train")).sequences(lengths: [fixture.length])
