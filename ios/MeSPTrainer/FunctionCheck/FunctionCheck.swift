@@ -3,7 +3,7 @@ import MeSPSentences
 
 /// Throws unless the functions in a file keep to `AllowedPrimitives`, so that MLX reads and writes within their arrays: it takes the shapes
 /// of a primitive's outputs from the file, and checks neither these nor the indices of a `Gather`. The rules are those of
-/// exporter/mesp/block_function/check.py. docs/security.md has the file's layout.
+/// exporter/mesp/block_function/check.py. exporter/mesp/block_function/mlxfn.py has the file's layout.
 ///
 /// - Parameters:
 ///   - onGPU: whether all primitives must be on the GPU; otherwise on the CPU.
