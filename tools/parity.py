@@ -402,7 +402,11 @@ def mean(values: Iterable[float]) -> float:
 
 
 def interval(difference: Difference, digits: int) -> str:
-    return f"{difference.low:+.{digits}f} … {difference.high:+.{digits}f}"
+    """Both ends, or one number where they are rounded to the same."""
+    low, high = (round(end, digits) + 0.0 for end in (difference.low, difference.high))
+    if low == high:
+        return f"{low:+.{digits}f}" if low else f"{0:.{digits}f}"
+    return f"{low:+.{digits}f} … {high:+.{digits}f}"
 
 
 if __name__ == "__main__":
