@@ -1,4 +1,4 @@
-"""Whether MeSP's fine-tuning is as good as that of other trainers.
+"""Compares MeSP's fine-tuning with that of other trainers.
 
     python tools/parity.py            the study
     python tools/parity.py --quick    MeSP against mlx-lm's trainer, in half a minute
@@ -73,7 +73,7 @@ OPTIMIZERS = ("adamw", "sgd")
 
 
 class Trainer(NamedTuple):
-    """How it trains, the optimizers that it is compared under, whether it takes the same gradients,
+    """The function that trains, the optimizers that it is compared under, whether it takes the same gradients,
     whether with every seed or the first alone, and by how much each step's loss may be another."""
 
     train: Callable[[Path, Task, str, int, Path], Trained]

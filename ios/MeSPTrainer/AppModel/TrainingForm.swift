@@ -4,7 +4,7 @@ import Observation
 
 /// The form for the next run: a bundle, a text, and the settings.
 @MainActor @Observable public final class TrainingForm {
-    /// Where the text to train on comes from.
+    /// The source of the text to train on.
     public enum TextKind: Sendable, CaseIterable { case bundle, file, pasted, choices }
 
     /// The bundle to train.

@@ -8,7 +8,7 @@ import MeSPSentences
 
 /// A transfer of a file over the network.
 protocol Transfer: Sendable {
-    /// How many files may be asked for before one has come.
+    /// The number of files that may be requested before one has arrived.
     var filesAtOnce: Int { get }
     /// Receives what the wanted file lacks.
     ///
