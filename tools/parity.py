@@ -73,8 +73,8 @@ OPTIMIZERS = ("adamw", "sgd")
 
 
 class Trainer(NamedTuple):
-    """The function that trains, the optimizers that it is compared under, whether it takes the same gradients,
-    whether with every seed or the first alone, and by how much each step's loss may be another."""
+    """The function that trains, the optimizers to compare it under, whether its gradients are the
+    same, whether with every seed or the first alone, and by how much each step's loss may be another."""
 
     train: Callable[[Path, Task, str, int, Path], Trained]
     optimizers: tuple[str, ...] = ("adamw",)
