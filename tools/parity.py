@@ -74,7 +74,7 @@ OPTIMIZERS = ("adamw", "sgd")
 
 class Trainer(NamedTuple):
     """The function that trains, the optimizers to compare it under, whether its gradients are the
-    same, whether with every seed or the first alone, and by how much each step's loss may be another."""
+    same, whether it runs with every seed, and the largest difference of a step's loss."""
 
     train: Callable[[Path, Task, str, int, Path], Trained]
     optimizers: tuple[str, ...] = ("adamw",)
