@@ -152,7 +152,7 @@ import Observation
         }
     }
 
-    /// Looks up a bundle at the Hub.
+    /// Looks up a bundle on the Hub.
     public func lookUp() async { await attempt { try await downloads.look() } }
 
     /// Downloads the bundle that was looked up, and chooses it.

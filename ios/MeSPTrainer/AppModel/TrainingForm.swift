@@ -202,7 +202,7 @@ import Observation
         // `make app-bundle` gives the bundles that come with the app this text.
         case .bundle where bundle.isIncluded:
             return "A small demo model learns to write like the reference manual of the Python language."
-        case .bundle: return "\(bundle.name) learns the text that is in its bundle."
+        case .bundle: return "\(bundle.name) learns the text in its bundle."
         case .file:
             guard let file else { return "Choose a text file that \(bundle.name) is to learn, under More." }
             return file.pathExtension.lowercased() == "jsonl"

@@ -288,7 +288,7 @@ private struct FunctionCheck {
     }
 
     private mutating func add(_ id: UInt64, _ type: ArrayType) throws {
-        guard known.updateValue(type, forKey: id) == nil else { throw MeSPError("two of its arrays have one number") }
+        guard known.updateValue(type, forKey: id) == nil else { throw MeSPError("two of its arrays have the same id") }
     }
 
     private func types(of ids: [UInt64]) throws -> [ArrayType] {
