@@ -415,7 +415,7 @@ def check_agreement(rows: list[Row]) -> None:
 
 
 class Kind(NamedTuple):
-    """How rows of a table are made, drawn by headings of COLUMNS, and explained."""
+    """The variants, columns and explanation of a table."""
 
     rows: Callable[[Bench], Iterator[Row]]
     x: str | None  # None: the length, or the rank where only that varies

@@ -20,7 +20,7 @@ FUSED_HEADS = (64, 80, 128)
 
 @dataclass(frozen=True)
 class Scoring:
-    """How a query and a key make a score: soft_cap(scale · q·k), or -inf where it is not seen."""
+    """The score of a query and a key: soft_cap(scale · q·k), or -inf for a key that is not seen."""
 
     scale: float
     cap: float | None

@@ -363,7 +363,7 @@ def _check_indices(primitive: Primitive, inputs: list[Array], greatest: dict[int
 
 
 def _greatest(function: Function, id: int) -> int | None:
-    """The greatest value of a constant of integers; None where one is below 0, or it is none."""
+    """The greatest value of a constant of integers; None if one is below 0."""
     array, data = function.constants[id]
     kind = _TYPES[array.dtype]
     if not data or "int" not in kind:

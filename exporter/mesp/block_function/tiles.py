@@ -1,4 +1,4 @@
-"""How large the tiles are that a GPU's block function is cut into."""
+"""The sizes of the tiles of a GPU's block function."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ from mesp.models.quantization import Quantization
 
 
 def block_file(index: int) -> str:
-    """Where a block's weights are."""
+    """The file of a block's weights."""
     return f"blocks/{index:02d}.bin"
 
 
@@ -293,7 +293,7 @@ class Bundle:
         return self._map(self._data(split).file)
 
     def examples(self, split: str) -> np.ndarray | None:
-        """Where in `tokens` each example lies: uint32 [M, 2], mapped; None for a packed stream.
+        """The range of each example in `tokens`: uint32 [M, 2], mapped; None for a packed stream.
 
         A row is (start, length): the tokens [start, start + length).
         """

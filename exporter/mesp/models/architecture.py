@@ -23,7 +23,7 @@ from mesp.models.mixers_by_layer import mixers_by_layer
 
 
 class Rows(NamedTuple):
-    """Where one of a block's projections lies: these rows of the W of a module, [out, in]."""
+    """The place of one of a block's projections: these rows of the W of a module, [out, in]."""
 
     module: str
     rows: slice
@@ -222,7 +222,7 @@ class Block:
         return dict(self.mixer.modules + self.arch.mlp)
 
     def projections(self) -> dict[str, Rows]:
-        """Where each of its projections (`q`, …, `down`) lies."""
+        """The place of each of its projections (`q`, …, `down`)."""
         hidden, ff = self.arch.hidden_size, self.arch.intermediate_size
         shapes = self.mixer.shapes(hidden)
         shapes |= {"gate": (ff, hidden), "up": (ff, hidden), "down": (hidden, ff)}
@@ -258,7 +258,7 @@ class Block:
         return self.mixer.vectors(self.arch.hidden_size)
 
     def lora_size(self, rank: int) -> int:
-        """How many LoRA parameters of this rank it has."""
+        """The number of LoRA parameters of this rank."""
         return rank * sum(out + inp for out, inp in self.sizes().values())
 
     @property

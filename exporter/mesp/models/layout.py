@@ -1,4 +1,4 @@
-"""Where the arrays of a weight file lie (docs/architecture.md has the format)."""
+"""The layout of the arrays of a weight file (docs/architecture.md has the format)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ KEPT_WIDE = ("linear_attn.A_log", "mamba.A_log", "mamba.dt_bias", "mamba.D")
 
 @dataclass(frozen=True)
 class ArraySpec:
-    """Where an array lies in a weight file: `offset` in 32-bit words."""
+    """The place of an array in a weight file: `offset` in 32-bit words."""
 
     name: str
     offset: int

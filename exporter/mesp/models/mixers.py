@@ -41,7 +41,7 @@ class AttentionMixer:
         return self.head_dim if self.output_gate else int(self.head_gate)
 
     def within(self, length: int) -> AttentionMixer:
-        """The same for sequences of `length` tokens: a window of that many or more is none."""
+        """The same for sequences of `length` tokens: a window of that many or more is no limit."""
         unlimited = self.sliding_window is None or self.sliding_window >= length
         return replace(self, sliding_window=None) if unlimited else self
 
@@ -285,7 +285,7 @@ def projections_of(modules: Modules) -> Iterator[str]:
 
 
 def is_size(value: Any) -> bool:
-    """Whether it can be the number of something."""
+    """Whether it is a valid count."""
     return type(value) is int and 0 < value < 1 << 31
 
 

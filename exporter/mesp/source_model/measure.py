@@ -52,7 +52,7 @@ def measure(
     sequences: Sequence[Sequence[int]],
     of_source: list[mx.array] | None = None,
 ) -> Loss:
-    """How far `model` is from `source`, whose `finals` may be given."""
+    """The distance of `model` from `source`, whose `finals` may be given."""
     pairs = zip(of_source or finals(source, sequences), finals(model, sequences), strict=True)
     return Loss.of(
         _compare(source, model, *pair, tokens)

@@ -224,7 +224,7 @@ extension Bench {
         }
         let resumed = try trainer(run, plan: plan)
         guard let saved = try SavedState.load(from: folder, run) else {
-            throw MeSPError("The state that was saved in \(folder.path) is not there.")
+            throw MeSPError("The saved state in \(folder.path) is not there.")
         }
         try resumed.restore { saved.vectors[$0] }
         try step(resumed, 2)

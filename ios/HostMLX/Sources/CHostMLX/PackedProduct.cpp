@@ -155,7 +155,7 @@ void unpack(const PackedMatrix &w, ptrdiff_t row, int begin, int count, float *o
         result = parts[0];                                              \
     }
 
-/// How many rows of W are multiplied together with so many of x: as many sums as there are registers for.
+/// The number of rows of W that are multiplied together with this many of x, by the sums that registers hold.
 constexpr int rows_at_once(int most) { return most > 4 ? 2 : 4; }
 
 /// The rows of W from `row` on, as many as go together and are before `end`, times `count` ≤ `most` rows of x, into `y`, whose rows are
@@ -394,7 +394,7 @@ constexpr int few = 16;
 // MARK: - By OpenBLAS
 
 constexpr int row_major = 101, plain = 111, transposed = 112;
-/// How many columns, or rows, of a part are unpacked at a time: a tile is to stay in a core's own cache.
+/// The number of columns, or rows, of a part that are unpacked at a time: a tile stays in a core's own cache.
 constexpr int tile_length = 1024;
 
 /// The bounds of the parts of a product, in rows or columns of W: an even number of parts, of 128 where they are that many, and the

@@ -22,7 +22,7 @@ namespace {
 /// Numbers that go through the operations together: 20 intermediate results of so many stay in a core's first cache.
 constexpr int chunk = 256;
 
-/// Where the numbers of an array lie that is broadcast to a shape: from each row's first number, `step` numbers apart.
+/// The places of the numbers of an array that is broadcast to a shape: from each row's first number, `step` numbers apart.
 struct Rows {
     const float *data;
     mx::Shape shape;

@@ -18,7 +18,7 @@ public struct Manifest: Decodable, Sendable {
         public let groupSize: Int
         public let mode: String
     }
-    /// Where an array lies in a file of words. `offset` counts 32-bit words.
+    /// The place of an array in a file of words. `offset` counts 32-bit words.
     public struct PackedArray: Decodable, Sendable {
         public let name: String
         public let offset: Int
@@ -45,7 +45,7 @@ public struct Manifest: Decodable, Sendable {
     public struct Tokens: Codable, Sendable {
         public let file: String
         public let tokens: Int
-        /// Where the data is one example a sequence.
+        /// The examples, if the data is one example a sequence.
         public let examples: Examples?
         /// A file with a byte a token, 1 where its prediction is in the loss; nil where all are.
         public let mask: String?

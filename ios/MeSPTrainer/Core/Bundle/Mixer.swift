@@ -35,7 +35,7 @@ package struct AttentionMixer: Decodable, Sendable, Equatable {
     let frequencies: [Float]
     /// The factor of the rotated dimensions.
     let ropeScale: Float
-    /// How many positions a query sees, its own included; nil for all before it.
+    /// The number of positions that a query sees, its own included; nil for all before it.
     let slidingWindow: Int?
 
     var queryWidth: Int { numAttentionHeads * headDim }

@@ -23,7 +23,7 @@ public struct ModelBundle {
     package final class Maps {
         package var areKept = false { didSet { if !areKept { words = [:] } } }
         fileprivate var words = [String: MLXArray]()
-        /// How often each file was mapped.
+        /// The number of times that each file was mapped.
         fileprivate(set) var mapped = [String: Int]()
     }
 

@@ -6,7 +6,7 @@ import MLX
 struct Attention {
     let scale: Float
     let softcap: SoftCap?
-    /// How many positions a query sees, its own included; nil for all.
+    /// The number of positions that a query sees, its own included; nil for all.
     let window: Int?
     let rope: RoPE
     let qNorm: RMSNorm?

@@ -46,7 +46,7 @@ package struct GatedDeltaNet {
         State(tail: convolution.start(dtype: dtype), memory: MLXArray.zeros([valueHeads, keyDim, valueDim]))
     }
 
-    /// How many key heads at a time keep the derivative's temporaries in proportion to `bytes`: of what has a row a token it holds some
+    /// The number of key heads at a time that keeps the derivative's temporaries in proportion to `bytes`: of what has a row a token it holds some
     /// 25 arrays, where attention's holds some 6 of `bytes` each.
     func tile(length: Int, bytes: Int) -> Int {
         let features = max(keyDim, valueHeads / keyHeads * max(keyDim, valueDim, ChunkDecays.chunk))

@@ -1,6 +1,6 @@
 import MLX
 
-/// How a matrix is quantized. The shapes of its arrays tell.
+/// The quantization of a matrix, which follows from the shapes of its arrays.
 package struct QuantizationFormat {
     package let bits: Int
     package let groupSize: Int

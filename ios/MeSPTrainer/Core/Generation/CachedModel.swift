@@ -131,7 +131,7 @@ package struct CachedModel {
 
     /// The sizes of tiles for `rows` tokens of sequences that are `length` tokens long with those before.
     ///
-    /// - Parameter untiled: up to so many rows nothing is cut.
+    /// - Parameter untiled: the number of rows up to which nothing is cut into tiles.
     func tile(rows: Int, length: Int, untiled: Int = QuantizedMatrix.fewRows) -> TileSizes {
         TileSizes(
             bundle.architecture, group: featureGroup, length: length,

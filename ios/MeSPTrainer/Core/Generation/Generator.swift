@@ -27,7 +27,7 @@ public struct Generator {
         public init(prompt: [Int]) { self.prompt = prompt }
     }
 
-    /// How a generation went.
+    /// The result of a generation.
     public struct Summary: Codable, Sendable, Equatable {
         public let reason: Reason
         public let tokens: Int

@@ -1,6 +1,6 @@
 import Foundation
 
-/// How a step trades time for memory. No choice changes the mathematics, only the order of sums.
+/// The choices of a step between time and memory. No choice changes the mathematics, only the order of sums.
 public struct Plan: Codable, Sendable, Equatable {
     /// The size that temporaries are cut to, in bytes.
     public var tileBytes: Int
@@ -8,7 +8,7 @@ public struct Plan: Codable, Sendable, Equatable {
     public var keptBlocks = 0
     /// The arrays that are kept in a file instead of in memory.
     public var offload = RunSettings.Offload.none
-    /// How the sequences of a step go through the model; nil for a step of one.
+    /// The order of a step's sequences through the model; nil for a step of one.
     public var order: RunSettings.Order?
     /// Whether of a pair the block inputs of the answer that is scored first are kept too, so that it runs forward once.
     public var keepsAnswer = false
@@ -50,7 +50,7 @@ public struct Planner: Sendable {
     private let trainedBlocks: Int
     /// The parameters of the block that has most, and the gradient of the one that has the largest, in bytes.
     private let loraBytes, gradientBytes: Int
-    /// How many of gate, up and down have adapters.
+    /// The number of gate, up and down that have adapters.
     private let adaptedInMLP: Int
     /// For each of the model's mixers.
     private let mixers: [MixerMemory]
@@ -204,7 +204,7 @@ public struct Planner: Sendable {
         return withMargin(peak(plan)) + mappedBytes <= room ? [[.blocks, .sequences]] : [[.blocks], [.sequences]]
     }
 
-    /// The most sequences that may go through the blocks together: so many that no product overflows.
+    /// The most sequences that may go through the blocks together without an overflow of a product.
     private var maxTogether: Int {
         min(RunSettings.maxSequences, (1 << 60) / (kept(trainedBlocks) + (trainedBlocks + 1) * hidden))
     }
@@ -381,7 +381,7 @@ public struct Planner: Sendable {
 
     // MARK: - What is alive at once. Counts of arrays follow the code; the few constants were fitted to measurements on Linux.
 
-    /// Where the method is not the structured backward pass.
+    /// The baseline, if the method is not the structured backward pass.
     private var baseline: BaselineMemory? {
         switch method {
         case .mesp: nil
@@ -452,7 +452,7 @@ public struct Planner: Sendable {
             largest { $0.backward(tile) } + (a.postNorms ? hidden : 0) + 2 * gradientBytes)
     }
 
-    /// How many arrays of a tile's size the MLP's derivative has at once. Fused: gate, up, d_act and d_gate, with the second product that
+    /// The number of arrays of a tile's size that the MLP's derivative has at once. Fused: gate, up, d_act and d_gate, with the second product that
     /// gate or up is the sum of where it has an adapter, and act where down has one. Otherwise also these sums and the parts of the
     /// activation's derivative, of which gelu has more, with its tanh.
     private var tileArrays: Int {

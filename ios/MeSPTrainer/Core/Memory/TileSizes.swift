@@ -1,6 +1,6 @@
 import MLX
 
-/// How much of a matrix is worked on at once.
+/// The part of a matrix that is computed at once.
 ///
 /// On a CPU it is W that is cut, and each part is dequantized once for all tokens. On a GPU W costs
 /// nothing, and what is wide is cut by tokens: fewer and larger kernels for the same memory.
@@ -72,7 +72,7 @@ package struct TileSizes {
             let dequantizeInside = CPUProducts.current.dequantizeInside
             let row = dequantizeInside ? 2 * length : max(a.hiddenSize, length)
             projection = dequantizeInside ? .max : max(64, floats / max(row, a.mixedSize))
-            // Where a product unpacks W for its tokens anyway, so many at a time that this costs little.
+            // If a product unpacks W for its tokens anyway, enough tokens at a time that this costs little.
             mlpTokens = dequantizeInside ? evenly(length, 2048) : length
             mlp = max(1, floats / (dequantizeInside ? 2 * mlpTokens : row) / group) * group
             (tokens, lossTokens) = (length, length)
@@ -90,7 +90,7 @@ package struct TileSizes {
         }
     }
 
-    /// How many rows of x `[n, …]` go at a time through arithmetic by rows: on a CPU, where each operation writes an array, as many as
+    /// The number of rows of x `[n, …]` that go through arithmetic by rows at a time: on a CPU, where each operation writes an array, as many as
     /// take a quarter of `bytes`, so that some take what a tile of a product does.
     func rows(of x: MLXArray) -> Int { cutsRows ? max(1, bytes / 4 * x.dim(0) / x.nbytes) : x.dim(0) }
 
@@ -101,7 +101,7 @@ package struct TileSizes {
     }
 }
 
-/// How the temporaries of a piece of work go before the next begins.
+/// The way in which the temporaries of a piece of work are freed before the next begins.
 package struct Pace {
     /// The next piece depends on it, so that MLX encodes one after the other, and nobody waits for a GPU that would then have nothing to
     /// do. `Memory.memoryLimit` bounds what lives until the GPU has got so far. Otherwise each piece is evaluated: a CPU computes while it

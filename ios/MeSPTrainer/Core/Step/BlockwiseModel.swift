@@ -22,7 +22,7 @@ package final class BlockwiseModel {
     package var lora: BlockArrays
     /// Whether a whole step was done, so that a GPU has compiled the kernels; see `Pace`.
     var isWarm: Bool
-    /// For each block the function of its kind, by the number of tokens, imported when a sequence of so many comes.
+    /// For each block the function of its kind, by the number of tokens, imported when a sequence of this length first comes.
     private var functions = [Int: [BlockFunction]]()
     /// Those of packed records.
     private var packedFunctions = [Int: [BlockFunction]]()

@@ -234,7 +234,7 @@ void host_synchronize(HostStream s);
 
 // MARK: The ledger
 
-/// Where the work that is recorded would run.
+/// The device of the recorded work.
 typedef struct {
     bool compute;                      // also compute the values, on the CPU; else they are zeros
     bool metal;                        // Metal's allocator and cache; else the CPU's, which has exact sizes and no cache
