@@ -10,6 +10,7 @@ from helpers.models import FAMILIES, TINY, arrays_of, mlx_lm_model
 from mesp.block_function.rope import fast_rope
 from mesp.block_function.rope import rope as rope_of
 from mesp.errors import MespError
+from mesp.models import families
 from mesp.models.architecture import Architecture
 from mesp.models.config_json import complete
 from mesp.models.families import FUSED_ATTENTION, FUSED_MLP
@@ -159,12 +160,14 @@ def test_manifest_keeps_everything(name):
     entry = json.loads(json.dumps(arch.to_manifest()))
     assert Architecture.from_manifest(entry) == arch
     assert list(entry) == [
-        "model_type", "hidden_size", "intermediate_size", "vocab_size", "rms_norm_eps",
-        "tie_word_embeddings", "hidden_act", "post_norms", "final_logit_softcapping",
-        "embedding_scale", "logits_scaling", "mlx_prefix", "hf_prefix", "mlp", "biases", "mixers",
-        "layers", "hf_modules",
+        "model_type", "hidden_size", "vocab_size", "rms_norm_eps", "tie_word_embeddings",
+        "hidden_act", "post_norms", "final_logit_softcapping", "embedding_scale", "logits_scaling",
+        "mlx_prefix", "hf_prefix", "biases", "mixers", "layers", "mlps", "mlp_layers", "hf_modules",
+        "per_layer",
     ]  # fmt: skip
-    assert entry["mlp"][-1][1] == ["down"]
+    for mlp in entry["mlps"]:
+        assert list(mlp) == ["modules", "intermediate_size"]
+        assert mlp["modules"][-1][1] == ["down"]
     for mixer in entry["mixers"]:
         assert list(mixer)[:2] == ["type", "modules"] and mixer["modules"][-1][1] in (
             ["o"],
@@ -179,7 +182,11 @@ def test_manifest_keeps_everything(name):
         {"layers": [0, 2]},
         {"layers": []},
         {"hidden_act": "relu"},
-        {"mlp": [["mlp.gate_proj", ["gate"]]]},
+        {"mlps": [{"modules": [["mlp.gate_proj", ["gate"]]], "intermediate_size": 128}]},
+        {"mlps": [{"modules": families.SEPARATE_MLP, "intermediate_size": 0}]},
+        {"mlps": []},
+        {"mlp_layers": [0]},
+        {"mlp_layers": [0, 1]},
         {"biases": ["lm_head"]},
         {"embedding_scale": "1"},
         {"mixers": []},
@@ -223,10 +230,8 @@ def test_layers_of_a_hybrid():
     named = {**lfm2, "layer_types": ["conv", "full_attention"], "full_attn_idxs": None}
     assert Architecture.from_config(named) == Architecture.from_config(lfm2)
     narrow = Architecture.from_config({**lfm2, "block_auto_adjust_ff_dim": False})
-    assert (Architecture.from_config(lfm2).intermediate_size, narrow.intermediate_size) == (
-        128,
-        192,
-    )
+    found = [arch.mlps[0].intermediate_size for arch in (Architecture.from_config(lfm2), narrow)]
+    assert found == [128, 192]
 
 
 def test_layers_and_rope_of_lfm3():
@@ -372,7 +377,7 @@ def test_granite_4_turns_as_transformers_has_it():
         still = Architecture.from_config({**config, "position_embedding_type": kind})
         assert still.mixers[0].frequencies == ()
     wide = {**config, "intermediate_size": 7, "shared_intermediate_size": 96}
-    assert Architecture.from_config(wide).intermediate_size == 96
+    assert Architecture.from_config(wide).mlps[0].intermediate_size == 96
 
 
 def test_missing_size_is_named():

@@ -94,7 +94,7 @@ def _signature(
         "1": 1,
         "length": length,
         "hidden": arch.hidden_size,
-        "intermediate": arch.intermediate_size,
+        "intermediate": block.mlp.intermediate_size,
         "lora": block.lora_size(rank),
         "words": words,
     }

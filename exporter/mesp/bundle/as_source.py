@@ -47,7 +47,7 @@ class BundleWeights:
     def quantizations(self) -> Quantizations:
         """Of every matrix, as the shapes of its arrays say."""
         arch = self.bundle.architecture
-        columns = dict.fromkeys(("model.embed_tokens", "lm_head"), arch.hidden_size)
+        columns = {"lm_head": arch.hidden_size} | arch.embedding_columns
         for i, block in enumerate(arch.blocks):
             for module, (_, size) in block.sizes().items():
                 columns[f"model.layers.{i}.{module}"] = size
@@ -63,6 +63,9 @@ class BundleWeights:
         if name.startswith("model.layers."):
             _, _, index, array = name.split(".", 3)
             return block_file(int(index)), array
+        per_layer = self.bundle.manifest.per_layer
+        if per_layer and "per_layer" in name:
+            return per_layer.file, name.removeprefix("model.")
         table = "embedding" if name.startswith("model.embed_tokens.") else "head"
         array = "norm" if name == "model.norm.weight" else name.rpartition(".")[2]
         return getattr(self.bundle.manifest, table).file, array

@@ -19,7 +19,7 @@ from mesp.models.architecture import Architecture
 from mesp.models.layout import Layout
 from mesp.models.quantization import Quantization
 
-FORMAT = 4
+FORMAT = 5
 MODEL = ("id", "revision", "license")
 # The folders of the functions in the layouts after the first.
 LAYOUT_FOLDERS = {layout: f"mlx-{layout}" for layout in LAYOUTS[1:]}
@@ -85,7 +85,7 @@ class ModelName:
 
 @dataclass(frozen=True)
 class BlockGroup:
-    """Blocks of one layout and one mixer, and their functions' files by length.
+    """Blocks of one layout, one mixer and one MLP, and their functions' files by length.
 
     `packed_functions` are those that a GPU trains packed records with; there may be none.
     """
@@ -203,6 +203,7 @@ class Manifest:
     blocks: tuple[BlockGroup, ...]
     embedding: Table
     head: Table
+    per_layer: Table | None = None
     data: Mapping[str, DataSplit] = field(default_factory=dict)
     files: tuple[File, ...] = ()
     mlx_version: str = LAYOUTS[0]
@@ -248,6 +249,7 @@ class Manifest:
             blocks=tuple(map(BlockGroup.of, entries["blocks"])),
             embedding=Table.of(entries["embedding"]),
             head=Table.of(entries["head"]),
+            per_layer=Table.of(entries["per_layer"]) if "per_layer" in entries else None,
             data={split: DataSplit.of(entry) for split, entry in data.items()},
             files=tuple(
                 File(each["path"], each["size"], each["sha256"]) for each in entries["files"]
@@ -273,6 +275,7 @@ class Manifest:
             "blocks": [group.to_json() for group in self.blocks],
             "embedding": self.embedding.to_json(),
             "head": self.head.to_json(),
+            **({"per_layer": self.per_layer.to_json()} if self.per_layer else {}),
             "data": {split: each.to_json() for split, each in self.data.items()},
             "files": [asdict(each) for each in self.files],
         }

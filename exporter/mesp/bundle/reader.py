@@ -28,7 +28,7 @@ from mesp.errors import MespError
 from mesp.files import read_bytes, read_object
 from mesp.models.architecture import Architecture
 from mesp.models.families import FAMILIES
-from mesp.models.layout import DTYPE_OF, DTYPES, Layout, block_layout, table_layout
+from mesp.models.layout import DTYPE_OF, DTYPES, Layout, block_layout, per_layer_layout, table_layout
 from mesp.models.names import CONVOLUTIONS, name_there
 from mesp.models.quantization import Quantization
 
@@ -68,20 +68,26 @@ class Bundle:
             raise damaged(self.path) from error
 
     def _check_groups(self) -> None:
-        """Raises ValueError unless each block is in one group, of one mixer, and every layout
+        """Raises ValueError unless each block is in one group, of one mixer and MLP, and every layout
         holds the architecture's arrays."""
         arch, dtype = self.architecture, self.manifest.dtype
         layers = [layer for group in self.manifest.blocks for layer in group.layers]
         if sorted(layers) != list(range(arch.num_hidden_layers)):
             raise ValueError("a block is in no group, or in several")
         for group in self.manifest.blocks:
-            if len({arch.layers[layer] for layer in group.layers}) != 1:
-                raise ValueError("blocks of a group differ in their mixer")
+            kinds = {(arch.layers[layer], arch.mlp_layers[layer]) for layer in group.layers}
+            if len(kinds) != 1:
+                raise ValueError("blocks of a group differ in their mixer or their MLP")
         expected = self.layouts_in(dtype)
         for group in self.manifest.blocks:
             _check_arrays(group.layout, expected[block_file(group.layers[0])])
-        for table in (self.manifest.embedding, self.manifest.head):
+        for table in self.tables():
             _check_arrays(table.layout, expected[table.file])
+
+    def tables(self) -> list[Table]:
+        """The files of weights beside the blocks'."""
+        more = [self.manifest.per_layer] if self.manifest.per_layer else []
+        return [self.manifest.embedding, self.manifest.head, *more]
 
     def _check_files(self) -> None:
         """Raises ValueError unless each file that the manifest names is in its list, and each
@@ -112,7 +118,7 @@ class Bundle:
         files = {
             block_file(i): group.layout for group in self.manifest.blocks for i in group.layers
         }
-        for table in (self.manifest.embedding, self.manifest.head):
+        for table in self.tables():
             files[table.file] = table.layout
         return files
 
@@ -135,6 +141,15 @@ class Bundle:
             quantization = Quantization.of(files[table.file], "", arch.hidden_size)
             norm = table is self.manifest.head or arch.tie_word_embeddings
             files[table.file] = table_layout(arch, quantization, dtype, norm)
+        if (self.manifest.per_layer is None) != (arch.per_layer is None):
+            raise ValueError("it has embeddings for each layer, or lacks them")
+        if self.manifest.per_layer:
+            file = self.manifest.per_layer.file
+            found = {
+                name: Quantization.of(files[file], name.removeprefix("model.") + ".", columns)
+                for name, (_, columns) in arch.per_layer_shapes.items()
+            }
+            files[file] = per_layer_layout(arch, found, dtype)
         return files
 
     def function_names(self) -> set[str]:
@@ -171,6 +186,12 @@ class Bundle:
         """The output projection's arrays as in `embedding`, and ``norm``, the final RMSNorm's."""
         return self._table(self.manifest.head)
 
+    def per_layer(self) -> dict[str, mx.array]:
+        """The arrays of the embeddings for each layer, by mlx-lm's names without ``model.``; none
+        where the model has no such embeddings."""
+        table = self.manifest.per_layer
+        return self._table(table) if table else {}
+
     def to_mlx_lm(self) -> nn.Module:
         """The weights, quantized as they are, as mlx-lm's model.
 
@@ -199,6 +220,7 @@ class Bundle:
         tables |= {} if arch.is_tied_in_mlx_lm else {"lm_head": head}
         for table, arrays in tables.items():
             weights |= {f"{table}.{part}": a for part, a in arrays.items() if part != "norm"}
+        weights |= {f"model.{name}": array for name, array in self.per_layer().items()}
         for index in range(arch.num_hidden_layers):
             block = self.block(index)
             norms = arch.blocks[index].norms()

@@ -77,6 +77,9 @@ def rewrite_bundle(
         for entry in kept:
             link(source / entry.path, folder / entry.path)
         embedding, head = (table.file for table in (manifest.embedding, manifest.head))
+        per_layer = manifest.per_layer and Table(
+            manifest.per_layer.file, layouts[manifest.per_layer.file]
+        )
         manifest = replace(
             manifest,
             mlx_version=LAYOUTS[0],
@@ -88,6 +91,7 @@ def rewrite_bundle(
             blocks=groups,
             embedding=Table(embedding, layouts[embedding]),
             head=Table(head, layouts[head]),
+            per_layer=per_layer,
             files=tuple(sorted([*kept, *written], key=lambda entry: entry.path)),
         )
         manifest.write(folder)

@@ -11,12 +11,20 @@ import numpy as np
 
 from mesp.bundle.export_options import ExportOptions
 from mesp.models.architecture import Architecture, Block
-from mesp.models.layout import DTYPES, Layout, Piece, block_layout, table_layout
+from mesp.models.layout import (
+    DTYPES,
+    Layout,
+    Piece,
+    block_layout,
+    per_layer_layout,
+    table_layout,
+)
 from mesp.models.weights import Weights, norm
 from mesp.quantization.choose import Quantizations
 from mesp.quantization.quantize_rows import Quantizer, least_squares_of, matrix_pieces, nearest
 from mesp.source_model.moments import Moments
 
+PER_LAYER = "per_layer.bin"  # what embeddings for each layer are made with
 WeightFiles = dict[str, tuple[Layout, Iterable[Piece]]]  # by path
 
 
@@ -48,6 +56,11 @@ def weight_files(
             table_pieces(weights, name, layout, arch, quantizations, moments) if weights else ()
         )
         files[file] = layout, pieces
+    if arch.per_layer:
+        found = {name: quantizations.of(name) for name in arch.per_layer_shapes}
+        layout = per_layer_layout(arch, found, options.dtype)
+        pieces = per_layer_pieces(weights, layout, arch, quantizations) if weights else ()
+        files[PER_LAYER] = layout, pieces
     return files
 
 
@@ -90,6 +103,17 @@ def table_pieces(
     if is_head:
         final = norm(weights, "model.norm.weight", layout["norm"].shape, arch)
         yield "norm", 0, final / arch.logits_scaling
+
+
+def per_layer_pieces(
+    weights: Weights, layout: Layout, arch: Architecture, quantizations: Quantizations
+) -> Iterator[Piece]:
+    """The arrays of the file of the embeddings for each layer."""
+    for name in arch.per_layer_shapes:
+        prefix = name.removeprefix("model.") + "."
+        yield from matrix_pieces(weights, name, layout, prefix, quantizations, nearest)
+    name = "per_layer_projection_norm.weight"
+    yield name, 0, norm(weights, f"model.{name}", layout[name].shape, arch)
 
 
 def write_weights(

@@ -106,4 +106,17 @@ def table_layout(arch: Architecture, quantization: Quantization, dtype: str, nor
     return Layout.of(arrays)
 
 
+def per_layer_layout(
+    arch: Architecture, quantizations: Mapping[str, Quantization], dtype: str
+) -> Layout:
+    """The layout of ``per_layer.bin``, whose matrices' names are those of `arch` without
+    ``model.``, and of the norm of what the projection gives."""
+    assert arch.per_layer
+    arrays: list = [("per_layer_projection_norm.weight", (arch.per_layer.size,), dtype)]
+    for name, (rows, columns) in arch.per_layer_shapes.items():
+        prefix = name.removeprefix("model.") + "."
+        arrays += quantizations[name].arrays(prefix, rows, columns, dtype)
+    return Layout.of(arrays)
+
+
 Piece = tuple[str, int, mx.array]  # an array of the layout, a row of it, the rows from there on

@@ -86,7 +86,7 @@ extension Bench {
         let model = trainer.model
         let x = try model.embed(example(shortest))
         /// The first block of a kind stands for all.
-        let blocks = architecture.mixers.indices.compactMap { architecture.layers.firstIndex(of: $0) }
+        let blocks = architecture.firstOfKinds
         func errors(_ block: Int, _ records: [Range<Int>]?) throws -> [Measurement] {
             let lora = try model.parameters(block)
             let outputs = try bundle.withBlock(block) { weights in

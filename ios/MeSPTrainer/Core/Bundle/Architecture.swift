@@ -7,7 +7,6 @@ public struct Architecture: Decodable, Sendable, Equatable {
     /// The name of the family in `config.json`, for people.
     public let modelType: String
     public let hiddenSize: Int
-    public let intermediateSize: Int
     public let vocabSize: Int
     public let rmsNormEps: Float
     public let tieWordEmbeddings: Bool
@@ -19,14 +18,16 @@ public struct Architecture: Decodable, Sendable, Equatable {
     /// The prefix of `.layers.N.` in the names of adapters, of mlx-lm and of PEFT.
     let mlxPrefix: String
     let hfPrefix: String
-    /// The linear layers of the MLP.
-    let mlp: [Module]
     /// The names of the linear layers with a bias.
     let biases: [String]
     /// The mixers in the model.
     package let mixers: [Mixer]
     /// For each block the index of its mixer.
     package let layers: [Int]
+    /// The MLPs in the model, which differ in their width.
+    package let mlps: [MLP]
+    /// For each block the index of its MLP.
+    package let mlpLayers: [Int]
     /// The linear layers that Hugging Face has in place of some of these; nil where it has none.
     let hfModules: [JoinedModule]?
 
@@ -82,26 +83,25 @@ struct JoinedModule: Decodable, Sendable, Equatable {
     }
 }
 
-/// A block's dimensions: its mixer's, and those that all blocks share.
+/// A block's dimensions: its mixer's, its MLP's, and those that all blocks share.
 package struct BlockShape: Sendable, Equatable {
     let architecture: Architecture
     package let mixer: Mixer
+    package let mlp: MLP
 
     /// The linear layers, in the order of every flat vector of LoRA parameters.
-    package var modules: [Module] { mixer.modules + architecture.mlp }
+    package var modules: [Module] { mixer.modules + mlp.modules }
 
     /// (input, output) features of a projection, which the block must have.
     func dimensions(_ projection: Projection) -> (inputs: Int, outputs: Int) {
-        let (hidden, intermediate) = (architecture.hiddenSize, architecture.intermediateSize)
-        switch projection {
-        case .gate, .up: return (hidden, intermediate)
-        case .down: return (intermediate, hidden)
-        default:
-            guard let dimensions = mixer.dimensions(projection, hidden: hidden) else {
-                preconditionFailure("no projection \(projection)")
-            }
-            return dimensions
-        }
+        guard let dimensions = known(projection) else { preconditionFailure("no projection \(projection)") }
+        return dimensions
+    }
+
+    /// The same, nil for a projection that the block has not.
+    private func known(_ projection: Projection) -> (inputs: Int, outputs: Int)? {
+        let hidden = architecture.hiddenSize
+        return mixer.dimensions(projection, hidden: hidden) ?? mlp.dimensions(projection, hidden: hidden)
     }
 
     /// (input, output) features of a module, whose projections have the same input.
@@ -136,11 +136,8 @@ package struct BlockShape: Sendable, Equatable {
 
     /// Whether every part of the block is there, once.
     fileprivate var isWhole: Bool {
-        let hidden = architecture.hiddenSize
         let parts = modules.flatMap(\.projections)
-        let all = Projection.allCases.filter {
-            [.gate, .up, .down].contains($0) || mixer.dimensions($0, hidden: hidden) != nil
-        }
+        let all = Projection.allCases.filter { known($0) != nil }
         return parts.count == all.count && Set(parts) == Set(all)
             && modules.allSatisfy { Set($0.projections.map { dimensions($0).inputs }).count == 1 }
             && Set(modules.map(\.name)).count == modules.count
@@ -159,13 +156,25 @@ package struct BlockShape: Sendable, Equatable {
 
 extension Architecture {
     /// The block with this index.
-    package func block(_ index: Int) -> BlockShape { BlockShape(architecture: self, mixer: mixers[layers[index]]) }
+    package func block(_ index: Int) -> BlockShape {
+        BlockShape(architecture: self, mixer: mixers[layers[index]], mlp: mlps[mlpLayers[index]])
+    }
 
     /// A block of each kind.
-    var kinds: [BlockShape] { mixers.map { BlockShape(architecture: self, mixer: $0) } }
+    var kinds: [BlockShape] { firstOfKinds.map(block) }
+
+    /// The first block of each kind: of each pair of a mixer and an MLP that some block has.
+    package var firstOfKinds: [Int] {
+        unique(zip(layers, mlpLayers).map { [$0, $1] }).compactMap { kind in
+            layers.indices.first { [layers[$0], mlpLayers[$0]] == kind }
+        }
+    }
+
+    /// The width of the widest MLP.
+    package var widestMLP: Int { mlps.map(\.intermediateSize).max() ?? 0 }
 
     /// The linear layers of all blocks, each once.
-    package var modules: [Module] { unique(mixers.flatMap(\.modules)) + mlp }
+    package var modules: [Module] { unique(mixers.flatMap(\.modules)) + unique(mlps.flatMap(\.modules)) }
 
     /// The most query heads of attention, 1 if there is none.
     var attentionHeads: Int {
@@ -182,10 +191,11 @@ extension Architecture {
 
     /// Whether the sizes can be a model's, and every part of a block is there. No product of the sizes, here or in a plan, overflows.
     var isConsistent: Bool {
-        let widths = [hiddenSize, intermediateSize, vocabSize]
+        let widths = [hiddenSize, vocabSize] + mlps.map(\.intermediateSize)
         let factors = [embeddingScale, finalLogitSoftcapping].compactMap { $0 }
         return (1...(1 << 12)).contains(numHiddenLayers) && widths.allSatisfy { (1...(1 << 20)).contains($0) }
             && factors.allSatisfy { $0.isFinite && $0 > 0 }
+            && mlpLayers.count == layers.count && mlpLayers.allSatisfy(mlps.indices.contains)
             && layers.allSatisfy(mixers.indices.contains) && mixers.allSatisfy { $0.isConsistent(hidden: hiddenSize) }
             && (hfModules ?? []).allSatisfy { !$0.parts.isEmpty && $0.parts.allSatisfy(modules.map(\.name).contains) }
             && kinds.allSatisfy(\.isWhole) && biases.allSatisfy(modules.map(\.name).contains)

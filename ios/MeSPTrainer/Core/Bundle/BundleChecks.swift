@@ -15,14 +15,14 @@ extension Manifest {
 
     private func checkDimensions(_ bundle: String) throws {
         let lengths = blocks.map(\.words) + [embedding.words, head.words]
-        // Every block must be of one kind, and have that kind's mixer.
+        // Every block must be of one kind, and have that kind's mixer and MLP.
         let layers = blocks.flatMap(\.layers).sorted()
         guard architecture.isConsistent, [.float32, .bfloat16].contains(dtype),
             lengths.allSatisfy({ (1...(1 << 31)).contains($0) }),
             !seqLens.isEmpty, seqLens.allSatisfy({ (1...(1 << 20)).contains($0) }),
             !ranks.isEmpty, ranks.allSatisfy({ (1...(1 << 12)).contains($0) }),
             layers == Array(0..<architecture.numHiddenLayers),
-            blocks.allSatisfy({ Set($0.layers.map { architecture.layers[$0] }).count == 1 })
+            blocks.allSatisfy({ Set($0.layers.map { [architecture.layers[$0], architecture.mlpLayers[$0]] }).count == 1 })
         else { throw MeSPError("\(bundle): the manifest's dimensions don't fit together; export the bundle again.") }
     }
 

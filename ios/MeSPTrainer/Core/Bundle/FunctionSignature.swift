@@ -11,7 +11,7 @@ extension FunctionSignature {
     init(of block: BlockShape, dtype: ElementType, words: Int, length: Int, rank: Int, packed: Bool) throws {
         let (architecture, listed) = (block.architecture, try AllowedPrimitives.list.get().signature)
         var sizes = [
-            "1": 1, "length": length, "hidden": architecture.hiddenSize, "intermediate": architecture.intermediateSize,
+            "1": 1, "length": length, "hidden": architecture.hiddenSize, "intermediate": block.mlp.intermediateSize,
             "lora": LoRALayout(block: block, rank: rank).count, "words": words,
             "mixed": block.mixer.mixedSize(hidden: architecture.hiddenSize),
         ]

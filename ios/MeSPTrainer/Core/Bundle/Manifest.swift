@@ -5,7 +5,7 @@ import MeSPFunctionCheck
 /// `manifest.json`: what a bundle holds. See `docs/architecture.md`.
 public struct Manifest: Decodable, Sendable {
     /// The bundle format this build reads.
-    public static let format = 4
+    public static let format = 5
 
     public struct Model: Decodable, Sendable {
         public let id: String
@@ -25,7 +25,7 @@ public struct Manifest: Decodable, Sendable {
         public let shape: [Int]
         public let dtype: ElementType
     }
-    /// Blocks whose files have one layout and whose mixer is one.
+    /// Blocks whose files have one layout and whose mixer and MLP are one.
     public struct Blocks: Decodable, Sendable {
         public let layers: [Int]
         /// Files by sequence length: the function that a GPU trains with, and the one in plain operations. On a CPU they are one.
@@ -152,9 +152,11 @@ extension Manifest {
 
     /// The most weights that share a scale in a row of a down projection. Tiles of the intermediate features are multiples of it.
     package var featureGroup: Int {
-        let scales = architecture.kinds[0].place(.down).module.name + ".scales"
-        return blocks.compactMap { $0.arrays.first { $0.name == scales }?.shape.last }
-            .map { architecture.intermediateSize / $0 }.max() ?? 1
+        blocks.compactMap { blocks in
+            let block = architecture.block(blocks.layers[0])
+            let scales = block.place(.down).module.name + ".scales"
+            return blocks.arrays.first { $0.name == scales }?.shape.last.map { block.mlp.intermediateSize / $0 }
+        }.max() ?? 1
     }
 
     /// The numbers of inputs that a run's sequences have, ascending: `seqLen` and, unless all data is packed, what the bundle has

@@ -52,8 +52,8 @@ public struct Planner: Sendable {
     private let adaptedInMLP: Int
     /// For each of the model's mixers.
     private let mixers: [MixerMemory]
-    /// The intermediates of the mixers of the last blocks, by the number of blocks, in bytes.
-    private let mixerIntermediates: [Int]
+    /// The intermediates of the mixers and of the MLPs of the last blocks, by the number of blocks, in bytes.
+    private let intermediates: [Int]
 
     private var tileSizes: [Int] { TileSizes.choices(backend, hiddenSize: architecture.hiddenSize, length: length) }
 
@@ -83,10 +83,13 @@ public struct Planner: Sendable {
             MixerMemory(
                 mixer: $0, hiddenSize: architecture.hiddenSize, length: settings.seqLen, itemSize: itemSize)
         }
-        mixerIntermediates = architecture.layers.reversed().reduce(into: [0]) {
-            $0.append($0[$0.count - 1] + mixers[$1].intermediates)
-        }
         self.mixers = mixers
+        var sums = [0]
+        for (mixer, mlp) in zip(architecture.layers, architecture.mlpLayers).reversed() {
+            let width = architecture.mlps[mlp].intermediateSize
+            sums.append(sums[sums.count - 1] + mixers[mixer].intermediates + 2 * settings.seqLen * width * itemSize)
+        }
+        intermediates = sums
     }
 
     private static func passedBytes(_ manifest: Manifest, _ settings: RunSettings, _ trainedBlocks: Int) -> Int {
@@ -369,7 +372,7 @@ public struct Planner: Sendable {
     /// One array `[T, features]`.
     private func activation(_ features: Int) -> Int { length * features * itemSize }
     private var hidden: Int { activation(architecture.hiddenSize) }
-    private var intermediate: Int { activation(architecture.intermediateSize) }
+    private var intermediate: Int { activation(architecture.widestMLP) }
 
     /// The bytes of the mixer that takes most.
     private func largest(_ bytes: (MixerMemory) -> Int) -> Int { mixers.map(bytes).max() ?? 0 }
@@ -384,7 +387,7 @@ public struct Planner: Sendable {
 
     /// The intermediates that the last blocks keep, in bytes: m₁, m₂, m₃, mixed, x_mid, gate and up.
     private func kept(_ blocks: Int) -> Int {
-        mixerIntermediates[blocks] + blocks * (hidden + 2 * intermediate + postNormed)
+        intermediates[blocks] + blocks * (hidden + postNormed)
     }
 
     /// The forward pass of a block: x, mixer_in, x_mid and y, with post-norms an output before its norm, what the mixer takes and makes,
@@ -402,7 +405,7 @@ public struct Planner: Sendable {
     private func backward(_ tile: TileSizes) -> Int {
         if let baseline { return baseline.derivative }
         let a = architecture
-        let features = min(tile.mlp, a.intermediateSize)
+        let features = min(tile.mlp, a.widestMLP)
         // Of the tokens that go through the MLP's derivative at a time; x, x_mid, dy, and d_x_mid of the tokens before.
         let some = hidden / length * tile.mlpTokens
         let before = 4 * hidden - some

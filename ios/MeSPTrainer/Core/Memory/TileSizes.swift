@@ -65,7 +65,7 @@ package struct TileSizes {
         case .gpu:
             attention = evenly(length, rows)
             (projection, mlp, mlpTokens) = (.max, .max, length)
-            tokens = evenly(length, max(8, floats / a.intermediateSize))
+            tokens = evenly(length, max(8, floats / a.widestMLP))
             lossTokens = min(256, length)
             vocabulary = max(64, 2 * floats / lossTokens)
             pace = Pace(isChained: true, pause: pause)
