@@ -6,6 +6,7 @@ from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -425,6 +426,18 @@ def run_layer(
         return layer(x, mask_of(block, x.shape[1]), **given)[0]
     query_scale = [mx.array(1.0)] if type(layer).__module__.endswith("ministral3") else []
     return layer(factor * x, *query_scale, mask_of(block, x.shape[1])) / factor
+
+
+def given_to(block: Block, T: int) -> dict[str, Any]:
+    """What a block takes besides x, at random: embeddings of its layer, and keys and values."""
+    given: dict[str, Any] = {}
+    mixer = block.mixer
+    if block.arch.per_layer:
+        given["per_layer"] = mx.random.normal((1, T, block.arch.per_layer.size))
+    if isinstance(mixer, AttentionMixer) and mixer.keys_of is not None:
+        shape = (1, mixer.num_key_value_heads, T, mixer.head_dim)
+        given["shared"] = mx.random.normal(shape), mx.random.normal(shape)
+    return given
 
 
 def dequantize_once(patch: pytest.MonkeyPatch) -> None:

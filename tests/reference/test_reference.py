@@ -17,6 +17,7 @@ from helpers.models import (
     FAMILIES,
     TINY,
     arrays_of,
+    given_to,
     load_lora,
     mlx_lm_model,
     run_layer,
@@ -292,7 +293,7 @@ def reference_model(model: nn.Module, arch: Architecture) -> reference.Model:
     norm = model.model[name_there("model.norm", arch.model_type)[6:]].weight + offset
     norm = norm / arch.logits_scaling
     every = dict(tree_flatten(model.model.parameters()))
-    per_layer = {n: a for n, a in every.items() if "per_layer" in n and not n.startswith("layers.")}
+    per_layer = {f"model.{n}": a for n, a in every.items() if "per_layer_" in n or "_per_layer" in n}
     return reference.Model(arch, blocks, embedding, head | {"norm": norm}, per_layer)
 
 
@@ -368,18 +369,6 @@ def test_block(T, rank, group_size, config):
         dx_lm, grads = mx.grad(mlx_lm_block, argnums=(0, 1))(x, trainable)
         assert_close("dx (mlx-lm)", dx, dx_lm)
         assert_same_gradient(d_lora, flat_gradient(grads, described), described, T)
-
-
-def given_to(block: Block, T: int) -> dict:
-    """What a block takes besides x: an embedding of its layer, and another block's keys and values.
-    """
-    given, mixer = {}, block.mixer
-    if block.arch.per_layer:
-        given["per_layer"] = normal(1, T, block.arch.per_layer.size)
-    if getattr(mixer, "keys_of", None) is not None:
-        shape = (1, mixer.num_key_value_heads, T, mixer.head_dim)
-        given["shared"] = normal(*shape), normal(*shape)
-    return given
 
 
 def test_the_gradient_by_shared_keys_and_values_is_a_sum():

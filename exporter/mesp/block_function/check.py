@@ -113,7 +113,11 @@ def _signature(
 
     outputs = listed["first"] + listed[mixer.type] + listed["then"]
     outputs += listed["post_norms"] if arch.post_norms else []
-    inputs = listed["inputs"] + (listed["packed"] if packed else [])
+    if arch.per_layer:
+        sizes["per_layer"] = arch.per_layer.size
+    inputs = listed["inputs"] + (listed["per_layer"] if arch.per_layer else [])
+    inputs += listed["shared"] if block.takes_keys else []
+    inputs += listed["packed"] if packed else []
     return [*map(array, inputs)], [*map(array, outputs)]
 
 

@@ -8,6 +8,7 @@ import mlx.core as mx
 import numpy as np
 
 from mesp.bundle.reader import Bundle, block_file
+from mesp.models.architecture import PER_LAYER_PROJECTION
 from mesp.models.layout import DTYPES
 from mesp.models.quantization import Quantization
 from mesp.quantization.choose import Quantizations
@@ -40,7 +41,7 @@ class BundleWeights:
             (rows.stop - rows.start) * size,
         )  # fmt: skip
         found = mx.array(data).view(dtype).reshape(-1, *spec.shape[1:])
-        if array == "norm":
+        if name == "model.norm.weight":
             found = found * self.bundle.architecture.logits_scaling
         return found
 
@@ -63,9 +64,11 @@ class BundleWeights:
         if name.startswith("model.layers."):
             _, _, index, array = name.split(".", 3)
             return block_file(int(index)), array
-        per_layer = self.bundle.manifest.per_layer
-        if per_layer and "per_layer" in name:
-            return per_layer.file, name.removeprefix("model.")
+        for matrix, entry in self.bundle.manifest.per_layer.items():
+            if name.startswith(f"{matrix}."):
+                return entry.file, name.removeprefix(f"{matrix}.")
+        if name == "model.per_layer_projection_norm.weight":
+            return self.bundle.manifest.per_layer[PER_LAYER_PROJECTION].file, "norm"
         table = "embedding" if name.startswith("model.embed_tokens.") else "head"
         array = "norm" if name == "model.norm.weight" else name.rpartition(".")[2]
         return getattr(self.bundle.manifest, table).file, array

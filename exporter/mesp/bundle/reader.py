@@ -86,8 +86,9 @@ class Bundle:
 
     def tables(self) -> list[Table]:
         """The files of weights beside the blocks'."""
-        more = [self.manifest.per_layer] if self.manifest.per_layer else []
-        return [self.manifest.embedding, self.manifest.head, *more]
+        return [
+            self.manifest.embedding, self.manifest.head, *self.manifest.per_layer.values()
+        ]  # fmt: skip
 
     def _check_files(self) -> None:
         """Raises ValueError unless each file that the manifest names is in its list, and each
@@ -141,15 +142,12 @@ class Bundle:
             quantization = Quantization.of(files[table.file], "", arch.hidden_size)
             norm = table is self.manifest.head or arch.tie_word_embeddings
             files[table.file] = table_layout(arch, quantization, dtype, norm)
-        if (self.manifest.per_layer is None) != (arch.per_layer is None):
+        if self.manifest.per_layer.keys() != arch.per_layer_shapes.keys():
             raise ValueError("it has embeddings for each layer, or lacks them")
-        if self.manifest.per_layer:
-            file = self.manifest.per_layer.file
-            found = {
-                name: Quantization.of(files[file], name.removeprefix("model.") + ".", columns)
-                for name, (_, columns) in arch.per_layer_shapes.items()
-            }
-            files[file] = per_layer_layout(arch, found, dtype)
+        for name, table in self.manifest.per_layer.items():
+            _, columns = arch.per_layer_shapes[name]
+            quantization = Quantization.of(files[table.file], "", columns)
+            files[table.file] = per_layer_layout(arch, name, quantization, dtype)
         return files
 
     def function_names(self) -> set[str]:
@@ -187,10 +185,14 @@ class Bundle:
         return self._table(self.manifest.head)
 
     def per_layer(self) -> dict[str, mx.array]:
-        """The arrays of the embeddings for each layer, by mlx-lm's names without ``model.``; none
-        where the model has no such embeddings."""
-        table = self.manifest.per_layer
-        return self._table(table) if table else {}
+        """The arrays of the matrices that embeddings for each layer are made with, by mlx-lm's
+        names; none where the model has no such embeddings."""
+        arrays = {}
+        for name, table in self.manifest.per_layer.items():
+            for part, array in self._table(table).items():
+                whole = "model.per_layer_projection_norm.weight"
+                arrays[whole if part == "norm" else f"{name}.{part}"] = array
+        return arrays
 
     def to_mlx_lm(self) -> nn.Module:
         """The weights, quantized as they are, as mlx-lm's model.
@@ -220,7 +222,7 @@ class Bundle:
         tables |= {} if arch.is_tied_in_mlx_lm else {"lm_head": head}
         for table, arrays in tables.items():
             weights |= {f"{table}.{part}": a for part, a in arrays.items() if part != "norm"}
-        weights |= {f"model.{name}": array for name, array in self.per_layer().items()}
+        weights |= self.per_layer()
         for index in range(arch.num_hidden_layers):
             block = self.block(index)
             norms = arch.blocks[index].norms()

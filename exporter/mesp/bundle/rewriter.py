@@ -77,9 +77,10 @@ def rewrite_bundle(
         for entry in kept:
             link(source / entry.path, folder / entry.path)
         embedding, head = (table.file for table in (manifest.embedding, manifest.head))
-        per_layer = manifest.per_layer and Table(
-            manifest.per_layer.file, layouts[manifest.per_layer.file]
-        )
+        per_layer = {
+            name: Table(table.file, layouts[table.file])
+            for name, table in manifest.per_layer.items()
+        }
         manifest = replace(
             manifest,
             mlx_version=LAYOUTS[0],

@@ -100,7 +100,9 @@ def write_model(
         blocks=tuple(groups),
         embedding=Table("embedding.bin", layouts["embedding.bin"]),
         head=Table(head, layouts[head]),
-        per_layer=Table(PER_LAYER, layouts[PER_LAYER]) if arch.per_layer else None,
+        per_layer={
+            name: Table(PER_LAYER[name], layouts[PER_LAYER[name]]) for name in arch.per_layer_shapes
+        },
     )
 
 

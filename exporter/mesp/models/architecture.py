@@ -28,6 +28,10 @@ from mesp.models.mlps import (
     per_layer_from_manifest,
 )
 
+# The matrices that embeddings for each layer are made with.
+PER_LAYER_EMBEDDING = "model.embed_tokens_per_layer"
+PER_LAYER_PROJECTION = "model.per_layer_model_projection"
+
 
 class Rows(NamedTuple):
     """Where one of a block's projections lies: these rows of the W of a module, [out, in]."""
@@ -260,8 +264,8 @@ class Architecture:
             return {}
         width = self.num_hidden_layers * self.per_layer.size
         return {
-            "model.embed_tokens_per_layer": (self.vocab_size, width),
-            "model.per_layer_model_projection": (width, self.hidden_size),
+            PER_LAYER_EMBEDDING: (self.vocab_size, width),
+            PER_LAYER_PROJECTION: (width, self.hidden_size),
         }
 
     @property
@@ -287,6 +291,21 @@ class Block:
         return dict(
             self.mixer.modules + self.mlp.modules + (per_layer.modules if per_layer else ())
         )
+
+    @property
+    def takes_keys(self) -> bool:
+        """Whether it takes the keys and values of another block."""
+        return isinstance(self.mixer, AttentionMixer) and self.mixer.keys_of is not None
+
+    def given_shapes(self, length: int) -> list[tuple[int, ...]]:
+        """Of what it takes besides its input: its layer's part of the tokens' embeddings, and the
+        keys and values of another block."""
+        shapes: list[tuple[int, ...]] = []
+        if self.arch.per_layer:
+            shapes.append((1, length, self.arch.per_layer.size))
+        if isinstance(self.mixer, AttentionMixer) and self.takes_keys:
+            shapes += [(1, self.mixer.num_key_value_heads, length, self.mixer.head_dim)] * 2
+        return shapes
 
     def projections(self) -> dict[str, Rows]:
         """Where each of its projections (`q`, …, `down`) lies."""

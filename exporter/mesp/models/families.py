@@ -71,6 +71,7 @@ class Family:
     v_norm: bool = False
     per_layer: Modules = ()  # the linear layers of embeddings for each layer; none: it has none
     output_gate: bool = False
+    rope_by_type: bool = False  # mlx-lm reads `rope_parameters` by the type of a layer
     post_norms: bool = False
     norm_offset: int = 0  # a norm multiplies by this plus the weight in the checkpoint
     # Norms and linear layers that checkpoints name otherwise, by their names here.
@@ -238,6 +239,7 @@ _GEMMA4 = Family(
         ("per_layer_projection", ("ple_out",)),
     ),
     post_norms=True,
+    rope_by_type=True,
     activation="gelu_pytorch_tanh",
     full_every=5,
     embedding_scale=_GEMMA3.embedding_scale,

@@ -9,7 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mesp.models.architecture import Architecture, Block
+from mesp.models.architecture import PER_LAYER_PROJECTION, Architecture, Block
 from mesp.models.quantization import Quantization
 
 PAGE = 16384  # bytes: the page of Apple's processors; weight files are whole pages, to be mapped
@@ -107,15 +107,13 @@ def table_layout(arch: Architecture, quantization: Quantization, dtype: str, nor
 
 
 def per_layer_layout(
-    arch: Architecture, quantizations: Mapping[str, Quantization], dtype: str
+    arch: Architecture, name: str, quantization: Quantization, dtype: str
 ) -> Layout:
-    """The layout of ``per_layer.bin``, whose matrices' names are those of `arch` without
-    ``model.``, and of the norm of what the projection gives."""
-    assert arch.per_layer
-    arrays: list = [("per_layer_projection_norm.weight", (arch.per_layer.size,), dtype)]
-    for name, (rows, columns) in arch.per_layer_shapes.items():
-        prefix = name.removeprefix("model.") + "."
-        arrays += quantizations[name].arrays(prefix, rows, columns, dtype)
+    """The layout of the file of one of the matrices that embeddings for each layer are made with;
+    behind the projection it has the norm of what that gives."""
+    arrays = quantization.arrays("", *arch.per_layer_shapes[name], dtype)
+    if arch.per_layer and name == PER_LAYER_PROJECTION:
+        arrays.append(("norm", (arch.per_layer.size,), dtype))
     return Layout.of(arrays)
 
 

@@ -30,8 +30,8 @@ class Model:
     blocks: list[Weights]
     embedding: Weights
     head: Weights
-    # `embed_tokens_per_layer`, `per_layer_model_projection` and `per_layer_projection_norm`, where
-    # there are embeddings for each layer.
+    # With embeddings for each layer `model.embed_tokens_per_layer`, the rows of all layers,
+    # `model.per_layer_model_projection` and the norm of what that gives.
     per_layer: Weights = field(default_factory=dict)
 
     @classmethod

@@ -31,11 +31,11 @@ def per_layer_input(model: Model, tokens: mx.array, x0: mx.array, layer: int) ->
     assert arch.per_layer
     size = arch.per_layer.size
     of_layer = slice(layer * size, (layer + 1) * size)
-    table, projection = "embed_tokens_per_layer.", "per_layer_model_projection."
+    table, projection = (f"{name}." for name in arch.per_layer_shapes)
     rows = {n: array[tokens] for n, array in arrays.items() if n.startswith(table)}
     e = dequantize(rows, table, arch.num_hidden_layers * size)[:, of_layer]
     W = dequantize(arrays, projection, arch.hidden_size)[of_layer]
-    weight = arrays["per_layer_projection_norm.weight"].astype(mx.float32)
+    weight = arrays["model.per_layer_projection_norm.weight"].astype(mx.float32)
     r = rms_norm(x0 @ W.T / math.sqrt(arch.hidden_size), weight, arch.rms_norm_eps)
     return (r + math.sqrt(size) * e) / math.sqrt(2)
 
