@@ -9,9 +9,9 @@ extension Block {
         func heads(_ p: Projection, _ count: Int) -> MLXArray {
             projected(p, mixerIn).reshaped([mixerIn.dim(0), count, -1]).swappedAxes(0, 1)
         }
-        let (ofQ, k, v) = (
-            heads(.q, mixer.numAttentionHeads), heads(.k, mixer.numKeyValueHeads), heads(.v, mixer.numKeyValueHeads)
-        )
+        let ofQ = heads(.q, mixer.numAttentionHeads)
+        if mixer.keysOf != nil { return attentionOverShared(mixer, ofQ, sequences, &states) }
+        let (k, v) = (heads(.k, mixer.numKeyValueHeads), heads(.v, mixer.numKeyValueHeads))
         let gates: MLXArray? =
             mixer.outputGate
             ? ofQ[.ellipsis, d...] : mixer.headGate ? heads(.g, mixer.numAttentionHeads) : nil
@@ -21,7 +21,8 @@ extension Block {
             let start = state.count
             let kHat = attention.key(k[0..., rows], start: start).asType(dtype)
             cache.keys = concatenated([cache.keys, kHat], axis: 1)
-            cache.values = concatenated([cache.values, v[0..., rows]], axis: 1)
+            let vHat = attention.value(v[0..., rows]).asType(dtype)
+            cache.values = concatenated([cache.values, vHat], axis: 1)
             state = .attention(cache)
             return attention(
                 q: attention.query(q[0..., rows], start: start), k: cache.keys, v: cache.values, tile: tile.attention
@@ -32,10 +33,47 @@ extension Block {
         return Mixed(m1: m1, m2: k, m3: v, mixed: attnOut, out: projection(.o)(taken, tile: tile.projection))
     }
 
+    /// o(attention(q, k̂, v̂)) with another block's keys and values, which has read the same tokens.
+    private func attentionOverShared(
+        _ mixer: AttentionMixer, _ q: MLXArray, _ sequences: [Range<Int>], _ states: inout [MixerState]
+    ) -> Mixed {
+        let attention = weights.attention(mixer)
+        let caches = beside.shared.map { shared in sequences.map { shared[$0] } } ?? sharedStates
+        precondition(caches.count == sequences.count, "the keys of another block are missing")
+        let parts = zip(sequences, caches).map { rows, cache in
+            attention(
+                q: attention.query(q[0..., rows], start: cache.keys.dim(1) - rows.count), k: cache.keys,
+                v: cache.values, tile: tile.attention
+            ).asType(q.dtype)
+        }
+        for (index, cache) in caches.enumerated() { states[index] = .shared(count: cache.keys.dim(1)) }
+        let attnOut = concatenated(parts)
+        let keys = beside.shared ?? caches[0]
+        return Mixed(
+            m1: q, m2: keys.keys, m3: keys.values, mixed: attnOut,
+            out: projection(.o)(attnOut, tile: tile.projection))
+    }
+
+    /// The keys and values of a whole sequence x `[1, T, hidden]` that other blocks take too, as they are stored; evaluated.
+    func keysAndValues(_ x: MLXArray) -> MixerState.KeyValues {
+        guard case .attention(let mixer) = weights.shape.mixer else { preconditionFailure("no attention") }
+        let (attention, x) = (weights.attention(mixer), x.squeezed(axis: 0))
+        let mixerIn = weights.mixerNorm(x)
+        func heads(_ p: Projection) -> MLXArray {
+            projected(p, mixerIn).reshaped([x.dim(0), mixer.numKeyValueHeads, -1]).swappedAxes(0, 1)
+        }
+        let k = heads(.k)
+        let keys = records(x.dim(0)).map { attention.key(k[0..., $0], start: 0) }
+        let shared = MixerState.KeyValues(
+            keys: concatenated(keys, axis: 1).asType(x.dtype), values: attention.value(heads(.v)).asType(x.dtype))
+        eval(shared.keys, shared.values)
+        return shared
+    }
+
     /// The derivative of o(attention(q, k, v)), or of o(attention(q, k, v) ∘ σ(g)), from that of its output `[T, hidden]`.
     func attentionBackward(
         _ mixer: AttentionMixer, _ forward: consuming Intermediates, dOut: MLXArray,
-        _ gradients: inout LoRAGradients
+        _ gradients: inout LoRAGradients, shared: inout MixerState.KeyValues?
     ) -> Projected {
         let (length, heads, d) = (dOut.dim(0), mixer.numAttentionHeads, mixer.headDim)
         let (ofQ, k, v) = (forward.m1, forward.m2, forward.m3)
@@ -44,9 +82,24 @@ extension Block {
         let (q, dO) = (
             mixer.gateDim > 0 ? ofQ[.ellipsis, ..<d] : ofQ, dAttnOut.reshaped([length, heads, d]).swappedAxes(0, 1)
         )
+        let (attention, sum) = (weights.attention(mixer), shared)
+        func backward(_ rows: Range<Int>) -> (dq: MLXArray, dk: MLXArray, dv: MLXArray) {
+            attention.backward(
+                q: q[0..., rows], k: k[0..., rows], v: v[0..., rows], dOut: dO[0..., rows], tile: tile,
+                addedTo: sum?[rows])
+        }
+        if mixer.keysOf != nil {
+            let parts = records(length).map(backward)
+            let d = MixerState.KeyValues(
+                keys: concatenated(parts.map(\.dk), axis: 1), values: concatenated(parts.map(\.dv), axis: 1))
+            let dq = concatenated(parts.map(\.dq))
+            eval(dq, d.keys, d.values)
+            shared = d
+            return [.q: dq]
+        }
+        shared = nil
         let parts = eachRecord(records(length)) { rows in
-            let d = weights.attention(mixer).backward(
-                q: q[0..., rows], k: k[0..., rows], v: v[0..., rows], dOut: dO[0..., rows], tile: tile)
+            let d = backward(rows)
             return [d.dq, d.dk, d.dv]
         }
         let (dq, dk, dv) = (parts[0], parts[1], parts[2])

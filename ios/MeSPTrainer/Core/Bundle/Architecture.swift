@@ -28,6 +28,8 @@ public struct Architecture: Decodable, Sendable, Equatable {
     package let mlps: [MLP]
     /// For each block the index of its MLP.
     package let mlpLayers: [Int]
+    /// Embeddings of the tokens for each layer; nil where the model has none.
+    package let perLayer: PerLayerEmbedding?
     /// The linear layers that Hugging Face has in place of some of these; nil where it has none.
     let hfModules: [JoinedModule]?
 
@@ -49,6 +51,9 @@ package enum Projection: String, Decodable, CaseIterable, Sendable {
     case out
     /// The projections of the MLP.
     case gate, up, down
+    /// The projections of embeddings for each layer.
+    case perLayerGate = "ple_gate"
+    case perLayerOut = "ple_out"
 }
 
 /// A linear layer of a block, named as in Hugging Face and mlx-lm checkpoints: one projection, or several whose outputs lie behind each
@@ -90,7 +95,9 @@ package struct BlockShape: Sendable, Equatable {
     package let mlp: MLP
 
     /// The linear layers, in the order of every flat vector of LoRA parameters.
-    package var modules: [Module] { mixer.modules + mlp.modules }
+    package var modules: [Module] {
+        mixer.modules + mlp.modules + (architecture.perLayer?.modules ?? [])
+    }
 
     /// (input, output) features of a projection, which the block must have.
     func dimensions(_ projection: Projection) -> (inputs: Int, outputs: Int) {
@@ -102,6 +109,7 @@ package struct BlockShape: Sendable, Equatable {
     private func known(_ projection: Projection) -> (inputs: Int, outputs: Int)? {
         let hidden = architecture.hiddenSize
         return mixer.dimensions(projection, hidden: hidden) ?? mlp.dimensions(projection, hidden: hidden)
+            ?? architecture.perLayer?.dimensions(projection, hidden: hidden)
     }
 
     /// (input, output) features of a module, whose projections have the same input.
@@ -129,9 +137,11 @@ package struct BlockShape: Sendable, Equatable {
         let norms =
             ["input_layernorm", "post_attention_layernorm"]
             + (postNorms ? ["pre_feedforward_layernorm", "post_feedforward_layernorm"] : [])
+            + (architecture.perLayer == nil ? [] : ["post_per_layer_input_norm"])
+        let scalars = architecture.perLayer == nil ? [] : [PlainArray(name: "layer_scalar", shape: [1])]
         let biased = modules.filter { architecture.biases.contains($0.name) }
         return norms.map { PlainArray(name: $0 + ".weight", shape: [hidden]) } + mixer.arrays(hidden: hidden)
-            + biased.map { PlainArray(name: $0.name + ".bias", shape: [dimensions($0).outputs]) }
+            + scalars + biased.map { PlainArray(name: $0.name + ".bias", shape: [dimensions($0).outputs]) }
     }
 
     /// Whether every part of the block is there, once.
@@ -174,7 +184,30 @@ extension Architecture {
     package var widestMLP: Int { mlps.map(\.intermediateSize).max() ?? 0 }
 
     /// The linear layers of all blocks, each once.
-    package var modules: [Module] { unique(mixers.flatMap(\.modules)) + unique(mlps.flatMap(\.modules)) }
+    package var modules: [Module] { 
+        unique(mixers.flatMap(\.modules)) + unique(mlps.flatMap(\.modules)) + (perLayer?.modules ?? [])
+    }
+
+    /// The block whose keys and values a block takes; nil for one that has its own, or none.
+    func keysOf(_ block: Int) -> Int? {
+        if case .attention(let mixer) = mixers[layers[block]] { mixer.keysOf } else { nil }
+    }
+
+    /// The blocks whose keys and values others take too.
+    var owners: Set<Int> { Set(layers.indices.compactMap(keysOf)) }
+
+    /// Whether each block that takes another's keys and values takes those of one before it that has such.
+    private var sharesKeys: Bool {
+        layers.indices.allSatisfy { block in
+            guard let owner = keysOf(block) else { return true }
+            guard (0..<block).contains(owner), case .attention(let mixer) = mixers[layers[block]],
+                case .attention(let its) = mixers[layers[owner]]
+            else { return false }
+            return its.keysOf == nil
+                && (its.numKeyValueHeads, its.headDim) == (mixer.numKeyValueHeads, mixer.headDim)
+        }
+    }
+
 
     /// The most query heads of attention, 1 if there is none.
     var attentionHeads: Int {
@@ -198,6 +231,7 @@ extension Architecture {
             && mlpLayers.count == layers.count && mlpLayers.allSatisfy(mlps.indices.contains)
             && layers.allSatisfy(mixers.indices.contains) && mixers.allSatisfy { $0.isConsistent(hidden: hiddenSize) }
             && (hfModules ?? []).allSatisfy { !$0.parts.isEmpty && $0.parts.allSatisfy(modules.map(\.name).contains) }
+            && sharesKeys && perLayer.map { (1...(1 << 12)).contains($0.size) } ?? true
             && kinds.allSatisfy(\.isWhole) && biases.allSatisfy(modules.map(\.name).contains)
     }
 }

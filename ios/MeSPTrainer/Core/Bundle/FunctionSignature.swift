@@ -16,6 +16,8 @@ extension FunctionSignature {
             "mixed": block.mixer.mixedSize(hidden: architecture.hiddenSize),
         ]
         let ofMixer: [String]
+        var given = architecture.perLayer == nil ? [] : listed.perLayer
+        sizes["per_layer"] = architecture.perLayer?.size
         switch block.mixer {
         case .attention(let mixer):
             sizes["heads"] = mixer.numAttentionHeads
@@ -23,6 +25,7 @@ extension FunctionSignature {
             sizes["head_dim"] = mixer.headDim
             sizes["query"] = mixer.headDim + mixer.gateDim
             ofMixer = listed.attention
+            if mixer.keysOf != nil { given += listed.shared }
         case .gatedDeltaNet(let mixer):
             sizes["channels"] = mixer.convolutionWidth
             sizes["ba"] = 2 * mixer.numValueHeads
@@ -38,7 +41,7 @@ extension FunctionSignature {
             return ArrayType(shape: shape, element: element)
         }
         let outputs = listed.first + ofMixer + listed.then + (architecture.postNorms ? listed.postNorms : [])
-        let inputs = listed.inputs + (packed ? listed.packed : [])
+        let inputs = listed.inputs + given + (packed ? listed.packed : [])
         self.init(inputs: try inputs.map(array), outputs: try outputs.map(array))
     }
 }

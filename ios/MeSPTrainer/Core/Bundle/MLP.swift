@@ -13,3 +13,20 @@ package struct MLP: Decodable, Sendable, Equatable {
         }
     }
 }
+
+/// What a block adds to h, its residual stream behind the MLP: norm(out(act(gate(h)) ∘ p)), where p is its layer's part of the tokens'
+/// embeddings. The block's output is that sum times its `layer_scalar`.
+package struct PerLayerEmbedding: Decodable, Sendable, Equatable {
+    let modules: [Module]
+    /// The features of p.
+    let size: Int
+
+    /// (input, output) features of one of its projections in a model of this width; nil for a projection that it has not.
+    func dimensions(_ projection: Projection, hidden: Int) -> (inputs: Int, outputs: Int)? {
+        switch projection {
+        case .perLayerGate: (hidden, size)
+        case .perLayerOut: (size, hidden)
+        default: nil
+        }
+    }
+}

@@ -85,6 +85,9 @@ public struct Manifest: Decodable, Sendable {
     public let blocks: [Blocks]
     public let embedding: PackedFile
     public let head: PackedFile
+    /// The table of embeddings for each layer, and the projection that is added to them; nil where the model has none.
+    public let perLayerEmbedding: PackedFile?
+    public let perLayerProjection: PackedFile?
     public let data: [String: Tokens]?
     public let files: [File]
 }
@@ -93,7 +96,8 @@ extension Manifest {
     /// The size of all weight files, in bytes.
     var mappedBytes: Int {
         let table = head.file == embedding.file ? 0 : head.words
-        return (self.blocks.reduce(0) { $0 + $1.layers.count * $1.words } + embedding.words + table) * 4
+        let perLayer = (perLayerEmbedding?.words ?? 0) + (perLayerProjection?.words ?? 0)
+        return (self.blocks.reduce(0) { $0 + $1.layers.count * $1.words } + embedding.words + table + perLayer) * 4
     }
 
     /// The most bytes of a manifest that is read; decoding takes some 16 times as much memory. A model of 64 blocks, each with a layout

@@ -2,7 +2,9 @@ import MLX
 
 /// Grouped-query attention, causal, a tile of query rows at a time over the keys that they see:
 ///
-///     S = cap(q̂ k̂ᵀ · scale) + mask,   P = softmax(S),   attn_out = P v
+///     S = cap(q̂ k̂ᵀ · scale) + mask,   P = softmax(S),   attn_out = P v̂
+///
+/// Keys and values may be those of another block, which are k̂ and v̂.
 struct Attention {
     let scale: Float
     let softcap: SoftCap?
@@ -11,13 +13,23 @@ struct Attention {
     let rope: RoPE
     let qNorm: RMSNorm?
     let kNorm: RMSNorm?
+    let vNorm: RMSNorm?
+    let hasOwnKeys: Bool
 
     /// q̂ = RoPE(norm(q)), in float32.
     /// - Parameter q: `[heads, n, d]`, positions `start ..< start + n`
     func query(_ q: MLXArray, start: Int) -> MLXArray { positioned(q, qNorm, start) }
 
     /// k̂ = RoPE(norm(k)), in float32.
-    func key(_ k: MLXArray, start: Int) -> MLXArray { positioned(k, kNorm, start) }
+    func key(_ k: MLXArray, start: Int) -> MLXArray {
+        hasOwnKeys ? positioned(k, kNorm, start) : k.asType(.float32)
+    }
+
+    /// v̂ = norm(v), in float32.
+    func value(_ v: MLXArray) -> MLXArray {
+        let v = v.asType(.float32)
+        return hasOwnKeys ? vNorm.map { $0(v) } ?? v : v
+    }
 
     private func positioned(_ x: MLXArray, _ norm: RMSNorm?, _ start: Int) -> MLXArray {
         let x = x.asType(.float32)
@@ -90,10 +102,13 @@ struct Attention {
     /// - Parameters:
     ///   - q: `[heads, T, d]`; k, v: `[kv_heads, T, d]`; before the norms and RoPE
     ///   - dOut: the gradient of attn_out by head, `[heads, T, d]`
-    /// - Returns: dq `[T, heads·d]`, dk and dv `[T, kv_heads·d]`, in float32, evaluated.
-    func backward(q: MLXArray, k: MLXArray, v: MLXArray, dOut: MLXArray, tile: TileSizes)
-        -> (dq: MLXArray, dk: MLXArray, dv: MLXArray)
-    {
+    ///   - sum: the gradients by k̂ and v̂ of other blocks that take them, which those of this one are added to
+    /// - Returns: dq `[T, heads·d]`, dk and dv `[T, kv_heads·d]`, in float32, evaluated; in place of these the sums `[kv_heads, T, d]` of
+    ///   the gradients by k̂ and v̂ where they are another block's.
+    func backward(
+        q: MLXArray, k: MLXArray, v: MLXArray, dOut: MLXArray, tile: TileSizes,
+        addedTo sum: MixerState.KeyValues? = nil
+    ) -> (dq: MLXArray, dk: MLXArray, dv: MLXArray) {
         var parts = tilesBackward(q: q, k: k, v: v, dOut: dOut, tile: tile)
         /// By token, and before that some heads at a time through `backward`.
         func joined(_ parts: inout [MLXArray], _ backward: (MLXArray, _ heads: Range<Int>) -> MLXArray) -> MLXArray {
@@ -108,9 +123,25 @@ struct Attention {
             tile.pace.finish([byToken])
             return byToken
         }
+        /// With the gradients of other blocks.
+        func whole(_ parts: inout [MLXArray], _ sum: MLXArray?) -> MLXArray {
+            let whole = concatenated(parts.reversed(), axis: 1)
+            parts = []
+            return sum.map { $0 + whole } ?? whole
+        }
         let dq = joined(&parts.dq) { positionedBackward(q[$1], qNorm, dy: $0 * scale) }
-        let dk = joined(&parts.dk) { positionedBackward(k[$1], kNorm, dy: $0) }
-        let dv = joined(&parts.dv) { d, _ in d }
+        guard hasOwnKeys else {
+            let (dk, dv) = (whole(&parts.dk, sum?.keys), whole(&parts.dv, sum?.values))
+            eval(dq, dk, dv)
+            return (dq, dk, dv)
+        }
+        let dk = joined(&parts.dk) { d, heads in
+            positionedBackward(k[heads], kNorm, dy: sum.map { d + $0.keys[heads] } ?? d)
+        }
+        let dv = joined(&parts.dv) { d, heads in
+            let d = sum.map { d + $0.values[heads] } ?? d
+            return vNorm.map { $0.backward(v[heads].asType(.float32), dy: d) } ?? d
+        }
         eval(dq, dk, dv)
         return (dq, dk, dv)
     }
@@ -126,7 +157,7 @@ struct Attention {
         var (dqTiles, dkTiles, dvTiles) = ([MLXArray](), [MLXArray](), [MLXArray]())
         // What the tiles so far add to the keys and values that earlier tiles see too, up to the next tile's last row.
         var (dk, dv): (MLXArray?, MLXArray?) = (nil, nil)
-        var (qHat, kHat, v, dOut) = (query(q, start: 0) * scale, key(k, start: 0), v.asType(.float32), dOut)
+        var (qHat, kHat, v, dOut) = (query(q, start: 0) * scale, key(k, start: 0), value(v), dOut)
         tile.pace.finish([qHat, kHat, v])
 
         for rows in tiles(of: length, size: tile.attention).reversed() {

@@ -54,10 +54,13 @@ package struct CachedModel {
         for range in cache.pieces(of: tokens.count, size: chunk, isRecurrent: isRecurrent) {
             let read = tokens.dropFirst(range.lowerBound).prefix(range.count)
             var x = try embedded(read)
+            let embeddings = try layerEmbeddings(read, x)
             for block in cache.blocks.indices {
                 try atBlock()
                 var states = [cache.blocks[block]]
-                x = try forward(block, x, sequences: [0..<range.count], &states, keepsStates: true)
+                x = try forward(
+                    block, x, sequences: [0..<range.count], &states, keepsStates: true, embeddings,
+                    shared: shared(block, [cache]))
                 cache.blocks[block] = states[0]
                 if range.count > 1 { Memory.clearCache() }
             }
@@ -78,11 +81,13 @@ package struct CachedModel {
         next tokens: [Int], _ caches: inout [PromptCache], _ atBlock: () throws -> Void
     ) throws -> MLXArray {
         var x = try embedded(tokens[...])
+        let embeddings = try layerEmbeddings(tokens[...], x)
         for block in 0..<bundle.architecture.numHiddenLayers {
             try atBlock()
             var states = caches.map { $0.blocks[block] }
             x = try forward(
-                block, x, sequences: tokens.indices.map { $0..<$0 + 1 }, &states, keepsStates: true,
+                block, x, sequences: tokens.indices.map { $0..<$0 + 1 }, &states, keepsStates: true, embeddings,
+                shared: shared(block, caches),
                 untiled: bundle.backend == .gpu || CPUProducts.current.dequantizeInside
                     ? Self.mostTexts : QuantizedMatrix.fewRows)
             for (text, state) in states.enumerated() { caches[text].blocks[block] = state }
@@ -98,7 +103,7 @@ package struct CachedModel {
     func cacheSize(tokens: Int, like cache: PromptCache?) -> Int {
         let architecture = bundle.architecture
         let perToken = architecture.layers.indices.reduce(0) { sum, block in
-            guard case .attention(let mixer) = architecture.block(block).mixer else { return sum }
+            guard case .attention(let mixer) = architecture.block(block).mixer, mixer.keysOf == nil else { return sum }
             return sum + 2 * mixer.numKeyValueHeads * mixer.headDim * bundle.dtype.size
         }
         return perToken * tokens + (cache?.recurrentSize ?? 0)
@@ -117,11 +122,19 @@ package struct CachedModel {
             let start = rows.last?.upperBound ?? 0
             rows.append(start..<start + sequence.count)
         }
-        var x = try embedded(sequences.flatMap { $0 }[...])
+        let tokens = sequences.flatMap { $0 }
+        var x = try embedded(tokens[...])
+        let embeddings = try layerEmbeddings(tokens[...], x)
+        // The states of blocks whose keys and values others take.
+        let owners = bundle.architecture.owners
+        var kept = [Int: [MixerState.KeyValues]]()
         for block in cache.blocks.indices {
             try atBlock()
             var states = [MixerState?](repeating: cache.blocks[block], count: rows.count)
-            x = try forward(block, x, sequences: rows, &states, keepsStates: false)
+            let shared = bundle.architecture.keysOf(block).flatMap { kept[$0] } ?? []
+            x = try forward(
+                block, x, sequences: rows, &states, keepsStates: owners.contains(block), embeddings, shared: shared)
+            if owners.contains(block) { kept[block] = states.compactMap { $0?.keysAndValues } }
         }
         Memory.clearCache()
         return x
@@ -142,18 +155,32 @@ package struct CachedModel {
         }[0]
     }
 
+    private func layerEmbeddings(_ tokens: ArraySlice<Int>, _ x0: MLXArray) throws -> LayerEmbeddings? {
+        try bundle.layerEmbeddings(tokens.map { Int32($0) }, x0: x0)
+    }
+
+    /// The keys and values that a block takes of another, of each text; that has read the same tokens.
+    private func shared(_ block: Int, _ caches: [PromptCache]) -> [MixerState.KeyValues] {
+        guard let owner = bundle.architecture.keysOf(block) else { return [] }
+        return caches.compactMap { $0.blocks[owner]?.keysAndValues }
+    }
+
     /// - Parameter states: nil before the first token; see `Block.output`.
     private func forward(
         _ index: Int, _ x: MLXArray, sequences: [Range<Int>], _ states: inout [MixerState?], keepsStates: Bool,
+        _ embeddings: LayerEmbeddings?, shared: [MixerState.KeyValues],
         untiled: Int = QuantizedMatrix.fewRows
     ) throws -> MLXArray {
-        try bundle.withBlock(index) { weights in
+        let perLayer = try bundle.part(of: embeddings, layer: index)
+        return try bundle.withBlock(index) { weights in
             var known = states.map { $0 ?? MixerState(weights, dtype: bundle.dtype) }
             var block = Block(
                 weights: weights, lora: adapters?.lora[index],
                 layout: LoRALayout(block: weights.shape, rank: adapters?.rank ?? 0), scale: adapters?.scale ?? 0,
                 tile: tile(
-                    rows: x.dim(0), length: (known.map(\.count).max() ?? 0) + x.dim(0), untiled: untiled))
+                    rows: x.dim(0), length: (known.map(\.count).max() ?? 0) + x.dim(0), untiled: untiled),
+                beside: Beside(perLayer: perLayer))
+            block.sharedStates = shared
             if bundle.maps.areKept { block = keeping(index, block) }
             let y = block.output(x, sequences: sequences, &known, keepsStates: keepsStates)
             if keepsStates { states = known }
@@ -168,7 +195,9 @@ package struct CachedModel {
         var weights = block.weights
         weights.packed.views = views
         var same = Block(
-            weights: weights, lora: block.lora, layout: block.layout, scale: block.scale, tile: block.tile)
+            weights: weights, lora: block.lora, layout: block.layout, scale: block.scale, tile: block.tile,
+            beside: block.beside)
+        same.sharedStates = block.sharedStates
         guard block.lora != nil else { return same }
         if kept.matrices[index] == nil {
             let projections = weights.shape.modules.flatMap(\.projections)
