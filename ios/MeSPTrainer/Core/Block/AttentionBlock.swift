@@ -41,8 +41,9 @@ extension Block {
         let caches = beside.shared.map { shared in sequences.map { shared[$0] } } ?? sharedStates
         precondition(caches.count == sequences.count, "the keys of another block are missing")
         let parts = zip(sequences, caches).map { rows, cache in
-            attention(
-                q: attention.query(q[0..., rows], start: cache.keys.dim(1) - rows.count), k: cache.keys,
+            let start = beside.shared == nil ? cache.keys.dim(1) - rows.count : rows.lowerBound
+            return attention(
+                q: attention.query(q[0..., rows], start: start), k: cache.keys,
                 v: cache.values, tile: tile.attention
             ).asType(q.dtype)
         }
@@ -54,7 +55,8 @@ extension Block {
             out: projection(.o)(attnOut, tile: tile.projection))
     }
 
-    /// The keys and values of a whole sequence x `[1, T, hidden]` that other blocks take too, as they are stored; evaluated.
+    /// The keys and values of a whole sequence x `[1, T, hidden]` that other blocks take too, as they are stored; evaluated. Positions go on
+    /// from record to record, as in a block function: scores depend on the difference of two alone.
     func keysAndValues(_ x: MLXArray) -> MixerState.KeyValues {
         guard case .attention(let mixer) = weights.shape.mixer else { preconditionFailure("no attention") }
         let (attention, x) = (weights.attention(mixer), x.squeezed(axis: 0))
@@ -62,10 +64,9 @@ extension Block {
         func heads(_ p: Projection) -> MLXArray {
             projected(p, mixerIn).reshaped([x.dim(0), mixer.numKeyValueHeads, -1]).swappedAxes(0, 1)
         }
-        let k = heads(.k)
-        let keys = records(x.dim(0)).map { attention.key(k[0..., $0], start: 0) }
         let shared = MixerState.KeyValues(
-            keys: concatenated(keys, axis: 1).asType(x.dtype), values: attention.value(heads(.v)).asType(x.dtype))
+            keys: attention.key(heads(.k), start: 0).asType(x.dtype),
+            values: attention.value(heads(.v)).asType(x.dtype))
         eval(shared.keys, shared.values)
         return shared
     }
@@ -86,7 +87,7 @@ extension Block {
         func backward(_ rows: Range<Int>) -> (dq: MLXArray, dk: MLXArray, dv: MLXArray) {
             attention.backward(
                 q: q[0..., rows], k: k[0..., rows], v: v[0..., rows], dOut: dO[0..., rows], tile: tile,
-                addedTo: sum?[rows])
+                start: rows.lowerBound, addedTo: sum?[rows])
         }
         if mixer.keysOf != nil {
             let parts = records(length).map(backward)

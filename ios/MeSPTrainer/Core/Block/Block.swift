@@ -58,6 +58,10 @@ package struct Beside {
     /// The keys and values of another block, where this has none.
     var shared: MixerState.KeyValues?
 
+    package init(perLayer: MLXArray? = nil, shared: MixerState.KeyValues? = nil) {
+        (self.perLayer, self.shared) = (perLayer, shared)
+    }
+
     /// In the order of the block function's arguments.
     var arrays: [MLXArray] {
         [perLayer, shared?.keys, shared?.values].compactMap { $0?.expandedDimensions(axis: 0) }

@@ -10,7 +10,7 @@ extension Block {
     ///   - shared: the sum of the gradients by keys and values that several blocks take, `[kv_heads, T, head_dim]` each; the block that has
     ///     them takes the sum, each of the others adds to it. nil at first, and elsewhere.
     /// - Returns: the gradient of the trained LoRA parameters, flat and in float32. It and d are evaluated.
-    func gradient(
+    package func gradient(
         x: MLXArray, _ forward: consuming Intermediates, d: inout MLXArray, wantsInput: Bool,
         shared: inout MixerState.KeyValues?
     ) -> MLXArray {
@@ -26,14 +26,6 @@ extension Block {
         let gradient = layout.packed(gradients)
         eval(d, gradient)
         return gradient
-    }
-
-    /// The same of a block whose keys and values no other takes.
-    package func gradient(x: MLXArray, _ forward: consuming Intermediates, d: inout MLXArray, wantsInput: Bool)
-        -> MLXArray
-    {
-        var shared: MixerState.KeyValues?
-        return gradient(x: x, consume forward, d: &d, wantsInput: wantsInput, shared: &shared)
     }
 
     // MARK: - y = x_mid + norm(mlp_out),  mlp_out = down(act(gate(mlp_in)) ∘ up(mlp_in)),  mlp_in = RMSNorm(x_mid)

@@ -189,12 +189,12 @@ extension Architecture {
     }
 
     /// The block whose keys and values a block takes; nil for one that has its own, or none.
-    func keysOf(_ block: Int) -> Int? {
+    package func keysOf(_ block: Int) -> Int? {
         if case .attention(let mixer) = mixers[layers[block]] { mixer.keysOf } else { nil }
     }
 
     /// The blocks whose keys and values others take too.
-    var owners: Set<Int> { Set(layers.indices.compactMap(keysOf)) }
+    package var owners: Set<Int> { Set(layers.indices.compactMap(keysOf)) }
 
     /// Whether each block that takes another's keys and values takes those of one before it that has such.
     private var sharesKeys: Bool {

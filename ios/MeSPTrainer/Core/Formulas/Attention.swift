@@ -37,8 +37,8 @@ struct Attention {
     }
 
     /// dq or dk from the gradient of q̂ or k̂, in float32.
-    private func positionedBackward(_ x: MLXArray, _ norm: RMSNorm?, dy: MLXArray) -> MLXArray {
-        let d = rope.backward(dy: dy, start: 0)
+    private func positionedBackward(_ x: MLXArray, _ norm: RMSNorm?, dy: MLXArray, _ start: Int) -> MLXArray {
+        let d = rope.backward(dy: dy, start: start)
         return norm.map { $0.backward(x.asType(.float32), dy: d) } ?? d
     }
 
@@ -102,14 +102,15 @@ struct Attention {
     /// - Parameters:
     ///   - q: `[heads, T, d]`; k, v: `[kv_heads, T, d]`; before the norms and RoPE
     ///   - dOut: the gradient of attn_out by head, `[heads, T, d]`
+    ///   - start: the position of the first row
     ///   - sum: the gradients by k̂ and v̂ of other blocks that take them, which those of this one are added to
     /// - Returns: dq `[T, heads·d]`, dk and dv `[T, kv_heads·d]`, in float32, evaluated; in place of these the sums `[kv_heads, T, d]` of
     ///   the gradients by k̂ and v̂ where they are another block's.
     func backward(
-        q: MLXArray, k: MLXArray, v: MLXArray, dOut: MLXArray, tile: TileSizes,
+        q: MLXArray, k: MLXArray, v: MLXArray, dOut: MLXArray, tile: TileSizes, start: Int = 0,
         addedTo sum: MixerState.KeyValues? = nil
     ) -> (dq: MLXArray, dk: MLXArray, dv: MLXArray) {
-        var parts = tilesBackward(q: q, k: k, v: v, dOut: dOut, tile: tile)
+        var parts = tilesBackward(q: q, k: k, v: v, dOut: dOut, tile: tile, start: start)
         /// By token, and before that some heads at a time through `backward`.
         func joined(_ parts: inout [MLXArray], _ backward: (MLXArray, _ heads: Range<Int>) -> MLXArray) -> MLXArray {
             let whole = concatenated(parts.reversed(), axis: 1)
@@ -129,14 +130,14 @@ struct Attention {
             parts = []
             return sum.map { $0 + whole } ?? whole
         }
-        let dq = joined(&parts.dq) { positionedBackward(q[$1], qNorm, dy: $0 * scale) }
+        let dq = joined(&parts.dq) { positionedBackward(q[$1], qNorm, dy: $0 * scale, start) }
         guard hasOwnKeys else {
             let (dk, dv) = (whole(&parts.dk, sum?.keys), whole(&parts.dv, sum?.values))
             eval(dq, dk, dv)
             return (dq, dk, dv)
         }
         let dk = joined(&parts.dk) { d, heads in
-            positionedBackward(k[heads], kNorm, dy: sum.map { d + $0.keys[heads] } ?? d)
+            positionedBackward(k[heads], kNorm, dy: sum.map { d + $0.keys[heads] } ?? d, start)
         }
         let dv = joined(&parts.dv) { d, heads in
             let d = sum.map { d + $0.values[heads] } ?? d
@@ -149,15 +150,15 @@ struct Attention {
     private static let scoresGradient = Fused { $0[0] * ($0[1] - $0[2]) }
 
     /// The tiles of dq̂ / scale, dk̂ and dv, `[…heads, n, d]`, the last first.
-    private func tilesBackward(q: MLXArray, k: MLXArray, v: MLXArray, dOut: MLXArray, tile: TileSizes)
-        -> (dq: [MLXArray], dk: [MLXArray], dv: [MLXArray])
-    {
+    private func tilesBackward(
+        q: MLXArray, k: MLXArray, v: MLXArray, dOut: MLXArray, tile: TileSizes, start: Int
+    ) -> (dq: [MLXArray], dk: [MLXArray], dv: [MLXArray]) {
         let (heads, length, d) = (q.dim(0), q.dim(1), q.dim(2))
         let (groups, perGroup) = (k.dim(0), heads / k.dim(0))
         var (dqTiles, dkTiles, dvTiles) = ([MLXArray](), [MLXArray](), [MLXArray]())
         // What the tiles so far add to the keys and values that earlier tiles see too, up to the next tile's last row.
         var (dk, dv): (MLXArray?, MLXArray?) = (nil, nil)
-        var (qHat, kHat, v, dOut) = (query(q, start: 0) * scale, key(k, start: 0), value(v), dOut)
+        var (qHat, kHat, v, dOut) = (query(q, start: start) * scale, key(k, start: start), value(v), dOut)
         tile.pace.finish([qHat, kHat, v])
 
         for rows in tiles(of: length, size: tile.attention).reversed() {

@@ -111,12 +111,11 @@ package final class BlockwiseModel {
     /// The same as the block runs forward: where others take its keys and values too, these are made of x, as a block function does not
     /// give them.
     package func beside(
-        _ block: Int, _ context: Context, lending x: MLXArray, _ lora: MLXArray, _ weights: BlockWeights,
-        records: [Range<Int>]? = nil
+        _ block: Int, _ context: Context, lending x: MLXArray, _ lora: MLXArray, _ weights: BlockWeights
     ) throws -> Beside {
         if bundle.architecture.owners.contains(block) {
             context.lent[block] = try clock.timed(\.forward) {
-                self.block(block, x, lora, weights, records: records).keysAndValues(x)
+                self.block(block, x, lora, weights).keysAndValues(x)
             }
         }
         return try beside(block, context)
@@ -251,7 +250,7 @@ package final class BlockwiseModel {
             x = try bundle.withBlock(block) { weights in
                 let parameters = try parameters(block)
                 let lora = layouts[block].count > 0 ? try moved(block, parameters) : parameters
-                let beside = try beside(block, context, lending: x, lora, weights, records: example.records)
+                let beside = try beside(block, context, lending: x, lora, weights)
                 return try output(block, x, lora, weights, records: example.records, beside: beside)
             }
         }

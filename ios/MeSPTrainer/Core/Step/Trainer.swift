@@ -64,8 +64,7 @@ package final class Trainer {
                 for sequence in states.indices {
                     let (index, x) = (inputIndex(block, first + sequence), states[sequence])
                     let example = examples[sequence]
-                    let beside = try model.beside(
-                        block, contexts[sequence], lending: x, lora, weights, records: example.records)
+                    let beside = try model.beside(block, contexts[sequence], lending: x, lora, weights)
                     if block >= trained[0] { try inputs.write(x, index) }
                     if first == 0, keepsIntermediates(block) {
                         let outputs = try model.outputs(
