@@ -101,7 +101,9 @@ FAMILIES = {
         "head_dim": 16,
         "global_head_dim": 32,
         "query_pre_attn_scalar": 1,
-        "layer_types": [f"{kind}_attention" for kind in "sliding sliding full sliding full".split()],
+        "layer_types": [
+            f"{kind}_attention" for kind in ("sliding", "sliding", "full", "sliding", "full")
+        ],
         "num_kv_shared_layers": 2,
         "hidden_size_per_layer_input": 64,
         "vocab_size_per_layer_input": 320,
@@ -109,7 +111,9 @@ FAMILIES = {
         "final_logit_softcapping": 2.0,
         "rope_parameters": {
             "full_attention": {
-                "rope_type": "proportional", "rope_theta": 1e4, "partial_rotary_factor": 0.25,
+                "rope_type": "proportional",
+                "rope_theta": 1e4,
+                "partial_rotary_factor": 0.25,
             },
             "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
         },

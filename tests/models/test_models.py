@@ -289,7 +289,11 @@ def test_gemma4():
     }
     wide = Architecture.from_config(KNOWN["Gemma-4-E4B"][2])
     assert wide.owners == {22, 23} and len(wide.mlps) == 1
-    unused = ("embed_audio.x", "audio_tower.x", "language_model.layers.0.self_attn.q_proj.input_max")
+    unused = (
+        "embed_audio.x",
+        "audio_tower.x",
+        "language_model.layers.0.self_attn.q_proj.input_max",
+    )
     assert all(name_here(f"model.{name}", "gemma4") is None for name in unused)
 
 

@@ -58,10 +58,10 @@ def block_function(
 ) -> BlockFunction:
     """The block function for `device` ("cpu" or "gpu"); for a GPU, the plain one or the other.
 
-    It takes x [1, T, hidden], lora [P] float32, scale [] float32, weights [layout.words] uint32
-    and, of packed records, starts [T] int32;
+    It takes x [1, T, hidden], lora [P] float32, scale [] float32, weights [layout.words] uint32,
+    what `Block.given_shapes` names and, of packed records, starts [T] int32;
     T, the LoRA rank and the dtype (x's) are read off the arguments. docs/architecture.md has the
-    outputs' shapes, and its inputs of some blocks before starts. The fused primitives are those of `fast`: `mx.fast`, which has plain operations
+    outputs' shapes. The fused primitives are those of `fast`: `mx.fast`, which has plain operations
     in their place on a CPU, or `mesp.block_function.fused`, which can only be traced there.
     """
     plain = plain or device == "cpu"

@@ -28,7 +28,14 @@ from mesp.errors import MespError
 from mesp.files import read_bytes, read_object
 from mesp.models.architecture import Architecture
 from mesp.models.families import FAMILIES
-from mesp.models.layout import DTYPE_OF, DTYPES, Layout, block_layout, per_layer_layout, table_layout
+from mesp.models.layout import (
+    DTYPE_OF,
+    DTYPES,
+    Layout,
+    block_layout,
+    per_layer_layout,
+    table_layout,
+)
 from mesp.models.names import CONVOLUTIONS, name_there
 from mesp.models.quantization import Quantization
 
@@ -68,8 +75,8 @@ class Bundle:
             raise damaged(self.path) from error
 
     def _check_groups(self) -> None:
-        """Raises ValueError unless each block is in one group, of one mixer and MLP, and every layout
-        holds the architecture's arrays."""
+        """Raises ValueError unless each block is in one group, of one mixer and MLP, and every
+        layout holds the architecture's arrays."""
         arch, dtype = self.architecture, self.manifest.dtype
         layers = [layer for group in self.manifest.blocks for layer in group.layers]
         if sorted(layers) != list(range(arch.num_hidden_layers)):

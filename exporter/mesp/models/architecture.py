@@ -197,7 +197,7 @@ class Architecture:
 
     @property
     def kinds(self) -> tuple[Block, ...]:
-        """The kinds of block: each pair of a mixer and an MLP that some block has, in their order."""
+        """The kinds of block: each pair of a mixer and an MLP that some block has, in order."""
         return tuple(dict.fromkeys(self.blocks))
 
     @property

@@ -124,7 +124,7 @@ Shared = tuple[mx.array, mx.array]  # k̂ and v̂ [1, kv_heads, T, D], or the gr
 
 
 def keys_and_values(k: mx.array, v: mx.array, parts: Parts, mixer: AttentionMixer) -> Shared:
-    """k̂ = place(k), v̂ = v, or with a norm of v RMSNorm(v) without a weight.   [1, kv_heads, T, D]"""
+    """k̂ = place(k), v̂ = v, or with a norm of v RMSNorm(v) with no weight.   [1, kv_heads, T, D]"""
     _, vector, eps = parts
     placed = place(k, vector.get("self_attn.k_norm.weight"), eps, mixer)
     return placed, rms_norm(v, 1.0, eps) if mixer.v_norm else v

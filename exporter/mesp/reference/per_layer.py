@@ -20,7 +20,7 @@ NORM = "post_per_layer_input_norm.weight"
 
 
 def per_layer_input(model: Model, tokens: mx.array, x0: mx.array, layer: int) -> mx.array:
-    """p of one layer, [1, T, size], of the tokens [T] and the first block's input x₀ [1, T, hidden]:
+    """p of a layer, [1, T, size], of the tokens [T] and the first block's input x₀ [1, T, hidden]:
 
     p = (RMSNorm(x₀ Wᵀ / √hidden) + √size e) / √2
 

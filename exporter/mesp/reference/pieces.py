@@ -55,9 +55,7 @@ def rms_norm(x: mx.array, weight: mx.array | float, eps: float) -> mx.array:
     return x * r * weight
 
 
-def rms_norm_backward(
-    x: mx.array, dy: mx.array, weight: mx.array | float, eps: float
-) -> mx.array:
+def rms_norm_backward(x: mx.array, dy: mx.array, weight: mx.array | float, eps: float) -> mx.array:
     """dx = r g - x r³ mean(g ∘ x),   g = dy ∘ w. The second term comes through r. w is frozen."""
     r = mx.rsqrt(mx.mean(x * x, axis=-1, keepdims=True) + eps)
     g = dy * weight
