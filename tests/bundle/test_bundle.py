@@ -324,7 +324,7 @@ def test_folder_that_is_no_bundle(tmp_path):
         Bundle(tmp_path)
 
 
-@pytest.mark.parametrize("manifest", ["", "{", "[]", "{}", '{"format": 4}'])
+@pytest.mark.parametrize("manifest", ["", "{", "[]", "{}", '{"format": 5}'])
 def test_damaged_manifest(tmp_path, manifest):
     (tmp_path / "manifest.json").write_text(manifest)
     with pytest.raises(MespError, match=r"manifest\.json (cannot be read|is damaged); write"):

@@ -94,7 +94,7 @@ def _signature(
         "1": 1,
         "length": length,
         "hidden": arch.hidden_size,
-        "intermediate": arch.intermediate_size,
+        "intermediate": block.mlp.intermediate_size,
         "lora": block.lora_size(rank),
         "words": words,
     }
@@ -115,7 +115,11 @@ def _signature(
 
     outputs = listed["first"] + listed[mixer.type] + listed["then"]
     outputs += listed["post_norms"] if arch.post_norms else []
-    inputs = listed["inputs"] + (listed["packed"] if packed else [])
+    if arch.per_layer:
+        sizes["per_layer"] = arch.per_layer.size
+    inputs = listed["inputs"] + (listed["per_layer"] if arch.per_layer else [])
+    inputs += listed["shared"] if block.takes_keys else []
+    inputs += listed["packed"] if packed else []
     return [*map(array, inputs)], [*map(array, outputs)]
 
 

@@ -22,6 +22,10 @@ class Parts:
     fast: ModuleType
     # Of each token of packed records the position at which its record begins: int32 [T].
     starts: mx.array | None = None
+    # Its layer's part of the tokens' embeddings [1, T, size], where the model has such.
+    per_layer: mx.array | None = None
+    # Keys, after norm and RoPE, and values [1, kv_heads, T, D] of another block, where it has none.
+    shared: tuple[mx.array, mx.array] | None = None
 
     def norm(self, name: str, x: mx.array, eps: float | None = None) -> mx.array:
         """RMSNorm by the norm `name`, with the blocks' ε or its own; x's dtype."""

@@ -27,8 +27,8 @@ def write_functions(
     """Writes the block functions, a file for each sequence length; for a GPU plain ones too and,
     with `options.pack`, those for packed records. Each is there in every layout.
 
-    Blocks of one layout and one mixer are a group, with functions of its own for the lengths at
-    which no group before has the same: a window counts only for longer sequences.
+    Blocks of one layout, one mixer and one MLP are a group, with functions of its own for the
+    lengths at which no group before has the same: a window counts only for longer sequences.
     """
     members: dict[tuple[Layout, Block], list[int]] = {}
     for i, described in enumerate(zip(layouts, arch.blocks, strict=True)):

@@ -29,6 +29,8 @@ class AttentionMixer:
     frequencies: tuple[float, ...]
     rope_scale: float = 1.0  # multiplies the rotated part of q and k
     sliding_window: int | None = None  # a query at t sees the keys t - window + 1 … t
+    v_norm: bool = False  # v over its root mean square, as RMSNorm without a weight
+    keys_of: int | None = None  # the block whose keys and values it takes; None: its own
 
     @property
     def head_gate(self) -> bool:
@@ -50,16 +52,20 @@ class AttentionMixer:
         heads = self.num_attention_heads * self.head_dim
         keys = self.num_key_value_heads * self.head_dim
         queries = 2 * heads if self.output_gate else heads
-        return {
-            "q": (queries, hidden),
-            "k": (keys, hidden),
-            "v": (keys, hidden),
-            "o": (hidden, heads),
-        } | ({"g": (self.num_attention_heads, hidden)} if self.head_gate else {})
+        shapes = {"q": (queries, hidden), "k": (keys, hidden), "v": (keys, hidden)}
+        shapes |= {"o": (hidden, heads), "g": (self.num_attention_heads, hidden)}
+        return {name: shapes[name] for name in self._projections}
+
+    @property
+    def _projections(self) -> str:
+        """The names of its projections."""
+        own = "qkvo" if self.keys_of is None else "qo"
+        return f"{own}g" if self.head_gate else own
 
     def norms(self) -> dict[str, int]:
         """The lengths of its norms, by the names of their weights."""
-        return {f"self_attn.{each}_norm.weight": self.head_dim for each in "qk" if self.qk_norm}
+        normed = [each for each in "qk" if self.qk_norm and each in self._projections]
+        return {f"self_attn.{each}_norm.weight": self.head_dim for each in normed}
 
     def vectors(self, hidden: int) -> dict[str, tuple[int, ...]]:
         """The shapes of its other weights that no linear layer has."""
@@ -76,13 +82,13 @@ class AttentionMixer:
             {
                 "sizes": all(map(is_size, sizes)),
                 "numbers": all(map(is_positive, numbers)),
-                "flags": type(self.qk_norm) is type(self.output_gate) is bool,
+                "flags": type(self.qk_norm) is type(self.output_gate) is type(self.v_norm) is bool,
                 "gates": not (self.output_gate and self.head_gate),
                 "num_key_value_heads": self.num_attention_heads % self.num_key_value_heads == 0,
                 "frequencies": 2 * len(self.frequencies) <= self.head_dim
                 and all(is_positive(f) or (type(f) is float and f == 0) for f in self.frequencies),
-                "modules": sorted(projections_of(self.modules))
-                == sorted("qkvog" if self.head_gate else "qkvo"),
+                "modules": sorted(projections_of(self.modules)) == sorted(self._projections),
+                "keys_of": self.keys_of is None or type(self.keys_of) is int,
             }
         )
 

@@ -37,11 +37,16 @@ def mixers_by_layer(config: dict[str, Any]) -> list[Mixer]:
                 f"The model's config.json is not in order: {key} has {len(each)} entries for "
                 f"{count} blocks; take an unchanged config.json."
             )
+    # The last blocks take the keys and values of the last one before them of their type.
+    owners = types[: count - (config.get("num_kv_shared_layers") or 0)]
     mixers: list[Mixer] = []
-    for layer_type, rotates in zip(types, has_rope, strict=True):
+    for layer, (layer_type, rotates) in enumerate(zip(types, has_rope, strict=True)):
         if layer_type in ("full_attention", "attention", "sliding_attention"):
             slides = layer_type == "sliding_attention"
-            mixers.append(_attention(config, slides, bool(rotates)))
+            keys_of = None
+            if layer >= len(owners):
+                keys_of = max(i for i, each in enumerate(owners) if each == layer_type)
+            mixers.append(_attention(config, slides, bool(rotates), keys_of))
         elif layer_type == "linear_attention" and family.other_layers == layer_type:
             mixers.append(_gated_delta_net(config))
         elif layer_type == "conv" and family.other_layers == layer_type:
@@ -79,15 +84,21 @@ def _mamba2(config: dict[str, Any]) -> Mamba2Mixer:
     )
 
 
-def _attention(config: dict[str, Any], slides: bool, rotates: bool) -> AttentionMixer:
+def _attention(
+    config: dict[str, Any], slides: bool, rotates: bool, keys_of: int | None
+) -> AttentionMixer:
     family = FAMILIES[config["model_type"]]
     heads = config["num_attention_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    if not slides:
+        head_dim = config.get("global_head_dim") or head_dim
     frequencies, rope_scale = (), 1.0
     if rotates:
         frequencies, rope_scale = rope_frequencies(config, head_dim, local=slides)
     return AttentionMixer(
-        modules=family.attention,
+        modules=tuple(
+            each for each in family.attention if keys_of is None or each[1] not in (("k",), ("v",))
+        ),
         num_attention_heads=heads,
         num_key_value_heads=config.get("num_key_value_heads") or heads,
         head_dim=head_dim,
@@ -99,4 +110,6 @@ def _attention(config: dict[str, Any], slides: bool, rotates: bool) -> Attention
         frequencies=frequencies,
         rope_scale=rope_scale,
         sliding_window=(config.get("sliding_window") if slides else None) or None,
+        v_norm=family.v_norm,
+        keys_of=keys_of,
     )

@@ -144,6 +144,32 @@ _LFM3 = {
         },
     },
 }  # fmt: skip
+
+
+def _gemma4(
+    hidden: int, layers: int, kv_heads: int, intermediate: int, pattern: int, shared: int,
+    is_wide: bool,
+) -> dict[str, Any]:  # fmt: skip
+    kinds = ["sliding_attention"] * (pattern - 1) + ["full_attention"]
+    return {
+        "model_type": "gemma4_text", "hidden_size": hidden, "num_hidden_layers": layers,
+        "intermediate_size": intermediate, "num_attention_heads": 8,
+        "num_key_value_heads": kv_heads, "head_dim": 256, "global_head_dim": 512,
+        "layer_types": [kinds[i % pattern] for i in range(layers)], "sliding_window": 512,
+        "num_kv_shared_layers": shared, "use_double_wide_mlp": is_wide,
+        "hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262144,
+        "vocab_size": 262144, "max_position_embeddings": 131072, "rms_norm_eps": 1e-6,
+        "hidden_activation": "gelu_pytorch_tanh", "final_logit_softcapping": 30.0,
+        "tie_word_embeddings": True,
+        "rope_parameters": {
+            "full_attention": {
+                "rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25,
+            },
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    }  # fmt: skip
+
+
 _PHI4_LONG_FACTOR = [
     1, 1.118320672, 1.250641126, 1.398617824, 1.564103225, 1.74916897, 1.956131817, 2.187582649,
     2.446418898, 2.735880826, 3.059592084, 3.421605075, 3.826451687, 4.279200023, 4.785517845,
@@ -234,6 +260,16 @@ _MODELS = (
             sliding_window=1024, rope_scaling={"rope_type": "linear", "factor": 8.0},
         )},
     ),
+    (
+        _tuned("google/gemma-4-E2B", "-it"),
+        "apache-2.0",
+        {"model_type": "gemma4", "text_config": _gemma4(1536, 35, 1, 6144, 5, 20, True)},
+    ),
+    (
+        _tuned("google/gemma-4-E4B", "-it"),
+        "apache-2.0",
+        {"model_type": "gemma4", "text_config": _gemma4(2560, 42, 2, 10240, 6, 18, False)},
+    ),
     (_tuned("google/gemma-2-2b", "-it"), "gemma", _gemma2(2304, 26, 9216, 8, 4)),
     (_tuned("google/gemma-2-9b", "-it"), "gemma", _gemma2(3584, 42, 14336, 16, 8)),
     (
@@ -318,6 +354,10 @@ _SHORT_NAMES = {
     "google/gemma-3-1b-it": "Gemma-3-1B-it",
     "google/gemma-3-4b-pt": "Gemma-3-4B",
     "google/gemma-3-4b-it": "Gemma-3-4B-it",
+    "google/gemma-4-E2B": "Gemma-4-E2B",
+    "google/gemma-4-E2B-it": "Gemma-4-E2B-it",
+    "google/gemma-4-E4B": "Gemma-4-E4B",
+    "google/gemma-4-E4B-it": "Gemma-4-E4B-it",
     "google/gemma-2-2b": "Gemma-2-2B",
     "google/gemma-2-2b-it": "Gemma-2-2B-it",
     "google/gemma-2-9b": "Gemma-2-9B",

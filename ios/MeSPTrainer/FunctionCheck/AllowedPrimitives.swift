@@ -24,15 +24,16 @@ package struct AllowedPrimitives: Decodable {
     }
 
     package struct Signature: Decodable {
-        package let inputs, packed, first, then: [String]
+        package let inputs, packed, shared, first, then: [String]
         package let attention, gatedDeltaNet, shortConvolution, mamba2: [String]
-        package let postNorms: [String]
+        package let postNorms, perLayer: [String]
 
         enum CodingKeys: String, CodingKey {
-            case inputs, packed, first, then, attention, mamba2
+            case inputs, packed, shared, first, then, attention, mamba2
             case gatedDeltaNet = "gated_delta_net"
             case shortConvolution = "short_convolution"
             case postNorms = "post_norms"
+            case perLayer = "per_layer"
         }
     }
 

@@ -53,7 +53,7 @@ extension Bench {
     private static let attention: Fields = [
         "type": "attention", "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 32, "qk_norm": false,
         "output_gate": false, "attention_scale": 2 / 32.0.squareRoot(), "frequencies": frequencies(16),
-        "rope_scale": 1, "modules": modules(ofAttention),
+        "rope_scale": 1, "modules": modules(ofAttention), "v_norm": false,
     ]
 
     private static let ofAttention = [

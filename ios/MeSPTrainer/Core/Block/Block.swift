@@ -22,13 +22,17 @@ package struct Block {
     var keptMatrices: [Projection: LoRAMatrices]?
     /// See `Example.records`.
     private let records: [Range<Int>]?
+    let beside: Beside
+    /// Of attention over another block's keys and values, that block's of each sequence, where `beside` has none.
+    var sharedStates = [MixerState.KeyValues]()
 
     package init(
         weights: BlockWeights, lora: MLXArray?, layout: LoRALayout, scale: Float, tile: TileSizes,
-        records: [Range<Int>]? = nil
+        records: [Range<Int>]? = nil, beside: Beside = Beside()
     ) {
         (self.weights, self.lora, self.layout, self.scale, self.tile) = (weights, lora, layout, scale, tile)
         self.records = records
+        self.beside = beside
     }
 
     /// The rows of each record in a sequence of T tokens. The mixer, alone in a block, relates tokens to each other, so it takes each
@@ -50,6 +54,23 @@ package struct Block {
         LoRALinear(
             weight: weights.matrix(projection), bias: weights.bias(projection),
             lora: matrices(projection), scale: scale)
+    }
+}
+
+/// What a block takes of a sequence besides the output of the block before.
+package struct Beside {
+    /// Its layer's part of the tokens' embeddings `[T, size]`, where the model has such.
+    var perLayer: MLXArray?
+    /// The keys and values of another block, where this has none.
+    var shared: MixerState.KeyValues?
+
+    package init(perLayer: MLXArray? = nil, shared: MixerState.KeyValues? = nil) {
+        (self.perLayer, self.shared) = (perLayer, shared)
+    }
+
+    /// In the order of the block function's arguments.
+    var arrays: [MLXArray] {
+        [perLayer, shared?.keys, shared?.values].compactMap { $0?.expandedDimensions(axis: 0) }
     }
 }
 
@@ -89,7 +110,23 @@ package struct BlockWeights {
             scale: mixer.attentionScale, softcap: mixer.attnLogitSoftcapping.map(SoftCap.init),
             window: mixer.slidingWindow,
             rope: RoPE(frequencies: mixer.frequencies, scale: mixer.ropeScale),
-            qNorm: mixer.qkNorm ? norm("self_attn.q_norm") : nil, kNorm: mixer.qkNorm ? norm("self_attn.k_norm") : nil)
+            qNorm: mixer.qkNorm ? norm("self_attn.q_norm") : nil,
+            kNorm: mixer.qkNorm && mixer.keysOf == nil ? norm("self_attn.k_norm") : nil,
+            vNorm: mixer.vNorm
+                ? RMSNorm(weight: MLXArray.ones([mixer.headDim]), eps: architecture.rmsNormEps) : nil,
+            hasOwnKeys: mixer.keysOf == nil)
+    }
+
+    /// The factor of the output of a block with embeddings for each layer `[1]`, and the norm of what it makes of them.
+    var layerScalar: MLXArray { packed["layer_scalar"].asType(.float32) }
+    var perLayerNorm: RMSNorm { norm("post_per_layer_input_norm") }
+
+    /// k̂ and v̂ of one record's intermediates, in float32.
+    func keysAndValues(_ intermediates: Intermediates) -> MixerState.KeyValues {
+        guard case .attention(let mixer) = shape.mixer else { preconditionFailure("no attention") }
+        let attention = attention(mixer)
+        return MixerState.KeyValues(
+            keys: attention.key(intermediates.m2, start: 0), values: attention.value(intermediates.m3))
     }
 
     func gatedDeltaNet(_ mixer: GatedDeltaNetMixer) -> GatedDeltaNet {

@@ -16,7 +16,7 @@ extension Block: BlockForward {
     ) -> MLXArray {
         let mixerOut = mixer(weights.mixerNorm(x), sequences, &states).out
         let xMid = sum(x, weights.mixerPostNorm, mixerOut)
-        let y = sum(xMid, weights.mlpPostNorm, mlp(weights.mlpNorm(xMid)))
+        let y = y(xMid, mlp(weights.mlpNorm(xMid)))
         let results = [y] + (keepsStates ? states.flatMap(\.arrays) : [])
         if waits { eval(results) } else { asyncEval(results) }
         return y
@@ -31,7 +31,7 @@ extension Block: BlockForward {
             eval(xMid)
             return xMid
         }()
-        let y = sum(xMid, weights.mlpPostNorm, mlp(weights.mlpNorm(xMid))).expandedDimensions(axis: 0)
+        let y = y(xMid, mlp(weights.mlpNorm(xMid))).expandedDimensions(axis: 0)
         eval(y)
         return y
     }
@@ -51,7 +51,7 @@ extension Block: BlockForward {
         let xMid = intermediates.xMid
         var tiles: [(gate: MLXArray, up: MLXArray)]? = []
         let mlpOut = mlp(weights.mlpNorm(xMid), keeping: &tiles)
-        let y = stored(sum(xMid, weights.mlpPostNorm, mlpOut).expandedDimensions(axis: 0), as: x.dtype)
+        let y = stored(y(xMid, mlpOut).expandedDimensions(axis: 0), as: x.dtype)
         let (gate, up) = (
             concatenated(tiles?.map(\.gate) ?? [], axis: -1), concatenated(tiles?.map(\.up) ?? [], axis: -1)
         )
@@ -134,9 +134,20 @@ extension Block: BlockForward {
         return stored
     }
 
+    /// The block's output from the MLP's; in x_mid's dtype.
+    private func y(_ xMid: MLXArray, _ mlpOut: MLXArray) -> MLXArray {
+        let h = wideSum(xMid, weights.mlpPostNorm, mlpOut)
+        return (beside.perLayer.map { perLayer(h, p: $0) } ?? h).asType(xMid.dtype)
+    }
+
     /// x + norm(output), where there is a norm of the output as it would be stored; in x's dtype.
     private func sum(_ x: MLXArray, _ norm: RMSNorm?, _ output: MLXArray) -> MLXArray {
-        (x + (norm.map { $0(output.asType(x.dtype).asType(.float32)) } ?? output)).asType(x.dtype)
+        wideSum(x, norm, output).asType(x.dtype)
+    }
+
+    /// The same in float32.
+    private func wideSum(_ x: MLXArray, _ norm: RMSNorm?, _ output: MLXArray) -> MLXArray {
+        x + (norm.map { $0(output.asType(x.dtype).asType(.float32)) } ?? output)
     }
 
     // MARK: - The mixer

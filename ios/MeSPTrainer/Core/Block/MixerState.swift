@@ -7,6 +7,8 @@ package enum MixerState {
     /// b ∘ u of the last tokens.
     case shortConvolution(tail: MLXArray, count: Int)
     case mamba2(Mamba2.State, count: Int)
+    /// Of attention over another block's keys and values, which that has.
+    case shared(count: Int)
 
     /// Keys after RoPE, and values: `[kv_heads, room, head_dim]` each, those of `count` tokens and behind them room for more.
     package struct KeyValues {
@@ -33,7 +35,9 @@ package enum MixerState {
                 keys[0..., count..<count + 1] = newKeys
                 values[0..., count..<count + 1] = newValues
             } else {
-                let room = n == 1 ? [MLXArray.zeros([newKeys.dim(0), Self.room - 1, newKeys.dim(2)], dtype: newKeys.dtype)] : []
+                let room =
+                    n == 1
+                    ? [MLXArray.zeros([newKeys.dim(0), Self.room - 1, newKeys.dim(2)], dtype: newKeys.dtype)] : []
                 keys = concatenated([keys[0..., 0..<count], newKeys] + room, axis: 1)
                 values = concatenated([values[0..., 0..<count], newValues] + room, axis: 1)
             }
@@ -46,12 +50,20 @@ package enum MixerState {
             eval(keys, values)
             self.count = count
         }
+
+        init(keys: MLXArray, values: MLXArray) { (self.keys, self.values, count) = (keys, values, keys.dim(1)) }
+
+        /// Those of some positions.
+        subscript(rows: Range<Int>) -> KeyValues {
+            KeyValues(keys: keys[0..., rows], values: values[0..., rows])
+        }
     }
 
     /// Before the first token.
     init(_ weights: BlockWeights, dtype: DType) {
         switch weights.shape.mixer {
-        case .attention(let mixer): self = .attention(KeyValues(mixer, dtype: dtype))
+        case .attention(let mixer):
+            self = mixer.keysOf == nil ? .attention(KeyValues(mixer, dtype: dtype)) : .shared(count: 0)
         case .gatedDeltaNet(let mixer):
             self = .gatedDeltaNet(weights.gatedDeltaNet(mixer).start(dtype: dtype), count: 0)
         case .shortConvolution: self = .shortConvolution(tail: weights.shortConvolution.start(), count: 0)
@@ -63,13 +75,22 @@ package enum MixerState {
     var count: Int {
         switch self {
         case .attention(let cache): cache.count
-        case .gatedDeltaNet(_, let count), .shortConvolution(_, let count), .mamba2(_, let count): count
+        case .gatedDeltaNet(_, let count), .shortConvolution(_, let count), .mamba2(_, let count), .shared(let count):
+            count
         }
     }
 
     /// Whether it has not each token by itself, so that none can be taken away.
     var isRecurrent: Bool {
-        if case .attention = self { false } else { true }
+        switch self {
+        case .attention, .shared: false
+        case .gatedDeltaNet, .shortConvolution: true
+        }
+    }
+
+    /// Of attention, unless they are another block's.
+    var keysAndValues: KeyValues? {
+        if case .attention(let cache) = self { cache } else { nil }
     }
 
     package var arrays: [MLXArray] {
@@ -78,6 +99,7 @@ package enum MixerState {
         case .gatedDeltaNet(let state, _): [state.tail, state.memory]
         case .shortConvolution(let tail, _): [tail]
         case .mamba2(let state, _): [state.tail, state.memory]
+        case .shared: []
         }
     }
 
@@ -91,6 +113,7 @@ package enum MixerState {
 
     /// Keeps what the first tokens left.
     mutating func cut(to count: Int) {
+        if case .shared = self { self = .shared(count: min(count, self.count)) }
         guard case .attention(var cache) = self, count < self.count else { return }
         cache.cut(to: count)
         self = .attention(cache)

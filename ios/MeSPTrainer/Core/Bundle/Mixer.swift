@@ -37,6 +37,10 @@ package struct AttentionMixer: Decodable, Sendable, Equatable {
     let ropeScale: Float
     /// The number of positions that a query sees, its own included; nil for all before it.
     let slidingWindow: Int?
+    /// Whether v goes through an RMSNorm without weights.
+    let vNorm: Bool
+    /// The block whose keys and values this one takes; nil where it has its own.
+    let keysOf: Int?
 
     var queryWidth: Int { numAttentionHeads * headDim }
     var keyValueWidth: Int { numKeyValueHeads * headDim }
@@ -111,7 +115,9 @@ extension Mixer {
     func dimensions(_ projection: Projection, hidden: Int) -> (inputs: Int, outputs: Int)? {
         switch (self, projection) {
         case (.attention(let mixer), .q): (hidden, mixer.queryWidth * (mixer.outputGate ? 2 : 1))
-        case (.attention(let mixer), .k), (.attention(let mixer), .v): (hidden, mixer.keyValueWidth)
+        case (.attention(let mixer), .k) where mixer.keysOf == nil,
+            (.attention(let mixer), .v) where mixer.keysOf == nil:
+            (hidden, mixer.keyValueWidth)
         case (.attention(let mixer), .g) where mixer.headGate: (hidden, mixer.numAttentionHeads)
         case (.attention(let mixer), .o): (mixer.queryWidth, hidden)
         case (.gatedDeltaNet(let mixer), .qkv): (hidden, mixer.convolutionWidth)
@@ -150,8 +156,8 @@ extension Mixer {
     func arrays(hidden: Int) -> [PlainArray] {
         switch self {
         case .attention(let mixer):
-            mixer.qkNorm
-                ? ["q_norm", "k_norm"].map { PlainArray(name: "self_attn.\($0).weight", shape: [mixer.headDim]) } : []
+            (!mixer.qkNorm ? [] : mixer.keysOf == nil ? ["q_norm", "k_norm"] : ["q_norm"])
+                .map { PlainArray(name: "self_attn.\($0).weight", shape: [mixer.headDim]) }
         case .gatedDeltaNet(let mixer):
             [
                 PlainArray(name: "linear_attn.conv1d.weight", shape: [mixer.convolutionWidth, mixer.kernelSize]),

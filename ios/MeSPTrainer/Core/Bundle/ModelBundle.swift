@@ -111,6 +111,24 @@ public struct ModelBundle {
         try withWeights(manifest.head.file, manifest.head.words, manifest.head.arrays, body)
     }
 
+    /// The embeddings of some tokens for each layer; nil where the model has none.
+    ///
+    /// - Parameter x0: the first block's input `[T, hidden]`.
+    func layerEmbeddings(_ tokens: [Int32], x0: MLXArray) throws -> LayerEmbeddings? {
+        guard let size = architecture.perLayer?.size, let file = manifest.perLayerEmbedding else { return nil }
+        return try withWeights(file.file, file.words, file.arrays) {
+            LayerEmbeddings(tokens, x0: x0, table: $0, architecture, size: size)
+        }
+    }
+
+    /// A layer's part of these `[T, size]`, evaluated; nil where there are none.
+    func part(of embeddings: LayerEmbeddings?, layer: Int) throws -> MLXArray? {
+        guard let embeddings, let file = manifest.perLayerProjection else { return nil }
+        return try withWeights(file.file, file.words, file.arrays) {
+            embeddings(layer, projection: $0, eps: architecture.rmsNormEps)
+        }
+    }
+
     private func withWeights<R>(
         _ path: String, _ count: Int, _ arrays: [Manifest.PackedArray], _ body: (PackedWeights) throws -> R
     ) throws -> R {

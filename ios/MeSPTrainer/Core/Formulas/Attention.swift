@@ -2,7 +2,9 @@ import MLX
 
 /// Grouped-query attention, causal, a tile of query rows at a time over the keys that they see:
 ///
-///     S = cap(q̂ k̂ᵀ · scale) + mask,   P = softmax(S),   attn_out = P v
+///     S = cap(q̂ k̂ᵀ · scale) + mask,   P = softmax(S),   attn_out = P v̂
+///
+/// Keys and values may be those of another block, which are k̂ and v̂.
 struct Attention {
     let scale: Float
     let softcap: SoftCap?
@@ -11,13 +13,23 @@ struct Attention {
     let rope: RoPE
     let qNorm: RMSNorm?
     let kNorm: RMSNorm?
+    let vNorm: RMSNorm?
+    let hasOwnKeys: Bool
 
     /// q̂ = RoPE(norm(q)), in float32.
     /// - Parameter q: `[heads, n, d]`, positions `start ..< start + n`
     func query(_ q: MLXArray, start: Int) -> MLXArray { positioned(q, qNorm, start) }
 
     /// k̂ = RoPE(norm(k)), in float32.
-    func key(_ k: MLXArray, start: Int) -> MLXArray { positioned(k, kNorm, start) }
+    func key(_ k: MLXArray, start: Int) -> MLXArray {
+        hasOwnKeys ? positioned(k, kNorm, start) : k.asType(.float32)
+    }
+
+    /// v̂ = norm(v), in float32.
+    func value(_ v: MLXArray) -> MLXArray {
+        let v = v.asType(.float32)
+        return hasOwnKeys ? vNorm.map { $0(v) } ?? v : v
+    }
 
     private func positioned(_ x: MLXArray, _ norm: RMSNorm?, _ start: Int) -> MLXArray {
         let x = x.asType(.float32)
@@ -114,26 +126,30 @@ struct Attention {
     /// - Parameters:
     ///   - q: `[heads, T, d]`; k, v: `[kv_heads, T, d]`; before the norms and RoPE
     ///   - dOut: the gradient of attn_out by head, `[heads, T, d]`
-    /// - Returns: dq `[T, heads·d]`, dk and dv `[T, kv_heads·d]`, in float32, evaluated.
-    func backward(q: MLXArray, k: MLXArray, v: MLXArray, dOut: MLXArray, tile: TileSizes)
-        -> (dq: MLXArray, dk: MLXArray, dv: MLXArray)
-    {
+    ///   - start: the position of the first row
+    ///   - sum: the gradients by k̂ and v̂ of other blocks that take them, which those of this one are added to
+    /// - Returns: dq `[T, heads·d]`, dk and dv `[T, kv_heads·d]`, in float32, evaluated; in place of these the sums `[kv_heads, T, d]` of
+    ///   the gradients by k̂ and v̂ where they are another block's.
+    func backward(
+        q: MLXArray, k: MLXArray, v: MLXArray, dOut: MLXArray, tile: TileSizes, start: Int = 0,
+        addedTo sum: MixerState.KeyValues? = nil
+    ) -> (dq: MLXArray, dk: MLXArray, dv: MLXArray) {
         var behind: (dk: MLXArray, dv: MLXArray)?
         return backward(
-            q: q, k: k, key(k, start: 0), v, start: 0, dOut: dOut, behind: &behind, tile: tile)
+            q: q, k: k, v: v, key(k, start: start), value(v), start: start, dOut: dOut, addedTo: sum, behind: &behind,
+            tile: tile)
     }
 
     /// The same of a segment of the positions, of which the last were differentiated before.
     /// - Parameters:
-    ///   - q, k: of the segment
-    ///   - kHat, v: k̂ and v up to its end, `[kv_heads, N, d]`
-    ///   - start: its first position
+    ///   - q, k, v: of the segment
+    ///   - kHat, vHat: k̂ and v̂ up to its end, `[kv_heads, N, d]`
     ///   - behind: see `Behind`; becomes that for the segment before
     func backward(
-        q: MLXArray, k: MLXArray, _ kHat: MLXArray, _ v: MLXArray, start: Int, dOut: MLXArray,
-        behind: inout (dk: MLXArray, dv: MLXArray)?, tile: TileSizes
+        q: MLXArray, k: MLXArray, v: MLXArray, _ kHat: MLXArray, _ vHat: MLXArray, start: Int, dOut: MLXArray,
+        addedTo sum: MixerState.KeyValues? = nil, behind: inout (dk: MLXArray, dv: MLXArray)?, tile: TileSizes
     ) -> (dq: MLXArray, dk: MLXArray, dv: MLXArray) {
-        var parts = tilesBackward(q: q, kHat, v, start: start, dOut: dOut, behind: &behind, tile: tile)
+        var parts = tilesBackward(q: q, kHat, vHat, start: start, dOut: dOut, behind: &behind, tile: tile)
         /// By token, and before that some heads at a time through `backward`.
         func joined(_ parts: inout [MLXArray], _ backward: (MLXArray, _ heads: Range<Int>) -> MLXArray) -> MLXArray {
             let whole = concatenated(parts.reversed(), axis: 1)
@@ -147,9 +163,25 @@ struct Attention {
             tile.pace.finish([byToken])
             return byToken
         }
+        /// With the gradients of other blocks.
+        func whole(_ parts: inout [MLXArray], _ sum: MLXArray?) -> MLXArray {
+            let whole = concatenated(parts.reversed(), axis: 1)
+            parts = []
+            return sum.map { $0 + whole } ?? whole
+        }
         let dq = joined(&parts.dq) { positionedBackward(q[$1], qNorm, dy: $0 * scale, start: start) }
-        let dk = joined(&parts.dk) { positionedBackward(k[$1], kNorm, dy: $0, start: start) }
-        let dv = joined(&parts.dv) { d, _ in d }
+        guard hasOwnKeys else {
+            let (dk, dv) = (whole(&parts.dk, sum?.keys), whole(&parts.dv, sum?.values))
+            eval(dq, dk, dv)
+            return (dq, dk, dv)
+        }
+        let dk = joined(&parts.dk) { d, heads in
+            positionedBackward(k[heads], kNorm, dy: sum.map { d + $0.keys[heads] } ?? d, start: start)
+        }
+        let dv = joined(&parts.dv) { d, heads in
+            let d = sum.map { d + $0.values[heads] } ?? d
+            return vNorm.map { $0.backward(v[heads].asType(.float32), dy: d) } ?? d
+        }
         eval([dq, dk, dv] + (behind.map { [$0.dk, $0.dv] } ?? []))
         return (dq, dk, dv)
     }
@@ -162,7 +194,7 @@ struct Attention {
         behind: inout (dk: MLXArray, dv: MLXArray)?, tile: TileSizes
     ) -> (dq: [MLXArray], dk: [MLXArray], dv: [MLXArray]) {
         let (heads, length, d) = (q.dim(0), q.dim(1), q.dim(2))
-        let (groups, perGroup) = (kHat.dim(0), heads / kHat.dim(0))
+        let (groups, perGroup, before) = (kHat.dim(0), heads / kHat.dim(0), kHat.dim(1) - length)
         var (dqTiles, dkTiles, dvTiles) = ([MLXArray](), [MLXArray](), [MLXArray]())
         // What the tiles so far add to the keys and values that earlier tiles see too, up to the next tile's last row.
         var (dk, dv) = (behind?.dk, behind?.dv)
@@ -170,7 +202,7 @@ struct Attention {
         tile.pace.finish([qHat, kHat, v])
 
         for rows in tiles(of: length, size: tile.attention).reversed() {
-            let positions = start + rows.lowerBound..<start + rows.upperBound
+            let positions = before + rows.lowerBound..<before + rows.upperBound
             let keys = seen(by: positions)
             // The query heads that share a key-value head lie below each other, so that a sum over them is a matrix product.
             func stacked(_ x: MLXArray) -> MLXArray { x[0..., rows].reshaped([groups, perGroup * rows.count, d]) }

@@ -108,6 +108,14 @@ package struct QuantizedMatrix {
             weight.take(indices, axis: 0), scales.take(indices, axis: 0), biases?.take(indices, axis: 0), format)
     }
 
+    /// The same, quantized as they are.
+    func packedRows(_ indices: MLXArray) -> QuantizedMatrix {
+        part(weight.take(indices, axis: 0), scales.take(indices, axis: 0), biases?.take(indices, axis: 0))
+    }
+
+    /// W, in float32.
+    var inFloat32: MLXArray { Self.dequantize(weight, scales, biases, format) }
+
     /// x Wᵀ, `[T, out]`, in `dtype`, by default x's.
     func apply(_ x: MLXArray, as dtype: DType? = nil) -> MLXArray {
         let product: MLXArray

@@ -54,10 +54,14 @@ public struct Planner: Sendable {
     private let adaptedInMLP: Int
     /// For each of the model's mixers.
     private let mixers: [MixerMemory]
-    /// The intermediates of the mixers of the last blocks, by the number of blocks, in bytes.
-    private let mixerIntermediates: [Int]
+    /// The intermediates of the mixers and of the MLPs of the last blocks, by the number of blocks, in bytes.
+    private let intermediates: [Int]
 
     private var tileSizes: [Int] { TileSizes.choices(backend, hiddenSize: architecture.hiddenSize, length: length) }
+
+    /// What blocks take of a sequence besides the output of the block before, and the sums of the gradients by keys and values that several
+    /// take, in bytes.
+    private let context, sharedSums: Int
 
     /// The memory that the system allows the process, in bytes; nil for all there is.
     private let systemLimit: Int?
@@ -82,15 +86,19 @@ public struct Planner: Sendable {
         functionBytes = manifest.files.filter { functions.contains($0.path) }.reduce(0) { $0 + $1.size }
         (vectors, gradients) = Self.vectors(layouts, settings)
         wholeBytes = layouts.reduce(0) { $0 + 4 * $1.whole.count }
-        let mixers = architecture.mixers.map { [architecture, itemSize] in
+        (context, sharedSums) = Self.context(manifest, settings, firstTrained: layouts.count - trainedBlocks)
+        let mixers = architecture.mixers.map { [architecture, backend, itemSize] in
             MixerMemory(
                 mixer: $0, hiddenSize: architecture.hiddenSize, length: settings.seqLen,
-                segment: TileSizes.mixerTokens(settings.seqLen, manifest.device), itemSize: itemSize)
-        }
-        mixerIntermediates = architecture.layers.reversed().reduce(into: [0]) {
-            $0.append($0[$0.count - 1] + mixers[$1].intermediates)
+                segment: TileSizes.mixerTokens(architecture, settings.seqLen, backend), itemSize: itemSize)
         }
         self.mixers = mixers
+        var sums = [0]
+        for (mixer, mlp) in zip(architecture.layers, architecture.mlpLayers).reversed() {
+            let width = architecture.mlps[mlp].intermediateSize
+            sums.append(sums[sums.count - 1] + mixers[mixer].intermediates + 2 * settings.seqLen * width * itemSize)
+        }
+        intermediates = sums
     }
 
     private static func passedBytes(_ manifest: Manifest, _ settings: RunSettings, _ trainedBlocks: Int) -> Int {
@@ -100,6 +108,23 @@ public struct Planner: Sendable {
             sum + kind.words * (kind.layers.count + kind.layers.count { $0 >= first })
         }
         return 4 * (blocks + manifest.head.words * (goesBack ? 1 : 2))
+    }
+
+    private static func context(
+        _ manifest: Manifest, _ settings: RunSettings, firstTrained: Int
+    ) -> (context: Int, sums: Int) {
+        let (architecture, itemSize) = (manifest.architecture, manifest.dtype.dtype.size)
+        // The tokens' rows of the table, as they are quantized, and the first block's input.
+        let row = (manifest.perLayerEmbedding?.arrays ?? []).reduce(0) { $0 + $1.words * 4 / $1.shape[0] }
+        let embeddings = architecture.perLayer == nil ? 0 : row + architecture.hiddenSize * itemSize
+        let owners = architecture.owners.compactMap { block -> (block: Int, width: Int)? in
+            guard case .attention(let mixer) = architecture.block(block).mixer else { return nil }
+            return (block, 2 * mixer.keyValueWidth)
+        }
+        let shared = owners.reduce(0) { $0 + $1.width }
+        // The block that has them takes what the sums were into those of its own.
+        let summed = owners.filter { $0.block >= firstTrained }.reduce(0) { $0 + $1.width }
+        return (settings.seqLen * (embeddings + shared * itemSize), settings.seqLen * summed * 4)
     }
 
     private static func vectors(_ layouts: [LoRALayout], _ settings: RunSettings) -> (vectors: Int, gradients: Int) {
@@ -321,7 +346,7 @@ public struct Planner: Sendable {
         let (sequences, gathers) = (plan.sequences(of: settings), plan.gathersGradients(of: settings))
         let inputs = !method.hasBackwardPass || plan.offload != .none ? 0 : sequences * trainedBlocks * hidden
         // The last block's outputs of the other sequences, then their d.
-        let waiting = (sequences - 1) * hidden
+        let waiting = (sequences - 1) * hidden + sequences * (context + (method.hasBackwardPass ? sharedSums : 0))
         let together = plan.order == .blocks
         // Of a block, until the last sequence's gradient is there.
         let sum = together ? gradientBytes : 0
@@ -400,7 +425,7 @@ public struct Planner: Sendable {
     /// One array `[T, features]`.
     private func activation(_ features: Int) -> Int { length * features * itemSize }
     private var hidden: Int { activation(architecture.hiddenSize) }
-    private var intermediate: Int { activation(architecture.intermediateSize) }
+    private var intermediate: Int { activation(architecture.widestMLP) }
 
     /// The bytes of the mixer that takes most.
     private func largest(_ bytes: (MixerMemory) -> Int) -> Int { mixers.map(bytes).max() ?? 0 }
@@ -410,18 +435,23 @@ public struct Planner: Sendable {
         CPUProducts.current.dequantizeInside ? 0 : rows * architecture.hiddenSize * 4
     }
 
+    /// p of a block with embeddings for each layer.
+    private var perLayer: Int { activation(architecture.perLayer?.size ?? 0) }
+
     /// The outputs of the mixer and of the MLP, which the backward pass of post-norms reads.
     private var postNormed: Int { architecture.postNorms ? 2 * hidden : 0 }
 
     /// The intermediates that the last blocks keep, in bytes: m₁, m₂, m₃, mixed, x_mid, gate and up.
     private func kept(_ blocks: Int) -> Int {
-        mixerIntermediates[blocks] + blocks * (hidden + 2 * intermediate + postNormed)
+        intermediates[blocks] + blocks * (hidden + postNormed)
     }
 
     /// The forward pass of a block: x, mixer_in, x_mid and y, with post-norms an output before its norm, what the mixer takes and makes,
     /// and its tiles, of some 256 outputs each.
     private var forward: Int {
+        // Of embeddings for each layer p, u and m.
         (architecture.postNorms ? 5 : 4) * hidden + largest(\.forward) + 3 * weight(256) + 2 * activation(256)
+            + 3 * perLayer
     }
 
     /// y, h, dh and the running sum before and after a tile, in float32; of the tile, W while it is dequantized, and z and p.
@@ -433,7 +463,7 @@ public struct Planner: Sendable {
     private func backward(_ tile: TileSizes) -> Int {
         if let baseline { return baseline.derivative }
         let a = architecture
-        let features = min(tile.mlp, a.intermediateSize)
+        let features = min(tile.mlp, a.widestMLP)
         // Of the tokens that go through the MLP's derivative at a time; x, x_mid, dy, and d_x_mid of the tokens before.
         let some = hidden / length * tile.mlpTokens
         let before = 4 * hidden - some
@@ -446,6 +476,9 @@ public struct Planner: Sendable {
                 + tileArrays * (activation(features) / length * tile.mlpTokens) + gradientBytes + postNormed,
             // The same without the tile, but with the temporaries of the norm's derivative.
             largest(\.intermediates) + before + 9 * some / 2 + gradientBytes + postNormed,
+            // Of embeddings for each layer h, z and dz, dh₁ and dh; p, u, m, dm and du.
+            a.perLayer == nil
+                ? 0 : largest(\.intermediates) + before + 5 * some + 5 * perLayer + gradientBytes + postNormed,
             // d_x_mid of all tokens, and its parts.
             largest(\.intermediates) + 5 * hidden + gradientBytes + postNormed,
             // With post-norms also the gradient by mixer_out.

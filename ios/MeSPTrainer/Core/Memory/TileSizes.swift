@@ -40,10 +40,11 @@ package struct TileSizes {
     @TaskLocal static var segmentTokens = 1024
 
     /// The tokens of a segment of a mixer, of a sequence of more than twice as many where a product unpacks W for its tokens anyway;
-    /// otherwise all.
-    static func mixerTokens(_ length: Int, _ backend: Backend) -> Int {
-        guard backend == .cpu, CPUProducts.current.dequantizeInside, length > 2 * segmentTokens else { return length }
-        let (tokens, chunk) = (evenly(length, segmentTokens), GatedDeltaRule.chunk)
+    /// otherwise all, as in models whose blocks share keys and values.
+    static func mixerTokens(_ a: Architecture, _ length: Int, _ backend: Backend) -> Int {
+        guard backend == .cpu, CPUProducts.current.dequantizeInside, length > 2 * segmentTokens, a.owners.isEmpty
+        else { return length }
+        let (tokens, chunk) = (evenly(length, segmentTokens), ChunkDecays.chunk)
         return tokens < chunk ? tokens : (tokens + chunk - 1) / chunk * chunk
     }
 
@@ -64,7 +65,7 @@ package struct TileSizes {
         let floats = bytes / 4
         let rows = max(8, floats / (a.attentionHeads * length))
         let evenly = Self.evenly
-        mixerTokens = Self.mixerTokens(length, backend)
+        mixerTokens = Self.mixerTokens(a, length, backend)
         switch backend {
         case .cpu:
             attention = rows
@@ -81,7 +82,7 @@ package struct TileSizes {
         case .gpu:
             attention = evenly(length, rows)
             (projection, mlp, mlpTokens) = (.max, .max, length)
-            tokens = evenly(length, max(8, floats / a.intermediateSize))
+            tokens = evenly(length, max(8, floats / a.widestMLP))
             lossTokens = min(256, length)
             vocabulary = max(64, 2 * floats / lossTokens)
             pace = Pace(isChained: true, pause: pause)
