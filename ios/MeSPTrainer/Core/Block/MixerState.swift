@@ -84,7 +84,7 @@ package enum MixerState {
     var isRecurrent: Bool {
         switch self {
         case .attention, .shared: false
-        case .gatedDeltaNet, .shortConvolution: true
+        case .gatedDeltaNet, .shortConvolution, .mamba2: true
         }
     }
 

@@ -430,6 +430,9 @@ public struct Planner: Sendable {
     /// The bytes of the mixer that takes most.
     private func largest(_ bytes: (MixerMemory) -> Int) -> Int { mixers.map(bytes).max() ?? 0 }
 
+    /// Whether mixers go by segments.
+    private var isCut: Bool { TileSizes.mixerTokens(length, backend) < length }
+
     /// `rows` of a weight `[rows, hidden]`, dequantized before it is multiplied.
     private func weight(_ rows: Int) -> Int {
         CPUProducts.current.dequantizeInside ? 0 : rows * architecture.hiddenSize * 4
@@ -468,8 +471,8 @@ public struct Planner: Sendable {
         let some = hidden / length * tile.mlpTokens
         let before = 4 * hidden - some
         return max(
-            // d waits while the block function runs again.
-            hidden + forward + postNormed,
+            // d waits while the block function runs again; by segments there is no y, nor all of mixer_in.
+            (isCut ? 0 : hidden) + forward + postNormed,
             // The mixer's intermediates; of some tokens, with post-norms the gradient by mlp_out, mlp_in and its gradient before a tile, with
             // the tile's gate and after it; of the tile, three weights, one of them while it is dequantized, and its arrays.
             largest(\.intermediates) + before + (a.postNorms ? 4 : 3) * some + 5 * weight(features)
