@@ -430,6 +430,8 @@ def test_granite_4_turns_as_transformers_has_it():
     mamba = FAMILIES["granite-mamba"]
     renamed = {**mamba, "layer_types": ["linear_attention", "full_attention"]}
     assert Architecture.from_config(renamed) == Architecture.from_config(mamba)
+    said = {"time_step_limit": [0.0, math.inf], "mamba_d_head": "auto", "mamba_expand": 2}
+    assert Architecture.from_config(mamba | said) == Architecture.from_config(mamba)
     wide = {**config, "intermediate_size": 7, "shared_intermediate_size": 96}
     assert Architecture.from_config(wide).mlps[0].intermediate_size == 96
 

@@ -6,10 +6,12 @@ extension Block {
         _ mixer: Mamba2Mixer, _ mixerIn: MLXArray, _ sequences: [Range<Int>], _ states: inout [MixerState]
     ) -> Mixed {
         let mamba = weights.mamba2(mixer)
-        // Copies: as a view, any of them would keep all three.
-        let parts = projected(.in, mixerIn)
-            .split(indices: [mixer.width, mixer.width + mixer.convolutionWidth], axis: -1).map { contiguous($0) }
-        let (z, xBC, dt) = (parts[0], parts[1], parts[2])
+        // Products of their own: as a view, any of the parts would keep all three.
+        func part(_ start: Int, _ count: Int) -> MLXArray {
+            projection(.in).outputs(start..<start + count)(mixerIn, tile: tile.projection).asType(mixerIn.dtype)
+        }
+        let (z, xBC) = (part(0, mixer.width), part(mixer.width, mixer.convolutionWidth))
+        let dt = part(mixer.width + mixer.convolutionWidth, mixer.numHeads)
         let o = eachSequence(sequences, &states) { rows, state in
             guard case .mamba2(var memory, let count) = state else { preconditionFailure("another mixer's state") }
             let o = mamba(
