@@ -24,7 +24,8 @@ struct TinyBundle {
             "intermediate_size": 2 * Self.hidden,
         ]
         let architecture: [String: any Sendable] = [
-            "model_type": "tiny", "hidden_size": Self.hidden, "vocab_size": Self.vocabulary, "rms_norm_eps": 1e-5, "tie_word_embeddings": true, "hidden_act": "silu",
+            "model_type": "tiny", "hidden_size": Self.hidden, "vocab_size": Self.vocabulary, "rms_norm_eps": 1e-5,
+            "tie_word_embeddings": true, "hidden_act": "silu",
             "post_norms": false, "embedding_scale": 1, "mlx_prefix": "model", "hf_prefix": "model",
             "biases": [String](), "mixers": [mixer], "layers": [0], "mlps": [mlp], "mlp_layers": [0],
         ]

@@ -186,7 +186,7 @@ extension Block {
     ) -> Projected {
         let dOut = through(weights.mixerPostNorm, forward.mixerOut, dy: dMid)
         switch weights.shape.mixer {
-        case .attention(let mixer): 
+        case .attention(let mixer):
             return attentionBackward(mixer, consume forward, dOut: dOut, &gradients, shared: &shared)
         case .gatedDeltaNet(let mixer): return gatedDeltaNetBackward(mixer, consume forward, dOut: dOut, &gradients)
         case .shortConvolution: return shortConvolutionBackward(consume forward, dOut: dOut, &gradients)

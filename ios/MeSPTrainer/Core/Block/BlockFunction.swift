@@ -42,7 +42,8 @@ package final class BlockFunction {
             MLXArray(records.flatMap { Array(repeating: Int32($0.lowerBound), count: $0.count) })
         }
         return Call(
-            function: self, parameters: [lora, MLXArray(scale), weights.packed.words] + beside.arrays + [starts].compactMap { $0 },
+            function: self,
+            parameters: [lora, MLXArray(scale), weights.packed.words] + beside.arrays + [starts].compactMap { $0 },
             pause: pause)
     }
 

@@ -184,7 +184,7 @@ extension Architecture {
     package var widestMLP: Int { mlps.map(\.intermediateSize).max() ?? 0 }
 
     /// The linear layers of all blocks, each once.
-    package var modules: [Module] { 
+    package var modules: [Module] {
         unique(mixers.flatMap(\.modules)) + unique(mlps.flatMap(\.modules)) + (perLayer?.modules ?? [])
     }
 
@@ -207,7 +207,6 @@ extension Architecture {
                 && (its.numKeyValueHeads, its.headDim) == (mixer.numKeyValueHeads, mixer.headDim)
         }
     }
-
 
     /// The most query heads of attention, 1 if there is none.
     var attentionHeads: Int {

@@ -24,7 +24,9 @@ extension Manifest {
             !ranks.isEmpty, ranks.allSatisfy({ (1...(1 << 12)).contains($0) }),
             layers == Array(0..<architecture.numHiddenLayers),
             perLayer.count == (architecture.perLayer == nil ? 0 : 2),
-            blocks.allSatisfy({ Set($0.layers.map { [architecture.layers[$0], architecture.mlpLayers[$0]] }).count == 1 })
+            blocks.allSatisfy({
+                Set($0.layers.map { [architecture.layers[$0], architecture.mlpLayers[$0]] }).count == 1
+            })
         else { throw MeSPError("\(bundle): the manifest's dimensions don't fit together; export the bundle again.") }
     }
 
