@@ -98,6 +98,8 @@ def family(request, tmp_path_factory):
         config["layer_types"] = ["attention"] * 4
     if request.param == "granite-mamba":
         config["layer_types"] = ["mamba", "attention", "mamba", "mamba"]
+    if request.param == "gemma4":
+        config["layer_types"] = ["sliding_attention", "full_attention"] * 2
     if request.param == "lfm3":
         config["layer_types"] = ["conv", "sliding_attention", "full_attention", "conv"]
     model = write_model(folder / "model", config)
@@ -138,11 +140,16 @@ def test_functions_give_the_logits_of_mlx_lm(family):
     for length in (4,) if ignores_window else (4, 9):
         tokens = mx.array(bundle.tokens("train")[:length])
         rows = {name: a[tokens] for name, a in bundle.embedding().items() if name != "norm"}
-        x = arch.embedding_scale * reference.dequantize(rows, "", arch.hidden_size)[None]
+        x0 = x = arch.embedding_scale * reference.dequantize(rows, "", arch.hidden_size)[None]
+        ours, shared = reference.Model.of(bundle), {}
         for i, block in enumerate(arch.blocks):
-            lora = mx.zeros(block.lora_size(2))
+            lora, per_layer = mx.zeros(block.lora_size(2)), reference.layer_input(ours, tokens, x0, i)
+            given = [] if per_layer is None else [per_layer]
+            given += shared.get(reference.keys_of(block), ())
             function = bundle.function(length, i)
-            x = function(x, lora, mx.array(1.0), bundle.block_words(i))[0]
+            x, *more = function(x, lora, mx.array(1.0), bundle.block_words(i), *given)
+            if i in arch.owners:
+                shared[i] = reference.lent(more, lora, ours.blocks[i], block)
         head = bundle.head()
         x = reference.rms_norm(x, head["norm"], arch.rms_norm_eps)
         logits = x @ reference.dequantize(head, "", arch.hidden_size).T
@@ -188,6 +195,7 @@ def test_blocks_are_grouped_by_layout_and_mixer(family):
         "qwen3_5": [(0, 2), (1, 3)],
         "lfm2": [(0, 2, 3), (1,)],
         "lfm3": [(0, 3), (1,), (2,)],
+        "gemma4": [(0,), (1,), (2,), (3,)],
     }
     expected = kinds.get(config["model_type"], [(0, 1, 2, 3)])
     if "mamba" in (config["layer_types"] or ()):

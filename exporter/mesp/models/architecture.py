@@ -152,6 +152,13 @@ class Architecture:
         """Itself. Raises ValueError where a field can't be what it says."""
         for each in (*self.mixers, *self.mlps, *([self.per_layer] if self.per_layer else [])):
             each.check()
+        refuse_unsound(
+            {
+                "layers": self.layers and _index(self.layers, self.mixers),
+                "mlp_layers": len(self.mlp_layers) == len(self.layers)
+                and _index(self.mlp_layers, self.mlps),
+            }
+        )
         cap, joined = self.final_logit_softcapping, list(projections_of(self.hf_modules))
         numbers = [self.rms_norm_eps, self.embedding_scale, self.logits_scaling]
         numbers += [] if cap is None else [cap]
@@ -165,9 +172,6 @@ class Architecture:
                 "hidden_act": self.hidden_act in ("silu", "gelu"),
                 "biases": set(self.modules) >= set(self.biases),
                 "hf_modules": set(self.modules) >= set(joined) and len(set(joined)) == len(joined),
-                "layers": self.layers and _index(self.layers, self.mixers),
-                "mlp_layers": len(self.mlp_layers) == len(self.layers)
-                and _index(self.mlp_layers, self.mlps),
             }
         )
         for layer, block in enumerate(self.blocks):

@@ -25,7 +25,8 @@ extension Bench {
         let example = example(Self.differenceTokens)
 
         var inputs = [Int: MLXArray]()
-        var x = try model.embed(example)
+        // What blocks take of others would be rounded as x is, so that the loss would move in steps.
+        var x = try model.embed(example).asType(.float32)
         let context = try model.context(example, x0: x)
         try lend(before: blocks[0], x, model, context)
         /// The outputs of a block with these parameters, which later blocks' keys and values may be made with too.
