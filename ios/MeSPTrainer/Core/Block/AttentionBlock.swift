@@ -80,12 +80,14 @@ extension Block {
         let parts: [MLXArray]
         if let segment = forwardSegment, case .attention(let cache) = segment.state {
             let d = attention.backward(
-                q: q, k: k, cache.keys[0..., 0..<segment.rows.upperBound], cache.values[0..., 0..<segment.rows.upperBound],
+                q: q, k: k, cache.keys[0..., 0..<segment.rows.upperBound],
+                cache.values[0..., 0..<segment.rows.upperBound],
                 start: segment.rows.lowerBound, dOut: dO, behind: &behind.keyValues, tile: tile)
             parts = [d.dq, d.dk, d.dv]
         } else {
             parts = eachRecord(records(length)) { rows in
-                let d = attention.backward(q: q[0..., rows], k: k[0..., rows], v: v[0..., rows], dOut: dO[0..., rows], tile: tile)
+                let d = attention.backward(
+                    q: q[0..., rows], k: k[0..., rows], v: v[0..., rows], dOut: dO[0..., rows], tile: tile)
                 return [d.dq, d.dk, d.dv]
             }
         }

@@ -32,7 +32,9 @@ package enum MixerState {
                 keys[0..., count..<count + 1] = newKeys
                 values[0..., count..<count + 1] = newValues
             } else {
-                let room = n == 1 ? [MLXArray.zeros([newKeys.dim(0), Self.room - 1, newKeys.dim(2)], dtype: newKeys.dtype)] : []
+                let room =
+                    n == 1
+                    ? [MLXArray.zeros([newKeys.dim(0), Self.room - 1, newKeys.dim(2)], dtype: newKeys.dtype)] : []
                 keys = concatenated([keys[0..., 0..<count], newKeys] + room, axis: 1)
                 values = concatenated([values[0..., 0..<count], newValues] + room, axis: 1)
             }

@@ -213,7 +213,8 @@ public struct Generator {
     /// The last block's output for the texts' last tokens.
     private func forward(_ texts: inout [Text], _ atBlock: () throws -> Void) throws -> MLXArray {
         var caches = texts.map(\.cache)
-        for i in texts.indices { texts[i].cache = PromptCache() }  // keys and values that nobody else has are written in place
+        // Keys and values that nobody else has are written in place.
+        for i in texts.indices { texts[i].cache = PromptCache() }
         defer { for i in texts.indices { texts[i].cache = caches[i] } }
         return try model.forward(next: texts.map(\.last), &caches, atBlock)
     }

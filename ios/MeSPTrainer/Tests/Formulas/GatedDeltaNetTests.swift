@@ -212,7 +212,8 @@ import Testing
         Memory.peakMemory = 0
         var none: GatedDeltaNet.Behind?
         let d = net.backward(
-            qkv: inputs.qkv, b: inputs.b, a: inputs.a, dO: inputs.dy, behind: &none, tile: net.tile(length: 128, bytes: bytes),
+            qkv: inputs.qkv, b: inputs.b, a: inputs.a, dO: inputs.dy, behind: &none,
+            tile: net.tile(length: 128, bytes: bytes),
             pace: .evaluated)
         #expect(Memory.peakMemory - before < d.dQKV.nbytes + 9 * bytes)
     }
