@@ -148,7 +148,7 @@ extension AllTests {
                 quantized(MLXRandom.normal([1024, 1024], key: MLXRandom.key(1)), groupSize: 32, bits: $0)
             }
             var least = widths.map { _ in [true: Duration.seconds(1000), false: .seconds(1000)] }
-            for _ in 0..<10 {
+            for _ in 0..<40 {
                 for (i, (w, bits)) in zip(matrices, widths).enumerated() {
                     for transpose in [true, false] {
                         let time = ContinuousClock().measure {
