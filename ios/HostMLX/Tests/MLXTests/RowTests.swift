@@ -106,10 +106,10 @@ extension AllTests {
                 let mask = queries > 1 ? random([queries, length], 4) : nil
                 let y = MLXFast.scaledDotProductAttention(
                     queries: q, keys: k, values: v, scale: Float(0.3), mask: mask)
-                var scores = matmul(
-                    q.reshaped([1, 2, 3, queries, d]) * Float(0.3), k[0..., 0..., .newAxis].swappedAxes(-1, -2))
+                let (keys, values) = (k.expandedDimensions(axis: 2), v.expandedDimensions(axis: 2))
+                var scores = matmul(q.reshaped([1, 2, 3, queries, d]) * Float(0.3), keys.swappedAxes(-1, -2))
                 if let mask { scores = scores + mask }
-                let expected = matmul(softmax(scores, axis: -1), v[0..., 0..., .newAxis]).reshaped(q.shape)
+                let expected = matmul(softmax(scores, axis: -1), values).reshaped(q.shape)
                 #expect(abs(y - expected).max().item(Float.self) <= 1e-5)
             }
         }

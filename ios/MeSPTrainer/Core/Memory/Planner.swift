@@ -431,7 +431,7 @@ public struct Planner: Sendable {
     private func largest(_ bytes: (MixerMemory) -> Int) -> Int { mixers.map(bytes).max() ?? 0 }
 
     /// Whether mixers go by segments.
-    private var isCut: Bool { TileSizes.mixerTokens(length, backend) < length }
+    private var isCut: Bool { TileSizes.mixerTokens(architecture, length, backend) < length }
 
     /// `rows` of a weight `[rows, hidden]`, dequantized before it is multiplied.
     private func weight(_ rows: Int) -> Int {
