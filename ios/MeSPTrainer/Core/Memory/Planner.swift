@@ -391,8 +391,8 @@ public struct Planner: Sendable {
     }
 
     /// The memory that malloc keeps in gaps between arrays, in bytes. Small activations leave gaps among the arrays that last through a
-    /// step, a few percent of these. Large ones leave gaps of their own size: of the mixer's where that is wider than the model, and three
-    /// of these where it is recurrent.
+    /// step, a few percent of these. Large ones leave gaps of their own size: of the mixer's where that is wider than the model, and two
+    /// or three of these where it is recurrent.
     private func gaps(_ plan: Plan) -> Int {
         let widest = max(hidden, largest(\.mixed))
         let isWide = widest > hidden
@@ -400,7 +400,7 @@ public struct Planner: Sendable {
         let isLarge = isRecurrent ? widest >= 1_500_000 : hidden >= (isWide ? 600_000 : 1_600_000)
         let ofHidden =
             isLarge && hidden < 8 << 20
-            ? (isRecurrent ? 3 : 1) * widest : min(1_000_000, lasting(plan) / 32)
+            ? (isRecurrent ? hidden < 1_000_000 ? 2 : 3 : 1) * widest : min(1_000_000, lasting(plan) / 32)
         return ofHidden + (baseline?.gaps ?? 0)
     }
 
