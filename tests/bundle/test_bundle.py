@@ -143,10 +143,8 @@ def test_functions_give_the_logits_of_mlx_lm(family):
         x0 = x = arch.embedding_scale * reference.dequantize(rows, "", arch.hidden_size)[None]
         ours, shared = reference.Model.of(bundle), {}
         for i, block in enumerate(arch.blocks):
-            lora, per_layer = (
-                mx.zeros(block.lora_size(2)),
-                reference.layer_input(ours, tokens, x0, i),
-            )
+            lora = mx.zeros(block.lora_size(2))
+            per_layer = reference.layer_input(ours, tokens, x0, i)
             given = [] if per_layer is None else [per_layer]
             given += shared.get(reference.keys_of(block), ())
             function = bundle.function(length, i)

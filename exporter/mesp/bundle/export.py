@@ -125,6 +125,11 @@ def prepare(
     arch = Architecture.from_config(source.config)
     if layers and layers > arch.num_hidden_layers:
         raise MespError(f"{source.name} has {arch.num_hidden_layers} blocks, fewer than --layers.")
+    if layers and arch.per_layer and not random_weights:
+        raise MespError(
+            f"A row of {source.name}'s table of embeddings for each layer holds all layers; leave "
+            "out --layers, or take --random-weights."
+        )
     arch = arch.first(layers or arch.num_hidden_layers)
     quantizations = find_quantizations(
         source.name, source.config, arch, mode, bits, group_size, head_bits
