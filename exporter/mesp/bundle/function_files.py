@@ -76,7 +76,7 @@ def write_layouts(bundle: Path, functions: Iterable[str], folder: Path) -> None:
 
 def no_function(path: Path, error: Exception) -> MespError:
     """The error for a file that is not a block function in the layout that it should have."""
-    return MespError(f"{path} is not a function of mesp-export's ({error}); do not use it.")
+    return MespError(f"{path} is not a function that mesp-export wrote ({error}); do not use it.")
 
 
 def write_function(

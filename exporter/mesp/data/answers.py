@@ -60,8 +60,8 @@ def _spans(
         said = content.split("</think>")[-1].strip() if isinstance(content, str) else ""
         if min(start, at) < 0 or said not in text[start:stop]:
             raise MespError(
-                "the chat template rewrites the conversation, so where its answers are cannot be "
-                f"told: {NOT_FOUND}"
+                "the chat template rewrites the conversation, so its answers cannot be located: "
+                f"{NOT_FOUND}"
             )
         spans.append((start, stop))
     return spans

@@ -34,7 +34,7 @@ def mixers_by_layer(config: dict[str, Any]) -> list[Mixer]:
     for key, each in (("layer_types", types), ("no_rope_layers", has_rope)):
         if len(each) != count:
             raise MespError(
-                f"The model's config.json is not in order: {key} has {len(each)} entries for "
+                f"The model's config.json is not valid: {key} has {len(each)} entries for "
                 f"{count} blocks; take an unchanged config.json."
             )
     # The last blocks take the keys and values of the last one before them of their type.

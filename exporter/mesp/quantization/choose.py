@@ -52,7 +52,7 @@ def not_quantized(module: str) -> MespError:
 
 def _not_in_order(key: str) -> MespError:
     return MespError(
-        f"The model's config.json is not in order (its {key} cannot be used); take an unchanged "
+        f"The model's config.json is not valid (its {key} cannot be used); take an unchanged "
         "config.json."
     )
 
