@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import mlx.core as mx
@@ -13,7 +12,7 @@ import numpy as np
 import pytest
 
 import mesp
-from helpers.commands import call, run
+from helpers.commands import call, run, wait_for
 from helpers.oracle import RANK, Oracle, Recipe, distance, saved
 from mesp import rewards
 from mesp.engine.process import running
@@ -182,20 +181,13 @@ def test_a_second_signal_ends_a_reward_that_hangs(bundle: Path, tmp_path: Path):
     process = subprocess.Popen(
         [*command, *options], cwd=tmp_path, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL
     )
-    wait_until(begun.exists)
+    wait_for(begun.exists)
     process.send_signal(signal.SIGTERM)
     time.sleep(0.5)
     process.send_signal(signal.SIGTERM)
     _, said = process.communicate(timeout=120)
     assert process.returncode == 130, said
     assert b"ended at once" in said and b"Traceback" not in said
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 120
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.05)
 
 
 @pytest.mark.parametrize(

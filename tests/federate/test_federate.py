@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from helpers.commands import run
+from helpers.commands import run, wait_for
 from helpers.federations import (
     RANK,
     RECORDS,
@@ -672,13 +672,6 @@ class Node:
     def peak_bytes(self) -> int:
         text = Path(f"/proc/{self.process.pid}/status").read_text()
         return 1024 * int(re.search(r"VmHWM:\s+(\d+)", text)[1])
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 120
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def forever(handler: BaseHTTPRequestHandler) -> None:

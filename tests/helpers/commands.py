@@ -3,6 +3,8 @@
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 
@@ -28,6 +30,14 @@ def call(module: str, *arguments: object, **options: object) -> subprocess.Compl
     done = run(module, *arguments, **options)
     assert done.returncode == 0, done.stderr
     return done
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    """Waits for what another process does, two minutes at most."""
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def invoke(

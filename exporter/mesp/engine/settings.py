@@ -457,11 +457,7 @@ class TrainSettings(Settings):
             f"--objective {self.objective}": self.objective is not None,
             "--dp-clip": self.dp_clip is not None,
         }
-        for typed, is_given in refused.items():
-            if is_given:
-                raise MespError(
-                    f"{typed} does not go together with --reward: leave out one of them."
-                )
+        _refuse_beside("--reward", refused)
         train = manifest.data.get("train")
         if train is None:
             return
@@ -484,23 +480,16 @@ class TrainSettings(Settings):
         refused = {
             f"--objective {self.objective}": self.objective is not None,
             "--reward": self.reward is not None,
-            "--dp-clip": self.dp_clip is not None,
         }
-        for typed, is_given in refused.items():
-            if self.replay is not None and is_given:
-                raise MespError(
-                    f"{typed} does not go together with --replay: leave out one of them."
-                )
+        if self.replay is not None:
+            _refuse_beside("--replay", refused | {"--dp-clip": self.dp_clip is not None})
         if self.max_forgetting is None:
             if self.general is not None:
                 raise MespError("--general has no use without --max-forgetting: leave it out.")
             return
         # Their loss on the data's answers says little about what they learn.
         for typed, is_given in refused.items():
-            if is_given and typed != "--dp-clip":
-                raise MespError(
-                    f"--max-forgetting does not go together with {typed}: leave out one of them."
-                )
+            _refuse_beside(typed, {"--max-forgetting": is_given})
         if not self.val_batches or "valid" not in manifest.data:
             raise MespError(
                 "--max-forgetting needs evaluations: --val-batches above 0, and a bundle with "
@@ -521,16 +510,20 @@ class TrainSettings(Settings):
             f"--max-grad-norm {self.max_grad_norm}": self.max_grad_norm is not None,
             "--skip-bad-steps": self.skip_bad_steps,
         }
-        for typed, is_given in refused.items():
-            if is_given:
-                raise MespError(
-                    f"{typed} does not go together with --dp-clip: leave out one of them."
-                )
+        _refuse_beside("--dp-clip", refused)
         if self.grad_accumulation_steps > 1:
             raise MespError(
                 "--dp-clip takes one batch a step: leave out --grad-accumulation-steps, and set "
                 "--batch-size to the examples of a step."
             )
+
+
+def _refuse_beside(option: str, others: Mapping[str, bool]) -> None:
+    """Raises MespError where one of the `others` is given: those that do not go together with
+    `option`."""
+    for typed, is_given in others.items():
+        if is_given:
+            raise MespError(f"{typed} does not go together with {option}: leave out one of them.")
 
 
 def flag(name: str) -> str:
